@@ -27,6 +27,9 @@ WAYS = {
     "full, each of 64 GPUs": Layout(2, shards=64, zero_stage=3, checkpointing=True, tokens=TOKENS),
     "LoRA": Layout(2, lora_rank=16, checkpointing=True, tokens=TOKENS),
     "QLoRA (nf4)": Layout(2, lora_rank=16, quantize="nf4", checkpointing=True, tokens=TOKENS),
+    "QLoRA (nf4), each of 8 GPUs": Layout(
+        2, lora_rank=16, quantize="nf4", shards=8, zero_stage=3, checkpointing=True, tokens=TOKENS
+    ),
     "inference": Layout(2, trains=False),
 }
 GPUS = {

@@ -220,6 +220,19 @@ def little_memory(tokens: int) -> Generator[None]:
 
 
 @contextmanager
+def slower_training(seconds: float) -> Generator[None]:
+    """A trainer whose engine waits for it: each micro-batch takes ``seconds`` more."""
+    original = TorchBackend.forward_backward
+
+    def slow(self: TorchBackend[Any], packing: Any, objective: Any) -> Any:
+        time.sleep(seconds)
+        return original(self, packing, objective)
+
+    with patch.object(TorchBackend, "forward_backward", slow):
+        yield
+
+
+@contextmanager
 def engine_says(change: Callable[[int, float], float]) -> Generator[None]:
     """An engine whose log-probabilities are not those of the model: of each token, by its place."""
     original = LocalEngine.generate

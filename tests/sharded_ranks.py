@@ -12,10 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from live_bytes import LiveBytes
 from tunesmith.algorithms.objective import SFTObjective
 from tunesmith.backends.optimizer import AdamWSettings
 from tunesmith.backends.torch import TorchBackend
 from tunesmith.config.optimizer import Muon
+from tunesmith.config.schema import LoraSection
 from tunesmith.data.forest import Packing
 from tunesmith.distributed.child import ChildProcess
 from tunesmith.distributed.far import gather
@@ -23,7 +25,9 @@ from tunesmith.distributed.process_group import open_store
 from tunesmith.distributed.rank_group import RankGroup, join_default_group, reach_store
 from tunesmith.errors import DeviceMemoryError, TrainerLostError
 from tunesmith.models import training_functions
+from tunesmith.models.adapters import attach
 from tunesmith.models.causal_lm import CausalLM
+from tunesmith.models.quantised import Quantize
 from tunesmith.models.score_model import ScoreModel
 from tunesmith.models.sequence import SequenceKind, sequence_group
 from tunesmith.models.sharding import Sharding, decoder_layers, local, whole, whole_weights
@@ -51,6 +55,8 @@ class Rank:
         muon: Muon | None = None,
         offload: bool = False,
         compiled: bool = True,
+        quantize: Quantize | None = None,
+        adapter: int | None = None,
         **options: Any,
     ) -> None:
         torch.set_num_threads(1)
@@ -60,7 +66,12 @@ class Rank:
         sharding = Sharding.over("cpu", stage, size or world) if stage else None
 
         def load(*, trains: bool = True) -> Any:
-            model = kind.load(path, dtype=dtype, sharding=sharding, trains=trains)
+            with LiveBytes() as seen:
+                model = kind.load(path, dtype=dtype, sharding=sharding, trains=trains, quantize=quantize)
+            self.most_loading = seen.most
+            if adapter is not None:
+                torch.manual_seed(0)
+                attach(model, LoraSection(rank=adapter))
             model.sequence = sequence_group(sequence, sequence_kind) if sequence > 1 else None
             return model
 
@@ -115,6 +126,11 @@ class Rank:
 
     def sent(self, packing: Packing) -> int:
         return sent_by(self.backend, packing.for_rank(*self.share))
+
+    def base(self) -> tuple[int, int]:
+        """Bytes of the frozen weights that this rank keeps, and the most that there were while they were read."""
+        frozen = (local(p).nbytes for p in self.backend.model.module.parameters() if not p.requires_grad)
+        return sum(frozen), self.most_loading
 
     def numbers(self) -> tuple[int, int]:
         """Numbers that this rank keeps: of the weights, and of the optimizer's state."""

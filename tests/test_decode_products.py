@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -107,7 +108,7 @@ def test_a_measured_choice_is_valid_and_repeats(
     monkeypatch.setattr(choices, "LEAST", 0)
     model = CausalLM.load(save_model(tmp_path / "model", "gemma3_text", head_dim=16), dtype=dtype)
     assert model.lean is not None
-    monkeypatch.setattr(choices, "tiles", lambda: False)
+    monkeypatch.setattr(choices, "fastest", lambda: None)
     found = choose(model, model.lean, compiled=True)
     assert [*found] == [*ROWS] and all(set(kinds) == {*PRODUCTS, "head"} for kinds in found.values())
     for kinds in found.values():
@@ -132,7 +133,7 @@ def test_a_choice_of_compiled_products_is_only_used_where_they_are_there(
 
     model = CausalLM.load(save_model(tmp_path / "model"), dtype=torch.bfloat16)
     monkeypatch.setattr(choices, "LEAST", 0)
-    monkeypatch.setattr(choices, "tiles", lambda: False)
+    monkeypatch.setattr(choices, "fastest", lambda: None)
     monkeypatch.setattr(choices, "measured", measure)
 
     def chosen(library: object) -> dict[int, choices.Choice]:
@@ -160,11 +161,35 @@ def test_kinds_of_large_copies_are_not_tried_for_large_models(tmp_path: Path) ->
     assert prepared_bytes(1000, 8 * 8000 - 1) == 0
 
 
+@pytest.mark.parametrize(("has", "kind"), [("tiles", products.COMPILED), ("pairs", products.PAIRS), ("", None)])
+def test_a_cpu_that_multiplies_bfloat16_has_one_kind_for_all(
+    tmp_path: Path, has: str, kind: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = SimpleNamespace(tunesmith_has_tiles=lambda: has == "tiles", tunesmith_has_pairs=lambda: has != "")
+    monkeypatch.setattr(products, "functions", lambda: library)
+    assert products.fastest() == kind
+    model = CausalLM.load(save_model(tmp_path / "model"), dtype=torch.bfloat16)
+    assert model.lean is not None
+    if kind:
+        assert choose(model, model.lean, compiled=True) == {1: dict.fromkeys((*PRODUCTS, "head"), kind)}
+    unlike = choose(model, model.lean, compiled=False)
+    assert not {products.COMPILED, products.PAIRS} & {one for kinds in unlike.values() for one in kinds.values()}
+
+
+def test_pairs_of_an_odd_number_of_inputs_are_not_made() -> None:
+    if products.functions() is None:
+        pytest.skip("there is no C++ compiler")
+    weight, x = torch.randn(32, 7).bfloat16(), torch.randn(3, 7).bfloat16()
+    for table, close in ((LAYERS, 0.02), (HEADS, 1e-6)):
+        found = table[torch.bfloat16][products.PAIRS].prepare(weight, None)(x)
+        assert torch.allclose(found.double(), x.double() @ weight.double().t(), rtol=close, atol=close * 4)
+
+
 def test_of_a_float32_model_that_copies_do_not_fit_beside_nothing_is_prepared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tiles multiply bfloat16 weights only."""
-    monkeypatch.setattr(decode_model, "tiles", lambda: True)
+    monkeypatch.setattr(decode_model, "fastest", lambda: products.COMPILED)
     monkeypatch.setattr(decode_model, "prepared_bytes", lambda *_: 0)
     monkeypatch.setattr(decode_model, "choose", lambda *_, **__: pytest.fail("prepared"))  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
     model = CausalLM.load(save_model(tmp_path / "model"), dtype=torch.float32)
@@ -224,6 +249,7 @@ def scores(model: CausalLM, token_ids: Sequence[int]) -> list[float]:
         (torch.bfloat16, "compiled", "float32"),
         (torch.float32, "panels", "panels"),
         (torch.bfloat16, "panels", "panels"),
+        (torch.bfloat16, "pairs", "pairs"),
     ],
 )
 def test_the_engine_samples_as_the_trainer_scores_with_every_kind(

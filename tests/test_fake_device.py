@@ -20,14 +20,17 @@ from tunesmith.assembly.dry_run import MICROBATCHES, check_dry_run, dry_run
 from tunesmith.assembly.fake_processes import FakeProcesses
 from tunesmith.backends import passes
 from tunesmith.cli.main import app
+from tunesmith.distributed.checksum import SLAB
 from tunesmith.distributed.far import gather
 from tunesmith.engines.local.decode_attention import _scores  # pyright: ignore[reportPrivateUsage]
 from tunesmith.errors import ConfigError, TrainerLostError
 from tunesmith.fake_device.device import FakeDevice
 from tunesmith.fake_device.threads import FIRST
-from tunesmith.plan.memory import planned_devices
+from tunesmith.plan.memory import planned, planned_devices
+from tunesmith.plan.publishing import BUCKET
 from tunesmith.weights.files import FILE_BYTES
 
+NF4 = "model.quantize=nf4"
 AT_THE_END = {"passes.py", "optimizer.py"}
 """Where a step may read: the sums of its micro-batches, and whether the gradient and the weights are finite."""
 
@@ -133,7 +136,12 @@ def test_what_a_stream_uses_keeps_its_memory_until_the_host_has_waited() -> None
 
 
 @pytest.mark.parametrize(
-    "options", [(), pytest.param(("lora.rank=4",), marks=pytest.mark.slow), ("system.gradient_checkpointing=true",)]
+    "options",
+    [
+        (),
+        *(pytest.param(("lora.rank=4", *q), marks=pytest.mark.slow) for q in ((), (NF4,), ("model.quantize=int8",))),
+        ("system.gradient_checkpointing=true",),
+    ],
 )
 def test_a_step_waits_only_at_its_end(tmp_path: Path, options: tuple[str, ...]) -> None:
     train = phases_of(tmp_path, "sft", *options)["train"]
@@ -172,6 +180,8 @@ SHARED = "system.sequence_parallel={{type = '{}', size = 2}}".format
                 ("sft", (STAGE(2), "lora.rank=4")),
                 ("sft", (STAGE(2), "system.shard_size=2", SHARED("ring"))),
                 ("sft", (STAGE(3), SHARED("ulysses"), "lora.rank=4", "system.gradient_checkpointing=true")),
+                ("sft", (STAGE(2), "lora.rank=4", NF4)),
+                ("dpo", (STAGE(3), "lora.rank=4", NF4, "system.gradient_checkpointing=true")),
                 ("dpo", (STAGE(3),)),
                 ("rm", (STAGE(2),)),
             )
@@ -186,6 +196,20 @@ def test_a_rank_waits_only_at_the_end_of_a_step(tmp_path: Path, command: str, op
     if options[0] == STAGE(3) and "lora.rank=4" not in options:
         expected = {"weights": 4 * numbers / 4, "optimizer": 8 * numbers / 4}
         assert {name: train.peak[name] for name in expected} == pytest.approx(expected, rel=0.12)  # blocks of 512 bytes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 3])
+def test_the_plan_of_a_quantised_base_is_what_it_takes(tmp_path: Path, stage: int) -> None:
+    """Wide enough that blocks of 512 bytes matter little."""
+    pytest.importorskip("bitsandbytes", reason="an optional extra: pip install 'tunesmith[quantize]'")
+    shape = TINY | {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 8, "head_dim": 256}
+    said = ("lora.rank=8", NF4, STAGE(stage), "system.trainer_ranks=4", "system.gradient_checkpointing=true")
+    config, facts = resolved(tmp_path, "sft", shape, "4xH100-80GB", *said, GIVEN[0], GIVEN[2])
+    train = dry_run(config, facts)[FIRST]["train"]
+    [(_, planned, _)] = planned_devices(config, facts)
+    assert train.peak["weights"] == pytest.approx(planned.weights, rel=0.05)
+    assert train.total <= planned.peak - planned.libraries <= 1.08 * train.total
 
 
 def test_a_wait_in_a_micro_batch_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -305,11 +329,27 @@ def test_weights_are_gathered_in_two_buckets_at_most(tmp_path: Path) -> None:
     assert largest <= peak["gathered weights"] <= 2 * max(largest, FILE_BYTES)
 
 
-@pytest.mark.parametrize("said", ["system.engine_process=true", "model.quantize=nf4"])
-def test_what_has_no_fake_is_refused(tmp_path: Path, said: str) -> None:
-    plane = ("system.weight_plane=ipc",) if "engine_process" in said else ("lora.rank=4",)
-    config, _ = resolved(tmp_path, "rl", TINY, "H100-80GB", *RL, said, *plane)
-    with pytest.raises(ConfigError, match=re.escape(plane[0].split("=")[0] if "process" in said else "model.quantize")):
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_weights_for_nccl_are_copied_on_the_gpu_and_nowhere_else(tmp_path: Path, ranks: int) -> None:
+    shape = TINY | {"hidden_size": 512, "vocab_size": 16384, "intermediate_size": 1024}
+    given = (*RL, *GIVEN[:2], "rollout.max_staleness=1", f"system.trainer_ranks={ranks}", "system.weight_plane=nccl")
+    given += (STAGE(3),) if ranks > 1 else ()
+    config, facts = resolved(tmp_path, "rl", shape, "4xH100-80GB", *given)
+    price, publish = planned(config, facts), dry_run(config, facts)[FIRST]["publish"]
+    assert price is not None and config.system.weight_copy == "gpu"
+    copy, measured = price.published, publish.peak["weights for engines"]
+    if ranks == 1:  # and two slabs, while it is summed
+        assert 0.98 * copy < measured <= 1.02 * copy + 2 * 8 * SLAB
+    else:  # its share, room for a bucket more, and what is gathered of one tensor
+        assert copy - 2 * BUCKET < measured <= copy
+    assert {place.split()[-1] for place in publish.waits} <= {"synchronize"}, publish.waits
+
+
+def test_what_has_no_fake_is_refused(tmp_path: Path) -> None:
+    said = ("system.engine_process=true", "system.weight_plane=ipc")
+    config, _ = resolved(tmp_path, "rl", TINY, "H100-80GB", *RL, *said)
+    with pytest.raises(ConfigError, match=r"system\.weight_plane"):
         check_dry_run(config)
 
 
@@ -340,5 +380,5 @@ def test_the_commands_take_steps_on_a_machine_that_is_not_there(tmp_path: Path) 
     table = {line.split("  ")[0]: line.split()[-2:] for line in done.output.splitlines() if line}
     assert table["memory"] == ["planned", "train"] and table["optimizer"][0].endswith("KB")
     assert not (tmp_path / "run").exists()
-    refused = CliRunner().invoke(app, ["sft", *given, "8xH100-80GB", "model.quantize=nf4", "lora.rank=4"])
-    assert refused.exit_code and "model.quantize" in refused.output
+    refused = CliRunner().invoke(app, ["sft", *given, "8xH100-80GB", "system.compile=default"])
+    assert refused.exit_code and "system.compile" in refused.output

@@ -53,8 +53,8 @@ FLOORS = {
 }
 ADAPTER_ROOMS = ("engines", "backends", "weights")
 SHARED = (
-    "base", "flat", "loss_scale", "masters", "memory", "muon", "partial", "passes", "state_files", "stats",
-    "step_thread", "stopping", "timed",
+    "base", "flat", "loss_scale", "masters", "memory", "muon", "partial", "passes", "rounds", "spread", "state_files",
+    "stats", "step_thread", "stopping", "timed",
 )  # fmt: skip
 """Ports of those rooms, and parts that several adapters use."""
 HEAVY = ("torch", "transformers")

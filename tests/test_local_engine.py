@@ -180,6 +180,44 @@ def test_new_weights_reach_the_next_token(llama: CausalLM, monkeypatch: pytest.M
     assert after.token_ids != before.token_ids
 
 
+def test_an_engine_whose_weights_came_in_part_waits_for_all_of_them(
+    llama: CausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No token is drawn before that, of requests in flight or of new ones."""
+    weight, (prompt, other), failing = llama.head.weight, prompts(6, 9), [True, False]
+
+    def update() -> None:
+        weight.neg_()
+        if failing.pop(0):
+            raise EngineError("the rest did not come")
+
+    engine = make(llama, update=update)
+    before = run(engine, (prompt, free(8, temperature=0)), (other, free(5)))
+    counted, held = engine.stats().sampled_tokens, held_at(4)
+
+    async def load() -> tuple[int, Completion, Completion]:
+        flying = asyncio.create_task(engine.generate(prompt, free(8, temperature=0)))
+        while engine.stats().sampled_tokens == counted:
+            await asyncio.sleep(0)
+        loading = asyncio.create_task(engine.load_weights(1))
+        await turns()
+        held.go.set()
+        with pytest.raises(EngineError, match="the rest did not come"):
+            await loading
+        drawn, waiting = engine.stats().sampled_tokens, asyncio.create_task(engine.generate(other, free(5)))
+        for _ in range(5):
+            await engine._thread.call(lambda: None)  # a step would follow
+        assert engine.stats().sampled_tokens == drawn
+        await engine.load_weights(2)
+        return drawn - counted, await flying, await waiting
+
+    monkeypatch.setattr(Runner, "draw", held)
+    split, flying, waited = asyncio.run(load())
+    assert not failing and 1 <= split < 8
+    assert [flying.token_ids, waited.token_ids] == [done.token_ids for done in before], "with the right weights"
+    assert flying.versions == [0] * split + [2] * (8 - split) and waited.versions == [2] * 5
+
+
 @pytest.mark.parametrize("tokens", [96, 128, 200, 320])
 def test_a_tight_budget_changes_nothing_but_time(llama: CausalLM, tokens: int) -> None:
     """Waiting, eviction and preemption, over unequal prompts and lengths."""

@@ -400,6 +400,19 @@ def test_modes_of_torch_compile(said: dict[str, Any], mode: str | None, tmp_path
     assert values(migrated(text, "training_args.json"), tmp_path).get("system.compile") == mode
 
 
+@pytest.mark.parametrize(
+    ("said", "kernels"),
+    [
+        ({"use_liger_kernel": True}, "liger"),
+        ({"use_liger_kernel": False}, None),
+        ({"use_liger_kernel": True, "torch_compile": True}, None),
+    ],
+)
+def test_liger_s_kernels(said: dict[str, Any], kernels: str | None, tmp_path: Path) -> None:
+    text = json.dumps({"output_dir": "out", "per_device_train_batch_size": 8, **said})
+    assert values(migrated(text, "training_args.json"), tmp_path).get("system.kernels") == kernels
+
+
 def test_dynamo_of_accelerate_goes_before_sharding(tmp_path: Path) -> None:
     text = "{mixed_precision: bf16, num_processes: 8, dynamo_config: {dynamo_backend: INDUCTOR}"
     assert values(migrated(f"{text}}}", "accelerate.yaml"), tmp_path)["system.compile"] == "default"

@@ -405,20 +405,23 @@ def test_the_setting_is_derived_from_compiler_family_and_device(
             found(model, compiler, "system.compile=true")
 
 
-@pytest.mark.parametrize("tiles", [True, False])
-def test_training_in_bfloat16_compiles_for_tiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiles: bool) -> None:
+@pytest.mark.parametrize("has", ["tiles", "pairs", ""])
+def test_training_in_bfloat16_compiles_where_the_cpu_multiplies_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has: str
+) -> None:
     directory, data = save_model(tmp_path / "model", "gpt2"), tmp_path / "data.jsonl"
     data.write_text('{"prompt": "a", "completion": "b"}\n')
     monkeypatch.setenv("CXX", sys.executable)
     monkeypatch.setattr(training_functions, "_allowed", True)
-    facts = Facts(replace(read_hardware(), tiles=tiles), read_model_facts(directory))
+    hardware = replace(read_hardware(), tiles=has == "tiles", pairs=has == "pairs")
+    facts = Facts(hardware, read_model_facts(directory))
 
     def found(*more: str) -> SFTConfig:
         given = [f"model.path={directory}", f"data.train={data}", "system.device=cpu", "model.dtype=bfloat16", *more]
         return resolve(load_config(SFTConfig, None, given), facts).config
 
-    assert found().system.compile == tiles and not found("model.dtype=float32").system.compile
-    if not tiles:
+    assert found().system.compile == bool(has) and not found("model.dtype=float32").system.compile
+    if not has:
         with pytest.raises(ConfigError, match=r"system\.compile"):
             found("system.compile=true")
     config = found("system.compile=false")

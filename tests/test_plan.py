@@ -20,6 +20,7 @@ from tunesmith.errors import CapacityError, ConfigError
 from tunesmith.plan.cost import adapter_numbers
 from tunesmith.plan.memory import planned, planned_devices, planned_roles
 from tunesmith.plan.parts import PARTS
+from tunesmith.plan.publishing import publishing_ranks
 from tunesmith.plan.report import plan_of
 from tunesmith.plan.seconds import FLOPS_SHARE, step_seconds
 
@@ -279,3 +280,35 @@ def test_the_memory_of_a_gpu_that_is_not_listed_has_to_be_said(monkeypatch: pyte
         plan(SFTConfig, "this", "system.device=cuda")
     resolved, _ = plan(SFTConfig, "this", "system.device=cuda", "system.device_memory=200GB")
     assert resolved.config.model.dtype == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("on", "said", "place"),
+    [
+        ("8xH100-80GB", (), "gpu"),
+        ("4x8xH100-80GB", ("model.path=72b", 'system.cluster="ray"', 'system.engine="vllm"'), "gpu"),
+        ("2xH100-80GB", ("system.trainer_ranks=1", 'system.device_memory="32GB"'), "host"),
+    ],
+)
+def test_what_nccl_sends_is_copied_on_the_gpu_where_that_has_room(on: str, said: tuple[str, ...], place: str) -> None:
+    given = ('system.weight_plane="nccl"', "rollout.max_staleness=1", *said)
+    resolved, facts = plan(RLConfig, on, *given)
+    devices = {name: (planned, free) for name, planned, free in planned_devices(resolved.config, facts)}
+    embedding = 2 * facts.model.vocab_size * facts.model.hidden_size
+    ranks, whole = publishing_ranks(resolved.config), 2 * facts.model.parameters
+    shared = whole if ranks == 1 else whole // ranks + 2 * embedding
+    assert resolved.config.system.weight_copy == place
+    assert devices["trainer"][0].published == (shared if place == "gpu" else embedding)
+    assert devices["engine"][0].published == 2 * embedding, "the one that is written, and the next one"
+    assert devices["trainer"][0].peak <= devices["trainer"][1]
+    if place == "host":
+        with pytest.raises(CapacityError, match=r'What fits: system.weight_copy = "host"'):
+            plan(RLConfig, on, *given, 'system.weight_copy="gpu"')
+
+
+def test_an_adapter_alone_takes_no_embedding_to_send() -> None:
+    said = ("lora.rank=8", 'system.weight_plane="nccl"', "rollout.max_staleness=1", "system.trainer_ranks=1")
+    resolved, facts = plan(RLConfig, "2xH100-80GB", *said)
+    devices = {name: planned for name, planned, _ in planned_devices(resolved.config, facts)}
+    assert devices["trainer"].published == 4 * adapter_numbers(facts.model, 8)
+    assert devices["engine"].published == 2 * (64 << 20)

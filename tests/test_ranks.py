@@ -20,7 +20,7 @@ from tunesmith.distributed.machines import differences, own_view
 from tunesmith.distributed.torchrun import Launch
 from tunesmith.errors import CapacityError, ConfigError, TunesmithError
 from tunesmith.plan.checks import check
-from tunesmith.plan.cost import Layout, price
+from tunesmith.plan.cost import Layout, adapter_numbers, price
 from tunesmith.plan.facts import Facts, ModelFacts
 from tunesmith.plan.gpus import device_problems, own_devices
 from tunesmith.plan.hardware import Gpu, Hardware
@@ -184,7 +184,6 @@ def test_machines_without_the_same_files(tmp_path: Path, left: str, words: str) 
     ("said", "place"),
     [
         (("system.zero_stage=3",), "system.trainer_ranks = 2"),
-        (("system.zero_stage=3", "system.trainer_ranks=2", "lora.rank=8", 'model.quantize="nf4"'), "model.quantize"),
         (("system.zero_stage=4", "system.trainer_ranks=2"), "system.zero_stage"),
         (("system.zero_stage=3", "system.trainer_ranks=4", "system.shard_size=3"), "a divisor of 4"),
         (("system.zero_stage=3", "system.trainer_ranks=4", "system.shard_size=8"), "a divisor of 4"),
@@ -257,6 +256,33 @@ def test_a_model_that_fits_no_gpu_fits_several_that_shard_it() -> None:
         resolve(config(SFTConfig, "system.zero_stage=0"), facts)
     found = resolve(config(SFTConfig, "system.trainer_ranks=4", "system.zero_stage=3"), facts).config
     assert found.system.max_tokens_per_microbatch >= 40
+
+
+def test_a_quantised_base_is_sharded_where_a_whole_one_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tunesmith.plan.checks.find_spec", lambda _: object())
+    large = replace(MODEL, parameters=200 * 10**9)  # 104 GB in 4 bits, and 60 GB are free
+    facts = Facts(replace(CPU, gpus=(GPU,) * 8), large, train_size=100, longest=40)
+    said = ("lora.rank=8", "model.quantize=nf4")
+    found = resolve(config(SFTConfig, *said), facts).config
+    assert found.system.trainer_ranks == 8 and found.system.zero_stage == 3
+    with pytest.raises(CapacityError, match=r"does not fit.*system\.zero_stage = 3"):
+        resolve(config(SFTConfig, *said, "system.zero_stage=0"), facts)
+    kept = price(large, layout_of(found, facts))
+    embeddings = 2 * 32000 * 2048
+    quantised = int(0.516 * (200 * 10**9 - embeddings))
+    assert kept.weights == (2 * embeddings + quantised) // 8 + 4 * adapter_numbers(large, 8)
+    assert kept.gathered == pytest.approx(2 * embeddings + quantised / 24, rel=1e-6)
+
+
+def test_a_change_to_a_quantised_base_keeps_the_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tunesmith.plan.checks.find_spec", lambda _: object())
+    large = replace(MODEL, parameters=400 * 10**9)
+    facts = Facts(replace(CPU, gpus=(GPU,) * 8), large, train_size=100, longest=40)
+    said = ("lora.rank=8", "system.trainer_ranks=8", "system.zero_stage=3")
+    with pytest.raises(CapacityError, match=r'does not fit.*model\.quantize = "nf4"') as error:
+        resolve(config(SFTConfig, *said), facts)
+    assert "zero_stage = 0" not in str(error.value)
+    assert resolve(config(SFTConfig, *said, "model.quantize=nf4"), facts).config.system.zero_stage == 3
 
 
 def test_each_stage_keeps_less() -> None:

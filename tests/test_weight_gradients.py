@@ -15,7 +15,9 @@ from tunesmith.models.head import Head, fused_logprobs
 from tunesmith.models.lean_ops import embed, linear
 from tunesmith.models.training_functions import functions
 
-pytestmark = pytest.mark.skipif(functions() is None, reason="this CPU has no AMX, or no compiler")
+pytestmark = pytest.mark.skipif(
+    functions() is None, reason="this CPU multiplies nothing in bfloat16, or there is no compiler"
+)
 
 
 @pytest.fixture(autouse=True)

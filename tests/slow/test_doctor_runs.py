@@ -5,8 +5,10 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Callable, Generator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from ill_runs import (
     little_memory,
     make_ward,
     skipping,
+    slower_training,
     tasks,
 )  # fmt: skip
 from tiny_preferences import RUNS, lines_of, preference_settings
@@ -129,6 +132,17 @@ RL: dict[str, tuple[str, Settings] | tuple[str, Settings, Injected]] = {
     "engine keeps its weights": (
         "stale_weights", {"train__lr": 5e-3, "train__steps": 12}, engine_keeps_its_weights,
     ),
+    "more requests than memory for them": (
+        "preempted",
+        {**RAMBLING, **LITTLE, "rollout__stop_token_ids": list(range(10, 15)), "system__kv_memory": "64KiB",
+         "system__max_running": 96},
+    ),
+    "rollouts that wait for the trainer": (
+        "too_stale",
+        {"system__engine_process": True, "rollout__max_staleness": 2, "rollout__prompts_per_step": 4,
+         "train__steps": 30, "train__lr": 1e-4},
+        partial(slower_training, 0.3),
+    ),
     "guesses that are wrong": (
         "drafts_rejected",
         {**RAMBLING, "system__speculative": "ngram", **LITTLE},
@@ -232,6 +246,13 @@ def test_a_disease_of_rollouts_comes_first(tmp_path: Path, ward: Ward, disease: 
     with (injected[0] if injected else nullcontext)():
         run = ward.rl(str(tmp_path / "run"), **placed(ward, settings))
     assert next(iter(found(run)), None) == key, found(run)
+
+
+def test_a_reward_that_keeps_memory(tmp_path: Path, ward: Ward) -> None:
+    settings = {"reward__functions": ["leaks"], "rollout__prompts_per_step": 3, "train__steps": 12}
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as apart:  # its peak is that of this run alone
+        run = apart.submit(ward.rl, str(tmp_path / "run"), **placed(ward, settings)).result()
+    assert next(iter(found(run)), None) == "host_memory_grows", found(run)
 
 
 def examples_with(ward: Ward, name: str, lines: list[dict[str, Any]]) -> Settings:

@@ -227,6 +227,8 @@ def test_under_a_launcher(launcher: str, model: Path, tmp_path: Path) -> None:
         ("sft", 2, 3, {"system__gradient_checkpointing": True}),
         ("dpo", 4, 3, {"lora__rank": 4}),
         ("rl", 2, 3, {"lora__rank": 4}),
+        *((command, 2, 3, {"lora__rank": 4, "model__quantize": "nf4"}) for command in ("dpo", "rm", "rl")),
+        ("sft", 4, 2, {"lora__rank": 4, "model__quantize": "nf4", "lora__save_merged": True}),
     ],
 )
 def test_ranks_that_shard_the_model_end_as_one(

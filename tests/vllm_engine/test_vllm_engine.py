@@ -111,6 +111,45 @@ async def test_new_weights_arrive_whole(family: str, request: pytest.FixtureRequ
         await made.engine.close()
 
 
+async def test_an_engine_whose_weights_came_in_part_waits_for_all_of_them(directory: Path) -> None:
+    """A reload that ends in the middle of a joint projection can begin again, and no token is drawn in between."""
+    model, failing = plain(directory), [False, True, False]
+
+    def weights() -> Iterator[tuple[str, torch.Tensor]]:
+        fails = failing.pop(0)
+        for name, tensor in model.state_dict().items():
+            yield name, tensor
+            if fails and name.endswith("layers.1.self_attn.q_proj.weight"):
+                raise EngineError("the rest did not come")
+
+    made = subject(directory)
+    engine: Any = made.engine
+    engine._weights = weights
+    prompt = list(range(20, 56))
+    try:
+        await engine.load_weights(1)
+        first = await made.write(prompt=prompt)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1.1)
+        flying = asyncio.create_task(made.write(replace(FREE, max_new_tokens=20)))
+        await asyncio.sleep(0)
+        with pytest.raises(EngineError, match="the rest did not come"):
+            await engine.load_weights(2)
+        drawn, waiting = engine.stats().sampled_tokens, asyncio.create_task(made.write(prompt=prompt))
+        for _ in range(5):
+            await engine._thread.call(lambda: None)  # a step would follow
+        assert engine.stats().sampled_tokens == drawn and not waiting.done()
+        await engine.load_weights(3)
+        assert {*(await flying).versions} <= {1, 3}
+        second = await waiting
+        assert second.versions == [3] * 12 and made.score is not None
+        assert second.logprobs == pytest.approx(made.score(prompt, second.token_ids), abs=1e-4)
+        assert second.logprobs != pytest.approx(first.logprobs, abs=1e-3)
+    finally:
+        await engine.close()
+
+
 def test_a_prompt_is_prefilled_once_for_a_group_that_comes_at_once(directory: Path) -> None:
     async def run() -> EngineStats:
         made = subject(directory)

@@ -10,6 +10,8 @@ import pytest
 from tiny import save_model
 from tiny_runs import rl_settings, write_lines
 from tunesmith import assembly
+from tunesmith.doctor.findings import diagnose
+from tunesmith.doctor.record import read_record
 from tunesmith.monitor.metrics import read_metrics
 
 pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-vllm")
@@ -47,6 +49,13 @@ def test_log_probabilities_are_as_trained_and_groups_share_their_prompt(
         assert line["sampled_tokens"] > 0 and line["grad_norm"] > 0
         # All of a group but the first find one block of their prompt; the canary has read one prompt for all four.
         assert line["reused_prompt_tokens"] in (4 * 3 * 32, 4 * 3 * 32 + 32) and 0.5 < line["prefix_hit_share"] < 0.65
+
+
+def test_the_doctor_finds_that_prompts_are_not_shared(tmp_path: Path, model: Path) -> None:
+    off = {"system__vllm__prefix_caching": False, "rollout__group_size": 4, **PLACES["colocated"]}
+    steps(tmp_path, model, "off", **off)
+    (finding,) = (f for f in diagnose(read_record(tmp_path / "off")) if f.key == "prompts_not_shared")
+    assert finding.change == ("system.vllm.prefix_caching = true",)
 
 
 def test_greedy_completions_give_the_local_engines_first_gradient(tmp_path: Path, model: Path) -> None:

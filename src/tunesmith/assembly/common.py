@@ -80,6 +80,10 @@ def load_model(kind: type[M], config: RunConfig, tokenizer: Any, path: str | Non
         from tunesmith.models.compiled import compile_layers
 
         compile_layers(model, compiled)
+    if config.system.kernels == "liger":
+        from tunesmith.models.liger import use_liger
+
+        use_liger(model)
     if lora.on:
         from tunesmith.models import adapters
 

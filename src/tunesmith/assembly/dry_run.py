@@ -12,6 +12,7 @@ from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from importlib import import_module
 from math import ceil
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -227,8 +228,8 @@ def check_dry_run(config: RunConfig) -> None:
         f"system.device = '{system.device}'": not system.device.startswith("cuda"),
         f"system.engine = '{system.engine}'": config.drawing is not None and system.served,
         f"system.weight_plane = '{system.weight_plane}'": system.weight_plane == "ipc",
-        f"model.quantize = '{config.model.quantize}'": config.model.quantize is not None,
         f"system.compile = '{system.compile}'": isinstance(system.compile, str),
+        f"system.kernels = '{system.kernels}'": system.kernels != "torch",
         "rollouts for a teacher": isinstance(config, DistillConfig),
     }
     if others := [key for key, unknown in asked.items() if unknown]:
@@ -249,6 +250,8 @@ def dry_run(config: RunConfig, facts: Facts) -> dict[str, dict[str, Phase]]:
 
     apart = isinstance(config, RLConfig) and (engines_apart(config) or config.system.engine != "local")
     engine = planned_elsewhere(config, facts) or planned(config, facts) or Price()
+    if config.model.quantize is not None:
+        import_module("bitsandbytes")  # which looks for the GPUs that are there
     with FakeDevice(len(facts.hardware.gpus)) as device, parts_replaced(device, engine):
         processes = None
         if config.system.trainer_ranks > 1 or apart:

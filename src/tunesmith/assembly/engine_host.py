@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from tunesmith.assembly.planes import read_offer
+from tunesmith.assembly.planes import read_offer, streams
 from tunesmith.openmp import to_thread
 from tunesmith.weights.base import Offer
 
@@ -57,15 +57,18 @@ def _local(
     parameters, weights = lm.module.state_dict(), None
     if lm.device.type == "cuda" and lora is None and quantize is None:  # else not all of them come again
         weights = HostWeights(parameters.values(), lm.lean, kept=False)
-    arrived: list[tuple[str, Any]] = []
+    arrived: Iterable[tuple[str, Any]] = ()
 
     async def take(offer: Offer) -> None:
-        arrived[:] = await to_thread(lambda: list(read_offer(offer)))
+        nonlocal arrived
+        # Requests go on while weights come, unless these have no room of their own and come between two steps.
+        arrived = read_offer(offer) if streams(offer) else await to_thread(lambda: list(read_offer(offer)))
 
     def update() -> None:
-        for name, tensor in arrived:
+        nonlocal arrived
+        coming, arrived = arrived, ()
+        for name, tensor in coming:
             parameters[name].copy_(tensor)
-        arrived.clear()
         if lm.device.type == "cuda":  # through CUDA IPC, the trainer's copy is read until here
             torch.cuda.synchronize()
 

@@ -20,7 +20,7 @@ from tunesmith.fake_device.tokenizer import NoTokenizer
 from tunesmith.openmp import to_thread
 from tunesmith.plan.cost import Price
 from tunesmith.types import Completion, Sampling
-from tunesmith.weights.base import NamedTensors, Offer
+from tunesmith.weights.base import NamedTensors, Offer, Plane
 from tunesmith.weights.files import FILE_BYTES
 from tunesmith.weights.flat import in_buckets
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from tunesmith.fake_device.device import FakeDevice
     from tunesmith.models.decoder import Decoder
 
-ENGINES_WEIGHTS, KEYS_AND_VALUES = "engines' weights", "keys and values"
+ENGINES_WEIGHTS, KEYS_AND_VALUES, PUBLISHED = "engines' weights", "keys and values", "weights for engines"
 
 
 @contextmanager
@@ -54,7 +54,8 @@ def parts_replaced(device: FakeDevice, engine: Price) -> Generator[None]:
 
     def make_plane(config: RunConfig, model: Decoder) -> GatheringPlane:
         merged, stored = config.system.adapter_sync != "adapter", config.system.engine != "local"
-        return GatheringPlane(planes.published(model, merged=merged, as_stored=stored), device)
+        copying = planes.device_plane(config, model) if planes.stays_on_gpu(config) else None
+        return GatheringPlane(planes.published(model, merged=merged, as_stored=stored), device, copying)
 
     def load_frozen(*args: Any) -> Any:
         with device.allocating("frozen models"):
@@ -81,14 +82,22 @@ def parts_replaced(device: FakeDevice, engine: Price) -> Generator[None]:
 
 @dataclass(slots=True)
 class GatheringPlane:
-    """Fulfils ``Plane``: gathers the weights file by file, as planes do that write them, and writes none."""
+    """Fulfils ``Plane``: gathers the weights file by file, as planes do that write them, and writes none.
+
+    Args:
+        copying: a plane that copies them on the GPU, where the run's does.
+    """
 
     tensors: NamedTensors
     device: FakeDevice
+    copying: Plane | None = None
 
     async def publish(self, version: int) -> None:
-        del version
-        await to_thread(self._gather)
+        if self.copying is None:
+            await to_thread(self._gather)
+            return
+        with self.device.allocating(PUBLISHED):
+            await self.copying.publish(version)
 
     def _gather(self) -> None:
         with self.device.allocating(GATHERED):

@@ -23,6 +23,7 @@ from tunesmith.loop.checkpoint import Checkpoints
 from tunesmith.monitor.waits import long_wait
 from tunesmith.plan.cluster import NAMES, bundles, processes
 from tunesmith.plan.operations import PeakRates
+from tunesmith.plan.publishing import publishing_ranks
 from tunesmith.plan.roles import reference_apart, scoring_processes
 
 if TYPE_CHECKING:
@@ -82,7 +83,8 @@ class TrainerHost(RankHost):
         if group:
             self.backend.join(group)
         if self.publishes and rank < publishing_ranks(self.config):
-            self.plane = (make_publishing if rank else make_plane)(self.config, self.backend.model)
+            model = self.backend.model
+            self.plane = make_publishing(self.config, model, rank) if rank else make_plane(self.config, model)
         self.limits = None if rank else limits_of(self.config)
 
     def weights(self) -> dict[str, Tensor]:
@@ -93,11 +95,6 @@ class TrainerHost(RankHost):
         gathers = first or (model.sharding is not None and model.sharding.first_copy)
         named = whole_weights(model.module, model.dtype) if gathers else ()
         return {name: tensor for name, tensor in named if first}
-
-
-def publishing_ranks(config: RunConfig) -> int:
-    """Of the trainer: the first ones, which together have the whole model."""
-    return config.system.shard_size if config.system.zero_stage else 1
 
 
 @dataclass(slots=True)

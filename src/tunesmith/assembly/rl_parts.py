@@ -15,7 +15,7 @@ from tunesmith.assembly.engines import make_engine, make_engines, make_sampling
 from tunesmith.assembly.environments import make_environments
 from tunesmith.assembly.opening import ReadyRun
 from tunesmith.assembly.policy import policy_backend
-from tunesmith.assembly.processes import make_policy, publishing_ranks, remote_reward_model, remote_trainer
+from tunesmith.assembly.processes import make_policy, remote_reward_model, remote_trainer
 from tunesmith.assembly.rewards import add_rewards
 from tunesmith.config.distillation import SampledDistillConfig
 from tunesmith.config.schema import RLConfig
@@ -32,6 +32,7 @@ from tunesmith.loop.parts import RLParts
 from tunesmith.loop.rollouts import AsyncRollouts, RolloutSource, SyncRollouts
 from tunesmith.loop.session import Session
 from tunesmith.models.causal_lm import CausalLM
+from tunesmith.plan.publishing import publishing_ranks
 from tunesmith.plan.situation import optimizer_steps
 from tunesmith.plan.weights import weights_apart
 from tunesmith.rewards.reward_set import RewardSet

@@ -23,6 +23,7 @@ PLANNED = {
     "gathered weights": "gathered",
     "activations": "activations",
     "temporaries": "head",
+    "weights for engines": "published",
     "engines' weights": "engine",
     "keys and values": "kv",
 }

@@ -34,8 +34,12 @@ class SystemSection(Section):
     threads: PositiveInt = derived()
     compile: bool | Literal["default", "max-autotune"] = derived()
     """True: compile on a CPU what decoding computes (``engines.local``), and training in bfloat16 with AMX
-    (``native``). A mode of ``torch.compile``: the same for decoding, and PyTorch compiles the decoder layers of the
-    policy, its critic and its reference for training; ``max-autotune`` also times kernels, without CUDA graphs."""
+    or AVX-512 BF16 (``native``). A mode of ``torch.compile``: the same for decoding, and PyTorch compiles the decoder
+    layers of the policy, its critic and its reference for training; ``max-autotune`` also times kernels, without CUDA
+    graphs."""
+    kernels: Literal["torch", "liger"] = "torch"
+    """What computes norms, rotations and SwiGLU of decoder layers in training and scoring: PyTorch's operations, or
+    Liger's Triton kernels on GPUs (``models.liger``)."""
     max_tokens_per_microbatch: PositiveInt = derived()
     """Of one rank, or of the ranks of ``sequence_parallel`` together."""
     scoring_max_tokens: PositiveInt = derived()
@@ -71,6 +75,8 @@ class SystemSection(Section):
     """How often each engine process may be replaced after it dies."""
     weight_plane: Literal["memory", "disk", "gloo", "nccl", "ipc"] | None = None
     """How new weights reach engine processes: a file in memory or in ``engine_directory``, a broadcast, CUDA IPC."""
+    weight_copy: Literal["gpu", "host"] | None = None
+    """Where the trainer keeps the copy of its weights that ``weight_plane = "nccl"`` sends."""
     adapter_sync: Literal["adapter", "merged"] | None = None
     """How an adapter reaches engine processes: alone, for the same base, or merged into whole weights."""
     hybrid: bool = derived()

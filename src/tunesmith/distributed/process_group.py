@@ -3,14 +3,19 @@
 # pyright: reportPrivateUsage=false, reportPrivateImportUsage=false, reportAttributeAccessIssue=false
 from __future__ import annotations
 
+import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
+from threading import Lock
 from typing import Any, Literal
 
 import torch.distributed as dist
 
 GroupKind = Literal["gloo", "nccl"]
+_ERRORS, _NOTHING = "TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"
+_one_at_a_time = Lock()
 
 
 def open_store(host: str, patience: float) -> dist.TCPStore:
@@ -21,12 +26,15 @@ def open_store(host: str, patience: float) -> dist.TCPStore:
     return dist.TCPStore(host, port, None, is_master=True, timeout=limit, wait_for_workers=False, master_listen_fd=fd)
 
 
-def process_group(kind: GroupKind, store: dist.Store, rank: int, world: int, host: str, patience: float) -> Any:
+def process_group(
+    kind: GroupKind, store: dist.Store, rank: int, world: int, host: str, patience: float, *, vital: bool = True
+) -> Any:
     """A group that torch.distributed does not know of.
 
     Args:
         host: an address of this machine, on which gloo listens for the others.
         patience: seconds that each of its operations may take, and gloo to bring the group together.
+        vital: where an operation of NCCL fails, PyTorch ends the process; else only the group is lost.
     """
     limit = timedelta(seconds=patience)
     prefixed = dist.PrefixStore("group", store)
@@ -35,10 +43,26 @@ def process_group(kind: GroupKind, store: dist.Store, rank: int, world: int, hos
         make = dist.ProcessGroupNCCL
         options: Any = make.Options()
         options._timeout = limit
-    else:
-        make = dist.ProcessGroupGloo
-        options = make._Options()
-        options._devices = [make.create_device(hostname=host, lazy_init=False)]
-        options._threads = 1
-        options._timeout = limit
+        with nullcontext() if vital else _errors_left_to_the_caller():
+            return make(prefixed, rank, world, options)
+    make = dist.ProcessGroupGloo
+    options = make._Options()
+    options._devices = [make.create_device(hostname=host, lazy_init=False)]
+    options._threads = 1
+    options._timeout = limit
     return make(prefixed, rank, world, options)
+
+
+@contextmanager
+def _errors_left_to_the_caller() -> Generator[None]:
+    """NCCL groups that are made inside do not end the process when an operation fails; they read this once."""
+    with _one_at_a_time:
+        before = os.environ.get(_ERRORS)
+        os.environ[_ERRORS] = _NOTHING
+        try:
+            yield
+        finally:
+            if before is None:
+                del os.environ[_ERRORS]
+            else:
+                os.environ[_ERRORS] = before

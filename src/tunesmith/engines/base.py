@@ -44,7 +44,8 @@ class Engine(Sampler, Protocol):
     async def load_weights(self, version: int) -> None:
         """Take the trainer's current weights as ``version``; cached prefixes of older ones are dropped.
 
-        Requests in flight continue: their later tokens carry the new version.
+        Requests in flight continue: their later tokens carry the new version. Where loading fails, some weights may be
+        new ones: then requests wait, in flight or not, until weights have been loaded.
         """
         ...
 

@@ -34,7 +34,7 @@ from tunesmith.errors import CheckpointError, ConfigError, ModelError, StorageEr
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.models.decoder import Decoder
 from tunesmith.models.loading import check_names, load_config
-from tunesmith.models.quantised import num_weights
+from tunesmith.models.quantised import weights_of
 from tunesmith.models.score_model import ScoreModel
 from tunesmith.models.sharding import unshard_trained, whole
 
@@ -80,24 +80,33 @@ class LoraAdapter:
                 yield name, tensor
 
     @torch.no_grad()
-    def merged_weights(self) -> Iterator[tuple[str, Tensor]]:
+    def merged_weights(self, *, in_host_memory: bool = True) -> Iterator[tuple[str, Tensor]]:
         """The weights of base and adapter together, under the base's names; the module is not changed.
 
-        Each sum ``W + scale · B A`` is computed in float32 and rounded to the base's dtype. Sums are on the CPU: all of
-        them together would be a second model on the GPU. The ranks of a sharded base iterate together.
+        Each sum ``W + scale · B A`` is computed in float32 and rounded to the base's dtype. The ranks of a sharded base
+        iterate together.
+
+        Args:
+            in_host_memory: sums, and what is gathered, are on the CPU: all of them together would be a second model on
+                the GPU; else whoever iterates drops each of them before the next one.
         """
         module = self.peft.get_base_model()
         adapted = {name: part for name, part in module.named_modules() if isinstance(part, LoraLayer)}
         for name, part in module.state_dict().items():
             owner, is_adapted, rest = name.partition(".base_layer.")
-            tensor = whole(part).cpu() if isinstance(part, DTensor) else part
+            made = isinstance(part, DTensor)
+            tensor = whole(part) if made else part
+            if is_adapted and rest == "weight":
+                delta = cast(Any, adapted[owner]).get_delta_weight(TRAINED)
+                tensor, made = (tensor.float() + delta.float()).to(tensor.dtype), True
+                del delta
+            if made and in_host_memory:
+                tensor = tensor.cpu()
             if is_adapted:
-                if rest == "weight":
-                    delta = cast(Any, adapted[owner]).get_delta_weight(TRAINED)
-                    tensor = (tensor.float() + delta.float()).to("cpu", tensor.dtype)
                 yield f"{owner}.{rest}", tensor
             elif ".lora_" not in name:
                 yield name, tensor
+            del tensor
 
     def save(self, directory: Path) -> None:
         """Write a peft adapter directory; with ``save_merged`` also the whole model, to ``<directory>_merged``."""
@@ -126,7 +135,7 @@ class LoraAdapter:
 
     def counts(self) -> tuple[int, int]:
         """The numbers of trained and of all parameters."""
-        sizes = [(p.requires_grad, num_weights(p)) for p in self.peft.parameters()]
+        sizes = [(p.requires_grad, count) for p, count in weights_of(self.peft)]
         return sum(n for trained, n in sizes if trained), sum(n for _, n in sizes)
 
 

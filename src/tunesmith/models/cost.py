@@ -8,7 +8,7 @@ from typing import Any, cast
 from torch import nn
 
 from tunesmith.models.causal_lm import CausalLM
-from tunesmith.models.quantised import num_weights
+from tunesmith.models.quantised import weights_of
 from tunesmith.plan.operations import CostModel
 
 
@@ -17,9 +17,9 @@ def training_cost(model: CausalLM) -> CostModel:
     config: Any = model.module.config.get_text_config()
     embedding = cast(nn.Embedding, model.module.get_input_embeddings()).weight.numel()
     heads = config.num_attention_heads
-    weights = list(model.module.base_model.parameters())
+    weights = list(weights_of(model.module.base_model))
     cost = CostModel.of_decoder(
-        parameters=sum(map(num_weights, weights)) - embedding,
+        parameters=sum(count for _, count in weights) - embedding,
         layers=config.num_hidden_layers,
         heads=heads,
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
@@ -29,5 +29,5 @@ def training_cost(model: CausalLM) -> CostModel:
     if model.adapter is None:
         return cost
     # A frozen weight needs no gradient: two products instead of three.
-    frozen = sum(num_weights(p) for p in weights if not p.requires_grad) - embedding
+    frozen = sum(count for p, count in weights if not p.requires_grad) - embedding
     return replace(cost, linear=cost.linear - 2.0 * frozen, head=cost.head * 2 / 3)

@@ -40,7 +40,7 @@ class Adapter(Protocol):
         """The trained weights, under their names in the module."""
         ...
 
-    def merged_weights(self) -> Iterator[tuple[str, Tensor]]:
+    def merged_weights(self, *, in_host_memory: bool = True) -> Iterator[tuple[str, Tensor]]:
         """The weights of base and adapter together, under the base's names."""
         ...
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tunesmith.models.attention import AttentionContext, AttentionRule
-from tunesmith.models.lean_ops import Activation, embed, gated, linear, rms_norm, rotate
+from tunesmith.models.lean_ops import OURS, Activation, Operations, embed, linear
 from tunesmith.models.products import Product
 from tunesmith.models.weight_gradients import kept_sums
 from tunesmith.plan.facts import LEAN_FAMILIES
@@ -103,6 +103,7 @@ class Norm:
         self._own: dict[str, Tensor] = module._parameters
         self.eps: float = module.variance_epsilon if hasattr(module, "variance_epsilon") else module.eps
         self.offset = "Gemma" in type(module).__name__
+        self.operations = OURS
 
     @property
     def weight(self) -> Tensor:
@@ -111,11 +112,11 @@ class Norm:
     def of(self, dtype: torch.dtype) -> Norm:
         """The norm with its current weight in another type."""
         norm = copy.copy(self)
-        norm._own = {"weight": self.weight.detach().to(dtype)}
+        norm._own, norm.operations = {"weight": self.weight.detach().to(dtype)}, OURS
         return norm
 
     def __call__(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self.eps, self.offset)
+        return self.operations.rms_norm(x, self.weight, self.eps, self.offset)
 
 
 class Layer:
@@ -125,6 +126,7 @@ class Layer:
         attention, mlp = module.self_attn, module.mlp
         self.module, self.index = module, index
         self.kind = type(module)
+        self.operations = OURS
         joint = hasattr(attention, "qkv_proj")
         self.qkv: Projection | Product = Projection(
             attention, *(("qkv_proj",) if joint else ("q_proj", "k_proj", "v_proj"))
@@ -161,7 +163,7 @@ class Layer:
         for name, value in vars(self).items():
             if isinstance(value, Norm):
                 setattr(layer, name, value.of(dtype))
-        layer._qk_weight = layer._joint_weight()
+        layer._qk_weight, layer.operations = layer._joint_weight(), OURS
         return layer
 
     def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, attention: AttentionContext) -> Tensor:
@@ -170,21 +172,29 @@ class Layer:
         seen = attention.attend(self.index, q, k, v, self.rule)
         seen = self.out(seen.flatten(1))
         x = x + (seen if self.after_attention is None else self.after_attention(seen))
-        y = self.down(gated(self.gate_up(self.before_mlp(x)), self.activation))
+        y = self.down(self.operations.gated(self.gate_up(self.before_mlp(x)), self.activation))
         return x + (y if self.after_mlp is None else self.after_mlp(y))
 
     def _heads(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated queries ``[T, H, D]``, rotated keys and values ``[T, K, D]``."""
         heads = self.qkv(x).view(len(x), self.heads + 2 * self.kv_heads, -1)
         qk, v = heads.split([self.heads + self.kv_heads, self.kv_heads], 1)
-        if self.q_norm is not None:
-            weight = self._joint_weight() if self._qk_weight is None else self._qk_weight
-            assert weight is not None
-            qk = rms_norm(qk, weight, self.q_norm.eps, self.q_norm.offset)
+        qk = self._normalized_heads(qk)
         if self.rotates:
-            qk = rotate(qk, cos, sin)
+            return *self.operations.rotate(qk, self.heads, cos, sin), v
         q, k = qk.split([self.heads, self.kv_heads], 1)
         return q, k, v
+
+    def _normalized_heads(self, qk: Tensor) -> Tensor:
+        """Queries and keys ``[T, H + K, D]``, after their norms if they have some."""
+        if self.q_norm is None or self.k_norm is None:
+            return qk
+        if not (self.operations.weight_per_head or torch.is_inference_mode_enabled()):
+            q, k = qk.split([self.heads, self.kv_heads], 1)
+            return torch.cat((self.q_norm(q), self.k_norm(k)), 1)
+        weight = self._joint_weight() if self._qk_weight is None else self._qk_weight
+        assert weight is not None
+        return self.operations.rms_norm(qk, weight, self.q_norm.eps, self.q_norm.offset)
 
     def _joint_weight(self) -> Tensor | None:
         """``[H + K, D]``: the weights of the norms of queries and keys; None if there are none."""
@@ -241,6 +251,13 @@ class LeanDecoder:
         decoder.layers = [layer.with_products(partial(product, i), dtype) for i, layer in enumerate(self.layers)]
         decoder.norm, decoder.rows, decoder.compiled = self.norm.of(dtype), dtype, None
         return decoder
+
+    def compute_with(self, operations: Operations) -> None:
+        """Let the layers and the final norm run these operations; passes with other products keep ours."""
+        self.norm.operations = operations
+        for layer in self.layers:
+            for part in (layer, *(value for value in vars(layer).values() if isinstance(value, Norm))):
+                part.operations = operations
 
     def moved(self) -> None:
         """As ``Projection.moved``, for all."""

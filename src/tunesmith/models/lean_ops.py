@@ -6,7 +6,8 @@ Without gradients they run the plain operations: an autograd function costs as m
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 import torch
@@ -44,9 +45,16 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: bool) -> Tensor:
     return _normalize(x, weight, eps, offset)[0]
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of ``[T, heads, D]`` by ``[T, 1, D]`` tables; the first half of ``sin`` is negated."""
-    return cast(Tensor, _Rotate.apply(x, cos, sin)) if torch.is_grad_enabled() else _rotated(x, cos, sin)
+def rotate(qk: Tensor, heads: int, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Queries ``[T, heads, D]`` and keys, which are the rest of ``qk``, with rotary embedding.
+
+    Args:
+        cos: ``[T, 1, D]``.
+        sin: the same; its first half is negated.
+    """
+    turned = cast(Tensor, _Rotate.apply(qk, cos, sin)) if torch.is_grad_enabled() else _rotated(qk, cos, sin)
+    q, k = turned.split([heads, qk.shape[1] - heads], 1)
+    return q, k
 
 
 def gated(gate_up: Tensor, activation: Activation) -> Tensor:
@@ -55,6 +63,21 @@ def gated(gate_up: Tensor, activation: Activation) -> Tensor:
         return cast(Tensor, _Gated.apply(gate_up, activation))
     gate, up = gate_up.chunk(2, -1)
     return activate(gate, activation).mul_(up)
+
+
+@dataclass(frozen=True, slots=True)
+class Operations:
+    """What computes a layer between its products and attention: ``rms_norm``, ``rotate`` and ``gated``, or functions
+    that take and give the same."""
+
+    rms_norm: Callable[[Tensor, Tensor, float, bool], Tensor]
+    rotate: Callable[[Tensor, int, Tensor, Tensor], tuple[Tensor, Tensor]]
+    gated: Callable[[Tensor, Activation], Tensor]
+    weight_per_head: bool = True
+    """Whether ``rms_norm`` takes a weight for each head, ``[heads, D]``, in training and scoring too."""
+
+
+OURS = Operations(rms_norm, rotate, gated)
 
 
 class _Linear(torch.autograd.Function):

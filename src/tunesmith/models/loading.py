@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from functools import cache, partial
 from itertools import groupby
 from pathlib import Path
@@ -31,9 +31,9 @@ from tunesmith.errors import ConfigError, ModelError, boundary
 from tunesmith.fake_device.tokenizer import NoTokenizer
 from tunesmith.models.attention import ATTENTION_NAME
 from tunesmith.models.families import check_family
-from tunesmith.models.quantised import Quantize, let_gradients_pass, quantised_settings
+from tunesmith.models.quantised import Quantize, quantise
 from tunesmith.models.shard_files import WeightFiles, fill
-from tunesmith.models.sharding import Sharding
+from tunesmith.models.sharding import Sharding, materialise
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 HUB_SECONDS = 5.0
@@ -110,40 +110,60 @@ def load_module(
     dropouts = {k: v for k, v in config.to_dict().items() if "drop" in k and isinstance(v, float) and v > 0}
     for key, value in {**dict.fromkeys(dropouts, 0.0), **settings}.items():
         setattr(config, key, value)
-    quantisation = quantised_settings(quantize, dtype, device) if quantize else {}
     if takes_tf32(dtype, device):
         torch.backends.cuda.matmul.fp32_precision = "tf32"
     options = {"config": config, "attn_implementation": ATTENTION_NAME, "trust_remote_code": trust_remote_code}
 
+    one_by_one, trains = sharding is not None or quantize is not None, trains and quantize is None
+
     def made(stored: torch.dtype) -> PreTrainedModel:
-        place = None if sharding else device
+        place = None if one_by_one else device
         return _without_weights(path, partial(auto.from_config, dtype=stored, **options), trains, place)
 
     def read() -> PreTrainedModel:
         with boundary(ModelError, f"cannot load the weights of model '{path}'", ANY_ERROR):
-            options_of_files = {**quantisation, "use_safetensors": True, "output_loading_info": True}
+            options_of_files = {"use_safetensors": True, "output_loading_info": True}
             loaded, info = auto.from_pretrained(path, dtype=dtype, **options, **options_of_files)
         check_names(f"model '{path}'", info["missing_keys"], info["unexpected_keys"], initialised, dropped)
         return cast(PreTrainedModel, loaded)
 
-    if sharding is None:
+    if not one_by_one:
         module = made(dtype) if detect_fake_mode() else read()  # a fake device has no numbers
     else:
-        with boundary(ModelError, f"cannot shard model '{path}'", ANY_ERROR):
-            module = made(torch.float32 if trains and dtype.itemsize == 2 else dtype)
-        sharding.shard(module, dtype, torch.device(device))
+        with boundary(ModelError, f"cannot make model '{path}' without its weights", ANY_ERROR):
+            module = made(torch.float32 if sharding and trains and dtype.itemsize == 2 else dtype)
+        _place(module, dtype, device, sharding, quantize)
         if not detect_fake_mode():
             read_shards(module, path, read, initialised, dropped)
     _disable_dropout(module, dropouts)
-    if quantisation:
-        let_gradients_pass(module)
-    return (module if quantisation or sharding or detect_fake_mode() else _on(module, device)).eval()
+    return (module if one_by_one or detect_fake_mode() else _on(module, device)).eval()
+
+
+def _place(
+    module: PreTrainedModel,
+    dtype: torch.dtype,
+    device: str | torch.device,
+    sharding: Sharding | None,
+    quantize: Quantize | None,
+) -> None:
+    """Give a module without weights memory for its rows, or for all, in the form in which they are kept."""
+    if quantize is not None:
+        quantise(module, quantize, dtype)
+    if sharding is not None:
+        sharding.shard(module, dtype, torch.device(device))
+        return
+    with _usable(device):
+        materialise(module, torch.device(device))
 
 
 def _on(module: PreTrainedModel, device: str | torch.device) -> PreTrainedModel:
-    message = f"system.device = '{device}' cannot hold the model: it needs torch with CUDA and a free GPU, or use 'cpu'"
-    with boundary(ConfigError, message, (AssertionError, RuntimeError)):  # AssertionError: torch without CUDA
+    with _usable(device):
         return cast(PreTrainedModel, cast(nn.Module, module).to(device))
+
+
+def _usable(device: str | torch.device) -> AbstractContextManager[object]:
+    message = f"system.device = '{device}' cannot hold the model: it needs torch with CUDA and a free GPU, or use 'cpu'"
+    return boundary(ConfigError, message, (AssertionError, RuntimeError))  # AssertionError: torch without CUDA
 
 
 def _without_weights(
@@ -186,7 +206,7 @@ def read_shards(
     initialised: tuple[str, ...] = (),
     dropped: tuple[str, ...] = (),
 ) -> None:
-    """Read this rank's rows of a sharded model from the files of a model.
+    """Read a model, or this rank's rows of a sharded one, from the files of a model, one weight at a time.
 
     Args:
         read: loads the whole model, if its files have other names than the module (as for fused experts).

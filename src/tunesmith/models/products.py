@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from ctypes import POINTER, Structure, byref, c_int64, c_void_p
 from dataclasses import dataclass
+from enum import IntEnum
 from functools import cache
 from typing import Any
 
@@ -29,10 +30,21 @@ Product = Callable[[Tensor], Tensor]
 COMPILED = "compiled"
 """The kind in C++ (``native``) that reads the weights as they are."""
 PANELS = "panels"
-"""The kind in C++ of float32 rows and weights in panels, for CPUs that multiply no bfloat16 tiles."""
-IN_CPP = (COMPILED, PANELS)
+"""The kind in C++ of float32 rows and weights in panels, for CPUs that multiply nothing in bfloat16."""
+PAIRS = "pairs"
+"""The kind in C++ of bfloat16 rows and weights in panels of pairs, for CPUs that multiply pairs (AVX-512 BF16)."""
+IN_CPP = (COMPILED, PANELS, PAIRS)
 PACKED_ROWS = 32
 """The number of rows for which the layout of packed weights is optimised."""
+
+
+class Layout(IntEnum):
+    """Of weights, as in ``decode.cpp``."""
+
+    AS_IT_IS = 0
+    PANELS = 1
+    SHORT_PANELS = 2
+    PAIRS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +84,8 @@ def functions() -> Any:
         found.tunesmith_product.restype = None
         found.tunesmith_pack.argtypes = (c_int64, c_int64, c_void_p, c_void_p, c_int64, c_int64)
         found.tunesmith_pack.restype = None
-        found.tunesmith_has_tiles.restype = found.tunesmith_panel.restype = c_int64
+        for name in ("has_tiles", "has_pairs", "panel"):
+            getattr(found, f"tunesmith_{name}").restype = c_int64
     return found
 
 
@@ -82,10 +95,12 @@ def recorded(name: str) -> AbstractContextManager[object]:
     return torch.profiler.record_function(f"{COMPILED_CALL}{name}") if recording else nullcontext()
 
 
-def tiles() -> bool:
-    """Whether compiled products multiply whole tiles (AMX)."""
+def fastest() -> str | None:
+    """The kind of bfloat16 weights that is fastest here for all shapes and rows; None: that has to be measured."""
     found = functions()
-    return found is not None and bool(found.tunesmith_has_tiles())
+    if found is None:
+        return None
+    return COMPILED if found.tunesmith_has_tiles() else PAIRS if found.tunesmith_has_pairs() else None
 
 
 class Compiled:
@@ -112,21 +127,39 @@ class Compiled:
 def _as_it_is(weight: Tensor, bias: Tensor | None, result: torch.dtype) -> Compiled:
     """Of bfloat16 rows."""
     own = weight.detach().contiguous()
-    data = ProductData(own.data_ptr(), None if bias is None else bias.data_ptr(), *own.shape, 0)
+    data = ProductData(own.data_ptr(), None if bias is None else bias.data_ptr(), *own.shape, Layout.AS_IT_IS)
     return Compiled(data, [own] if bias is None else [own, bias], torch.bfloat16, result)
 
 
 def _panels(weight: Tensor, bias: Tensor | None) -> Compiled:
     """Of float32 rows."""
+    layout = Layout.SHORT_PANELS if weight.dtype == torch.bfloat16 else Layout.PANELS
+    return _in_panels(weight, bias, layout, torch.float32, torch.float32)
+
+
+def _pairs(weight: Tensor, bias: Tensor | None) -> Product:
+    return _in_pairs(weight, bias, torch.bfloat16) or _plain(weight, bias)
+
+
+def _pairs_head(weight: Tensor, bias: Tensor | None) -> Product:
+    return _in_pairs(weight, bias, torch.float32) or _float32_head(weight, bias)
+
+
+def _in_pairs(weight: Tensor, bias: Tensor | None, result: torch.dtype) -> Compiled | None:
+    """Of bfloat16 rows; None if their numbers do not come in pairs."""
+    even = weight.shape[1] % 2 == 0
+    return _in_panels(weight, bias, Layout.PAIRS, torch.bfloat16, result) if even else None
+
+
+def _in_panels(weight: Tensor, bias: Tensor | None, layout: Layout, rows: torch.dtype, result: torch.dtype) -> Compiled:
     own, panel = weight.detach().contiguous(), functions().tunesmith_panel()
-    (outputs, inputs), narrow = own.shape, own.dtype == torch.bfloat16
-    whole = -(-outputs // panel) * panel
+    (outputs, inputs), whole = own.shape, -(-len(own) // panel) * panel
     packed = torch.empty(whole * inputs, dtype=own.dtype)
     places = own.data_ptr(), packed.data_ptr()
-    functions().tunesmith_pack(outputs, inputs, *places, narrow, torch.get_num_threads())
+    functions().tunesmith_pack(outputs, inputs, *places, layout, torch.get_num_threads())
     kept = [packed] if bias is None else [packed, F.pad(bias.detach().float(), (0, whole - outputs))]
-    data = ProductData(packed.data_ptr(), None if bias is None else kept[1].data_ptr(), *own.shape, 1 + narrow)
-    return Compiled(data, kept, torch.float32, torch.float32)
+    data = ProductData(packed.data_ptr(), None if bias is None else kept[1].data_ptr(), *own.shape, layout)
+    return Compiled(data, kept, rows, result)
 
 
 def _compiled(weight: Tensor, bias: Tensor | None) -> Product:
@@ -184,6 +217,7 @@ LAYERS: dict[torch.dtype, dict[str, Kind]] = {
         "packed": Kind(_packed, torch.bfloat16, 2),
         "float32": Kind(_float32, torch.float32, 4),
         COMPILED: Kind(_compiled, torch.bfloat16, 0),
+        PAIRS: Kind(_pairs, torch.bfloat16, 2),
         PANELS: Kind(_panels, torch.float32, 2),
     },
 }
@@ -194,6 +228,7 @@ HEADS: dict[torch.dtype, dict[str, Kind]] = {
         "twice": Kind(_twice, torch.bfloat16, 2),
         "float32": Kind(_float32_head, None, 4),
         COMPILED: Kind(_compiled_head, torch.bfloat16, 0),
+        PAIRS: Kind(_pairs_head, torch.bfloat16, 2),
         PANELS: Kind(_panels, None, 2),
     },
 }
@@ -202,7 +237,7 @@ HEADS: dict[torch.dtype, dict[str, Kind]] = {
 
 def works(kind: Kind, weights: torch.dtype) -> bool:
     """Whether this machine and this build of torch have the kind."""
-    if kind.prepare in (_compiled, _compiled_head, _panels):
+    if kind.prepare in (_compiled, _compiled_head, _panels, _pairs, _pairs_head):
         return functions() is not None
     if weights == torch.bfloat16 and kind.prepare in (_packed, _twice):
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())

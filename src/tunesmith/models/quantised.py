@@ -1,59 +1,235 @@
-"""Frozen weights in 8 or 4 bits (bitsandbytes), under a trained adapter.
+"""Frozen linear modules in 8 or 4 bits (bitsandbytes), under a trained adapter.
+
+All of a module's quantised weight, its scales too, is one tensor of bytes: a parameter without gradient, which ranks
+shard and gather as they do any other. bitsandbytes' own modules keep scales beside their parameters, where no one finds
+them. Its functions quantise and multiply, so the numbers are those of its modules.
 
 Embeddings, norms and the vocabulary head are not quantised. ``int8`` quantises activations row by row, without
 LLM.int8's search for outlier columns: that search reads the whole batch, and log-probabilities would depend on how
 sequences are packed.
+
+Shape legend: ``T`` rows, ``K`` inputs, ``N`` outputs.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from importlib import import_module
+from itertools import accumulate
+from typing import Any, Literal, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from tunesmith.errors import ModelError, boundary
 
 Quantize = Literal["int8", "nf4"]
+Part = tuple[int, torch.dtype]
+"""How many numbers of which type."""
+BLOCK, SECOND_BLOCK = 64, 256
+"""Weights that share a scale in 4 bits, and scales that share one in turn (arXiv:2305.14314)."""
+_ALIGNED = 16
+"""Parts begin at multiples of so many bytes, as kernels read them."""
 
 
-def quantised_settings(quantize: Quantize, dtype: torch.dtype, device: str | torch.device) -> dict[str, Any]:
-    """Arguments of ``from_pretrained`` that quantise the weights while they load.
+class QuantisedLinear(nn.Linear):
+    """A linear module whose ``weight`` is uint8 ``[bytes]``. Only its input gets a gradient.
+
+    Args:
+        module: gives the shape and the bias.
+        dtype: weights are rounded to it before they are quantised, and computed with in it.
+    """
+
+    def __init__(self, module: nn.Linear | Conv1D, dtype: torch.dtype) -> None:
+        nn.Module.__init__(self)
+        shape = tuple(module.weight.shape)
+        self.transposed = isinstance(module, Conv1D)
+        self.rows = shape[0]
+        """Of the weight in a model's files."""
+        self.out_features, self.in_features = reversed(shape) if self.transposed else shape
+        self.dtype = dtype
+        self._parts = self.parts()
+        sizes = [-(-count * part.itemsize // _ALIGNED) * _ALIGNED for count, part in self._parts]
+        self._starts = [0, *accumulate(sizes)]
+        place = {"dtype": torch.uint8, "device": module.weight.device}
+        self.weight = nn.Parameter(torch.empty(self._starts[-1], **cast(Any, place)), requires_grad=False)
+        bias = cast("nn.Parameter | None", module.bias)
+        self.register_parameter("bias", None if bias is None else nn.Parameter(bias, requires_grad=False))
+        self._seen: tuple[Tensor, Any] | None = None
+
+    @abstractmethod
+    def parts(self) -> Sequence[Part]:
+        """What the bytes are, one after the other."""
+
+    @abstractmethod
+    def rounded(self, weight: Tensor) -> Sequence[Tensor]:
+        """The parts of a weight ``[N, K]``."""
+
+    @abstractmethod
+    def opened(self, *parts: Tensor) -> Any:
+        """The parts as bitsandbytes takes them."""
+
+    @abstractmethod
+    def product(self, x: Tensor, weight: Any) -> Tensor:
+        """``[..., K]`` to ``[..., N]``, without gradients; ``weight`` is what was ``opened``."""
+
+    @abstractmethod
+    def whole(self, weight: Any, dtype: torch.dtype) -> Tensor:
+        """``[N, K]``, of what was ``opened``."""
+
+    @torch.no_grad()
+    def quantised(self, weight: Tensor) -> Tensor:
+        """The bytes of a weight as it is in a model's files, but for its type, which is ``dtype``; on its device."""
+        parts = self.rounded(weight.t() if self.transposed else weight)
+        found = torch.zeros(self._starts[-1], dtype=torch.uint8, device=weight.device)
+        for view, part in zip(self._views(found), parts, strict=True):
+            view.copy_(part.flatten())
+        return found
+
+    def open(self, weight: Tensor) -> Any:
+        """What bytes hold. Sharded ones have the same storage whenever they are gathered, and views of it remain."""
+        seen = self._seen
+        if seen is None or _storage(seen[0]) != _storage(weight):
+            views = self._views(weight.detach())
+            seen = self._seen = views[0], self.opened(*views)
+        return seen[1]
+
+    def _views(self, weight: Tensor) -> list[Tensor]:
+        places = zip(self._starts, self._parts, strict=False)
+        return [weight[start : start + count * part.itemsize].view(part) for start, (count, part) in places]
+
+    def forward(self, input: Tensor) -> Tensor:
+        if torch.is_grad_enabled() and input.requires_grad:
+            return cast(Tensor, _Product.apply(input, self.weight, self))
+        return self._product(input, self.weight)
+
+    def _product(self, x: Tensor, weight: Tensor) -> Tensor:
+        if not x.numel():
+            return x.new_empty(*x.shape[:-1], self.out_features)
+        return self.product(x, self.open(weight))
+
+    def _bias(self, x: Tensor) -> Tensor | None:
+        bias = cast("Tensor | None", self.bias)
+        return None if bias is None else bias.to(x.dtype)
+
+
+class _Product(torch.autograd.Function):
+    """Keeps the bytes for the backward pass, which dequantises them; they may have been gathered again by then."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, module: QuantisedLinear) -> Tensor:
+        ctx.save_for_backward(weight)
+        ctx.module = module
+        return module._product(x, weight)  # pyright: ignore[reportPrivateUsage]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (weight,) = cast("tuple[Tensor]", ctx.saved_tensors)
+        module = cast(QuantisedLinear, ctx.module)
+        return grad @ module.whole(module.open(weight), grad.dtype), None, None
+
+
+class Nf4Linear(QuantisedLinear):
+    """4-bit normal floats, and their scales in 8 bits around their mean (QLoRA, arXiv:2305.14314)."""
+
+    levels: Tensor
+    """The 16 values of a weight in units of its scale."""
+    scale_levels: Tensor
+    """The 256 values of a scale in units of its own."""
+
+    def __init__(self, module: nn.Linear | Conv1D, dtype: torch.dtype) -> None:
+        super().__init__(module, dtype)
+        functions = _functions()
+        self.register_buffer("levels", functions.get_4bit_type("nf4", device="cpu"), persistent=False)
+        self.register_buffer("scale_levels", functions.create_dynamic_map(), persistent=False)
+
+    def parts(self) -> Sequence[Part]:
+        numbers = self.in_features * self.out_features
+        scales = -(-numbers // BLOCK)
+        second = -(-scales // SECOND_BLOCK)
+        return (-(-numbers // 2), torch.uint8), (scales, torch.uint8), (second, torch.float32), (1, torch.float32)
+
+    def rounded(self, weight: Tensor) -> Sequence[Tensor]:
+        options: dict[str, Any] = {"blocksize": BLOCK, "compress_statistics": True, "quant_type": "nf4"}
+        codes, state = _functions().quantize_4bit(weight.contiguous(), **options)
+        return codes, state.absmax, state.state2.absmax, state.offset
+
+    def opened(self, *parts: Tensor) -> Any:
+        codes, scales, second, mean = parts
+        state = _functions().QuantState
+        inner = state(absmax=second, code=self.scale_levels, blocksize=SECOND_BLOCK, dtype=torch.float32)
+        shape = torch.Size((self.out_features, self.in_features))
+        kept: dict[str, Any] = {"shape": shape, "code": self.levels, "blocksize": BLOCK, "quant_type": "nf4"}
+        return codes.view(-1, 1), state(absmax=scales, dtype=self.dtype, offset=mean[0], state2=inner, **kept)
+
+    def product(self, x: Tensor, weight: Any) -> Tensor:
+        codes, state = weight
+        return import_module("bitsandbytes").matmul_4bit(x, codes, quant_state=state, bias=self._bias(x))
+
+    def whole(self, weight: Any, dtype: torch.dtype) -> Tensor:
+        return _functions().dequantize_4bit(*weight).to(dtype)
+
+
+class Int8Linear(QuantisedLinear):
+    """8-bit integers with a scale for each output; rows of the input are rounded to as many (arXiv:2208.07339)."""
+
+    def parts(self) -> Sequence[Part]:
+        return (self.in_features * self.out_features, torch.int8), (self.out_features, torch.float32)
+
+    def rounded(self, weight: Tensor) -> Sequence[Tensor]:
+        return _functions().int8_vectorwise_quant(weight.to(torch.float16).contiguous())[:2]
+
+    def opened(self, *parts: Tensor) -> Any:
+        codes, scales = parts
+        return codes.view(self.out_features, self.in_features), scales
+
+    def product(self, x: Tensor, weight: Any) -> Tensor:
+        codes, scales = weight
+        rows, row_scales, _ = _functions().int8_vectorwise_quant(x.reshape(-1, self.in_features).to(torch.float16))
+        multiply: Any = torch.ops.bitsandbytes.int8_scaled_mm.default
+        out: Tensor = multiply(rows, codes, row_scales, scales, bias=self._bias(x), dtype=x.dtype)
+        return out.view(*x.shape[:-1], self.out_features)
+
+    def whole(self, weight: Any, dtype: torch.dtype) -> Tensor:
+        codes, scales = weight
+        return codes.to(dtype).mul_((scales / 127).unsqueeze(1))
+
+
+FORMATS: dict[Quantize, type[QuantisedLinear]] = {"int8": Int8Linear, "nf4": Nf4Linear}
+
+
+def quantise(module: PreTrainedModel, quantize: Quantize, dtype: torch.dtype) -> None:
+    """Replace the linear modules of a decoder, whose weights are still on the meta device.
 
     Raises:
         ModelError: bitsandbytes is not installed, or does not work on this machine.
     """
     with boundary(ModelError, f"model.quantize = '{quantize}': bitsandbytes cannot be used here", Exception):
-        import bitsandbytes  # noqa: F401  # pyright: ignore[reportMissingImports, reportUnusedImport]
-        from transformers import BitsAndBytesConfig
-
-        if quantize == "int8":
-            config = BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)
-        else:
-            config = BitsAndBytesConfig(
-                load_in_4bit=True,
-                bnb_4bit_quant_type="nf4",
-                bnb_4bit_use_double_quant=True,
-                bnb_4bit_compute_dtype=dtype,
-            )
-    return {"quantization_config": config, "device_map": {"": device}}
-
-
-def let_gradients_pass(module: nn.Module) -> None:
-    """Keep 4-bit weights in the format that has a backward.
-
-    On some CPUs bitsandbytes repacks them in the first pass without gradient; after that it silently returns no
-    gradient for its input.
-    """
-    for part in module.modules():
-        if hasattr(part, "support_avx512bf16_for_cpu"):
-            part.support_avx512bf16_for_cpu = False  # pyright: ignore[reportArgumentType]
+        _functions()
+    decoder = module.base_model
+    for name, part in list(decoder.named_modules()):
+        if type(part) is nn.Linear or isinstance(part, Conv1D):
+            decoder.set_submodule(name, FORMATS[quantize](part, dtype))
 
 
 def is_quantised(module: nn.Module) -> bool:
-    return bool(getattr(module, "is_quantized", False))
+    return any(isinstance(part, QuantisedLinear) for part in module.modules())
 
 
-def num_weights(parameter: nn.Parameter) -> int:
-    """The number of weights in a parameter; a 4-bit one packs two into each byte."""
-    return parameter.numel() * (2 if type(parameter).__name__ == "Params4bit" else 1)
+def weights_of(module: nn.Module) -> Iterator[tuple[nn.Parameter, int]]:
+    """The parameters of a module, and how many weights each holds."""
+    linear = [part for part in module.modules() if isinstance(part, QuantisedLinear)]
+    quantised = {id(part.weight): part.in_features * part.out_features for part in linear}
+    for parameter in module.parameters():
+        yield parameter, quantised.get(id(parameter), parameter.numel())
+
+
+def _functions() -> Any:
+    return import_module("bitsandbytes.functional")
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]

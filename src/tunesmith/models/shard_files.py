@@ -1,4 +1,4 @@
-"""Reading a sharded model from safetensors files, and writing it, without the whole model in one place."""
+"""Reading a sharded or quantised model from safetensors files, and writing it, without the whole model in one place."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from tunesmith.models.quantised import QuantisedLinear
 from tunesmith.models.sharding import Sharding, first_row, local, whole
 from tunesmith.plan.facts import weight_files
 
@@ -43,11 +44,20 @@ def names_in(file: Path) -> list[str]:
 
 @torch.no_grad()
 def fill(module: nn.Module, rows: Callable[[str, int, int], Tensor], names: set[str]) -> None:
-    """Read this rank's rows of each parameter and persistent buffer in ``names``."""
+    """Read this rank's rows of each parameter and persistent buffer in ``names``.
+
+    Weights that are to be quantised are read whole, one at a time: they share scales of scales.
+    """
+    quantised = {f"{name}.weight": part for name, part in module.named_modules() if isinstance(part, QuantisedLinear)}
     for name, tensor in module.state_dict().items():
-        if name in names:
-            own = local(tensor)
-            own.copy_(rows(name, first_row(tensor), len(own) if own.dim() else 1))
+        if name not in names:
+            continue
+        own, first = local(tensor), first_row(tensor)
+        if name in quantised:
+            part = quantised[name]
+            own.copy_(part.quantised(rows(name, 0, part.rows).to(own.device, part.dtype))[first : first + len(own)])
+        else:
+            own.copy_(rows(name, first, len(own) if own.dim() else 1))
 
 
 def save_weights(

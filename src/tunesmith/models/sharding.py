@@ -96,12 +96,7 @@ class Sharding:
             part.set_gradient_divide_factor(1.0)
         cast(Any, module).run_sharded = MethodType(_call, module)
         register_fsdp_forward_method(module, "run_sharded")
-
-        def materialise(tensor: Tensor) -> Tensor:
-            return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device)
-
-        module._apply(materialise)  # pyright: ignore[reportPrivateUsage, reportArgumentType, reportUnknownMemberType]
-        module.tie_weights()
+        materialise(module, device)
 
     def set_gradient_sync(self, module: PreTrainedModel, *, last: bool) -> bool:
         """Whether the next backward pass sums gradients over the ranks; else it adds them to those not yet summed.
@@ -112,6 +107,19 @@ class Sharding:
         now = last or self.stage > 1
         cast(FSDPModule, module).set_requires_gradient_sync(now)
         return now
+
+
+def materialise(module: PreTrainedModel, device: torch.device) -> None:
+    """Give what is on the meta device uninitialised memory on a device, and move there what is elsewhere."""
+
+    def placed(tensor: Tensor) -> Tensor:
+        if tensor.device.type == device.type:
+            return tensor.to(device)
+        made = torch.empty_like(tensor, device=device)
+        return made if tensor.is_meta else made.copy_(tensor)
+
+    module._apply(placed)  # pyright: ignore[reportPrivateUsage, reportArgumentType, reportUnknownMemberType]
+    module.tie_weights()
 
 
 def _call(module: PreTrainedModel, work: Callable[[], T]) -> T:
@@ -168,8 +176,10 @@ def unshard_trained(module: nn.Module) -> None:
                 setattr(part, name, nn.Parameter(whole(parameter).clone()))
 
 
-def whole_weights(module: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """All weights in host memory, gathered one by one and not kept. Ranks iterate together.
+def whole_weights(
+    module: nn.Module, dtype: torch.dtype, *, in_host_memory: bool = True
+) -> Iterator[tuple[str, Tensor]]:
+    """All weights in host memory or on the module's device, gathered one by one and not kept. Ranks iterate together.
 
     Tied ones come one after the other under each of their names.
     """
@@ -181,7 +191,8 @@ def whole_weights(module: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, 
     for name, tensor in module.state_dict().items():
         if name in others:
             continue
-        weight = whole(tensor, dtype if name in tied else None).cpu()  # a buffer's type is not the weights'
+        weight = whole(tensor, dtype if name in tied else None)  # a buffer's type is not the weights'
+        weight = weight.cpu() if in_host_memory else weight
         for each in tied.get(name, [name]):
             yield each, weight
         del weight

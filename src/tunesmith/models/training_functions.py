@@ -49,16 +49,16 @@ def allow(compiled: bool) -> None:
 
 
 def functions() -> Any:
-    """The compiled functions; None where they are not allowed, the CPU has no AMX, or they cannot be compiled."""
+    """The compiled functions; None where they are not allowed, or this CPU or compiler has none."""
     return _compiled() if _allowed else None
 
 
 @cache
 def _compiled() -> Any:
-    if "amx_bf16" not in cpu_info().get("flags", "").split():
+    if not {"amx_bf16", "avx512_bf16"} & {*cpu_info().get("flags", "").split()}:
         return None
     found: Any = library("train")
-    if found is None or not found.tunesmith_has_tiles():
+    if found is None or not found.tunesmith_trains():
         return None
     numbers, operand = c_int64, (c_void_p, c_int64)
     found.tunesmith_weight_gradient.argtypes = (numbers, numbers, *operand, *operand, POINTER(Sum), numbers, numbers)

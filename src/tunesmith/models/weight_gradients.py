@@ -1,7 +1,7 @@
 """Gradients of weights, added in float32 where the optimizer keeps their sum, without a copy in the weights' type.
 
 PyTorch's backward pass makes each gradient in the type of its weight, which is then added to the sum. On a CPU with AMX
-a compiled function (``native``) multiplies in bfloat16 and adds to the sum itself.
+or AVX-512 BF16 a compiled function (``native``) multiplies in bfloat16 and adds to the sum itself.
 
 Shape legend: ``T`` rows, ``N`` outputs, ``K`` inputs.
 """

@@ -137,10 +137,17 @@ struct Step {
     Bank prompts, own;
 };
 
+enum Layout {
+    AS_IT_IS,      // weight [N, K] of bfloat16, for rows of bfloat16; the others are panels
+    PANELS,        // of float32, for rows of float32
+    SHORT_PANELS,  // of bfloat16, for rows of float32
+    PAIRS,         // of bfloat16, pairs of inputs side by side, for rows of bfloat16
+};
+
 struct Product {
     const void *weight, *bias;
     int64_t outputs, inputs;
-    int64_t layout;             // 0: weight [N, K] and bias [N] or null of bfloat16 rows; else panels of float32 rows
+    int64_t layout;             // a Layout
 };
 
 struct Layer {
@@ -350,13 +357,15 @@ template <class Y> static void multiply_tiles(int64_t rows, const Product& p, co
                             store(out + (row + m) * N + from + i * W, v[m] + bias);
                     }
             }
-        _tile_release();
+        release_tiles();
     }
 }
 #endif
 
 // Rows of bfloat16, x [rows, K], times the weight, to [rows, N], where K is a multiple of 2 W and N of W.
 template <class Y> static void multiply(int64_t rows, const Product& p, const bfloat16* x, Y* out, int64_t threads) {
+    if (p.layout == PAIRS)
+        return multiply_panels(rows, p.outputs, p.inputs, (const bfloat16*)p.weight, (const float*)p.bias, x, out, threads);
     constexpr int64_t PART = 64;
     const int64_t N = p.outputs, K = p.inputs, parts = (N + PART - 1) / PART;
     const bfloat16 *weight = (const bfloat16*)p.weight, *bias = (const bfloat16*)p.bias;
@@ -381,7 +390,7 @@ template <class Y> static void multiply(int64_t rows, const Product& p, const bf
 
 // Rows of float32 times a weight in panels.
 static void multiply(int64_t rows, const Product& p, const float* x, float* out, int64_t threads) {
-    if (p.layout == 1) multiply_panels(rows, p.outputs, p.inputs, (const float*)p.weight, (const float*)p.bias, x, out, threads);
+    if (p.layout == PANELS) multiply_panels(rows, p.outputs, p.inputs, (const float*)p.weight, (const float*)p.bias, x, out, threads);
     else multiply_panels(rows, p.outputs, p.inputs, (const bfloat16*)p.weight, (const float*)p.bias, x, out, threads);
 }
 
@@ -479,17 +488,24 @@ void tunesmith_layers(const Step* s, const Layer* layers, int64_t count, int64_t
 
 // To rows of bfloat16, or of float32.
 void tunesmith_product(int64_t rows, const Product* p, const void* x, void* out, int64_t narrow, int64_t threads) {
-    if (p->layout) multiply(rows, *p, (const float*)x, (float*)out, threads);
+    if (p->layout == PANELS || p->layout == SHORT_PANELS) multiply(rows, *p, (const float*)x, (float*)out, threads);
     else if (narrow) multiply(rows, *p, (const bfloat16*)x, (bfloat16*)out, threads);
     else multiply(rows, *p, (const bfloat16*)x, (float*)out, threads);
 }
 
 int64_t tunesmith_panel() { return PANEL; }
 
-// A weight [N, K], of bfloat16 if `narrow`, in panels [N / PANEL, K, PANEL], the last one filled up with zeros.
-void tunesmith_pack(int64_t N, int64_t K, const void* weight, void* panels, int64_t narrow, int64_t threads) {
-    if (narrow) pack_panels(N, K, (const bfloat16*)weight, (bfloat16*)panels, threads);
-    else pack_panels(N, K, (const float*)weight, (float*)panels, threads);
+// A weight [N, K] in panels [N / PANEL, K, PANEL], the last one filled up with zeros.
+void tunesmith_pack(int64_t N, int64_t K, const void* weight, void* panels, int64_t layout, int64_t threads) {
+    if (layout == PANELS) pack_panels(N, K, 1, (const float*)weight, (float*)panels, threads);
+    else pack_panels(N, K, layout == PAIRS ? 2 : 1, (const bfloat16*)weight, (bfloat16*)panels, threads);
+}
+
+int64_t tunesmith_has_pairs() {  // whether the CPU multiplies pairs of bfloat16
+#ifdef __AVX512BF16__
+    return 1;
+#endif
+    return 0;
 }
 
 int64_t tunesmith_has_tiles() {

@@ -1,9 +1,10 @@
-// What a training step computes slower with PyTorch's operations, for bfloat16 rows; sums are float32.
+// What a training step computes slower with PyTorch's operations, for bfloat16 rows; sums are float32. Operands are packed
+// into AMX's tiles, which AVX-512 multiplies pair by pair where there is no AMX.
 //
 // Shapes: T rows, N outputs and K inputs of a linear module; H query heads, K key/value heads, G = H / K, D head size.
 #include "vectors.h"
 
-#ifdef __AMX_BF16__
+#ifdef __AVX512BF16__
 constexpr int64_t TILE = 512;  // numbers of a tile: 16 rows of the left operand with 32 places of the sum, or 16 pairs of
                                // places of the right operand with 16 columns
 constexpr int64_t PLACES = 2 * W;
@@ -37,6 +38,27 @@ static void pack_left(const bfloat16* x, int64_t step, int64_t places, int64_t c
     }
 }
 
+#ifndef __AMX_BF16__
+// As below.
+template <int A, int B>
+static void multiply(const bfloat16* left, int64_t left_step, const bfloat16* right, int64_t right_step, int64_t steps, float* out, int64_t out_step, bool add) {
+    constexpr int TALL = 8;  // rows whose sums stay in registers
+    for (int64_t a = 0; a < A * W; a += TALL, out += TALL * out_step) {
+        const bfloat16* rows = left + a / W * left_step + a % W * PLACES;
+        Vec sums[TALL][B];
+        for (int r = 0; r < TALL; r++)
+            for (int b = 0; b < B; b++) sums[r][b] = add ? load(out + r * out_step + b * W) : Vec{};
+        for (int64_t s = 0; s < steps; s++)
+            for (int64_t p = 0; p < W; p++)
+                for (int r = 0; r < TALL; r++)
+                    for (int b = 0; b < B; b++)
+                        sums[r][b] = add_pair(sums[r][b], rows + s * TILE + r * PLACES + 2 * p, right + b * right_step + s * TILE + p * PLACES);
+        for (int r = 0; r < TALL; r++)
+            for (int b = 0; b < B; b++) store(out + r * out_step + b * W, sums[r][b]);
+    }
+}
+#else
+
 // out [16 A, 16 B] = or += the products of packed operands.
 template <int A, int B>
 static void multiply(const bfloat16* left, int64_t left_step, const bfloat16* right, int64_t right_step, int64_t steps, float* out, int64_t out_step, bool add) {
@@ -65,6 +87,7 @@ static void multiply(const bfloat16* left, int64_t left_step, const bfloat16* ri
     if (A > 1) _tile_stored(2, out + W * out_step, bytes);
     if (A > 1 && B > 1) _tile_stored(3, out + W * out_step + W, bytes);
 }
+#endif
 
 // As above for `tall` and `wide` tiles of 16; the right operand's part that the products share stays in the cache.
 static void multiply_block(const bfloat16* left, int64_t tall, int64_t left_step, const bfloat16* right, int64_t wide, int64_t right_step, int64_t steps, float* out, int64_t out_step, bool add) {
@@ -109,7 +132,7 @@ static void weight_gradient(int64_t T, int64_t K, const bfloat16* grad, int64_t 
                                        std::min(DEPTH, steps - s), part.sum + m * W * K, K, part.adds || from || s);
                 }
             }
-            _tile_release();
+            release_tiles();
         }
     }
 }
@@ -245,28 +268,30 @@ static void attend_backward(const Segments& f, const Attention& a, int64_t threa
         configure_tiles();
 #pragma omp for schedule(dynamic, 1)
         for (int64_t i = 0; i < work; i++) attend_backward(f, a, roots[i / a.K], roots[i / a.K + 1], i % a.K);
-        _tile_release();
+        release_tiles();
     }
 }
 #endif
 
 extern "C" {
 
-int64_t tunesmith_has_tiles() {
-#ifdef __AMX_BF16__
+int64_t tunesmith_trains() {  // whether the functions below compute
+#if defined(__AMX_BF16__)
     return has_tiles();
+#elif defined(__AVX512BF16__)
+    return 1;
 #endif
     return 0;
 }
 
 void tunesmith_weight_gradient(int64_t T, int64_t K, const void* grad, int64_t grad_step, const void* x, int64_t x_step, const void* sums, int64_t count, int64_t threads) {
-#ifdef __AMX_BF16__
+#ifdef __AVX512BF16__
     weight_gradient(T, K, (const bfloat16*)grad, grad_step, (const bfloat16*)x, x_step, (const struct Sum*)sums, count, threads);
 #endif
 }
 
 void tunesmith_attend_backward(const struct Segments* segments, const struct Attention* attention, int64_t threads) {
-#ifdef __AMX_BF16__
+#ifdef __AVX512BF16__
     attend_backward(*segments, *attention, threads);
 #endif
 }

@@ -59,6 +59,20 @@ template <class T> static inline void store(T* p, Vec v, int64_t n) {
 }
 static inline float sum(Vec v) { float s = 0; for (int i = 0; i < W; i++) s += v[i]; return s; }
 
+// acc + the products of two numbers x and W pairs
+static inline Vec add_pair(Vec acc, const bfloat16* x, const bfloat16* pairs) {
+    Bits w;
+    uint32_t two;
+    std::memcpy(&w, pairs, sizeof w);
+    std::memcpy(&two, x, sizeof two);
+#ifdef __AVX512BF16__
+    return (Vec)_mm512_dpbf16_ps((__m512)acc, (__m512bh)w, (__m512bh)_mm512_set1_epi32(two));
+#else
+    const Bits inputs = Bits{} + two;
+    return acc + (Vec)(w << 16) * (Vec)(inputs << 16) + (Vec)(w & 0xffff0000) * (Vec)(inputs & 0xffff0000);
+#endif
+}
+
 static inline Vec exponential(Vec x) {  // error below 2e-7 of the result; NaN stays NaN
     Vec scaled = x * 1.44269504f, bounded = scaled < -126.f ? Vec{} - 126.f : scaled > 127.f ? Vec{} + 127.f : scaled;
     Vec whole = (bounded + 12582912.f) - 12582912.f;
@@ -95,4 +109,8 @@ static void configure_tiles() {
     for (int i = 0; i < 8; i++) shape.bytes[i] = 64, shape.rows[i] = 16;
     _tile_loadconfig(&shape);
 }
+static void release_tiles() { _tile_release(); }
+#else
+static inline void configure_tiles() {}
+static inline void release_tiles() {}
 #endif

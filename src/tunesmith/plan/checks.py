@@ -6,7 +6,9 @@ comparison.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from math import ceil
 
@@ -29,6 +31,8 @@ BLOCK = 16
 """Tokens of a block of the local engine's memory for keys and values."""
 MOST_ROLLOUTS = 10**6
 """In one step. The largest published runs have some thousands."""
+LEAST_LIGER = (0, 8, 2)
+"""The first version of Liger with a kernel for gate and up in one tensor."""
 FOR_SAMPLING = (
     *("eval.samples", "eval.temperature", "eval.pass_at", *SAMPLER_KEYS),
     *("monitor.samples", "monitor.tokens", "monitor.rollouts_size", "data.max_prompt_tokens", "train.passes_per_batch"),
@@ -85,6 +89,20 @@ def _not_installed(config: RunConfig) -> Iterator[str]:
             f"model.quantize = '{config.model.quantize}' needs bitsandbytes, which is not installed: "
             "pip install 'tunesmith[quantize]', or leave model.quantize out"
         )
+    if config.system.kernels == "liger" and (found := _liger_installed()) < LEAST_LIGER:
+        least, there = (".".join(map(str, numbers)) for numbers in (LEAST_LIGER, found))
+        yield (
+            f"system.kernels = 'liger' needs liger-kernel {least} or newer, which is not installed"
+            f"{there and f' (there is {there})'}: pip install 'tunesmith[liger]', or leave system.kernels out"
+        )
+
+
+def _liger_installed() -> tuple[int, ...]:
+    """The version of Liger in this environment; empty if it has none."""
+    try:
+        return tuple(int(part) for part in re.findall(r"\d+", version("liger-kernel"))[:3])
+    except PackageNotFoundError:
+        return ()
 
 
 def _kv_problems(config: RunConfig, facts: Facts) -> Iterator[str]:

@@ -12,7 +12,8 @@ from tunesmith.plan.hardware import compilers
 
 def compilable(config: RunConfig, facts: Facts) -> bool:
     """Whether there is something to compile: a decode step of the local engine, or a training step (``native``)."""
-    trains = config.trains and known(config.model, "dtype") == "bfloat16" and facts.hardware.tiles
+    able = facts.hardware.tiles or facts.hardware.pairs
+    trains = config.trains and known(config.model, "dtype") == "bfloat16" and able
     return not on_gpu(config) and (_decodes(config, facts) or trains)
 
 

@@ -8,8 +8,8 @@ from typing import Any
 from tunesmith.plan.facts import ModelFacts
 from tunesmith.plan.tiles import chunk_rows, chunk_words
 
-QUANTISED_BYTES = {"int8": 1.05, "nf4": 0.56}
-"""Per number of a quantised linear module, with its scales."""
+QUANTISED_BYTES = {"int8": 1.002, "nf4": 0.516}
+"""Per number of a quantised linear module, with its scales (``models.quantised``)."""
 USUAL_RANK = 16
 SMALL = 64 << 20
 """Numbers of a model that a CPU decodes in float32 too, if few rows are faster so."""
@@ -69,6 +69,8 @@ class Layout:
     """Bytes of weights that local engines on a CPU have prepared for products of few rows."""
     kv_bytes: int = 0
     """Of all engines here."""
+    published: int = 0
+    """Bytes of weights that are kept for engines, or are on their way to them."""
     turns: bool = False
     """Engines free their memory while the policy trains; the optimizer state is in host memory while they sample."""
     keeps_base: bool = False  # engines then keep their weights: only the adapter's come again
@@ -98,6 +100,8 @@ class Price:
     """What backward keeps of a micro-batch."""
     head: int = 0
     """Temporaries: of the log-probabilities, of a layer's backward pass, or of gradients that are summed over ranks."""
+    published: int = 0
+    """Of weights for engines: a copy, or what is on its way."""
     engine: int = 0
     """The engines' copies of the weights, and what they have prepared of them."""
     kv: int = 0
@@ -112,7 +116,7 @@ class Price:
     @property
     def state(self) -> int:
         """What stays in memory between steps, without the engines."""
-        return self.weights + self.gradients + self.optimizer + self.frozen
+        return self.weights + self.gradients + self.optimizer + self.frozen + self.published
 
     @property
     def training(self) -> int:
@@ -133,7 +137,7 @@ class Price:
     @property
     def sampling(self) -> int:
         beside = self.engine + self.kv + self.rewarded + self.judge + (0 if self.turns else self.optimizer)
-        return self.libraries + self.weights + self.frozen + beside
+        return self.libraries + self.weights + self.frozen + self.published + beside
 
     @property
     def peak(self) -> int:
@@ -152,6 +156,7 @@ def price(model: ModelFacts, layout: Layout) -> Price:
     copy = copy_bytes(model, layout.bytes_per_number, layout.quantize)
     beside: dict[str, Any] = {"kv": layout.kv_bytes, "turns": layout.turns, "keeps_base": layout.keeps_base}
     beside["engine"] = layout.engines * copy // layout.ranks + layout.prepared
+    beside["published"] = layout.published
     others = layout.frozen_parameters * layout.bytes_per_number
     references = 0 if layout.zero_stage else layout.references * copy
     away = {"scorer": references + (others if layout.teaches else 0), "judge": 0 if layout.teaches else others}
@@ -204,15 +209,16 @@ def _sharded(model: ModelFacts, layout: Layout) -> Price:
     numbers, size = model.parameters or 0, layout.bytes_per_number
     outside = _outside(model)
     layer = (numbers - outside) // model.layers
-    gathered = outside + layer if layout.zero_stage == 3 else numbers
+    copy, inner = copy_bytes(model, size, layout.quantize), layer_copy(model, layout)
+    gathered = outside * size + inner if layout.zero_stage == 3 else copy
     rows = numbers // layout.shards
     kept, summed, ema = rows * 4, numbers if layout.zero_stage == 1 else rows, 4 if layout.ema else 0
     moments = 8 * rows - (4 * (numbers - outside) // layout.shards if layout.muon else 0)
     gradients, optimizer, trained = 4 * summed, moments + rows * ema, rows
     if layout.lora_rank is not None:
         trained = adapter_numbers(model, layout.lora_rank)
-        kept, gradients, optimizer = rows * size + 4 * trained, 4 * trained, (8 + ema) * trained
-    activations, arriving = _activations(model, layout), layer * size if layout.zero_stage == 3 else 0
+        kept, gradients, optimizer = copy // layout.shards + 4 * trained, 4 * trained, (8 + ema) * trained
+    activations, arriving = _activations(model, layout), inner if layout.zero_stage == 3 else 0
     head, backward = _passing(model, layout)
     if layout.lora_rank is None:
         # The head's gradient waits to be summed; a layer's is being summed in float32, when its activations have gone.
@@ -220,7 +226,7 @@ def _sharded(model: ModelFacts, layout: Layout) -> Price:
         gone = 0 if again else -(-layout.tokens // layout.sequence) * layer_bytes(model, layout)
         backward += model.vocab_size * model.hidden_size * size + max(0, 4 * layer - gone)
         at_the_end = (8 if layout.zero_stage == 1 else 4 + size) * outside  # when all else has been
-        head = max(head, at_the_end - gathered * size - activations - 4 * (summed - rows))
+        head = max(head, at_the_end - gathered - activations - 4 * (summed - rows))
     if layout.offload:  # stage 1 sums what it has added up when all micro-batches are done
         optimizer, gradients = 0, gradients if layout.zero_stage == 1 and layout.lora_rank is None else 0
         backward += 8 * layer // layout.shards  # rows of two layers on their way
@@ -229,8 +235,8 @@ def _sharded(model: ModelFacts, layout: Layout) -> Price:
         gradients=layout.models * gradients,
         optimizer=layout.models * optimizer,
         host=_in_host_memory(model, layout, trained),
-        frozen=layout.references * rows * size,
-        gathered=gathered * size,
+        frozen=layout.references * (copy // layout.shards),
+        gathered=gathered,
         activations=activations,
         head=max(head, backward + arriving),
     )
@@ -333,13 +339,27 @@ def copy_bytes(model: ModelFacts, bytes_per_number: int, quantize: str | None = 
     return whole * bytes_per_number + int((numbers - whole) * QUANTISED_BYTES[quantize])
 
 
-def prepared_bytes(numbers: int, memory_total: int) -> int:
+def layer_copy(model: ModelFacts, layout: Layout) -> int:
+    """The weights of one layer, as they are kept."""
+    each = layout.bytes_per_number if layout.quantize is None else QUANTISED_BYTES[layout.quantize]
+    return int(((model.parameters or 0) - _outside(model)) // model.layers * each)
+
+
+def dequantised_bytes(model: ModelFacts, layout: Layout) -> int:
+    """The largest quantised weight, as it is computed with."""
+    return 0 if layout.quantize is None else model.hidden_size * model.intermediate_size * layout.bytes_per_number
+
+
+def prepared_bytes(numbers: int, memory_total: int, copied: int | None = None) -> int:
     """At most what the local engine prepares of its weights on a CPU (``engines.local.decode_model``).
 
     They are in 16 or 32 bits, of a small model and of a head in both. They are not worth an eighth of the
     machine's memory: of a model for which they would take more nothing is prepared.
+
+    Args:
+        copied: bytes per weight where one kind of product serves all.
     """
-    needed = (8 if numbers <= SMALL else 4) * numbers
+    needed = (copied or (8 if numbers <= SMALL else 4)) * numbers
     return needed if needed <= memory_total // 8 else 0
 
 
@@ -360,7 +380,7 @@ def _passing(model: ModelFacts, layout: Layout) -> tuple[int, int]:
     """Temporaries of the log-probabilities, and of a layer's backward pass after that."""
     head = head_bytes(model, layout) if layout.has_vocabulary_head else 0
     layer = backward_bytes(model, layout) - 2 * model.hidden_size * layout.bytes_per_number
-    return head, -(-layout.tokens // layout.sequence) * layer
+    return head, -(-layout.tokens // layout.sequence) * layer + dequantised_bytes(model, layout)
 
 
 def head_bytes(model: ModelFacts, layout: Layout) -> int:

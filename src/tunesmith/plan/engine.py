@@ -18,6 +18,7 @@ _TRAINER_KEYS = (
         "device_memory",
         "threads",
         "compile",
+        "kernels",
         "max_tokens_per_microbatch",
         "scoring_max_tokens",
         "share_prompts",

@@ -138,6 +138,8 @@ def _more_gpus(config: RunConfig, facts: Facts) -> str | None:
 def _changes(config: RunConfig, facts: Facts, layout: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Settings that need less memory, the nearest first; ``layout``: another one that fits."""
     muon = config.train.optimizer.name == "muon"  # which neither an adapter nor the host has
+    if config.system.weight_copy == "gpu":
+        yield {"system.weight_copy": "host"}
     if config.trains:
         if config.system.gradient_checkpointing is not True:
             yield {"system.gradient_checkpointing": True}
@@ -160,8 +162,7 @@ def _changes(config: RunConfig, facts: Facts, layout: Mapping[str, Any]) -> Iter
     engine, fixed = config.system.engine, isinstance(config, ScoreConfig) or (config.trains and muon)
     if config.model.quantize is None and engine == "local" and not fixed:
         lora = {} if not config.trains or config.lora.on else {"lora.rank": USUAL_RANK}
-        alone = {"system.zero_stage": 0} if config.system.zero_stage else {}
-        yield from ({**alone, **lora, "model.quantize": name} for name in ("int8", "nf4"))
+        yield from ({**lora, "model.quantize": name} for name in ("int8", "nf4"))
     if engine == "vllm" and isinstance(config, SamplingConfig):
         for ranks in (n for n in (2, 4, 8) if n <= len(facts.hardware.gpus)):
             yield {"system.vllm.tensor_parallel_size": ranks, "system.engine_process": True}

@@ -51,6 +51,9 @@ class Hardware:
     gpus: tuple[Gpu, ...] = ()
     nodes: int = 1
     tiles: bool = False
+    """The CPU multiplies tiles of bfloat16 (AMX)."""
+    pairs: bool = False
+    """It multiplies pairs of bfloat16 (AVX-512 BF16), and no tiles."""
     compiler: str | None = None
     """A C++ compiler."""
     named: bool = False
@@ -73,6 +76,7 @@ def read_hardware() -> Hardware:
         bf16=bool(flags & _NATIVE_BF16_FLAGS),
         gpus=gpus,
         tiles="amx_bf16" in flags,
+        pairs="avx512_bf16" in flags and "amx_bf16" not in flags,
         compiler=find_compiler(),
         unseen=None if gpus or visible in ("", "-1") else visible,
     )

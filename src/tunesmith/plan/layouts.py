@@ -48,7 +48,7 @@ def layouts(config: RunConfig, facts: Facts) -> Iterator[Settings]:
         shapes = ray_shapes(config, facts, gpus, _tensor_sizes(config, len(facts.hardware.gpus)))
     for shape in shapes:
         ranks = shape.get(RANKS, 1)
-        whole = ranks == 1 or config.model.quantize or not on_gpu(config)
+        whole = ranks == 1 or not on_gpu(config)
         whole = whole or not (facts.hardware.named or torch_shards())
         stages = (0,) if whole and not given(config, STAGE) else (0, 1, 2, 3)
         for size, stage in product(_sequence_sizes(config, facts, ranks), stages):

@@ -28,6 +28,7 @@ from tunesmith.plan.cost import (
 from tunesmith.plan.facts import Facts, ModelFacts
 from tunesmith.plan.gpus import engines_together, has_own_devices, on_gpu, ranks_per_engine
 from tunesmith.plan.hardware import Gpu
+from tunesmith.plan.publishing import bytes_to_send, bytes_to_take
 from tunesmith.plan.roles import has_critic, keeps_reference, processes_with_trainer, shares_trainer_device
 from tunesmith.plan.scoring import scores, scoring_bytes, teaches
 from tunesmith.plan.weights import loads_model, weights_apart
@@ -134,6 +135,7 @@ def layout_of(config: RunConfig, facts: Facts) -> Layout:
         prepared=together * _prepared(config, facts),
         turns=bool(known(system, "hybrid")) or isinstance(config, RFTConfig),
         keeps_base=isinstance(config, RLConfig) and system.engine == "local" and lora,
+        published=bytes_to_send(config, facts.model, bytes_per_number(config)) if facts.model else 0,
     )
 
 
@@ -143,9 +145,11 @@ def _prepared(config: RunConfig, facts: Facts) -> int:
     if on_gpu(config) or config.system.engine != "local" or config.model.quantize is not None or model is None:
         return 0
     narrow, whole = known(config.model, "dtype") == "bfloat16", model.vocab_size % 16 == model.hidden_size % 32 == 0
-    if facts.hardware.tiles and narrow and whole and not config.lora.on and decodes_compiled(config, facts):
+    alike = narrow and not config.lora.on and decodes_compiled(config, facts)
+    if alike and facts.hardware.tiles and whole:
         return 0  # products of tiles read the weights as they are
-    return prepared_bytes(model.parameters or 0, facts.hardware.memory_total)
+    copied = 2 if alike and facts.hardware.pairs and model.hidden_size % 2 == 0 else None
+    return prepared_bytes(model.parameters or 0, facts.hardware.memory_total, copied)
 
 
 def planned(config: RunConfig, facts: Facts) -> Price | None:
@@ -214,8 +218,9 @@ def planned_elsewhere(config: RunConfig, facts: Facts) -> Price | None:
     if model is None or model.parameters is None or config.system.served or not engines_elsewhere(config, facts):
         return None
     kv = parse_size(kv) if (kv := known(config.system, "kv_memory")) else 0
-    copy = copy_bytes(model, bytes_per_number(config), config.model.quantize)
-    return Price(engine=copy // ranks_per_engine(config), kv=kv)
+    size = bytes_per_number(config)
+    copy = copy_bytes(model, size, config.model.quantize)
+    return Price(engine=copy // ranks_per_engine(config), kv=kv, published=bytes_to_take(config, model, size))
 
 
 def planned_devices(config: RunConfig, facts: Facts) -> list[tuple[str, Price, int]]:
@@ -245,7 +250,7 @@ def _roles_apart(config: RunConfig, facts: Facts) -> Iterator[tuple[str, Price]]
     """Models that have GPUs of their own on a cluster, without the engines."""
     if config.system.cluster == "none" or not on_gpu(config) or facts.model is None:
         return
-    layout = replace(layout_of(config, facts), models=1, references=0, frozen_parameters=0, engines=0)
+    layout = replace(layout_of(config, facts), models=1, references=0, frozen_parameters=0, engines=0, published=0)
     layout = _with_tokens(config, facts, layout)
     critic, scoring, rewarding = (
         known(config.system, key) or layout.tokens

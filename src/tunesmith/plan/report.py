@@ -33,8 +33,8 @@ LAYOUT = (
         "system.engine_process",
         "system.engines",
     ),
-    *("system.vllm.tensor_parallel_size", "system.hybrid", "system.weight_plane", "system.kv_memory", "system.threads"),
-    *("system.placement", "system.compile"),
+    *("system.vllm.tensor_parallel_size", "system.hybrid", "system.weight_plane", "system.weight_copy"),
+    *("system.kv_memory", "system.threads", "system.placement", "system.compile"),
 )
 """The settings that a plan shows, beside those of ``[system]`` and ``[lora]`` that were given."""
 

@@ -26,6 +26,7 @@ from tunesmith.plan.rules import unread_problems
 from tunesmith.plan.search import derive_layout
 from tunesmith.plan.situation import optimizer_steps, resolved_algorithm, rollout_samples, situation
 from tunesmith.plan.vllm import derive_vllm
+from tunesmith.plan.weight_copy import derive_weight_copy
 from tunesmith.plan.weights import derive_weights
 
 C = TypeVar("C", bound=RunConfig)
@@ -77,6 +78,7 @@ def resolve(config: C, facts: Facts) -> Resolved[C]:
     derive_layout(filling, facts)
     derive_capacity(filling, facts)
     derive_weights(filling)
+    derive_weight_copy(filling, facts)
     derive_vllm(filling, facts)
     if config.trains:
         _derive_limits(filling, facts)

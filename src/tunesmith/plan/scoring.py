@@ -7,7 +7,7 @@ from tunesmith.config.generation import RFTConfig
 from tunesmith.config.preference import DPOConfig, KTOConfig
 from tunesmith.config.schema import RLConfig, RunConfig
 from tunesmith.config.section import known
-from tunesmith.plan.cost import Layout
+from tunesmith.plan.cost import Layout, dequantised_bytes, layer_copy
 from tunesmith.plan.facts import ModelFacts
 from tunesmith.plan.tiles import chunk_rows, chunk_words
 
@@ -29,7 +29,7 @@ def scoring_bytes(model: ModelFacts, layout: Layout) -> int:
     ahead, and has what it gathers first twice for a moment.
     """
     tokens, size = -(-layout.tokens // layout.sequence), layout.bytes_per_number
-    needed = tokens * max(_attention(model, layout), _feed_forward(model, layout))
+    needed = tokens * max(_attention(model, layout), _feed_forward(model, layout)) + dequantised_bytes(model, layout)
     if layout.has_vocabulary_head:
         rows = min(layout.chunk or chunk_rows(model.vocab_size, layout.device), tokens)
         tile = rows * chunk_words(model.vocab_size, layout.device)
@@ -37,8 +37,7 @@ def scoring_bytes(model: ModelFacts, layout: Layout) -> int:
     if layout.zero_stage != 3:
         return needed
     outside = (1 if model.tied else 2) * model.vocab_size * model.hidden_size
-    layer = ((model.parameters or 0) - outside) // model.layers
-    return size * layer + max(needed, size * outside + tokens * size * model.hidden_size)
+    return layer_copy(model, layout) + max(needed, size * outside + tokens * size * model.hidden_size)
 
 
 def _attention(model: ModelFacts, layout: Layout) -> int:

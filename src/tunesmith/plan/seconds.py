@@ -105,9 +105,9 @@ def exchanged(config: RunConfig, model: ModelFacts, micro: int) -> int:
     """Bytes that each rank sends for one optimizer step of ``micro`` micro-batches.
 
     Gradients are summed in float32: a sum for all ranks takes twice its size, one for each rank's rows its size.
-    Weights are gathered in 16 bits. Every rank has a whole adapter.
+    Weights are gathered in 16 bits, or as they are quantised. Every rank has a whole adapter.
     """
-    summed, gathered = 4 * (model.parameters or 0), 2 * (model.parameters or 0)
+    summed, gathered = 4 * (model.parameters or 0), copy_bytes(model, 2, config.model.quantize)
     if config.lora.on:
         gathers = (0, micro, micro, 2 * micro)[config.system.zero_stage]
         return 8 * adapter_numbers(model, config.lora.rank or USUAL_RANK) + gathers * gathered

@@ -185,6 +185,7 @@ def _of_facts(config: RunConfig, facts: Facts) -> dict[str, Any]:
             "layers": model.layers,
             "family": model.family,
             "lean": model.lean,
+            "widest": max(model.hidden_size, model.intermediate_size),
             "heads": model.heads,
             "unshared_heads": model.heads % system.sequence_parallel.size,
             "odd_heads": model.head_dim if odd else None,

@@ -25,6 +25,8 @@ class FarPlane:
 
     async def offer(self, takers: int) -> list[Offer]:
         offers: list[Offer] = await self._far.call_async("plane.offer", takers)
+        if any(offer.get("senders", 1) > 1 for offer in offers):
+            await asyncio.gather(*(far.call_async("plane.help", offers[0]) for far in self._others))
         self._folders |= {Path(path).parent for offer in offers for path in offer.get("paths", ())}
         return offers
 

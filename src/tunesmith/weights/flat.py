@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tunesmith.plan.publishing import BUCKET as BUCKET
+
 ALIGNMENT = 16
 """Bytes; every tensor begins at a multiple of it, so that it can be viewed in place."""
-BUCKET = 64 << 20
-"""Bytes that are sent, or checked, at a time."""
 
 Row = tuple[str, str, tuple[int, ...], int]
 """Name, number format, shape, and where it begins, in bytes."""
@@ -25,7 +25,7 @@ class FlatWeights:
     """``buffer`` is uint8 ``[bytes]``. Tied tensors stand in it once, and in ``table`` under each of their names."""
 
     buffer: Tensor
-    table: list[Row]
+    table: Sequence[Row]
 
     def named(self) -> Iterator[tuple[str, Tensor]]:
         """The tensors, as views of the buffer."""
@@ -33,6 +33,34 @@ class FlatWeights:
             kind: torch.dtype = getattr(torch, dtype)
             piece = self.buffer[start : start + prod(shape) * kind.itemsize]
             yield name, piece.view(kind).view(tuple(shape))
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Whole tensors that lie one after the other, from byte ``start`` to ``stop`` of all; ``table`` counts from
+    ``start``."""
+
+    start: int
+    stop: int
+    table: Sequence[Row]
+
+
+def runs(table: Iterable[Row], size: int) -> Iterator[Run]:
+    """All tensors of a table in runs of at most ``size`` bytes; a larger tensor is by itself.
+
+    Names of one tensor are in one run, so their order is that of the bytes.
+    """
+    start, stop = 0, 0
+    rows: list[Row] = []
+    for name, dtype, shape, begin in sorted(table, key=lambda row: row[3]):
+        end = begin + prod(shape) * getattr(torch, dtype).itemsize
+        if rows and begin >= stop and end - start > size:
+            yield Run(start, stop, rows)
+            start, rows = begin, []
+        rows.append((name, dtype, shape, begin - start))
+        stop = max(stop, end)
+    if rows:
+        yield Run(start, stop, rows)
 
 
 def flatten(
@@ -46,21 +74,51 @@ def flatten(
     """
     buffer = torch.zeros(room, dtype=torch.uint8, device=device) if into is None else into
     table: list[Row] = []
+    end = 0
+    for row, tensor in laid_out(named):
+        if tensor is not None:
+            buffer = put(tensor, buffer, row[3])
+            end = row[3] + aligned(tensor.nbytes)
+        table.append(row)
+        del tensor
+    return FlatWeights(buffer[: min(end, buffer.numel())], table)
+
+
+def laid_out(named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[Row, Tensor | None]]:
+    """Tensors one after the other, each with its place; None for one that has its place under another name already.
+
+    Each is dropped before the next one is asked for.
+    """
     starts: dict[Any, tuple[int, weakref.ref[Tensor]]] = {}
     end = 0
     for name, tensor in named:
-        place = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device)
+        place = _place(tensor)
         start, first = starts.get(place, (end, lambda: None))
-        if tensor.numel() == 0 or first() is None:  # no other tensor that is still there has this memory
-            start, stop = end, end + tensor.nbytes
-            if stop > buffer.numel():
-                buffer = torch.nn.functional.pad(buffer, (0, max(stop - buffer.numel(), buffer.numel())))
-            buffer[start:stop].view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
-            starts[place] = start, weakref.ref(tensor)
-            end += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
-        table.append((name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), start))
+        new = tensor.numel() == 0 or first() is None  # no other tensor that is still there has this memory
+        if new:
+            start, starts[place] = end, (end, weakref.ref(tensor))
+            end += aligned(tensor.nbytes)
+        yield (name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), start), tensor if new else None
         del tensor
-    return FlatWeights(buffer[: min(end, buffer.numel())], table)
+
+
+def put(tensor: Tensor, buffer: Tensor, start: int) -> Tensor:
+    """Copy a tensor's bytes into a buffer; the buffer, or a larger one where it was too small."""
+    stop = start + tensor.nbytes
+    if stop > buffer.numel():
+        buffer = torch.nn.functional.pad(buffer, (0, max(stop - buffer.numel(), buffer.numel())))
+    buffer[start:stop].view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
+    return buffer
+
+
+def aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def _place(tensor: Tensor) -> tuple[Any, ...]:
+    """The memory of a tensor and how it lies there; tensors without numbers have no address, but a storage."""
+    storage: Any = tensor.untyped_storage()
+    return storage._cdata, tensor.storage_offset(), tensor.dtype, tensor.shape, tensor.stride()
 
 
 def in_buckets(named: Iterable[tuple[str, Tensor]], size: int) -> Iterator[dict[str, Tensor]]:

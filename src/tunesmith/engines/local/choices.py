@@ -20,7 +20,7 @@ import torch
 from tunesmith.engines.local.measuring import measured
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.models.lean import PRODUCTS, LeanDecoder
-from tunesmith.models.products import COMPILED, HEADS, IN_CPP, LAYERS, PANELS, tiles, works
+from tunesmith.models.products import HEADS, IN_CPP, LAYERS, PAIRS, PANELS, fastest, works
 from tunesmith.plan.cost import SMALL
 from tunesmith.plan.hardware import read_hardware
 from tunesmith.storage import measured_file
@@ -51,17 +51,18 @@ def fixed(numbers: int, kinds: Sequence[str], dtype: torch.dtype) -> dict[int, C
 def choose(model: CausalLM, lean: LeanDecoder, *, compiled: bool) -> dict[int, Choice]:
     """The fastest kinds on this machine, by the largest number of rows that they are for.
 
-    On a CPU that multiplies tiles (AMX) those are the compiled ones, for all shapes and rows.
+    Of a bfloat16 model, a CPU that multiplies tiles or pairs of bfloat16 has one for all shapes and rows.
 
     Args:
         compiled: whether products compiled for this CPU may be chosen.
     """
     dtype, head = model.module.dtype, model.head.weight
-    if compiled and dtype == torch.bfloat16 and tiles():
-        return {1: dict.fromkeys((*PRODUCTS, "head"), COMPILED)}
+    if compiled and dtype == torch.bfloat16 and (kind := fastest()):
+        return {1: dict.fromkeys((*PRODUCTS, "head"), kind)}
     shapes = [[*getattr(lean.layers[0], name).weight.shape] for name in PRODUCTS]
     numbers = sum(p.numel() for p in model.module.parameters())
-    kinds = [name for name, kind in LAYERS[dtype].items() if (compiled or name not in IN_CPP) and works(kind, dtype)]
+    tried = {name: kind for name, kind in LAYERS[dtype].items() if (compiled or name not in IN_CPP) and name != PAIRS}
+    kinds = [name for name, kind in tried.items() if works(kind, dtype)]
     if dtype == torch.float32 and PANELS in kinds:  # a second copy beside it would not be planned for
         kinds.remove("packed")
     if numbers < LEAST:

@@ -16,7 +16,7 @@ from torch import Tensor
 from tunesmith.engines.local.choices import Choice, choose
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.models.lean import PRODUCTS, LeanDecoder, Projection
-from tunesmith.models.products import HEADS, LAYERS, Product, tiles
+from tunesmith.models.products import HEADS, LAYERS, Product, fastest
 from tunesmith.models.quantised import is_quantised
 from tunesmith.plan.cost import SMALL, prepared_bytes
 from tunesmith.plan.hardware import memory
@@ -31,9 +31,9 @@ class DecodeModel:
         numbers = sum(p.numel() for p in model.module.parameters())
         # In larger models the two small products that an adapter adds to each matter less.
         self._merges = on_cpu and model.adapter is not None and numbers <= SMALL
-        # Compiled products of tiles read bfloat16 weights as they are; the plan counts no copies of larger models.
-        as_they_are = compiled and model.module.dtype == torch.bfloat16 and tiles()
-        fits = prepared_bytes(numbers, memory()[0]) > 0 or as_they_are
+        only = fastest() if compiled and model.module.dtype == torch.bfloat16 and not self._merges else None
+        copied = LAYERS[torch.bfloat16][only].copied if only else None
+        fits = copied == 0 or prepared_bytes(numbers, memory()[0], copied) > 0
         self._prepares = on_cpu and fits and (self._merges or model.module.dtype in LAYERS)
         self._choices: dict[int, Choice] | None = None
         self._merged: CausalLM | None = None

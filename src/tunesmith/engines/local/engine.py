@@ -82,6 +82,8 @@ class LocalEngine:
         self._context: int = text_config(model).max_position_embeddings
         self._vocab_size: int = model.head.out_features
         self._version = 0
+        self._whole = True
+        """Whether the weights are those of one version, which they are not after a load that failed."""
         self._ids = count()
         self._in_flight: set[LocalRequest] = set()
         self._state = "awake"
@@ -134,8 +136,10 @@ class LocalEngine:
             if self._weights is not None:
                 self._weights.come()
             if self._update is not None:
+                self._whole = False
                 with torch.no_grad():
                     self._update()
+                self._whole = True
             self._version = version
             self._pool.expire_prompts()
             self._runner.refresh()
@@ -224,7 +228,7 @@ class LocalEngine:
 
     def _step(self) -> bool:
         """Compute the prompts that can be admitted; if there are none, one or more tokens of every running request."""
-        if not self._scheduler.has_work:
+        if not (self._whole and self._scheduler.has_work):
             return False
         started = time.perf_counter()
         with torch.inference_mode():

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -93,6 +93,8 @@ class VllmEngine:
         """Device memory that a sleeping engine has given away."""
         self._discarded = False
         """Whether the weights were discarded and not loaded since."""
+        self._whole = True
+        """Whether the weights are those of one version, which they are not after a load that failed."""
         self._stats, self._peak = EngineStats(), 0
 
     @property
@@ -139,8 +141,9 @@ class VllmEngine:
             self._loads += 1  # also if it fails: cached prefixes may then be of either weights
             if self._away:
                 self._fetch(["weights"])  # the trainer may keep the KV memory for now
+            self._whole = False
             self._vllm.collective_rpc(partial(_reload, weights=self._weights))
-            self._version, self._discarded = version, False
+            self._version, self._discarded, self._whole = version, False, True
 
         await self._thread.call(load)
 
@@ -208,7 +211,7 @@ class VllmEngine:
                 self._away.remove(tag)
 
     def _step(self) -> bool:
-        if not self._vllm.has_unfinished_requests():
+        if not (self._whole and self._vllm.has_unfinished_requests()):
             return False
         self._tally.step, started = EngineStats(), time.perf_counter()
         outputs = self._vllm.step()
@@ -255,8 +258,22 @@ class VllmEngine:
 
 
 def _reload(worker: Any, *, weights: NamedTensors) -> None:
-    """On each rank: replace its part of the weights."""
-    worker.reload_weights(weights_iterator=iter(weights()))
+    """On each rank: replace its part of the weights.
+
+    vLLM can begin a reload again only where it has ended the one before: where weights do not come, others are left
+    as they are, and the error is raised afterwards.
+    """
+    failed: list[Exception] = []
+
+    def arriving() -> Iterator[tuple[str, Any]]:
+        try:
+            yield from weights()
+        except Exception as error:
+            failed.append(error)
+
+    worker.reload_weights(weights_iterator=arriving())
+    if failed:
+        raise failed[0]
 
 
 def _parameters(sampling: Sampling) -> Any:

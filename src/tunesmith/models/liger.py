@@ -1,0 +1,154 @@
+"""Liger's Triton kernels in the place of ``lean_ops``' functions, on CUDA GPUs (the extra ``liger``).
+
+A norm, the rotation of queries and keys, and SwiGLU are one kernel each, which reads its operands once. The autograd
+functions around them are our own: Liger's write over the gradient that they get and over what they saved, which others
+may hold (gradient checkpointing, activations in host memory, the other branch of a residual). What is saved for the
+backward pass is what ``lean_ops`` saves.
+
+Rounding is as ``lean_ops`` says it, and the gradient of a norm's weight is a float32 sum of float32 terms. Rotations
+are computed in float32 and rounded once.
+
+``lean_ops`` computes what these kernels do not: GEGLU, whose kernel takes gate and up as two tensors, so that copies
+would cost what it saves, and all that runs in inference mode, where an engine decodes few rows. The head stays ours
+too. Liger's computes gradients in the forward pass, of a loss that it sums up itself over one target per row; ours
+gives the log-probabilities of any tokens and the entropy of every row in float32, and takes their gradients from
+whatever the objective does with them.
+
+Shape legend: ``T`` tokens, ``d`` hidden size, ``H`` query heads, ``K`` key/value heads, ``D`` head size, ``f`` size of
+the MLP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from importlib import import_module
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from tunesmith.errors import ModelError
+from tunesmith.models import lean_ops
+from tunesmith.models.decoder import Decoder
+from tunesmith.models.lean_ops import Activation, Operations
+
+USED = ("rms_norm", "rope", "swiglu")
+"""The modules of ``liger_kernel.ops`` with the kernels."""
+_AS_LLAMA, _AS_GEMMA = 0, 1
+"""Liger's numbers for where a norm rounds: before the weight is applied, or nowhere but at the end."""
+_MOST_NUMBERS = 2**31
+"""The kernel for many short rows computes places in tensors in 32 bits."""
+
+
+def use_liger(model: Decoder) -> None:
+    """Let a model's passes in training and scoring run Liger's kernels.
+
+    Raises:
+        ModelError: its layers have no lean form.
+        ImportError: Liger, or a kernel of it, is not installed.
+    """
+    if model.lean is None:
+        raise ModelError(
+            f"system.kernels = 'liger': the layers of '{model.module.name_or_path}' are not of the kinds that its "
+            "kernels compute; leave it out"
+        )
+    for name in USED:
+        kernels(name)
+    model.lean.compute_with(LIGER)
+
+
+@cache
+def kernels(name: str) -> Any:
+    """A module of ``USED``, by its own name: ``liger_kernel.ops`` gives others where the environment says so."""
+    return import_module(f"liger_kernel.ops.{name}")
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: bool) -> Tensor:
+    """As ``lean_ops.rms_norm``, for rows ``[..., d]`` with one weight ``[d]``."""
+    if torch.is_inference_mode_enabled():
+        return lean_ops.rms_norm(x, weight, eps, offset)
+    return cast(Tensor, _RmsNorm.apply(x, weight, eps, offset))
+
+
+def rotate(qk: Tensor, heads: int, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """As ``lean_ops.rotate``; the halves of ``cos`` are equal, and those of ``sin`` but for the sign."""
+    if torch.is_inference_mode_enabled():
+        return lean_ops.rotate(qk, heads, cos, sin)
+    q, k = qk.split([heads, qk.shape[1] - heads], 1)
+    return cast("tuple[Tensor, Tensor]", _Rotate.apply(q, k, cos, sin))
+
+
+def gated(gate_up: Tensor, activation: Activation) -> Tensor:
+    """As ``lean_ops.gated``."""
+    if activation != "silu" or torch.is_inference_mode_enabled():
+        return lean_ops.gated(gate_up, activation)
+    return cast(Tensor, _Gated.apply(gate_up))
+
+
+LIGER = Operations(rms_norm, rotate, gated, weight_per_head=False)
+
+
+class _RmsNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, offset: bool) -> Tensor:
+        mode, by_row = _AS_GEMMA if offset else _AS_LLAMA, x.numel() >= _MOST_NUMBERS
+        with torch.cuda.device_of(x):
+            forward: Any = kernels("rms_norm").rms_norm_forward
+            y, _, scale, *launch, _ = forward(x.contiguous(), weight, eps, float(offset), mode, by_row)
+        # ``x`` as it is: a contiguous copy of a part of the queries, keys and values would be kept beside them.
+        ctx.save_for_backward(x, weight, scale)
+        ctx.offset, ctx.launch, ctx.by_row = float(offset), launch, by_row
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        x, weight, scale = cast("tuple[Tensor, Tensor, Tensor]", ctx.saved_tensors)
+        with torch.cuda.device_of(x):
+            backward: Any = kernels("rms_norm").rms_norm_backward
+            rows = x.contiguous().view(-1, x.shape[-1])
+            # As for Gemma, whatever the forward pass rounded: all terms are float32.
+            grad_x, grad_weight = backward(
+                grad.contiguous(), rows, weight, scale, ctx.offset, _AS_GEMMA, *ctx.launch,
+                in_place=False, row_mode=ctx.by_row,
+            )  # fmt: skip
+        return grad_x, grad_weight if ctx.needs_input_grad[1] else None, None, None
+
+
+class _Rotate(torch.autograd.Function):
+    # Liger's functions read the first half of the tables alone. That of our ``sin`` is negated, so that its backward
+    # is our forward, and the other way around.
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(cos, sin)
+        return _rotated(kernels("rope").rope_backward, q, k, cos, sin)
+
+    @staticmethod
+    def backward(ctx: Any, grad_q: Tensor, grad_k: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        cos, sin = cast("tuple[Tensor, Tensor]", ctx.saved_tensors)
+        return *_rotated(kernels("rope").rope_forward, grad_q, grad_k, cos, sin), None, None
+
+
+def _rotated(rotation: Callable[..., Any], q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Queries ``[T, H, D]`` and keys ``[T, K, D]``, rotated in new memory by tables ``[T, 1, D]``."""
+    # The kernel works in place, in the type of the tables, on tensors of a batch with heads before tokens.
+    copies = (part.clone(memory_format=torch.contiguous_format).unsqueeze(0).transpose(1, 2) for part in (q, k))
+    tables = (table.float().transpose(0, 1).contiguous() for table in (cos, sin))
+    with torch.cuda.device_of(q):
+        q, k, *_ = rotation(*copies, *tables)
+    return q[0].transpose(0, 1), k[0].transpose(0, 1)
+
+
+class _Gated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate_up)
+        with torch.cuda.device_of(gate_up):
+            return kernels("swiglu").swiglu_fused_gate_up_forward(gate_up.contiguous())[1]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (gate_up,) = cast("tuple[Tensor]", ctx.saved_tensors)
+        with torch.cuda.device_of(gate_up):
+            backward: Any = kernels("swiglu").swiglu_fused_gate_up_backward
+            return backward(gate_up.contiguous(), grad.contiguous(), in_place=False).view_as(gate_up)

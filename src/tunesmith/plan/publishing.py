@@ -1,0 +1,50 @@
+"""What handing weights to engines takes of the memory of their GPUs and of the trainer's."""
+
+from __future__ import annotations
+
+from tunesmith.config.schema import RunConfig
+from tunesmith.config.section import known
+from tunesmith.plan.cost import USUAL_RANK, adapter_numbers, copy_bytes
+from tunesmith.plan.facts import ModelFacts
+from tunesmith.plan.gpus import on_gpu
+
+BUCKET = 64 << 20
+"""Bytes of whole tensors that are sent, or checked, at a time; a larger tensor is by itself."""
+
+
+def publishing_ranks(config: RunConfig) -> int:
+    """Of the trainer: the first ones, which together have the whole model."""
+    system = config.system
+    return (known(system, "shard_size") or known(system, "trainer_ranks") or 1) if known(system, "zero_stage") else 1
+
+
+def bytes_to_send(config: RunConfig, model: ModelFacts, bytes_per_number: int) -> int:
+    """What a GPU of the trainer holds for engines: a copy of what they are given, or a bucket of it on its way.
+
+    Ranks that shard the model share the copy out; a rank may keep one bucket more than another, and has room for what
+    another one sends.
+    """
+    system, senders = config.system, publishing_ranks(config)
+    if not on_gpu(config) or system.weight_plane not in ("nccl", "ipc"):
+        return 0
+    bucket = bucket_bytes(config, model, bytes_per_number)
+    if system.weight_plane == "nccl" and known(system, "weight_copy") != "gpu":
+        return bucket
+    whole = copy_bytes(model, bytes_per_number)
+    if system.adapter_sync == "adapter":
+        whole = 4 * adapter_numbers(model, config.lora.rank or USUAL_RANK)
+    return whole if senders == 1 else whole // senders + 2 * bucket
+
+
+def bytes_to_take(config: RunConfig, model: ModelFacts, bytes_per_number: int) -> int:
+    """What each of an engine's own GPUs holds of weights on their way: one bucket that is written, and the next one."""
+    if not on_gpu(config) or config.system.weight_plane != "nccl":
+        return 0
+    return 2 * bucket_bytes(config, model, bytes_per_number)
+
+
+def bucket_bytes(config: RunConfig, model: ModelFacts, bytes_per_number: int) -> int:
+    """The largest bucket: the embedding, or a matrix of a layer, where it is larger than others."""
+    if config.system.adapter_sync == "adapter":
+        return BUCKET
+    return max(BUCKET, max(model.vocab_size, model.intermediate_size) * model.hidden_size * bytes_per_number)

@@ -1,0 +1,169 @@
+"""Weights broadcast from the trainer's GPUs to engines' GPUs (NCCL), past the host and its processor.
+
+``publish`` copies the weights on the trainer's GPU, or into host memory where ``system.weight_copy = "host"``. Of a
+sharded trainer each rank that takes part in the gathering keeps some of the tensors, and sends these: no rank has a
+whole second copy. Why a copy, and not the weights themselves, bucket by bucket: an engine that takes the place of a
+lost one is given its weights at any time, also in the middle of an optimizer step, when those that were published are
+no more and the ranks of a sharded trainer cannot gather others. So what was published has to be kept.
+
+An engine keeps no second copy: it writes each bucket over its weights when it has come. After a round that fails in the
+middle its weights are those of no version, and it takes no step until it has taken others (``engines.base.Engine``).
+
+Integrity: NCCL and the links below it retransmit or fail, they do not lose bytes. What could go wrong is the order of
+streams, memory that is used again too early, or a table of another version. Against that, each bucket has a position
+dependent sum of its words (``checksum.word_sum``) that the sender's GPU computes when it copies and each engine's GPU
+when it receives; the sums follow the last bucket, and the engine's host reads once whether all agree. No processor
+computes a checksum.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tunesmith.distributed.checksum import word_sum
+from tunesmith.distributed.process_group import GroupKind
+from tunesmith.errors import EngineError
+from tunesmith.openmp import to_thread
+from tunesmith.weights.base import NamedTensors, Offer
+from tunesmith.weights.flat import BUCKET, FlatWeights, runs
+from tunesmith.weights.rounds import LOOPBACK, Link, Rounds, joined, place
+from tunesmith.weights.spread import Spread, spread
+
+
+@dataclass(slots=True)
+class DevicePlane:
+    """The trainer's side, on each rank that sends; only the first one makes offers.
+
+    Args:
+        device: of this rank.
+        on_device: where the copy is; else in host memory, from where each bucket goes to the device to be sent.
+        host: address of this machine that engines can reach.
+        room: bytes of what this rank keeps.
+        ranks: processes of each engine.
+        rank: this one, of ``senders``, which publish together.
+        bucket_bytes: of whole tensors that are sent at a time; a larger tensor is sent by itself.
+        patience: seconds that engines may take to come, and one bucket to arrive.
+        group: what sends; gloo stands in for NCCL where there is no GPU.
+    """
+
+    tensors: NamedTensors
+    device: str = "cuda"
+    on_device: bool = True
+    host: str = LOOPBACK
+    room: int = 0
+    ranks: int = 1
+    rank: int = 0
+    senders: int = 1
+    bucket_bytes: int = BUCKET
+    patience: float = 60.0
+    group: GroupKind = "nccl"
+    _version: int = field(default=0, init=False)
+    _kept: Spread | None = field(default=None, init=False)
+    _sums: dict[int, Tensor] = field(default_factory=dict[int, Tensor], init=False)
+    """Of each run that this rank keeps on the device."""
+    _rounds: Rounds = field(init=False)
+    _helping: set[asyncio.Task[None]] = field(default_factory=set["asyncio.Task[None]"], init=False)
+
+    def __post_init__(self) -> None:
+        self._rounds = Rounds("nccl", self.group, self.host, self.ranks, self.senders, vital=False)
+
+    async def publish(self, version: int) -> None:
+        await self._rounds.end()  # they read from the copy, which is written again
+        await asyncio.gather(*self._helping)
+        await to_thread(self._copy, version)
+
+    async def offer(self, takers: int) -> list[Offer]:
+        """As ``Plane.offer``. Where there are several senders, each of the others is to ``help`` with the first one."""
+        kept = self._kept
+        assert kept is not None and self.rank == 0, "nothing was published"
+        header: dict[str, Any] = {"version": self._version, "table": kept.table, "owners": kept.owners}
+        header |= {"bucket_bytes": self.bucket_bytes, "device": torch.device(self.device).type}
+        return self._rounds.begin(takers, header, self.patience, self._send)
+
+    async def help(self, offer: Offer) -> None:
+        """Send this rank's part in a round that the first rank has begun."""
+        task = asyncio.create_task(to_thread(self._help, {**offer, "rank": self.rank, "ranks": 1}))
+        self._helping.add(task)
+        task.add_done_callback(self._helping.discard)
+
+    async def withdraw(self, offers: Sequence[Offer]) -> None:
+        self._rounds.withdraw(offers)
+
+    async def close(self) -> None:
+        await self._rounds.end(now=True)
+        self._kept = None
+
+    def _copy(self, version: int) -> None:
+        before = self._kept
+        ranks: dict[str, int] = {"rank": self.rank, "ranks": self.senders, "room": self.room}
+        there, into = self.device if self.on_device else "cpu", before.buffer if before else None
+        kept = self._kept = spread(self.tensors(), self.bucket_bytes, there, into=into, **ranks)
+        self._sums = {number: word_sum(run) for number, run in kept.own.items()} if self.on_device else {}
+        self._version = version
+        if kept.buffer.is_cuda:  # from here on the weights may change
+            torch.cuda.current_stream(kept.buffer.device).synchronize()
+
+    def _send(self, link: Link) -> None:
+        """Send what this rank keeps, and let pass what others send."""
+        kept = self._kept
+        assert kept is not None, "a round ends before the plane is closed"
+        sums = dict(self._sums)
+        for number, (run, owner) in enumerate(zip(kept.runs, kept.owners, strict=True)):
+            bucket = kept.own.get(number)
+            if bucket is None:
+                bucket = torch.empty(run.stop - run.start, dtype=torch.uint8, device=self.device)
+            elif not self.on_device:
+                bucket = bucket.to(self.device)
+                sums[number] = word_sum(bucket)
+            link.broadcast(bucket, owner)
+        for owner, numbers in _shares(kept.owners):
+            own = torch.stack([sums[n] for n in numbers]) if owner == self.rank else None
+            link.broadcast(_empty_sums(numbers, self.device) if own is None else own, owner)
+
+    def _help(self, offer: Offer) -> None:
+        with suppress(EngineError), joined(offer) as link:  # who gave out the offers hears it from the takers
+            self._send(link)
+
+
+def take_on_device(offer: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a round on this process's device, those of a bucket when it has come.
+
+    A bucket is freed when the next one is asked for, unless one of its tensors is kept. Who has asked for the first
+    tensor has to go on to the last one: others of the round wait, and only then it is known that all were right.
+
+    Raises:
+        EngineError: the round ended, or what arrives is of another version or damaged; perhaps after some were given.
+    """
+    with joined(offer) as link:
+        owners, device, sums = link.header["owners"], link.header["device"], list[Tensor]()
+        found = runs(link.header["table"], link.header["bucket_bytes"])
+        for run, owner in zip(found, owners, strict=True):
+            bucket = torch.empty(run.stop - run.start, dtype=torch.uint8, device=device)
+            link.broadcast(bucket, owner)
+            sums.append(word_sum(bucket))
+            yield from FlatWeights(bucket, run.table).named()
+            del bucket
+        right = torch.ones((), dtype=torch.bool, device=device)
+        for owner, numbers in _shares(owners):
+            sent = _empty_sums(numbers, device)
+            link.broadcast(sent, owner)
+            right &= (torch.stack([sums[n] for n in numbers]) == sent).all()
+        if not bool(right):
+            raise EngineError(f"{place(offer)}: a checksum is wrong; the weights were damaged on their way")
+
+
+def _shares(owners: Sequence[int]) -> Iterator[tuple[int, list[int]]]:
+    """Each rank that keeps runs, and their numbers."""
+    for owner in sorted({*owners}):
+        yield owner, [number for number, each in enumerate(owners) if each == owner]
+
+
+def _empty_sums(numbers: Sequence[int], device: str) -> Tensor:
+    return torch.empty(len(numbers), dtype=torch.int64, device=device)

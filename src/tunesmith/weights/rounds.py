@@ -1,0 +1,243 @@
+"""Rounds: each offer of weights to a number of engines is a process group of the trainer (rank 0) and these engines.
+
+A group is made for its round only, separate from torch.distributed's default group. Making one takes milliseconds, and
+none has to be repaired when an engine dies or is added. The trainer opens a store for each round, over which it says
+what it sends, the takers say that they came and that they are done, and each side tells the other why it ends early.
+"""
+
+# pyright: reportPrivateImportUsage=false, reportAttributeAccessIssue=false
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from tunesmith.distributed.process_group import GroupKind, open_store, process_group
+from tunesmith.errors import EngineError, boundary
+from tunesmith.openmp import to_thread
+from tunesmith.weights.base import Offer
+
+REACHING = 5.0
+"""Seconds to reach a round's trainer, which was there when it made the offer; not to be waited for where it died."""
+LOOPBACK = "127.0.0.1"
+POLL, ASKING = 0.0002, 0.05
+"""Seconds between looks whether a bucket has come, and between questions whether the round goes on."""
+
+
+@dataclass(slots=True)
+class Link:
+    """One process's side of a round under way.
+
+    Args:
+        stopped: why the round ends early, or nothing; asked every ``ASKING`` seconds while a bucket is awaited.
+    """
+
+    kind: GroupKind
+    group: Any
+    header: Mapping[str, Any]
+    patience: float
+    stopped: Callable[[], str | None]
+
+    def broadcast(self, bucket: Tensor, sender: int = 0) -> None:
+        """Send a tensor from one rank to all others; on a GPU it may be used by what is queued after this.
+
+        Raises:
+            ConnectionError: the round was ended, or the tensor did not get there in time.
+            RuntimeError: the connection failed.
+        """
+        if not bucket.numel():
+            return
+        options = dist.BroadcastOptions()
+        options.rootRank = sender
+        work = self.group.broadcast([bucket], options)
+        asked = started = time.monotonic()
+        while not work.is_completed():
+            time.sleep(POLL)
+            now = time.monotonic()
+            if now - started > self.patience:
+                raise ConnectionError(f"{bucket.nbytes} bytes did not arrive within {self.patience:g} s")
+            if now - asked > ASKING:
+                asked = now
+                if why := self.stopped():
+                    raise ConnectionError(why)
+        work.wait(timedelta(seconds=self.patience))  # raises what went wrong
+
+    def close(self) -> None:
+        """Leave the round: others can read nothing more of this process."""
+        if self.kind == "nccl":
+            self.group.abort()  # nothing is under way, or it is to end
+
+
+Send = Callable[[Link], None]
+"""The trainer's part of a round, on a thread."""
+
+
+@dataclass(slots=True)
+class Round:
+    """One broadcast to several engines. An engine that arrives late reads its outcome from ``store``."""
+
+    store: dist.TCPStore
+    others: int
+    """Processes beside this one: the trainer's other ranks that send, and every rank of each engine."""
+    patience: float
+    withdrawn: threading.Event = field(default_factory=threading.Event)
+    work: asyncio.Task[None] | None = None
+
+    def wait(self, what: str) -> str | None:
+        """Until all others have said it; why that was not, if so."""
+        deadline = time.monotonic() + self.patience
+        while (count := self.store.add(what, 0)) < self.others:
+            if self.withdrawn.wait(0.002):
+                return "another engine of this round failed"
+            if time.monotonic() > deadline:
+                return f"{count} of {self.others} processes {what} within {self.patience:g} s"
+        return None
+
+    def stopped(self) -> str | None:
+        return "another engine of this round failed" if self.withdrawn.is_set() else _fault(self.store)
+
+
+@dataclass(slots=True)
+class Rounds:
+    """The rounds of a trainer's plane.
+
+    Args:
+        plane: the name of the plane, by which engines know how to take.
+        host: address of this machine that engines can reach.
+        ranks: processes of each engine. Each of several takes by its rank in the engine's own default group.
+        senders: ranks of the trainer that send, of which this is the first; the others join as takers do.
+        vital: what ``process_group`` says; where engines write weights as they come, a failed round has to be an error.
+    """
+
+    plane: str
+    kind: GroupKind
+    host: str
+    ranks: int
+    senders: int = 1
+    vital: bool = True
+    _begun: dict[int, Round] = field(default_factory=dict[int, Round], init=False)
+
+    def begin(self, takers: int, header: Mapping[str, Any], patience: float, send: Send) -> list[Offer]:
+        """Begin a round with as many engines; one offer for each.
+
+        Args:
+            header: what takers have to know of what is sent; plain values, a ``version`` among them.
+            patience: seconds that engines may take to come, and one bucket to arrive.
+        """
+        store = open_store(self.host, patience)
+        store.set("header", json.dumps(header))
+        begun = Round(store, self.senders - 1 + takers * self.ranks, patience)
+        begun.work = asyncio.create_task(self._run(begun, header, send))
+        self._begun[store.port] = begun
+        said = {"plane": self.plane, "group": self.kind, "vital": self.vital, "version": header["version"]}
+        said |= {"host": self.host, "port": store.port, "world": begun.others + 1, "patience": patience}
+        said |= {"senders": self.senders, "ranks": self.ranks}
+        return [{**said, "rank": self.senders + taker * self.ranks} for taker in range(takers)]
+
+    def withdraw(self, offers: Sequence[Offer]) -> None:
+        for offer in offers:
+            if found := self._begun.get(offer["port"]):
+                found.withdrawn.set()
+
+    async def end(self, *, now: bool = False) -> None:
+        """Wait for all rounds; ``now``: end them early."""
+        for begun in self._begun.values() if now else ():
+            begun.withdrawn.set()
+        await asyncio.gather(*(r.work for r in self._begun.values() if r.work))
+        self._begun.clear()
+
+    async def _run(self, begun: Round, header: Mapping[str, Any], send: Send) -> None:
+        try:
+            await to_thread(self._lead, begun, header, send)
+        except Exception as error:  # the takers are told; who gave out the offers hears it from them
+            for key in ("go", "fault"):
+                begun.store.set(key, f"the trainer did not send: {error}")
+
+    def _lead(self, begun: Round, header: Mapping[str, Any], send: Send) -> None:
+        store = begun.store
+        if fault := begun.wait("came"):
+            store.set("go", fault)
+            return
+        store.set("go", "")
+        world, patience = begun.others + 1, begun.patience
+        group = process_group(self.kind, store, 0, world, self.host, patience, vital=self.vital)
+        link = Link(self.kind, group, header, patience, begun.stopped)
+        try:
+            send(link)
+            begun.wait("done")  # until here they read what was sent
+        finally:
+            link.close()
+
+
+@contextmanager
+def joined(offer: Mapping[str, Any]) -> Generator[Link]:
+    """A taker's side of an offered round, or that of another rank of the trainer that sends.
+
+    Raises:
+        EngineError: the round ended, or is of another version. Also for errors of torch.distributed inside.
+    """
+    where, patience = place(offer), offer["patience"]
+    with boundary(EngineError, where, (RuntimeError, OSError)):  # torch.distributed's are one of these
+        store = dist.TCPStore(offer["host"], offer["port"], None, is_master=False, timeout=timedelta(seconds=REACHING))
+        store.set_timeout(timedelta(seconds=patience + 5))  # who sends gives up first, and says why
+        header = json.loads(store.get("header"))
+        if header["version"] != offer["version"]:
+            raise EngineError(f"{where}: the weights are of version {header['version']}")
+        store.add("came", 1)
+        if fault := store.get("go").decode():
+            raise EngineError(f"{where}: {fault}")
+        rank = offer["rank"] + (dist.get_rank() if offer["ranks"] > 1 else 0)
+        link = None
+        try:
+            own, vital = _own_address(offer), offer["vital"]
+            group = process_group(offer["group"], store, rank, offer["world"], own, patience, vital=vital)
+            link = Link(offer["group"], group, header, patience, partial(_fault, store))
+            yield link
+            if rank < offer["senders"]:
+                _wait_for_takers(store, offer)
+        except BaseException as error:
+            with suppress(RuntimeError, OSError):  # the trainer may have ended
+                store.set("fault", f"rank {rank} of the round failed: {error}")
+            raise
+        finally:
+            with suppress(RuntimeError, OSError):
+                store.add("done", 1)
+            if link:
+                link.close()
+
+
+def _fault(store: dist.Store) -> str | None:
+    """Why some process of a round has ended it."""
+    return store.get("fault").decode() if store.check(["fault"]) else None
+
+
+def _wait_for_takers(store: dist.Store, offer: Mapping[str, Any]) -> None:
+    """They may still read what was sent."""
+    deadline = time.monotonic() + offer["patience"]
+    while store.add("done", 0) < offer["world"] - offer["senders"] and time.monotonic() < deadline:
+        if _fault(store):
+            return
+        time.sleep(0.002)
+
+
+def place(offer: Mapping[str, Any]) -> str:
+    """An offered round, in words."""
+    return f"{offer['plane']} broadcast of version {offer['version']} from {offer['host']}:{offer['port']}"
+
+
+def _own_address(offer: Mapping[str, Any]) -> str:
+    """This machine's, on the way to the trainer's."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((offer["host"], offer["port"]))
+        return probe.getsockname()[0]
