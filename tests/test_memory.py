@@ -276,7 +276,7 @@ def test_a_hub_that_does_not_answer_leaves_the_size_unknown(cached_hub: Path, mo
     assert hub.known_model_facts("org/other") is None
     assert hub.known_model_facts("no hub name: at all") is None
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-    monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda *_, **__: __import__("time").sleep(30))
+    monkeypatch.setattr("huggingface_hub.get_hf_file_metadata", lambda *_, **__: __import__("time").sleep(30))
     monkeypatch.setattr(hub, "PATIENCE", 0.01)
     assert hub.known_model_facts("org/another") is None
 

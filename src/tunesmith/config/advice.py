@@ -48,7 +48,8 @@ def _of_page(page: str) -> Iterator[str]:
             yield from (_row(line) for line in block.splitlines()[2:] if not _KEY_ROW.match(line))
         elif not block.startswith("#"):
             for item in re.split(r"^\s*(?:[-*]|\d+\.) ", block, flags=re.MULTILINE):
-                yield from re.split(r"(?<=[.:;]) (?=[A-Z`*])", " ".join(item.split()))
+                parts = re.split(r"(?<=[.:;]) (?=[A-Z`*])", " ".join(item.split()))
+                yield from (part for part in parts if not part.endswith((";", ":")))  # half a sentence
 
 
 def _row(line: str) -> str:

@@ -115,7 +115,9 @@ def cost(resolved: Resolved[Any], facts: Facts, price: float) -> dict[str, float
     """
     gpus, seconds = len(facts.hardware.gpus) * facts.hardware.nodes, step_seconds(resolved.config, facts).get("step")
     if not gpus or not seconds:
+        sized = facts.model is not None and facts.model.parameters
         lacking = "this machine has no GPU" if not gpus else "the seconds of a step are not known for this run"
+        lacking += "" if not gpus or sized else f", since the size of {resolved.config.model.path} is not known"
         raise ConfigError(f"--price is what a GPU costs for an hour, and {lacking}; leave it out")
     step = gpus * price * seconds / 3600
     steps = settings(resolved.config).get("train.steps")

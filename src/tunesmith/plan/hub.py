@@ -83,7 +83,13 @@ def estimated_parameters(config: dict[str, Any], facts: ModelFacts) -> int:
 
 def _file(name: str, file: str) -> Path | None:
     """A small file of a hub repository, from the cache or, within ``PATIENCE``, from the hub."""
-    from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache
+    from huggingface_hub import (
+        constants,
+        get_hf_file_metadata,
+        hf_hub_download,
+        hf_hub_url,
+        try_to_load_from_cache,
+    )
     from huggingface_hub.errors import HFValidationError
 
     try:
@@ -98,6 +104,7 @@ def _file(name: str, file: str) -> Path | None:
 
     def download() -> None:
         try:
+            get_hf_file_metadata(hf_hub_url(name, file), timeout=PATIENCE)  # unlike the download, it tries only once
             downloaded.append(hf_hub_download(name, file, etag_timeout=PATIENCE))
         except Exception:  # loading the model reports what is wrong
             return
