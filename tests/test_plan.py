@@ -129,6 +129,12 @@ def test_roles_of_a_cluster_have_devices_of_their_own() -> None:
     assert devices["reference"].frozen == 2 * facts.model.parameters
     assert devices["engine"].engine == facts.model.parameters  # bfloat16, over two ranks
     assert devices["critic"].optimizer == devices["trainer"].optimizer and devices["critic"].activations
+    apart = ("system.placement.ref.processes=2", 'system.placement.colocate=[["actor", "critic"]]')
+    for stage, share in ((3, 1.0), (2, 2.0)):  # of the bytes of a copy of 2 bytes a number, over two processes
+        resolved, facts = plan(RLConfig, "2x8xA100-80GB", *said, *apart, f"system.zero_stage={stage}")
+        shared = {name: planned for name, planned, _ in planned_devices(resolved.config, facts)}["reference"]
+        assert shared.frozen == share * facts.model.parameters
+        assert (shared.activations > devices["reference"].activations) == (stage == 3), "a layer is gathered ahead"
     with pytest.raises(CapacityError, match=r"13 GPUs are needed .*, and the cluster has 8"):
         plan(RLConfig, "8xA100-80GB", *said, "system.placement.colocate=[]")
     together, _ = plan(RLConfig, "8xA100-80GB", *said)

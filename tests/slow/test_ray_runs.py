@@ -168,6 +168,7 @@ def test_every_role_in_an_actor_ends_as_in_one_process(tmp_path: Path) -> None:
             "2 actor, 2 critic, 2 reward, 1 rollout",
         ),
         ({"ref__processes": 2}, "2 actor, 2 ref, 2 critic, 1 reward, 1 rollout"),
+        ({"ref__processes": 2, "zero_stage": 3}, "2 actor, 2 ref, 2 critic, 1 reward, 1 rollout"),
     ],
 )
 def test_scoring_in_the_trainers_ranks_or_shared_by_processes_ends_as_in_one_process(
@@ -181,7 +182,8 @@ def test_scoring_in_the_trainers_ranks_or_shared_by_processes_ends_as_in_one_pro
     }  # fmt: skip
     rewards = f"[[reward.models]]\npath = '{tmp_path / 'reward_model'}'\n"
     alone = inside(tmp_path, rewards, **changed)
-    said = {f"system__placement__{key}": value for key, value in places.items()}
+    stage = places.pop("zero_stage", 0)
+    said = {f"system__placement__{key}": value for key, value in places.items()} | {"system__zero_stage": stage}
     spread = Run(tmp_path, "spread", rewards, **changed, **RAY, system__trainer_ranks=2, **said)
     assert listed in spread.finish()
     same(alone, spread)

@@ -24,16 +24,17 @@ from tunesmith.monitor.waits import long_wait
 from tunesmith.plan.cluster import NAMES, bundles, processes
 from tunesmith.plan.operations import PeakRates
 from tunesmith.plan.publishing import publishing_ranks
-from tunesmith.plan.roles import reference_apart, scoring_processes
+from tunesmith.plan.roles import reference_apart, reference_shards, scoring_processes
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from tunesmith.backends.base import Quantity
+    from tunesmith.backends.passes import Passes
     from tunesmith.backends.ranked import RankedBackend
     from tunesmith.backends.torch import TorchBackend
     from tunesmith.data.batch import Floats
-    from tunesmith.data.forest import Forest, Packing, Predictions
+    from tunesmith.data.forest import Packing
     from tunesmith.distributed.far import Far
     from tunesmith.models.causal_lm import CausalLM
     from tunesmith.rewards.model import RewardModel
@@ -98,27 +99,55 @@ class TrainerHost(RankHost):
 
 
 @dataclass(slots=True)
-class ReferenceHost:
-    """In the process of a reference."""
+class ReferenceHost(RankHost):
+    """In each process of a reference; ``build`` is called before anything else is used. Processes that share the model
+    make the same calls together."""
 
-    model: CausalLM
-    predict: Callable[[CausalLM, Forest], Predictions]
+    config: RLConfig
+    rank: int = field(default=0, init=False)
+    passes: Passes[CausalLM] = field(init=False)
+
+    def build(self, rank: int, world: int, place: tuple[str, int] | None) -> None:
+        """Load the model.
+
+        Args:
+            place: the result of ``open_store`` on the first of ``world`` processes that share the model; None where
+                each has the whole.
+        """
+        from tunesmith.assembly.policy import policy_predict
+        from tunesmith.backends.passes import Passes
+        from tunesmith.distributed.rank_group import join_default_group
+        from tunesmith.models.causal_lm import CausalLM
+
+        self.rank, group, device = rank, None, self.config.system.device
+        if place:
+            group = self.join(rank, world, place, device)
+            join_default_group(self.store, rank, world, self.address, device)
+        sequence = self.config.system.sequence_parallel.model_copy(update={"size": 1})
+        system = self.config.system.model_copy(update={"shard_size": world, "sequence_parallel": sequence})
+        config = self.config.model_copy(update={"system": system})
+        model = load_model(CausalLM, config, load_tokenizer(config), frozen=True)
+        self.passes = Passes(model, policy_predict(config))
+        self.passes.group = group
 
     def score(self, packing: Packing, of: Quantity) -> Floats:
-        from tunesmith.backends.passes import Passes
-
-        return Passes(self.model, self.predict).score(packing, of)
+        return self.passes.score(packing, of)
 
     def take(self, weights: dict[str, Tensor]) -> None:
-        self.model.module.load_state_dict(weights)
+        from tunesmith.models.shard_files import fill
+
+        fill(self.passes.model.module, lambda name, start, count: weights[name][start : start + count], {*weights})
 
     def save(self, directory: Path) -> None:
-        self.model.save(directory)
+        """The first process writes the model, or all their parts of it."""
+        if self.rank == 0 or self.passes.model.sharding is not None:
+            directory.mkdir(parents=True, exist_ok=True)
+            self.passes.model.save(directory)
 
     def load(self, directory: Path) -> None:
         from tunesmith.backends.torch import load_weights
 
-        load_weights(self.model, directory)
+        load_weights(self.passes.model, directory)
 
 
 def host_trainer(config: RunConfig, make: MakeBackend, *, publishes: bool) -> TrainerHost:
@@ -136,11 +165,20 @@ def make_policy(config: RLConfig, tokenizer: Any) -> TorchBackend[CausalLM]:
 
 
 def host_reference(config: RLConfig) -> ReferenceHost:
-    from tunesmith.assembly.policy import policy_predict
-    from tunesmith.models.causal_lm import CausalLM
+    from tunesmith.assembly.planes import own_address
 
-    model = load_model(CausalLM, config, load_tokenizer(config), frozen=True)
-    return ReferenceHost(model, policy_predict(config))
+    return ReferenceHost(own_address(config), config)
+
+
+def _start_reference(processes: Processes, config: RLConfig) -> list[Far]:
+    """The processes of a reference: each has the whole model, or where trainer ranks share weights, its share."""
+    count = scoring_processes(config, "ref")
+    references = [processes.spawn("ref", TrainerLostError) for _ in range(count)]
+    with long_wait("starting the reference's processes"):
+        gather(far.make(partial(host_reference, config)) for far in references)
+        place = references[0].call("open_store") if reference_shards(config) > 1 else None
+        gather(far.submit("build", rank, count if place else 1, place) for rank, far in enumerate(references))
+    return references
 
 
 def open_processes(config: RunConfig) -> AbstractContextManager[Processes | None]:
@@ -184,9 +222,7 @@ def remote_trainer(
         gather(far.submit("build", rank, world, place) for rank, far in enumerate(ranks))
     references: list[Far] = []
     if publishes and isinstance(config, RLConfig) and reference_apart(config):
-        references = [processes.spawn("ref", TrainerLostError) for _ in range(scoring_processes(config, "ref"))]
-        with long_wait("starting the reference's processes"):
-            gather(far.make(partial(host_reference, config)) for far in references)
+        references = _start_reference(processes, config)
     one: PeakRates = ranks[0].get("limits")
     limits = PeakRates(world * one.flops_per_second, world * one.bytes_per_second)
     return RankedBackend(ranks, references, config.system.sequence_parallel.size), limits

@@ -28,8 +28,8 @@ class RankedBackend:
 
     Args:
         replicas: objects with a ``backend``, which have joined one ``RankGroup`` where there are several.
-        references: objects with ``score``, ``take``, ``save`` and ``load``, each with the whole reference, where it has
-            processes of its own; they share the micro-batches.
+        references: objects with ``score``, ``take``, ``save`` and ``load``, each with the reference or its share of it,
+            where it has processes of its own; they share the micro-batches.
         sequence: how many ranks in a row share a micro-batch; each of them returns what all of them computed.
 
     Raises:
@@ -60,7 +60,7 @@ class RankedBackend:
             count = len(self.references)
             shares = (packing.for_rank(n, count, columns=False) for n in range(count))
             asked = zip(self.references, shares, strict=True)
-            return np.sum(gather(far.submit("score", share, of) for far, share in asked), axis=0)
+            return np.sum(self._together(far.submit("score", share, of) for far, share in asked), axis=0)
         parts = self._parts(packing, "backend.score", of, columns=False, reference=reference)
         return np.sum(parts, axis=0)
 
@@ -73,12 +73,17 @@ class RankedBackend:
     def _parts(self, packing: Packing, name: str, *args: Any, columns: bool = True, **kwargs: Any) -> list[Any]:
         """Call a method of all at once, each with its share of the micro-batches; what each share gave."""
         shares = [packing.for_rank(rank, self.ranks, columns=columns) for rank in range(self.ranks)]
-        answers = submitted(
+        answers = self._together(
             replica.submit(name, shares[rank // self.sequence], *args, **kwargs)
             for rank, replica in enumerate(self.replicas)
         )
+        return answers[:: self.sequence]
+
+    def _together(self, answers: Iterable[Future[Any]]) -> list[Any]:
+        """The answers of all, each to its share."""
+        answers = submitted(answers)
         try:
-            return self._gather(answers)[:: self.sequence]
+            return self._gather(answers)
         except DeviceMemoryError:
             for answer in answers:  # the next attempt finds nothing of this one running
                 with suppress(DeviceMemoryError):
@@ -109,29 +114,31 @@ class RankedBackend:
             self._each("backend.refresh_reference")
             return
         weights = self._each("weights")
-        gather(far.submit("take", weights) for far in self.references)
+        self._gather(far.submit("take", weights) for far in self.references)
         self._reference_is_new = True
 
     def save(self, directory: Path, *, model_only: bool = False) -> None:
         self._gather(r.submit("backend.save", directory.absolute(), model_only=model_only) for r in self.replicas)
         if self.references and self._reference_is_new and not model_only:
-            self.references[0].call("save", directory.absolute() / REFERENCE_DIRECTORY)
+            written = directory.absolute() / REFERENCE_DIRECTORY
+            self._gather(far.submit("save", written) for far in self.references)
 
     def load(self, directory: Path) -> None:
         self._each("backend.load", directory.absolute())
         self._optimizer_steps = self.first.get("backend.optimizer_steps")
         saved = directory.absolute() / REFERENCE_DIRECTORY
         if self.references and saved.is_dir():
-            gather(far.submit("load", saved) for far in self.references)
+            self._gather(far.submit("load", saved) for far in self.references)
             self._reference_is_new = True
 
     def _gather(self, answers: Iterable[Future[Any]]) -> list[Any]:
         try:
             return gather(answers)
         except TrainerLostError:  # perhaps of a rank that waited for the one that has ended
-            wait([replica.ended for replica in self.replicas], NOTICING, FIRST_COMPLETED)
-            for replica in self.replicas:
-                replica.check()
+            every = [*self.replicas, *self.references]
+            wait([far.ended for far in every], NOTICING, FIRST_COMPLETED)
+            for far in every:
+                far.check()
             raise
 
     def _each(self, name: str, *args: Any) -> Any:

@@ -19,7 +19,8 @@ class Resources(Section):
 
 class ScoringResources(Resources):
     processes: PositiveInt | None = None
-    """Processes that share what there is to score, each with the whole model; None: 1."""
+    """Processes that share what there is to score; None: 1. Each has the whole model, but those of the reference share
+    its weights with ``system.zero_stage = 3``."""
 
 
 class PlacementSection(Section):

@@ -29,7 +29,13 @@ from tunesmith.plan.facts import Facts, ModelFacts
 from tunesmith.plan.gpus import engines_together, has_own_devices, on_gpu, ranks_per_engine
 from tunesmith.plan.hardware import Gpu
 from tunesmith.plan.publishing import bytes_to_send, bytes_to_take
-from tunesmith.plan.roles import has_critic, keeps_reference, processes_with_trainer, shares_trainer_device
+from tunesmith.plan.roles import (
+    has_critic,
+    keeps_reference,
+    processes_with_trainer,
+    reference_shards,
+    shares_trainer_device,
+)
 from tunesmith.plan.scoring import scores, scoring_bytes, teaches
 from tunesmith.plan.weights import loads_model, weights_apart
 
@@ -259,8 +265,10 @@ def _roles_apart(config: RunConfig, facts: Facts) -> Iterator[tuple[str, Price]]
     if has_critic(config) and not shares_trainer_device(config, "critic"):
         yield "critic", price(facts.model, replace(layout, has_vocabulary_head=False, tokens=critic))
     if keeps_reference(config) and not shares_trainer_device(config, "ref"):
-        scored = scoring_bytes(facts.model, replace(layout, zero_stage=0, tokens=scoring))
-        yield "reference", Price(frozen=copy_bytes(facts.model, layout.bytes_per_number), activations=scored)
+        shards = reference_shards(config)
+        alone = replace(layout, zero_stage=3 if shards > 1 else 0, shards=shards, sequence=1, tokens=scoring)
+        frozen = copy_bytes(facts.model, layout.bytes_per_number) // shards
+        yield "reference", Price(frozen=frozen, activations=scoring_bytes(facts.model, alone))
     if facts.frozen_parameters and not shares_trainer_device(config, "reward"):
         weights, passing = facts.frozen_parameters * layout.bytes_per_number, rewarding_bytes(config, facts, rewarding)
         yield "reward model", Price(frozen=weights, activations=passing)

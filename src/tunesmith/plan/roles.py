@@ -63,6 +63,11 @@ def scoring_processes(config: RunConfig, role: Role) -> int:
     return (placement_of(config).ref if role == "ref" else placement_of(config).reward).processes or 1
 
 
+def reference_shards(config: RunConfig) -> int:
+    """Processes of a reference apart that share one copy of it: all, where the trainer's ranks share weights too."""
+    return scoring_processes(config, "ref") if config.system.zero_stage == 3 else 1
+
+
 def processes_with_trainer(config: RunConfig) -> int:
     """Processes on the GPU of a trainer rank, with the trainer's. Without a cluster an engine that takes turns with it
     is counted."""
