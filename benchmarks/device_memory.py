@@ -40,6 +40,7 @@ PARTS = ("weights", "gradients", "optimizer", "frozen", "gathered", "activations
 LORA, CHECKPOINTING = "lora.rank=16", "system.gradient_checkpointing=true"
 HALF, QUARTER = "system.gradient_checkpointing=0.5", "system.gradient_checkpointing=0.25"
 AWAY, HOST = "system.offload_activations=true", "system.offload_optimizer=true"
+STREAMED = "system.offload_parameters=true"
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +73,9 @@ CASES = [
     Case("0.6B", 4, 32768, (AWAY, LORA)),
     Case("7B", 4, 8192, (HOST,)),
     Case("7B", 4, 8192, (HOST, CHECKPOINTING)),
+    Case("7B", 4, 8192, (STREAMED,)),
+    Case("7B", 4, 8192, (STREAMED, CHECKPOINTING)),
+    Case("7B", 4, 8192, (STREAMED, CHECKPOINTING, LORA)),
     Case("0.6B", 28, 16384),
     Case("7B", 28, 16384, (LORA, CHECKPOINTING)),
 ]

@@ -25,7 +25,7 @@ from tunesmith.models.adapters import attach
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.models.lean import PRODUCTS
 from tunesmith.models.products import HEADS, LAYERS, Kind, works
-from tunesmith.plan.cost import SMALL, prepared_bytes
+from tunesmith.plan.prepared import SMALL, prepared_bytes
 from tunesmith.types import Completion, Sample, Sampling
 
 KINDS = [

@@ -155,6 +155,7 @@ def published(
     from tunesmith.models.loading import stored_weights
     from tunesmith.models.quantised import is_quantised
     from tunesmith.models.sharding import whole_weights
+    from tunesmith.models.streamed import stored_state
 
     if model.adapter is not None:
         own = model.adapter.own_weights
@@ -162,7 +163,7 @@ def published(
     elif model.sharding is not None:
         named = partial(whole_weights, model.module, model.dtype, in_host_memory=in_host_memory)
     else:
-        named = dict[str, Any]().items if is_quantised(model.module) else model.module.state_dict().items
+        named = dict[str, Any]().items if is_quantised(model.module) else stored_state(model.module).items
     return (lambda: stored_weights(model.module, named())) if as_stored else named
 
 

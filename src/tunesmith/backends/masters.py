@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from tunesmith.models.sharding import first_row, local
+from tunesmith.models.streamed import stored
 from tunesmith.models.weight_gradients import keep_sum
 
 MOST_ON_THE_WAY = 4
@@ -96,8 +97,8 @@ class Master:
 
     @property
     def rows(self) -> Tensor:
-        """What this rank has of the parameter, as a view."""
-        return local(self.parameter.detach())
+        """What this rank has of the parameter, as a view, where it is kept."""
+        return stored(self.parameter)
 
     @property
     def first_row(self) -> int | None:

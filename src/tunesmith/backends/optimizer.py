@@ -17,7 +17,7 @@ from tunesmith.backends.muon import ShardedMuon, hidden_matrices, options_of
 from tunesmith.config.optimizer import Muon
 from tunesmith.errors import CheckpointError
 from tunesmith.models.host_memory import host_copies
-from tunesmith.models.sharding import local
+from tunesmith.models.streamed import stored
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class MasterOptimizer:
         self.parameters = trained | extra
         copies: dict[str, Tensor] = {}
         if self._host:
-            rows = [local(p.detach()) for p in self.parameters.values()]
+            rows = [stored(p) for p in self.parameters.values()]
             copies = dict(zip(self.parameters, host_copies(rows, wide=True), strict=True))
         self._all = {name: Master(p, self._host, copies.get(name)) for name, p in self.parameters.items()}
         own = {name: self._all[name] for name in trained}

@@ -70,6 +70,8 @@ class Passes(Generic[M]):
             DeviceMemoryError: a micro-batch did not fit on some rank of those in lock step.
         """
         steps, device = self._lock_step, self.model.device
+        if self.model.streamed is not None:
+            self.model.streamed.leave()  # the weights may have changed
         for index, forest in enumerate(forests):
             interrupts.check()
             if steps is None:
@@ -86,6 +88,8 @@ class Passes(Generic[M]):
             steps.finish(named)
         if steps is not None and self.group is not None:
             steps.settle(self.group.sum, self.group.device)
+        if self.model.streamed is not None:
+            self.model.streamed.leave()
 
     def _placed(self, forest: Forest) -> Forest:
         """On the model's device; in a sequence group with this rank's part."""

@@ -31,6 +31,7 @@ from tunesmith.models.host_activations import HostActivations
 from tunesmith.models.host_weights import HostWeights
 from tunesmith.models.loading import read_shards
 from tunesmith.models.sharding import local
+from tunesmith.models.streamed import stored, stored_state
 from tunesmith.plan.operations import CostModel
 
 MODEL_DIRECTORY = "model"
@@ -104,7 +105,7 @@ class TorchBackend(Generic[M]):
             ModelError: they do not have the same weights.
         """
         parameters, sharding = self.optimizer.parameters.values(), self.model.sharding
-        group.check_equal(p for p in parameters if not isinstance(p, DTensor))
+        group.check_equal(stored(p) for p in parameters if not isinstance(p, DTensor))
         if sharding is not None and len(sharding.copies.mesh) > 1:
             group.check_equal((local(p) for p in parameters if isinstance(p, DTensor)), sharding.copies.get_group())
         self.group = self.passes.group = group
@@ -229,7 +230,7 @@ class TorchBackend(Generic[M]):
     @contextmanager
     def ema_weights(self) -> Generator[None]:
         assert self.ema, "this run keeps no average"
-        parameters = {name: local(p.detach()) for name, p in self.optimizer.parameters.items()}
+        parameters = {name: stored(p) for name, p in self.optimizer.parameters.items()}
         self._held = {name: p.to("cpu", copy=True) for name, p in parameters.items()}
         try:
             self._put(self.ema)
@@ -241,14 +242,14 @@ class TorchBackend(Generic[M]):
     def _put(self, weights: dict[str, Tensor]) -> None:
         """In place: a sampler in this process reads the same memory."""
         for name, weight in weights.items():
-            local(self.optimizer.parameters[name].detach()).copy_(weight)
+            stored(self.optimizer.parameters[name]).copy_(weight)
 
     @torch.no_grad()
     def refresh_reference(self) -> None:
         assert self.reference is not None, "this run has no reference model"
         with self._reference_here(changes=True):
             for ours, theirs in zip(self.model.module.parameters(), self.reference.module.parameters(), strict=True):
-                local(theirs).copy_(local(ours))
+                local(theirs).copy_(stored(ours))
         self._reference_is_new = True
 
     def offload(self) -> None:
@@ -384,7 +385,7 @@ def load_weights(model: Decoder, directory: Path) -> None:
             read_shards(model.module, directory)
         return
     saved = type(model).load(directory, dtype=model.module.dtype, device="cpu").module.state_dict()
-    current = model.module.state_dict()
+    current = stored_state(model.module)
     different = [k for k, v in current.items() if k not in saved or saved[k].shape != v.shape]
     if different or len(saved) != len(current):
         name = different[0] if different else next(k for k in saved if k not in current)

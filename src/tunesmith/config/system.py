@@ -55,6 +55,8 @@ class SystemSection(Section):
     """Keep in host memory what the backward pass needs of the forward pass."""
     offload_optimizer: bool = derived()
     """Keep master weights, their gradients and the optimizer's moments in host memory, and step on the CPU."""
+    offload_parameters: bool = derived()
+    """Keep the weights of the layers in host memory, and bring each layer's to the GPU while it computes."""
     offload_reference: bool = derived()
     """Keep frozen models (a reference, a teacher, reward models) in host memory while they do not score."""
     logprob_chunk: PositiveInt | None = None

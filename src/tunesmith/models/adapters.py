@@ -37,6 +37,7 @@ from tunesmith.models.loading import check_names, load_config
 from tunesmith.models.quantised import weights_of
 from tunesmith.models.score_model import ScoreModel
 from tunesmith.models.sharding import unshard_trained, whole
+from tunesmith.models.streamed import stored_state
 
 WEIGHTS = "adapter_model.safetensors"
 TRAINED, START = "default", "start"
@@ -92,13 +93,13 @@ class LoraAdapter:
         """
         module = self.peft.get_base_model()
         adapted = {name: part for name, part in module.named_modules() if isinstance(part, LoraLayer)}
-        for name, part in module.state_dict().items():
+        for name, part in stored_state(module).items():
             owner, is_adapted, rest = name.partition(".base_layer.")
             made = isinstance(part, DTensor)
             tensor = whole(part) if made else part
             if is_adapted and rest == "weight":
                 delta = cast(Any, adapted[owner]).get_delta_weight(TRAINED)
-                tensor, made = (tensor.float() + delta.float()).to(tensor.dtype), True
+                tensor, made = (tensor.to(delta.device).float() + delta.float()).to(tensor.dtype), True
                 del delta
             if made and in_host_memory:
                 tensor = tensor.cpu()

@@ -23,6 +23,7 @@ from tunesmith.models.rope import LengthRule, rotate_by_length, rotated_by, spli
 from tunesmith.models.sequence import SequenceGroup
 from tunesmith.models.shard_files import save_weights
 from tunesmith.models.sharding import Sharding
+from tunesmith.models.streamed import StreamedLayers, stored_state
 
 
 class Adapter(Protocol):
@@ -74,6 +75,8 @@ class Decoder:
     """The ranks that share the tokens of each micro-batch; None: this one computes all."""
     host_activations: HostActivations | None = field(default=None, init=False, repr=False)
     """Sends to host memory what layers save for the backward pass; None: it stays on the device."""
+    streamed: StreamedLayers | None = field(default=None, repr=False)
+    """Keeps the weights of the layers in host memory; None: they are on the device."""
     lengths: LengthRule | None = field(default=None, init=False, repr=False)
     """Which sequence lengths share rotary frequencies, if these depend on the length."""
 
@@ -92,6 +95,7 @@ class Decoder:
         quantize: Quantize | None = None,
         sharding: Sharding | None = None,
         trains: bool = True,
+        streams: bool = False,
     ) -> Self:
         """Load from a directory or a hub name; safetensors only, dropout off.
 
@@ -100,6 +104,7 @@ class Decoder:
             quantize: the format of the linear modules' weights, which are then frozen.
             sharding: shard the weights over ranks.
             trains: whether a sharded model is trained, and so has float32 weights.
+            streams: keep the weights of its layers in host memory (``models.streamed``).
 
         Raises:
             ModelError: the model does not exist, is incomplete, or its family is not supported.
@@ -112,7 +117,7 @@ class Decoder:
             path,
             auto=cls.auto,
             dtype=dtype,
-            device=device,
+            device="cpu" if streams else device,
             trust_remote_code=trust_remote_code,
             quantize=quantize,
             initialised=initialised,
@@ -121,8 +126,11 @@ class Decoder:
             trains=trains,
             **cls.settings,
         )
-        lean = LeanDecoder.of(module.base_model) if sharding is None else None
-        model = cls(module, tokenizer, lean, sharding=sharding)
+        streamed = StreamedLayers(module, torch.device(device)) if streams else None
+        lean = LeanDecoder.of(module.base_model, streamed) if sharding is None else None
+        if streamed is not None:
+            streamed.take(module)
+        model = cls(module, tokenizer, lean, sharding=sharding, streamed=streamed)
         model.complete(config)
         return model
 
@@ -203,4 +211,4 @@ class Decoder:
             if self.sharding.first_copy:
                 save_weights(self.module, Path(directory), self.dtype, stored_weights, self.sharding)
         else:
-            self.module.save_pretrained(directory)
+            self.module.save_pretrained(directory, state_dict=stored_state(self.module) if self.streamed else None)

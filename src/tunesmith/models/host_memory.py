@@ -13,16 +13,17 @@ PIECES = 8
 """About so many pieces of memory are taken, each as large as the largest tensor at least."""
 
 
-def host_copies(tensors: Sequence[Tensor], *, wide: bool = False) -> list[Tensor]:
-    """Copies of tensors of one device.
+def host_copies(tensors: Sequence[Tensor], *, wide: bool = False, device: torch.device | None = None) -> list[Tensor]:
+    """Copies of tensors.
 
     Args:
         wide: in float32 or wider.
+        device: reaches them itself; None: the one that the tensors are on.
     """
     dtypes = [torch.promote_types(t.dtype, torch.float32) if wide else t.dtype for t in tensors]
     sizes = [t.numel() * dtype.itemsize for t, dtype in zip(tensors, dtypes, strict=True)]
     places, pieces = packed(sizes)
-    pinned = any(t.is_cuda for t in tensors)
+    pinned = any(t.is_cuda for t in tensors) if device is None else device.type == "cuda"
     memory = [torch.empty(size, dtype=torch.uint8, pin_memory=pinned) for size in pieces]
     copies = [memory[piece][at : at + size] for (piece, at), size in zip(places, sizes, strict=True)]
     return [c.view(d).view(t.shape).copy_(t) for c, d, t in zip(copies, dtypes, tensors, strict=True)]

@@ -23,6 +23,7 @@ from torch.nn import functional as F
 from tunesmith.models.attention import AttentionContext, AttentionRule
 from tunesmith.models.lean_ops import OURS, Activation, Operations, embed, linear
 from tunesmith.models.products import Product
+from tunesmith.models.streamed import StreamedLayers
 from tunesmith.models.weight_gradients import kept_sums
 from tunesmith.plan.facts import LEAN_FAMILIES
 
@@ -196,6 +197,12 @@ class Layer:
         assert weight is not None
         return self.operations.rms_norm(qk, weight, self.q_norm.eps, self.q_norm.offset)
 
+    def moved(self) -> None:
+        """As ``Projection.moved``, for all."""
+        for product in (self.qkv, self.out, self.gate_up, self.down):
+            if isinstance(product, Projection):
+                product.moved()
+
     def _joint_weight(self) -> Tensor | None:
         """``[H + K, D]``: the weights of the norms of queries and keys; None if there are none."""
         if self.q_norm is None or self.k_norm is None:
@@ -206,10 +213,14 @@ class Layer:
 class LeanDecoder:
     """A decoder: embedding, layers, final norm."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, streamed: StreamedLayers | None = None) -> None:
         self.model, self.config = model, model.config
         self.kind = type(model)
-        self.layers = [Layer(module, model.config, i) for i, module in enumerate(model.layers)]
+        modules = model.layers if streamed is None else streamed.arriving()
+        self.layers = [Layer(module, model.config, i) for i, module in enumerate(modules)]
+        self.streamed = streamed
+        if streamed is not None:
+            streamed.views = dict(enumerate(self.layers))
         self.norm = Norm(model.norm)
         self.rows: torch.dtype | None = None
         """Type in which layers compute; None: the embedding's."""
@@ -223,8 +234,12 @@ class LeanDecoder:
         """Runs a layer in a trainer's passes; see ``compiled``."""
 
     @classmethod
-    def of(cls, model: Any) -> LeanDecoder | None:
-        """The lean form of a Hugging Face decoder; None if it has another shape."""
+    def of(cls, model: Any, streamed: StreamedLayers | None = None) -> LeanDecoder | None:
+        """The lean form of a Hugging Face decoder; None if it has another shape.
+
+        Args:
+            streamed: keeps the weights of the layers in host memory.
+        """
         config = model.config
         if config.model_type not in LEAN_FAMILIES or not hasattr(model, "layers"):
             return None
@@ -234,7 +249,7 @@ class LeanDecoder:
         factor = (getattr(config, "rope_parameters", None) or {}).get("partial_rotary_factor", 1.0)
         if factor != 1.0 or head_dim % 2 or getattr(config, "use_bidirectional_attention", False):
             return None
-        return cls(model)
+        return cls(model, streamed)
 
     @property
     def plain(self) -> bool:
@@ -262,9 +277,7 @@ class LeanDecoder:
     def moved(self) -> None:
         """As ``Projection.moved``, for all."""
         for layer in self.layers:
-            for product in (layer.qkv, layer.out, layer.gate_up, layer.down):
-                if isinstance(product, Projection):
-                    product.moved()
+            layer.moved()
 
     @property
     def usable(self) -> bool:
@@ -284,7 +297,11 @@ class LeanDecoder:
                 run = partial(layer.module._gradient_checkpointing_func, run)
             if self.before_layer is not None:
                 self.before_layer()
+            if self.streamed is not None:
+                self.streamed.begin(layer.index)
             x = run(x, *tables[kind], attention)
+            if self.streamed is not None:
+                self.streamed.end(layer.index, x)
         return self.norm(x)
 
     def _embedded(self, token_ids: Tensor) -> Tensor:

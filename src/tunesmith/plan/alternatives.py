@@ -28,7 +28,14 @@ ELSE: tuple[Settings, ...] = ({CHECKPOINTING: True}, {CHECKPOINTING: False}, {OF
 """What may be changed besides the processes of a layout."""
 SHOWN = (
     *("system.trainer_ranks", "system.zero_stage", "system.sequence_parallel.size", CHECKPOINTING, OFFLOAD),
-    *("system.offload_activations", "system.engines", TENSOR, "system.engine_process", "system.hybrid"),
+    *(
+        "system.offload_parameters",
+        "system.offload_activations",
+        "system.engines",
+        TENSOR,
+        "system.engine_process",
+        "system.hybrid",
+    ),
     PLACEMENT,
 )
 """Settings by which layouts are told apart."""

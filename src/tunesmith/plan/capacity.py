@@ -18,18 +18,17 @@ from tunesmith.config.values import LARGEST_COUNT
 from tunesmith.errors import ConfigError
 from tunesmith.plan.caps import derive_caps
 from tunesmith.plan.compiling import derive_compile
-from tunesmith.plan.cost import Price, activation_bytes, price
+from tunesmith.plan.cost import activation_bytes, price
 from tunesmith.plan.facts import Facts, ModelFacts
 from tunesmith.plan.filling import Filling, with_values
 from tunesmith.plan.gpus import engines_together, on_gpu, ranks_per_engine
 from tunesmith.plan.hardware import Gpu
+from tunesmith.plan.host import derive_activations, derive_optimizer, derive_parameters, derive_reference
 from tunesmith.plan.memory import (
-    MARGIN,
     bytes_per_token,
     engines_elsewhere,
     free_memory,
     gpu_of,
-    host_problem,
     host_tokens,
     kv_bytes_per_number,
     layout_of,
@@ -40,7 +39,6 @@ from tunesmith.plan.memory import (
     request_kv,
     trainer_memory,
 )
-from tunesmith.plan.roles import keeps_frozen
 from tunesmith.plan.weights import engines_apart, loads_model, weights_apart
 
 MOST_TOKENS = {"cpu": 2048, "cuda": 32768}
@@ -50,7 +48,6 @@ UNKNOWN_MODEL_TOKENS = 4096
 SHORT = 128
 """Tokens that are reserved for a sample of unknown length."""
 LEAST_KV_BYTES = 16 * 10**6
-ACTIVATIONS = "system.offload_activations"
 _DEVICE = re.compile(r"cpu|cuda(?::(\d+))?")
 
 
@@ -97,10 +94,11 @@ def derive_capacity(filling: Filling, facts: Facts) -> None:
     derive_compile(filling, facts)
     if filling.config.trains:
         _derive_shards(filling, facts)
-        _derive_reference(filling, facts)
-        _derive_offload(filling, facts)
+        derive_reference(filling, facts)
+        derive_parameters(filling, facts)
+        derive_optimizer(filling, facts)
         _derive_checkpointing(filling, facts)
-        _derive_activations(filling, facts)
+        derive_activations(filling, facts)
     if isinstance(filling.config, RLConfig):
         _derive_hybrid(filling, facts)
     config = filling.config
@@ -197,61 +195,6 @@ def computing_threads(config: RunConfig) -> int:
     return config.system.threads * (config.system.trainer_ranks + engines)
 
 
-def _with_and_without(config: RunConfig, key: str, facts: Facts) -> tuple[Price, Price, int] | None:
-    """The least memory of the trainer with a setting and without it, and what is free; None if it is not known."""
-    both = [least_devices(with_values(config, {key: value}), facts) for value in (True, False)]
-    if not all(both):
-        return None
-    (_, with_it, free), (_, without, _) = (devices[0] for devices in both)
-    return with_it, without, free
-
-
-def _derive_reference(filling: Filling, facts: Facts) -> None:
-    """Frozen models in host memory, while they do not score, if a GPU has no room for a sample beside them."""
-    config, key = filling.config, "system.offload_reference"
-    if not on_gpu(config) or not keeps_frozen(config):
-        filling.fill(key, False, "there is no whole frozen model on the trainer's GPU")
-        return
-    known_memory = _with_and_without(with_values(config, {"system.gradient_checkpointing": True}), key, facts)
-    if known_memory is None:
-        filling.fill(key, False, "the model's size is not known")
-        return
-    with_it, without, free = known_memory
-    if without.peak <= free:
-        filling.fill(key, False, "the frozen models fit the GPU")
-    elif problem := host_problem(config, with_it, facts):
-        filling.fill(key, False, f"it would take {problem}")
-    else:
-        away = format_size(with_it.scorer + with_it.judge)
-        reason = f"the GPU is short of memory; {away} of frozen models are in host memory but while they score"
-        filling.fill(key, True, reason)
-
-
-def _derive_offload(filling: Filling, facts: Facts) -> None:
-    """On if a GPU has room for a sample only without master weights and moments, and the host has room for them."""
-    config, key = filling.config, "system.offload_optimizer"
-    if not on_gpu(config):
-        filling.fill(key, False, "there is no GPU that it would relieve")
-        return
-    turns = {"system.hybrid": True} if isinstance(config, RLConfig) and known(config.system, "hybrid") is None else {}
-    sent = {ACTIVATIONS: True} if known(config.system, "offload_activations") is None else {}
-    frugal = with_values(config, {"system.gradient_checkpointing": True, **sent, **turns})
-    known_memory = _with_and_without(frugal, key, facts)
-    if known_memory is None:
-        filling.fill(key, False, "the model's size is not known")
-        return
-    with_it, without, free = known_memory
-    if without.peak <= MARGIN * free:
-        filling.fill(key, False, f"the optimizer {'fits' if without.peak <= free else 'may fit'} the GPU")
-    elif config.train.optimizer.name == "muon" or with_it.peak > MARGIN * free:
-        filling.fill(key, False, "the run would not fit either, or its optimizer steps on the GPU")
-    elif problem := host_problem(config, with_it, facts):
-        filling.fill(key, False, f"it would take {problem}")
-    else:
-        kept = format_size(with_it.host)
-        filling.fill(key, True, f"the GPU is short of memory without it; each rank keeps {kept} in host memory")
-
-
 def _derive_checkpointing(filling: Filling, facts: Facts) -> None:
     """For the fewest layers with which activations of the longest sample take at most half of the memory that the
     model's state leaves."""
@@ -274,28 +217,6 @@ def _derive_checkpointing(filling: Filling, facts: Facts) -> None:
         fewer = f"they are {format_size(sizes[again])} if {again} of {layers} layers are computed again"
         filling.fill(key, round(again / layers, 3), f"{reason}; {fewer}")
     filling.fill(key, bool(again), reason)
-
-
-def _derive_activations(filling: Filling, facts: Facts) -> None:
-    """On if a GPU has no room for the inputs of the layers, which are all that ``gradient_checkpointing`` keeps."""
-    config, key = filling.config, ACTIVATIONS
-    if not on_gpu(config):
-        filling.fill(key, False, "there is no GPU that it would relieve")
-        return
-    known_memory = _with_and_without(config, key, facts)
-    if known_memory is None or config.system.gradient_checkpointing is not True:
-        filling.fill(key, False, "they fit the GPU" if known_memory else "the model's size is not known")
-        return
-    with_it, without, free = known_memory
-    problem = host_problem(config, with_it, facts)
-    if without.peak <= free or with_it.peak > free:
-        reason = "the inputs of the layers fit the GPU" if without.peak <= free else "the run would not fit either"
-        filling.fill(key, False, reason)
-    elif problem:
-        filling.fill(key, False, f"it would take {problem}")
-    else:
-        gone = format_size(with_it.host - without.host)
-        filling.fill(key, True, f"the GPU is short of memory without it; {gone} of layers' inputs are in host memory")
 
 
 def _derive_hybrid(filling: Filling, facts: Facts) -> None:

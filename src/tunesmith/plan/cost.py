@@ -11,8 +11,6 @@ from tunesmith.plan.tiles import chunk_rows, chunk_words
 QUANTISED_BYTES = {"int8": 1.002, "nf4": 0.516}
 """Per number of a quantised linear module, with its scales (``models.quantised``)."""
 USUAL_RANK = 16
-SMALL = 64 << 20
-"""Numbers of a model that a CPU decodes in float32 too, if few rows are faster so."""
 PINNED = 1.1
 """Host memory that is taken for what a GPU reaches itself, at most: of each byte (``models.host_memory``)."""
 LIBRARIES = 10**9
@@ -36,6 +34,8 @@ class Layout:
     muon: bool = False
     """Whether the matrices of the layers have one moment."""
     offload: bool = False  # of the optimizer and its gradients to host memory
+    offload_parameters: bool = False
+    """Whether the weights of the layers are in host memory, and on the device while the layers compute."""
     offload_activations: bool = False
     offload_frozen: bool = False  # whole frozen models, which are then on the device only while they score
     ema: bool = False
@@ -87,7 +87,7 @@ class Price:
     frozen: int = 0
     """Reference, reward models, teacher."""
     gathered: int = 0
-    """Of a sharded model's weights, all rows at once."""
+    """Of weights that come while a layer computes: all rows of a sharded model's, or those from host memory."""
     scorer: int = 0
     """Of a reference or a teacher that is here only while it scores."""
     judge: int = 0
@@ -150,7 +150,8 @@ def price(model: ModelFacts, layout: Layout) -> Price:
 
     A trained number takes its weight, a float32 gradient, AdamW's two float32 moments and, if the weight has 16 bits,
     a float32 master weight: 18 bytes in all, or 16 in float32 (``backends.optimizer``). Muon has one moment. With
-    ``offload`` only the weight is here, and some gradients on their way to host memory, where the others are.
+    ``offload`` only the weight is here, and some gradients on their way to host memory, where the others are; with
+    ``offload_parameters`` only the weights outside the layers, and of two layers (``models.streamed``).
     """
     numbers, wide = model.parameters or 0, layout.bytes_per_number == 4
     copy = copy_bytes(model, layout.bytes_per_number, layout.quantize)
@@ -174,6 +175,8 @@ def price(model: ModelFacts, layout: Layout) -> Price:
     muon = 4 * (numbers - _outside(model)) if layout.muon and layout.lora_rank is None else 0
     gradients, optimizer = layout.models * 4 * trained, layout.models * (kept * trained - muon)
     head, backward = _passing(model, layout)
+    arriving = min(2, model.layers) * layer_copy(model, layout) if layout.offload_parameters else 0
+    gone = layer_copy(model, layout) * model.layers if layout.offload_parameters else 0
     if layout.offload:
         gradients, optimizer = 0, 0
         head, backward = (
@@ -181,10 +184,11 @@ def price(model: ModelFacts, layout: Layout) -> Price:
             backward + _on_the_way(model, layout, trained, 3),
         )
     return Price(
-        weights=layout.models * (copy * layout.holds_model + adapter),
+        weights=layout.models * (copy * layout.holds_model - gone + adapter),
+        gathered=arriving,
         gradients=gradients,
         optimizer=optimizer,
-        host=_in_host_memory(model, layout, trained) + pinned,
+        host=_in_host_memory(model, layout, trained) + pinned + int(PINNED * layout.models * gone),
         frozen=frozen,
         activations=_activations(model, layout),
         head=max(head, backward),
@@ -348,19 +352,6 @@ def layer_copy(model: ModelFacts, layout: Layout) -> int:
 def dequantised_bytes(model: ModelFacts, layout: Layout) -> int:
     """The largest quantised weight, as it is computed with."""
     return 0 if layout.quantize is None else model.hidden_size * model.intermediate_size * layout.bytes_per_number
-
-
-def prepared_bytes(numbers: int, memory_total: int, copied: int | None = None) -> int:
-    """At most what the local engine prepares of its weights on a CPU (``engines.local.decode_model``).
-
-    They are in 16 or 32 bits, of a small model and of a head in both. They are not worth an eighth of the
-    machine's memory: of a model for which they would take more nothing is prepared.
-
-    Args:
-        copied: bytes per weight where one kind of product serves all.
-    """
-    needed = (copied or (8 if numbers <= SMALL else 4)) * numbers
-    return needed if needed <= memory_total // 8 else 0
 
 
 def _outside(model: ModelFacts) -> int:

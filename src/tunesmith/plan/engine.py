@@ -25,7 +25,8 @@ _TRAINER_KEYS = (
         "gradient_checkpointing",
     ),
     *("logprob_chunk", "trainer_ranks", "zero_stage", "shard_size", "sequence_parallel", "trainer_restarts"),
-    *("offload_activations", "offload_reference", "offload_optimizer", "hybrid", "canary", "vllm"),
+    *("offload_activations", "offload_reference", "offload_optimizer", "offload_parameters"),
+    *("hybrid", "canary", "vllm"),
 )
 SAMPLER_KEYS = (
     *(f"system.{key}" for key in SystemSection.model_fields if key not in _TRAINER_KEYS),

@@ -51,7 +51,7 @@ def memory_problems(config: RunConfig, facts: Facts, given: RunConfig) -> Iterat
             cure = cure if split else _remedy(config, facts, free, given, free_of_layout)
             yield _does_not_fit(config, needed, free, cure, f"the {name}'s GPU" if place else _devices(config))
         if problem := host_problem(config, needed, facts):
-            keys = ("offload_optimizer", "offload_activations", "offload_reference")
+            keys = ("offload_parameters", "offload_optimizer", "offload_activations", "offload_reference")
             what = " and ".join(f"system.{key} = true" for key in keys if getattr(config.system, key))
             yield f"{what}: this takes {problem}. Leave it out, shard the model or set lora.rank"
 
@@ -149,6 +149,8 @@ def _changes(config: RunConfig, facts: Facts, layout: Mapping[str, Any]) -> Iter
             yield {"system.offload_activations": True}
         if on_gpu(config) and not muon and not config.system.offload_optimizer:
             yield {"system.offload_optimizer": True}
+        if on_gpu(config) and not muon and not config.system.offload_parameters:
+            yield {"system.offload_parameters": True, **({} if config.lora.on else {"system.offload_optimizer": True})}
         if has_critic(config):
             yield {"critic.shared_trunk": True}
         if isinstance(config, DPOConfig | KTOConfig):

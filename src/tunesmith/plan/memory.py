@@ -21,13 +21,13 @@ from tunesmith.plan.cost import (
     activation_bytes,
     backward_bytes,
     copy_bytes,
-    prepared_bytes,
     price,
     sent_bytes,
 )
 from tunesmith.plan.facts import Facts, ModelFacts
 from tunesmith.plan.gpus import engines_together, has_own_devices, on_gpu, ranks_per_engine
 from tunesmith.plan.hardware import Gpu
+from tunesmith.plan.prepared import prepared_bytes
 from tunesmith.plan.publishing import bytes_to_send, bytes_to_take
 from tunesmith.plan.roles import (
     has_critic,
@@ -122,6 +122,7 @@ def layout_of(config: RunConfig, facts: Facts) -> Layout:
         lora_rank=(config.lora.rank or USUAL_RANK) if lora else None,
         quantize=config.model.quantize,
         offload=bool(known(system, "offload_optimizer")),
+        offload_parameters=bool(known(system, "offload_parameters")),
         offload_frozen=bool(known(system, "offload_reference")),
         teaches=teaches(config),
         offload_activations=bool(known(system, "offload_activations")),

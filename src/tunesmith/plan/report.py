@@ -25,6 +25,7 @@ LAYOUT = (
         "system.offload_activations",
         "system.offload_reference",
         "system.offload_optimizer",
+        "system.offload_parameters",
         "system.max_tokens_per_microbatch",
         "system.scoring_max_tokens",
         "system.critic_max_tokens",

@@ -14,7 +14,7 @@ from math import ceil
 from tunesmith.config.schema import RLConfig, RunConfig
 from tunesmith.config.section import known
 from tunesmith.config.sizes import parse_size
-from tunesmith.plan.cost import USUAL_RANK, adapter_numbers, copy_bytes, price, sent_bytes
+from tunesmith.plan.cost import USUAL_RANK, adapter_numbers, copy_bytes, layer_copy, price, sent_bytes
 from tunesmith.plan.cpu_seconds import cpu_seconds
 from tunesmith.plan.facts import Facts, ModelFacts
 from tunesmith.plan.gpus import on_gpu, ranks_per_engine
@@ -85,12 +85,17 @@ def _training(config: RunConfig, facts: Facts, model: ModelFacts, kind: GpuKind,
     modules = PLAIN_MODULES if system.zero_stage else 1.0
     computed = (modules * body * (1 + has_critic(config)) + head) / rate
     sent = samples * longest * (1 + has_critic(config)) * sent_bytes(model, layout) / ranks
-    phases["training"] = max(computed, 2 * sent / TO_THE_HOST)
-    if system.offload_optimizer:
-        host = batches * price(model, replace(layout, offload_frozen=False)).host
-        phases["optimizer step on the host"] = host * (HOST_STEP / OF_THE_HOST + HOST_SENT / TO_THE_HOST)
     groups = ranks / system.sequence_parallel.size
     micro = ceil(samples * longest / batches / groups / system.max_tokens_per_microbatch)
+    # Weights of the layers come for the forward pass of each micro-batch, and again for the backward pass.
+    coming = layout.offload_parameters * micro * model.layers * layer_copy(model, layout) / TO_THE_HOST
+    phases["training"] = max(computed, 2 * sent / TO_THE_HOST + 2 * batches * coming * (1 + has_critic(config)))
+    if scored and coming:
+        phases["scoring"] = max(phases["scoring"], batches * coming)
+    if system.offload_optimizer:
+        plain = replace(layout, offload_frozen=False, offload_parameters=False)
+        host = batches * price(model, plain).host
+        phases["optimizer step on the host"] = host * (HOST_STEP / OF_THE_HOST + HOST_SENT / TO_THE_HOST)
     if layout.offload_frozen and layout.frozen_parameters:
         times = batches * micro if layout.teaches == "microbatch" else 1
         phases["frozen models from the host"] = times * layout.frozen_parameters * layout.bytes_per_number / TO_THE_HOST

@@ -16,7 +16,8 @@ RUNNING, PREFILL, KV = "system.max_running", "system.max_prefill_tokens", "syste
 RANKS, ENGINES, PROCESS = "system.trainer_ranks", "system.engines", "system.engine_process"
 LAYOUT = (
     *(RANKS, ENGINES, PROCESS, "system.zero_stage", "system.shard_size", "system.sequence_parallel.size"),
-    *("system.hybrid", "system.offload_optimizer", "system.offload_activations", "system.vllm.tensor_parallel_size"),
+    *("system.hybrid", "system.offload_parameters", "system.offload_optimizer", "system.offload_activations"),
+    "system.vllm.tensor_parallel_size",
 )
 """What says which processes there are, and what they hold; tuned together."""
 TUNED = (

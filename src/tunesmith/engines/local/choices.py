@@ -21,8 +21,8 @@ from tunesmith.engines.local.measuring import measured
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.models.lean import PRODUCTS, LeanDecoder
 from tunesmith.models.products import HEADS, IN_CPP, LAYERS, PAIRS, PANELS, fastest, works
-from tunesmith.plan.cost import SMALL
 from tunesmith.plan.hardware import read_hardware
+from tunesmith.plan.prepared import SMALL
 from tunesmith.storage import measured_file
 
 Choice = Mapping[str, str]

@@ -18,8 +18,8 @@ from tunesmith.models.causal_lm import CausalLM
 from tunesmith.models.lean import PRODUCTS, LeanDecoder, Projection
 from tunesmith.models.products import HEADS, LAYERS, Product, fastest
 from tunesmith.models.quantised import is_quantised
-from tunesmith.plan.cost import SMALL, prepared_bytes
 from tunesmith.plan.hardware import memory
+from tunesmith.plan.prepared import SMALL, prepared_bytes
 
 
 class DecodeModel:

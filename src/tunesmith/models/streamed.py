@@ -1,0 +1,168 @@
+"""Weights of a decoder's layers in host memory: a layer's are on the device while the layer runs.
+
+While one layer computes, forward or backward, the weights of the layer that follows are on their way beside it, so the
+device has those of two layers. The host waits for nothing: streams wait for each other. All else, such as embeddings,
+heads and adapters, stays on the device. Storages of no bytes keep the place of what is away, so that what autograd has
+saved of a weight is right again when the weight is back.
+"""
+
+# pyright: reportPrivateUsage=false
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from itertools import islice
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from tunesmith.models.host_memory import host_copies
+from tunesmith.models.sharding import decoder_layers, local
+
+_PLACE = "stored_in_host_memory"
+"""The attribute of a parameter that has its numbers there."""
+
+
+class Movable(Protocol):
+    """What views a layer's weights, such as joint products (``models.lean``)."""
+
+    def moved(self) -> None:
+        """The weights are at other addresses."""
+        ...
+
+
+class StreamedLayers:
+    """Sends the weights of layers to the device and drops them there, once ``take`` has run.
+
+    Args:
+        module: in host memory, with all its weights.
+    """
+
+    def __init__(self, module: PreTrainedModel, device: torch.device) -> None:
+        self.device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._layers = decoder_layers(module)
+        copies = iter(host_copies([p.data for layer in self._layers for p in layer.parameters()], device=device))
+        self._stored = [[*islice(copies, len([*layer.parameters()]))] for layer in self._layers]
+        self._weights: list[list[tuple[Tensor, Tensor]]] = []
+        """Of each layer: a tensor on the device, and the one in host memory that has its numbers."""
+        self._storages: list[list[tuple[torch.UntypedStorage, int]]] = []
+        """Of each layer on the device, with their bytes."""
+        self.views: dict[int, Movable] = {}
+        """What views the weights of a layer."""
+        self._taken, self._here = set[int](), set[int]()
+        """Layers that have memory on the device, and those among them whose weights are there, or on their way."""
+
+    def arriving(self) -> Iterator[nn.Module]:
+        """The layers, each with its weights on the device until the next one is asked for."""
+        for index, layer in enumerate(self._layers):
+            yield layer._apply(self._placed)  # pyright: ignore[reportUnknownMemberType]
+            parameters, stored = [*layer.parameters()], self._stored[index]
+            for parameter, kept in zip(parameters, stored, strict=True):
+                setattr(parameter, _PLACE, kept)
+            self._weights.append([(p.data, kept) for p, kept in zip(parameters, stored, strict=True)])
+            found = {s._cdata: s for p in parameters if (s := p.untyped_storage()).nbytes()}
+            self._storages.append([(storage, storage.nbytes()) for storage in found.values()])
+            self._drop(index)
+            layer.register_forward_pre_hook(partial(self._module_begins, index))
+            layer.register_forward_hook(partial(self._module_ends, index))
+
+    def _placed(self, tensor: Tensor) -> Tensor:
+        """In memory of its own, also where it is on the device already: that of a file cannot be freed."""
+        return torch.empty_like(tensor, device=self.device).copy_(tensor)
+
+    def take(self, module: PreTrainedModel) -> None:
+        """Take the layers that did not arrive yet, and put all else of the module on the device."""
+        if not self._weights:
+            deque(self.arriving(), 0)
+        module._apply(lambda t: t if t.device.type == self.device.type else self._placed(t))  # pyright: ignore
+        module.tie_weights()
+
+    def begin(self, index: int) -> None:
+        """A layer is computed next, and then the one above it; or, above the last one, the backward pass begins."""
+        self._show(index, index + 1 if index + 1 < len(self._layers) else index - 1)
+
+    def end(self, index: int, states: Tensor) -> None:
+        """Args: states: what the layer gave; the layer is needed again when their gradient is complete."""
+        if states.requires_grad:
+            states.register_hook(partial(self._backward, index))  # pyright: ignore[reportUnknownMemberType]
+
+    def leave(self) -> None:
+        """Nothing of the layers stays on the device."""
+        self._settle()
+        for index in [*self._taken]:
+            self._drop(index)
+
+    def _backward(self, index: int, grad: Tensor) -> None:
+        del grad
+        self._show(index, index - 1 if index else 1)
+
+    def _module_begins(self, index: int, module: nn.Module, given: tuple[Any, ...]) -> None:
+        del module, given
+        if not _in_backward():  # where a layer is computed again, its weights are there
+            self.begin(index)
+
+    def _module_ends(self, index: int, module: nn.Module, given: tuple[Any, ...], found: Any) -> None:
+        del module, given
+        if not _in_backward():
+            self.end(index, found if isinstance(found, Tensor) else found[0])
+
+    def _show(self, now: int, then: int) -> None:
+        self._settle()
+        for index in self._taken - {now, then}:
+            self._drop(index)
+        if now not in self._here:
+            self._bring(now)
+            self._settle()
+        if 0 <= then < len(self._layers) and then not in self._here:
+            self._bring(then)
+
+    def _bring(self, index: int) -> None:
+        # Memory is of the stream that computes: it is free when that is done with the layer that had it before.
+        self._taken.add(index)
+        for storage, size in self._storages[index]:
+            storage.resize_(size)
+        with self._copying():
+            for here, there in self._weights[index]:
+                here.copy_(there, non_blocking=True)
+        self._here.add(index)
+        if index in self.views:
+            self.views[index].moved()
+
+    def _drop(self, index: int) -> None:
+        for storage, _ in self._storages[index]:
+            storage.resize_(0)
+        self._taken.discard(index)
+        self._here.discard(index)
+
+    def _copying(self) -> AbstractContextManager[object]:
+        """Copies inside begin when the device has done what it was given so far, and run beside what follows."""
+        if self._stream is None:
+            return nullcontext()
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        return torch.cuda.stream(self._stream)
+
+    def _settle(self) -> None:
+        """What the device is given from now on begins when all copies are done."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self.device).wait_stream(self._stream)
+
+
+def stored(parameter: Tensor) -> Tensor:
+    """Where this process keeps a parameter's numbers: in host memory, or else in the parameter, or its rows of it."""
+    kept = getattr(parameter, _PLACE, None)
+    return local(parameter.detach()) if kept is None else kept
+
+
+def stored_state(module: nn.Module) -> dict[str, Tensor]:
+    """``module.state_dict()`` with the numbers that are in host memory."""
+    state: dict[str, Tensor] = module.state_dict(keep_vars=True)
+    return {name: getattr(tensor, _PLACE, tensor.detach()) for name, tensor in state.items()}
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1

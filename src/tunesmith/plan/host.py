@@ -1,0 +1,125 @@
+"""What is kept in host memory: where a GPU is short of memory without it, and the host has room."""
+
+from __future__ import annotations
+
+from tunesmith.config.schema import RLConfig, RunConfig
+from tunesmith.config.section import known
+from tunesmith.config.sizes import format_size
+from tunesmith.plan.cost import Price
+from tunesmith.plan.facts import Facts
+from tunesmith.plan.filling import Filling, with_values
+from tunesmith.plan.gpus import on_gpu
+from tunesmith.plan.memory import MARGIN, host_problem, least_devices
+from tunesmith.plan.roles import keeps_frozen
+from tunesmith.plan.rules import refused_problems
+from tunesmith.plan.situation import situation
+
+ACTIVATIONS, OPTIMIZER = "system.offload_activations", "system.offload_optimizer"
+
+
+def _with_and_without(config: RunConfig, key: str, facts: Facts) -> tuple[Price, Price, int] | None:
+    """The least memory of the trainer with a setting and without it, and what is free; None if it is not known."""
+    both = [least_devices(with_values(config, {key: value}), facts) for value in (True, False)]
+    if not all(both):
+        return None
+    (_, with_it, free), (_, without, _) = (devices[0] for devices in both)
+    return with_it, without, free
+
+
+def derive_reference(filling: Filling, facts: Facts) -> None:
+    """Frozen models in host memory, while they do not score, if a GPU has no room for a sample beside them."""
+    config, key = filling.config, "system.offload_reference"
+    if not on_gpu(config) or not keeps_frozen(config):
+        filling.fill(key, False, "there is no whole frozen model on the trainer's GPU")
+        return
+    known_memory = _with_and_without(with_values(config, {"system.gradient_checkpointing": True}), key, facts)
+    if known_memory is None:
+        filling.fill(key, False, "the model's size is not known")
+        return
+    with_it, without, free = known_memory
+    if without.peak <= free:
+        filling.fill(key, False, "the frozen models fit the GPU")
+    elif problem := host_problem(config, with_it, facts):
+        filling.fill(key, False, f"it would take {problem}")
+    else:
+        away = format_size(with_it.scorer + with_it.judge)
+        reason = f"the GPU is short of memory; {away} of frozen models are in host memory but while they score"
+        filling.fill(key, True, reason)
+
+
+def derive_parameters(filling: Filling, facts: Facts) -> None:
+    """On if a GPU has room for a sample only without the weights of the layers, and the host has room for all."""
+    config, key = filling.config, "system.offload_parameters"
+    if not on_gpu(config):
+        filling.fill(key, False, "there is no GPU that it would relieve")
+        return
+    stepped = not config.lora.on and known(config.system, "offload_optimizer") is None
+    frugal = with_values(_frugal(config), {OPTIMIZER: True} if stepped else {})
+    known_memory = _with_and_without(frugal, key, facts)
+    if known_memory is None:
+        filling.fill(key, False, "the model's size is not known")
+        return
+    with_it, without, free = known_memory
+    if without.peak <= MARGIN * free:
+        filling.fill(key, False, f"the weights {'fit' if without.peak <= free else 'may fit'} the GPU")
+    elif with_it.peak > MARGIN * free or any(refused_problems(situation(with_values(frugal, {key: True}), facts))):
+        filling.fill(key, False, "the run would not fit either, or has settings that need the weights on the GPU")
+    elif problem := host_problem(config, with_it, facts):
+        filling.fill(key, False, f"it would take {problem}")
+    else:
+        kept = format_size(with_it.host)
+        filling.fill(key, True, f"the weights do not fit the GPU; each rank keeps {kept} in host memory")
+
+
+def _frugal(config: RunConfig) -> RunConfig:
+    """With the least memory of a GPU that a run takes beside its weights and its optimizer."""
+    turns = {"system.hybrid": True} if isinstance(config, RLConfig) and known(config.system, "hybrid") is None else {}
+    sent = {ACTIVATIONS: True} if known(config.system, "offload_activations") is None else {}
+    return with_values(config, {"system.gradient_checkpointing": True, **sent, **turns})
+
+
+def derive_optimizer(filling: Filling, facts: Facts) -> None:
+    """On if a GPU has room for a sample only without master weights and moments, and the host has room for them."""
+    config, key = filling.config, OPTIMIZER
+    if not on_gpu(config):
+        filling.fill(key, False, "there is no GPU that it would relieve")
+        return
+    if config.system.offload_parameters and not config.lora.on:
+        filling.fill(key, True, "the weights are in host memory, and are stepped there")
+        return
+    known_memory = _with_and_without(_frugal(config), key, facts)
+    if known_memory is None:
+        filling.fill(key, False, "the model's size is not known")
+        return
+    with_it, without, free = known_memory
+    if without.peak <= MARGIN * free:
+        filling.fill(key, False, f"the optimizer {'fits' if without.peak <= free else 'may fit'} the GPU")
+    elif config.train.optimizer.name == "muon" or with_it.peak > MARGIN * free:
+        filling.fill(key, False, "the run would not fit either, or its optimizer steps on the GPU")
+    elif problem := host_problem(config, with_it, facts):
+        filling.fill(key, False, f"it would take {problem}")
+    else:
+        kept = format_size(with_it.host)
+        filling.fill(key, True, f"the GPU is short of memory without it; each rank keeps {kept} in host memory")
+
+
+def derive_activations(filling: Filling, facts: Facts) -> None:
+    """On if a GPU has no room for the inputs of the layers, which are all that ``gradient_checkpointing`` keeps."""
+    config, key = filling.config, ACTIVATIONS
+    if not on_gpu(config):
+        filling.fill(key, False, "there is no GPU that it would relieve")
+        return
+    known_memory = _with_and_without(config, key, facts)
+    if known_memory is None or config.system.gradient_checkpointing is not True:
+        filling.fill(key, False, "they fit the GPU" if known_memory else "the model's size is not known")
+        return
+    with_it, without, free = known_memory
+    problem = host_problem(config, with_it, facts)
+    if without.peak <= free or with_it.peak > free:
+        reason = "the inputs of the layers fit the GPU" if without.peak <= free else "the run would not fit either"
+        filling.fill(key, False, reason)
+    elif problem:
+        filling.fill(key, False, f"it would take {problem}")
+    else:
+        gone = format_size(with_it.host - without.host)
+        filling.fill(key, True, f"the GPU is short of memory without it; {gone} of layers' inputs are in host memory")

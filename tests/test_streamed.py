@@ -1,0 +1,236 @@
+"""Weights of layers in host memory: bitwise the same results, what is on the device, what it costs, what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import training
+from fake_runs import GIVEN, RL, TINY
+from fake_runs import resolved as resolved_there
+from test_memory import A100, LLAMA_70B, QWEN_7B, SMALL, on, refusal, resolved
+from tiny import save_model
+from tunesmith.algorithms.objective import SFTObjective
+from tunesmith.assembly.dry_run import dry_run
+from tunesmith.assembly.planes import published
+from tunesmith.backends.optimizer import AdamWSettings
+from tunesmith.backends.torch import TorchBackend
+from tunesmith.config.schema import LoraSection, RLConfig, SFTConfig
+from tunesmith.data.forest import Packing
+from tunesmith.errors import ConfigError, DeviceMemoryError
+from tunesmith.fake_device.threads import FIRST
+from tunesmith.models import adapters, training_functions
+from tunesmith.models.causal_lm import CausalLM
+from tunesmith.models.sharding import decoder_layers
+from tunesmith.models.streamed import StreamedLayers, stored, stored_state
+from tunesmith.plan.cost import PINNED, Layout, layer_copy, price
+from tunesmith.plan.machines import machine
+from tunesmith.plan.seconds import TO_THE_HOST, step_seconds
+
+LAYERS = 4
+GB = 10**9
+KEY = "system.offload_parameters"
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("streamed") / "model", "qwen3", num_hidden_layers=LAYERS)
+
+
+@pytest.fixture(autouse=True)
+def sums_of_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: compiled functions add gradients without rounding them first."""
+    monkeypatch.setattr(training_functions, "_allowed", False)
+
+
+def backend_of(path: Path, kind: str, *, streams: bool, **options: Any) -> TorchBackend[CausalLM]:
+    """A backend on the lean decoder, on the Hugging Face modules, with an adapter, or in bfloat16."""
+    torch.manual_seed(0)
+    dtype = torch.bfloat16 if kind == "bfloat16" else torch.float32
+    model = CausalLM.load(path, dtype=dtype, streams=streams)
+    if kind == "lora":
+        adapters.attach(model, LoraSection(rank=4, alpha=8.0, targets="all-linear"))
+    if kind == "hugging face":
+        model.lean = None
+    settings = AdamWSettings(0.1, max_grad_norm=0.5, offload=streams and kind != "lora")
+    return TorchBackend(model, settings, CausalLM.predict, ema_decay=0.9, **options)
+
+
+def batch(step: int = 0) -> Packing:
+    found = Packing.of(training.weighed(training.samples_of(step)), 40)
+    assert len(found) >= 2
+    return found
+
+
+def stepped(backend: TorchBackend[CausalLM], steps: int, start: int = 0) -> list[Any]:
+    found: list[Any] = []
+    for step in range(start, start + steps):
+        found.append(backend.forward_backward(batch(step), SFTObjective()))
+        found.append(backend.step(1e-2)["grad_norm"])
+        found.append(backend.score(batch(step)).tolist())
+    return found
+
+
+KINDS = pytest.mark.parametrize("kind", ["lean", "hugging face", "lora", "bfloat16"])
+
+
+@KINDS
+@pytest.mark.parametrize("share", [0, 0.5, True])
+@pytest.mark.parametrize("activations", [False, True])
+def test_the_same_steps_are_taken(path: Path, kind: str, share: float, activations: bool) -> None:
+    """Losses, norms of gradients, scores and weights are the same bit by bit after three steps."""
+    options: dict[str, Any] = {"gradient_checkpointing": share, "offload_activations": activations}
+    here, there = (backend_of(path, kind, streams=flag, **options) for flag in (False, True))
+    assert stepped(here, 3) == stepped(there, 3)
+    ours, theirs = here.model.module.state_dict(), stored_state(there.model.module)
+    assert ours.keys() == theirs.keys() and all(ours[name].equal(theirs[name]) for name in ours)
+    assert all(here.ema[name].equal(average) for name, average in there.ema.items())
+
+
+@KINDS
+def test_a_checkpoint_continues_either_way(path: Path, tmp_path: Path, kind: str) -> None:
+    here, there = (backend_of(path, kind, streams=flag) for flag in (False, True))
+    stepped(here, 2), stepped(there, 2)
+    there.save(tmp_path)
+    expected = stepped(here, 2, 2)
+    assert stepped(there, 2, 2) == expected
+    for flag in (False, True):
+        continued = backend_of(path, kind, streams=flag)
+        continued.load(tmp_path)
+        assert stepped(continued, 2, 2) == expected
+
+
+@KINDS
+def test_engines_are_given_the_same_weights(path: Path, kind: str) -> None:
+    here, there = (backend_of(path, kind, streams=flag) for flag in (False, True))
+    stepped(here, 1), stepped(there, 1)
+    for merged in (True, False):
+        ours, theirs = (dict(published(each.model, merged=merged)()) for each in (here, there))
+        assert ours.keys() == theirs.keys() and all(ours[name].equal(theirs[name]) for name in ours)
+
+
+def here_now(backend: TorchBackend[CausalLM]) -> list[int]:
+    """The layers with their weights on the device."""
+    layers = decoder_layers(backend.model.module)
+    return [i for i, layer in enumerate(layers) if any(p.untyped_storage().nbytes() for p in frozen(layer))]
+
+
+def frozen(layer: nn.Module) -> list[nn.Parameter]:
+    return [p for name, p in layer.named_parameters() if "lora" not in name]
+
+
+@pytest.mark.parametrize("kind", ["lean", "hugging face", "lora"])
+@pytest.mark.parametrize("share", [0, True])
+def test_the_layer_that_computes_and_the_next_one_are_there(
+    path: Path, kind: str, share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Up in the forward pass and down in the backward pass; the one that is first there has not left."""
+    backend = backend_of(path, kind, streams=True, gradient_checkpointing=share)
+    seen: list[list[int]] = []
+    show = StreamedLayers._show  # pyright: ignore[reportPrivateUsage]
+
+    def noted(self: StreamedLayers, now: int, then: int) -> None:
+        show(self, now, then)
+        seen.append(here_now(backend))
+
+    monkeypatch.setattr(StreamedLayers, "_show", noted)
+    assert here_now(backend) == []
+    packing = batch()
+    backend.forward_backward(packing, SFTObjective())
+    assert seen == [[0, 1], [1, 2], [2, 3], [2, 3], [2, 3], [1, 2], [0, 1], [0, 1]] * len(packing)
+    assert here_now(backend) == []
+    seen.clear()
+    backend.score(packing)
+    assert seen == [[0, 1], [1, 2], [2, 3], [2, 3]] * len(packing) and here_now(backend) == []
+    for parameter in frozen(decoder_layers(backend.model.module)[0]):
+        assert stored(parameter).untyped_storage().nbytes()
+
+
+def test_a_pass_that_failed_leaves_nothing_behind(path: Path) -> None:
+    here, there = (backend_of(path, "lean", streams=flag) for flag in (False, True))
+
+    def fail(_: Any) -> None:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    handle = decoder_layers(there.model.module)[1].mlp.down_proj.weight.register_hook(fail)  # pyright: ignore
+    with pytest.raises(DeviceMemoryError):
+        there.forward_backward(batch(), SFTObjective())
+    handle.remove()
+    assert stepped(here, 1) == stepped(there, 1)
+
+
+@pytest.mark.parametrize(
+    "options", [(), ("system.gradient_checkpointing=true", "system.offload_activations=true"), ("lora.rank=4",)]
+)
+def test_no_host_waits_for_weights(tmp_path: Path, options: tuple[str, ...]) -> None:
+    """Beside the reads at a step's end only for gradients, as with the optimizer in host memory alone."""
+    said = ("data.max_tokens=64", GIVEN[0], GIVEN[2], f"{KEY}=true", *options)
+    config, facts = resolved_there(tmp_path, "sft", TINY | {"num_hidden_layers": 4}, "H100-80GB", *said)
+    waits = dry_run(config, facts)[FIRST]["train"].waits
+    assert {key.split("/")[1].split(":")[0] for key in waits} <= {"passes.py", "optimizer.py", "masters.py"}
+
+
+def test_a_run_that_samples_needs_a_copy_for_its_engine(tmp_path: Path) -> None:
+    def run(*options: str) -> Any:
+        said = (*RL, *GIVEN[:2], f"{KEY}=true", *options)
+        return resolved_there(tmp_path, "rl", TINY | {"num_hidden_layers": 4}, "H100-80GB", *said)
+
+    with pytest.raises(ConfigError, match="engine_process = true"):
+        run()
+    phases = dry_run(*run("system.engine_process=true", "system.hybrid=true"))[FIRST]
+    assert phases["publish"].total and phases["train"].total
+
+
+def test_its_price_by_hand() -> None:
+    away, here = (price(SMALL, Layout(2, offload=True, offload_parameters=flag, models=2)) for flag in (True, False))
+    layer = layer_copy(SMALL, Layout(2))
+    assert here.weights - away.weights == 2 * SMALL.layers * layer
+    assert (away.gathered, here.gathered) == (2 * layer, 0) and (away.gradients, away.optimizer) == (0, 0)
+    assert away.host - here.host == int(PINNED * 2 * SMALL.layers * layer)
+    adapter = price(SMALL, Layout(2, lora_rank=8, offload_parameters=True))
+    assert adapter.optimizer and adapter.host == int(PINNED * SMALL.layers * layer)
+
+
+def test_it_is_derived_where_the_weights_do_not_fit_and_the_host_has_room() -> None:
+    large, small = (on(A100, LLAMA_70B, memory=n * GB) for n in (4000, 300))
+    system = resolved(SFTConfig, large).system
+    assert (system.offload_parameters, system.offload_optimizer) == (True, True)
+    adapter = resolved(SFTConfig, large, "lora.rank=16").system
+    assert (adapter.offload_parameters, adapter.offload_optimizer) == (True, False)
+    fits = resolved(SFTConfig, on(A100, QWEN_7B, memory=4000 * GB)).system
+    assert (fits.offload_parameters, fits.offload_optimizer) == (False, True)
+    assert resolved(SFTConfig, on(None, SMALL)).system.offload_parameters is False
+    assert f"{KEY} = true" in refusal(SFTConfig, large, f"{KEY}=false")
+    assert "of host memory" in refusal(SFTConfig, small, f"{KEY}=true")
+
+
+def test_each_micro_batch_brings_the_layers_twice() -> None:
+    there = replace(machine("A100-80GB"), memory_total=4000 * GB, memory_available=4000 * GB)
+    facts = replace(on(A100, LLAMA_70B), hardware=there, longest=64)
+    said = ("train.batch_size=64", "system.max_tokens_per_microbatch=1024", "train.steps=1", "data.max_tokens=64")
+    seconds = step_seconds(resolved(SFTConfig, facts, *said), facts)
+    brought = 4 * 2 * LLAMA_70B.layers * layer_copy(LLAMA_70B, Layout(2))
+    assert seconds["training"] == pytest.approx(brought / TO_THE_HOST, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("kind", "facts", "said", "words"),
+    [
+        (SFTConfig, on(None, SMALL), (), "GPUs"),
+        (SFTConfig, on(A100, replace(SMALL, layers=2)), (), "two layers"),
+        (SFTConfig, on(A100, SMALL), ("system.offload_optimizer=false",), "offload_optimizer = false"),
+        (SFTConfig, on(A100, SMALL), ("train.optimizer=muon",), "adamw"),
+        (SFTConfig, on(A100, SMALL), ("lora.rank=8", "model.quantize=nf4"), "model.quantize"),
+        (SFTConfig, on(A100, SMALL), ("system.compile=default",), "system.compile"),
+        (RLConfig, on(A100, SMALL), ("system.engine_process=true", "system.weight_plane=ipc"), "weight_plane"),
+        (RLConfig, on(A100, SMALL), (), "engine_process = true"),
+    ],
+)
+def test_what_does_not_go_with_it_is_refused(kind: Any, facts: Any, said: tuple[str, ...], words: str) -> None:
+    text = refusal(kind, facts, f"{KEY}=true", *said)
+    assert KEY in text and words in text
