@@ -51,6 +51,7 @@ def _link(page: str, folder: Path, target: str) -> str:
 
 
 def _read(app: Sphinx, page: str, content: list[str]) -> None:
+    del app
     folder = ROOT / "docs"
     if page in _INCLUDED:
         content[0], folder = (ROOT / _INCLUDED[page]).read_text(encoding="utf-8"), ROOT
