@@ -55,7 +55,13 @@ def test_reading_waits_and_gives_zeros() -> None:
         x = torch.ones(2, 2, device="cuda")
         assert (x.sum().item(), float(x[0, 0]), bool(x.isfinite().all())) == (0, 0.0, True)
         assert x.tolist() == [[0, 0], [0, 0]] and np.array_equal(x.cpu().numpy(), np.zeros((2, 2)))
-        assert sorted(key.split()[1] for key in device.waits) == ["__bool__", "__float__", "_to_copy", "item", "tolist"]
+        assert sorted(key.split()[-1] for key in device.waits) == [
+            "__bool__",
+            "__float__",
+            "_to_copy",
+            "item",
+            "tolist",
+        ]
         device.waits.clear()
         torch.ones(4).to("cuda:0", non_blocking=True)
         torch.ones(2, 2).copy_(x, non_blocking=True), x.copy_(torch.ones(2, 2), non_blocking=True)
