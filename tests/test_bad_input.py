@@ -18,6 +18,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(tmp_path_factory.mktemp("model"))
 
 
+@pytest.mark.slow
 def test_what_settings_and_the_first_lines_show_is_refused_without_torch(tmp_path: Path, model: Path) -> None:
     rl_settings(tmp_path, model)
     (tmp_path / "empty.jsonl").touch()

@@ -209,6 +209,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("part", "options", "figures", "tokens"),
     [
@@ -230,6 +231,7 @@ def test_our_measures(
     assert part == "generate" or result.facts["limit_share"] > 0
 
 
+@pytest.mark.slow
 def test_a_run_without_peers_writes_the_documented_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -74,6 +74,7 @@ def test_version(folder: Path) -> None:
     assert ended.stdout.startswith("tunesmith ") and ended.returncode == 0
 
 
+@pytest.mark.slow
 def test_a_bad_setting_ends_with_2_and_one_message_before_anything_loads(folder: Path) -> None:
     (folder / "empty.jsonl").touch()
     cases = [
@@ -102,6 +103,7 @@ def test_unknown_commands_and_missing_arguments(folder: Path) -> None:
     assert missing.code == 2 and "RUN.toml" in missing.told
 
 
+@pytest.mark.slow
 def test_config_shows_what_a_run_file_resolves_to(folder: Path) -> None:
     ended, modules = tunesmith(folder, "config", "run.toml", "train.steps=40", "train.warmup_ratio=0.1")
     assert ended.returncode == 0, ended.stderr

@@ -221,6 +221,7 @@ def lines_of(outcome: assembly.RunResult) -> list[dict[str, Any]]:
     return [line for line in untimed(outcome.run_dir / "metrics.jsonl") if "loss" in line]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["on_policy", "sampled"])
 def test_a_run_on_the_students_samples(tmp_path: Path, taught: tuple[Path, Path], mode: str) -> None:
     settings = {"train__steps": 12, "rollout__group_size": 16, "lora__rank": 8}

@@ -42,6 +42,7 @@ def metrics(run_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", [b for b in PAGE if b.language == "toml"], ids=lambda block: str(block.line))
 def test_the_pages_run_files_run(block: Block, model: Path, tmp_path: Path) -> None:
     for code in PAGE:
@@ -96,6 +97,7 @@ class Needs:
 """
 
 
+@pytest.mark.slow
 def test_a_run_needs_no_rewards_beside_its_environments(model: Path, tmp_path: Path) -> None:
     """In plain text, with per-turn rewards and a discount, evaluated too."""
     (tmp_path / "env.py").write_text(CODE)
@@ -154,6 +156,7 @@ def test_a_missing_column_is_refused_before_a_model_loads(model: Path, tmp_path:
         run_rl(None, [*rl_settings(tmp_path, model), f"environment.path.needs={json.dumps(path)}"])
 
 
+@pytest.mark.slow
 def test_training_tokens_are_bit_for_bit_those_of_the_engine(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

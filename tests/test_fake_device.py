@@ -218,6 +218,7 @@ def test_the_plan_of_a_quantised_base_is_what_it_takes(tmp_path: Path, stage: in
     assert train.total <= planned.peak - planned.libraries <= 1.08 * train.total
 
 
+@pytest.mark.slow
 def test_a_wait_in_a_micro_batch_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = passes.run
 
@@ -359,6 +360,7 @@ def test_what_has_no_fake_is_refused(tmp_path: Path) -> None:
         check_dry_run(config)
 
 
+@pytest.mark.slow
 def test_threads_stay_those_of_this_machine(tmp_path: Path) -> None:
     before = torch.get_num_threads()
     assert phases_of(tmp_path, "rl", "system.threads=7")["sample"].total
@@ -375,6 +377,7 @@ def test_a_tensor_in_host_memory_comes_back() -> None:
         assert back.is_cuda and back.dtype == torch.bfloat16 and away.to(torch.device("cuda"), torch.float32).is_cuda
 
 
+@pytest.mark.slow
 def test_the_commands_take_steps_on_a_machine_that_is_not_there(tmp_path: Path) -> None:
     resolved(tmp_path, "sft", TINY, "H100-80GB", "data.max_tokens=64")  # writes the model and the data
     run = tmp_path / "run.toml"

@@ -124,7 +124,10 @@ def actors() -> Generator[Start]:
         yield lambda: cluster.spawn("rollout", EngineLostError)
 
 
-@pytest.fixture(scope="module", params=[children, pytest.param(actors, marks=pytest.mark.xdist_group("ray"))])
+ACTORS = pytest.param(actors, marks=[pytest.mark.xdist_group("ray"), pytest.mark.slow])
+
+
+@pytest.fixture(scope="module", params=[children, ACTORS])
 def start(request: pytest.FixtureRequest, code: Any, new_children: None) -> Iterator[Start]:
     del code, new_children
     with request.param() as starter:

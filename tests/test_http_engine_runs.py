@@ -39,6 +39,7 @@ def urls(servers: list[Sglang]) -> str:
     return json.dumps([server.url for server in servers])
 
 
+@pytest.mark.slow
 def test_rl_trains_with_servers(tmp_path: Path, model: Path, servers: list[Sglang]) -> None:
     for run, number, more in (("one", 1, {}), ("two", 2, {}), ("adapter", 1, {"lora__rank": 4})):
         settings = rl_settings(tmp_path, model, run, train__steps=2, **more)

@@ -229,6 +229,7 @@ def run(settings: list[str], kind: str = "rl") -> assembly.RunResult:
     return getattr(assembly, f"run_{kind}")(None, settings)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["rl", "sft"])
 def test_a_run_saves_the_adapter_and_resumes_bit_for_bit(
     tmp_path: Path, base: Path, kind: str, capsys: pytest.CaptureFixture[str]

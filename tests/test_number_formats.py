@@ -65,6 +65,7 @@ def test_products_in_float32_take_tf32_on_gpus_only(directory: Path) -> None:
         torch.backends.cuda.matmul.fp32_precision = before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("setting", ["model.quantize=int8", "model.quantize=nf4", "model.dtype=float16"])
 def test_generate_samples_from_rounded_weights_without_an_adapter(
     directory: Path, tmp_path: Path, setting: str

@@ -69,6 +69,7 @@ def stepped(backend: Any, batches: int, start: int = 0) -> list[float]:
     return norms
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "lora", "value head"])
 def test_the_optimizer_in_host_memory_takes_the_same_steps_and_continues(
     model: Path, tmp_path: Path, kind: str

@@ -39,6 +39,7 @@ print(counted)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not TASKS.exists(), reason="threads are counted in /proc")
 def test_a_team_ends_with_its_work() -> None:
     environment = os.environ | {"OMP_NUM_THREADS": "2"}

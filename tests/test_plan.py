@@ -60,6 +60,7 @@ def plan(kind: type[RunConfig], on: str, *said: str) -> Any:
     return plan_run(load_config(kind, None, [*base, *said]), on)
 
 
+@pytest.mark.slow
 def test_the_command_needs_neither_the_machine_nor_torch(folder: Path) -> None:
     ended, modules = tunesmith(folder, "plan", "run.toml", "lora.rank=16", "--on", "2xA100-80GB", "--json")
     assert ended.returncode == 0, ended.stderr

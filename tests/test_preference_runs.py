@@ -42,6 +42,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("command", "changed"), CASES)
 def test_runs_tell_what_they_should_and_resume_bitwise(
     tmp_path: Path, model: Path, command: str, changed: dict[str, Any]
@@ -72,6 +73,7 @@ def test_runs_tell_what_they_should_and_resume_bitwise(
     assert (names[0] / "reference.safetensors").exists() == bool(changed.get(f"{command}__precompute_reference"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS)
 def test_micro_batches_change_rounding_only(tmp_path: Path, model: Path, command: str) -> None:
     def course(run: str, **changed: Any) -> list[dict[str, Any]]:
@@ -86,6 +88,7 @@ def test_micro_batches_change_rounding_only(tmp_path: Path, model: Path, command
     assert cut[1]["microbatches"] > whole[1]["microbatches"] == 1
 
 
+@pytest.mark.slow
 def test_a_precomputed_reference_trains_the_same(tmp_path: Path, model: Path) -> None:
     """With no second model: nothing is left to score the reference with."""
     for command in ("dpo", "kto"):
@@ -171,6 +174,7 @@ def test_without_held_out_data_there_are_no_statistics(tmp_path: Path, model: Pa
     assert not outcome.evaluations and not (outcome.checkpoint / "reward_stats.json").exists()
 
 
+@pytest.mark.slow
 def test_bad_input_ends_with_code_2_before_a_model_is_loaded(tmp_path: Path, model: Path) -> None:
     (tmp_path / "none.toml").touch()
     for command in COMMANDS:

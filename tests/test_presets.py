@@ -136,6 +136,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(tmp_path_factory.mktemp("model"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(n for n, p in PRESETS.items() if n != "distill"))
 def test_every_preset_runs_from_end_to_end(tmp_path: Path, model: Path, name: str) -> None:
     rewards = [f"{tmp_path / 'rewards.py'}:{function}" for function in ("share", "sometimes")]

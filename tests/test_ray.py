@@ -318,6 +318,7 @@ def test_a_cluster_that_is_too_small_is_refused_at_once(tmp_path: Path) -> None:
         RayCluster.open(config.system, bundles(config))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "ray://10.0.0.1:10001"])
 def test_no_cluster_at_the_address(address: str) -> None:
     code = (

@@ -149,6 +149,7 @@ def test_math_gold_that_does_not_parse_is_a_data_error(mathematics: RewardSet) -
     assert fine.reward == 1.0
 
 
+@pytest.mark.slow
 def test_math_kills_what_never_ends() -> None:
     rewards = load_rewards(RewardSection(functions=("math",), timeout=3.0), Path())
     hung, fine = judge(rewards, [("7", r"\boxed{9^{9^{9^{9}}}}"), ("7", "7")])

@@ -18,7 +18,7 @@ from tunesmith.rewards.trainer_state import TrainerState
 from tunesmith.types import Status
 
 
-@pytest.fixture(params=["thread", "process"])
+@pytest.fixture(params=["thread", pytest.param("process", marks=pytest.mark.slow)])
 def isolation(request: pytest.FixtureRequest) -> str:
     return request.param
 

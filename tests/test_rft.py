@@ -197,6 +197,7 @@ def test_a_question_is_templated_once_in_training_as_when_it_is_asked(tmp_path: 
         check_prompts(tmp_path / "train.jsonl", learned(tokenizer.decode(tasks[0].prompt_ids)), tasks)
 
 
+@pytest.mark.slow
 def test_a_whole_run_of_two_rounds_and_again_changes_nothing(tmp_path: Path, model: Path) -> None:
     more = ["rft.rounds=2", "rft.start=last", f"rft.few_shot={tmp_path / 'shots.jsonl'}", "rft.few_shot_separator=;"]
     done = rft("run", tmp_path, model, *more)
@@ -229,6 +230,7 @@ def test_a_whole_run_of_two_rounds_and_again_changes_nothing(tmp_path: Path, mod
         rft("generate", tmp_path, model, *more)
 
 
+@pytest.mark.slow
 def test_the_steps_one_by_one_end_where_a_run_ends_even_when_cut_off(tmp_path: Path, model: Path) -> None:
     with pytest.raises(ConfigError, match="tunesmith rft generate"):
         rft("train", tmp_path, model)
@@ -325,6 +327,7 @@ def test_unit_conversion_splits_share_no_question_and_answers_are_right(tmp_path
         questions(0, 10**6)
 
 
+@pytest.mark.slow
 def test_another_model_answers_and_this_one_learns(tmp_path: Path, model: Path) -> None:
     """The sampler asks in its own tokens; what it answered is trained in those of the model."""
     files(tmp_path)
@@ -337,6 +340,7 @@ def test_another_model_answers_and_this_one_learns(tmp_path: Path, model: Path) 
     assert 'path = "' + str(model) in (done.run_dir / "round-1" / "sft.toml").read_text()
 
 
+@pytest.mark.slow
 def test_the_same_answers_are_trained_on_again_with_other_settings(tmp_path: Path, model: Path) -> None:
     first = rft("run", tmp_path, model, "eval.at_start=false")
     answers = first.run_dir / "round-1" / "samples.jsonl"

@@ -226,6 +226,7 @@ CASES: list[tuple[str, dict[str, Any], str]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "changed", "dtype"), CASES, ids=[f"{c[0]}-{c[2]}" for c in CASES])
 def test_resumed_in_the_middle_it_ends_bit_by_bit_as_if_it_had_run_through(
     tmp_path: Path, model: Path, name: str, changed: dict[str, Any], dtype: str
@@ -394,6 +395,7 @@ def test_with_bootstrap_a_cut_rollout_is_worth_what_the_critic_expects_of_going_
         assert sum(float(g.square().sum()) for g in moved.values()) > 0
 
 
+@pytest.mark.slow
 def test_a_run_bootstraps_only_when_it_is_asked_to(tmp_path: Path, model: Path) -> None:
     more: dict[str, Any] = {"critic__lr": 3e-2, "algorithm__kl": "none"}
     for name, kind in (("own", OWN), ("shared", SHARED)):

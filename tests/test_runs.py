@@ -35,6 +35,7 @@ ALWAYS = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "changed", "more"),
     [

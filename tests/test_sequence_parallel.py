@@ -287,6 +287,7 @@ def short_of_memory(model: CausalLM, most_tokens: int, *, backward: bool) -> Gen
     model.lean.layers[1] = layer
 
 
+@pytest.mark.slow
 @KINDS
 def test_activations_are_a_part_of_those_of_one_rank(model: Path, kind: SequenceKind) -> None:
     batch = training.weighed(training.samples_of(groups=40))

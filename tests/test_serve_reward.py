@@ -249,6 +249,7 @@ def test_the_command_serves_a_model_and_ends_on_sigterm(tmp_path: Path, path: Pa
         assert server.wait(100) == 0
 
 
+@pytest.mark.slow
 def test_the_documented_request_is_answered_as_documented(tmp_path: Path) -> None:
     text = (ROOT / "docs" / "rewards.md").read_text(encoding="utf-8")
     said = re.search(r"curl (\S+) -H 'Content-Type: application/json' \\\n\s+-d '(.*?)'\n```", text, re.DOTALL)

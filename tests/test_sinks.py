@@ -250,6 +250,7 @@ READERS: dict[str, Callable[[Path], dict[str, Any]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sink", READERS)
 def test_the_contract(sink: str, place: Path) -> None:
     """Numbers under both names, rollouts, settings and names arrive; a run that is continued stays one run."""
@@ -280,6 +281,7 @@ def test_tensorboard_drops_what_an_interrupted_run_wrote_after_its_checkpoint(pl
     assert {step: round(value, 3) for step, value in found.items()} == {1: 0.1, 2: 0.5, 3: 0.6}
 
 
+@pytest.mark.slow
 def test_a_sink_that_is_not_installed_names_the_extra() -> None:
     code = (
         "import sys\n"
@@ -431,6 +433,7 @@ def test_no_secret_reaches_a_sink(place: Path) -> None:
     assert "host:1" in text and "hunter2" not in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["sft", "dpo", "distill", "rft"])
 def test_every_command_that_trains_fills_its_sinks(place: Path, model: Path, command: str) -> None:
     from tiny_preferences import preference_settings

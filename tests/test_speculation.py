@@ -144,6 +144,7 @@ def test_any_guess_will_do(seed: int, llama: CausalLM) -> None:
     same(done, plain)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("draft", ["ngram", "model"])
 def test_the_distribution_is_the_models(draft: str, tmp_path: Path) -> None:
     """Of the second and third token together, over 2,500 seeds, by chi-square against the exact probabilities."""
@@ -246,6 +247,7 @@ def test_settings_that_contradict_each_other_are_refused(overrides: list[str], t
         check(load_config(RLConfig, None, [*least, *overrides]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ngram", "draft"])
 def test_a_run_with_guesses_is_the_run_without(kind: str, tmp_path: Path) -> None:
     model = save_model(tmp_path / "model")

@@ -51,6 +51,7 @@ def said(folder: Path, *overrides: str) -> list[str]:
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_generate(tmp_path: Path, started: list[VllmSettings], monkeypatch: pytest.MonkeyPatch) -> None:
     """Its weights are the model's files: no second copy is loaded for them."""
     monkeypatch.setattr(sampling, "load_model", lambda *_: pytest.fail("the model was loaded"))
@@ -60,6 +61,7 @@ def test_generate(tmp_path: Path, started: list[VllmSettings], monkeypatch: pyte
     assert settings.prefix_caching and settings.eager
 
 
+@pytest.mark.slow
 def test_an_adapter_is_merged_into_what_vllm_is_given(tmp_path: Path, started: list[VllmSettings]) -> None:
     """Then the model is loaded, and its weights go to the engine."""
     from tunesmith.config.schema import LoraSection
@@ -74,6 +76,7 @@ def test_an_adapter_is_merged_into_what_vllm_is_given(tmp_path: Path, started: l
     assert len(started) == 1
 
 
+@pytest.mark.slow
 def test_rft(tmp_path: Path, started: list[VllmSettings]) -> None:
     out = run_rft("run", None, said(
         tmp_path, f"data.eval={tmp_path / 'held_out.jsonl'}", "sampling.n=4", "train.epochs=1", "train.lr=1e-3",
