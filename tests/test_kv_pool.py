@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Sequence
 
+import psutil
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tunesmith.engines.local.kv_memory import KVLayout
+from tunesmith.engines.local.kv_memory import KVLayout, KVMemory
 from tunesmith.engines.local.kv_pool import HEADROOM, KVPool, compact
 from tunesmith.engines.local.requests import CachedPrompt, LocalRequest, Uniforms
 from tunesmith.engines.local.scheduler import Scheduler
@@ -189,3 +191,19 @@ def test_compact_groups_zones_and_moves_few(zones: list[int | None]) -> None:
     first, second = zones.count(0), zones.count(0) + zones.count(1)
     at_home = [i for i, z in enumerate(zones[:second]) if z == (0 if i < first else 1)]
     assert all(order[i] == i for i in at_home)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="zeros are written there")
+def test_memory_that_is_never_written_takes_none_on_a_cpu() -> None:
+    process, size = psutil.Process(), 256 << 20
+    before = process.memory_info().rss
+    memory = KVMemory(KVLayout(2, 2, 16, torch.bfloat16, torch.device("cpu")), size // (5 * 2 * 16 * 2))
+    assert memory.nbytes == size // 320 * 320 and process.memory_info().rss - before < size // 8
+    bank = memory.arranged(memory.prompts, [], 0, (3, 8))
+    assert bank.memory.shape == (4, 3, 2, 8, 16) and not bank.memory.any()
+    bank.memory.fill_(2)
+    assert all(bool((slots == 2).all()) for slots in bank.slots)
+    memory.free()
+    assert memory.nbytes == 0
+    memory.allocate()
+    assert not memory.arranged(memory.prompts, [], 0, (3, 8)).memory.any()

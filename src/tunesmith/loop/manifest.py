@@ -18,7 +18,7 @@ from typing import Any
 from tunesmith.errors import CheckpointError, StorageError, boundary
 
 MANIFEST_FILE = "manifest.json"
-CHUNK = 1 << 22
+CHUNK = 1 << 20
 _ALWAYS_READ = (".safetensors", ".safetensors.index.json")
 """Files that are loaded wherever they exist: an added one changes the model."""
 

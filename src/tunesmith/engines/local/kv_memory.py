@@ -6,6 +6,8 @@ row, ``D`` head size.
 
 from __future__ import annotations
 
+import mmap
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -65,8 +67,7 @@ class KVMemory:
 
     def allocate(self) -> None:
         """Take the memory, zeroed: a masked slot must be finite too, because 0 times NaN is NaN."""
-        shape = (self.layout.planes + 1, self._slots * self._width)
-        self._use(torch.zeros(shape, dtype=self.layout.dtype, device=self.layout.device))
+        self._use(_zeros((self.layout.planes + 1, self._slots * self._width), self.layout.dtype, self.layout.device))
 
     def free(self) -> None:
         self._use(self._memory.new_zeros(self.layout.planes + 1, 0))
@@ -106,3 +107,12 @@ class KVMemory:
             torch.index_select(before[:, :, :length], 0, source, out=staged)
             after[:, :, :length].index_copy_(0, target, staged)
         return new
+
+
+def _zeros(shape: Shape, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """On a CPU the system gives a page when it is first written: what is never used takes no memory."""
+    size = shape[0] * shape[1] * dtype.itemsize
+    if device.type != "cpu" or not size or sys.platform == "win32":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=dtype).view(shape)
