@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tunesmith.models.attention import AttentionContext, AttentionRule
+from tunesmith.models.layer_functions import HeadShape, fits, turned_heads
 from tunesmith.models.lean_ops import OURS, Activation, Operations, embed, linear
 from tunesmith.models.products import Product
 from tunesmith.models.streamed import StreamedLayers
@@ -178,7 +180,14 @@ class Layer:
 
     def _heads(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated queries ``[T, H, D]``, rotated keys and values ``[T, K, D]``."""
-        heads = self.qkv(x).view(len(x), self.heads + 2 * self.kv_heads, -1)
+        product = self.qkv(x)
+        norms = [norm for norm in (self.q_norm, self.k_norm) if norm is not None]
+        if self.rotates and self.operations is OURS and fits(product, cos, *(norm.weight for norm in norms)):
+            shape = HeadShape(self.heads, self.kv_heads)
+            if norms:
+                shape = replace(shape, eps=norms[0].eps, offset=norms[0].offset)
+            return turned_heads(product, cos, sin, [norm.weight for norm in norms], shape)
+        heads = product.view(len(x), self.heads + 2 * self.kv_heads, -1)
         qk, v = heads.split([self.heads + self.kv_heads, self.kv_heads], 1)
         qk = self._normalized_heads(qk)
         if self.rotates:

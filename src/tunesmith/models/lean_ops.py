@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from tunesmith.models import layer_functions
 from tunesmith.models.weight_gradients import GradientSum, add_product, kept_sums
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]
@@ -40,6 +41,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: bool) -> Tensor:
     In bfloat16 the mean is taken in float32 and the normalized ``x`` is rounded before the weight is applied,
     or after it with ``offset``, as the Hugging Face families do.
     """
+    if x.dim() == 2 and layer_functions.fits(x, weight):
+        return layer_functions.rms_norm(x, weight, eps, offset)
     if torch.is_grad_enabled():
         return cast(Tensor, _RmsNorm.apply(x, weight, eps, offset))
     return _normalize(x, weight, eps, offset)[0]
@@ -59,6 +62,8 @@ def rotate(qk: Tensor, heads: int, cos: Tensor, sin: Tensor) -> tuple[Tensor, Te
 
 def gated(gate_up: Tensor, activation: Activation) -> Tensor:
     """``activation(gate) * up`` of ``[T, 2 f]``, gate first."""
+    if activation == "silu" and layer_functions.fits(gate_up):
+        return layer_functions.gated(gate_up)
     if torch.is_grad_enabled():
         return cast(Tensor, _Gated.apply(gate_up, activation))
     gate, up = gate_up.chunk(2, -1)

@@ -39,6 +39,21 @@ class Attention(Structure):
     )
 
 
+class Norm(Structure):
+    """As in ``layers.h``."""
+
+    _fields_ = (("weight", c_void_p), ("eps", c_float), ("offset", c_int64))
+
+
+class Heads(Structure):
+    """As in ``layers.h``."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("x", "cos", "sin", "norms")),
+        *((name, c_int64) for name in ("T", "x_step", "H", "K", "D")),
+    )
+
+
 _allowed = True
 
 
@@ -65,4 +80,16 @@ def _compiled() -> Any:
     found.tunesmith_weight_gradient.restype = None
     found.tunesmith_attend_backward.argtypes = (POINTER(Segments), POINTER(Attention), numbers)
     found.tunesmith_attend_backward.restype = None
+    rows, whole = (numbers, numbers, *operand), c_void_p  # of a first operand, and of what has no step
+    signatures: dict[str, tuple[Any, ...]] = {
+        "norm": (*rows, POINTER(Norm), whole, whole, numbers),
+        "norm_backward": (*rows, *operand, POINTER(Norm), whole, whole, whole, numbers),
+        "heads": (POINTER(Heads), whole, whole, whole, numbers),
+        "heads_backward": (POINTER(Heads), POINTER(c_void_p), POINTER(numbers), whole, whole, whole, numbers),
+        "gate": (*rows, whole, numbers),
+        "gate_backward": (*rows, *operand, whole, numbers),
+    }
+    for name, types in signatures.items():
+        function = getattr(found, f"tunesmith_{name}")
+        function.argtypes, function.restype = types, None
     return found

@@ -2,6 +2,7 @@
 // into AMX's tiles, which AVX-512 multiplies pair by pair where there is no AMX.
 //
 // Shapes: T rows, N outputs and K inputs of a linear module; H query heads, K key/value heads, G = H / K, D head size.
+#include "layers.h"
 #include "vectors.h"
 
 #ifdef __AVX512BF16__
@@ -149,8 +150,6 @@ struct Attention {
 
 constexpr int64_t BLOCK = 2 * W;  // rows of queries or keys at a time; a segment's last block is filled up with zeros
 
-static inline Half narrow(Vec v) { return (Half)_mm512_cvtneps_pbh((__m512)v); }
-
 // Tiles [2][D / 32] of a block's rows: as they are for the left operand, or for the right one as its columns.
 static void pack_rows(const bfloat16* x, int64_t step, int64_t n, int64_t D, bool columns, bfloat16* tiles) {
     for (int64_t m = 0; m < BLOCK; m += W)
@@ -295,5 +294,31 @@ void tunesmith_attend_backward(const struct Segments* segments, const struct Att
     attend_backward(*segments, *attention, threads);
 #endif
 }
+
+#ifdef __AVX512BF16__
+void tunesmith_norm(int64_t T, int64_t d, const void* x, int64_t x_step, const void* norm, void* y, void* scales, int64_t threads) {
+    norm_rows(T, d, (const bfloat16*)x, x_step, *(const struct Norm*)norm, (bfloat16*)y, (float*)scales, threads);
+}
+
+void tunesmith_norm_backward(int64_t T, int64_t d, const void* x, int64_t x_step, const void* grad, int64_t grad_step, const void* norm, const void* scales, void* grad_x, void* grad_weight, int64_t threads) {
+    norm_rows_backward(T, d, (const bfloat16*)x, x_step, (const bfloat16*)grad, grad_step, *(const struct Norm*)norm, (const float*)scales, (bfloat16*)grad_x, (float*)grad_weight, threads);
+}
+
+void tunesmith_heads(const struct Heads* heads, void* q, void* k, void* scales, int64_t threads) {
+    turn_heads(*heads, (bfloat16*)q, (bfloat16*)k, (float*)scales, threads);
+}
+
+void tunesmith_heads_backward(const struct Heads* heads, const void* grads, const int64_t* steps, const void* scales, void* grad_x, void* grad_weights, int64_t threads) {
+    turn_heads_backward(*heads, (const bfloat16* const*)grads, steps, (const float*)scales, (bfloat16*)grad_x, (float*)grad_weights, threads);
+}
+
+void tunesmith_gate(int64_t T, int64_t f, const void* x, int64_t x_step, void* y, int64_t threads) {
+    gate_rows(T, f, (const bfloat16*)x, x_step, (bfloat16*)y, threads);
+}
+
+void tunesmith_gate_backward(int64_t T, int64_t f, const void* x, int64_t x_step, const void* grad, int64_t grad_step, void* grad_x, int64_t threads) {
+    gate_rows_backward(T, f, (const bfloat16*)x, x_step, (const bfloat16*)grad, grad_step, (bfloat16*)grad_x, threads);
+}
+#endif
 
 }  // extern "C"
