@@ -54,6 +54,7 @@ class Rank:
         sequence_kind: SequenceKind = "ulysses",
         muon: Muon | None = None,
         offload: bool = False,
+        streams: bool = False,
         compiled: bool = True,
         quantize: Quantize | None = None,
         adapter: int | None = None,
@@ -67,7 +68,9 @@ class Rank:
 
         def load(*, trains: bool = True) -> Any:
             with LiveBytes() as seen:
-                model = kind.load(path, dtype=dtype, sharding=sharding, trains=trains, quantize=quantize)
+                model = kind.load(
+                    path, dtype=dtype, sharding=sharding, trains=trains, quantize=quantize, streams=streams and trains
+                )
             self.most_loading = seen.most
             if adapter is not None:
                 torch.manual_seed(0)

@@ -26,8 +26,10 @@ from tunesmith.errors import ConfigError, DeviceMemoryError
 from tunesmith.fake_device.threads import FIRST
 from tunesmith.models import adapters, training_functions
 from tunesmith.models.causal_lm import CausalLM
+from tunesmith.models.host_memory import stored_state
+from tunesmith.models.score_model import ScoreModel
 from tunesmith.models.sharding import decoder_layers
-from tunesmith.models.streamed import StreamedLayers, stored, stored_state
+from tunesmith.models.streamed import StreamedLayers, stored
 from tunesmith.plan.cost import PINNED, Layout, layer_copy, price
 from tunesmith.plan.machines import machine
 from tunesmith.plan.seconds import TO_THE_HOST, step_seconds
@@ -112,6 +114,13 @@ def test_engines_are_given_the_same_weights(path: Path, kind: str) -> None:
     for merged in (True, False):
         ours, theirs = (dict(published(each.model, merged=merged)()) for each in (here, there))
         assert ours.keys() == theirs.keys() and all(ours[name].equal(theirs[name]) for name in ours)
+
+
+def test_a_score_model_scores_the_same(path: Path) -> None:
+    here, there = (ScoreModel.load(path, streams=flag) for flag in (False, True))
+    torch.nn.init.ones_(here.head.weight), torch.nn.init.ones_(there.head.weight)
+    sequences = [list(range(5, 5 + n)) for n in (3, 9, 4)]
+    assert here.score_sequences(sequences, 8) == there.score_sequences(sequences, 8)
 
 
 def here_now(backend: TorchBackend[CausalLM]) -> list[int]:

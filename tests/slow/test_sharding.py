@@ -261,6 +261,21 @@ def test_the_optimizer_in_host_memory_takes_the_same_steps(start: Start, stage: 
     assert all(ours[name].equal(weight) for name, weight in theirs.items())
 
 
+@pytest.mark.parametrize("options", [{}, {"sequence": 2}, {"reference": True}, {"adapter": 4}])
+def test_weights_in_host_memory_take_the_same_steps_in_copies_of_the_model(
+    start: Start, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    """Bit by bit; also where ranks share each sequence, and where an adapter trains."""
+    path = save_model(tmp_path / "deep", "qwen3", num_hidden_layers=4)
+    batch, away = packing(), "adapter" not in options
+    [(norms, ours), *_], [(expected, theirs), *_] = (
+        start(2, 0, path, compiled=False, streams=flag, offload=away and flag, **options)("train", batch)
+        for flag in (True, False)
+    )
+    assert norms == expected
+    assert all(ours[name].equal(weight) for name, weight in theirs.items())
+
+
 def test_layers_that_are_computed_again_give_the_same_gradient(start: Start) -> None:
     """Bit by bit: the same operations on the same numbers."""
     batch, shares = packing(), (0, 0.5)

@@ -74,7 +74,7 @@ def load_model(kind: type[M], config: RunConfig, tokenizer: Any, path: str | Non
             quantize=config.model.quantize,
             sharding=_sharding(config),
             trains=not frozen and not lora.on,
-            streams=config.system.offload_parameters and not frozen,
+            streams=not frozen and config.system.offload_parameters,
         )
     _share_sequences(config, model)
     if isinstance(compiled, str):

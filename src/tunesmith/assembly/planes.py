@@ -152,10 +152,10 @@ def published(
         in_host_memory: where weights go that have to be made: those gathered from ranks, or summed with an adapter;
             else they are on the model's device, and one of them at a time has room there.
     """
+    from tunesmith.models.host_memory import stored_state
     from tunesmith.models.loading import stored_weights
     from tunesmith.models.quantised import is_quantised
     from tunesmith.models.sharding import whole_weights
-    from tunesmith.models.streamed import stored_state
 
     if model.adapter is not None:
         own = model.adapter.own_weights

@@ -28,10 +28,11 @@ from tunesmith.models.activations import compute_again
 from tunesmith.models.cost import training_cost
 from tunesmith.models.decoder import Decoder
 from tunesmith.models.host_activations import HostActivations
+from tunesmith.models.host_memory import stored_state
 from tunesmith.models.host_weights import HostWeights
 from tunesmith.models.loading import read_shards
 from tunesmith.models.sharding import local
-from tunesmith.models.streamed import stored, stored_state
+from tunesmith.models.streamed import stored
 from tunesmith.plan.operations import CostModel
 
 MODEL_DIRECTORY = "model"

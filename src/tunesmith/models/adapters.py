@@ -33,11 +33,11 @@ from tunesmith.config.schema import LoraSection
 from tunesmith.errors import CheckpointError, ConfigError, ModelError, StorageError, boundary, nearest
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.models.decoder import Decoder
+from tunesmith.models.host_memory import stored_state
 from tunesmith.models.loading import check_names, load_config
 from tunesmith.models.quantised import weights_of
 from tunesmith.models.score_model import ScoreModel
 from tunesmith.models.sharding import unshard_trained, whole
-from tunesmith.models.streamed import stored_state
 
 WEIGHTS = "adapter_model.safetensors"
 TRAINED, START = "default", "start"

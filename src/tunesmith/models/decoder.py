@@ -16,6 +16,7 @@ from tunesmith.data.forest import Forest
 from tunesmith.models.attention import AttentionContext
 from tunesmith.models.forest_attention import ForestAttention
 from tunesmith.models.host_activations import HostActivations
+from tunesmith.models.host_memory import stored_state
 from tunesmith.models.lean import LeanDecoder
 from tunesmith.models.loading import load_config, load_module, load_tokenizer, stored_weights
 from tunesmith.models.quantised import Quantize
@@ -23,7 +24,7 @@ from tunesmith.models.rope import LengthRule, rotate_by_length, rotated_by, spli
 from tunesmith.models.sequence import SequenceGroup
 from tunesmith.models.shard_files import save_weights
 from tunesmith.models.sharding import Sharding
-from tunesmith.models.streamed import StreamedLayers, stored_state
+from tunesmith.models.streamed import StreamedLayers
 
 
 class Adapter(Protocol):

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 ALIGNED = 64
 """Bytes; each tensor begins at a multiple of them."""
 PIECES = 8
 """About so many pieces of memory are taken, each as large as the largest tensor at least."""
+PLACE = "stored_in_host_memory"
+"""The attribute of a parameter that has its numbers there: a tensor of them."""
 
 
 def host_copies(tensors: Sequence[Tensor], *, wide: bool = False, device: torch.device | None = None) -> list[Tensor]:
@@ -27,6 +29,12 @@ def host_copies(tensors: Sequence[Tensor], *, wide: bool = False, device: torch.
     memory = [torch.empty(size, dtype=torch.uint8, pin_memory=pinned) for size in pieces]
     copies = [memory[piece][at : at + size] for (piece, at), size in zip(places, sizes, strict=True)]
     return [c.view(d).view(t.shape).copy_(t) for c, d, t in zip(copies, dtypes, tensors, strict=True)]
+
+
+def stored_state(module: nn.Module) -> dict[str, Tensor]:
+    """``module.state_dict()``, with the numbers in host memory where they are kept there (``models.streamed``)."""
+    state: dict[str, Tensor] = module.state_dict(keep_vars=True)
+    return {name: getattr(tensor, PLACE, tensor.detach()) for name, tensor in state.items()}
 
 
 def packed(sizes: Sequence[int]) -> tuple[list[tuple[int, int]], list[int]]:

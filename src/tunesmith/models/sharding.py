@@ -25,6 +25,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from transformers import PreTrainedModel
 
 from tunesmith.errors import ConfigError
+from tunesmith.models.host_memory import stored_state
 
 T = TypeVar("T")
 
@@ -188,7 +189,7 @@ def whole_weights(
         names.setdefault(id(parameter), []).append(name)
     tied = {each[0]: each for each in names.values()}
     others = {name for each in names.values() for name in each[1:]}
-    for name, tensor in module.state_dict().items():
+    for name, tensor in stored_state(module).items():
         if name in others:
             continue
         weight = whole(tensor, dtype if name in tied else None)  # a buffer's type is not the weights'

@@ -20,11 +20,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from tunesmith.models.host_memory import host_copies
+from tunesmith.models.host_memory import PLACE, host_copies
 from tunesmith.models.sharding import decoder_layers, local
-
-_PLACE = "stored_in_host_memory"
-"""The attribute of a parameter that has its numbers there."""
 
 
 class Movable(Protocol):
@@ -63,7 +60,7 @@ class StreamedLayers:
             yield layer._apply(self._placed)  # pyright: ignore[reportUnknownMemberType]
             parameters, stored = [*layer.parameters()], self._stored[index]
             for parameter, kept in zip(parameters, stored, strict=True):
-                setattr(parameter, _PLACE, kept)
+                setattr(parameter, PLACE, kept)
             self._weights.append([(p.data, kept) for p, kept in zip(parameters, stored, strict=True)])
             found = {s._cdata: s for p in parameters if (s := p.untyped_storage()).nbytes()}
             self._storages.append([(storage, storage.nbytes()) for storage in found.values()])
@@ -154,14 +151,8 @@ class StreamedLayers:
 
 def stored(parameter: Tensor) -> Tensor:
     """Where this process keeps a parameter's numbers: in host memory, or else in the parameter, or its rows of it."""
-    kept = getattr(parameter, _PLACE, None)
+    kept = getattr(parameter, PLACE, None)
     return local(parameter.detach()) if kept is None else kept
-
-
-def stored_state(module: nn.Module) -> dict[str, Tensor]:
-    """``module.state_dict()`` with the numbers that are in host memory."""
-    state: dict[str, Tensor] = module.state_dict(keep_vars=True)
-    return {name: getattr(tensor, _PLACE, tensor.detach()) for name, tensor in state.items()}
 
 
 def _in_backward() -> bool:
