@@ -32,8 +32,9 @@ test-slow: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(RUN)/pytest -n 2 --dist loadgroup -m "slow and not long" --durations 25
 
 # Learning on further seeds, and runs of minutes: before a release, and after a change of the mathematics.
-test-long: $(INSTALLED)
+test-long: $(INSTALLED) $(VLLM_INSTALLED)
 	OMP_NUM_THREADS=1 $(RUN)/pytest -n 2 --dist loadgroup -m long
+	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -m long tests/vllm_engine
 
 # Steps on GPUs that are not there: operations, waits and memory.
 test-devices: $(INSTALLED)
@@ -68,7 +69,7 @@ $(VLLM_INSTALLED): pyproject.toml constraints.txt
 
 # The real vLLM (its build for CPUs), which pins a stack of its own.
 test-vllm: $(VLLM_INSTALLED)
-	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -n 2 --dist loadgroup tests/vllm_engine
+	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -n 2 --dist loadgroup -m "not long" tests/vllm_engine
 
 lint: $(INSTALLED)
 	$(RUN)/ruff format --check src tests examples benchmarks

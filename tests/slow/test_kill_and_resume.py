@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from forks import popen
+from long import again
 from tiny import save_model
 from tiny_runs import rl_settings, same_tensors, sft_settings, sums, untimed, write_lines
 from tunesmith.loop.checkpoint import Checkpoints, read_state
@@ -88,7 +89,7 @@ def settings_of(folder: Path, model: Path, command: str, run: str, dtype: str) -
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(("command", "dtype"), [("rl", "float32"), ("rl", "bfloat16"), ("sft", "float32")])
+@pytest.mark.parametrize(("command", "dtype"), [("rl", "float32"), again("rl", "bfloat16"), ("sft", "float32")])
 def test_killed_twice_and_resumed_it_ends_as_if_nothing_had_happened(tmp_path: Path, command: str, dtype: str) -> None:
     model = save_model(tmp_path / "model")
     finish(start(command, tmp_path, settings_of(tmp_path, model, command, "straight", dtype)))

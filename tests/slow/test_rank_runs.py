@@ -87,14 +87,30 @@ def same(one: assembly.RunResult, other: assembly.RunResult) -> None:
         assert float((theirs[name] - tensor).abs().mean()) < 1e-5, name
 
 
+@pytest.fixture(scope="module")
+def alone(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., assembly.RunResult]:
+    """What a command's run in one process ends as; many tests compare with it, so it is made once."""
+    made: dict[str, assembly.RunResult] = {}
+
+    def found(command: str, **changed: Any) -> assembly.RunResult:
+        key = repr((command, sorted(changed.items())))
+        if key not in made:
+            run, settings = COMMANDS[command]
+            made[key] = run(None, settings(tmp_path_factory.mktemp("alone"), model, "1", **changed))
+        return made[key]
+
+    return found
+
+
 @pytest.mark.parametrize("command", COMMANDS)
-def test_two_ranks_end_as_one(command: str, model: Path, tmp_path: Path) -> None:
+def test_two_ranks_end_as_one(
+    command: str, alone: Callable[..., assembly.RunResult], model: Path, tmp_path: Path
+) -> None:
     run, settings = COMMANDS[command]
-    found = [run(None, settings(tmp_path, model, f"{n}", system__trainer_ranks=n)) for n in (1, 2)]
-    same(*found)
+    same(alone(command), run(None, settings(tmp_path, model, "2", system__trainer_ranks=2)))
     if command in SHARING:
         sharing = {"system__sequence_parallel__size": 2, "system__sequence_parallel__type": SHARING[command]}
-        same(found[0], run(None, settings(tmp_path, model, "shared", system__trainer_ranks=2, **sharing)))
+        same(alone(command), run(None, settings(tmp_path, model, "shared", system__trainer_ranks=2, **sharing)))
 
 
 def test_ranks_and_engines_that_take_turns_end_as_one_process(model: Path, tmp_path: Path) -> None:
@@ -183,23 +199,21 @@ def test_signals_end_ranks_that_gather_weights(hangs: bool, signals: int, model:
 
 @pytest.mark.parametrize("sharing", [{"system__zero_stage": 2}, {"system__sequence_parallel__size": 2}])
 def test_policy_and_critic_under_a_launcher_end_as_in_one_process(
-    sharing: dict[str, Any], model: Path, tmp_path: Path
+    sharing: dict[str, Any], alone: Callable[..., assembly.RunResult], model: Path, tmp_path: Path
 ) -> None:
     """Each has a default process group, and so processes, of its own."""
-    run, settings = COMMANDS["rl"]
-    alone = run(None, settings(tmp_path, model, "alone"))
+    _, settings = COMMANDS["rl"]
     options = ("--nproc-per-node", "2", "-m")
     torchrun = str(Path(sys.executable).parent / "torchrun")
     command = Command(tmp_path, settings(tmp_path, model, "launched", **sharing), torchrun, *options, kind="rl")
     _, err = command.process.communicate(timeout=600)
     assert command.process.returncode == 0, err
     launched = tmp_path / "launched"
-    same(alone, assembly.RunResult(launched, launched / "checkpoints/step-000003/model", [], {}))
+    same(alone("rl"), assembly.RunResult(launched, launched / "checkpoints/step-000003/model", [], {}))
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "accelerate"])
-def test_under_a_launcher(launcher: str, model: Path, tmp_path: Path) -> None:
-    alone = assembly.run_sft(None, sft_settings(tmp_path, model, "alone"))
+def test_under_a_launcher(launcher: str, alone: Callable[..., assembly.RunResult], model: Path, tmp_path: Path) -> None:
     folder = Path(sys.executable).parent
     options = {
         "torchrun": ["--nproc-per-node", "2", "-m"],
@@ -214,7 +228,7 @@ def test_under_a_launcher(launcher: str, model: Path, tmp_path: Path) -> None:
     assert out.count("run directory") == 1, "rank 0 alone prints"
     assert "the processes" in out or "trainer_ranks" in out
     launched = tmp_path / "launched"
-    same(alone, assembly.RunResult(launched, launched / "checkpoints/step-000003/model", [], {}))
+    same(alone("sft"), assembly.RunResult(launched, launched / "checkpoints/step-000003/model", [], {}))
 
 
 @pytest.mark.parametrize(
@@ -232,10 +246,11 @@ def test_under_a_launcher(launcher: str, model: Path, tmp_path: Path) -> None:
     ],
 )
 def test_ranks_that_shard_the_model_end_as_one(
-    command: str, ranks: int, stage: int, changed: dict[str, Any], model: Path, tmp_path: Path
-) -> None:
+    command: str, ranks: int, stage: int, changed: dict[str, Any],
+    alone: Callable[..., assembly.RunResult], model: Path, tmp_path: Path,
+) -> None:  # fmt: skip
     """Four ranks have two copies of it."""
     run, settings = COMMANDS[command]
     sizes = {"system__trainer_ranks": ranks, "system__zero_stage": stage, "system__shard_size": 2}
     sharded = settings(tmp_path, model, "2", **sizes, **changed)
-    same(run(None, settings(tmp_path, model, "1", **changed)), run(None, sharded))
+    same(alone(command, **changed), run(None, sharded))
