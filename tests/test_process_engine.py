@@ -210,6 +210,7 @@ def test_an_adapter_reaches_the_worker_alone(bench: Bench) -> None:
     bench.runner.run(run())
 
 
+@pytest.mark.slow
 def test_a_run_with_its_engine_apart_ends_as_with_it_inside(tmp_path: Path) -> None:
     """Same weights, same seeds, same tokens: also with an average in place for the evaluations.
 

@@ -107,6 +107,7 @@ def test_what_it_prints_is_printed(make: Make, capsys: pytest.CaptureFixture[str
     assert "imported" in seen and "printed" in seen
 
 
+@pytest.mark.slow
 def test_closing_leaves_no_process_behind(make: Make) -> None:
     rewards = make("process", "by_text", timeout=0.5)
     (one, *_) = score(rewards, ["sleeps", "a"], ["b"])
@@ -118,6 +119,7 @@ def test_closing_leaves_no_process_behind(make: Make) -> None:
     assert not Path(f"/proc/{process}").exists()
 
 
+@pytest.mark.slow
 def test_a_worker_killed_between_calls_is_replaced(make: Make) -> None:
     rewards = make("process")
     (one,) = score(rewards, ["a"])

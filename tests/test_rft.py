@@ -270,6 +270,7 @@ def test_usage_divides_the_time_of_a_call_among_parts_and_adds_earlier_calls() -
     assert seconds_of(total_of(parts.values())) == {"sampling": 107.0, "setup": 13.0}
 
 
+@pytest.mark.slow
 def test_the_training_of_a_round_shows_as_said_only_what_was_said(
     tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -289,6 +290,7 @@ def test_the_training_of_a_round_shows_as_said_only_what_was_said(
     assert written["system"].keys() == {"threads"}  # the others are derived for the training alone
 
 
+@pytest.mark.slow
 def test_a_compiling_sampler_and_the_system_of_a_profile_go_into_the_training(tmp_path: Path, model: Path) -> None:
     done = rft("run", tmp_path, model, "system.compile=true", "rft.profile=conservative", "eval.at_start=false")
     written = tomllib.loads((done.run_dir / "round-1" / "sft.toml").read_text())
@@ -364,6 +366,7 @@ def test_a_fall_is_told_from_chance(before: tuple[float, float], after: tuple[fl
     assert fallen({"accuracy": [0.6, *before]}, {"accuracy": [0.3, *after]}) is fell
 
 
+@pytest.mark.slow
 def test_the_engine_that_samples_is_not_handed_to_the_training(tmp_path: Path, model: Path) -> None:
     """Training reads no key of a sampler, and would refuse one."""
     sampler = ('system.engine="local"', "system.max_running=7", 'system.kv_memory="32MB"')

@@ -82,7 +82,9 @@ def same(found: Sequence[Completion], expected: Sequence[Completion]) -> None:
         assert a.logprobs == pytest.approx(b.logprobs, abs=1e-4)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family", ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES if name != "llama")]
+)
 def test_what_is_written_is_what_plain_decoding_writes(family: str, tmp_path: Path, smaller: CausalLM) -> None:
     """With every drafter, in every family's attention."""
     model = CausalLM.load(save_model(tmp_path, family, **FAMILIES[family]))
