@@ -88,4 +88,4 @@ def test_a_run_resolves_as_on_that_machine() -> None:
     found = resolve(config, Facts(machine("H100-80GB"), QWEN_7B, train_size=1000, longest=1000)).config
     assert found.system.device == "cuda" and found.model.dtype == "bfloat16"
     with pytest.raises(ConfigError, match=r"16\.\dGB|free"):
-        resolve(config, Facts(machine("T4-16GB"), QWEN_7B, train_size=1000, longest=4000))
+        resolve(config, Facts(machine("T4-16GB"), QWEN_7B, train_size=1000, longest=32000))
