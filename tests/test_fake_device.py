@@ -306,13 +306,16 @@ def test_engines_have_gpus_of_their_own(tmp_path: Path, engine: str) -> None:
 
 
 @pytest.mark.slow
-def test_roles_on_ray_have_gpus_of_their_own(tmp_path: Path) -> None:
+@pytest.mark.parametrize("processes", [1, 2])
+def test_roles_on_ray_have_gpus_of_their_own(tmp_path: Path, processes: int) -> None:
+    """One process has the whole reference; two share its weights, as the trainer's ranks share theirs."""
     judge = tmp_path / "judge"
     judge.mkdir()
     shape = TINY | {"architectures": ["Qwen3ForSequenceClassification"], "id2label": {"0": ""}}
     (judge / "config.json").write_text(json.dumps(shape))
     given = ("algorithm.name=ppo", "algorithm.kl.coef=0.1", STAGE(3), f'reward.models=[{{path="{judge}"}}]')
     given = (*RL, *GIVEN[:2], *given, "system.cluster=ray", "system.trainer_ranks=2", "system.engines=1")
+    given = (*given, f"system.placement.ref.processes={processes}")
     config, facts = resolved(tmp_path, "rl", TINY, "2x4xH100-80GB", *given)
     gpus = dry_run(config, facts)
     assert set(gpus) == {FIRST, "engine", "critic", "reference", "reward model"}

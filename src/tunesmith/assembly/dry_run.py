@@ -192,7 +192,7 @@ class DryRun:
             self.device.assign("weights", [*backend.model.module.parameters(), *backend.model.module.buffers()])
             reference: Decoder | None = backend.reference
             if isinstance(learner.backend, RankedBackend) and learner.backend.references:
-                reference = learner.backend.references[0].get("model")
+                reference = learner.backend.references[0].get("passes.model")
             if reference is not None:
                 self.device.assign("frozen models", reference.module.parameters())
 
