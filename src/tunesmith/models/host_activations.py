@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Generator, Iterable
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from tunesmith.models.host_memory import CopyStream
 from tunesmith.models.lean import LeanDecoder
 from tunesmith.models.sharding import decoder_layers
 
@@ -58,7 +59,7 @@ class HostActivations:
 
     def __init__(self, module: PreTrainedModel, lean: LeanDecoder | None) -> None:
         self.device, self.least, self.chunk = module.device, LEAST, CHUNK
-        self.stream = torch.cuda.Stream(device=self.device) if self.device.type == "cuda" else None
+        self.copies = CopyStream(self.device)
         self.free: list[Tensor] = []
         """Chunks of host memory that no pass uses."""
         layers = decoder_layers(module)
@@ -90,26 +91,14 @@ class HostActivations:
         del module, given
         self.next_layer()
 
-    def copying(self) -> AbstractContextManager[object]:
-        """Copies inside begin when the device has done what it was given so far, and run beside what follows."""
-        if self.stream is None:
-            return nullcontext()
-        self.stream.wait_stream(torch.cuda.current_stream(self.device))
-        return torch.cuda.stream(self.stream)
-
     def take(self) -> Tensor:
         """A chunk of host memory, which a GPU reaches itself."""
-        pinned = self.stream is not None
+        pinned = self.device.type == "cuda"
         return self.free.pop() if self.free else torch.empty(self.chunk, dtype=torch.uint8, pin_memory=pinned)
-
-    def settle(self) -> None:
-        """What the device is given from now on begins when all copies are done."""
-        if self.stream is not None:
-            torch.cuda.current_stream(self.device).wait_stream(self.stream)
 
     def _end(self, chunks: list[Tensor]) -> None:
         """Nobody has a pass's graph any more, also after one that failed while copies were on their way."""
-        self.settle()
+        self.copies.settle()
         self.free += chunks
 
 
@@ -130,11 +119,11 @@ class _Pass:
     def next_layer(self) -> None:
         """Send the group that is complete now; the one before it has arrived."""
         last = len(self._groups) - 1
-        self._home.settle()
+        self._home.copies.settle()
         if last > 0:
             self._leave(last - 1)
         if last < self._home.layers - 1:
-            with self._home.copying():
+            with self._home.copies.copying():
                 for storage in self._groups[last]:
                     self._send(storage)
         self._groups.append([])
@@ -164,7 +153,7 @@ class _Pass:
             self._come_to(storage.group)
         if storage.here is None:  # it is read once more
             self._fetch([storage])
-            self._home.settle()
+            self._home.copies.settle()
         assert storage.here is not None
         tensor = storage.here.view(saved.dtype).as_strided(saved.shape, saved.stride, saved.offset)
         storage.uses -= 1
@@ -178,7 +167,7 @@ class _Pass:
         for above in range(group + 1, len(self._groups)):
             self._leave(above)
         self._fetch(self._groups[group])  # it is on its way already, unless the group above is empty
-        self._home.settle()
+        self._home.copies.settle()
         self._fetch(self._groups[max(0, group - 1)])
 
     def _send(self, storage: Storage) -> None:
@@ -207,7 +196,7 @@ class _Pass:
             assert storage.there, "the backward pass goes from the last layer to the first"
             size = sum(map(len, storage.there))
             storage.here = torch.empty(size, dtype=torch.uint8, device=self._home.device)
-        with self._home.copying():
+        with self._home.copies.copying():
             for storage in away:
                 assert storage.here is not None
                 for here, there in zip(storage.here.split([*map(len, storage.there)]), storage.there, strict=True):

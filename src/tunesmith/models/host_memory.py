@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +30,25 @@ def host_copies(tensors: Sequence[Tensor], *, wide: bool = False, device: torch.
     memory = [torch.empty(size, dtype=torch.uint8, pin_memory=pinned) for size in pieces]
     copies = [memory[piece][at : at + size] for (piece, at), size in zip(places, sizes, strict=True)]
     return [c.view(d).view(t.shape).copy_(t) for c, d, t in zip(copies, dtypes, tensors, strict=True)]
+
+
+class CopyStream:
+    """Copies between a device and host memory, beside what the device computes; a CPU makes them at once."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._stream = device, torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def copying(self) -> AbstractContextManager[object]:
+        """Copies inside begin when the device has done what it was given so far, and run beside what follows."""
+        if self._stream is None:
+            return nullcontext()
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        return torch.cuda.stream(self._stream)
+
+    def settle(self) -> None:
+        """What the device is given from now on begins when all copies are done."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
 
 def stored_state(module: nn.Module) -> dict[str, Tensor]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import islice
 from typing import Any, Protocol
@@ -20,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from tunesmith.models.host_memory import PLACE, host_copies
+from tunesmith.models.host_memory import PLACE, CopyStream, host_copies
 from tunesmith.models.sharding import decoder_layers, local
 
 
@@ -41,7 +40,7 @@ class StreamedLayers:
 
     def __init__(self, module: PreTrainedModel, device: torch.device) -> None:
         self.device = device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._copies = CopyStream(device)
         self._layers = decoder_layers(module)
         copies = iter(host_copies([p.data for layer in self._layers for p in layer.parameters()], device=device))
         self._stored = [[*islice(copies, len([*layer.parameters()]))] for layer in self._layers]
@@ -90,7 +89,7 @@ class StreamedLayers:
 
     def leave(self) -> None:
         """Nothing of the layers stays on the device."""
-        self._settle()
+        self._copies.settle()
         for index in [*self._taken]:
             self._drop(index)
 
@@ -109,12 +108,12 @@ class StreamedLayers:
             self.end(index, found if isinstance(found, Tensor) else found[0])
 
     def _show(self, now: int, then: int) -> None:
-        self._settle()
+        self._copies.settle()
         for index in self._taken - {now, then}:
             self._drop(index)
         if now not in self._here:
             self._bring(now)
-            self._settle()
+            self._copies.settle()
         if 0 <= then < len(self._layers) and then not in self._here:
             self._bring(then)
 
@@ -123,7 +122,7 @@ class StreamedLayers:
         self._taken.add(index)
         for storage, size in self._storages[index]:
             storage.resize_(size)
-        with self._copying():
+        with self._copies.copying():
             for here, there in self._weights[index]:
                 here.copy_(there, non_blocking=True)
         self._here.add(index)
@@ -135,18 +134,6 @@ class StreamedLayers:
             storage.resize_(0)
         self._taken.discard(index)
         self._here.discard(index)
-
-    def _copying(self) -> AbstractContextManager[object]:
-        """Copies inside begin when the device has done what it was given so far, and run beside what follows."""
-        if self._stream is None:
-            return nullcontext()
-        self._stream.wait_stream(torch.cuda.current_stream(self.device))
-        return torch.cuda.stream(self._stream)
-
-    def _settle(self) -> None:
-        """What the device is given from now on begins when all copies are done."""
-        if self._stream is not None:
-            torch.cuda.current_stream(self.device).wait_stream(self._stream)
 
 
 def stored(parameter: Tensor) -> Tensor:
