@@ -15,6 +15,7 @@ from tunesmith.plan.rules import refused_problems
 from tunesmith.plan.situation import situation
 
 ACTIVATIONS, OPTIMIZER = "system.offload_activations", "system.offload_optimizer"
+PARAMETERS = "system.offload_parameters"
 
 
 def _with_and_without(config: RunConfig, key: str, facts: Facts) -> tuple[Price, Price, int] | None:
@@ -49,43 +50,28 @@ def derive_reference(filling: Filling, facts: Facts) -> None:
 
 def derive_parameters(filling: Filling, facts: Facts) -> None:
     """On if a GPU has room for a sample only without the weights of the layers, and the host has room for all."""
-    config, key = filling.config, "system.offload_parameters"
-    if not on_gpu(config):
-        filling.fill(key, False, "there is no GPU that it would relieve")
-        return
+    config = filling.config
     stepped = not config.lora.on and known(config.system, "offload_optimizer") is None
-    frugal = with_values(_frugal(config), {OPTIMIZER: True} if stepped else {})
-    known_memory = _with_and_without(frugal, key, facts)
-    if known_memory is None:
-        filling.fill(key, False, "the model's size is not known")
-        return
-    with_it, without, free = known_memory
-    if without.peak <= MARGIN * free:
-        filling.fill(key, False, f"the weights {'fit' if without.peak <= free else 'may fit'} the GPU")
-    elif with_it.peak > MARGIN * free or any(refused_problems(situation(with_values(frugal, {key: True}), facts))):
-        filling.fill(key, False, "the run would not fit either, or has settings that need the weights on the GPU")
-    elif problem := host_problem(config, with_it, facts):
-        filling.fill(key, False, f"it would take {problem}")
-    else:
-        kept = format_size(with_it.host)
-        filling.fill(key, True, f"the weights do not fit the GPU; each rank keeps {kept} in host memory")
-
-
-def _frugal(config: RunConfig) -> RunConfig:
-    """With the least memory of a GPU that a run takes beside its weights and its optimizer."""
-    turns = {"system.hybrid": True} if isinstance(config, RLConfig) and known(config.system, "hybrid") is None else {}
-    sent = {ACTIVATIONS: True} if known(config.system, "offload_activations") is None else {}
-    return with_values(config, {"system.gradient_checkpointing": True, **sent, **turns})
+    _derive_state(filling, facts, PARAMETERS, "the weights", with_values(config, {OPTIMIZER: True} if stepped else {}))
 
 
 def derive_optimizer(filling: Filling, facts: Facts) -> None:
     """On if a GPU has room for a sample only without master weights and moments, and the host has room for them."""
-    config, key = filling.config, OPTIMIZER
+    config = filling.config
+    if on_gpu(config) and config.system.offload_parameters and not config.lora.on:
+        filling.fill(OPTIMIZER, True, "the weights are in host memory, and are stepped there")
+    else:
+        _derive_state(filling, facts, OPTIMIZER, "master weights and moments", config)
+
+
+def _derive_state(filling: Filling, facts: Facts, key: str, what: str, config: RunConfig) -> None:
+    """On if a GPU has room for a sample only without this part of the training state, and the host has room for it.
+
+    Args:
+        config: with all that goes along.
+    """
     if not on_gpu(config):
         filling.fill(key, False, "there is no GPU that it would relieve")
-        return
-    if config.system.offload_parameters and not config.lora.on:
-        filling.fill(key, True, "the weights are in host memory, and are stepped there")
         return
     known_memory = _with_and_without(_frugal(config), key, facts)
     if known_memory is None:
@@ -93,14 +79,21 @@ def derive_optimizer(filling: Filling, facts: Facts) -> None:
         return
     with_it, without, free = known_memory
     if without.peak <= MARGIN * free:
-        filling.fill(key, False, f"the optimizer {'fits' if without.peak <= free else 'may fit'} the GPU")
-    elif config.train.optimizer.name == "muon" or with_it.peak > MARGIN * free:
-        filling.fill(key, False, "the run would not fit either, or its optimizer steps on the GPU")
+        filling.fill(key, False, f"{what} {'fit' if without.peak <= free else 'may fit'} the GPU")
+    elif with_it.peak > MARGIN * free or any(refused_problems(situation(with_values(config, {key: True}), facts))):
+        filling.fill(key, False, f"the run would not fit either, or has settings that need {what} on the GPU")
     elif problem := host_problem(config, with_it, facts):
         filling.fill(key, False, f"it would take {problem}")
     else:
         kept = format_size(with_it.host)
-        filling.fill(key, True, f"the GPU is short of memory without it; each rank keeps {kept} in host memory")
+        filling.fill(key, True, f"{what} do not fit the GPU; each rank keeps {kept} in host memory")
+
+
+def _frugal(config: RunConfig) -> RunConfig:
+    """With the least memory of a GPU that a run takes beside its weights and its optimizer."""
+    turns = {"system.hybrid": True} if isinstance(config, RLConfig) and known(config.system, "hybrid") is None else {}
+    sent = {ACTIVATIONS: True} if known(config.system, "offload_activations") is None else {}
+    return with_values(config, {"system.gradient_checkpointing": True, **sent, **turns})
 
 
 def derive_activations(filling: Filling, facts: Facts) -> None:
