@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,8 @@ import pytest
 
 from data_tokenizers import byte_level, template
 from episodes import check_tokens, load, made_task, ok, play
+from tunesmith.config.schema import EnvironmentSection
+from tunesmith.environments.loading import check_agents
 from tunesmith.errors import ConfigError
 from tunesmith.types import Status
 
@@ -238,6 +241,26 @@ def test_what_is_no_agent_or_environment_is_refused(code: str, words: str, tmp_p
     with pytest.raises(ConfigError) as raised:
         load(tmp_path, code, path="env.py:agent")
     assert words in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "refused"),
+    [
+        ({"timeout": 5.0}, "environment.timeout"),
+        ({"memory": "1GB"}, "environment.memory"),
+        ({"isolation": "process"}, "environment.isolation"),
+        ({"isolation": "thread"}, None),
+        ({}, None),
+    ],
+)
+def test_agents_do_not_have_the_settings_of_environments(
+    settings: dict[str, Any], refused: str | None, tmp_path: Path
+) -> None:
+    game = "class Game:\n    def reset(self): ...\n    def step(self, action): ...\n"
+    (tmp_path / "env.py").write_text(agent("return 1.0") + game)
+    check_agents(EnvironmentSection(path={"a": "env.py:agent", "g": "env.py:Game"}, **settings), tmp_path)
+    with pytest.raises(ConfigError, match=f"{refused} .*env.py:agent") if refused else nullcontext():
+        check_agents(EnvironmentSection(path="env.py:agent", **settings), tmp_path)
 
 
 def test_agents_need_a_chat_template(tokenizer: Any, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from tunesmith.data.prepare import peek
 from tunesmith.data.prompts import read_shots
 from tunesmith.distributed.torchrun import Launch
 from tunesmith.engines.interpreter import check_interpreter
-from tunesmith.environments.loading import check_environment
+from tunesmith.environments.loading import check_agents, check_environment
 from tunesmith.errors import CheckpointError, ConfigError
 from tunesmith.loop.checkpoint import Checkpoints
 from tunesmith.monitor.run_dir import RunDir, check_run_dir, is_running
@@ -86,6 +86,7 @@ def check_run(config: C, base_dir: Path, *, hub: bool = True) -> Resolved[C]:
     if isinstance(config, RLConfig):
         check_run_rewards(sharing_process(config, base_dir), base_dir)
         check_environment(sharing_process(config, base_dir).environment, base_dir)
+        check_agents(config.environment, base_dir)
     elif isinstance(config, SamplingConfig) and config.reward is not None:
         check_rewards(config.reward, base_dir)
     check_sinks(config.monitor.sinks, base_dir)

@@ -43,6 +43,23 @@ def check_environment(section: EnvironmentSection, base_dir: Path) -> None:
         user_code.check_reference(reference, base_dir)
 
 
+def check_agents(given: EnvironmentSection, base_dir: Path) -> None:
+    """Refuse (``ConfigError``) settings of environments and tools where only agents play, which do not have them.
+
+    Args:
+        given: with no values but those of the run file.
+    """
+    references = references_of(given).values()
+    unread = [key for key in ("timeout", "isolation", "memory") if key in given.model_fields_set]
+    if given.isolation == "thread":  # where agents run anyway
+        unread.remove("isolation")
+    if unread and references and all(user_code.parameters_in_source(each, base_dir) & GIVEN for each in references):
+        raise ConfigError(
+            f"environment.{unread[0]} is for environments and tools, and {' and '.join(references)} plays as an agent, "
+            "in the run's own process: leave it out; rollout.timeout ends an agent's episode."
+        )
+
+
 def references_of(section: EnvironmentSection) -> dict[str, str]:
     """References to the user's code by the value of the routing column; a single one by its own name."""
     if isinstance(section.path, str):

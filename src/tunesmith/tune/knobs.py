@@ -118,5 +118,6 @@ _LADDERS: Mapping[str, Callable[[Values, Shape], list[Any]]] = {
     "system.share_prompts": lambda _, shape: [True, False] if shape.compares else [],
     "system.offload_optimizer": lambda _, shape: [False, True] if shape.gpu else [],
     "system.offload_activations": lambda _, shape: [False, True] if shape.gpu else [],
+    "system.offload_parameters": lambda _, shape: [False, True] if shape.gpu else [],
     "system.speculative": lambda _, __: ["off", "ngram"],
 }
