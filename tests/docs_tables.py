@@ -16,7 +16,7 @@ from hardware_table import GPUS, rows
 from tunesmith.algorithms.presets import NEEDS, PRESETS
 from tunesmith.config.algorithm import AlgorithmSection
 from tunesmith.config.choice import Choice
-from tunesmith.config.reference import settings_of
+from tunesmith.config.documents.reference import settings_of
 from tunesmith.doctor.findings import rules
 from tunesmith.models.families import KNOWN, REFUSED
 from tunesmith.monitor.catalogue import CATALOGUE

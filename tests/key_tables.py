@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from documents import KeyRow
 from tunesmith.config.choice import Choice
-from tunesmith.config.describe import describe_at
+from tunesmith.config.reading.describe import describe_at
 from tunesmith.config.section import DERIVED, Section
 from tunesmith.config.toml import toml_value
 

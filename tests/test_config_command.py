@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from tiny_runs import REWARDS, sums, write_lines
 from tunesmith.cli.show_config import show_config
 from tunesmith.config.load import load_config
-from tunesmith.config.places import placed
+from tunesmith.config.names.unknown import all_keys
+from tunesmith.config.reading.places import placed
+from tunesmith.config.reading.shape import DEEPEST
 from tunesmith.config.schema import RLConfig
-from tunesmith.config.shape import DEEPEST
-from tunesmith.config.unknown import all_keys
 from tunesmith.errors import ConfigError, ModelError, TunesmithError, UserError
 
 MODEL = {

@@ -14,11 +14,11 @@ from tunesmith.config.distillation import DistillConfig
 from tunesmith.config.generation import GenerateConfig, OutputSection
 from tunesmith.config.kinds import all_keys
 from tunesmith.config.load import find_kind, load_config, parse_override
-from tunesmith.config.problems import key_lines, line_of
+from tunesmith.config.names.unknown import explain_unknown
+from tunesmith.config.reading.problems import key_lines, line_of
 from tunesmith.config.schema import RLConfig, RunConfig, SFTConfig
 from tunesmith.config.sizes import format_size, parse_size
 from tunesmith.config.toml import toml_key, toml_value
-from tunesmith.config.unknown import explain_unknown
 from tunesmith.errors import ConfigError
 from tunesmith.usercode.loading import load_function
 
@@ -411,7 +411,7 @@ def test_sizes_by_hand() -> None:
 
 
 def test_the_schema_has_a_description_for_every_kind_of_value() -> None:
-    from tunesmith.config.describe import describe_at
+    from tunesmith.config.reading.describe import describe_at
 
     for key in all_keys(RLConfig) + all_keys(SFTConfig):
         for kind in (RLConfig, SFTConfig):

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from tiny_runs import write_lines
 from tunesmith.cli.main import app
-from tunesmith.config.reference import settings_of
+from tunesmith.config.documents.reference import settings_of
 from tunesmith.doctor.findings import SEVERITIES, Finding, diagnose, rules
 from tunesmith.doctor.record import read_record
 from tunesmith.errors import ConfigError

@@ -11,10 +11,10 @@ import pytest
 from typer.testing import CliRunner
 
 from tunesmith.cli.main import app
-from tunesmith.config.advice import advice_about
-from tunesmith.config.foreign import meanings
+from tunesmith.config.documents.advice import advice_about
 from tunesmith.config.kinds import KINDS, all_keys
 from tunesmith.config.load import load_config
+from tunesmith.config.names.foreign import meanings
 from tunesmith.config.resolved import Derived, Resolved, save_resolved
 from tunesmith.config.schema import RLConfig
 from tunesmith.errors import ConfigError
@@ -142,7 +142,7 @@ def test_an_unknown_name_is_answered_with_the_nearest(name: str, near: str) -> N
 
 def test_it_needs_no_torch() -> None:
     code = (
-        "import sys; from tunesmith.plan.explain import *; from tunesmith.config.advice import *; "
+        "import sys; from tunesmith.plan.explain import *; from tunesmith.config.documents.advice import *; "
         "explain('train.lr'); advice_about('train.lr'); "
         "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     )

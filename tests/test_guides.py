@@ -9,10 +9,10 @@ import pytest
 
 from documents import ROOT
 from tunesmith.algorithms.presets import PRESETS
-from tunesmith.config.describe import field_at
 from tunesmith.config.distillation import OfflineDistillConfig, SampledDistillConfig
 from tunesmith.config.generation import GenerateConfig, RFTConfig
 from tunesmith.config.preference import DPOConfig, KTOConfig, PRMConfig, RMConfig
+from tunesmith.config.reading.describe import field_at
 from tunesmith.config.schema import RLConfig, SFTConfig
 from tunesmith.doctor.findings import rules
 from tunesmith.monitor.catalogue import CATALOGUE

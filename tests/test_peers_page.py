@@ -11,7 +11,7 @@ from tunesmith.algorithms.advantages import Estimator
 from tunesmith.algorithms.corrections import Correction
 from tunesmith.algorithms.losses import Loss
 from tunesmith.config.algorithm import AlgorithmSection
-from tunesmith.config.describe import choices_at
+from tunesmith.config.reading.describe import choices_at
 
 PEERS = Path(__file__).parent / "peers"
 

@@ -12,9 +12,9 @@ from typer.testing import CliRunner
 
 from tunesmith.algorithms.presets import PRESETS
 from tunesmith.cli.main import app
+from tunesmith.config.documents.reference import settings_of
 from tunesmith.config.kinds import KINDS, all_keys
 from tunesmith.config.load import find_kind, load_config
-from tunesmith.config.reference import settings_of
 from tunesmith.data.prepare import peek
 from tunesmith.environments.loading import check_environment
 from tunesmith.errors import ConfigError

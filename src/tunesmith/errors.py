@@ -22,7 +22,7 @@ class UserError(TunesmithError, ValueError):
 
     exit_code = 2
     places_known = False
-    """Whether the message says where the settings that it names stand (``config.places``)."""
+    """Whether the message says where the settings that it names stand (``config.reading.places``)."""
 
 
 class ConfigError(UserError):

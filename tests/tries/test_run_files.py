@@ -24,15 +24,15 @@ from tiny import save_model
 from tiny_runs import REWARDS, sums, write_lines
 from tunesmith.assembly import train
 from tunesmith.assembly.checking import check_run
-from tunesmith.config.describe import choices_at, describe_at
 from tunesmith.config.distillation import DistillConfig, OfflineDistillConfig
 from tunesmith.config.generation import GenerateConfig, RFTConfig
 from tunesmith.config.load import load_config
-from tunesmith.config.places import placed
+from tunesmith.config.names.unknown import all_keys
 from tunesmith.config.preference import DPOConfig, KTOConfig, PRMConfig, RMConfig
+from tunesmith.config.reading.describe import choices_at, describe_at
+from tunesmith.config.reading.places import placed
 from tunesmith.config.schema import RLConfig, RunConfig, SFTConfig
 from tunesmith.config.toml import toml_value
-from tunesmith.config.unknown import all_keys
 from tunesmith.errors import DataError, TunesmithError
 from tunesmith.offline import generate, rft
 

@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
-from tunesmith.config.foreign import value_of
+from tunesmith.config.names.foreign import value_of
 from tunesmith.errors import ConfigError, boundary, nearest
 
 NEEDS: Mapping[str, str] = {

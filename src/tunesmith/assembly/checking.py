@@ -14,7 +14,7 @@ from tunesmith.assembly.sinks import check_sinks
 from tunesmith.config.distillation import DistillConfig, OfflineDistillConfig
 from tunesmith.config.generation import GenerateConfig, RFTConfig, SamplingConfig
 from tunesmith.config.load import load_config
-from tunesmith.config.places import placed
+from tunesmith.config.reading.places import placed
 from tunesmith.config.resolved import Resolved
 from tunesmith.config.schema import DataSection, RLConfig, RunConfig
 from tunesmith.data.prepare import peek

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from tunesmith.config.files import ADAPTER_CONFIG
+from tunesmith.config.reading.files import ADAPTER_CONFIG
 from tunesmith.errors import ModelError, StorageError
 
 

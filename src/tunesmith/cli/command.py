@@ -100,7 +100,7 @@ def _about_options(command: str, options: Sequence[tuple[str, list[str]]], known
 
 def _instead(kind: Any, option: str, values: Sequence[str]) -> str:
     """What to write for an option with its values."""
-    from tunesmith.config.unknown import find, rule_of
+    from tunesmith.config.names.unknown import find, rule_of
 
     ours = find(kind, option)
     if ours.keys and not ours.sure:

@@ -43,7 +43,7 @@ def print_dry_run(run: Path, overrides: Sequence[str], on: str) -> None:
     from tunesmith.assembly.dry_run import check_dry_run, dry_run
     from tunesmith.assembly.planning import plan_run
     from tunesmith.config.load import find_kind, load_config
-    from tunesmith.config.places import placed
+    from tunesmith.config.reading.places import placed
     from tunesmith.config.resolved import print_resolved
     from tunesmith.plan.memory import planned_devices
     from tunesmith.plan.report import layout_of_run

@@ -44,8 +44,8 @@ def explain(
 
 
 def _print_setting(setting: object, run: Path | None) -> None:
+    from tunesmith.config.documents.reference import Setting
     from tunesmith.config.kinds import KINDS
-    from tunesmith.config.reference import Setting
     from tunesmith.plan.explain import called_elsewhere, value_in_run, without_effect
 
     assert isinstance(setting, Setting)
@@ -65,7 +65,7 @@ def _print_setting(setting: object, run: Path | None) -> None:
 
 def _print_advice(name: str) -> None:
     """What the documents say, the guides first."""
-    from tunesmith.config.advice import advice_about
+    from tunesmith.config.documents.advice import advice_about
 
     advice = advice_about(name)
     for one in advice[:_MOST]:

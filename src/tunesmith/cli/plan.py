@@ -33,7 +33,7 @@ def plan(
     """
     from tunesmith.assembly.planning import plan_run
     from tunesmith.config.load import find_kind, load_config
-    from tunesmith.config.places import placed
+    from tunesmith.config.reading.places import placed
     from tunesmith.config.resolved import print_resolved
     from tunesmith.errors import CapacityError
     from tunesmith.plan.report import layout_of_run, memory_of, memory_rows, other_rows, plan_of, seconds_rows

@@ -22,9 +22,9 @@ def keys(
 
     Example: tunesmith keys rollout
     """
+    from tunesmith.config.documents.reference import settings_of
     from tunesmith.config.kinds import KINDS
-    from tunesmith.config.reference import settings_of
-    from tunesmith.config.unknown import find
+    from tunesmith.config.names.unknown import find
 
     rows = settings_of(what or "")
     if not rows:

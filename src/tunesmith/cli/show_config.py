@@ -15,7 +15,7 @@ def show_config(run: RunFile, overrides: Overrides = None) -> None:
     """
     from tunesmith.assembly.checking import check_run
     from tunesmith.config.load import find_kind, load_config
-    from tunesmith.config.places import placed
+    from tunesmith.config.reading.places import placed
     from tunesmith.config.resolved import print_resolved
 
     with placed(run, overrides or ()):

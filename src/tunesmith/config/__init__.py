@@ -1,9 +1,12 @@
 """The settings of a run.
 
-``load`` reads a run file and overrides; ``shape`` and ``files`` check values and paths before the sections do.
-``schema`` has the sections, with ``algorithm``, ``sampling``, ``system`` (``vllm``, ``placement``) and ``monitor``;
-``generation``, ``preference`` and ``distillation`` have those of single commands, and ``kinds`` the configurations by
-command. ``section``, ``choice``, ``values`` and ``sizes`` are what sections are made of. ``problems``, ``places``,
-``describe``, ``unknown`` and ``foreign`` write the errors. ``resolved`` is a configuration with every value and its
-reason.
+The sections of run files, by what they hold: ``schema`` has those of every command, of reinforcement learning and of
+supervised training; ``algorithm``, ``optimizer``, ``system`` and ``placement`` their largest tables; ``generation``,
+``preference`` and ``distillation`` those of single commands. ``kinds`` has the configurations by command.
+
+What sections are made of: ``section``, ``choice``, ``values`` and ``sizes``.
+
+``load`` makes a configuration of a run file and overrides: ``reading`` checks values and paths before the sections do,
+and writes the errors; ``names`` answers names of other frameworks; ``documents`` describes each setting. ``resolved``
+is a configuration with every value and its reason, and ``toml`` writes it.
 """

@@ -7,8 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from tunesmith.config.sampling import SamplingKeys
-from tunesmith.config.schema import PositiveInt, RewardSection, RunConfig
+from tunesmith.config.schema import PositiveInt, RewardSection, RunConfig, SamplingKeys
 from tunesmith.config.section import Section, derived
 
 

@@ -7,10 +7,10 @@ from functools import cache
 
 from pydantic import BaseModel
 
-from tunesmith.config.describe import sections_of, tables_of
 from tunesmith.config.distillation import DistillConfig
 from tunesmith.config.generation import GenerateConfig, RFTConfig
 from tunesmith.config.preference import DPOConfig, KTOConfig, PRMConfig, RMConfig
+from tunesmith.config.reading.describe import sections_of, tables_of
 from tunesmith.config.schema import RLConfig, RunConfig, SFTConfig
 
 KINDS: Mapping[str, type[RunConfig]] = {

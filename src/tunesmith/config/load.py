@@ -16,18 +16,18 @@ from typing import Any, TypeVar, cast
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from tunesmith.config.describe import choices_at, describe_at, field_at, show, tables_of
 from tunesmith.config.distillation import distill_kind
-from tunesmith.config.files import locate_files
-from tunesmith.config.foreign import value_of
 from tunesmith.config.generation import GenerateConfig, RFTConfig
 from tunesmith.config.kinds import all_keys
+from tunesmith.config.names.foreign import value_of
+from tunesmith.config.names.unknown import answer, explain_unknown, find
 from tunesmith.config.preference import DPOConfig, KTOConfig, PRMConfig, RMConfig
-from tunesmith.config.problems import KeyPath, Origins, Problem, dotted, key_lines, raise_problems
+from tunesmith.config.reading.describe import choices_at, describe_at, field_at, show, tables_of
+from tunesmith.config.reading.files import locate_files
+from tunesmith.config.reading.problems import KeyPath, Origins, Problem, dotted, key_lines, raise_problems
+from tunesmith.config.reading.shape import DEEPEST, shape_problems
 from tunesmith.config.schema import RLConfig, RunConfig, SFTConfig
 from tunesmith.config.section import Section
-from tunesmith.config.shape import DEEPEST, shape_problems
-from tunesmith.config.unknown import answer, explain_unknown, find
 from tunesmith.errors import ConfigError, boundary, closest, nearest, shortened
 
 C = TypeVar("C", bound=RunConfig)

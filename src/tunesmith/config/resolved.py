@@ -12,8 +12,8 @@ from typing import Any, Generic, Literal, TypeVar
 from pydantic import BaseModel
 
 from tunesmith.config.choice import Choice
-from tunesmith.config.describe import alternatives
-from tunesmith.config.files import same_path
+from tunesmith.config.reading.describe import alternatives
+from tunesmith.config.reading.files import same_path
 from tunesmith.config.schema import RunConfig
 from tunesmith.config.toml import toml_key, toml_value
 from tunesmith.errors import StorageError, boundary

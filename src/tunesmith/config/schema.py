@@ -13,9 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from tunesmith.config.algorithm import AlgorithmSection, CriticSection
-from tunesmith.config.monitor import MonitorSection
 from tunesmith.config.optimizer import AdamW, Optimizer
-from tunesmith.config.sampling import SamplingKeys
 from tunesmith.config.section import Section, derived
 from tunesmith.config.system import SystemSection
 from tunesmith.config.values import (
@@ -26,6 +24,7 @@ from tunesmith.config.values import (
     Rate,
     Seed,
     Share,
+    SinkName,
     Size,
     Text,
     Url,
@@ -183,6 +182,29 @@ class EnvironmentSection(Section):
         return self.path is not None or bool(self.tools)
 
 
+class SamplingKeys(Section):
+    """How completions are drawn: what ``[rollout]`` and ``[sampling]`` share."""
+
+    table: ClassVar[str]
+    """The section's name in a run file."""
+
+    max_new_tokens: PositiveInt = 512
+    temperature: Annotated[float, Field(ge=0)] = 1.0
+    """0 is greedy."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_k: Count = 0
+    min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    repetition_penalty: Annotated[float, Field(gt=0)] = 1.0
+    """Divides the logits of tokens in the prompt or written before (multiplies negative ones), as in transformers."""
+    min_new_tokens: Count = 0
+    """No completion ends before it has this many tokens."""
+    stop: tuple[Text, ...] = ()
+    stop_token_ids: tuple[Count, ...] = ()
+    timeout: Annotated[float, Field(gt=0)] = 3600.0
+    """Seconds that one completion may take before it counts as failed."""
+    seed: Seed = 0
+
+
 class RolloutSection(SamplingKeys):
     table = "rollout"
 
@@ -243,6 +265,36 @@ class EvalSection(Section):
     """End the run once an evaluation's ``metric`` is this good."""
     use_ema: bool = False
     """Evaluate the average of the weights that ``train.ema_decay`` keeps."""
+
+
+class MonitorSection(Section):
+    """What a run shows and records."""
+
+    sinks: tuple[SinkName, ...] = ()
+    """Services or your own classes that also get the metrics; metrics.jsonl is always written."""
+    run_name: Text | None = None
+    """The run's name in the sinks; None: the name of its directory."""
+    project: Text | None = None
+    """The project in W&B and trackio, the experiment in MLflow; None: the service's environment variable, or
+    ``tunesmith``."""
+    tags: tuple[Text, ...] = ()
+    """The run's tags in the sinks."""
+    progress: bool | None = None
+    """Whether progress is a live display; None: if standard output is a terminal."""
+    every: PositiveInt = 1
+    """Steps between plain progress lines and between points in the sinks; metrics.jsonl has every step."""
+    samples: Count = 2
+    """Groups of each step whose rollouts are kept in rollouts.jsonl; four times as many prompts of each evaluation."""
+    tokens: bool = True
+    """Whether rollouts.jsonl has the text, the log-probability and the advantage of each token."""
+    rollouts_size: Size = "1GB"
+    """Of rollouts.jsonl and rollouts-older.jsonl together; the oldest rollouts are dropped."""
+    trace_steps: tuple[PositiveInt, ...] = ()
+    """Steps whose timeline is written to trace/."""
+    profile_steps: tuple[PositiveInt, ...] = ()
+    """Steps whose operators and kernels torch's profiler writes to profile/."""
+    stall_after: Annotated[float, Field(ge=0)] = 300.0
+    """Seconds without progress before the run reports who waits for whom; 0: never."""
 
 
 class CheckpointSection(Section):

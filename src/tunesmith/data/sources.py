@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from tunesmith.config.files import is_hub_name
+from tunesmith.config.reading.files import is_hub_name
 from tunesmith.config.schema import Source
 from tunesmith.errors import ConfigError, DataError, boundary, nearest
 

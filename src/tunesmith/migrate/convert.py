@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from tunesmith.config.foreign import Meaning, meanings_of, spelled, value_of
 from tunesmith.config.kinds import KINDS, all_keys
-from tunesmith.config.unknown import rule_of
+from tunesmith.config.names.foreign import Meaning, meanings_of, spelled, value_of
+from tunesmith.config.names.unknown import rule_of
 from tunesmith.migrate.given import UNKNOWN, Given, Launch
 from tunesmith.migrate.programs import find_program
 from tunesmith.migrate.there import ROLES, Dropped, NotKnownError, There, Value, family, is_off

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 from tunesmith.algorithms.presets import PRESETS
-from tunesmith.config.foreign import value_of
+from tunesmith.config.names.foreign import value_of
 from tunesmith.migrate.given import Given
 from tunesmith.migrate.there import OFF, Dropped, There, Value, is_off
 

@@ -128,7 +128,7 @@ def _launch(kind: str, framework: str, settings: tuple[Given, ...]) -> Launch:
 
 def _is_known(settings: tuple[Given, ...]) -> bool:
     """Whether a file of unknown origin holds settings of a trainer at all."""
-    from tunesmith.config.foreign import meanings_of
+    from tunesmith.config.names.foreign import meanings_of
 
     return sum(bool(meanings_of(given.name)[1]) for given in settings) * 2 > len(settings)
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tunesmith.config.foreign import FRAMEWORKS, meanings_of, spelled
+from tunesmith.config.names.foreign import FRAMEWORKS, meanings_of, spelled
 from tunesmith.migrate.given import Given, Launch
 
 _FAMILIES: Mapping[str, tuple[str, ...]] = {

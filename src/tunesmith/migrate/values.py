@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
-from tunesmith.config.foreign import meanings_of, value_of
+from tunesmith.config.names.foreign import meanings_of, value_of
 from tunesmith.migrate.batches import BATCHES
 from tunesmith.migrate.given import Given
 from tunesmith.migrate.learned import LEARNED

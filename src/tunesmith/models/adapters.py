@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from tunesmith.config.files import ADAPTER_CONFIG
+from tunesmith.config.reading.files import ADAPTER_CONFIG
 from tunesmith.config.schema import LoraSection
 from tunesmith.errors import CheckpointError, ConfigError, ModelError, StorageError, boundary, nearest
 from tunesmith.models.causal_lm import CausalLM

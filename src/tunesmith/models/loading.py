@@ -26,7 +26,7 @@ from transformers import (
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.initialization import no_init_weights
 
-from tunesmith.config.files import ADAPTER_CONFIG, is_hub_name
+from tunesmith.config.reading.files import ADAPTER_CONFIG, is_hub_name
 from tunesmith.errors import ConfigError, ModelError, boundary
 from tunesmith.fake_device.tokenizer import NoTokenizer
 from tunesmith.models.attention import ATTENTION_NAME

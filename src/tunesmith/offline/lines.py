@@ -9,7 +9,7 @@ from itertools import compress
 from pathlib import Path
 from typing import Any, cast
 
-from tunesmith.config.files import same_path
+from tunesmith.config.reading.files import same_path
 from tunesmith.errors import ConfigError, DataError, StorageError, boundary
 from tunesmith.monitor.metrics import JsonLines, is_whole, keep_lines
 from tunesmith.redact import redact_values

@@ -15,8 +15,8 @@ from tunesmith.assembly.common import load_tokenizer
 from tunesmith.assembly.opening import FROM_A_COMMAND, SHOWN, Caller, announce, load_trained
 from tunesmith.assembly.sinks import ADAPTERS
 from tunesmith.assembly.train import run_sft
-from tunesmith.config.files import ADAPTER_CONFIG
 from tunesmith.config.generation import RFTConfig
+from tunesmith.config.reading.files import ADAPTER_CONFIG
 from tunesmith.config.resolved import Resolved, config_text, settings
 from tunesmith.config.schema import DataSection, LoraSection
 from tunesmith.data.prepare import load_samples, load_tasks

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from urllib.parse import urlsplit
 
 from tunesmith.config.schema import RunConfig
-from tunesmith.config.system import SystemSection
-from tunesmith.config.vllm import VllmSection
+from tunesmith.config.system import SystemSection, VllmSection
 from tunesmith.types import altering
 
 _TRAINER_KEYS = (

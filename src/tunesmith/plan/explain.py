@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tunesmith.algorithms.presets import PRESETS
-from tunesmith.config.foreign import FRAMEWORKS, Meaning, meanings, meanings_of, spelled
-from tunesmith.config.reference import Setting, settings_of
+from tunesmith.config.documents.reference import Setting, settings_of
+from tunesmith.config.names.foreign import FRAMEWORKS, Meaning, meanings, meanings_of, spelled
+from tunesmith.config.names.unknown import find, rule_of
 from tunesmith.config.toml import toml_value
-from tunesmith.config.unknown import find, rule_of
 from tunesmith.errors import ConfigError, boundary, closest
 from tunesmith.monitor.catalogue import CATALOGUE, Metric
 from tunesmith.monitor.catalogue import find as find_metric

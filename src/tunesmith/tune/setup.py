@@ -7,9 +7,8 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
 from tunesmith.config.load import parse_override
-from tunesmith.config.monitor import MonitorSection
 from tunesmith.config.resolved import settings
-from tunesmith.config.schema import CheckpointSection, EvalSection, RLConfig, RunConfig
+from tunesmith.config.schema import CheckpointSection, EvalSection, MonitorSection, RLConfig, RunConfig
 from tunesmith.errors import ConfigError
 from tunesmith.plan.filling import with_values
 from tunesmith.tune.knobs import TUNED, Values

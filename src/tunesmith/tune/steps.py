@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from tunesmith.config.load import find_kind, load_config
-from tunesmith.config.places import placed
+from tunesmith.config.reading.places import placed
 from tunesmith.config.schema import RLConfig, RunConfig
 from tunesmith.errors import ConfigError
 from tunesmith.loop.session import OUTSIDE_STEPS

@@ -13,7 +13,7 @@ from typing import Any
 
 from tunesmith.assembly.checking import facts_of_run
 from tunesmith.config.load import find_kind, load_config
-from tunesmith.config.places import placed
+from tunesmith.config.reading.places import placed
 from tunesmith.config.resolved import settings
 from tunesmith.config.schema import RLConfig, RunConfig
 from tunesmith.errors import CapacityError, ConfigError

@@ -24,7 +24,7 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any
 
-from tunesmith.config.user_functions import check_defined, definitions_in
+from tunesmith.config.reading.user_functions import check_defined, definitions_in
 from tunesmith.errors import ConfigError, nearest
 from tunesmith.monitor.waits import long_wait
 

@@ -1,6 +1,6 @@
 """What other frameworks (TRL, transformers, OpenRLHF, verl, StateSet Agents, DeepSpeed, accelerate) call the settings.
 
-The data is in ``names/*.toml``; it is read when a name is first looked up.
+The data is in the TOML files beside this one; it is read when a name is first looked up.
 """
 
 from __future__ import annotations
@@ -139,4 +139,4 @@ def _index(frameworks: tuple[str, ...]) -> tuple[tuple[dict[str, list[Meaning]],
 
 @cache
 def _read(file: str) -> dict[str, Any]:
-    return tomllib.loads((Path(__file__).parent / "names" / f"{file}.toml").read_text(encoding="utf-8"))
+    return tomllib.loads(Path(__file__).with_name(f"{file}.toml").read_text(encoding="utf-8"))

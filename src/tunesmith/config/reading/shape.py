@@ -8,8 +8,8 @@ from typing import Any, cast, get_args, get_origin
 
 from pydantic import BaseModel
 
-from tunesmith.config.describe import alternatives, choices_at, describe_at, field_at, sections_of, show
-from tunesmith.config.problems import KeyPath, Problem, dotted
+from tunesmith.config.reading.describe import alternatives, choices_at, describe_at, field_at, sections_of, show
+from tunesmith.config.reading.problems import KeyPath, Problem, dotted
 from tunesmith.redact import is_redacted
 
 DEEPEST = 32

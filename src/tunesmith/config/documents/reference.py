@@ -18,12 +18,12 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from tunesmith.config.choice import Choice
-from tunesmith.config.describe import describe_at, fields_at, is_section
 from tunesmith.config.kinds import KINDS, all_keys
+from tunesmith.config.reading.describe import describe_at, fields_at, is_section
 from tunesmith.config.section import DERIVED
 from tunesmith.config.toml import toml_value
 
-DOCS = Path(__file__).parent.parent / "docs"
+DOCS = Path(__file__).parents[2] / "docs"
 _PAGES = ("configuration", "generate", "rft", "preference")
 _HEADINGS = {"Top level": "", "Reward model": "rm.", "DPO": "dpo.", "KTO": "kto.", "Process reward model": "prm."}
 """Sections that are not the heading of their table."""

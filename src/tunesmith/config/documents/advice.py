@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 
-from tunesmith.config.reference import DOCS
+from tunesmith.config.documents.reference import DOCS
 
 _FIRST = ("troubleshooting", "choosing", "hardware", "modes", "lora", "engines", "asynchronous")
 """Pages that say what to do; the others follow by name."""

@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from tunesmith.config.choice import Choice
-from tunesmith.config.problems import KeyPath
+from tunesmith.config.reading.problems import KeyPath
 from tunesmith.errors import shortened
 from tunesmith.redact import redact_values
 

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
-from tunesmith.config.files import locate_files
 from tunesmith.config.load import read_tree
-from tunesmith.config.problems import KeyPath, Origins, dotted
+from tunesmith.config.reading.files import locate_files
+from tunesmith.config.reading.problems import KeyPath, Origins, dotted
 from tunesmith.errors import ConfigError, DataError, UserError
 
 _KEY = re.compile(r"[a-z_]\w*(?:\.\w+)*")

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from tunesmith.config.problems import KeyPath, Problem, dotted
-from tunesmith.config.user_functions import check_defined
+from tunesmith.config.reading.problems import KeyPath, Problem, dotted
+from tunesmith.config.reading.user_functions import check_defined
 from tunesmith.errors import ConfigError, closest, shortened
 
 DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")

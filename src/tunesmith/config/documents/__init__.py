@@ -1,0 +1,1 @@
+"""What the documents say about settings."""
