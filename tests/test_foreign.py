@@ -219,8 +219,8 @@ def test_values_of_other_frameworks_are_valid_here() -> None:
     for key, values in foreign_values().items():
         choices = choices_at(RLConfig, tuple(key.split("."))) or choices_at(KINDS["dpo"], tuple(key.split(".")))
         assert key in KEYS and (not choices or set(values) <= set(choices)), key
-    assert value_of("model.dtype", "bf16") == '"bfloat16"'
-    assert value_of("algorithm.kl.estimator", "low_var_kl") == '"k3"'
+    assert value_of("model.dtype", "bf16") == "bfloat16"
+    assert value_of("algorithm.kl.estimator", "low_var_kl") == "k3"
     assert 'Write "bfloat16"' in refused("model.dtype=bf16", "reward.functions=['math']")
     assert 'Write "token_mean"' in refused("algorithm.aggregation=token-mean", "reward.functions=['math']")
 

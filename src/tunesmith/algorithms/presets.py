@@ -63,7 +63,8 @@ def find_preset(name: str) -> Preset:
     if ":" in name:
         return _of_python(name)
     ours = value_of("algorithm.name", name)
-    raise ConfigError(f"there is no preset '{name}'.{f' Write {ours}.' if ours else nearest(name, PRESETS)}")
+    instead = f' Write "{ours}".' if ours else nearest(name, PRESETS)
+    raise ConfigError(f"there is no preset '{name}'.{instead}")
 
 
 @cache

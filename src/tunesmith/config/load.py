@@ -28,6 +28,7 @@ from tunesmith.config.reading.problems import KeyPath, Origins, Problem, dotted,
 from tunesmith.config.reading.shape import DEEPEST, shape_problems
 from tunesmith.config.schema import RLConfig, RunConfig, SFTConfig
 from tunesmith.config.section import Section
+from tunesmith.config.toml import toml_value
 from tunesmith.errors import ConfigError, boundary, closest, nearest, shortened
 
 C = TypeVar("C", bound=RunConfig)
@@ -84,6 +85,11 @@ def find_kind(path: Path | None, overrides: Sequence[str] = ()) -> type[RunConfi
         if names & data.keys():
             return kind
     return SFTConfig
+
+
+def load_run(path: Path, overrides: Sequence[str]) -> RunConfig:
+    """``load_config`` with the configuration of ``find_kind``."""
+    return load_config(find_kind(path, overrides), path, overrides)
 
 
 def parse_override(text: str) -> tuple[tuple[str, ...], Any]:
@@ -211,7 +217,7 @@ def _wrong_value(kind: type[Section], path: KeyPath, value: Any, inner: KeyPath 
     if isinstance(value, dict) and "type" in value:
         value = cast(Tree, value)["type"]
     if ours := value_of(dotted(path), value):
-        hint = f" Write {ours}."
+        hint = f" Write {toml_value(ours)}."
     elif isinstance(value, str) and (choices := choices_at(kind, inner)):
         close = closest(value, choices, 0.6)
         hint = f" Did you mean '{close}'?" if close else ""

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-
 from tunesmith.migrate.given import Given
-from tunesmith.migrate.there import OFF, Dropped, There, Value
-
-Result = Sequence[Value] | Dropped
+from tunesmith.migrate.there import OFF, Dropped, Result, There, Value
 
 
 def _devices(there: There) -> tuple[int, str]:
@@ -68,11 +64,6 @@ def prompts(given: Given, there: There) -> Result:
     return [Value("rollout.prompts_per_step" if there.rl else "train.batch_size", given.value)]
 
 
-def passes(given: Given, there: There) -> Result:
-    """OpenRLHF's ``max_epochs``."""
-    return [Value("train.passes_per_batch" if there.rl else "train.epochs", given.value)]
-
-
 def epochs(given: Given, there: There) -> Result:
     steps = there.number("max_steps", "total_training_steps", default=0)
     if steps or there.given("total_episodes") or there.number("rollout.total_rollout_steps", default=0):
@@ -100,13 +91,6 @@ def ahead_steps(given: Given, there: There) -> Result:
     if not isinstance(given.value, int) or given.value < 1:
         return OFF
     return [Value("train.steps", max(given.value // each, 1), f"{given.value} prompts / {each} per step")]
-
-
-def mode(given: Given, _there: There) -> Result:
-    """TRL's ``vllm_mode``."""
-    if given.value == "server":
-        return [Value("system.engine_process", True)]
-    return Dropped("the engine is in the process of the run by itself", derived=True)
 
 
 def episodes(given: Given, there: There) -> Result:
@@ -147,12 +131,6 @@ def ranks(given: Given, there: There) -> Result:
     return [Value("system.trainer_ranks", devices)] if devices > 1 else Dropped("1 is the default here too", off=True)
 
 
-def nodes(given: Given, _there: There) -> Result:
-    if given.value in (0, 1, None):
-        return Dropped("one machine is the default here too", off=True)
-    return Dropped(f'{given.value} machines: system.cluster = "ray", and tunesmith launch slurm writes the job')
-
-
 def zero_stage(given: Given, there: There) -> Result:
     devices = there.launch.devices or 1
     if not isinstance(given.value, int) or isinstance(given.value, bool) or not 0 <= given.value <= 3:
@@ -174,38 +152,26 @@ def sequence(given: Given, there: There) -> Result:
     return [Value("system.sequence_parallel.size", size)]
 
 
-def engine(given: Given, _there: There) -> Result:
-    """OpenRLHF's ``vllm_num_engines`` and verl's ``rollout.name``."""
-    if isinstance(given.value, int):
-        if given.value < 1:
-            return OFF
-        several = (
-            [Value("system.engines", given.value), Value("system.engine_process", True)] if given.value > 1 else []
-        )
-        return [Value("system.engine", "vllm"), *several]
-    name = str(given.value)
-    if name == "sglang":
-        return Dropped(
-            "the run starts no SGLang; it samples with its own engine, or with servers by system.engine_urls"
-        )
-    return [Value("system.engine", name)] if name in ("vllm", "local") else Dropped(f"there is no engine {name} here")
+def engines(given: Given, _there: There) -> Result:
+    """OpenRLHF's ``vllm_num_engines``."""
+    if not isinstance(given.value, int) or given.value < 1:
+        return OFF
+    several = [Value("system.engines", given.value), Value("system.engine_process", True)] if given.value > 1 else []
+    return [Value("system.engine", "vllm"), *several]
 
 
-def of_vllm(key: str) -> Callable[[Given, There], Result]:
+def of_vllm(given: Given, there: There) -> Result:
     """A setting of vLLM, where it is what samples."""
-
-    def convert(given: Given, there: There) -> Result:
-        name = there.get("rollout.name", "use_vllm", "backend")
-        if "reward" in given.name or "teacher" in given.name:
-            return Dropped("a reward model and a teacher are scored by the trainer's code, which plans its own memory")
-        if given.value is None:
-            return OFF
-        if name in ("vllm", True) or there.number("vllm_num_engines", "vllm.num_engines", default=0) or name is None:
-            ranks = key.endswith("tensor_parallel_size") and isinstance(given.value, int) and given.value > 1
-            return [Value(key, given.value), *([Value("system.engine_process", True)] if ranks else [])]
+    name = there.get("rollout.name", "use_vllm", "backend")
+    if "reward" in given.name or "teacher" in given.name:
+        return Dropped("a reward model and a teacher are scored by the trainer's code, which plans its own memory")
+    if given.value is None:
+        return OFF
+    if name not in ("vllm", True, None) and not there.number("vllm_num_engines", "vllm.num_engines", default=0):
         return Dropped("vLLM does not sample", off=True)
-
-    return convert
+    key = next(key for meaning in there.meanings(given) for key in meaning.keys if key.startswith("system.vllm."))
+    ranks = key.endswith("tensor_parallel_size") and isinstance(given.value, int) and given.value > 1
+    return [Value(key, given.value), *([Value("system.engine_process", True)] if ranks else [])]
 
 
 def ahead(given: Given, _there: There) -> Result:
@@ -225,14 +191,7 @@ def queue(given: Given, there: There) -> Result:
     return [Value("rollout.queue_size", given.value * size, f"{given.value} batches × {size} prompts")]
 
 
-BATCHES: Mapping[str, Callable[[Given, There], Result]] = {
-    "parts": parts, "mini_batch": mini_batch, "prompts": prompts, "passes": passes, "epochs": epochs, "steps": steps,
-    "episodes": episodes, "ahead_steps": ahead_steps, "mode": mode, "sequence": sequence,
-    "length": length, "ranks": ranks, "nodes": nodes, "zero_stage": zero_stage, "engine": engine,
-    "ahead": ahead, "queue": queue, "memory_share": of_vllm("system.vllm.memory_share"),
-    "tensor_parallel": of_vllm("system.vllm.tensor_parallel_size"),
-    "max_model_len": of_vllm("system.vllm.max_model_len"),
-    "max_batched_tokens": of_vllm("system.vllm.max_batched_tokens"),
-    "chunked_prefill": of_vllm("system.vllm.chunked_prefill"),
-    "prefix_caching": of_vllm("system.vllm.prefix_caching"), "eager": of_vllm("system.vllm.eager"),
-}  # fmt: skip
+BATCHES = (
+    parts, mini_batch, prompts, epochs, steps, episodes, ahead_steps, sequence, length, ranks, zero_stage, engines,
+    ahead, queue, of_vllm,
+)  # fmt: skip

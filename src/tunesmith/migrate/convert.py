@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import math
-import tomllib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from tunesmith.config.kinds import KINDS, all_keys
-from tunesmith.config.names.foreign import Meaning, meanings_of, spelled, value_of
+from tunesmith.config.kinds import KINDS
+from tunesmith.config.names.foreign import Meaning, spelled, value_of
 from tunesmith.config.names.unknown import rule_of
+from tunesmith.config.reading.describe import choices_at
 from tunesmith.migrate.given import UNKNOWN, Given, Launch
 from tunesmith.migrate.programs import find_program
-from tunesmith.migrate.there import ROLES, Dropped, NotKnownError, There, Value, family, is_off
+from tunesmith.migrate.there import ROLES, Dropped, NotKnownError, There, Value, is_off
 from tunesmith.migrate.values import CONVERSIONS
 
 Kind = Literal["mapped", "derived", "off", "by hand", "computed", "absent", "changes", "unknown", "replaced"]
@@ -21,6 +21,7 @@ Kind = Literal["mapped", "derived", "off", "by hand", "computed", "absent", "cha
 decide; its value is known only when the source runs; there is no counterpart, without or with a change in what is
 learned; its name is not known; a later line replaces it."""
 
+_WITHOUT_LINE: tuple[Kind, ...] = ("off", "derived", "by hand")
 _OF_THE_POLICY = ("train.", "model.", "rollout.", "lora.", "system.gradient_checkpointing", "data.")
 """Settings that only the policy has here; those of another model must not replace them."""
 
@@ -77,8 +78,8 @@ def convert(launch: Launch) -> Migration:
 
 def _account(given: Given, there: There, migration: Migration, *, is_default: bool = False) -> Row:
     """What becomes of one setting; its lines are added to the run file."""
-    meanings = _meanings(given, there)
-    keys = tuple(key for m in meanings for key in m.keys if key in all_keys(KINDS[there.command]))[:1]
+    meanings = there.meanings(given)
+    keys = tuple(key for m in meanings for key in m.keys if key in there.keys)[:1]
     if given.unknown and keys:  # without a key, its value does not matter
         return _computed(given, f"its value is computed when the source runs ({given.unknown})", keys)
     if isinstance(given.value, float) and not math.isfinite(given.value):
@@ -93,8 +94,9 @@ def _account(given: Given, there: There, migration: Migration, *, is_default: bo
     best = next((r for r in results if not isinstance(r, Row)), results[0])
     if isinstance(best, Row):
         return best
+    keys = tuple(value.key for value in best)
     if any(UNKNOWN.search(str(value.value)) or "None" in repr(value.value) for value in best):
-        return Row(given, "by hand", "a part of the value is not known here", tuple(value.key for value in best))
+        return Row(given, "by hand", "a part of the value is not known here", keys)
     for value in best:
         if is_default and value.key in migration.entries:
             continue
@@ -105,28 +107,41 @@ def _account(given: Given, there: There, migration: Migration, *, is_default: bo
             migration.entries[value.key] = Entry(
                 value.value, value.how, [given], f"{there.name}'s default" if is_default else ""
             )
-    return Row(given, "mapped", "", tuple(value.key for value in best))
-
-
-def _meanings(given: Given, there: There) -> list[Meaning]:
-    """The meanings of a name for this command: those with a key in its run files first, else those with a reason."""
-    _, known = meanings_of(given.name, family(given.framework))
-    if not known:
-        _, known = meanings_of(given.name)
-    known = [m for m in known if not m.commands or there.command in m.commands.split()]
-    keys = all_keys(KINDS[there.command])
-    here = [m for m in known if any(key in keys for key in m.keys)]
-    return here or [m for m in known if m.why] or known
+    return Row(given, "mapped", "", keys)
 
 
 def _result(given: Given, meaning: Meaning, there: There) -> Sequence[Value] | Row:
-    keys = all_keys(KINDS[there.command])
-    mine = tuple(key for key in meaning.keys if key in keys)
+    """What a setting becomes by one of its meanings, in the words of a run file."""
+    found = _values(given, meaning, there)
+    if isinstance(found, Row):
+        return found
+    values: list[Value] = []
+    for value in found:
+        word = value_of(value.key, value.value) or value.value
+        choices = choices_at(KINDS[there.command], tuple(value.key.split(".")), closed=True)
+        if choices and not isinstance(word, bool):
+            ours = next((choice for choice in choices if spelled(choice) == spelled(str(word))), None)
+            if ours is None:
+                text = f"there is no {value.value} here; {value.key} is {' or '.join(dict.fromkeys(choices))}"
+                return Row(given, "by hand", text, (value.key,))
+            word = ours if isinstance(word, str) else word
+        values.append(replace(value, value=word))
+    return values
+
+
+def _values(given: Given, meaning: Meaning, there: There) -> Sequence[Value] | Row:
+    mine = tuple(key for key in meaning.keys if key in there.keys)
     if not mine:
         return _without(given, meaning, there)
     role = ROLES.match(given.name)
     if role and all(key.startswith(_OF_THE_POLICY) for key in mine):
         return Row(given, "off", f"the {role[1]} takes the policy's: {' and '.join(mine)}", mine)
+    word = str(given.value).lower()
+    if case := next((case for case in meaning.cases if "is" not in case or word in case["is"].split()), None):
+        if "value" in case:
+            return [Value(key, case["value"]) for key in mine]
+        became = next(kind for kind in _WITHOUT_LINE if kind in case)
+        return Row(given, became, case[became].format(value=given.value), mine)
     if meaning.convert:
         try:
             result = CONVERSIONS[meaning.convert](given, there)
@@ -137,27 +152,21 @@ def _result(given: Given, meaning: Meaning, there: There) -> Sequence[Value] | R
         if isinstance(result, Dropped):
             kind: Kind = "off" if result.off else "derived" if result.derived else "by hand"
             return Row(given, kind, result.why, mine)
-        values = [value for value in result if value.key in keys]
+        values = [value for value in result if value.key in there.keys]
         return values or Row(given, "off", f"it has no meaning in tunesmith {there.command}", mine)
     if is_off(given.value) and given.value != 0 and not (given.value is False and not meaning.value):
         return Row(given, "off", "it is off there", mine)
     if meaning.value:
         on = bool(given.value) and given.value not in ("false", "False")
         return [Value(key, meaning.value) for key in mine] if on else Row(given, "off", "it is off there", mine)
-    if meaning.how:
+    if meaning.how and not meaning.cases:
         return Row(given, "off" if is_off(given.value) else "by hand", meaning.how, mine)
-    return list(_copied(given, meaning, mine))
+    inverted = meaning.inverted and isinstance(given.value, bool)
+    return [Value(key, not given.value if inverted else given.value) for key in mine]
 
 
 def _computed(given: Given, why: str, keys: tuple[str, ...]) -> Row:
     return Row(given, "computed", f"{why}; set {keys[0]} yourself", keys)
-
-
-def _copied(given: Given, meaning: Meaning, keys: Sequence[str]) -> Iterator[Value]:
-    for key in keys:
-        ours = value_of(key, given.value)
-        value = tomllib.loads(f"x = {ours}")["x"] if ours else given.value
-        yield Value(key, not value if meaning.inverted and isinstance(value, bool) else value)
 
 
 def _without(given: Given, meaning: Meaning, there: There) -> Row:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 from tunesmith.algorithms.presets import PRESETS
 from tunesmith.config.names.foreign import value_of
 from tunesmith.migrate.given import Given
-from tunesmith.migrate.there import OFF, Dropped, There, Value, is_off
+from tunesmith.migrate.there import OFF, Dropped, Result, There, Value, is_off
 
-Result = Sequence[Value] | Dropped
 _ESTIMATORS = {
     "gae": "ppo", "group_norm": "grpo", "group_mean": "grpo", "reinforce": "reinforce_pp",
     "reinforce_baseline": "reinforce_pp_baseline", "reinforce_plus_plus": "reinforce_pp",
@@ -18,15 +16,6 @@ _ESTIMATORS = {
     "rloo_vectorized": "rloo",
 }  # fmt: skip
 """Estimators of OpenRLHF and verl, and the preset that begins with each."""
-
-
-_LOSSES = {
-    "bnpo": "token_mean",
-    "dapo": "token_mean",
-    "grpo": "seq_mean_token_mean",
-    "dr_grpo": "seq_mean_token_sum_norm",
-}
-"""TRL's GRPO losses that are averages here."""
 
 
 def estimator(given: Given, _there: There) -> Result:
@@ -57,11 +46,9 @@ def loss_type(given: Given, there: There) -> Result:
     """``loss_type`` of TRL's trainers and of OpenRLHF's reward model."""
     names = [str(v) for v in given.value] if isinstance(given.value, list) else [str(given.value)]
     name = names[0]
-    if there.command == "rl":
-        if name in _LOSSES:
-            return [Value("algorithm.aggregation", _LOSSES[name])]
-        known = {"cispo": "cispo", "sapo": "sapo", "luspo": "", "vespo": ""}.get(name, name if name in PRESETS else "")
-        return [Value("algorithm.loss", known)] if known else Dropped(f"there is no loss {name} here")
+    if there.command == "rl":  # TRL's are losses, or averages of one
+        average = value_of("algorithm.aggregation", name)
+        return [Value("algorithm.aggregation" if average else "algorithm.loss", name)]
     if there.command == "rm":
         return [Value("rm.loss", "logexp" if name == "logexp" else "sigmoid")]
     if len(names) > 1:
@@ -71,22 +58,6 @@ def loss_type(given: Given, there: There) -> Result:
     if name in ("kto", "nll", "None", "sft"):
         return Dropped("it is the loss here too", off=True)
     return Dropped(f"there is no loss {name} here")
-
-
-def level(given: Given, _there: There) -> Result:
-    if str(given.value) in ("token", "False"):
-        return Dropped("a ratio per token is the default here too", off=True)
-    return [Value("algorithm.loss", "gspo_token" if given.value in ("sequence_token", True) else "gspo")]
-
-
-def policy_loss(given: Given, _there: There) -> Result:
-    name = str(given.value)
-    ours = value_of("algorithm.loss", name)
-    name = ours.strip('"') if ours else name.replace("-", "_")
-    known = {*("ppo", "gspo", "gspo_token", "gmpo", "cispo", "sapo", "gpg", "clip_cov", "kl_cov", "reinforce")}
-    if name == "geo_mean":
-        name = "gmpo"
-    return [Value("algorithm.loss", name)] if name in known else Dropped(f"there is no loss {given.value} here")
 
 
 def kl_coef(given: Given, there: There) -> Result:
@@ -117,11 +88,9 @@ def kl_estimator(given: Given, there: There) -> Result:
         return Dropped("the KL that it belongs to is off there", off=True)
     if there.framework == "openrlhf" and not there.get("kl.init_coef", "init_kl_coef"):
         return Dropped("the KL that it belongs to is off there", off=True)
-    ours = (value_of("algorithm.kl.estimator", given.value) or f'"{given.value}"').strip('"')
-    in_loss = there.get("use_kl_loss", "kl.use_loss")
-    if in_loss and ours == "k1":
+    if given.value in ("k1", "kl") and there.get("use_kl_loss", "kl.use_loss"):
         return Dropped("as a term of the loss k1 has no gradient; the default estimator stays")
-    return [Value("algorithm.kl.estimator", ours)]
+    return [Value("algorithm.kl.estimator", given.value)]
 
 
 def kl_in(given: Given, there: There) -> Result:
@@ -164,17 +133,8 @@ def correction(given: Given, there: There) -> Result:
     """The weight against the difference of sampler and trainer."""
     if is_off(given.value):
         return OFF
-    kind = str(
-        there.get("is_correction_type", "vllm_is_correction_type", "vllm_importance_sampling_mode", default=given.value)
-    )
-    kinds = {
-        "tis": "token_truncate", "icepop": "icepop", "seq-mask-tis": "sequence_mask",
-        "token_truncate": "token_truncate",
-        "token_mask": "icepop", "sequence_truncate": "sequence_truncate", "sequence_mask": "sequence_mask",
-        "token": "token_truncate", "sequence": "sequence_truncate", "geometric": "geometric", "true": "token_truncate",
-    }  # fmt: skip
-    ours = kinds.get(kind.lower())
-    return [Value("algorithm.correction", ours)] if ours else Dropped(f"there is no correction {kind} here")
+    names = ("is_correction_type", "vllm_is_correction_type", "vllm_importance_sampling_mode")
+    return [Value("algorithm.correction", there.get(*names, default=given.value))]
 
 
 def threshold(given: Given, there: There) -> Result:
@@ -201,22 +161,6 @@ def overlong_factor(given: Given, there: There) -> Result:
     return [Value("algorithm.overlong.factor", float(given.value))] if on and not is_off(given.value) else OFF
 
 
-def several_rewards(given: Given, _there: There) -> Result:
-    if given.value == "normalize_then_sum":
-        return [Value("algorithm.advantage", "gdpo")]
-    return Dropped("rewards are added before they are standardised here too", off=True)
-
-
-def aggregation(given: Given, _there: There) -> Result:
-    """How token losses are averaged; a constant to divide by is the length limit here."""
-    if isinstance(given.value, bool):
-        return [Value("algorithm.aggregation", "token_mean")] if given.value else OFF
-    if given.value is None or "factor" in given.name:
-        return OFF if given.value is None else Dropped("the constant is rollout.max_new_tokens here")
-    ours = value_of("algorithm.aggregation", given.value)
-    return [Value("algorithm.aggregation", ours.strip('"') if ours else str(given.value))]
-
-
 def adaptive(given: Given, there: There) -> Result:
     if given.value in ("fixed", False, None):
         return OFF
@@ -232,24 +176,7 @@ def pair(given: Given, _there: There) -> Result:
     return [Value("algorithm.reward_clip", [float(number) for number in cast("list[Any]", numbers)])]
 
 
-LEARNED: Mapping[str, Callable[[Given, There], Result]] = {
-    "estimator": estimator,
-    "deviation": deviation,
-    "loss_type": loss_type,
-    "level": level,
-    "policy_loss": policy_loss,
-    "kl_coef": kl_coef,
-    "kl_estimator": kl_estimator,
-    "kl_in": kl_in,
-    "bounds": bounds,
-    "clip_ratio": clip_ratio,
-    "epsilon": epsilon,
-    "correction": correction,
-    "threshold": threshold,
-    "several_rewards": several_rewards,
-    "aggregation": aggregation,
-    "adaptive": adaptive,
-    "pair": pair,
-    "overlong": overlong,
-    "overlong_factor": overlong_factor,
-}
+LEARNED = (
+    estimator, deviation, loss_type, kl_coef, kl_estimator, kl_in, bounds, clip_ratio, epsilon, correction, threshold,
+    adaptive, pair, overlong, overlong_factor,
+)  # fmt: skip

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
+from tunesmith.config.names.foreign import meanings_of
 from tunesmith.errors import ConfigError, boundary
 from tunesmith.migrate.commands import read_shell
 from tunesmith.migrate.given import Given, Launch
@@ -19,13 +20,8 @@ from tunesmith.migrate.trees import accelerate_settings, read_tree_text, tree_se
 _LARGEST = 5_000_000
 _VERL = {"actor_rollout_ref", "algorithm", "critic", "reward_model", "trainer", "rollout", "async_training"}
 _ACCELERATE = {
-    "compute_environment",
-    "distributed_type",
-    "num_processes",
-    "num_machines",
-    "fsdp_config",
-    "deepspeed_config",
-}
+    "compute_environment", "distributed_type", "num_processes", "num_machines", "fsdp_config", "deepspeed_config",
+}  # fmt: skip
 _DEEPSPEED = {"zero_optimization", "train_micro_batch_size_per_gpu", "fp16", "bf16", "zero_allow_untested_optimizer"}
 _KINDS = {
     "num_generations": "GRPOConfig", "max_completion_length": "GRPOConfig", "reward_funcs": "GRPOConfig",
@@ -128,8 +124,6 @@ def _launch(kind: str, framework: str, settings: tuple[Given, ...]) -> Launch:
 
 def _is_known(settings: tuple[Given, ...]) -> bool:
     """Whether a file of unknown origin holds settings of a trainer at all."""
-    from tunesmith.config.names.foreign import meanings_of
-
     return sum(bool(meanings_of(given.name)[1]) for given in settings) * 2 > len(settings)
 
 

@@ -180,14 +180,8 @@ def _value(text: str, start: int, script: Script) -> tuple[str, int]:
 def _variable(name: str, script: Script) -> str:
     if name in "@*":
         return ""
-    value = script.variables.get(name)
-    return (
-        " ".join(word.text for word in value)
-        if isinstance(value, list)
-        else value
-        if value is not None
-        else f"${{{name}}}"
-    )
+    value = script.variables.get(name, f"${{{name}}}")
+    return " ".join(word.text for word in value) if isinstance(value, list) else value
 
 
 def _braces(inner: str, script: Script) -> str:
@@ -266,12 +260,12 @@ def _commands(text: str, line: int) -> Iterator[tuple[str, int]]:
             end = text.find("\n", position)
             end = len(text) if end < 0 else end
             if text[start:position].strip():
-                yield text[start:position], line + text.count("\n", 0, start) + _blank_lines(text[start:position])
+                yield _numbered(text, start, position, line)
             start = position = end
         elif document := re.compile(r"<<-?\s*[\"']?(\w+)[\"']?[^\n]*\n").match(text, position):
             end = re.compile(rf"^\s*{document[1]}\s*$", re.MULTILINE).search(text, document.end())
             stop = end.start() if end else len(text)
-            yield text[start:stop], line + text.count("\n", 0, start) + _blank_lines(text[start:stop])
+            yield _numbered(text, start, stop, line)
             start = position = end.end() if end else len(text)
         elif (
             char in "\n;|&"
@@ -279,16 +273,18 @@ def _commands(text: str, line: int) -> Iterator[tuple[str, int]]:
             and text[position + 1 : position + 2] != ">"
         ):
             if text[start:position].strip():
-                yield text[start:position], line + text.count("\n", 0, start) + _blank_lines(text[start:position])
+                yield _numbered(text, start, position, line)
             start = position = position + 1
         else:
             position += 1
     if text[start:].strip():
-        yield text[start:], line + text.count("\n", 0, start) + _blank_lines(text[start:])
+        yield _numbered(text, start, len(text), line)
 
 
-def _blank_lines(text: str) -> int:
-    return text[: len(text) - len(text.lstrip())].count("\n")
+def _numbered(text: str, start: int, stop: int, line: int) -> tuple[str, int]:
+    """A command, and the line on which it begins."""
+    command = text[start:stop]
+    return command, line + text.count("\n", 0, stop - len(command.lstrip()))
 
 
 def _closing(text: str, start: int) -> int:

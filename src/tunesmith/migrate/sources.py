@@ -2,36 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from tunesmith.config.values import SINKS
 from tunesmith.migrate.given import UNKNOWN, Given
-from tunesmith.migrate.there import Dropped, There, Value
+from tunesmith.migrate.there import Dropped, Result, There, Value
 
-Result = Sequence[Value] | Dropped
 _TRAIN = (
-    "dataset_name",
-    "train_dataset",
-    "data.dataset",
-    "dataset",
-    "data.prompt_dataset",
-    "prompt_data",
-    "train_files",
-    "data.path",
-    "train_data",
-)
+    "dataset_name", "train_dataset", "data.dataset", "dataset", "data.prompt_dataset", "prompt_data", "train_files",
+    "data.path", "train_data",
+)  # fmt: skip
 _TRAIN_SPLITS = (
-    "dataset_train_split",
-    "data.dataset_split",
-    "data.prompt_split",
-    "dataset_split",
-    "prompt_split",
-    "train_split",
-)
+    "dataset_train_split", "data.dataset_split", "data.prompt_split", "dataset_split", "prompt_split", "train_split",
+)  # fmt: skip
 _PROBS = ("data.dataset_probs", "data.prompt_probs", "dataset_probs", "prompt_data_probs")
 _EVAL = ("eval_dataset", "eval.dataset", "val_files", "validation_data")
 _EVAL_SPLITS = ("dataset_test_split", "eval.split", "eval_split", "val_split", "test_split")
+_MANAGERS = ("naive", "batch", "prime", "dapo")
+"""verl's, which call the function that a line's ``data_source`` chooses."""
 
 
 def train_data(_given: Given, there: There) -> Result:
@@ -92,8 +81,8 @@ def functions(given: Given, there: There) -> Result:
     known = [item for item in items if ".py:" in item]
     if known and len(known) == len(items):
         return [Value("reward.functions", known, "put them into a file of their own, which only defines them")]
-    if items == ["naive"] or not items:
-        return Dropped("the reward manager that calls your function; none is needed here", off=True)
+    if all(item in _MANAGERS for item in items):
+        return Dropped("the reward manager that calls the functions of the data; none is needed here", off=True)
     names = ", ".join(UNKNOWN.sub(lambda m: m[0][2:-1], item) for item in items)
     return Dropped(f'name each function as "file.py:function" in reward.functions: {names}')
 
@@ -111,13 +100,6 @@ def environment(given: Given, _there: There) -> Result:
     if isinstance(given.value, str) and ".py:" in given.value:
         return [Value("environment.path", given.value, "put it into a file of its own, which only defines it")]
     return Dropped('name the class of the environment as "file.py:name" in environment.path')
-
-
-def manager(given: Given, there: There) -> Result:
-    """verl's reward managers call the function that ``data_source`` chooses."""
-    if str(given.value) in ("naive", "batch", "prime", "dapo", "None"):
-        return Dropped("it calls the functions of the data's sources; here reward.functions names them", off=True)
-    return functions(given, there)
 
 
 def models(given: Given, there: There) -> Result:
@@ -182,15 +164,4 @@ def hub(given: Given, there: There) -> Result:
     )
 
 
-def resume(given: Given, _there: There) -> Result:
-    value = given.value
-    if value in (False, None, "disable", 0, "resume_path"):
-        return Dropped("a new run is begun there", off=True)
-    return [Value("checkpoint.resume", "auto" if value == "auto" or "load" in given.name else value)]
-
-
-SOURCES: Mapping[str, Callable[[Given, There], Result]] = {
-    "train_data": train_data, "eval_data": eval_data, "functions": functions, "tools": tools,
-    "environment": environment, "manager": manager, "models": models,
-    "remote": remote, "sinks": sinks, "samples": samples, "hub": hub, "resume": resume,
-}  # fmt: skip
+SOURCES = (train_data, eval_data, functions, tools, environment, models, remote, sinks, samples, hub)

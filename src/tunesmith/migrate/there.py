@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tunesmith.config.names.foreign import FRAMEWORKS, meanings_of, spelled
+from tunesmith.config.kinds import KINDS, all_keys
+from tunesmith.config.names.foreign import FRAMEWORKS, Meaning, meanings_of, spelled
 from tunesmith.migrate.given import Given, Launch
 
 _FAMILIES: Mapping[str, tuple[str, ...]] = {
@@ -47,6 +48,8 @@ class Dropped:
     derived: bool = False
 
 
+Result = Sequence[Value] | Dropped
+"""Of a conversion."""
 OFF = Dropped("it is off there", off=True)
 
 
@@ -104,6 +107,18 @@ class There:
         """The same for a whole number above 0."""
         value = self.get(*names, default=default)
         return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else default
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Those of the run file."""
+        return all_keys(KINDS[self.command])
+
+    def meanings(self, given: Given) -> list[Meaning]:
+        """The meanings of a name for this command: those with a key in its run files, else those with a reason."""
+        known = meanings_of(given.name, family(given.framework))[1] or meanings_of(given.name)[1]
+        known = [m for m in known if not m.commands or self.command in m.commands.split()]
+        here = [m for m in known if any(key in self.keys for key in m.keys)]
+        return here or [m for m in known if m.why] or known
 
     def given(self, *names: str) -> bool:
         return any(name in self._given for name in names)

@@ -6,28 +6,14 @@ Each takes a setting and all of its launch, and gives our settings, or the reaso
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
-from tunesmith.config.names.foreign import meanings_of, value_of
 from tunesmith.migrate.batches import BATCHES
 from tunesmith.migrate.given import Given
 from tunesmith.migrate.learned import LEARNED
 from tunesmith.migrate.sources import SOURCES
-from tunesmith.migrate.there import OFF, Dropped, There, Value, family, is_off
-
-Result = Sequence[Value] | Dropped
-
-
-def schedule(given: Given, _there: There) -> Result:
-    name = str(given.value)
-    if is_off(given.value):
-        return OFF
-    ours = (value_of("train.schedule", name) or f'"{name}"').strip('"').lower()
-    key = "critic.schedule" if "critic" in given.name else "train.schedule"
-    if ours not in ("constant", "linear", "cosine"):
-        return Dropped(f"there is no schedule {name} here; constant, linear and cosine there are")
-    return [Value(key, ours)]
+from tunesmith.migrate.there import OFF, Dropped, Result, There, Value, is_off
 
 
 def last_rate(given: Given, there: There) -> Result:
@@ -87,13 +73,9 @@ def every(given: Given, there: There) -> Result:
     return [Value(key, int(value))] if isinstance(value, int | float) else Dropped(f"{value} is not a number of steps")
 
 
-def flag_with(key: str, number: str, default: Any) -> Callable[[Given, There], Result]:
-    """A flag that switches on what is on here wherever a number is given: the number of another setting."""
-
-    def convert(given: Given, there: There) -> Result:
-        return [Value(key, there.get(*number.split(), default=default))] if given.value else OFF
-
-    return convert
+def adapter(given: Given, there: There) -> Result:
+    """A flag; here an adapter is trained wherever its rank is given."""
+    return [Value("lora.rank", there.get("lora_r", "lora.rank", default=16))] if given.value else OFF
 
 
 def ema(_given: Given, there: There) -> Result:
@@ -101,58 +83,10 @@ def ema(_given: Given, there: There) -> Result:
     return [Value("train.ema_decay", there.get("ema_beta", "train.ema_beta", default=0.992))] if on else OFF
 
 
-def greedy(given: Given, there: There) -> Result:
-    draws = bool(given.value) != ("greedy" in given.name)
-    key = "rollout.temperature" if there.rl else "sampling.temperature"
-    return Dropped("completions are drawn here too", off=True) if draws else [Value(key, 0.0)]
-
-
-def drawn(given: Given, there: There) -> Result:
-    """``top_k``: -1 is off in vLLM, 0 here."""
-    key = f"{'rollout' if there.rl else 'sampling'}.top_k"
-    return OFF if is_off(given.value) else [Value(key, given.value)]
-
-
 def too_long(given: Given, there: There) -> Result:
-    name = str(given.value)
-    if name == "middle":
-        return Dropped("a prompt is cut at one end: data.too_long = 'truncate_left' or 'truncate_right'")
-    if name == "error" and there.get("filter_overlong_prompts"):
+    if given.value == "error" and there.get("filter_overlong_prompts"):
         return Dropped("prompts that are too long are skipped before", off=True)
-    ours = {"error": "error", **dict.fromkeys(("left", "keep_end"), "truncate_left")}.get(name, "truncate_right")
-    return [Value("data.too_long", ours)]
-
-
-def device(given: Given, _there: There) -> Result:
-    if given.value in ("cpu", True) and ("cpu" in given.name or given.value == "cpu"):
-        return [Value("system.device", "cpu")]
-    return Dropped("the device is found on the machine", derived=True)
-
-
-def token_cap(given: Given, _there: There) -> Result:
-    """Of the passes that the name is about."""
-    if not isinstance(given.value, int) or isinstance(given.value, bool):
-        return OFF
-    [meaning] = meanings_of(given.name, family(given.framework))[1] or meanings_of(given.name)[1]
-    return [Value(key, given.value) for key in meaning.keys]
-
-
-def checkpointing(given: Given, _there: There) -> Result:
-    """A switch, or Megatron's granularity, which is on."""
-    if isinstance(given.value, bool):
-        return [Value("system.gradient_checkpointing", given.value)]
-    if given.value in ("full", "selective"):
-        return [Value("system.gradient_checkpointing", True)]
-    return Dropped("each layer is one checkpoint", derived=True)
-
-
-def optimizer(given: Given, _there: There) -> Result:
-    name = (value_of("train.optimizer", given.value) or f'"{given.value}"').strip('"').lower()
-    if "critic" in given.name:
-        return Dropped("a separate critic has the policy's optimizer", off=True)
-    if name not in ("adamw", "muon"):
-        return Dropped(f"there is no optimizer {given.value} here; adamw, the default, and muon there are")
-    return [Value("train.optimizer", name)]
+    return OFF if given.value is None else [Value("data.too_long", given.value)]
 
 
 def muon_rate(given: Given, there: There) -> Result:
@@ -161,10 +95,6 @@ def muon_rate(given: Given, there: There) -> Result:
     if "critic" in given.name or not isinstance(given.value, int | float) or not isinstance(rate, float):
         return Dropped("a separate critic has the policy's optimizer", off=True)
     return [Value("train.optimizer.lr_ratio", given.value / rate, f"{given.value} / {rate}")]
-
-
-def nesterov(given: Given, _there: There) -> Result:
-    return [Value("train.optimizer.nesterov", bool(given.value) != ("no_" in given.name))]
 
 
 def compiled(given: Given, there: There) -> Result:
@@ -176,43 +106,13 @@ def compiled(given: Given, there: There) -> Result:
         return Dropped("without effect there, because dynamo_backend is not given", off=True)
     if given.name.rpartition(".")[2] in switch and there.get(*mode):
         return Dropped("the mode is given as well", off=True)
-    name = "default" if given.value is True else str(given.value).lower()
-    ours = (value_of("system.compile", name) or f'"{name}"').strip('"')
-    if ours not in ("default", "max-autotune"):
-        return Dropped(f"{given.value} is not offered here: layers are compiled by Inductor")
-    return [Value("system.compile", ours)]
-
-
-def positive(given: Given, _there: There) -> Result:
-    return [Value("checkpoint.keep", given.value)] if isinstance(given.value, int) and given.value > 0 else OFF
+    return [Value("system.compile", "default" if given.value is True else given.value)]
 
 
 CONVERSIONS: Mapping[str, Callable[[Given, There], Result]] = {
-    **BATCHES,
-    **SOURCES,
-    **LEARNED,
-    "schedule": schedule,
-    "last_rate": last_rate,
-    "warmup": warmup,
-    "betas": betas,
-    "every": every,
-    "ema": ema,
-    "greedy": greedy,
-    "drawn": drawn,
-    "too_long": too_long,
-    "device": device,
-    "token_cap": token_cap,
-    "optimizer": optimizer,
-    "muon_rate": muon_rate,
-    "nesterov": nesterov,
-    "positive": positive,
-    "compiled": compiled,
-    "checkpointing": checkpointing,
-    "normalized": lambda _given, _there: Dropped("normalize = true of the reward's model", off=True),
-    "eval_draws": lambda _given, _there: Dropped(
-        "one sample is greedy here, several are drawn: eval.samples", off=True
-    ),
-    "hybrid": lambda _given, _there: Dropped("engine and trainer take turns where they share a GPU", derived=True),
-    "teacher": lambda given, _there: [Value("teacher.path", given.value)] if isinstance(given.value, str) else OFF,
-    "adapter": flag_with("lora.rank", "lora_r lora.rank", 16),
+    conversion.__name__: conversion
+    for conversion in (
+        *(*BATCHES, *SOURCES, *LEARNED),
+        *(last_rate, warmup, betas, every, adapter, ema, too_long, muon_rate, compiled),
+    )
 }

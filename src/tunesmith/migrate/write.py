@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
 from tunesmith.config.kinds import KINDS, all_keys
 from tunesmith.config.toml import toml_key, toml_value
@@ -41,16 +41,13 @@ def run_file(migration: Migration, source: str) -> str:
         is_table = any(other.startswith(f"{key}.") for other in entries)
         if is_table and entry.value is True:  # which its keys say
             continue
-        name = f"{key}.type" if is_table else key
-        section, _, last = name.partition(".") if "." in name else ("", "", name)
+        section, name = _placed(f"{key}.type" if is_table else key)
         value = toml_value(redact_values(entry.value))
-        sections.setdefault(section, []).append(f"{_dotted(last)} = {value}{_comment(_origin(entry))}")
+        sections.setdefault(section, []).append(f"{name} = {value}{_comment(_origin(entry))}")
     for row in migration.rows:
         if row.kind in ("by hand", "computed") and row.keys and row.keys[0] in keys and row.keys[0] not in entries:
-            section, _, last = row.keys[0].partition(".") if "." in row.keys[0] else ("", "", row.keys[0])
-            sections.setdefault(section, []).append(
-                f"# {_dotted(last)} ={_comment(f'{_place(row.given)}: {row.text}')}"
-            )
+            section, name = _placed(row.keys[0])
+            sections.setdefault(section, []).append(f"# {name} ={_comment(f'{_place(row.given)}: {row.text}')}")
     program = migration.launch.program
     lines = [
         f"# From {_clean(source)} ({_clean(program)}). Check it with tunesmith config, run it with tunesmith {command}."
@@ -69,10 +66,6 @@ def account(migration: Migration) -> Iterator[str]:
             yield f"{title} ({len(rows)})"
         for row in rows:
             yield f"  {_place(row.given)}  →  {_became(row, migration)}"
-
-
-def counted(rows: Sequence[Row]) -> dict[Kind, int]:
-    return {kind: count for kind in _TITLES if (count := sum(row.kind == kind for row in rows))}
 
 
 def _became(row: Row, migration: Migration) -> str:
@@ -104,5 +97,7 @@ def _clean(text: str) -> str:
     return shortened(printable(redact(re.sub(r"\s+", " ", text))), _LONGEST)
 
 
-def _dotted(key: str) -> str:
-    return ".".join(map(toml_key, key.split(".")))
+def _placed(key: str) -> tuple[str, str]:
+    """The section of a key, and the key there as TOML."""
+    section, _, name = key.partition(".") if "." in key else ("", "", key)
+    return section, ".".join(map(toml_key, name.split(".")))

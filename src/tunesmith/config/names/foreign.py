@@ -6,7 +6,7 @@ The data is in the TOML files beside this one; it is read when a name is first l
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache
@@ -43,6 +43,8 @@ class Meaning:
     value: str = ""
     inverted: bool = False
     why: str = ""
+    cases: Sequence[Mapping[str, Any]] = ()
+    """What a value becomes, by the first that fits; instead of ``how`` where a value is converted."""
     convert: str = ""
     """The conversion of ``tunesmith.migrate`` that does what ``how`` says."""
     commands: str = ""
@@ -104,21 +106,19 @@ def spelled(name: str) -> str:
 
 
 def value_of(key: str, value: object) -> str | None:
-    """Our value, as TOML, for another framework's value of one of our keys; None if it is not known.
+    """Our value for another framework's value of one of our keys; None if it is not known.
 
     Example:
         >>> value_of("model.dtype", "bf16")
-        '"bfloat16"'
+        'bfloat16'
     """
-    for ours, theirs in foreign_values().get(key, {}).items():
-        if str(value).lower() in theirs.split():
-            return f'"{ours}"'
-    return None
+    known = foreign_values().get(key, {}).items()
+    return next((ours for ours, theirs in known if str(value).lower() in theirs.split()), None)
 
 
 def foreign_values() -> Mapping[str, Mapping[str, str]]:
     """By our key: our values, each with its names elsewhere, separated by blanks."""
-    return _read("values")
+    return {key: values for keys, values in _read("values").items() for key in keys.split()}
 
 
 @cache

@@ -84,9 +84,11 @@ def describe_at(model: type[BaseModel], path: KeyPath) -> str:
     return describe(annotation, tuple(field.metadata))
 
 
-def choices_at(model: type[BaseModel], path: KeyPath) -> list[str]:
-    """The valid spellings where a value is one of a few."""
+def choices_at(model: type[BaseModel], path: KeyPath, *, closed: bool = False) -> list[str]:
+    """The valid spellings where a value is one of a few; with ``closed`` none where others are valid as well."""
     types = [a for field in fields_at(model, path).values() for a in alternatives(field.annotation)]
+    if closed and any(a in (str, Path, int, float) or get_origin(a) is tuple for a in types):
+        return []
     return [str(c) for a in types for c in (get_args(a) if get_origin(a) is Literal else names_of(a))]
 
 
