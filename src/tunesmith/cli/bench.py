@@ -24,12 +24,13 @@ def bench(
     Nothing is kept. Example: tunesmith bench run.toml --steps 5
     """
     import json
+    from dataclasses import asdict
 
     from tunesmith.tune.steps import measure_steps
 
     found = measure_steps(run, overrides or (), steps)
     if as_json:
-        print(json.dumps(found.as_json(), indent=2))
+        print(json.dumps(asdict(found), indent=2))
     else:
         _print(found)
 

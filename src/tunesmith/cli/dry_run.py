@@ -42,7 +42,7 @@ def print_dry_run(run: Path, overrides: Sequence[str], on: str) -> None:
 
     from tunesmith.assembly.dry_run import check_dry_run, dry_run
     from tunesmith.assembly.planning import plan_run
-    from tunesmith.config.load import find_kind, load_config
+    from tunesmith.config.load import load_run
     from tunesmith.config.reading.places import placed
     from tunesmith.config.resolved import print_resolved
     from tunesmith.plan.memory import planned_devices
@@ -50,7 +50,7 @@ def print_dry_run(run: Path, overrides: Sequence[str], on: str) -> None:
     from tunesmith.plan.resolve import resolve
 
     with placed(run, overrides):
-        config = load_config(find_kind(run, overrides), run, overrides)
+        config = load_run(run, overrides)
         resolved, facts = plan_run(config, on)
         check_dry_run(resolved.config)
     print_resolved(layout_of_run(resolved))

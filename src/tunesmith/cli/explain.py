@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tunesmith.cli.reference import wrapped
+from tunesmith.cli.reference import print_setting, wrapped
+
+if TYPE_CHECKING:
+    from tunesmith.config.documents.reference import Setting
 
 _MOST = 8
 """Pieces of advice that are printed."""
@@ -31,7 +34,7 @@ def explain(
     for line in found.foreign:
         wrapped(line, 0)
     for setting in found.settings:
-        _print_setting(setting, run)
+        _explain_setting(setting, run)
     for metric in found.metrics:
         print(metric.name)
         wrapped(f"a metric, the {metric.form} of a step{f'; in {metric.unit}' if metric.unit else ''}", 4)
@@ -43,16 +46,10 @@ def explain(
         _print_advice(metric.name)
 
 
-def _print_setting(setting: object, run: Path | None) -> None:
-    from tunesmith.config.documents.reference import Setting
-    from tunesmith.config.kinds import KINDS
+def _explain_setting(setting: Setting, run: Path | None) -> None:
     from tunesmith.plan.explain import called_elsewhere, value_in_run, without_effect
 
-    assert isinstance(setting, Setting)
-    print(setting.key)
-    of = "" if len(setting.commands) == len(KINDS) else f" (tunesmith {', '.join(setting.commands)})"
-    wrapped(f"{setting.kind}; default: {setting.default}{of}", 4)
-    wrapped(setting.meaning, 4)
+    print_setting(setting)
     if run:
         value = value_in_run(run, setting.key)
         wrapped(f"in {run}: {value or 'this run has no such setting'}", 4)

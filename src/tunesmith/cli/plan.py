@@ -32,7 +32,7 @@ def plan(
     Example: tunesmith plan run.toml --on 8xH100-80GB
     """
     from tunesmith.assembly.planning import plan_run
-    from tunesmith.config.load import find_kind, load_config
+    from tunesmith.config.load import load_run
     from tunesmith.config.reading.places import placed
     from tunesmith.config.resolved import print_resolved
     from tunesmith.errors import CapacityError
@@ -40,7 +40,7 @@ def plan(
     from tunesmith.plan.seconds import step_seconds
 
     with placed(run, overrides or ()):
-        config = load_config(find_kind(run, overrides or ()), run, overrides or ())
+        config = load_run(run, overrides or ())
         try:
             resolved, facts = plan_run(config, on)
         except CapacityError as error:

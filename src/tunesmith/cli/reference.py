@@ -5,11 +5,14 @@ from __future__ import annotations
 import shutil
 import textwrap
 from collections.abc import Iterable
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from tunesmith.errors import ConfigError, nearest
+
+if TYPE_CHECKING:
+    from tunesmith.config.documents.reference import Setting
 
 
 def keys(
@@ -26,21 +29,29 @@ def keys(
     from tunesmith.config.kinds import KINDS
     from tunesmith.config.names.unknown import find
 
-    rows = settings_of(what or "")
+    wanted = what or ""
+    rows = settings_of(wanted)
     if not rows:
-        wanted = what or ""
         ours = find(None, wanted)
-        names = [*KINDS, *dict.fromkeys(row.key.partition(".")[0] for row in settings_of(""))]
         if ours.why:
             raise ConfigError(f"there is no {wanted}: {ours.why}")
         rows = [row for key in ours.keys or ours.elsewhere for row in settings_of(key)]
-        if not rows:
-            raise ConfigError(f"there is no command, section or key '{wanted}'.{nearest(wanted, names)}")
+    if not rows:
+        names = [*KINDS, *dict.fromkeys(row.key.partition(".")[0] for row in settings_of())]
+        raise ConfigError(f"there is no command, section or key '{wanted}'.{nearest(wanted, names)}")
     for row in rows:
-        print(row.key)
-        of = "" if what in KINDS or len(row.commands) == len(KINDS) else f" (tunesmith {', '.join(row.commands)})"
-        wrapped(f"{row.kind}; default: {row.default}{of}", 4)
-        wrapped(row.meaning, 4)
+        print_setting(row, of_command=what in KINDS)
+
+
+def print_setting(setting: Setting, *, of_command: bool = False) -> None:
+    """A setting with its default, what it may be and what it means; with ``of_command`` not which commands have it."""
+    from tunesmith.config.kinds import KINDS
+
+    everywhere = of_command or len(setting.commands) == len(KINDS)
+    print(setting.key)
+    commands = "" if everywhere else f" (tunesmith {', '.join(setting.commands)})"
+    wrapped(f"{setting.kind}; default: {setting.default}{commands}", 4)
+    wrapped(setting.meaning, 4)
 
 
 def models() -> None:

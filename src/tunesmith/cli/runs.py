@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from tunesmith.errors import ConfigError
+from tunesmith.monitor.text import aligned
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -56,7 +57,8 @@ def runs(
     if as_json:
         print(json.dumps([_summary(run) for run in found], indent=2))
     else:
-        _print_rows([["run", "state", "step", "of", "model", "algorithm", "result"], *map(_row, found)])
+        heading = ["run", "state", "step", "of", "model", "algorithm", "result"]
+        print(*aligned([heading, *map(_row, found)]), sep="\n")
 
 
 def _summary(run: Run) -> dict[str, Any]:
@@ -65,12 +67,12 @@ def _summary(run: Run) -> dict[str, Any]:
 
 def _row(run: Run) -> list[str]:
     from tunesmith.monitor.progress import number
-    from tunesmith.monitor.runs import LEARNED, model_of
+    from tunesmith.monitor.runs import LEARNED
 
     values = {name: run.last[name] for name in LEARNED if isinstance(run.last.get(name), int | float)}
     result = ", ".join(f"{name} {number(value)}" for name, value in values.items())
-    steps, algorithm = run.settings.get("train.steps"), run.settings.get("algorithm.name", "")
-    return [run.path.name, run.state, str(run.step), str(steps or ""), model_of(run), str(algorithm), result]
+    steps, model, algorithm = (run.settings.get(key) or "" for key in ("train.steps", "model.path", "algorithm.name"))
+    return [run.path.name, run.state, str(run.step), str(steps), Path(str(model)).name, str(algorithm), result]
 
 
 def _compare(found: Sequence[Run], as_json: bool) -> None:
@@ -87,10 +89,10 @@ def _compare(found: Sequence[Run], as_json: bool) -> None:
     shown = [
         [key, *("none" if value is None else toml_value(value) for value in each)] for key, each in settings.items()
     ]
-    _print_rows([["settings that differ", *names], *(shown or [["none", *("" for _ in names)]])])
-    print()
+    print(*aligned([["settings that differ", *names], *(shown or [["none", *("" for _ in names)]])]), "", sep="\n")
     values = [[name, *("" if v is None else number(v) for v in each)] for name, each in sorted(metrics.items())]
-    _print_rows([["mean of the last fifth of the steps", *names], ["steps", *(str(r.step) for r in found)], *values])
+    heading = [["mean of the last fifth of the steps", *names], ["steps", *(str(r.step) for r in found)]]
+    print(*aligned([*heading, *values]), sep="\n")
 
 
 def _tail(run: Run, last: int, follow: bool) -> None:
@@ -118,9 +120,3 @@ def _line(metrics: Mapping[str, Any]) -> str:
     texts = [f"{label} {show(values[name])}" for name, (label, show) in COLUMNS.items() if name in values]
     texts += [f"{name} {number(value)}" for name, value in values.items() if name.startswith("eval/")]
     return f"step {metrics['step']}: {', '.join(texts)}"
-
-
-def _print_rows(rows: Sequence[Sequence[str]]) -> None:
-    from tunesmith.monitor.text import aligned
-
-    print(*aligned(rows), sep="\n")

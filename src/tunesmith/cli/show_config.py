@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from tunesmith.cli.arguments import Overrides, RunFile
 
 
@@ -14,11 +12,10 @@ def show_config(run: RunFile, overrides: Overrides = None) -> None:
     number of steps, is derived when the run starts.
     """
     from tunesmith.assembly.checking import check_run
-    from tunesmith.config.load import find_kind, load_config
+    from tunesmith.config.load import load_run
     from tunesmith.config.reading.places import placed
     from tunesmith.config.resolved import print_resolved
 
     with placed(run, overrides or ()):
-        config = load_config(find_kind(run, overrides or ()), run, overrides or ())
-        resolved = check_run(config, Path(run).parent, hub=False)
+        resolved = check_run(load_run(run, overrides or ()), run.parent, hub=False)
     print_resolved(resolved)

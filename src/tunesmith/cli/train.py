@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
+
 from tunesmith.cli.arguments import DryRun, Overrides, RunFile
 from tunesmith.cli.dry_run import print_dry_run
 from tunesmith.cli.outcome import print_outcome
@@ -12,12 +15,7 @@ def rl(run: RunFile, overrides: Overrides = None, dry_run: DryRun = None) -> Non
 
     Example: tunesmith rl run.toml train.lr=1e-5 rollout.group_size=16
     """
-    from tunesmith.assembly import run_rl
-
-    if dry_run is not None:
-        print_dry_run(run, overrides or (), dry_run)
-        return
-    print_outcome(run_rl(run, overrides or ()))
+    _train("rl", run, overrides or (), dry_run)
 
 
 def distill(run: RunFile, overrides: Overrides = None, dry_run: DryRun = None) -> None:
@@ -25,12 +23,7 @@ def distill(run: RunFile, overrides: Overrides = None, dry_run: DryRun = None) -
 
     Example: tunesmith distill run.toml rollout.prompts_per_step=32
     """
-    from tunesmith.assembly import run_distill
-
-    if dry_run is not None:
-        print_dry_run(run, overrides or (), dry_run)
-        return
-    print_outcome(run_distill(run, overrides or ()))
+    _train("distill", run, overrides or (), dry_run)
 
 
 def sft(run: RunFile, overrides: Overrides = None, dry_run: DryRun = None) -> None:
@@ -38,12 +31,7 @@ def sft(run: RunFile, overrides: Overrides = None, dry_run: DryRun = None) -> No
 
     Example: tunesmith sft run.toml train.epochs=2
     """
-    from tunesmith.assembly import run_sft
-
-    if dry_run is not None:
-        print_dry_run(run, overrides or (), dry_run)
-        return
-    print_outcome(run_sft(run, overrides or ()))
+    _train("sft", run, overrides or (), dry_run)
 
 
 def rm(run: RunFile, overrides: Overrides = None, dry_run: DryRun = None) -> None:
@@ -51,12 +39,7 @@ def rm(run: RunFile, overrides: Overrides = None, dry_run: DryRun = None) -> Non
 
     Example: tunesmith rm run.toml train.epochs=1
     """
-    from tunesmith.assembly import run_rm
-
-    if dry_run is not None:
-        print_dry_run(run, overrides or (), dry_run)
-        return
-    print_outcome(run_rm(run, overrides or ()))
+    _train("rm", run, overrides or (), dry_run)
 
 
 def dpo(run: RunFile, overrides: Overrides = None, dry_run: DryRun = None) -> None:
@@ -64,12 +47,7 @@ def dpo(run: RunFile, overrides: Overrides = None, dry_run: DryRun = None) -> No
 
     Example: tunesmith dpo run.toml dpo.beta=0.05
     """
-    from tunesmith.assembly import run_dpo
-
-    if dry_run is not None:
-        print_dry_run(run, overrides or (), dry_run)
-        return
-    print_outcome(run_dpo(run, overrides or ()))
+    _train("dpo", run, overrides or (), dry_run)
 
 
 def kto(run: RunFile, overrides: Overrides = None, dry_run: DryRun = None) -> None:
@@ -77,12 +55,7 @@ def kto(run: RunFile, overrides: Overrides = None, dry_run: DryRun = None) -> No
 
     Example: tunesmith kto run.toml kto.desirable_weight=1.5
     """
-    from tunesmith.assembly import run_kto
-
-    if dry_run is not None:
-        print_dry_run(run, overrides or (), dry_run)
-        return
-    print_outcome(run_kto(run, overrides or ()))
+    _train("kto", run, overrides or (), dry_run)
 
 
 def prm(run: RunFile, overrides: Overrides = None, dry_run: DryRun = None) -> None:
@@ -90,9 +63,13 @@ def prm(run: RunFile, overrides: Overrides = None, dry_run: DryRun = None) -> No
 
     Example: tunesmith prm run.toml train.epochs=1
     """
-    from tunesmith.assembly import run_prm
+    _train("prm", run, overrides or (), dry_run)
+
+
+def _train(command: str, run: Path, overrides: Sequence[str], dry_run: str | None) -> None:
+    from tunesmith import assembly
 
     if dry_run is not None:
-        print_dry_run(run, overrides or (), dry_run)
-        return
-    print_outcome(run_prm(run, overrides or ()))
+        print_dry_run(run, overrides, dry_run)
+    else:
+        print_outcome(getattr(assembly, f"run_{command}")(run, overrides))

@@ -10,8 +10,8 @@ from typing import Any
 from tunesmith.errors import ConfigError
 from tunesmith.monitor.learning import Facts, read_facts
 from tunesmith.monitor.metrics import is_evaluation, newest_objects, numbers
-from tunesmith.monitor.run_dir import LATEST, is_running
-from tunesmith.monitor.runs import read_settings
+from tunesmith.monitor.run_dir import is_running
+from tunesmith.monitor.runs import check_holds, read_settings
 
 MOST_BYTES = 32 << 20
 """Of the metrics and of the rollouts: the newest are read, which are some 20,000 steps."""
@@ -38,12 +38,7 @@ def read_record(path: Path) -> Record:
     Raises:
         ConfigError: it is not one, or the run has not completed a step.
     """
-    if not path.is_dir():
-        raise ConfigError(f"{path} is not a directory. Name a run's directory, such as runs/{LATEST}")
-    if not (path / "metrics.jsonl").exists():
-        inside = sorted(file.parent.name for file in path.glob("*/metrics.jsonl"))
-        choice = f"; it holds the runs {', '.join(inside)}" if inside else ""
-        raise ConfigError(f"{path} has no metrics.jsonl, so it is not a run's directory{choice}")
+    check_holds(path, ["metrics.jsonl"])
     finite = [numbers(line) for line in newest_objects(path / "metrics.jsonl", MOST_BYTES)]
     finite = [line for line in finite if "step" in line]
     evaluations = [line for line in finite if is_evaluation(line)]

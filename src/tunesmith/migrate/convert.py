@@ -21,7 +21,6 @@ Kind = Literal["mapped", "derived", "off", "by hand", "computed", "absent", "cha
 decide; its value is known only when the source runs; there is no counterpart, without or with a change in what is
 learned; its name is not known; a later line replaces it."""
 
-_WITHOUT_LINE: tuple[Kind, ...] = ("off", "derived", "by hand")
 _OF_THE_POLICY = ("train.", "model.", "rollout.", "lora.", "system.gradient_checkpointing", "data.")
 """Settings that only the policy has here; those of another model must not replace them."""
 
@@ -140,8 +139,8 @@ def _values(given: Given, meaning: Meaning, there: There) -> Sequence[Value] | R
     if case := next((case for case in meaning.cases if "is" not in case or word in case["is"].split()), None):
         if "value" in case:
             return [Value(key, case["value"]) for key in mine]
-        became = next(kind for kind in _WITHOUT_LINE if kind in case)
-        return Row(given, became, case[became].format(value=given.value), mine)
+        kind: Kind = "off" if "off" in case else "derived" if "derived" in case else "by hand"
+        return Row(given, kind, case[kind].format(value=given.value), mine)
     if meaning.convert:
         try:
             result = CONVERSIONS[meaning.convert](given, there)
@@ -150,7 +149,7 @@ def _values(given: Given, meaning: Meaning, there: There) -> Sequence[Value] | R
         except (ValueError, OverflowError) as error:  # a text that is no number, or one that is far too large
             return Row(given, "by hand", f"the value cannot be read: {error}", mine)
         if isinstance(result, Dropped):
-            kind: Kind = "off" if result.off else "derived" if result.derived else "by hand"
+            kind = "off" if result.off else "derived" if result.derived else "by hand"
             return Row(given, kind, result.why, mine)
         values = [value for value in result if value.key in there.keys]
         return values or Row(given, "off", f"it has no meaning in tunesmith {there.command}", mine)

@@ -49,9 +49,8 @@ def with_aliases(metrics: Mapping[str, float]) -> dict[str, float]:
 @cache
 def aliases(name: str) -> tuple[str, ...]:
     """Other tools' names for one metric: ``reward/std`` is ``reward_std`` elsewhere."""
-    for metric in _EXACT_FIRST:
-        if match := metric.match(name):
-            return tuple(
-                re.sub(r"<(\w+)>", lambda word, match=match: match[word[1]], alias) for alias in metric.aliases
-            )
-    return ()
+    if (metric := find(name)) is None:
+        return ()
+    words = metric.match(name)
+    assert words is not None, "it was found by its name"
+    return tuple(words.expand(alias.replace("<", r"\g<")) for alias in metric.aliases)

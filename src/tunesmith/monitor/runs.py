@@ -66,6 +66,16 @@ def read_run(path: Path) -> Run:
     return Run(path, read_settings(path), steps[-1] if steps else {}, is_running(path))
 
 
+def check_holds(path: Path, files: Sequence[str]) -> None:
+    """Refuse (ConfigError) what is no run's directory: it has none of these files."""
+    if not path.is_dir():
+        raise ConfigError(f"{path} is not a directory. Name a run's directory, such as runs/{LATEST}")
+    if not any((path / name).exists() for name in files):
+        inside = sorted({file.parent.name for name in files for file in path.glob(f"*/{name}")})
+        choice = f"; it holds the runs {', '.join(inside)}" if inside else ""
+        raise ConfigError(f"{path} has no {' or '.join(files)}, so it is not a run's directory{choice}")
+
+
 def read_settings(path: Path) -> dict[str, Any]:
     """The settings of ``resolved.json`` by dotted key; none if it is missing or of another version."""
     try:
@@ -101,10 +111,6 @@ def late_means(path: Path) -> dict[str, float]:
     evaluated = (line for line in lines if is_evaluation(line))
     last = {name: v for line in evaluated for name, v in line.items() if isinstance(v, int | float)}
     return means | {name: value for name, value in last.items() if name not in NOT_COMPARED}
-
-
-def model_of(run: Run) -> str:
-    return Path(str(run.settings.get("model.path", ""))).name
 
 
 def _changed(path: Path) -> float:

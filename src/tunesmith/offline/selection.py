@@ -15,8 +15,6 @@ from tunesmith.monitor.wilson import wilson
 from tunesmith.offline.lines import FLAT, LOGPROBS, Json, records_of
 from tunesmith.types import Message, Prompt
 
-"""95% of a standard normal distribution lie between minus and plus this."""
-
 WRITTEN = (*FLAT, *LOGPROBS, "completions")
 OVERWRITTEN = {
     "best": WRITTEN,

@@ -11,11 +11,11 @@ from typing import Any
 
 from tunesmith.doctor.findings import diagnose
 from tunesmith.doctor.record import read_record
-from tunesmith.errors import ConfigError, StorageError, TunesmithError, boundary
+from tunesmith.errors import StorageError, TunesmithError, boundary
 from tunesmith.monitor.catalogue import CATALOGUE, find
 from tunesmith.monitor.learning import read_facts
-from tunesmith.monitor.run_dir import LATEST, PLAN_FILE, is_running
-from tunesmith.monitor.runs import state_of
+from tunesmith.monitor.run_dir import PLAN_FILE, is_running
+from tunesmith.monitor.runs import check_holds, state_of
 from tunesmith.monitor.text import first_and_last
 from tunesmith.monitor.wilson import wilson
 from tunesmith.report.metrics import MetricsFile, curves, totals
@@ -65,13 +65,8 @@ def open_run(path: Path) -> Run:
         ConfigError: it is not a run's directory.
         StorageError: its files cannot be read.
     """
-    if not path.is_dir():
-        raise ConfigError(f"{path} is not a directory. Name a run's directory, such as runs/{LATEST}")
     with boundary(StorageError, f"cannot read {path}", OSError):
-        if not any((path / name).exists() for name in FILES):
-            inside = sorted({file.parent.name for name in FILES for file in path.glob(f"*/{name}")})
-            choice = f"; it holds the runs {', '.join(inside)}" if inside else ""
-            raise ConfigError(f"{path} has none of {', '.join(FILES)}, so it is not a run's directory{choice}")
+        check_holds(path, FILES)
     run = Run(path, MetricsFile(path / "metrics.jsonl"), RolloutIndex(path / "rollouts.jsonl"))
     run.read_on()
     return run

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
-from typing import Any
 
-from tunesmith.config.load import find_kind, load_config
+from tunesmith.config.load import load_run
 from tunesmith.config.reading.places import placed
 from tunesmith.config.schema import RLConfig, RunConfig
 from tunesmith.errors import ConfigError
@@ -45,9 +44,6 @@ class Measured:
     costs: Sequence[tuple[str, float]]
     """The operations with the most seconds of their own in one more step, which the profiler slows down."""
 
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 def measure_steps(path: Path, overrides: Sequence[str], steps: int) -> Measured:
     """Take some real steps of a run, in a process and a directory of their own, after one that is not counted.
@@ -56,7 +52,7 @@ def measure_steps(path: Path, overrides: Sequence[str], steps: int) -> Measured:
         ConfigError: the run cannot be measured, or does not run.
     """
     with placed(path, overrides):
-        config = load_config(find_kind(path, overrides), path, overrides)
+        config = load_run(path, overrides)
         check_tunable(config, "bench")
     trial, profiled = trial_config(config), steps + 2
     monitor = trial.monitor.model_copy(update={"profile_steps": (profiled,)})

@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from tunesmith.assembly.checking import facts_of_run
-from tunesmith.config.load import find_kind, load_config
+from tunesmith.config.load import load_run
 from tunesmith.config.reading.places import placed
 from tunesmith.config.resolved import settings
 from tunesmith.config.schema import RLConfig, RunConfig
@@ -284,7 +284,7 @@ def open_tuning(
     """
     began = time.monotonic()
     with placed(path, overrides):
-        config = load_config(find_kind(path, overrides), path, overrides)
+        config = load_run(path, overrides)
         check_tunable(config)
     pinned = pinned_settings(config, overrides)
     base, facts = trial_config(without_tuned(config, pinned)), facts_of_run(config)

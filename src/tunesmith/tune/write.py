@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from tunesmith.config.load import find_kind, load_config
+from tunesmith.config.load import load_run
 from tunesmith.config.resolved import Resolved, config_text, settings
 from tunesmith.errors import ConfigError, StorageError, boundary
 from tunesmith.plan.filling import with_values
@@ -38,7 +38,7 @@ def write_run_file(result: Result, run: Path, overrides: list[str], file: Path) 
     Raises:
         StorageError: it cannot be written.
     """
-    config = load_config(find_kind(run, overrides), run, overrides)
+    config = load_run(run, overrides)
     tuned = with_values(without_tuned(config), result.written)
     given = settings(tuned, given_only=True)
     why = [f"{FIRST_LINE}: {run.name} as it was {result.reason}.", *map(told, result.brought)]
