@@ -24,9 +24,9 @@ $(INSTALLED): pyproject.toml constraints.txt
 demo: $(INSTALLED)
 	$(RUN)/tunesmith demo
 
-# The tests of a file run on one worker, in order: what they share is made once.
+# Each worker has half of the files, so that what a file's tests share is made once; who is done takes from the other.
 test: $(INSTALLED)
-	OMP_NUM_THREADS=1 $(RUN)/pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow"
+	OMP_NUM_THREADS=1 $(RUN)/pytest -n 2 --dist worksteal -m "not slow"
 
 test-slow: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(RUN)/pytest -n 2 --dist loadgroup -m "slow and not long" --durations 25

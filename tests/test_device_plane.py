@@ -122,7 +122,7 @@ class Wire:
 @pytest.mark.parametrize("on_device", [True, False])
 def test_nothing_of_the_weights_passes_through_the_host(monkeypatch: pytest.MonkeyPatch, on_device: bool) -> None:
     """On a GPU that is not there: places at which the host waits are noted, and so are copies to it."""
-    monkeypatch.setattr(sums, "SLAB", 64)
+    monkeypatch.setattr(sums, "SLAB", 1 << 9)
     wire = Wire()
     with FakeDevice() as fake:
         made = {f"layers.{n}.weight": torch.empty(BUCKET // 4, dtype=torch.bfloat16, device="cuda") for n in range(16)}

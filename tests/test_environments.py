@@ -227,7 +227,7 @@ class Blocking(Failing):
         if self.how == "hangs":
             await asyncio.sleep(3600)
         if self.how == "blocks":
-            time.sleep(6)
+            time.sleep(2)
         return (None, 1.0, True)
 
 class Unborn:
@@ -243,7 +243,7 @@ WRONG = {
     "raises": (Status.ENVIRONMENT_FAILED, "ValueError: bad move"),
     "exits": (Status.ENVIRONMENT_FAILED, "SystemExit: 3"),
     "raises in reset": (Status.ENVIRONMENT_FAILED, "KeyError: 'no such level'"),
-    "hangs": (Status.TIMED_OUT, "step did not return within 3 s"),
+    "hangs": (Status.TIMED_OUT, "step did not return within 1 s"),
     "nothing": (Status.ENVIRONMENT_FAILED, "returned None; expected (observation, reward, done)"),
     "two": (Status.ENVIRONMENT_FAILED, "returned ('x', 1.0); expected"),
     "text reward": (Status.ENVIRONMENT_FAILED, "gave '1.0' as reward"),
@@ -257,7 +257,7 @@ WRONG = {
 
 
 def test_what_goes_wrong_fails_its_own_rollout_only(tokenizer: Any, tmp_path: Path) -> None:
-    environments = load(tmp_path, FAILING, path={"plain": "env.py:Failing", "async": "env.py:Blocking"}, timeout=3.0)
+    environments = load(tmp_path, FAILING, path={"plain": "env.py:Failing", "async": "env.py:Blocking"}, timeout=1.0)
     hows = (*WRONG, "fine", "never ends")
     tasks = [made_task(tokenizer, identity=how, how=how, environment="plain") for how in hows]
     tasks += [
@@ -286,8 +286,8 @@ def test_an_environment_that_cannot_be_made_is_told(tokenizer: Any, tmp_path: Pa
 def test_an_episode_has_a_deadline(tokenizer: Any, tmp_path: Path) -> None:
     environments = load(tmp_path, FAILING, path="env.py:Blocking")
     tasks = [made_task(tokenizer, identity=how, how=how) for how in ("hangs", "fine")]
-    hung, fine = play(environments, tokenizer, tasks, lambda _: "x<|im_end|>", timeout=3.0)[0]
-    assert hung.status is Status.TIMED_OUT and "3 s (rollout.timeout)" in str(hung.error)
+    hung, fine = play(environments, tokenizer, tasks, lambda _: "x<|im_end|>", timeout=1.0)[0]
+    assert hung.status is Status.TIMED_OUT and "1 s (rollout.timeout)" in str(hung.error)
     assert hung.num_sampled > 0 and ok(fine).reward == 1.0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -78,12 +79,18 @@ def stepped(backend: TorchBackend[CausalLM], steps: int, start: int = 0) -> list
     return found
 
 
-KINDS = pytest.mark.parametrize("kind", ["lean", "hugging face", "lora", "bfloat16"])
+KINDS = {"lean": (0.5, True), "hugging face": (0.5, False), "lora": (0, True), "bfloat16": (True, False)}
+"""And of each the share of layers that are computed again, and whether activations go too, in the fast tests."""
+each_kind = pytest.mark.parametrize("kind", KINDS)
 
 
-@KINDS
-@pytest.mark.parametrize("share", [0, 0.5, True])
-@pytest.mark.parametrize("activations", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "share", "activations"),
+    [
+        pytest.param(kind, share, away, marks=() if (share, away) == KINDS[kind] else pytest.mark.slow)
+        for kind, share, away in product(KINDS, (0, 0.5, True), (False, True))
+    ],
+)
 def test_the_same_steps_are_taken(path: Path, kind: str, share: float, activations: bool) -> None:
     """Losses, norms of gradients, scores and weights are the same bit by bit after three steps."""
     options: dict[str, Any] = {"gradient_checkpointing": share, "offload_activations": activations}
@@ -94,7 +101,7 @@ def test_the_same_steps_are_taken(path: Path, kind: str, share: float, activatio
     assert all(here.ema[name].equal(average) for name, average in there.ema.items())
 
 
-@KINDS
+@each_kind
 def test_a_checkpoint_continues_either_way(path: Path, tmp_path: Path, kind: str) -> None:
     here, there = (backend_of(path, kind, streams=flag) for flag in (False, True))
     stepped(here, 2), stepped(there, 2)
@@ -107,7 +114,7 @@ def test_a_checkpoint_continues_either_way(path: Path, tmp_path: Path, kind: str
         assert stepped(continued, 2, 2) == expected
 
 
-@KINDS
+@each_kind
 def test_engines_are_given_the_same_weights(path: Path, kind: str) -> None:
     here, there = (backend_of(path, kind, streams=flag) for flag in (False, True))
     stepped(here, 1), stepped(there, 1)

@@ -347,6 +347,7 @@ def _sum_twice(group: RankGroup, pipe: Any) -> None:
         pipe.send(str(error))
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_killed_while_the_others_sum_is_lost_at_once(processes: Callable[..., Processes]) -> None:
     three = processes(3, _sum_twice)
     pids = [three.said(rank, within=PATIENCE) for rank in range(3)]
@@ -383,6 +384,7 @@ def _train_with_dropout(group: RankGroup, pipe: Any, model: str, folder: str) ->
     pipe.send((drawn, all(ours[name].equal(theirs[name]) for name in ours), sorted(os.listdir(folder))))
 
 
+@pytest.mark.slow
 def test_each_ranks_random_state_is_kept_and_another_number_of_ranks_goes_on(
     model: Path, tmp_path: Path, processes: Callable[..., Processes]
 ) -> None:

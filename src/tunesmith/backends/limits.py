@@ -25,8 +25,8 @@ def measure_limits(device: str, dtype: DType) -> PeakRates:
     kind = getattr(torch, dtype)
     on_gpu = torch.device(device).type == "cuda"
     wait: Callable[[], None] = torch.cuda.synchronize if on_gpu else lambda: None
-    size = 8192 if on_gpu else 1024
     with torch.no_grad():
+        size = 8192 if on_gpu else _size_on_cpu(kind)
         a = torch.ones(size, size, dtype=kind, device=device)
         product = torch.empty_like(a)
         flops = 2 * size**3 / _best_seconds(lambda: torch.mm(a, a, out=product), wait)
@@ -34,6 +34,13 @@ def measure_limits(device: str, dtype: DType) -> PeakRates:
         copied = 512 * 2**20 if on_gpu else max(2**20, min(64 * 2**20, memory()[1] // 256))
         bandwidth = copy_rate(copied, device, wait)
     return PeakRates(flops, bandwidth)
+
+
+def _size_on_cpu(kind: torch.dtype) -> int:
+    """1024 rows; 256 where that would take seconds: many CPUs multiply float16 a hundred times as slowly as float32."""
+    a = torch.ones(256, 256, dtype=kind)
+    seconds = [_seconds(lambda: torch.mm(a, a)) for _ in range(2)]
+    return 256 if min(seconds) > 0.005 else 1024
 
 
 def copy_rate(size: int, device: str, wait: Callable[[], None]) -> float:
@@ -54,9 +61,12 @@ def _best_seconds(run: Callable[[], object], wait: Callable[[], None]) -> float:
     wait()
     best, started, tries = float("inf"), time.perf_counter(), 0
     while tries < 3 or time.perf_counter() - started < 0.15:
-        before = time.perf_counter()
-        run()
-        wait()
-        best = min(best, time.perf_counter() - before)
+        best = min(best, _seconds(lambda: (run(), wait())))
         tries += 1
     return best
+
+
+def _seconds(run: Callable[[], object]) -> float:
+    before = time.perf_counter()
+    run()
+    return time.perf_counter() - before

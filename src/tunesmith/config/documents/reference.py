@@ -9,7 +9,7 @@ import ast
 import inspect
 import re
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -98,7 +98,7 @@ def _default(field: FieldInfo) -> str:
 
 def _meaning(section: type[BaseModel], key: str) -> str:
     ours = (base for base in section.__mro__ if is_section(base) and base.__module__.startswith("tunesmith."))
-    return next((texts[key] for base in ours if key in (texts := dict(_documented(base)))), "").replace("``", "")
+    return next((texts[key] for base in ours if key in (texts := _documented(base))), "").replace("``", "")
 
 
 def _together(names: Sequence[str], texts: Sequence[str], form: str, *, always: bool = False) -> str:
@@ -111,13 +111,16 @@ def _together(names: Sequence[str], texts: Sequence[str], form: str, *, always: 
     return "; ".join(form.format(", ".join(types), text.rstrip(".")) for text, types in by_text.items()) + always * "."
 
 
-def _documented(section: type) -> Iterator[tuple[str, str]]:
+@cache
+def _documented(section: type) -> dict[str, str]:
     """Fields of a class, each with the docstring below it."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(section))).body[0]
     assert isinstance(tree, ast.ClassDef)
+    texts: dict[str, str] = {}
     for field, below in zip(tree.body, tree.body[1:], strict=False):
         match field, below:
             case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
-                yield name, " ".join(text.split())
+                texts[name] = " ".join(text.split())
             case _:
                 pass
+    return texts
