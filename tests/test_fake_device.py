@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import warnings
 from pathlib import Path
@@ -306,17 +305,16 @@ def test_engines_have_gpus_of_their_own(tmp_path: Path, engine: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [1, 2, 4])
 def test_roles_on_ray_have_gpus_of_their_own(tmp_path: Path, processes: int) -> None:
-    """One process has the whole reference; two share its weights, as the trainer's ranks share theirs."""
-    judge = tmp_path / "judge"
-    judge.mkdir()
-    shape = TINY | {"architectures": ["Qwen3ForSequenceClassification"], "id2label": {"0": ""}}
-    (judge / "config.json").write_text(json.dumps(shape))
-    given = ("algorithm.name=ppo", "algorithm.kl.coef=0.1", STAGE(3), f'reward.models=[{{path="{judge}"}}]')
+    """One process has the whole reference and a whole reward model; two share their weights, as the trainer's ranks
+    share theirs; and more may share a reward model than train."""
+    judge = TINY | {"architectures": ["Qwen3ForSequenceClassification"], "id2label": {"0": ""}}
+    given = ("algorithm.name=ppo", "algorithm.kl.coef=0.1", STAGE(3), f'reward.models=[{{path="{tmp_path}/frozen"}}]')
     given = (*RL, *GIVEN[:2], *given, "system.cluster=ray", "system.trainer_ranks=2", "system.engines=1")
-    given = (*given, f"system.placement.ref.processes={processes}")
-    config, facts = resolved(tmp_path, "rl", TINY, "2x4xH100-80GB", *given)
+    given = (*given, f"system.placement.ref.processes={min(2, processes)}")
+    given = (*given, f"system.placement.reward.processes={processes}")
+    config, facts = resolved(tmp_path, "rl", TINY, "2x8xH100-80GB", *given, frozen=judge)
     gpus = dry_run(config, facts)
     assert set(gpus) == {FIRST, "engine", "critic", "reference", "reward model"}
     planned = {name: price for name, price, _ in planned_devices(config, facts)}
@@ -326,7 +324,8 @@ def test_roles_on_ray_have_gpus_of_their_own(tmp_path: Path, processes: int) -> 
         assert "optimizer" in peak and "frozen models" not in peak
     frozen = gpus["reference"]["train"].peak["frozen models"]
     assert frozen == pytest.approx(planned["reference"].frozen, rel=0.06)
-    assert "frozen models" in gpus["reward model"]["reward"].peak
+    frozen = gpus["reward model"]["reward"].peak["frozen models"]
+    assert frozen == pytest.approx(planned["reward model"].frozen, rel=0.03 * (1 + processes))  # and small shares
 
 
 @pytest.mark.slow

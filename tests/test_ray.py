@@ -59,7 +59,7 @@ ray = pytest.importorskip("ray", reason="Ray is an extra: pip install 'tunesmith
 from tunesmith.distributed.far import Far  # noqa: E402
 from tunesmith.distributed.ray_cluster import RayCluster, check_machines  # noqa: E402
 from tunesmith.engines.far import FarEngine  # noqa: E402
-from tunesmith.rewards.far_model import RestartingFar  # noqa: E402
+from tunesmith.rewards.far_model import RestartingFars  # noqa: E402
 
 
 def in_ray(test: Callable[..., None]) -> Callable[..., None]:
@@ -260,15 +260,15 @@ def test_a_place_is_free_again_when_its_process_has_ended(cluster: RayCluster) -
 def test_a_reward_models_process_is_replaced_as_often_as_said(cluster: RayCluster) -> None:
     said: list[str] = []
 
-    def start() -> Far:
+    def start() -> list[Far]:
         far = cluster.spawn("ref", RewardError)
         far.make(partial(__import__, "operator")).result()
-        return far
+        return [far]
 
-    place = RestartingFar(start, 1, said.append)
+    place = RestartingFars(start, 1, said.append)
     for _ in range(2):
-        assert place.call("add", 2, 3) == 5
-        os.kill(place.far.pid(), signal.SIGKILL)
+        assert place.call("add", 2, 3) == [5]
+        os.kill(place.fars[0].pid(), signal.SIGKILL)
     with pytest.raises(RewardError, match="is lost"):
         place.call("add", 2, 3)
     assert len(said) == 1 and "starting another" in said[0]
@@ -345,6 +345,18 @@ def test_no_cluster_at_the_address(address: str) -> None:
             {"system__trainer_ranks": 2, "system__placement__colocate": [["actor", "critic", "reward"]]},
             "actor 2, critic 2, reward 1",
         ),
+        (
+            {"system__placement__reward__processes": 2, "system__placement__reward__shards": 4},
+            "reward.shards = 4 with .*processes = 2",
+        ),
+        (
+            {"system__placement__reward__processes": 4, "system__placement__reward__shards": 3},
+            "reward.shards = 3 with .*1 would be left over",
+        ),
+        (
+            {"system__placement__reward__shards": 2, "system__placement__reward__gpus": 0.5},
+            "reward.gpus = 0.5 with 2 processes .* NCCL",
+        ),
     ],
 )
 def test_settings_that_do_not_fit(changed: Any, words: str, tmp_path: Path) -> None:
@@ -378,6 +390,8 @@ def test_roles_that_share_a_place(tmp_path: Path) -> None:
     ]
     with pytest.raises(ConfigError, match="names 'critic'"):
         bundles(resolved(tmp_path, system__placement__critic__gpus=1))
+    with pytest.raises(ConfigError, match="names 'reward'"):  # functions are not sharded
+        bundles(resolved(tmp_path, system__placement__reward__shards=2))
 
 
 GPUS = {"system__device": "cuda", "system__engine": "vllm", "system__engine_python": sys.executable}

@@ -18,10 +18,12 @@ from tunesmith.config.schema import RLConfig
 from tunesmith.errors import CapacityError, ConfigError
 from tunesmith.plan.cluster import bundles, missing, processes
 from tunesmith.plan.facts import Facts, ModelFacts
+from tunesmith.plan.filling import with_values
 from tunesmith.plan.machines import machine
 from tunesmith.plan.memory import planned_devices
 from tunesmith.plan.report import layout_of_run
 from tunesmith.plan.resolve import resolve
+from tunesmith.plan.roles import scoring_shards
 from tunesmith.plan.seconds import step_seconds
 
 SMALL = ModelFacts(500_000_000, 24, 896, 4864, 14, 2, 64, 151936, 32768, tied=True)
@@ -109,6 +111,42 @@ def test_a_reward_model_is_on_all_gpus_or_has_its_own() -> None:
         "2x8xA100-80GB", SMALL, *PPO, *REWARD, "system.placement.reward.processes=4", frozen_parameters=10**8
     )
     assert processes(own.config)["reward"] == 4
+
+
+@pytest.mark.parametrize(
+    ("said", "shards"),
+    [
+        ((), 2),
+        (("system.placement.reward.processes=4",), 2),
+        (("system.placement.reward.shards=4",), 4),
+        (("system.zero_stage=3", "system.placement.reward.processes=4"), None),
+    ],
+)
+def test_a_reward_model_that_does_not_fit_a_gpu_is_shared(said: tuple[str, ...], shards: int | None) -> None:
+    """70B in 16 bits is 140 GB, and a GPU has 80."""
+    known, apart = {"frozen_parameters": 70 * 10**9}, 'system.placement.colocate=[["actor", "rollout"]]'
+    config = resolved("2x8xA100-80GB", SMALL, *REWARD, apart, *said, **known).config
+    there = facts("2x8xA100-80GB", SMALL, **known)
+    reward, count = config.system.placement and config.system.placement.reward, scoring_shards(config, "reward")
+    assert reward and reward.shards == shards and count == (shards or 4)
+    assert processes(config)["reward"] == max(count, reward.processes or 1)
+    planned = {name: (price, free) for name, price, free in planned_devices(config, there)}
+    price, free = planned["reward model"]
+    assert price.frozen == 140 * 10**9 // count and price.peak <= free
+    assert resolve(config, there).config == config
+    whole = with_values(config, {"system.placement.reward.shards": 1})
+    [alone] = [price for name, price, _ in planned_devices(whole, there) if name == "reward model"]
+    assert alone.frozen == count * price.frozen and alone.peak > free
+
+
+def test_reward_models_on_the_trainers_gpus_are_shared_by_those_of_a_machine() -> None:
+    """An adapter's base is whole on each GPU, and 35B beside it are not."""
+    said = (*REWARD, "lora.rank=16", 'system.placement.colocate=[["actor", "reward", "rollout"]]')
+    config = resolved("2x8xA100-80GB", QWEN_7B, *said, frozen_parameters=35 * 10**9).config
+    assert config.system.placement and config.system.placement.reward.shards == 8
+    assert processes(config)["reward"] == config.system.trainer_ranks == 16 and config.system.zero_stage == 0
+    small = resolved("2x8xA100-80GB", QWEN_7B, *said, frozen_parameters=10**9).config
+    assert scoring_shards(small, "reward") == 1
 
 
 def test_with_rollouts_ahead_engines_have_gpus_of_their_own() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -19,7 +20,9 @@ from tiny import save_model
 from tunesmith.algorithms.objective import SFTObjective
 from tunesmith.assembly.dry_run import dry_run
 from tunesmith.assembly.planes import published
+from tunesmith.assembly.sequence_scores import SequenceScores
 from tunesmith.backends.optimizer import AdamWSettings
+from tunesmith.backends.passes import Passes
 from tunesmith.backends.torch import TorchBackend
 from tunesmith.config.schema import LoraSection, RLConfig, SFTConfig
 from tunesmith.data.forest import Packing
@@ -127,7 +130,8 @@ def test_a_score_model_scores_the_same(path: Path) -> None:
     here, there = (ScoreModel.load(path, streams=flag) for flag in (False, True))
     torch.nn.init.ones_(here.head.weight), torch.nn.init.ones_(there.head.weight)
     sequences = [list(range(5, 5 + n)) for n in (3, 9, 4)]
-    assert here.score_sequences(sequences, 8) == there.score_sequences(sequences, 8)
+    scores = [SequenceScores(Passes(model, ScoreModel.predict), 8, nullcontext)(sequences) for model in (here, there)]
+    assert scores[0] == scores[1]
 
 
 def here_now(backend: TorchBackend[CausalLM]) -> list[int]:

@@ -167,8 +167,11 @@ def test_every_role_in_an_actor_ends_as_in_one_process(tmp_path: Path) -> None:
             {"colocate": [["actor", "ref", "critic"]], "reward__processes": 2},
             "2 actor, 2 critic, 2 reward, 1 rollout",
         ),
-        ({"ref__processes": 2}, "2 actor, 2 ref, 2 critic, 1 reward, 1 rollout"),
-        ({"ref__processes": 2, "zero_stage": 3}, "2 actor, 2 ref, 2 critic, 1 reward, 1 rollout"),
+        ({"ref__processes": 2, "reward__shards": 2}, "2 actor, 2 ref, 2 critic, 2 reward, 1 rollout"),
+        (
+            {"ref__processes": 2, "reward__processes": 2, "zero_stage": 3},
+            "2 actor, 2 ref, 2 critic, 2 reward, 1 rollout",
+        ),
     ],
 )
 def test_scoring_in_the_trainers_ranks_or_shared_by_processes_ends_as_in_one_process(

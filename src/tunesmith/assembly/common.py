@@ -72,7 +72,7 @@ def load_model(kind: type[M], config: RunConfig, tokenizer: Any, path: str | Non
             trust_remote_code=trust_remote_code,
             tokenizer=tokenizer,
             quantize=config.model.quantize,
-            sharding=_sharding(config),
+            sharding=sharding_of(config),
             trains=not frozen and not lora.on,
             streams=not frozen and config.system.offload_parameters,
         )
@@ -98,8 +98,8 @@ def load_model(kind: type[M], config: RunConfig, tokenizer: Any, path: str | Non
     return model
 
 
-def _sharding(config: RunConfig) -> Sharding | None:
-    """How the model is sharded; None outside the ranks of a trainer."""
+def sharding_of(config: RunConfig) -> Sharding | None:
+    """How the model is sharded; None outside the processes that share one."""
     import torch.distributed as dist
 
     if not config.system.zero_stage or not dist.is_initialized():

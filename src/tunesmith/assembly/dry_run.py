@@ -45,7 +45,7 @@ from tunesmith.plan.memory import (
     planned,
     planned_elsewhere,
 )
-from tunesmith.plan.roles import shares_trainer_device
+from tunesmith.plan.roles import scoring_shards, shares_trainer_device
 from tunesmith.plan.weights import engines_apart, weights_apart
 
 if TYPE_CHECKING:
@@ -178,6 +178,8 @@ class DryRun:
         await engine.close()
 
     def reward_models(self, config: RLConfig) -> Iterator[RewardModel]:
+        if (shards := scoring_shards(config, "reward")) > 1:  # other copies are like the first
+            config = with_values(config, {"system.placement.reward.processes": shards})
         for entry in config.reward.models:
             if self.processes and config.system.cluster != "none":
                 yield remote_reward_model(self.processes, config, entry, _silent)
@@ -252,10 +254,12 @@ def dry_run(config: RunConfig, facts: Facts) -> dict[str, dict[str, Phase]]:
     engine = planned_elsewhere(config, facts) or planned(config, facts) or Price()
     if config.model.quantize is not None:
         import_module("bitsandbytes")  # which looks for the GPUs that are there
-    with FakeDevice(len(facts.hardware.gpus)) as device, parts_replaced(device, engine):
+    judges = scoring_shards(config, "reward")
+    together = max(config.system.trainer_ranks, scoring_shards(config, "ref"), judges)
+    with FakeDevice(len(facts.hardware.gpus), together) as device, parts_replaced(device, engine):
         processes = None
         if config.system.trainer_ranks > 1 or apart:
-            processes = FakeProcesses(partial(_gpu_of, config, facts))
+            processes = FakeProcesses(partial(_gpu_of, config, facts), judges)
         run = DryRun(config, facts, device, processes)
         try:
             if isinstance(config, RLConfig):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -21,16 +22,18 @@ class FakeProcesses:
 
     Args:
         gpu: the name of the GPU that the first process of a role is on.
+        judges: processes of each reward model.
     """
 
-    def __init__(self, gpu: Callable[[Role], str] = lambda _: FIRST) -> None:
-        self._gpu = gpu
+    def __init__(self, gpu: Callable[[Role], str] = lambda _: FIRST, judges: int = 1) -> None:
+        self._gpu, self._judges, self._numbers = gpu, judges, Counter[Role]()
         self._running: list[tuple[Role, _OnThreads]] = []
 
     def spawn(self, role: Role, lost: type[TunesmithError], python: Path | None = None) -> Far:
         del python
-        first = next((far for other, far in self._running if other == role), None)
-        if first is not None and role != "reward":  # of these each has a model of its own
+        first = next((far for other, far in reversed(self._running) if other == role), None)
+        number, self._numbers[role] = self._numbers[role], self._numbers[role] + 1
+        if first is not None and (role != "reward" or number % self._judges):
             return _LikeAnother(first, lost)
         with on_gpu(self._gpu(role)):
             far = _OnThreads(f"the first process of role '{role}'", lost)

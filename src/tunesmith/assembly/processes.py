@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, redirect_stdout
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,7 +24,7 @@ from tunesmith.monitor.waits import long_wait
 from tunesmith.plan.cluster import NAMES, bundles, processes
 from tunesmith.plan.operations import PeakRates
 from tunesmith.plan.publishing import publishing_ranks
-from tunesmith.plan.roles import reference_apart, reference_shards, scoring_processes
+from tunesmith.plan.roles import reference_apart, scoring_processes, scoring_shards
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from tunesmith.data.batch import Floats
     from tunesmith.data.forest import Packing
     from tunesmith.distributed.far import Far
+    from tunesmith.distributed.rank_group import RankGroup
     from tunesmith.models.causal_lm import CausalLM
     from tunesmith.rewards.model import RewardModel
     from tunesmith.weights.base import Plane
@@ -99,33 +100,47 @@ class TrainerHost(RankHost):
 
 
 @dataclass(slots=True)
-class ReferenceHost(RankHost):
-    """In each process of a reference; ``build`` is called before anything else is used. Processes that share the model
-    make the same calls together."""
+class FrozenHost(RankHost):
+    """In each process of a frozen model; ``build`` is called before anything else is used. Processes that share the
+    model make the same calls together."""
 
     config: RLConfig
     rank: int = field(default=0, init=False)
-    passes: Passes[CausalLM] = field(init=False)
 
     def build(self, rank: int, world: int, place: tuple[str, int] | None) -> None:
         """Load the model.
 
         Args:
-            place: the result of ``open_store`` on the first of ``world`` processes that share the model; None where
-                each has the whole.
+            rank: of ``world`` processes that share the model; those that have the whole are numbered too.
+            place: the result of ``open_store`` on the first that shares it; None where each has the whole.
         """
-        from tunesmith.assembly.policy import policy_predict
-        from tunesmith.backends.passes import Passes
         from tunesmith.distributed.rank_group import join_default_group
-        from tunesmith.models.causal_lm import CausalLM
 
         self.rank, group, device = rank, None, self.config.system.device
         if place:
             group = self.join(rank, world, place, device)
             join_default_group(self.store, rank, world, self.address, device)
         sequence = self.config.system.sequence_parallel.model_copy(update={"size": 1})
-        system = self.config.system.model_copy(update={"shard_size": world, "sequence_parallel": sequence})
-        config = self.config.model_copy(update={"system": system})
+        changed = {"zero_stage": 3, "shard_size": world, "sequence_parallel": sequence}
+        config = self.config.model_copy(update={"system": self.config.system.model_copy(update=changed)})
+        self.load_model(config, group)
+
+    def load_model(self, config: RLConfig, group: RankGroup | None) -> None:
+        """Args: config: with the sharding of this model; group: of the processes that share it, None: nobody does."""
+        raise NotImplementedError
+
+
+@dataclass(slots=True)
+class ReferenceHost(FrozenHost):
+    """In each process of a reference."""
+
+    passes: Passes[CausalLM] = field(init=False)
+
+    def load_model(self, config: RLConfig, group: RankGroup | None) -> None:
+        from tunesmith.assembly.policy import policy_predict
+        from tunesmith.backends.passes import Passes
+        from tunesmith.models.causal_lm import CausalLM
+
         model = load_model(CausalLM, config, load_tokenizer(config), frozen=True)
         self.passes = Passes(model, policy_predict(config))
         self.passes.group = group
@@ -150,6 +165,19 @@ class ReferenceHost(RankHost):
         load_weights(self.passes.model, directory)
 
 
+@dataclass(slots=True)
+class RewardHost(FrozenHost):
+    """In each process of a reward model."""
+
+    entry: ModelReward
+    model: RewardModel = field(init=False)
+
+    def load_model(self, config: RLConfig, group: RankGroup | None) -> None:
+        from tunesmith.assembly.rewards import load_reward_model
+
+        self.model = load_reward_model(config, self.entry, group)
+
+
 def host_trainer(config: RunConfig, make: MakeBackend, *, publishes: bool) -> TrainerHost:
     from tunesmith.assembly.planes import own_address
 
@@ -170,14 +198,25 @@ def host_reference(config: RLConfig) -> ReferenceHost:
     return ReferenceHost(own_address(config), config)
 
 
+def host_reward(config: RLConfig, entry: ModelReward) -> RewardHost:
+    from tunesmith.assembly.planes import own_address
+
+    return RewardHost(own_address(config), config, entry)
+
+
+def _build(fars: Sequence[Far], together: int) -> None:
+    """Have hosts load their models: so many of them, all or each alone, share one."""
+    place = fars[0].call("open_store") if together > 1 else None
+    gather(far.submit("build", rank, together, place) for rank, far in enumerate(fars))
+
+
 def _start_reference(processes: Processes, config: RLConfig) -> list[Far]:
     """The processes of a reference: each has the whole model, or where trainer ranks share weights, its share."""
     count = scoring_processes(config, "ref")
     references = [processes.spawn("ref", TrainerLostError) for _ in range(count)]
     with long_wait("starting the reference's processes"):
         gather(far.make(partial(host_reference, config)) for far in references)
-        place = references[0].call("open_store") if reference_shards(config) > 1 else None
-        gather(far.submit("build", rank, count if place else 1, place) for rank, far in enumerate(references))
+        _build(references, scoring_shards(config, "ref"))
     return references
 
 
@@ -218,8 +257,7 @@ def remote_trainer(
         gather(far.make(host) for far in ranks)
         if run_dir and (launch := Launch.of()) and launch.several_machines:
             check_machines(ranks, config.model.path, run_dir)
-        place = ranks[0].call("open_store") if world > 1 else None
-        gather(far.submit("build", rank, world, place) for rank, far in enumerate(ranks))
+        _build(ranks, world)
     references: list[Far] = []
     if publishes and isinstance(config, RLConfig) and reference_apart(config):
         references = _start_reference(processes, config)
@@ -232,17 +270,19 @@ def remote_reward_model(
     processes: Processes, config: RLConfig, entry: ModelReward, report: Callable[[str], None]
 ) -> RewardModel:
     """A reward model that scores in other processes; it encodes texts here."""
-    from tunesmith.assembly.rewards import load_reward_model
-    from tunesmith.rewards.far_model import RestartingFar, far_reward_model
+    from tunesmith.rewards.far_model import RestartingFars, far_reward_model
 
-    def start() -> Far:
-        far = processes.spawn("reward", RewardError)
-        with long_wait(f"starting the process of reward model {entry.path}", report):
-            far.make(partial(load_reward_model, config, entry)).result()
-        return far
+    shards = scoring_shards(config, "reward")
 
-    restarts, count = config.system.trainer_restarts, scoring_processes(config, "reward")
-    return far_reward_model([RestartingFar(start, restarts, report) for _ in range(count)])
+    def start() -> list[Far]:
+        fars = [processes.spawn("reward", RewardError) for _ in range(shards)]
+        with long_wait(f"starting reward model {entry.path}", report):
+            gather(far.make(partial(host_reward, config, entry)) for far in fars)
+            _build(fars, shards)
+        return fars
+
+    restarts, copies = config.system.trainer_restarts, scoring_processes(config, "reward") // shards
+    return far_reward_model([RestartingFars(start, restarts, report) for _ in range(copies)])
 
 
 def run_with_restarts(

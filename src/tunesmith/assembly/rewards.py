@@ -16,6 +16,8 @@ from tunesmith.rewards.reward_set import RewardSet
 from tunesmith.rewards.stats import check_reward_model, read_stats
 
 if TYPE_CHECKING:
+    from tunesmith.distributed.rank_group import RankGroup
+    from tunesmith.models.sharding import Sharding
     from tunesmith.rewards.model import RewardModel
 
 
@@ -63,7 +65,12 @@ def add_rewards(
         note(f"reward model '{entry.name}' sees {sees}{scale}")
 
 
-def load_reward_model(config: RLConfig | SamplingConfig, entry: ModelReward) -> RewardModel:
+def load_reward_model(
+    config: RLConfig | SamplingConfig, entry: ModelReward, group: RankGroup | None = None
+) -> RewardModel:
+    """Args: group: of the processes that share the model, each of which calls this; None: it is whole here."""
+    from tunesmith.assembly.common import sharding_of
+
     system = config.system
     with long_wait(f"loading {entry.path}"):
         return make_reward_model(
@@ -73,7 +80,9 @@ def load_reward_model(config: RLConfig | SamplingConfig, entry: ModelReward) -> 
             max_tokens=system.reward_max_tokens,
             chat=config.data.chat,
             trust_remote_code=config.model.trust_remote_code,
-            offload=isinstance(config, RLConfig) and config.system.offload_reference,
+            offload=isinstance(config, RLConfig) and config.system.offload_reference and group is None,
+            sharding=sharding_of(config) if group else None,
+            group=group,
         )
 
 
@@ -86,6 +95,8 @@ def make_reward_model(
     chat: bool | None = None,
     trust_remote_code: bool = False,
     offload: bool = False,
+    sharding: Sharding | None = None,
+    group: RankGroup | None = None,
 ) -> RewardModel:
     """Load a trained reward model.
 
@@ -93,12 +104,15 @@ def make_reward_model(
         max_tokens: of one forward pass.
         offload: keep it in host memory while it does not score.
         chat: whether text prompts go through the chat template; None: if the tokenizer has one.
+        sharding, group: of the processes that share the model; None: it is whole here.
 
     Raises:
         ConfigError, ModelError: it is not a reward model, or statistics or a chat template are missing.
     """
     import torch
 
+    from tunesmith.assembly.sequence_scores import SequenceScores
+    from tunesmith.backends.passes import Passes
     from tunesmith.data.chat import ChatTemplate
     from tunesmith.models.host_weights import HostWeights
     from tunesmith.models.score_model import ScoreModel, is_trained
@@ -106,16 +120,20 @@ def make_reward_model(
 
     check_reward_model(entry)
     number_format = getattr(torch, dtype)
-    model = ScoreModel.load(entry.path, dtype=number_format, device=device, trust_remote_code=trust_remote_code)
+    model = ScoreModel.load(
+        entry.path,
+        dtype=number_format,
+        device=device,
+        trust_remote_code=trust_remote_code,
+        sharding=sharding,
+        trains=False,
+    )
     if not is_trained(model.module.config):
         raise ModelError(f"'{entry.path}' is a language model, not a reward model: its scores would all be 0")
     tokenizer: Any = model.tokenizer
     template = ChatTemplate.of(tokenizer) if chat or (chat is None and tokenizer.chat_template) else None
     stats = read_stats(Path(entry.path)) if entry.normalize else None
-    weights = HostWeights.of(model).here if offload else nullcontext
-
-    def score(sequences: list[list[int]]) -> list[float]:
-        with weights():
-            return model.score_sequences(sequences, max_tokens)
-
-    return RewardModel(score, tokenizer, model.context, template, stats)
+    passes = Passes(model, ScoreModel.predict)
+    passes.group = group
+    scores = SequenceScores(passes, max_tokens, HostWeights.of(model).here if offload else nullcontext)
+    return RewardModel(scores, tokenizer, model.context, template, stats)

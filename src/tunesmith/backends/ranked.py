@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -14,13 +14,11 @@ from tunesmith.algorithms.objective import Objective
 from tunesmith.backends.base import Metrics, Quantity
 from tunesmith.data.batch import Floats
 from tunesmith.data.forest import Packing
-from tunesmith.distributed.far import Far, entered, gather, submitted
-from tunesmith.errors import DeviceMemoryError, TrainerLostError
+from tunesmith.distributed.far import Far, entered, gather_together, submitted
+from tunesmith.errors import DeviceMemoryError
 from tunesmith.plan.operations import CostModel
 
 REFERENCE_DIRECTORY = "reference"
-NOTICING = 5.0
-"""Seconds in which the end of a process is noticed here, after another rank has noticed it."""
 
 
 class RankedBackend:
@@ -132,14 +130,7 @@ class RankedBackend:
             self._reference_is_new = True
 
     def _gather(self, answers: Iterable[Future[Any]]) -> list[Any]:
-        try:
-            return gather(answers)
-        except TrainerLostError:  # perhaps of a rank that waited for the one that has ended
-            every = [*self.replicas, *self.references]
-            wait([far.ended for far in every], NOTICING, FIRST_COMPLETED)
-            for far in every:
-                far.check()
-            raise
+        return gather_together(answers, [*self.replicas, *self.references])
 
     def _each(self, name: str, *args: Any) -> Any:
         """Call a method of all at once; what the first returns."""

@@ -19,8 +19,14 @@ class Resources(Section):
 
 class ScoringResources(Resources):
     processes: PositiveInt | None = None
-    """Processes that share what there is to score; None: 1. Each has the whole model, but those of the reference share
-    its weights with ``system.zero_stage = 3``."""
+    """Processes that share what there is to score; None: 1, or ``shards`` of a reward model. Each has the whole model,
+    but with ``system.zero_stage = 3`` they share its weights."""
+
+
+class RewardResources(ScoringResources):
+    shards: PositiveInt | None = None
+    """Processes that share one copy of a reward model, each with a part of the weights; None: 1, or all ``processes``
+    with ``system.zero_stage = 3``; derived where the model does not fit a GPU."""
 
 
 class PlacementSection(Section):
@@ -31,7 +37,7 @@ class PlacementSection(Section):
     ref: ScoringResources = ScoringResources()
     """The reference; placed with ``actor`` it is no process of its own, but each trainer rank has it, or its share."""
     critic: Resources = Resources()
-    reward: ScoringResources = ScoringResources()
+    reward: RewardResources = RewardResources()
     """Each of ``reward.models``."""
     rollout: Resources = Resources()
     """Each engine."""

@@ -12,14 +12,14 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable
-from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from concurrent.futures import FIRST_COMPLETED, FIRST_EXCEPTION, Future, wait
 from contextlib import contextmanager, nullcontext
 from itertools import count
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from typing import Any
 
-from tunesmith.errors import TunesmithError
+from tunesmith.errors import TrainerLostError, TunesmithError
 from tunesmith.monitor import interrupts
 
 PATIENCE = 120.0
@@ -28,6 +28,8 @@ STARTING = 600.0
 """Seconds that an engine may take to load."""
 HURRIED, TOLD = 15.0, 3.0
 """Seconds in place of both, once the command was asked to end, and until it is said who is waited for."""
+NOTICING = 5.0
+"""Seconds in which the end of a process is noticed here, after another rank has noticed it."""
 
 
 class Answer(Future[Any]):
@@ -220,6 +222,19 @@ def gather(answers: Iterable[Future[Any]]) -> list[Any]:
         if answer in done:
             answer.result()
     return [answer.result() for answer in answers]
+
+
+def gather_together(answers: Iterable[Future[Any]], fars: Iterable[Far]) -> list[Any]:
+    """As ``gather``, of processes that wait for each other: what is raised is the loss of the one that has ended, and
+    not what others say that waited for it."""
+    try:
+        return gather(answers)
+    except TrainerLostError:
+        fars = list(fars)
+        wait([far.ended for far in fars], NOTICING, FIRST_COMPLETED)
+        for far in fars:
+            far.check()
+        raise
 
 
 @contextmanager

@@ -45,11 +45,12 @@ class FakeDevice(TorchDispatchMode):
 
     Args:
         gpus: that this machine has; one of them is used.
+        together: the most processes that share a model.
     """
 
-    def __init__(self, gpus: int = 1) -> None:
+    def __init__(self, gpus: int = 1, together: int = 1) -> None:
         super().__init__()
-        self.gpus = gpus
+        self.gpus, self.together = gpus, together
         self.memories = defaultdict[str, MemoryUse](MemoryUse)
         """Of each GPU that processes of the run are on, by a name."""
         self.waits: Counter[str] = Counter()

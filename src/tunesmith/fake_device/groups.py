@@ -17,23 +17,26 @@ from tunesmith.fake_device.threads import gpu_of_thread
 
 
 @contextmanager
-def fake_groups() -> Generator[None]:
+def fake_groups(most: int) -> Generator[None]:
     """Inside, whoever joins others is alone: torch.distributed's default group, and groups between GPUs.
 
-    Processes of one run have a default group each, but all of the same size: here it is one.
+    Processes of one run have default groups of several sizes: here it is one, of the size ``most``.
     """
-    initialise, joined = dist.init_process_group, set[str]()
+    initialise, size_of, joined = dist.init_process_group, dist.get_world_size, dict[str, int]()
 
     def join(*_: Any, rank: int, world_size: int, **__: Any) -> None:
         if not joined:
-            initialise("fake", store=FakeStore(), rank=rank, world_size=world_size)
-        joined.add(gpu_of_thread())
+            initialise("fake", store=FakeStore(), rank=rank, world_size=max(most, world_size))
+        joined[gpu_of_thread()] = world_size
 
     def is_initialized() -> bool:
         return gpu_of_thread() in joined
 
+    def world_size(group: Any = None) -> int:
+        return joined[gpu_of_thread()] if group is None else size_of(group)
+
     with (
-        patch.multiple(dist, init_process_group=join, is_initialized=is_initialized),
+        patch.multiple(dist, init_process_group=join, is_initialized=is_initialized, get_world_size=world_size),
         patch.object(dist, "ProcessGroupNCCL", _Nccl, create=True),  # which a torch without CUDA lacks
     ):
         try:

@@ -33,6 +33,7 @@ class Device(Protocol):
 
     memories: defaultdict[str, MemoryUse]
     gpus: int
+    together: int
 
     def wait(self, operation: str) -> None: ...
 
@@ -116,7 +117,7 @@ def replaced(device: Device) -> Generator[None]:
         stack.enter_context(patch.object(torch.UntypedStorage, "resize_", resized))
         stack.enter_context(patch.multiple(torch.cuda, **_cuda(device)))
         stack.enter_context(patch.object(clip_grad, GROUPED, _grouped))
-        stack.enter_context(fake_groups())
+        stack.enter_context(fake_groups(device.together))
         stack.enter_context(shards_named(device.allocating))
         yield
 

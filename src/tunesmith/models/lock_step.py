@@ -91,7 +91,7 @@ class LockStep:
         failure, self.failure = self.failure, None
         if total(torch.tensor([float(failure is not None)], device=device)).item():
             forget_unsharded_gradients(self._module)
-            raise DeviceMemoryError(failure or "another rank of the trainer ran out of memory")
+            raise DeviceMemoryError(failure or "another rank ran out of memory")
 
 
 def forget_unsharded_gradients(module: PreTrainedModel) -> None:

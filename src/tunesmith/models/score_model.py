@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AutoModelForSequenceClassification
@@ -75,17 +74,14 @@ class ScoreModel(Decoder):
         """The number of positions that the model has."""
         return getattr(self.module.config, "max_position_embeddings", None)
 
-    @torch.inference_mode()
-    def score_sequences(self, sequences: Sequence[Sequence[int]], max_tokens: int) -> list[float]:
-        """The score at the last token of each sequence, in forests of at most ``max_tokens`` or one sequence."""
-        batch, scores = Batch.of([whole_sequence(ids) for ids in sequences]), [0.0] * len(sequences)
-        for forest in Packing.of(batch, max(max_tokens, int(batch.lengths.max(initial=0)))):
-            forest = forest.to(self.device)
-            if self.context is not None:  # there may be no position for the stand-in
-                forest = replace(forest, position_ids=forest.position_ids.clamp(max=self.context - 1))
-            for sample, value in zip(forest.sample_ids, self.scores(forest).tolist(), strict=True):
-                scores[sample] = value
-        return scores
+    def pack_sequences(self, batch: Batch, max_tokens: int, multiple_of: int = 1) -> Packing:
+        """Micro-batches of ``whole_sequence``s; each prediction is the score of one of them."""
+        packing = Packing.of(batch, max_tokens, multiple_of=multiple_of)
+        if self.context is None:
+            return packing
+        last = self.context - 1  # there may be no position for the stand-in
+        forests = tuple(replace(forest, position_ids=forest.position_ids.clamp(max=last)) for forest in packing.forests)
+        return replace(packing, forests=forests)
 
 
 def is_trained(config: Any) -> bool:

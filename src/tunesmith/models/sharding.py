@@ -78,7 +78,7 @@ class Sharding:
             ConfigError: torch is too old.
         """
         if not hasattr(FSDPModule, "reset_iter_state"):
-            raise ConfigError(f"system.zero_stage needs torch 2.13 or newer, and this is torch {torch.__version__}")
+            raise ConfigError(f"sharding a model needs torch 2.13 or newer, and this is torch {torch.__version__}")
         module.tie_weights()
         module.config.dtype = dtype
         trains = any(p.requires_grad for p in module.parameters())

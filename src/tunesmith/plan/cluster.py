@@ -20,6 +20,7 @@ from tunesmith.plan.roles import (
     placement_of,
     reference_apart,
     scoring_processes,
+    scoring_shards,
 )
 
 NAMES: dict[Role, str] = {
@@ -76,17 +77,21 @@ def ray_not_installed(config: RunConfig) -> Iterator[str]:
 
 def _check_ranks(config: RLConfig) -> Iterator[str]:
     """Ranks of one group on one GPU; also refused before the device is known, if parts of GPUs are requested."""
-    system = config.system
-    if known(system, "trainer_ranks") in (None, 1) or not (known(system, "device") or "cuda").startswith("cuda"):
+    if not (known(config.system, "device") or "cuda").startswith("cuda"):
         return
-    groups = placement_of(config).colocate
-    for role in ("actor", "critic"):
+    groups, ranks = placement_of(config).colocate, known(config.system, "trainer_ranks") or 1
+    said = f"system.trainer_ranks = {ranks}"
+    counts: dict[Role, tuple[int, str]] = {"actor": (ranks, said), "critic": (ranks, said)}
+    for role in ("ref", "reward"):
+        count = scoring_shards(config, role)
+        counts[role] = count, f"{count} processes that share a model"
+    for role, (count, words) in counts.items():
         together = next((group for group in groups if role in group), (role,))
         gpus = max(_needs(config, each, 1.0)[1] for each in together)
-        if 0 < gpus <= 0.5:  # of more there is one on each GPU
+        if count > 1 and 0 < gpus <= 0.5:  # of more there is one on each GPU
             yield (
-                f"system.placement.{role}.gpus = {gpus:g} with system.trainer_ranks = {system.trainer_ranks} puts two "
-                "ranks on one GPU, which NCCL refuses; use 1, or system.trainer_ranks = 1"
+                f"system.placement.{role}.gpus = {gpus:g} with {words} puts two of them on one GPU, which NCCL "
+                "refuses; use 1 GPU, or one process"
             )
 
 
@@ -114,12 +119,19 @@ def _check_shared(config: RLConfig) -> Iterator[str]:
 
 
 def _check_scoring(config: RLConfig) -> Iterator[str]:
-    """Settings of the reference's processes where it has none: ``system.placement.ref``."""
+    """Settings of the reference's processes where it has none, and processes that no copy of a reward model has."""
     said = placement_of(config).ref.model_fields_set
     if said and placed_together(config, "actor", "ref"):
         yield (
             f"system.placement.ref.{min(said)} has no effect where system.placement.colocate puts 'ref' with 'actor': "
             "each trainer rank has the reference, or its share of it; leave one of the two out"
+        )
+    count, shards = scoring_processes(config, "reward"), scoring_shards(config, "reward")
+    if count % shards:
+        yield (
+            f"system.placement.reward.shards = {shards} with system.placement.reward.processes = {count}: each copy of "
+            f"a reward model has {shards} processes, and {count % shards} would be left over; make processes a "
+            f"multiple of {shards}, or leave it out"
         )
 
 

@@ -33,7 +33,7 @@ from tunesmith.plan.roles import (
     has_critic,
     keeps_reference,
     processes_with_trainer,
-    reference_shards,
+    scoring_shards,
     shares_trainer_device,
 )
 from tunesmith.plan.scoring import scores, scoring_bytes, teaches
@@ -110,8 +110,8 @@ def layout_of(config: RunConfig, facts: Facts) -> Layout:
     here = config.drawing is not None and not system.served and not engines_elsewhere(config, facts)
     together = engines_together(config, len(facts.hardware.gpus)) if here else 0
     frozen = facts.frozen_parameters
-    if not isinstance(config, DistillConfig) and not shares_trainer_device(config, "reward"):
-        frozen = 0
+    if not isinstance(config, DistillConfig):
+        frozen = ceil(frozen / scoring_shards(config, "reward")) * shares_trainer_device(config, "reward")
     lora = config.lora.on
     return Layout(
         bytes_per_number=bytes_per_number(config),
@@ -205,12 +205,15 @@ def rewarding_bytes(config: RunConfig, facts: Facts, tokens: int) -> int:
 
     So their width goes with the square root of the number of parameters.
     """
-    if facts.model is None:
+    model = facts.model
+    if model is None:
         return 0
-    device = "cuda" if on_gpu(config) else "cpu"
-    layout = Layout(bytes_per_number(config), device, has_vocabulary_head=False, tokens=tokens)
-    width = sqrt(facts.frozen_parameters / (facts.model.parameters or 1))
-    return ceil(scoring_bytes(facts.model, layout) * max(1.0, width))
+    device, stage = "cuda" if on_gpu(config) else "cpu", 3 if scoring_shards(config, "reward") > 1 else 0
+    layout = Layout(bytes_per_number(config), device, zero_stage=stage, has_vocabulary_head=False, tokens=tokens)
+    more = max(1.0, facts.frozen_parameters / (model.parameters or 1))
+    widths = {key: ceil(sqrt(more) * getattr(model, key)) for key in ("hidden_size", "intermediate_size", "head_dim")}
+    numbers = ceil(more * (model.parameters or 0))
+    return scoring_bytes(replace(model, parameters=numbers, tied=True, **widths), layout)
 
 
 def _with_tokens(config: RunConfig, facts: Facts, layout: Layout) -> Layout:
@@ -266,13 +269,18 @@ def _roles_apart(config: RunConfig, facts: Facts) -> Iterator[tuple[str, Price]]
     if has_critic(config) and not shares_trainer_device(config, "critic"):
         yield "critic", price(facts.model, replace(layout, has_vocabulary_head=False, tokens=critic))
     if keeps_reference(config) and not shares_trainer_device(config, "ref"):
-        shards = reference_shards(config)
+        shards = scoring_shards(config, "ref")
         alone = replace(layout, zero_stage=3 if shards > 1 else 0, shards=shards, sequence=1, tokens=scoring)
         frozen = copy_bytes(facts.model, layout.bytes_per_number) // shards
         yield "reference", Price(frozen=frozen, activations=scoring_bytes(facts.model, alone))
     if facts.frozen_parameters and not shares_trainer_device(config, "reward"):
-        weights, passing = facts.frozen_parameters * layout.bytes_per_number, rewarding_bytes(config, facts, rewarding)
-        yield "reward model", Price(frozen=weights, activations=passing)
+        yield "reward model", reward_price(config, facts, rewarding)
+
+
+def reward_price(config: RunConfig, facts: Facts, tokens: int) -> Price:
+    """Of each GPU of reward models that have their own, without CUDA; ``tokens``: of a pass."""
+    weights = ceil(facts.frozen_parameters / scoring_shards(config, "reward")) * bytes_per_number(config)
+    return Price(frozen=weights, activations=rewarding_bytes(config, facts, tokens))
 
 
 def planned_roles(config: RunConfig, facts: Facts) -> dict[str, Price]:

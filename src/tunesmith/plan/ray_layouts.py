@@ -9,10 +9,12 @@ from tunesmith.config.placement import PlacementSection, Role
 from tunesmith.config.schema import RLConfig
 from tunesmith.config.section import known
 from tunesmith.plan.cluster import bundles, cluster_problems, missing
+from tunesmith.plan.cost import LIBRARIES
 from tunesmith.plan.facts import Facts
 from tunesmith.plan.filling import with_values
 from tunesmith.plan.layout_keys import ENGINES, PLACEMENT, RANKS, SEQUENCE, TENSOR, TURNS, Settings, given
-from tunesmith.plan.roles import has_critic, keeps_reference, placement_of, scoring_processes
+from tunesmith.plan.memory import LEAST_TOKENS, free_memory, longest_sample, reward_price
+from tunesmith.plan.roles import has_critic, keeps_reference, placement_of, scoring_processes, scoring_shards
 
 Groups = tuple[tuple[Role, ...], ...]
 
@@ -32,18 +34,19 @@ def ray_shapes(config: RLConfig, facts: Facts, gpus: int, tensors: list[int]) ->
         wanted = False
     free, found = "colocate" not in placement_of(config).model_fields_set, False
     for groups in _groups(config, alone_first=bool(said)):
+        placed = _with_reward_shards(config, facts, groups)
         shares = any({"actor", "rollout"} <= set(group) for group in groups)
         if free and (wanted not in (None, shares) or (shares and said and found and wanted is None)):
             continue
         turns = shares if wanted is None else wanted
         for tensor in tensors:
             each = tensor * config.system.vllm.pipeline_parallel_size
-            for ranks, engines in _numbers(config, groups, gpus, each):
+            for ranks, engines in _numbers(placed, groups, gpus, each):
                 shape: dict[str, Any] = {RANKS: ranks, ENGINES: engines, TENSOR: tensor, TURNS: turns}
-                shape[PLACEMENT] = _placement(config, groups, ranks)
-                if _fits(config, facts, shape):
-                    found = True
-                    yield shape
+                for placement in _placements(placed, facts, groups, ranks):
+                    if _fits(config, facts, shape | {PLACEMENT: placement}):
+                        found = True
+                        yield shape | {PLACEMENT: placement}
 
 
 def _roles(config: RLConfig) -> dict[Role, bool]:
@@ -107,16 +110,40 @@ def _scoring(config: RLConfig, groups: Groups, together: tuple[Role, ...]) -> in
     return ref + reward
 
 
-def _placement(config: RLConfig, groups: Groups, ranks: int) -> PlacementSection:
-    """What was said of ``system.placement``, with the groups. Reward models on the trainer's GPUs are on all."""
+def _with_reward_shards(config: RLConfig, facts: Facts, groups: Groups) -> RLConfig:
+    """Reward models with GPUs of their own that do not fit one: the fewest of a machine that hold one share it."""
+    reward, longest = placement_of(config).reward, longest_sample(config, facts) or LEAST_TOKENS
+    shares = reward.shards or scoring_shards(config, "reward") > 1 or any("reward" in group for group in groups)
+    if shares or not facts.frozen_parameters:
+        return config
+    found = config
+    for shards in range(1, len(facts.hardware.gpus) + 1):
+        if (reward.processes or shards) % shards == 0:
+            found = config if shards == 1 else _with_reward(config, processes=reward.processes or shards, shards=shards)
+            if LIBRARIES + reward_price(found, facts, longest).peak <= free_memory(config, facts):
+                break
+    return found
+
+
+def _with_reward(config: RLConfig, **said: int) -> RLConfig:
     placement = placement_of(config)
+    reward = placement.reward.model_copy(update=said)
+    return with_values(config, {PLACEMENT: placement.model_copy(update={"reward": reward})})
+
+
+def _placements(config: RLConfig, facts: Facts, groups: Groups, ranks: int) -> Iterator[PlacementSection]:
+    """What was said of ``system.placement``, with the groups. Reward models on the trainer's GPUs are on all, whole or
+    shared by those of a machine."""
+    placement, each = placement_of(config), len(facts.hardware.gpus)
     if groups and "colocate" not in placement.model_fields_set:
-        placement = placement.model_copy(update={"colocate": groups})
-    shared = any({"actor", "reward"} <= set(group) for group in groups)
-    if shared and placement.reward.processes is None and ranks > 1:
-        reward = placement.reward.model_copy(update={"processes": ranks})
-        placement = placement.model_copy(update={"reward": reward})
-    return placement
+        config = with_values(config, {PLACEMENT: placement.model_copy(update={"colocate": groups})})
+    beside = ranks > 1 and any({"actor", "reward"} <= set(group) for group in groups)
+    if beside and placement.reward.processes is None:
+        config = _with_reward(config, processes=ranks)
+    yield placement_of(config)
+    if beside and placement.reward.shards is None:
+        count = scoring_processes(config, "reward")
+        yield placement_of(_with_reward(config, shards=count if count % each else each))
 
 
 def _fits(config: RLConfig, facts: Facts, shape: Settings) -> bool:

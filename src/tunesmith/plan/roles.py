@@ -60,12 +60,15 @@ def shares_trainer_device(config: RunConfig, role: Role) -> bool:
 
 def scoring_processes(config: RunConfig, role: Role) -> int:
     """Processes of the reference, or of each reward model, where it has its own: ``system.placement``."""
-    return (placement_of(config).ref if role == "ref" else placement_of(config).reward).processes or 1
+    placement = placement_of(config)
+    return placement.ref.processes or 1 if role == "ref" else placement.reward.processes or placement.reward.shards or 1
 
 
-def reference_shards(config: RunConfig) -> int:
-    """Processes of a reference apart that share one copy of it: all, where the trainer's ranks share weights too."""
-    return scoring_processes(config, "ref") if config.system.zero_stage == 3 else 1
+def scoring_shards(config: RunConfig, role: Role) -> int:
+    """How many of these processes share one copy of the model: as said, or all where the trainer's ranks share weights
+    too."""
+    said = placement_of(config).reward.shards if role == "reward" else None
+    return said or (scoring_processes(config, role) if known(config.system, "zero_stage") == 3 else 1)
 
 
 def processes_with_trainer(config: RunConfig) -> int:

@@ -31,6 +31,7 @@ from tunesmith.plan.layout_keys import (
 )
 from tunesmith.plan.layouts import gpus_of_run, layouts
 from tunesmith.plan.memory import least_devices, planned_devices
+from tunesmith.plan.roles import scoring_shards
 from tunesmith.plan.seconds import step_seconds
 
 C = TypeVar("C", bound=RunConfig)
@@ -124,13 +125,16 @@ def _reasons(config: RunConfig, facts: Facts, gpus: int) -> dict[str, str]:
     others = ", and engines have the others" if config.drawing and not turns and ranks < gpus else ""
     alike = " that are alike and free" if gpus < len(facts.hardware.gpus) else ""
     need = f"the model and its optimizer take at least {_least(config, facts, 0)}"
+    shared = (
+        "; processes share a reward model that does not fit one GPU" if scoring_shards(config, "reward") > 1 else ""
+    )
     return {
         RANKS: f"{'all' if ranks == gpus else f'{ranks} of the'} {gpus} GPUs{alike} train{others}",
         STAGE: f"{need} whole and {_least(config, facts, stage)} so; the fastest that fits" if stage else need,
         ENGINES: f"on {'all GPUs' if turns or not config.trains else 'the GPUs that do not train'}",
         SEQUENCE: "the fewest GPUs that hold the longest sample together",
         TENSOR: "the fewest GPUs that hold an engine",
-        PLACEMENT: "of those that fit, the one whose step takes least time; other roles have their own GPUs",
+        PLACEMENT: f"of those that fit, the one whose step takes least time; other roles have their own GPUs{shared}",
         TURNS: "engines and trainer take turns on all GPUs" if turns else "engines have GPUs of their own",
     }
 
