@@ -149,6 +149,12 @@ def test_reward_models_on_the_trainers_gpus_are_shared_by_those_of_a_machine() -
     assert scoring_shards(small, "reward") == 1
 
 
+@pytest.mark.parametrize(("model", "size"), [(QWEN_7B, 8), (LLAMA_70B, 48)])
+def test_the_ranks_of_one_machine_share_a_copy_that_fits_them(model: ModelFacts, size: int) -> None:
+    config = resolved("6x8xA100-80GB", model, *VLLM, "system.zero_stage=3").config
+    assert (config.system.trainer_ranks, config.system.shard_size) == (48, size)
+
+
 def test_with_rollouts_ahead_engines_have_gpus_of_their_own() -> None:
     config = resolved("2x8xA100-80GB", QWEN_7B, *PPO, "rollout.max_staleness=1").config
     assert config.system.hybrid is False and not any("rollout" in group for group in placed(config))

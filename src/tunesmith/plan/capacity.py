@@ -131,6 +131,8 @@ def _derive_shards(filling: Filling, facts: Facts) -> None:
     ranks = config.system.trainer_ranks
     if not config.system.zero_stage:
         return
+    if config.system.cluster != "none" and on_gpu(config):  # Ray fills one machine after the other
+        here = len(facts.hardware.gpus)
     if here is not None and 1 < here < ranks and ranks % here == 0:
         needed = least(with_values(config, {key: here, "system.gradient_checkpointing": True}), facts)
         if needed is None or needed.peak <= trainer_memory(config, facts):
