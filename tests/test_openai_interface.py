@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from data_tokenizers import byte_level, template
 from episodes import check_tokens, load, made_task, ok, play
 from tunesmith.environments.conversation import before_stop
-from tunesmith.environments.openai_answers import as_response, stream_of
+from tunesmith.environments.openai_answers import as_response, response_events
 from tunesmith.environments.openai_requests import messages_of
 from tunesmith.errors import EpisodeError
 from tunesmith.types import Status
@@ -234,7 +235,7 @@ def test_the_stream_says_what_the_response_says(reason: str, status: str) -> Non
     usage = {"prompt_tokens": 1, "completion_tokens": 2, "total_tokens": 3}
     chat = {"id": "chatcmpl-4", "created": 0, "model": "m", "choices": [choice], "usage": usage}
     response = as_response({}, chat)
-    events = list(stream_of(response))
+    events = [json.loads(data) for _, data in response_events(response, {})]
     assert response["status"] == status and events[-1]["response"] == response
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
     done = [event["item"] for event in events if event["type"] == "response.output_item.done"]

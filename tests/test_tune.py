@@ -216,7 +216,7 @@ def test_neighbours_have_an_effect_and_one_change_each() -> None:
     assert said["system.kv_memory"] == ["128MB", "256MB"] and 128 not in said["system.logprob_chunk"]
     alone = Shape(cores=4, samples=64, tokens=1600, chunk=128, samples_itself=False, compares=False, gpu=True)
     keys = {key for key, _ in neighbours(values, alone)}
-    offloading = {"system.offload_optimizer", "system.offload_activations"}
+    offloading = {f"system.offload_{what}" for what in ("optimizer", "activations", "parameters")}
     assert keys - offloading == {
         "system.max_tokens_per_microbatch", "system.gradient_checkpointing", "system.logprob_chunk",
     }  # fmt: skip

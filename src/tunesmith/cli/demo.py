@@ -9,7 +9,7 @@ import typer
 
 
 def demo(
-    json: Annotated[bool, typer.Option("--json", help="End with one line of JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="End with one line of JSON.")] = False,
     seed: Annotated[int, typer.Option(help="Of the model, the data and the training.")] = 0,
     directory: Annotated[
         Path | None,
@@ -17,9 +17,12 @@ def demo(
     ] = None,
 ) -> None:
     """Make a tiny model, teach it arithmetic, and raise its accuracy by reinforcement learning."""
+    import json
+    from dataclasses import asdict
+
     from tunesmith.monitor.run_dir import numbered_directory
-    from tunesmith.recipes.demo import as_json, run_demo
+    from tunesmith.recipes.demo import run_demo
 
     result = run_demo(directory or numbered_directory(Path("runs"), "demo"), seed)
-    if json:
-        print(as_json(result), flush=True)
+    if as_json:
+        print(json.dumps(asdict(result)), flush=True)

@@ -136,12 +136,8 @@ def _last_events(head: dict[str, Any], answer: dict[str, Any], request: Mapping[
     yield None, "[DONE]"
 
 
-def response_events(answer: dict[str, Any], _: Mapping[str, Any]) -> Iterator[Event]:
-    yield from ((event["type"], json.dumps(event)) for event in stream_of(answer))
-
-
-def stream_of(response: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """The events of a streamed response: each item whole, in one delta."""
+def response_events(response: dict[str, Any], _: Mapping[str, Any]) -> Iterator[Event]:
+    """Each item whole, in one delta."""
     begun = {**response, "status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
     events: list[dict[str, Any]] = [
         {"type": "response.created", "response": begun},
@@ -152,7 +148,7 @@ def stream_of(response: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     end = "response.incomplete" if response["status"] == "incomplete" else "response.completed"
     events.append({"type": end, "response": dict(response)})
     for number, event in enumerate(events):
-        yield {**event, "sequence_number": number}
+        yield event["type"], json.dumps({**event, "sequence_number": number})
 
 
 def _events_of(item: Mapping[str, Any], place: Mapping[str, Any]) -> Iterator[dict[str, Any]]:

@@ -84,11 +84,9 @@ def _account(given: Given, there: There, migration: Migration, *, is_default: bo
     if isinstance(given.value, float) and not math.isfinite(given.value):
         return Row(given, "by hand", "it is not a finite number", keys)
     if not meanings:
-        return (
-            Row(given, "off", "it is off there")
-            if is_off(given.value)
-            else Row(given, "unknown", "this name is not known")
-        )
+        if is_off(given.value):
+            return Row(given, "off", "it is off there")
+        return Row(given, "unknown", "this name is not known")
     results = [_result(given, meaning, there) for meaning in meanings]
     best = next((r for r in results if not isinstance(r, Row)), results[0])
     if isinstance(best, Row):

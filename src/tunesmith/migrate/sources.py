@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from tunesmith.config.values import SINKS
 from tunesmith.migrate.given import UNKNOWN, Given
-from tunesmith.migrate.there import Dropped, Result, There, Value
+from tunesmith.migrate.there import OFF, Dropped, Result, There, Value
 
 _TRAIN = (
     "dataset_name", "train_dataset", "data.dataset", "dataset", "data.prompt_dataset", "prompt_data", "train_files",
@@ -136,32 +136,24 @@ def sinks(given: Given, _there: There) -> Result:
     other = [name for name in names if name not in (*SINKS, "console", "none", "file")]
     if other:
         return Dropped(f"there is no sink {', '.join(other)} here; a class of yours can be one")
-    return (
-        [Value("monitor.sinks", known)]
-        if known
-        else Dropped("metrics.jsonl and the terminal are always written", off=True)
-    )
+    if not known:
+        return Dropped("metrics.jsonl and the terminal are always written", off=True)
+    return [Value("monitor.sinks", known)]
 
 
 def samples(given: Given, _there: There) -> Result:
     if given.value is True:
         return Dropped("groups of every step are always written to rollouts.jsonl (monitor.samples)", off=True)
-    return (
-        [Value("monitor.samples", given.value)]
-        if isinstance(given.value, int) and given.value > 0
-        else Dropped("it is off there", off=True)
-    )
+    return [Value("monitor.samples", given.value)] if isinstance(given.value, int) and given.value > 0 else OFF
 
 
 def hub(given: Given, there: There) -> Result:
     name = there.get("hub_model_id")
     if not given.value:
-        return Dropped("it is off there", off=True)
-    return (
-        [Value("checkpoint.push_to_hub", name)]
-        if name
-        else Dropped("name the repository: checkpoint.push_to_hub = 'you/model'")
-    )
+        return OFF
+    if not name:
+        return Dropped("name the repository: checkpoint.push_to_hub = 'you/model'")
+    return [Value("checkpoint.push_to_hub", name)]
 
 
 SOURCES = (train_data, eval_data, functions, tools, environment, models, remote, sinks, samples, hub)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,24 +26,20 @@ def largest_costs(trace: Path, most: int) -> list[tuple[str, float]]:
         with gzip.open(trace, "rt", encoding="utf-8") as file:
             events = [event for event in json.load(file)["traceEvents"] if event.get("ph") == "X"]
         kernels = [event for event in events if event.get("cat") in KERNEL]
-        spent = _totals(kernels) if kernels else _own(filter(_computes, events))
+        operations = [e for e in events if e.get("cat") == OPERATION or e["name"].startswith(COMPILED_CALL)]
+        spent = _totals(kernels) if kernels else _own(operations)
     return [(name, micros / 1e6) for name, micros in spent.most_common(most)]
 
 
-def _computes(event: Mapping[str, Any]) -> bool:
-    return event.get("cat") == OPERATION or event["name"].startswith(COMPILED_CALL)
-
-
-def _totals(events: Iterable[Mapping[str, Any]]) -> Counter[str]:
+def _totals(events: Sequence[Mapping[str, Any]]) -> Counter[str]:
     spent: Counter[str] = Counter()
     for event in events:
         spent[event["name"]] += event["dur"]
     return spent
 
 
-def _own(events: Iterable[Mapping[str, Any]]) -> Counter[str]:
+def _own(events: Sequence[Mapping[str, Any]]) -> Counter[str]:
     """Microseconds by name, each operation's without those of the operations that it calls."""
-    events = list(events)
     spent, threads = _totals(events), defaultdict[Any, list[Mapping[str, Any]]](list)
     for event in events:
         threads[event["pid"], event["tid"]].append(event)

@@ -33,19 +33,19 @@ def plain(value: Any, depth: int = 0) -> Any:
         if isinstance(value, Real | Decimal):
             return float(value)
         if depth >= DEEPEST:
-            return _shown(value)
+            return shown(value)
         if isinstance(value, Mapping):
             return {_text(str(key)): plain(item, depth + 1) for key, item in value.items()}  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
         if isinstance(value, list | tuple):
             return [plain(item, depth + 1) for item in value]  # pyright: ignore[reportUnknownVariableType]
         if isinstance(value, Set):
-            return [plain(item, depth + 1) for item in sorted(value, key=_shown)]  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+            return [plain(item, depth + 1) for item in sorted(value, key=shown)]  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
         if callable(to_list := getattr(value, "tolist", None)):
             return plain(to_list(), depth + 1)
     except Exception:
         # It only looked like one of these.
-        return _shown(value)
-    return _shown(value)
+        return shown(value)
+    return shown(value)
 
 
 def _text(value: str) -> str:
@@ -56,8 +56,9 @@ def _text(value: str) -> str:
     return str(value)
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any, most: int = LONGEST_REPR) -> str:
+    """The ``repr`` of any value, cut to ``most`` characters."""
     try:
-        return _text(shortened(repr(value), LONGEST_REPR))
+        return _text(shortened(repr(value), most))
     except Exception:
         return f"something of type {type(value).__name__} without a repr"

@@ -215,7 +215,7 @@ def is_running(path: Path) -> bool:
     path = path.absolute()
     if path in _locked_here:  # opening the file here, and closing it, would drop the lock
         return True
-    with suppress(FileNotFoundError, PermissionError), open(path / "run.lock", "rb") as lock:
+    with suppress(OSError), open(path / "run.lock", "rb") as lock:
         try:
             fcntl.lockf(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except OSError as error:

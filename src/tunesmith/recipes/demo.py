@@ -7,10 +7,9 @@ ordinary commands on run files, which stay in the demo's directory.
 
 from __future__ import annotations
 
-import json
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from tunesmith.assembly import run_rl, run_sft
@@ -75,11 +74,6 @@ def run_demo(directory: Path, seed: int, sft_steps: int = 500, rl_steps: int = 4
     )
     _show(result, outcome, directory)
     return result
-
-
-def as_json(result: DemoResult) -> str:
-    """The result as one line of JSON."""
-    return json.dumps(asdict(result))
 
 
 def _title(text: str) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -100,7 +99,7 @@ def run_json(run: Run, name: str) -> Json:
     return {
         "name": name,
         "path": str(run.path),
-        "state": state_of(running(run.path), step, total),
+        "state": state_of(is_running(run.path), step, total),
         "steps": step,
         "total_steps": total,
         "problems": problems,
@@ -116,13 +115,6 @@ def run_json(run: Run, name: str) -> Json:
         "traces": [*traces, *step_timelines(steps, [trace["step"] for trace in traces])],
         "rollouts": {"groups": len(run.rollouts.groups()), "bytes": run.rollouts.size},
     }
-
-
-def running(path: Path) -> bool:
-    """Whether a run goes on; False where this user may not know."""
-    with suppress(OSError):
-        return is_running(path)
-    return False
 
 
 def read_settings(path: Path) -> tuple[dict[str, Json], list[str], list[str]]:

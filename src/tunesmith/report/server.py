@@ -12,9 +12,10 @@ from typing import Any
 
 from aiohttp import web
 
+from tunesmith.monitor.run_dir import is_running
 from tunesmith.report.page import json_bytes, page
 from tunesmith.report.rollouts import Query
-from tunesmith.report.run import Run, group_json, model, running
+from tunesmith.report.run import Run, group_json, model
 from tunesmith.rewards.http_limits import Gate, guarded
 
 AT_ONCE = 200
@@ -41,7 +42,7 @@ class Watch:
         """The model, with a ``version`` that counts its changes and the ``seconds`` that making it took."""
         with self._lock:
             changed = [run.read_on() for run in self.runs]
-            going_on = [running(run.path) for run in self.runs]
+            going_on = [is_running(run.path) for run in self.runs]
             if any(changed) or going_on != self._running:
                 begun, version = time.perf_counter(), self._model["version"] + 1
                 self._running = going_on

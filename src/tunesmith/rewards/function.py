@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, SupportsFloat, SupportsIndex
 
-from tunesmith.errors import ConfigError, shortened
-from tunesmith.monitor.plain import plain
+from tunesmith.errors import ConfigError
+from tunesmith.monitor.plain import plain, shown
 from tunesmith.rewards.trainer_state import TrainerState
 from tunesmith.types import Rollout, Status, text_of_content
 from tunesmith.usercode.calls import accepted, own_copy
@@ -179,8 +179,4 @@ def _score(value: object, index: int) -> Score:
 
 
 def _shown(value: object) -> str:
-    try:
-        text = repr(value)
-    except Exception:
-        text = "something without a repr"
-    return f"{shortened(text)} (of type {type(value).__name__})"
+    return f"{shown(value, 80)} (of type {type(value).__name__})"

@@ -47,7 +47,9 @@ def remote_reward(entry: RemoteReward, label: str, decode: Decode) -> RewardFunc
         label: the column that is sent as OpenRLHF's ``labels``.
         decode: makes OpenRLHF's ``query`` and ``prompts`` of a rollout's tokens.
     """
-    client, headers = RewardClient(entry), request_headers(entry)
+    client, headers = RewardClient(entry), {"Content-Type": "application/json"}
+    if entry.token_env is not None:
+        headers["Authorization"] = f"Bearer {os.environ[entry.token_env].strip()}"
 
     async def score(rollouts: Sequence[Rollout], texts: Sequence[str], _: Notes) -> list[Score]:
         async def ask(start: int) -> list[Score]:
@@ -64,14 +66,6 @@ def remote_reward(entry: RemoteReward, label: str, decode: Decode) -> RewardFunc
         return [score for part in scores for score in part]
 
     return RewardFunction(entry.name, entry.name, score, builtin=True)
-
-
-def request_headers(entry: RemoteReward) -> dict[str, str]:
-    """With the token, if there is one."""
-    headers = {"Content-Type": "application/json"}
-    if entry.token_env is not None:
-        headers["Authorization"] = f"Bearer {os.environ[entry.token_env].strip()}"
-    return headers
 
 
 def tunesmith_body(rollouts: Sequence[Rollout], texts: Sequence[str]) -> dict[str, Any]:

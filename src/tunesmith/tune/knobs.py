@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,6 @@ TUNED = (
     *LAYOUT,
 )
 """All that is tuned, the settings that usually matter most first."""
-SAMPLING = (RUNNING, KV, PREFILL, "system.speculative", ENGINES, PROCESS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +48,40 @@ class Shape:
 
 def neighbours(values: Values, shape: Shape) -> Iterator[tuple[str, Any]]:
     """Each setting with each other value that it may have, without the numbers of processes."""
+    ladders = _ladders(values, shape)
     for key in TUNED:
-        ladder = _LADDERS.get(key)
-        if ladder is None or (key in SAMPLING and not shape.samples_itself):
-            continue
         present = values.get(key) or (shape.chunk if key == CHUNK else values.get(key))
-        yield from ((key, value) for value in ladder(values, shape) if value != present)
+        yield from ((key, value) for value in ladders.get(key, ()) if value != present)
+
+
+def _ladders(values: Values, shape: Shape) -> dict[str, Sequence[Any]]:
+    """The values that each setting may have."""
+    ranks = int(values.get(RANKS) or 1)
+    threads, sample = max(1, shape.cores // ranks), -(-shape.tokens // shape.samples)
+    ladders: dict[str, Sequence[Any]] = {
+        "system.gradient_checkpointing": (False, 0.5, True),
+        TOKENS: _up_to(-(-shape.tokens // ranks), values[TOKENS], sample),
+        CHUNK: _up_to(shape.tokens, values.get(CHUNK) or shape.chunk, 16),
+    }
+    if shape.compares:
+        ladders["system.share_prompts"] = (True, False)
+    if shape.gpu:
+        ladders |= {f"system.offload_{what}": (False, True) for what in ("optimizer", "activations", "parameters")}
+    else:
+        ladders[THREADS] = sorted({n for n in (1, 2, 4, 8, 16, 32, 64) if n < threads} | {threads})
+    if shape.samples_itself:
+        ladders[RUNNING] = _up_to(shape.samples, values[RUNNING], 4)
+        ladders[PREFILL] = _up_to(shape.tokens, values[PREFILL], 256)
+        ladders["system.speculative"] = ("off", "ngram")
+        if held := values.get(KV):
+            ladders[KV] = [megabytes(parse_size(held) * factor) for factor in (2, 4)]
+    return ladders
+
+
+def _up_to(most: int, value: int, least: int) -> list[int]:
+    """Fourths, halves, doubles and fourfolds of a number; those above ``most`` are all the same."""
+    found = {max(least, int(min(value, most) * factor)) for factor in (1 / 4, 1 / 2, 2, 4)}
+    return sorted(n for n in found if n < most or value < most)
 
 
 def ordered(value: Any) -> float | None:
@@ -70,54 +97,3 @@ def layouts_here(shape: Shape) -> Iterator[Values]:
     yield from ({RANKS: n} for n in counts)
     if shape.samples_itself:
         yield from ({PROCESS: True, ENGINES: n} for n in counts)
-
-
-def _tokens(values: Values, shape: Shape) -> list[int]:
-    """Of one sample up to all of a step's."""
-    each, most = -(-shape.tokens // shape.samples), -(-shape.tokens // int(values.get(RANKS) or 1))
-    return _up_to(most, values[TOKENS], each)
-
-
-def _chunks(values: Values, shape: Shape) -> list[int]:
-    return _up_to(shape.tokens, values.get(CHUNK) or shape.chunk, 16)
-
-
-def _running(values: Values, shape: Shape) -> list[int]:
-    return _up_to(shape.samples, values[RUNNING], 4)
-
-
-def _up_to(most: int, value: int, least: int) -> list[int]:
-    """Fourths, halves, doubles and fourfolds of a number; those above ``most`` are all the same."""
-    found = {max(least, int(min(value, most) * factor)) for factor in (1 / 4, 1 / 2, 2, 4)}
-    return sorted(n for n in found if n < most or value < most)
-
-
-def _threads(values: Values, shape: Shape) -> list[int]:
-    most = max(1, shape.cores // int(values.get(RANKS) or 1))
-    return [] if shape.gpu else sorted({n for n in (1, 2, 4, 8, 16, 32, 64) if n < most} | {most})
-
-
-def _prefill(values: Values, shape: Shape) -> list[int]:
-    return _up_to(shape.tokens, values[PREFILL], 256)
-
-
-def _kv(values: Values, shape: Shape) -> list[str]:
-    del shape
-    held = values.get(KV)
-    return [megabytes(parse_size(held) * factor) for factor in (2, 4)] if held else []
-
-
-_LADDERS: Mapping[str, Callable[[Values, Shape], list[Any]]] = {
-    TOKENS: _tokens,
-    CHUNK: _chunks,
-    THREADS: _threads,
-    RUNNING: _running,
-    KV: _kv,
-    PREFILL: _prefill,
-    "system.gradient_checkpointing": lambda _, __: [False, 0.5, True],
-    "system.share_prompts": lambda _, shape: [True, False] if shape.compares else [],
-    "system.offload_optimizer": lambda _, shape: [False, True] if shape.gpu else [],
-    "system.offload_activations": lambda _, shape: [False, True] if shape.gpu else [],
-    "system.offload_parameters": lambda _, shape: [False, True] if shape.gpu else [],
-    "system.speculative": lambda _, __: ["off", "ngram"],
-}

@@ -72,7 +72,8 @@ def search(
     best, tried, settled, refuted = start, [start], list[Values](), list[Values]()
     hopeful: list[tuple[float, Values]] = []
     while time_is_left():
-        left = [c for c in candidates(best) if c.move not in settled and not _beyond_any(c.move, best, refuted)]
+        left = [c for c in candidates(best) if c.move not in settled]
+        left = [c for c in left if not any(_beyond(c.move, best, other) for other in refuted)]
         limit, found = FAR * expected(best), None
         for some in (left, _together(best, hopeful)):
             timed = [(seconds, c) for c in some if c.values not in tried and (seconds := expected(c.values)) <= limit]
@@ -100,12 +101,8 @@ def _together(best: Values, hopeful: Sequence[tuple[float, Values]]) -> Iterator
         yield Candidate(together, {**best, **together})
 
 
-def _beyond_any(move: Values, best: Values, refuted: Iterable[Values]) -> bool:
-    """Whether a move leads beyond one of others."""
-    return any(_beyond(move, best, other) for other in refuted)
-
-
 def _beyond(move: Values, best: Values, other: Values) -> bool:
+    """Whether a move leads beyond another one."""
     if len(move) != 1 or move.keys() != other.keys():
         return False
     key: Any = next(iter(move))

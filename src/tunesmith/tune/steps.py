@@ -10,11 +10,12 @@ from tempfile import TemporaryDirectory
 
 from tunesmith.config.load import load_run
 from tunesmith.config.reading.places import placed
-from tunesmith.config.schema import RLConfig, RunConfig
+from tunesmith.config.schema import RLConfig
 from tunesmith.errors import ConfigError
 from tunesmith.loop.session import OUTSIDE_STEPS
 from tunesmith.monitor.children import remove_at_end
 from tunesmith.monitor.costs import largest_costs
+from tunesmith.monitor.metrics import numbers
 from tunesmith.tune.arms import Arm, TrialEnded
 from tunesmith.tune.setup import check_tunable, trial_config
 
@@ -60,14 +61,18 @@ def measure_steps(path: Path, overrides: Sequence[str], steps: int) -> Measured:
         remove_at_end(Path(folder))
         arm = Arm(trial.model_copy(update={"monitor": monitor}), path, Path(folder))
         try:
-            found = [_metrics_of_step(arm) for _ in range(steps)]
+            found: list[dict[str, float]] = []
+            for _ in range(steps):
+                arm.step()
+                found.append(numbers(arm.metrics))
             arm.step()
             costs = largest_costs(arm.run_dir / "profile" / f"step-{profiled:06d}.json.gz", COSTS)
         except TrialEnded as ended:
             raise ConfigError(f"the run does not work: {ended}") from None
         finally:
             arm.end()
-    return measured(found, overlapping=_overlaps(config), costs=costs)
+    overlapping = isinstance(config, RLConfig) and config.rollout.max_staleness > 0
+    return measured(found, overlapping=overlapping, costs=costs)
 
 
 def measured(
@@ -99,12 +104,3 @@ def measured(
 
 def _over(amount: float | None, seconds: float) -> float | None:
     return amount / seconds if amount and seconds else None
-
-
-def _overlaps(config: RunConfig) -> bool:
-    return isinstance(config, RLConfig) and config.rollout.max_staleness > 0
-
-
-def _metrics_of_step(arm: Arm) -> dict[str, float]:
-    arm.step()
-    return {name: float(value) for name, value in arm.metrics.items() if isinstance(value, int | float)}
