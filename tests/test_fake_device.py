@@ -329,6 +329,21 @@ def test_roles_on_ray_have_gpus_of_their_own(tmp_path: Path, processes: int) -> 
 
 
 @pytest.mark.slow
+def test_the_plan_of_a_reward_model_that_two_share_is_what_it_takes(tmp_path: Path) -> None:
+    shape = TINY | {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 4, "vocab_size": 32000}
+    shape |= {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128}
+    judge = shape | {"architectures": ["Qwen3ForSequenceClassification"], "id2label": {"0": ""}}
+    given = (f'reward.models=[{{path="{tmp_path}/frozen"}}]', "system.cluster=ray", "system.placement.reward.shards=2")
+    given = (*given, "system.trainer_ranks=1", "system.engines=1", "system.reward_max_tokens=256")
+    config, facts = resolved(tmp_path, "rl", shape, "8xH100-80GB", *RL, *GIVEN[:2], *given, frozen=judge)
+    phase = dry_run(config, facts)["reward model"]["reward"]
+    [planned] = [price for name, price, _ in planned_devices(config, facts) if name == "reward model"]
+    assert phase.peak["frozen models"] == pytest.approx(planned.frozen, rel=0.001)
+    assert planned.frozen == 2 * facts.frozen_parameters // 2
+    assert phase.total == pytest.approx(planned.peak - planned.libraries, rel=0.05)
+
+
+@pytest.mark.slow
 def test_weights_are_gathered_in_two_buckets_at_most(tmp_path: Path) -> None:
     shape = TINY | {"hidden_size": 4096, "vocab_size": 65536, "intermediate_size": 8192, "num_hidden_layers": 4}
     config, facts = resolved(tmp_path, "rl", shape, "4xH100-80GB", *RL, *GIVEN[:2], STAGE(3), "rollout.max_staleness=1")

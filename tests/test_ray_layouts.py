@@ -139,6 +139,13 @@ def test_a_reward_model_that_does_not_fit_a_gpu_is_shared(said: tuple[str, ...],
     assert alone.frozen == count * price.frozen and alone.peak > free
 
 
+def test_what_a_reward_model_leaves_of_few_gpus_is_enough_for_the_other_roles() -> None:
+    said = (*REWARD, "system.placement.colocate=[]")
+    config = resolved("8xH100-80GB", SMALL, *said, frozen_parameters=140 * 10**9).config
+    assert scoring_shards(config, "reward") == 4
+    assert sum(bundle.gpus for bundle in bundles(config)) == 8 and config.system.trainer_ranks > 1
+
+
 def test_reward_models_on_the_trainers_gpus_are_shared_by_those_of_a_machine() -> None:
     """An adapter's base is whole on each GPU, and 35B beside it are not."""
     said = (*REWARD, "lora.rank=16", 'system.placement.colocate=[["actor", "reward", "rollout"]]')

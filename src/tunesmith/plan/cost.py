@@ -214,7 +214,7 @@ def _sharded(model: ModelFacts, layout: Layout) -> Price:
     outside = _outside(model)
     layer = (numbers - outside) // model.layers
     copy, inner = copy_bytes(model, size, layout.quantize), layer_copy(model, layout)
-    gathered = outside * size + inner if layout.zero_stage == 3 else copy
+    gathered = gathered_bytes(model, layout) if layout.zero_stage == 3 else copy
     rows = numbers // layout.shards
     kept, summed, ema = rows * 4, numbers if layout.zero_stage == 1 else rows, 4 if layout.ema else 0
     moments = 8 * rows - (4 * (numbers - outside) // layout.shards if layout.muon else 0)
@@ -347,6 +347,11 @@ def layer_copy(model: ModelFacts, layout: Layout) -> int:
     """The weights of one layer, as they are kept."""
     each = layout.bytes_per_number if layout.quantize is None else QUANTISED_BYTES[layout.quantize]
     return int(((model.parameters or 0) - _outside(model)) // model.layers * each)
+
+
+def gathered_bytes(model: ModelFacts, layout: Layout) -> int:
+    """The weights that are whole at once while a layer of a model computes that stage 3 shards."""
+    return _outside(model) * layout.bytes_per_number + layer_copy(model, layout)
 
 
 def dequantised_bytes(model: ModelFacts, layout: Layout) -> int:

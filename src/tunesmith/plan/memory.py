@@ -21,6 +21,7 @@ from tunesmith.plan.cost import (
     activation_bytes,
     backward_bytes,
     copy_bytes,
+    gathered_bytes,
     price,
     sent_bytes,
 )
@@ -201,9 +202,10 @@ def rewarded_here(config: RunConfig) -> bool:
 
 
 def rewarding_bytes(config: RunConfig, facts: Facts, tokens: int) -> int:
-    """What a pass of a reward model needs beside it; its layers are taken to be shaped like the policy's, and as many.
+    """What a pass of a reward model needs beside it, with the weights that it gathers where processes share it.
 
-    So their width goes with the square root of the number of parameters.
+    Its layers are taken to be shaped like the policy's: as wide as if there were no more of them, with the square root
+    of the number of parameters, and as many as if they grew in all directions, with the cube root.
     """
     model = facts.model
     if model is None:
@@ -212,8 +214,9 @@ def rewarding_bytes(config: RunConfig, facts: Facts, tokens: int) -> int:
     layout = Layout(bytes_per_number(config), device, zero_stage=stage, has_vocabulary_head=False, tokens=tokens)
     more = max(1.0, facts.frozen_parameters / (model.parameters or 1))
     widths = {key: ceil(sqrt(more) * getattr(model, key)) for key in ("hidden_size", "intermediate_size", "head_dim")}
-    numbers = ceil(more * (model.parameters or 0))
-    return scoring_bytes(replace(model, parameters=numbers, tied=True, **widths), layout)
+    numbers, layers = ceil(more * (model.parameters or 0)), int(model.layers * more ** (1 / 3))
+    larger = replace(model, parameters=numbers, layers=layers, tied=True, **widths)
+    return scoring_bytes(larger, layout) + (gathered_bytes(larger, layout) if stage else 0)
 
 
 def _with_tokens(config: RunConfig, facts: Facts, layout: Layout) -> Layout:
@@ -272,7 +275,8 @@ def _roles_apart(config: RunConfig, facts: Facts) -> Iterator[tuple[str, Price]]
         shards = scoring_shards(config, "ref")
         alone = replace(layout, zero_stage=3 if shards > 1 else 0, shards=shards, sequence=1, tokens=scoring)
         frozen = copy_bytes(facts.model, layout.bytes_per_number) // shards
-        yield "reference", Price(frozen=frozen, activations=scoring_bytes(facts.model, alone))
+        gathered = gathered_bytes(facts.model, alone) if shards > 1 else 0
+        yield "reference", Price(frozen=frozen, gathered=gathered, activations=scoring_bytes(facts.model, alone))
     if facts.frozen_parameters and not shares_trainer_device(config, "reward"):
         yield "reward model", reward_price(config, facts, rewarding)
 

@@ -92,7 +92,7 @@ def _numbers(config: RLConfig, groups: Groups, gpus: int, each: int) -> Iterator
             yield ranks or places * max(1, min(each, most // places)), places
         return
     training = 1 + (has_critic(config) and "critic" not in together)
-    shares = range(max(1, gpus // 2), gpus, max(1, gpus // 16))
+    shares = range(max(1, rest // 2), rest, max(1, rest // 16))
     wanted = (rest - engines * each) // training if engines else None
     for count in [ranks] if ranks else [wanted] if wanted is not None else [share // training for share in shares]:
         count = min(count, most) // size * size
