@@ -282,7 +282,7 @@ VALUES = st.recursive(
 KEYS = [key for key in all_keys(RLConfig) if not key.startswith("reward.")]
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(said=st.dictionaries(st.sampled_from(KEYS), VALUES, min_size=1, max_size=3))
 def test_any_value_of_any_key_is_accepted_or_refused_with_its_key(folder: Path, said: dict[str, Any]) -> None:
     overrides = [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in said.items()]
@@ -292,7 +292,7 @@ def test_any_value_of_any_key_is_accepted_or_refused_with_its_key(folder: Path, 
         assert any(key in str(error) for key in said), error
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(at=st.integers(0, len(RUN)), inserted=st.text(max_size=4), cut=st.integers(0, 5))
 def test_a_damaged_run_file_is_accepted_or_refused_with_its_name(
     folder: Path, at: int, inserted: str, cut: int

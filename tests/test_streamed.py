@@ -68,7 +68,7 @@ def backend_of(path: Path, kind: str, *, streams: bool, **options: Any) -> Torch
 
 
 def batch(step: int = 0) -> Packing:
-    found = Packing.of(training.weighed(training.samples_of(step)), 40)
+    found = Packing.of(training.weighed(training.samples_of(step)), 60)
     assert len(found) >= 2
     return found
 
@@ -104,7 +104,9 @@ def test_the_same_steps_are_taken(path: Path, kind: str, share: float, activatio
     assert all(here.ema[name].equal(average) for name, average in there.ema.items())
 
 
-@each_kind
+@pytest.mark.parametrize(
+    "kind", [pytest.param(k, marks=() if k in ("lean", "lora") else pytest.mark.slow) for k in KINDS]
+)
 def test_a_checkpoint_continues_either_way(path: Path, tmp_path: Path, kind: str) -> None:
     here, there = (backend_of(path, kind, streams=flag) for flag in (False, True))
     stepped(here, 2), stepped(there, 2)
@@ -185,7 +187,12 @@ def test_a_pass_that_failed_leaves_nothing_behind(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [(), ("system.gradient_checkpointing=true", "system.offload_activations=true"), ("lora.rank=4",)]
+    "options",
+    [
+        (),
+        pytest.param(("system.gradient_checkpointing=true", "system.offload_activations=true"), marks=pytest.mark.slow),
+        pytest.param(("lora.rank=4",), marks=pytest.mark.slow),
+    ],
 )
 def test_no_host_waits_for_weights(tmp_path: Path, options: tuple[str, ...]) -> None:
     """Beside the reads at a step's end only for gradients, as with the optimizer in host memory alone."""
@@ -195,14 +202,19 @@ def test_no_host_waits_for_weights(tmp_path: Path, options: tuple[str, ...]) -> 
     assert {key.split("/")[1].split(":")[0] for key in waits} <= {"passes.py", "optimizer.py", "masters.py"}
 
 
-def test_a_run_that_samples_needs_a_copy_for_its_engine(tmp_path: Path) -> None:
-    def run(*options: str) -> Any:
-        said = (*RL, *GIVEN[:2], f"{KEY}=true", *options)
-        return resolved_there(tmp_path, "rl", TINY | {"num_hidden_layers": 4}, "H100-80GB", *said)
+def sampling_run(tmp_path: Path, *options: str) -> Any:
+    said = (*RL, *GIVEN[:2], f"{KEY}=true", *options)
+    return resolved_there(tmp_path, "rl", TINY | {"num_hidden_layers": 4}, "H100-80GB", *said)
 
+
+def test_a_run_that_samples_needs_a_copy_for_its_engine(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="engine_process = true"):
-        run()
-    phases = dry_run(*run("system.engine_process=true", "system.hybrid=true"))[FIRST]
+        sampling_run(tmp_path)
+
+
+@pytest.mark.slow
+def test_an_engine_of_its_own_is_given_the_weights(tmp_path: Path) -> None:
+    phases = dry_run(*sampling_run(tmp_path, "system.engine_process=true", "system.hybrid=true"))[FIRST]
     assert phases["publish"].total and phases["train"].total
 
 

@@ -16,7 +16,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from sums import check_learned_as, learned, taught
 from tunesmith.assembly.opening import RunResult
 
-pytestmark = pytest.mark.slow
+# One after the other, as all tests of Ray: those of a seed share what it starts from.
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]
 
 APART: dict[str, Any] = {"system.engine_process": True}
 AHEAD: dict[str, Any] = {"rollout.max_staleness": 1, **APART}
@@ -35,16 +36,10 @@ ASYNCHRONOUS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def _marks(seed: int, mode: str) -> list[pytest.MarkDecorator]:
-    first = seed == 0 or (seed, mode) == (1, "ray")
-    return [pytest.mark.xdist_group("ray" if seed else "sums"), *([] if first else [pytest.mark.long])]
-
-
 ON_OTHER_SEEDS = {1: ("ray", "one step behind"), 2: ("ray", "one step behind, partial")}
 CASES = [
-    # Ray's tests run one after the other, and so do those of a seed, which share what it starts from.
-    pytest.param(seed, mode, marks=_marks(seed, mode), id=f"{mode}-{seed}")
-    for seed, modes in {0: [m for m in SYNCHRONOUS | ASYNCHRONOUS if m != "ray"], **ON_OTHER_SEEDS}.items()
+    pytest.param(seed, mode, marks=pytest.mark.long if seed else (), id=f"{mode}-{seed}")
+    for seed, modes in {0: SYNCHRONOUS | ASYNCHRONOUS, **ON_OTHER_SEEDS}.items()
     for mode in modes
 ]
 

@@ -17,6 +17,7 @@ import pytest
 from safetensors.torch import load_file
 
 from forks import popen
+from long import again
 from tiny import save_model
 from tiny_preferences import preference_settings
 from tiny_runs import rl_settings, write_lines
@@ -197,7 +198,7 @@ def test_signals_end_ranks_that_gather_weights(hangs: bool, signals: int, model:
         assert ("rank 1 of the trainer" in err and "does not answer" in err) == (signals == 1)
 
 
-@pytest.mark.parametrize("sharing", [{"system__zero_stage": 2}, {"system__sequence_parallel__size": 2}])
+@pytest.mark.parametrize("sharing", [{"system__zero_stage": 2}, again({"system__sequence_parallel__size": 2})])
 def test_policy_and_critic_under_a_launcher_end_as_in_one_process(
     sharing: dict[str, Any], alone: Callable[..., assembly.RunResult], model: Path, tmp_path: Path
 ) -> None:
@@ -212,7 +213,7 @@ def test_policy_and_critic_under_a_launcher_end_as_in_one_process(
     same(alone("rl"), assembly.RunResult(launched, launched / "checkpoints/step-000003/model", [], {}))
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", "accelerate"])
+@pytest.mark.parametrize("launcher", [again("torchrun"), "accelerate"])
 def test_under_a_launcher(launcher: str, alone: Callable[..., assembly.RunResult], model: Path, tmp_path: Path) -> None:
     folder = Path(sys.executable).parent
     options = {
