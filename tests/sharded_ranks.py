@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from live_bytes import LiveBytes
-from tunesmith.algorithms.objective import SFTObjective
+from tunesmith.algorithms.objective import Objective, SFTObjective
 from tunesmith.backends.optimizer import AdamWSettings
 from tunesmith.backends.torch import TorchBackend
 from tunesmith.config.optimizer import Muon
@@ -87,11 +87,16 @@ class Rank:
         """The number of its share of the micro-batches, and the number of shares."""
 
     def gradient(
-        self, packing: Packing, most_tokens: int | None = None, *, backward: bool = False
+        self,
+        packing: Packing,
+        most_tokens: int | None = None,
+        *,
+        backward: bool = False,
+        objective: Objective = SFTObjective(),  # noqa: B008
     ) -> tuple[dict[str, float], dict[str, Tensor]]:
         """Loss and whole gradients; ``DeviceMemoryError`` on rank 1 in a layer's pass over more than so many tokens."""
         with short_of_memory(self.backend.model.module, most_tokens if self.rank == 1 else None, backward=backward):
-            metrics = self.backend.forward_backward(packing.for_rank(*self.share), SFTObjective())
+            metrics = self.backend.forward_backward(packing.for_rank(*self.share), objective)
         self.backend.sum_gradients()
         optimizer = self.backend.optimizer
         named = {name: m.grad for name, m in optimizer.masters.items() if m.grad is not None}
@@ -113,11 +118,17 @@ class Rank:
             failed = True
         return failed, self.gradient(smaller, most_tokens)[1]
 
-    def train(self, packing: Packing, steps: int = 3, lr: float = 1e-2) -> tuple[list[float], dict[str, Tensor]]:
+    def train(
+        self,
+        packing: Packing,
+        steps: int = 3,
+        lr: float = 1e-2,
+        objective: Objective = SFTObjective(),  # noqa: B008
+    ) -> tuple[list[float], dict[str, Tensor]]:
         """Gradient norms and whole weights after some steps."""
         norms: list[float] = []
         for _ in range(steps):
-            self.backend.forward_backward(packing.for_rank(*self.share), SFTObjective())
+            self.backend.forward_backward(packing.for_rank(*self.share), objective)
             norms.append(self.backend.step(lr)["grad_norm"])
         return norms, self.weights()
 

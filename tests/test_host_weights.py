@@ -25,7 +25,8 @@ from tunesmith.engines.local.engine import LocalEngine
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.models.host_weights import HostWeights
 from tunesmith.models.lean import LeanDecoder
-from tunesmith.plan.cost import PINNED, Layout, price
+from tunesmith.plan.cost import Layout, price
+from tunesmith.plan.pinned import PINNED
 from tunesmith.types import Sampling
 
 

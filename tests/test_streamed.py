@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from torch import nn
 import training
 from fake_runs import GIVEN, RL, TINY
 from fake_runs import resolved as resolved_there
-from test_memory import A100, LLAMA_70B, QWEN_7B, SMALL, on, refusal, resolved
+from test_memory import A10G, A100, LLAMA_70B, QWEN_7B, SMALL, on, refusal, resolved
 from tiny import save_model
 from tunesmith.algorithms.objective import SFTObjective
 from tunesmith.assembly.dry_run import dry_run
@@ -34,13 +35,16 @@ from tunesmith.models.host_memory import stored_state
 from tunesmith.models.score_model import ScoreModel
 from tunesmith.models.sharding import decoder_layers
 from tunesmith.models.streamed import StreamedLayers, stored
-from tunesmith.plan.cost import PINNED, Layout, layer_copy, price
+from tunesmith.plan.cost import Layout, layer_copy, price
 from tunesmith.plan.machines import machine
+from tunesmith.plan.pinned import PINNED
 from tunesmith.plan.seconds import TO_THE_HOST, step_seconds
 
 LAYERS = 4
 GB = 10**9
 KEY = "system.offload_parameters"
+SMALL_GPU = on(A10G, LLAMA_70B, memory=4000 * GB, longest=64)
+EIGHT = replace(SMALL_GPU, hardware=replace(SMALL_GPU.hardware, gpus=SMALL_GPU.hardware.gpus * 8))
 
 
 @pytest.fixture(scope="module")
@@ -202,6 +206,35 @@ def test_no_host_waits_for_weights(tmp_path: Path, options: tuple[str, ...]) -> 
     assert {key.split("/")[1].split(":")[0] for key in waits} <= {"passes.py", "optimizer.py", "masters.py"}
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("command", "options"),
+    [
+        ("sft", ("system.gradient_checkpointing=true",)),
+        ("sft", ("lora.rank=4", "system.shard_size=2")),
+        ("sft", ("system.offload_activations=true", "train.ema_decay=0.9")),
+        ("dpo", ("system.sequence_parallel.size=2",)),
+        ("rm", ()),
+        ("rl", ("algorithm.name=ppo", "system.engine=vllm")),
+    ],
+)
+def test_a_rank_waits_once_for_the_gradients_of_a_backward_pass(
+    tmp_path: Path, command: str, options: tuple[str, ...]
+) -> None:
+    """FSDP's waits for gradients, all when the pass is over; no copy of one; and those of the optimizer there."""
+    data = (*RL, *GIVEN[:2]) if command == "rl" else ("data.max_tokens=64", GIVEN[0], GIVEN[2])
+    said = (*data, f"{KEY}=true", "system.zero_stage=3", *options)
+    config, facts = resolved_there(tmp_path, command, TINY | {"num_hidden_layers": 4}, "4xH100-80GB", *said)
+    train = dry_run(config, facts)[FIRST]["train"]
+    places = {(key.split("/")[1].split(":")[0], key.split()[-1]) for key in train.waits}
+    copied = {place for place, operation in places if operation == "_to_copy"}
+    assert copied <= {"lock_step.py", "passes.py", "rank_group.py", "torch.py"}
+    assert {place for place, _ in places} <= copied | {"passes.py", "optimizer.py", "masters.py"}
+    if "lora.rank=4" not in options:  # embedding and last norm, also of the critic; in blocks of 512 bytes
+        models = 1 + (command == "rl")
+        assert train.peak["weights"] == pytest.approx(models * 4 * (512 * 64 + 64) / 4, rel=0.1)
+
+
 def sampling_run(tmp_path: Path, *options: str) -> Any:
     said = (*RL, *GIVEN[:2], f"{KEY}=true", *options)
     return resolved_there(tmp_path, "rl", TINY | {"num_hidden_layers": 4}, "H100-80GB", *said)
@@ -228,6 +261,20 @@ def test_its_price_by_hand() -> None:
     assert adapter.optimizer and adapter.host == int(PINNED * SMALL.layers * layer)
 
 
+def test_the_price_of_rows_by_hand() -> None:
+    """Rows of layers are masters where they are; torch rounds their gradients up, of this model by a sixth."""
+    of = partial(Layout, 2, zero_stage=3, shards=4, models=2)
+    away, here = (price(SMALL, of(offload=True, offload_parameters=flag)) for flag in (True, False))
+    rows = 4 * (layer_copy(SMALL, Layout(4)) // 4 // 4) * SMALL.layers
+    assert here.weights - away.weights == 2 * rows and here.gathered == away.gathered
+    pieces = 4 * 256 // 4 * (2 * 256 + 2 * 128 + 3 * 768)
+    rounded = 4 * 256 // 4 * (2 * 256 + 2 * 128 + 3 * 1024)
+    on_the_way = 2 * 4 * 3 * 256 * 768 // 4
+    assert away.host - here.host == pytest.approx(2 * (rows * rounded / pieces - on_the_way), abs=16)
+    adapter = price(SMALL, of(lora_rank=8, offload_parameters=True))
+    assert adapter.optimizer and adapter.host == pytest.approx(PINNED * 2 * rows / 2, rel=1e-5)
+
+
 def test_it_is_derived_where_the_weights_do_not_fit_and_the_host_has_room() -> None:
     large, small = (on(A100, LLAMA_70B, memory=n * GB) for n in (4000, 300))
     system = resolved(SFTConfig, large).system
@@ -236,6 +283,8 @@ def test_it_is_derived_where_the_weights_do_not_fit_and_the_host_has_room() -> N
     assert (adapter.offload_parameters, adapter.offload_optimizer) == (True, False)
     fits = resolved(SFTConfig, on(A100, QWEN_7B, memory=4000 * GB)).system
     assert (fits.offload_parameters, fits.offload_optimizer) == (False, True)
+    rows = resolved(SFTConfig, EIGHT).system
+    assert (rows.trainer_ranks, rows.zero_stage, rows.offload_parameters, rows.offload_optimizer) == (8, 3, True, True)
     assert resolved(SFTConfig, on(None, SMALL)).system.offload_parameters is False
     assert f"{KEY} = true" in refusal(SFTConfig, large, f"{KEY}=false")
     assert "of host memory" in refusal(SFTConfig, small, f"{KEY}=true")
@@ -257,6 +306,7 @@ def test_each_micro_batch_brings_the_layers_twice() -> None:
         (SFTConfig, on(A100, replace(SMALL, layers=2)), (), "two layers"),
         (SFTConfig, on(A100, SMALL), ("system.offload_optimizer=false",), "offload_optimizer = false"),
         (SFTConfig, on(A100, SMALL), ("train.optimizer=muon",), "adamw"),
+        (SFTConfig, EIGHT, ("system.zero_stage=2",), "system.zero_stage = 3"),
         (SFTConfig, on(A100, SMALL), ("lora.rank=8", "model.quantize=nf4"), "model.quantize"),
         (SFTConfig, on(A100, SMALL), ("system.compile=default",), "system.compile"),
         (RLConfig, on(A100, SMALL), ("system.engine_process=true", "system.weight_plane=ipc"), "weight_plane"),

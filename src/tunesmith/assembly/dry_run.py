@@ -199,7 +199,8 @@ class DryRun:
                 self.device.assign("frozen models", reference.module.parameters())
 
     def name_gradients(self, *learners: Learner) -> None:
-        """Have gradients named as soon as there are any."""
+        """Have those on the device named as soon as there are any: for a hook FSDP would wait for each it brings."""
+        from tunesmith.models.sharding import in_host_memory
 
         def name(parameter: Tensor, master: Tensor) -> None:
             self.device.assign("gradients", (parameter.grad, master.grad))
@@ -207,7 +208,8 @@ class DryRun:
         for learner in learners:
             optimizer = _backend_here(learner).optimizer
             for key, parameter in optimizer.parameters.items():
-                parameter.register_post_accumulate_grad_hook(partial(name, master=optimizer.masters[key]))
+                if not in_host_memory(parameter):
+                    parameter.register_post_accumulate_grad_hook(partial(name, master=optimizer.masters[key]))
 
 
 def _backend_here(learner: Learner) -> TorchBackend[Any]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from tunesmith.models.sharding import first_row, local
+from tunesmith.models.sharding import first_row, in_host_memory, local
 from tunesmith.models.streamed import stored
 from tunesmith.models.weight_gradients import keep_sum
 
@@ -62,7 +62,7 @@ class Master:
     """The weights of one parameter that the optimizer moves, in float32 or wider.
 
     They are the parameter itself if it is that wide, else a copy of it. Of a parameter that is sharded over ranks they
-    are this rank's rows.
+    are this rank's rows; where these are in host memory, they are moved as they are.
 
     Args:
         host: adds up gradients in host memory.
@@ -71,7 +71,8 @@ class Master:
 
     def __init__(self, parameter: nn.Parameter, host: HostSums | None = None, copy: Tensor | None = None) -> None:
         self.parameter = parameter
-        self.sharded, self._host = isinstance(parameter, DTensor), host
+        self.sharded, self.away = isinstance(parameter, DTensor), in_host_memory(parameter)
+        self._host = host = None if self.away else host
         wide = torch.promote_types(parameter.dtype, torch.float32)
         self.copied = host is not None or parameter.dtype != wide
         if copy is not None:
@@ -112,9 +113,14 @@ class Master:
         (self._host.add if self._host else _add)(self.weight, local(parameter.grad))
         parameter.grad = None
 
+    def arrive(self) -> None:
+        """A backward pass is over: add the gradient that FSDP has brought to host memory. For a hook it would wait for
+        each gradient by itself."""
+        self._accumulate(self.parameter)
+
     def take_gradient(self) -> None:
         """Give the weights their rows of a sharded parameter's gradient, unless they have them."""
-        if self.sharded and self._host is None:
+        if self.sharded and self._host is None and not self.away:
             grad = self.parameter.grad
             self.weight.grad = None if grad is None else local(grad)
 

@@ -17,6 +17,7 @@ from tunesmith.backends.muon import ShardedMuon, hidden_matrices, options_of
 from tunesmith.config.optimizer import Muon
 from tunesmith.errors import CheckpointError
 from tunesmith.models.host_memory import host_copies
+from tunesmith.models.sharding import in_host_memory
 from tunesmith.models.streamed import stored
 
 
@@ -49,9 +50,10 @@ class MasterOptimizer:
         self.parameters = trained | extra
         copies: dict[str, Tensor] = {}
         if self._host:
-            rows = [stored(p) for p in self.parameters.values()]
-            copies = dict(zip(self.parameters, host_copies(rows, wide=True), strict=True))
+            rows = {name: stored(p) for name, p in self.parameters.items() if not in_host_memory(p)}
+            copies = dict(zip(rows, host_copies([*rows.values()], wide=True), strict=True))
         self._all = {name: Master(p, self._host, copies.get(name)) for name, p in self.parameters.items()}
+        self._away = [master for master in self._all.values() if master.away]
         own = {name: self._all[name] for name in trained}
         beside = [self._all[name] for name in extra]
         self.masters = {name: master.weight for name, master in self._all.items()}
@@ -99,6 +101,10 @@ class MasterOptimizer:
         """Add the gradient of a micro-batch's loss, scaled where the model computes in float16."""
         scaled = loss if self.loss_scale is None else loss * self.loss_scale.factor
         scaled.backward()  # pyright: ignore[reportUnknownMemberType]
+        for master in self._away:
+            master.arrive()
+        if self._host and self._away:  # the host has waited for the others anyway
+            self._host.settle()
 
     def _unscale(self) -> None:
         grads = [m.grad for m in self.masters.values() if m.grad is not None]

@@ -103,7 +103,7 @@ def replaced(device: Device) -> Generator[None]:
         return property(lambda tensor: tensor.device.type == name)
 
     methods: dict[str, Any] = {name: reader(name) for name in READ} | {"tolist": tolist, "to": _to}
-    methods["record_stream"] = _used_by
+    methods |= {"record_stream": _used_by, "is_pinned": _in_host_memory}
     kinds = {f"is_{name}": kind(name) for name in ("cuda", "cpu", "meta")}
     of_rows = {"to": _to, "device": property(lambda tensor: tensor._local_tensor.device)}
     with ExitStack() as stack:
@@ -150,6 +150,11 @@ def _no_references(_: object) -> tuple[()]:
 
 
 def _nothing(*_: Any, **__: Any) -> None: ...
+
+
+def _in_host_memory(tensor: Tensor) -> bool:
+    """What has no numbers there is pinned."""
+    return tensor.is_cpu
 
 
 def _used_by(tensor: Tensor, stream: Stream) -> None:

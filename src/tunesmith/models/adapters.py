@@ -161,7 +161,7 @@ def attach(
     """
     kind = "SEQ_CLS" if isinstance(model, ScoreModel) else "CAUSAL_LM"
     peft = _fresh(model, section, kind) if path is None else _continued(model, section, kind, path, frozen)
-    unshard_trained(peft)
+    unshard_trained(peft, model.device)
     model.adapter = LoraAdapter(peft, section.save_merged, trust_remote_code)
     return model.adapter
 

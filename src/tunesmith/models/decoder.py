@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, Self, cast
 
@@ -105,7 +105,7 @@ class Decoder:
             quantize: the format of the linear modules' weights, which are then frozen.
             sharding: shard the weights over ranks.
             trains: whether a sharded model is trained, and so has float32 weights.
-            streams: keep the weights of its layers in host memory (``models.streamed``).
+            streams: keep the weights of its layers in host memory (``models.streamed``), or this rank's rows of them.
 
         Raises:
             ModelError: the model does not exist, is incomplete, or its family is not supported.
@@ -114,11 +114,13 @@ class Decoder:
         cls.check(path, config)
         tokenizer = tokenizer or load_tokenizer(path, trust_remote_code=trust_remote_code)
         initialised, dropped = cls.weight_differences(config)
+        sharding = sharding and replace(sharding, streams=streams)
+        alone = streams and sharding is None
         module = load_module(
             path,
             auto=cls.auto,
             dtype=dtype,
-            device="cpu" if streams else device,
+            device="cpu" if alone else device,
             trust_remote_code=trust_remote_code,
             quantize=quantize,
             initialised=initialised,
@@ -127,7 +129,7 @@ class Decoder:
             trains=trains,
             **cls.settings,
         )
-        streamed = StreamedLayers(module, torch.device(device)) if streams else None
+        streamed = StreamedLayers(module, torch.device(device)) if alone else None
         lean = LeanDecoder.of(module.base_model, streamed) if sharding is None else None
         if streamed is not None:
             streamed.take(module)

@@ -24,12 +24,24 @@ def host_copies(tensors: Sequence[Tensor], *, wide: bool = False, device: torch.
         device: reaches them itself; None: the one that the tensors are on.
     """
     dtypes = [torch.promote_types(t.dtype, torch.float32) if wide else t.dtype for t in tensors]
-    sizes = [t.numel() * dtype.itemsize for t, dtype in zip(tensors, dtypes, strict=True)]
-    places, pieces = packed(sizes)
     pinned = any(t.is_cuda for t in tensors) if device is None else device.type == "cuda"
+    memory = host_memory(tensors, dtypes, pinned=pinned)
+    return [copy.copy_(tensor) for copy, tensor in zip(memory, tensors, strict=True)]
+
+
+def host_memory(like: Sequence[Tensor], dtypes: Sequence[torch.dtype] = (), *, pinned: bool) -> list[Tensor]:
+    """Uninitialised tensors of these shapes.
+
+    Args:
+        dtypes: of each; none: their own.
+        pinned: a GPU reaches them itself.
+    """
+    dtypes = dtypes or [t.dtype for t in like]
+    sizes = [t.numel() * dtype.itemsize for t, dtype in zip(like, dtypes, strict=True)]
+    places, pieces = packed(sizes)
     memory = [torch.empty(size, dtype=torch.uint8, pin_memory=pinned) for size in pieces]
-    copies = [memory[piece][at : at + size] for (piece, at), size in zip(places, sizes, strict=True)]
-    return [c.view(d).view(t.shape).copy_(t) for c, d, t in zip(copies, dtypes, tensors, strict=True)]
+    found = [memory[piece][at : at + size] for (piece, at), size in zip(places, sizes, strict=True)]
+    return [f.view(d).view(t.shape) for f, d, t in zip(found, dtypes, like, strict=True)]
 
 
 class CopyStream:

@@ -11,7 +11,7 @@ among the ranks of one copy; the sums of the copies are added up once per optimi
 # pyright: reportPrivateImportUsage=false
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any, Self, TypeVar, cast
@@ -19,15 +19,22 @@ from typing import Any, Self, TypeVar, cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import PreTrainedModel
 
 from tunesmith.errors import ConfigError
-from tunesmith.models.host_memory import stored_state
+from tunesmith.models.host_memory import host_memory, stored_state
 
 T = TypeVar("T")
+_AWAY = "rows_in_host_memory"
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +47,14 @@ class Sharding:
         stage: ZeRO's. 1 shards the optimizer state, 2 the gradients too, 3 the weights too. Gathered weights are freed
             after the backward pass in stages 1 and 2, and after each layer in stage 3. In stage 1 gradients are summed
             over the ranks once per optimizer batch, else after each micro-batch.
+        streams: rows of the layers' weights are in host memory, and on the device while they are gathered. FSDP brings
+            gradients there too; the host waits for them once, at the end of a backward pass.
     """
 
     mesh: DeviceMesh
     copies: DeviceMesh
     stage: int
+    streams: bool = False
 
     @classmethod
     def over(cls, device: str, stage: int, size: int) -> Self:
@@ -89,15 +99,22 @@ class Sharding:
             cast_forward_inputs=False,
         )
         options: dict[str, Any] = {"mesh": self.mesh, "mp_policy": policy}
+        away: dict[str, Any] = (
+            {"offload_policy": CPUOffloadPolicy(pin_memory=device.type == "cuda")} if self.streams else {}
+        )
         for layer in decoder_layers(module):
-            fully_shard(layer, reshard_after_forward=self.stage == 3, **options)
+            fully_shard(layer, reshard_after_forward=self.stage == 3, **options, **away)
         fully_shard(module, reshard_after_forward=False, **options)  # embedding and head are needed at once again
         for part in shards(module):
             part.set_force_sum_reduction_for_comms(True)  # gloo has no other; and losses have global denominators
             part.set_gradient_divide_factor(1.0)
         cast(Any, module).run_sharded = MethodType(_call, module)
         register_fsdp_forward_method(module, "run_sharded")
-        materialise(module, device)
+        rows = [p for layer in decoder_layers(module) for p in layer.parameters()] if self.streams else []
+        memory = host_memory([local(p.detach()) for p in rows], pinned=device.type == "cuda")
+        materialise(module, device, {id(p): _with_rows(p, own) for p, own in zip(rows, memory, strict=True)})
+        for parameter in rows:
+            setattr(parameter, _AWAY, True)
 
     def set_gradient_sync(self, module: PreTrainedModel, *, last: bool) -> bool:
         """Whether the next backward pass sums gradients over the ranks; else it adds them to those not yet summed.
@@ -110,10 +127,16 @@ class Sharding:
         return now
 
 
-def materialise(module: PreTrainedModel, device: torch.device) -> None:
-    """Give what is on the meta device uninitialised memory on a device, and move there what is elsewhere."""
+def materialise(module: PreTrainedModel, device: torch.device, given: Mapping[int, Tensor] | None = None) -> None:
+    """Give what is on the meta device uninitialised memory on a device, and move there what is elsewhere.
+
+    Args:
+        given: what takes the place of the tensor of an id.
+    """
 
     def placed(tensor: Tensor) -> Tensor:
+        if given and id(tensor) in given:
+            return given[id(tensor)]
         if tensor.device.type == device.type:
             return tensor.to(device)
         made = torch.empty_like(tensor, device=device)
@@ -121,6 +144,17 @@ def materialise(module: PreTrainedModel, device: torch.device) -> None:
 
     module._apply(placed)  # pyright: ignore[reportPrivateUsage, reportArgumentType, reportUnknownMemberType]
     module.tie_weights()
+
+
+def _with_rows(parameter: Tensor, rows: Tensor) -> DTensor:
+    """A sharded tensor like this one, with these rows. ``DTensor.from_local`` would move them to the mesh's device."""
+    assert isinstance(parameter, DTensor)
+    return DTensor(rows, parameter._spec, requires_grad=False)  # pyright: ignore
+
+
+def in_host_memory(parameter: Tensor) -> bool:
+    """Whether a sharded parameter's rows are in host memory, where FSDP brings their gradient (``streams``)."""
+    return hasattr(parameter, _AWAY)
 
 
 def _call(module: PreTrainedModel, work: Callable[[], T]) -> T:
@@ -154,8 +188,10 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def whole(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """All rows of a tensor, in ``dtype``. All ranks call this together."""
+    """All rows of a tensor, in ``dtype``, on the device of its computation. All ranks call this together."""
     tensor = tensor.detach()
+    if isinstance(tensor, DTensor) and tensor.device.type != tensor.device_mesh.device_type:
+        tensor = tensor.to(tensor.device_mesh.device_type)  # rows in host memory travel between the devices too
     if dtype is not None and tensor.is_floating_point():
         tensor = tensor.to(dtype)
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
@@ -169,12 +205,15 @@ def first_row(tensor: Tensor) -> int:
     return offset[0] if offset else 0
 
 
-def unshard_trained(module: nn.Module) -> None:
-    """Give every rank the whole of what trains on a sharded base: peft's copy of a score head has the base's rows."""
+def unshard_trained(module: nn.Module, device: torch.device) -> None:
+    """Give every rank the whole of what trains on a sharded base: peft's copy of a score head has the base's rows. And
+    put an adapter on the device: peft puts it where its base's rows are, which may be in host memory."""
     for part in module.modules():
         for name, parameter in part.named_parameters(recurse=False):
             if parameter.requires_grad and isinstance(parameter, DTensor):
                 setattr(part, name, nn.Parameter(whole(parameter).clone()))
+            elif not isinstance(parameter, DTensor) and parameter.device.type != device.type:
+                setattr(part, name, nn.Parameter(parameter.detach().to(device), parameter.requires_grad))
 
 
 def whole_weights(

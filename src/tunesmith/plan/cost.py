@@ -6,13 +6,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tunesmith.plan.facts import ModelFacts
+from tunesmith.plan.pinned import PINNED, rounded_up
 from tunesmith.plan.tiles import chunk_rows, chunk_words
 
 QUANTISED_BYTES = {"int8": 1.002, "nf4": 0.516}
 """Per number of a quantised linear module, with its scales (``models.quantised``)."""
 USUAL_RANK = 16
-PINNED = 1.1
-"""Host memory that is taken for what a GPU reaches itself, at most: of each byte (``models.host_memory``)."""
 LIBRARIES = 10**9
 """What CUDA and its libraries take of a GPU in each process."""
 
@@ -175,25 +174,28 @@ def price(model: ModelFacts, layout: Layout) -> Price:
     muon = 4 * (numbers - _outside(model)) if layout.muon and layout.lora_rank is None else 0
     gradients, optimizer = layout.models * 4 * trained, layout.models * (kept * trained - muon)
     head, backward = _passing(model, layout)
-    arriving = min(2, model.layers) * layer_copy(model, layout) if layout.offload_parameters else 0
-    gone = layer_copy(model, layout) * model.layers if layout.offload_parameters else 0
+    gone = away_of_layer(model, layout)
     if layout.offload:
         gradients, optimizer = 0, 0
-        head, backward = (
-            head + _on_the_way(model, layout, trained, 0),
-            backward + _on_the_way(model, layout, trained, 3),
-        )
+        head += _on_the_way(model, layout, trained, 0)
+        backward += _on_the_way(model, layout, trained, 3)
     return Price(
-        weights=layout.models * (copy * layout.holds_model - gone + adapter),
-        gathered=arriving,
+        weights=layout.models * (copy * layout.holds_model - gone * model.layers + adapter),
+        gathered=gone * min(2, model.layers),
         gradients=gradients,
         optimizer=optimizer,
-        host=_in_host_memory(model, layout, trained) + pinned + int(PINNED * layout.models * gone),
+        host=_in_host_memory(model, layout, trained) + pinned,
         frozen=frozen,
         activations=_activations(model, layout),
         head=max(head, backward),
         **beside,
     )
+
+
+def away_of_layer(model: ModelFacts, layout: Layout) -> int:
+    """What a rank has of one layer's weights in host memory: all, or its rows, in float32 if they train."""
+    wide = replace(layout, bytes_per_number=4) if layout.zero_stage and layout.lora_rank is None else layout
+    return layout.offload_parameters * layer_copy(model, wide) // layout.shards
 
 
 def _on_the_way(model: ModelFacts, layout: Layout, trained: int, blocks: int) -> int:
@@ -233,9 +235,9 @@ def _sharded(model: ModelFacts, layout: Layout) -> Price:
         head = max(head, at_the_end - gathered - activations - 4 * (summed - rows))
     if layout.offload:  # stage 1 sums what it has added up when all micro-batches are done
         optimizer, gradients = 0, gradients if layout.zero_stage == 1 and layout.lora_rank is None else 0
-        backward += 8 * layer // layout.shards  # rows of two layers on their way
+        backward += (4 if layout.offload_parameters else 8) * layer // layout.shards  # rows on their way
     return Price(
-        weights=layout.models * kept,
+        weights=layout.models * (kept - away_of_layer(model, layout) * model.layers),
         gradients=layout.models * gradients,
         optimizer=layout.models * optimizer,
         host=_in_host_memory(model, layout, trained),
@@ -253,13 +255,16 @@ def _activations(model: ModelFacts, layout: Layout) -> int:
 
 def _in_host_memory(model: ModelFacts, layout: Layout, trained: int) -> int:
     """Master weights, gradients, two moments and the average, all in float32; gradients on their way, each rounded up
-    to twice at most; and activations, but for two layers'."""
-    state = 0
+    to twice at most; activations, but for two layers'; weights of layers, but for rows that are masters themselves."""
+    state, gone = 0, away_of_layer(model, layout) * model.layers
+    masters = gone if layout.zero_stage and layout.lora_rank is None else 0
     if layout.offload:
         shards = layout.shards if layout.lora_rank is None else 1
-        arriving = 2 * _on_the_way(model, layout, trained * shards, 3) // shards
+        arriving = 2 * _on_the_way(model, layout, trained * shards, 0 if masters else 3) // shards
+        arriving += int(rounded_up(model, shards) * masters)
         state = (20 if layout.ema else 16) * trained + int((PINNED - 1) * 4 * trained) + arriving
-    return layout.models * (state + -(-layout.tokens // layout.sequence) * sent_bytes(model, layout))
+    activations = -(-layout.tokens // layout.sequence) * sent_bytes(model, layout)
+    return layout.models * (state + activations) + int(PINNED * layout.models * (gone - masters))
 
 
 def recomputed(layers: int, share: float) -> tuple[bool, ...]:

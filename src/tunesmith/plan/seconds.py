@@ -14,7 +14,7 @@ from math import ceil
 from tunesmith.config.schema import RLConfig, RunConfig
 from tunesmith.config.section import known
 from tunesmith.config.sizes import parse_size
-from tunesmith.plan.cost import USUAL_RANK, adapter_numbers, copy_bytes, layer_copy, price, sent_bytes
+from tunesmith.plan.cost import USUAL_RANK, adapter_numbers, away_of_layer, copy_bytes, price, sent_bytes
 from tunesmith.plan.cpu_seconds import cpu_seconds
 from tunesmith.plan.facts import Facts, ModelFacts
 from tunesmith.plan.gpus import on_gpu, ranks_per_engine
@@ -88,7 +88,7 @@ def _training(config: RunConfig, facts: Facts, model: ModelFacts, kind: GpuKind,
     groups = ranks / system.sequence_parallel.size
     micro = ceil(samples * longest / batches / groups / system.max_tokens_per_microbatch)
     # Weights of the layers come for the forward pass of each micro-batch, and again for the backward pass.
-    coming = layout.offload_parameters * micro * model.layers * layer_copy(model, layout) / TO_THE_HOST
+    coming = micro * model.layers * away_of_layer(model, layout) / TO_THE_HOST
     phases["training"] = max(computed, 2 * sent / TO_THE_HOST + 2 * batches * coming * (1 + has_critic(config)))
     if scored and coming:
         phases["scoring"] = max(phases["scoring"], batches * coming)
