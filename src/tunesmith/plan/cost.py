@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 from tunesmith.plan.facts import ModelFacts
@@ -267,15 +268,14 @@ def _in_host_memory(model: ModelFacts, layout: Layout, trained: int) -> int:
     return layout.models * (state + activations) + int(PINNED * layout.models * (gone - masters))
 
 
+@cache
 def recomputed(layers: int, share: float) -> tuple[bool, ...]:
     """Which layers' activations are computed again in the backward pass: about a ``share``, evenly spread.
 
-    With a share between 0 and 1 the last layer is not one of them: its activations are needed first, and when they are
-    gone there is room for those of another layer.
+    With a share between 0 and 1 not the last layer: its activations, needed first, then leave room for another's.
     """
     kept = round((1 - share) * layers)
-    if 0 < share < 1:
-        kept = min(layers - 1, max(1, kept))
+    kept = min(layers - 1, max(1, kept)) if 0 < share < 1 else kept
     return tuple((layers - 1 - index) * kept % layers >= kept for index in range(layers))
 
 
