@@ -1,9 +1,9 @@
-"""Training with layers that ``torch.compile`` compiles, beside the same training without.
+"""Training with layers compiled by ``torch.compile``, compared with the same training without.
 
 ``python -m benchmarks.compiled`` takes optimizer steps of both in turn, in one process, so that a slow minute of the
-machine meets both alike; on a CPU it counts CPU seconds of one thread, which others disturb least. It
+machine affects both equally; on a CPU it counts CPU seconds of one thread, which other programs disturb least. It
 writes ``results/compiled-cpu.json`` (on a GPU ``compiled-cuda.json``). A ratio is the seconds with
-``system.compile = "default"`` over the seconds without: below 1 it pays.
+``system.compile = "default"`` over the seconds without: below 1, compiling pays off.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ MODELS: dict[str, Shape] = {
     "3 layers of 768": replace(S, hidden=768, feed_forward=2304, layers=3),
 }
 WORKLOAD, CAP = WORKLOADS["A"], 1024
-"""Whose lengths samples have, and the tokens of a micro-batch."""
+"""The workload whose lengths the samples have, and the tokens of a micro-batch."""
 PARTS = ("forward and backward", "scoring")
 
 
 def packing(vocabulary: int, samples: int) -> Packing:
-    """Samples of a prompt and a completion each, in micro-batches."""
+    """Samples with one prompt and one completion each, in micro-batches."""
     rng, prompt = np.random.default_rng(0), WORKLOAD.prompt_tokens
     lengths = WORKLOAD.lengths()[:samples]
     batch = Batch.of(
@@ -62,7 +62,7 @@ def packing(vocabulary: int, samples: int) -> Packing:
 
 
 def measured(name: str, dtype: str, device: str, rounds: int, samples: int, folder: Path) -> dict[str, Any]:
-    """Seconds of each part, round by round, without and with compiled layers; and those of compiling."""
+    """Seconds of each part, round by round, without and with compiled layers; and the seconds of compiling."""
     shape, path = MODELS[name], folder / name.replace(",", "").replace(" ", "-")
     if not path.exists():
         build_model(path, shape)

@@ -1,4 +1,4 @@
-"""Planned memory of a training step against the memory of the product's own step, on a GPU that is not there.
+"""Planned memory of a training step against the memory of the real step's code, on a simulated GPU.
 
 ``python -m benchmarks.device_memory`` prints a row for each case and writes ``results/device-memory.json``.
 """
@@ -45,7 +45,7 @@ STREAMED = "system.offload_parameters=true"
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A step of supervised training, of ``tokens`` in a micro-batch."""
+    """A step of supervised training with ``tokens`` in a micro-batch."""
 
     shape: str
     layers: int
@@ -99,15 +99,15 @@ RANKED = [
     Case("7B", 4, 32768, (STAGE(3), RANKS(4), CHECKPOINTING), "8xH200"),
     Case("7B", 4, 32768, (STAGE(3), RANKS(2), RING), "4xH200"),
 ]
-"""Of the first of several ranks."""
+"""Cases on several ranks, of which the first is measured."""
 DEEP = [
     Case("7B", 28, 4096, (STAGE(3), CHECKPOINTING), "8xH100-80GB"),
     Case("72B", 80, 4096, (STAGE(3), CHECKPOINTING), "8x8xH100-80GB"),
 ]
-"""Whole models, of which a few layers take their steps."""
+"""Whole models, of which only a few layers are run."""
 DEPTHS = (4, 6)
-"""What a layer takes is the difference of these. With two layers a sharded model needs the most in another place than
-with more: there is no third one whose weights are gathered ahead."""
+"""Numbers of layers whose difference gives the memory of a layer. With only two, a sharded model peaks at another
+point than with more: there is no third layer whose weights are gathered ahead."""
 
 
 def resolved(directory: Path, case: Case) -> tuple[RunConfig, Facts]:
@@ -126,7 +126,7 @@ def resolved(directory: Path, case: Case) -> tuple[RunConfig, Facts]:
 
 
 def compared(directory: Path, case: Case) -> dict[str, Any]:
-    """Bytes of a step, planned and measured, in all and by purpose."""
+    """Bytes of a step, planned and measured, in total and by purpose."""
     config, facts = resolved(directory, case)
     price = planned(config, facts)
     assert price is not None
@@ -137,7 +137,7 @@ def compared(directory: Path, case: Case) -> dict[str, Any]:
 
 
 def extrapolated(directory: Path, case: Case) -> dict[str, Any]:
-    """Bytes of a step of a whole model, planned, and measured with a few of its layers; ``free``: of its GPU."""
+    """Bytes of a whole model's step, planned, and extrapolated from a few layers; ``free``: memory of the GPU."""
     config, facts = resolved(directory, case)
     [(_, price, free)] = planned_devices(config, facts)
     split = (*case.options, f"system.shard_size={config.system.shard_size}")

@@ -1,7 +1,7 @@
 """One run in every mode, with a slow reward and a long tail of lengths: ``python -m benchmarks.modes --help``.
 
 Each arm is the same ``tunesmith rl`` on model S (``workload.py``): an agent whose answers have lognormal lengths,
-the same in every arm, and a reward that takes a while. The arms differ in settings of the mode only and run one
+the same in every arm, and a slow reward. The arms differ only in settings of the mode and run one
 after the other. The results file has the seconds of each step; the page's table comes from it.
 """
 
@@ -26,10 +26,10 @@ RESULTS = Path(__file__).with_name("results") / "modes-cpu-2-core.json"
 PAGE = Path(__file__).parent.parent / "docs" / "modes.md"
 BEGIN, END = "<!-- results -->\n", "<!-- end of results -->"
 SETTLED = 8
-"""Steps at the start that fill the queue and warm up, and are left out."""
+"""Initial steps, which fill the queue and warm up and are left out."""
 PROMPTS, ANSWERS = 4, 4
 MEDIAN, SIGMA, SHORTEST, LONGEST = 96, 1.2, 8, 512
-"""Tokens of an answer, lognormal."""
+"""Tokens per answer, lognormal."""
 
 AGENT = f"""\
 import asyncio, math, random
@@ -89,7 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def measure(arms: Sequence[str], steps: int, seconds: float) -> dict[str, list[dict[str, float]]]:
-    """Facts of each step, by arm."""
+    """Measurements of each step, by arm."""
     runs: dict[str, list[dict[str, float]]] = {}
     with tempfile.TemporaryDirectory(prefix="modes-") as name:
         here = Path(name)
@@ -106,7 +106,7 @@ def measure(arms: Sequence[str], steps: int, seconds: float) -> dict[str, list[d
 
 
 def _run(here: Path, run_dir: Path, steps: int, changed: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The metrics of each step. Engine and trainer have a core each where both work at once."""
+    """The metrics of each step. Engine and trainer have one core each if they work at the same time."""
     settings: dict[str, Any] = {
         "run_dir": str(run_dir), "model.path": str(here / "model"), "model.dtype": "bfloat16",
         "model.chat_template": str(here / "template.jinja"), "data.train": str(here / "tasks.jsonl"),
@@ -134,7 +134,7 @@ def _facts(line: Mapping[str, Any]) -> dict[str, float]:
 
 
 def table(results: Mapping[str, Any]) -> str:
-    """Markdown: means over the steps of each arm, beside the first arm's."""
+    """Markdown: means over the steps of each arm, compared with the first arm's."""
     rows = [
         "| mode | seconds per step | steps per minute, against the first | engine idle | trainer idle | oldest token |",
         "| --- | ---: | ---: | ---: | ---: | ---: |",

@@ -1,4 +1,4 @@
-"""Tunesmith's own measures, with the system settings that it derives by itself."""
+"""Measurements of Tunesmith, with its derived system settings."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def measure(wanted: Measure) -> Result:
 
 
 async def measure_rollout(wanted: Measure) -> Result:
-    """All completions of the workload on the embedded engine, then how far the trainer's log-probs are off."""
+    """All completions of the workload on the embedded engine, then the difference to the trainer's log-probs."""
     workload = WORKLOADS[wanted.workload]
     config, model = _config(wanted), _model(wanted)
     system, limits = config.system, _limits(wanted)
@@ -115,14 +115,14 @@ def measure_train(wanted: Measure) -> Result:
     prompts = _prompts(model, workload)
     words = range(FIRST_WORD, workload.model.vocabulary)
     written = [rng.choices(words, k=length) for length in workload.lengths()]
-    # What a model that knows nothing gives every token: the ratios of the loss are then near 1.
+    # The log-probability an untrained model gives every token, so that the loss's ratios are near 1.
     old = [-math.log(workload.model.vocabulary)] * sum(workload.lengths())
     objective = policy_objective(_config(wanted).algorithm)
     runs: list[float] = []
     metrics: dict[str, float] = {}
     for _ in range(1 + wanted.repeats):
         started = time.perf_counter()
-        batch = _batch(prompts, written, old, workload)  # packed anew each time
+        batch = _batch(prompts, written, old, workload)  # packed again each time
         metrics = learner.update(batch, objective)
         runs.append(time.perf_counter() - started)
     facts = {
@@ -133,7 +133,7 @@ def measure_train(wanted: Measure) -> Result:
 
 
 def measure_step(wanted: Measure) -> Result:
-    """``tunesmith rl`` as a person runs it, but for the forced lengths; the first step warms up."""
+    """``tunesmith rl`` as a user runs it, except for the forced lengths; the first step warms up."""
     workload, scratch = WORKLOADS[wanted.workload], Path(wanted.scratch)
     lengths = workload.lengths()
     with _forced(lengths, workload.group):
@@ -150,7 +150,7 @@ def measure_step(wanted: Measure) -> Result:
 
 
 def measure_sft(wanted: Measure) -> Result:
-    """``tunesmith sft`` as a person runs it: every step is on all examples; the first one warms up."""
+    """``tunesmith sft`` as a user runs it: every step is on all examples; the first one warms up."""
     workload, scratch = WORKLOADS[wanted.workload], Path(wanted.scratch)
     data = scratch / "examples.jsonl"
     lines = [{"prompt": prompt, "completion": written} for prompt, written in workload.examples()]
@@ -164,9 +164,9 @@ def measure_sft(wanted: Measure) -> Result:
 
 
 def measure_generate(wanted: Measure) -> Result:
-    """``tunesmith generate``, greedily on prompts of one completion each, but for the forced lengths.
+    """``tunesmith generate``, greedy, with one completion per prompt, except for the forced lengths.
 
-    ``generate`` is its phase of sampling, which ends when the answers are written; the command also loads the model.
+    ``generate`` is its sampling phase, which ends when the answers are written; the command also loads the model.
     """
     workload, scratch = WORKLOADS[wanted.workload], Path(wanted.scratch)
     data, lengths = scratch / "prompts.jsonl", workload.lengths()
@@ -186,7 +186,7 @@ def measure_generate(wanted: Measure) -> Result:
 
 @contextmanager
 def _forced(lengths: Sequence[int], group: int) -> Generator[None]:
-    """Completion ``k`` of the ``n``-th prompt that the embedded engine has for one version of the weights gets
+    """Completion ``k`` of the ``n``-th prompt that the embedded engine gets under one version of the weights has
     ``lengths[n * group + k]`` tokens."""
 
     class ForcedLengths(LocalEngine):
@@ -212,7 +212,7 @@ def _forced(lengths: Sequence[int], group: int) -> Generator[None]:
 
 
 def _overrides(wanted: Measure) -> list[str]:
-    """The run file of the workload, as settings on the command line; its data and reward in scratch."""
+    """The workload's run file as settings on the command line, with its data and reward in the scratch directory."""
     workload, scratch = WORKLOADS[wanted.workload], Path(wanted.scratch)
     data, reward = scratch / "tasks.jsonl", scratch / "rewards.py"
     data.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in workload.texts()))
@@ -229,7 +229,7 @@ def _overrides(wanted: Measure) -> list[str]:
 
 
 def _settings(wanted: Measure, data: Path) -> list[str]:
-    """What every command has."""
+    """The settings common to all commands."""
     options = [f"{key}={json.dumps(value)}" for key, value in wanted.options.items()]
     paths = [f"model.path={wanted.model}", f"model.dtype={wanted.dtype}", f"data.train={data}"]
     return [*paths, "data.chat=false", "monitor.progress=false", *options]
@@ -280,7 +280,7 @@ def _prompts(model: CausalLM, workload: Workload) -> list[list[int]]:
 
 
 def _batch(prompts: list[list[int]], written: list[list[int]], old: list[float], workload: Workload) -> Batch:
-    """Completions as the learner sees them; half of every group is right."""
+    """Completions as the learner gets them; half of every group is right."""
     samples: list[Sample] = []
     for i, ids in enumerate(written):
         prompt, group = prompts[i // workload.group], i // workload.group

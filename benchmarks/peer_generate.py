@@ -1,5 +1,5 @@
-"""``transformers.generate`` on a rollout, all completions in one padded batch; and greedily, on prompts of
-one completion each."""
+"""``transformers.generate`` on a rollout, all completions in one padded batch; and greedy, with one completion per
+prompt."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def measure(wanted: Measure) -> Result:
 
 
 def asked(wanted: Measure) -> list[str]:
-    """The prompt of each completion: of a rollout those of the groups, of ``generate`` all different."""
+    """The prompt of each completion: shared within groups for a rollout, all different for ``generate``."""
     workload = WORKLOADS[wanted.workload]
     if wanted.part == "generate":
         return [prompt for prompt, _ in workload.examples()]

@@ -1,4 +1,4 @@
-"""TRL's GRPOTrainer on full steps, of which it says how long generating took, and its SFTTrainer with packing."""
+"""TRL's GRPOTrainer on full steps, with the seconds of generation, and its SFTTrainer with packing."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def measure(wanted: Measure) -> Result:
 
 
 def measure_sft(wanted: Measure) -> Result:
-    """Optimizer steps on all examples, packed anew for none of them: they are so before training begins."""
+    """Optimizer steps on all examples, which are packed once, before training begins."""
     trl: Any = import_module("trl")
     datasets: Any = import_module("datasets")
     workload = WORKLOADS[wanted.workload]
@@ -33,7 +33,7 @@ def measure_sft(wanted: Measure) -> Result:
             packing=True,
             max_length=max(int(wanted.options["packed"]), longest),
             per_device_train_batch_size=int(wanted.options["micro_batch"]),
-            # A step is an epoch, whatever the number of packed rows: their tokens are those of all examples.
+            # A step is an epoch, for any number of packed rows, so its tokens are those of all examples.
             gradient_accumulation_steps=workload.size,
             num_train_epochs=1 + wanted.repeats,
             **_common(wanted),
@@ -91,7 +91,7 @@ def measure_step(wanted: Measure) -> Result:
 
 
 def _load(wanted: Measure) -> tuple[Any, Any]:
-    """Tokenizer and model; its weights are float32, which is what the optimizer steps on."""
+    """Tokenizer and model, with float32 weights for the optimizer."""
     torch: Any = import_module("torch")
     transformers: Any = import_module("transformers")
     tokenizer = transformers.AutoTokenizer.from_pretrained(wanted.model, padding_side="left")
@@ -114,7 +114,7 @@ def _common(wanted: Measure) -> dict[str, Any]:
 
 
 def _times() -> tuple[list[float], Any]:
-    """Seconds of the steps that a trainer takes, and the callback that appends them."""
+    """Seconds of a trainer's steps, and the callback that appends them."""
     transformers: Any = import_module("transformers")
     steps, begun = list[float](), list[float]()
 
@@ -129,7 +129,7 @@ def _times() -> tuple[list[float], Any]:
 
 
 def _time_generate(model: Any, lengths: list[int]) -> list[float]:
-    """Have the model's ``generate`` force the lengths; the list takes the seconds of each call."""
+    """Make the model's ``generate`` force the lengths; the list collects the seconds of each call."""
     seconds: list[float] = []
     kind: Any = type(model)
     original = kind.generate

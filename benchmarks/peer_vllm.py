@@ -1,4 +1,4 @@
-"""vLLM's CPU build on a rollout, and greedily on prompts of one completion each; in process."""
+"""vLLM's CPU build on a rollout, and greedy with one completion per prompt; in-process."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def measure(wanted: Measure) -> Result:
         enforce_eager=not wanted.options["compiled"],
         max_model_len=4096,
         kv_cache_memory_bytes=1 << 30,
-        # At the default of 128, a prompt of fewer tokens would never be shared by its group.
+        # With the default of 128, a group would never share a prompt with fewer tokens.
         block_size=32,
         max_num_seqs=workload.size,
         logprobs_mode="processed_logprobs",

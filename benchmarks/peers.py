@@ -1,4 +1,4 @@
-"""Which systems are measured, and in which Python environment each of them lives."""
+"""The systems measured, and the Python environment of each."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ PARTS = ("rollout", "generate", "train", "sft", "step")
 SAMPLED = ("rollout", "generate")
 DTYPES = ("float32", "bfloat16")
 TRL_BATCHES = {"micro_batch": 16, "large": 4}
-"""The fastest of TRL's micro-batches: ``large`` for a model whose activations of more rows take too much memory."""
+"""TRL's fastest micro-batch sizes: ``large`` for a model for which more rows need too much activation memory."""
 
 
 @dataclass(frozen=True)
 class System:
-    """One row of the comparison: a module that measures, and what it is asked."""
+    """One row of the comparison: a measuring module and its arguments."""
 
     name: str
     module: str
@@ -46,7 +46,7 @@ SYSTEMS = (
 
 @dataclass(frozen=True)
 class Peer:
-    """A peer's packages, any of which shows that it is there, and how to get it."""
+    """A peer's packages, any of which shows that it is installed, and how to install it."""
 
     packages: tuple[str, ...]
     variable: str | None
@@ -83,17 +83,17 @@ print(json.dumps(found))
 
 @dataclass(frozen=True)
 class Found:
-    """A peer's interpreter, or None where it is absent; and the version."""
+    """A peer's interpreter, or None if it is absent; and its version."""
 
     python: str | None
     version: str | None
 
 
 def find(name: str, given: str | None) -> Found:
-    """Look for a peer: in the interpreter given, else in its environment variable's, else in this one.
+    """Look for a peer: in the given interpreter, else in the one of its environment variable, else in this one.
 
     Raises:
-        ValueError: an interpreter was named, and the peer is not there.
+        ValueError: an interpreter was named but does not have the peer.
     """
     peer = PEERS[name]
     named = given or (os.environ.get(peer.variable) if peer.variable else None)

@@ -1,8 +1,8 @@
-"""Seconds of each phase of a step: predicted beside measured, on shapes that the prediction was not fitted to.
+"""Seconds of each phase of a step: predicted against measured, on shapes that the prediction was not fitted to.
 
-``python -m benchmarks.phase_times`` fits the rates of this machine to ``tune/machine.py``'s shapes, which other shapes
-take turns with, so that a slow minute of the machine meets all alike. The least time of each phase counts. Nothing else
-should run meanwhile.
+``python -m benchmarks.phase_times`` fits the rates of this machine to ``tune/machine.py``'s shapes, alternating with
+other shapes, so that a slow minute of the machine affects all equally. The least time of each phase counts. Nothing
+else should run meanwhile.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def summary(found: Sequence[Prediction]) -> dict[str, Any]:
-    """Each phase: the share of shapes within ``CLAIM``, the median and the largest error; and every prediction."""
+    """For each phase, the share of shapes within ``CLAIM``, the median and the largest error; and every prediction."""
     off: dict[str, list[float]] = {}
     for each in found:
         off.setdefault(each.phase, []).append(abs(each.ratio - 1))

@@ -1,8 +1,8 @@
 """Every preset on the same task with the same budget: ``python -m benchmarks.presets --help``.
 
 A tiny model is taught three-digit addition by example, once per seed, as ``tunesmith demo`` does; then each
-preset gets the same number of steps, prompts and rollouts, its own defaults, and a seed's same start. Runs go
-one to a core. The results file holds each run's curve; the page's table and picture come from it.
+preset gets the same number of steps, prompts and rollouts, its own defaults, and the same start per seed. Each core
+does one run at a time. The results file holds each run's curve; the page's table and picture come from it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ TRAIN, HELD_OUT = 20_000, 200
 PROMPTS, GROUP = 16, 8
 WORKED_SHARE = 0.4
 QUARTERS = 4
-"""Evaluations on the way."""
+"""Evaluations during training."""
 
 SFT: Mapping[str, Any] = {
     "train.steps": 500, "train.batch_size": 64, "train.lr": 2e-3, "train.schedule": "cosine",
@@ -69,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def measure(presets: Sequence[str], seeds: Sequence[int], steps: int, jobs: int) -> Iterator[dict[str, Any]]:
-    """The contents of a results file, fuller after each seed."""
+    """Yield the contents of a results file, extended after each seed."""
     budget = {"steps": steps, "prompts_per_step": PROMPTS, "group_size": GROUP, "lr": RL["train.lr"]}
     machine = {"cores": read_hardware().cores, "runs_at_a_time": jobs}
     runs: list[dict[str, Any]] = []
@@ -83,7 +83,7 @@ def measure(presets: Sequence[str], seeds: Sequence[int], steps: int, jobs: int)
 
 
 def _start(folder: Path, seed: int) -> Path:
-    """An untaught model, examples and problems, in ``folder``."""
+    """An untrained model, examples and problems, in ``folder``."""
     train, held_out = problems(seed, TRAIN, HELD_OUT)
     folder.mkdir()
     make_model(folder / "model", seed)
@@ -122,7 +122,7 @@ def _run(start: Path, preset: str, seed: int, steps: int) -> dict[str, Any]:
 
 
 def _accuracies(lines: Sequence[Mapping[str, Any]]) -> list[float]:
-    """Greedy, on held-out problems: before, on the way, after."""
+    """Greedy accuracies on held-out problems: before, during and after training."""
     return [line["eval/accuracy"] for line in lines if "eval/accuracy" in line]
 
 
@@ -144,7 +144,7 @@ def _tunesmith(command: str, settings: Mapping[str, Any]) -> None:
 
 
 def by_preset(results: Mapping[str, Any]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """Best first, by the mean accuracy at the end."""
+    """The presets, best first, by mean final accuracy."""
     runs: dict[str, list[dict[str, Any]]] = {}
     for run in results["runs"]:
         runs.setdefault(run["preset"], []).append(run)
@@ -152,7 +152,7 @@ def by_preset(results: Mapping[str, Any]) -> Iterator[tuple[str, list[dict[str, 
 
 
 def table(results: Mapping[str, Any]) -> str:
-    """Markdown: means over the seeds, with the range of the last accuracy."""
+    """Markdown: means over the seeds, with the range of the final accuracy."""
     steps = results["budget"]["steps"]
     names = ("preset", "accuracy before", *(f"after {k * steps // QUARTERS}" for k in range(1, QUARTERS)))
     names += ("at the end (lowest to highest)", "reward of the last ten steps", "seconds")
@@ -167,7 +167,7 @@ def table(results: Mapping[str, Any]) -> str:
 
 
 def with_results(page: str, results: Mapping[str, Any]) -> str:
-    """The page with table and budget as the results file has them."""
+    """The page with the results file's table and budget."""
     budget, machine = results["budget"], results["machine"]
     seeds = len({run["seed"] for run in results["runs"]})
     said = (
@@ -181,7 +181,7 @@ def with_results(page: str, results: Mapping[str, Any]) -> str:
 
 
 def draw(results: Mapping[str, Any], path: Path) -> None:
-    """Mean reward of the seeds, over ten steps, against step and against wall time."""
+    """Mean reward over the seeds and ten steps, against step and against wall time."""
     import matplotlib
 
     matplotlib.use("svg")

@@ -1,6 +1,6 @@
-"""How a measure is asked for and answered: one JSON argument in, one JSON line out.
+"""The protocol of a measurement: one JSON argument in, one JSON line out.
 
-Every measure runs in a process of its own, in the Python environment of the system measured, so this module
+Every measurement runs in its own process, in the Python environment of the measured system, so this module
 and ``workload`` import nothing but the standard library.
 """
 
@@ -19,12 +19,12 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 DEADLINE = 1800.0
-"""Seconds that one measure may take."""
+"""Seconds that one measurement may take."""
 
 
 @dataclass(frozen=True)
 class Measure:
-    """What to measure: ``repeats`` runs after one to warm up."""
+    """What to measure: ``repeats`` runs after a warm-up run."""
 
     system: str
     part: str
@@ -34,18 +34,18 @@ class Measure:
     model: str
     """Directory of the workload's model."""
     scratch: str
-    """Directory of its own, for whatever it writes."""
+    """A separate directory for its output."""
     repeats: int
     options: dict[str, Any] = field(default_factory=dict[str, Any])
 
 
 @dataclass(frozen=True)
 class Result:
-    """What was measured.
+    """The results of a measurement.
 
     ``seconds`` holds a list of runs for each figure: the part's own name, and names that begin with it, such as
-    ``step/rollout``. ``tokens`` are those one run samples (of training: those it runs through the model). ``facts`` are
-    further numbers, such as ``limit_share``.
+    ``step/rollout``. ``tokens`` are the tokens that one run samples (for training: runs through the model). ``facts``
+    are further values, such as ``limit_share``.
     """
 
     seconds: dict[str, list[float]]
@@ -55,7 +55,7 @@ class Result:
 
 
 def peak_memory_mb() -> float:
-    """The most resident memory this process has had, in MB of 10^6 bytes, without what the one that started it had."""
+    """Peak resident memory of this process, in MB of 10^6 bytes, not counting its parent's."""
     if platform.system() == "Linux":
         lines = Path("/proc/self/status").read_text().splitlines()
         return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) * 1024 / 1e6
@@ -73,7 +73,7 @@ def ask(module: str, measure: Measure, python: str) -> Result:
     """Run a measure in a fresh process of ``python``.
 
     Raises:
-        RuntimeError: the process failed or overran the deadline; the message ends with what it said last.
+        RuntimeError: the process failed or overran the deadline; the message ends with its last output.
     """
     quiet = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "TRANSFORMERS_VERBOSITY": "error"}
     command = [python, "-m", module, json.dumps(asdict(measure))]

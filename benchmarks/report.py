@@ -1,4 +1,4 @@
-"""What rounds of measures amount to: medians, ratios round by round, and tables of them.
+"""Summaries of all rounds: medians, ratios round by round, and their tables.
 
 ``python -m benchmarks.report RESULTS.json [--readme]`` prints the tables of a results file; ``--readme`` puts
 them into benchmarks/README.md.
@@ -19,12 +19,12 @@ from rich.table import Table
 
 OURS = "tunesmith"
 WIDTH = 120
-"""Columns that the tables need; also where the output is not a terminal."""
+"""Columns that the tables need, also if the output is not a terminal."""
 README = Path(__file__).with_name("README.md")
 BEGIN, END = "<!-- results: {} -->", "<!-- end of results -->"
 
 Record = Mapping[str, Any]
-"""A ``Measure``'s system, part, workload and dtype, its ``round``, and what its ``Result`` holds."""
+"""A ``Measure``'s system, part, workload and dtype, its ``round``, and the fields of its ``Result``."""
 Key = tuple[str, str, str, str]
 """Workload, figure, system, dtype."""
 
@@ -33,7 +33,7 @@ def summarise(records: Iterable[Record]) -> dict[str, list[dict[str, Any]]]:
     """``measures`` and ``ratios`` of all rounds.
 
     A figure's value in a round is the median of that round's runs. A ratio is a system's seconds over ours
-    in the same round, so that what slows the machine down for a while slows both; above 1 ours is faster.
+    in the same round, so that a temporary slowdown of the machine affects both; above 1 ours is faster.
     """
     seconds: dict[Key, dict[int, float]] = defaultdict(dict)
     others: dict[Key, list[Record]] = defaultdict(list)
@@ -85,7 +85,7 @@ def _ratio(
 
 
 def speed_rows(results: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """Header and rows: each system's seconds, and how many times as long that is as ours."""
+    """Header and rows: each system's seconds, and their ratio to ours."""
     dtypes = sorted({r["our_dtype"] for r in results["ratios"]}, reverse=True)
     header = ["workload", "figure", "system", "dtype", "rounds", "seconds", "peak MB"]
     header += [f"÷ ours {dtype}" for dtype in dtypes]
@@ -107,7 +107,7 @@ def speed_rows(results: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
 
 
 def fact_rows(results: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """Header and rows of what only ours reports: tokens per second, share of the limit, log-prob mismatch."""
+    """Header and rows of the values only ours reports: tokens per second, share of the limit, log-prob mismatch."""
     header = ["workload", "figure", "system", "dtype", "tokens", "tokens/s", "of limit", "mismatch max", "mean"]
     rows = [
         [
@@ -161,7 +161,7 @@ def show(results: Mapping[str, Any]) -> None:
 
 
 def markdown(results: Mapping[str, Any]) -> str:
-    """The machine and the tables, as they stand in the README."""
+    """The machine and the tables, as in the README."""
     parts = [machine_line(results)]
     for header, rows in (speed_rows(results), fact_rows(results)):
         rule = ["---"] * 4 + ["---:"] * (len(header) - 4)
@@ -170,14 +170,14 @@ def markdown(results: Mapping[str, Any]) -> str:
 
 
 def readme_results(text: str) -> dict[str, str]:
-    """The tables of a page, by the name of the results file that they come from."""
+    """The tables of a page, by the name of their results file."""
     before, after = BEGIN.split("{}")
     parts = (part.split(after, 1) for part in text.split(before)[1:])
     return {name: rest.split(END, 1)[0].strip() + "\n" for name, rest in parts}
 
 
 def put_into(text: str, results: Path) -> str:
-    """The README with new tables of a results file, which it has a place for."""
+    """The README with new tables of a results file, for which it has markers."""
     begin, tables = BEGIN.format(results.name), markdown(json.loads(results.read_text(encoding="utf-8")))
     head, rest = text.split(begin, 1)
     return f"{head}{begin}\n\n{tables}\n{END}{rest.split(END, 1)[1]}"

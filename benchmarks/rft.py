@@ -1,11 +1,11 @@
-"""What each optimisation of RFT's training is worth: ``python -m benchmarks.rft --help``.
+"""The gain from each optimisation of RFT's training: ``python -m benchmarks.rft --help``.
 
-Questions are answered once by sampling. Then the very same right answers are learned from the very same start, with
-the same seed, rate and epochs, once per arm, each in a process of its own:
+Questions are answered once by sampling. Then each arm trains on the same right answers from the same start, with
+the same seed, learning rate and epochs, each in its own process:
 
 - ``padded``: Hugging Face's ``Trainer`` with batches of 32 padded sequences and gradient checkpointing, in float32.
-- ``padded, ...``: the same with one change each, of the ten that are advised for such a script, and with all of them.
-- ``tunesmith``: this package with what it derives; ``tunesmith, ...``: with one setting taken back.
+- ``padded, ...``: the same with one of the ten changes advised for such a script, and with all of them.
+- ``tunesmith``: this package with its derived settings; ``tunesmith, ...``: with one setting reverted.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ PADDED: Mapping[str, Any] = {
     "logging_steps": 10, "save_strategy": "epoch", "optim": "adamw_torch", "max_grad_norm": 1.0,
     "dataloader_num_workers": 0, "dataloader_pin_memory": False,
 }  # fmt: skip
-"""``TrainingArguments`` of the script before it is optimised."""
+"""``TrainingArguments`` of the script before optimisation."""
 ADVISED: Mapping[str, Mapping[str, Any]] = {
     "mixed precision (bf16)": {"bf16": True},
     "no gradient checkpointing": {"gradient_checkpointing": False},
@@ -50,7 +50,7 @@ ADVISED: Mapping[str, Mapping[str, Any]] = {
     "TF32": {"tf32": "on a GPU"},
     "fused AdamW": {"optim": "adamw_torch_fused"},
 }  # fmt: skip
-"""The advice, one change each; ``on a GPU`` is True there and left out elsewhere."""
+"""The advice, one change per arm; ``on a GPU`` is True there and left out elsewhere."""
 ALONE: Mapping[str, Mapping[str, Any]] = {
     "float32": {"model.dtype": "float32"},
     "bfloat16": {"model.dtype": "bfloat16"},
@@ -70,7 +70,7 @@ class Arm:
 
 
 def _together() -> dict[str, Any]:
-    """All of the advice that does not exclude each other: accumulation instead of the batch of 64."""
+    """All compatible advice together: gradient accumulation instead of the batch of 64."""
     return {k: v for name, change in ADVISED.items() if name != "batch of 64" for k, v in change.items()}
 
 
@@ -138,7 +138,7 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
 
 
 def prepare(here: Path, given: argparse.Namespace) -> dict[str, Any]:
-    """A model that is right now and then, its right answers, and its accuracy before training."""
+    """A model that is sometimes right, its right answers, and its accuracy before training."""
     from tunesmith.assembly.train import run_sft
     from tunesmith.offline.rft import run_rft
 
@@ -165,7 +165,7 @@ def prepare(here: Path, given: argparse.Namespace) -> dict[str, Any]:
 
 
 def markdown(results: Mapping[str, Any]) -> str:
-    """The table of a results file. A speed-up is against ``padded``."""
+    """The table of a results file. Speed-ups are relative to ``padded``."""
     machine = results["machine"]
     lines = [
         "# RFT: what each optimisation is worth",

@@ -1,4 +1,4 @@
-"""One arm of ``benchmarks.rft``, in a process of its own: a JSON argument in, a JSON line out."""
+"""One arm of ``benchmarks.rft``, in a separate process: a JSON argument in, a JSON line out."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _padded(job: dict[str, Any]) -> tuple[float, str]:
 
 
 def _encoded(tokenizer: Any, prompt: Any, completion: str) -> dict[str, list[int]]:
-    """Tokens of a line, and labels for its answer alone."""
+    """Tokens of a line, and labels for its answer only."""
     if isinstance(prompt, list) or tokenizer.chat_template:
         messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
         asked = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)

@@ -1,7 +1,7 @@
-"""Measure Tunesmith beside its peers: ``python -m benchmarks.run --help``.
+"""Measure Tunesmith against its peers: ``python -m benchmarks.run --help``.
 
-Rounds alternate: each round takes every measure once, in a fresh process, so that a machine that is slower for
-a while is so for all of them.
+Rounds alternate: each round takes every measurement once, in a fresh process, so that a temporary slowdown of the
+machine affects all of them.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ TABLES: dict[str, dict[str, Any]] = {
     "quick": {"workloads": ["A", "long"], "parts": ["rollout", "generate", "sft"], "dtype": ["bfloat16"], "rounds": 1},
     "all": {"workloads": [name for name in WORKLOADS if name != "tiny"], "dtype": ["bfloat16"]},
 }
-"""What the tables to choose from measure; the arguments change it."""
+"""The measurements of each choice of tables; the arguments override them."""
 UNITS = {"amx_bf16": "AMX", "avx512_bf16": "AVX-512 bfloat16", "avx512f": "AVX-512", "avx2": "AVX2", "asimd": "NEON"}
-"""What a CPU multiplies matrices with, the fastest first, by its flag in /proc/cpuinfo."""
+"""A CPU's units for matrix products, the fastest first, by their flags in /proc/cpuinfo."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -67,11 +67,11 @@ def run(
     earlier: Mapping[str, Any] | None = None,
     models: Path | None = None,
 ) -> Iterator[dict[str, Any]]:
-    """Take all measures ``rounds`` times; yields the contents of a results file after each round.
+    """Take all measurements ``rounds`` times; yields the contents of a results file after each round.
 
     Args:
         earlier: a results file whose rounds come before these.
-        models: where models are, or are put; None: in a temporary directory.
+        models: directory to find or write models in; None: a temporary directory.
     """
     earlier = earlier or {"workloads": {}, "peers": {}, "records": [], "failed": []}
     systems = [(s, python) for s in SYSTEMS if (python := _python(s, peers)) is not None]
@@ -112,7 +112,7 @@ def run(
 
 
 def _measure(system: System, python: str, workload: str, part: str, dtype: str, models: Path) -> dict[str, Any]:
-    """One measure in a process of its own, as a record.
+    """One measurement in its own process, as a record.
 
     Raises:
         RuntimeError: it failed.
@@ -139,7 +139,7 @@ def _measure(system: System, python: str, workload: str, part: str, dtype: str, 
 def _plan(
     systems: Sequence[tuple[System, str]], workloads: Sequence[str], parts: Sequence[str], dtypes: Sequence[str]
 ) -> Iterator[tuple[System, str, str, str, str]]:
-    """The measures of one round: what is compared with each other comes one after the other."""
+    """The measurements of one round, in an order that puts compared ones next to each other."""
     for workload in workloads:
         for part in parts:
             for system, python in systems:
@@ -148,17 +148,17 @@ def _plan(
 
 
 def _python(system: System, peers: Mapping[str, Found]) -> str | None:
-    """The interpreter that measures a system; None where it is absent or not wanted."""
+    """The interpreter that measures a system; None if it is absent or not wanted."""
     if system.peer is None:
         return sys.executable
     return peers[system.peer].python if system.peer in peers else None
 
 
 def _peers(given: argparse.Namespace) -> dict[str, Found]:
-    """The peers wanted, and where they are.
+    """The requested peers and their interpreters.
 
     Raises:
-        ValueError: an unknown peer, or one named that is not there.
+        ValueError: an unknown peer, or a named one that is not installed.
     """
     auto = given.peers == "auto"
     names = list(PEERS) if auto else [] if given.peers == "none" else given.peers.split(",")
@@ -173,10 +173,10 @@ def _peers(given: argparse.Namespace) -> dict[str, Found]:
 
 
 def _earlier(out: Path) -> dict[str, Any] | None:
-    """The results file to add to; None where there is none yet.
+    """The results file to add to; None if it does not exist yet.
 
     Raises:
-        ValueError: it is of another machine or other versions.
+        ValueError: it is from another machine or other versions.
     """
     if not out.exists():
         return None
@@ -189,7 +189,7 @@ def _earlier(out: Path) -> dict[str, Any] | None:
 
 
 def commit() -> str:
-    """Of Tunesmith, with a + where files have changed since; empty outside of a repository."""
+    """Tunesmith's commit, with a + if files have changed since; empty outside a repository."""
     asked = ["git", "describe", "--always", "--dirty=+", "--exclude=*"]
     done = subprocess.run(asked, cwd=RESULTS, capture_output=True, text=True, check=False)
     return done.stdout.strip()

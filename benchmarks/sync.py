@@ -1,7 +1,7 @@
 """How long new weights take to reach an engine in another process, per plane: ``python -m benchmarks.sync --help``.
 
-The clock runs from the trainer's ``publish`` to the answer of a process that has every tensor, checked, in tensors of
-its own. Beside it a plain copy of the same bytes from memory to memory. Rounds take every measure once.
+The clock runs from the trainer's ``publish`` to the answer of a process that has every tensor, checked, in its own
+memory. A plain copy of the same bytes from memory to memory is timed too. Each round takes every measurement once.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tunesmith.weights.files import FilePlane, shared_directory
 RESULTS = Path(__file__).with_name("results") / "sync-cpu-2-core.json"
 PAGE = Path(__file__).parent.parent / "docs" / "weights.md"
 SIZES = {"tiny": (4, 1), "12 MB": (12_000_000, 24), "1.2 GB": (1_200_000_000, 72)}
-"""Bytes, and tensors that they are cut into."""
+"""Bytes, and the number of tensors they are split into."""
 COPY = "plain copy"
 
 
@@ -67,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 async def run(sizes: Sequence[str], rounds: int, disk: Path) -> list[dict[str, Any]]:
-    """Every plane and size, ``rounds`` times; the first of each warms up and does not count."""
+    """Measure every plane and size, ``rounds`` times; the first of each warms up and does not count."""
     records: list[dict[str, Any]] = []
     for size in sizes:
         weights = make_weights(size)
@@ -126,7 +126,7 @@ async def sync(plane: Plane, taker: asyncio.subprocess.Process, version: int) ->
 
 
 def serve() -> None:
-    """The engine's side: take each offer into tensors that are there from the first one on."""
+    """The engine's side: take each offer into tensors that the first one allocates."""
     own: dict[str, Tensor] = {}
     for line in sys.stdin:
         offer: Offer = json.loads(line)
@@ -138,7 +138,7 @@ def serve() -> None:
 
 
 def summarise(records: Sequence[Mapping[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """Medians of the rounds, and the median of each round's seconds over that round's plain copy."""
+    """Medians of the rounds, and the median ratio of a round's seconds to its plain copy."""
     return {"measures": list(_measures(records))}
 
 

@@ -1,11 +1,11 @@
-"""``tunesmith tune`` beside an exhaustive sweep, from bad settings: ``python -m benchmarks.tuning --help``.
+"""``tunesmith tune`` against an exhaustive sweep, from bad settings: ``python -m benchmarks.tuning --help``.
 
 Three small real runs have 72 combinations of settings each. The sweep takes steps with all of them, and more with the
-best eight; a time counts as its ratio to that of a fixed combination just before and after it, so that a slow minute of
-the machine is no property of a setting. The tuner begins with bad settings, and may change the same keys; all else is
-pinned, threads to one, since two wait for each other where other programs run. Then its settings, the sweep's best and
-the bad ones take steps in turn, and the losses of real steps with the bad and the tuned settings are compared. Each
-call goes on for about ``--seconds`` with what is left to do, and nothing is measured twice.
+best eight. A time counts relative to a fixed combination timed just before and after it, so that a slow minute of the
+machine is not attributed to a setting. The tuner begins with bad settings, and may change the same keys; all others are
+pinned, threads to one, since two would wait for each other while other programs run. Then the tuned settings, the
+sweep's best and the bad ones take steps in turn, and the losses of real steps with the bad and the tuned settings are
+compared. Each call continues for about ``--seconds`` with the remaining work, and nothing is measured twice.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ Values = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A run: its settings besides the model, the values of each tuned key, and the bad ones to begin with."""
+    """A run: its settings besides the model, the values of each tuned key, and the bad initial ones."""
 
     said: Values
     grid: Mapping[str, Sequence[Any]]
@@ -71,7 +71,7 @@ class Case:
 
     @property
     def fixed(self) -> Values:
-        """What the sweep's points are measured beside: the middle value of each key."""
+        """The point that the sweep's points are compared with: the middle value of each key."""
         return {key: values[len(values) // 2] for key, values in self.grid.items()}
 
     def points(self) -> list[Values]:
@@ -127,7 +127,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def make(folder: Path) -> None:
-    """Model, data, reward and run files."""
+    """Write model, data, reward and run files."""
     if (folder / "rl.toml").exists():
         return
     folder.mkdir(parents=True, exist_ok=True)
@@ -167,7 +167,7 @@ class _Enough(Exception):
 
 @dataclass(slots=True)
 class State:
-    """What was measured of a case, in a file that each measurement is added to."""
+    """The measurements of a case, in a file to which each is added."""
 
     file: Path
     name: str
@@ -220,7 +220,7 @@ class State:
         return found
 
     def sweep(self, ends: float) -> bool:
-        """Each point once, in an order drawn once: a few between two measurements of a fixed point."""
+        """Measure each point once, in an order drawn once: a few between two measurements of a fixed point."""
         points = self.case.points()
         order = random.Random(0).sample(points, len(points))
         while left := [point for point in order if json.dumps(point) not in self.read()["sweep"]]:
@@ -233,7 +233,7 @@ class State:
         return True
 
     def sweep_best(self, ends: float) -> bool:
-        """The best points in turns, with the fixed one."""
+        """Measure the best points in turn, with the fixed one."""
         known = self.read()["sweep"]
         best = sorted(known, key=lambda point: known[point][0])[:BEST_AGAIN]
         while (turns := min(len(known[point]) for point in best) - 1) < TURNS:
@@ -247,12 +247,12 @@ class State:
 
     @property
     def best(self) -> Values:
-        """Of the points that took turns, the one with the least median."""
+        """The point with the least median among those measured in turn."""
         known = {point: ratios for point, ratios in self.read()["sweep"].items() if len(ratios) > 1}
         return json.loads(min(known, key=lambda point: median(known[point][1:])))
 
     def tune(self, ends: float) -> bool:
-        """The tuner, in as many calls as it takes until one finds nothing left to try."""
+        """Run the tuner repeatedly until a call finds nothing left to try."""
         while not self.read().get("tuned", {}).get("done"):
             if time.monotonic() > ends - 60:
                 return False
@@ -278,7 +278,7 @@ class State:
         return True
 
     def compare(self, ends: float) -> bool:
-        """The tuned settings, the sweep's best and the bad ones, in turns."""
+        """Measure the tuned settings, the sweep's best and the bad ones, in turn."""
         if "turns" in self.read():
             return True
         if time.monotonic() > ends - 30:
@@ -289,7 +289,7 @@ class State:
         return True
 
     def learn(self, ends: float) -> bool:
-        """Losses of real steps with the bad and the tuned settings; of rollouts, whose losses are near 0, rewards."""
+        """Losses of real steps with the bad and the tuned settings; for rollouts, whose losses are near 0, rewards."""
         if "losses" in self.read():
             return True
         if time.monotonic() > ends - 15:

@@ -1,7 +1,7 @@
-"""What is measured: models, prompts and how long each completion is. No more than torch is needed.
+"""The workloads: models, prompts and completion lengths. Only torch is needed.
 
-The models have Qwen3's shape, tied embeddings and random parameters. Completion lengths are forced, so that every
-system samples exactly the same number of tokens: lognormal around a median, between a shortest and a longest.
+The models have Qwen3's architecture, tied embeddings and random parameters. Completion lengths are forced, so that
+every system samples exactly the same number of tokens: lognormal around a median, between a shortest and a longest.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Shape:
     head_dim: int
     feed_forward: int
     dtype: str = "bfloat16"
-    """Of the files."""
+    """Type of the weights in the files."""
 
 
 S = Shape("S", 4096, 6, 256, 4, 2, 64, 768, "float32")
@@ -69,13 +69,13 @@ class Workload:
         return [self._text(rng, self.prompt_tokens) for _ in range(self.prompts)]
 
     def examples(self) -> list[tuple[str, str]]:
-        """As many prompts as completions, each with a completion, whose EOS is counted in ``lengths``."""
+        """One prompt per completion, each with its completion, whose EOS is counted in ``lengths``."""
         rng = random.Random(2)
         return [(self._text(rng, self.prompt_tokens), f" {self._text(rng, n - 1)}") for n in self.lengths()]
 
     @property
     def example_tokens(self) -> int:
-        """Of all ``examples``."""
+        """Tokens of all ``examples``."""
         return self.size * self.prompt_tokens + sum(self.lengths())
 
     def _text(self, rng: random.Random, words: int) -> str:

@@ -1,8 +1,8 @@
-"""Tunesmith trains language models after pretraining.
+"""Tunesmith post-trains language models.
 
 The upper level is one function per command: ``rl``, ``sft``, ``dpo``, ``rm``, ``kto``, ``prm``, ``distill``, ``rft``
 and ``generate``. The lower level is the parts that they are made of, for training loops written by hand:
-``examples/rl_loop.py`` in the repository is a whole one.
+``examples/rl_loop.py`` in the repository is a complete one.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Public names are imported when they are first used: ``import tunesmith`` loads nothing."""
+    """Import public names on first use: ``import tunesmith`` loads nothing."""
     if name in _MODULES:
         return getattr(import_module(f"tunesmith.{_MODULES[name]}"), name)
     raise AttributeError(f"module 'tunesmith' has no attribute '{name}'")

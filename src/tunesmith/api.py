@@ -9,8 +9,8 @@
     model, tokenizer = result.load()
 
 Settings are those of a run file: ``rollout={"group_size": 8}`` or ``rollout__group_size=8``, where ``__`` stands for
-the dot, or ``**{"rollout.group_size": 8}``. The keywords ``train`` and ``eval`` are the data, so that settings of
-``[train]`` and ``[eval]`` are written in one of the last two ways.
+the dot, or ``**{"rollout.group_size": 8}``. The keywords ``train`` and ``eval`` are the data, so settings of
+``[train]`` and ``[eval]`` must be written in one of the last two ways.
 """
 
 from __future__ import annotations
@@ -54,18 +54,18 @@ def rl(
         model: a directory or a hub name.
         train: a file, a directory or a hub name, or rows: a ``datasets.Dataset`` or any iterable of dicts. Rows are
             written into the run directory, so that the run can be resumed.
-        reward: functions of TRL's signature, built-in rewards (``"math"``), references (``"file.py:function"``), or a
+        reward: functions with TRL's signature, built-in rewards (``"math"``), references (``"file.py:function"``), or a
             mapping with the keys of ``[reward]``.
         eval: held-out data, as ``train``.
         environment: a class or an agent that plays every task, or a mapping with the keys of ``[environment]``.
         tools: typed functions with docstrings that the policy may call.
         run_dir: None makes ``runs/rl-<number>``.
-        resume: True continues ``run_dir``; "auto" begins it where it has no checkpoint; a path is a checkpoint.
-        on_step: called with the number of steps taken and the step's metrics. Like the other callbacks, it ends the
+        resume: True continues ``run_dir``; "auto" begins it if it has no checkpoint; a path names a checkpoint.
+        on_step: called with the number of steps taken and the step's metrics. Like the other callbacks, it can end the
             run, with a checkpoint, by returning False (``tunesmith.STOP``).
         on_evaluation: the same, with the metrics of an evaluation.
         on_checkpoint: the same, with the directory of a checkpoint.
-        settings: of a run file.
+        settings: settings of a run file.
 
     Raises:
         UserError: settings, data or reward cannot be used; nothing was trained.
@@ -153,7 +153,7 @@ def rft(
     """Rejection-sampling fine-tuning, as ``tunesmith rft``; called again with the same ``run_dir``, it continues.
 
     Args:
-        step: "run" does all of it.
+        step: "run" does all steps.
         run_dir: None is ``runs/rft``.
 
     The other arguments are those of ``rl``.

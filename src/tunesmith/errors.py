@@ -1,6 +1,6 @@
 """Errors for people: what is wrong, where, what is valid, what to do.
 
-One root, ``TunesmithError``; each error also inherits the standard-library error it is, so that
+All derive from ``TunesmithError``, and each also from the matching standard-library error, so that
 ``except ValueError`` keeps working. ``boundary`` turns a foreign exception into a typed one.
 """
 
@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 
 class TunesmithError(Exception):
-    """Root of everything raised on purpose. ``exit_code`` is the process's when it reaches the shell."""
+    """Root of all errors raised on purpose. ``exit_code`` is the process's if the error ends it."""
 
     exit_code = 1
 
@@ -22,14 +22,14 @@ class UserError(TunesmithError, ValueError):
 
     exit_code = 2
     places_known = False
-    """Whether the message says where the settings that it names stand (``config.reading.places``)."""
+    """Whether the message says where the settings that it names are set (``config.reading.places``)."""
 
 
 class ConfigError(UserError):
-    """A setting is unknown, of the wrong type or at odds with another; or several are, with a text each."""
+    """A setting is unknown, of the wrong type or in conflict with another; or several are, with a message each."""
 
     keys: tuple[str, ...] = ()
-    """The settings at fault, if these are known one by one."""
+    """The settings at fault, if they are known individually."""
 
     def __str__(self) -> str:
         if len(self.args) < 2:
@@ -38,7 +38,7 @@ class ConfigError(UserError):
 
 
 class CapacityError(ConfigError):
-    """A run needs more memory than its devices have, whatever its layout."""
+    """A run needs more memory than its devices have, in any layout."""
 
     exit_code = 3
 
@@ -64,7 +64,7 @@ class CheckpointError(UserError):
 
 
 class StorageError(TunesmithError, OSError):
-    """Writing to disk failed. The last complete checkpoint is still whole."""
+    """Writing to disk failed. The last complete checkpoint is still intact."""
 
     exit_code = 2
 
@@ -76,7 +76,7 @@ class DeviceMemoryError(TunesmithError, MemoryError):
 
 
 class DivergedError(TunesmithError, ArithmeticError):
-    """Weights, loss or gradients are not finite, so that there is nothing to go on with."""
+    """Weights, loss or gradients are not finite, so training cannot continue."""
 
     exit_code = 2
 
@@ -86,11 +86,11 @@ class EngineError(TunesmithError, RuntimeError):
 
 
 class EngineLostError(EngineError):
-    """An engine is no more, and what it was asked may be asked of another."""
+    """An engine has ended; its requests may be sent to another one."""
 
 
 class TrainerLostError(TunesmithError, RuntimeError):
-    """The process of a trainer, a reference or a critic is no more; the run can resume from its last checkpoint."""
+    """The process of a trainer, a reference or a critic has ended; the run can resume from its last checkpoint."""
 
 
 class ClusterError(TunesmithError, RuntimeError):
@@ -107,7 +107,7 @@ class DeadlineExceeded(TunesmithError, TimeoutError):
 def boundary(
     error: type[TunesmithError], message: str, catch: type[BaseException] | tuple[type[BaseException], ...]
 ) -> Generator[None]:
-    """Re-raise a foreign exception of type ``catch`` as ``error``, with ``message`` before its own words.
+    """Re-raise a foreign exception of type ``catch`` as ``error``, with ``message`` before its own text.
 
     Example:
         >>> with boundary(DataError, "cannot read train.jsonl", OSError):
@@ -124,14 +124,14 @@ def boundary(
 
 
 def closest(word: str, choices: Iterable[str], least: float) -> str | None:
-    """The choice most like a word, of those at least so alike (0 to 1); capital and small letters are the same."""
+    """The choice most similar to a word, with a similarity of at least ``least`` (0 to 1); case is ignored."""
     lower = {choice.lower(): choice for choice in choices}
     found = difflib.get_close_matches(word.lower(), lower, n=1, cutoff=least)
     return lower[found[0]] if found else None
 
 
 def nearest(word: str, valid: Iterable[str]) -> str:
-    """A clause that offers the nearest valid spelling, or lists what is valid: `` Did you mean 'x'?``."""
+    """A clause that suggests the nearest valid spelling, or lists all valid ones: `` Did you mean 'x'?``."""
     choices = sorted(valid)
     if close := closest(word, choices, 0.6):
         return f" Did you mean '{close}'?"
@@ -139,5 +139,5 @@ def nearest(word: str, valid: Iterable[str]) -> str:
 
 
 def shortened(text: str, most: int = 80) -> str:
-    """A text for a message: its beginning, where it has more than ``most`` characters."""
+    """A text for a message: only its beginning if it has more than ``most`` characters."""
     return text if len(text) <= most else text[: most - 3] + "..."

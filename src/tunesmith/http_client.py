@@ -1,4 +1,4 @@
-"""JSON from HTTP servers: one attempt, which answers are worth another attempt, and how long to wait before it."""
+"""JSON from HTTP servers: one attempt, which answers are worth a retry, and how long to wait before it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ RETRIED = frozenset({408, 425, 429})
 
 
 class BadAnswer(TunesmithError, RuntimeError):
-    """A server refused, or answered what cannot be used; it would do so again."""
+    """A server refused, or its answer cannot be used; a retry would not help."""
 
     def __init__(self, message: str, status: int = 200) -> None:
         super().__init__(message)
@@ -31,13 +31,13 @@ class Unavailable(TunesmithError, RuntimeError):
 async def request_json(
     session: aiohttp.ClientSession, url: str, data: bytes | None = None, *, longest: int | None = None
 ) -> Any:
-    """The JSON that a GET, or a POST of ``data``, is answered with; None for an empty answer.
+    """The JSON answer to a GET, or to a POST of ``data``; None for an empty answer.
 
     Args:
-        longest: bytes of the answer at most.
+        longest: limit of the answer's bytes.
 
     Raises:
-        BadAnswer, Unavailable, TimeoutError, aiohttp.ClientError, OSError: there is none.
+        BadAnswer, Unavailable, TimeoutError, aiohttp.ClientError, OSError: there is no usable answer.
     """
     method, headers = "GET" if data is None else "POST", {"Content-Type": "application/json"}
     async with session.request(method, url, data=data, headers=headers, allow_redirects=False) as response:
@@ -59,7 +59,7 @@ async def request_json(
 
 
 def pause(failures: int) -> float:
-    """Seconds to wait after so many failures: at random between half and all of it, so that callers spread."""
+    """Seconds to wait after this many failures: randomly between half and all of a pause, to spread callers out."""
     return min(LONGEST_PAUSE, FIRST_PAUSE * 2.0 ** (failures - 1)) * random.uniform(0.5, 1.0)
 
 

@@ -1,4 +1,4 @@
-"""GNU OpenMP gives each thread that computes a team of workers. Idle teams have to end.
+"""Ends idle OpenMP teams: GNU OpenMP gives each thread that computes a team of workers.
 
 While a process has more OpenMP threads than there are cores, libgomp no longer spins at the end of a parallel region
 but sleeps, and a small operation takes two to four times as long. So a thread that hands over to another ends its team;
@@ -21,13 +21,13 @@ SOFT = 1
 
 
 def end_team() -> None:
-    """End the calling thread's idle OpenMP workers. Nothing happens without PyTorch on GNU OpenMP."""
+    """End the calling thread's idle OpenMP workers. Does nothing without PyTorch on GNU OpenMP."""
     if "torch" in sys.modules and (library := _library()) is not None:
         library.omp_pause_resource_all(SOFT)
 
 
 async def to_thread(work: Callable[..., T], *args: Any) -> T:
-    """``asyncio.to_thread`` for work that computes: the thread's team ends with the work."""
+    """``asyncio.to_thread`` for computations: the thread's OpenMP team ends with the work."""
 
     def run() -> T:
         try:
@@ -40,7 +40,7 @@ async def to_thread(work: Callable[..., T], *args: Any) -> T:
 
 @cache
 def _library() -> Any:
-    """The libgomp of PyTorch's build; None where it has another OpenMP, or one without this call (before 5.0)."""
+    """The libgomp of PyTorch's build; None if it has another OpenMP, or one without this call (before 5.0)."""
     file = sys.modules["torch"].__file__
     for path in sorted((Path(file or "").parent / "lib").glob("libgomp*")):
         library = ctypes.CDLL(str(path))  # the one that is already loaded

@@ -1,4 +1,4 @@
-"""A call of the Python API as settings of a run: objects become references, rows a file in the run directory."""
+"""Turns a call of the Python API into settings: objects become references, rows a file in the run directory."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class Program:
 
     @contextmanager
     def _directory(self) -> Generator[None]:
-        """The run's directory with the rows; removed again where the run is refused before it begins."""
+        """Create the run's directory with the rows; removed again if the run is refused before it begins."""
         if not self._rows:
             yield
             return
@@ -160,7 +160,7 @@ class Program:
 
 
 def _point_back(link: Path, target: Path | None) -> None:
-    """Let ``runs/latest`` name what it named before, if it named anything."""
+    """Point ``runs/latest`` to its previous target, if it had one."""
     if target is not None:
         point(link, link.parent / target)
     elif link.is_symlink():
@@ -189,10 +189,10 @@ def _is_source(value: Any) -> bool:
 
 
 def _checked(key: str, rows: Rows) -> Iterator[dict[str, Any]]:
-    """Rows as a file of JSON lines holds them.
+    """Rows as they are stored in a file of JSON lines.
 
     Raises:
-        DataError: one is no row, or holds what JSON cannot; with its number and column.
+        DataError: one is not a row, or has a value that JSON cannot hold; the message has its number and column.
     """
     for number, row in enumerate(cast("Iterable[Any]", rows), 1):
         if not isinstance(row, Mapping):

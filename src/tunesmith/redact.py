@@ -1,4 +1,4 @@
-"""Hiding secrets in what is printed, logged or written."""
+"""Hides secrets in text that is printed, logged or written."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SECRET_NAME = re.compile(
 
 
 def redact(text: str) -> str:
-    """The text without the secrets that can be recognised.
+    """The text without recognisable secrets.
 
     In URLs these are user and password, and every value of the query; elsewhere the credentials of an HTTP
     ``Authorization`` header and access tokens with a known prefix (``hf_``, ``sk-``, ``ghp_``, …).
@@ -35,9 +35,9 @@ def redact(text: str) -> str:
 
 
 def redact_values(value: Any, name: str = "") -> Any:
-    """``redact`` for settings: texts inside mappings and lists too.
+    """``redact`` for settings, also inside mappings and lists.
 
-    A text is hidden whole where its key is named like a secret, or where it is an environment variable's value.
+    A text is hidden entirely if its key is named like a secret, or if it is an environment variable's value.
     """
     if isinstance(value, str):
         return HIDDEN if value and _SECRET_NAME.search(name) else redact(value)
@@ -49,7 +49,7 @@ def redact_values(value: Any, name: str = "") -> Any:
 
 
 def is_redacted(text: str) -> bool:
-    """Whether a text is what ``redact`` leaves, so that it stands for something else."""
+    """Whether a text has been redacted, so that it is not the real value."""
     return text == HIDDEN or f"//{HIDDEN}@" in text or f"={HIDDEN}" in text
 
 

@@ -1,4 +1,4 @@
-"""Files and directories that are there whole or not at all: written under another name, then renamed."""
+"""Files and directories that are either complete or absent: written under another name, then renamed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tunesmith.errors import StorageError, boundary
 
 
 def cache_folder() -> Path:
-    """Where what was measured on this machine is kept; it need not exist."""
+    """The folder for results that are kept for this machine; it need not exist."""
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "tunesmith"
     except RuntimeError:  # a container's user without a home
@@ -24,20 +24,20 @@ def cache_folder() -> Path:
 
 
 def measured_file(kind: str, subject: Mapping[str, Any]) -> Path:
-    """The file in ``cache_folder`` of what was measured for a subject; another subject has another file."""
+    """The file in ``cache_folder`` for measurements of a subject; each subject has its own."""
     name = hashlib.sha256(json.dumps(subject, sort_keys=True).encode()).hexdigest()[:20]
     return cache_folder() / kind / f"{name}.json"
 
 
 @contextmanager
 def replacing(path: Path, *, durable: bool = False) -> Generator[Path]:
-    """A path next to ``path`` to write a file or a directory to; it takes the name ``path`` at the end.
+    """A path next to ``path`` to write a file or a directory to; it is renamed to ``path`` at the end.
 
-    An error inside removes it, and leaves what was at ``path``. A directory at ``path`` has to be moved away before
-    the end. What a killed process left there is removed first.
+    An error inside removes it, and leaves ``path`` as it was. A directory at ``path`` has to be moved away before the
+    end. Leftovers of a killed process are removed first.
 
     Args:
-        durable: the new content is on disk before it takes the name, so that it survives a crash of the machine.
+        durable: flush the new content to disk before renaming, so that it survives a crash of the machine.
     """
     unfinished = path.with_name(f".{path.name}.unfinished")
     _remove(unfinished)
@@ -55,7 +55,7 @@ def replacing(path: Path, *, durable: bool = False) -> Generator[Path]:
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Write a JSON file, whole or not at all.
+    """Write a JSON file, completely or not at all.
 
     Raises:
         StorageError: it cannot be written.
@@ -65,9 +65,10 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """
+    """Read a JSON file.
+
     Raises:
-        StorageError: it cannot be read, or is no JSON.
+        StorageError: it cannot be read, or is not JSON.
     """
     with boundary(StorageError, f"cannot read {path}", (OSError, ValueError)):
         return json.loads(path.read_text(encoding="utf-8"))

@@ -3,8 +3,8 @@
 An estimator takes the rollouts of a whole batch and returns one array per rollout, with an advantage for every token
 that the policy wrote, in order. Other tokens, such as a tool's answer, are not in the arrays.
 
-An estimator is a class whose fields are its settings. Statistics of a group use the unbiased deviation plus
-``EPSILON``. A group of equal rewards gives exactly zero: equality is tested, not computed by subtraction.
+An estimator is a class whose fields are its settings. Group statistics use the unbiased deviation plus ``EPSILON``. A
+group of equal rewards gives exactly zero: equality is tested, not computed by subtraction.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ class Estimator(Choice):
 
     what = "advantage"
     by_turn: ClassVar[bool] = False
-    """Whether it needs the rewards of turns at the ends of their turns."""
+    """Whether rewards of turns must be paid at the ends of their turns."""
     shaping: ClassVar[str] = ""
-    """Why shaping a rollout's reward has no effect; empty if it has one."""
+    """Why shaping a rollout's reward has no effect; empty if it has an effect."""
 
     def __call__(self, outcomes: Sequence[Outcome]) -> Advantages:
         """Advantages of a whole batch, one array ``[n]`` per rollout; rewards are finite."""
@@ -49,7 +49,7 @@ class Estimator(Choice):
 
 
 def compute_advantages(estimator: Estimator, outcomes: Sequence[Outcome]) -> Advantages:
-    """Advantages of a whole batch. Rewards are finite: a rollout with another reward has failed earlier."""
+    """Advantages of a whole batch. Rewards are finite: a rollout with any other reward has already failed."""
     for o in outcomes:
         assert np.isfinite(o.total), f"a reward of {o.total} reached the estimator"
         for values in (o.token_rewards, o.values):
@@ -58,7 +58,7 @@ def compute_advantages(estimator: Estimator, outcomes: Sequence[Outcome]) -> Adv
 
 
 class GroupEstimator(Estimator):
-    """Gives every token of a rollout the advantage of its whole reward within its group."""
+    """Gives every token of a rollout the same advantage: that of the total reward within its group."""
 
     needs = frozenset({"group"})
 
@@ -87,7 +87,7 @@ class GRPO(GroupEstimator):
 
 
 class DrGRPO(GroupEstimator):
-    """Centred, not divided by the deviation: that favours tasks that are nearly always or never solved."""
+    """Centred, not divided by the deviation, which would favour tasks that are nearly always or never solved."""
 
     name = "dr_grpo"
     formula = "r − mean"
@@ -123,7 +123,7 @@ class OPO(GroupEstimator):
 
 
 class GPGEstimator(DrGRPO):
-    """Centred, and scaled up for the groups without a gradient because their rewards are equal.
+    """Centred, and scaled up to make up for groups without a gradient, whose rewards are equal.
 
     This counts groups, as the paper does; verl counts rollouts with a non-zero reward.
     """
@@ -141,7 +141,7 @@ class GPGEstimator(DrGRPO):
 
 
 class GDPO(Estimator):
-    """Each reward standardised alone, then summed and whitened over the batch's policy tokens.
+    """Each reward standardised separately, then summed and whitened over the batch's policy tokens.
 
     A reward that does not apply (None) adds nothing and is not in its group's statistics. Whitening is over tokens as
     in verl; TRL whitens over sequences.
@@ -227,7 +227,7 @@ class CriticEstimator(Estimator):
 class GAE(CriticEstimator):
     """Generalised advantages, whitened; the critic's returns are not whitened.
 
-    With ``critic_lambda`` the critic's returns have another λ (decoupled GAE, VC-PPO, arXiv:2503.01491).
+    With ``critic_lambda`` the critic's returns use a different λ (decoupled GAE, VC-PPO, arXiv:2503.01491).
     """
 
     name = "gae"
@@ -249,7 +249,7 @@ class GAE(CriticEstimator):
 class VAPO(CriticEstimator):
     """Length-adaptive λ, so that the reward reaches the first token of a long rollout. Not whitened.
 
-    The paper has λ = 1 − 1/(α|y|), which is negative for |y| < 20; the 1 added to the denominator keeps λ in (0, 1).
+    The paper uses λ = 1 − 1/(α|y|), which is negative for |y| < 20; the 1 added to the denominator keeps λ in (0, 1).
     """
 
     name = "vapo"
@@ -268,7 +268,7 @@ class VAPO(CriticEstimator):
 def _generalised(
     outcomes: Sequence[Outcome], gamma: float, lambdas: Sequence[float], critic_lambda: float
 ) -> Advantages:
-    """``Σ_k (γλ)^k δ_{t+k}`` with each rollout's λ; the returns are those with ``critic_lambda`` plus the values."""
+    """``Σ_k (γλ)^k δ_{t+k}`` with each rollout's λ; returns are the sums with ``critic_lambda`` plus the values."""
     deltas: list[Floats] = []
     values: list[Floats] = []
     for o, rewards in zip(outcomes, paid(outcomes, [o.reward for o in outcomes]), strict=True):
@@ -284,8 +284,8 @@ def _generalised(
 class TokenReward(Estimator):
     """The reward of each token minus the batch's mean: with the KL to a teacher in the reward, logπ_T − logπ.
 
-    There is no return: a token's difference gives the gradient of the reverse KL at that token. The rollout's reward is
-    not read. The mean leaves the expected gradient unchanged and removes most of its noise.
+    Rewards are not summed over later tokens: a token's own difference gives the gradient of the reverse KL there. The
+    rollout's reward is not read. The mean leaves the expected gradient unchanged and removes most of its noise.
     """
 
     name = "token_reward"

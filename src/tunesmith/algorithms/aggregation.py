@@ -1,4 +1,4 @@
-"""The aggregation of token losses to one number: a weight per token, known before the first micro-batch runs.
+"""The aggregation of token losses into one number: a weight per token, known before the first micro-batch runs.
 
 Every aggregation is a weighted sum of token losses, so a micro-batch contributes ``sum(weight * loss)``, and the
 micro-batches of a step add up to the batch's loss for any split. With ``B`` sequences, ``N`` loss tokens in total,
@@ -9,9 +9,9 @@ micro-batches of a step add up to the batch's loss for any split. With ``B`` seq
     seq_mean_token_sum       1 / B
     seq_mean_token_sum_norm  1 / (B L)         Dr. GRPO, arXiv:2503.20783
 
-The samples of one rollout (its records have forked) count as one sequence. A token with an input that is not finite
-counts in neither numerator nor denominator, and so does a sequence without loss tokens (as in verl and OpenRLHF; TRL
-counts fully masked ones).
+The samples of one rollout (whose records have forked) count as one sequence. A token with a non-finite input counts in
+neither numerator nor denominator, nor does a sequence without loss tokens (as in verl and OpenRLHF; TRL counts fully
+masked ones).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ METRIC_WEIGHT = "metric_weight"
 def sequence_weights(
     counts: Ints, aggregation: str, max_new_tokens: int | None = None, rollouts: Ints | None = None
 ) -> Floats:
-    """The weight of a token of each sample, ``[S]``, from ``counts [S]`` of loss tokens.
+    """The weight per token of each sample, ``[S]``, from ``counts [S]`` of loss tokens.
 
     Samples with the same number in ``rollouts`` are one sequence; None: every sample is one.
 

@@ -1,7 +1,7 @@
 """Columns of a rollout batch that depend on whole sequences, groups or the batch, computed before any split.
 
-They are correction weights, GEPO's expectation over a group, and the tokens that covariance losses choose. So these
-losses do not depend on how the batch is split.
+These are correction weights, GEPO's expectation over a group, and the tokens that covariance losses choose. With them,
+the losses do not depend on how the batch is split.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def prepare_columns(batch: Batch, algorithm: AlgorithmSection, seed: int) -> Non
 
     Args:
         batch: a rollout batch with ``advantages``, ``old_logprobs`` and, for a correction, ``behaviour_logprobs``.
-        seed: draws the tokens of Clip-Cov.
+        seed: for drawing the tokens of Clip-Cov.
     """
     loss = algorithm.loss
     if not isinstance(algorithm.correction, NoCorrection):

@@ -1,15 +1,15 @@
-"""Off-policy correction: weights for tokens that another policy sampled than the one in training. Plain NumPy.
+"""Off-policy correction: weights for tokens sampled by a policy other than the one in training. Plain NumPy.
 
-The sampler's log-probabilities differ from the trainer's: other kernels, lower precision, older weights. There are two
-ways to treat the difference:
+The sampler's log-probabilities differ from the trainer's: other kernels, lower precision, older weights. The difference
+can be handled in two ways:
 
 - *bypass*: ``old_logprobs`` are the sampler's. The ratio and clip of the loss cover the difference.
-- *decoupled* (arXiv:2110.00641): the trainer recomputes ``old_logprobs``, the loss's ratio is to those, and each token
-  is weighted by a bounded ``w = π_old / π_sampler`` in the column ``correction``.
+- *decoupled* (arXiv:2110.00641): the trainer recomputes ``old_logprobs``, the loss's ratio is relative to them, and
+  each token is weighted by a bounded ``w = π_old / π_sampler`` in the column ``correction``.
 
 Weights have no gradient and are computed per whole sample, before the batch is split. Bounds are on ``w`` itself. A
-rejected token weighs 0 but counts in the denominators (not so in verl): rejecting more makes the step smaller and does
-not enlarge the weight of the rest.
+rejected token has weight 0 but counts in the denominators (unlike in verl): rejecting more tokens makes the step
+smaller and does not give the rest more weight.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Correction(Choice):
 
 
 class NoCorrection(Correction):
-    """Every token weighs 1; there is no column."""
+    """Every token has weight 1; no column is added."""
 
     name = "none"
     formula = "1"
@@ -154,7 +154,7 @@ class SequenceMask(_Bounded):
 def correction_weights(correction: Correction, old_logprobs: Floats, sampler_logprobs: Floats) -> Floats:
     """Weights ``[n]`` of one sample's policy tokens.
 
-    A token whose log-probabilities are not finite is not in its sequence's statistics and gets NaN, which drops it from
+    A token with non-finite log-probabilities is left out of its sequence's statistics and gets NaN, which drops it from
     the loss (``Batch.finite``).
     """
     with np.errstate(invalid="ignore"):

@@ -17,7 +17,7 @@ from tunesmith.types import Rollout, RolloutGroup
 class DynamicFilter(Section):
     """Keeps groups with unequal scores and, if there are bounds, a mean score strictly between them.
 
-    Scores are from before shaping, so that a length penalty does not make a solved group look unsolved.
+    Scores are taken before shaping, so that a length penalty does not make a solved group look unsolved.
     """
 
     low: float | None = None
@@ -25,7 +25,7 @@ class DynamicFilter(Section):
     high: float | None = None
     """Upper bound of a group's mean score."""
     rest_epochs: PositiveInt | None = None
-    """Epochs for which a prompt is skipped after its group was filtered; none: it is back in the next one."""
+    """Epochs for which a prompt is skipped after its group was filtered; none: it returns in the next epoch."""
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:

@@ -1,9 +1,8 @@
 """Policy losses: one number per token, before any mean.
 
 A loss is a class whose fields are its settings. It takes a micro-batch and returns values ``[N]``, which the objective
-multiplies with the weights (``aggregation``) and sums. A loss of sequences reduces within ``sample``, which a
-micro-batch never splits, and gives every token its sequence's loss: with ``seq_mean_token_mean`` that is the mean over
-sequences.
+multiplies by the weights (``aggregation``) and sums. A sequence loss reduces within ``sample``, which a micro-batch
+never splits, and gives every token its sequence's loss: with ``seq_mean_token_mean`` that is the mean over sequences.
 
 The code only calls methods of tensors, so that settings and the reference page can import it without torch.
 
@@ -113,7 +112,7 @@ class PPO(ClippedLoss):
 
 
 class Reinforce(Loss):
-    """The plain policy gradient. Off policy the correction weighs it, as it weighs every loss."""
+    """The plain policy gradient. Off policy, the correction weights it like every loss."""
 
     name = "reinforce"
     formula = "−A logπ"
@@ -267,7 +266,7 @@ class DPPO(Loss):
     clip_high: Bound = 0.15
     """How far a token's probability may rise before its gradient stops."""
     ratio_cap: Positive = 20.0
-    """Largest ratio that weighs a token."""
+    """Upper bound of the ratio that weights a token."""
 
     def __call__(self, batch: PolicyBatch) -> TokenLoss:
         advantages = batch.advantages
@@ -280,7 +279,7 @@ class DPPO(Loss):
 
 
 class SelectingLoss(Loss):
-    """A loss that treats a few tokens differently: the column ``selected``, chosen once per rollout batch."""
+    """A loss that treats a few tokens differently: those in the column ``selected``, chosen once per rollout batch."""
 
     needs = frozenset({"selection"})
 
@@ -322,7 +321,7 @@ class ClipCov(SelectingLoss, ClippedLoss):
 
 
 class KLCov(SelectingLoss):
-    """Adds a KL to the tokens that would reduce the entropy most, chosen at the same time as for ``clip_cov``."""
+    """Adds a KL to the tokens that would reduce the entropy most, chosen once as for ``clip_cov``."""
 
     name = "kl_cov"
     formula = "−ρA, plus c|d| on the 2e-4 of the tokens with the highest cov(logπ, A)"
@@ -338,12 +337,12 @@ class KLCov(SelectingLoss):
         return TokenLoss(-d.exp() * batch.advantages + self.cov_kl_coef * batch.selected * d.abs())
 
     def select(self, covariances: NDArray[np.float64], rng: np.random.Generator) -> NDArray[np.intp]:  # noqa: ARG002
-        """The share of all tokens (at least one) with the highest covariance; ties by place."""
+        """The share of all tokens (at least one) with the highest covariance; ties are broken by position."""
         return np.argsort(-covariances, kind="stable")[: max(int(self.cov_share * covariances.size), 1)]
 
 
 def value_loss(values: Tensor, returns: Tensor, old_values: Tensor, clip: float | None) -> TokenLoss:
-    """``0.5·max((V − R)², (clip(V, V_old ± ε) − R)²)`` per token, all ``[N]``; ``clip=None`` is plain.
+    """``0.5·max((V − R)², (clip(V, V_old ± ε) − R)²)`` per token, all ``[N]``; None: no clip.
 
     The clip limits how far one batch moves the critic (PPO's reference code; OpenRLHF ε 0.5, TRL 0.2).
     """
@@ -352,5 +351,5 @@ def value_loss(values: Tensor, returns: Tensor, old_values: Tensor, clip: float 
         return TokenLoss(free)
     moved = values - old_values
     bounded = 0.5 * (old_values + moved.clamp(-clip, clip) - returns).square()
-    acts = bounded > free  # within the clip, too, by rounding
+    acts = bounded > free  # rounding can make this true within the clip, too
     return TokenLoss(free.maximum(bounded), acts & (moved < -clip), acts & (moved > clip))

@@ -1,4 +1,4 @@
-"""What a trainer minimises: a policy loss with a KL and an entropy bonus, a value loss, supervised losses.
+"""The objectives of training: a policy loss with a KL and an entropy bonus, a value loss, supervised losses.
 
 An objective is ``(forest, predictions) -> (scalar, metrics)``, a frozen dataclass that can be sent to other processes.
 The scalar is ``sum(weight · (loss · correction + β·KL − c·H))`` over the forest's tokens. Weights are already divided
@@ -9,7 +9,7 @@ Columns read: ``weight`` and ``metric_weight`` always (``aggregation.weigh``); `
 ``ref_logprobs``, ``correction``, ``group_logprob``, ``selected`` by the policy objective; ``returns`` and
 ``old_values`` by the value objective.
 
-A token whose inputs are not finite has weight 0 (``Batch.finite``). All its inputs are set to zero first, so that none
+A token with a non-finite input has weight 0 (``Batch.finite``). All its inputs are set to zero first, so that none
 reaches a gradient. A token whose new log-probability is not finite is set to zero too, but counts in the denominator:
 weights are fixed before the forward pass.
 """
@@ -106,7 +106,7 @@ class PolicyObjective:
         if self.kl_coef:
             assert reference is not None and self.kl_estimator, "a KL in the loss needs ref_logprobs and an estimator"
             total = total + self.kl_coef * kl_loss(batch.logprobs, reference, self.kl_estimator)
-        # Without the distributions' entropy, −logπ of sampled tokens: its expectation is the entropy.
+        # If the exact entropy is not computed: −logπ of sampled tokens, whose expectation is the entropy.
         metrics["entropy"] = tokens.mean(-batch.logprobs)
         if (entropy := predictions.entropy) is not None:
             entropy = entropy.masked_fill(tokens.drop | ~entropy.detach().isfinite(), 0.0)

@@ -24,9 +24,9 @@ class Outcome:
     """After shaping and clipping; paid at the last token."""
     length: int
     components: Mapping[str, float | None] = field(default_factory=dict[str, "float | None"])
-    """Every reward alone (``gdpo``); None if it does not apply."""
+    """Each reward separately (``gdpo``); None if it does not apply."""
     weights: Mapping[str, float] = field(default_factory=dict[str, float])
-    """Of the components; 1 for one without an entry."""
+    """Weights of the components; 1 for one without an entry."""
     token_rewards: Floats | None = None
     """``[n]``, paid in addition to ``reward``: rewards of turns, minus the KL penalty."""
     values: Floats | None = None
@@ -52,7 +52,7 @@ class Advantages:
 
 
 def whiten(parts: Sequence[Floats]) -> list[Floats]:
-    """All values of the batch at mean 0 and deviation 1; exactly 0 if they are all equal.
+    """Scale all values of the batch to mean 0 and deviation 1; exactly 0 if they are all equal.
 
     Unbiased deviation plus ``EPSILON`` (verl: ``sqrt(var + 1e-8)``, OpenRLHF: the biased deviation).
     """
@@ -66,7 +66,7 @@ def whiten(parts: Sequence[Floats]) -> list[Floats]:
 def suffix_sums(parts: Sequence[Floats], discounts: Sequence[float]) -> list[Floats]:
     """``s[t] = x[t] + discount · s[t + 1]`` within each part.
 
-    One step of the loop computes one token of every part, from the ends, so the longest part sets their number.
+    Each iteration computes one token of every part, from the ends, so the longest part sets the number of iterations.
     """
     lengths = np.array([p.size for p in parts], dtype=np.int64)
     ends = np.cumsum(lengths)

@@ -1,14 +1,14 @@
 """Losses of whole sequences: reward models, DPO and its variants, KTO, process reward models.
 
 An objective reduces a micro-batch's predictions to one number per sequence, and two sequences to one number per pair. A
-sequence weighs ``1 / B`` (``seq_mean_token_sum``) and a pair the sum of its two, so the loss is a mean over the
-optimizer batch's pairs, sequences or steps for any split. A pair is a group of two and must be in one micro-batch.
+sequence has weight ``1 / B`` (``seq_mean_token_sum``) and a pair the sum of its two weights, so the loss is a mean over
+the optimizer batch's pairs, sequences or steps for any split. A pair is a group of two and must be in one micro-batch.
 
 Columns read, all per sample: ``side`` (+1 or −1) for pairs and KTO; ``margin`` (reward models); ``reference``, the
 reference's ``Σ logπ`` (DPO, KTO); ``kl`` and ``class_share`` (KTO); ``label`` (process reward models).
 
-A sequence with a value that is not finite is dropped, and its pair with it: from numerator and denominator if the value
-is in a column, from the numerator only if it is a prediction.
+A sequence with a non-finite value is dropped, and its pair with it: from numerator and denominator if the value is in a
+column, from the numerator only if it is a prediction.
 
 Legend: ``N`` predictions, ``S`` sequences, ``P`` pairs; ``σ`` the logistic function; ``softplus(x) = log(1 + e^x)``,
 so ``−log σ(x) = softplus(−x)``; ``Δ = logπ(y) − logπ_ref(y)``.
@@ -36,7 +36,7 @@ AGGREGATION = "seq_mean_token_sum"
 REFERENCE = "reference"
 """Column: the reference's log-probability of a whole sequence."""
 ROUNDING = 1e-6
-"""Relative rounding error of log-probabilities in float32: smaller differences count as none."""
+"""Relative rounding error of log-probabilities in float32: smaller differences count as zero."""
 
 
 def add_reference(batch: Batch, reference: Floats) -> None:
@@ -140,7 +140,7 @@ class Pairs:
         side = sequences.forest.per_sample["side"].to(sequences.weight.dtype)
         group, split = sequences.forest.group, "a pair was split: the learner must keep groups together"
         assert len(group) % 2 == 0, split
-        # Sorted, the two of a pair are neighbours. ``unique`` would wait for the device, and so would an assertion.
+        # Sorting makes the two of a pair neighbours. ``unique`` or an assertion would wait for the device.
         place, order = torch.empty_like(group), group.argsort()
         place[order] = torch.arange(len(group), device=group.device) // 2
         none, two = side.new_zeros(len(group) // 2), group[order].view(-1, 2)
@@ -151,15 +151,15 @@ class Pairs:
         return cls(place, side, weight, keep)
 
     def difference(self, values: Tensor) -> Tensor:
-        """``values [S]`` of the +1 minus that of the −1, ``[P]``; zero for a dropped pair."""
+        """``values [S]`` of the +1 sequence minus the −1 sequence, ``[P]``; zero for a dropped pair."""
         return self.both(values * self.side)
 
     def first(self, values: Tensor) -> Tensor:
-        """``values [S]`` of the +1, ``[P]``."""
+        """``values [S]`` of the +1 sequence, ``[P]``."""
         return self.both(values * (self.side > 0))
 
     def both(self, values: Tensor) -> Tensor:
-        """The sum of ``values [S]`` over the two, ``[P]``; zero for a dropped pair."""
+        """The sum of ``values [S]`` over both sequences, ``[P]``; zero for a dropped pair."""
         return values.new_zeros(self.keep.shape).index_add(0, self.place, values).masked_fill(~self.keep, 0.0)
 
 

@@ -21,7 +21,7 @@ NEEDS: Mapping[str, str] = {
     "reward_weights": "each reward by itself",
     "teacher": "a teacher (`tunesmith distill`)",
 }
-"""What losses and estimators need from the training loop, in words."""
+"""Descriptions of the things that losses and estimators need from the training loop."""
 
 
 @dataclass(frozen=True, slots=True)

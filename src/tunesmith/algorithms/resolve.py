@@ -1,4 +1,4 @@
-"""What a run file's ``[algorithm]`` resolves to. No torch.
+"""Resolves a run file's ``[algorithm]``. No torch.
 
 A preset fills in the keys that are left out. A run file that changes the loss or the estimator of a preset gets the
 defaults of the new one, not the preset's.
@@ -80,7 +80,7 @@ def _settings_of(preset: Preset) -> AlgorithmSection:
 
 
 def _merged(key: str, written: Section | None, usual: Any, reason: str) -> tuple[Section, Reasons]:
-    """The keys of ``written`` over those of ``usual`` if both have one type, and a reason for each other value.
+    """The keys of ``written`` over those of ``usual`` if both have the same type, and a reason for each other value.
 
     Args:
         reason: the reason for the values of ``usual``.

@@ -45,5 +45,5 @@ def stop_properly(reward: float, finish_reason: FinishReason, coef: float) -> fl
 
 
 def clip_reward(reward: float, low: float, high: float) -> float:
-    """The reward, held within ``[low, high]``."""
+    """The reward, clipped to ``[low, high]``."""
     return min(max(reward, low), high)

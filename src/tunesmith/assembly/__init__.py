@@ -1,7 +1,7 @@
-"""The composition root: the one room that names adapters and puts runs together.
+"""The composition root: the only package that names adapters and assembles runs.
 
-Order matters: everything that can be refused is refused before a model is loaded, and the resolved
-configuration is printed and saved before that too.
+Order matters: before a model is loaded, everything that can be refused is refused, and the resolved configuration is
+printed and saved.
 """
 
 from tunesmith.assembly.merge import run_merge

@@ -1,4 +1,4 @@
-"""What every command refuses before it runs the user's code or loads anything heavy; ``config`` is this alone."""
+"""Checks that every command makes before it runs the user's code or loads anything heavy."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ C = TypeVar("C", bound=RunConfig)
 
 @contextmanager
 def checked(kind: type[C], path: Path | None, overrides: Sequence[str], config: C | None = None) -> Generator[C]:
-    """A run's configuration, refused where that can be told before anything loads.
+    """A context with a run's configuration, after all checks that are possible before anything loads.
 
-    Errors about settings, from here and from what is done inside, say where the settings stand.
+    Errors about settings, from here and from inside the context, say where the settings are written.
 
     Args:
-        config: in the place of what the run file says.
+        config: replaces the run file's settings.
     """
     with placed(path, overrides):
         config = with_launched_ranks(config or load_config(kind, path, overrides))
@@ -51,10 +51,10 @@ def checked(kind: type[C], path: Path | None, overrides: Sequence[str], config: 
 
 
 def with_launched_ranks(config: C) -> C:
-    """Under ``torchrun`` its processes are the trainer's ranks.
+    """The configuration with ``torchrun``'s processes as the trainer's ranks, if it started this one.
 
     Raises:
-        ConfigError: the settings ask for something else.
+        ConfigError: the settings ask for other processes.
     """
     launch, system = Launch.of(), config.system
     if launch is None or isinstance(config, GenerateConfig):
@@ -73,13 +73,13 @@ def with_launched_ranks(config: C) -> C:
 
 
 def check_run(config: C, base_dir: Path, *, hub: bool = True) -> Resolved[C]:
-    """Refuse what settings, files and machine show, without running the user's code; else what can be derived so far.
+    """Check settings, files and machine without running the user's code; return the settings derived so far.
 
     Args:
-        hub: also look at data sets of the hub, which are fetched for that.
+        hub: also check data sets on the hub, which fetches them.
 
     Raises:
-        ConfigError, DataError, ModelError, CheckpointError: it cannot work.
+        ConfigError, DataError, ModelError, CheckpointError: the run cannot work.
     """
     resolved = resolve(config, replace(facts_of_run(config), instances_for=instances_for(config, base_dir)))
     _check_device(resolved.config)
@@ -101,7 +101,7 @@ def check_run(config: C, base_dir: Path, *, hub: bool = True) -> Resolved[C]:
 
 
 def facts_of_run(config: RunConfig, hardware: Hardware | None = None) -> Facts:
-    """What is known before the data is read; ``hardware``: another machine than this one."""
+    """Facts known before the data is read; ``hardware`` is a machine other than this one."""
     frozen, model, launch = frozen_parameters(config), known_model_facts(config.model.path), Launch.of()
     here = launch.local_world if launch else None
     machine = hardware or read_hardware()
@@ -112,29 +112,29 @@ def facts_of_run(config: RunConfig, hardware: Hardware | None = None) -> Facts:
 
 
 def _nodes_like(config: RunConfig, gpus: int) -> int:
-    """Machines of the Ray cluster with as many GPUs as this one."""
+    """The number of machines in the Ray cluster with at least as many GPUs as this one."""
     from tunesmith.distributed.ray_cluster import cluster_machines
 
-    if find_spec("ray") is None:  # refused in a better place
+    if find_spec("ray") is None:  # refused elsewhere
         return 1
     return max(1, sum(each["GPU"] >= gpus for each in cluster_machines(config.system)))
 
 
 def frozen_parameters(config: RunConfig) -> int:
-    """Of reward models and a teacher, as far as their sizes can be told."""
+    """Total parameters of reward models and a teacher, as far as their sizes are known."""
     reward = config.reward if isinstance(config, RLConfig | SamplingConfig) else None
     rewards = sum(known_parameters(model.path) or 0 for model in (reward.models if reward else ()))
     if not isinstance(config, DistillConfig | OfflineDistillConfig):
         return rewards
-    # A teacher is no smaller than its student.
+    # Assume that a teacher is no smaller than its student.
     return rewards + (known_parameters(config.teacher.path) or known_parameters(config.model.path) or 0)
 
 
 def checkpoint_to_continue(config: RunConfig, run_dir: RunDir) -> Path | None:
-    """The checkpoint that ``checkpoint.resume`` means; None where a run begins.
+    """The checkpoint that ``checkpoint.resume`` refers to; None for a new run.
 
     Raises:
-        CheckpointError: there is none yet.
+        CheckpointError: there is no checkpoint yet.
     """
     resume = config.checkpoint.resume
     if resume is False:
@@ -153,12 +153,12 @@ def checkpoint_to_continue(config: RunConfig, run_dir: RunDir) -> Path | None:
 
 
 def task_data(config: SamplingConfig) -> DataSection:
-    """The data section as tasks are loaded with it."""
+    """The data section for loading tasks."""
     return config.data.model_copy(update={"completion": None, "loss_on": None, "max_tokens": None})
 
 
 def _check_data(config: RunConfig, hub: bool) -> None:
-    """Read each source as far as its first usable line."""
+    """Read each source up to its first usable line."""
     sampling = isinstance(config, SamplingConfig)
     data, goal = (task_data(config), "rl") if sampling else (config.data, config.goal)
     for source in (data.train, data.eval):
@@ -169,7 +169,7 @@ def _check_data(config: RunConfig, hub: bool) -> None:
 
 
 def _check_device(config: RunConfig) -> None:
-    """Ask torch for a GPU that nothing else has seen."""
+    """Ask torch for a GPU if nothing else has detected one."""
     device = config.system.device
     if device == "cpu" or config.system.cluster != "none" or read_hardware().gpus:
         return

@@ -1,4 +1,4 @@
-"""``tunesmith check cluster``: what the processes of a launch run on, and how fast they reach each other."""
+"""``tunesmith check cluster``: the hardware of a launch's processes, and the speed of communication between them."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ from tunesmith.plan.gpus import visible_names
 from tunesmith.plan.hardware import read_hardware
 
 SMALL, LARGE = 8, 32 << 20
-"""Bytes of the sums that show latency and bandwidth."""
+"""Bytes of the all-reduces that measure latency and bandwidth."""
 ROUNDS = 7
 _ENVIRONMENT = ("NCCL_", "GLOO_", "CUDA_VISIBLE_DEVICES")
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """What one process runs on."""
+    """The environment of one process."""
 
     host: str
     address: str
     device: str
     """The GPU's name and memory, or the CPU's name and cores."""
     driver: str
-    """Of the GPU."""
+    """The GPU's driver version."""
     versions: dict[str, str]
     environment: dict[str, str]
     """The settings of NCCL, gloo and CUDA."""
@@ -70,7 +70,7 @@ def _driver() -> str:
 
 @dataclass(slots=True)
 class Prober(RankHost):
-    """In each process."""
+    """The object in each process."""
 
     device: str
     group: Any = field(default=None, init=False)
@@ -85,7 +85,7 @@ class Prober(RankHost):
         self.group = self.join(rank, world, at, self.device)
 
     def seconds(self, num_bytes: int) -> float:
-        """Of a sum over the ranks: the median of some, after one that opens connections."""
+        """Seconds of an all-reduce over the ranks: the median of several, after one that opens connections."""
         import torch
 
         numbers, found = torch.ones(num_bytes // 4, device=self.device), list[float]()
@@ -100,11 +100,11 @@ class Prober(RankHost):
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Of all ranks.
+    """The findings about all ranks.
 
     Args:
-        blind: ranks that do not see the shared directory.
-        seconds: of a small and a large sum; None for a single process.
+        blind: ranks that cannot see the shared directory.
+        seconds: durations of a small and a large all-reduce; None for a single process.
     """
 
     places: Sequence[Place]
@@ -114,7 +114,7 @@ class Report:
 
     @property
     def bandwidth(self) -> float | None:
-        """Bytes per second that cross each rank's connection in a large sum (``nccl-tests``, "bus bandwidth")."""
+        """Bytes per second over each rank's connection in a large all-reduce (``nccl-tests``, "bus bandwidth")."""
         world = len(self.places)
         return None if self.seconds is None else 2 * (world - 1) / world * LARGE / self.seconds[1]
 
@@ -132,7 +132,8 @@ class Report:
         return found
 
     def problems(self, least: float | None = None) -> list[str]:
-        """
+        """The problems found.
+
         Args:
             least: GB/s that the bandwidth has to reach.
         """
@@ -161,7 +162,7 @@ class Report:
 
 
 def examine(met: Meeting | None, shared: Path) -> Report:
-    """Look at all ranks of a launch, or at this process alone.
+    """Examine all ranks of a launch, or only this process.
 
     Raises:
         ConfigError, TrainerLostError: the ranks do not come together.

@@ -1,4 +1,4 @@
-"""Parts that every run is built of."""
+"""Parts common to all runs."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def load_model(kind: type[M], config: RunConfig, tokenizer: Any, path: str | Non
     """The run's model, or another one at ``path``, with the adapter that ``[lora]`` asks for.
 
     Args:
-        frozen: it is never trained.
+        frozen: the model is never trained.
     """
     import torch
 
@@ -99,7 +99,7 @@ def load_model(kind: type[M], config: RunConfig, tokenizer: Any, path: str | Non
 
 
 def sharding_of(config: RunConfig) -> Sharding | None:
-    """How the model is sharded; None outside the processes that share one."""
+    """How the model is sharded; None outside processes that share a model."""
     import torch.distributed as dist
 
     if not config.system.zero_stage or not dist.is_initialized():
@@ -111,7 +111,7 @@ def sharding_of(config: RunConfig) -> Sharding | None:
 
 
 def shared_work(config: RunConfig) -> str | None:
-    """The setting for which a trainer's ranks communicate while they compute, if there is one."""
+    """The setting because of which a trainer's ranks communicate while they compute, if any."""
     stage, size = config.system.zero_stage, config.system.sequence_parallel.size
     if stage:
         return f"system.zero_stage = {stage}"
@@ -119,10 +119,10 @@ def shared_work(config: RunConfig) -> str | None:
 
 
 def _share_sequences(config: RunConfig, model: Decoder) -> None:
-    """Make a model of a trainer's rank compute its part of each micro-batch.
+    """Make a model on a trainer's rank compute only its part of each micro-batch.
 
     Raises:
-        ModelError: its attention cannot be shared.
+        ModelError: its attention cannot be split over ranks.
     """
     import torch.distributed as dist
 
@@ -136,7 +136,7 @@ def _share_sequences(config: RunConfig, model: Decoder) -> None:
 
 
 def load_frozen(config: RunConfig, path: str, tokenizer: Any = None) -> CausalLM:
-    """Another language model, computed as the run's own and never trained: a teacher, a draft model."""
+    """Another language model, computed like the run's own but never trained: a teacher or a draft model."""
     import torch
 
     from tunesmith.models.causal_lm import CausalLM
@@ -201,11 +201,11 @@ def make_learner(
     keep_groups: bool = False,
     max_tokens: int | None = None,
 ) -> Learner:
-    """A learner of a run.
+    """A learner for a run.
 
     Args:
-        limits: of the backend's device; None measures this machine's.
-        max_tokens: of a micro-batch, where it is not the policy's.
+        limits: peak rates of the backend's device; None measures this machine's.
+        max_tokens: tokens per micro-batch, if different from the policy's.
     """
     from tunesmith.backends.optimizer import learning_rate
     from tunesmith.loop.learner import Learner
@@ -238,7 +238,7 @@ T = TypeVar("T")
 
 @contextmanager
 def outside_event_loop() -> Generator[None]:
-    """Inside, another event loop can run in this thread although one runs already, as in a notebook."""
+    """A context in which this thread can run a second event loop while one is already running, as in a notebook."""
     running = asyncio._get_running_loop()  # pyright: ignore[reportPrivateUsage]
     if running is None:
         yield
@@ -256,6 +256,6 @@ def outside_event_loop() -> Generator[None]:
 
 
 def run_async(work: Coroutine[Any, Any, T]) -> T:
-    """The result of a coroutine, also where an event loop runs already."""
+    """The result of a coroutine, even if an event loop is already running."""
     with outside_event_loop():
         return asyncio.run(work)

@@ -1,4 +1,4 @@
-"""The critic of a run whose algorithm has one."""
+"""The critic of a run whose algorithm needs one."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from tunesmith.plan.operations import PeakRates
 from tunesmith.plan.situation import critic_steps
 
 Trained = tuple[TrainBackend, PeakRates]
-"""What trains a model, and the peak rates of its devices."""
+"""The backend that trains a model, and the peak rates of its devices."""
 
 
 def make_value_head(config: RLConfig, model: CausalLM) -> nn.Linear | None:
-    """A head on the policy's trunk that is 0 everywhere at first; None unless the critic shares the trunk."""
+    """A head on the policy's trunk, initialised to output 0; None unless the critic shares the trunk."""
     if not config.critic.shared_trunk:
         return None
     wide = torch.promote_types(model.dtype, torch.float32)
@@ -43,14 +43,14 @@ def make_critic(
     policy: Learner,
     remote: Callable[[RLConfig], Trained] | None = None,
 ) -> Critic | None:
-    """A separate value model, or the value head on the policy's trunk; None where the algorithm needs neither.
+    """A separate value model, or the value head on the policy's trunk; None if the algorithm needs neither.
 
     Args:
-        remote: loads the value model elsewhere, given the critic's configuration; None: here.
+        remote: loads the value model elsewhere, given the critic's configuration; None loads it here.
 
     Raises:
-        ConfigError: the model of ``critic.path`` has another vocabulary than the policy.
-        ModelError: it cannot be loaded.
+        ConfigError: the vocabulary of ``critic.path`` differs from the policy's.
+        ModelError: the value model cannot be loaded.
     """
     if "critic" not in config.algorithm.needs:
         return None
@@ -69,12 +69,12 @@ def make_critic(
 
 
 def critic_backend(config: RLConfig, tokenizer: Any) -> TorchBackend[ScoreModel]:
-    """Args: config: with the critic's ``train`` and ``lora`` sections."""
+    """Args: config: the run's, with the critic's ``train`` and ``lora`` sections."""
     return make_backend(config, load_model(ScoreModel, config, tokenizer, config.critic.path), ScoreModel.predict)
 
 
 def _new_adapter(section: LoraSection) -> LoraSection:
-    """The critic's adapter is like the policy's, but starts anew where the policy continues a saved one."""
+    """The critic's adapter settings: the policy's, but always for a new adapter, even if the policy continues one."""
     if section.path is None:
         return section
     return section.model_copy(update={"path": None, "rank": section.rank or USUAL_RANK})

@@ -1,7 +1,7 @@
-"""A run's steps on a GPU that is not there: which operations there are, where the host waits, and how much memory.
+"""A run's steps on a simulated GPU: which operations run, where the host waits, and how much memory they take.
 
-The parts are those of the run, built in the same places; only the data are made up, of the sizes for which the memory
-was planned.
+The parts are the run's own, built by the same code; only the data is made up, of the sizes for which memory was
+planned.
 """
 
 from __future__ import annotations
@@ -59,19 +59,19 @@ if TYPE_CHECKING:
     from tunesmith.rewards.model import RewardModel
 
 STEPS = 2
-"""Optimizer steps: the first one allocates the optimizer's moments."""
+"""Optimizer steps to take; the first one allocates the optimizer's moments."""
 MICROBATCHES = 2
-"""In an optimizer step: the second one's gradients are added to the first one's."""
+"""Micro-batches per optimizer step; the second one's gradients are added to the first one's."""
 
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """What a part of a run needed of a device."""
+    """The device usage of a part of a run."""
 
     peak: dict[str, int]
-    """Bytes by purpose, when they were the most."""
+    """Bytes by purpose, at the peak."""
     waits: Counter[str]
-    """Places at which the host waited for the device, and how often."""
+    """Places where the host waited for the device, and how often."""
 
     @property
     def total(self) -> int:
@@ -80,15 +80,15 @@ class Phase:
 
 @dataclass(slots=True)
 class DryRun:
-    """A resolved run on one device that is not there."""
+    """A resolved run on one simulated device."""
 
     config: RunConfig
     facts: Facts
     device: FakeDevice
     processes: FakeProcesses | None
-    """Of the ranks; None: this process trains."""
+    """The processes of the ranks; None: this process trains."""
     phases: defaultdict[str, dict[str, Phase]] = field(default_factory=lambda: defaultdict(dict))
-    """Of each kind of GPU."""
+    """Phases by name, for each kind of GPU."""
 
     @contextmanager
     def phase(self, name: str) -> Generator[None]:
@@ -107,11 +107,11 @@ class DryRun:
 
     @property
     def tokens(self) -> int:
-        """Of an optimizer step."""
+        """Tokens of an optimizer step."""
         return self._tokens(self.config.system.max_tokens_per_microbatch)
 
     def _tokens(self, cap: int) -> int:
-        """Of so many samples that they fill micro-batches of ``cap`` tokens."""
+        """Tokens of as many samples as fill micro-batches of ``cap`` tokens."""
         system, full = self.config.system, max(1, cap // self.longest) * self.longest
         return MICROBATCHES * (system.trainer_ranks // system.sequence_parallel.size) * full
 
@@ -131,7 +131,7 @@ class DryRun:
                 parts.learner.evaluate(parts.prepare(more), parts.objective)
 
     async def reinforced(self, config: RLConfig) -> None:
-        """With one engine of each kind: the others are like it."""
+        """Take the steps of an RL run with a single engine; the others are like it."""
         from tunesmith.loop.experience import make_experience
         from tunesmith.loop.rl import learn
         from tunesmith.loop.rollouts import hand_device_to_trainer, load_engine
@@ -178,7 +178,7 @@ class DryRun:
         await engine.close()
 
     def reward_models(self, config: RLConfig) -> Iterator[RewardModel]:
-        if (shards := scoring_shards(config, "reward")) > 1:  # other copies are like the first
+        if (shards := scoring_shards(config, "reward")) > 1:  # other copies are like the first one
             config = with_values(config, {"system.placement.reward.processes": shards})
         for entry in config.reward.models:
             if self.processes and config.system.cluster != "none":
@@ -187,7 +187,7 @@ class DryRun:
                 yield load_reward_model(config, entry)
 
     def name(self, *learners: Learner) -> None:
-        """Say what the tensors of learners are for."""
+        """Record the purpose of the learners' tensors."""
         for learner in learners:
             backend = _backend_here(learner)
             self.device.assign("optimizer", [*backend.optimizer.state().values(), *backend.ema.values()])
@@ -199,7 +199,8 @@ class DryRun:
                 self.device.assign("frozen models", reference.module.parameters())
 
     def name_gradients(self, *learners: Learner) -> None:
-        """Have those on the device named as soon as there are any: for a hook FSDP would wait for each it brings."""
+        """Record the purpose of gradients on the device as soon as they exist; not of those that FSDP copies to host
+        memory, because with a hook it would wait for each copy."""
         from tunesmith.models.sharding import in_host_memory
 
         def name(parameter: Tensor, master: Tensor) -> None:
@@ -213,7 +214,7 @@ class DryRun:
 
 
 def _backend_here(learner: Learner) -> TorchBackend[Any]:
-    """The backend in this process: of several ranks the first one's."""
+    """The backend in this process; with several ranks, the first one's."""
     backend: Any = learner.backend
     return backend.first.get("backend") if isinstance(backend, RankedBackend) else backend
 
@@ -226,7 +227,7 @@ _SESSION: Any = SimpleNamespace(note=_silent, timeline=None, resume_from=None)
 
 
 def check_dry_run(config: RunConfig) -> None:
-    """Refuse (ConfigError) a run with parts of which there are no fake ones."""
+    """Raise ConfigError for a run with parts that cannot be simulated."""
     system = config.system
     asked = {
         f"system.device = '{system.device}'": not system.device.startswith("cuda"),
@@ -244,10 +245,10 @@ def check_dry_run(config: RunConfig) -> None:
 
 
 def dry_run(config: RunConfig, facts: Facts) -> dict[str, dict[str, Phase]]:
-    """The phases of a resolved run on GPUs that are not there: on the trainer's, and on those of other processes.
+    """The phases of a resolved run on simulated GPUs: the trainer's and those of other processes.
 
     Args:
-        config: resolved for data of any size, as the number of steps follows from it.
+        config: resolved for data of any size; only the number of steps depends on it.
     """
     from tunesmith.fake_device.device import FakeDevice
     from tunesmith.models.sequence import sequence_group
@@ -255,7 +256,7 @@ def dry_run(config: RunConfig, facts: Facts) -> dict[str, dict[str, Phase]]:
     apart = isinstance(config, RLConfig) and (engines_apart(config) or config.system.engine != "local")
     engine = planned_elsewhere(config, facts) or planned(config, facts) or Price()
     if config.model.quantize is not None:
-        import_module("bitsandbytes")  # which looks for the GPUs that are there
+        import_module("bitsandbytes")  # it detects real GPUs on import
     judges = scoring_shards(config, "reward")
     together = max(config.system.trainer_ranks, scoring_shards(config, "ref"), judges)
     with FakeDevice(len(facts.hardware.gpus), together) as device, parts_replaced(device, engine):
@@ -276,7 +277,7 @@ def dry_run(config: RunConfig, facts: Facts) -> dict[str, dict[str, Phase]]:
 
 
 def _gpu_of(config: RunConfig, facts: Facts, role: Role) -> str:
-    """The name of the GPU on which a role's processes are."""
+    """The name of the GPU of a role's processes."""
     here = not engines_elsewhere(config, facts) if role == "rollout" else shares_trainer_device(config, role)
     return FIRST if here or role == "actor" else NAMES[role]
 

@@ -1,4 +1,4 @@
-"""The engine of a process of its own."""
+"""The engine in an engine process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def make_engine_host(settings: Mapping[str, Any]) -> EngineHost:
-    """The engine of ``assembly.engines.engine_settings``."""
+    """The engine described by ``assembly.engines.engine_settings``."""
     from transformers.utils import logging
 
     from tunesmith.engines.far import EngineHost
@@ -36,7 +36,7 @@ def _local(
     threads: int | None = None,
     **options: Any,
 ) -> Any:
-    """Args: lora: the trainer's ``[lora]``, where the adapter's own weights are what will come."""
+    """Args: lora: the trainer's ``[lora]``, if only the adapter's weights will be sent."""
     import torch
 
     from tunesmith.engines.local.engine import LocalEngine
@@ -55,13 +55,13 @@ def _local(
         section = LoraSection(**lora)
         attach(lm, section, path=section.path)
     parameters, weights = lm.module.state_dict(), None
-    if lm.device.type == "cuda" and lora is None and quantize is None:  # else not all of them come again
+    if lm.device.type == "cuda" and lora is None and quantize is None:  # otherwise only some are sent again
         weights = HostWeights(parameters.values(), lm.lean, kept=False)
     arrived: Iterable[tuple[str, Any]] = ()
 
     async def take(offer: Offer) -> None:
         nonlocal arrived
-        # Requests go on while weights come, unless these have no room of their own and come between two steps.
+        # Requests continue while weights arrive; without room to buffer them, weights arrive between two steps.
         arrived = read_offer(offer) if streams(offer) else await to_thread(lambda: list(read_offer(offer)))
 
     def update() -> None:
@@ -69,7 +69,7 @@ def _local(
         coming, arrived = arrived, ()
         for name, tensor in coming:
             parameters[name].copy_(tensor)
-        if lm.device.type == "cuda":  # through CUDA IPC, the trainer's copy is read until here
+        if lm.device.type == "cuda":  # with CUDA IPC, the trainer's copy is read until here
             torch.cuda.synchronize()
 
     rates = PeakRates(**limits) if limits else None

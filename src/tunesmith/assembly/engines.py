@@ -1,4 +1,4 @@
-"""The engine a run samples with, and how it draws."""
+"""The engine with which a run samples, and its sampling settings."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ if TYPE_CHECKING:
 def make_engine(
     config: RunConfig, model: CausalLM | None, report: Callable[[str], None], timeline: Timeline | None = None
 ) -> RolloutEngine:
-    """The engine of ``[system]``. ``report`` is told what a reader of the run should know.
+    """The engine set by ``[system]``; ``report`` receives messages for the run's user.
 
     Args:
-        model: the trainer's; None for an engine that reads the model's files and is never given other weights.
+        model: the trainer's; None for an engine that loads the model's files and never gets other weights.
     """
     if config.system.served:
         assert model is not None, "servers are compared with it"
@@ -79,7 +79,7 @@ def _engine_inside(config: RunConfig, model: CausalLM | None, report: Callable[[
 
 
 def local_engine_for(model: CausalLM, system: SystemSection, longest: int, requests: int) -> RolloutEngine:
-    """The local engine with KV memory for ``requests`` sequences of ``longest`` tokens, or half of what is free."""
+    """The local engine with KV memory for ``requests`` sequences of ``longest`` tokens, up to half of free memory."""
     import torch
 
     from tunesmith.engines.local.engine import LocalEngine
@@ -87,7 +87,7 @@ def local_engine_for(model: CausalLM, system: SystemSection, longest: int, reque
 
     on_gpu = model.device.type == "cuda"
     free = torch.cuda.mem_get_info(model.device)[0] if on_gpu else read_hardware().memory_available
-    # Half as much again, because memory is given out in blocks and copied for a moment.
+    # 1.5 times as much, because memory is allocated in blocks and briefly copied.
     layout, _ = probe(model, compiled=bool(system.compile))
     needed = ceil(1.5 * min(system.max_running, requests) * longest * layout.token_bytes)
     kv_bytes = max(LEAST_KV_BYTES, min(needed, free // 2))
@@ -103,10 +103,10 @@ def local_engine_for(model: CausalLM, system: SystemSection, longest: int, reque
 def make_engines(
     processes: Processes, config: RunConfig, plane: Plane, report: Callable[[str], None], timeline: Timeline | None
 ) -> RolloutEngine:
-    """A pool of ``system.engines`` engines in other processes, which are given the weights that ``plane`` publishes."""
+    """A pool of ``system.engines`` engines in other processes, which get the weights that ``plane`` publishes."""
     here = config.system.cluster == "none"
     separate = here and "rollout" in local_gpus(config)
-    settings = engine_settings(config, "cuda" if separate else None)  # of several GPUs, an engine sees its own
+    settings = engine_settings(config, "cuda" if separate else None)  # an engine sees only its own GPUs
     if here and config.system.engine == "local":
         settings["threads"] = engine_threads(config)
         if not separate:  # on the trainer's device
@@ -117,10 +117,10 @@ def make_engines(
 
 
 def local_gpus(config: RunConfig) -> dict[Role, Sequence[Sequence[str]]]:
-    """The GPUs of this machine that each process of a role sees, where it does not see all of them.
+    """The GPUs of this machine that each process of a role sees, for roles that do not see all of them.
 
     Raises:
-        ConfigError: there are too few.
+        ConfigError: there are too few GPUs.
     """
     from torch.cuda import device_count
 
@@ -154,7 +154,7 @@ async def _start_engine(
 
 
 def engine_settings(config: RunConfig, device: str | None = None) -> dict[str, Any]:
-    """What an engine elsewhere is built from (``assembly.engine_host``); ``device``: if it is not called as here."""
+    """Settings for an engine in another process (``assembly.engine_host``), where ``device`` may have another name."""
     system = config.system
     if system.engine == "vllm":
         return {"engine": "vllm", **_vllm_settings(config)}
@@ -183,7 +183,7 @@ def _vllm_settings(config: RunConfig) -> dict[str, Any]:
         "kv_bytes": None if system.vllm.memory_share else parse_size(system.kv_memory),
         "max_running": system.max_running,
         "trust_remote_code": model.trust_remote_code,
-        # Only with the trainer on the same GPU is there anyone to give memory to.
+        # Freeing memory only helps if the trainer is on the same GPU.
         "sleeps": system.device != "cpu" and (bool(known(system, "hybrid")) or not engines_apart(config)),
         "speculative": system.speculative,
         "speculative_tokens": system.speculative_tokens,
@@ -193,7 +193,7 @@ def _vllm_settings(config: RunConfig) -> dict[str, Any]:
 
 
 def _speculation(config: RunConfig) -> Speculation | None:
-    """How the local engine guesses ahead; None where it shall not."""
+    """Settings of the local engine's speculative decoding; None if it is off."""
     from tunesmith.engines.local.speculation import Speculation
 
     system = config.system
@@ -206,9 +206,9 @@ def _speculation(config: RunConfig) -> Speculation | None:
 def make_sampling(
     section: RolloutSection | SamplingSection, tokenizer: Any, temperature: float, stop: tuple[str, ...] = ()
 ) -> Sampling:
-    """A turn ends where the chat template ends it, even if that token is not the model's EOS.
+    """Sampling settings; a turn ends where the chat template ends it, even if that token is not the model's EOS.
 
-    ``stop`` are strings to stop at besides the section's own.
+    ``stop`` lists strings to stop at in addition to the section's.
     """
     end_of_turn = end_of_turn_id(tokenizer)
     return Sampling(

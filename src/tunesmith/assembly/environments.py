@@ -1,4 +1,4 @@
-"""The environments of a run, put together."""
+"""Assembly of a run's environments."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from tunesmith.usercode.loading import parameters_in_source
 
 
 def check_run_rewards(config: RLConfig, base_dir: Path) -> None:
-    """As ``check_rewards``; a run whose environment gives the rewards needs no others."""
+    """As ``check_rewards``; a run whose environment returns the rewards needs no others."""
     if _has_rewards(config):
         check_rewards(config.reward, base_dir)
 
 
 def instances_for(config: RunConfig, base_dir: Path) -> str | None:
-    """The first reward function whose source takes ``environments``, in a run that has some."""
+    """The first reward function whose source takes ``environments``, in a run that has environments."""
     if not isinstance(config, RLConfig) or config.environment.path is None:
         return None
     own = (entry for entry in config.reward.functions if ":" in entry)
@@ -44,7 +44,7 @@ def instances_for(config: RunConfig, base_dir: Path) -> str | None:
 
 
 def sharing_process(config: RLConfig, base_dir: Path) -> RLConfig:
-    """With rewards and environments in the run's own process, where a reward takes the environments."""
+    """The configuration with rewards and environments in the run's own process if a reward takes the environments."""
     if instances_for(config, base_dir) is None:
         return config
     sections = {"reward": config.reward, "environment": config.environment}
@@ -54,7 +54,7 @@ def sharing_process(config: RLConfig, base_dir: Path) -> RLConfig:
 
 @contextmanager
 def open_user_code(config: RLConfig, base_dir: Path) -> Generator[tuple[RewardSet, EnvironmentSet]]:
-    """The rewards and environments of a run, loaded from the user's files; closed at the end."""
+    """The rewards and environments of a run, loaded from the user's files and closed at the end."""
     config = sharing_process(config, base_dir)
     with (
         closing(load_run_rewards(config, base_dir)) as rewards,
@@ -65,10 +65,10 @@ def open_user_code(config: RLConfig, base_dir: Path) -> Generator[tuple[RewardSe
 
 
 def hand_instances(rewards: RewardSet, environments: EnvironmentSet) -> None:
-    """Let the rewards that take ``environments`` have the instances of TRL's form that play.
+    """Give rewards that take ``environments`` the instances of TRL-style environments that play.
 
     Raises:
-        ConfigError: there are none, or they are in other processes.
+        ConfigError: there are no such instances, or they are in other processes.
     """
     asking = [f for f in rewards.functions if f.instances]
     there = any(one.kind == "trl" for one in environments.loaded)
@@ -79,7 +79,7 @@ def hand_instances(rewards: RewardSet, environments: EnvironmentSet) -> None:
 
 
 class Unrewarded(RewardSet):
-    """For samples that teach by themselves: each counts, with a reward of 0 that nobody reads."""
+    """For samples that need no reward: each counts, with a reward of 0 that nothing reads."""
 
     async def score(self, rollouts: Sequence[Rollout], texts: Sequence[str]) -> None:
         del texts
@@ -106,10 +106,10 @@ def _has_rewards(config: RLConfig) -> bool:
 def load_run_tasks(
     environments: EnvironmentSet, tokenizer: Any, section: DataSection, source: Sources
 ) -> Prepared[Task]:
-    """The tasks of a source, each with who plays it, and with the tools there are in its prompt.
+    """The tasks of a source, each routed to its environment, whose tools are in its prompt.
 
     Raises:
-        DataError, ConfigError: see ``load_tasks``, and ``route`` and ``template`` of ``EnvironmentSet``.
+        DataError, ConfigError: see ``load_tasks``, and ``EnvironmentSet``'s ``route`` and ``template``.
     """
     loaded = load_tasks(section, source, tokenizer, environments.tools_of)
     chat, _ = _prompts(section, tokenizer, loaded)
@@ -121,7 +121,7 @@ def load_run_tasks(
 def make_environments(
     config: RLConfig, environments: EnvironmentSet, tokenizer: Any, train: Prepared[Task]
 ) -> dict[str, Environment]:
-    """Environments by name, as tasks are routed to them."""
+    """Environments by the names to which tasks are routed."""
     chat, prompt_of = _prompts(config.data, tokenizer, train)
     longest = max(len(t.prompt_ids) for t in train.items)
     most = config.environment.max_tokens or longest + config.rollout.max_new_tokens
@@ -141,7 +141,7 @@ def build_environments(
 
     Args:
         prompt_of: a task's prompt as messages.
-        chat: prompts go through the chat template.
+        chat: whether prompts go through the chat template.
 
     Raises:
         ConfigError: see ``EnvironmentSet.template``.
@@ -174,7 +174,7 @@ def build_environments(
 def _prompts(
     section: DataSection, tokenizer: Any, data: Prepared[Task]
 ) -> tuple[bool, Callable[[Task], list[Message]]]:
-    """Whether prompts go through the chat template (as ``data.prompts`` decides it), and a task's as messages."""
+    """Whether prompts go through the chat template (as in ``data.prompts``), and a function to a task's messages."""
     wanted = section.chat or (section.chat is None and tokenizer.chat_template)
     chat = bool(wanted) or any(isinstance(t.prompt, list) for t in data.items)
 

@@ -1,4 +1,4 @@
-"""What a dry run has in the place of the parts of a run that need vLLM, files or other machines."""
+"""A dry run's substitutes for the parts of a run that need vLLM, files or other machines."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ ENGINES_WEIGHTS, KEYS_AND_VALUES, PUBLISHED = "engines' weights", "keys and valu
 
 @contextmanager
 def parts_replaced(device: FakeDevice, engine: Price) -> Generator[None]:
-    """Inside, engines' memory has names, vLLM only holds what is planned, and weights are gathered and go nowhere.
+    """A context in which engines' memory is named, vLLM only holds planned memory, and gathered weights go nowhere.
 
     Args:
-        engine: planned on a GPU with an engine.
+        engine: memory planned on a GPU with an engine.
     """
     allocate, local, frozen = KVMemory.allocate, engine_host.ENGINES["local"], teacher.load_frozen
 
@@ -76,16 +76,16 @@ def parts_replaced(device: FakeDevice, engine: Price) -> Generator[None]:
         patch.multiple(planes, make_plane=make_plane, own_address=own_address),
         patch.dict(os.environ),
     ):
-        os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # it names GPUs of this machine
+        os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # it names real GPUs
         yield
 
 
 @dataclass(slots=True)
 class GatheringPlane:
-    """Fulfils ``Plane``: gathers the weights file by file, as planes do that write them, and writes none.
+    """A ``Plane`` that gathers the weights file by file, like planes that write files, but writes none.
 
     Args:
-        copying: a plane that copies them on the GPU, where the run's does.
+        copying: a plane that copies the weights on the GPU, if the run's does.
     """
 
     tensors: NamedTensors
@@ -115,7 +115,7 @@ class GatheringPlane:
 
 @dataclass(slots=True)
 class PlannedEngine:
-    """Fulfils ``RolloutEngine`` in vLLM's place: it holds memory while it is awake, and answers with zeros.
+    """A ``RolloutEngine`` instead of vLLM: it holds memory while awake, and its completions are zeros.
 
     Args:
         planned: bytes by purpose.
@@ -135,7 +135,7 @@ class PlannedEngine:
                 self._held.append(torch.empty(size, dtype=torch.uint8, device="cuda"))
 
     async def take(self, offer: Offer) -> None:
-        """What arrives is written in place."""
+        """Do nothing: arriving weights are written in place."""
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
         del prompt_ids
@@ -148,7 +148,7 @@ class PlannedEngine:
         self.version = version
 
     async def sleep(self, level: int = 1) -> None:
-        del level  # at either one nothing stays on the device
+        del level  # at either level nothing stays on the device
         self._held.clear()
 
     async def wake(self) -> None:

@@ -1,4 +1,4 @@
-"""The processes of a run that are not there: the first one of each role is here, and the others are like it."""
+"""Simulated processes of a run: the first of each role runs in this process, and the others copy its answers."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from tunesmith.fake_device.threads import FIRST, on_gpu
 
 
 class FakeProcesses:
-    """Fulfils ``Processes`` in this process. What is asked of others of a role, the first one is asked too.
+    """``Processes`` within this process; others of a role answer as the first one, which gets the same requests.
 
     Args:
-        gpu: the name of the GPU that the first process of a role is on.
-        judges: processes of each reward model.
+        gpu: returns the name of the GPU that the first process of a role is on.
+        judges: number of processes per reward model.
     """
 
     def __init__(self, gpu: Callable[[Role], str] = lambda _: FIRST, judges: int = 1) -> None:
@@ -50,7 +50,7 @@ class FakeProcesses:
 
 
 class _Inside(Far):
-    """Watched by nobody: it is in this process."""
+    """A far object that needs no watching, because it is in this process."""
 
     def __init__(self, name: str, lost: type[TunesmithError]) -> None:
         super().__init__(name, lost, patience=None)
@@ -61,12 +61,12 @@ class _Inside(Far):
 
 
 class _OnThreads(_Inside):
-    """An object with threads of its own, as it has in a process."""
+    """An object with its own threads, as in a separate process."""
 
     def __init__(self, name: str, lost: type[TunesmithError]) -> None:
         super().__init__(name, lost)
         self.newest: Answer
-        """To the last request."""
+        """The answer to the last request."""
         self._loop, self._worker = asyncio.new_event_loop(), ThreadPoolExecutor(1, name)
         self._host = Host(self._worker)
         self._thread = Thread(target=self._loop.run_forever, name=name, daemon=True)
@@ -88,7 +88,7 @@ class _OnThreads(_Inside):
 
 
 class _LikeAnother(_Inside):
-    """Has the same to do as another one, which is asked first, and answers as that does."""
+    """Answers as another object does, which gets the same requests first."""
 
     def __init__(self, other: _OnThreads, lost: type[TunesmithError]) -> None:
         super().__init__(f"one like {other.name}", lost)

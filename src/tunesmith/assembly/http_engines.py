@@ -1,4 +1,4 @@
-"""Engines behind HTTP: servers that were started elsewhere."""
+"""Engines behind HTTP: servers started elsewhere."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def make_http_engine(
     used = Counter[str]()
 
     async def start(_: int) -> Member:
-        # One that was lost may be there again, perhaps restarted by hand.
+        # A lost server may be back, perhaps restarted by hand.
         url = min(system.engine_urls, key=lambda url: used[url])
         used[url] += 1
         leave = partial(used.subtract, [url])
@@ -41,7 +41,7 @@ def make_http_engine(
 
 
 def make_served(model: CausalLM, path: str = "") -> Served:
-    """What a server has to serve."""
+    """Properties that a server's model must have."""
     tokenizer: Any = model.tokenizer
     config = model.module.config
     return Served(
@@ -55,10 +55,10 @@ def make_served(model: CausalLM, path: str = "") -> Served:
 
 
 def weight_files(model: CausalLM, directory: Path | None) -> Plane:
-    """Weights in the shape of a model directory, which is what SGLang loads.
+    """Weights in the form of a model directory, which SGLang loads.
 
     Args:
-        directory: which the trainer and the servers see; None: memory or disk of this machine.
+        directory: one that both trainer and servers see; None: in this machine's memory or on its disk.
     """
     tensors = published(model, as_stored=True)
     folder = shared_directory(sum(t.nbytes for _, t in tensors()), directory)

@@ -1,4 +1,4 @@
-"""Uploads models to the Hugging Face hub, each with a card that says how it was trained."""
+"""Uploading models to the Hugging Face hub, each with a card that says how it was trained."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ if TYPE_CHECKING:
 CARD_FILE = "README.md"
 TEMPLATE = Path(__file__).with_name("model_card.md")
 _SHOWN = 12
-"""Metrics on a card."""
+"""Maximum number of metrics on a card."""
 _FOLDERS = re.compile(r"""(?<![^"'=])/(?:[^"'\n/]*/)*(?=[^"'\n/])""")
-"""Folders of an absolute path, which are nobody else's business: the name is left."""
+"""The folders of an absolute path, which are private; only the file's name is published."""
 
 
 def open_hub(config: RunConfig, run_dir: RunDir, report: Callable[[str], None]) -> Hub | None:
-    """Create the repository of ``checkpoint.push_to_hub`` if there is none; None if the key is left out.
+    """Create the repository of ``checkpoint.push_to_hub`` if it does not exist; None if the key is omitted.
 
     Raises:
-        ConfigError: it cannot be written to.
+        ConfigError: the repository cannot be written to.
     """
     section = config.checkpoint
     if section.push_to_hub is None:
@@ -62,7 +62,7 @@ class Hub:
         (checkpoint / "model" / CARD_FILE).write_text(_card(self.config, self.run_dir) + "\n", encoding="utf-8")
 
     def publish(self, checkpoint: Path, *, last: bool) -> None:
-        """Upload a checkpoint's model, or with ``checkpoint.push = "last"`` the last one's alone."""
+        """Upload a checkpoint's model; with ``checkpoint.push = "last"``, only the last one's."""
         section, model = self.config.checkpoint, checkpoint / "model"
         if section.push == "last" and not last:
             return
@@ -80,7 +80,7 @@ class Hub:
 
 
 def _card(config: RunConfig, run_dir: RunDir) -> str:
-    """The card in the hub's format: metadata, then how the model was trained."""
+    """The card in the hub's format: metadata, followed by how the model was trained."""
     from huggingface_hub import ModelCard, ModelCardData
 
     path, train = config.model.path, config.data.train
@@ -120,7 +120,7 @@ def _card(config: RunConfig, run_dir: RunDir) -> str:
 
 
 def _one_line(error: Exception) -> str:
-    """An error in one line, without the token."""
+    """An error as one line, without the access token."""
     from huggingface_hub.utils import get_token
 
     text = f"{type(error).__name__}: {error}".split("\n", 1)[0]

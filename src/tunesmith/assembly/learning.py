@@ -1,4 +1,4 @@
-"""What ``monitor/learning.py`` has to know of a run."""
+"""Facts about a run that ``monitor/learning.py`` needs."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from tunesmith.plan.situation import optimizer_steps
 from tunesmith.types import Task
 
 LAST = 64
-"""Tokens of an item by which it is recognised."""
+"""The number of an item's last tokens by which it is recognised."""
 LOOKED_AT = 200
-"""Items of which the unknown tokens are counted."""
+"""The number of items in which unknown tokens are counted."""
 
 
 def learning_facts(config: RunConfig, tokenizer: Any, data: Prepared[Any], held_out: Sequence[Any]) -> Facts:
-    """Of a resolved configuration, the data it trains on and the items it is evaluated on."""
+    """Facts from a resolved configuration, its training data and its evaluation items."""
     items, counts = data.items, data.report.counts
     train, kinds, tested = config.train, {_content(item) for item in items}, list(map(_content, held_out))
     facts = Facts(
@@ -59,14 +59,14 @@ def learning_facts(config: RunConfig, tokenizer: Any, data: Prepared[Any], held_
 
 
 def unknown_share(tokenizer: Any, items: Iterable[Any]) -> float:
-    """Share of the tokens of the first prompts, or samples, that are the tokenizer's token for the unknown."""
+    """Share of unknown tokens (the tokenizer's unk token) in the first prompts or samples."""
     unknown: int | None = tokenizer.unk_token_id
     tokens = [token for item in islice(items, LOOKED_AT) for token in _tokens(item)]
     return tokens.count(unknown) / len(tokens) if unknown is not None and tokens else 0.0
 
 
 def _content(item: Any) -> int:
-    """Equal for equal items. It reads their length and last tokens, since data can be large."""
+    """A hash that is equal for equal items; it reads only their length and last tokens, since data can be large."""
     if isinstance(item, Task):
         rest = "" if item.environment == "single_turn" else repr(item.columns)
         return hash((rest, len(item.prompt_ids), item.prompt_ids[-LAST:]))
@@ -81,7 +81,7 @@ def _tokens(item: Any) -> Sequence[int]:
 
 
 def _full_reward(section: RewardSection) -> float | None:
-    """What functions give together that are 1 where all is right; models and servers have no such number."""
+    """The total reward if every function returns 1; None for models and servers, which have no maximum."""
     if not section.functions or section.models or section.remote:
         return None
     return sum(w for w in section.weights or [1.0] * len(section.functions) if w > 0)

@@ -1,4 +1,4 @@
-"""How the ranks of a launch find each other, and what their machines have to have in common."""
+"""How the ranks of a launch find each other, and what their machines must have in common."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ if TYPE_CHECKING:
     from tunesmith.distributed.rank_group import RankGroup
 
 SAMPLE = 1 << 20
-"""Bytes of each file's beginning and end that are compared. The beginning of a safetensors file lists its tensors."""
+"""Bytes compared at each file's beginning and end; the beginning of a safetensors file lists its tensors."""
 
 
 @dataclass(slots=True)
 class RankHost:
-    """In each process of a group."""
+    """The object in each process of a group."""
 
     address: str
-    """This machine's, as the other ranks reach it."""
+    """This machine's address, as the other ranks reach it."""
     store: Any = field(default=None, init=False)
 
     def open_store(self) -> tuple[str, int]:
-        """Host and port at which the ranks find each other."""
+        """Open the store through which the ranks find each other; return its host and port."""
         from tunesmith.distributed.process_group import open_store
         from tunesmith.distributed.rank_group import PATIENCE
 
@@ -48,21 +48,21 @@ class RankHost:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What a rank finds on its machine."""
+    """Findings of a rank about its machine."""
 
     host: str
     probe: str | None
-    """The text of the probed file; None: it is not there."""
+    """The text of the probed file; None if it does not exist."""
     files: dict[str, str]
-    """Of the model's directory: size and digest by name. Nothing of a model of the hub."""
+    """Size and digest of the files in the model's directory, by name; empty for a model on the hub."""
 
 
 def look(model: str, probe: Path) -> Machine:
-    """What this process finds.
+    """The findings of this process.
 
     Args:
         model: ``model.path``.
-        probe: a file in the run's directory, whose text is read.
+        probe: a file in the run's directory, which is read.
     """
     directory = Path(model).expanduser()
     kinds = (".safetensors", ".json", ".jinja", ".model")
@@ -82,7 +82,7 @@ def _digest(file: Path) -> str:
 
 @contextmanager
 def written_probe(directory: Path) -> Generator[tuple[Path, str]]:
-    """A file with a random text, which other machines see if they share the directory."""
+    """A file with random text, which other machines see if they share the directory."""
     probe, text = directory.absolute() / f".shared-{secrets.token_hex(4)}", secrets.token_hex(16)
     probe.write_text(text, encoding="utf-8")
     try:
@@ -92,13 +92,13 @@ def written_probe(directory: Path) -> Generator[tuple[Path, str]]:
 
 
 def check_machines(ranks: Sequence[Far], model: str, run_dir: Path) -> None:
-    """Refuse machines that do not see the run's directory, or have other files of the model.
+    """Refuse machines that do not see the run's directory, or whose files of the model differ.
 
     Args:
         ranks: far objects with a method ``look``.
 
     Raises:
-        ConfigError: they write to different directories of the same name.
+        ConfigError: the machines write to different directories of the same name.
         ModelError: they have different models.
     """
     with written_probe(run_dir) as (probe, text):

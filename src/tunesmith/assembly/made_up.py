@@ -1,4 +1,4 @@
-"""Data without content, of given sizes: a dry run's."""
+"""Made-up data of given sizes, for dry runs."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from tunesmith.types import Completion, Rollout, RolloutGroup, Sample, Task
 
 
 def ready_run(config: RunConfig, items: list[Any]) -> ReadyRun[Any, Any]:
-    """A run whose data are these items."""
+    """A run with these items as its data."""
     train = Prepared(items, (Part("made up", 0, len(items)),), Report(), "")
     nowhere = cast(Any, SimpleNamespace(path=None))
     return ReadyRun(config, Path(), nowhere, None, NoTokenizer(), FROM_A_COMMAND, train, None)
 
 
 def items_of(config: RunConfig, longest: int, tokens: int) -> list[Any]:
-    """About so many ``tokens``, in sequences or pairs of ``longest``; of each all but the first one are learned."""
+    """About ``tokens`` tokens, in sequences or pairs of ``longest``; all tokens but the first of each are learned."""
     numbers, least = count(1), max(1, tokens // longest)
 
     def samples(length: int, learned: int) -> Iterator[Sample]:
@@ -51,7 +51,7 @@ def items_of(config: RunConfig, longest: int, tokens: int) -> list[Any]:
 
 
 def groups_of(config: RLConfig, longest: int, tokens: int) -> list[RolloutGroup]:
-    """About so many ``tokens``, in groups of rollouts of ``longest``, of which one succeeded."""
+    """About ``tokens`` tokens, in groups of rollouts of ``longest`` tokens, one of which succeeded."""
     size, new = config.rollout.group_size, min(config.rollout.max_new_tokens, longest - 1)
     prompt = longest - new
     groups: list[RolloutGroup] = []

@@ -17,15 +17,15 @@ def run_merge(
     dtype: Literal["float32", "bfloat16"] | None = None,
     trust_remote_code: bool = False,
 ) -> str:
-    """Merge a LoRA adapter into its base and write the model to ``out``. Returns the base's path.
+    """Merge a LoRA adapter into its base, write the model to ``out``, and return the base's path.
 
     Args:
         adapter: a peft adapter directory, such as a checkpoint's ``model``.
-        base: the base model; None is the one that the adapter names.
-        dtype: number format of the merged model; None is that of the base.
+        base: the base model; None: the one that the adapter names.
+        dtype: dtype of the merged model; None: the base's.
 
     Raises:
-        ModelError: there is no adapter or base, or the two do not fit.
+        ModelError: there is no adapter or base, or they do not fit together.
         StorageError: ``out`` is not empty, or cannot be written.
     """
     if not (adapter / ADAPTER_CONFIG).is_file():

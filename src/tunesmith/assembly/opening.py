@@ -1,4 +1,4 @@
-"""Opens a run: checks it, locks its directory, reads its data, resolves and announces it. No model is loaded here."""
+"""Opening a run: check it, lock its directory, read its data, resolve and announce it. No model is loaded here."""
 
 from __future__ import annotations
 
@@ -60,13 +60,13 @@ class RunResult:
     evaluations: list[dict[str, Any]]
     """One entry per evaluation, first to last."""
     seconds: dict[str, float]
-    """By phase."""
+    """Seconds by phase."""
     best: str | None = None
-    """The best evaluation and its checkpoint, if that is not the last one."""
+    """The best evaluation and its checkpoint, if not the last one."""
     warning: str | None = None
     """Why the run learned nothing, if so."""
     examples: Sequence[Example] = ()
-    """Held-out prompts, answered before training and after it."""
+    """Held-out prompts, with answers from before and after training."""
     scores: bool = False
     """Whether the model is a reward model."""
 
@@ -87,7 +87,7 @@ class RunResult:
 
 
 def load_trained(path: Path, *, scores: bool = False, **options: Any) -> tuple[Any, Any]:
-    """A model, or an adapter on its base, and its tokenizer."""
+    """A model (or an adapter on its base) and its tokenizer."""
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
     kind: Any = AutoModelForSequenceClassification if scores else AutoModelForCausalLM
@@ -99,15 +99,15 @@ def load_trained(path: Path, *, scores: bool = False, **options: Any) -> tuple[A
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """What a Python program adds to the settings of the run that it starts."""
+    """Additions by a Python program to the settings of a run that it starts."""
 
     reasons: Mapping[str, str] = field(default_factory=dict[str, str])
-    """By dotted key, why a setting that the user did not write has its value; see ``Resolved``."""
+    """By dotted key, why a setting that the user did not write has its value; see ``Resolved.reasons``."""
     callbacks: Callbacks = field(default_factory=Callbacks)
     config: Any = None
-    """The settings, in the place of what the run file says."""
+    """Settings that replace the run file's."""
     rollouts: Callable[[Any], Any] | None = None
-    """Returns what plays the rollouts, in the place of the run's own source."""
+    """Returns a rollout source that replaces the run's own, which it is given."""
 
 
 FROM_A_COMMAND = Caller()
@@ -118,12 +118,12 @@ class OpenRun(Generic[C]):
     """A run whose settings are checked and whose directory is locked; its data is not read yet."""
 
     config: C
-    """Not resolved."""
+    """The configuration, not yet resolved."""
     base_dir: Path
     """The run file's directory, where references to the user's code are looked up first."""
     directory: RunDir
     checkpoint: Path | None
-    """The one to resume from."""
+    """The checkpoint to resume from, if any."""
     tokenizer: Any
     caller: Caller
 
@@ -132,7 +132,7 @@ class OpenRun(Generic[C]):
         return limited_data(self.config)
 
     def read(self, load: Callable[[DataSection, Sources], Prepared[T]]) -> tuple[Prepared[T], Prepared[T] | None]:
-        """The training data and the held-out data, if there is any. ``load`` reads one source."""
+        """The training data and the held-out data, if any; ``load`` reads one source."""
         data = self.data
         with long_wait("reading data.train"):
             train = load(data, data.train)
@@ -144,18 +144,18 @@ class OpenRun(Generic[C]):
 def open_run(
     kind: type[C], path: Path | None, overrides: Sequence[str], caller: Caller = FROM_A_COMMAND
 ) -> Generator[OpenRun[C]]:
-    """Check the settings, lock the run's directory and load the tokenizer: the beginning of every command.
+    """Check the settings, lock the run's directory and load the tokenizer; every command begins with this.
 
     Args:
-        path: the run file, which also gives the run its name; None for settings from overrides alone.
+        path: the run file, whose name is also the run's; None for settings from overrides only.
 
     Raises:
-        UserError: settings, files or the machine do not allow the run, or its directory holds another one.
+        UserError: settings, files or the machine do not allow the run, or its directory holds another run.
     """
     base_dir, name = (path.parent, path.stem) if path else (Path.cwd(), kind.command)
     with checked(kind, path, overrides, caller.config) as config:
         directory, resume = config.run_dir, config.checkpoint.resume
-        if isinstance(config, SamplingConfig):  # called again, these commands find out themselves what is left to do
+        if isinstance(config, SamplingConfig):  # if called again, these commands find the remaining work
             directory, resume = directory or Path("runs").absolute() / name, False
         with open_run_dir(directory, config.monitor.run_name or name, resume) as run_dir:
             checkpoint = checkpoint_to_resume(config, run_dir)
@@ -179,7 +179,7 @@ def checkpoint_to_resume(config: RunConfig, run_dir: RunDir) -> Path | None:
 
 
 def limited_data(config: RunConfig) -> DataSection:
-    """The data section with the token limit of model and micro-batch, so that errors name the line that is too long."""
+    """The data section with the token limits of model and micro-batch, so that errors name lines that are too long."""
     facts = known_model_facts(config.model.path)
     context = facts and facts.context
     if isinstance(config, SamplingConfig):
@@ -190,20 +190,20 @@ def limited_data(config: RunConfig) -> DataSection:
         if isinstance(config, RLConfig):
             key, reserved = "max_prompt_tokens", config.rollout.max_new_tokens
     limit = min((room for room in rooms if room is not None), default=0) - reserved
-    # If no room is left for a prompt, settings conflict; that is refused when the run is resolved.
+    # If no room is left for a prompt, the settings conflict; resolving the run refuses that.
     return data.model_copy(update={key: limit}) if getattr(data, key) is None and limit > 0 else data
 
 
 @dataclass(frozen=True, slots=True)
 class ReadyRun(OpenRun[C], Generic[C, T]):
-    """A run whose data is read and whose ``config`` is resolved, announced and saved; no model is loaded yet."""
+    """A run whose data is read and whose ``config`` is resolved, printed and saved; no model is loaded yet."""
 
     train: Prepared[T]
     held_out: Prepared[T] | None
 
     @property
     def eval_items(self) -> list[T] | None:
-        """The held-out items that are evaluated."""
+        """The held-out items to evaluate."""
         return self.held_out.items[: self.config.eval.max_prompts] if self.held_out else None
 
 
@@ -218,8 +218,8 @@ def make_ready(
 
     Args:
         load: reads one source of data.
-        sizes: of an item: tokens of its longest sequence, and tokens that have to share a micro-batch.
-        check_data: refuses the items of a key of ``[data]``.
+        sizes: returns an item's longest sequence, and the tokens that have to share a micro-batch.
+        check_data: refuses bad items of a ``[data]`` key.
         instances_for: as in ``Facts``.
     """
     config = run.config
@@ -249,7 +249,7 @@ def make_ready(
 
 
 def announce(resolved: Resolved[Any], run_dir: RunDir, *loaded: Prepared[Any] | None) -> None:
-    """Print and save the settings and what was read of the data, before anything heavy loads."""
+    """Print and save the settings and the data reports, before anything heavy loads."""
     reports = [data.report for data in loaded if data]
     for report in reports:
         print(report.summary())
@@ -264,10 +264,11 @@ def announce(resolved: Resolved[Any], run_dir: RunDir, *loaded: Prepared[Any] | 
 
 @contextmanager
 def open_session(run: ReadyRun[Any, Any], checkpoint: Path | None, metric: str) -> Generator[Session]:
-    """
+    """The session of a run.
+
     Args:
-        checkpoint: the one to resume from; after a restart not the one that the run was opened with.
-        metric: what the best checkpoint is judged by.
+        checkpoint: the one to resume from; after a restart, not the one with which the run was opened.
+        metric: the metric that selects the best checkpoint.
     """
     config: RunConfig = run.config
     run_dir = run.directory
@@ -307,7 +308,7 @@ def open_session(run: ReadyRun[Any, Any], checkpoint: Path | None, metric: str) 
 
 
 def open_rollout_log(run: ReadyRun[Any, Any], step: int | None) -> RolloutLog | None:
-    """None in supervised training."""
+    """The rollout log; None in supervised training."""
     monitor, tokenizer = run.config.monitor, run.tokenizer
     if not isinstance(run.config, RLConfig):
         return None
@@ -325,7 +326,7 @@ def open_rollout_log(run: ReadyRun[Any, Any], step: int | None) -> RolloutLog | 
 
 
 def kept_on_interrupt(run: OpenRun[Any], keep: Callable[[], str]) -> AbstractContextManager[None]:
-    """If a signal ends the code inside, ``keep`` saves what it can; its report and how to continue are shown."""
+    """If a signal ends the code inside, ``keep`` saves the progress; its report and how to continue are shown."""
     return keeping(lambda: f"{keep()}\n{how_to_continue(run.directory.path)}")
 
 

@@ -1,4 +1,4 @@
-"""Which weight plane a run uses, and how an engine reads what one offers."""
+"""The weight plane of a run, and how an engine reads its offers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class NoPlane:
-    """Of engines that keep the weights they were started with."""
+    """The plane for engines that keep the weights with which they were started."""
 
     async def publish(self, version: int) -> None: ...
 
@@ -37,7 +37,7 @@ class NoPlane:
 
 
 class PublishingRank(NoPlane):
-    """Of a rank of a sharded model but the first: it takes part when the first one gathers the weights."""
+    """The plane of a sharded model's ranks other than the first, which only take part in gathering the weights."""
 
     def __init__(self, tensors: NamedTensors) -> None:
         self._tensors = tensors
@@ -51,14 +51,14 @@ class PublishingRank(NoPlane):
 
 
 def make_publishing(config: RunConfig, model: Decoder, rank: int) -> Plane:
-    """What a rank of a sharded model but the first has in the plane's place, or its part of the plane."""
+    """The part of the plane, or its substitute, on a sharded model's ranks other than the first."""
     if config.system.weight_copy == "gpu":
         return device_plane(config, model, rank)
     return PublishingRank(published(model, merged=config.system.adapter_sync != "adapter", in_host_memory=False))
 
 
 def make_plane(config: RunConfig, model: Decoder) -> Plane:
-    """The trainer's side, for engines with weights of their own."""
+    """The trainer's side of the plane, for engines with their own weights."""
     system = config.system
     merged, own, here = system.adapter_sync != "adapter", system.engine == "local", stays_on_gpu(config)
     tensors = published(model, merged=merged, as_stored=not own, in_host_memory=not here)
@@ -78,7 +78,7 @@ def make_plane(config: RunConfig, model: Decoder) -> Plane:
 
 
 def device_plane(config: RunConfig, model: Decoder, rank: int = 0) -> DevicePlane:
-    """The part of a rank of the trainer; where the copy is in host memory the first rank sends all."""
+    """A trainer rank's part of the plane; if the copy is in host memory, the first rank sends everything."""
     from tunesmith.weights.device import DevicePlane
 
     system, host, ranks = config.system, own_address(config), ranks_per_engine(config)
@@ -91,7 +91,7 @@ def device_plane(config: RunConfig, model: Decoder, rank: int = 0) -> DevicePlan
 
 
 def stays_on_gpu(config: RunConfig) -> bool:
-    """Whether what is published never leaves the trainer's GPU but for an engine's."""
+    """Whether published weights go only from the trainer's GPU to an engine's, never to the host."""
     return config.system.weight_plane == "ipc" or config.system.weight_copy == "gpu"
 
 
@@ -111,10 +111,10 @@ def launched_address() -> str:
 
 
 def file_plane(tensors: NamedTensors, directory: Path | None = None, num_bytes: int | None = None) -> Plane:
-    """Files in a directory; None: in this machine's memory, or on its disk where there is no room.
+    """A plane of files in a directory; None: in this machine's memory, or on its disk if there is no room.
 
     Args:
-        num_bytes: of all tensors; None: they are counted.
+        num_bytes: size of all tensors; None: it is computed.
     """
     from tunesmith.weights.files import FilePlane, shared_directory
 
@@ -123,7 +123,7 @@ def file_plane(tensors: NamedTensors, directory: Path | None = None, num_bytes: 
 
 
 def published_bytes(model: Decoder, *, merged: bool = True) -> int:
-    """Of what ``published`` gives, tied weights counted once, and some room to align them."""
+    """Bytes of ``published`` weights, with tied weights counted once and some room for alignment."""
     if model.adapter is not None and not merged:
         sizes = [tensor.nbytes for _, tensor in model.adapter.own_weights()]
     else:
@@ -134,7 +134,7 @@ def published_bytes(model: Decoder, *, merged: bool = True) -> int:
 
 
 def largest_bytes(model: Decoder) -> int:
-    """Of the largest bucket of what is published."""
+    """Bytes of the largest bucket of published weights."""
     largest = max((p.numel() for p in model.module.parameters()), default=0)
     return max(BUCKET, largest * model.dtype.itemsize)
 
@@ -142,15 +142,15 @@ def largest_bytes(model: Decoder) -> int:
 def published(
     model: Decoder, *, merged: bool = True, as_stored: bool = False, in_host_memory: bool = True
 ) -> NamedTensors:
-    """What engines elsewhere need of a model: its weights, those with the adapter in them, or the adapter's alone.
+    """The weights that engines elsewhere need: the model's, with the adapter merged in, or only the adapter's.
 
-    Quantised weights are never sent: no one trains them, and an engine quantises the same ones.
+    Quantised weights are never sent: they are not trained, and an engine quantises the same weights itself.
 
     Args:
-        as_stored: under the names and in the shapes of the model's files, which engines of others read; transformers
-            fuses some, such as the experts of a mixture.
-        in_host_memory: where weights go that have to be made: those gathered from ranks, or summed with an adapter;
-            else they are on the model's device, and one of them at a time has room there.
+        as_stored: use the names and shapes of the model's files, which third-party engines read; transformers fuses
+            some weights, such as the experts of a mixture.
+        in_host_memory: put computed weights (gathered from ranks, or summed with an adapter) in host memory; if False,
+            they are on the model's device, one at a time.
     """
     from tunesmith.models.host_memory import stored_state
     from tunesmith.models.loading import stored_weights
@@ -168,7 +168,7 @@ def published(
 
 
 def read_offer(offer: Offer) -> Iterator[tuple[str, Tensor]]:
-    """The engine's side: the weights of an offer, a few at a time."""
+    """The engine's side of the plane: the weights of an offer, a few at a time."""
     match offer["plane"]:
         case "gloo":
             from tunesmith.weights.broadcast import take_broadcast as take
@@ -182,5 +182,5 @@ def read_offer(offer: Offer) -> Iterator[tuple[str, Tensor]]:
 
 
 def streams(offer: Offer) -> bool:
-    """Whether the weights of an offer come bucket by bucket and are to be written at once: there is no room for all."""
+    """Whether an offer's weights arrive bucket by bucket and must be written immediately: there is no room for all."""
     return offer["plane"] == "nccl"

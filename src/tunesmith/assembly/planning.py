@@ -1,4 +1,4 @@
-"""A run as it would be on a machine that need not be there."""
+"""Planning a run on a machine that need not be present."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from tunesmith.plan.phases import read_rates
 from tunesmith.plan.resolve import resolve, sequence_limits
 
 ASSUMED_SAMPLE, ASSUMED_PROMPT = 2048, 1024
-"""Tokens of the longest sample and prompt where no setting limits them: the data is not read."""
+"""Assumed tokens of the longest sample and prompt if no setting limits them, because the data is not read."""
 
 
 def plan_run(config: RunConfig, on: str) -> tuple[Resolved[Any], Facts]:
-    """What a run resolves to on a machine, and the facts that it was resolved with.
+    """A run resolved for a machine, and the facts used.
 
     Raises:
         ConfigError: an unknown machine, or settings that contradict each other or the machine.
@@ -56,7 +56,7 @@ def plan_run(config: RunConfig, on: str) -> tuple[Resolved[Any], Facts]:
 
 
 def _with_lengths(config: RunConfig, facts: Facts) -> tuple[Facts, list[str]]:
-    """Facts with a length for the data's longest line; a note where it is assumed."""
+    """Facts with the length of the data's longest line, and a note if it is assumed."""
     if facts.model is None:
         return facts, [f"{config.model.path}: neither its files nor the hub told its sizes; memory is not planned"]
     supervised = config.supervised

@@ -1,4 +1,4 @@
-"""What trains the policy: its backend, with a reference and a value head where the algorithm asks for them."""
+"""The backend that trains the policy, with a reference and a value head if the algorithm needs them."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 def policy_backend(
     config: RLConfig, tokenizer: Any, model: CausalLM, *, reference: bool = True
 ) -> TorchBackend[CausalLM]:
-    """Args: reference: keep a frozen reference beside the model, where the algorithm needs one."""
+    """Args: reference: keep a frozen reference in addition to the model if the algorithm needs one."""
     from tunesmith.models.causal_lm import CausalLM
 
-    # With an adapter the reference is the same model without it.
+    # With an adapter, the reference is the same model without it.
     frozen = reference and config.algorithm.reference is not None and not config.lora.on
     teacher = load_teacher(config, tokenizer) if isinstance(config, DistillConfig) else None
     # Distilling on the student's samples is a KL penalty in the reward: the teacher takes the reference's place.
@@ -39,7 +39,7 @@ def policy_backend(
 
 
 def policy_predict(config: RLConfig, value_head: nn.Linear | None = None) -> Callable[[CausalLM, Forest], Predictions]:
-    """How the policy is run on a forest."""
+    """The function that runs the policy on a forest."""
     from tunesmith.models.causal_lm import CausalLM
 
     return partial(

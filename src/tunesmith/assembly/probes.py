@@ -1,4 +1,4 @@
-"""Real work of small models that are made up, phase by phase: what plans of this machine's seconds are fitted to."""
+"""Real work of made-up small models, phase by phase, to which estimates of this machine's durations are fitted."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tunesmith.types import Completion, Sample, Sampling
 
 @dataclass(slots=True)
 class Probe:
-    """A model in memory, and the least time of each phase so far."""
+    """A model in memory, and the minimum time of each phase so far."""
 
     work: Work
     seconds: dict[str, float] = field(default_factory=dict[str, float])
@@ -48,7 +48,7 @@ class Probe:
         self._objective = policy_objective(resolved_algorithm(load_config(RLConfig, None, said), None)[0])
 
     def step(self) -> None:
-        """Take a step. The least time of each phase counts, since other programs slow some steps down."""
+        """Take a step; each phase's minimum time counts, since other programs slow some steps down."""
         self._steps += 1
         batch = asyncio.run(self._rollouts())
         cap, cost = self.work.micro, self._backend.cost
@@ -71,7 +71,7 @@ class Probe:
         self.seconds[phase] = min(seconds, self.seconds.get(phase, float("inf")))
 
     async def _rollouts(self) -> Batch:
-        """Sample with an engine of its own, whose memory is freed afterwards."""
+        """Sample with a separate engine, whose memory is freed afterwards."""
         work = self.work
         draw = torch.Generator().manual_seed(self._steps)
         prompts = torch.randint(work.model.vocab_size, (work.prompts, work.prompt), generator=draw).tolist()
@@ -96,7 +96,7 @@ class Probe:
 
 
 def made_up(work: Work) -> CausalLM:
-    """A Qwen3 with random weights of the work's sizes."""
+    """A Qwen3 with random weights, in the sizes of the work."""
     facts = work.model
     config = cast(Any, Qwen3Config)(
         vocab_size=facts.vocab_size,
@@ -117,7 +117,7 @@ def made_up(work: Work) -> CausalLM:
 
 
 def _batch(prompts: list[list[int]], done: list[Completion], group: int) -> Batch:
-    """Completions as the learner sees them; half of every group is right."""
+    """Completions as the learner sees them; half of every group is correct."""
     samples: list[Sample] = []
     for i, completion in enumerate(done):
         prompt, ids = prompts[i // group], [*completion.token_ids]

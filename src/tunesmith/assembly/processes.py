@@ -1,4 +1,4 @@
-"""A run's parts in other processes: what each process builds, and what the run has in its place."""
+"""A run's parts in other processes: what each process builds, and the run's handles to it."""
 
 from __future__ import annotations
 
@@ -43,24 +43,24 @@ if TYPE_CHECKING:
 
 
 TRAINING: tuple[Role, ...] = ("actor", "ref", "critic", "rollout")
-"""What is built anew when a run resumes by itself. Roles are named as in verl: ``actor`` trains the policy."""
+"""Roles that are rebuilt when a run resumes automatically; named as in verl: ``actor`` trains the policy."""
 
 
 MakeBackend = Callable[[Any, Any], "TorchBackend[Any]"]
-"""Builds a backend from configuration and tokenizer; a function of a module, so that it can travel."""
+"""Builds a backend from configuration and tokenizer; a module-level function, so that it can be pickled."""
 
 
 @dataclass(slots=True)
 class TrainerHost(RankHost):
-    """In each process of a trainer or a critic; ``build`` is called before anything else is used."""
+    """The object in each process of a trainer or a critic; ``build`` must be called first."""
 
     config: RunConfig
     make: MakeBackend
     publishes: bool
-    """Whether engines are given its weights."""
+    """Whether engines get its weights."""
     backend: TorchBackend[Any] = field(init=False)
     limits: PeakRates | None = field(default=None, init=False)
-    """Of the device, on the first rank."""
+    """Peak rates of the device, on the first rank only."""
     plane: Plane | None = field(default=None, init=False)
 
     def look(self, probe: Path) -> Machine:
@@ -70,7 +70,7 @@ class TrainerHost(RankHost):
         """Join the other ranks and load the model.
 
         Args:
-            place: the result of ``open_store`` on the first rank; None where this is the only one.
+            place: the result of ``open_store`` on the first rank; None if this is the only rank.
         """
         from tunesmith.assembly.planes import make_plane, make_publishing
         from tunesmith.distributed.rank_group import join_default_group
@@ -90,7 +90,7 @@ class TrainerHost(RankHost):
         self.limits = None if rank else limits_of(self.config)
 
     def weights(self) -> dict[str, Tensor]:
-        """All weights, on the first rank; of a sharded model all ranks call this together."""
+        """All weights, on the first rank; all ranks of a sharded model call this together."""
         from tunesmith.models.sharding import whole_weights
 
         model, first = self.backend.model, self.backend.group is None or self.backend.group.rank == 0
@@ -101,8 +101,10 @@ class TrainerHost(RankHost):
 
 @dataclass(slots=True)
 class FrozenHost(RankHost):
-    """In each process of a frozen model; ``build`` is called before anything else is used. Processes that share the
-    model make the same calls together."""
+    """The object in each process of a frozen model; ``build`` must be called first.
+
+    Processes that share the model make the same calls together.
+    """
 
     config: RLConfig
     rank: int = field(default=0, init=False)
@@ -111,8 +113,8 @@ class FrozenHost(RankHost):
         """Load the model.
 
         Args:
-            rank: of ``world`` processes that share the model; those that have the whole are numbered too.
-            place: the result of ``open_store`` on the first that shares it; None where each has the whole.
+            rank: index among ``world`` processes that share the model; those with a whole model are numbered too.
+            place: the result of ``open_store`` on the first process that shares it; None if each has the whole model.
         """
         from tunesmith.distributed.rank_group import join_default_group
 
@@ -126,13 +128,13 @@ class FrozenHost(RankHost):
         self.load_model(config, group)
 
     def load_model(self, config: RLConfig, group: RankGroup | None) -> None:
-        """Args: config: with the sharding of this model; group: of the processes that share it, None: nobody does."""
+        """Args: config: with this model's sharding; group: the processes that share it; None if it is not shared."""
         raise NotImplementedError
 
 
 @dataclass(slots=True)
 class ReferenceHost(FrozenHost):
-    """In each process of a reference."""
+    """The object in each process of a reference."""
 
     passes: Passes[CausalLM] = field(init=False)
 
@@ -154,7 +156,7 @@ class ReferenceHost(FrozenHost):
         fill(self.passes.model.module, lambda name, start, count: weights[name][start : start + count], {*weights})
 
     def save(self, directory: Path) -> None:
-        """The first process writes the model, or all their parts of it."""
+        """Write the model: the first process the whole model, or each process its part."""
         if self.rank == 0 or self.passes.model.sharding is not None:
             directory.mkdir(parents=True, exist_ok=True)
             self.passes.model.save(directory)
@@ -167,7 +169,7 @@ class ReferenceHost(FrozenHost):
 
 @dataclass(slots=True)
 class RewardHost(FrozenHost):
-    """In each process of a reward model."""
+    """The object in each process of a reward model."""
 
     entry: ModelReward
     model: RewardModel = field(init=False)
@@ -205,13 +207,13 @@ def host_reward(config: RLConfig, entry: ModelReward) -> RewardHost:
 
 
 def _build(fars: Sequence[Far], together: int) -> None:
-    """Have hosts load their models: so many of them, all or each alone, share one."""
+    """Make hosts load their models; ``together`` of them share one: either all, or 1."""
     place = fars[0].call("open_store") if together > 1 else None
     gather(far.submit("build", rank, together, place) for rank, far in enumerate(fars))
 
 
 def _start_reference(processes: Processes, config: RLConfig) -> list[Far]:
-    """The processes of a reference: each has the whole model, or where trainer ranks share weights, its share."""
+    """The processes of a reference: each holds the whole model or, if trainer ranks shard weights, its shard."""
     count = scoring_processes(config, "ref")
     references = [processes.spawn("ref", TrainerLostError) for _ in range(count)]
     with long_wait("starting the reference's processes"):
@@ -221,10 +223,10 @@ def _start_reference(processes: Processes, config: RLConfig) -> list[Far]:
 
 
 def open_processes(config: RunConfig) -> AbstractContextManager[Processes | None]:
-    """Where the processes of a resolved run are started; None: the run's own process trains.
+    """The starter of a resolved run's processes; None: the run's own process trains.
 
     Raises:
-        ClusterError: the cluster cannot be reached, or is too small.
+        ClusterError: the cluster cannot be reached or is too small.
     """
     if config.system.cluster == "ray":
         from tunesmith.distributed.ray_cluster import RayCluster
@@ -243,10 +245,10 @@ def open_processes(config: RunConfig) -> AbstractContextManager[Processes | None
 def remote_trainer(
     processes: Processes, config: RunConfig, make: MakeBackend, role: Role = "actor", run_dir: Path | None = None
 ) -> tuple[RankedBackend, PeakRates]:
-    """The ranks of a trainer, which train one model together, and its reference where that has its own process.
+    """The ranks of a trainer, which train one model together, and its reference if that has its own processes.
 
     Args:
-        run_dir: which all ranks have to see, where a launcher started them on several machines.
+        run_dir: a directory that all ranks must see if a launcher started them on several machines.
     """
     from tunesmith.backends.ranked import RankedBackend
 
@@ -269,7 +271,7 @@ def remote_trainer(
 def remote_reward_model(
     processes: Processes, config: RLConfig, entry: ModelReward, report: Callable[[str], None]
 ) -> RewardModel:
-    """A reward model that scores in other processes; it encodes texts here."""
+    """A reward model that scores in other processes and encodes texts in this one."""
     from tunesmith.rewards.far_model import RestartingFars, far_reward_model
 
     shards = scoring_shards(config, "reward")
@@ -288,9 +290,9 @@ def remote_reward_model(
 def run_with_restarts(
     attempt: Callable[[Path | None], RunResult], run: ReadyRun[Any, Any], processes: Processes | None
 ) -> RunResult:
-    """A run, continued from its newest checkpoint when a process of its trainer, reference or critic ends.
+    """Run, resuming from the newest checkpoint when a trainer, reference or critic process dies.
 
-    That is done ``system.trainer_restarts`` times; a run without a checkpoint begins again where it began.
+    It resumes up to ``system.trainer_restarts`` times; without a checkpoint it starts over from where it began.
     """
     config, checkpoint = run.config, run.checkpoint
     checkpoints = Checkpoints(run.directory.checkpoints, config.checkpoint.keep)
@@ -307,7 +309,7 @@ def run_with_restarts(
             assert processes is not None, "only a trainer elsewhere is lost"
             processes.close(*TRAINING)
             newest = checkpoints.newest()
-            if newest != before:  # one that was there already may be of a course that this run went back from
+            if newest != before:  # an older one may belong to a course that this run abandoned
                 checkpoint = newest
             place = checkpoint or "the beginning, there being no checkpoint yet"
             print(f"{lost}: the run goes on from {place}; {left} more times", flush=True)

@@ -1,4 +1,4 @@
-"""Rewards that need the run's tokenizer or a model."""
+"""Rewards that need the run's tokenizer or a reward model."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ def add_rewards(
     note: Callable[[str], None],
     remote_model: Callable[[ModelReward], RewardModel] | None = None,
 ) -> None:
-    """Add the remote rewards and the reward models, unless they were added before.
+    """Add the remote rewards and reward models, unless they have already been added.
 
     Args:
-        note: takes a sentence about the tokens that each model sees.
-        remote_model: starts a reward model in another process; None: loads it here.
+        note: receives a sentence about the tokens that each model sees.
+        remote_model: starts a reward model in another process; None: it is loaded here.
 
     Raises:
         ConfigError, ModelError: a reward model cannot be loaded.
@@ -68,7 +68,7 @@ def add_rewards(
 def load_reward_model(
     config: RLConfig | SamplingConfig, entry: ModelReward, group: RankGroup | None = None
 ) -> RewardModel:
-    """Args: group: of the processes that share the model, each of which calls this; None: it is whole here."""
+    """Args: group: the processes that share the model, each of which calls this; None: the model is whole here."""
     from tunesmith.assembly.common import sharding_of
 
     system = config.system
@@ -101,13 +101,13 @@ def make_reward_model(
     """Load a trained reward model.
 
     Args:
-        max_tokens: of one forward pass.
-        offload: keep it in host memory while it does not score.
+        max_tokens: tokens per forward pass.
+        offload: keep the model in host memory while it does not score.
         chat: whether text prompts go through the chat template; None: if the tokenizer has one.
-        sharding, group: of the processes that share the model; None: it is whole here.
+        sharding, group: sharding over the processes that share the model; None: the model is whole here.
 
     Raises:
-        ConfigError, ModelError: it is not a reward model, or statistics or a chat template are missing.
+        ConfigError, ModelError: the model is not a reward model, or statistics or a chat template are missing.
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""Builds the parts of ``loop/rl.py``, in this process or in others."""
+"""Building the parts of ``loop/rl.py``, in this process or in others."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ async def make_rl_parts(
     environments: EnvironmentSet,
     processes: Processes | None,
 ) -> tuple[RLParts, RolloutSource]:
-    """Load the models, start the engine and continue from the session's checkpoint. The caller closes the engine."""
+    """Load the models, start the engine and resume from the session's checkpoint; the caller closes the engine."""
     config, tokenizer, train = run.config, run.tokenizer, run.train
     dynamic_filter, rollout = config.algorithm.dynamic_filter, config.rollout
     learner, engine = make_learner_and_engine(run, session, processes)
@@ -99,7 +99,7 @@ async def make_rl_parts(
 def make_learner_and_engine(
     run: ReadyRun[RLConfig, Task], session: Session, processes: Processes | None
 ) -> tuple[Learner, RolloutEngine]:
-    """What trains the policy and what samples with it, here or in other processes."""
+    """The learner that trains the policy and the engine that samples from it, here or in other processes."""
     config, tokenizer = run.config, run.tokenizer
     if processes:
         backend, limits = remote_trainer(processes, config, make_policy)
@@ -122,7 +122,7 @@ def make_learner_and_engine(
 
 
 def _canary(config: RLConfig, engine: RolloutEngine, learner: Learner, prompt_ids: Sequence[int]) -> Canary | None:
-    """None where trainer and engine share their weights, or ``system.canary`` is off."""
+    """The canary; None if trainer and engine share their weights or ``system.canary`` is off."""
     system = config.system
     if not system.canary or not weights_apart(config):
         return None

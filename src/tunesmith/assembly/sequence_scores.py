@@ -1,4 +1,4 @@
-"""Scores of whole sequences, by a model that is here or that processes share."""
+"""Scores of whole sequences, by a model in this process or shared by several."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from tunesmith.models.score_model import ScoreModel, whole_sequence
 
 @dataclass(slots=True)
 class SequenceScores:
-    """Fulfils ``RewardModel.score_ids``. Processes that share the model are given the same sequences at the same time.
+    """Implements ``RewardModel.score_ids``; processes that share the model get the same sequences at the same time.
 
-    The cap shrinks when memory runs out, in all of these processes, and stays shrunk.
+    When memory runs out, the token cap shrinks permanently in all of these processes.
     """
 
     passes: Passes[ScoreModel]
     max_tokens: int
-    """Of a micro-batch, unless one sequence is longer."""
+    """Maximum tokens per micro-batch, unless one sequence is longer."""
     weights: Callable[[], AbstractContextManager[None]]
     """A context in which the weights are on the device."""
 
     def __call__(self, sequences: list[list[int]]) -> list[float]:
-        """The score at the last token of each; 0 for those that another process has scored.
+        """The score at the last token of each sequence; 0 for those scored by another process.
 
         Raises:
             DeviceMemoryError: the longest sequence by itself does not fit.

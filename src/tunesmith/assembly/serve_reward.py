@@ -23,7 +23,7 @@ TOKEN_ENV = "TUNESMITH_REWARD_TOKEN"
 
 @dataclass(frozen=True, slots=True)
 class ServeOptions:
-    """Options of the command; None leaves the default.
+    """Options of the command; None means the default.
 
     The first five apply to reward models, ``timeout`` to functions.
     """
@@ -43,7 +43,7 @@ def serve_reward(target: str, host: str, port: int, options: ServeOptions) -> No
     """Serve a reward until a signal ends the process.
 
     Raises:
-        ConfigError, ModelError: there is no such reward, an option does not apply, or the address cannot be used.
+        ConfigError, ModelError: the reward does not exist, an option does not apply, or the address cannot be used.
     """
     is_function = target in BUILTINS or ":" in target or target.endswith(".py")
     rewards = _function(target, options) if is_function else _model(target, options)
@@ -117,7 +117,7 @@ def _refuse(options: ServeOptions, names: tuple[str, ...], what: str) -> None:
 
 
 def read_token(file: Path | None) -> str | None:
-    """The token of ``--token-file`` or of the environment; None if there is neither."""
+    """The token from ``--token-file`` or the environment; None if there is neither."""
     if file is not None:
         with boundary(ConfigError, f"--token-file: cannot read {file}", (OSError, ValueError)):
             token = file.read_text(encoding="utf-8").strip()

@@ -1,4 +1,4 @@
-"""The sinks of ``monitor.sinks``: the adapters that come with Tunesmith, and classes in the user's own files."""
+"""The sinks of ``monitor.sinks``: Tunesmith's adapters, and classes in the user's own files."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from tunesmith.redact import redact_values
 from tunesmith.usercode.loading import check_reference, load_object
 
 ADAPTERS = {"tensorboard": "TensorBoard", "wandb": "WandB", "trackio": "Trackio", "mlflow": "MLflow"}
-"""Classes by name. Each is in a module of that name, which loads the service's package when it is used."""
+"""Classes by name; each is in a module of that name, which imports the service's package on use."""
 _MODULES = "tunesmith.monitor.sinks"
 
 
 def check_sinks(names: Sequence[str], base_dir: Path) -> None:
-    """Refuse (ConfigError) sinks that are missing, not installed or not set up, before anything is loaded."""
+    """Raise ConfigError for sinks that are missing, not installed or not set up, before anything is loaded."""
     for name in names:
         if name in ADAPTERS:
             require(name)
@@ -35,10 +35,10 @@ def check_sinks(names: Sequence[str], base_dir: Path) -> None:
 def open_sinks(
     config: RunConfig, run_dir: RunDir, base_dir: Path, resume_step: int | None, report: Callable[[str], None]
 ) -> list[Background]:
-    """Begin or continue the run in every sink.
+    """Start or continue the run in every sink.
 
     Raises:
-        StorageError: a service cannot be reached, or a user's class raised.
+        StorageError: a service cannot be reached, or a user's class raised an exception.
     """
     run = RunInfo(
         name=config.monitor.run_name or run_dir.path.name,

@@ -1,4 +1,4 @@
-"""Builds the parts of ``loop/supervised.py`` for each command that trains on data without rollouts."""
+"""Building the parts of ``loop/supervised.py`` for each command that trains on data without rollouts."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Setup(Generic[T]):
-    """What the parts are built from."""
+    """The inputs for building the parts."""
 
     run: ReadyRun[Any, T]
     session: Session
@@ -46,7 +46,7 @@ class Setup(Generic[T]):
     """The processes of the trainer's ranks; None: this process trains."""
 
     def learner(self, make: MakeBackend, aggregation: str = AGGREGATION, *, keep_groups: bool = False) -> Learner:
-        """A learner, with its model loaded."""
+        """A learner with its model loaded."""
         config, limits = self.run.config, None
         if self.processes is None:
             backend: TrainBackend = make(config, self.run.tokenizer)
@@ -67,10 +67,10 @@ class Setup(Generic[T]):
         held_out: Sequence[T] | None = None,
         without: tuple[str, ...] = ("nonfinite",),
     ) -> SupervisedParts[T]:
-        """The loop's parts. ``train`` and ``held_out`` are the run's data with what was added to it since it was read.
+        """The loop's parts; ``train`` and ``held_out`` are the run's data with anything added since it was read.
 
         Args:
-            without: beginnings of the names of metrics that evaluations leave out.
+            without: name prefixes of metrics that evaluations omit.
         """
         config: RunConfig = self.run.config
         items, data = held_out or self.run.eval_items, config.data
@@ -86,7 +86,7 @@ class Setup(Generic[T]):
 
 
 def make_parts(run: ReadyRun[Any, Any], session: Session, processes: Processes | None) -> SupervisedParts[Any]:
-    """Load the model and everything else that the command needs."""
+    """Load the model and build everything else that the command needs."""
     return _MAKERS[type(run.config)](Setup(run, session, processes))
 
 
@@ -111,19 +111,19 @@ def _rm(setup: Setup[Comparison]) -> SupervisedParts[Comparison]:
 
     @lru_cache(maxsize=1)
     def measure_after(_: int) -> Metrics:
-        """The metrics after so many optimizer steps: an evaluation and the checkpoint after it share them."""
+        """The metrics after a number of optimizer steps, shared by an evaluation and the checkpoint after it."""
         return measure()
 
     def latest() -> Metrics:
         return measure_after(learner.backend.optimizer_steps)
 
-    # The statistics are those of the saved weights, not of their average.
+    # The statistics are for the saved weights, not their moving average.
     stats = partial(preference.write_reward_stats, measure if config.eval.use_ema else latest, STATS_FILE)
     return replace(parts, evaluate=latest, describe=stats)
 
 
 def padding_token(tokenizer: Any, items: Sequence[Comparison]) -> str | None:
-    """A padding token that ends no sequence: transformers reads a score before the padding. None where all do."""
+    """A padding token that ends no sequence: transformers reads the score before the padding; None if there is none."""
     ends = {sample.token_ids[-1] for item in items for sample in item.samples}
     if tokenizer.pad_token_id is not None and tokenizer.pad_token_id not in ends:
         return tokenizer.pad_token
@@ -162,7 +162,7 @@ def _reference_parts(
     *,
     beforehand: bool,
 ) -> SupervisedParts[Comparison]:
-    """With the reference scored batch by batch, or ``beforehand`` for all data and held-out data."""
+    """The loop's parts, with the reference scored batch by batch, or ``beforehand`` for all the data."""
     if not beforehand:
         return setup.parts(learner, objective, prepare, summarise)
     references = preference.References(learner, setup.session.resume_from)

@@ -1,4 +1,4 @@
-"""The teacher of a run, and what a run does with one."""
+"""A run's teacher, and the comparison of a student with it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def load_teacher(config: DistillConfig | OfflineDistillConfig, tokenizer: Any) -
     """The frozen teacher.
 
     Raises:
-        ModelError: it cannot be loaded, or its tokens are not the student's.
+        ModelError: the teacher cannot be loaded, or its vocabulary is not the student's.
     """
     path, section = config.teacher.path, config.model
     there = section.model_copy(update={"path": path, "chat_template": None})
@@ -31,7 +31,7 @@ def load_teacher(config: DistillConfig | OfflineDistillConfig, tokenizer: Any) -
 def compare_with(
     teacher: CausalLM, config: SampledDistillConfig | OfflineDistillConfig
 ) -> Callable[[CausalLM, Forest], Predictions]:
-    """The student's predictions with its distance from the teacher."""
+    """A function to the student's predictions with its divergence from the teacher."""
     host = HostWeights.of(teacher) if config.system.offload_reference else None
     temperature = config.rollout.temperature if isinstance(config, SampledDistillConfig) else 1.0
     return partial(

@@ -92,7 +92,7 @@ async def _run(parts: RLParts, session: Session, rollouts: RolloutSource) -> Non
 def run_supervised(
     kind: type[RunConfig], path: Path | None, overrides: Sequence[str] = (), caller: Caller = FROM_A_COMMAND
 ) -> RunResult:
-    """A command that trains on given data."""
+    """Run a command that trains on given data."""
     data = TRAINING_DATA[kind]
     with open_run(kind, path, overrides, caller) as opened:
         config, tokenizer = opened.config, opened.tokenizer
@@ -126,7 +126,7 @@ run_prm = partial(run_supervised, PRMConfig)
 
 
 def run_distill(path: Path | None, overrides: Sequence[str] = (), caller: Caller = FROM_A_COMMAND) -> RunResult:
-    """``tunesmith distill``: by reinforcement learning on the student's own samples, supervised on given answers."""
+    """``tunesmith distill``: reinforcement learning on the student's own samples, or supervised on given answers."""
     kind = find_kind(path, overrides)
     if issubclass(kind, OfflineDistillConfig):
         return run_supervised(OfflineDistillConfig, path, overrides, caller)

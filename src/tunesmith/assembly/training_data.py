@@ -1,4 +1,4 @@
-"""Reads the data of each command that trains without rollouts."""
+"""Reading the data of each command that trains without rollouts."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _load_prm(config: PRMConfig, tokenizer: Tokenizer, data: DataSection, source
 
 
 def label_tokens(config: PRMConfig, tokenizer: Tokenizer) -> tuple[int, int]:
-    """The tokens of ``prm.good`` and ``prm.bad``.
+    """The token ids of ``prm.good`` and ``prm.bad``.
 
     Raises:
         ConfigError: one of them is not a single token.
@@ -69,14 +69,14 @@ def _single_sizes(_: RunConfig, item: Sample | Comparison) -> tuple[int, int]:
 
 
 def _step_sizes(config: PRMConfig, item: Solution) -> tuple[int, int]:
-    """The pair of the last step is the largest: all tokens, and both labels."""
+    """Sizes of an item; the last step's pair is the largest, with all tokens and both labels."""
     longest = item.marks[-1] + 1
     return len(item.token_ids), longest + 2 if config.system.share_prompts else 2 * (longest + 1)
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingData:
-    """How a command reads its data. Both functions also take the configuration."""
+    """How a command reads its data; both functions also take the configuration."""
 
     load: Callable[[Any, Tokenizer, DataSection, Sources], Prepared[Any]]
     sizes: Callable[[Any, Any], tuple[int, int]]

@@ -1,9 +1,9 @@
-"""The ports that every trainer of weights fulfils.
+"""The protocols that every training backend implements.
 
-All of them take a whole ``Packing``: the micro-batches of an optimizer batch, or of a batch to score. A backend of
-several ranks gives each its part (``Packing.for_rank``, the same number of micro-batches for every rank), lets all
-compute at the same time, and adds up what they return. When one of them runs out of memory it waits for the others and
-raises ``DeviceMemoryError``; the learner then packs the batch into smaller micro-batches and calls again.
+All of them take a whole ``Packing``: the micro-batches of an optimizer batch, or of a batch to score. A backend with
+several ranks gives each its part (``Packing.for_rank``, the same number of micro-batches for every rank), runs all at
+the same time, and adds up their results. If a rank runs out of memory, the backend waits for the others and raises
+``DeviceMemoryError``; the learner then packs the batch into smaller micro-batches and calls again.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ Quantity = Literal["logprobs", "values"]
 
 
 class Scorer(Protocol):
-    """A model that is asked what it says: the policy, its reference, a critic."""
+    """A model that scores tokens: the policy, its reference, a critic."""
 
     def score(self, packing: Packing, of: Quantity = "logprobs", *, reference: bool = False) -> Floats:
-        """What the model, or the frozen reference, says at each prediction: ``[N]``, without gradient.
+        """The quantity ``of`` at each prediction, from the model or the frozen reference: ``[N]``, without gradient.
 
         Zero at predictions that the packing leaves out, so that the parts of several ranks add up.
 
@@ -41,7 +41,7 @@ class Trainer(Scorer, Protocol):
 
     @property
     def cost(self) -> CostModel:
-        """Operations that training costs: per token, per pair and per loss token."""
+        """The cost of training in operations: per token, per pair and per loss token."""
         ...
 
     @property
@@ -55,7 +55,7 @@ class Trainer(Scorer, Protocol):
         ...
 
     def forward_backward(self, packing: Packing, objective: Objective) -> Metrics:
-        """Compute the gradient of an optimizer batch, in the place of any there was.
+        """Compute the gradient of an optimizer batch, replacing any earlier one.
 
         Returns:
             ``loss`` and the objective's metrics, summed over micro-batches.
@@ -66,29 +66,29 @@ class Trainer(Scorer, Protocol):
         ...
 
     def evaluate(self, packing: Packing, objective: Objective) -> Metrics:
-        """As ``forward_backward`` without a gradient. All metrics are NaN where a prediction is not finite."""
+        """As ``forward_backward``, without a gradient. All metrics are NaN if any prediction is not finite."""
         ...
 
     def step(self, lr: float) -> Mapping[str, float]:
         """Clip, take one optimizer step, clear gradients; return ``grad_norm``.
 
-        With ``overflowed`` in what it returns the step does not count and is to be taken again, after ``give_up``.
+        If ``overflowed`` is set in the result, the step does not count and must be retried after ``give_up``.
         """
         ...
 
     def give_up(self) -> None:
-        """Take back what was done since the last optimizer step: gradients, random draws, an average in place."""
+        """Undo everything since the last optimizer step: gradients, random draws, averaged weights in the model."""
         ...
 
 
 class Stored(Protocol):
-    """What is saved with a checkpoint."""
+    """Something that is saved with a checkpoint."""
 
     def save(self, directory: Path, *, model_only: bool = False) -> None:
-        """Write model (Hugging Face format), optimizer, random state and all else it keeps below ``directory``.
+        """Write model (Hugging Face format), optimizer, random state and any other state below ``directory``.
 
         Args:
-            model_only: only the model and the average of its weights, from which nothing can be resumed.
+            model_only: only the model and the average of its weights; a run cannot be resumed from them.
         """
         ...
 
@@ -96,20 +96,20 @@ class Stored(Protocol):
 
 
 class Offloadable(Protocol):
-    """What makes room for an engine on the same device."""
+    """Something that can make room for an engine on the same device."""
 
     def offload(self) -> None:
-        """Put what only an optimizer step needs into host memory, until ``reload``."""
+        """Move the state that only an optimizer step needs into host memory, until ``reload``."""
         ...
 
     def reload(self) -> None: ...
 
 
 class TrainBackend(Trainer, Stored, Offloadable, Protocol):
-    """Everything that a run asks of the process, or the processes, that train a model."""
+    """The whole interface of the process, or the processes, that train a model."""
 
     def ema_weights(self) -> AbstractContextManager[None]:
-        """The model computes with the moving average of its weights while inside."""
+        """A context in which the model computes with the moving average of its weights."""
         ...
 
     def refresh_reference(self) -> None:

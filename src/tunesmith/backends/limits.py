@@ -1,4 +1,4 @@
-"""What a device attains, measured with torch."""
+"""The rates that a device attains, measured with torch."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _size_on_cpu(kind: torch.dtype) -> int:
 
 
 def copy_rate(size: int, device: str, wait: Callable[[], None]) -> float:
-    """Bytes read and written per second when ``size`` bytes are copied; half as many if memory is short."""
+    """Bytes read and written per second when copying ``size`` bytes, or half as many if memory is short."""
     try:
         source = torch.ones(size, dtype=torch.uint8, device=device)
         target = torch.empty_like(source)
@@ -56,7 +56,7 @@ def copy_rate(size: int, device: str, wait: Callable[[], None]) -> float:
 
 
 def _best_seconds(run: Callable[[], object], wait: Callable[[], None]) -> float:
-    """The least of at least three runs, after one to warm up, within about 0.15 seconds."""
+    """The fastest of at least three runs, repeated for about 0.15 seconds after a warm-up run."""
     run()
     wait()
     best, started, tries = float("inf"), time.perf_counter(), 0

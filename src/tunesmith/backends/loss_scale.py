@@ -1,4 +1,4 @@
-"""Loss scaling for float16, whose smallest number is 6e-8: gradients are computed of a multiple of the loss.
+"""Loss scaling for float16, whose smallest positive value is 6e-8: gradients are computed for a scaled loss.
 
 As in "Mixed Precision Training" (arXiv:1710.03740, section 3.2) and PyTorch's ``GradScaler``.
 """
@@ -11,17 +11,17 @@ from torch import Tensor
 FIRST = 2.0**16
 LEAST = 1.0
 GROWS_AFTER = 2000
-"""Steps in a row without overflow, after which the factor doubles."""
+"""Consecutive steps without overflow after which the factor doubles."""
 
 
 class LossScale:
-    """The factor of the loss. It halves when a gradient overflows; that optimizer step is taken again."""
+    """The factor of the loss. It halves when a gradient overflows; that optimizer step is then retried."""
 
     def __init__(self) -> None:
         self.factor, self.steps = FIRST, 0
 
     def update(self, finite: bool) -> bool:
-        """After an optimizer step, or a dropped one; returns whether another try has a smaller factor."""
+        """Call this after each optimizer step, taken or dropped; returns whether a retry has a smaller factor."""
         self.steps = self.steps + 1 if finite else 0
         if self.steps == GROWS_AFTER:
             self.factor, self.steps = self.factor * 2, 0

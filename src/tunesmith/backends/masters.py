@@ -1,4 +1,4 @@
-"""The weights that an optimizer moves in the place of a model's parameters."""
+"""Master weights, which an optimizer updates in place of a model's parameters."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from tunesmith.models.streamed import stored
 from tunesmith.models.weight_gradients import keep_sum
 
 MOST_ON_THE_WAY = 4
-"""Gradients that a GPU keeps until they are in host memory."""
+"""The most gradients that a GPU keeps while they are copied to host memory."""
 
 
 class HostSums:
-    """Adds gradients to sums in host memory. A GPU's are copied while it goes on with the backward pass."""
+    """Adds gradients to sums in host memory. A GPU's are copied while the backward pass continues."""
 
     def __init__(self) -> None:
         self._on_the_way: deque[tuple[nn.Parameter, Tensor, torch.cuda.Event | None]] = deque()
         self._stream: torch.cuda.Stream | None = None
 
     def add(self, weight: nn.Parameter, grad: Tensor) -> None:
-        """Args: grad: a micro-batch's gradient of the weight, as it is on its device."""
+        """Add ``grad``, a micro-batch's gradient of the weight on its own device."""
         arrived = None
         if grad.is_cuda:
             self._stream = self._stream or torch.cuda.Stream(grad.device)
@@ -39,7 +39,7 @@ class HostSums:
         self.settle(MOST_ON_THE_WAY if arrived else 0)
 
     def settle(self, most: int = 0) -> None:
-        """Add what has come, until at most so many gradients are on their way."""
+        """Add gradients as they arrive, until at most ``most`` are still being copied."""
         while len(self._on_the_way) > most:
             weight, grad, arrived = self._on_the_way.popleft()
             if arrived is not None:
@@ -51,7 +51,7 @@ class HostSums:
 
 
 def _add(weight: nn.Parameter, grad: Tensor) -> None:
-    """To the weight's gradient, in its type."""
+    """Add to the weight's gradient, in the weight's dtype."""
     if weight.grad is None:
         weight.grad = grad.to(weight.dtype, copy=True)
     else:
@@ -59,14 +59,14 @@ def _add(weight: nn.Parameter, grad: Tensor) -> None:
 
 
 class Master:
-    """The weights of one parameter that the optimizer moves, in float32 or wider.
+    """The weights of one parameter that the optimizer updates, in float32 or wider.
 
-    They are the parameter itself if it is that wide, else a copy of it. Of a parameter that is sharded over ranks they
-    are this rank's rows; where these are in host memory, they are moved as they are.
+    They are the parameter itself if it is that wide, otherwise a copy of it. If the parameter is sharded over ranks,
+    they are this rank's rows; rows in host memory are updated in place.
 
     Args:
         host: adds up gradients in host memory.
-        copy: the weights, where they are in host memory too.
+        copy: the weights, if they are in host memory too.
     """
 
     def __init__(self, parameter: nn.Parameter, host: HostSums | None = None, copy: Tensor | None = None) -> None:
@@ -78,17 +78,17 @@ class Master:
         if copy is not None:
             self.weight = nn.Parameter(copy)
         elif self.copied or self.sharded:
-            self.weight = nn.Parameter(self.rows.to(wide))  # rows that are wide share their memory
+            self.weight = nn.Parameter(self.rows.to(wide))  # rows that are wide already are not copied
         else:
             self.weight = parameter
-        if self.copied and (host is not None or not self.sharded):  # FSDP calls it when it has summed over the ranks
+        if self.copied and (host is not None or not self.sharded):  # FSDP calls it after summing over the ranks
             parameter.register_post_accumulate_grad_hook(self._accumulate)
             if host is None:
                 keep_sum(parameter, self._sum)
         self._memory: Tensor | None = None
 
     def _sum(self) -> tuple[Tensor, bool]:
-        """See ``GradientSum``. The memory is kept, since the first touch of a page costs several times a later one."""
+        """See ``GradientSum``. The buffer is reused: the first touch of a page costs several times a later one."""
         adds = self.weight.grad is not None
         if not adds:
             self._memory = torch.empty_like(self.weight) if self._memory is None else self._memory
@@ -98,7 +98,7 @@ class Master:
 
     @property
     def rows(self) -> Tensor:
-        """What this rank has of the parameter, as a view, where it is kept."""
+        """This rank's part of the parameter, as a view of where it is stored."""
         return stored(self.parameter)
 
     @property
@@ -107,19 +107,21 @@ class Master:
         return first_row(self.parameter) if self.sharded else None
 
     def _accumulate(self, parameter: Tensor) -> None:
-        """Add a micro-batch's gradient, or its rows, to the sum, which is as wide as the weights."""
+        """Add a micro-batch's gradient, or its rows, to the sum, which has the master weights' dtype."""
         if parameter.grad is None:  # it was added to the sum already
             return
         (self._host.add if self._host else _add)(self.weight, local(parameter.grad))
         parameter.grad = None
 
     def arrive(self) -> None:
-        """A backward pass is over: add the gradient that FSDP has brought to host memory. For a hook it would wait for
-        each gradient by itself."""
+        """After a backward pass, add the gradient that FSDP copied to host memory.
+
+        With a gradient hook instead, FSDP would wait for each gradient separately.
+        """
         self._accumulate(self.parameter)
 
     def take_gradient(self) -> None:
-        """Give the weights their rows of a sharded parameter's gradient, unless they have them."""
+        """Give the weights their rows of a sharded parameter's gradient, unless they already have them."""
         if self.sharded and self._host is None and not self.away:
             grad = self.parameter.grad
             self.weight.grad = None if grad is None else local(grad)
@@ -130,7 +132,7 @@ class Master:
             self.rows.copy_(self.weight, non_blocking=True)
 
     def refresh(self) -> None:
-        """Take the parameter's numbers as the weights."""
+        """Set the weights to the parameter's values."""
         if self.copied:
             self.weight.copy_(self.rows)
 
@@ -138,6 +140,6 @@ class Master:
         self.parameter.grad = self.weight.grad = None
 
     def move(self, device: torch.device | str) -> None:
-        """Put a copy on another device."""
+        """Move a copy to another device."""
         if self.copied:
             self.weight.data = self.weight.data.to(device)

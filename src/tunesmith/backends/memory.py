@@ -1,4 +1,4 @@
-"""Telling an out-of-memory failure from every other one; keeping memory that a step will need again."""
+"""Distinguishes out-of-memory failures from all others; keeps memory that a step will need again."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from tunesmith.errors import DeviceMemoryError
 
 _CPU_ALLOCATOR_WORDS = ("can't allocate memory", "not enough memory", "bad_alloc", "cannot allocate memory")
 
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of malloc.h
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # from malloc.h
 _LARGE = 32 << 20
 
 
 def keep_freed_memory() -> None:
-    """Freed host memory stays with this process, in blocks of up to 32 MB, where the C library is glibc.
+    """Keep freed host memory in this process, in blocks of up to 32 MB, if the C library is glibc.
 
-    It would go back to the system whenever the end of the heap is free. A step allocates such blocks all the time, and
-    the first touch of a page costs several times what writing it does.
+    Otherwise it goes back to the system whenever the end of the heap is free. A step allocates such blocks all the
+    time, and the first touch of a page costs several times as much as writing it.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is not None:
@@ -39,7 +39,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @contextmanager
 def memory_boundary(what: str) -> Generator[None]:
-    """Raise ``DeviceMemoryError`` where ``what`` did not fit; let other errors pass."""
+    """Raise ``DeviceMemoryError`` if ``what`` did not fit; let other errors pass."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:

@@ -19,13 +19,13 @@ from tunesmith.models.sharding import decoder_layers
 
 
 def hidden_matrices(module: PreTrainedModel) -> set[str]:
-    """Names of the matrices in the decoder's layers; the joined experts of a mixture are no matrices."""
+    """Names of the matrices in the decoder's layers; the stacked experts of a mixture are not matrices."""
     inside = {id(p) for p in decoder_layers(module).parameters() if p.requires_grad and p.ndim == 2}
     return {name for name, parameter in module.named_parameters() if id(parameter) in inside}
 
 
 def options_of(settings: Muon) -> dict[str, Any]:
-    """As torch names them."""
+    """The settings, by torch's names."""
     return {
         "momentum": settings.momentum,
         "nesterov": settings.nesterov,
@@ -37,16 +37,16 @@ def options_of(settings: Muon) -> dict[str, Any]:
 class ShardedMuon(torch.optim.Muon):
     """Muon on this rank's rows of matrices.
 
-    The momentum is sharded like the matrix, but an iteration needs all rows. So each rank is given all rows of one
-    matrix of as many as there are ranks, in bfloat16, to which the iteration rounds them anyway; then it gives the
-    others their rows of the step.
+    The momentum is sharded like the matrix, but an iteration needs all rows. So the ranks process as many matrices at a
+    time as there are ranks: each receives all rows of one of them, in bfloat16, to which the iteration rounds them
+    anyway, and then sends the others their rows of the step.
     """
 
     waiting: Callable[[], AbstractContextManager[None]] = nullcontext
     """The context in which a rank waits for the others."""
 
     def __init__(self, masters: Sequence[Master], **options: Any) -> None:
-        # In an order in which those of one exchange are of like sizes.
+        # Sorted so that the matrices of one exchange have similar sizes.
         self._masters = sorted(masters, key=lambda master: -master.parameter.numel())
         super().__init__([master.weight for master in self._masters], **options)
         mesh = cast(DTensor, self._masters[0].parameter).device_mesh
@@ -60,7 +60,7 @@ class ShardedMuon(torch.optim.Muon):
             self._step(with_gradient[first : first + self._world])
 
     def _step(self, masters: Sequence[Master]) -> None:
-        """Of one matrix for each rank, or fewer."""
+        """Take a step of one matrix per rank, or of fewer."""
         [options] = self.param_groups
         shapes = [master.parameter.shape for master in masters]
         updates = [self._update(master.weight, options) for master in masters]
@@ -76,7 +76,7 @@ class ShardedMuon(torch.optim.Muon):
             master.weight.add_(step.view_as(master.weight), alpha=options["lr"])
 
     def _update(self, weight: nn.Parameter, options: dict[str, Any]) -> Tensor:
-        """This rank's rows of what is made orthogonal."""
+        """This rank's rows of the update that is made orthogonal."""
         grad, slot = cast(Tensor, weight.grad), self.state[weight]
         if not slot:
             slot["momentum_buffer"] = torch.zeros_like(grad)
@@ -85,12 +85,12 @@ class ShardedMuon(torch.optim.Muon):
         return (grad.lerp(momentum, options["momentum"]) if options["nesterov"] else momentum).bfloat16()
 
     def _rows(self, count: int) -> list[int]:
-        """How many rows of a matrix each rank has: as ``Tensor.chunk`` deals them."""
+        """How many rows of a matrix each rank has, as split by ``Tensor.chunk``."""
         most = -(-count // self._world)
         return [max(0, min(most, count - rank * most)) for rank in range(self._world)]
 
     def _exchange(self, given: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
-        """Each rank gives the one at each place a tensor; here are those of known sizes that this one is given."""
+        """Send ``given[i]`` to rank ``i``; returns the tensors received from all ranks, which have these ``sizes``."""
         sizes = [*sizes, *[0] * (self._world - len(sizes))]
         counts = [piece.numel() for piece in given]
         flat = torch.cat([piece.flatten() for piece in given])
@@ -101,7 +101,7 @@ class ShardedMuon(torch.optim.Muon):
 
 
 def _orthogonal(update: Tensor, options: dict[str, Any]) -> Tensor:
-    """The step of a matrix at a learning rate of 1: what torch's Muon makes of a matrix of zeros."""
+    """The step of a matrix at a learning rate of 1: torch's Muon applied to a matrix of zeros."""
     matrix = nn.Parameter(torch.zeros_like(update))
     matrix.grad = update
     fixed = {"ns_steps": options["ns_steps"], "adjust_lr_fn": options["adjust_lr_fn"]}

@@ -1,4 +1,4 @@
-"""Optimizers over float32 weights, whatever the model computes in, and their learning-rate schedule."""
+"""Optimizers over float32 weights, for models of any dtype, and their learning-rate schedule."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ class AdamWSettings:
     eps: float = 1e-8
     max_grad_norm: float | None = 1.0
     muon: Muon | None = None
-    """Trains the matrices of the decoder's layers in AdamW's place."""
+    """Trains the matrices of the decoder's layers instead of AdamW."""
     offload: bool = False
-    """Keep masters, their gradients and moments in host memory, and step there."""
+    """Keep master weights, their gradients and moments in host memory, and step there."""
 
 
 class MasterOptimizer:
     """AdamW, or Muon and AdamW, on master weights (``Master``).
 
-    Matrices decay, vectors (norms, biases) do not. A ``head`` trains beside the module with AdamW, undecayed, at
-    ``head_lr_ratio`` times its learning rate.
+    Weight decay applies to matrices, not to vectors (norms, biases). A ``head`` is trained along with the module by
+    AdamW, without decay, at ``head_lr_ratio`` times its learning rate.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class MasterOptimizer:
         self._of = {p: o for o in self._optimizers for group in o.param_groups for p in group["params"]}
 
     def join(self, waiting: Callable[[], Any]) -> None:
-        """Args: waiting: the context in which a rank waits for those that it shares the model with."""
+        """Set ``waiting``, the context in which a rank waits for the ranks that it shares the model with."""
         for optimizer in self._optimizers:
             if isinstance(optimizer, ShardedMuon):
                 optimizer.waiting = waiting
@@ -91,14 +91,14 @@ class MasterOptimizer:
             master.clear()
 
     def take_gradients(self) -> None:
-        """Give the masters the gradients that they do not have yet. Called before ``step``."""
+        """Give the masters any gradients that they do not have yet. Called before ``step``."""
         if self._host:
             self._host.settle()
         for master in self._all.values():
             master.take_gradient()
 
     def backward(self, loss: Tensor) -> None:
-        """Add the gradient of a micro-batch's loss, scaled where the model computes in float16."""
+        """Add the gradient of a micro-batch's loss, which is scaled if the model computes in float16."""
         scaled = loss if self.loss_scale is None else loss * self.loss_scale.factor
         scaled.backward()  # pyright: ignore[reportUnknownMemberType]
         for master in self._away:
@@ -115,11 +115,11 @@ class MasterOptimizer:
     def step(self, lr: float, over_ranks: Callable[[Tensor], Tensor] | None = None) -> dict[str, float]:
         """Clip, step, round into the parameters, clear gradients.
 
-        A gradient that is not finite is dropped whole: ``skipped_steps`` is then 1 and nothing moves. In float16
-        ``overflowed`` is 1 where a smaller factor of the loss may make it finite.
+        A non-finite gradient is dropped as a whole: ``skipped_steps`` is then 1 and no weight changes. In float16,
+        ``overflowed`` is 1 if a smaller loss scale may make it finite.
 
         Args:
-            over_ranks: sums a number over the ranks that shard the parameters.
+            over_ranks: sums a scalar over the ranks that shard the parameters.
         """
         self._unscale()
         norm = self._norm(over_ranks)
@@ -140,7 +140,7 @@ class MasterOptimizer:
         return metrics
 
     def _norm(self, over_ranks: Callable[[Tensor], Tensor] | None) -> Tensor:
-        """Of the whole gradient, also where each rank has a part of it."""
+        """The norm of the whole gradient, even if each rank has only a part of it."""
         grads = {name: m.grad for name, m in self.masters.items() if m.grad is not None}
         if over_ranks is None:
             return torch.nn.utils.get_total_norm(list(grads.values()))
@@ -155,25 +155,25 @@ class MasterOptimizer:
 
     @torch.no_grad()
     def not_finite(self) -> str | None:
-        """The first parameter with a value that is not finite. Reads each once, if all are finite and not huge."""
+        """The first parameter with a non-finite value. Reads each only once if all are finite and not huge."""
         own = {name: master.rows for name, master in self._all.items()}
-        # On a CPU this norm is five times as fast as the largest value. Of large finite weights it can be infinite.
+        # On a CPU this norm is five times as fast as a maximum. For large finite weights it can be infinite.
         if torch.nn.utils.get_total_norm([p for p in own.values() if p.numel()]).isfinite():
             return None
         return next((name for name, p in own.items() if not p.isfinite().all()), None)
 
     def first_row(self, name: str) -> int | None:
-        """The first row of a parameter that this rank has; None where it has all of a parameter or this is none."""
+        """This rank's first row of a parameter; None if it has all rows, or if there is no such parameter."""
         return self._all[name].first_row if name in self._all else None
 
     def slot(self, name: str) -> dict[str, Tensor]:
-        """The moments of a parameter; changes of the dictionary count."""
+        """The moments of a parameter; changes to the dictionary take effect."""
         weight = self.masters[name]
         return cast("dict[str, Tensor]", self._of[weight].state[weight])
 
     @torch.no_grad()
     def move(self, device: torch.device | str) -> None:
-        """Put masters that are no parameters, and the moments, on a device; a step needs them on the model's."""
+        """Move the moments, and masters that are copies, to a device; a step needs them on the model's."""
         for name, master in self._all.items():
             slot = self.slot(name)
             for key, value in slot.items():
@@ -194,7 +194,7 @@ class MasterOptimizer:
         """Continue from ``state()``. Masters that are not in it, as after float32 training, come from the weights.
 
         Raises:
-            CheckpointError: it is of another optimizer.
+            CheckpointError: it was written by another optimizer.
         """
         for master in self._all.values():
             master.refresh()
@@ -209,7 +209,7 @@ class MasterOptimizer:
                     f"the checkpoint's '{kind}' of '{name}' is of another optimizer than the run's. Resume with the "
                     "train.optimizer of the run that wrote it, or start a new run from its model."
                 )
-            self.slot(name)[kind] = value.to(master.device, copy=True)  # the fused kernel wants steps there too
+            self.slot(name)[kind] = value.to(master.device, copy=True)  # the fused kernel needs step counts there too
 
 
 def _muon(masters: Sequence[Master], settings: Muon, weight_decay: float) -> torch.optim.Muon:
@@ -231,9 +231,9 @@ def learning_rate(
 ) -> float:
     """Learning rate of optimizer step ``step`` (the first is 0) out of ``total``.
 
-    It climbs linearly over ``warmup`` steps (the first one is ``peak / warmup``, the last reaches ``peak``), then
-    stays, or falls towards ``min_ratio * peak``, which the step after the last one would have. As transformers'
-    ``get_scheduler``, but for the warm-up, which begins with 0 there.
+    It rises linearly over ``warmup`` steps (the first one is ``peak / warmup``, the last reaches ``peak``), then stays
+    constant or falls towards ``min_ratio * peak``, which it would reach one step after the last. Like transformers'
+    ``get_scheduler``, except that warm-up starts at 0 there.
     """
     if step < warmup:
         return peak * (step + 1) / warmup

@@ -1,4 +1,4 @@
-"""Running a model on micro-batches, in step with the other ranks if they share it or its micro-batches."""
+"""Runs a model on micro-batches, in lock step with other ranks if they share the model or its micro-batches."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Passes(Generic[M]):
             keep_freed_memory()
         self.model, self._predict = model, predict
         self.group: RankGroup | None = None
-        """Of the ranks that train the model together."""
+        """The ranks that train the model together."""
         self._lock_step = None
         if model.sharding is not None or model.sequence is not None:
             from tunesmith.models.lock_step import LockStep
@@ -44,7 +44,7 @@ class Passes(Generic[M]):
             self._lock_step = LockStep(model.module, self._waiting, model.sequence)
 
     def predict(self, forest: Forest) -> Predictions:
-        """Of all the forest's predictions, also where a sequence group shares its tokens."""
+        """All predictions of the forest, even if a sequence group shares its tokens."""
         if self.model.sequence is None or forest.own is None:
             return self._predict_own(forest)
         return self.model.sequence.whole(self._predict_own(forest.own), forest.own, len(forest.source))
@@ -56,7 +56,7 @@ class Passes(Generic[M]):
         def values() -> tuple[Tensor | None, ...]:
             found = self._predict(self.model, forest)
             outputs = (found.logprobs, found.entropy, found.values, found.divergence)
-            return tuple(t if t is None else t.clone() for t in outputs)  # FSDP hooks into no views
+            return tuple(t if t is None else t.clone() for t in outputs)  # FSDP cannot hook into views
 
         return Predictions(*run(self.model.module, values))
 
@@ -64,10 +64,10 @@ class Passes(Generic[M]):
         """The micro-batches on the model's device; for ranks in lock step an empty one first (``LockStep.record``).
 
         Args:
-            kind: of the pass over the micro-batch of an index, if passes communicate differently.
+            kind: the kind of pass over the micro-batch at an index, if passes communicate differently.
 
         Raises:
-            DeviceMemoryError: a micro-batch did not fit on some rank of those in lock step.
+            DeviceMemoryError: a micro-batch did not fit on one of the ranks in lock step.
         """
         steps, device = self._lock_step, self.model.device
         if self.model.streamed is not None:
@@ -92,17 +92,17 @@ class Passes(Generic[M]):
             self.model.streamed.leave()
 
     def _placed(self, forest: Forest) -> Forest:
-        """On the model's device; in a sequence group with this rank's part."""
+        """The forest on the model's device; in a sequence group, with this rank's part."""
         if self.model.sequence is not None:
             forest = replace(forest, own=self.model.sequence.part(self.model.laid_out(forest)))
         return forest.to(self.model.device)
 
     @contextmanager
     def attempt(self, what: str, forest: Forest) -> Generator[None]:
-        """A pass over a micro-batch.
+        """The context of a pass over a micro-batch.
 
         Raises:
-            DeviceMemoryError: it did not fit; for ranks in lock step ``over`` raises it, on all of them.
+            DeviceMemoryError: it did not fit; for ranks in lock step, ``over`` raises it on all of them.
         """
         try:
             with memory_boundary(f"{what} of {forest.num_tokens} tokens"):

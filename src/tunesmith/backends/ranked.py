@@ -25,10 +25,10 @@ class RankedBackend:
     """Gives each rank its share of a packing's micro-batches, and adds up what the ranks return.
 
     Args:
-        replicas: objects with a ``backend``, which have joined one ``RankGroup`` where there are several.
+        replicas: objects with a ``backend``, which have joined one ``RankGroup`` if there are several.
         references: objects with ``score``, ``take``, ``save`` and ``load``, each with the reference or its share of it,
-            where it has processes of its own; they share the micro-batches.
-        sequence: how many ranks in a row share a micro-batch; each of them returns what all of them computed.
+            if the reference has its own processes; the micro-batches are split among them.
+        sequence: how many consecutive ranks share a micro-batch; each of them returns the combined result.
 
     Raises:
         TrainerLostError: from every method, when the process of a rank or of the reference has ended.
@@ -42,7 +42,7 @@ class RankedBackend:
 
     @property
     def first(self) -> Far:
-        """Whose numbers count where all have the same."""
+        """The replica to ask for values that are equal on all."""
         return self.replicas[0]
 
     @property
@@ -69,7 +69,7 @@ class RankedBackend:
         return _summed(self._parts(packing, "backend.evaluate", objective))
 
     def _parts(self, packing: Packing, name: str, *args: Any, columns: bool = True, **kwargs: Any) -> list[Any]:
-        """Call a method of all at once, each with its share of the micro-batches; what each share gave."""
+        """Call a method on all at once, each with its share of the micro-batches; returns one result per share."""
         shares = [packing.for_rank(rank, self.ranks, columns=columns) for rank in range(self.ranks)]
         answers = self._together(
             replica.submit(name, shares[rank // self.sequence], *args, **kwargs)
@@ -78,12 +78,12 @@ class RankedBackend:
         return answers[:: self.sequence]
 
     def _together(self, answers: Iterable[Future[Any]]) -> list[Any]:
-        """The answers of all, each to its share."""
+        """The answers of all; if memory runs out, all of them have ended before the error is raised."""
         answers = submitted(answers)
         try:
             return self._gather(answers)
         except DeviceMemoryError:
-            for answer in answers:  # the next attempt finds nothing of this one running
+            for answer in answers:  # the next attempt must not overlap with this one
                 with suppress(DeviceMemoryError):
                     answer.result()
             raise
@@ -133,11 +133,11 @@ class RankedBackend:
         return gather_together(answers, [*self.replicas, *self.references])
 
     def _each(self, name: str, *args: Any) -> Any:
-        """Call a method of all at once; what the first returns."""
+        """Call a method on all at once; returns the result of the first."""
         return self._gather(replica.submit(name, *args) for replica in self.replicas)[0]
 
 
 def _summed(parts: Sequence[Metrics]) -> Metrics:
-    """Sums over micro-batches of several ranks, added up."""
+    """Add up the ranks' sums over micro-batches."""
     names = dict.fromkeys(name for part in parts for name in part)
     return {name: sum(part.get(name, 0.0) for part in parts) for name in names}

@@ -1,6 +1,6 @@
 """Optimizer state on disk: one file of whole tensors, or a file per rank with that rank's rows of each tensor.
 
-Any number of ranks can read what any other number wrote.
+The number of ranks that read the files may differ from the number that wrote them.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from torch import Tensor
 
 OPTIMIZER_FILE = "optimizer.safetensors"
 RANK_FILE = "optimizer-{rank:05d}.safetensors"
-"""Of each rank but the first, where ranks shard the state."""
+"""The file of each rank but the first, if ranks shard the state."""
 
 
 def write_state(
     directory: Path, tensors: Mapping[str, Tensor], first_rows: Mapping[str, int], version: int, rank: int = 0
 ) -> None:
-    """Write tensors, of which those in ``first_rows`` are this rank's rows from that one on."""
+    """Write tensors; those in ``first_rows`` are only this rank's rows, starting at the row given there."""
     plain = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
     file = directory / (RANK_FILE.format(rank=rank) if rank else OPTIMIZER_FILE)
     save_file(plain, file, metadata={"version": str(version), "first_rows": json.dumps(first_rows)})
 
 
 class StateFiles:
-    """Reads what the ranks of a run wrote."""
+    """Reads the files that the ranks of a run wrote."""
 
     def __init__(self, directory: Path) -> None:
         self.version = 0

@@ -1,4 +1,4 @@
-"""Training on one device with plain torch; or on one of several, each in a process of its own."""
+"""Training with plain torch on one device, or on one of several with a process each."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ class TorchBackend(Generic[M]):
     """One model, its optimizer and, where a KL needs it, a frozen reference.
 
     ``predict`` runs a model on a forest: ``partial(CausalLM.predict, temperature=0.7)``, ``ScoreModel.predict``.
-    A ``value_head`` that it uses is trained and saved beside the model. With ``ema_decay`` a float32 average of
-    the weights, ``a ← decay·a + (1 − decay)·w``, follows every optimizer step.
+    A ``value_head`` that it uses is trained and saved along with the model. With ``ema_decay`` a float32 average of
+    the weights, ``a ← decay·a + (1 − decay)·w``, is updated after every optimizer step.
 
-    One that has joined a ``group`` is one of several ranks, and each draws random numbers of its own. It has a copy of
-    the weights, whose gradients are summed over the ranks at each step; or, where the model is sharded
-    (``models/sharding.py``), some rows of all of it.
+    A backend that has joined a ``group`` is one of several ranks, each with its own random numbers. It has a copy of
+    the weights, whose gradients are summed over the ranks at each step; or, if the model is sharded
+    (``models/sharding.py``), some rows of every weight.
     """
 
     ranks = 1
@@ -91,7 +91,7 @@ class TorchBackend(Generic[M]):
         self._reference_is_new = False
         self._optimizer_steps = 0
         self._held: dict[str, Tensor] = {}
-        """The model's own weights, while the average is in their place."""
+        """The model's own weights, while the average replaces them."""
         torch.manual_seed(seed)
         self._settled = self._random_state()
         if gradient_checkpointing:
@@ -130,7 +130,7 @@ class TorchBackend(Generic[M]):
             return passes.score(packing, of)
 
     def _scored(self, reference: bool) -> tuple[Passes[M], AbstractContextManager[None]]:
-        """The model to run, and how: the reference of one with an adapter is the same model without it."""
+        """The passes to run and their context: with an adapter, the reference is the same model without the adapter."""
         if not reference:
             return self.passes, nullcontext()
         if self.reference_passes is not None:
@@ -139,11 +139,11 @@ class TorchBackend(Generic[M]):
         return self.passes, self.model.adapter.reference()
 
     def _reference_here(self, *, changes: bool = False) -> AbstractContextManager[None]:
-        """A context in which the reference has its weights."""
+        """A context in which the reference has its weights on its device."""
         return nullcontext() if self._host_reference is None else self._host_reference.here(changes=changes)
 
     def forward_backward(self, packing: Packing, objective: Objective) -> Metrics:
-        # A failed backward leaves some gradients added and some not, so every call starts from none.
+        # A failed backward pass leaves partial gradients, so every call starts without any.
         self.optimizer.zero_grad()
         self.model.module.train()
         sums, sharding = Sums(), self.model.sharding
@@ -157,7 +157,7 @@ class TorchBackend(Generic[M]):
                 loss, metrics = objective(forest, self.passes.predict(forest))
                 self.optimizer.backward(loss)
                 sums.add({"loss": loss, **metrics})
-            loss = metrics = None  # with the graph, before the next one grows, also where this one failed
+            loss = metrics = None  # frees the graph before the next one grows, even if this pass failed
         return sums.read()
 
     @torch.no_grad()
@@ -188,7 +188,7 @@ class TorchBackend(Generic[M]):
         return metrics
 
     def sum_gradients(self) -> None:
-        """The gradients of an optimizer batch become their sums over the ranks, as far as passes did not sum them."""
+        """Sum the gradients of an optimizer batch over the ranks, unless the passes have already done so."""
         self.optimizer.take_gradients()
         if self.group is None:
             return
@@ -200,14 +200,14 @@ class TorchBackend(Generic[M]):
             )
 
     def _sum_of_shards(self, number: Tensor) -> Tensor:
-        """The sum over a copy's ranks, the same bit by bit on the ranks of all copies."""
+        """The sum over a copy's ranks, bitwise equal on the ranks of all copies."""
         assert self.group is not None
         assert self.model.sharding is not None
         total = self.group.sum(number.to(self.group.device)) / len(self.model.sharding.copies.mesh)
         return total.to(number.device)
 
     def _check_finite(self, lr: float, grad_norm: float) -> None:
-        """Weights that no longer are numbers must not reach a checkpoint, where they would replace good ones."""
+        """Refuse non-finite weights, which must not replace good ones in a checkpoint."""
         if (name := self.optimizer.not_finite()) is not None:
             settings = self.optimizer.settings
             raise DivergedError(
@@ -241,7 +241,7 @@ class TorchBackend(Generic[M]):
             self._held = {}
 
     def _put(self, weights: dict[str, Tensor]) -> None:
-        """In place: a sampler in this process reads the same memory."""
+        """Copy in place: a sampler in this process reads the same memory."""
         for name, weight in weights.items():
             stored(self.optimizer.parameters[name]).copy_(weight)
 
@@ -255,24 +255,24 @@ class TorchBackend(Generic[M]):
 
     def offload(self) -> None:
         self._move("cpu")
-        if self.model.device.type == "cuda":  # what is only cached here, an engine beside it cannot have
+        if self.model.device.type == "cuda":  # gives cached memory to an engine on the same device
             torch.cuda.empty_cache()
 
     def reload(self) -> None:
         self._move(self.model.device)
 
     def _move(self, device: torch.device | str) -> None:
-        if self.optimizer.settings.offload:  # all of it is in host memory
+        if self.optimizer.settings.offload:  # all of it is in host memory already
             return
         self.optimizer.move(device)
         self.ema = {name: a.to(device) for name, a in self.ema.items()}
 
     def save(self, directory: Path, *, model_only: bool = False) -> None:
-        """As the port says; of several ranks the first writes what all have, and each its part of what is sharded.
+        """See ``Stored``. The first rank writes the state that all ranks share, and each its part of sharded state.
 
-        Where there are several sharded copies, the ranks of the first one write their parts.
+        If there are several sharded copies, the ranks of the first one write their parts.
         """
-        directory.mkdir(parents=True, exist_ok=True)  # whichever rank is the first here
+        directory.mkdir(parents=True, exist_ok=True)  # whichever rank arrives first
         rank, sharding = self.group.rank if self.group else 0, self.model.sharding
         first_copy = rank == 0 or (sharding is not None and sharding.first_copy)
         if first_copy:
@@ -347,7 +347,7 @@ class TorchBackend(Generic[M]):
         return states
 
     def _load_random_state(self, directory: Path, first: dict[str, Tensor]) -> None:
-        """This rank's own. One that the checkpoint knows nothing of, as there were fewer, goes on with what it has.
+        """Load this rank's state. If the checkpoint has none, as it is of fewer ranks, the current one is kept.
 
         Args:
             first: the first rank's.
@@ -373,7 +373,7 @@ class TorchBackend(Generic[M]):
 
 
 def load_weights(model: Decoder, directory: Path) -> None:
-    """Put the weights that ``model.save`` wrote, or its adapter's, in place.
+    """Load the weights that ``model.save`` wrote, or its adapter's, into the model.
 
     Raises:
         CheckpointError: they are of another model.

@@ -9,7 +9,7 @@ import typer
 
 
 def complete_setting(incomplete: str) -> list[str]:
-    """What a shell may complete a setting to: ``train.l`` → ``train.lr=``."""
+    """A shell's completions of a setting: ``train.l`` → ``train.lr=``."""
     from tunesmith.config.kinds import KINDS, all_keys
 
     keys = dict.fromkeys(key for kind in KINDS.values() for key in all_keys(kind))

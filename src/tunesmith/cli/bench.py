@@ -1,4 +1,4 @@
-"""``tunesmith bench``: where the time of a run's steps goes on this machine."""
+"""``tunesmith bench``: breaks down the time of a run's steps on this machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``tunesmith check``: whether checkpoints are what was written, and machines what a run needs."""
+"""``tunesmith check``: whether checkpoints are intact, and machines suitable for a run."""
 
 from __future__ import annotations
 

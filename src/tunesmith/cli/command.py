@@ -1,4 +1,4 @@
-"""How commands read their arguments: unknown options and commands are answered with the right ones."""
+"""Argument parsing for commands: unknown options and commands are answered with the right ones."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ _MEANT: Mapping[str, str] = {
     "merge": "merge_adapter lora_combiner export",
     "--help": "help",
 }
-"""Command → other words for it."""
+"""Command → synonyms."""
 
 
 class Command(TyperCommand):
-    """A command that answers unknown options and a missing run file; its description is not cut."""
+    """A command with help for unknown options and a missing run file; its description is not cut."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         known = {option for p in self.get_params(ctx) for option in (*p.opts, *p.secondary_opts)}
@@ -69,7 +69,7 @@ class Group(TyperGroup):
 
 
 def _unknown(args: Sequence[str], known: set[str]) -> list[tuple[str, list[str]]]:
-    """Long options that a command does not have, each with the values that follow it."""
+    """Long options unknown to a command, each with the values that follow it."""
     unknown: list[tuple[str, list[str]]] = []
     for position, text in enumerate(args):
         option, equals, value = text.partition("=")
@@ -99,7 +99,7 @@ def _about_options(command: str, options: Sequence[tuple[str, list[str]]], known
 
 
 def _instead(kind: Any, option: str, values: Sequence[str]) -> str:
-    """What to write for an option with its values."""
+    """The replacement for an option with its values."""
     from tunesmith.config.names.unknown import find, rule_of
 
     ours = find(kind, option)
@@ -121,7 +121,7 @@ def _instead(kind: Any, option: str, values: Sequence[str]) -> str:
 
 
 def _value(meanings: Sequence[Any], values: Sequence[str]) -> str:
-    """The value of an override; an option without a value is a flag that is on."""
+    """The value of an override; an option without a value is a flag that is set."""
     if fixed := [m.value for m in meanings if m.value]:
         return fixed[0]
     value = values[0] if len(values) == 1 else f"[{', '.join(values)}]" if values else "true"

@@ -1,4 +1,4 @@
-"""``tunesmith doctor``: what is wrong with a run."""
+"""``tunesmith doctor``: diagnoses a run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 UNHEALTHY = 3
-"""Exit code where there is more than a note."""
+"""Exit code if there is more than a note."""
 
 
 def doctor(

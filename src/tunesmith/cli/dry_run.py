@@ -1,4 +1,4 @@
-"""``--dry-run=8xH100-80GB``: two steps of a run on a machine that need not be there."""
+"""``--dry-run=8xH100-80GB``: two steps of a run on a machine that need not exist."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from tunesmith.plan.cost import Price
 
 ASSUMED_LINES = 1000
-"""Of data, which is not read: the learning rate's schedule needs an end."""
+"""Assumed lines of data, which is not read: the learning rate schedule needs an end."""
 PLANNED = {
     "weights": "weights",
     "gradients": "gradients",
@@ -31,10 +31,10 @@ PLANNED = {
 
 
 def print_dry_run(run: Path, overrides: Sequence[str], on: str) -> None:
-    """Print the layout of a run on a machine, and its memory, planned and needed by two steps of the run's own parts.
+    """Print a run's layout on a machine, and its memory: planned, and needed by two steps with the run's own parts.
 
     Raises:
-        ConfigError: the run has parts of which there are no fake ones, or settings contradict each other.
+        ConfigError: parts of the run have no fake version, or settings contradict each other.
         CapacityError: the run does not fit.
     """
     from rich.console import Console
@@ -69,7 +69,7 @@ def print_dry_run(run: Path, overrides: Sequence[str], on: str) -> None:
 
 
 def _rows(gpu: str, price: Price | None, phases: dict[str, Phase]) -> list[list[str]]:
-    """Bytes by purpose on a GPU: planned, of the trainer's for training, and needed in each phase."""
+    """Bytes by purpose on a GPU: planned (for training on a trainer's GPU), and needed in each phase."""
     rows = [["memory" if gpu == "trainer" else f"the {gpu}'s GPU", "planned", *phases]]
     for purpose, part in PLANNED.items():
         amounts = [getattr(price, part) if price else 0, *(phase.peak.get(purpose, 0) for phase in phases.values())]

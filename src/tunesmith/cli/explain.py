@@ -1,4 +1,4 @@
-"""``tunesmith explain``: everything that is known about a setting, a metric, or another framework's name."""
+"""``tunesmith explain``: everything known about a setting, a metric, or another framework's name."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from tunesmith.config.documents.reference import Setting
 
 _MOST = 8
-"""Pieces of advice that are printed."""
+"""Maximum pieces of advice to print."""
 
 
 def explain(
@@ -61,7 +61,7 @@ def _explain_setting(setting: Setting, run: Path | None) -> None:
 
 
 def _print_advice(name: str) -> None:
-    """What the documents say, the guides first."""
+    """Print the documentation's advice, the guides first."""
     from tunesmith.config.documents.advice import advice_about
 
     advice = advice_about(name)

@@ -20,7 +20,7 @@ P = ParamSpec("P")
 
 
 def guarded(command: Callable[P, None]) -> Callable[P, None]:
-    """Make a command end with an exit code: 2 or 3 for what the user can fix, 1 for our faults, 128 + n for signal n.
+    """Make a command end with an exit code: 2 or 3 for problems the user can fix, 1 for ours, 128 + n for signal n.
 
     Standard error gets the message of a Tunesmith error, and the traceback of any other.
     """

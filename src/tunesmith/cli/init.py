@@ -1,4 +1,4 @@
-"""``tunesmith init``. From here: ``recipes/start.py``."""
+"""``tunesmith init``; see ``recipes/start.py``."""
 
 from __future__ import annotations
 

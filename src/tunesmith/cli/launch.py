@@ -84,7 +84,7 @@ def launch(
 
 
 def _resources(nodes: int, cpus: int, gpus: int) -> list[str]:
-    """What each machine of the job has."""
+    """The resources of each machine of the job."""
     found = [f"--nodes={nodes}", "--ntasks-per-node=1", f"--cpus-per-task={cpus}"]
     return [*found, f"--gpus-per-node={gpus}"] if gpus else found
 
@@ -99,7 +99,7 @@ def _deliver(script: str, output: Path | None) -> None:
 
 
 def _check_given(run: Path, overrides: Sequence[str], sbatch: Sequence[str]) -> None:
-    """Refuse (ConfigError) what the script sets itself, and what is no option of sbatch."""
+    """Reject (ConfigError) options that the script sets itself, and words that are not options of sbatch."""
     for key in ("system.cluster", "system.ray_address", "run_dir", "checkpoint.resume"):
         if any(text.partition("=")[0].strip() == key for text in overrides):
             raise ConfigError(f"override '{key}': the job script sets it. Set it in {run}, or leave it out")
@@ -108,10 +108,10 @@ def _check_given(run: Path, overrides: Sequence[str], sbatch: Sequence[str]) -> 
 
 
 def _ranks(config: RunConfig, ray: bool, nodes: int, gpus: int) -> int:
-    """Processes that torchrun starts on each machine.
+    """Number of processes that torchrun starts on each machine.
 
     Raises:
-        ConfigError: the settings ask for another number of trainer ranks in all.
+        ConfigError: the settings require a different total number of trainer ranks.
     """
     ranks = max(1, gpus) if config.drawing is None else 1
     system, processes = config.system, 1 if ray else nodes * ranks
@@ -136,10 +136,10 @@ def _kind(command: str | None, run: Path, overrides: list[str]) -> type[RunConfi
 
 
 def _on_ray(config: RunConfig, asked: bool | None, nodes: int) -> bool:
-    """Whether a run goes on a Ray cluster.
+    """Whether to run on a Ray cluster.
 
     Raises:
-        ConfigError: it cannot be started in the way or on as many machines as asked for.
+        ConfigError: the run cannot be started as requested or on the requested number of machines.
     """
     from tunesmith.config.schema import RLConfig
 
@@ -154,6 +154,6 @@ def _on_ray(config: RunConfig, asked: bool | None, nodes: int) -> bool:
 
 
 def _script(template_name: str, words: Mapping[str, str]) -> str:
-    """A script, with the words for its ``@names@``."""
+    """A script whose ``@names@`` are replaced with ``words``."""
     template = Path(__file__).with_name(f"{template_name}.sh").read_text(encoding="utf-8")
     return re.sub(r"@(\w+)@", lambda place: words[place[1]], template)

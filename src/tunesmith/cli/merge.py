@@ -1,4 +1,4 @@
-"""``tunesmith merge``. From here: ``assembly.run_merge``, ``models/adapters.py:merge``."""
+"""``tunesmith merge``; see ``assembly.run_merge`` and ``models/adapters.py:merge``."""
 
 from __future__ import annotations
 

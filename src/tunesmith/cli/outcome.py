@@ -1,4 +1,4 @@
-"""What a command prints when its run has ended."""
+"""The output of a command when its run has ended."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def print_outcome(outcome: RunResult) -> None:
-    """Where the time went, the evaluations' first and last values, and where the model is."""
+    """Print the time by phase, the evaluations' first and last values, and the model's path."""
     print_examples(outcome.examples)
     facts: dict[str, str] = {}
     if outcome.evaluations:
@@ -37,20 +37,20 @@ def print_outcome(outcome: RunResult) -> None:
 
 
 def _findings(run_dir: Path) -> list[str]:
-    """What the doctor finds, without notes."""
+    """The doctor's findings, without notes."""
     from tunesmith.doctor.findings import diagnose
     from tunesmith.doctor.record import read_record
 
-    with suppress(Exception):  # a run that has ended well must not fail here
+    with suppress(Exception):  # a successful run must not fail here
         return [finding.key for finding in diagnose(read_record(run_dir)) if finding.severity != "note"]
     return []
 
 
 def print_usage(usage: Mapping[str, float], earlier: float, facts: Mapping[str, str]) -> None:
-    """Where the time of all calls of a run went, its peak memory, and ``facts``.
+    """Print the time of all calls of a run by phase, its peak memory, and ``facts``.
 
     Args:
-        usage: as ``offline.usage.Usage`` counts it.
+        usage: as counted by ``offline.usage.Usage``.
         earlier: seconds of calls before this one.
     """
     from tunesmith.config.sizes import format_size
@@ -70,7 +70,7 @@ def print_usage(usage: Mapping[str, float], earlier: float, facts: Mapping[str, 
 
 
 def print_examples(examples: Sequence[Example]) -> None:
-    """What the model answered before training and after it."""
+    """Print the model's answers before and after training."""
     if examples:
         print("\nHeld-out prompts, answered before training and after it")
     for example in examples:
@@ -78,5 +78,5 @@ def print_examples(examples: Sequence[Example]) -> None:
 
 
 def _number(value: float | None) -> str:
-    """In the metrics, None is a value that is not finite."""
+    """A metric as text; None stands for a value that is not finite."""
     return "nan" if value is None else f"{value:.3g}"

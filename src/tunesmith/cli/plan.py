@@ -1,4 +1,4 @@
-"""``tunesmith plan``: how a run would use a machine, which need not be there."""
+"""``tunesmith plan``: how a run would use a machine, which need not exist."""
 
 from __future__ import annotations
 

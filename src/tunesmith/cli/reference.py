@@ -1,4 +1,4 @@
-"""``tunesmith keys``, ``models`` and ``presets``: what a run file may have, read from the code itself."""
+"""``tunesmith keys``, ``models`` and ``presets``: the possible contents of a run file, read from the code itself."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def keys(
 
 
 def print_setting(setting: Setting, *, of_command: bool = False) -> None:
-    """A setting with its default, what it may be and what it means; with ``of_command`` not which commands have it."""
+    """Print a setting with its default, type and meaning and, unless ``of_command``, the commands that have it."""
     from tunesmith.config.kinds import KINDS
 
     everywhere = of_command or len(setting.commands) == len(KINDS)

@@ -1,4 +1,4 @@
-"""``tunesmith report``: what runs did, as one HTML file."""
+"""``tunesmith report``: the history of runs as one HTML file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``tunesmith runs``: the runs in a directory, two or more beside each other, and the newest steps of one."""
+"""``tunesmith runs``: lists runs, compares two or more, and shows the newest steps of one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from tunesmith.monitor.runs import Run
 
 POLL = 1.0
-"""Seconds between two looks at a run that is followed."""
+"""Seconds between polls of a followed run."""
 
 
 def runs(
@@ -96,7 +96,7 @@ def _compare(found: Sequence[Run], as_json: bool) -> None:
 
 
 def _tail(run: Run, last: int, follow: bool) -> None:
-    """Print the newest steps; with ``follow`` also those that come, until nobody writes them any more."""
+    """Print the newest steps; with ``follow`` also new ones, until the run stops."""
     from tunesmith.monitor.run_dir import is_running
     from tunesmith.monitor.runs import last_lines
 

@@ -1,4 +1,4 @@
-"""``tunesmith serve-reward``. From here: ``assembly.serve_reward`` builds, ``rewards/server.py`` serves."""
+"""``tunesmith serve-reward``: ``assembly.serve_reward`` builds the service, ``rewards/server.py`` serves it."""
 
 from __future__ import annotations
 

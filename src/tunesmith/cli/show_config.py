@@ -1,4 +1,4 @@
-"""``tunesmith config``: check a run file and show what it resolves to, without running it."""
+"""``tunesmith config``: checks a run file and shows the resolved settings, without running it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A standard output that may be closed without ending the run: by ``| head``, or by the user's code."""
+"""A standard output that ``| head`` or the user's code may close without ending the run."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class LastingOutput:
         self._try(self._stream.flush)
 
     def close(self) -> None:
-        """Stays open: only code other than the command's own closes it."""
+        """Keep the stream open: only code other than the command's own closes it."""
 
     def isatty(self) -> bool:
         return not (self._broken or self._stream.closed) and self._stream.isatty()
@@ -52,7 +52,7 @@ class LastingOutput:
 
 @contextmanager
 def lasting_output() -> Generator[None]:
-    """Inside, ``sys.stdout`` is a ``LastingOutput``, on its own file descriptor where there is one."""
+    """Within this context, ``sys.stdout`` is a ``LastingOutput``, on its own file descriptor if there is one."""
     before = sys.stdout
     try:
         own = os.fdopen(os.dup(before.fileno()), "w", encoding=before.encoding, errors=before.errors, buffering=1)

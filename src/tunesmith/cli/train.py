@@ -1,4 +1,4 @@
-"""The commands that train. From here: ``assembly/train.py``, then ``loop/rl.py:run`` or ``loop/supervised.py:run``."""
+"""The commands that train; they call ``assembly/train.py``, then ``loop/rl.py:run`` or ``loop/supervised.py:run``."""
 
 from __future__ import annotations
 

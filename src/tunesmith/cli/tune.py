@@ -1,4 +1,4 @@
-"""``tunesmith tune``: measures which settings of the system make a run fastest on this machine."""
+"""``tunesmith tune``: measures which system settings make a run fastest on this machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``tunesmith watch``: runs that go on, in the browser."""
+"""``tunesmith watch``: live runs in the browser."""
 
 from __future__ import annotations
 

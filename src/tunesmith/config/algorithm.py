@@ -26,14 +26,14 @@ Aggregation = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum",
 
 
 class AlgorithmSection(Section):
-    """Keys that are left out come from the preset (``resolve_algorithm``)."""
+    """``[algorithm]``; omitted keys come from the preset (``resolve_algorithm``)."""
 
     families: ClassVar[Mapping[str, type[Choice]]] = {
         "advantage": Estimator, "loss": Loss, "kl": KL, "correction": Correction,
     }  # fmt: skip
 
     name: Text = "grpo"
-    """A preset, ``file.toml`` or ``file.py:NAME``: fills in every key below that is left out."""
+    """A preset, ``file.toml`` or ``file.py:NAME``: fills in every omitted key below."""
     advantage: Estimator = derived()
     """The advantage estimator."""
     loss: Loss = derived()
@@ -41,14 +41,14 @@ class AlgorithmSection(Section):
     aggregation: Aggregation = derived()
     """How token losses are averaged."""
     kl: KL = derived()
-    """The KL to a reference: a term of the loss, a penalty in the reward, or none."""
+    """The KL to a reference: a loss term, a reward penalty, or none."""
     entropy_coef: float = 0.0
     """Weight of an entropy bonus."""
     correction: Correction = derived()
-    """Weight of each token that corrects for the difference between trainer and sampler (needs ``decoupled``)."""
+    """Per-token weight that corrects for the difference between trainer and sampler (needs ``decoupled``)."""
     decoupled: bool = derived()
     """Recompute the old log-probabilities with the trainer before the update; None: if there is a correction, or if
-    settings such as ``rollout.top_p`` alter what is sampled."""
+    settings such as ``rollout.top_p`` alter the sampling distribution."""
     overlong: Annotated[
         OverlongRamp | Literal[False],
         BeforeValidator(on_is_a_table),
@@ -56,17 +56,17 @@ class AlgorithmSection(Section):
     ] = False
     """Lower the reward gradually over the last tokens before the length limit (DAPO)."""
     stop_properly: Annotated[float, Field(le=1)] | None = None
-    """Factor on the reward of a rollout that hit the length limit; a negative number replaces the reward (ProRL)."""
+    """Factor on the reward of a rollout that hit the length limit; a negative value replaces the reward (ProRL)."""
     reward_clip: tuple[float, float] | None = None
-    """Clip the reward to two bounds, before any baseline."""
+    """Clip the reward to these two bounds, before any baseline."""
     mask_truncated: bool = False
-    """Leave rollouts whose last turn hit the length limit out of the loss."""
+    """Exclude rollouts whose last turn hit the length limit from the loss."""
     dynamic_filter: Annotated[
         DynamicFilter | Literal[False],
         BeforeValidator(on_is_a_table),
         Field(description="true, false, or a table with the keys low, high, rest_epochs"),
     ] = False
-    """Replace groups whose rollouts have equal scores, or a mean score that is not strictly between the bounds."""
+    """Replace groups whose rollouts all have equal scores, or whose mean score is not strictly between the bounds."""
 
     @field_validator("name")
     @classmethod
@@ -77,9 +77,9 @@ class AlgorithmSection(Section):
     @field_validator(*families, mode="before")
     @classmethod
     def _typed(cls, value: object, info: ValidationInfo) -> object:
-        """A table without a type has the preset's."""
+        """A table without a type gets the preset's type."""
         assert info.field_name is not None
-        if value is None or "name" not in info.data:  # whose own error is enough
+        if value is None or "name" not in info.data:  # a bad name has its own error
             raise PydanticUseDefault
         preset: Any = find_preset(info.data["name"]).settings.get(info.field_name, "")
         usual = cast(Mapping[str, Any], preset).get("type", "") if isinstance(preset, Mapping) else preset
@@ -94,12 +94,12 @@ class AlgorithmSection(Section):
 
     @property
     def needs(self) -> frozenset[str]:
-        """What the training loop must provide (keys of ``NEEDS``); for a resolved section."""
+        """Data that the training loop must provide (keys of ``NEEDS``); for a resolved section."""
         return self.advantage.needs | self.loss.needs
 
     @property
     def reference(self) -> ReferenceKL | None:
-        """The KL of a resolved section, if there is one: samples then need ``ref_logprobs``."""
+        """The KL of a resolved section, if any; samples then need ``ref_logprobs``."""
         return self.kl if isinstance(self.kl, ReferenceKL) else None
 
 
@@ -111,7 +111,7 @@ class CriticSection(Section):
     shared_trunk: bool = False
     """A value head on the policy instead of a separate model; one backward pass trains both."""
     value_coef: Annotated[float, Field(gt=0)] = derived()
-    """With ``shared_trunk``: weight of the value loss relative to the policy's."""
+    """With ``shared_trunk``: weight of the value loss relative to the policy loss."""
     value_clip: Annotated[float, Field(ge=0)] = 0.5
     """How far a value may move from its old value; 0 is off."""
     lr: Rate = derived()
@@ -121,6 +121,6 @@ class CriticSection(Section):
     warmup_steps: Count = 0
     max_grad_norm: GradNorm = 1.0
     passes_per_batch: PositiveInt = derived()
-    """Passes of the critic over one rollout batch; None: as the policy's."""
+    """Passes of the critic over one rollout batch; None: as many as the policy's."""
     freeze_actor_steps: Count = 0
     """Steps in which only the critic learns."""

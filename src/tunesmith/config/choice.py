@@ -1,7 +1,7 @@
 """Settings that are one of several types, each with its own fields: ``loss = "sapo"``, or a table with ``type``.
 
 A family (``Loss``, ``Estimator``, ...) is a direct subclass of ``Choice``, and a type is a subclass of its family. The
-package's types have a ``name``; the name of a user's type is its reference, ``file.py:Class``.
+package's types have a ``name``; the name of a user-defined type is its reference, ``file.py:Class``.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from tunesmith.config.section import Section
 
 
 class Choice(Section):
-    """One frozen class per type: its fields are the keys of its table."""
+    """One frozen class per type; its fields are the keys of its table."""
 
     what: ClassVar[str] = ""
-    """The family's name in messages, such as "loss"; only a family has it."""
+    """The family's name in messages, such as "loss"; only families set it."""
     types: ClassVar[dict[str, type[Any]]] = {}
     """The family's types in the package, by name."""
     usual: ClassVar[str] = ""
-    """The type of a table without ``type``, if the preset has none either."""
+    """The default type of a table without ``type``, if the preset has none either."""
     open_to_users: ClassVar[bool] = True
     """Whether a type may be a class in a user's file."""
     family: ClassVar[type[Any]]
 
     name: ClassVar[str] = ""
-    """The type in a run file: a word, or the reference to a user's class."""
+    """The type's name in a run file: a word, or the reference to a user's class."""
     formula: ClassVar[str] = ""
     source: ClassVar[str] = ""
     use: ClassVar[str] = ""
     """When to use it, in a few words."""
     needs: ClassVar[frozenset[str]] = frozenset()
-    """What the training loop must provide (keys of ``presets.NEEDS``)."""
+    """Data that the training loop must provide (keys of ``presets.NEEDS``)."""
 
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
@@ -56,7 +56,7 @@ class Choice(Section):
         return core_schema.no_info_plain_validator_function(cls.chosen, serialization=dumped)
 
     def dumped(self, info: core_schema.SerializationInfo | None = None) -> dict[str, Any]:
-        """The table of this object in a run file."""
+        """This object as a table in a run file."""
         return {"type": self.name, **self.model_dump(mode=info.mode if info else "json")}
 
     @classmethod
@@ -64,10 +64,10 @@ class Choice(Section):
         """The object for a run file's name or table.
 
         Args:
-            usual: the type of a table without ``type``; if the table has it, ``model_fields_set`` has it too.
+            usual: the type of a table without ``type``. An explicit ``type`` is also in ``model_fields_set``.
 
         Raises:
-            ValidationError: an unknown type; a key that the type does not have, or a bad value of one.
+            ValidationError: an unknown type, a key that the type lacks, or a bad value.
             ConfigError: the file of a user's class cannot be imported.
         """
         if isinstance(value, cls):
@@ -112,7 +112,7 @@ class Choice(Section):
 
     @classmethod
     def _problem_of(cls, kind: type[Any], base: str) -> str:
-        """What is wrong with a user's class: its base, or the signature of its ``__call__``; empty if nothing is."""
+        """The problem with a user's class (its base, or the signature of its ``__call__``); empty if there is none."""
         if not issubclass(kind, cls):
             return f"{kind.__name__} is not a {cls.what}; make it a subclass of {base}"
         wanted = list(inspect.signature(vars(cls)["__call__"]).parameters)
@@ -127,7 +127,7 @@ class Choice(Section):
 
     @classmethod
     def explained(cls, error: ValidationError) -> ValidationError:
-        """The same error, with the valid keys for a key that the type does not have."""
+        """The same error, naming the valid keys where the type lacks a key."""
         details: list[InitErrorDetails] = []
         for line in error.errors(include_url=False):
             kind: Any = line["type"]
@@ -148,12 +148,12 @@ class Choice(Section):
         return f"the {cls.what} '{cls.name}' has no key {key}; {has}{elsewhere}"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Another process loads a user's class by its reference: it cannot import the class's module by name."""
+        """Pickle a user's class by its reference: another process cannot import its module by name."""
         if ":" in self.name:
             return self.family.chosen, (self.dumped(),)
         return super().__reduce_ex__(protocol)
 
 
 def on_is_a_table(value: object) -> object:
-    """``true`` is a table with its defaults."""
+    """``true`` becomes a table with default values."""
     return {} if value is True else value

@@ -12,16 +12,16 @@ from tunesmith.config.section import Section, derived
 
 class TeacherSection(Section):
     path: str
-    """A directory or a hub name; it must have the student's tokens."""
+    """A directory or a hub name; the teacher must have the student's vocabulary."""
 
 
 class DistillSection(Section):
     mode: Literal["on_policy", "sampled", "offline"] = "on_policy"
     """Reverse KL on the student's samples; forward KL on the student's samples; forward KL on given answers."""
     top_k: PositiveInt = derived()
-    """How many of the teacher's likeliest tokens a forward KL compares one by one; the others count together."""
+    """How many of the teacher's most likely tokens a forward KL compares individually; the rest count as one."""
     alpha: Share = derived()
-    """Offline: weight of the KL; 1 − alpha is the weight of the given answers' negative log-probability."""
+    """Offline only: weight of the KL; the given answers' negative log-probability has weight 1 − alpha."""
 
 
 class OnPolicyAlgorithm(AlgorithmSection):
@@ -42,7 +42,7 @@ class DistillConfig(RLConfig):
 
 
 class SampledDistillConfig(DistillConfig):
-    """``mode = "sampled"``: only ``aggregation`` is read of the algorithm."""
+    """``mode = "sampled"``: of the algorithm, only ``aggregation`` is used."""
 
     algorithm: SampledAlgorithm = SampledAlgorithm()  # pyright: ignore[reportIncompatibleVariableOverride]
 
@@ -56,7 +56,7 @@ class OfflineDistillConfig(SFTConfig):
 
 
 def distill_kind(data: Mapping[str, Any]) -> type[RunConfig]:
-    """The configuration of a run file's tree, by ``distill.mode``; a wrong mode is refused when it is read."""
+    """The configuration class of a run file's tree, by ``distill.mode``; an invalid mode is refused later, on load."""
     section = data.get("distill")
     kinds = {"sampled": SampledDistillConfig, "offline": OfflineDistillConfig}
     return kinds.get(str(section.get("mode")) if isinstance(section, Mapping) else "", DistillConfig)

@@ -22,42 +22,42 @@ class SamplingSection(SamplingKeys):
 
 class OutputSection(Section):
     kind: Literal["completions", "best", "pairs", "conditional", "score"] = "completions"
-    """What is written: all completions; the best of each prompt; best against worst; the reward in the prompt;
-    or rewards of completions that the data holds already."""
+    """What to write: all completions; the best per prompt; best-versus-worst pairs; completions with the reward in the
+    prompt; or rewards of completions already in the data."""
     logprobs: bool = False
-    """Also write the token ids, and the log-probability of each."""
+    """Also write the token ids and their log-probabilities."""
     min_margin: Annotated[float, Field(ge=0)] | None = None
-    """``pairs``: the best must be better than the worst by more than this."""
+    """``pairs``: the best reward must exceed the worst by more than this."""
     min_reward: float | None = None
     """``best`` and ``pairs``: the best completion must have at least this reward; None: any reward."""
     reward_template: str | None = None
-    """``conditional``: what the prompt becomes, with ``{prompt}`` and ``{reward}`` in it."""
+    """``conditional``: template of the new prompt, with ``{prompt}`` and ``{reward}``."""
     reward_levels: Annotated[int, Field(ge=2)] | None = None
-    """``conditional``: write the reward as one of this many equally filled levels, 1 the lowest; None: as a number."""
+    """``conditional``: write the reward as one of this many quantile levels, 1 the lowest; None: as a number."""
 
 
 class RFTSection(Section):
     profile: Literal["conservative", "balanced", "aggressive"] = "balanced"
-    """Fills in what is left out of ``[sampling]``, ``[train]``, ``[system]``, ``[monitor]`` and ``[checkpoint]``."""
+    """Fills in omitted keys of ``[sampling]``, ``[train]``, ``[system]``, ``[monitor]`` and ``[checkpoint]``."""
     few_shot: Path | None = None
-    """Worked examples before each question when the first round is sampled, and never in training."""
+    """Worked examples placed before each question when sampling the first round; never used in training."""
     few_shot_separator: str | None = None
-    """Between the examples of a plain text prompt; sampling stops at it."""
+    """Text between the examples in a plain text prompt; sampling stops at it."""
     select: Literal["first", "all", "shortest", "distinct"] = "distinct"
     """Which of a question's correct answers are learned."""
     threshold: float | None = None
-    """The reward from which an answer is correct; None: the sum of the rewards' weights."""
+    """Minimum reward of a correct answer; None: the sum of the rewards' weights."""
     rounds: PositiveInt = 1
     sampler: str | None = None
-    """A directory or a hub name: another model, often a larger one, that answers the questions."""
+    """A directory or a hub name: another, often larger, model that answers the questions."""
     answers: Path | None = None
-    """A ``samples.jsonl`` of an earlier run over the same questions: select and train without sampling again."""
+    """A ``samples.jsonl`` from an earlier run over the same questions: select and train without sampling again."""
     start: Literal["base", "last"] = "base"
     """The model that each round's training starts from."""
 
 
 class GenerateConfig(RunConfig):
-    """``data.train`` names the lines to answer."""
+    """``tunesmith generate``; ``data.train`` names the lines to answer."""
 
     command = "generate"
     supervised = False

@@ -1,4 +1,4 @@
-"""Which configuration each command reads."""
+"""The configuration that each command reads."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ KINDS: Mapping[str, type[RunConfig]] = {
         GenerateConfig,
     )
 }
-"""Configurations by command. ``distill`` has two further ones, by ``distill.mode``."""
+"""Configurations by command; ``distill`` has two more, by ``distill.mode``."""
 
 
 def commands_with(key: str) -> list[str]:
-    """The commands whose run files have a dotted key or a section."""
+    """The commands whose run files have a given dotted key or section."""
     return [name for name, kind in KINDS.items() if key in kind.model_fields or key in all_keys(kind)]
 
 

@@ -1,4 +1,4 @@
-"""From a run file and command-line overrides to a checked configuration.
+"""Loading a checked configuration from a run file and command-line overrides.
 
 All problems of a file are reported at once, each with its line or override.
 """
@@ -38,19 +38,19 @@ Tree = dict[str, Any]
 def load_config(kind: type[C], path: Path | None, overrides: Sequence[str] = (), *, files: bool = True) -> C:
     """Read, override and check a run file; refuse it with every problem listed.
 
-    Relative paths of existing files (model, data, rewards, chat template, checkpoint) are looked up in the run file's
-    directory first and then in the working directory; for paths in overrides the order is reversed. A relative
-    ``run_dir`` is below the working directory. Paths become absolute. A model or data set that is not a local path
-    stays as it is: a hub name.
+    Relative paths of existing files (model, data, rewards, chat template, checkpoint) are looked up first in the run
+    file's directory, then in the working directory; for paths in overrides the order is reversed. A relative
+    ``run_dir`` is below the working directory. Paths become absolute. A model or data set that is not a local path is
+    kept as a hub name.
 
     Args:
-        kind: the command's, such as ``RLConfig``.
+        kind: the command's configuration class, such as ``RLConfig``.
         path: the TOML file; None for a configuration of overrides only.
-        overrides: ``section.key=value``, the value in TOML; what is not valid TOML is taken as text.
-        files: look for the files that it names; without, their paths stay as they are.
+        overrides: ``section.key=value``, with the value in TOML; invalid TOML is taken as text.
+        files: whether to locate the files that it names; if False, their paths are kept as they are.
 
     Raises:
-        ConfigError: naming file, line and key of each problem, and what is valid.
+        ConfigError: names the file, line, key and valid values for each problem.
     """
     data, origins = read_tree(path, overrides)
     problems = [*origins.problems, *shape_problems(kind, data)]
@@ -70,7 +70,7 @@ def load_config(kind: type[C], path: Path | None, overrides: Sequence[str] = (),
 
 
 def find_kind(path: Path | None, overrides: Sequence[str] = ()) -> type[RunConfig]:
-    """The command's configuration, by the sections that only one has; ``SFTConfig`` if there is no such section."""
+    """The configuration class, by sections that only one command has; ``SFTConfig`` if there is no such section."""
     data, _ = read_tree(path, overrides)
     for names, kind in (
         ({"rm"}, RMConfig),
@@ -96,7 +96,7 @@ def parse_override(text: str) -> tuple[tuple[str, ...], Any]:
     """``"train.lr=1e-6"`` → ``(("train", "lr"), 1e-06)``; a value that is not TOML is text.
 
     Raises:
-        ConfigError: it has no ``=`` or no key.
+        ConfigError: the text has no ``=`` or no key, or is nested too deeply.
     """
     key, equals, value = text.partition("=")
     parts = tuple(part.strip() for part in key.split("."))
@@ -116,7 +116,7 @@ def parse_override(text: str) -> tuple[tuple[str, ...], Any]:
 
 
 def read_tree(path: Path | None, overrides: Sequence[str]) -> tuple[Tree, Origins]:
-    """The merged tree, and where each key comes from."""
+    """The merged tree, and the origin of each key."""
     text = _read_text(path) if path else ""
     try:
         data = tomllib.loads(text)
@@ -157,7 +157,7 @@ def _syntax_error(path: Path | None, error: ValueError) -> ConfigError:
 
 
 def _put(data: Tree, keys: tuple[str, ...], value: Any) -> tuple[str, ...] | None:
-    """Set a key and add the tables above it; returns the path of a value that is in the way, if any."""
+    """Set a key, adding the tables above it; return the path of a blocking value, if any."""
     node = data
     for depth, key in enumerate(keys[:-1], start=1):
         inner: Any = node.setdefault(key, {})
@@ -171,7 +171,7 @@ def _put(data: Tree, keys: tuple[str, ...], value: Any) -> tuple[str, ...] | Non
 
 
 def _opened(path: tuple[str, ...], value: Any) -> Tree | None:
-    """The table that a choice's name or a table's ``true`` stands for; None for any other value."""
+    """The table that a choice's name or a boolean table switch stands for; None for any other value."""
     field = field_at(RLConfig, path)
     if field is None or not tables_of(field.annotation):
         return None
@@ -204,7 +204,7 @@ def _problems_of(kind: type[RunConfig], data: Tree, errors: Sequence[ErrorDetail
 
 
 def _unknown_to_choice(kind: type[RunConfig], path: KeyPath, text: str) -> str:
-    """A key that a choice's type does not have: another framework may use the name for one of the table's keys."""
+    """The error for a key that a choice's type lacks; another framework may use its name for a key of the table."""
     name, table = dotted(path), dotted(path[:-1])
     known = find(kind, name).keys if name not in all_keys(kind) else ()
     called = answer(kind, name) if known and all(key.startswith(f"{table}.") for key in known) else None
@@ -212,7 +212,7 @@ def _unknown_to_choice(kind: type[RunConfig], path: KeyPath, text: str) -> str:
 
 
 def _wrong_value(kind: type[Section], path: KeyPath, value: Any, inner: KeyPath = ()) -> str:
-    """Args: inner: the path within ``kind``, if that is a part of the configuration."""
+    """Args: inner: the path within ``kind``, if ``kind`` is only part of the configuration."""
     hint, inner = "", inner or path
     if isinstance(value, dict) and "type" in value:
         value = cast(Tree, value)["type"]
@@ -227,7 +227,7 @@ def _wrong_value(kind: type[Section], path: KeyPath, value: Any, inner: KeyPath 
 
 
 def _path_in(data: Tree, location: tuple[int | str, ...]) -> KeyPath:
-    """pydantic's location without the names of union branches between the keys."""
+    """pydantic's location without the names of union branches."""
     node: Any = data
     path: list[int | str] = []
     for part in location:
@@ -248,7 +248,7 @@ def _at(data: Any, path: KeyPath) -> Any:
 
 
 def _deepest(problems: Sequence[Problem]) -> list[Problem]:
-    """One problem per place: of a union's errors, the one of the branch that got furthest."""
+    """One problem per path; for a union, that of the branch that got furthest."""
     paths = {p.path for p in problems}
     inner = {path[:n] for path in paths for n in range(len(path))}
     unique = {p.path: p for p in reversed(problems) if p.path not in inner}

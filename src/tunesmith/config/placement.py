@@ -19,23 +19,23 @@ class Resources(Section):
 
 class ScoringResources(Resources):
     processes: PositiveInt | None = None
-    """Processes that share what there is to score; None: 1, or ``shards`` of a reward model. Each has the whole model,
-    but with ``system.zero_stage = 3`` they share its weights."""
+    """Processes that share the scoring work; None: 1, or ``shards`` of a reward model. Each has the whole model, except
+    that with ``system.zero_stage = 3`` they shard its weights."""
 
 
 class RewardResources(ScoringResources):
     shards: PositiveInt | None = None
     """Processes that share one copy of a reward model, each with a part of the weights; None: 1, or all ``processes``
-    with ``system.zero_stage = 3``; derived where the model does not fit a GPU."""
+    with ``system.zero_stage = 3``; derived if the model does not fit a GPU."""
 
 
 class PlacementSection(Section):
-    """For each process of a role; None: 1 CPU and, where ``system.device`` is a GPU, 1 GPU."""
+    """Resources per process of each role; None: 1 CPU and, if ``system.device`` is a GPU, 1 GPU."""
 
     actor: Resources = Resources()
     """The trainer."""
     ref: ScoringResources = ScoringResources()
-    """The reference; placed with ``actor`` it is no process of its own, but each trainer rank has it, or its share."""
+    """The reference; colocated with ``actor`` it has no separate process: each trainer rank holds it, or its share."""
     critic: Resources = Resources()
     reward: RewardResources = RewardResources()
     """Each of ``reward.models``."""

@@ -1,4 +1,4 @@
-"""The run files of reward models and of preference optimisation."""
+"""The run files of reward models and preference optimisation."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class ReferenceSection(Section):
 class DPOSection(ReferenceSection):
     loss: Literal["sigmoid", "ipo", "hinge"] = "sigmoid"
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
-    """Share of the pairs that are assumed to be labelled wrongly (cDPO)."""
+    """Assumed share of mislabelled pairs (cDPO)."""
     nll_coef: Weight = 0.0
     """Weight of the chosen answer's mean negative log-probability."""
 
@@ -39,14 +39,14 @@ class KTOSection(ReferenceSection):
 
 class PRMSection(Section):
     separator: Annotated[str, Field(min_length=1)] = "\n"
-    """Text after each step; its last token predicts the label."""
+    """Text after each step; the label is predicted at its last token."""
     good: str = "+"
-    """The label of a good step, one token."""
+    """The label of a good step; one token."""
     bad: str = "-"
 
 
 class ScoreConfig(RunConfig):
-    """A command that trains a score model: a sample has one token more than its sequence, for what is predicted."""
+    """A command that trains a score model; a sample has one token more than its sequence, for the prediction."""
 
 
 class RMConfig(ScoreConfig):

@@ -1,4 +1,4 @@
-"""A configuration with every key filled in, and where each value comes from."""
+"""A configuration with every key filled in, and the origin of each value."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ C = TypeVar("C", bound=RunConfig)
 
 @dataclass(frozen=True, slots=True)
 class Derived:
-    """A key that was left out (or had to change), the value it got, and why."""
+    """A key that was omitted (or had to change), its new value, and why."""
 
     key: str
     value: Any
@@ -34,9 +34,9 @@ class Derived:
 
 @dataclass(frozen=True, slots=True)
 class Resolved(Generic[C]):
-    """``given`` is what file and overrides set, by dotted key; ``notes`` are remarks, not errors.
+    """A resolved configuration; ``given`` has settings from file and overrides by dotted key; ``notes`` are remarks.
 
-    ``reasons``: why another command set some of the keys in ``given``.
+    ``reasons`` says why another command set some of the keys in ``given``.
     """
 
     config: C
@@ -47,17 +47,17 @@ class Resolved(Generic[C]):
 
 
 def settings(config: RunConfig, *, given_only: bool = False) -> dict[str, Any]:
-    """Settings by dotted key, as plain JSON values; with ``given_only`` those that were set explicitly."""
+    """Settings by dotted key, as plain JSON values; with ``given_only``, only those set explicitly."""
     return _by_key(config, config.model_dump(mode="json"), "", given_only)
 
 
 def _by_key(section: BaseModel, dumped: Mapping[str, Any], prefix: str, given_only: bool) -> dict[str, Any]:
-    """A table in a section is listed key by key, unless it holds tables itself: then it is one value.
+    """The settings of one section; a table in it is listed key by key, or as one value if it holds tables itself.
 
-    A choice is its name, and a table that can be switched off is ``true``; their keys follow.
+    A choice is listed as its name, and a table that can be switched off as ``true``; their keys follow.
     """
     values: dict[str, Any] = {}
-    held, said = vars(section), section.model_fields_set  # a key without a value is not held
+    held, said = vars(section), section.model_fields_set  # ``held`` lacks keys without a value
     for key, can_be_off in _keys(type(section)):
         value, name, left_out = held.get(key), prefix + key, given_only and key not in said
         table = value if isinstance(value, BaseModel) and not (prefix and _holds_tables(value)) else None
@@ -76,7 +76,7 @@ def _by_key(section: BaseModel, dumped: Mapping[str, Any], prefix: str, given_on
 
 @cache
 def _keys(section: type[BaseModel]) -> list[tuple[str, bool]]:
-    """The keys of a section, and whether ``false`` switches their tables off."""
+    """The keys of a section, and whether ``false`` switches each one's table off."""
     return [(key, Literal[False] in alternatives(info.annotation)) for key, info in section.model_fields.items()]
 
 
@@ -85,7 +85,7 @@ def _holds_tables(section: BaseModel) -> bool:
 
 
 def print_resolved(resolved: Resolved[Any]) -> None:
-    """Two lists: given settings, and derived ones with their reasons; defaults are in ``resolved.json``."""
+    """Print given settings, then derived settings with their reasons; defaults are in ``resolved.json``."""
     from rich.console import Console
     from rich.text import Text
 
@@ -98,7 +98,7 @@ def print_resolved(resolved: Resolved[Any]) -> None:
     console = Console()
     columns = console.width if console.is_terminal else None
     for key, value, reason in shown:
-        # Values are aligned in a column while that leaves room for the reasons.
+        # Align values in a column as long as that leaves room for the reasons.
         pad = min(values, 24 if columns is None else max(0, min(24, columns - keys - 30)))
         line = Text(beside_or_below(f"{key:{keys}}  {value:{pad}}", reason, columns))
         line.stylize("bold", keys + 2, keys + 2 + len(value))
@@ -109,10 +109,10 @@ def print_resolved(resolved: Resolved[Any]) -> None:
 
 
 def save_resolved(resolved: Resolved[Any], directory: Path) -> None:
-    """Write ``config.toml`` (runs again as it is) and ``resolved.json`` (every value and its source).
+    """Write ``config.toml`` (can be run again as is) and ``resolved.json`` (every value and its source).
 
-    Only their owner can read them, and secrets are hidden in them; the run file of the user has the real ones. When a
-    run is resumed with other settings, the earlier ``config.toml`` is kept as ``config-1.toml``.
+    Only their owner can read them, and secrets are redacted; the user's run file has the real ones. When a run is
+    resumed with different settings, the earlier ``config.toml`` is kept as ``config-1.toml``.
 
     Raises:
         StorageError: they cannot be written.
@@ -132,9 +132,9 @@ def save_resolved(resolved: Resolved[Any], directory: Path) -> None:
 
 
 def changes(resolved: Resolved[Any], directory: Path) -> list[str]:
-    """What differs from the run that was started in a directory, as ``key: before → now``; nothing for a new run.
+    """Differences from the run that was started in a directory, as ``key: before → now``; none for a new run.
 
-    ``checkpoint`` and ``monitor``, which may change from call to call, and what follows from the machine are left out.
+    Excludes ``checkpoint`` and ``monitor``, which may change between calls, and values derived from the machine.
     """
     file = directory / "resolved.json"
     if not file.exists():
@@ -152,10 +152,10 @@ def changes(resolved: Resolved[Any], directory: Path) -> list[str]:
 
 
 def config_text(resolved: Resolved[Any], shown: Callable[[Any], Any] = redact_values) -> str:
-    """A run file of the given settings, with the derived values as comments; secrets in it as ``shown`` makes them."""
+    """A run file of the given settings, with derived values as comments; ``shown`` redacts secrets."""
     given = {k: toml_value(shown(v)) for k, v in resolved.given.items() if v is not None}
     tables = {key.rpartition(".")[0] for key in given} & given.keys()
-    switched_on = {(table, "true") for table in tables}  # which the table's own header says
+    switched_on = {(table, "true") for table in tables}  # implied by the table's own header
     written = _by_section({f"{k}.type" if k in tables else k: v for k, v in given.items() if (k, v) not in switched_on})
     derived = _by_section({d.key: f"{_shown(d.value)}  # {d.reason}" for d in resolved.derived}, written)
     lines: list[str] = []
@@ -168,7 +168,7 @@ def config_text(resolved: Resolved[Any], shown: Callable[[Any], Any] = redact_va
 
 
 def _by_section(values: Mapping[str, str], opened: Collection[str] | None = None) -> dict[str, dict[str, str]]:
-    """Values by table; with ``opened``, the keys of other tables are dotted keys of the table above."""
+    """Values by table; with ``opened``, keys of tables not in it become dotted keys of the table above."""
     sections: dict[str, dict[str, str]] = {}
     for key, value in values.items():
         section, _, name = key.rpartition(".")
@@ -180,7 +180,7 @@ def _by_section(values: Mapping[str, str], opened: Collection[str] | None = None
 
 
 def _shown(value: Any, text: Callable[[str], str] = str) -> str:
-    """A value as TOML without secrets; its texts, alone or in a list, as ``text`` makes them."""
+    """A value as TOML without secrets; ``text`` formats strings, alone or in a list."""
     if isinstance(value, float):
         return f"{value:.6g}"
     if isinstance(value, str | list | tuple):
@@ -189,7 +189,7 @@ def _shown(value: Any, text: Callable[[str], str] = str) -> str:
 
 
 def _entries(resolved: Resolved[Any]) -> dict[str, dict[str, Any]]:
-    """Each setting's value, where it comes from and, if it was derived, why."""
+    """Each setting's value, its source and, if derived, the reason."""
     reasons = {d.key: d.reason for d in resolved.derived}
     entries: dict[str, dict[str, Any]] = {}
     for key, value in redact_values(settings(resolved.config)).items():

@@ -1,8 +1,8 @@
-"""The sections of a run file. Frozen models, unknown keys refused; a key left out is derived.
+"""The sections of a run file, as frozen models that refuse unknown keys.
 
-``[model] [lora] [data] [reward] [environment] [algorithm] [critic] [rollout] [train] [eval]`` decide what is learned.
-``[system]`` decides how fast, and never changes what is learned. ``[monitor] [checkpoint]`` decide what is kept.
-``derived()`` keys have no value until ``resolve`` fills them in and gives the reason for each.
+``[model] [lora] [data] [reward] [environment] [algorithm] [critic] [rollout] [train] [eval]`` determine what is
+learned. ``[system]`` determines how fast, and never changes what is learned. ``[monitor] [checkpoint]`` determine
+what is kept. Omitted ``derived()`` keys have no value until ``resolve`` fills them in and gives a reason for each.
 """
 
 from __future__ import annotations
@@ -36,22 +36,23 @@ class ModelSection(Section):
     path: str
     """A directory or a hub name, in Hugging Face format."""
     dtype: Literal["float32", "bfloat16", "float16"] = derived()
-    """Of computation. With 16 bits the optimizer keeps float32 master weights; with float16 the loss is scaled, too."""
+    """Dtype of the computation. With 16 bits the optimizer keeps float32 master weights; with float16 the loss is
+    scaled too."""
     trust_remote_code: bool = False
     chat_template: Path | None = None
     """A Jinja file that replaces the tokenizer's own template."""
     quantize: Literal["int8", "nf4"] | None = None
-    """Keep the frozen weights of an adapter's base in 8 or 4 bits (bitsandbytes); needs ``lora``."""
+    """Store the frozen weights of an adapter's base in 8 or 4 bits (bitsandbytes); needs ``lora``."""
 
 
 class LoraSection(Section):
-    """A low-rank adapter (LoRA) trained in place of the model's own weights; on with ``rank`` or ``path``."""
+    """A low-rank adapter (LoRA) trained instead of the model's own weights; enabled by ``rank`` or ``path``."""
 
     rank: PositiveInt | None = None
     alpha: Annotated[float, Field(gt=0)] | None = None
     targets: Literal["all-linear"] | tuple[Text, ...] | None = None
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Of the adapter's input; supervised training only."""
+    """Dropout on the adapter's input; supervised training only."""
     path: Path | None = None
     """A saved adapter to continue, with its rank, alpha and targets."""
     save_merged: bool = False
@@ -68,7 +69,7 @@ class Source(Section):
     path: str
     """A .jsonl, .json, .parquet or .csv file, a directory, or a Hugging Face dataset name."""
     weight: Annotated[float, Field(gt=0)] | None = None
-    """Share of the draws, relative to the other sources' weights; None for all: by size."""
+    """Share of the draws, relative to the other sources' weights; None for all sources: proportional to size."""
     split: Text = "train"
     subset: Text | None = None
 
@@ -80,16 +81,16 @@ class DataSection(Section):
     train: str | Source | Sources
     eval: str | Source | Sources | None = None
     prompt: Text | None = None
-    """Name of the prompt column; None: recognised (``prompt``, ``question``, ``instruction``, ``messages``)."""
+    """Name of the prompt column; None: detected (``prompt``, ``question``, ``instruction``, ``messages``)."""
     completion: Text | None = None
-    """Name of the completion column (supervised training); None: recognised."""
+    """Name of the completion column (supervised training); None: detected."""
     system_prompt: str | None = None
     chat: bool | None = None
     """Whether text prompts go through the chat template; None: yes if the tokenizer has one."""
     chat_template_kwargs: Annotated[dict[str, Any] | None, Field(description="a table")] = None
-    """Variables of the chat template, such as ``{ enable_thinking = false }``, in every rendering."""
+    """Variables passed to the chat template in every rendering, such as ``{ enable_thinking = false }``."""
     loss_on: Literal["assistant", "completion", "all"] | None = None
-    """Which tokens supervised training learns; None: assistant turns, completion, or all, by format."""
+    """Which tokens supervised training learns; None: assistant turns, completion or all, depending on the format."""
     max_prompt_tokens: PositiveInt | None = None
     max_tokens: PositiveInt | None = None
     """Longest sequence in supervised training."""
@@ -105,10 +106,10 @@ class ModelReward(Section):
     path: str
     """A directory or a hub name: ``AutoModelForSequenceClassification`` with one label."""
     name: Text = "reward_model"
-    """What it is called in the metrics."""
+    """The reward's name in the metrics."""
     weight: float = 1.0
     normalize: bool = False
-    """Give ``(score - mean) / std``, with the numbers of the model's ``reward_stats.json``."""
+    """Return ``(score - mean) / std``, with mean and std from the model's ``reward_stats.json``."""
 
 
 class RemoteReward(Section):
@@ -120,34 +121,34 @@ class RemoteReward(Section):
     weight: float = 1.0
     protocol: Literal["tunesmith", "openrlhf"] = "tunesmith"
     batch_size: PositiveInt = 64
-    """Most completions in one request."""
+    """Maximum number of completions per request."""
     token_env: Text | None = None
     """The environment variable whose value is sent as ``Authorization: Bearer``."""
     timeout: Annotated[float, Field(gt=0)] = 30.0
     """Seconds that one attempt may take."""
     retries: Count = 3
-    """Further attempts after a failed connection, a timeout or an answer of 5xx, with growing pauses."""
+    """Retries, with growing pauses, after a failed connection, a timeout or a 5xx response."""
 
 
 class RewardSection(Section):
     functions: tuple[Text, ...] = ()
     """``file.py:function``, or a built-in: exact_match, numeric_match, regex_format, math."""
     weights: tuple[float, ...] | None = None
-    """Of ``functions``; models and remote rewards have their own."""
+    """Weights of ``functions``; models and remote rewards have their own."""
     models: tuple[ModelReward, ...] = ()
     remote: tuple[RemoteReward, ...] = ()
     timeout: Annotated[float, Field(gt=0)] = 30.0
     """Seconds that one call of a reward may take."""
     isolation: Literal["process", "thread"] | None = None
-    """Where your functions run: in a process that can be killed, or in the process of the run."""
+    """Where your functions run: in a process that can be killed, or in the run's own process."""
     memory: Size | None = None
-    """Memory of your functions' process, in addition to what they import; None: half of the machine's."""
+    """Memory of your functions' process, beyond its imports; None: half of the machine's."""
     max_failed_share: Share = 0.1
-    """The run stops when more than this share of a step's rollouts failed."""
+    """The run stops if more than this share of a step's rollouts fail."""
     answer: Text = "answer"
-    """The column the built-in rewards compare with."""
+    """The column that built-in rewards compare with."""
     pattern: str | None = None
-    """Regular expression of regex_format; with a group, also what exact_match and numeric_match extract."""
+    """Regular expression for regex_format; if it has a group, exact_match and numeric_match extract that group."""
 
     @property
     def given(self) -> bool:
@@ -157,25 +158,25 @@ class RewardSection(Section):
 
 class EnvironmentSection(Section):
     path: Annotated[str | dict[str, str] | None, Field(description="'file.py:name', or a table of such by name")] = None
-    """The class or agent that plays every task; or several by name, chosen by ``column``."""
+    """The class or agent that plays every task, or several by name, chosen by ``column``."""
     column: Text = "environment"
     """The column with the name of a task's environment, if there are several."""
     tools: tuple[Text, ...] = ()
-    """``file.py:function`` of typed functions with docstrings that the policy may call."""
+    """``file.py:function`` of functions that the policy may call; they need types and docstrings."""
     max_turns: PositiveInt = 8
-    """Calls of the policy in one episode."""
+    """Maximum number of policy turns per episode."""
     max_tokens: PositiveInt | None = None
-    """Longest conversation of an episode; None: prompt and ``max_turns`` turns with answers."""
+    """Longest conversation in an episode; None: the prompt and ``max_turns`` turns with answers."""
     timeout: Annotated[float, Field(gt=0)] = 60.0
-    """Seconds that one call of ``reset``, ``step`` or a tool may take; an episode has ``rollout.timeout``."""
+    """Seconds that one call of ``reset``, ``step`` or a tool may take; ``rollout.timeout`` limits a whole episode."""
     isolation: Literal["process", "thread"] | None = None
     """Where environments and tools run: each episode in a process that can be killed, or in a thread of the run."""
     memory: Size | None = None
-    """Memory of an episode's process, in addition to what your files import; None: half of the machine's."""
+    """Memory of an episode's process, beyond your files' imports; None: half of the machine's."""
     concurrency: PositiveInt = 128
-    """Episodes that are played at once."""
+    """Episodes played concurrently."""
     bad_call: Literal["tell", "end"] = "tell"
-    """After a bad tool call: tell the policy what was wrong with it, or end the episode."""
+    """After a bad tool call: tell the policy what was wrong, or end the episode."""
 
     @property
     def used(self) -> bool:
@@ -183,7 +184,7 @@ class EnvironmentSection(Section):
 
 
 class SamplingKeys(Section):
-    """How completions are drawn: what ``[rollout]`` and ``[sampling]`` share."""
+    """How completions are sampled: the keys that ``[rollout]`` and ``[sampling]`` share."""
 
     table: ClassVar[str]
     """The section's name in a run file."""
@@ -195,13 +196,13 @@ class SamplingKeys(Section):
     top_k: Count = 0
     min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
     repetition_penalty: Annotated[float, Field(gt=0)] = 1.0
-    """Divides the logits of tokens in the prompt or written before (multiplies negative ones), as in transformers."""
+    """Divides positive and multiplies negative logits of tokens in the prompt or completion, as in transformers."""
     min_new_tokens: Count = 0
-    """No completion ends before it has this many tokens."""
+    """Minimum number of tokens in a completion."""
     stop: tuple[Text, ...] = ()
     stop_token_ids: tuple[Count, ...] = ()
     timeout: Annotated[float, Field(gt=0)] = 3600.0
-    """Seconds that one completion may take before it counts as failed."""
+    """Seconds after which a completion counts as failed."""
     seed: Seed = 0
 
 
@@ -211,15 +212,15 @@ class RolloutSection(SamplingKeys):
     prompts_per_step: PositiveInt = 8
     group_size: PositiveInt = 8
     oversample: Annotated[float, Field(ge=1)] = 1.0
-    """With ``algorithm.dynamic_filter``, prompts tried at once for each that is still wanted."""
+    """With ``algorithm.dynamic_filter``, prompts tried at once per prompt that is still needed."""
     max_staleness: Count = 0
-    """By how many steps the policy that sampled a token may be older than the one trained on it; 0 is synchronous."""
+    """How many steps older the policy that sampled a token may be than the policy being trained; 0 is synchronous."""
     partial: bool = False
-    """With ``max_staleness``, load new weights while completions are being written instead of waiting for their end."""
+    """With ``max_staleness``, load new weights in the middle of completions instead of waiting for them to end."""
     over_generation: Annotated[float, Field(ge=1)] = 1.0
-    """With ``max_staleness``, prompts played at once for each of a step, which takes those that end first."""
+    """With ``max_staleness``, prompts played at once per prompt of a step; the step takes those that finish first."""
     queue_size: PositiveInt = derived()
-    """With ``max_staleness``, no prompt is begun while this many wait, with finished rollouts, to be trained on."""
+    """With ``max_staleness``, no new prompt starts while this many finished ones wait for training."""
     seed: Seed = derived()
 
 
@@ -230,9 +231,9 @@ class TrainSection(Section):
     batch_size: PositiveInt = derived()
     """Samples per optimizer step; None: the whole rollout batch (RL) or 32 (supervised)."""
     passes_per_batch: PositiveInt = 1
-    """Passes over one rollout batch."""
+    """Passes over each rollout batch."""
     optimizer: Optimizer = AdamW()
-    """What turns gradients into steps: AdamW, or Muon for the matrices of the layers and AdamW for all else."""
+    """The optimizer: AdamW, or Muon for the layers' matrices with AdamW for everything else."""
     lr: Rate = derived()
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     min_lr_ratio: Share = 0.0
@@ -243,9 +244,9 @@ class TrainSection(Section):
     betas: tuple[Beta, Beta] = (0.9, 0.999)
     eps: Annotated[float, Field(gt=0), at_most(1)] = 1e-8
     max_grad_norm: GradNorm = 1.0
-    """Gradients with a larger norm are scaled down to it; 0 in a run file (None here) is no clipping."""
+    """Gradients with a larger norm are scaled down to it; 0 in a run file (None here): no clipping."""
     ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """Keep an average of the weights that moves by ``1 − ema_decay`` of the difference per optimizer step."""
+    """Keep a moving average of the weights, updated by ``1 − ema_decay`` of the difference per optimizer step."""
     seed: Seed = 0
 
 
@@ -254,77 +255,77 @@ class EvalSection(Section):
     """Steps between evaluations; None: only at the end, if there is an eval set."""
     at_start: bool = True
     samples: PositiveInt = 1
-    """Completions per prompt; 1 is greedy, more give pass@k."""
+    """Completions per prompt; 1 is greedy, more than 1 give pass@k."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
-    """When ``samples`` is more than 1."""
+    """Sampling temperature if ``samples`` is more than 1."""
     pass_at: tuple[PositiveInt, ...] | None = None
     max_prompts: PositiveInt | None = None
     metric: Text | None = None
-    """What decides which checkpoint is best; None: ``eval/reward`` (RL) or ``eval/loss`` (supervised)."""
+    """The metric that selects the best checkpoint; None: ``eval/reward`` (RL) or ``eval/loss`` (supervised)."""
     target: float | None = None
     """End the run once an evaluation's ``metric`` is this good."""
     use_ema: bool = False
-    """Evaluate the average of the weights that ``train.ema_decay`` keeps."""
+    """Evaluate the moving average of the weights (``train.ema_decay``)."""
 
 
 class MonitorSection(Section):
-    """What a run shows and records."""
+    """What a run displays and records."""
 
     sinks: tuple[SinkName, ...] = ()
-    """Services or your own classes that also get the metrics; metrics.jsonl is always written."""
+    """Services or your own classes that also receive the metrics; metrics.jsonl is always written."""
     run_name: Text | None = None
     """The run's name in the sinks; None: the name of its directory."""
     project: Text | None = None
-    """The project in W&B and trackio, the experiment in MLflow; None: the service's environment variable, or
+    """The project in W&B and trackio, or the experiment in MLflow; None: the service's environment variable, else
     ``tunesmith``."""
     tags: tuple[Text, ...] = ()
     """The run's tags in the sinks."""
     progress: bool | None = None
-    """Whether progress is a live display; None: if standard output is a terminal."""
+    """Whether to show progress as a live display; None: if standard output is a terminal."""
     every: PositiveInt = 1
     """Steps between plain progress lines and between points in the sinks; metrics.jsonl has every step."""
     samples: Count = 2
-    """Groups of each step whose rollouts are kept in rollouts.jsonl; four times as many prompts of each evaluation."""
+    """Groups per step whose rollouts are kept in rollouts.jsonl; of each evaluation, four times as many prompts."""
     tokens: bool = True
     """Whether rollouts.jsonl has the text, the log-probability and the advantage of each token."""
     rollouts_size: Size = "1GB"
-    """Of rollouts.jsonl and rollouts-older.jsonl together; the oldest rollouts are dropped."""
+    """Maximum total size of rollouts.jsonl and rollouts-older.jsonl; the oldest rollouts are dropped."""
     trace_steps: tuple[PositiveInt, ...] = ()
     """Steps whose timeline is written to trace/."""
     profile_steps: tuple[PositiveInt, ...] = ()
-    """Steps whose operators and kernels torch's profiler writes to profile/."""
+    """Steps for which torch's profiler writes operators and kernels to profile/."""
     stall_after: Annotated[float, Field(ge=0)] = 300.0
-    """Seconds without progress before the run reports who waits for whom; 0: never."""
+    """Seconds without progress before the run reports which processes wait for which; 0: never."""
 
 
 class CheckpointSection(Section):
     every: PositiveInt | Literal["epoch"] = derived()
     """Steps between checkpoints, or one after each pass over the data; None: at the end, and every ``minutes``."""
     minutes: Annotated[float, Field(gt=0)] | None = None
-    """Minutes between checkpoints, in addition to ``every``; None: 15 where ``every`` is left out."""
+    """Minutes between checkpoints, in addition to ``every``; None: 15 if ``every`` is omitted."""
     keep: PositiveInt = 2
     model_only: bool | Literal["last"] = False
-    """Leave out what only a resumption needs (optimizer, random state): of every checkpoint, or of the last one of a
+    """Omit the state needed only to resume (optimizer, random state) from every checkpoint, or from the last one of a
     finished run. A checkpoint written after a signal always has it."""
     push_to_hub: Annotated[str, Field(pattern=r"^[\w.-]+/[\w.-]+$")] | None = None
-    """The repository on the Hugging Face hub for the model and its card; created if it does not exist."""
+    """The Hugging Face hub repository for the model and its card; created if it does not exist."""
     push: Literal["last", "all"] = "last"
-    """Which checkpoints' models are uploaded; "last": the one at the end."""
+    """Which checkpoints' models are uploaded; "last": only the final one."""
     hub_private: bool = True
-    """Whether a repository that is created is private."""
+    """Whether a newly created repository is private."""
     resume: bool | Literal["auto"] | Path = False
-    """True: continue from the newest checkpoint of ``run_dir``; "auto": the same, or start a new run where there is
-    none; a path: start from that checkpoint."""
+    """True: continue from the newest checkpoint in ``run_dir``; "auto": the same, or start a new run if there is none;
+    a path: start from that checkpoint."""
 
 
 class RunConfig(Section):
-    """What every command shares."""
+    """The sections that all commands share."""
 
     command: ClassVar[str]
     goal: ClassVar[Literal["rl", "sft", "pairs", "judged", "steps"]] = "sft"
-    """What the lines of data hold."""
+    """The kind of data in each line."""
     supervised: ClassVar[bool] = True
-    """Whether the lines of data hold what is learned, so that nothing is sampled."""
+    """Whether the data contains the text to learn, so nothing is sampled."""
     trains: ClassVar[bool] = True
 
     run_dir: Path | None = None
@@ -339,12 +340,12 @@ class RunConfig(Section):
 
     @property
     def drawing(self) -> SamplingKeys | None:
-        """How completions are drawn; None where none are."""
+        """Sampling settings; None if the command samples nothing."""
         return None
 
     @property
     def new_tokens(self) -> int:
-        """Tokens of a completion at most."""
+        """Maximum number of tokens in a completion."""
         return self.drawing.max_new_tokens if self.drawing else 0
 
 

@@ -1,4 +1,4 @@
-"""The base class of every table of a run file."""
+"""The base class of every table in a run file."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ DERIVED = _Derived()
 
 
 def derived() -> Any:
-    """The default of a key that ``resolve`` fills in when the run file leaves it out.
+    """The default of a key that ``resolve`` fills in if the run file omits it.
 
-    The field has the type of the resolved value. Before ``resolve`` the key has no value, and reading it raises
-    ``AttributeError``; ``known`` reads keys that may have no value yet.
+    The field's type is that of the resolved value. Before ``resolve`` the key has no value, and reading it raises
+    ``AttributeError``; use ``known`` to read keys that may not have a value yet.
     """
     return Field(default=DERIVED, validate_default=False)
 

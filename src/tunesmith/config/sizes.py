@@ -24,7 +24,7 @@ def parse_size(text: str) -> int:
     """``"512MB"`` → 512,000,000; ``"1.5GiB"`` → 1,610,612,736; a bare number is bytes.
 
     Raises:
-        ValueError: it is not a positive size.
+        ValueError: the text is not a positive size.
     """
     match = _SIZE.fullmatch(text)
     unit = _UNITS.get(match[2].upper()) if match else None
@@ -35,12 +35,12 @@ def parse_size(text: str) -> int:
 
 
 def megabytes(size: int) -> str:
-    """A number of bytes as a run file has it, rounded up."""
+    """A number of bytes in run-file form, rounded up to megabytes."""
     return f"{max(1, ceil(size / 10**6))}MB"
 
 
 def format_size(size: float) -> str:
-    """About three digits and a decimal unit, as ``parse_size`` reads them: ``"1.61GB"``."""
+    """A size with about three digits and a decimal unit, readable by ``parse_size``: ``"1.61GB"``."""
     for unit in ("TB", "GB", "MB", "KB"):
         if size >= _UNITS[unit]:
             amount = size / _UNITS[unit]

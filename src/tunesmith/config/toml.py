@@ -1,4 +1,4 @@
-"""Writes TOML values and keys."""
+"""Formatting of TOML values and keys."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def toml_value(value: Any) -> str:
     """A value as TOML; lists and tables on one line, without keys whose value is None.
 
     Raises:
-        TypeError: TOML has no such value.
+        TypeError: TOML cannot represent the value.
     """
     match value:
         case Path():
@@ -36,6 +36,6 @@ def toml_value(value: Any) -> str:
 
 
 def toml_key(key: str) -> str:
-    """Bare where that is allowed, quoted elsewhere."""
+    """A key, bare where TOML allows it, else quoted."""
     bare = key.isascii() and key.replace("-", "").replace("_", "").isalnum()
     return key if bare else toml_value(key)

@@ -1,4 +1,4 @@
-"""Types of settings' values, with the descriptions that error messages use."""
+"""Types of setting values, with the descriptions used in error messages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tunesmith.redact import redact
 
 
 def checked_url(text: str) -> str:
-    """The same text; ValueError if it is not an http address with a host."""
+    """Return the text unchanged; ValueError if it is not an HTTP URL with a host."""
     try:
         parts = urlsplit(text)
         valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
@@ -28,7 +28,7 @@ LARGEST_COUNT = 2**31 - 1
 
 
 def at_most(largest: float) -> AfterValidator:
-    """A very high bound; messages mention it only if a value exceeds it."""
+    """A very high upper bound, which messages mention only if a value exceeds it."""
 
     def check(number: float) -> float:
         if number > largest:
@@ -61,7 +61,7 @@ SINKS = ("tensorboard", "wandb", "trackio", "mlflow")
 
 
 def checked_sink(text: str) -> str:
-    """The same text; ValueError if it is neither a sink nor a reference to a class."""
+    """Return the text unchanged; ValueError if it is neither a sink nor a reference to a class."""
     if text not in SINKS and ":" not in text:
         raise ValueError(f"there is no sink '{text}'.{nearest(text, SINKS)} Your own sink is 'file.py:Class'")
     return text

@@ -1,7 +1,7 @@
 """Training samples as arrays. No torch.
 
-Samples become a ``Batch`` once. After that advantages, corrections, weights, KL penalties and preference scalars are
-arrays over its predictions or its samples.
+Samples are converted to a ``Batch`` once. From then on advantages, corrections, weights, KL penalties and preference
+scalars are arrays over its predictions or its samples.
 
 Shape legend: ``T`` tokens, ``N`` predictions (loss tokens), ``S`` samples.
 """
@@ -26,10 +26,10 @@ Mask = NDArray[np.bool_]
 
 @dataclass(eq=False)
 class Batch:
-    """Sequences, and the tokens of each that the loss predicts.
+    """Sequences, and the tokens in each that the loss predicts.
 
-    The predictions are in the order of the samples and of their tokens. ``add`` and ``add_per_sample`` add columns and
-    record where a value is not finite.
+    Predictions are ordered by sample, then by token. ``add`` and ``add_per_sample`` add columns and record where a
+    value is not finite.
 
     Example:
         ``[5, 6, 7, 2]`` with loss on its last two tokens and ``[5, 8]`` with loss on its last one have offsets
@@ -41,7 +41,7 @@ class Batch:
     predicted: Ints  # [N], indices of the loss tokens in token_ids
     sample: Ints  # [N]
     group: Ints  # [S], -1 without groups
-    rollout: Ints  # [S], the rollout that the sample is a record of; -1 for a sequence without a rollout
+    rollout: Ints  # [S], the rollout that the sample records; -1 for a sequence without a rollout
     stand_ins: Ints  # [S], tokens at a sample's end that are not part of the sequence
     finite: Mask = field(init=False)  # [N], whether every column is finite at a prediction
     columns: dict[str, Floats] = field(default_factory=dict[str, Floats], init=False)  # each [N]
@@ -54,7 +54,7 @@ class Batch:
 
     @classmethod
     def of(cls, samples: Sequence[Sample]) -> Batch:
-        """The samples in their order, without columns."""
+        """A batch of the samples in their order, without columns."""
         for sample in samples:
             assert sample.token_ids, "a sample needs at least one token"
             assert len(sample.loss_mask) == len(sample.token_ids), "loss_mask is not as long as token_ids"
@@ -106,7 +106,7 @@ class Batch:
 
     @cached_property
     def owners(self) -> Ints:
-        """The number of each sample's rollout, ``[S]``, from 0; a sample without a rollout counts as one."""
+        """The index of each sample's rollout, ``[S]``, from 0; a sample without a rollout counts as one."""
         alone = -1 - np.arange(self.num_samples)
         return np.unique(np.where(self.rollout >= 0, self.rollout, alone), return_inverse=True)[1]
 
@@ -116,7 +116,7 @@ class Batch:
 
     @cached_property
     def prefix_lengths(self) -> Ints:
-        """Leading tokens of each sample without loss, ``[S]``."""
+        """The number of each sample's leading tokens without loss, ``[S]``."""
         has, first = self.counts > 0, _starts(self.counts)[:-1]
         lengths = self.lengths.copy()
         lengths[has] = self.predicted[first[has]] - self.offsets[:-1][has]
@@ -128,11 +128,11 @@ class Batch:
         return self.token_ids.astype(">u4").tobytes()
 
     def sequence_sums(self, values: Floats) -> Floats:
-        """``[N]`` summed over each sample, ``[S]``."""
+        """Sums of ``[N]`` over each sample, ``[S]``."""
         return np.asarray(np.bincount(self.sample, values, minlength=self.num_samples), np.float64)
 
     def split(self, values: Floats) -> list[Floats]:
-        """``[N]`` as one array per sample."""
+        """``[N]`` split into one array per sample."""
         return np.split(values, _starts(self.counts)[1:-1]) if self.num_samples else []
 
     def predictions_of(self, samples: Ints) -> Ints:
@@ -140,7 +140,7 @@ class Batch:
         return _ranges(_starts(self.counts)[samples], self.counts[samples])
 
     def take(self, samples: ArrayLike) -> Batch:
-        """The batch of these samples, in this order, with their columns; the same batch for all samples in order."""
+        """A batch of these samples, in this order, with their columns; this same batch for all samples in order."""
         chosen = np.asarray(samples, np.int64)
         if np.array_equal(chosen, np.arange(self.num_samples)):
             return self

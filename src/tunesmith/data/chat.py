@@ -1,8 +1,8 @@
-"""Conversations as text through the tokenizer's chat template, with the spans that the assistant wrote.
+"""Conversations rendered as text by the tokenizer's chat template, with the spans that the assistant wrote.
 
 A turn is learned exactly as it is sampled: after the context that the template renders before it, from the end of the
 generation prompt to the end-of-turn token. A template may render an earlier turn differently once the conversation
-continues (Qwen3 strips its thinking, Mistral moves the system prompt). One text then cannot hold both turns as they
+continues (Qwen3 strips its thinking, Mistral moves the system prompt). No single text can then hold both turns as they
 were sampled, so the conversation becomes several texts, and each turn is learned once.
 """
 
@@ -21,9 +21,9 @@ from tunesmith.errors import ConfigError, DataError, boundary, shortened
 from tunesmith.types import Message
 
 OPENING = 40
-"""A turn's content may begin with up to this many characters from the end of the generation prompt."""
+"""A turn's content may repeat up to this many characters from the end of the generation prompt."""
 MOST_TURNS = 500
-"""Limit of learned assistant turns per conversation; the work is quadratic in their number."""
+"""Maximum number of learned assistant turns per conversation; the work is quadratic in it."""
 REMEDY = (
     "Name a template with {% generation %} tags with model.chat_template, or give prompt and completion as text with "
     "data.chat = false"
@@ -33,14 +33,14 @@ _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """A conversation as text, and the spans that are learned, in order."""
+    """A conversation as text, and the learned spans in order."""
 
     text: str
     spans: tuple[Span, ...]
 
 
 def is_learned(message: Message) -> bool:
-    """Whether a message is an assistant's without a ``weight`` of 0."""
+    """Whether a message is the assistant's and does not have ``weight`` 0."""
     return message["role"] == "assistant" and message.get("weight", 1) != 0
 
 
@@ -58,11 +58,11 @@ class ChatTemplate:
     options: Mapping[str, Any]
     """``data.chat_template_kwargs``: variables that every rendering sets."""
     turn_end: str | None
-    """The text after the content of a last assistant turn; None if it could not be determined."""
+    """The text after the content of a final assistant turn; None if it could not be determined."""
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> ChatTemplate:
-        """The template of ``tokenizer``; a ConfigError if it has none, or does not read its ``options_of``."""
+        """The template of ``tokenizer``; ConfigError if it has none or does not read one of its ``options_of``."""
         if not tokenizer.chat_template:
             raise ConfigError(
                 "this tokenizer has no chat template: name a file with model.chat_template, or set data.chat = false"
@@ -87,7 +87,7 @@ class ChatTemplate:
         return replace(template, turn_end=text.rsplit(PROBE, 1)[1] if PROBE in text else None)
 
     def with_options(self, options: Mapping[str, Any]) -> ChatTemplate:
-        """The template with further variables; a ConfigError for one that it does not read."""
+        """The template with additional variables; ConfigError for one that it does not read."""
         check_options(options, self.tokenizer.get_chat_template(), self.tokenizer.special_tokens_map)
         return replace(self, options={**self.options, **options})
 
@@ -95,7 +95,7 @@ class ChatTemplate:
         """The conversation as text; with ``prompt``, up to the start of the assistant's turn.
 
         Raises:
-            DataError: the template refuses the conversation, or has no place for the tools.
+            DataError: the template refuses the conversation or does not render tools.
         """
         if tools and not self.takes_tools:
             raise DataError("the chat template has no place for tools; name one that has with model.chat_template")
@@ -105,9 +105,9 @@ class ChatTemplate:
             )
 
     def whole(self, messages: Sequence[Message], tools: list[Any] | None = None, *, prompt: bool = False) -> str:
-        """``render``, with a DataError if the text lacks a part of a message.
+        """``render``, but with a DataError if the text lacks part of a message.
 
-        It may lack the assistant's thinking: many templates drop that of earlier turns on purpose.
+        The assistant's thinking may be missing: many templates deliberately drop it from earlier turns.
         """
         text = self.render(messages, tools, prompt=prompt)
         self._check_kept(messages, text, tools, prompt=prompt)
@@ -131,9 +131,9 @@ class ChatTemplate:
     def _check_parts(
         self, messages: Sequence[Message], tools: list[Any] | None, *, prompt: bool = False, turn: bool = False
     ) -> None:
-        """Check with probes that the text has tool calls, tools' answers and names; else a DataError.
+        """Check with probes that the text contains tool calls, tools' answers and names; DataError if not.
 
-        With ``turn`` it checks only the last message and its thinking: the turn to learn.
+        With ``turn`` it checks only the last message, including its thinking: the turn to learn.
         """
         probed, probes = with_probes(messages, turn=turn)
         if not probes:
@@ -151,8 +151,8 @@ class ChatTemplate:
 
     @property
     def stop_marker(self) -> str:
-        """The part of ``turn_end`` that is learned: up to its first special token, or up to the tokenizer's EOS if only
-        special tokens are between the two (Cohere ends the answer and then the turn); all of it if there is none."""
+        """The learned part of ``turn_end``: up to its first special token, or up to the tokenizer's EOS if only special
+        tokens lie between the two (Cohere ends the answer and then the turn); all of it if it has no special token."""
         tail = self.turn_end or ""
         rest = tail.lstrip()
         eos = str(self.tokenizer.special_tokens_map.get("eos_token", ""))
@@ -170,7 +170,7 @@ class ChatTemplate:
         return self.stop_marker.lstrip().startswith(self.special)
 
     def check_system(self) -> None:
-        """Refuse (ConfigError) a template that refuses or drops a system message."""
+        """Raise ConfigError if the template refuses or drops a system message."""
         messages = [{"role": "system", "content": PROBE}, {"role": "user", "content": "x"}]
         try:
             self.whole(messages, prompt=True)
@@ -180,7 +180,7 @@ class ChatTemplate:
     def learned(self, messages: Sequence[Message], tools: list[Any] | None = None, first: int = 0) -> list[Rendered]:
         """Texts in which each assistant turn from message ``first`` on is learned exactly once.
 
-        One text if the template renders earlier turns unchanged, else several.
+        Returns one text if the template renders earlier turns unchanged, else several.
 
         Raises:
             DataError: the assistant's text in a turn cannot be determined from the rendering.
@@ -203,7 +203,7 @@ class ChatTemplate:
         return texts[::-1]
 
     def _turn(self, messages: Sequence[Message], tools: list[Any] | None) -> Rendered:
-        """A conversation that ends with an assistant turn, with the spans of that turn alone."""
+        """A conversation that ends with an assistant turn, with the spans of that turn only."""
         rendered = self._marked_turn(messages, tools) if self.marks_assistant else self._sampled_turn(messages, tools)
         written = "".join(rendered.text[a:b] for a, b in rendered.spans)
         content, before = messages[-1]["content"], rendered.text[: rendered.spans[0][0]]
@@ -240,8 +240,8 @@ class ChatTemplate:
         return Rendered(text, ((len(before), self._end_of_turn(text, number)),))
 
     def _opened(self, before: str, opening: str, message: Message) -> Rendered | None:
-        """A turn whose content begins with the end of the generation prompt (DeepSeek's ``<think>``), which the
-        template drops from the turn: the text after the generation prompt, as it is sampled."""
+        """The text as sampled of a turn whose content begins with the end of the generation prompt (DeepSeek's
+        ``<think>``), which the template drops from the turn; None if this is not the case."""
         content = message["content"].lstrip()
         if not opening or not content.startswith(opening) or self.turn_end is None or message.get("tool_calls"):
             return None
@@ -249,7 +249,7 @@ class ChatTemplate:
         return Rendered(text, ((len(before), len(text) - len(self.turn_end) + len(self.stop_marker)),))
 
     def _end_of_turn(self, text: str, number: int) -> int:
-        """The end of the assistant's text in the turn that ends ``text``."""
+        """The end of the assistant's text in the final turn of ``text``."""
         if self.turn_end is not None and text.endswith(self.turn_end):
             return len(text) - len(self.turn_end) + len(self.stop_marker)
         body = text.rstrip()
@@ -282,8 +282,8 @@ class ChatTemplate:
 
 
 def _holds(written: str, content: str, before: str) -> bool:
-    """Whether ``written`` has all of ``content``, or the rest of it after a part at the end of the generation prompt
-    ``before``. All arguments are without white space."""
+    """Whether ``written`` contains all of ``content``, or the rest of it after a part at the end of the generation
+    prompt ``before``. All arguments are without white space."""
     return content in written or any(
         before.endswith(content[:length]) and written.startswith(content[length:])
         for length in range(min(len(content), OPENING), 0, -1)

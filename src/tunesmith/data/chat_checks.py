@@ -1,4 +1,4 @@
-"""Probes that show whether a chat template writes all parts of a message, and the variables that it reads."""
+"""Probes that show whether a chat template writes all parts of a message, and checks of the variables it reads."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tunesmith.types import Message
 PROBE = "Zq7Probe"
 TOOL_ROLES = ("tool", "function", "ipython")
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
-"""Keys that hold the assistant's thinking in data of several vendors."""
+"""Keys that hold the assistant's thinking in various vendors' data."""
 GIVEN = (
     "messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now",
     "continue_final_message",
@@ -23,7 +23,7 @@ GIVEN = (
 
 
 def with_probes(messages: Sequence[Message], *, turn: bool) -> tuple[list[Message], dict[str, tuple[int, str]]]:
-    """The messages with a probe in each part except ``content``, and the message number and part of each probe."""
+    """The messages with a probe in each part except ``content``, and the message number and part by probe."""
     probes: dict[str, tuple[int, str]] = {}
     probed = list(messages)
 
@@ -51,7 +51,7 @@ def with_probes(messages: Sequence[Message], *, turn: bool) -> tuple[list[Messag
 
 
 def _probed_call(call: Any, probe: Callable[[str], str]) -> Any:
-    """A tool call with a probe in its name and, if it has arguments, one in them."""
+    """A tool call with a probe in its name and, if it has arguments, another in them."""
     outer: Any = call
     inner = outer["function"] if isinstance(outer, Mapping) and isinstance(outer.get("function"), Mapping) else outer
     if not isinstance(inner, Mapping) or not isinstance(inner.get("name"), str):
@@ -72,7 +72,7 @@ def options_of(tokenizer: Tokenizer) -> Mapping[str, Any]:
 
 
 def check_options(options: Mapping[str, Any], source: str, tokens: Iterable[str]) -> Mapping[str, Any]:
-    """``options``; a ConfigError if the template does not read one, or the rendering itself sets it."""
+    """Return ``options``; ConfigError if the template does not read one of them or the rendering itself sets it."""
     if not options:
         return options
     from jinja2 import Environment, TemplateError, meta

@@ -1,6 +1,6 @@
 """The token forest: one layout for every batch, no padding.
 
-A forest is a flat run of tokens and a short table of segments. A token attends to its own segment up to itself and to
+A forest is a flat run of tokens and a short table of segments. A token attends to its own segment up to itself, and to
 every ancestor segment in full. Plain packing is a forest of roots; a prompt shared by a group of completions is a root
 with children.
 
@@ -43,8 +43,8 @@ class Forest:
 
     ``source[n]`` is the row whose hidden state predicts ``targets[n]``: the token before it in its sample, which may be
     the last token of the parent segment (the end of a prompt predicts the first token of every completion).
-    ``sample[n]`` is the sample's number within the forest. ``sample_ids[s]`` and ``predictions[n]`` index the
-    batch; ``gather`` adds its columns.
+    ``sample[n]`` is the sample's index within the forest. ``sample_ids[s]`` and ``predictions[n]`` index the batch;
+    ``gather`` adds its columns.
     """
 
     token_ids: Tensor  # [T] int64
@@ -61,9 +61,9 @@ class Forest:
     columns: dict[str, Tensor] = field(default_factory=dict[str, Tensor])  # each [N] float
     per_sample: dict[str, Tensor] = field(default_factory=dict[str, Tensor])  # each [S] float
     rotary_lengths: tuple[int, ...] = ()
-    """Of each token, the sequence length that decides its rotary frequencies (``models.rope``); empty: none does."""
+    """Per token, the sequence length that determines its rotary frequencies (``models.rope``); empty: none does."""
     own: Forest | None = None
-    """The part that this rank of a sequence group computes; None: all."""
+    """The part of the forest that this rank of a sequence group computes; None: all."""
 
     @property
     def num_tokens(self) -> int:
@@ -96,7 +96,7 @@ class Forest:
         )
 
     def padding(self) -> Forest:
-        """One token without predictions: the micro-batch of a rank that has none while others have one."""
+        """One token without predictions: the micro-batch of a rank that has none left while others have one."""
         one, none = torch.zeros(1, dtype=torch.int64), torch.zeros(0, dtype=torch.int64)
         return Forest(
             one, one, (Segment(0, 1, -1),), none, none, none, none, none, none, (), (1,),
@@ -105,13 +105,13 @@ class Forest:
         )  # fmt: skip
 
     def part(self, rank: int, size: int) -> Forest:
-        """Every ``size``-th token from number ``rank`` on, and the predictions from these tokens.
+        """Every ``size``-th token from index ``rank`` on, and the predictions made at these tokens.
 
-        So each part has its share of prompts and completions. ``segments`` stay those of the whole forest, of which
-        ``predictions`` are indices too. A segment of filling comes last if ``size`` does not divide the tokens.
+        Each part thus has its share of prompts and completions. ``segments`` stay those of the whole forest, and
+        ``predictions`` index the whole forest's. If ``size`` does not divide the tokens, a filler segment comes last.
 
         Example:
-            Part 1 of 2 of ``build_forest``'s example: tokens ``6 2`` and the filling, source ``0 0``, targets ``7 8``.
+            Part 1 of 2 of ``build_forest``'s example: tokens ``6 2`` and the filler, source ``0 0``, targets ``7 8``.
         """
         filling = torch.arange(-self.num_tokens % size)
         segments = (*self.segments, Segment(self.num_tokens, len(filling), -1)) if len(filling) else self.segments
@@ -132,7 +132,7 @@ class Forest:
         )
 
     def with_ends(self, first: int) -> Forest:
-        """A forest for scoring, with one more prediction per sample: after its last token.
+        """A forest for scoring, with one extra prediction per sample, after its last token.
 
         Args:
             first: the index of the first sample's extra prediction in the array of scores.
@@ -163,7 +163,7 @@ class Predictions:
 def build_forest(batch: Batch, samples: Sequence[int] | None = None, *, share: bool = True) -> Forest:
     """Lay out samples of a batch (all by default) as one forest, without the batch's columns.
 
-    A prefix that several samples share is placed once. Predictions are in the order of ``samples``.
+    A prefix shared by several samples is placed once. Predictions are in the order of ``samples``.
 
     Example:
         Prompt ``[5, 6]`` with completions ``[7, 2]`` and ``[8]`` gives tokens ``5 6 7 2 8``, segments
@@ -174,7 +174,7 @@ def build_forest(batch: Batch, samples: Sequence[int] | None = None, *, share: b
     lengths, offsets = picked.lengths.tolist(), picked.offsets.tolist()
     nodes, last = build_nodes(lengths, prefix_order(picked, share=share))
     starts = list(accumulate((n.stop - n.start for n in nodes), initial=0))
-    rows = np.empty(picked.num_tokens, np.int64)  # of each token in the forest
+    rows = np.empty(picked.num_tokens, np.int64)  # each token's row in the forest
     for offset, stop, end in zip(offsets, lengths, last, strict=False):
         while end >= 0:
             node = nodes[end]
@@ -208,7 +208,7 @@ def subtree_ends(segments: Sequence[Segment]) -> list[int]:
 
 
 def forest_cost(forest: Forest, cost: CostModel) -> float:
-    """The operations of a forest without recomputation: tokens, causal pairs with all ancestors, predictions."""
+    """The operations of a forest without recomputation: tokens, causal pairs with all ancestors, and predictions."""
     depth = [0] * len(forest.segments)
     pairs = 0
     for index, (_, length, parent) in enumerate(forest.segments):
@@ -220,7 +220,7 @@ def forest_cost(forest: Forest, cost: CostModel) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """A batch as micro-batches; iteration gives each with the batch's current columns."""
+    """A batch as micro-batches; iteration yields each with the batch's current columns."""
 
     forests: tuple[Forest, ...]
     num_predictions: int
@@ -239,9 +239,9 @@ class Packing:
         multiple_of: int = 1,
         cost: CostModel | None = None,
     ) -> Packing:
-        """Pack a batch with ``packing.pack`` and lay out its forests; the batch keeps the packing of each layout.
+        """Pack a batch with ``packing.pack`` and lay out its forests; the batch caches the packing of each layout.
 
-        ``cost`` only evens out micro-batches: a kept packing is returned for any cost.
+        ``cost`` only balances micro-batches: a cached packing is returned for any cost.
         """
         layout = (max_tokens, share, keep_groups, multiple_of)
         if layout not in batch.packings:
@@ -261,7 +261,7 @@ class Packing:
         return sum(forest.num_tokens for forest in self.forests)
 
     def with_ends(self) -> Packing:
-        """For scoring: one more prediction per sample, after its last token; they follow the batch's predictions."""
+        """For scoring: one extra prediction per sample after its last token; these follow the batch's predictions."""
         assert self.batch is not None
         first = self.num_predictions
         forests = tuple(forest.with_ends(first) for forest in self.forests)
@@ -270,7 +270,7 @@ class Packing:
     def for_rank(self, rank: int, world: int, *, columns: bool = True) -> Packing:
         """The micro-batches of one of ``world`` ranks, without a reference to the batch.
 
-        Every rank gets the same number, filled up with padding, so that ranks stay in step.
+        Every rank gets the same number, with padding where needed, so that ranks stay in step.
 
         Args:
             columns: whether the forests have the batch's columns; scoring does not read them.

@@ -1,4 +1,4 @@
-"""The format of a row of data, detected from its columns, and its conversion to an ``Example``.
+"""Detection of a data row's format from its columns, and conversion to an ``Example``.
 
 For RL and supervised training: plain text; a prompt; a prompt with a completion; a conversation (``messages``, or
 ShareGPT's ``conversations`` with ``from`` and ``value``). For reward models and preferences, TRL's formats: a pair of
@@ -43,7 +43,7 @@ COLUMNS: dict[Goal, tuple[Kind, tuple[str, ...]]] = {
     "judged": ("judged", ("label",)),
     "steps": ("steps", ("completions", "labels")),
 }
-"""The usual format of each goal, and the columns that it needs in addition to a prompt and a completion."""
+"""The usual format of each goal, and the columns that it requires besides a prompt and a completion."""
 NEEDS: dict[Goal, str] = {
     "rl": f"one of {', '.join(PROMPTS)} or {CONVERSATIONS[0]}",
     "sft": f"'messages', 'text', or a prompt ({', '.join(PROMPTS)}) with a completion ({', '.join(COMPLETIONS)})",
@@ -85,7 +85,7 @@ class Format:
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """A row in the form that is common to all formats. Exactly one of ``text`` and ``prompt`` is set.
+    """A row in the representation common to all formats; exactly one of ``text`` and ``prompt`` is set.
 
     RL has no ``completion``. A conversation in supervised training is the ``completion`` of an empty ``prompt``.
     """
@@ -96,7 +96,7 @@ class Example:
     prompt: Prompt | None = None
     completion: Prompt | None = None
     rejected: Prompt | None = None
-    """The answer that ``completion`` is preferred to."""
+    """The rejected answer; ``completion`` is the preferred one."""
     margin: float = 0.0
     desirable: bool | None = None
     steps: tuple[str, ...] = ()
@@ -111,7 +111,11 @@ class Example:
 
 
 def detect(row: Row, goal: Goal, prompt: str | None = None, completion: str | None = None) -> Format:
-    """The format of a row, from its columns and the names ``data.prompt`` and ``data.completion``; else a BadLine."""
+    """The format of a row, from its columns and the names ``data.prompt`` and ``data.completion``.
+
+    Raises:
+        BadLine: the columns fit no format.
+    """
     for name, key in ((prompt, "data.prompt"), (completion, "data.completion")):
         if name is not None and name not in row.columns:
             close = nearest(name, row.columns)
@@ -158,7 +162,7 @@ def _without_prompt_column(row: Row, goal: Goal, prompt: str | None, completion:
 
 
 def _only_column(row: Row, names: tuple[str, ...], key: str) -> str:
-    """The column among ``names``, or "". The first name wins over others; two others are ambiguous."""
+    """The row's column among ``names``, or "". The first name takes precedence; two other names are ambiguous."""
     present = [name for name in names if name in row.columns]
     if "instruction" in present and "input" in present:
         present.remove("input")
@@ -206,7 +210,7 @@ def convert(row: Row, form: Format, goal: Goal) -> Example:
 
 
 def _asked(prompt: Prompt, answer: Prompt) -> Prompt:
-    """A text prompt as a user's turn if the answer is a conversation."""
+    """The prompt; a text prompt becomes a user turn if the answer is a conversation."""
     return [{"role": "user", "content": prompt}] if isinstance(prompt, str) and isinstance(answer, list) else prompt
 
 
@@ -220,7 +224,7 @@ def _prompt(row: Row, form: Format) -> Prompt:
 
 
 def _pair(row: Row, form: Format) -> tuple[Prompt, Prompt, Prompt]:
-    """Prompt, chosen and rejected answer. Without a prompt column, the prompt is the answers' common beginning."""
+    """Prompt, chosen and rejected answer; without a prompt column, the prompt is the answers' common prefix."""
     chosen, rejected = (read_prompt(row, name) for name in ("chosen", "rejected"))
     if chosen == rejected:
         raise row.bad("'chosen' and 'rejected' are the same, so nothing is preferred")
@@ -231,7 +235,7 @@ def _pair(row: Row, form: Format) -> tuple[Prompt, Prompt, Prompt]:
         raise row.bad("one of 'chosen' and 'rejected' is text and the other a conversation")
     if prompt is None:
         at = common_length(chosen, rejected)
-        # The prompt ends before a blank: no word is cut, and the answers begin as they would be sampled.
+        # The prompt ends before a space: no word is cut, and the answers begin as they would be sampled.
         while at and not chosen[at - 1].isspace():
             at -= 1
         at = len(chosen[:at].rstrip())
@@ -247,7 +251,7 @@ def _pair(row: Row, form: Format) -> tuple[Prompt, Prompt, Prompt]:
 def _pair_of_conversations(
     row: Row, prompt: Prompt | None, chosen: list[Message], rejected: list[Message]
 ) -> tuple[Prompt, Prompt, Prompt]:
-    """The conversations are answers to the prompt, or whole conversations that begin with it."""
+    """As ``_pair``, for conversations that are answers to the prompt or begin with it."""
     if prompt is None or chosen[0]["role"] != "assistant":
         alike = common_length(chosen, rejected)
         prompt, chosen, rejected = chosen[:alike], chosen[alike:], rejected[alike:]

@@ -1,4 +1,4 @@
-"""Items in a seeded order with a position that can be saved, from one source or a weighted mixture."""
+"""Items in a seeded order with a resumable position, from one source or a weighted mixture."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Loader(Generic[T]):
 
     @property
     def epoch(self) -> int:
-        """Complete passes so far, of the slowest part of a mixture."""
+        """Complete passes so far over the slowest part of the mixture."""
         return min(taken // len(part) for taken, part in zip(self._taken, self.parts, strict=True))
 
     def next_batch(self, n: int | None = None) -> list[T]:

@@ -1,7 +1,7 @@
-"""Which samples form a micro-batch. No torch.
+"""Grouping samples into micro-batches. No torch.
 
-The token cap is hard. Best fit gives few micro-batches and keeps samples with a common prompt together. Then moves and
-swaps even out the costs, because ranks wait for each other. The result is deterministic.
+The token cap is hard. Best fit produces few micro-batches and keeps samples with a common prompt together. Then moves
+and swaps balance the costs, because ranks wait for each other. The result is deterministic.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from tunesmith.errors import DataError
 from tunesmith.plan.operations import CostModel
 
 EXCHANGES = 200
-"""Limit of the moves and swaps that even out costs; each lowers the highest."""
+"""Maximum number of moves and swaps that balance costs; each lowers the highest cost."""
 REPEATED = 1.001
-"""How much a move or swap may raise the cost of two bins together, by repeating a prefix."""
+"""The factor by which a move or swap may raise the total cost of two bins, by repeating a prefix."""
 RELATIVES = 4
-"""Neighbours in the trie, on either side, whose bins an item tries first."""
+"""The number of trie neighbours on either side whose bins an item tries first."""
 
 
 class SampleTooLong(DataError):
@@ -33,7 +33,7 @@ class SampleTooLong(DataError):
 
 
 class GroupTooLong(DataError):
-    """Samples that must share a micro-batch exceed the cap together."""
+    """Samples that must share a micro-batch together exceed the cap."""
 
 
 def pack(
@@ -47,15 +47,15 @@ def pack(
 ) -> list[list[int]]:
     """Partition a batch's samples into micro-batches whose forests have at most ``max_tokens`` tokens.
 
-    A tree over the cap is split and its prefix repeated.
+    A tree that exceeds the cap is split, and its prefix repeated.
 
     Args:
-        keep_groups: put the samples of a ``group`` into one micro-batch, for a loss that compares them.
-        multiple_of: the number of ranks: the batch is spread over a multiple of it, if there are enough samples.
+        keep_groups: put all samples of a ``group`` into one micro-batch, for a loss that compares them.
+        multiple_of: the number of ranks; the number of micro-batches is a multiple of it if there are enough samples.
 
     Returns:
-        Indices of samples, ascending in each micro-batch. The costliest micro-batch is first, so that a lack of memory
-        shows at once.
+        Indices of samples, ascending in each micro-batch. The costliest micro-batch is first, so that running out of
+        memory shows immediately.
 
     Raises:
         SampleTooLong: a sample exceeds ``max_tokens``.
@@ -86,9 +86,9 @@ def group_tokens(batch: Batch, *, share: bool = True) -> int:
 
 
 def _grouped(batch: Batch, prefixes: PrefixOrder, share: bool) -> PrefixOrder:
-    """The order with each group's samples next to each other, at the rank of their first.
+    """The order in which each group's samples are adjacent, at the rank of the group's first sample.
 
-    The minimum of ``shared`` between two ranks is a lower bound of their common prefix in any order, so sizes may be
+    The minimum of ``shared`` between two ranks is a lower bound on their common prefix in any order, so sizes may be
     overestimated where groups interleave, but never underestimated.
     """
     assert (batch.group >= 0).all(), "samples without a group cannot be kept together"
@@ -104,7 +104,7 @@ def _grouped(batch: Batch, prefixes: PrefixOrder, share: bool) -> PrefixOrder:
 class _Item(NamedTuple):
     """Ranks ``[low, high)`` (see ``PrefixOrder``) that stay together, with the size of their forest.
 
-    ``split`` identifies the trie node over the cap that the item was cut from: ``(tokens of its prefix, first rank)``.
+    ``split`` identifies the oversized trie node that the item was cut from: ``(tokens of its prefix, first rank)``.
     """
 
     low: int
@@ -165,7 +165,7 @@ class _Sizes:
 
 
 def _items(sizes: _Sizes, cap: int) -> list[_Item]:
-    """The largest subtrees under the cap."""
+    """The largest subtrees that fit under the cap."""
     items: list[_Item] = []
     stack = [((0, 0), run) for run in _cut(sizes, 0, len(sizes.order), 0)]
     while stack:
@@ -186,20 +186,20 @@ def _items(sizes: _Sizes, cap: int) -> list[_Item]:
 
 
 def _cut(sizes: _Sizes, low: int, high: int, at: int) -> list[tuple[int, int]]:
-    """Cut ranks where neighbours share at most ``at`` tokens and are of different groups."""
+    """Cut ranks where neighbours share at most ``at`` tokens and belong to different groups."""
     groups, shared = sizes.groups, sizes.shared
     cuts = (r for r in range(low + 1, high) if shared[r] <= at and groups[r] != groups[r - 1])
     return list(pairwise([low, *cuts, high])) if high > low else []
 
 
 def _place(sizes: _Sizes, items: list[_Item], cap: int, count: int = 0) -> list[_Bin] | None:
-    """Put each item into the bin of a near relative where it adds fewest tokens, else into another with room.
+    """Put each item into the bin of a near relative where it adds the fewest tokens, else into another with room.
 
-    That is the cheapest of ``count`` bins or, with ``count = 0``, the fullest or a new one. The largest item goes
-    first, but the children of a split node follow each other, before other items fill their bins.
+    That other bin is the cheapest of ``count`` bins or, with ``count = 0``, the fullest or a new one. The largest item
+    goes first, but the children of a split node are placed together, before other items fill their bins.
 
     Returns:
-        None if an item has no room in ``count`` bins.
+        The bins; None if an item does not fit into ``count`` bins.
     """
     size = attrgetter("cost" if count else "tokens")
     bins = [_Bin() for _ in range(count)]
@@ -231,7 +231,7 @@ def _place(sizes: _Sizes, items: list[_Item], cap: int, count: int = 0) -> list[
 
 
 def _spread(sizes: _Sizes, bins: list[_Bin], count: int, cap: int) -> list[_Bin]:
-    """``count`` bins of smaller subtrees, with as little room in each as suffices; the same bins if none does."""
+    """``count`` bins of smaller subtrees with the smallest cap that suffices; the given bins if none does."""
     runs = [list(run) for _, run in groupby(range(len(sizes.order)), sizes.groups.__getitem__)]
     longest = max(sizes.item(run[0], run[-1] + 1, (0, 0)).tokens for run in runs)
     room = max(longest, -(-sum(b.tokens for b in bins) // count))
@@ -244,7 +244,7 @@ def _spread(sizes: _Sizes, bins: list[_Bin], count: int, cap: int) -> list[_Bin]
 
 
 def _equalise(sizes: _Sizes, bins: list[_Bin], cap: int) -> None:
-    """Move or swap items between the costliest bin and one of the cheapest while the higher cost falls."""
+    """Move or swap items between the costliest bin and one of the cheapest as long as the higher cost falls."""
     for _ in range(EXCHANGES if len(bins) > 1 else 0):
         by_cost = sorted(range(len(bins)), key=lambda i: (bins[i].cost, i))
         heavy = by_cost.pop()
@@ -253,7 +253,7 @@ def _equalise(sizes: _Sizes, bins: list[_Bin], cap: int) -> None:
 
 
 def _exchange(sizes: _Sizes, bins: list[_Bin], heavy: int, light: int, cap: int) -> bool:
-    """Make the best single move or swap between two bins, if one lowers the higher cost."""
+    """Make the best single move or swap between two bins if it lowers the higher cost; return whether it did."""
     above, below = bins[heavy], bins[light]
     total, best = above.cost + below.cost, above.cost
     pair: tuple[_Bin, _Bin] | None = None

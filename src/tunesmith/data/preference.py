@@ -1,7 +1,7 @@
 """Samples for reward models and preference losses: pairs, judged answers, answers in steps.
 
-They are tokenized once, as in supervised training. A sample ends with the EOS or end-of-turn token of its answer,
-without the text that the template writes after it.
+They are tokenized once, as in supervised training. A sample ends with its answer's EOS or end-of-turn token, without
+the text that the template writes after it.
 """
 
 from __future__ import annotations
@@ -51,15 +51,15 @@ def load_pairs(
     share: bool = True,
     shape: Callable[[Sample], Sample] = lambda sample: sample,
 ) -> Prepared[Comparison]:
-    """Pairs, with ``side`` and ``margin``.
+    """Preference pairs, with ``side`` and ``margin``.
 
     Args:
-        room: the tokens of a micro-batch, which must hold a pair.
-        share: whether the two answers share their prompt there.
-        shape: converts each sample to the form that the model needs.
+        room: the capacity of a micro-batch in tokens; each pair must fit.
+        share: whether the two answers share their prompt in the micro-batch.
+        shape: converts each sample to the form that the model requires.
 
     Raises:
-        DataError: nothing is usable, or a line is bad or too long and not to be skipped.
+        DataError: nothing is usable, or a line that may not be skipped is bad or too long.
         ConfigError: a setting does not apply to this data or tokenizer.
     """
     items: list[tuple[int, Comparison]] = []
@@ -79,11 +79,11 @@ def load_pairs(
 def load_judged(section: DataSection, source: Sources, tokenizer: Tokenizer) -> Prepared[Comparison]:
     """Answers with ``side`` +1 (desirable) or −1, each with a mismatched sample for the KL of KTO.
 
-    The mismatched sample is the same prompt with the answer to another one. A line with two answers gives two items.
+    The mismatched sample is the same prompt with another prompt's answer. A line with two answers gives two items.
 
     Raises:
-        DataError: as ``load_pairs``; or all prompts are equal, so that no answer is mismatched.
-        ConfigError: as ``load_pairs``.
+        DataError: as in ``load_pairs``, or all prompts are equal, so no answer can be mismatched.
+        ConfigError: as in ``load_pairs``.
     """
     reading = Reading.of(section, source, tokenizer, "judged")
     judged: list[tuple[int, Sample, float]] = []
@@ -101,10 +101,10 @@ def load_judged(section: DataSection, source: Sources, tokenizer: Tokenizer) -> 
 def load_steps(
     section: DataSection, source: Sources, tokenizer: Tokenizer, separator: str, marks: tuple[str, str] = ("+", "-")
 ) -> Prepared[Solution]:
-    """Answers in steps with a ``separator`` after each, appended to the prompt as a policy would write them.
+    """Answers in steps, with a ``separator`` after each step, appended to the prompt as a policy would write them.
 
     Args:
-        marks: the labels of a good and of a bad step, in texts with labels instead of separators.
+        marks: the labels of a good and a bad step in texts that have labels instead of separators.
 
     Raises:
         DataError, ConfigError: as ``load_pairs``.
@@ -165,7 +165,7 @@ def _answers(reading: Reading) -> Iterator[tuple[Example, list[Sample]]]:
 
 
 def _one_text(reading: Reading, example: Example, answer: Prompt) -> Rendered:
-    """Prompt and answer as one text with the assistant's spans in the answer; else a DataError."""
+    """Prompt and answer as one text with the assistant's spans in the answer; DataError if one text cannot hold it."""
     texts = learned_texts(reading.section, replace(example, completion=answer), reading.template)
     if len(texts) > 1:
         raise DataError("the chat template rewrites earlier turns of the answer; put each turn into a separate line")
@@ -173,9 +173,9 @@ def _one_text(reading: Reading, example: Example, answer: Prompt) -> Rendered:
 
 
 def _mismatched(samples: Sequence[Sample], where: str) -> list[Sample]:
-    """For each sample its prompt with the answer to another prompt, from half the data on, in the data's order.
+    """Each sample's prompt with the answer to a different prompt, searched from half the data set ahead, in order.
 
-    Answers are cut to the length of the longest sample.
+    Answers are cut so that no result is longer than the longest sample.
     """
     starts = [sample.loss_mask.index(True) for sample in samples]
     prompts = [tuple(sample.token_ids[:start]) for sample, start in zip(samples, starts, strict=True)]
@@ -193,7 +193,7 @@ def _mismatched(samples: Sequence[Sample], where: str) -> list[Sample]:
 
 
 def with_steps(example: Example, separator: str, marks: tuple[str, str]) -> Example:
-    """An example whose text has separators (Math-Shepherd's format) in steps; any other example unchanged.
+    """Split an example whose text has separators (Math-Shepherd's format) into steps; return others unchanged.
 
     Raises:
         DataError: separators and labels do not match.
@@ -217,7 +217,7 @@ def with_steps(example: Example, separator: str, marks: tuple[str, str]) -> Exam
 
 
 def _tags_in(labelled: str, steps: list[str], marks: tuple[str, str]) -> list[str]:
-    """The labels in a copy of the text that has labels instead of separators."""
+    """The labels in ``labelled``, a copy of the text with labels instead of separators."""
     tags: list[str] = []
     for number, step in enumerate(steps, 1):
         labelled = labelled[len(step) :] if labelled.startswith(step) else ""

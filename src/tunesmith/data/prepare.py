@@ -1,6 +1,7 @@
-"""From a ``[data]`` section to tasks (reinforcement learning) and samples (supervised training).
+"""Conversion of a ``[data]`` section to tasks (reinforcement learning) or samples (supervised training).
 
-``load_tasks`` and ``load_samples`` read, detect the format, convert and tokenize once, and report every line.
+``load_tasks`` and ``load_samples`` read the data, detect its format, convert and tokenize it once, and report on every
+line.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ SampleSet = Prepared[Sample]
 
 
 def peek(section: DataSection, source: Sources, goal: Goal, *, hub: bool = True) -> list[str]:
-    """The format of each source in a sentence, from its first usable line; needs no tokenizer.
+    """A sentence about each source's format, from its first usable line; needs no tokenizer.
 
     Args:
-        hub: also fetch data sets of the hub.
+        hub: also fetch data sets from the hub.
 
     Raises:
         DataError: a source is missing, empty or has no usable line.
@@ -57,10 +58,10 @@ def load_tasks(
     the assistant's turn; other text gets the tokenizer's leading tokens (BOS).
 
     Args:
-        tools_of: the tools of a line's environment; if it has none, the line's own tools are in the prompt.
+        tools_of: returns the tools of a line's environment; if it has none, the prompt has the line's own tools.
 
     Raises:
-        DataError: nothing is usable, or a line is bad or too long and not to be skipped.
+        DataError: nothing is usable, or a line that may not be skipped is bad or too long.
         ConfigError: a setting does not apply to this data or tokenizer.
     """
     reading = Reading.of(section, source, tokenizer, "rl")
@@ -77,17 +78,17 @@ def load_tasks(
             continue
         prompt, ids = fitted
         if isinstance(example.prompt, str) and isinstance(prompt, list):
-            prompt = prompt[-1]["content"]  # rewards get a prompt in the form of the data
+            prompt = prompt[-1]["content"]  # rewards get the prompt in the data's own form
         tasks.append((example.source, Task(example.id, prompt, tuple(ids), example.columns)))
     return reading.prepared(tasks)
 
 
 def load_samples(section: DataSection, source: Sources, tokenizer: Tokenizer) -> SampleSet:
-    """Samples for supervised training: token ids and a mask of the learned ones.
+    """Samples for supervised training: token ids and a mask of the learned tokens.
 
-    The loss is, by format, on all of a text and its EOS; on a completion and its EOS or end-of-turn token; on every
-    assistant turn and its end-of-turn token. ``data.loss_on`` overrides this. A conversation whose template rewrites
-    earlier turns becomes several samples, and each assistant turn is learned once (see ``data.chat``).
+    Depending on the format, the loss is on a whole text and its EOS; on a completion and its EOS or end-of-turn token;
+    or on every assistant turn and its end-of-turn token. ``data.loss_on`` overrides this. A conversation whose template
+    rewrites earlier turns becomes several samples, and each assistant turn is learned once (see ``data.chat``).
 
     Raises:
         DataError, ConfigError: as ``load_tasks``.

@@ -1,4 +1,4 @@
-"""Examples as text: prompts as the policy sees them, and answers with the spans that are learned."""
+"""Examples as text: prompts as the policy sees them, and answers with their learned spans."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def choose_template(section: DataSection, tokenizer: Tokenizer, examples: list[E
 
 
 def with_system(section: DataSection, prompt: Prompt) -> list[Message]:
-    """A prompt as messages with the system prompt; a conversation that has a system message keeps it."""
+    """A prompt as messages with the system prompt; a conversation that has its own system message keeps it."""
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     if section.system_prompt is None or any(message["role"] == "system" for message in messages):
         return messages
@@ -56,7 +56,7 @@ def with_system(section: DataSection, prompt: Prompt) -> list[Message]:
 
 
 def note_turn_end(template: ChatTemplate, texts: Iterable[Rendered], report: Report) -> None:
-    """Note in the report if no learned turn ends with a token to stop at."""
+    """Note in the report if no learned turn ends with a stop token."""
     marker = template.stop_marker
     if not template.ends_turns:
         report.note("The chat template ends assistant turns with no special token: the model does not learn to stop.")
@@ -69,7 +69,7 @@ def note_turn_end(template: ChatTemplate, texts: Iterable[Rendered], report: Rep
 
 
 def learned_texts(section: DataSection, example: Example, template: ChatTemplate | None) -> list[Rendered]:
-    """The texts of an example, with the spans that are learned."""
+    """The texts of an example, with their learned spans."""
     if example.text is not None:
         return [Rendered(example.text, ((0, len(example.text)),))]
     assert example.prompt is not None and example.completion is not None
@@ -103,13 +103,13 @@ class PromptEncoder:
     tokenizer: Tokenizer
     template: ChatTemplate | None
     separator: str = ""
-    """Text after each worked example of a plain text prompt."""
+    """Text after each worked example in a plain text prompt."""
 
     @classmethod
     def of(
         cls, section: DataSection, tokenizer: Tokenizer, prompts: Sequence[Prompt], separator: str = ""
     ) -> PromptEncoder:
-        """An encoder for ``prompts``, with the template that ``choose_template`` gives for them."""
+        """An encoder for ``prompts``, with the template that ``choose_template`` returns for them."""
         examples = [Example(f"prompt {i}", "", prompt=prompt) for i, prompt in enumerate(prompts)]
         return cls(section, tokenizer, choose_template(section, tokenizer, examples), separator)
 
@@ -118,7 +118,7 @@ class PromptEncoder:
         return self.encode([self.text(prompt, tools, shots)])[0]
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """Token ids of results of ``text``; plain text gets the tokenizer's leading tokens (BOS)."""
+        """Token ids of texts from ``text``; plain text gets the tokenizer's leading tokens (BOS)."""
         encoded = encode(self.tokenizer, texts)
         if self.template is not None:
             return encoded
@@ -126,7 +126,7 @@ class PromptEncoder:
         return [with_leading(leading, ids) for ids in encoded]
 
     def text(self, prompt: Prompt, tools: list[Any] | None = None, shots: Shots = ()) -> str:
-        """A prompt up to the start of the assistant's turn; a DataError if the template refuses it.
+        """A prompt up to the start of the assistant's turn; DataError if the template refuses it.
 
         ``shots`` come before the question: as turns after the system message, or as text.
         """
@@ -140,7 +140,7 @@ class PromptEncoder:
 
 
 def read_shots(path: Path) -> Shots:
-    """The worked examples of a data file, whose lines have a prompt and a completion in text; else a DataError."""
+    """The worked examples in a data file whose lines have a prompt and a completion as text; DataError if not."""
     shots: list[tuple[str, str]] = []
     for row in read(Source(path=str(path))):
         if isinstance(row, BadLine):

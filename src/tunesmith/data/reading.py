@@ -1,4 +1,4 @@
-"""From the lines of a ``[data]`` section to examples, and from these to tokens within the limits.
+"""Conversion of the lines of a ``[data]`` section to examples, and of examples to tokens within the limits.
 
 The report (``data.report``) counts and lists every unusable line.
 """
@@ -28,15 +28,15 @@ Sources = str | Source | tuple[str | Source, ...]
 
 @dataclass(frozen=True, slots=True)
 class Prepared(Generic[T]):
-    """Items for a run, ordered by source, and the report of loading them."""
+    """Items for a run, ordered by source, and the report on loading them."""
 
     items: list[T]
     parts: tuple[Part, ...]
     report: Report
     fingerprint: str
-    """Identifies the data; a saved position is valid only for the same data."""
+    """Identifies the data, because a saved position is valid only for the same data."""
     shares: tuple[float, ...] = (1.0,)
-    """Of each source, how much of the draws it is."""
+    """Each source's share of the draws."""
 
     def __len__(self) -> int:
         return len(self.items)
@@ -56,7 +56,7 @@ def as_sources(source: Sources) -> tuple[Source, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """The usable lines of a section's sources, what tokenizes them, and the report."""
+    """The usable lines of a section's sources, their tokenizer and template, and the report."""
 
     section: DataSection
     sources: tuple[Source, ...]
@@ -72,7 +72,7 @@ class Reading:
         """Read every line.
 
         Raises:
-            DataError: nothing is usable, or a line is bad and not to be skipped.
+            DataError: nothing is usable, or a line that may not be skipped is bad.
             ConfigError: a setting does not apply to this data or tokenizer.
         """
         check_section(section, goal)
@@ -99,7 +99,7 @@ class Reading:
         return cls(section, sources, tokenizer, examples, report, fingerprint, template, leading_ids(tokenizer))
 
     def each(self, make: Callable[[Example], U]) -> list[tuple[Example, U]]:
-        """Every example with the result of ``make``; if that raises a DataError, the example is a bad line."""
+        """Every example with the result of ``make``; if ``make`` raises a DataError, the example is a bad line."""
         results: list[tuple[Example, U]] = []
         for example in self.examples:
             with self.report.line(example.where):
@@ -107,7 +107,7 @@ class Reading:
         return results
 
     def sample(self, example: Example, text: Rendered, joint: Encoded, *, ended: bool = False) -> Sample | None:
-        """Tokens and mask of a text within the limit; None if it is unusable, which the report counts.
+        """Tokens and mask of a text within the limit; None if it is unusable, which the report records.
 
         Plain text gets the tokenizer's BOS and EOS. With ``ended`` the sample ends at the last learned token.
         """
@@ -130,7 +130,7 @@ class Reading:
         return self.fit_sample(example, Sample(ids[:stop], mask[:stop]))
 
     def fit_sample(self, example: Example, sample: Sample) -> Sample | None:
-        """The sample cut to ``data.max_tokens``; None if it is skipped, which the report counts."""
+        """The sample cut to ``data.max_tokens``; None if it is skipped, which the report records."""
         limit, ids = self.section.max_tokens, sample.token_ids
         if limit is None or len(ids) <= limit:
             return sample
@@ -145,10 +145,10 @@ class Reading:
         return Sample(self._cut(ids, ids, limit), mask)
 
     def fit_prompt(self, encoder: PromptEncoder, example: Example, ids: list[int]) -> tuple[Prompt, list[int]] | None:
-        """The policy's prompt within ``data.max_prompt_tokens``; None if it is skipped, which the report counts.
+        """The policy's prompt within ``data.max_prompt_tokens``; None if it is skipped, which the report records.
 
-        Plain text is cut by tokens and decoded again. In a conversation the last user message is shortened, so that
-        the template around it stays complete.
+        Plain text is cut by tokens and decoded again. In a conversation the last user message is shortened, so that the
+        template around it stays complete.
         """
         prompt, limit = cast("Prompt", example.prompt), self.section.max_prompt_tokens
         prompt = with_system(self.section, prompt) if self.template else prompt
@@ -170,7 +170,7 @@ class Reading:
         return fitted
 
     def _skipped(self, example: Example, reason: str) -> bool:
-        """Whether a line that is too long is skipped; a DataError if ``data.too_long`` is "error"."""
+        """Whether a line that is too long is skipped; DataError if ``data.too_long`` is "error"."""
         if self.section.too_long == "error":
             remedy = "Raise the limit, or set data.too_long to skip, truncate_left or truncate_right."
             raise DataError(f"{example.where}: {reason}. {remedy}")
@@ -179,7 +179,7 @@ class Reading:
         return self.section.too_long == "skip"
 
     def _cut(self, values: list[V], ids: list[int], limit: int) -> list[V]:
-        """At most ``limit`` of the values, which belong to ``ids``. A cut on the left keeps BOS."""
+        """At most ``limit`` of the values, one per token of ``ids``; a cut on the left keeps BOS."""
         if self.section.too_long == "truncate_right":
             return values[:limit]
         head = min(self._head(ids), limit)
@@ -189,7 +189,7 @@ class Reading:
         return len(self.leading) if ids[: len(self.leading)] == self.leading else 0
 
     def prepared(self, items: list[tuple[int, T]]) -> Prepared[T]:
-        """The items ``(index of the source, item)``, in one part per source; without weights in one part."""
+        """Prepare items ``(index of the source, item)``: one part per source, or a single part without weights."""
         report, weights = self.report, weights_of(self.sources)
         counts = [sum(i == index for i, _ in items) for index in range(len(self.sources))]
         for source, count in zip(self.sources, counts, strict=True):
@@ -216,18 +216,18 @@ UNUSED: dict[str, tuple[tuple[Goal, ...], str]] = {
     "completion": (("rl", "pairs", "steps"), "it is for supervised training and KTO"),
     "loss_on": (("rl", "pairs", "judged", "steps"), "it is for supervised training"),
 }
-"""Keys of ``[data]`` that have no effect for some goals, and the reason."""
+"""``[data]`` keys that have no effect for some goals, and the reason."""
 
 
 def check_section(section: DataSection, goal: Goal) -> None:
-    """Refuse (ConfigError) settings that have no effect."""
+    """Raise ConfigError for settings that have no effect."""
     for key, (goals, reason) in UNUSED.items():
         if goal in goals and getattr(section, key) is not None:
             raise ConfigError(f"data.{key} has no effect here: {reason}. Leave it out.")
 
 
 def examples_of(section: DataSection, source: Source, goal: Goal, report: Report) -> Iterator[Example]:
-    """Usable lines of one source. The first usable line of a file determines the file's format."""
+    """The usable lines of one source; a file's first usable line determines its format."""
     formats: dict[str, Format] = {}
     for row in read(source):
         report.read += 1

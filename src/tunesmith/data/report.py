@@ -1,4 +1,4 @@
-"""The outcome of every line of a data source."""
+"""The outcome for every line of a data source."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SkipKind = Literal["bad", "too_long"]
 
 @dataclass(frozen=True, slots=True)
 class Skipped:
-    """A skipped line, with its place and the reason."""
+    """A skipped line, with its location and the reason."""
 
     where: str
     kind: SkipKind
@@ -28,7 +28,7 @@ class Skipped:
 
 @dataclass(slots=True)
 class Report:
-    """The lines of one loading, counted and listed.
+    """Counts and lists of the lines of one load.
 
     ``formats`` has a sentence per file; ``notes`` are facts about the data or the template that the user should know.
     """
@@ -78,7 +78,7 @@ class Report:
         return {"read": self.read, "kept": self.kept, "truncated": self.truncated, **skipped}
 
     def summary(self, reasons: int = 3) -> str:
-        """A few lines of text: formats, counts, the first reasons for skipping, notes."""
+        """A few lines of text: formats, counts, the first skipped lines with their reasons, and notes."""
         counts = self.counts
         outcomes = {"bad": "bad and skipped", "too_long": "too long and skipped", "truncated": "truncated"}
         tail = "".join(f", {counts[key]} {text}" for key, text in outcomes.items() if counts[key])
@@ -89,7 +89,7 @@ class Report:
         return "\n".join([*lines, *self.notes])
 
     def write_skipped(self, path: Path) -> None:
-        """Every skipped line as JSON Lines: ``where``, ``kind``, ``reason``. No file if there is none."""
+        """Write skipped lines as JSON Lines (``where``, ``kind``, ``reason``); no file is written if there are none."""
         if self.skipped:
             with open(path, "w", encoding="utf-8", opener=open_private) as file:
                 file.writelines(json.dumps(asdict(skip)) + "\n" for skip in self.skipped)

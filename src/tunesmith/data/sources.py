@@ -1,7 +1,7 @@
-"""Rows from files and Hugging Face data sets, each with its place: file and line, row or item number.
+"""Rows from files and Hugging Face data sets, each with its location: file and line, row or item number.
 
-JSON Lines, JSON and CSV are read here. ``pyarrow`` and ``datasets`` read Parquet, saved data sets and data sets of the
-hub; they are imported only for such a source.
+JSON Lines, JSON and CSV are read here. ``pyarrow`` and ``datasets`` read Parquet, saved data sets and data sets on the
+hub; they are imported only for these sources.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Row:
 
 
 class BadLine(DataError):
-    """An unusable line: its place and the reason. Readers yield it, and the caller may raise it."""
+    """An unusable line: its location and the reason. Readers yield it, and the caller may raise it."""
 
     def __init__(self, where: str, reason: str) -> None:
         super().__init__(f"{where}: {reason}")
@@ -81,15 +81,15 @@ def read(source: Source) -> Rows:
 
 
 def on_hub(source: Source) -> bool:
-    """Whether a source is a data set of the hub."""
+    """Whether a source is a data set on the hub."""
     return is_hub_name(source.path, "datasets") and not Path(source.path).exists()
 
 
 def directory_files(directory: Path, split: str) -> list[Path]:
     """The data files of a directory that belong to ``split``.
 
-    If files are named after splits (``train.jsonl``, ``data/test-00000-of-00001.parquet``), only those of the wanted
-    split are read, so that a test set in the same directory is never trained on.
+    If files are named after splits (``train.jsonl``, ``data/test-00000-of-00001.parquet``), only those of the requested
+    split are read, so a test set in the same directory is never trained on.
     """
     with boundary(DataError, f"{directory}: its files cannot be listed; are they written meanwhile?", OSError):
         paths = [p for p in sorted(directory.rglob("*")) if p.is_file() and p.suffix.lower() in READERS]
@@ -180,7 +180,7 @@ def _decode_file(path: Path) -> str:
 
 
 def read_json(path: Path) -> Rows:
-    """A list of objects, or an object with a list under ``data``. A damaged file is refused as a whole."""
+    """A list of objects, or an object with a list under ``data``; a damaged file is refused as a whole."""
     text = _decode_file(path).rstrip()
     if not text:
         return
@@ -202,7 +202,7 @@ def read_json(path: Path) -> Rows:
 
 
 def read_csv(path: Path) -> Rows:
-    """Comma-separated, with the column names on the first line. Every value is text."""
+    """Comma-separated values with column names on the first line; every value is text."""
     reader = csv.reader(io.StringIO(_decode_file(path), newline=""), strict=True)
     csv.field_size_limit(1 << 30)
     with boundary(DataError, f"{path}:1: not CSV", csv.Error):
@@ -225,7 +225,7 @@ def read_csv(path: Path) -> Rows:
             continue
         if fields:
             reason = f"{len(fields)} fields where the header has {len(header)}"
-        # An unclosed quote swallows the lines after it: name all of them.
+        # An unclosed quote swallows the lines after it, so name them all.
         to = f" (lines {line} to {reader.line_num})" if reader.line_num > line else ""
         yield BadLine(f"{path}:{line}", reason + to)
 
@@ -273,7 +273,7 @@ def _read_hub(source: Source) -> Rows:
 
 
 def _rows_of_table(name: str, rows: Iterable[Any]) -> Rows:
-    """A table has one type for all of its rows: a key that a message or a tool does not have is null there."""
+    """Rows of a table, where keys absent from a message or tool are null: all rows share one type."""
     for number, columns in enumerate(rows, 1):
         kept = {k: _without_null(v) if k == "tools" or _is_conversation(v) else v for k, v in columns.items()}
         yield Row(name, f"{name}:{number}", kept)

@@ -1,4 +1,4 @@
-"""Text to token ids, with the exact tokens of each span of the text.
+"""Tokenization that maps each span of a text to its exact tokens.
 
 ``L`` is the number of tokens of one text. A span is a half-open range of characters.
 """
@@ -16,7 +16,7 @@ from tunesmith.errors import DataError, ModelError
 Span = tuple[int, int]
 
 CHUNK = 1024
-"""Texts that are tokenized in one call."""
+"""The number of texts tokenized in one call."""
 
 
 class Tokenizer(Protocol):
@@ -40,7 +40,7 @@ class Tokenizer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """A text's tokens. ``offsets[t]`` is the span of characters of token ``t``."""
+    """A text's tokens; ``offsets[t]`` is the character span of token ``t``."""
 
     token_ids: list[int]  # [L]
     offsets: list[Span]  # [L]
@@ -52,12 +52,12 @@ def encode(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
 
 
 def decode(tokenizer: Tokenizer, token_ids: Sequence[int]) -> str:
-    """The text of tokens, including special ones."""
+    """The text of tokens, including special tokens."""
     return tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
 
 def encode_with_offsets(tokenizer: Tokenizer, texts: Sequence[str]) -> Iterator[Encoded]:
-    """Tokens of each text with offsets, without added ones; a ModelError if the tokenizer gives no offsets."""
+    """Each text's tokens and offsets, without added special tokens; ModelError if the tokenizer gives no offsets."""
     if not getattr(tokenizer, "is_fast", False):
         raise ModelError(
             f"{type(tokenizer).__name__} does not map tokens to characters, so losses cannot "
@@ -73,9 +73,9 @@ def _batches(tokenizer: Tokenizer, texts: Sequence[str], **options: bool) -> Ite
 
 
 def encode_after(tokenizer: Tokenizer, before: str, text: str) -> list[int]:
-    """Token ids of ``text`` as a continuation of ``before``, without the blank that some tokenizers insert first.
+    """Token ids of ``text`` as a continuation of ``before``, without the leading space that some tokenizers insert.
 
-    No token crosses the border.
+    No token crosses the boundary.
     """
     guards = (before, "a", ".", "\n") if getattr(tokenizer, "is_fast", False) else ()
     for guard in filter(None, guards):
@@ -85,9 +85,9 @@ def encode_after(tokenizer: Tokenizer, before: str, text: str) -> list[int]:
 
 
 def leading_ids(tokenizer: Tokenizer) -> list[int]:
-    """The tokens that the tokenizer adds before a text: BOS or nothing.
+    """The tokens that the tokenizer prepends to a text: BOS or nothing.
 
-    Tokens that it adds after a text are not among them: a prompt must not end with EOS.
+    Tokens that it appends are not included: a prompt must not end with EOS.
     """
     bare: list[int] = list(tokenizer("a", add_special_tokens=False)["input_ids"])
     full: list[int] = list(tokenizer("a")["input_ids"])
@@ -98,18 +98,18 @@ def leading_ids(tokenizer: Tokenizer) -> list[int]:
 
 
 def with_leading(leading: list[int], token_ids: list[int]) -> list[int]:
-    """``token_ids`` after ``leading``; unchanged if they already begin with it, so that there is no second BOS."""
+    """``token_ids`` with ``leading`` prepended; unchanged if they already begin with it, to avoid a second BOS."""
     return token_ids if token_ids[: len(leading)] == leading else [*leading, *token_ids]
 
 
 def mask_spans(
     tokenizer: Tokenizer, text: str, encoded: Encoded, spans: Sequence[Span]
 ) -> tuple[list[int], list[bool]]:
-    """Token ids of ``text``, and for each whether it is in one of ``spans``.
+    """Token ids of ``text``, and whether each is in one of ``spans``.
 
-    Every border of a span becomes a border between tokens. If a token crosses one (two line breaks, the first at the
-    end of the prompt), the text is tokenized in pieces. This equals inference, where the policy continues after a
-    prompt that was tokenized alone.
+    Every boundary of a span becomes a token boundary. If a token crosses one (two line breaks, the first at the end of
+    the prompt), the text is tokenized in pieces. This matches inference, where the policy continues a prompt that was
+    tokenized separately.
 
     Args:
         spans: in order, not overlapping.
@@ -118,7 +118,7 @@ def mask_spans(
         ``token_ids [L]``, ``mask [L]``.
 
     Raises:
-        DataError: a border cannot be made exact with this tokenizer.
+        DataError: a boundary cannot be made exact with this tokenizer.
     """
     cuts = sorted({place for span in spans for place in span} - {0, len(text)})
     index = {cut: _index_of_cut(encoded.offsets, cut) for cut in cuts}
@@ -138,10 +138,10 @@ def mask_spans(
 
 
 def _index_of_cut(offsets: list[Span], cut: int) -> int | None:
-    """The number of tokens before character ``cut``; None if a token crosses it or the border is ambiguous.
+    """The number of tokens before character ``cut``; None if a token crosses it or the boundary is ambiguous.
 
-    It is ambiguous if the offsets of the neighbours leave a gap: some tokenizers trim blanks from offsets, so the blank
-    may belong to either token.
+    It is ambiguous if the neighbouring offsets leave a gap: some tokenizers trim spaces from offsets, so the space may
+    belong to either token.
     """
     index = bisect_right(offsets, cut, key=lambda span: span[1])
     clean = 0 < index < len(offsets) and offsets[index - 1][1] == cut == offsets[index][0]
@@ -170,7 +170,7 @@ def _encode_pieces(tokenizer: Tokenizer, text: str, joint: list[int], borders: l
 
 
 def _continuation(tokenizer: Tokenizer, guard: str, piece: str) -> list[int] | None:
-    """Tokens of ``piece`` after the text ``guard``; None if a token crosses the border."""
+    """Tokens of ``piece`` after the text ``guard``; None if a token crosses the boundary."""
     out = tokenizer(guard + piece, add_special_tokens=False, return_offsets_mapping=True)
     if not guard:
         return list(out["input_ids"])

@@ -1,7 +1,7 @@
 """The trie of the samples' prefixes: leading tokens without loss. No torch.
 
-Two samples share a prefix as far as their tokens are equal and neither has a loss token in it. If samples are sorted by
-that prefix, one list describes the trie: how many tokens each sample shares with the one before it. Their forest has
+Two samples share the leading tokens that are equal and carry no loss in either. With samples sorted by that prefix, one
+list describes the trie: how many tokens each sample shares with the previous one. Their forest has
 ``sum(length) - sum(shared)`` tokens.
 """
 
@@ -44,7 +44,7 @@ def prefix_order(batch: Batch, samples: Sequence[int] | None = None, *, share: b
         return PrefixOrder(list(range(count)), [0] * count)
     starts, sizes, lengths = batch.offsets.tolist(), batch.prefix_lengths.tolist(), batch.lengths.tolist()
     prefixes = [batch.sortable[4 * starts[i] : 4 * (starts[i] + sizes[i])] for i in chosen]
-    # Of equal prefixes, a whole sample goes first, directly before the samples that continue it.
+    # Among equal prefixes, a sample that is all prefix goes first, directly before the samples that continue it.
     order = sorted(range(count), key=lambda k: (prefixes[k], lengths[chosen[k]] > sizes[chosen[k]], k))
     pairs = pairwise(order)
     return PrefixOrder(order, [0][:count] + [common_length(prefixes[a], prefixes[b]) // 4 for a, b in pairs])
@@ -58,7 +58,7 @@ def num_forest_tokens(batch: Batch, samples: Sequence[int] | None = None, *, sha
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """Positions ``[start, stop)`` of the samples that share them, after those of ``parent`` (-1 for a root)."""
+    """Positions ``[start, stop)``, shared by several samples, after those of ``parent`` (-1 for a root)."""
 
     start: int
     stop: int
@@ -74,7 +74,7 @@ def build_nodes(lengths: Sequence[int], prefixes: PrefixOrder) -> tuple[list[Nod
     order, shared = prefixes.order, prefixes.shared
     nodes: list[Node] = []
     last = [-1] * len(lengths)
-    # Runs of ranks whose samples share the tokens that are placed: (first, past the last, placed tokens, parent).
+    # Runs of ranks whose samples share the tokens placed so far: (first, past the last, placed tokens, parent).
     # A stack instead of recursion, because a trie can be deeper than Python's limit.
     stack = [(0, len(order), 0, -1)] if order else []
     while stack:

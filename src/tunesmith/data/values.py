@@ -1,4 +1,4 @@
-"""Checked values of a data row: text, messages, tools, labels. An unusable value raises a ``BadLine``."""
+"""Validated values of a data row: text, messages, tools, labels; an unusable value raises a ``BadLine``."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def read_messages(row: Row, name: str) -> list[Message]:
 
 
 def _from_json(row: Row, name: str, value: Any) -> Any:
-    """A list that may also be given as JSON text."""
+    """The value, parsed if it is JSON text."""
     try:
         return json.loads(value) if isinstance(value, str) else value
     except ValueError as error:
@@ -79,7 +79,7 @@ def _from_json(row: Row, name: str, value: Any) -> Any:
 
 
 def _message(row: Row, place: str, item: Any) -> Message:
-    """A message with a known role and text content. Null keys are dropped: tables have null for absent keys."""
+    """A message with a known role and text content; null keys are dropped, because tables use null for absent keys."""
     if not isinstance(item, Mapping):
         raise row.bad(f"{place} is {type(item).__name__}, needs an object with role and content")
     message = {str(k): v for k, v in item.items() if v is not None}
@@ -107,7 +107,7 @@ def _message(row: Row, place: str, item: Any) -> Message:
 
 
 def with_object_arguments(call: Any) -> Any:
-    """A tool call whose arguments, JSON text in OpenAI's form, are the object that chat templates expect."""
+    """A tool call whose JSON-text arguments (OpenAI's form) are parsed to the object that chat templates expect."""
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
         return call
@@ -147,7 +147,7 @@ def read_step_tags(row: Row, name: str) -> str | list[Any]:
 
 
 def read_steps(row: Row) -> tuple[tuple[str, ...], tuple[float, ...]]:
-    """The steps in ``completions``, and in ``labels`` the probability that each is good."""
+    """The steps in ``completions``, and the probabilities in ``labels`` that each is good."""
     steps, labels = read_value(row, "completions"), read_value(row, "labels")
     if not isinstance(steps, list) or not steps:
         raise row.bad(f"'completions' is {_brief(steps)}, needs a list of steps")

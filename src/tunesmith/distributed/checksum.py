@@ -1,4 +1,4 @@
-"""A number that tells whether two tensors hold the same bytes."""
+"""Checksums that tell whether two tensors hold the same bytes."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 SLAB = 1 << 19
-"""8-byte words that are summed at a time, so that their products take little memory."""
+"""8-byte words summed at a time, so that their products take little memory."""
 
 
 def checksum(tensor: Tensor) -> int:
-    """CRC-32 of a tensor's bytes. On a GPU their ``word_sum``, for which the host waits."""
+    """CRC-32 of a tensor's bytes; on a GPU their ``word_sum``, for which the host synchronizes."""
     raw = tensor.detach().contiguous().flatten().view(torch.uint8)
     if raw.device.type == "cpu":
         plain: Any = raw.numpy()
@@ -22,11 +22,11 @@ def checksum(tensor: Tensor) -> int:
 
 
 def word_sum(raw: Tensor) -> Tensor:
-    """The sum of a uint8 tensor's 8-byte words, each multiplied by an odd number that counts its position.
+    """The sum of a uint8 tensor's 8-byte words, each multiplied by an odd number that grows with its position.
 
-    As the factors are odd, no change of a single word is lost, and words that change places are noticed. It is computed
-    where the tensor is, modulo 2^64, and the host does not wait for it. A part of a word at the end is filled up with
-    zeros.
+    Because the factors are odd, a change of any single word is detected; words that change places are too. The sum is
+    computed on the tensor's device, modulo 2^64, without synchronizing the host. A partial word at the end is padded
+    with zeros.
 
     Returns:
         int64 ``[]`` on the tensor's device.

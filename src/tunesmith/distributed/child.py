@@ -22,14 +22,14 @@ from tunesmith.errors import TunesmithError
 
 _HOST = Path(__file__).with_name("host.py")
 _starter = ThreadPoolExecutor(1, "starter")
-"""Starts all children, because the kernel ends them with the thread that did."""
+"""Starts all children, because the kernel kills a child when the thread that started it ends."""
 
 
 class Process:
-    """A process with a connection, whose output is shown here and kept.
+    """A process with a connection, whose output is shown here and whose last lines are kept.
 
     Args:
-        command: is given the connection's descriptor and this process's number, and then ``name``.
+        command: gets the connection's descriptor, this process's id and ``name`` as further arguments.
         shows: whether its output appears here; ``out``: its standard output on standard output.
     """
 
@@ -60,13 +60,13 @@ class Process:
         self._readers = [self._forward(self.popen.stdout, not out), self._forward(self.popen.stderr, True)]
 
     def said(self) -> str:
-        """What it printed last."""
+        """The last lines that it printed."""
         if self.popen.poll() is not None:
             self._read_to_the_end()
         return "".join(self._lines)[-2000:].strip()
 
     def kill(self) -> int:
-        """End it, if it has not ended, and show the rest of its output; the exit code."""
+        """Kill it, if it has not ended, and show the rest of its output; returns the exit code."""
         self.popen.kill()
         code = self.popen.wait()
         self._read_to_the_end()
@@ -77,7 +77,7 @@ class Process:
             reader.join(1.0)  # a process that it started may hold the pipe open
 
     def _forward(self, pipe: IO[bytes] | None, error: bool) -> threading.Thread:
-        """Print what comes, through ``sys.stdout`` or ``sys.stderr`` as they are then, and keep the end of it."""
+        """Print its output to the current ``sys.stdout`` or ``sys.stderr``, and keep the last lines."""
 
         def read() -> None:
             assert pipe is not None
@@ -95,9 +95,9 @@ class Process:
 
 
 class ChildProcess(ConnectedFar):
-    """A far object in a child process. What it prints appears on standard error here.
+    """A far object in a child process. Its output appears on standard error here.
 
-    The child ends when this process does. Signals of the terminal leave it alone: whoever started it ends it.
+    The child ends when this process does. It ignores the terminal's signals: this process ends it.
 
     Args:
         python: the interpreter of another environment that has Tunesmith.

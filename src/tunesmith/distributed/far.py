@@ -1,7 +1,7 @@
-"""An object in another process: one port to call, await, watch and end it.
+"""An object in another process: one interface to call, await, watch and end it.
 
-There are four ways to start one: a child process (``child.py``), a Ray actor (``ray_actor.py``), a process of
-``torchrun`` (``torchrun.py``) and a fork of a loaded program (``usercode/killable.py``). ``host.py`` is the other side.
+It can be in a child process (``child.py``), a Ray actor (``ray_actor.py``), a process of ``torchrun``
+(``torchrun.py``) or a fork of a loaded program (``usercode/killable.py``). ``host.py`` is the other side.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ PATIENCE = 120.0
 STARTING = 600.0
 """Seconds that an engine may take to load."""
 HURRIED, TOLD = 15.0, 3.0
-"""Seconds in place of both, once the command was asked to end, and until it is said who is waited for."""
+"""Once the command was asked to end: seconds instead of both, and seconds until a message names the process."""
 NOTICING = 5.0
-"""Seconds in which the end of a process is noticed here, after another rank has noticed it."""
+"""Seconds to wait for the end of a process to be noticed here, after another rank has noticed it."""
 
 
 class Answer(Future[Any]):
-    """What a call will return."""
+    """The future result of a call."""
 
     def __init__(self, number: int) -> None:
         super().__init__()
@@ -45,15 +45,14 @@ class Far(ABC):
     """An object in another process.
 
     Liveness: a process that ends is lost at once. One that leaves a ping unanswered for ``patience`` seconds is
-    killed; one that has answered nothing yet has ``STARTING`` seconds, and each has ``HURRIED`` once a signal has asked
-    the command to end. When a process is lost, every call that waits
-    for it and every later one raises ``lost``, which says how the process ended.
+    killed; before its first answer it has ``STARTING`` seconds, and once a signal has asked the command to end,
+    ``HURRIED``. When a process is lost, every pending and later call raises ``lost``, which says how the process ended.
 
     Errors: Tunesmith's and built-in exceptions arrive as they were raised; others become RuntimeError.
 
     Args:
-        name: what messages call it, such as ``rank 1 of the trainer``.
-        patience: None: it is not watched; whoever calls it sets a deadline.
+        name: its name in messages, such as ``rank 1 of the trainer``.
+        patience: None: it is not watched, and callers set deadlines.
     """
 
     def __init__(self, name: str, lost: type[TunesmithError], patience: float | None = PATIENCE) -> None:
@@ -65,7 +64,7 @@ class Far(ABC):
         self._answered = False
         self._ending: str | None = None
         self.code: int | None = None
-        """The exit code of a child that ended by itself; negative where a signal ended it."""
+        """The exit code of a child that ended by itself; negative if a signal ended it."""
         self.ended: Future[None] = Future()
         """Done when the process has ended."""
 
@@ -75,23 +74,23 @@ class Far(ABC):
         return self._ending is not None
 
     def make(self, make: Callable[[], Any]) -> Answer:
-        """Build the object there. Its methods can be called when the answer has come."""
+        """Build the object in the process. Its methods can be called once the answer is there."""
         return self._ask("make", make)
 
     def submit(self, method: str, *args: Any, **kwargs: Any) -> Answer:
-        """Call a method, such as ``backend.score``. Methods run on one thread there, one after the other."""
+        """Call a method, such as ``backend.score``. Methods run on one thread of the process, one at a time."""
         return self._ask("call", method, args, kwargs)
 
     def submit_async(self, method: str, *args: Any) -> Answer:
-        """Call a coroutine function. Coroutines run together on an event loop there, beside the methods."""
+        """Call a coroutine function. Coroutines run concurrently on the process's event loop, alongside methods."""
         return self._ask("await", method, args)
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """What a method returns."""
+        """Call a method and return its result."""
         return self.submit(method, *args, **kwargs).result()
 
     async def call_async(self, method: str, *args: Any) -> Any:
-        """What a coroutine function returns. Cancelling this cancels the coroutine."""
+        """Call a coroutine function and return its result. Cancelling this cancels the coroutine."""
         answer = self.submit_async(method, *args)
         try:
             return await asyncio.wrap_future(answer)
@@ -119,7 +118,7 @@ class Far(ABC):
         return self._ask("ping").result()
 
     def check(self) -> None:
-        """Raise ``lost`` where the process has ended."""
+        """Raise ``lost`` if the process has ended."""
         if self.lost:
             raise self._loss()
 
@@ -160,7 +159,7 @@ class Far(ABC):
             self._ending = how
             waiting, self._waiting = self._waiting, {}
         self._kill()
-        self.ended.set_result(None)  # first: who replaces it finds its place free
+        self.ended.set_result(None)  # first, so that a replacement finds its place free
         for answer in waiting.values():
             answer.set_exception(self._loss())
 
@@ -168,7 +167,7 @@ class Far(ABC):
         return self._error(f"{self.name} {self._ending}")
 
     def _watch(self) -> None:
-        """Start to ask for signs of life."""
+        """Start to send pings."""
         if self._patience is not None:
             threading.Thread(target=self._ping, name=f"watch {self.name}", daemon=True).start()
 
@@ -185,7 +184,7 @@ class Far(ABC):
 
     @abstractmethod
     def _send(self, number: int, do: str, *given: Any) -> None:
-        """Have ``Host.ask(do, *given)`` run there; ``_settle`` is called with what comes of it."""
+        """Run ``Host.ask(do, *given)`` in the process; ``_settle`` is called with the outcome."""
 
     @abstractmethod
     def _kill(self) -> None:
@@ -207,8 +206,8 @@ def _waited(future: Future[Any], seconds: float, hurried: float) -> bool:
 
 
 def submitted(calls: Iterable[Future[Any]]) -> list[Future[Any]]:
-    """The answers of calls that are made as they are listed. A signal takes effect after the last one: a rank that was
-    not asked would leave the others waiting for it."""
+    """The answers of calls, which are made by iterating. A signal takes effect after the last one: a rank that was not
+    called would leave the others waiting for it."""
     interrupted = threading.current_thread() is threading.main_thread()
     with interrupts.held() if interrupted else nullcontext():
         return list(calls)
@@ -225,8 +224,8 @@ def gather(answers: Iterable[Future[Any]]) -> list[Any]:
 
 
 def gather_together(answers: Iterable[Future[Any]], fars: Iterable[Far]) -> list[Any]:
-    """As ``gather``, of processes that wait for each other: what is raised is the loss of the one that has ended, and
-    not what others say that waited for it."""
+    """As ``gather``, for processes that wait for each other: raises the error of the process that ended, not the errors
+    of those that waited for it."""
     try:
         return gather(answers)
     except TrainerLostError:
@@ -239,7 +238,7 @@ def gather_together(answers: Iterable[Future[Any]], fars: Iterable[Far]) -> list
 
 @contextmanager
 def entered(fars: Iterable[Far], method: str) -> Generator[None]:
-    """Inside the context managers that the method of each returns."""
+    """A context inside the context managers that ``method`` of each object returns."""
     fars = list(fars)
     gather(far.enter(method) for far in fars)
     try:
@@ -249,7 +248,7 @@ def entered(fars: Iterable[Far], method: str) -> Generator[None]:
 
 
 class ConnectedFar(Far):
-    """Called through a connection, of which the other end is at ``host.serve``.
+    """A far object called through a connection whose other end is ``host.serve``.
 
     Args:
         decode: reads an answer: ``(number, whether it is a result, result or error)``.
@@ -285,7 +284,7 @@ class ConnectedFar(Far):
         return TypeError(text)
 
     def _transmit(self) -> None:
-        """On a thread of its own: a process that is stuck in native code reads nothing, and a full pipe blocks."""
+        """Runs on its own thread: a process that is stuck in native code reads nothing, and a full pipe blocks."""
         try:
             for message in iter(self._outgoing.get, None):
                 self._connection.send_bytes(message)
@@ -310,4 +309,4 @@ class ConnectedFar(Far):
 
     @abstractmethod
     def _how_it_ended(self) -> str:
-        """What became of the process, whose connection is closed: ``ended with exit code 3``."""
+        """How the process ended, once its connection is closed: ``ended with exit code 3``."""

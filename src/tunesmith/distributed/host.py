@@ -1,7 +1,7 @@
-"""The other side of ``far.py``: what runs in the process of a far object.
+"""The other side of ``far.py``: the code that runs in the process of a far object.
 
-``python host.py FD PARENT NAME`` serves a child process. This file is run by its name, perhaps by the interpreter of
-another environment, so that it imports only the standard library.
+``python host.py FD PARENT NAME`` serves a child process. This file is run by path, perhaps by the interpreter of
+another environment, so it imports only the standard library.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Encode = Callable[[tuple[int, bool, Any]], bytes]
 
 
 class ThisThread(Executor):
-    """Runs what is submitted on the thread that calls ``run``, one after the other."""
+    """Runs submitted calls on the thread that calls ``run``, one at a time."""
 
     def __init__(self) -> None:
         self._work: SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = SimpleQueue()
@@ -46,14 +46,14 @@ class ThisThread(Executor):
                     future.set_result(work())
                 except BaseException as error:
                     future.set_exception(error)
-            del future, work  # while this waits, it holds nothing
+            del future, work  # hold no references while waiting
 
 
 class Host:
     """Holds the object that ``make`` returns.
 
-    Its methods run in ``worker``, one after the other. Coroutines and pings run on the event loop meanwhile: a process
-    that computes for long still answers.
+    Its methods run in ``worker``, one at a time. Coroutines and pings run on the event loop meanwhile: a process in a
+    long computation still answers.
     """
 
     def __init__(self, worker: Executor, target: Any = None) -> None:
@@ -99,7 +99,7 @@ def portable(error: BaseException) -> Exception:
 
     if isinstance(error, TunesmithError):
         return error
-    if type(error).__name__ == "OutOfMemoryError":  # torch's, whose text says how much was asked for
+    if type(error).__name__ == "OutOfMemoryError":  # torch's, whose text says how much was requested
         return DeviceMemoryError(str(error))
     known = isinstance(error, Exception) and type(error).__module__ == "builtins"
     found: Any = error if known else RuntimeError(f"{type(error).__name__}: {error}")
@@ -113,18 +113,18 @@ def encode_pickle(answer: tuple[int, bool, Any]) -> bytes:
         return pickle.dumps(answer, protocol=5)
     try:
         packed = pickle.dumps((number, False, portable(value)), protocol=5)
-        pickle.loads(packed)  # an error may be made from other arguments than it keeps
+        pickle.loads(packed)  # some errors cannot be rebuilt from the arguments they keep
     except Exception:
         return pickle.dumps((number, False, RuntimeError(f"{type(value).__name__}: {value}")), protocol=5)
     return packed
 
 
 def serve(connection: Connection, target: Any = None, encode: Encode = encode_pickle, lost: int = 0) -> NoReturn:
-    """Answer what ``ConnectedFar`` asks until the connection is closed; methods run on this thread.
+    """Answer a ``ConnectedFar`` until the connection is closed; methods run on this thread.
 
     Args:
-        target: the object, where ``make`` is not called.
-        encode: writes an answer.
+        target: the object, if ``make`` is not called.
+        encode: encodes an answer.
         lost: the exit code when the connection is closed without an ``exit``.
     """
     worker, loop = ThisThread(), asyncio.new_event_loop()
@@ -164,7 +164,7 @@ def serve(connection: Connection, target: Any = None, encode: Encode = encode_pi
 
 
 def main(descriptor: int, parent: int) -> NoReturn:
-    gc.disable()  # until the object is made: the millions of objects of imported modules are no garbage
+    gc.disable()  # until the object is made: the millions of objects of imported modules are not garbage
     os.set_inheritable(descriptor, False)
     connection = Connection(descriptor)
     try:

@@ -1,4 +1,4 @@
-"""The processes of a run on this machine, each with GPUs of its own where there are several."""
+"""The processes of a run on this machine, each with its own GPUs if there are several."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from tunesmith.errors import EngineError, TunesmithError
 from tunesmith.plan.cluster import NAMES
 
 RANKED: tuple[Role, ...] = ("actor", "critic")
-"""Roles of which several processes train one model."""
+"""Roles in which several processes train one model."""
 
 
 class Processes(Protocol):
-    """Where a run's processes are started: this machine (``LocalProcesses``) or a Ray cluster (``RayCluster``)."""
+    """Starts a run's processes, on this machine (``LocalProcesses``) or a Ray cluster (``RayCluster``)."""
 
     def spawn(self, role: Role, lost: type[TunesmithError], python: Path | None = None) -> Far:
         """A new process for a role.
 
         Args:
-            lost: what its calls raise when the process has ended.
+            lost: the error that its calls raise when the process has ended.
             python: the interpreter of another environment that has Tunesmith.
 
         Raises:
@@ -41,7 +41,7 @@ class Processes(Protocol):
 
 
 class LocalProcesses:
-    """Child processes. One that ended leaves its GPUs to the next of its role.
+    """Child processes. When one ends, its GPUs go to the next process of its role.
 
     Args:
         gpus: for each process of a role, the GPUs that it sees; a role that is missing sees those of this process.

@@ -1,7 +1,7 @@
-"""How the processes of a launch over several machines meet, and what has to be the same on all of them.
+"""How the processes of a launch over several machines meet, and the settings that must be equal on all of them.
 
-Rank 0 listens on the address by which the others know its machine. Where that is, and a key without which nobody is
-let in, stands in the store of the launcher (``MASTER_ADDR``, ``MASTER_PORT``).
+Rank 0 listens on the address by which the others know its machine. It puts this address, and a key that connections
+must present, into the launcher's store (``MASTER_ADDR``, ``MASTER_PORT``).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 
 PACKAGES = ("tunesmith", "torch", "transformers", "peft", "safetensors")
 SILENCE = (20, 10, 3)
-"""Seconds after which a silent connection is probed, seconds between probes, and how many may stay unanswered."""
+"""Seconds after which a silent connection is probed, seconds between probes, and how many may go unanswered."""
 _KEY = "tunesmith/meeting/{attempt}"
 
 
@@ -34,7 +34,7 @@ def own_address() -> str:
 
 
 class Rendezvous:
-    """The store of the launch."""
+    """The launcher's store."""
 
     def __init__(self, rank: int, patience: float) -> None:
         from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
@@ -51,20 +51,20 @@ class Rendezvous:
         self._key = _KEY.format(attempt=os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
     def listen(self, backlog: int) -> Listener:
-        """For the other ranks."""
+        """Listen for the other ranks."""
         key = secrets.token_bytes(32)
         listener = Listener((own_address(), 0), "AF_INET", backlog, authkey=key)
         self._store.set(self._key, json.dumps([*listener.address, key.hex()]))
         return listener
 
     def reach(self) -> Connection:
-        """A connection to rank 0, which may have to be tried again: the place may be of an earlier start."""
+        """Connect to rank 0. Callers may have to retry: the stored address may be from an earlier start."""
         host, port, key = json.loads(self._store.get(self._key))
         return Client((host, port), "AF_INET", authkey=bytes.fromhex(key))
 
 
 def watched(connection: Connection) -> Connection:
-    """A connection that ends when the other machine is gone, which says no more then."""
+    """The connection with keep-alive probes, so that it ends if the other machine disappears without a word."""
     idle, interval, count = SILENCE
     with socket.socket(fileno=os.dup(connection.fileno())) as same:
         if same.family == socket.AF_INET:
@@ -76,7 +76,7 @@ def watched(connection: Connection) -> Connection:
 
 
 def own_view(arguments: Sequence[str] = sys.argv) -> dict[str, str]:
-    """What has to be the same on every machine: versions, the command, the text of its run file."""
+    """The values that must be equal on all machines: versions, the command, the text of its run file."""
     view = {"python": platform.python_version()}
     for name in PACKAGES:
         with suppress(PackageNotFoundError):
@@ -90,7 +90,7 @@ def own_view(arguments: Sequence[str] = sys.argv) -> dict[str, str]:
 
 
 def differences(ours: Mapping[str, str], theirs: Mapping[str, str]) -> list[str]:
-    """What differs between two views, with both values; of texts the first lines that differ."""
+    """The differences between two views, with both values; for texts, the first lines that differ."""
     found: list[str] = []
     for name in dict.fromkeys([*ours, *theirs]):
         one, other = ours.get(name, "none"), theirs.get(name, "none")

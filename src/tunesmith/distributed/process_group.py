@@ -1,4 +1,4 @@
-"""Process groups beside torch.distributed's own: made for one purpose, over a store and an address that are given."""
+"""Process groups besides torch.distributed's own: made for one purpose, over a given store and address."""
 
 # pyright: reportPrivateUsage=false, reportPrivateImportUsage=false, reportAttributeAccessIssue=false
 from __future__ import annotations
@@ -19,7 +19,7 @@ _one_at_a_time = Lock()
 
 
 def open_store(host: str, patience: float) -> dist.TCPStore:
-    """Where processes find each other: at a free port of this machine, on this address alone, as long as it is kept."""
+    """A store where processes find each other, at a free port of the address ``host`` only, while it is referenced."""
     listening = socket.create_server((host, 0))
     port: int = listening.getsockname()[1]
     limit, fd = timedelta(seconds=patience), listening.detach()
@@ -29,12 +29,12 @@ def open_store(host: str, patience: float) -> dist.TCPStore:
 def process_group(
     kind: GroupKind, store: dist.Store, rank: int, world: int, host: str, patience: float, *, vital: bool = True
 ) -> Any:
-    """A group that torch.distributed does not know of.
+    """A process group that is not registered with torch.distributed.
 
     Args:
         host: an address of this machine, on which gloo listens for the others.
-        patience: seconds that each of its operations may take, and gloo to bring the group together.
-        vital: where an operation of NCCL fails, PyTorch ends the process; else only the group is lost.
+        patience: seconds that each operation may take, and that gloo may take to form the group.
+        vital: if an NCCL operation fails, PyTorch ends the process; otherwise only the group is lost.
     """
     limit = timedelta(seconds=patience)
     prefixed = dist.PrefixStore("group", store)
@@ -55,7 +55,7 @@ def process_group(
 
 @contextmanager
 def _errors_left_to_the_caller() -> Generator[None]:
-    """NCCL groups that are made inside do not end the process when an operation fails; they read this once."""
+    """NCCL groups made inside do not end the process when an operation fails; they read the variable only once."""
     with _one_at_a_time:
         before = os.environ.get(_ERRORS)
         os.environ[_ERRORS] = _NOTHING

@@ -1,4 +1,4 @@
-"""The processes that train one model together: what they sum."""
+"""The processes that train one model together, and their sums."""
 
 # pyright: reportPrivateImportUsage=false, reportAttributeAccessIssue=false
 from __future__ import annotations
@@ -20,17 +20,17 @@ from tunesmith.distributed.process_group import process_group
 from tunesmith.errors import ModelError, TrainerLostError, TunesmithError, boundary
 
 BUCKET = 64 << 20
-"""Bytes that are summed at a time; a larger gradient is by itself."""
+"""Bytes summed at a time; a larger gradient is summed by itself."""
 PATIENCE = 120.0
-"""Seconds that a rank waits for the others in one sum, and for all to come together. One that has died is noticed
-at once between CPUs, where its connections close."""
+"""Seconds that a rank waits for the others in one sum, and for the group to form. Between CPUs, a rank that has died is
+noticed at once, because its connections close."""
 
 REACHING = 10.0
-"""Seconds to reach the first rank's store, which is there already."""
+"""Seconds to reach the first rank's store, which exists already."""
 
 
 def reach_store(host: str, port: int) -> dist.TCPStore:
-    """Another process's store."""
+    """Connect to another process's store."""
     with boundary(TrainerLostError, f"no rank of the trainer is reached at {host}:{port}", RuntimeError):
         store = dist.TCPStore(host, port, None, is_master=False, timeout=timedelta(seconds=REACHING))
     store.set_timeout(timedelta(seconds=PATIENCE))
@@ -38,10 +38,10 @@ def reach_store(host: str, port: int) -> dist.TCPStore:
 
 
 def join_default_group(store: dist.TCPStore, rank: int, world: int, host: str, device: str) -> None:
-    """Make torch.distributed's default group, which sharded models use. A process makes one only.
+    """Make torch.distributed's default group, which sharded models use. A process has only one.
 
     Args:
-        host: this machine's address; gloo listens on its interface alone.
+        host: this machine's address; gloo listens only on its interface.
     """
     if dist.is_initialized():
         return
@@ -52,7 +52,7 @@ def join_default_group(store: dist.TCPStore, rank: int, world: int, host: str, d
     if device.startswith("cuda"):
         kind = "cpu:gloo,cuda:nccl"
         torch.cuda.init()
-        torch.cuda.set_device(torch.device(device).index or 0)  # else a mesh takes that of LOCAL_RANK
+        torch.cuda.set_device(torch.device(device).index or 0)  # otherwise a mesh uses that of LOCAL_RANK
     limit = timedelta(seconds=PATIENCE)
     dist.init_process_group(kind, store=dist.PrefixStore("default", store), rank=rank, world_size=world, timeout=limit)
 
@@ -60,11 +60,11 @@ def join_default_group(store: dist.TCPStore, rank: int, world: int, host: str, d
 class RankGroup:
     """Rank ``rank`` of ``world``. All ranks make the same calls in the same order.
 
-    Gloo between CPUs, NCCL between GPUs. A sum is the same bit by bit on every rank.
+    Gloo between CPUs, NCCL between GPUs. A sum is bitwise equal on every rank.
 
     Args:
         host: this machine's address, as the others reach it.
-        patience: as ``PATIENCE``.
+        patience: see ``PATIENCE``.
 
     Raises:
         TrainerLostError: from every method, when another rank is gone or does not answer.
@@ -80,16 +80,16 @@ class RankGroup:
         patience: float = PATIENCE,
     ) -> None:
         self.rank, self.world, self.device, self.patience = rank, world, torch.device(device), patience
-        self._store = store  # NCCL's ranks meet at their first sum
+        self._store = store  # kept: NCCL's ranks connect at their first sum
         kind = "nccl" if self.device.type == "cuda" else "gloo"
         with self._lost("did not find"):
             self._group: Any = process_group(kind, store, rank, world, host, patience)
 
     @torch.no_grad()
     def sum_gradients(self, parameters: Iterable[nn.Parameter], over: Any = None) -> None:
-        """Each parameter's gradient becomes its sum over the ranks; one that no rank has stays None.
+        """Sum each parameter's gradient over the ranks; one that no rank has stays None.
 
-        In the gradient's own type. A rank that had no micro-batch takes part with zeros.
+        Sums are in the gradient's own dtype. A rank without a micro-batch contributes zeros.
 
         Args:
             over: as for ``sum``.
@@ -111,7 +111,7 @@ class RankGroup:
             over: as for ``sum``.
 
         Raises:
-            ModelError: the ranks do not all have the same.
+            ModelError: the tensors differ between ranks.
         """
         digest = 0
         for tensor in tensors:
@@ -127,14 +127,14 @@ class RankGroup:
         """The sum over the ranks, in place.
 
         Args:
-            over: a process group of some of them, this one among them; None: all.
+            over: a process group of some ranks, including this one; None: all.
         """
         with self.waiting():
             (over or self._group).allreduce([tensor]).wait()
         return tensor
 
     def waiting(self) -> AbstractContextManager[None]:
-        """Where ranks wait for each other."""
+        """The context in which ranks wait for each other."""
         return self._lost("waited for")
 
     @contextmanager
@@ -144,12 +144,12 @@ class RankGroup:
             yield
         except RuntimeError as error:
             if isinstance(error, TunesmithError | torch.OutOfMemoryError):
-                raise  # memory is short here, and nobody is gone
+                raise  # memory is short here; no rank is lost
             raise TrainerLostError(f"{who} for {self.patience:g} s: {error}") from error
 
 
 def _buckets(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """Parameters of one type whose gradients are ``BUCKET`` bytes together, or one that is larger."""
+    """Parameters of one dtype whose gradients total at most ``BUCKET`` bytes, or a single larger one."""
     bucket: list[nn.Parameter] = []
     size = 0
     for parameter in parameters:

@@ -19,7 +19,7 @@ from tunesmith.errors import ClusterError, TunesmithError
 
 
 class Actor(Host):
-    """The other side. Its methods run on a thread of their own."""
+    """The other side. Its methods run on their own thread."""
 
     def __init__(self, folder: str, gpus: Sequence[str] | None = None) -> None:
         if gpus is not None:  # before anything here uses CUDA
@@ -36,7 +36,7 @@ class Actor(Host):
 
 
 class RayActor(Far):
-    """Ray tells of a dead process at once, and of a dead machine after its own health checks."""
+    """A far object in a Ray actor. Ray reports a dead process at once, a dead machine after its own health checks."""
 
     def __init__(self, actor: Any, name: str, lost: type[TunesmithError], patience: float = PATIENCE) -> None:
         super().__init__(name, lost, patience)
@@ -80,7 +80,7 @@ def node_address() -> str:
 
 
 def _reason(error: BaseException) -> str:
-    """Ray's explanation in one line: the cause of death where it names one."""
+    """Ray's explanation in one line: the cause of death if it names one."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     causes = [line for line in lines if "cause" in line.lower() or "died" in line.lower()]
     return (causes or lines or [type(error).__name__])[0]

@@ -18,11 +18,11 @@ from tunesmith.errors import ClusterError, ConfigError, EngineError, TunesmithEr
 from tunesmith.plan.cluster import NAMES, Bundle, missing
 
 PLACING = 120.0
-"""Seconds to wait for what others hold on a cluster that would be large enough."""
+"""Seconds to wait for resources that others hold, on a cluster that is large enough."""
 REACHING = 10.0
 """Seconds to wait for a cluster's first answer."""
 OBJECT_STORE = 200 << 20
-"""Bytes that a cluster started here may keep of what travels between processes; more goes to disk."""
+"""Bytes for objects in transit between processes of a cluster started here; more goes to disk."""
 
 
 class RayCluster:
@@ -32,7 +32,7 @@ class RayCluster:
         self._group, self._bundles, self._connected = group, bundles, connected
         self._numbers = count(1)
         self._dealt: dict[int, list[str]] = {}
-        """The GPUs of bundles whose processes see different numbers of them."""
+        """The GPUs of bundles whose processes see different numbers of GPUs."""
         self._running: dict[Far, tuple[Role, int | None]] = {}
         """Role and bundle of each process; None: it is in no bundle."""
         self._lock = Lock()
@@ -74,13 +74,13 @@ class RayCluster:
                 far.close()
 
     def spawn(self, role: Role, lost: type[TunesmithError], python: Path | None = None) -> Far:
-        """A new process in a free place of its role, or outside them where all are taken.
+        """A new process in a free place of its role, or outside the reservation if all places are taken.
 
         Args:
             python: the interpreter of another environment, with Ray of the same version and Tunesmith.
 
         Raises:
-            EngineError: all places are taken and the cluster has no room beside them.
+            EngineError: all places are taken and the cluster has no other room.
         """
         import ray
 
@@ -88,16 +88,16 @@ class RayCluster:
 
         named = type(NAMES[role].title().replace(" ", ""), (Actor,), {})  # what `ps` shows
         made: Any = ray.remote(named)
-        with self._lock:  # engines start at the same time, each in a place of its own
+        with self._lock:  # engines start at the same time, each in its own place
             rooms = [i for i in range(len(self._bundles)) if self._has_room(i, role)]
-            # Each process of a reward model has another place; trainer ranks in a row share one.
+            # Each process of a reward model has a different place; consecutive trainer ranks share one.
             bundle = min(rooms, key=lambda i: self._taken(i, role) if role == "reward" else i, default=None)
             options = self._outside(role) if bundle is None else self._inside(bundle)
             if python is not None:
                 # Not resolved: the interpreter of a virtual environment is a link to another one.
                 options["runtime_env"] = {"py_executable": str(python.absolute())}
             gpus = None if bundle is None else self._gpus(bundle, role)
-            # More requests than an engine runs may wait at it, and pings have to get through.
+            # More requests than an engine runs may queue, and pings have to get through.
             actor = made.options(max_concurrency=1 << 14, **options).remote(os.getcwd(), gpus)
             far = RayActor(actor, f"the {NAMES[role]}'s actor ({next(self._numbers)})", lost)
             self._running[far] = role, bundle
@@ -105,7 +105,7 @@ class RayCluster:
         return far
 
     def _gpus(self, bundle: int, role: Role) -> list[str] | None:
-        """What the next process of a role sees of the bundle's GPUs; None: what Ray gives it."""
+        """The bundle's GPUs that the next process of a role sees; None: those that Ray assigns."""
         import ray
 
         place = self._bundles[bundle]
@@ -122,7 +122,7 @@ class RayCluster:
         return self._taken(bundle, role) < self._bundles[bundle].roles.count(role)
 
     def _taken(self, bundle: int, role: Role) -> int:
-        """Places of the bundle's that processes of a role have; Ray waits for those that are ending."""
+        """Places of the bundle that processes of a role take; Ray waits for those that are ending."""
         return sum(place == (role, bundle) and not far.lost for far, place in list(self._running.items()))
 
     def _inside(self, bundle: int) -> dict[str, Any]:
@@ -133,7 +133,7 @@ class RayCluster:
         return {"num_cpus": cpus, "num_gpus": gpus, "scheduling_strategy": there}
 
     def _outside(self, role: Role) -> dict[str, Any]:
-        """What a pool that has grown since the start asks for."""
+        """Resources for a process outside the reservation, of a pool that has grown since the start."""
         import ray
 
         place = next(bundle for bundle in self._bundles if role in bundle.roles)
@@ -151,7 +151,7 @@ def check_machines(bundles: Sequence[Bundle], machines: Mapping[int, str]) -> No
     """Refuse engines that cannot read the memory in which the trainer leaves its weights.
 
     Args:
-        machines: of each bundle, by its place.
+        machines: the machine of each bundle, by index.
 
     Raises:
         ClusterError: they are on another machine.
@@ -168,8 +168,8 @@ def check_machines(bundles: Sequence[Bundle], machines: Mapping[int, str]) -> No
 
 
 def cluster_machines(system: SystemSection) -> list[dict[str, float]]:
-    """``CPU`` and ``GPU`` of each machine of the cluster that is named, by ``system.ray_address`` or ``RAY_ADDRESS``;
-    none where none is.
+    """``CPU`` and ``GPU`` of each machine of the cluster that ``system.ray_address`` or ``RAY_ADDRESS`` names; empty if
+    neither is set.
 
     Raises:
         ClusterError: there is no cluster at the address.
@@ -203,12 +203,12 @@ def _own_gpus() -> list[str]:
 
 
 def _connect(system: SystemSection, processes: int) -> bool:
-    """Whether this process was connected to a cluster, and was not before."""
+    """Connect to a cluster; returns whether this process was not connected before."""
     address = system.ray_address or os.environ.get("RAY_ADDRESS")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     if address is not None:
         return _open(system, processes, address)
-    # Read when ray is imported: no port is opened to other machines. A `ray start` from here may open them later.
+    # Ray reads this on import, and opens no port to other machines. A `ray start` from here may open some later.
     only_here = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
     said = os.environ.get(only_here)
     os.environ[only_here] = said or "0"
@@ -252,7 +252,7 @@ def _open(system: SystemSection, processes: int, address: str | None) -> bool:
 
 
 def _reach(address: str) -> None:
-    """Ray itself tries for more than half a minute."""
+    """Check that the address answers, because Ray itself tries for more than half a minute."""
     host, _, port = address.rpartition(":")
     if address == "auto":
         return
@@ -282,7 +282,7 @@ def _environment(said: Mapping[str, Any] | None) -> dict[str, Any] | None:
 
 
 def _reserve(bundles: Sequence[Bundle]) -> Any:
-    """A placement group, ready."""
+    """Reserve a placement group, and wait until it is ready."""
     import ray
 
     machines = [node["Resources"] for node in _alive()]

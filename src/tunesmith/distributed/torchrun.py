@@ -1,8 +1,8 @@
 """The processes of a ``torchrun`` or ``accelerate launch``, as far objects.
 
-Rank 0 runs the command. The others serve it as trainer ranks until it ends; for rank 0 itself it starts a child.
-On one machine they meet at a socket in a directory that only this user can open, named after the launcher that started
-them all; on several as ``machines.py`` says.
+Rank 0 runs the command. The others serve it as trainer ranks until it ends; as the first rank it starts a child.
+On one machine they meet at a socket in a directory that only this user can open, named after their launcher; on several
+as described in ``machines.py``.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ MEETING = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """What the launcher told this process."""
+    """The launcher's settings for this process."""
 
     rank: int
     world: int
@@ -49,7 +49,7 @@ class Launch:
 
     @classmethod
     def of(cls, environment: Mapping[str, str] = os.environ) -> Launch | None:
-        """None where this process is the only one, or was started by nobody."""
+        """None if this process is the only one, or was not started by a launcher."""
         world = int(environment.get("WORLD_SIZE", "1"))
         if world == 1 or "RANK" not in environment:
             return None
@@ -68,7 +68,7 @@ class Launch:
 
 
 def serve_rank(launch: Launch) -> NoReturn:
-    """Be a trainer rank of the process that runs the command, until that closes the connection."""
+    """Serve the process that runs the command as a trainer rank, until it closes the connection."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # rank 0 gets them too, and ends this process
         signal.signal(number, signal.SIG_IGN)
     sys.stdout = open(os.devnull, "w")  # noqa: SIM115  (rank 0 prints)
@@ -78,14 +78,14 @@ def serve_rank(launch: Launch) -> NoReturn:
     rendezvous = Rendezvous(launch.rank, MEETING) if launch.several_machines else None
     first, *others = RANKED
 
-    for role in others:  # each on its thread: rank 0 may never let it in
+    for role in others:  # each on its own thread: rank 0 may never let it in
         threading.Thread(target=_start_role, args=(launch, role, rendezvous), daemon=True).start()
     serve(_connect(launch, first, rendezvous), lost=1)
 
 
 def _start_role(launch: Launch, role: Role, rendezvous: Rendezvous | None) -> None:
-    """Serve a role in a child, once rank 0 asks for it: sharding is of torch.distributed's default group, and a process
-    has one. The kernel ends the child with this thread."""
+    """Serve a role in a child, once rank 0 asks for it: sharding needs torch.distributed's default group, of which a
+    process has only one. The kernel kills the child when this thread ends."""
     connection = _connect(launch, role, rendezvous)
     with socket.socket(fileno=os.dup(connection.fileno())) as same:
         if not same.recv(1, socket.MSG_PEEK):  # rank 0 has ended
@@ -108,7 +108,7 @@ def _start_role(launch: Launch, role: Role, rendezvous: Rendezvous | None) -> No
 
 
 SERVE = "from tunesmith.distributed.torchrun import serve_role; serve_role()"
-"""Called with a connection's descriptor, the number of the process that it came from, and a name for ``ps``."""
+"""Called with a connection's descriptor, the id of the parent process, and a name for ``ps``."""
 
 
 def serve_role() -> NoReturn:
@@ -142,14 +142,14 @@ class ServedRank(ConnectedFar):
     """A far object in a process that the launcher started.
 
     Args:
-        pid: of the process; None where it is on another machine.
+        pid: the process's id; None if it is on another machine.
     """
 
     def __init__(self, connection: Connection, pid: int | None, name: str, lost: type[TunesmithError]) -> None:
         super().__init__(connection, name, lost, PATIENCE)
         self._number = pid
         self.exit_code = 0
-        """Which the process ends with."""
+        """The code that the process exits with."""
         self._start()
 
     def _kill(self) -> None:
@@ -181,14 +181,14 @@ class Meeting:
         self._connected: dict[tuple[Role, int], tuple[Connection, int, str]] = {}
 
     def take(self, role: Role, rank: int, lost: type[TunesmithError]) -> ServedRank:
-        """A rank in a role.
+        """Accept a rank in a role.
 
         Raises:
             TrainerLostError: it was taken before: the launcher's processes are not started again.
             ConfigError: it was started with another command, or has other versions of what it needs.
         """
         while len(self._connected) < len(RANKED) * (self.launch.world - 1) and (role, rank) not in self._connected:
-            with suppress(AuthenticationError, EOFError, OSError):  # not of this launch
+            with suppress(AuthenticationError, EOFError, OSError):  # not from this launch
                 connection = watched(self._listener.accept())
                 number, offered, pid, machine, view = connection.recv()
                 self._connected[offered, number] = connection, pid, machine
@@ -206,14 +206,14 @@ class Meeting:
 
 
 class LaunchedProcesses(LocalProcesses):
-    """Child processes, and the launcher's for the trainer's ranks but the first."""
+    """Child processes, and the launcher's processes for all of the trainer's ranks but the first."""
 
     def __init__(self, meeting: Meeting, gpus: Mapping[Role, Sequence[Sequence[str]]] | None = None) -> None:
         super().__init__(gpus)
         self._meeting = meeting
 
     def __exit__(self, *error: object) -> None:
-        for far in self._running if error[0] else ():  # else launchers of other machines would see a success
+        for far in self._running if error[0] else ():  # otherwise launchers on other machines would see a success
             if isinstance(far, ServedRank):
                 far.exit_code = 1
         super().__exit__(*error)
@@ -235,7 +235,7 @@ _meeting: Meeting | None = None
 
 
 def join_launch() -> None:
-    """Called by a command first. A process of a launch that is not its rank 0 does not return from it."""
+    """Commands call this first. In a launch, it returns only in rank 0."""
     global _meeting
     if launch := Launch.of():
         if launch.rank:
@@ -244,5 +244,5 @@ def join_launch() -> None:
 
 
 def meeting() -> Meeting | None:
-    """That of the launch of which this process is rank 0."""
+    """The meeting of the launch of which this process is rank 0."""
     return _meeting

@@ -1,4 +1,4 @@
-"""What is wrong with a run, read from the files in its directory.
+"""Diagnoses a run from the files in its directory.
 
-``record`` reads them, ``signs`` makes the numbers that the rules in ``rules.toml`` ask for, ``findings`` applies these.
+``record`` reads them, ``signs`` computes the numbers that the rules in ``rules.toml`` use, ``findings`` applies these.
 """

@@ -18,13 +18,13 @@ from tunesmith.plan.rules import applies
 Severity = Literal["problem", "warning", "note"]
 SEVERITIES: Sequence[Severity] = ("problem", "warning", "note")
 LEARNED = 0.2
-"""Deviations by which the reward of a run rose that learned something."""
+"""Rise of the reward, in standard deviations, above which a run has learned something."""
 _PLACE = re.compile(r"\{([^{}*:]+)(?:\*([\d.]+))?(?::([^{}]*))?\}")
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """``change`` are settings to write, ``key = value``; ``effect`` says what they bring."""
+    """``change`` holds settings to write, ``key = value``; ``effect`` describes their effect."""
 
     key: str
     severity: Severity
@@ -33,11 +33,11 @@ class Finding:
     change: tuple[str, ...]
     effect: str
     steps: str
-    """The steps that the numbers are of."""
+    """The steps that the numbers cover."""
 
 
 def diagnose(record: Record) -> list[Finding]:
-    """What is wrong with a run, the worst first. What another finding explains is left out."""
+    """A run's findings, the worst first. Findings that another one explains are left out."""
     last = last_steps(record)
     values: dict[str, Any] = signs(record) | {"last_steps": last}
     rose = values.get("reward.rise_in_stds", 0.0) > LEARNED
@@ -56,7 +56,7 @@ def rules() -> list[dict[str, Any]]:
 
 
 def explains() -> dict[str, list[str]]:
-    """By finding, those that follow from it."""
+    """The findings that follow from each finding."""
     return _file()["explains"] | {rule["key"]: rule["explains"] for rule in rules() if "explains" in rule}
 
 
@@ -66,10 +66,10 @@ def _file() -> dict[str, Any]:
 
 
 def _nothing_learned(record: Record, last: str, rose: bool) -> list[Finding]:
-    """What the run itself warns of, at its end or while it goes on. That all is learned is a note.
+    """The run's own warning that it learns nothing. If everything is learned already, it is a note.
 
     Args:
-        rose: the reward did.
+        rose: whether the reward rose.
     """
     if record.facts is None:
         return []

@@ -1,4 +1,4 @@
-"""The files of a run that the doctor reads. A run may still be going on, or have ended anywhere."""
+"""The files of a run that the doctor reads. A run may still be active, or have ended at any point."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tunesmith.monitor.run_dir import is_running
 from tunesmith.monitor.runs import check_holds, read_settings
 
 MOST_BYTES = 32 << 20
-"""Of the metrics and of the rollouts: the newest are read, which are some 20,000 steps."""
+"""Bytes read from the end of the metrics and of the rollouts: about the newest 20,000 steps."""
 Metrics = Mapping[str, float]
 
 
@@ -27,7 +27,7 @@ class Record:
     steps: Sequence[Metrics]
     evaluations: Sequence[Metrics]
     rollouts: Sequence[Mapping[str, Any]]
-    """The newest that training kept."""
+    """The newest rollouts that training kept."""
     facts: Facts | None
     running: bool
 
@@ -36,7 +36,7 @@ def read_record(path: Path) -> Record:
     """Read a run's directory.
 
     Raises:
-        ConfigError: it is not one, or the run has not completed a step.
+        ConfigError: it is not a run's directory, or the run has not completed a step.
     """
     check_holds(path, ["metrics.jsonl"])
     finite = [numbers(line) for line in newest_objects(path / "metrics.jsonl", MOST_BYTES)]

@@ -1,4 +1,4 @@
-"""The numbers that the rules ask for, by dotted name."""
+"""The numbers that the rules use, by dotted name."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from tunesmith.doctor.record import Metrics, Record
 
 LEAST_WINDOW = 3
 SHARE = 5
-"""The first and the last fifth of the steps are compared."""
+"""The first and the last ``1 / SHARE`` of the steps are compared."""
 BEFORE = 10
-"""Steps that a jump is compared with."""
+"""Number of preceding steps that a jump is compared with."""
 JUMP = 20
 LEAST_PAIRS = 32
-"""Rollouts of which a correlation of length and reward means anything."""
+"""Minimum number of rollouts for a meaningful correlation of length and reward."""
 
 
 def signs(record: Record) -> dict[str, Any]:
-    """Settings by key, statistics of each metric, and what follows from both.
+    """Settings by key, statistics of each metric, and values derived from both.
 
     A metric has ``first`` and ``last`` (means over a fifth of the steps), ``rise`` (last - first), ``times`` (last /
     first), ``mean``, ``median``, ``max``, ``min``, ``sum``, ``count``, ``max_step`` and ``min_step``.
@@ -37,7 +37,7 @@ def signs(record: Record) -> dict[str, Any]:
 
 
 def _of_change(record: Record, values: Mapping[str, Any]) -> dict[str, Any]:
-    """How far the reward rose, in deviations of a rollout's and in standard errors, and whether anything moved."""
+    """The reward's rise, in standard deviations over rollouts and in standard errors, and signs of any change."""
     found: dict[str, Any] = {}
     if (spread := values.get("reward/std.first")) and "reward.rise" in values:
         found["reward.rise_in_stds"] = values["reward.rise"] / spread
@@ -46,7 +46,7 @@ def _of_change(record: Record, values: Mapping[str, Any]) -> dict[str, Any]:
     if first := values.get("entropy.first"):
         found["entropy.change"] = abs(values["entropy.rise"] / first)
     full = record.facts and record.facts.full_reward
-    for end in ("first", "last"):  # without answers that are right or wrong, the share of the full reward
+    for end in ("first", "last"):  # if answers are not right or wrong, the share of the full reward
         if (share := values.get(f"correct.{end}")) is not None:
             found[f"right.{end}"] = share
         elif full and f"reward.{end}" in values:
@@ -57,7 +57,7 @@ def _of_change(record: Record, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _of_updates(record: Record, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Optimizer steps: how many, how large, how many of them were dropped or clipped."""
+    """Optimizer steps: their number and size, and the shares that were dropped or clipped."""
     found: dict[str, Any] = {}
     if taken := values.get("optimizer_steps.sum"):
         found["skipped_share"] = values.get("skipped_steps.sum", 0.0) / taken
@@ -78,7 +78,7 @@ def _of_updates(record: Record, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _sampled_as_scored(record: Record) -> bool:
-    """Whether the sampler's log-probabilities are of the policy that is trained, over all tokens."""
+    """Whether the sampler's log-probabilities are those of the trained policy over all tokens."""
     settings = record.settings
     uncut = settings.get("rollout.top_p") in (None, 1.0) and not _number(record, "rollout.min_p")
     uncut = uncut and settings.get("rollout.top_k") in (None, 0, -1)
@@ -86,7 +86,7 @@ def _sampled_as_scored(record: Record) -> bool:
 
 
 def _of_time(record: Record, values: Mapping[str, Any]) -> dict[str, Any]:
-    """What waits, and settings that follow from it."""
+    """Waiting times, and settings derived from them."""
     found: dict[str, Any] = {}
     counted = values.get("seconds.sum", 0.0) - sum(
         values.get(f"seconds/{name}.sum", 0.0) for name in ("setup", "eval", "checkpoint")
@@ -106,13 +106,13 @@ def _of_time(record: Record, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _number(record: Record, key: str) -> float:
-    """A setting; 0 where it is none, or of another kind, as another version or hand may have written it."""
+    """A setting; 0 if it is None or not a number, because another version or a person may have written it."""
     value = record.settings.get(key)
     return value if isinstance(value, int | float) else 0
 
 
 def last_steps(record: Record) -> str:
-    """The steps of which ``last`` is the mean, such as ``25-30``."""
+    """The steps over which ``last`` averages, such as ``25-30``."""
     numbers = [int(line["step"]) for line in record.steps]
     return f"{numbers[-_window(len(numbers))]}-{numbers[-1]}"
 
@@ -122,7 +122,7 @@ def _window(count: int) -> int:
 
 
 def _statistics(lines: Sequence[Metrics], width: int | None) -> dict[str, float]:
-    """Of each metric; ``first`` and ``last`` are means of ``width`` lines, None: of a fifth of them."""
+    """Statistics of each metric; ``first`` and ``last`` are means over ``width`` lines (None: a fifth of them)."""
     columns: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
     for line in lines:
         for name, value in line.items():
@@ -153,9 +153,9 @@ def _statistics(lines: Sequence[Metrics], width: int | None) -> dict[str, float]
 
 
 def _jump(lines: Sequence[Metrics], name: str) -> dict[str, float]:
-    """The largest ratio of a value to the median of those before it; the first steps of a run are left out.
+    """The largest ratio of a value to the median of the ``BEFORE`` preceding ones; skips a run's first steps.
 
-    ``jumps`` counts the steps in which it was above ``JUMP``.
+    ``jumps`` counts the steps with a ratio above ``JUMP``.
     """
     column = [(line[name], line["step"]) for line in lines if line.get(name, 0.0) > 0]
     found, jumps = dict[str, float](), 0
@@ -186,7 +186,7 @@ def _of_run(record: Record) -> dict[str, Any]:
 
 
 def _of_rewards(record: Record) -> dict[str, Any]:
-    """Rewards that never vary, ways to fail, and how far reward goes with length."""
+    """Rewards that never vary, kinds of failures, and the correlation of reward and length."""
     spreads: defaultdict[str, float] = defaultdict(float)
     sizes: defaultdict[str, float] = defaultdict(float)
     failures: defaultdict[str, float] = defaultdict(float)
@@ -223,12 +223,12 @@ def _length_and_reward(rollouts: Iterable[Mapping[str, Any]]) -> float | None:
         rewards += [pair[1] - reward for pair in pairs]
     try:
         return correlation(lengths, rewards) if len(lengths) >= LEAST_PAIRS else None
-    except StatisticsError:  # all of one length, or of one reward
+    except StatisticsError:  # all lengths or all rewards are equal
         return None
 
 
 def _of_evaluations(record: Record, values: Mapping[str, Any]) -> dict[str, Any]:
-    """How held-out numbers changed. ``eval_error``: two standard errors of a difference of accuracies."""
+    """Changes of held-out metrics. ``eval_error``: two standard errors of a difference of accuracies."""
     size, share = record.facts and record.facts.eval_size, values.get("eval/accuracy.mean")
     found: dict[str, Any] = {}
     judged = values.get("eval/accuracy.last", values.get("accuracy.last"))
@@ -238,7 +238,7 @@ def _of_evaluations(record: Record, values: Mapping[str, Any]) -> dict[str, Any]
         found |= {"eval_size": size, "eval_error": 2 * math.sqrt(2 * max(share * (1 - share), 1 / size) / size)}
     if spread := values.get("reward/std.first"):
         rewards = [line["eval/reward"] for line in record.evaluations if "eval/reward" in line]
-        # A single low evaluation is often an accident: the better one of the last two counts.
+        # A single low evaluation is often noise: the better of the last two counts.
         found["eval_fall"] = (max(rewards, default=0.0) - max(rewards[-2:], default=0.0)) / spread
         found["eval_fall_in_errors"] = found["eval_fall"] * math.sqrt((size or 0) / 2)
     if least := values.get("eval/loss.min"):

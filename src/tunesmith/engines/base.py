@@ -1,4 +1,4 @@
-"""The ports that every engine fulfils: in process, vLLM, SGLang or fake."""
+"""The protocols that every engine implements: in-process, vLLM, SGLang or fake."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Sampler(Protocol):
         ...
 
     def stats(self) -> EngineStats:
-        """Everything counted since the engine started; reading changes nothing."""
+        """All counters since the engine started; reading does not reset them."""
         ...
 
     async def close(self) -> None: ...
@@ -42,10 +42,10 @@ class Engine(Sampler, Protocol):
         ...
 
     async def load_weights(self, version: int) -> None:
-        """Take the trainer's current weights as ``version``; cached prefixes of older ones are dropped.
+        """Load the trainer's current weights as ``version``; cached prefixes of older ones are dropped.
 
-        Requests in flight continue: their later tokens carry the new version. Where loading fails, some weights may be
-        new ones: then requests wait, in flight or not, until weights have been loaded.
+        Requests in flight continue: their later tokens carry the new version. If loading fails, the weights may be a
+        mix of versions; all requests, in flight or new, then wait until a load succeeds.
         """
         ...
 
@@ -61,24 +61,24 @@ class Sleeper(Protocol):
         """Free the KV memory; requests in flight must have ended.
 
         Args:
-            level: what happens to the engine's own weights: 1 moves them off the device; 2 discards them, and
-                ``load_weights`` has to be called before the next request. It may be called before ``wake``.
+            level: 1 moves the engine's own weights off the device; 2 discards them, and ``load_weights`` must be
+                called before the next request, possibly before ``wake``.
         """
         ...
 
     async def wake(self) -> None:
-        """Take the KV memory back."""
+        """Reallocate the KV memory."""
         ...
 
 
 class RolloutEngine(Engine, Pausable, Sleeper, Protocol):
-    """An engine that can be trained with."""
+    """An engine that can be used for training."""
 
 
 class Member(Sampler, Pausable, Sleeper, Protocol):
-    """One engine of a pool, in another process: its weights come as an offer (``weights.base``).
+    """One engine of a pool, in another process; it receives weights as an offer (``weights.base``).
 
-    ``stats`` are the newest counters that the engine's answers have brought.
+    ``stats`` returns the newest counters that came with the engine's answers.
 
     Every call raises ``EngineLostError`` once the engine is dead.
     """
@@ -87,12 +87,12 @@ class Member(Sampler, Pausable, Sleeper, Protocol):
     def name(self) -> str: ...
 
     async def take(self, version: int, offer: Offer) -> None:
-        """Take offered weights; requests in flight continue with them."""
+        """Load offered weights; requests in flight continue with them."""
         ...
 
 
 def check_sampling(sampling: Sampling) -> None:
-    """Refuse settings that mean nothing.
+    """Reject settings that make no sense.
 
     Raises:
         UserError: a setting is out of its range.

@@ -1,4 +1,4 @@
-"""An engine in another process: the side of the pool, and the side of the engine."""
+"""An engine in another process: the pool's side and the engine's side."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tunesmith.types import Completion, Sampling
 from tunesmith.weights.base import Offer
 
 CLOSING = 10.0
-"""Seconds that an engine has for its running requests before its process is killed."""
+"""Seconds that an engine has to close before its process is killed."""
 
 TakeWeights = Callable[[Offer], Awaitable[None]]
 """Puts offered weights where the engine reads them; other requests are answered meanwhile."""
@@ -24,7 +24,7 @@ TakeWeights = Callable[[Offer], Awaitable[None]]
 
 @dataclass(frozen=True, slots=True)
 class EngineHost:
-    """The engine where it runs. Every answer carries the engine's counters."""
+    """The engine, in its own process. Every answer carries the engine's counters."""
 
     engine: RolloutEngine
     take_weights: TakeWeights
@@ -49,7 +49,7 @@ class FarEngine:
 
     @classmethod
     async def start(cls, far: Far, make: Callable[[], EngineHost], timeout: float = STARTING) -> FarEngine:
-        """Build the engine there.
+        """Build the engine in its process.
 
         Raises:
             EngineLostError: its process was killed meanwhile.
@@ -62,7 +62,7 @@ class FarEngine:
             raise EngineError(f"{far.name} was not ready within {timeout:g} s") from None
         except BaseException as error:
             await asyncio.shield(asyncio.to_thread(far.close))
-            if isinstance(error, EngineLostError) and (far.code or 0) > 0:  # it would end again
+            if isinstance(error, EngineLostError) and (far.code or 0) > 0:  # a restart would exit again
                 raise EngineError(str(error)) from None
             raise
         return cls(far)

@@ -28,13 +28,13 @@ for node in ast.parse(file.read_text()).body if file and file.exists() else ():
 
 
 def check_interpreter(config: RunConfig) -> None:
-    """Ask the interpreter of the engines what is installed there; takes some hundredths of a second.
+    """Ask the engines' interpreter what is installed there; takes a few hundredths of a second.
 
-    The trainer's own interpreter is asked only for the names of vLLM's engine arguments, and only if some are given.
+    The trainer's own interpreter is asked only for the names of vLLM's engine arguments, and only if some are set.
     On a cluster ``system.engine_python`` lies on other machines, and the engine's actor reports what is missing.
 
     Raises:
-        ConfigError: it cannot be run, lacks Tunesmith or the right vLLM, or its vLLM has no such engine argument.
+        ConfigError: it cannot be run, lacks Tunesmith or the right vLLM, or its vLLM lacks an engine argument.
     """
     system = config.system
     extra = system.engine == "vllm" and system.vllm.extra

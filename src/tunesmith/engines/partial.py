@@ -11,7 +11,7 @@ from tunesmith.types import Completion, FinishReason, Sampling
 
 @dataclass(slots=True, eq=False)
 class PartialCompletion:
-    """Tokens written so far, their log-probabilities and weight versions. The lists only grow."""
+    """Tokens generated so far, their log-probabilities and weight versions. The lists only grow."""
 
     token_ids: list[int] = field(default_factory=list[int], init=False)
     logprobs: list[float] = field(default_factory=list[float], init=False)
@@ -23,7 +23,7 @@ class PartialCompletion:
 
 @dataclass(slots=True, eq=False)
 class Request(PartialCompletion):
-    """A prompt, and its completion as far as it has been written."""
+    """A prompt and its completion so far."""
 
     prompt_ids: tuple[int, ...]
     sampling: Sampling
@@ -34,11 +34,11 @@ class Request(PartialCompletion):
 
     @property
     def length(self) -> int:
-        """Tokens of the prompt and of the completion so far."""
+        """Tokens of the prompt and the completion so far."""
         return len(self.prompt_ids) + len(self.token_ids)
 
     def append(self, token: int, logprob: float, version: int) -> FinishReason | None:
-        """Add a token; the reason to finish, if it was the last."""
+        """Add a token; returns the finish reason if it was the last."""
         self.token_ids.append(token)
         self.logprobs.append(logprob)
         self.versions.append(version)

@@ -1,4 +1,4 @@
-"""Several engines behind one port: it shares requests out, gives all engines new weights and replaces lost ones."""
+"""Several engines behind one interface: distributes requests, updates all engines' weights, replaces lost engines."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from tunesmith.types import Completion, Sampling
 from tunesmith.weights.base import Offer, Plane
 
 OFFERS, PAUSE = 3, 0.5
-"""How often weights that did not arrive are offered, and seconds in between: a connection may break."""
+"""Attempts to deliver weights, and seconds between them: a connection may break."""
 SLACK = 1.5
-"""An engine that knows the prompt gets it unless it has this many times the work of the least busy one ..."""
+"""An engine that knows the prompt gets it unless it has this many times the requests of the least busy one ..."""
 SIBLINGS = 16
-"""... and, where it knows all of it, so many requests more: those of a group."""
+"""... plus this many, if it knows the whole prompt: the requests of a group."""
 
 Start = Callable[[int], Awaitable[Member]]
 """Starts the engine with this number."""
@@ -30,7 +30,7 @@ Start = Callable[[int], Awaitable[Member]]
 
 @dataclass(slots=True, eq=False)
 class _Seat:
-    """An engine at work."""
+    """A running engine."""
 
     number: int
     member: Member
@@ -39,11 +39,11 @@ class _Seat:
 
 
 class EnginePool:
-    """Fulfils ``RolloutEngine`` with ``size`` engines, started at the first call.
+    """Implements ``RolloutEngine`` with ``size`` engines, started on the first call.
 
-    A prompt goes to the engine that has read its beginning, so that a group shares its prefill, unless that engine is
-    far busier. A lost engine is replaced, at most ``restarts * size`` times in all: its requests go to another one,
-    and the new one is given the current weights, so no rollout is lost and none is counted twice.
+    A prompt goes to the engine that has read its prefix, so that a group shares its prefill, unless that engine is far
+    busier. A lost engine is replaced, at most ``restarts * size`` times in all: its requests go to other engines, and
+    its replacement gets the current weights, so no rollout is lost and none is counted twice.
 
     Args:
         timeline: gets a span for each request, in a lane for each engine.
@@ -80,7 +80,7 @@ class EnginePool:
 
     @property
     def members(self) -> list[Member]:
-        """The engines at work now."""
+        """The engines that are running now."""
         return [seat.member for seat in self._seats]
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
@@ -141,7 +141,7 @@ class EnginePool:
         await self._plane.close()
 
     async def _seat_for(self, beginning: Sequence[int]) -> _Seat:
-        """The engine that has read most of the prompt, among those not much busier than the least busy one."""
+        """The engine that has read the longest prefix, among those not much busier than the least busy one."""
         seats = self._seats or await self._all_ready()
         least = min(seat.running for seat in seats)
         known = {seat: seat.prefixes.known(beginning) for seat in seats}
@@ -171,9 +171,9 @@ class EnginePool:
         raise self._failure
 
     async def _each(self, ask: Callable[[Sequence[_Seat]], Awaitable[list[Any]]], *, tries: int = 1) -> None:
-        """Ask all engines, and those that replace lost ones.
+        """Ask all engines, including replacements for lost ones.
 
-        An engine that fails in the same round as one that is lost may have failed because of it, and is asked again.
+        An engine that fails in a round in which another is lost may have failed because of it, and is asked again.
         """
         done: set[_Seat] = set()
         while seats := [seat for seat in await self._all_ready() if seat not in done]:
@@ -190,7 +190,7 @@ class EnginePool:
             done |= {seat for seat, answer in answers.items() if not isinstance(answer, Exception)}
 
     async def _load(self, seats: Sequence[_Seat]) -> list[Any]:
-        for seat in seats:  # prefixes cached with other weights cannot be used
+        for seat in seats:  # prefixes cached with older weights cannot be used
             seat.prefixes = Prefixes()
         return await self._give([seat.member for seat in seats])
 
@@ -263,5 +263,5 @@ def _go(work: Coroutine[Any, Any, None], tasks: set[asyncio.Task[None]]) -> None
 
 
 async def gather_with_errors(calls: Iterable[Awaitable[Any]]) -> list[Any]:
-    """The results; a failed call's is its exception."""
+    """The results in order; a failed call's result is its exception."""
     return await asyncio.gather(*calls, return_exceptions=True)

@@ -1,4 +1,4 @@
-"""Which beginnings of prompts an engine has read already."""
+"""Tracks which prompt prefixes an engine has already read."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ REMEMBERED = 1 << 16
 
 
 class Prefixes:
-    """The beginnings of prompts that one engine has read, as ``blocks``; a block is hashed with all before it."""
+    """The prompt prefixes that one engine has read, as ``blocks``; a block's hash covers all tokens before it."""
 
     def __init__(self) -> None:
         self._seen: OrderedDict[int, None] = OrderedDict()
 
     def known(self, blocks: Sequence[int]) -> int:
-        """How many of the first blocks the engine has seen."""
+        """How many leading blocks the engine has seen."""
         return sum(1 for _ in takewhile(self._seen.__contains__, blocks))
 
     def add(self, blocks: Sequence[int]) -> None:
@@ -31,7 +31,7 @@ class Prefixes:
 
 
 def blocks(token_ids: Sequence[int]) -> list[int]:
-    """A hash per whole block, of all tokens up to its end; a shorter prompt is one block."""
+    """One hash per whole block, of all tokens up to its end; a prompt shorter than a block is one block."""
     whole = len(token_ids) // BLOCK * BLOCK or len(token_ids)
     pieces = (token_ids[start : start + BLOCK] for start in range(0, whole, BLOCK))
     return list(accumulate(pieces, lambda before, piece: hash((before, *piece)), initial=0))[1:]

@@ -18,17 +18,17 @@ class EngineStats:
     prefill_seconds: float = 0.0
     preemptions: int = 0
     drafted_tokens: int = 0
-    """Tokens guessed by speculative decoding and verified; ``accepted_tokens`` of them were kept."""
+    """Tokens that speculative decoding drafted and verified; ``accepted_tokens`` of them were kept."""
     accepted_tokens: int = 0
     peak_running: int = 0
     peak_kv_bytes: int = 0
     kv_budget_bytes: int = 0
     attainable_seconds: float = 0.0
-    """Least time the same steps could have taken (the larger of bytes / bandwidth and flops / rate);
+    """The least time these steps could have taken (the larger of bytes / bandwidth and flops / rate);
     0 where the hardware's limits are not known."""
 
     def since(self, earlier: EngineStats) -> EngineStats:
-        """The counts since ``earlier``; peaks and budgets are those of the whole time."""
+        """The counts since ``earlier``; peaks and budgets still cover the whole time."""
 
         def value(name: str) -> Any:
             return getattr(self, name) - (0 if name in _PEAKS else getattr(earlier, name))

@@ -15,15 +15,15 @@ from tunesmith.openmp import end_team
 T = TypeVar("T")
 
 TURNS = 16
-"""Turns of the event loop that callers have to answer a completion with their next request."""
+"""Event-loop iterations that callers have to follow a completion with their next request."""
 
 
 class StepThread:
-    """Runs an engine's steps one after another, and calls in between two of them. Used from one event loop at a time.
+    """Runs an engine's steps one after another, and calls between steps. Used from one event loop at a time.
 
     Args:
-        step: does some work; whether some is left.
-        fail: called on the thread with the exception of a step that failed.
+        step: does some work; returns whether any is left.
+        fail: called on the thread with the exception of a failed step.
     """
 
     def __init__(self, name: str, step: Callable[[], bool], fail: Callable[[Exception], None]) -> None:
@@ -33,11 +33,11 @@ class StepThread:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def run(self, work: Callable[[], T]) -> T:
-        """The result of ``work``. Blocks: it is for the start, before there is an event loop."""
+        """The result of ``work``. Blocks: use it only at startup, before there is an event loop."""
         return self._thread.submit(work).result()
 
     def post(self, work: Callable[[], T]) -> Future[T]:
-        """Have ``work`` run before the next step, after earlier calls; returns the future of its result.
+        """Schedule ``work`` before the next step, after earlier calls; returns the future of its result.
 
         Raises:
             EngineError: the thread was closed.
@@ -48,7 +48,7 @@ class StepThread:
         done.set_running_or_notify_cancel()  # cancelling the caller does not cancel the work
         self._loop = asyncio.get_running_loop()
         self._calls.append((work, done))
-        end_team()  # of the caller, which waits now
+        end_team()  # the caller's team: the caller waits now
         self._thread.submit(self._serve)
         return done
 
@@ -57,17 +57,17 @@ class StepThread:
         return await asyncio.wrap_future(self.post(work))
 
     async def close(self, work: Callable[[], object]) -> None:
-        """Run ``work``, which leaves nothing to do, and wait for the thread to end."""
+        """Run ``work``, which must leave nothing to do, and wait for the thread to end."""
         last = self.post(work)
         self._closed = True
         await asyncio.wrap_future(last)
         await asyncio.to_thread(self._thread.shutdown)
 
     def wait_for_callers(self) -> None:
-        """On the thread: let the event loop do what is ready there.
+        """On the thread: let the event loop run what is ready.
 
-        So requests that arrive together start together, and a request that follows at once on a completion is decoded
-        from the same step on in every run. A resumed run then repeats bitwise, which is why this has no time limit.
+        Requests that arrive together then start together, and a request that immediately follows a completion starts
+        at the same step in every run. A resumed run thus repeats bitwise, which is why this has no time limit.
         """
         loop, done = self._loop, Event()
         assert loop is not None, "somebody posted"
@@ -86,7 +86,7 @@ class StepThread:
             pass
 
     def _serve(self) -> None:
-        """Step until there is nothing to do. Each ``post`` submits this once more, so that no call is overlooked."""
+        """Step until there is nothing to do. Each ``post`` submits this once more, so that no call is missed."""
         stepping = False
         while True:
             if not stepping:
@@ -94,7 +94,7 @@ class StepThread:
                     end_team()
                     return
                 self.wait_for_callers()  # nothing was running: the first request must not start alone
-            for _ in range(len(self._calls)):  # calls that arrive meanwhile wait for those that come with them
+            for _ in range(len(self._calls)):  # later calls wait for others that arrive with them
                 work, done = self._calls.popleft()
                 try:
                     done.set_result(work())

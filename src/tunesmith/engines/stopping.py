@@ -12,13 +12,13 @@ _INCOMPLETE = "\ufffd"
 class StopStrings:
     """Watches one completion.
 
-    Text is decoded piece by piece: each piece is what the newest tokens add to the piece before them, so
-    that a tokenizer's treatment of spaces is its own. A piece that ends inside a multi-byte character waits
-    for the next token, but is searched up to there.
+    Text is decoded piece by piece: each piece is the text that the newest tokens add to the previous piece, which
+    preserves the tokenizer's treatment of spaces. A piece that ends inside a multi-byte character waits for the next
+    token, but is searched up to that character.
 
     Args:
-        least: a stop string that is complete within the first so many tokens is passed over.
-        earlier: tokens before the first, in which a stop string may begin.
+        least: a stop string that is complete within this many tokens is ignored.
+        earlier: tokens before the completion, in which a stop string may begin.
     """
 
     def __init__(self, stop: tuple[str, ...], decode: Decode, least: int = 0, earlier: Sequence[int] = ()) -> None:
@@ -27,9 +27,9 @@ class StopStrings:
         self._least = least
         self._keep = max(len(s) for s in stop) - 1
         self.reach = max(len(s.encode()) for s in stop)
-        """Most tokens of a stop string: each has at least a byte."""
+        """The most tokens that a stop string can have: each has at least one byte."""
         self._tail = ""  # the end of the settled text, where a stop string may have begun
-        self._context = 0  # tokens [context, settled) were the last settled piece; counted from the first earlier one
+        self._context = 0  # tokens [context, settled) were the last settled piece; counted from ``earlier[0]``
         self._settled = 0
         self._earlier: list[int] = []
         for token in earlier[-self.reach :]:
@@ -42,7 +42,7 @@ class StopStrings:
         newest = [*self._earlier[self._context :], *token_ids[max(0, self._context - count) :]]
         before, text = self._decode(newest[: self._settled - self._context]), self._decode(newest)
         piece = text[len(before) :]
-        # A stop string that is complete in the tail was found before; the newest begins at most its length earlier.
+        # A stop string within the tail was found before; a new one begins less than its length before the piece.
         searched = self._tail + piece.rstrip(_INCOMPLETE)
         if len(token_ids) > self._least and any(
             searched.find(s, max(0, len(self._tail) - len(s) + 1)) >= 0 for s in self._stop

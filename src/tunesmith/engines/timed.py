@@ -1,4 +1,4 @@
-"""Requests to engines on the timeline."""
+"""Records requests to engines on the timeline."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tunesmith.types import Completion, Sampling
 async def timed(
     timeline: Timeline | None, number: int, prompt_ids: Sequence[int], request: Awaitable[Completion]
 ) -> Completion:
-    """The answer to a request, whose time is a span in the lane of engine ``number``."""
+    """Await a request, and record its time as a span in the lane of engine ``number``."""
     if timeline is None:
         return await request
     with timeline.span(engine_lane(number), "generate", prompt=len(prompt_ids)) as details:
@@ -22,7 +22,7 @@ async def timed(
 
 
 class TimedEngine:
-    """A single engine whose requests are on the timeline; a pool does this itself."""
+    """A single engine whose requests are recorded on the timeline; a pool does this itself."""
 
     def __init__(self, engine: RolloutEngine, timeline: Timeline, number: int = 0) -> None:
         self._engine, self._timeline, self._number = engine, timeline, number

@@ -4,9 +4,9 @@
         reply = await client.chat.completions.create(messages=[{"role": "user", "content": question}])
         return float(answer in reply.choices[0].message.content)
 
-Its parameters name what it gets: ``client`` (OpenAI's interface, within the process), or ``base_url`` and ``api_key``
-(the same over HTTP, for an agent with its own client, which may then be a plain function), and columns of the data.
-It returns the reward, a ``StepResult`` with a reward and metrics, or None where reward functions score the episode.
+Its parameters select its arguments: ``client`` (OpenAI's interface, within the process), or ``base_url`` and
+``api_key`` (the same over HTTP, for an agent with its own client, which may be a plain function), and data columns.
+It returns the reward, a ``StepResult`` with a reward and metrics, or None if reward functions score the episode.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def is_agent(function: Callable[..., Any], reference: str) -> bool:
     """Whether a function has an agent's form.
 
     Raises:
-        ConfigError: it has, but no access to the policy.
+        ConfigError: it has the form, but no access to the policy.
     """
     access = GIVEN & inspect.signature(function).parameters.keys()
     if not access and not is_async(function):

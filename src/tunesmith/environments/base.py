@@ -1,4 +1,4 @@
-"""The port of environments, and the simplest one: a prompt and one answer."""
+"""The interface of environments, and the simplest one: a prompt and one answer."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ class Generate(Protocol):
     async def __call__(
         self, prompt_ids: Sequence[int], /, *, max_new_tokens: int | None = None, stop: tuple[str, ...] = ()
     ) -> Completion:
-        """Sample with the run's settings; also limited to ``max_new_tokens``, and ended by ``stop`` strings."""
+        """Sample with the run's settings, up to ``max_new_tokens`` tokens or one of the ``stop`` strings."""
         ...
 
 
 class Environment(Protocol):
     """Plays one episode of a task.
 
-    ``play`` gets a rollout with the prompt and appends to it: what the policy wrote (``act``) and what came back
+    ``play`` gets a rollout with the prompt and appends the policy's text (``act``) and the answers to it
     (``observe``). An exception makes that rollout a typed failure and does not affect the others. An environment may
     set ``rollout.reward``; reward functions add to it.
     """

@@ -1,9 +1,9 @@
-"""An episode's conversation as tokens: one that continues appends to a record, one that was edited forks.
+"""An episode's conversation as tokens: a continued conversation appends to its record, an edited one forks.
 
 Each call of the policy gets the whole conversation as messages. If it begins with the content of a record up to one of
 its turns, the record's tokens are kept and only the new messages are tokenized. If it does not (thinking dropped,
 history summarised, another conversation), or if the chat template now renders the earlier messages differently, or the
-record has continued in another way, a new record begins; what it shares with another is context there.
+record has continued in another way, a new record begins; the part it shares with another record is context there.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tunesmith.errors import EpisodeError, shortened
 from tunesmith.types import Completion, FinishReason, Message, Record, Rollout, Task, text_of_content
 
 TEXT = "text"
-"""The key of a place after raw text, from which no conversation of messages continues."""
+"""The key of a place after raw text; conversations of messages cannot continue from there."""
 
 
 class OutOfRoom(EpisodeError):
@@ -39,9 +39,9 @@ class EpisodeSettings:
     """A task's prompt as the messages that its tokens represent."""
     section: EnvironmentSection
     max_tokens: int
-    """Limit of a record, including what the policy writes."""
+    """Limit of a record, including the policy's tokens."""
     parse: Parse | None
-    """Finds tool calls in what the policy wrote, if there are tools."""
+    """Finds tool calls in the policy's text, if there are tools."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +110,7 @@ class Conversation:
         Args:
             max_new_tokens: a limit for this turn, in addition to the run's.
             stop: strings that end this turn. The record keeps them; the reply is cut before them.
-            find_calls: whether tool calls in the turn are parsed or left as text.
+            find_calls: whether to parse tool calls in the turn, instead of leaving them as text.
             options: variables for the chat template, in addition to the run's.
 
         Raises:
@@ -155,7 +155,7 @@ class Conversation:
         self._places[-1].record.pay(reward)
 
     def close(self) -> None:
-        """Drop what the policy never answered, and put the record of the last turn last."""
+        """Drop messages that the policy never answered, and put the record of the last turn last."""
         for record in self.rollout.records:
             if record.turns:
                 record.cut(record.turns[-1].stop)
@@ -201,7 +201,7 @@ class Conversation:
         matches: list[tuple[int, bool, _Place]] = []
         for place in self._places:
             ids = place.record.token_ids[: place.length]
-            # A client gets a turn without its end token, so it sends it back without one.
+            # A client gets a turn without its end token, and so returns it without one.
             lengths = (place.length, place.length - 1) if ids[-1] in ends else (place.length,)
             matches += [(length, self._is_open(place), place) for length in lengths if starts(ids[:length])]
         if not matches:
@@ -220,7 +220,7 @@ class Conversation:
     def _record_of(
         self, messages: Sequence[Message], tools: Tools, renderer: Renderer, options: Mapping[str, Any] | None
     ) -> tuple[Record, tuple[Message, ...]]:
-        """The record that ends with ``messages``, continued or new; and its messages for the chat template."""
+        """The record, continued or new, that ends with ``messages``; and its messages for the chat template."""
         key = _key(messages, tools, options)
         held = [p for p in self._places if key[: len(p.key)] == p.key]
         if not held:
@@ -289,7 +289,7 @@ def _assistant(content: str, calls: Sequence[ToolCall | BadCall], turn: int) -> 
 
 
 def _key(messages: Sequence[Message], tools: Tools, options: Mapping[str, Any] | None = None) -> tuple[str, ...]:
-    """All that a rendering depends on, as comparable text; without names and ids, which an agent may leave out."""
+    """Everything that a rendering depends on, as comparable text; without names and ids, which agents may omit."""
     return (json.dumps([tools, options or {}], sort_keys=True), *map(_message_key, messages))
 
 

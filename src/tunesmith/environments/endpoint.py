@@ -1,7 +1,7 @@
 """The policy behind OpenAI's HTTP interface, for agents with their own client.
 
-The server listens on the loopback interface, on its own thread. Each episode has a key, which is the API key or stands
-in the path: ``http://127.0.0.1:PORT/KEY/v1``. Only episodes in progress are served.
+The server listens on the loopback interface, in its own thread. Each episode has a key, sent as the API key or in the
+path: ``http://127.0.0.1:PORT/KEY/v1``. Only episodes in progress are served.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ HOST = "127.0.0.1"
 START_SECONDS = 30.0
 LARGEST_BODY = 64 * 2**20
 LIMITS = Limits(connections=4096)
-"""Each episode may have several calls under way."""
+"""Each episode may have several calls in progress."""
 SERVED = "GET /v1/models, POST /v1/chat/completions, /v1/completions, /v1/responses"
 
 Answer = Callable[[EpisodeApi, Mapping[str, Any]], Coroutine[Any, Any, dict[str, Any]]]
@@ -59,7 +59,7 @@ class Endpoint:
         return f"http://{HOST}:{self.port}/{key}/v1", key
 
     def drop(self, key: str) -> None:
-        """Serve the episode no longer."""
+        """Stop serving the episode."""
         self._episodes.pop(key, None)
 
     def close(self) -> None:
@@ -84,7 +84,7 @@ class Endpoint:
         return self._episodes.get(request.match_info.get("key") or bearer_of(request))
 
     async def _models(self, request: web.Request) -> web.Response:
-        """The list of models, which has one, or that model."""
+        """The list of models, which has one entry, or that model."""
         if (api := self._episode(request)) is None:
             return _unknown()
         model = {"id": api.model, "object": "model", "created": 0, "owned_by": "tunesmith"}

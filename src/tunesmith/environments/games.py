@@ -45,9 +45,9 @@ class Loaded:
 
 
 def columns_of(task: Task) -> dict[str, Any]:
-    """Arguments of user code by name: the columns of the data, and the prompt in the form that it has there.
+    """Arguments of user code by name: the columns of the data, and the prompt in its original form.
 
-    They are copies: the other rollouts of the task, and later epochs, have the same objects.
+    They are copies, because the task's other rollouts and later epochs share the objects.
     """
     return {name: own_copy(value) for name, value in {**task.columns, "prompt": task.prompt}.items()}
 

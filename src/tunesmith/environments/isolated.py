@@ -64,7 +64,7 @@ class FarGame(Game):
 
 
 class IsolatedGames:
-    """Episodes of users' environments, each in a worker process, which is reused after an episode without errors."""
+    """Episodes of users' environments, each in a worker process that is reused after an episode without errors."""
 
     def __init__(self, section: EnvironmentSection, base_dir: Path) -> None:
         arguments = (section.model_dump(), str(base_dir))

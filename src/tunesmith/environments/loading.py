@@ -1,4 +1,4 @@
-"""From the ``[environment]`` section to the environments of a run: checking it, importing the user's code."""
+"""Turns the ``[environment]`` section into a run's environments: checks it and imports the user's code."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SINGLE_TURN = "single_turn"
 
 
 def check_environment(section: EnvironmentSection, base_dir: Path) -> None:
-    """Refuse (``ConfigError``) a section that cannot work, without running any of the user's code."""
+    """Reject (``ConfigError``) a section that cannot work, without running any of the user's code."""
     references = references_of(section)
     if SINGLE_TURN in references and isinstance(section.path, dict):
         raise ConfigError(f"environment.path: the name '{SINGLE_TURN}' is reserved for a prompt and one answer.")
@@ -44,10 +44,10 @@ def check_environment(section: EnvironmentSection, base_dir: Path) -> None:
 
 
 def check_agents(given: EnvironmentSection, base_dir: Path) -> None:
-    """Refuse (``ConfigError``) settings of environments and tools where only agents play, which do not have them.
+    """Reject (``ConfigError``) settings of environments and tools if all episodes are played by agents.
 
     Args:
-        given: with no values but those of the run file.
+        given: the section with only the values of the run file.
     """
     references = references_of(given).values()
     unread = [key for key in ("timeout", "isolation", "memory") if key in given.model_fields_set]
@@ -61,14 +61,14 @@ def check_agents(given: EnvironmentSection, base_dir: Path) -> None:
 
 
 def references_of(section: EnvironmentSection) -> dict[str, str]:
-    """References to the user's code by the value of the routing column; a single one by its own name."""
+    """References to the user's code by value of the routing column; a single reference by its own name."""
     if isinstance(section.path, str):
         return {section.path.rpartition(":")[2]: section.path}
     return dict(section.path or {})
 
 
 def load_environments(section: EnvironmentSection, base_dir: Path) -> EnvironmentSet:
-    """Check the section and import the user's files. ConfigError also if an object has no known form."""
+    """Check the section and import the user's files; also a ConfigError if an object has no known form."""
     check_environment(section, base_dir)
     defined = [make_tool(user_code.load_object(reference, base_dir), reference) for reference in section.tools]
     tools = {tool.name: tool for tool in defined}
@@ -134,7 +134,7 @@ def _check_constructor(kind: type[Any], reference: str) -> None:
 
 
 def _methods(kind: type[Any], reference: str) -> dict[str, Tool]:
-    """Public methods as tools, by the method's name; described as bound methods, so that ``self`` is left out."""
+    """Public methods as tools, by method name; described as bound methods, to leave out ``self``."""
     tools: dict[str, Tool] = {}
     for name, function in inspect.getmembers(kind, inspect.isfunction):
         if not name.startswith("_") and name not in TRL_RESERVED:
@@ -193,7 +193,7 @@ class EnvironmentSet:
         return value
 
     def template(self, tokenizer: Any, *, chat: bool) -> ChatTemplate | None:
-        """The chat template, if prompts go through it; a ConfigError if agents or tools need one that is not there."""
+        """The chat template, if prompts go through it; a ConfigError if agents or tools need one that is missing."""
         template = ChatTemplate.of(tokenizer) if chat else None
         for one in self.loaded:
             if template is None and (one.kind == "agent" or one.schemas):
@@ -216,7 +216,7 @@ class EnvironmentSet:
         return Endpoint()
 
     def open_game(self, loaded: Loaded) -> AbstractAsyncContextManager[Game]:
-        """An episode in the environment ``loaded``, on its own threads or in a worker process."""
+        """An episode in the environment ``loaded``, in its own threads or in a worker process."""
         thread = self.section.isolation == "thread"
         return open_game(loaded, self.section.timeout) if thread else self._isolated.open_game(loaded)
 

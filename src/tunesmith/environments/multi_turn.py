@@ -12,7 +12,7 @@ An environment is a class in the user's file; each episode gets an instance::
                 return "right", 1.0, True
             return ("higher" if guess < self.secret else "lower"), 0.0, False
 
-``reset`` gets the columns of the data; what it returns is appended to the prompt (text), replaces it (messages) or
+``reset`` gets the columns of the data; its result is appended to the prompt (text), replaces it (messages) or
 leaves it unchanged (None). ``step`` gets the policy's text and returns a ``StepResult`` or the tuple
 ``(observation, reward, done)``. Both may be ``async``. ``close``, if it exists, is called at the end.
 """
@@ -61,7 +61,7 @@ class MultiTurn:
                 conversation.close()
                 try:
                     await game.close()
-                except (TunesmithError, TimeoutError) as error:  # it does not fail the episode
+                except (TunesmithError, TimeoutError) as error:  # does not fail the episode
                     rollout.notes["close"] = str(error)
         earned = [reward for reward in rewards if reward is not None]
         rollout.reward = as_reward(sum(earned), "the episode", "sum of its rewards") if earned else None
@@ -72,7 +72,7 @@ class MultiTurn:
     async def _turns(
         self, game: Game, conversation: Conversation, messages: list[Message], schemas: Tools
     ) -> list[float | None]:
-        """Play to the end; the turns' rewards. An episode that reaches its limits keeps its rewards so far."""
+        """Play to the end and return the turns' rewards; an episode that reaches its limits keeps those so far."""
         metrics = conversation.rollout.metrics
         metrics |= {"unfinished": 0.0, **({"bad_calls": 0.0} if schemas else {})}
         rewards: list[float | None] = []
@@ -112,7 +112,7 @@ def tools_in_data(task: Task) -> Tools:
 async def _answer(reply: Reply, game: Game) -> tuple[list[Message], int]:
     """Run the calls of a turn in order; the tools' messages and the number of bad calls.
 
-    The policy gets an exception of a tool as its answer.
+    If a tool raises, the policy gets the exception as its answer.
     """
     answers: list[Message] = []
     ids = iter(reply.message.get("tool_calls", ()))
@@ -131,7 +131,7 @@ async def _answer(reply: Reply, game: Game) -> tuple[list[Message], int]:
 
 
 def opening(prompt: list[Message], observation: Observation) -> list[Message]:
-    """The first messages of an episode. Text is appended to the prompt's last message if that is a user's."""
+    """The first messages of an episode. Text is appended to the prompt's last message if that is a user message."""
     if not isinstance(observation, str):
         return prompt if observation is None else observation
     if prompt and prompt[-1]["role"] == "user":

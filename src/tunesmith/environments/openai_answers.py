@@ -1,4 +1,4 @@
-"""The policy's turns as OpenAI's JSON: answers of ``chat.completions``, ``completions``, ``responses``; streams."""
+"""The policy's turns as OpenAI's JSON: answers and streams of ``chat.completions``, ``completions``, ``responses``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Decode = Callable[[Sequence[int]], str]
 def chat_choice(index: int, reply: Reply, decode: Decode | None) -> dict[str, Any]:
     """A choice of a chat answer; with log-probabilities if there is a ``decode``.
 
-    Alternatives of the sampled tokens are not known, so ``top_logprobs`` holds the token alone.
+    Alternatives to the sampled tokens are unknown, so ``top_logprobs`` holds only the token itself.
     """
     message = {"content": None, "refusal": None, "tool_calls": None, **reply.message}
     entries = [
@@ -112,7 +112,7 @@ def _output(choice: Mapping[str, Any], number: str, status: str) -> list[dict[st
 
 
 def chat_events(answer: dict[str, Any], request: Mapping[str, Any]) -> Iterator[Event]:
-    """Each choice in one chunk, its finish reason in another; then the usage, if it is asked for."""
+    """Each choice in one chunk, its finish reason in another; then the usage, if requested."""
     head = {**{k: v for k, v in answer.items() if k != "usage"}, "object": "chat.completion.chunk"}
     for choice in answer["choices"]:
         calls = [{"index": index, **call} for index, call in enumerate(choice["message"]["tool_calls"] or ())]

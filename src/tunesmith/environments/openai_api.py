@@ -34,7 +34,7 @@ class EpisodeApi:
         self._conversation = conversation
         self._running: set[asyncio.Task[Any]] = set()
         self._responses: dict[str, list[Message]] = {}
-        """By the id of a response: the conversation up to and including it."""
+        """By response id: the conversation up to and including the response."""
         self._answers = 0
         self._closed = False
 
@@ -42,7 +42,7 @@ class EpisodeApi:
         """The answer to a ``chat.completions`` request, as JSON.
 
         Raises:
-            BadRequest: the request is malformed or cannot be served; and what ``Conversation.reply`` raises.
+            BadRequest: the request is malformed or cannot be served; also the exceptions of ``Conversation.reply``.
         """
         chat = parse(ChatRequest, request)
         ask = partial(
@@ -63,7 +63,7 @@ class EpisodeApi:
         """The answer to a ``completions`` request: the policy continues raw text or token ids.
 
         Raises:
-            BadRequest: as in ``complete``; and what ``Conversation.continue_text`` raises.
+            BadRequest: as in ``complete``; also the exceptions of ``Conversation.continue_text``.
         """
         text = parse(TextRequest, request)
         ask = partial(self._conversation.continue_text, text.prompt, max_new_tokens=text.limit, stop=tuple(text.stop))
@@ -90,7 +90,7 @@ class EpisodeApi:
         return response
 
     def close(self) -> None:
-        """Answer no further request, and cancel those under way."""
+        """Answer no further requests, and cancel those in progress."""
         self._closed = True
         for task in self._running:
             task.cancel()
@@ -115,7 +115,7 @@ class EpisodeApi:
         return [reply.result() for reply in replies]
 
     def _note(self, request: Mapping[str, Any]) -> None:
-        """List the parameters that do not apply in the rollout's notes."""
+        """List, in the rollout's notes, the parameters that do not apply."""
         notes = self._conversation.rollout.notes
         overridden = {name: request[name] for name in OVERRIDDEN if request.get(name) is not None}
         if overridden:
@@ -159,7 +159,7 @@ class Attributes(dict[str, Any]):
 class PolicyClient:
     """An agent's ``client`` within the process; usable from any event loop.
 
-    ``await client.chat.completions.create(messages=..., tools=...)``, and ``completions`` and ``responses`` alike.
+    ``await client.chat.completions.create(messages=..., tools=...)``; ``completions`` and ``responses`` work the same.
     """
 
     def __init__(self, api: EpisodeApi) -> None:

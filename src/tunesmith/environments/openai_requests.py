@@ -1,8 +1,8 @@
 """OpenAI's requests, checked: ``chat.completions``, ``completions``, and ``responses`` translated to a chat request.
 
-The run decides how the policy samples. A request's ``max_tokens``, ``stop``, ``n`` and ``logprobs`` apply. A
+The run decides how the policy samples. A request's ``max_tokens``, ``stop``, ``n`` and ``logprobs`` apply.
 ``temperature`` and the like are overridden, and nothing forces the policy to write JSON or to call a tool; the
-rollout's notes list such parameters.
+rollout's notes list these parameters.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ NOT_ENFORCED: Mapping[str, tuple[Any, ...]] = {
     "guided_json": (None,),
     "guided_regex": (None,),
 }
-"""Parameters that constrain the policy's answer, and their values that do not. Other values are noted."""
+"""Parameters that can constrain the policy's answer, with their values that do not. Other values are noted."""
 REFUSED: Mapping[str, tuple[Any, ...]] = {
     "functions": (None, []),
     "function_call": (None, "none", "auto"),
@@ -48,7 +48,7 @@ REFUSED: Mapping[str, tuple[Any, ...]] = {
     "best_of": (None, 1),
     "background": (None, False),
 }
-"""Parameters that would change the form of the answer, and their values that do not."""
+"""Parameters that can change the form of the answer, with their values that do not."""
 PASSED_ON = (
     "temperature", "top_p", "tool_choice", "parallel_tool_calls", "stop", "seed", "chat_template_kwargs"
 )  # fmt: skip
@@ -61,7 +61,7 @@ R = TypeVar("R", bound=BaseModel)
 
 
 class BadRequest(EpisodeError):
-    """A request that cannot be answered in the way it means."""
+    """A request that cannot be answered as intended."""
 
 
 def parse(kind: type[R], request: Mapping[str, Any]) -> R:
@@ -122,7 +122,7 @@ class Request(BaseModel):
 
     @model_validator(mode="after")
     def check_text(self) -> Self:
-        """Refuse text that no tokenizer takes (half of a surrogate pair), and values that JSON does not have."""
+        """Reject text that no tokenizer accepts (half of a surrogate pair), and values that JSON cannot express."""
         try:
             json.dumps(self.model_dump(), ensure_ascii=False).encode()
         except UnicodeEncodeError as error:
@@ -144,7 +144,7 @@ class TextRequest(Request):
     prompt: Annotated[Any, AfterValidator(_text_or_ids)]
     echo: bool | None = None
     logprobs: int | None = None
-    """0 asks for those of the sampled tokens alone, as does any number here."""
+    """0 requests those of the sampled tokens only; here any number does."""
 
 
 class FunctionTool(BaseModel):
@@ -185,7 +185,7 @@ class ResponseRequest(BaseModel):
 
 
 def messages_of(items: Sequence[Mapping[str, Any]]) -> list[Message]:
-    """Chat messages of the items of ``input`` or ``output``: messages, function calls and their results.
+    """Chat messages from the items of ``input`` or ``output``: messages, function calls and their results.
 
     A turn's text and its function calls become one message, as the policy wrote them.
     """
@@ -216,7 +216,7 @@ def messages_of(items: Sequence[Mapping[str, Any]]) -> list[Message]:
 
 
 def _content(content: Any) -> Any:
-    """A chat message's content. The text of a part is under ``text`` in both interfaces, a refusal is text too."""
+    """A chat message's content. Both interfaces hold a part's text under ``text``; a refusal counts as text."""
     if not isinstance(content, list | tuple):
         return content
     parts = [part if isinstance(part := _as_dict(raw), Mapping) else {} for raw in content]

@@ -1,8 +1,8 @@
-"""Conversations as tokens: whole, or only what follows existing tokens.
+"""Conversations as tokens: whole, or only the continuation of existing tokens.
 
-What the policy wrote is never tokenized again. The text after it is found by rendering the longer conversation and
-removing the text of the existing tokens. A template that renders earlier turns differently once the conversation
-continues (Qwen3 drops their thinking) gives no such continuation.
+The policy's own text is never retokenized. The text after it is determined by rendering the longer conversation and
+removing the text of the existing tokens. If a template renders earlier turns differently once the conversation
+continues (Qwen3 drops their thinking), no continuation exists.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Tools = list[dict[str, Any]] | None
 
 
 class Renderer:
-    """Conversations as tokens; ``ends`` are the texts that may end the policy's turn."""
+    """Renders conversations as tokens; ``ends`` are the texts that may end the policy's turn."""
 
     def __init__(self, tokenizer: Tokenizer, ends: tuple[str, ...]) -> None:
         self.tokenizer = tokenizer
@@ -76,7 +76,7 @@ class Renderer:
 
 
 class ChatRenderer(Renderer):
-    """Through the tokenizer's chat template."""
+    """Renders through the tokenizer's chat template."""
 
     def __init__(self, template: ChatTemplate) -> None:
         super().__init__(template.tokenizer, (template.stop_marker.strip(), _eos(template.tokenizer)))
@@ -110,7 +110,7 @@ class ChatRenderer(Renderer):
 
 
 class PlainRenderer(Renderer):
-    """Concatenated text, for models without a chat template."""
+    """Concatenates the messages' text, for models without a chat template."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         super().__init__(tokenizer, (_eos(tokenizer),))
@@ -137,7 +137,7 @@ def _eos(tokenizer: Tokenizer) -> str:
 def behind(existing: str, full: str) -> str | None:
     """The rest of ``full`` after ``existing``, ignoring white space; None if ``full`` does not begin with it.
 
-    Templates trim what was written, and a difference in white space alone must not fork the conversation.
+    Templates trim the policy's text, and a difference in white space alone must not fork the conversation.
     """
     if full.startswith(existing):
         return full[len(existing) :]

@@ -29,7 +29,7 @@ class StepResult:
 
 
 def as_observation(value: Any, what: str) -> Observation:
-    """Check an observation of user code; an EpisodeError if it is none."""
+    """Check an observation from user code; an EpisodeError if it is invalid."""
     if value is None or isinstance(value, str):
         return value
     messages = value if isinstance(value, list | tuple) else ()
@@ -41,7 +41,7 @@ def as_observation(value: Any, what: str) -> Observation:
 
 
 def as_reward(value: Any, what: str, role: str = "reward") -> float | None:
-    """Check a reward (or another number, its ``role``) of user code; an EpisodeError if it is none."""
+    """Check a reward (or another number, named by ``role``) from user code; an EpisodeError if it is invalid."""
     if value is None:
         return None
     try:
@@ -57,7 +57,7 @@ def as_reward(value: Any, what: str, role: str = "reward") -> float | None:
 
 
 def as_step(value: Any, what: str) -> StepResult:
-    """Check a ``StepResult`` or a tuple ``(observation, reward, done)`` of user code, else an EpisodeError."""
+    """Check a ``StepResult`` or ``(observation, reward, done)`` from user code; an EpisodeError if it is invalid."""
     if isinstance(value, tuple) and len(value) == 3:
         value = StepResult(*value)
     if not isinstance(value, StepResult):

@@ -1,6 +1,6 @@
-"""Tools, which are plain typed functions with docstrings, and the policy's calls of them.
+"""Tools, which are plain typed functions with docstrings, and the policy's calls to them.
 
-Calls are parsed from the policy's text in the three notations of chat templates. A call that cannot be read is a value,
+Calls are parsed from the policy's text in the three notations of chat templates. An unreadable call becomes a
 ``BadCall``: the policy gets the reason, or the episode ends.
 """
 
@@ -33,7 +33,7 @@ class BadCall:
 
 Calls = list[ToolCall | BadCall]
 Parse = Callable[[str, str], tuple[str, Calls]]
-"""From a turn with and without special tokens to the text around its calls, and the calls."""
+"""Maps a turn, with and without special tokens, to the text around its calls, and the calls."""
 
 _BLOCK = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 _FUNCTION = re.compile(r"<function=([^>\n]+)>(.*?)(?:</function>|\Z)", re.DOTALL)
@@ -43,7 +43,7 @@ _MISTRAL = "[TOOL_CALLS]"
 
 
 def parser_for(template: str) -> Parse:
-    """The notation of calls in this chat template; that of Hermes if the template shows none."""
+    """The parser for this chat template's notation of calls; Hermes if the template shows none."""
     if "<tool_call>" in template:
         return parse_hermes
     if _MISTRAL in template:
@@ -56,8 +56,8 @@ def parser_for(template: str) -> Parse:
 def parse_hermes(raw: str, text: str) -> tuple[str, Calls]:
     """Any number of ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>`` (Hermes, Qwen).
 
-    A block may also hold ``<function=name><parameter=key>value</parameter></function>`` (Qwen3-Coder). Text before
-    ``</think>`` makes no calls.
+    A block may also hold ``<function=name><parameter=key>value</parameter></function>`` (Qwen3-Coder). Calls before
+    ``</think>`` do not count.
     """
     source = text if "<tool_call>" in text else raw
     thought, closed, spoken = source.rpartition("</think>")
@@ -116,7 +116,7 @@ def _from_json(body: str) -> ToolCall | BadCall:
 
 
 def _value(text: str) -> Any:
-    """JSON values as such, all else as text."""
+    """The value of JSON; all else stays text."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

@@ -12,7 +12,7 @@ from tunesmith.environments.steps import StepResult
 from tunesmith.errors import ConfigError, EpisodeError
 
 LOADER = "load_environment"
-"""The name of the function that makes the environment, by the package's convention."""
+"""The package's conventional name of the function that creates the environment."""
 
 
 def is_environment(code: object) -> bool:

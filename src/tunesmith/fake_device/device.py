@@ -1,8 +1,8 @@
-"""A GPU that is not there: CUDA tensors with shapes, types and storages, and without numbers.
+"""A simulated GPU: CUDA tensors with shapes, dtypes and storages, but without values.
 
-Operations on the CPU compute as ever. Whatever touches a CUDA tensor only says which tensor would come of it: an
-operation that does not exist for the device, or mixes devices, raises as it would there. Where the host would wait for
-the device, to read a number or to copy, the wait is noted, and zeros (or True) are read.
+Operations on the CPU compute as usual. Operations on CUDA tensors only return tensors of the right shape and dtype: one
+that does not exist for the device, or mixes devices, raises as on a real GPU. Where the host would wait for the device,
+to read a value or to copy, the wait is recorded, and zeros (or True) are read.
 """
 
 # pyright: reportPrivateUsage=false
@@ -32,9 +32,9 @@ from tunesmith.fake_device.threads import gpu_of_thread
 
 PACKAGE = Path(__file__).parents[1]
 HELD = ("weights", "gradients", "optimizer", "frozen models")
-"""What a copy in host memory keeps, and does not read."""
+"""Purposes of tensors that are copied to host memory to be kept, not read."""
 MOST_KEPT = 2**16
-"""Numbers of a tensor that the host wrote, which are kept for it to read."""
+"""The most elements of a tensor written by the host whose values are kept for it to read."""
 _WRITTEN = "_written_by_the_host"
 CUDA, META = torch.device("cuda", 0), torch.device("meta")
 aten = torch.ops.aten
@@ -44,21 +44,21 @@ class FakeDevice(TorchDispatchMode):
     """Inside, ``device="cuda"`` works without a GPU, and memory and waits are counted.
 
     Args:
-        gpus: that this machine has; one of them is used.
-        together: the most processes that share a model.
+        gpus: number of this machine's GPUs; one of them is used.
+        together: largest number of processes that share a model.
     """
 
     def __init__(self, gpus: int = 1, together: int = 1) -> None:
         super().__init__()
         self.gpus, self.together = gpus, together
         self.memories = defaultdict[str, MemoryUse](MemoryUse)
-        """Of each GPU that processes of the run are on, by a name."""
+        """The memory of each GPU that the run's processes use, by name."""
         self.waits: Counter[str] = Counter()
         """Places at which the host waits for the device, as ``file:line operation``, and how often."""
         self.purpose: str | None = None
-        """Of what is allocated; None: by whether a backward pass runs."""
+        """The purpose of new tensors; None: it depends on whether a backward pass runs."""
         self._fakes = _Fakes(allow_non_fake_inputs=True)
-        self._stack, self._one_at_a_time = ExitStack(), RLock()  # torch's mode is not for several threads at once
+        self._stack, self._one_at_a_time = ExitStack(), RLock()  # torch's mode is not thread-safe
 
     def __enter__(self) -> Self:
         self._stack.enter_context(warnings.catch_warnings())
@@ -74,23 +74,23 @@ class FakeDevice(TorchDispatchMode):
 
     @property
     def memory(self) -> MemoryUse:
-        """Of the GPU that this thread uses."""
+        """The memory of the GPU that this thread uses."""
         return self.memories[gpu_of_thread()]
 
     def _holding(self, tensor: Tensor) -> MemoryUse:
-        """Of the GPU on which a tensor's storage is, or else of this thread's."""
+        """The memory of the GPU that has a tensor's storage, or else of this thread's."""
         own = self.memory
         return next((memory for memory in [*self.memories.values()] if memory.purpose(tensor)), own)
 
     def assign(self, purpose: str, tensors: Iterable[Tensor | None]) -> None:
-        """Say what these tensors are for, on whichever GPU they are."""
+        """Set the purpose of these tensors, on any GPU."""
         tensors = [*tensors]
-        for memory in [*self.memories.values()]:  # more may come meanwhile
+        for memory in [*self.memories.values()]:  # more may be added meanwhile
             memory.assign(purpose, tensors)
 
     @contextmanager
     def on_this_thread(self) -> Generator[None]:
-        """Inside, a further thread uses the device."""
+        """Inside, another thread uses the device."""
         with self._fakes, self._again():
             yield
 
@@ -104,7 +104,7 @@ class FakeDevice(TorchDispatchMode):
 
     @contextmanager
     def allocating(self, purpose: str) -> Generator[None]:
-        """Whatever is allocated inside is for this ``purpose``."""
+        """Tensors allocated inside have this ``purpose``."""
         before, self.purpose = self.purpose, purpose
         try:
             yield
@@ -112,7 +112,7 @@ class FakeDevice(TorchDispatchMode):
             self.purpose = before
 
     def wait(self, operation: str) -> None:
-        """Note that the host waits, at the innermost place in the product."""
+        """Record that the host waits, at the innermost stack frame in the product."""
         frame = sys._getframe(1)
         while frame.f_back and not _is_product(Path(frame.f_code.co_filename)):
             frame = frame.f_back
@@ -128,16 +128,16 @@ class FakeDevice(TorchDispatchMode):
     def _result(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         if any(isinstance(t, DTensor | AsyncCollectiveTensor) for t in inputs):
-            return NotImplemented  # they say themselves what becomes of the tensors in them
+            return NotImplemented  # they dispatch the operation to the tensors in them
         if func is torch.ops._c10d_functional.wait_tensor.default:
-            return inputs[0]  # a fake one would be another tensor
+            return inputs[0]  # a fake result would be another tensor
         place = str(kwargs.get("device") or "cpu")
         real = place == "cpu" or (place == "meta" and func is aten._to_copy.default)
-        pinned = kwargs.pop("pin_memory", False)  # as large as what the device has, so it has no numbers either
+        pinned = kwargs.pop("pin_memory", False)  # as large as tensors on the device, so it has no values either
         if real and not pinned and not any(isinstance(t, FakeTensor) for t in inputs):
             with unset_fake_temporarily():
                 return func(*args, **kwargs)
-        if torch.is_inference_mode_enabled():  # elsewhere autograd has taken such operations apart
+        if torch.is_inference_mode_enabled():  # elsewhere autograd has decomposed such operations
             with self._again():
                 parts = func.decompose(*args, **kwargs)
             if parts is not NotImplemented:
@@ -154,11 +154,11 @@ class FakeDevice(TorchDispatchMode):
         return result
 
     def numbers(self, tensor: Tensor) -> Tensor:
-        """What the host reads of a tensor: what it wrote, or zeros where the device has changed that."""
+        """The values that the host reads from a tensor: those it wrote, or zeros if the device has changed them."""
         return getattr(tensor, _WRITTEN, torch.zeros(tensor.shape, dtype=tensor.dtype))
 
     def _remember(self, func: Any, inputs: list[Tensor], result: Any) -> None:
-        """Keep the numbers that the host writes into a tensor."""
+        """Keep the values that the host writes into a tensor."""
         if func is aten._to_copy.default and not isinstance(inputs[0], FakeTensor) and result.numel() <= MOST_KEPT:
             setattr(result, _WRITTEN, inputs[0])
         elif func._schema.is_mutable:
@@ -166,7 +166,7 @@ class FakeDevice(TorchDispatchMode):
                 vars(tensor).pop(_WRITTEN, None)
 
     def _copied(self, func: Any, inputs: list[Tensor], args: Any, kwargs: Mapping[str, Any]) -> Tensor | None:
-        """Note a copy between host and device that the host waits for; what it reads, if it reads."""
+        """Record a copy between host and device that the host waits for; returns the values it reads, if any."""
         if func is aten._to_copy.default:
             source, target = inputs[0].device.type, torch.device(kwargs.get("device") or inputs[0].device).type
         elif func is aten.copy_.default:
@@ -185,9 +185,9 @@ class FakeDevice(TorchDispatchMode):
 
 
 class _Fakes(FakeTensorMode):
-    """Tells C++ that its tensors are on the meta device: a torch without CUDA has no code for theirs.
+    """Tells C++ that its tensors are on the meta device: a torch without CUDA has no code for CUDA tensors.
 
-    So C++ makes further ones on the meta device, which are put back.
+    C++ therefore makes new tensors on the meta device, which are put back on CUDA.
     """
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

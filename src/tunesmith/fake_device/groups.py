@@ -1,4 +1,4 @@
-"""Process groups of one process alone: operations give tensors of the right shapes, and nobody answers."""
+"""Process groups of a single process: operations return tensors of the right shapes, without communication."""
 
 # pyright: reportPrivateImportUsage=false
 from __future__ import annotations
@@ -11,16 +11,16 @@ from unittest.mock import patch
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import FakeProcessGroup
-from torch.testing._internal.distributed.fake_pg import FakeStore  # the import makes the backend known
+from torch.testing._internal.distributed.fake_pg import FakeStore  # the import registers the backend
 
 from tunesmith.fake_device.threads import gpu_of_thread
 
 
 @contextmanager
 def fake_groups(most: int) -> Generator[None]:
-    """Inside, whoever joins others is alone: torch.distributed's default group, and groups between GPUs.
+    """Inside, groups have no other members: torch.distributed's default group, and groups between GPUs.
 
-    Processes of one run have default groups of several sizes: here it is one, of the size ``most``.
+    The processes of a run have default groups of several sizes; here they are one group, of size ``most``.
     """
     initialise, size_of, joined = dist.init_process_group, dist.get_world_size, dict[str, int]()
 

@@ -1,6 +1,6 @@
-"""Counts the bytes that tensors of a device hold, by what they are for.
+"""Counts the bytes that tensors of a device hold, by purpose.
 
-Every storage counts once, however many tensors view it, and until the last of them is gone.
+Every storage counts once, however many tensors view it, until the last of them is freed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 BLOCK = 512
-"""CUDA's allocator gives memory in multiples of this."""
+"""CUDA's allocator rounds sizes up to multiples of this."""
 
 
 @dataclass(slots=True)
@@ -25,7 +25,7 @@ class _Storage:
 
 @dataclass(slots=True)
 class MemoryUse:
-    """Bytes in use now, and where they were the most."""
+    """Bytes in use by purpose, now and at the peak."""
 
     now: dict[str, int] = field(default_factory=dict[str, int])
     peak: dict[str, int] = field(default_factory=dict[str, int])
@@ -36,11 +36,11 @@ class MemoryUse:
         return sum(self.now.values())
 
     def begin(self) -> None:
-        """Forget the peak so far."""
+        """Reset the peak."""
         self.peak = dict(self.now)
 
     def add(self, tensor: Tensor, purpose: str) -> None:
-        """Count a tensor's storage until it is freed; one that counts already keeps its purpose."""
+        """Count a tensor's storage until it is freed; one that is counted already keeps its purpose."""
         storage = tensor.untyped_storage()
         if storage._cdata not in self._storages:  # pyright: ignore[reportPrivateUsage]
             self._storages[storage._cdata] = _Storage(0, purpose)  # pyright: ignore[reportPrivateUsage]
@@ -53,7 +53,7 @@ class MemoryUse:
             self._change(held.purpose, held.size - before)
 
     def assign(self, purpose: str, tensors: Iterable[Tensor | None]) -> None:
-        """Say what these tensors are for."""
+        """Set the purpose of these tensors."""
         for tensor in tensors:
             own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
             if own is not None and (held := self._storages.get(own.untyped_storage()._cdata)):  # pyright: ignore[reportPrivateUsage]

@@ -1,4 +1,4 @@
-"""What a fake device replaces in torch: what asks for a GPU before any operation is dispatched."""
+"""The parts of torch that a fake device replaces: those that need a GPU before any operation is dispatched."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ META = torch.device("meta")
 GROUPED = "_group_tensors_by_device_and_dtype"
 _group = getattr(clip_grad, GROUPED)
 READ: dict[str, Any] = {"item": 0, "__float__": 0.0, "__int__": 0, "__index__": 0, "__bool__": True}
-"""Methods that read a number, and what they read."""
+"""Methods that read a value, and the values they return."""
 
 
 class Device(Protocol):
-    """What is told of what happens."""
+    """The device that receives the events."""
 
     memories: defaultdict[str, MemoryUse]
     gpus: int
@@ -45,9 +45,9 @@ class Device(Protocol):
 
 
 class Stream:
-    """Also an event: operations wait for no numbers, so their order is of no account.
+    """Serves as an event, too: there are no values to wait for, so the order of operations does not matter.
 
-    A tensor that a stream uses keeps its memory until the host has waited for an event after that.
+    A tensor that a stream uses keeps its memory until the host has waited for a later event.
     """
 
     def __init__(self, device: Device) -> None:
@@ -71,7 +71,7 @@ class Stream:
 
 @contextmanager
 def replaced(device: Device) -> Generator[None]:
-    """Replace methods of fake tensors and functions of ``torch.cuda``; threads that start use the device too."""
+    """Replace methods of fake tensors and functions of ``torch.cuda``; new threads use the device, too."""
     resize, run, start = torch.UntypedStorage.resize_, Thread.run, Thread.start
 
     def reader(name: str) -> Callable[[Tensor], Any]:
@@ -110,10 +110,10 @@ def replaced(device: Device) -> Generator[None]:
         for owner, attributes in ((FakeTensor, methods | kinds), (DTensor, of_rows | kinds)):
             for name, attribute in attributes.items():
                 stack.enter_context(patch.object(owner, name, attribute, create=True))
-        # A module whose parameters change their type swaps them, unless anything has a weak reference to one.
+        # A module that changes its parameters' dtype swaps them, unless one has a weak reference.
         stack.enter_context(patch.object(torch.utils, "weakref", SimpleNamespace(getweakrefs=_no_references)))
         stack.enter_context(patch.multiple(Thread, run=run_inside, start=start_on))
-        stack.enter_context(patch.object(torch, "set_num_threads", _nothing))  # they are those of another machine
+        stack.enter_context(patch.object(torch, "set_num_threads", _nothing))  # the number is for another machine
         stack.enter_context(patch.object(torch.UntypedStorage, "resize_", resized))
         stack.enter_context(patch.multiple(torch.cuda, **_cuda(device)))
         stack.enter_context(patch.object(clip_grad, GROUPED, _grouped))
@@ -123,9 +123,9 @@ def replaced(device: Device) -> Generator[None]:
 
 
 def _to(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """C++ takes the tensor to be on the meta device, and would copy it to the one on which it is.
+    """Pass ``cuda`` as the meta device, where C++ believes the tensor is; otherwise it would copy it needlessly.
 
-    One in host memory that is not to stay there it would not copy.
+    A tensor in host memory that moves to the device is copied here, because C++ would not copy it.
     """
     if tensor.device.type == "cpu" and any(_as_told(each) is META for each in (*args, *kwargs.values())):
         dtypes = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.dtype)]
@@ -135,7 +135,7 @@ def _to(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 
 
 def _grouped(tensors: Any, with_indices: bool = False) -> Any:
-    """C++ takes them to be on the meta device, and a coefficient of the gradients would go there."""
+    """Restore the tensors' device: C++ believes they are on meta, and clipping would move its coefficient there."""
     groups = _group(tensors, with_indices)
     return {(lists[0][0].device, kind): (lists, indices) for (_, kind), (lists, indices) in groups.items()}
 
@@ -166,7 +166,7 @@ def _random_state(*_: Any) -> Tensor:
 
 
 def _cuda(device: Device) -> dict[str, Any]:
-    """Of ``torch.cuda``."""
+    """Replacements for functions of ``torch.cuda``."""
     stream = Stream(device)
 
     def the_stream(*_: Any, **__: Any) -> Stream:

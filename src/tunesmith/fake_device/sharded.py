@@ -1,4 +1,4 @@
-"""What a sharded model's tensors are for: those that torch's FSDP allocates."""
+"""The purposes of tensors that torch's FSDP allocates for a sharded model."""
 
 # pyright: reportPrivateUsage=false
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
 GATHERED = "gathered weights"
 SHAPES_ALONE = "nothing"
-"""Of tensors with which torch tries the operations of sharded ones, to learn their shapes: they do not count."""
+"""The purpose of tensors on which torch only tries operations of sharded ones, for their shapes: they do not count."""
 _ALLOCATE: tuple[tuple[Any, str, str], ...] = (
     (FSDPParam, "init_all_gather_outputs", GATHERED),
     (groups, "foreach_all_gather", GATHERED),
@@ -27,7 +27,7 @@ _ALLOCATE: tuple[tuple[Any, str, str], ...] = (
 
 @contextmanager
 def shards_named(allocating: Callable[[str], AbstractContextManager[None]]) -> Generator[None]:
-    """Args: allocating: whatever is allocated inside is for this purpose."""
+    """Inside, FSDP's tensors have their purposes; ``allocating(purpose)`` is a context for allocations."""
 
     def named(function: Callable[..., Any], purpose: str) -> Callable[..., Any]:
         @wraps(function)

@@ -1,4 +1,4 @@
-"""The GPUs of a run's processes, where each process is some threads of this one."""
+"""The GPUs of a run's simulated processes, each of which is some threads of this one."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from threading import Thread, current_thread
 
 FIRST = "trainer"
-"""The name of the GPU of threads that were given none."""
+"""The name of the GPU of threads that were not assigned one."""
 _GPU = "_fake_gpu"
 
 
@@ -16,13 +16,13 @@ def gpu_of_thread() -> str:
 
 
 def starts_here(thread: Thread) -> None:
-    """A thread that this one is about to start will use the same GPU."""
+    """Let a thread that this one is about to start use the same GPU."""
     vars(thread)[_GPU] = gpu_of_thread()
 
 
 @contextmanager
 def on_gpu(name: str) -> Generator[None]:
-    """Inside, this thread uses the GPU of a name, and so do threads that it starts."""
+    """Inside, this thread and the threads that it starts use the GPU ``name``."""
     before = gpu_of_thread()
     vars(current_thread())[_GPU] = name
     try:

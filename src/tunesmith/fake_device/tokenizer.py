@@ -1,4 +1,4 @@
-"""A tokenizer where there are no texts, and no files but a model's configuration."""
+"""A stand-in tokenizer, for when there are no texts and no files but a model's configuration."""
 
 from __future__ import annotations
 

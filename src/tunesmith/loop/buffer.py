@@ -1,4 +1,4 @@
-"""Bookkeeping of groups that are played ahead, from their start to their step; without tasks or clocks.
+"""Tracks groups that are played ahead, from their start to their training step; without tasks or clocks.
 
 ::
 
@@ -19,7 +19,7 @@ from tunesmith.types import RolloutGroup
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Started:
-    """A group that plays, or waits to be trained on."""
+    """A group that is playing, or waiting to be trained on."""
 
     number: int
     version: int
@@ -46,7 +46,7 @@ class Buffer:
     batches: int = 0
     """Batches taken so far."""
     finished: list[RolloutGroup] = field(default_factory=list[RolloutGroup], init=False)
-    """Since the last batch."""
+    """Groups that finished since the last batch."""
     _rejected: list[RolloutGroup] = field(default_factory=list[RolloutGroup], init=False)
     _playing: set[Started] = field(default_factory=set[Started], init=False)
     _waiting: dict[Started, RolloutGroup] = field(default_factory=dict[Started, RolloutGroup], init=False)
@@ -79,7 +79,7 @@ class Buffer:
         """Record that a group was played.
 
         Args:
-            keep: whether something can be learned from it.
+            keep: whether the group can be learned from.
         """
         self._playing.remove(started)
         self.finished.append(group)
@@ -91,7 +91,7 @@ class Buffer:
     def take(self, version: int) -> tuple[list[RolloutGroup], list[RolloutGroup]] | None:
         """The batch that ``version`` trains on and the groups rejected since the last one; None while it is incomplete.
 
-        It stays short once ``enough`` groups have finished and waiting for more could not fill it.
+        A short batch counts as complete once ``enough`` groups have finished and waiting for more could not fill it.
         """
         while len(self._batch) < self.batch_size and (oldest := self._next(version)) is not None:
             self._batch.append(self._waiting.pop(oldest))
@@ -122,7 +122,7 @@ class Buffer:
         return version
 
     def _exhausted(self, version: int) -> bool:
-        """Whether enough groups were tried, none waits, and later batches have room for those that still play."""
+        """Whether enough groups were tried, none is waiting, and later batches have room for those still playing."""
         later_have_room = self.playing <= self.batch_size * self.max_staleness
         none_due = self._newest_start(version, list(self._playing), 1) == version
         return self._tried_enough and not self._waiting and later_have_room and none_due

@@ -1,4 +1,4 @@
-"""Functions of a Python program that follow a run."""
+"""Functions of a Python program that are called during a run."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any, Final
 from tunesmith.errors import ConfigError
 
 STOP: Final = False
-"""Returned by a callback, it ends the run after the current step, with a checkpoint."""
+"""A callback that returns it ends the run after the current step, with a checkpoint."""
 
 Metrics = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Callbacks:
-    """Each is called with the number of steps taken so far; what it raises ends the run."""
+    """Each is called with the number of steps taken so far; an exception ends the run."""
 
     on_step: Callable[[int, Metrics], bool | None] | None = None
     """Called with the metrics of each finished step."""

@@ -1,4 +1,4 @@
-"""Compares the engines' log-probabilities with the trainer's each time after weights are synced."""
+"""Compares the engines' log-probabilities with the trainer's after each weight sync."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tunesmith.loop.learner import Learner, Metrics
 from tunesmith.types import Completion, Sample, Sampling
 
 TOLERANCES = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.2}
-"""Greatest difference of a token's log-probability that counts as rounding. Measured on tiny models in bfloat16: at
+"""The largest difference of a token's log-probability that counts as rounding. Measured on tiny models in bfloat16: at
 most 0.02, also with vLLM; a tied head that was not updated differs by 0.8 (docs/weights.md)."""
 
 
@@ -24,12 +24,12 @@ most 0.02, also with vLLM; a tied head that was not updated differs by 0.8 (docs
 class Canary:
     """Compares each engine with the trainer on a few tokens that the engine samples after one prompt.
 
-    The prompt is always the same, so that a cache of older weights shows too. The run's seeds are not used. Where
-    rollouts are played ahead, these tokens are counted among the sampled ones.
+    The prompt is always the same, so that a stale prefix cache shows too. The run's seeds are not used. If rollouts
+    are played ahead, these tokens are included in the count of sampled ones.
     """
 
     engines: Callable[[], Mapping[str, Sampler]]
-    """The engines at work now, by name."""
+    """The engines that are running now, by name."""
     learner: Learner
     prompt_ids: Sequence[int]
     sampling: Sampling
@@ -38,7 +38,7 @@ class Canary:
     """How the weights reach the engine, in words."""
 
     async def check(self, version: int) -> Metrics:
-        """The metric ``canary``: the greatest difference of a log-probability.
+        """The metric ``canary``: the largest difference of a log-probability.
 
         Raises:
             EngineError: it exceeds rounding, or an engine samples with another version.

@@ -1,8 +1,8 @@
-"""Checkpoints that are there whole or not at all.
+"""Checkpoints that are either complete or absent.
 
-A checkpoint is a directory ``checkpoints/step-000120`` with what the backend writes (``model/`` in Hugging Face
-format, optimizer and random state), ``state.json`` (step, data position and everything else the loop needs to
-continue) and ``manifest.json``. A crash at any moment leaves the checkpoints before it untouched.
+A checkpoint is a directory ``checkpoints/step-000120`` with the backend's files (``model/`` in Hugging Face format,
+optimizer and random state), ``state.json`` (step, data position and everything else the loop needs to continue) and
+``manifest.json``. A crash at any moment leaves earlier checkpoints untouched.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ class Checkpoints:
         """Write a checkpoint and drop the oldest ones.
 
         Args:
-            state: of the loop, as JSON values.
-            write: writes everything else into the directory it is given.
+            state: the loop's, as JSON values.
+            write: writes everything else into the given directory.
             best: step of the best checkpoint so far, which is never dropped.
 
         Raises:
-            StorageError: it could not be written; the checkpoints before it are untouched.
+            StorageError: it could not be written; earlier checkpoints are untouched.
         """
         target = self.path(step)
         try:
@@ -79,7 +79,7 @@ class Checkpoints:
 
     def _rotate(self, newest: int, best: int | None) -> None:
         steps = self.steps()
-        # Later ones belong to a course that this run has left by resuming from an earlier step.
+        # Later ones are from before this run resumed from an earlier step.
         later = [s for s in steps if s > newest]
         older = [s for s in steps if s <= newest][: -self.keep]
         for step in [*later, *(s for s in older if s != best)]:
@@ -89,7 +89,7 @@ class Checkpoints:
                 shutil.rmtree(leftover, ignore_errors=True)
 
     def _remove(self, step: int) -> None:
-        """Rename it first, so that a half-deleted directory never looks like a checkpoint."""
+        """Delete a checkpoint; rename it first, so that a half-deleted directory never looks like one."""
         if self.path(step).exists():
             removed = self.directory / f".step-{step:06d}.removed"
             shutil.rmtree(removed, ignore_errors=True)

@@ -50,7 +50,7 @@ class Collector:
     async def collect(
         self, tasks: Sequence[Task], sampling: Sampling, group_size: int, seed: int
     ) -> list[RolloutGroup]:
-        """One group per task, in order. What a rollout samples depends only on ``seed`` and its place."""
+        """One group per task, in order. A rollout's samples depend only on ``seed`` and its place."""
         return await all_or_error(
             [self._group(task, sampling, group_size, derive_seed(seed, place)) for place, task in enumerate(tasks)]
         )

@@ -21,31 +21,31 @@ class Critic:
     """Predicts the value of each state, and learns from the returns."""
 
     learner: Learner
-    """The critic's, with its model, optimizer and schedule; the policy's where they share a trunk."""
+    """The critic's, with its model, optimizer and schedule; the policy's if they share a trunk."""
     passes: int
-    """Over one rollout batch; of a critic with its own model."""
+    """Passes over one rollout batch, for a critic with its own model."""
     clip: float | None
     trunk_coef: float | None = None
-    """Weight of the value loss in the policy's objective, where the values come from a head on the policy's model,
-    which is trained and saved with it; None: the critic has its own model."""
+    """Weight of the value loss in the policy's objective, if the values come from a head on the policy's model, which
+    is trained and saved with it; None: the critic has its own model."""
 
     def values(self, batch: Batch, *, ends: bool) -> tuple[Floats, Floats]:
-        """Values of the state before each prediction ``[N]``, and of the one after each sample's last token ``[S]``.
+        """Values of the states before each prediction ``[N]`` and after each sample's last token ``[S]``.
 
         Args:
-            ends: whether to compute the latter; else they are zero.
+            ends: whether to compute the latter; otherwise they are zero.
         """
         values = self.learner.score(batch, "values", ends=ends)
         after = values[batch.num_predictions :] if ends else np.zeros(batch.num_samples)
         return values[: batch.num_predictions], after
 
     def learn(self, batch: Batch, batch_size: int, seed: int) -> Metrics:
-        """Optimizer steps towards the batch's ``returns``; on a shared trunk the policy's steps take them."""
+        """Take optimizer steps towards the batch's ``returns``; with a shared trunk, the policy's steps do so."""
         metrics = value_metrics(batch)
         if self.trunk_coef is None:
             objective = ValueObjective(self.clip)
             learned = self.learner.update(batch, objective, batch_size=batch_size, passes=self.passes, seed=seed)
-            del learned["loss"]  # It is value_loss.
+            del learned["loss"]  # the same as value_loss
             metrics |= {k if k.startswith("value") else f"critic/{k}": v for k, v in learned.items()}
         return metrics
 
@@ -68,9 +68,9 @@ class Critic:
 
 
 def value_metrics(batch: Batch) -> Metrics:
-    """``returns``, their mean, and ``value_explained = 1 − Var(R − V) / Var(R)``: 1 is a perfect critic, 0 a constant.
+    """Mean ``returns``, and ``value_explained = 1 − Var(R − V) / Var(R)``: 1 for a perfect critic, 0 for a constant.
 
-    Returns that are all equal leave nothing to explain, and the second one out.
+    If all returns are equal, there is nothing to explain, and ``value_explained`` is left out.
     """
     returns, values = batch.columns["returns"], batch.columns["old_values"]
     metrics = {"returns": float(returns.mean())}

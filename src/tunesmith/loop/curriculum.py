@@ -14,15 +14,15 @@ from tunesmith.types import RolloutGroup, Task
 class Curriculum:
     """Tasks whose group had no contrast rest for ``rest_epochs``, and are then played again.
 
-    By then the policy has changed, and may solve a task sometimes that it never solved before.
+    By then the policy has changed, and may sometimes solve a task that it never solved before.
     """
 
     loader: Loader[Task]
     rest_epochs: int = 0
     _rest_until: dict[str, int] = field(default_factory=dict[str, int], init=False)
-    """By task, the epoch in which it may be drawn again."""
+    """The epoch in which a task may be drawn again, by task id."""
     _unsettled: list[Task] = field(default_factory=list[Task], init=False)
-    """Drawn, and neither trained on nor rejected yet. A resumed run draws them first."""
+    """Tasks drawn, but neither trained on nor rejected yet. A resumed run draws them first."""
     _again: list[Task] = field(default_factory=list[Task], init=False)
 
     def __len__(self) -> int:
@@ -43,7 +43,7 @@ class Curriculum:
         return drawn
 
     def settle(self, tasks: Sequence[Task]) -> None:
-        """These tasks were trained on, or their groups rejected."""
+        """Record that these tasks were trained on or their groups rejected."""
         for task in tasks:
             self._unsettled.remove(task)
 
@@ -61,7 +61,7 @@ class Curriculum:
         return task
 
     def snapshot(self) -> Callable[[], dict[str, Any]]:
-        """A function that returns the state of this moment, whenever it is called."""
+        """A function that returns the state as of now, whenever it is called."""
         drawn, left, resting = self.loader.state_dict(), [*self._unsettled, *self._again], dict(self._rest_until)
 
         def state() -> dict[str, Any]:

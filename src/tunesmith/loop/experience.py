@@ -51,7 +51,7 @@ def make_experience(
         batch.add("ref_logprobs", learner.score(batch, reference=True))
         if isinstance(algorithm.kl, KLInReward):
             kl = kl_values(batch.columns["old_logprobs"], batch.columns["ref_logprobs"], algorithm.kl.estimator)
-            # A KL that is not a number costs nothing; the loss leaves that token out.
+            # A KL of NaN adds no penalty; the loss leaves that token out.
             penalty = by_rollout(batch, np.nan_to_num(-kl_coef * kl))
             paid = [k if p is None else p + k for p, k in zip(paid, penalty, strict=True)]
     outcomes = [
@@ -83,8 +83,8 @@ def make_experience(
 def rollout_batch(played: Sequence[tuple[Rollout, int]]) -> Batch:
     """Rollouts, each with the number of its group, as a batch with one sample per record.
 
-    Nothing is tokenized again: the records have the tokens, who wrote them, and the sampler's log-probabilities, which
-    are in the columns ``old_logprobs`` and ``behaviour_logprobs``.
+    Nothing is tokenized again: the records have the tokens, their authors, and the sampler's log-probabilities, which
+    fill the columns ``old_logprobs`` and ``behaviour_logprobs``.
     """
     records = [(r, group, i) for i, (rollout, group) in enumerate(played) for r in rollout.records if r.num_sampled]
     batch = Batch.of([Sample(r.token_ids, r.sampled, group, rollout) for r, group, rollout in records])
@@ -95,7 +95,7 @@ def rollout_batch(played: Sequence[tuple[Rollout, int]]) -> Batch:
 
 
 def _note_tokens(rollouts: Sequence[Rollout | None], batch: Batch, algorithm: AlgorithmSection) -> None:
-    """Note in each rollout what the batch says of its tokens; None for those that nothing is learned from."""
+    """Store the batch's values of each rollout's tokens in the rollout; None for rollouts that are not learned from."""
     columns = batch.columns
     noted = {"advantage": columns["advantages"]}
     if algorithm.reference:
@@ -129,7 +129,7 @@ def _shaped(rollout: Rollout, algorithm: AlgorithmSection, max_new_tokens: int) 
 def _valued(
     batch: Batch, outcomes: Sequence[Outcome], rollouts: Sequence[Rollout], critic: Critic, bootstrap: bool
 ) -> list[Outcome]:
-    """Add the critic's values; with ``bootstrap`` also that of the state in which a limit ended a rollout."""
+    """Add the critic's values; with ``bootstrap`` also the value of the state in which a limit ended a rollout."""
     values, ends = critic.values(batch, ends=bootstrap)
     batch.add("old_values", values)
     last = np.cumsum(np.bincount(batch.rollout)) - 1  # the sample that each rollout ends with

@@ -1,6 +1,6 @@
 """Holds requests to an engine while weights change or the trainer needs the device.
 
-A rollout's deadline counts the time that it plays, and stands still while its request is held::
+A rollout's deadline counts its playing time, and is paused while its request is held::
 
     gate       open ──────────► hold │ closed                │ release ──► open
     deadline   running ──────────────┤ off                   ├─ moved by the time of the hold
@@ -71,7 +71,7 @@ class Gate:
         await self.engine.load_weights(version)
 
     async def _enter(self) -> None:
-        """Wait while requests are held; the rollout's deadline stands still."""
+        """Wait while requests are held; the rollout's deadline is paused."""
         if self._open.is_set():
             return
         deadline, now = DEADLINE.get(), asyncio.get_running_loop().time
@@ -102,7 +102,7 @@ def _move(deadline: asyncio.Timeout, due: float | None) -> None:
 
 
 def remaining(sampling: Sampling, written: int) -> Sampling:
-    """The sampling of what remains after ``written`` tokens."""
+    """The sampling settings for the rest of a completion, after ``written`` tokens."""
     if not written:
         return sampling
     seed = None if sampling.seed is None else derive_seed(sampling.seed, "after", written)

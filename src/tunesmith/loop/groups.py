@@ -73,7 +73,7 @@ def engine_metrics(stats: EngineStats) -> Metrics:
 
 
 async def play(parts: RLParts, tasks: Sequence[Task], seed: int) -> list[RolloutGroup]:
-    """One group per task, each with a greedy rollout where the algorithm needs it as its baseline."""
+    """One group per task, each with a greedy rollout if the algorithm needs one as its baseline."""
     collect, sampling, size = parts.collector.collect, parts.sampling, parts.config.rollout.group_size
     if "greedy_rollout" not in parts.config.algorithm.needs:
         return await collect(tasks, sampling, size, seed)
@@ -83,7 +83,7 @@ async def play(parts: RLParts, tasks: Sequence[Task], seed: int) -> list[Rollout
 
 
 def informative(parts: RLParts, groups: Sequence[RolloutGroup]) -> list[RolloutGroup]:
-    """The groups that can be learned from: the greedy rollout worked, and the filter, if on, finds contrast."""
+    """The groups that can be learned from: any greedy rollout worked, and the filter, if on, finds contrast."""
     dynamic_filter = parts.config.algorithm.dynamic_filter
     comparable = [g for g in groups if g.greedy is None or g.greedy.reward is not None]
     if not dynamic_filter:
@@ -94,7 +94,7 @@ def informative(parts: RLParts, groups: Sequence[RolloutGroup]) -> list[RolloutG
 
 
 def rollout_metrics(groups: Sequence[RolloutGroup]) -> Metrics:
-    """Numbers and lengths of a step's rollouts."""
+    """Counts and lengths of a step's rollouts."""
     rollouts = [r for g in groups for r in g.rollouts]
     if not rollouts:
         return {"rollouts": 0.0}

@@ -21,9 +21,9 @@ from tunesmith.monitor import interrupts
 
 TRAINING, SCORING = "max_tokens", "scoring_max_tokens"
 SETTINGS = {TRAINING: "max_tokens_per_microbatch", SCORING: "scoring_max_tokens"}
-"""The settings of the caps."""
+"""The setting of each cap."""
 SKIPPED_IN_A_ROW = 3
-"""Optimizer steps without a finite gradient that end a run."""
+"""Consecutive optimizer steps without a finite gradient that end a run."""
 TOTALS = ("microbatches", "trained_tokens", "attainable_seconds", "skipped_steps")
 """Metrics that add up over the optimizer steps of an update; all others are means."""
 
@@ -41,16 +41,16 @@ class Learner:
     max_new_tokens: int | None
     learning_rate: Callable[[int], float]
     max_tokens: int
-    """Of a micro-batch."""
+    """Tokens per micro-batch."""
     scoring_max_tokens: int | None = None
-    """Of one without gradients; None: as many as of others."""
+    """Tokens per micro-batch without gradients; None: the same as ``max_tokens``."""
     share_prompts: bool = True
     keep_groups: bool = False
     """Samples of one group share a micro-batch, because the objective compares them."""
     group_size: int = 1
     """Rollouts sampled per group. Where ``batch_size`` is a multiple of it, groups stay in one optimizer batch."""
     flops_per_second: float | None = None
-    """What the device attains, for ``attainable_seconds``; None leaves that out."""
+    """The rate that the device attains, for ``attainable_seconds``; None leaves that metric out."""
     report: Callable[[str], None] = print
     _initial: dict[str, int] = field(init=False)
     """The caps at the start."""
@@ -59,21 +59,21 @@ class Learner:
     _retries: int = field(default=0, init=False)
     """How often memory ran out since the last update."""
     _scored: tuple[float, float] = field(default=(0.0, 0.0), init=False)
-    """Seconds of scoring that were not taken yet, and the least possible."""
+    """Seconds of scoring since ``take_scored``, and the least possible."""
     _skipped: int = field(default=0, init=False)
-    """Optimizer steps in a row that have not."""
+    """Consecutive optimizer steps that have not changed the weights."""
 
     def __post_init__(self) -> None:
         self._initial = self.caps
 
     @property
     def caps(self) -> dict[str, int]:
-        """By the name of the attribute."""
+        """The current caps, by attribute name."""
         scoring = {} if self.scoring_max_tokens is None else {SCORING: self.scoring_max_tokens}
         return {TRAINING: self.max_tokens, **scoring}
 
     def resume(self, caps: Mapping[str, Any]) -> None:
-        """Go on with the caps of a checkpoint, which memory may have lowered, where they are the lower ones."""
+        """Take over a checkpoint's caps where they are lower, because memory ran out before."""
         for name, cap in self.caps.items():
             if caps.get(name, cap) < cap:
                 setattr(self, name, caps[name])
@@ -83,12 +83,12 @@ class Learner:
     def update(
         self, batch: Batch, objective: Objective, *, batch_size: int | None = None, passes: int = 1, seed: int = 0
     ) -> Metrics:
-        """Minimise ``objective``: ``passes`` times over the batch, ``batch_size`` rollouts to an optimizer step.
+        """Minimise ``objective``: ``passes`` times over the batch, ``batch_size`` rollouts per optimizer step.
 
         The gradient of an optimizer step does not depend on how its samples are packed.
 
         Returns:
-            The mean metrics of the optimizer steps, and the totals of those in ``TOTALS``.
+            The metrics averaged over the optimizer steps, and totals for those in ``TOTALS``.
         """
         steps: list[Metrics] = []
         for sweep in range(passes):
@@ -103,23 +103,23 @@ class Learner:
         return {**means, **totals, "optimizer_steps": float(len(steps))}
 
     def score(self, batch: Batch, of: Quantity = "logprobs", *, reference: bool = False, ends: bool = False) -> Floats:
-        """What the model, or the frozen reference, says at each prediction, ``[N]``.
+        """The quantity ``of`` at each prediction, ``[N]``, from the model or the frozen reference.
 
         Args:
-            ends: append what it says after the last token of each sample: ``[N + S]``.
+            ends: append the quantity after the last token of each sample: ``[N + S]``.
         """
         scores, least, started = np.zeros(0), 0.0, time.perf_counter()
         for attempt in self._attempts(batch, SCORING):
             with attempt as packing:
                 asked = packing.with_ends() if ends else packing
                 scores = self.backend.score(asked, of, reference=reference)
-                least = self._work(packing).get("attainable_seconds", 0.0) / 3  # of forward and two of backward
+                least = self._work(packing).get("attainable_seconds", 0.0) / 3  # forward only, a third of a step
         self._scored = self._scored[0] + time.perf_counter() - started, self._scored[1] + least
         return scores
 
     def take_scored(self) -> Metrics:
-        """Seconds of scoring since the last call, and the least in which the device could have done it; none if there
-        was none."""
+        """Seconds of scoring since the last call, and the least that the device could have taken; empty if there was
+        none."""
         (seconds, least), self._scored = self._scored, (0.0, 0.0)
         known = {} if self.flops_per_second is None else {"attainable_seconds/scoring": least}
         return {"scoring_seconds": seconds, **known} if seconds else {}
@@ -127,7 +127,7 @@ class Learner:
     def evaluate(self, batch: Batch, objective: Objective) -> Metrics:
         """An objective's ``loss`` and metrics on a batch, without a gradient.
 
-        Training drops what is not finite; an evaluation in which the model predicts such a thing is NaN throughout.
+        Training drops values that are not finite; if the model predicts one in an evaluation, all metrics are NaN.
         """
         weigh(batch, self.aggregation, self.max_new_tokens)
         metrics: Metrics = {}
@@ -137,7 +137,7 @@ class Learner:
         return metrics
 
     def _step(self, batch: Batch, objective: Objective) -> Metrics:
-        """An optimizer step; again with a smaller factor of the loss while float16 gradients overflow."""
+        """Take an optimizer step; retry with a smaller loss scale while float16 gradients overflow."""
         while True:
             metrics: Metrics = {}
             for attempt in self._attempts(batch, TRAINING):
@@ -153,10 +153,10 @@ class Learner:
             return {**metrics, **taken, "lr": lr}
 
     def _check_taken(self, loss: float, taken: Mapping[str, float]) -> None:
-        """A single gradient that is not finite may be a rare accident; the first of a run, or several in a row, is not.
+        """Accept a single non-finite gradient as a rare accident, but not the first of a run, or several in a row.
 
         Raises:
-            DivergedError: it was one of those.
+            DivergedError: it was the first, or one of several in a row.
         """
         if not taken.get("skipped_steps") and math.isfinite(loss):
             self._learned, self._skipped = True, 0
@@ -183,12 +183,12 @@ class Learner:
         """Packings of a batch, to be tried until one fits in memory, each with half the cap of the one before.
 
         Args:
-            name: of the cap.
+            name: the cap's.
         """
         name = name if name in self._initial else TRAINING
         while True:
             longest = self._longest(batch)
-            # A cap that shrank among shorter sequences gives way to a longer one.
+            # A longer sequence raises a cap that was lowered on shorter ones.
             cap = max(self.caps[name], min(self._initial[name], longest))
             attempt = _Attempt(
                 Packing.of(
@@ -225,7 +225,7 @@ class Learner:
 
 
 class _Attempt:
-    """A packing to try; inside ``with`` memory may run out, which ``failure`` then tells."""
+    """A packing to try; if memory runs out inside ``with``, ``failure`` holds the message."""
 
     def __init__(self, packing: Packing) -> None:
         self.packing = packing
@@ -240,7 +240,7 @@ class _Attempt:
 
 
 def optimizer_batches(batch: Batch, size: int, group_size: int, draw: np.random.Generator) -> Iterator[Batch]:
-    """Cut into optimizer batches of ``size`` rollouts, groups in a random order; all at once where they fit one batch.
+    """Split into optimizer batches of ``size`` rollouts, groups in a random order; a batch that fits is yielded whole.
 
     The samples of a rollout stay together; groups do where ``size`` is a multiple of ``group_size``.
     """
@@ -257,6 +257,6 @@ def optimizer_batches(batch: Batch, size: int, group_size: int, draw: np.random.
 
 
 def _numbered(values: Ints) -> Ints:
-    """Different values counted from 0 in the order in which they first appear."""
+    """Distinct values numbered from 0 in order of first appearance."""
     _, first, inverse = np.unique(values, return_index=True, return_inverse=True)
     return first.argsort().argsort()[inverse]

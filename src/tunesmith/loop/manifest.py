@@ -1,7 +1,7 @@
-"""Checksums of a checkpoint's files, which show which of them are damaged.
+"""Checksums of a checkpoint's files, to detect damaged ones.
 
-``manifest.json`` holds ``{"files": {name: {"bytes": ..., "crc32": ...}}, "crc32": ...}``; the last one is that of the
-table.
+``manifest.json`` holds ``{"files": {name: {"bytes": ..., "crc32": ...}}, "crc32": ...}``; the last checksum is the
+table's.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def check_whole(checkpoint: Path, others: Sequence[Path]) -> None:
         others: checkpoints of the same run, newest first; the error names the first whole one.
 
     Raises:
-        CheckpointError: naming each damaged file.
+        CheckpointError: the checkpoint is damaged; the message names each damaged file.
     """
     if not (has_manifest(checkpoint) and (problems := damages(checkpoint))):
         return

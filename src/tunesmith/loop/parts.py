@@ -37,7 +37,7 @@ class RLParts:
     kl: KLController
     evaluation: EvaluationPlan | None
     canary: Canary | None = None
-    """Compares sampler and trainer after each sync, where they do not share their weights."""
+    """Compares sampler and trainer after each sync, if they do not share their weights."""
     objective: Objective | None = None
     """Minimised instead of the algorithm's loss."""
 
@@ -47,7 +47,7 @@ class RLParts:
 
     @property
     def backends(self) -> list[TrainBackend]:
-        """The policy's, and the critic's if it has its own model."""
+        """The policy's backend, and the critic's if it has its own model."""
         critic = self.critic and self.critic.learner.backend
         return [self.backend] if critic is None or critic is self.backend else [self.backend, critic]
 
@@ -62,7 +62,7 @@ class RLParts:
             part.load(directory)
 
     def state(self) -> Callable[[], dict[str, Any]]:
-        """What else the loop needs to continue from this moment, as a function that composes it later."""
+        """A function that later composes the rest of the state that the loop needs to continue from now."""
         tasks = self.tasks.snapshot()
         rest = {
             **self.learner.caps,
@@ -80,6 +80,6 @@ class RLParts:
             self.critic.learner.resume(state["critic"])
 
     def give_up(self) -> None:
-        """Undo what an interrupted step has changed."""
+        """Undo the changes of an interrupted step."""
         for backend in self.backends:
             backend.give_up()

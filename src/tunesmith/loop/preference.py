@@ -1,4 +1,4 @@
-"""What reward models, DPO, KTO and process reward models add to supervised training: batches and metrics."""
+"""Batches and metrics that reward models, DPO, KTO and process reward models add to supervised training."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SCORED_AT_ONCE = 1024
 
 
 def pair_batch(items: Sequence[Comparison]) -> Batch:
-    """The sequences of each comparison, which are its group, with its values per sample."""
+    """The sequences of all comparisons, each comparison a group, with its values per sample."""
     samples = [replace(sample, group=number) for number, item in enumerate(items) for sample in item.samples]
     batch = Batch.of(samples)
     for name in items[0].values if items else ():
@@ -51,7 +51,7 @@ def judged_answers(learner: Learner, items: Sequence[Comparison]) -> Batch:
 
 
 def _referenced(learner: Learner, items: Sequence[Comparison]) -> Batch:
-    """The items' batch with the reference's ``Σ logπ`` of each sample, which is scored now if the items have none."""
+    """The items' batch with the reference's ``Σ logπ`` of each sample, scored now if the items have none."""
     batch = pair_batch(items)
     if REFERENCE not in batch.per_sample:
         batch.add_per_sample(REFERENCE, sequence_logprobs(learner, batch, reference=True))
@@ -64,7 +64,7 @@ def sequence_logprobs(learner: Learner, batch: Batch, *, reference: bool = False
 
 
 def step_pairs(items: Sequence[Solution], good: int, bad: int) -> Batch:
-    """A pair for each step: everything up to its separator, then the good label token, or the bad one."""
+    """A pair per step: everything up to its separator, followed by the good or the bad label token."""
     steps = [(item.token_ids[: mark + 1], y) for item in items for mark, y in zip(item.marks, item.labels, strict=True)]
     batch = Batch.of(
         [
@@ -86,7 +86,7 @@ def with_reward_std(metrics: Metrics) -> Metrics:
 
 
 def with_margin(metrics: Metrics) -> Metrics:
-    """Without the mean reward of a side that has no answer; with the ``margin`` of the two, where both have."""
+    """Drop the mean reward of a side without answers; add the ``margin`` of the two if both have some."""
     absent = {name for name in ("rewards/chosen", "rewards/rejected") if not metrics.get(f"{name}/seen")}
     kept = {name: v for name, v in metrics.items() if name not in absent and not name.endswith("/seen")}
     return kept if absent else {**kept, "margin": kept["rewards/chosen"] - kept["rewards/rejected"]}
@@ -113,7 +113,7 @@ class References:
     fingerprints: dict[str, str] = field(default_factory=dict[str, str])
 
     def attach(self, name: str, items: Sequence[Comparison]) -> list[Comparison]:
-        """The items with the reference's value for each sequence: the checkpoint's if it has the same tokens."""
+        """The items with the reference's value for each sequence, from the checkpoint if it has the same tokens."""
         fingerprint = fingerprint_of([[s.token_ids, s.loss_mask] for item in items for s in item.samples])
         values = self._saved(name, fingerprint)
         if values is None:

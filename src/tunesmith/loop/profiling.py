@@ -17,7 +17,7 @@ class StepProfiler:
         self._running: Any = None
 
     def begin(self, step: int) -> None:
-        """A phase of a step begins; the first one of a chosen step starts the recording."""
+        """Call this at the start of each phase; the first phase of a chosen step starts the recording."""
         if step not in self._steps or self._running is not None:
             return
         import torch
@@ -25,13 +25,13 @@ class StepProfiler:
         from torch.profiler import ProfilerActivity, profile
 
         kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
-        # Where rollouts are played meanwhile, training runs in another thread.
+        # If rollouts are played concurrently, training runs in another thread.
         every_thread = _ExperimentalConfig(profile_all_threads=True)
         self._running = profile(activities=kinds, experimental_config=every_thread)
         self._running.start()
 
     def end(self, step: int) -> Path | None:
-        """The step is done. Returns the file of its recording, if there is one.
+        """End the step; returns the file of its recording, if there is one.
 
         Raises:
             StorageError: it cannot be written.

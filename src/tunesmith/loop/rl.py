@@ -59,13 +59,13 @@ async def run(parts: RLParts, session: Session, rollouts: RolloutSource) -> None
 
 
 def learn(parts: RLParts, groups: Sequence[RolloutGroup], step: int) -> Metrics:
-    """Advantages, then optimizer steps: the critic's, and the policy's unless it is still frozen.
+    """Compute advantages, then take optimizer steps: the critic's, and the policy's unless it is still frozen.
 
-    A batch from which nothing can be learned takes none.
+    An empty batch takes none.
     """
     config = parts.config
     seed = derive_seed(config.train.seed, step)
-    parts.learner.take_scored()  # the canary's are no part of learning
+    parts.learner.take_scored()  # discards the canary's scoring time
     batch = make_experience(
         groups,
         config.algorithm,

@@ -19,24 +19,24 @@ Json = dict[str, Any]
 EVALUATED = 4
 """Prompts logged per evaluation, for each group logged per step."""
 LONGEST_COLUMN = 2000
-"""Characters of a data column that are logged."""
+"""The most characters of a data column that are logged."""
 SUMMARY = ("kind", "group", "task", "prompt", "columns", "completion", "reward", "advantage", "status", "error")
-"""The fields of a line that sinks get."""
+"""The fields of a line that are sent to sinks."""
 OPTIONAL = ("rendered", "messages", "parts", "metrics", "notes", "by_token")
-"""Left out of a line where they are empty."""
+"""Fields that are left out of a line if they are empty."""
 BROKEN = "\N{REPLACEMENT CHARACTER}"
-"""What a tokenizer writes for a part of a character."""
+"""A tokenizer's output for a part of a character."""
 
 
 class RolloutLog:
-    """Two files of at most ``most`` bytes together: when the newer one has half of them, it replaces the older one.
+    """Two files of at most ``most`` bytes in total: when the newer one exceeds half of that, it replaces the older one.
 
     Args:
         path: the newer file; the name of the older one ends in ``-older``.
-        groups: logged per step; ``EVALUATED`` times as many per evaluation. With 0 only failed rollouts are logged.
-        decode: readable text.
-        render: text with the template's special tokens.
-        tokens: also log each token's text and numbers.
+        groups: number logged per step; ``EVALUATED`` times as many per evaluation. With 0 only failed rollouts are.
+        decode: decodes tokens to readable text.
+        render: decodes tokens to text with the template's special tokens.
+        tokens: also log each token's text and values.
         resume_step: lines after this step are dropped; None drops all.
     """
 
@@ -94,7 +94,7 @@ class RolloutLog:
             for part in self._parts(record, kind == "train" and rollout.advantage is not None)
         ]
         line = {
-            # What readers select by comes before the prompt, so that they need not parse the texts.
+            # Fields that readers filter by come before the prompt, so that they need not parse the texts.
             "task": f"{shown_path(file)}:{number}" if colon and file.startswith("/") else task.id,
             "reward": rollout.reward,
             "rewards": rollout.rewards,
@@ -120,7 +120,7 @@ class RolloutLog:
         return {name: value for name, value in line.items() if value or name not in OPTIONAL}
 
     def _parts(self, record: Record, learned: bool) -> Iterator[Json]:
-        """Who wrote what after the prompt. Text that a fork repeats does not count as the policy's."""
+        """The text after the prompt, split by author. Text that a fork repeats does not count as the policy's."""
         at = record.turns[0].start if record.turns else len(record.token_ids)
         paid = {turn.stop: turn.reward for turn in record.turns if turn.reward}
         for ours, run in groupby(record.sampled[at:]):
@@ -131,7 +131,7 @@ class RolloutLog:
             at = stop
 
     def _by_token(self, rollout: Rollout) -> Json:
-        """The policy's tokens, record after record: columns of their texts and of what is known of each."""
+        """The policy's tokens, record after record: columns of their texts and of all values per token."""
         ids, logprobs, versions = (
             [value for record in rollout.records for value in compress(getattr(record, name), record.sampled)]
             for name in ("token_ids", "logprobs", "versions")
@@ -140,7 +140,7 @@ class RolloutLog:
         return {"text": self._pieces(ids), **{name: _column(c) for name, c in columns.items()}} if ids else {}
 
     def _pieces(self, ids: Sequence[int]) -> list[str]:
-        """The text of each token. A character that several tokens write is the text of the first of them."""
+        """The text of each token. A character that spans several tokens is assigned to the first of them."""
         pieces = [self._piece(token) for token in ids]
         for broken, run in groupby(range(len(ids)), key=lambda place: BROKEN in pieces[place]):
             parts: list[int] = []
@@ -154,20 +154,20 @@ class RolloutLog:
         return pieces
 
     def _piece(self, token: int) -> str:
-        """The text of a token within a text, which some tokenizers begin with a space that they drop at the start."""
+        """A token's text within a longer text: at the start of a text, some tokenizers drop a leading space."""
         if token not in self._texts:
             self._texts[token] = self._render([token, token])[len(self._render([token])) :]
         return self._texts[token]
 
 
 def _column(values: Iterable[float]) -> list[float] | float:
-    """Numbers with four digits; one number where all are equal."""
+    """Values with four digits; a single value if all are equal."""
     short = [value if isinstance(value, int) else float(f"{value:.4g}") for value in values]
     return short[0] if len(set(short)) == 1 else short
 
 
 def read_evaluated(path: Path) -> Iterator[Json]:
-    """The whole lines of evaluations, oldest first."""
+    """The complete lines of evaluations, oldest first."""
     for file in rotated(path):
         if file.exists():
             with boundary(StorageError, f"cannot read {file}", OSError), file.open("rb") as lines:

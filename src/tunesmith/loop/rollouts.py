@@ -25,7 +25,7 @@ from tunesmith.types import RolloutGroup, Task
 
 @dataclass(slots=True)
 class SyncRollouts:
-    """Plays the groups of each step in the step, with the newest policy: ``max_staleness = 0``."""
+    """Plays each step's groups within the step, with the newest policy: ``max_staleness = 0``."""
 
     parts: RLParts
     session: Session
@@ -78,8 +78,8 @@ class AsyncRollouts:
     waits for the buffer's batch.
 
     ``rollout.over_generation`` groups play at once for each group that a step takes. A step trains on the groups that
-    finish first; slow ones finish for a later step. Where the engine has its own weights, it samples on while the
-    policy trains; where it shares the trainer's weights, requests in flight are interrupted for that time.
+    finish first; slow ones finish for a later step. An engine with its own weights continues to sample while the policy
+    trains; if it shares the trainer's weights, requests in flight are interrupted for that time.
     """
 
     parts: RLParts
@@ -87,7 +87,7 @@ class AsyncRollouts:
     gate: Gate
     buffer: Buffer = field(init=False)
     _players: set[asyncio.Task[None]] = field(default_factory=set["asyncio.Task[None]"], init=False)
-    """Failed ones stay until ``next`` raises their error."""
+    """Failed tasks stay until ``next`` raises their error."""
     _counted: EngineStats = field(default_factory=EngineStats, init=False)
     """The engine's counters up to the last batch, and those of evaluations since."""
     _trainer: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "trainer"), init=False)
@@ -111,7 +111,7 @@ class AsyncRollouts:
         update_trainer_state(self.parts, self.session)
 
     async def next(self) -> tuple[list[RolloutGroup], Metrics]:
-        """A full batch, oldest groups first. It is short only if too many groups of the whole data were rejected."""
+        """A full batch, oldest groups first. It is short only if too many groups of the data set were rejected."""
         while (taken := self.buffer.take(self.parts.engine.version)) is None:
             self._admit()
             ended, _ = await asyncio.wait(self._players, return_when=asyncio.FIRST_COMPLETED)
@@ -126,7 +126,7 @@ class AsyncRollouts:
         return batch, metrics | {"groups_kept": len(batch) / len(played)}
 
     async def run_training(self, work: Callable[[], Metrics]) -> Metrics:
-        """Run the trainer's work; meanwhile the engine is idle, or samples on if it has its own weights."""
+        """Run the trainer's work; meanwhile the engine is idle, or continues to sample if it has its own weights."""
         if not weights_apart(self.parts.config):
             await self.gate.hold()
             await hand_device_to_trainer(self.parts)
@@ -180,7 +180,7 @@ RolloutSource = SyncRollouts | AsyncRollouts
 
 
 async def hand_device_to_trainer(parts: RLParts) -> None:
-    """Give a shared device to the trainer. The engine keeps no weights, because it gets new ones before it samples."""
+    """Give a shared device to the trainer. The engine discards its weights: it gets new ones before it samples."""
     if parts.config.system.hybrid:
         await parts.engine.sleep(2)
         for backend in parts.backends:

@@ -1,4 +1,4 @@
-"""Seeds that follow from where in a run something is drawn."""
+"""Seeds derived from where in a run something is drawn."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ import hashlib
 
 
 def derive_seed(*parts: int | str) -> int:
-    """A 63-bit seed that depends on nothing but its parts: no state to save, none to lose."""
+    """A 63-bit seed that depends only on its parts, so there is no state to save."""
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest) >> 1

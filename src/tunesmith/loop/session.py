@@ -1,4 +1,4 @@
-"""What all training loops share: step counter, clock, metrics, progress and checkpoints."""
+"""The parts that all training loops share: step counter, clock, metrics, progress and checkpoints."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ _UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, IndexEr
 
 
 def due(step: int, every: int | None, total: int) -> bool:
-    """Whether something is due that happens at the end and every ``every`` steps (None: only at the end)."""
+    """Whether an action is due that happens every ``every`` steps and at the end (None: only at the end)."""
     return step >= total or (every is not None and step % every == 0)
 
 
@@ -106,13 +106,13 @@ class Session:
     profiler: StepProfiler | None = None
     callbacks: Callbacks = field(default_factory=Callbacks)
     stopped: bool = False
-    """Whether a callback asked for the end of the run."""
+    """Whether a callback asked to end the run."""
     limit_is_known: bool = True
     """Whether the measured speed limit of the device can be trusted."""
     _record: dict[str, float] = field(default_factory=dict[str, float], init=False)
     """The metrics of the last step."""
     _whole: Callable[[], dict[str, Any]] = field(default=dict, init=False)
-    """The loop's state after the last whole step."""
+    """The loop's state after the last complete step."""
     _saved: tuple[int, int, float] = field(default=(0, 0, 0.0), init=False)
     """Step, epoch and time of the last checkpoint, or of the start."""
 
@@ -147,7 +147,7 @@ class Session:
         """Complete the step: if a signal ends the run from now on, the step is saved.
 
         Args:
-            state: returns the loop's state of this moment, also when it is called later.
+            state: returns the loop's state as of now, even if called later.
         """
         self._whole, self.epoch, self.evaluated = state, epoch, False
         interrupts.settle()
@@ -156,7 +156,7 @@ class Session:
     def finish_step(self, metrics: Mapping[str, float]) -> None:
         """Count a step and record its metrics and its time by phase. ``settle`` completes it.
 
-        ``attainable_seconds`` in ``metrics`` has none of its parts yet (``attainable_seconds/<part>``); they are added.
+        ``attainable_seconds`` in ``metrics`` excludes its parts (``attainable_seconds/<part>``), which are added here.
         """
         interrupts.commit()
         self.step += 1
@@ -235,7 +235,7 @@ class Session:
         return not self.evaluated and (self.evaluation_due() if self.step else at_start)
 
     def checkpoint_due(self) -> bool:
-        """Whether steps, epochs or time ask for a checkpoint, the run stops, or the last evaluation is the best one."""
+        """Whether a checkpoint is due by steps, epochs or time, because the run stops, or after the best evaluation."""
         is_best = self.best.step == self.step and self.step > 0
         step, epoch, time = self._saved
         if self.stopped:
@@ -302,7 +302,7 @@ class Session:
         return message
 
     def restore(self, load: Callable[[Path], None], take: Callable[[dict[str, Any]], None]) -> None:
-        """Continue from the checkpoint to resume from, if there is one.
+        """Continue from the checkpoint ``resume_from``, if there is one.
 
         Args:
             load: reads the backend's files.

@@ -1,4 +1,4 @@
-"""Training on given data: batches of lines, one optimizer step each. SFT, reward models, DPO and their kin."""
+"""Training on given data: batches of lines, one optimizer step each. SFT, reward models, DPO and the like."""
 
 from __future__ import annotations
 
@@ -22,37 +22,37 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class SupervisedParts(Generic[T]):
-    """What the loop is given; built by ``tunesmith.assembly``. A ``T`` is one line of data, ready for use."""
+    """The loop's inputs, built by ``tunesmith.assembly``. A ``T`` is one line of data, ready for use."""
 
     items: Loader[T]
     learner: Learner
     objective: Objective
     prepare: Callable[[Sequence[T]], Batch]
-    """An optimizer batch with every column the objective reads; it may score models for it."""
+    """Makes an optimizer batch with every column the objective reads; may run models to score it."""
     evaluate: Callable[[], Metrics] | None
-    """The held-out set's metrics, by names that begin with ``eval/``."""
+    """Returns the held-out set's metrics, under names that begin with ``eval/``."""
     evaluation: EvalSection
     summarise: Callable[[Metrics], Metrics] = dict
-    """A step's metrics from the objective's, which are sums over micro-batches."""
+    """Makes a step's metrics from the objective's, which are sums over micro-batches."""
     save_beside: Callable[[Path], None] | None = None
-    """Writes what else a run needs to continue, after the backend has written the model."""
+    """Writes everything else a run needs to continue, after the backend has written the model."""
     describe: Callable[[Path], None] | None = None
-    """Writes what is measured of the model; left out when a signal ends the run, as it may take long."""
+    """Writes measurements of the model; skipped when a signal ends the run, as it may take long."""
 
     def write(self, directory: Path, model_only: bool) -> None:
-        """Write the model, and what else a run needs, into a checkpoint's directory."""
+        """Write the model, and everything else a run needs, into a checkpoint's directory."""
         self.learner.backend.save(directory, model_only=model_only)
         if self.save_beside is not None and not model_only:
             self.save_beside(directory)
 
     def write_and_describe(self, directory: Path, model_only: bool) -> None:
-        """As ``write``, with what is measured of the model."""
+        """As ``write``, with measurements of the model."""
         self.write(directory, model_only)
         if self.describe is not None:
             self.describe(directory)
 
     def state(self) -> Callable[[], dict[str, Any]]:
-        """What else the loop needs to continue from here."""
+        """The rest of the state that the loop needs to continue from here."""
         state = {"samples": self.items.state_dict(), **self.learner.caps}
         return lambda: state
 
@@ -71,7 +71,7 @@ def run(parts: SupervisedParts[T], session: Session) -> None:
             session.save(parts.write_and_describe)
     while session.running:
         items = parts.items.next_batch()
-        parts.learner.take_scored()  # the evaluation's are no part of a step
+        parts.learner.take_scored()  # discards the evaluation's scoring time
         with session.phase("train"):
             batch = parts.prepare(items)
             scored = parts.learner.take_scored()
@@ -107,7 +107,7 @@ def evaluate(
     """``eval/<name>`` of the objective's metrics over the held-out set as one batch.
 
     Args:
-        without: beginnings of the names that are left out.
+        without: prefixes of the names that are left out.
     """
     metrics = summarise(learner.evaluate(prepare(items), objective))
     return {f"eval/{name}": value for name, value in metrics.items() if not name.startswith(without)}

@@ -1,1 +1,1 @@
-"""From other frameworks' scripts and configurations to run files. Nothing that is read here is run."""
+"""Converts other frameworks' scripts and configurations to run files. The sources are only read, never run."""

@@ -1,4 +1,4 @@
-"""Batch sizes, lengths of training and devices: several numbers there are one number here."""
+"""Batch sizes, training lengths and devices: several numbers of the source become one number here."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from tunesmith.migrate.there import OFF, Dropped, Result, There, Value
 
 
 def _devices(there: There) -> tuple[int, str]:
-    """How many devices share a batch, and that in words."""
+    """The number of devices that share a batch, and a description of it."""
     count = there.launch.devices
     return (1, "1 device, as none are named (--devices)") if count is None else (count, f"{count} devices")
 
 
 def parts(given: Given, there: There) -> Result:
-    """Size per device × accumulation × devices; in RL also how many prompts a step has."""
+    """Size per device × accumulation × devices; in RL also the number of prompts per step."""
     names = ("per_device_train_batch_size", "train_micro_batch_size_per_gpu")
     if given.value == "auto" or (there.framework in ("accelerate", "deepspeed") and not there.given(*names)):
         return Dropped("it is one factor of train.batch_size, and the others are not here", off=True)
@@ -55,7 +55,7 @@ def mini_batch(given: Given, there: There) -> Result:
 
 
 def prompts(given: Given, there: There) -> Result:
-    """verl's ``data.train_batch_size``: prompts in RL, samples in supervised training; 0 where it plays ahead."""
+    """verl's ``data.train_batch_size``: prompts in RL, samples in supervised training; 0 in asynchronous training."""
     if given.value == 0 and there.rl and there.framework == "verl":
         each, batches = there.number("ppo_mini_batch_size", default=256), there.number("async_training.require_batches")
         return [Value("rollout.prompts_per_step", each * batches, f"{each} prompts × {batches} mini-batches")]
@@ -72,7 +72,7 @@ def epochs(given: Given, there: There) -> Result:
 
 
 def steps(given: Given, there: There) -> Result:
-    """In RL, TRL counts optimizer steps and a run file rollout batches."""
+    """In RL, TRL counts optimizer steps, whereas a run file counts rollout batches."""
     count = given.value
     if not isinstance(count, int | float) or count <= 0:
         return OFF
@@ -118,7 +118,7 @@ def length(given: Given, there: There) -> Result:
 
 
 def ranks(given: Given, there: There) -> Result:
-    """Processes of the trainer: for supervised training the devices of the launch, on one machine."""
+    """Trainer processes: for supervised training the launch's devices, on one machine."""
     count = given.value if isinstance(given.value, int) and not isinstance(given.value, bool) else 0
     if there.rl:
         return Dropped(
@@ -161,7 +161,7 @@ def engines(given: Given, _there: There) -> Result:
 
 
 def of_vllm(given: Given, there: There) -> Result:
-    """A setting of vLLM, where it is what samples."""
+    """A setting of vLLM, if vLLM samples."""
     name = there.get("rollout.name", "use_vllm", "backend")
     if "reward" in given.name or "teacher" in given.name:
         return Dropped("a reward model and a teacher are scored by the trainer's code, which plans its own memory")
@@ -175,7 +175,7 @@ def of_vllm(given: Given, there: There) -> Result:
 
 
 def ahead(given: Given, _there: There) -> Result:
-    """Asynchronous training is a bound on staleness."""
+    """Asynchronous training becomes a bound on staleness."""
     if given.value in (False, None, 0, "sync", "synchronous"):
         return OFF
     if given.value is True or not isinstance(given.value, int | float):
@@ -184,7 +184,7 @@ def ahead(given: Given, _there: There) -> Result:
 
 
 def queue(given: Given, there: There) -> Result:
-    """Batches that wait, in prompts."""
+    """Queued batches, in prompts."""
     if not there.get("train.async_enable", "async_enable", "async_train") or not isinstance(given.value, int):
         return Dropped("training is synchronous there", off=True)
     size = there.number("rollout.batch_size", "rollout_batch_size", default=1024)

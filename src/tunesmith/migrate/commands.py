@@ -1,4 +1,4 @@
-"""The launches in a shell script: OpenRLHF's and TRL's options, verl's Hydra overrides, and their launchers'."""
+"""The launches in a shell script: OpenRLHF's and TRL's options, verl's Hydra overrides, and launchers' options."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _MENTIONS = re.compile(r"openrlhf\.cli\.|verl\.trainer|\btrl (sft|dpo|grpo|kto|r
 
 
 def read_shell(text: str, variables: Mapping[str, str], folder: Path, line: int = 1) -> list[Launch]:
-    """Every known program that a script starts, in files that it sources too.
+    """Every known program that a script starts, including in files that it sources.
 
     Args:
         variables: values for variables that the script does not set.
-        folder: where files that the script names are looked for, after the working directory.
+        folder: searched for files that the script names, after the working directory.
     """
     script = read_script(text, variables, line)
     launches: list[Launch] = []
@@ -44,7 +44,7 @@ def read_shell(text: str, variables: Mapping[str, str], folder: Path, line: int 
 
 
 def _program(words: Sequence[Word]) -> tuple[int, str] | None:
-    """Where the options of a program begin, and what it is called."""
+    """The index of a program's first option, and the program's name."""
     for at, word in enumerate(words):
         text = word.text
         following = words[at + 1].text if at + 1 < len(words) else ""
@@ -60,7 +60,7 @@ def _program(words: Sequence[Word]) -> tuple[int, str] | None:
 
 
 def _launch(start: int, name: str, words: Sequence[Word], folder: Path) -> Iterator[Launch]:
-    """A launch; without a command of ours for a program that does not train or sample."""
+    """A launch, with an empty ``command`` if the program does not train or sample."""
     program = find_program(name)
     before, after = words[: start - 1], words[start:]
     if program is None:
@@ -94,7 +94,7 @@ def _launch(start: int, name: str, words: Sequence[Word], folder: Path) -> Itera
 
 
 def options(words: Sequence[Word], framework: str) -> Iterator[Given]:
-    """``--name value``, ``--name=value``, ``--flag`` and ``--name a b``; ``--no_name`` is a flag that is off."""
+    """``--name value``, ``--name=value``, ``--flag`` and ``--name a b``; ``--no_name`` turns a flag off."""
     at = 0
     while at < len(words):
         word = words[at]
@@ -114,7 +114,7 @@ def options(words: Sequence[Word], framework: str) -> Iterator[Given]:
 
 
 def _with_config(settings: list[Given], program: Program, folder: Path) -> tuple[list[Given], list[str]]:
-    """TRL's ``--config FILE``: its settings, under those of the command line."""
+    """TRL's ``--config FILE``: its settings, overridden by those of the command line."""
     named = next((g for g in settings if g.name == "config"), None)
     if named is None or program.framework != "trl":
         return settings, []
@@ -126,7 +126,7 @@ def _with_config(settings: list[Given], program: Program, folder: Path) -> tuple
 
 
 def _hydra(words: Sequence[Word], folder: Path) -> tuple[list[Given], list[str]]:
-    """``key=value``, ``+key=value``, ``++key=value``; a file of ``--config-path`` and ``--config-name`` comes first."""
+    """``key=value``, ``+key=value``, ``++key=value``, after the file of ``--config-path`` and ``--config-name``."""
     hydra = {g.name.replace("_", "-"): g for g in options([w for w in words if w.text.startswith("--")], "verl")}
     path, file = (str(hydra[n].value) if n in hydra else "" for n in ("config-path", "config-name"))
     settings, notes = list[Given](), list[str]()
@@ -145,7 +145,7 @@ def _hydra(words: Sequence[Word], folder: Path) -> tuple[list[Given], list[str]]
 
 
 def _launcher(words: Sequence[Word], folder: Path, framework: str) -> Iterator[Given]:
-    """The launcher's own options; those of accelerate's configuration file too."""
+    """The launcher's own options, including those of accelerate's configuration file."""
     which = next((w.text.rpartition("/")[2] for w in words if w.text.rpartition("/")[2] in _LAUNCHERS), "")
     if not which:
         return
@@ -158,7 +158,7 @@ def _launcher(words: Sequence[Word], folder: Path, framework: str) -> Iterator[G
 
 
 def _devices(words: Sequence[Word], launcher: Sequence[Given] = ()) -> int | None:
-    """How many processes a launcher starts on all machines together."""
+    """The total number of processes that a launcher starts on all machines."""
     found = {g.name.replace("-", "_"): g.value for g in (*options(words, "accelerate"), *launcher)}
     count = next((found[name] for name in _DEVICES if isinstance(found.get(name), int)), None)
     nodes = next((found[name] for name in _NODES if isinstance(found.get(name), int)), 1)

@@ -1,4 +1,4 @@
-"""From the settings of a launch to those of a run file, with an account of each."""
+"""Converts the settings of a launch to those of a run file, with an account of each."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from tunesmith.migrate.there import ROLES, Dropped, NotKnownError, There, Value,
 from tunesmith.migrate.values import CONVERSIONS
 
 Kind = Literal["mapped", "derived", "off", "by hand", "computed", "absent", "changes", "unknown", "replaced"]
-"""What became of a setting: it has a line; what it was for is derived here; it switched nothing on; a person must
-decide; its value is known only when the source runs; there is no counterpart, without or with a change in what is
-learned; its name is not known; a later line replaces it."""
+"""The fate of a setting, in this order: it has a line; Tunesmith derives its purpose; it enabled nothing; a person must
+decide; its value is known only when the source runs; it has no counterpart, without or with an effect on learning; its
+name is unknown; a later line replaces it."""
 
 _OF_THE_POLICY = ("train.", "model.", "rollout.", "lora.", "system.gradient_checkpointing", "data.")
-"""Settings that only the policy has here; those of another model must not replace them."""
+"""Settings that only the policy has here; another model's settings must not replace them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One setting that was found, and what became of it."""
+    """One setting of the source, and its fate."""
 
     given: Given
     kind: Kind
@@ -37,7 +37,7 @@ class Row:
 
 @dataclass(slots=True)
 class Entry:
-    """A line of the run file: the value, how it was computed, and from which settings; none are our own."""
+    """A line of the run file: the value, how it was computed, and from which settings (none: it is our own)."""
 
     value: Any
     how: str = ""
@@ -54,7 +54,7 @@ class Migration:
 
 
 def convert(launch: Launch) -> Migration:
-    """Every setting of a launch, in order; then the program's defaults that decide what is learned."""
+    """Convert every setting of a launch, in order; then the program's defaults that affect learning."""
     there = There(launch)
     migration = Migration(launch.command, launch, {}, [])
     program = find_program(launch.program)
@@ -76,7 +76,7 @@ def convert(launch: Launch) -> Migration:
 
 
 def _account(given: Given, there: There, migration: Migration, *, is_default: bool = False) -> Row:
-    """What becomes of one setting; its lines are added to the run file."""
+    """The fate of one setting; its lines are added to the run file."""
     meanings = there.meanings(given)
     keys = tuple(key for m in meanings for key in m.keys if key in there.keys)[:1]
     if given.unknown and keys:  # without a key, its value does not matter
@@ -108,7 +108,7 @@ def _account(given: Given, there: There, migration: Migration, *, is_default: bo
 
 
 def _result(given: Given, meaning: Meaning, there: There) -> Sequence[Value] | Row:
-    """What a setting becomes by one of its meanings, in the words of a run file."""
+    """The conversion of a setting by one of its meanings, in a run file's vocabulary."""
     found = _values(given, meaning, there)
     if isinstance(found, Row):
         return found
@@ -144,7 +144,7 @@ def _values(given: Given, meaning: Meaning, there: There) -> Sequence[Value] | R
             result = CONVERSIONS[meaning.convert](given, there)
         except NotKnownError as error:
             return _computed(given, str(error), mine)
-        except (ValueError, OverflowError) as error:  # a text that is no number, or one that is far too large
+        except (ValueError, OverflowError) as error:  # not a number, or far too large
             return Row(given, "by hand", f"the value cannot be read: {error}", mine)
         if isinstance(result, Dropped):
             kind = "off" if result.off else "derived" if result.derived else "by hand"

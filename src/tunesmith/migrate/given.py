@@ -1,4 +1,4 @@
-"""What is found in a script or a configuration of another framework."""
+"""The settings and launches found in another framework's script or configuration."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 UNKNOWN = re.compile(r"\$\{[^{}]*\}|\$\([^()]*\)")
-"""What is left of a shell variable or a command whose value is not known."""
+"""The placeholder of a shell variable or a command whose value is unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """One setting: ``name`` as it is written there, without dashes; ``text`` as a person would write it."""
+    """One setting: ``name`` as written in the source, without dashes; ``text`` as a person would write it."""
 
     name: str
     value: Any
@@ -23,7 +23,7 @@ class Given:
 
     @property
     def unknown(self) -> str:
-        """The variables and expressions in the value that are not known; empty if all of it is known."""
+        """The unknown variables and expressions in the value; empty if all of it is known."""
         return ", ".join(dict.fromkeys(UNKNOWN.findall(self.value))) if isinstance(self.value, str) else ""
 
 
@@ -31,8 +31,8 @@ class Given:
 class Launch:
     """A program that was started, or configured, with all its settings.
 
-    ``command`` is ours, ``program`` what it is there. ``defaults`` are the program's own, where they decide what is
-    learned. ``devices`` is the number of processes or GPUs, if it is known.
+    ``command`` is Tunesmith's, ``program`` the other framework's. ``defaults`` are the program's defaults that affect
+    learning. ``devices`` is the number of processes or GPUs, if known.
     """
 
     program: str

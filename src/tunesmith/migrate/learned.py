@@ -15,7 +15,7 @@ _ESTIMATORS = {
     "reinforce_plus_plus_baseline": "reinforce_pp_baseline", "grpo_passk": "grpo", "grpo_vectorized": "grpo",
     "rloo_vectorized": "rloo",
 }  # fmt: skip
-"""Estimators of OpenRLHF and verl, and the preset that begins with each."""
+"""Estimators of OpenRLHF and verl, and the preset that corresponds to each."""
 
 
 def estimator(given: Given, _there: There) -> Result:
@@ -26,7 +26,7 @@ def estimator(given: Given, _there: There) -> Result:
 
 
 def deviation(given: Given, there: There) -> Result:
-    """Whether advantages are divided by the group's deviation; OpenRLHF's flag says that they are not."""
+    """Whether advantages are divided by the group's standard deviation; OpenRLHF's flag disables it."""
     if there.framework == "trl" and "rloo" in there.launch.program.lower():
         return OFF if not given.value else Dropped("RLOO's advantages are not standardised here")
     divides = (given.value in (True, "group", "batch")) != ("no_" in given.name)
@@ -46,7 +46,7 @@ def loss_type(given: Given, there: There) -> Result:
     """``loss_type`` of TRL's trainers and of OpenRLHF's reward model."""
     names = [str(v) for v in given.value] if isinstance(given.value, list) else [str(given.value)]
     name = names[0]
-    if there.command == "rl":  # TRL's are losses, or averages of one
+    if there.command == "rl":  # TRL's values are losses, or ways to average one
         average = value_of("algorithm.aggregation", name)
         return [Value("algorithm.aggregation" if average else "algorithm.loss", name)]
     if there.command == "rm":
@@ -61,7 +61,7 @@ def loss_type(given: Given, there: There) -> Result:
 
 
 def kl_coef(given: Given, there: There) -> Result:
-    """A coefficient counts where the KL that it belongs to is switched on."""
+    """A coefficient counts only if its KL is switched on."""
     if there.framework == "verl":
         in_loss, in_reward = there.get("use_kl_loss"), there.get("use_kl_in_reward")
         mine = in_loss if "loss" in given.name else in_reward
@@ -112,7 +112,7 @@ def bounds(given: Given, _there: There) -> Result:
 
 
 def clip_ratio(given: Given, there: There) -> Result:
-    """One number for both sides, where no number is given for one side."""
+    """One number for both sides, except a side with its own number."""
     sides = {"clip_low": ("clip_ratio_low", "epsilon"), "clip_high": ("clip_ratio_high", "epsilon_high")}
     if not isinstance(given.value, int | float) or there.given("eps_clip_low_high"):
         return Dropped("the bounds of each side are given as well", off=True)
@@ -124,13 +124,13 @@ def clip_ratio(given: Given, there: There) -> Result:
 
 
 def epsilon(given: Given, there: There) -> Result:
-    """TRL's lower bound, which is the upper one too where that is not given."""
+    """TRL's lower bound, which is also the upper one if that is not given."""
     ends = ["clip_low"] if there.given("epsilon_high") or "epsilon" not in given.name else ["clip_low", "clip_high"]
     return [Value(f"algorithm.loss.{end}", given.value) for end in ends]
 
 
 def correction(given: Given, there: There) -> Result:
-    """The weight against the difference of sampler and trainer."""
+    """The importance weight that corrects for the difference between sampler and trainer."""
     if is_off(given.value):
         return OFF
     names = ("is_correction_type", "vllm_is_correction_type", "vllm_importance_sampling_mode")

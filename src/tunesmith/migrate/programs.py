@@ -1,4 +1,4 @@
-"""Which program of another framework a command starts, and what it is here: ``programs.toml``."""
+"""The programs of other frameworks, and their counterparts here: ``programs.toml``."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """``command`` is ours, empty for one that does not train or sample; ``why`` says what it is then.
+    """``command`` is Tunesmith's, empty for a program that does not train or sample, which ``why`` then describes.
 
-    ``extra`` are settings of ours that the program itself stands for, ``missing`` what of it is not here.
+    ``extra`` holds our settings that the program itself implies, ``missing`` its features that are missing here.
     """
 
     match: str
@@ -36,7 +36,7 @@ def programs() -> tuple[Program, ...]:
 
 
 def find_program(name: str) -> Program | None:
-    """The program of a module (``verl.trainer.main_ppo``), a script's path, a class, or ``trl:sft``."""
+    """The program for a module (``verl.trainer.main_ppo``), a script's path, a class, or ``trl:sft``."""
     dotted = name.removesuffix(".py").lstrip("./").replace("/", ".")
     spellings = {name, name.rpartition("/")[2], dotted}
     for program in programs():

@@ -1,4 +1,4 @@
-"""Python scripts of TRL, transformers and StateSet Agents. They are parsed, never run."""
+"""Reads Python scripts of TRL, transformers and StateSet Agents, by parsing, never running them."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from tunesmith.migrate.given import Given, Launch
 from tunesmith.migrate.programs import find_program
 
 _PEFT = {"r": "lora_r", "target_modules": "lora_target_modules", "modules_to_save": "lora_modules_to_save"}
-"""Names of ``LoraConfig``, and of TRL's ``ModelConfig`` for the same."""
+"""Names in ``LoraConfig`` → names in TRL's ``ModelConfig``."""
 _TRAINER = {"model": "model_name_or_path"}
 _PARTS = ("args", "peft_config", "processing_class", "tokenizer", "quantization_config", "callbacks", "data_collator")
-"""Arguments of a trainer that are objects, whose settings are read where they are made."""
+"""Arguments of a trainer that are objects, whose settings are read from their constructors."""
 _CONFIGS = ("LoraConfig", "BitsAndBytesConfig", "ModelConfig", "ScriptArguments", "AgentConfig")
 
 
 def read_python(text: str, name: str) -> list[Launch]:
-    """What a script trains: one launch, or none if it makes no configuration that is known.
+    """The training in a script: one launch, or none if it creates no known configuration.
 
     Raises:
-        ConfigError: it is not Python.
+        ConfigError: the text is not Python.
     """
     try:
         tree = ast.parse(text)
@@ -53,7 +53,7 @@ def read_python(text: str, name: str) -> list[Launch]:
 
 
 def docstrings(text: str) -> list[tuple[str, int]]:
-    """Texts of a script that may hold commands: those that stand alone, with the line where each begins."""
+    """Standalone string literals of a script, which may hold commands, each with its first line."""
     try:
         tree = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -66,13 +66,13 @@ def docstrings(text: str) -> list[tuple[str, int]]:
 
 
 class _Scope:
-    """What names mean in one script."""
+    """The values of names in one script."""
 
     def __init__(self, constants: Mapping[str, Any], functions: set[str], file: str, framework: str) -> None:
         self.constants, self.functions, self.file, self.framework = constants, functions, file, framework
 
     def settings(self, call: ast.Call) -> Iterator[Given]:
-        """The settings in one call: of a configuration, a trainer, an adapter or a data set."""
+        """The settings in one call that creates a configuration, a trainer, an adapter or a dataset."""
         kind = _called(call)
         if _is_config(kind) or kind in _CONFIGS:
             names = _PEFT if kind == "LoraConfig" else {}
@@ -107,7 +107,7 @@ class _Scope:
         return Given(name, value, node.lineno, self.framework, text if len(text) < 100 else f"{text[:97]}...")
 
     def value(self, node: ast.expr) -> Any:
-        """The value of an expression; ``${expression}`` where only running the script would tell."""
+        """The value of an expression; ``${expression}`` if only running the script would tell."""
         if isinstance(node, ast.Name) and node.id in self.functions:
             return f"{self.file}:{node.id}"
         if isinstance(node, ast.Name | ast.Attribute) and (key := ast.unparse(node)) in self.constants:
@@ -133,7 +133,7 @@ def _called(call: ast.Call) -> str:
 
 
 def _constants(tree: ast.Module) -> dict[str, Any]:
-    """Names that are given a value exactly once."""
+    """Names that are assigned exactly once."""
     values: dict[str, Any] = {}
     several: set[str] = set()
     for node in ast.walk(tree):
@@ -158,7 +158,7 @@ def _assigned(node: ast.AST) -> Iterator[tuple[str, ast.expr]]:
 
 
 def _loaded(tree: ast.Module) -> dict[str, Any]:
-    """Names that hold a data set or a model, with what it was loaded from."""
+    """Names that hold a dataset or a model, with the source that it was loaded from."""
     loaded: dict[str, Any] = {}
     constants = _constants(tree)
     for node in ast.walk(tree):

@@ -1,4 +1,4 @@
-"""Which kind of file a source is, and the launches in it."""
+"""Determines the kind of a source file, and reads the launches in it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _KINDS = {
     "beta": "DPOConfig", "center_rewards_coefficient": "RewardConfig", "packing": "SFTConfig",
     "assistant_only_loss": "SFTConfig", "completion_only_loss": "SFTConfig", "dataset_name": "SFTConfig",
 }  # fmt: skip
-"""Settings that tell which configuration of TRL a flat file is; the first one found counts."""
+"""Settings that identify a flat file's TRL configuration; the first one found counts."""
 
 
 def read_source(path: Path, variables: Mapping[str, str]) -> list[Launch]:
@@ -39,7 +39,7 @@ def read_source(path: Path, variables: Mapping[str, str]) -> list[Launch]:
         variables: values of shell variables that the script does not set.
 
     Raises:
-        ConfigError: there is nothing in it that is known, or it cannot be read.
+        ConfigError: it holds nothing known, or cannot be read.
     """
     with boundary(ConfigError, f"cannot read {path}", OSError):
         if path.is_dir():
@@ -85,7 +85,7 @@ def _read(text: str, path: Path, variables: Mapping[str, str]) -> list[Launch]:
 
 
 def _of_python(text: str, path: Path, variables: Mapping[str, str]) -> list[Launch]:
-    """A script; one that takes its settings from the command line has commands in its docstring."""
+    """The launches of a script; if it takes its settings from the command line, its docstring has the commands."""
     found = read_python(text, path.name)
     if any(launch.program.endswith(("Config", "Arguments")) for launch in found):
         return found
@@ -96,7 +96,7 @@ def _of_python(text: str, path: Path, variables: Mapping[str, str]) -> list[Laun
 
 def _of_tree(tree: Mapping[str, Any], text: str, path: Path, variables: Mapping[str, str]) -> list[Launch]:
     names = {str(name) for name in tree}
-    if isinstance(script := tree.get("run"), str):  # a job that has its script in it
+    if isinstance(script := tree.get("run"), str):  # a job that contains its script
         line = text[: max(text.find("\nrun:"), 0)].count("\n") + 3
         envs = tree.get("envs")
         known = {str(k): str(v) for k, v in envs.items() if v is not None} if isinstance(envs, Mapping) else {}
@@ -128,7 +128,7 @@ def _is_known(settings: tuple[Given, ...]) -> bool:
 
 
 def _located(settings: Any, text: str) -> list[Given]:
-    """Settings with the line of a text on which their last word stands, found in order."""
+    """Settings with the line of the text that holds the last part of their name, searched in order."""
     lines, located = text.splitlines(), list[Given]()
     for given in settings:
         last = re.escape(given.name.rpartition(".")[2])

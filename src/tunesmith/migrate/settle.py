@@ -1,4 +1,4 @@
-"""Makes a migrated run file valid: fills in what is missing, and takes out what does not go together here."""
+"""Makes a migrated run file valid: fills in missing settings, and removes incompatible ones."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from tunesmith.migrate.write import run_file
 from tunesmith.plan.checks import check
 
 _MOST = 60
-"""Settings that are taken out at most."""
+"""Maximum number of rounds of removing settings."""
 OF_THE_MACHINE = re.compile(r"not installed|this machine|vLLM \d")
 _KEPT = ("model.path", "data.train", "teacher.path")
 _HOW_FAST = ("system.", "monitor.", "checkpoint.", "eval.")
 
 
 def settle(migration: Migration) -> list[str]:
-    """Change the migration until its run file is valid; returns what is still wrong with it, if anything is.
+    """Change the migration until its run file is valid; returns the remaining problems.
 
-    What is only wrong with this machine, such as a library that is not installed, stays and is returned as well.
+    Problems of this machine only, such as a missing library, are not fixed but also returned.
     """
     _fill_in(migration)
     for _ in range(_MOST):
@@ -40,7 +40,7 @@ def settle(migration: Migration) -> list[str]:
 
 
 def _fill_in(migration: Migration) -> None:
-    """What a run file cannot do without, where the source does not have it."""
+    """Add settings that a run file requires and the source lacks."""
     entries, missing = migration.entries, "not in the source: fill it in"
     entries.setdefault("model.path", Entry("MODEL", note=missing))
     entries.setdefault("data.train", Entry("DATA", note=missing))
@@ -53,7 +53,7 @@ def _fill_in(migration: Migration) -> None:
 
 
 def _problems(migration: Migration) -> list[tuple[Sequence[str], str]]:
-    """What the run file is refused for: the keys at fault, as far as they are known, and the text."""
+    """The reasons why the run file is rejected: the keys at fault, as far as known, and the message."""
     kind = KINDS[migration.command]
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "run.toml"
@@ -70,7 +70,7 @@ def _problems(migration: Migration) -> list[tuple[Sequence[str], str]]:
 
 
 def _culprit(keys: Sequence[str], text: str, migration: Migration) -> str:
-    """The setting to take out: one of the system before one of what is learned, a default before one that was given."""
+    """The setting to remove: system settings before those that affect learning, defaults before given ones."""
     entries = migration.entries
     words = [k for key in keys for k in (key, re.sub(r"\[.*", "", key), key.rpartition(".")[0])]
     words += re.findall(r"[a-z_]\w*(?:\.\w+)+", text)

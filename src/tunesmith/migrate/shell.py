@@ -1,7 +1,7 @@
 """Reads a bash script without running it: its variables, and the words of its commands.
 
-Assignments, arrays, here-documents, arithmetic and conditions on known values are followed. What only the shell could
-tell stays in the text: ``${NAME}`` for a variable without a value, ``$(command)`` for a command's output.
+Assignments, arrays, here-documents, arithmetic and conditions on known values are evaluated. Values that only the shell
+knows stay in the text: ``${NAME}`` for a variable without a value, ``$(command)`` for a command's output.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _ARITHMETIC: Mapping[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod,
 }  # fmt: skip
 _EMPTY = "\x00"
-"""An empty text in quotes, which is a word, unlike an empty variable."""
+"""A quoted empty string, which is a word, unlike an empty variable."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,17 +32,17 @@ class Word:
 
 @dataclass(slots=True)
 class Script:
-    """``variables`` have values or, arrays, lists of words; ``commands`` are lists of words."""
+    """``variables`` hold values or, for arrays, lists of words; ``commands`` are lists of words."""
 
     variables: dict[str, str | list[Word]] = field(default_factory=dict[str, "str | list[Word]"])
     commands: list[list[Word]] = field(default_factory=list[list[Word]])
 
 
 def read_script(text: str, variables: Mapping[str, str], line: int = 1) -> Script:
-    """The commands of a script in order, with the values that its variables have there.
+    """The commands of a script in order, with the current values of its variables.
 
     Args:
-        variables: values that the caller knows, which win over the script's.
+        variables: the caller's values, which override the script's.
     """
     script = Script({"HOME": os.path.expanduser("~")})
     fixed = dict(variables)
@@ -68,7 +68,7 @@ def read_script(text: str, variables: Mapping[str, str], line: int = 1) -> Scrip
 
 
 def _taken(condition: str, script: Script, outer: list[bool | None]) -> bool | None:
-    """Whether a branch is followed: True also if the condition is not known; False where a later one may be."""
+    """Whether a branch is taken: True also if the condition is unknown; False if a later branch may be taken."""
     if not all(state is True for state in outer):
         return None
     found = re.fullmatch(r"\[\[?\s+(.*?)\s+(==?|!=|-eq|-ne)\s+(.*?)\s+\]\]?;?", condition)
@@ -84,7 +84,7 @@ def _taken(condition: str, script: Script, outer: list[bool | None]) -> bool | N
 
 
 def _do(raw: str, line: int, script: Script, fixed: Mapping[str, str]) -> None:
-    """An assignment, or a command."""
+    """Evaluate an assignment, or record a command."""
     heredoc = re.match(r"read\s.*?\b([A-Za-z_]\w*)\s*<<-?\s*[\"']?(\w+)[\"']?\n(.*)", raw, re.DOTALL)
     if heredoc:
         script.variables[heredoc[1]] = _words(heredoc[3], line + 1, script)
@@ -123,10 +123,10 @@ def _words(raw: str, line: int, script: Script) -> list[Word]:
 
 
 def expand(text: str, script: Script, *, whole: bool = False) -> list[str]:
-    """A word of the script with its quotes and variables resolved: several, where an unquoted value has blanks.
+    """A word of the script with its quotes and variables resolved; several words if an unquoted value has blanks.
 
     Args:
-        whole: it stays one word, as the value of a variable does.
+        whole: keep it one word, like the value of a variable.
     """
     out, quote, position, split = "", "", 0, False
     while position < len(text):
@@ -158,7 +158,7 @@ def expand(text: str, script: Script, *, whole: bool = False) -> list[str]:
 
 
 def _value(text: str, start: int, script: Script) -> tuple[str, int]:
-    """The value of what begins with ``$`` at ``start``, and where it ends."""
+    """The value of the expansion that begins with ``$`` at ``start``, and its end."""
     if text[start] == "`":
         end = text.find("`", start + 1)
         return f"$({text[start + 1 : end].replace('(', '').replace(')', '')})", (end if end > 0 else len(text)) + 1
@@ -208,7 +208,7 @@ def _braces(inner: str, script: Script) -> str:
 
 
 def _output(command: str, script: Script) -> str:
-    """The output of the few commands that only change a text."""
+    """The output of a few simple text commands."""
     words = [word.text for word in _words(command, 1, script)]
     match words:
         case ["basename", path] if "$" not in path:
@@ -222,7 +222,7 @@ def _output(command: str, script: Script) -> str:
 
 
 def _arithmetic(text: str, script: Script) -> str:
-    """The number that a bash expression has; the expression itself if something in it is not known."""
+    """The value of a bash expression; the expression itself if part of it is unknown."""
     filled = re.sub(r"\$\{?([A-Za-z_]\w*)\}?|(?<![\w.])([A-Za-z_]\w*)", lambda m: _variable(m[1] or m[2], script), text)
     filled = expand(f'"{filled}"', script)[0]
     try:
@@ -288,7 +288,7 @@ def _numbered(text: str, start: int, stop: int, line: int) -> tuple[str, int]:
 
 
 def _closing(text: str, start: int) -> int:
-    """Where the quote or bracket at ``start`` ends; the end of the text if it does not."""
+    """The end of the quote or bracket at ``start``; the end of the text if it is not closed."""
     char, depth, position = text[start], 0, start
     pairs = {"(": ")", "{": "}", "[": "]"}
     if char in "'\"`":
@@ -313,7 +313,7 @@ def _closing(text: str, start: int) -> int:
 
 
 def _spans(text: str) -> Iterator[tuple[int, int]]:
-    """Where each word begins and ends; redirections are left out."""
+    """The start and end of each word; redirections are left out."""
     position, skip = 0, False
     while position < len(text):
         if text[position].isspace() or text.startswith("\\\n", position):

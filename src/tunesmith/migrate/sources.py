@@ -1,4 +1,4 @@
-"""Data, rewards and services: where a run file names what other frameworks spread over several settings."""
+"""Data, rewards and services, which other frameworks spread over several settings."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _PROBS = ("data.dataset_probs", "data.prompt_probs", "dataset_probs", "prompt_da
 _EVAL = ("eval_dataset", "eval.dataset", "val_files", "validation_data")
 _EVAL_SPLITS = ("dataset_test_split", "eval.split", "eval_split", "val_split", "test_split")
 _MANAGERS = ("naive", "batch", "prime", "dapo")
-"""verl's, which call the function that a line's ``data_source`` chooses."""
+"""verl's reward managers, which call the function that a line's ``data_source`` selects."""
 
 
 def train_data(_given: Given, there: There) -> Result:
-    """A path or a name; with a split, a subset or weights a table, and a list where there are several."""
+    """A path or a name; a table if it has a split, a subset or weights; a list if there are several."""
     paths = _listed(there.get(*_TRAIN))
     if not paths:
         return Dropped("no data set is named beside it")
@@ -41,7 +41,7 @@ def train_data(_given: Given, there: There) -> Result:
 
 
 def eval_data(_given: Given, there: There) -> Result:
-    """The held-out data; a split alone is one of the training data."""
+    """The held-out data; a split without a path belongs to the training data."""
     paths, split = _listed(there.get(*_EVAL)), there.get(*_EVAL_SPLITS)
     if there.framework in ("trl", "transformers") and there.get(
         "eval_strategy", "evaluation_strategy", default="no"
@@ -57,7 +57,7 @@ def eval_data(_given: Given, there: There) -> Result:
 
 
 def _listed(value: Any) -> list[str]:
-    """Paths of a list, or of a text with commas."""
+    """Paths from a list, or from comma-separated text."""
     if value is None or isinstance(value, bool):
         return []
     items = cast("list[Any]", value) if isinstance(value, list) else str(value).split(",")
@@ -65,14 +65,14 @@ def _listed(value: Any) -> list[str]:
 
 
 def _plain(tables: Sequence[Mapping[str, Any]]) -> Any:
-    """Tables without empty keys; a table of a path alone is the path, and a list of one that one."""
+    """Tables without empty keys; a table with only a path becomes the path, a list of one its element."""
     full = [{k: v for k, v in table.items() if v is not None} for table in tables]
     items = [table["path"] if len(table) == 1 else table for table in full]
     return items[0] if len(items) == 1 else items
 
 
 def functions(given: Given, there: There) -> Result:
-    """Reward functions: of a Python script, or verl's file and function."""
+    """Reward functions from a Python script, or verl's file and function."""
     path = there.get("custom_reward_function.path", "reward.custom_reward_function.path")
     if path and "custom_reward_function" in given.name:
         name = there.get("custom_reward_function.name", default="compute_score")
@@ -88,7 +88,7 @@ def functions(given: Given, there: There) -> Result:
 
 
 def tools(given: Given, _there: There) -> Result:
-    """Functions of a Python script."""
+    """Tools: functions of a Python script."""
     items = [str(v) for v in (given.value if isinstance(given.value, list) else [given.value])]
     if items and all(".py:" in item for item in items):
         return [Value("environment.tools", items, "put them into a file of their own, which only defines them")]
@@ -96,7 +96,7 @@ def tools(given: Given, _there: There) -> Result:
 
 
 def environment(given: Given, _there: There) -> Result:
-    """A class of a Python script."""
+    """An environment: a class of a Python script."""
     if isinstance(given.value, str) and ".py:" in given.value:
         return [Value("environment.path", given.value, "put it into a file of its own, which only defines it")]
     return Dropped('name the class of the environment as "file.py:name" in environment.path')
@@ -115,7 +115,7 @@ def models(given: Given, there: There) -> Result:
 
 
 def remote(given: Given, _there: There) -> Result:
-    """A server's address; a Python file holds a function ``reward_func`` instead."""
+    """A server's address, or a Python file with a function ``reward_func``."""
     paths = _listed(given.value)
     if paths and all(path.endswith(".py") for path in paths):
         return [

@@ -1,4 +1,4 @@
-"""The settings of one launch by their meaning, so that a conversion can read what others say."""
+"""The settings of one launch by meaning, so that a conversion can read other settings."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _FAMILIES: Mapping[str, tuple[str, ...]] = {
     "stateset-agents": ("stateset-agents", "transformers", "trl"),
     "accelerate": ("accelerate", "deepspeed", "transformers"),
 }
-"""Whose names a program understands, besides its own."""
+"""Frameworks whose names a program also understands."""
 
 ROLES = re.compile(r"(?:actor_rollout_ref\.)?(critic|ref|reward_model(?=\.(?:rollout|model)\.))\.")
-"""What the settings of another model than the policy begin with."""
+"""Prefix of the settings of models other than the policy."""
 
 
 def family(framework: str) -> tuple[str, ...]:
@@ -29,7 +29,7 @@ def family(framework: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """What a setting becomes: ``value`` of ``key``, and how it was computed, if it was."""
+    """The conversion of a setting: ``value`` of ``key``, and how it was computed, if it was."""
 
     key: str
     value: Any
@@ -40,7 +40,7 @@ class Value:
 class Dropped:
     """A setting that has no line in the run file, and why.
 
-    ``off``: it switches nothing on there either. ``derived``: what it was for is derived here.
+    ``off``: it enables nothing in the source either. ``derived``: Tunesmith derives its purpose.
     """
 
     why: str
@@ -49,12 +49,12 @@ class Dropped:
 
 
 Result = Sequence[Value] | Dropped
-"""Of a conversion."""
+"""The result of a conversion."""
 OFF = Dropped("it is off there", off=True)
 
 
 def is_off(value: Any) -> bool:
-    """Whether a value switches nothing on: none, false, zero, minus one, an empty text or list."""
+    """Whether a value enables nothing: none, false, zero, minus one, an empty text or list."""
     return value in (None, False, 0, -1, "", "none", "None", "no", "auto", "default") or value == [] or value == {}
 
 
@@ -65,7 +65,7 @@ class NotKnownError(LookupError):
 class There:
     """The last value of each setting of a launch, by the known name that its path ends with.
 
-    A setting that is not given has the program's default.
+    Other settings have the program's defaults.
     """
 
     def __init__(self, launch: Launch) -> None:
@@ -74,7 +74,7 @@ class There:
         self._given: dict[str, Given] = {}
         for given in launch.settings:
             short = meaning_name(given)
-            role = ROLES.match(given.name)  # of another model, whose value is not the policy's
+            role = ROLES.match(given.name)  # belongs to another model, not to the policy
             self._given |= {spelled(given.name): given} | ({} if role and role[1] not in short else {short: given})
         self._defaults = {spelled(name): value for name, value in launch.defaults.items()}
         for name, value in launch.defaults.items():
@@ -92,7 +92,7 @@ class There:
         """The value of the first of these names that is given; else the program's default; else ``default``.
 
         Raises:
-            NotKnownError: that value is not known.
+            NotKnownError: the given value is unknown.
         """
         for name in names:
             if name in self._given and self._given[name].value is not None:
@@ -104,17 +104,17 @@ class There:
         return next((self._defaults[n] for n in names if n in self._defaults), default)
 
     def number(self, *names: str, default: int = 1) -> int:
-        """The same for a whole number above 0."""
+        """Like ``get``, for a positive integer; ``default`` for other values."""
         value = self.get(*names, default=default)
         return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else default
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """Those of the run file."""
+        """The keys of the run file."""
         return all_keys(KINDS[self.command])
 
     def meanings(self, given: Given) -> list[Meaning]:
-        """The meanings of a name for this command: those with a key in its run files, else those with a reason."""
+        """The meanings of a name for this command: those with a key in its run file, else those with a reason."""
         known = meanings_of(given.name, family(given.framework))[1] or meanings_of(given.name)[1]
         known = [m for m in known if not m.commands or self.command in m.commands.split()]
         here = [m for m in known if any(key in self.keys for key in m.keys)]
@@ -124,7 +124,7 @@ class There:
         return any(name in self._given for name in names)
 
     def defaults(self) -> Iterator[Given]:
-        """The program's defaults that nothing given overrides."""
+        """The program's defaults that no given setting overrides."""
         for name, value in self.launch.defaults.items():
             known = meanings_of(name, family(self.framework))[0]
             if spelled(name) not in self._given and known not in self._given:

@@ -14,15 +14,15 @@ from tunesmith.errors import ConfigError, shortened
 from tunesmith.migrate.given import Given
 
 _LARGEST = 5_000_000
-"""Bytes of a file that is read."""
+"""Maximum size of a file in bytes."""
 _MOST = 200_000
-"""Values of a file; YAML's aliases can make it endless."""
+"""Maximum number of values in a file; YAML's aliases can make it endless."""
 
 
 _OF_ANOTHER = re.compile(r"\$\{(?:oc\.select:)?([\w.]+)(?:,[^{}]*)?\}")
-"""OmegaConf's value of another setting."""
+"""OmegaConf's reference to another setting."""
 _STEPS = 5
-"""From a setting to another, whose value is that of a third."""
+"""Maximum length of a chain of references."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -39,7 +39,7 @@ def read_tree_text(text: str, name: str) -> Any:
     """The tree of a YAML or JSON text.
 
     Raises:
-        ConfigError: it is neither.
+        ConfigError: the text is neither.
     """
     try:
         return json.loads(text) if name.endswith(".json") else _bounded(yaml.load(text, _Loader))
@@ -77,7 +77,7 @@ def read_tree_file(name: str, folder: Path) -> Mapping[str, Any] | None:
 
 
 def tree_settings(tree: Mapping[str, Any], framework: str, line: int = 0) -> Iterator[Given]:
-    """A setting for each leaf, by its dotted path; what Hydra itself reads is left out."""
+    """A setting for each leaf, by its dotted path; Hydra's own settings are left out."""
     leaves = dict(_leaves(tree, ""))
     for name, value in leaves.items():
         for _ in range(_STEPS):
@@ -87,7 +87,7 @@ def tree_settings(tree: Mapping[str, Any], framework: str, line: int = 0) -> Ite
 
 
 def accelerate_settings(tree: Mapping[str, Any], line: int = 0) -> Iterator[Given]:
-    """Of accelerate's file; the settings of DeepSpeed and FSDP in it are tables, whose keys stand alone."""
+    """The settings of accelerate's file; its DeepSpeed and FSDP settings are tables, whose keys need no prefix."""
     for name, value in tree.items():
         if isinstance(value, Mapping):
             yield from tree_settings(cast(Mapping[str, Any], value), "accelerate", line)

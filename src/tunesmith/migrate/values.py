@@ -1,6 +1,6 @@
-"""Conversions of values that cannot be copied, by the name that ``config/names/keys.toml`` has under ``convert``.
+"""Conversions of values that cannot be copied, by their names under ``convert`` in ``config/names/keys.toml``.
 
-Each takes a setting and all of its launch, and gives our settings, or the reason why it has no line in the run file.
+Each takes a setting and its whole launch, and returns our settings or the reason why the run file has no line for it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tunesmith.migrate.there import OFF, Dropped, Result, There, Value, is_off
 
 
 def last_rate(given: Given, there: There) -> Result:
-    """Where the schedule ends, as a share."""
+    """The schedule's final rate as a share of the peak."""
     value: Any = given.value
     if isinstance(value, dict):
         value = cast("dict[str, Any]", value).get("min_lr_rate", cast("dict[str, Any]", value).get("min_lr_ratio"))
@@ -52,7 +52,7 @@ def betas(given: Given, there: There) -> Result:
 
 
 def every(given: Given, there: There) -> Result:
-    """Steps between evaluations or checkpoints; other frameworks' -1 is "not during training"."""
+    """Steps between evaluations or checkpoints; other frameworks' -1 means "not during training"."""
     key = "eval.every" if re.search(r"eval|test_freq", given.name) else "checkpoint.every"
     value = given.value
     if value == "epoch":
@@ -74,7 +74,7 @@ def every(given: Given, there: There) -> Result:
 
 
 def adapter(given: Given, there: There) -> Result:
-    """A flag; here an adapter is trained wherever its rank is given."""
+    """A flag; here an adapter is trained whenever its rank is given."""
     return [Value("lora.rank", there.get("lora_r", "lora.rank", default=16))] if given.value else OFF
 
 
@@ -98,7 +98,7 @@ def muon_rate(given: Given, there: There) -> Result:
 
 
 def compiled(given: Given, there: There) -> Result:
-    """A switch, a mode, or the compiler; of several settings the mode decides."""
+    """A switch, a mode, or the compiler; if several are given, the mode decides."""
     mode, switch = ("torch_compile_mode", "dynamo_mode"), ("torch_compile", "torch_compile_backend", "dynamo_backend")
     if not given.value or given.value in ("no", False):
         return OFF

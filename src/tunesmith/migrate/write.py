@@ -1,4 +1,4 @@
-"""The run file of a migration, with a comment at each line, and the account of every setting."""
+"""Writes the run file of a migration, with a comment on each line, and the account of every setting."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ _ORDER = (
 
 
 def run_file(migration: Migration, source: str) -> str:
-    """The run file. Settings for a person to decide stand in it as comments."""
+    """The run file. Settings for a person to decide appear in it as comments."""
     command, entries = migration.command, migration.entries
     keys = all_keys(KINDS[command])
     sections: dict[str, list[str]] = {"": []} if command in ("rl", "sft", "generate") else {"": [], command: []}
     for key, entry in sorted(entries.items(), key=lambda item: keys.index(item[0]) if item[0] in keys else len(keys)):
         is_table = any(other.startswith(f"{key}.") for other in entries)
-        if is_table and entry.value is True:  # which its keys say
+        if is_table and entry.value is True:  # its keys imply this
             continue
         section, name = _placed(f"{key}.type" if is_table else key)
         value = toml_value(redact_values(entry.value))
@@ -59,7 +59,7 @@ def run_file(migration: Migration, source: str) -> str:
 
 
 def account(migration: Migration) -> Iterator[str]:
-    """A line for each setting that was found, under the heading of what became of it."""
+    """A line for each setting of the source, under a heading for its fate."""
     for kind, title in _TITLES.items():
         rows = [row for row in migration.rows if row.kind == kind]
         if rows:
@@ -93,11 +93,11 @@ def _comment(text: str) -> str:
 
 
 def _clean(text: str) -> str:
-    """On one line, without control characters and secrets."""
+    """The text on one line, without control characters and secrets."""
     return shortened(printable(redact(re.sub(r"\s+", " ", text))), _LONGEST)
 
 
 def _placed(key: str) -> tuple[str, str]:
-    """The section of a key, and the key there as TOML."""
+    """The section of a key, and the key within it as TOML."""
     section, _, name = key.partition(".") if "." in key else ("", "", key)
     return section, ".".join(map(toml_key, name.split(".")))

@@ -1,4 +1,4 @@
-"""What the backward pass has of the forward pass: kept, or computed again."""
+"""Gradient checkpointing: activations that the backward pass recomputes."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from tunesmith.plan.cost import recomputed
 
 
 def compute_again(module: PreTrainedModel, share: float) -> None:
-    """Keep the input of a share of the decoder's layers, and compute their activations again in the backward pass.
+    """Keep only the input of a share of the decoder's layers, and recompute their activations in the backward pass.
 
     Raises:
-        ModelError: the layers cannot be chosen one by one.
+        ModelError: the layers cannot be checkpointed individually.
     """
     module.gradient_checkpointing_enable({"use_reentrant": False})
     layers = decoder_layers(module)

@@ -1,11 +1,11 @@
 """LoRA (arXiv:2106.09685) with peft: ``W x`` becomes ``W x + (alpha / rank) · B A x``, and only A and B are trained.
 
-The layers are inserted into the Hugging Face module, so the sampler runs them too. B starts at zero: the first model
-is the base. A and B are float32 for any dtype of the base.
+The layers are inserted into the Hugging Face module, so the sampler runs them too. B starts at zero, so the initial
+model equals the base. A and B are float32 for any dtype of the base.
 
-Dropout acts on the adapter's input in training passes only. Its draws depend on how samples are packed; nothing else
-in training does, so it is off by default. Reinforcement learning refuses it: the trainer's log-probabilities would
-differ from the sampler's.
+Dropout acts on the adapter's input in training passes only. Its random masks depend on how samples are packed, unlike
+anything else in training, so it is off by default. Reinforcement learning refuses it: the trainer's log-probabilities
+would differ from the sampler's.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ WEIGHTS = "adapter_model.safetensors"
 TRAINED, START = "default", "start"
 """Names of peft adapters: the trained one, and the frozen copy of a saved one that training continues."""
 _EXTENSIONS = ("use_dora", "bias", "lora_bias", "trainable_token_indices", "target_parameters", "layer_replication")
-"""Settings of peft for more than two matrices per linear module."""
+"""peft settings that go beyond two matrices per linear module."""
 _FOREIGN = (OSError, ValueError, KeyError, TypeError, RuntimeError, AttributeError, SafetensorError)
 
 
@@ -57,7 +57,7 @@ class LoraAdapter:
 
     @contextmanager
     def reference(self) -> Generator[None]:
-        """A context in which the model is the base or, if a saved adapter is continued, the base with that one."""
+        """A context in which the model is the base or, if a saved adapter is continued, the base with that adapter."""
         if START not in self.peft.peft_config:
             with self.peft.disable_adapter():
                 yield
@@ -82,14 +82,14 @@ class LoraAdapter:
 
     @torch.no_grad()
     def merged_weights(self, *, in_host_memory: bool = True) -> Iterator[tuple[str, Tensor]]:
-        """The weights of base and adapter together, under the base's names; the module is not changed.
+        """The weights of the base with the adapter merged in, under the base's names; the module is not changed.
 
         Each sum ``W + scale · B A`` is computed in float32 and rounded to the base's dtype. The ranks of a sharded base
         iterate together.
 
         Args:
-            in_host_memory: sums, and what is gathered, are on the CPU: all of them together would be a second model on
-                the GPU; else whoever iterates drops each of them before the next one.
+            in_host_memory: put sums and gathered weights on the CPU, because together they would be a second model on
+                the GPU; if False, the caller has to drop each weight before taking the next.
         """
         module = self.peft.get_base_model()
         adapted = {name: part for name, part in module.named_modules() if isinstance(part, LoraLayer)}
@@ -119,7 +119,7 @@ class LoraAdapter:
         """Load the weights that ``save`` wrote.
 
         Raises:
-            CheckpointError: they are missing, damaged or of another adapter.
+            CheckpointError: they are missing, damaged or belong to another adapter.
         """
         if not (directory / WEIGHTS).is_file():
             raise CheckpointError(f"{directory} holds no adapter: resume without lora.rank, or start a new run_dir.")
@@ -135,7 +135,7 @@ class LoraAdapter:
         set_peft_model_state_dict(self.peft, saved, adapter_name=TRAINED)
 
     def counts(self) -> tuple[int, int]:
-        """The numbers of trained and of all parameters."""
+        """The numbers of trained parameters and of all parameters."""
         sizes = [(p.requires_grad, count) for p, count in weights_of(self.peft)]
         return sum(n for trained, n in sizes if trained), sum(n for _, n in sizes)
 
@@ -153,11 +153,11 @@ def attach(
     Args:
         section: resolved.
         path: a saved adapter to continue.
-        frozen: the adapter is not trained either, so no copy of it is kept as the reference.
+        frozen: do not train the adapter either; then no copy of it is kept as the reference.
 
     Raises:
-        ConfigError: the model has no module of a target's name.
-        ModelError: the saved adapter is of another kind or of another model.
+        ConfigError: the model has no module with a target's name.
+        ModelError: the saved adapter is of another kind or for another model.
     """
     kind = "SEQ_CLS" if isinstance(model, ScoreModel) else "CAUSAL_LM"
     peft = _fresh(model, section, kind) if path is None else _continued(model, section, kind, path, frozen)
@@ -206,7 +206,7 @@ def _continued(model: Decoder, section: LoraSection, kind: str, path: Path, froz
 
 
 def check_targets(base: str | Path, section: LoraSection, *, trust_remote_code: bool = False) -> None:
-    """Check ``lora.targets`` before the model's weights load.
+    """Check ``lora.targets`` before the model's weights are loaded.
 
     Raises:
         ConfigError: as ``choose_targets``.
@@ -224,10 +224,10 @@ def linear_modules(decoder: nn.Module) -> dict[str, nn.Module]:
 
 
 def choose_targets(linear: Iterable[str], targets: str | Sequence[str] | None) -> list[str]:
-    """Names of modules to adapt: each is a module's last name, such as ``q_proj``, or the end of its dotted name.
+    """Names of modules to adapt; each is a module's last name, such as ``q_proj``, or the end of its dotted name.
 
     Raises:
-        ConfigError: no module has the name of a target; with the nearest name.
+        ConfigError: no module has the name of a target; names the nearest.
     """
     names = list(linear)
     own = sorted({name.rpartition(".")[2] for name in names})
@@ -270,7 +270,7 @@ def merge(
 
 
 def _check_weights(path: Path, peft: PeftModel) -> None:
-    """Refuse an adapter's file that lacks weights of the model's adapter or has others: peft only warns."""
+    """Refuse an adapter's file with missing or extra weights: peft only warns."""
     if (path / WEIGHTS).is_file():
         saved = load_file(path / WEIGHTS).keys()
         current = get_peft_model_state_dict(peft, adapter_name=TRAINED, save_embedding_layers=False).keys()

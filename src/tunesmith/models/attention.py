@@ -24,7 +24,7 @@ class AttentionRule(NamedTuple):
     scale: float
     """Factor on the products."""
     window: int | None = None
-    """How many positions a token sees, counted back from itself and with itself; None: all."""
+    """How many positions a token sees, counting back from and including itself; None: all."""
     softcap: float | None = None
     """Scores become ``softcap * tanh(scores / softcap)``."""
 

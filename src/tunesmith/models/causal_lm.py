@@ -1,4 +1,4 @@
-"""A causal language model: tokens to hidden states to log-probabilities."""
+"""A causal language model: from tokens to hidden states to log-probabilities."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ class CausalLM(Decoder):
         chunk: int | None = None,
         value_head: nn.Linear | None = None,
     ) -> Predictions:
-        """Log-probabilities of the forest's targets; on request also entropies and values.
+        """Log-probabilities of the forest's targets, and optionally entropies and values.
 
         Args:
             temperature: divides the logits, as in sampling.
             entropy: also return the entropy of each target's distribution.
             chunk: rows of logits per chunk; None derives it from the vocabulary.
-            value_head: computes a value from each hidden state that predicts a target.
+            value_head: if given, computes a value from each hidden state that predicts a target.
         """
         states = self.states(forest)
         logprobs, entropies = fused_logprobs(

@@ -1,8 +1,8 @@
-"""Layers of a lean decoder, compiled by PyTorch (``torch.compile``) for passes of a trainer.
+"""Layers of a lean decoder, compiled by PyTorch (``torch.compile``) for a trainer's passes.
 
-Two functions of tensors compute a layer: one up to attention and one from it on. All layers of a model run the same
-two, whatever the number of tokens. Attention between them runs as it is, so that a forest's kernels and the exchange of
-a sequence group are no part of what is compiled. The engine in the same process decodes without these functions.
+Two tensor functions compute a layer: one before attention and one after it. All layers of a model run the same two, for
+any number of tokens. Attention between them is not compiled, and so neither are a forest's kernels nor a sequence
+group's exchange. The engine in the same process decodes without these functions.
 
 Shape legend: ``T`` tokens, ``d`` hidden size, ``H`` query heads, ``K`` key/value heads, ``D`` head size.
 """
@@ -27,22 +27,22 @@ from tunesmith.models.lean import Layer, Norm, Projection
 from tunesmith.models.lean_ops import Activation, JointWeight, activate
 
 MODES = {"default": None, "max-autotune": "max-autotune-no-cudagraphs"}
-"""Of ``torch.compile`` by ``system.compile``. A CUDA graph would be recorded for each layer and number of tokens."""
+"""``system.compile`` to the mode of ``torch.compile``. CUDA graphs would be recorded per layer and token count."""
 LEAST_ROWS = 2
-"""Functions for any number of rows are for two and more: one row would have functions of its own."""
+"""Functions for any number of rows require at least two: PyTorch specializes on one row."""
 MOST_FORMS = 64
-"""Most forms of a function in a process: with and without gradients or an adapter, and each model's shapes."""
+"""Maximum specializations of a function per process: with or without gradients or adapters, per model's shapes."""
 
 NormOperands = tuple[Tensor, float, bool]
 """Weight, epsilon, and whether the weight is an offset from one."""
 Adapted = tuple[tuple[Tensor, Tensor, float], ...]
-"""Of each active adapter the two matrices and the factor."""
+"""The two matrices and the factor of each active adapter."""
 Operands = tuple[tuple[Tensor, Tensor | None, Adapted], ...]
-"""Of each product of one input its weight, its bias, and the adapters on it."""
+"""The weight, bias and adapters of each product that shares one input."""
 
 
 def compile_layers(model: Decoder, mode: str) -> None:
-    """Let a model's passes run compiled layers.
+    """Make a model's passes run compiled layers.
 
     Args:
         mode: a key of ``MODES``.
@@ -61,7 +61,7 @@ def compile_layers(model: Decoder, mode: str) -> None:
 
 
 class CompiledLayers:
-    """Runs any ``Layer``."""
+    """Runs any ``Layer`` compiled."""
 
     def __init__(self, mode: str) -> None:
         options: dict[str, Any] = {"mode": MODES[mode], "fullgraph": True, "dynamic": False}
@@ -69,7 +69,7 @@ class CompiledLayers:
         self._after: Any = torch.compile(after_attention, **options)
 
     def __call__(self, layer: Layer, x: Tensor, cos: Tensor, sin: Tensor, attention: AttentionContext) -> Tensor:
-        """As ``Layer``'s."""
+        """See ``Layer.__call__``."""
         if len(x) < LEAST_ROWS:
             return layer(x, cos, sin, attention)
         tables = _any_length(cos, sin) if layer.rotates else None
@@ -121,7 +121,7 @@ def after_attention(
     down: Operands,
     after_mlp: NormOperands | None,
 ) -> Tensor:
-    """``[T, d]`` from ``[T, d]`` and what attention made of it, ``[T, H, D]``."""
+    """``[T, d]`` from the layer's input ``[T, d]`` and its attention output ``[T, H, D]``."""
     y = _products(seen.flatten(1), out)
     x = x + (y if after is None else _normalized(y, after))
     gate, up = _products(_normalized(x, before_mlp), gate_up).chunk(2, -1)
@@ -130,7 +130,7 @@ def after_attention(
 
 
 def _products(x: Tensor, operands: Operands) -> Tensor:
-    """The results after one another, ``[T, outputs]``."""
+    """The concatenated results, ``[T, outputs]``."""
     parts: list[Tensor] = []
     for weight, bias, adapted in operands:
         y = F.linear(x, weight, bias)
@@ -158,7 +158,7 @@ def _norm(norm: Norm | None) -> NormOperands | None:
 
 
 def _operands(projection: Any) -> Operands:
-    """What a ``Projection`` multiplies with: one product where its modules are plain, else one for each."""
+    """The operands of a ``Projection``: one product if its modules are plain, else one per module."""
     assert isinstance(projection, Projection), "layers with other products compute no gradients"
     if not projection.intact():
         return tuple(_of_module(module) for module in projection.modules)

@@ -1,4 +1,4 @@
-"""What a model's training costs in floating-point operations."""
+"""The training cost of a model in floating-point operations."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ class CpuFlash:
         self.full = [_AncestorPart(end, last, start, end) for (start, end), last in ends if last > end]
         rows = [(s.start, s.length, last) for s, last in zip(segments, lasts, strict=True)]
         self._table = torch.tensor(rows, dtype=torch.int64).reshape(-1, 3).T.contiguous()
-        """Of each segment its start, its length, and the end of its descendants: ``[3, segments]``."""
+        """Each segment's start, length, and end of its descendants: ``[3, segments]``."""
 
     @staticmethod
     def supports(query: Tensor, rule: AttentionRule) -> bool:
@@ -144,7 +144,7 @@ def _in_tiles(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of bfloat16 queries, keys and values, in a compiled function.
 
-    Products round the shares and their gradients to bfloat16; all sums are float32.
+    Products round attention weights and their gradients to bfloat16; all sums are float32.
     """
     tokens, heads, size = query.shape
     grad_query, grad_key, grad_value = (torch.empty(t.shape, dtype=t.dtype) for t in (query, key, value))

@@ -1,4 +1,4 @@
-"""What language models and score models share: a Hugging Face decoder run over a token forest."""
+"""The common base of language models and score models: a Hugging Face decoder that runs on a token forest."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Adapter(Protocol):
     """Weights that are trained instead of the module's own (``adapters.LoraAdapter``)."""
 
     def reference(self) -> AbstractContextManager[None]:
-        """A context in which the model is what it was before training."""
+        """A context in which the model is as it was before training."""
         ...
 
     def merged(self) -> PreTrainedModel:
@@ -51,7 +51,7 @@ class Adapter(Protocol):
     def load(self, directory: Path) -> None: ...
 
     def counts(self) -> tuple[int, int]:
-        """The numbers of trained and of all parameters."""
+        """The numbers of trained parameters and of all parameters."""
         ...
 
 
@@ -67,17 +67,17 @@ class Decoder:
     module: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     lean: LeanDecoder | None = field(default=None, repr=False)
-    """The decoder in fewer operations, if its family allows it; None: the Hugging Face modules run."""
+    """The decoder in fewer, larger operations, if its family allows it; None: the Hugging Face modules run."""
     adapter: Adapter | None = field(default=None, repr=False)
-    """Weights that are trained instead of the module's own; see ``adapters.attach``."""
+    """Weights trained instead of the module's own; see ``adapters.attach``."""
     sharding: Sharding | None = field(default=None, repr=False)
     """How the weights are sharded over ranks; None: they are whole."""
     sequence: SequenceGroup | None = field(default=None, init=False, repr=False)
-    """The ranks that share the tokens of each micro-batch; None: this one computes all."""
+    """The ranks that share the tokens of each micro-batch; None: this rank computes all."""
     host_activations: HostActivations | None = field(default=None, init=False, repr=False)
-    """Sends to host memory what layers save for the backward pass; None: it stays on the device."""
+    """Offloads the tensors that layers save for the backward pass to host memory; None: they stay on the device."""
     streamed: StreamedLayers | None = field(default=None, repr=False)
-    """Keeps the weights of the layers in host memory; None: they are on the device."""
+    """Keeps the layers' weights in host memory; None: they are on the device."""
     lengths: LengthRule | None = field(default=None, init=False, repr=False)
     """Which sequence lengths share rotary frequencies, if these depend on the length."""
 
@@ -104,8 +104,8 @@ class Decoder:
             tokenizer: the tokenizer, if it is loaded already.
             quantize: the format of the linear modules' weights, which are then frozen.
             sharding: shard the weights over ranks.
-            trains: whether a sharded model is trained, and so has float32 weights.
-            streams: keep the weights of its layers in host memory (``models.streamed``), or this rank's rows of them.
+            trains: whether a sharded model is trained and therefore has float32 weights.
+            streams: keep the layers' weights, or this rank's rows of them, in host memory (``models.streamed``).
 
         Raises:
             ModelError: the model does not exist, is incomplete, or its family is not supported.
@@ -147,7 +147,7 @@ class Decoder:
         return (), ()
 
     def complete(self, config: Any) -> None:
-        """Initialise what a checkpoint with this configuration lacks."""
+        """Initialise weights and settings that a checkpoint with this configuration lacks."""
 
     @property
     def device(self) -> torch.device:
@@ -155,7 +155,7 @@ class Decoder:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type of its computation. The weights of a sharded model that trains are float32."""
+        """The dtype of the computation; the weights of a sharded model that trains are float32."""
         return self.module.dtype if self.sharding is None else cast(torch.dtype, self.module.config.dtype)
 
     def hidden(
@@ -171,7 +171,7 @@ class Decoder:
             token_ids: ``[T]``.
             position_ids: ``[T]``, each token's position in its sequence.
             attention: decides what each token sees.
-            lengths: ``T``, for each token ``self.lengths.alike`` of its sequence's length; None: one sequence.
+            lengths: ``self.lengths.alike`` of the sequence length of each of the ``T`` tokens; None: one sequence.
         """
         host = self.host_activations if torch.is_grad_enabled() else None
         rotated = rotated_by(lengths) if self.lengths is not None else nullcontext()
@@ -190,7 +190,7 @@ class Decoder:
         """The hidden states that predict a forest's targets, ``[N, d]``.
 
         Args:
-            forest: one that is ``laid_out`` or not; in a sequence group a part of one that is.
+            forest: ``laid_out`` or not; in a sequence group, a part of a forest that is.
         """
         forest = self.laid_out(forest)
         attention: AttentionContext = ForestAttention(forest)
@@ -200,13 +200,13 @@ class Decoder:
         return hidden.index_select(0, forest.source)
 
     def laid_out(self, forest: Forest) -> Forest:
-        """The forest as the model computes it: where rotary frequencies depend on lengths, it is split by them."""
+        """The forest as the model computes it: split by length if rotary frequencies depend on length."""
         return forest if self.lengths is None or forest.rotary_lengths else split_by_length(forest, self.lengths)
 
     def save(self, directory: str | Path) -> None:
-        """Write model and tokenizer in Hugging Face format; if the model has an adapter, only the adapter."""
+        """Write model and tokenizer in Hugging Face format; of a model with an adapter, write only the adapter."""
         if self.sharding is None or self.sharding.rank == 0:
-            self.tokenizer.save_pretrained(directory)  # first: ``LoraAdapter.save`` may merge, and reads it there
+            self.tokenizer.save_pretrained(directory)  # first: ``LoraAdapter.save`` reads it there if it merges
         if self.adapter is not None:
             if self.sharding is None or self.sharding.rank == 0:  # every rank has the whole adapter
                 self.adapter.save(Path(directory))

@@ -1,7 +1,7 @@
 """Forest attention on CUDA for models with soft caps: FlexAttention (arXiv:2412.05496).
 
-PyTorch compiles the rule of a model into one kernel. It computes blocks of rows and columns: those in which a row sees
-a column, and without the mask those in which every row sees every column.
+PyTorch compiles a model's attention rule into one kernel. It computes only blocks of rows and columns in which some row
+sees a column, and skips the mask where every row sees every column.
 
 Shape legend: ``T`` tokens, ``B`` blocks of tokens, ``H`` query heads, ``K`` key/value heads, ``D`` head size.
 """
@@ -23,10 +23,10 @@ from tunesmith.models.attention import AttentionRule
 from tunesmith.models.inductor import keep_inductors_cache
 
 BLOCK = 128
-"""Tokens of a block, as the kernel has them by default."""
+"""Tokens per block; the kernel's default."""
 LEAST_HEAD, MOST_HEAD = 16, 256
 Mask = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-"""Whether a row sees a column, by batch, head, row and column."""
+"""Whether a row sees a column: a function of batch, head, row and column."""
 
 
 class CudaFlex:
@@ -52,13 +52,13 @@ class CudaFlex:
         return cast(Tensor, out)[0].transpose(0, 1)
 
     def change(self, softcap: float | None) -> Callable[..., Tensor] | None:
-        """Of scores, made once for all layers with this soft cap."""
+        """The score modification, made once for all layers with this soft cap."""
         if softcap is not None and softcap not in self.changes:
             self.changes[softcap] = capped(torch.tensor(softcap).to(self.device, non_blocking=True))
         return None if softcap is None else self.changes[softcap]
 
     def mask(self, window: int | None) -> BlockMask:
-        """What tokens see, made once for all layers with this window."""
+        """The block mask, made once for all layers with this window."""
         if window not in self.masks:
             some, whole = seen_blocks(self.segments, window)
             columns = (*_listed(some, self.device), *_listed(whole, self.device))
@@ -69,7 +69,7 @@ class CudaFlex:
 
 @cache
 def _has_kernel(device: torch.device) -> bool:
-    """The kernel needs Triton, and Ampere or later; where no GPU is, its tensors are only counted."""
+    """The kernel needs Triton, and Ampere or later; without a GPU, its tensors are only counted."""
     if not torch.cuda.is_available():
         return True
     return torch.cuda.get_device_capability(device) >= (8, 0) and has_triton()
@@ -85,7 +85,7 @@ def kernel() -> Any:
 
 
 def counted(query: Tensor, key: Tensor, value: Tensor, **_: Any) -> Tensor:
-    """Tensors without numbers of the sizes that ``flex_attention`` allocates, for devices that are not there."""
+    """Uninitialized tensors of the sizes that ``flex_attention`` allocates, for devices that are not present."""
     return cast(Tensor, _Counted.apply(query, key, value))
 
 
@@ -100,12 +100,12 @@ class _Counted(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         query, key, value, out, lse = cast("tuple[Tensor, ...]", ctx.saved_tensors)
         assert grad.shape == out.shape
-        _inner = torch.empty_like(lse)  # of each row the sum of its output times that output's gradient
+        _inner = torch.empty_like(lse)  # per row, the dot product of the output and its gradient
         return tuple(torch.empty_like(t) for t in (query, key, value))
 
 
 def capped(cap: Tensor) -> Callable[..., Tensor]:
-    """The change of a score by a soft cap, ``[]``; a number would be an input that the kernel cannot have."""
+    """The score modification for a soft cap, a scalar tensor; the kernel cannot take a Python number as an input."""
 
     def change(score: Tensor, batch: Tensor, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
         del batch, head, row, column
@@ -115,9 +115,9 @@ def capped(cap: Tensor) -> Callable[..., Tensor]:
 
 
 def rows_of(segments: Sequence[Segment]) -> tuple[Tensor, Tensor]:
-    """Of each token the end of the rows that see it, and its place on its path: ``[T]`` int32 each.
+    """The end of the rows that see each token, and each token's position on its path: ``[T]`` int32 each.
 
-    Segments are in pre-order, so the rows that see a token are those from its own to the end of its segment's subtree.
+    Segments are in pre-order, so a token is seen by the rows from its own to the end of its segment's subtree.
     """
     stops, positions, ends = list[Tensor](), list[Tensor](), list[int]()
     for segment, stop in zip(segments, subtree_ends(segments), strict=True):
@@ -129,7 +129,7 @@ def rows_of(segments: Sequence[Segment]) -> tuple[Tensor, Tensor]:
 
 
 def sees(stops: Tensor, positions: Tensor, window: int | None) -> Mask:
-    """The rule of ``Segment``s, and of a window."""
+    """The mask of a forest's segments and an optional window."""
 
     def in_forest(batch: Tensor, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
         del batch, head
@@ -145,9 +145,9 @@ def sees(stops: Tensor, positions: Tensor, window: int | None) -> Mask:
 
 
 def seen_blocks(segments: Sequence[Segment], window: int | None) -> tuple[Tensor, Tensor]:
-    """Blocks of rows and columns ``[B, B]`` that are seen in part, and those that are seen whole.
+    """Which blocks of rows and columns ``[B, B]`` are seen in part, and which in whole.
 
-    With a window a block that is seen in part may be one of which nothing is seen.
+    With a window, blocks marked as seen in part may in fact be unseen.
     """
     stops, positions = rows_of(segments)
     last = torch.arange(len(stops)).split(BLOCK)
@@ -163,14 +163,14 @@ def seen_blocks(segments: Sequence[Segment], window: int | None) -> tuple[Tensor
 
 
 def _in_blocks(numbers: Tensor) -> tuple[Tensor, Tensor]:
-    """The least and the largest number of each block, ``[B]``."""
+    """The minimum and maximum of each block, ``[B]``."""
     short = -len(numbers) % BLOCK
     blocks = pad(numbers[None].float(), (0, short), mode="replicate")[0].int().view(-1, BLOCK)
     return blocks.amin(1), blocks.amax(1)
 
 
 def _listed(blocks: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
-    """How many columns of blocks each row has, and which: ``[1, 1, B]`` and ``[1, 1, B, B]`` int32."""
+    """How many column blocks each row block has, and which: ``[1, 1, B]`` and ``[1, 1, B, B]`` int32."""
     counts, which = blocks.sum(1), torch.argsort(blocks.int(), stable=True, dim=1, descending=True)
     counts, which = (t.int()[None, None].to(device, non_blocking=True) for t in (counts, which))
     return counts, which

@@ -1,6 +1,6 @@
 """Attention over a token forest, exact in forward and gradient.
 
-A row attends to its own segment causally and to each ancestor segment in full. The flash kernels compute those parts
+A row attends to its own segment causally and to each ancestor segment in full. The flash kernels compute these parts
 one by one and merge them by their log-sum-exp; backward runs each part's kernel with the *merged* output and
 log-sum-exp, from which it recovers the part's share of the whole softmax (as in ring attention, arXiv:2310.01889).
 
@@ -71,7 +71,7 @@ class Eager:
 
 
 KERNELS: tuple[type[Kernel], ...] = (CpuFlash, CudaFlash, CudaFlex, Eager)
-"""By preference; the first that supports the query and the rule computes the attention."""
+"""In order of preference: the first that supports the query and the rule computes the attention."""
 
 
 class ForestAttention:
@@ -79,7 +79,7 @@ class ForestAttention:
 
     def __init__(self, forest: Forest | Sequence[Segment]) -> None:
         self.segments = tuple(forest.segments if isinstance(forest, Forest) else forest)
-        ends: list[int] = []  # of each segment, the tokens of its path
+        ends: list[int] = []  # tokens on the path of each segment
         for segment in self.segments:
             ends.append(segment.length + (ends[segment.parent] if segment.parent >= 0 else 0))
         self._longest_path = max(ends, default=0)

@@ -1,12 +1,12 @@
-"""The fused head: log-probabilities and entropies without all logits in memory at once.
+"""The fused head: log-probabilities and entropies without holding all logits in memory at once.
 
-Logits are computed in tiles of some rows and some words of the vocabulary, and by backward again. All rows of a slice
-of the vocabulary come before the next slice, so that its weights stay in the cache and its gradient is complete at
-once. Logits are float32 for inputs of up to 32 bits and float64 for float64: rounded to bfloat16, a log-probability
-would be off by up to 0.03.
+Logits are computed in tiles of some rows and some tokens of the vocabulary, and recomputed in the backward pass. All
+rows of a vocabulary slice come before the next slice, so its weights stay in the cache and its gradient is completed
+in one go. Logits are float32 for inputs of up to 32 bits and float64 for float64: rounded to bfloat16, a
+log-probability would be off by up to 0.03.
 
-Shape legend: ``N`` rows, ``d`` hidden size, ``V`` vocabulary, ``k`` tokens of a row, ``c`` rows and ``v`` words of a
-tile.
+Shape legend: ``N`` rows, ``d`` hidden size, ``V`` vocabulary, ``k`` tokens per row, ``c`` rows and ``v`` vocabulary
+tokens per tile.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tunesmith.plan.tiles import chunk_rows, chunk_words
 
 @dataclass(frozen=True, slots=True)
 class LogitScale:
-    """From the head's product ``x`` to logits: ``z = cap * tanh(factor * x / cap) / temperature``."""
+    """The scaling of the head's product ``x`` to logits: ``z = cap * tanh(factor * x / cap) / temperature``."""
 
     factor: float = 1.0
     softcap: float | None = None
@@ -44,27 +44,27 @@ class Head:
     bias: Tensor | None = None  # [V]
     scale: LogitScale = PLAIN
     chunk: int | None = None
-    """Rows of a tile; None: by ``plan.tiles.chunk_rows``."""
+    """Rows per tile; None: by ``plan.tiles.chunk_rows``."""
 
     def rows(self, hidden: Tensor) -> Iterator[slice]:
         """The rows of each tile."""
         return _slices(len(hidden), self.chunk or chunk_rows(len(self.weight), hidden.device.type))
 
     def words(self) -> Iterator[slice]:
-        """The words of each tile."""
+        """The vocabulary tokens of each tile."""
         return _slices(len(self.weight), chunk_words(len(self.weight), self.weight.device.type))
 
 
 def fused_logprobs(
     hidden: Tensor, head: Head, tokens: Tensor, *, entropy: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """``log softmax(z)[token]`` and the entropy of ``softmax(z)``, by row.
+    """``log softmax(z)[token]`` and the entropy of ``softmax(z)``, per row.
 
     Gradients flow to ``hidden`` and to the head's weight and bias from both results.
 
     Args:
         hidden: ``[N, d]``.
-        tokens: int64 ``[N]`` or ``[N, k]``; a row may have a token twice.
+        tokens: int64 ``[N]`` or ``[N, k]``; a row may repeat a token.
         entropy: whether to compute the entropy; without it the second result is None.
 
     Returns:
@@ -80,10 +80,10 @@ def fused_logprobs(
 
 @torch.no_grad()
 def likeliest(hidden: Tensor, head: Head, k: int) -> tuple[Tensor, Tensor]:
-    """The ``k`` likeliest tokens of each row and their log-probabilities, both ``[N, k]``, without gradient."""
+    """The ``k`` most likely tokens of each row and their log-probabilities, both ``[N, k]``, without gradient."""
     exact = torch.promote_types(hidden.dtype, torch.float32)
     tokens = torch.zeros(len(hidden), k, dtype=torch.int64, device=hidden.device)
-    logits = torch.full(tokens.shape, -torch.inf, dtype=exact, device=hidden.device)  # of the words so far, the largest
+    logits = torch.full(tokens.shape, -torch.inf, dtype=exact, device=hidden.device)  # the top k so far
     total = logits.new_full((len(hidden), 1), -torch.inf)
     with _bfloat16_inputs(hidden):
         h = _operand(hidden, exact)
@@ -106,8 +106,8 @@ class _FusedLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None]:
         exact = torch.promote_types(hidden.dtype, torch.float32)
         picked = torch.zeros(tokens.shape, dtype=exact, device=hidden.device)
-        total = picked.new_full((len(hidden),), -torch.inf)  # log of the sum of exp(logit) over the words so far
-        mean = torch.zeros_like(total) if entropy else None  # of these logits, each as often as it is likely
+        total = picked.new_full((len(hidden),), -torch.inf)  # logsumexp over the vocabulary so far
+        mean = torch.zeros_like(total) if entropy else None  # expected logit over the vocabulary so far
         with _bfloat16_inputs(hidden):
             h = _operand(hidden, exact)
             for words in head.words():
@@ -136,7 +136,7 @@ class _FusedLogprobs(torch.autograd.Function):
         exact = torch.promote_types(hidden.dtype, torch.float32)
         options: dict[str, Any] = {"dtype": exact, "device": hidden.device}
         grad_hidden = torch.zeros(hidden.shape, **options) if needs[0] else None
-        kept = kept_sums([weight])  # then the gradient is added there, and not returned
+        kept = kept_sums([weight])  # if set, the gradient is added there and not returned
         whole, adds = kept[0]() if kept else (None, False)
         grad_weight = torch.empty_like(weight) if needs[1] and whole is None else None
         grad_bias = torch.empty_like(bias) if needs[2] else None
@@ -184,7 +184,7 @@ def _slices(length: int, size: int) -> Iterator[slice]:
 
 
 def _among(tokens: Tensor, words: slice) -> tuple[Tensor, Tensor]:
-    """The places of tokens among the words of a slice, both ``[c, k]``, and whether they are there."""
+    """The indices of tokens within a vocabulary slice, and whether they are in it, both ``[c, k]``."""
     places = tokens - words.start
     return places.clamp(0, words.stop - words.start - 1), (places >= 0) & (tokens < words.stop)
 
@@ -219,13 +219,13 @@ def _grad_logits(
     entropy: tuple[Tensor, Tensor] | None,
     scale: LogitScale,
 ) -> tuple[Tensor, Tensor]:
-    """Gradient of the head's product ``[c, v]``, in the place of the logits, and the factors of its rows ``[c, 1]``.
+    """Gradient of the head's product ``[c, v]``, written over the logits, and the factors of its rows ``[c, 1]``.
 
     d logp/dz = onehot - p; dH/dz = -p (log p + H); d tanh cap = 1 - (capped / cap)^2.
 
     Args:
-        total: the logarithms of the sums of exp(logit) over the vocabulary, ``[c, 1]``.
-        among: ``_among`` of the tokens.
+        total: logsumexp of the logits over the vocabulary, ``[c, 1]``.
+        among: the result of ``_among`` for the tokens.
         grad_logprobs: ``[c, k]``.
         entropy: the entropies and their gradients, ``[c, 1]`` each.
     """
@@ -254,7 +254,7 @@ def _bfloat16_inputs(hidden: Tensor) -> AbstractContextManager[None]:
 
 
 class _Products:
-    """The precision of float32 products, a setting of the process: threads share it and the last one restores it."""
+    """The precision of float32 products, a process-wide setting: threads share it, and the last one restores it."""
 
     lock, users, precision = Lock(), 0, ""
 
@@ -270,10 +270,10 @@ class _Products:
 
 @contextmanager
 def bfloat16_operands(wanted: bool) -> Generator[None]:
-    """Float32 products on a CPU round their operands to bfloat16: exact if both hold bfloat16 values.
+    """Make float32 products on a CPU round their operands to bfloat16, which is exact if both hold bfloat16 values.
 
     A bfloat16 product would also round its result; this is as fast and does not. Gradients of the logits are rounded
-    to bfloat16, as in any bfloat16 backward. Float32 products of other threads are rounded too in the meantime.
+    to bfloat16, as in any bfloat16 backward pass. Meanwhile, float32 products of other threads are rounded too.
     """
     _Products.add(int(wanted))
     try:

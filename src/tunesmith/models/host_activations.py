@@ -1,9 +1,9 @@
 """Activations in host memory between the forward and the backward pass.
 
-What autograd saves while a layer runs is the layer's group. Its copy travels to the host while the device computes the
-next layer, and back while the device computes the backward pass of the layer above. So the device has two groups at a
-time; those of the last two layers, which are needed first, never leave it. The host waits for nothing: streams wait for
-each other. Of a layer that is computed again (``models.activations``) the group is its input.
+The tensors that autograd saves while a layer runs are the layer's group. The group is copied to the host while the
+device computes the next layer, and back while it computes the backward pass of the layer above. So the device holds two
+groups at a time; those of the last two layers, which are needed first, never leave it. The host never synchronizes; the
+CUDA streams wait for each other. The group of a recomputed layer (``models.activations``) is its input.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from tunesmith.models.lean import LeanDecoder
 from tunesmith.models.sharding import decoder_layers
 
 CHUNK = 64 << 20
-"""Bytes of a piece of host memory: a power of two, to which pinned memory is rounded up."""
+"""Bytes per chunk of host memory; a power of two, to which pinned memory is rounded up."""
 LEAST = 1 << 20
-"""Bytes below which a copy takes longer than it is worth."""
+"""Minimum bytes for which a copy is worthwhile."""
 
 
 @dataclass(slots=True)
@@ -34,13 +34,13 @@ class Storage:
 
     group: int
     here: Tensor | None
-    """Its bytes on the device; None: they are in host memory alone."""
+    """Its bytes on the device; None: they are only in host memory."""
     there: list[Tensor] = field(default_factory=list[Tensor])
-    """Its bytes in host memory, once they were sent there."""
+    """Its bytes in host memory, once they have been sent there."""
     uses: int = 0
-    """Saved tensors of it that the backward pass has not read yet."""
+    """The number of its saved tensors that the backward pass has not read yet."""
     shared: bool = False
-    """Whether several layers save it, as they do with tables of positions; it stays on the device."""
+    """Whether several layers save it, such as position tables; it then stays on the device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,13 +55,13 @@ class View:
 
 
 class HostActivations:
-    """Sends to host memory what a decoder's layers save."""
+    """Offloads the tensors that a decoder's layers save to host memory."""
 
     def __init__(self, module: PreTrainedModel, lean: LeanDecoder | None) -> None:
         self.device, self.least, self.chunk = module.device, LEAST, CHUNK
         self.copies = CopyStream(self.device)
         self.free: list[Tensor] = []
-        """Chunks of host memory that no pass uses."""
+        """Unused chunks of host memory."""
         layers = decoder_layers(module)
         self.layers, self._module = len(layers), module
         self._pass: _Pass | None = None
@@ -72,7 +72,7 @@ class HostActivations:
 
     @contextmanager
     def saving(self) -> Generator[None]:
-        """A forward pass of the decoder's layers, whose activations go to host memory."""
+        """A context for a forward pass of the decoder's layers, whose activations go to host memory."""
         weights = {p.untyped_storage()._cdata for p in self._module.parameters()}  # pyright: ignore[reportPrivateUsage]
         self._pass = current = _Pass(self, weights)
         weakref.finalize(current, self._end, current.chunks).atexit = False
@@ -83,7 +83,7 @@ class HostActivations:
             self._pass = None
 
     def next_layer(self) -> None:
-        """A layer begins; it may also be one that is computed again, in the backward pass."""
+        """Begin a layer, which may also be one recomputed in the backward pass."""
         if self._pass is not None:
             self._pass.next_layer()
 
@@ -92,32 +92,32 @@ class HostActivations:
         self.next_layer()
 
     def take(self) -> Tensor:
-        """A chunk of host memory, which a GPU reaches itself."""
+        """A chunk of host memory, pinned for a GPU."""
         pinned = self.device.type == "cuda"
         return self.free.pop() if self.free else torch.empty(self.chunk, dtype=torch.uint8, pin_memory=pinned)
 
     def _end(self, chunks: list[Tensor]) -> None:
-        """Nobody has a pass's graph any more, also after one that failed while copies were on their way."""
+        """Reclaim a pass's chunks once its graph is gone, even if the pass failed during copies."""
         self.copies.settle()
         self.free += chunks
 
 
 class _Pass:
-    """The groups of one forward pass: what is saved before the first layer, and of each layer."""
+    """The groups of one forward pass: tensors saved before the first layer, and by each layer."""
 
     def __init__(self, home: HostActivations, weights: set[int]) -> None:
         self._home, self._weights = home, weights
         self.chunks: list[Tensor] = []
         self._used = home.chunk
-        """Bytes of the last chunk."""
+        """Used bytes of the last chunk."""
         self._groups: list[list[Storage]] = [[]]
         self._known: dict[int, Storage] = {}
-        """Storages on the device, by their address."""
+        """Storages on the device, by address."""
         self._at = -1
-        """The group to which the backward pass has come."""
+        """The group that the backward pass has reached."""
 
     def next_layer(self) -> None:
-        """Send the group that is complete now; the one before it has arrived."""
+        """Send the group that is now complete; the one before it has arrived."""
         last = len(self._groups) - 1
         self._home.copies.settle()
         if last > 0:
@@ -151,7 +151,7 @@ class _Pass:
         storage = saved.storage
         if storage.group != self._at and not storage.shared:
             self._come_to(storage.group)
-        if storage.here is None:  # it is read once more
+        if storage.here is None:  # it is being read again
             self._fetch([storage])
             self._home.copies.settle()
         assert storage.here is not None
@@ -162,11 +162,11 @@ class _Pass:
         return tensor
 
     def _come_to(self, group: int) -> None:
-        """The backward pass needs a group; the one below is needed next."""
+        """Fetch the group that the backward pass needs now, then the one below, which it needs next."""
         self._at = group
         for above in range(group + 1, len(self._groups)):
             self._leave(above)
-        self._fetch(self._groups[group])  # it is on its way already, unless the group above is empty
+        self._fetch(self._groups[group])  # already being copied, unless the group above is empty
         self._home.copies.settle()
         self._fetch(self._groups[max(0, group - 1)])
 

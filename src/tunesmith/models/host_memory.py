@@ -1,4 +1,4 @@
-"""Copies of tensors in host memory, in pages that a GPU reaches itself."""
+"""Copies of tensors in pinned host memory, which a GPU accesses directly."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ import torch
 from torch import Tensor, nn
 
 ALIGNED = 64
-"""Bytes; each tensor begins at a multiple of them."""
+"""Alignment of each tensor in bytes."""
 PIECES = 8
-"""About so many pieces of memory are taken, each as large as the largest tensor at least."""
+"""Approximate number of pieces of memory to allocate, each at least as large as the largest tensor."""
 PLACE = "stored_in_host_memory"
-"""The attribute of a parameter that has its numbers there: a tensor of them."""
+"""The attribute in which a parameter keeps the tensor with its values, if they are in host memory."""
 
 
 def host_copies(tensors: Sequence[Tensor], *, wide: bool = False, device: torch.device | None = None) -> list[Tensor]:
-    """Copies of tensors.
+    """Copies of tensors in host memory.
 
     Args:
-        wide: in float32 or wider.
-        device: reaches them itself; None: the one that the tensors are on.
+        wide: make the copies float32 or wider.
+        device: the device that accesses them directly; None: the one that the tensors are on.
     """
     dtypes = [torch.promote_types(t.dtype, torch.float32) if wide else t.dtype for t in tensors]
     pinned = any(t.is_cuda for t in tensors) if device is None else device.type == "cuda"
@@ -30,11 +30,11 @@ def host_copies(tensors: Sequence[Tensor], *, wide: bool = False, device: torch.
 
 
 def host_memory(like: Sequence[Tensor], dtypes: Sequence[torch.dtype] = (), *, pinned: bool) -> list[Tensor]:
-    """Uninitialised tensors of these shapes.
+    """Uninitialised tensors of these shapes, in host memory.
 
     Args:
-        dtypes: of each; none: their own.
-        pinned: a GPU reaches them itself.
+        dtypes: the dtype of each; empty: as in ``like``.
+        pinned: use pinned memory, which a GPU accesses directly.
     """
     dtypes = dtypes or [t.dtype for t in like]
     sizes = [t.numel() * dtype.itemsize for t, dtype in zip(like, dtypes, strict=True)]
@@ -45,34 +45,36 @@ def host_memory(like: Sequence[Tensor], dtypes: Sequence[torch.dtype] = (), *, p
 
 
 class CopyStream:
-    """Copies between a device and host memory, beside what the device computes; a CPU makes them at once."""
+    """Copies between a device and host memory that overlap with computation; on a CPU they are immediate."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._stream = device, torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def copying(self) -> AbstractContextManager[object]:
-        """Copies inside begin when the device has done what it was given so far, and run beside what follows."""
+        """A context whose copies start once the device has finished its work so far, and overlap with later work."""
         if self._stream is None:
             return nullcontext()
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         return torch.cuda.stream(self._stream)
 
     def settle(self) -> None:
-        """What the device is given from now on begins when all copies are done."""
+        """Make the device's later work wait for all copies."""
         if self._stream is not None:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
 
 def stored_state(module: nn.Module) -> dict[str, Tensor]:
-    """``module.state_dict()``, with the numbers in host memory where they are kept there (``models.streamed``)."""
+    """``module.state_dict()``, with tensors from host memory for values kept there (``models.streamed``)."""
     state: dict[str, Tensor] = module.state_dict(keep_vars=True)
     return {name: getattr(tensor, PLACE, tensor.detach()) for name, tensor in state.items()}
 
 
 def packed(sizes: Sequence[int]) -> tuple[list[tuple[int, int]], list[int]]:
-    """Few pieces of memory that hold tensors of these bytes: the piece of each and its place there, and the sizes of
-    the pieces, which are powers of two. Torch rounds every piece of pinned memory up to one, so that a piece for each
-    tensor takes up to twice as much."""
+    """Pack tensors of these sizes in bytes into a few pieces of memory.
+
+    Returns each tensor's piece and offset, and the sizes of the pieces, which are powers of two: torch rounds every
+    piece of pinned memory up to one, so a piece per tensor would take up to twice as much.
+    """
     sizes = [-(-size // ALIGNED) * ALIGNED for size in sizes]
     most = _power_of_two(max([*sizes, sum(sizes) // PIECES, 1]))
     places, used = [(0, 0)] * len(sizes), list[int]()

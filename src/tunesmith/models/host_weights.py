@@ -1,4 +1,4 @@
-"""A model's weights that are on its device only while the model is used."""
+"""Model weights that are on the device only while the model is in use."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from tunesmith.models.lean import LeanDecoder
 
 
 class HostWeights:
-    """Takes a model's weights off its device.
+    """Moves a model's weights off its device and back.
 
-    They leave storages of no bytes behind, so that all that views them, such as the joint weights of ``lean``, is right
-    again when they are back. The host waits for no copy: the device uses them after they have come.
+    Offloaded weights keep empty storages, so that views of them, such as the joint weights of ``lean``, become valid
+    again once they return. The host waits for no copy: work on the device is ordered after it.
 
     Args:
         tensors: the weights.
-        kept: they are in host memory meanwhile; else they come back with any numbers, and others have to be written.
+        kept: keep them in host memory meanwhile; if False, they return uninitialized and have to be rewritten.
     """
 
     def __init__(self, tensors: Iterable[Tensor], lean: LeanDecoder | None, *, kept: bool = True) -> None:
@@ -34,17 +34,17 @@ class HostWeights:
 
     @classmethod
     def of(cls, model: Decoder) -> Self:
-        """A frozen model's, which leave at once."""
+        """The weights of a frozen model, offloaded immediately."""
         made = cls((*model.module.parameters(), *model.module.buffers()), model.lean)
         made.leave()
         return made
 
     @contextmanager
     def here(self, *, changes: bool = False) -> Generator[None]:
-        """The weights are on the device while inside.
+        """A context in which the weights are on the device.
 
         Args:
-            changes: they are other ones afterwards.
+            changes: the weights change inside; copy them back to host memory at the end.
         """
         try:
             self.come()
@@ -76,5 +76,5 @@ class HostWeights:
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """All of a tensor's storage."""
+    """A flat view of a tensor's whole storage."""
     return tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.element_size(),), (1,), 0)

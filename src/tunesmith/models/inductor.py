@@ -1,4 +1,4 @@
-"""Where PyTorch's compiler keeps what it compiled."""
+"""The cache directory of PyTorch's compiler."""
 
 from __future__ import annotations
 
@@ -10,5 +10,5 @@ CACHE = "TORCHINDUCTOR_CACHE_DIR"
 
 
 def keep_inductors_cache() -> None:
-    """Keep it from run to run, unless the environment names a place."""
+    """Keep the compiler's cache between runs, unless the environment names its directory."""
     os.environ.setdefault(CACHE, str(cache_folder() / "inductor"))

@@ -1,7 +1,7 @@
-"""What a lean layer computes beside products and attention, in compiled functions that read the activations once.
+"""A lean layer's operations besides products and attention, in compiled functions that read activations once.
 
-They take bfloat16 on a CPU that has them (``training_functions``), compute in float32 and round what they give; sums
-over rows are float32. Elsewhere ``lean_ops`` computes the same with PyTorch's operations.
+They take bfloat16 on a CPU that supports them (``training_functions``), compute in float32 and round their results;
+sums over rows are float32. Elsewhere ``lean_ops`` computes the same with PyTorch's operations.
 
 Shape legend: ``T`` tokens, ``d`` hidden size, ``H`` query heads, ``K`` key/value heads, ``D`` head size, ``f``
 feed-forward size.
@@ -23,7 +23,7 @@ from tunesmith.models.training_functions import Heads, Norm, functions
 
 @dataclass(frozen=True, slots=True)
 class HeadShape:
-    """Of a layer's queries, keys and values, and their norms."""
+    """The head counts of a layer's queries, keys and values, and the settings of their norms."""
 
     heads: int
     kv_heads: int
@@ -32,7 +32,7 @@ class HeadShape:
 
 
 def fits(*tensors: Tensor) -> bool:
-    """Whether compiled functions compute with these."""
+    """Whether the compiled functions accept these tensors."""
     return (
         all(t.dtype == torch.bfloat16 and t.device.type == "cpu" and type(t) in (Tensor, nn.Parameter) for t in tensors)
         and functions() is not None
@@ -55,7 +55,7 @@ def turned_heads(
         x: ``[T, (H + 2 K) D]``, queries first.
         cos: ``[T, 1, D]``.
         sin: the same; its first half is negated.
-        weights: of the norms of queries and of keys, which come before rotation; none: there are no norms.
+        weights: the weights of the query norm and the key norm, which precede rotation; empty: no norms.
     """
     if torch.is_grad_enabled():
         return cast("tuple[Tensor, Tensor, Tensor]", _Turn.apply(x, cos, sin, shape, *weights))
@@ -95,7 +95,7 @@ class _Turn(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         x = _rows(x)
         scales = torch.empty(len(x), shape.heads + shape.kv_heads) if weights else None
-        # Without norms only the place of x's numbers in its gradient is needed.
+        # Without norms the backward pass does not need x.
         ctx.save_for_backward(x if weights else None, cos, sin, scales, *weights)
         ctx.shape = shape
         return _turn(x.detach(), cos, sin, weights, shape, scales)
@@ -159,7 +159,7 @@ def _turn(
 def _heads(
     x: Tensor | None, cos: Tensor, sin: Tensor, weights: Sequence[Tensor], shape: HeadShape
 ) -> tuple[Heads, object]:
-    """The arguments of a compiled function, and what has to live as long."""
+    """The arguments of a compiled function, and objects that must outlive the call."""
     norms = (Norm * len(weights))(*(Norm(w.data_ptr(), shape.eps, shape.offset) for w in weights))
     cos, sin = cos.contiguous(), sin.contiguous()
     at, step = (None, 0) if x is None else _operand(x)

@@ -1,9 +1,9 @@
-"""Llama-shaped decoders as few large operations, on the parameters of the Hugging Face model.
+"""Llama-shaped decoders as a few large operations on the parameters of the Hugging Face model.
 
 In small models, and when few rows are decoded, the Hugging Face modules spend most of their time in many small
 operations and the Python between them. Here a layer is: norm, one product for queries, keys and values, rotary,
-attention, one product, norm, one product for gate and up, activation, one product. The results are equal. Decoders of
-any other shape run the Hugging Face modules.
+attention, one product, norm, one product for gate and up, activation, one product. The results are equal. Decoders
+of any other shape run the Hugging Face modules.
 
 Shape legend: ``T`` tokens, ``d`` hidden size, ``H`` query heads, ``K`` key/value heads, ``D`` head size.
 """
@@ -35,11 +35,11 @@ PRODUCTS = ("qkv", "out", "gate_up", "down")
 
 
 class Projection:
-    """Linear modules of one input, computed as one product.
+    """Linear modules with the same input, computed as one product.
 
-    Their weights and biases become views of one tensor, so that optimizer steps on the parameters change the operand
-    of the product. If a module was replaced (by an adapter), has a forward hook, or its weight has other storage, the
-    modules are called instead.
+    Their weights and biases become views of one tensor, so optimizer steps on the parameters change the operand of the
+    product. If a module was replaced (by an adapter), has a forward hook, or its weight has other storage, the modules
+    are called instead.
     """
 
     def __init__(self, owner: nn.Module, *names: str) -> None:
@@ -60,7 +60,7 @@ class Projection:
         return [cast(nn.Module, self._owner[name]) for name in self._names]
 
     def moved(self) -> None:
-        """The weights are at other addresses, and still views of one tensor."""
+        """Record that the weights have new addresses but are still views of one tensor."""
         if self._fusable:
             self._expected = [
                 (name, m, cast("dict[str, Tensor]", m._parameters), m.weight.data_ptr())
@@ -113,7 +113,7 @@ class Norm:
         return self._own["weight"]
 
     def of(self, dtype: torch.dtype) -> Norm:
-        """The norm with its current weight in another type."""
+        """The norm with its current weight in another dtype."""
         norm = copy.copy(self)
         norm._own, norm.operations = {"weight": self.weight.detach().to(dtype)}, OURS
         return norm
@@ -196,7 +196,7 @@ class Layer:
         return q, k, v
 
     def _normalized_heads(self, qk: Tensor) -> Tensor:
-        """Queries and keys ``[T, H + K, D]``, after their norms if they have some."""
+        """Queries and keys ``[T, H + K, D]``, after their norms if they have any."""
         if self.q_norm is None or self.k_norm is None:
             return qk
         if not (self.operations.weight_per_head or torch.is_inference_mode_enabled()):
@@ -213,7 +213,7 @@ class Layer:
                 product.moved()
 
     def _joint_weight(self) -> Tensor | None:
-        """``[H + K, D]``: the weights of the norms of queries and keys; None if there are none."""
+        """The weights of the query and key norms, ``[H + K, D]``; None if there are none."""
         if self.q_norm is None or self.k_norm is None:
             return None
         return torch.cat((self.q_norm.weight.expand(self.heads, -1), self.k_norm.weight.expand(self.kv_heads, -1)))
@@ -232,13 +232,13 @@ class LeanDecoder:
             streamed.views = dict(enumerate(self.layers))
         self.norm = Norm(model.norm)
         self.rows: torch.dtype | None = None
-        """Type in which layers compute; None: the embedding's."""
+        """Dtype in which layers compute; None: the embedding's."""
         # Gemma 3 has different rotary tables for local and global layers.
         local_and_global = self.config.model_type == "gemma3_text"
         kinds: list[str | None] = list(self.config.layer_types) if local_and_global else [None] * len(self.layers)
         self.layer_types = kinds
         self.before_layer: Callable[[], None] | None = None
-        """Is called before each layer."""
+        """Called before each layer."""
         self.compiled: Callable[[Layer, Tensor, Tensor, Tensor, AttentionContext], Tensor] | None = None
         """Runs a layer in a trainer's passes; see ``compiled``."""
 
@@ -262,14 +262,14 @@ class LeanDecoder:
 
     @property
     def plain(self) -> bool:
-        """Whether every product of a layer is one of plain weights, without hooks or an adapter."""
+        """Whether every product of every layer has plain weights, without hooks or an adapter."""
         return all(getattr(layer, name).intact() for layer in self.layers for name in PRODUCTS)
 
     def with_products(self, product: Callable[[int, str], Product], dtype: torch.dtype) -> LeanDecoder:
-        """This decoder with other products, for passes without gradients.
+        """This decoder with replaced products, for passes without gradients.
 
         Args:
-            product: by layer and name; computes what the layer's own product does, on rows of ``dtype``.
+            product: returns the replacement, by layer and name, of the layer's own product, on rows of ``dtype``.
         """
         decoder = copy.copy(self)
         decoder.layers = [layer.with_products(partial(product, i), dtype) for i, layer in enumerate(self.layers)]
@@ -277,7 +277,7 @@ class LeanDecoder:
         return decoder
 
     def compute_with(self, operations: Operations) -> None:
-        """Let the layers and the final norm run these operations; passes with other products keep ours."""
+        """Make the layers and the final norm run these operations; ``with_products`` keeps ``OURS``."""
         self.norm.operations = operations
         for layer in self.layers:
             for part in (layer, *(value for value in vars(layer).values() if isinstance(value, Norm))):
@@ -298,7 +298,7 @@ class LeanDecoder:
         x = self._embedded(token_ids)
         x = x if self.rows is None else x.to(self.rows)
         tables = {kind: self.rotary(x, position_ids, kind) for kind in dict.fromkeys(self.layer_types)}
-        # An engine in this process, which runs in inference mode, has few rows and its own attention.
+        # An engine in this process runs in inference mode, with few rows and its own attention.
         compiled = None if torch.is_inference_mode_enabled() else self.compiled
         for layer, kind in zip(self.layers, self.layer_types, strict=True):
             run: Callable[..., Tensor] = layer if compiled is None else partial(compiled, layer)
@@ -320,7 +320,7 @@ class LeanDecoder:
         return embed(token_ids, module.weight, module.padding_idx)
 
     def rotary(self, x: Tensor, position_ids: Tensor, kind: str | None) -> tuple[Tensor, Tensor]:
-        """The tables of a kind of layer, ``[T, 1, D]`` each; see ``Layer``."""
+        """The rotary tables of a kind of layer, ``[T, 1, D]`` each; see ``Layer``."""
         extra = () if kind is None else (kind,)
         cos, sin = self.model.rotary_emb(x, position_ids.unsqueeze(0), *extra)
         sin = sin[0].clone()

@@ -1,4 +1,4 @@
-"""The operations of a lean decoder layer as autograd functions that save little and recompute the rest.
+"""The operations of a lean decoder layer, as autograd functions that save little and recompute the rest.
 
 Without gradients they run the plain operations: an autograd function costs as much as a small matrix product.
 """
@@ -23,7 +23,7 @@ Activation = Literal["silu", "gelu", "gelu_tanh"]
 def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, weights: Sequence[Tensor], biases: Sequence[Tensor]
 ) -> Tensor:
-    """``x @ weight.T + bias``; ``weights`` and ``biases`` are views of them that receive the gradient."""
+    """``x @ weight.T + bias``; the gradient goes to ``weights`` and ``biases``, views of ``weight`` and ``bias``."""
     return cast(Tensor, _Linear.apply(x, weight, bias, len(weights), kept_sums(weights), *weights, *biases))
 
 
@@ -49,7 +49,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: bool) -> Tensor:
 
 
 def rotate(qk: Tensor, heads: int, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Queries ``[T, heads, D]`` and keys, which are the rest of ``qk``, with rotary embedding.
+    """Queries ``[T, heads, D]`` and keys (the rest of ``qk``), with rotary embedding.
 
     Args:
         cos: ``[T, 1, D]``.
@@ -72,14 +72,14 @@ def gated(gate_up: Tensor, activation: Activation) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Operations:
-    """What computes a layer between its products and attention: ``rms_norm``, ``rotate`` and ``gated``, or functions
-    that take and give the same."""
+    """A layer's operations between its products and attention: ``rms_norm``, ``rotate`` and ``gated``, or equivalents
+    with the same arguments and results."""
 
     rms_norm: Callable[[Tensor, Tensor, float, bool], Tensor]
     rotate: Callable[[Tensor, int, Tensor, Tensor], tuple[Tensor, Tensor]]
     gated: Callable[[Tensor, Activation], Tensor]
     weight_per_head: bool = True
-    """Whether ``rms_norm`` takes a weight for each head, ``[heads, D]``, in training and scoring too."""
+    """Whether ``rms_norm`` takes a weight per head, ``[heads, D]``, in training and scoring too."""
 
 
 OURS = Operations(rms_norm, rotate, gated)
@@ -116,7 +116,7 @@ class _Linear(torch.autograd.Function):
 
 
 class JointWeight(torch.autograd.Function):
-    """A tensor whose gradient goes to the tensors that are views of its rows, one after the other."""
+    """A tensor whose gradient goes to ``parts``, consecutive views of its rows."""
 
     @staticmethod
     def forward(ctx: Any, whole: Tensor, *parts: Tensor) -> Tensor:
@@ -154,8 +154,8 @@ def _constant(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 def _normalize(x: Tensor, weight: Tensor, eps: float, offset: bool) -> tuple[Tensor, Tensor]:
     """The norm and ``1 / rms``, ``[..., 1]``."""
-    # Elementwise operations on mixed dtypes are slow, so all are cast first. A vector norm reads x once, the mean of
-    # squares twice.
+    # Elementwise operations on mixed dtypes are slow, so all operands are cast first. A vector norm reads x once; a
+    # mean of squares reads it twice.
     exact = torch.promote_types(x.dtype, torch.float32)
     xf = x.to(exact)
     norm = torch.linalg.vector_norm(xf, dim=-1, keepdim=True)
@@ -202,12 +202,12 @@ class _Rotate(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         cos, sin = cast("tuple[Tensor, Tensor]", ctx.saved_tensors)
-        # The transpose of a rotation is the opposite rotation.
+        # The transpose of a rotation is the inverse rotation.
         return _rotated(grad, cos, -sin), None, None
 
 
 def activate(gate: Tensor, activation: Activation) -> Tensor:
-    """Of the gate, without the product."""
+    """The activation of the gate, without the product."""
     if activation == "silu":
         return F.silu(gate)
     return F.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none")

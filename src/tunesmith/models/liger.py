@@ -1,18 +1,17 @@
-"""Liger's Triton kernels in the place of ``lean_ops``' functions, on CUDA GPUs (the extra ``liger``).
+"""Liger's Triton kernels instead of ``lean_ops``' functions, on CUDA GPUs (the extra ``liger``).
 
-A norm, the rotation of queries and keys, and SwiGLU are one kernel each, which reads its operands once. The autograd
-functions around them are our own: Liger's write over the gradient that they get and over what they saved, which others
-may hold (gradient checkpointing, activations in host memory, the other branch of a residual). What is saved for the
-backward pass is what ``lean_ops`` saves.
+Norms, the rotation of queries and keys, and SwiGLU are one kernel each, which reads its operands once. The autograd
+functions around them are our own: Liger's overwrite the incoming gradient and their saved tensors, which others may
+hold (gradient checkpointing, activations in host memory, the other branch of a residual). They save the same tensors
+for the backward pass as ``lean_ops``.
 
-Rounding is as ``lean_ops`` says it, and the gradient of a norm's weight is a float32 sum of float32 terms. Rotations
-are computed in float32 and rounded once.
+Rounding follows ``lean_ops``, and the gradient of a norm's weight is a float32 sum of float32 terms. Rotations are
+computed in float32 and rounded once.
 
-``lean_ops`` computes what these kernels do not: GEGLU, whose kernel takes gate and up as two tensors, so that copies
-would cost what it saves, and all that runs in inference mode, where an engine decodes few rows. The head stays ours
-too. Liger's computes gradients in the forward pass, of a loss that it sums up itself over one target per row; ours
-gives the log-probabilities of any tokens and the entropy of every row in float32, and takes their gradients from
-whatever the objective does with them.
+``lean_ops`` computes the rest: GEGLU, whose kernel takes gate and up as two tensors, so copies would cost what it
+saves; and everything in inference mode, where an engine decodes few rows. The head is ours too. Liger's head computes
+gradients in the forward pass, for its own loss over one target per row; ours returns float32 log-probabilities of any
+tokens and the entropy of every row, and backpropagates from any objective of them.
 
 Shape legend: ``T`` tokens, ``d`` hidden size, ``H`` query heads, ``K`` key/value heads, ``D`` head size, ``f`` size of
 the MLP.
@@ -36,17 +35,17 @@ from tunesmith.models.lean_ops import Activation, Operations
 USED = ("rms_norm", "rope", "swiglu")
 """The modules of ``liger_kernel.ops`` with the kernels."""
 _AS_LLAMA, _AS_GEMMA = 0, 1
-"""Liger's numbers for where a norm rounds: before the weight is applied, or nowhere but at the end."""
+"""Liger's codes for where a norm rounds: before the weight is applied, or only at the end."""
 _MOST_NUMBERS = 2**31
-"""The kernel for many short rows computes places in tensors in 32 bits."""
+"""The kernel for many short rows computes tensor offsets in 32 bits."""
 
 
 def use_liger(model: Decoder) -> None:
-    """Let a model's passes in training and scoring run Liger's kernels.
+    """Make a model's training and scoring passes run Liger's kernels.
 
     Raises:
         ModelError: its layers have no lean form.
-        ImportError: Liger, or a kernel of it, is not installed.
+        ImportError: Liger or one of its kernels is not installed.
     """
     if model.lean is None:
         raise ModelError(
@@ -60,7 +59,7 @@ def use_liger(model: Decoder) -> None:
 
 @cache
 def kernels(name: str) -> Any:
-    """A module of ``USED``, by its own name: ``liger_kernel.ops`` gives others where the environment says so."""
+    """A module of ``USED``, imported directly: ``liger_kernel.ops`` substitutes others if the environment says so."""
     return import_module(f"liger_kernel.ops.{name}")
 
 
@@ -72,7 +71,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: bool) -> Tensor:
 
 
 def rotate(qk: Tensor, heads: int, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """As ``lean_ops.rotate``; the halves of ``cos`` are equal, and those of ``sin`` but for the sign."""
+    """As ``lean_ops.rotate``; the halves of ``cos`` are equal, and those of ``sin`` equal except for the sign."""
     if torch.is_inference_mode_enabled():
         return lean_ops.rotate(qk, heads, cos, sin)
     q, k = qk.split([heads, qk.shape[1] - heads], 1)
@@ -96,7 +95,7 @@ class _RmsNorm(torch.autograd.Function):
         with torch.cuda.device_of(x):
             forward: Any = kernels("rms_norm").rms_norm_forward
             y, _, scale, *launch, _ = forward(x.contiguous(), weight, eps, float(offset), mode, by_row)
-        # ``x`` as it is: a contiguous copy of a part of the queries, keys and values would be kept beside them.
+        # Save ``x`` itself: a contiguous copy of part of the joint queries, keys and values would be kept in addition.
         ctx.save_for_backward(x, weight, scale)
         ctx.offset, ctx.launch, ctx.by_row = float(offset), launch, by_row
         return y
@@ -107,7 +106,7 @@ class _RmsNorm(torch.autograd.Function):
         with torch.cuda.device_of(x):
             backward: Any = kernels("rms_norm").rms_norm_backward
             rows = x.contiguous().view(-1, x.shape[-1])
-            # As for Gemma, whatever the forward pass rounded: all terms are float32.
+            # As for Gemma, wherever the forward pass rounded: all terms are float32.
             grad_x, grad_weight = backward(
                 grad.contiguous(), rows, weight, scale, ctx.offset, _AS_GEMMA, *ctx.launch,
                 in_place=False, row_mode=ctx.by_row,
@@ -116,8 +115,8 @@ class _RmsNorm(torch.autograd.Function):
 
 
 class _Rotate(torch.autograd.Function):
-    # Liger's functions read the first half of the tables alone. That of our ``sin`` is negated, so that its backward
-    # is our forward, and the other way around.
+    # Liger's functions read only the first half of the tables. In our ``sin`` that half is negated, so its backward is
+    # our forward and vice versa.
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(cos, sin)
@@ -130,8 +129,8 @@ class _Rotate(torch.autograd.Function):
 
 
 def _rotated(rotation: Callable[..., Any], q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Queries ``[T, H, D]`` and keys ``[T, K, D]``, rotated in new memory by tables ``[T, 1, D]``."""
-    # The kernel works in place, in the type of the tables, on tensors of a batch with heads before tokens.
+    """Queries ``[T, H, D]`` and keys ``[T, K, D]``, rotated out of place by tables ``[T, 1, D]``."""
+    # The kernel works in place, in the dtype of the tables, on batched tensors with heads before tokens.
     copies = (part.clone(memory_format=torch.contiguous_format).unsqueeze(0).transpose(1, 2) for part in (q, k))
     tables = (table.float().transpose(0, 1).contiguous() for table in (cos, sin))
     with torch.cuda.device_of(q):

@@ -1,4 +1,4 @@
-"""Loading a Hugging Face model from disk or hub, with errors that name what is missing."""
+"""Loading a Hugging Face model from disk or the hub, with errors that name what is missing."""
 
 from __future__ import annotations
 
@@ -92,18 +92,18 @@ def load_module(
     trains: bool = True,
     **settings: Any,
 ) -> PreTrainedModel:
-    """The model from safetensors files, with attention through an ``AttentionContext`` and without dropout.
+    """Load a model from safetensors files, with attention through an ``AttentionContext`` and without dropout.
 
     Args:
-        auto: the transformers ``AutoModel`` class of the wanted head.
+        auto: the transformers ``AutoModel`` class with the desired head.
         quantize: the format of the linear modules' frozen weights.
         initialised: name prefixes of weights that the files may lack, such as a score head's.
-        dropped: name prefixes of weights that the files may have and the model does not.
-        sharding: shard the model; each rank reads only its rows, and has them in float32 if the model ``trains``.
+        dropped: name prefixes of weights that the files may have but the model lacks.
+        sharding: shard the model; each rank reads only its rows, in float32 if the model ``trains``.
         settings: configuration entries to set.
 
     Raises:
-        ModelError: as ``load_config``; or weights are missing, damaged or unknown to the architecture.
+        ModelError: as in ``load_config``, or weights are missing, damaged or unknown to the architecture.
         ConfigError: the device cannot be used.
     """
     config = load_config(path, trust_remote_code=trust_remote_code)
@@ -128,7 +128,7 @@ def load_module(
         return cast(PreTrainedModel, loaded)
 
     if not one_by_one:
-        module = made(dtype) if detect_fake_mode() else read()  # a fake device has no numbers
+        module = made(dtype) if detect_fake_mode() else read()  # a fake device holds no data
     else:
         with boundary(ModelError, f"cannot make model '{path}' without its weights", ANY_ERROR):
             module = made(torch.float32 if sharding and trains and dtype.itemsize == 2 else dtype)
@@ -146,7 +146,7 @@ def _place(
     sharding: Sharding | None,
     quantize: Quantize | None,
 ) -> None:
-    """Give a module without weights memory for its rows, or for all, in the form in which they are kept."""
+    """Allocate the rows of a module without weights, this rank's or all, in the format in which they are kept."""
     if quantize is not None:
         quantise(module, quantize, dtype)
     if sharding is not None:
@@ -169,7 +169,7 @@ def _usable(device: str | torch.device) -> AbstractContextManager[object]:
 def _without_weights(
     path: str | Path, make: Callable[[], Any], trains: bool, device: str | torch.device | None
 ) -> PreTrainedModel:
-    """A model with uninitialised parameters on a device, None: the meta device; and its files' generation settings."""
+    """A model with uninitialised parameters on a device (None: meta), and with its files' generation settings."""
     with ExitStack() as places:
         if device is not None:
             places.enter_context(no_init_weights())
@@ -187,10 +187,10 @@ def _without_weights(
 
 
 def _disable_dropout(module: PreTrainedModel, original: Mapping[str, float]) -> None:
-    """With dropout two passes over the same tokens would give different log-probabilities.
+    """Disable dropout, with which two passes over the same tokens would give different log-probabilities.
 
     Args:
-        original: entries of the configuration, which saved checkpoints keep.
+        original: the configuration's own dropout entries, which saved checkpoints keep.
     """
     for part in module.modules():
         if isinstance(part, nn.Dropout):
@@ -209,7 +209,7 @@ def read_shards(
     """Read a model, or this rank's rows of a sharded one, from the files of a model, one weight at a time.
 
     Args:
-        read: loads the whole model, if its files have other names than the module (as for fused experts).
+        read: loads the whole model if the names in its files differ from the module's (as for fused experts).
         initialised, dropped: as ``load_module``.
 
     Raises:
@@ -239,7 +239,7 @@ def check_names(
     initialised: tuple[str, ...] = (),
     dropped: tuple[str, ...] = (),
 ) -> None:
-    """Refuse files whose weights are not those of the architecture: transformers only logs a warning.
+    """Refuse files whose weights do not match the architecture: transformers only logs a warning.
 
     Args:
         missing: names of the architecture that the files lack; those that begin with ``initialised`` are allowed.
@@ -261,9 +261,9 @@ def check_names(
 
 
 def takes_tf32(dtype: torch.dtype, device: str | torch.device) -> bool:
-    """Whether matrix products use TF32: their inputs are rounded to 10 bits of mantissa (bfloat16 has 7).
+    """Whether matrix products use TF32, which rounds inputs to 10 bits of mantissa (bfloat16 has 7).
 
-    GPUs without TF32 ignore the setting, and so do all GPUs with ``NVIDIA_TF32_OVERRIDE=0`` in the environment.
+    GPUs without TF32 ignore the setting, as do all GPUs with ``NVIDIA_TF32_OVERRIDE=0`` in the environment.
     """
     return dtype == torch.float32 and torch.device(device).type == "cuda"
 
@@ -271,7 +271,7 @@ def takes_tf32(dtype: torch.dtype, device: str | torch.device) -> bool:
 def stored_weights(module: PreTrainedModel, named: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
     """A module's weights under the names in its files: transformers may rename or fuse weights when it loads them.
 
-    Those of one decoder layer are converted at once and handed on before the next ones are asked for.
+    The weights of one decoder layer are converted together and yielded before the next layer's are read.
     """
     nothing: dict[str, Tensor] = {}
     if revert_weight_conversion(module, nothing) is nothing:  # there is nothing to convert
@@ -283,7 +283,7 @@ def stored_weights(module: PreTrainedModel, named: Iterable[tuple[str, Tensor]])
 
 @cache
 def _check_hub(name: str) -> None:
-    """Ask the hub once for a model that is not in the local cache: transformers would retry for a minute."""
+    """Ask the hub only once for a model that is not in the local cache: transformers would retry for a minute."""
     import huggingface_hub as hub
 
     if isinstance(hub.try_to_load_from_cache(name, "config.json"), str):

@@ -24,10 +24,10 @@ Waiting = Callable[[], AbstractContextManager[None]]
 
 
 class LockStep:
-    """The passes of a sharded model, or of one in a sequence group.
+    """The passes of a model that is sharded or in a sequence group.
 
-    A pass issues the same collective operations in the same order on every rank, whatever its tokens. If a rank runs
-    out of memory it issues the remaining ones with empty data, so that the others can finish theirs; ``settle`` then
+    A pass issues the same collective operations in the same order on every rank, regardless of its tokens. If a rank
+    runs out of memory, it issues the remaining ones with zeros, so that the others can finish theirs; ``settle`` then
     raises on all ranks. Passes of different kinds issue different operations.
 
     Args:
@@ -36,19 +36,19 @@ class LockStep:
 
     def __init__(self, module: PreTrainedModel, waiting: Waiting, sequence: SequenceGroup | None = None) -> None:
         self.failure: str | None = None
-        """Why a pass failed on this rank, since ``settle``."""
+        """Why a pass failed on this rank since the last ``settle``."""
         self._module, self._sequence, self._waiting = module, sequence, waiting
         self._recorded: dict[Hashable, list[Replay]] = {}
-        """How to issue each collective operation of a kind of pass again."""
+        """Functions that reissue each collective operation, by kind of pass."""
         self._issued: list[Replay] = []
         self._failed_before: str | None = None
-        """``failure`` before the pass that is recorded."""
+        """``failure`` before the pass that is being recorded."""
         for part in shards(module):
             part.set_custom_all_gather(_AllGather(self._issued, waiting))
             part.set_custom_reduce_scatter(_ReduceScatter(self._issued, waiting))
 
     def begin(self, kind: Hashable) -> bool:
-        """Whether a pass of this kind has yet to be recorded, by one that needs next to no memory."""
+        """Whether a pass of this kind has yet to be recorded; the caller then runs one that needs almost no memory."""
         self._issued.clear()
         if self._sequence is not None:
             self._sequence.issued, self._sequence.waiting = self._issued, self._waiting
@@ -58,10 +58,10 @@ class LockStep:
         return True
 
     def record(self, kind: Hashable) -> None:
-        """The pass that ends now is complete.
+        """Record the pass that has just ended as complete.
 
         Raises:
-            DeviceMemoryError: it failed.
+            DeviceMemoryError: the pass failed.
         """
         failure, self.failure = self.failure, self._failed_before
         if failure is not None:
@@ -71,7 +71,7 @@ class LockStep:
         self._issued.clear()
 
     def finish(self, kind: Hashable) -> None:
-        """Issue what is left of a failed pass's operations."""
+        """Issue the remaining operations of a failed pass."""
         if self.failure is None:
             return
         if isinstance(self._module, FSDPModule):
@@ -95,7 +95,7 @@ class LockStep:
 
 
 def forget_unsharded_gradients(module: PreTrainedModel) -> None:
-    """Drop gradients that were not summed yet, which ``reset_iter_state`` keeps."""
+    """Drop gradients that are not yet summed; ``reset_iter_state`` keeps them."""
     for part in shards(module):
         for group in part._get_fsdp_state()._fsdp_param_groups:
             for parameter in group.fsdp_params:
@@ -105,7 +105,7 @@ def forget_unsharded_gradients(module: PreTrainedModel) -> None:
 
 
 class _AllGather(DefaultAllGather):
-    """Notes how to issue each operation again."""
+    """Records how to reissue each operation."""
 
     def __init__(self, issued: list[Replay], waiting: Waiting) -> None:
         self._issued, self._waiting = issued, waiting
@@ -123,7 +123,7 @@ class _AllGather(DefaultAllGather):
 
 
 class _ReduceScatter(DefaultReduceScatter):
-    """As ``_AllGather``."""
+    """The same as ``_AllGather``, for reduce-scatter."""
 
     def __init__(self, issued: list[Replay], waiting: Waiting) -> None:
         self._issued, self._waiting = issued, waiting
@@ -141,5 +141,5 @@ class _ReduceScatter(DefaultReduceScatter):
 
 
 def _like(tensor: Tensor) -> Callable[[], Tensor]:
-    """Makes a tensor of zeros like this one."""
+    """A function that makes a flat tensor of zeros with the size, dtype and device of this one."""
     return partial(torch.zeros, tensor.numel(), dtype=tensor.dtype, device=tensor.device)

@@ -1,7 +1,7 @@
-"""Products of few rows on a CPU, with weights in the layout that a kernel reads fastest.
+"""Matrix products with few rows on a CPU, with weights in the layout that a kernel reads fastest.
 
-A plain product of few rows converts its weights every time, or reads them slower than memory allows. A kind prepares
-them once, and gives a function of the input. Which kind is fastest depends on the CPU, the shape and the rows.
+A plain product with few rows converts its weights every time, or reads them slower than memory allows. A ``Kind``
+prepares them once and returns a function of the input. Which is fastest depends on CPU, shape and number of rows.
 
 Shape legend: ``T`` rows, ``K`` inputs, ``N`` outputs.
 """
@@ -28,18 +28,18 @@ Product = Callable[[Tensor], Tensor]
 """``[T, K]`` to ``[T, N]``, without gradients."""
 
 COMPILED = "compiled"
-"""The kind in C++ (``native``) that reads the weights as they are."""
+"""The C++ kind (``native``) that reads the weights as they are."""
 PANELS = "panels"
-"""The kind in C++ of float32 rows and weights in panels, for CPUs that multiply nothing in bfloat16."""
+"""The C++ kind for float32 rows and weights in panels, on CPUs without bfloat16 products."""
 PAIRS = "pairs"
-"""The kind in C++ of bfloat16 rows and weights in panels of pairs, for CPUs that multiply pairs (AVX-512 BF16)."""
+"""The C++ kind for bfloat16 rows and weights in panels of pairs, on CPUs that multiply pairs (AVX-512 BF16)."""
 IN_CPP = (COMPILED, PANELS, PAIRS)
 PACKED_ROWS = 32
 """The number of rows for which the layout of packed weights is optimised."""
 
 
 class Layout(IntEnum):
-    """Of weights, as in ``decode.cpp``."""
+    """The layout of weights, as in ``decode.cpp``."""
 
     AS_IT_IS = 0
     PANELS = 1
@@ -52,11 +52,11 @@ class Kind:
     """A way to compute a product."""
 
     prepare: Callable[[Tensor, Tensor | None], Product]
-    """Of a weight ``[N, K]`` and a bias ``[N]``."""
+    """Makes a ``Product`` from a weight ``[N, K]`` and a bias ``[N]``."""
     rows: torch.dtype | None
-    """Type of its input; None: any. A layer's output has the same, a head's is float32."""
+    """Dtype of the input, None: any; a layer's output has the same dtype, a head's is float32."""
     copied: int
-    """Bytes per weight of what is prepared."""
+    """Bytes per weight of the prepared copy."""
 
 
 def _plain(weight: Tensor, bias: Tensor | None) -> Product:
@@ -64,7 +64,7 @@ def _plain(weight: Tensor, bias: Tensor | None) -> Product:
 
 
 def _packed(weight: Tensor, bias: Tensor | None) -> Product:
-    """In the blocks that oneDNN's kernels read."""
+    """A product with the weight in the blocks that oneDNN's kernels read."""
     packed = torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_ROWS)
     return lambda x: torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
 
@@ -90,13 +90,13 @@ def functions() -> Any:
 
 
 def recorded(name: str) -> AbstractContextManager[object]:
-    """Names a call of compiled functions in a trace of torch's profiler, which does not see them otherwise."""
+    """Name a call of compiled functions in a trace of torch's profiler, which would otherwise not see it."""
     recording = torch.autograd.profiler._is_profiler_enabled  # pyright: ignore[reportPrivateUsage]
     return torch.profiler.record_function(f"{COMPILED_CALL}{name}") if recording else nullcontext()
 
 
 def fastest() -> str | None:
-    """The kind of bfloat16 weights that is fastest here for all shapes and rows; None: that has to be measured."""
+    """The kind for bfloat16 weights that is fastest here for all shapes and rows; None: it has to be measured."""
     found = functions()
     if found is None:
         return None
@@ -104,12 +104,12 @@ def fastest() -> str | None:
 
 
 class Compiled:
-    """A product in a function compiled for this CPU.
+    """A product computed by a function compiled for this CPU.
 
     Args:
-        data: of the weight and the bias, which ``kept`` owns.
-        rows: type of the input.
-        result: type of the output.
+        data: points to the weight and the bias, which ``kept`` owns.
+        rows: dtype of the input.
+        result: dtype of the output.
     """
 
     def __init__(self, data: ProductData, kept: Sequence[Tensor], rows: torch.dtype, result: torch.dtype) -> None:
@@ -125,14 +125,14 @@ class Compiled:
 
 
 def _as_it_is(weight: Tensor, bias: Tensor | None, result: torch.dtype) -> Compiled:
-    """Of bfloat16 rows."""
+    """A product of bfloat16 rows."""
     own = weight.detach().contiguous()
     data = ProductData(own.data_ptr(), None if bias is None else bias.data_ptr(), *own.shape, Layout.AS_IT_IS)
     return Compiled(data, [own] if bias is None else [own, bias], torch.bfloat16, result)
 
 
 def _panels(weight: Tensor, bias: Tensor | None) -> Compiled:
-    """Of float32 rows."""
+    """A product of float32 rows."""
     layout = Layout.SHORT_PANELS if weight.dtype == torch.bfloat16 else Layout.PANELS
     return _in_panels(weight, bias, layout, torch.float32, torch.float32)
 
@@ -146,7 +146,7 @@ def _pairs_head(weight: Tensor, bias: Tensor | None) -> Product:
 
 
 def _in_pairs(weight: Tensor, bias: Tensor | None, result: torch.dtype) -> Compiled | None:
-    """Of bfloat16 rows; None if their numbers do not come in pairs."""
+    """A product of bfloat16 rows; None if the number of inputs is odd."""
     even = weight.shape[1] % 2 == 0
     return _in_panels(weight, bias, Layout.PAIRS, torch.bfloat16, result) if even else None
 
@@ -171,7 +171,7 @@ def _compiled_head(weight: Tensor, bias: Tensor | None) -> Product:
 
 
 def _divides(weight: Tensor) -> bool:
-    """Whether the compiled product has no remainders, which it does not compute."""
+    """Whether the shape has no remainders, which the compiled product does not compute."""
     return weight.shape[0] % 16 == 0 and weight.shape[1] % 32 == 0
 
 
@@ -180,8 +180,8 @@ def _float32(weight: Tensor, bias: Tensor | None) -> Product:
 
 
 def _twice(weight: Tensor, bias: Tensor | None) -> Product:
-    """Of bfloat16 rows, with a float32 result: two bfloat16 products, the second of which computes what rounding took
-    from the first. Sums are float32 inside a product, so the error is the square of bfloat16's, 2e-5 of the result.
+    """A product of bfloat16 rows with a float32 result, as two bfloat16 products: the second computes the rounding
+    error of the first. Sums in a product are float32, so the error is the square of bfloat16's, 2e-5 of the result.
     """
     packed = torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_ROWS)
 
@@ -195,7 +195,7 @@ def _twice(weight: Tensor, bias: Tensor | None) -> Product:
 
 
 def _float32_head(weight: Tensor, bias: Tensor | None) -> Product:
-    """A float32 product, which rounds nothing: operands are in bfloat16 only if the rows are too."""
+    """A float32 product without rounding: operands are bfloat16 only if the rows are too."""
     wide, wide_bias = weight.float(), None if bias is None else bias.float()
 
     def product(x: Tensor) -> Tensor:
@@ -221,7 +221,7 @@ LAYERS: dict[torch.dtype, dict[str, Kind]] = {
         PANELS: Kind(_panels, torch.float32, 2),
     },
 }
-"""The kinds for a layer's products, by the type of its weights."""
+"""The kinds for a layer's products, by the dtype of its weights."""
 HEADS: dict[torch.dtype, dict[str, Kind]] = {
     torch.float32: _OF_FLOAT32,
     torch.bfloat16: {
@@ -232,11 +232,11 @@ HEADS: dict[torch.dtype, dict[str, Kind]] = {
         PANELS: Kind(_panels, None, 2),
     },
 }
-"""The kinds for a head, whose result is float32."""
+"""The kinds for a head, whose result is float32, by the dtype of its weights."""
 
 
 def works(kind: Kind, weights: torch.dtype) -> bool:
-    """Whether this machine and this build of torch have the kind."""
+    """Whether this machine and this build of torch support the kind."""
     if kind.prepare in (_compiled, _compiled_head, _panels, _pairs, _pairs_head):
         return functions() is not None
     if weights == torch.bfloat16 and kind.prepare in (_packed, _twice):

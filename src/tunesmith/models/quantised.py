@@ -1,8 +1,8 @@
 """Frozen linear modules in 8 or 4 bits (bitsandbytes), under a trained adapter.
 
-All of a module's quantised weight, its scales too, is one tensor of bytes: a parameter without gradient, which ranks
-shard and gather as they do any other. bitsandbytes' own modules keep scales beside their parameters, where no one finds
-them. Its functions quantise and multiply, so the numbers are those of its modules.
+A module's quantised weight, including its scales, is one tensor of bytes: a parameter without gradient, which ranks
+shard and gather like any other. bitsandbytes' own modules keep scales outside their parameters, where sharding misses
+them. bitsandbytes' functions quantise and multiply, so results equal those of its modules.
 
 Embeddings, norms and the vocabulary head are not quantised. ``int8`` quantises activations row by row, without
 LLM.int8's search for outlier columns: that search reads the whole batch, and log-probabilities would depend on how
@@ -28,11 +28,11 @@ from tunesmith.errors import ModelError, boundary
 
 Quantize = Literal["int8", "nf4"]
 Part = tuple[int, torch.dtype]
-"""How many numbers of which type."""
+"""The number of elements and their dtype."""
 BLOCK, SECOND_BLOCK = 64, 256
-"""Weights that share a scale in 4 bits, and scales that share one in turn (arXiv:2305.14314)."""
+"""Weights that share a scale in 4 bits, and scales that share a second-level scale (arXiv:2305.14314)."""
 _ALIGNED = 16
-"""Parts begin at multiples of so many bytes, as kernels read them."""
+"""The alignment of parts in bytes, as kernels require."""
 
 
 class QuantisedLinear(nn.Linear):
@@ -40,7 +40,7 @@ class QuantisedLinear(nn.Linear):
 
     Args:
         module: gives the shape and the bias.
-        dtype: weights are rounded to it before they are quantised, and computed with in it.
+        dtype: the type to which weights are rounded before quantisation, and of the computation.
     """
 
     def __init__(self, module: nn.Linear | Conv1D, dtype: torch.dtype) -> None:
@@ -48,7 +48,7 @@ class QuantisedLinear(nn.Linear):
         shape = tuple(module.weight.shape)
         self.transposed = isinstance(module, Conv1D)
         self.rows = shape[0]
-        """Of the weight in a model's files."""
+        """Rows of the weight in a model's files."""
         self.out_features, self.in_features = reversed(shape) if self.transposed else shape
         self.dtype = dtype
         self._parts = self.parts()
@@ -62,7 +62,7 @@ class QuantisedLinear(nn.Linear):
 
     @abstractmethod
     def parts(self) -> Sequence[Part]:
-        """What the bytes are, one after the other."""
+        """The parts that make up the bytes, in order."""
 
     @abstractmethod
     def rounded(self, weight: Tensor) -> Sequence[Tensor]:
@@ -70,19 +70,19 @@ class QuantisedLinear(nn.Linear):
 
     @abstractmethod
     def opened(self, *parts: Tensor) -> Any:
-        """The parts as bitsandbytes takes them."""
+        """The parts in the form that bitsandbytes takes."""
 
     @abstractmethod
     def product(self, x: Tensor, weight: Any) -> Tensor:
-        """``[..., K]`` to ``[..., N]``, without gradients; ``weight`` is what was ``opened``."""
+        """``[..., K]`` to ``[..., N]``, without gradients; ``weight`` is a result of ``opened``."""
 
     @abstractmethod
     def whole(self, weight: Any, dtype: torch.dtype) -> Tensor:
-        """``[N, K]``, of what was ``opened``."""
+        """The dequantised weight ``[N, K]``, from a result of ``opened``."""
 
     @torch.no_grad()
     def quantised(self, weight: Tensor) -> Tensor:
-        """The bytes of a weight as it is in a model's files, but for its type, which is ``dtype``; on its device."""
+        """The bytes, on the weight's device, of a weight laid out as in a model's files but of type ``dtype``."""
         parts = self.rounded(weight.t() if self.transposed else weight)
         found = torch.zeros(self._starts[-1], dtype=torch.uint8, device=weight.device)
         for view, part in zip(self._views(found), parts, strict=True):
@@ -90,7 +90,7 @@ class QuantisedLinear(nn.Linear):
         return found
 
     def open(self, weight: Tensor) -> Any:
-        """What bytes hold. Sharded ones have the same storage whenever they are gathered, and views of it remain."""
+        """The ``opened`` parts, cached: sharded bytes are gathered into the same storage, so views stay valid."""
         seen = self._seen
         if seen is None or _storage(seen[0]) != _storage(weight):
             views = self._views(weight.detach())
@@ -117,7 +117,7 @@ class QuantisedLinear(nn.Linear):
 
 
 class _Product(torch.autograd.Function):
-    """Keeps the bytes for the backward pass, which dequantises them; they may have been gathered again by then."""
+    """Saves the bytes for the backward pass, which dequantises them; by then they may have been gathered again."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, module: QuantisedLinear) -> Tensor:
@@ -133,12 +133,12 @@ class _Product(torch.autograd.Function):
 
 
 class Nf4Linear(QuantisedLinear):
-    """4-bit normal floats, and their scales in 8 bits around their mean (QLoRA, arXiv:2305.14314)."""
+    """4-bit normal floats, with scales in 8 bits around their mean (QLoRA, arXiv:2305.14314)."""
 
     levels: Tensor
     """The 16 values of a weight in units of its scale."""
     scale_levels: Tensor
-    """The 256 values of a scale in units of its own."""
+    """The 256 values of a scale in units of its second-level scale."""
 
     def __init__(self, module: nn.Linear | Conv1D, dtype: torch.dtype) -> None:
         super().__init__(module, dtype)
@@ -174,7 +174,7 @@ class Nf4Linear(QuantisedLinear):
 
 
 class Int8Linear(QuantisedLinear):
-    """8-bit integers with a scale for each output; rows of the input are rounded to as many (arXiv:2208.07339)."""
+    """8-bit integers with a scale per output; rows of the input are quantised to 8 bits too (arXiv:2208.07339)."""
 
     def parts(self) -> Sequence[Part]:
         return (self.in_features * self.out_features, torch.int8), (self.out_features, torch.float32)
@@ -202,7 +202,7 @@ FORMATS: dict[Quantize, type[QuantisedLinear]] = {"int8": Int8Linear, "nf4": Nf4
 
 
 def quantise(module: PreTrainedModel, quantize: Quantize, dtype: torch.dtype) -> None:
-    """Replace the linear modules of a decoder, whose weights are still on the meta device.
+    """Replace the linear modules of a decoder whose weights are still on the meta device.
 
     Raises:
         ModelError: bitsandbytes is not installed, or does not work on this machine.

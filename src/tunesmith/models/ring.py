@@ -1,11 +1,12 @@
-"""Ring attention (arXiv:2310.01889) of a rank's part of a forest.
+"""Ring attention (arXiv:2310.01889) for a rank's part of a forest.
 
-Keys and values travel around the ranks of a sequence group. Each rank adds what its queries see of them to what it has,
-merged by log-sum-exp; in the backward pass their gradients travel along. Tokens are dealt one by one (as in striped
-attention, arXiv:2311.09431), so that all ranks have the same work at every stop: within a segment the ``i``-th token of
-a rank sees the tokens up to the ``i``-th of ranks before it, and up to the one before that of ranks after it.
+Keys and values travel around the ranks of a sequence group. Each rank computes the attention of its queries to them and
+merges it with its previous result by log-sum-exp; in the backward pass the gradients of keys and values travel along.
+Tokens are dealt one by one (as in striped attention, arXiv:2311.09431), so all ranks have equal work at every stop:
+within a segment the ``i``-th token of a rank sees the first ``i`` tokens of lower ranks and the first ``i - 1`` of
+higher ones.
 
-Shape legend: ``s`` ranks, ``t`` tokens of a rank, ``H`` query heads, ``K`` key/value heads, ``D`` head size.
+Shape legend: ``s`` ranks, ``t`` tokens per rank, ``H`` query heads, ``K`` key/value heads, ``D`` head size.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from tunesmith.models.cpu_attention import CpuFlash
 from tunesmith.models.varlen_attention import CudaFlash
 
 PassOn = Callable[[Tensor], Tensor]
-"""Gives a tensor ``[t, ...]`` to the next rank, and returns that of the rank before."""
+"""Sends a tensor ``[t, ...]`` to the next rank and returns the previous rank's."""
 
 
 class Stop(NamedTuple):
-    """Queries ``[start, stop)`` see keys ``[key_start, key_stop)``: all of them or, if there are as many, causally."""
+    """Queries ``[start, stop)`` see keys ``[key_start, key_stop)``: all of them or, with equal counts, causally."""
 
     start: int
     stop: int
@@ -37,7 +38,7 @@ class Stop(NamedTuple):
 
 
 class Kernel(Protocol):
-    """One stop, in a flash kernel. Results are at least float32."""
+    """A flash kernel for one stop; its results are at least float32."""
 
     @staticmethod
     def supports(query: Tensor, rule: AttentionRule) -> bool: ...
@@ -70,10 +71,10 @@ def check_ring(path: Any, config: Any) -> None:
 
 
 def stops(segments: Sequence[Segment], rank: int, source: int, size: int) -> list[Stop]:
-    """What the queries of ``rank`` see of the keys of ``source``."""
+    """The stops at which queries of ``rank`` see keys of ``source``."""
 
     def first(token: int, of: int) -> int:
-        """The place of the first of a rank's tokens from number ``token`` on."""
+        """The index, among rank ``of``'s tokens, of its first one at or after ``token``."""
         return -((of - token) // size)
 
     found: list[Stop] = []
@@ -90,22 +91,22 @@ def stops(segments: Sequence[Segment], rank: int, source: int, size: int) -> lis
 
 
 class Ring:
-    """An ``AttentionContext`` for a part's tokens.
+    """An ``AttentionContext`` for the tokens of one rank's part.
 
     Args:
-        pass_on: exchanges with the neighbours.
+        pass_on: the exchange with the neighbours.
     """
 
     def __init__(self, segments: Sequence[Segment], rank: int, size: int, pass_on: PassOn) -> None:
         self.pass_on = pass_on
-        # After n exchanges a rank has what the n-th rank before it had.
+        # After n exchanges a rank holds the keys and values of the n-th rank before it.
         self.stops = [stops(segments, rank, (rank - n) % size, size) for n in range(size)]
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:  # noqa: ARG002
-        """As ``AttentionContext.attend``, on ``t`` tokens.
+        """See ``AttentionContext.attend``; on ``t`` tokens.
 
         Raises:
-            ModelError: no flash kernel computes it.
+            ModelError: no flash kernel supports this rule, dtype or device.
         """
         kernel = next((kernel for kernel in KERNELS if kernel.supports(query, rule)), None)
         if kernel is None or rule.window is not None:

@@ -29,7 +29,7 @@ class LengthRule:
     switches: tuple[int, ...] = ()
     """``longrope``: sequences longer than this have another set of frequencies."""
     growing: tuple[int, ...] = ()
-    """``dynamic``: every length above this has another set of frequencies."""
+    """``dynamic``: every length above this has its own set of frequencies."""
 
     @classmethod
     def of(cls, config: Any) -> LengthRule | None:
@@ -42,7 +42,7 @@ class LengthRule:
         return cls(switches, growing) if limits else None
 
     def alike(self, length: int) -> int:
-        """The smallest length with the frequencies of ``length``.
+        """The smallest length with the same frequencies as ``length``.
 
         Example:
             >>> rule = LengthRule(switches=(4096,))
@@ -64,7 +64,7 @@ def _limit(rope: Mapping[str, Any], config: Any) -> int | None:
 class RotaryByLength(nn.Module):
     """A Hugging Face rotary embedding with the frequencies of each row's sequence length.
 
-    Outside of ``rotated_by`` it equals the module that it replaces.
+    Outside ``rotated_by`` it equals the module that it replaces.
     """
 
     def __init__(self, inner: Any) -> None:
@@ -80,7 +80,7 @@ class RotaryByLength(nn.Module):
         present = sorted(set(lengths))
         if len(present) == 1:
             return self._tables(present[0], x, position_ids, kinds)
-        of_row = torch.tensor(lengths)  # on the host, which would otherwise wait for the device
+        of_row = torch.tensor(lengths)  # on the host, to avoid a synchronization with the device
         rows = [(of_row == length).nonzero().squeeze(1) for length in present]
         order = torch.cat(rows).argsort().to(x.device, non_blocking=True)
         rows = [at.to(x.device, non_blocking=True) for at in rows]
@@ -98,7 +98,7 @@ class RotaryByLength(nn.Module):
         try:
             for name, value in zip(names, self._frequencies(length, kind, prefix, x.device), strict=True):
                 setattr(self.inner, name, value)
-            # Without its decorators, which would choose the frequencies by the largest position of all rows.
+            # Unwrapped: its decorators would choose the frequencies by the largest position of all rows.
             forward: Callable[..., tuple[Tensor, Tensor]] = inspect.unwrap(type(self.inner).forward)
             return forward(self.inner, x, positions, **kinds)
         finally:
@@ -126,7 +126,7 @@ def rotate_by_length(model: Any) -> LengthRule | None:
 
 @contextmanager
 def rotated_by(lengths: Sequence[int] | None) -> Generator[None]:
-    """Set the sequence length of every row of the forward passes inside (None: one sequence)."""
+    """Set every row's sequence length for the forward passes inside (None: one sequence)."""
     token = _LENGTHS.set(lengths)
     try:
         yield
@@ -135,7 +135,7 @@ def rotated_by(lengths: Sequence[int] | None) -> Generator[None]:
 
 
 def split_by_length(forest: Forest, rule: LengthRule) -> Forest:
-    """The forest in which sequences share a prefix only if they share frequencies, with its ``rotary_lengths``.
+    """A forest in which sequences share a prefix only if they share frequencies, with its ``rotary_lengths``.
 
     The segments of a prompt are repeated for each set of frequencies among its completions.
     """

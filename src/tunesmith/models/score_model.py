@@ -21,7 +21,7 @@ from tunesmith.types import Sample
 def whole_sequence(token_ids: Sequence[int]) -> Sample:
     """A sample with one prediction: the score of ``token_ids``, computed at the last of them.
 
-    A forest predicts each target from the row before it, so the sample gets one more token, which nothing reads.
+    A forest predicts each target from the row before it, so the sample gets one extra token, which nothing reads.
     """
     return Sample([*token_ids, token_ids[-1]], [False] * len(token_ids) + [True], stand_ins=1)
 
@@ -30,7 +30,7 @@ def whole_sequence(token_ids: Sequence[int]) -> Sample:
 class ScoreModel(Decoder):
     """A Hugging Face ``AutoModelForSequenceClassification`` with one label.
 
-    If it is loaded from a language model, its head starts at zero, so that every first score is 0.
+    If it is loaded from a language model, its head starts at zero, so every initial score is 0.
     """
 
     auto: ClassVar[Any] = AutoModelForSequenceClassification
@@ -43,7 +43,7 @@ class ScoreModel(Decoder):
 
     @classmethod
     def weight_differences(cls, config: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """A language model's files lack the score head, under any family's name, and have a vocabulary head."""
+        """A language model's files lack the score head, whatever its family calls it, and have a vocabulary head."""
         return ((), ()) if is_trained(config) else (("score.", "classif"), ("lm_head.", "embed_out."))
 
     def complete(self, config: Any) -> None:
@@ -75,11 +75,11 @@ class ScoreModel(Decoder):
         return getattr(self.module.config, "max_position_embeddings", None)
 
     def pack_sequences(self, batch: Batch, max_tokens: int, multiple_of: int = 1) -> Packing:
-        """Micro-batches of ``whole_sequence``s; each prediction is the score of one of them."""
+        """Micro-batches of samples from ``whole_sequence``; each prediction is the score of one sequence."""
         packing = Packing.of(batch, max_tokens, multiple_of=multiple_of)
         if self.context is None:
             return packing
-        last = self.context - 1  # there may be no position for the stand-in
+        last = self.context - 1  # the stand-in may have no position
         forests = tuple(replace(forest, position_ids=forest.position_ids.clamp(max=last)) for forest in packing.forests)
         return replace(packing, forests=forests)
 

@@ -2,10 +2,10 @@
 
 A rank computes embedding, norms, feed-forward blocks and head for its own tokens only (``Forest.part``), so it keeps
 ``1 / size`` of the activations. Attention exchanges tokens for heads (DeepSpeed-Ulysses, arXiv:2309.14509): an
-all-to-all gives every rank all tokens of some heads, another one returns the results. Or keys and values travel around
-the ranks (``models.ring``). Losses see whole samples, because the ranks gather what they predict; only the owner of a
-prediction carries its gradient on. So each rank has a part of the weights' gradients, and their sum over all ranks of
-the trainer is the gradient.
+all-to-all gives every rank all tokens of some heads, and another one returns the results. Alternatively, keys and
+values travel around the ranks (``models.ring``). Losses see whole samples, because the ranks gather their predictions;
+only the owner of a prediction propagates its gradient. So each rank has a partial gradient of the weights, and the sum
+over all ranks of the trainer is the gradient.
 
 Shape legend: ``s`` ranks, ``T`` tokens, ``t = T / s``, ``H`` query heads, ``K`` key/value heads, ``D`` head size,
 ``N`` predictions, ``n`` of them on this rank, ``F`` values per prediction.
@@ -37,21 +37,21 @@ SequenceKind = Literal["ulysses", "ring"]
 
 @cache
 def sequence_group(size: int, kind: SequenceKind = "ulysses") -> SequenceGroup:
-    """This process's group, of ``size`` ranks in a row. All processes of the default group call this together."""
+    """This process's group of ``size`` consecutive ranks; all processes of the default group call this together."""
     group, _ = dist.new_subgroups(size, timeout=timedelta(seconds=PATIENCE))
     assert group is not None
     return SequenceGroup(group, kind)
 
 
 class SequenceGroup:
-    """The ranks that share micro-batches. They make the same calls in the same order."""
+    """The ranks that share micro-batches; they make the same calls in the same order."""
 
     def __init__(self, group: Any, kind: SequenceKind = "ulysses") -> None:
         self.rank, self.size, self.kind = group.rank(), group.size(), kind
         self._group = group
         self._tokens = self._predictions = 0
         self.issued: list[Callable[[], object]] = []
-        """How to issue each operation again with empty data, in the sizes of the current micro-batch."""
+        """Functions that reissue each operation with zeros, in the sizes of the current micro-batch."""
         self.waiting: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def check(self, path: Any, config: Any) -> None:
@@ -72,7 +72,7 @@ class SequenceGroup:
         return part
 
     def around(self, attention: AttentionContext, part: Forest) -> AttentionContext:
-        """``attention`` over a whole forest, or what computes the same, for the tokens of a part."""
+        """``attention`` over a whole forest, or an equivalent, for the tokens of a part."""
         tokens = sum(segment.length for segment in part.segments)
         assert part.num_tokens * self.size == tokens, "a sequence group computes parts of forests"
         if self.kind == "ring":
@@ -80,7 +80,7 @@ class SequenceGroup:
         return Ulysses(self, attention)
 
     def whole(self, own: Predictions, part: Forest, total: int) -> Predictions:
-        """The predictions of all ranks, ``[N]``, from those of each one's part."""
+        """The predictions of all ranks, ``[N]``, gathered from each rank's part."""
         found = {f.name: t for f in fields(own) if (t := cast("Tensor | None", getattr(own, f.name))) is not None}
         exact = reduce(torch.promote_types, (t.dtype for t in found.values()))
         stacked = torch.stack([t.to(exact) for t in found.values()], 1)
@@ -100,7 +100,7 @@ class SequenceGroup:
         return issue(given)
 
     def pass_on(self, given: Tensor) -> Tensor:
-        """``given [t, ...]`` goes to the next rank, around a ring; the result is from the rank before."""
+        """``given [t, ...]`` goes to the next rank around a ring; the result is from the previous rank."""
         ahead, behind = (self.rank + 1) % self.size, (self.rank - 1) % self.size
 
         def issue(given: Tensor) -> Tensor:
@@ -114,7 +114,7 @@ class SequenceGroup:
         return issue(given)
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """Of ``[N, F]`` over the ranks, in place."""
+        """Sum ``[N, F]`` over the ranks, in place."""
 
         def issue(tensor: Tensor) -> Tensor:
             with self.waiting():
@@ -136,13 +136,13 @@ class SequenceGroup:
 
 
 class Ulysses:
-    """An ``AttentionContext`` for a part's tokens, around one that sees all tokens of some heads."""
+    """An ``AttentionContext`` for a part's tokens; ``inner`` sees all tokens of some heads."""
 
     def __init__(self, group: SequenceGroup, inner: AttentionContext) -> None:
         self.group, self.inner = group, inner
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
-        """As ``AttentionContext.attend``, on ``t`` tokens. Key/value heads that ranks have to share are repeated."""
+        """See ``AttentionContext.attend``; on ``t`` tokens. Key/value heads that ranks have to share are repeated."""
         size, heads = self.group.size, key.shape[1]
         copies = lcm(heads, size) // heads
         key, value = (t.unsqueeze(2).expand(-1, -1, copies, -1).flatten(1, 2) for t in (key, value))
@@ -153,12 +153,12 @@ class Ulysses:
         return self._exchanged(out.unflatten(0, (-1, size))).flatten(1, 2)
 
     def _exchanged(self, by_rank: Tensor) -> Tensor:
-        """``[t, s, ...]``: what is for each rank, to what is from each."""
+        """``[t, s, ...]``: from the data for each rank to the data received from each."""
         return cast(Tensor, _Exchange.apply(by_rank.transpose(0, 1), self.group)).transpose(0, 1)
 
 
 class _Exchange(torch.autograd.Function):
-    """The gradient of what was sent comes back by the same exchange."""
+    """An exchange; gradients return by the same exchange."""
 
     @staticmethod
     def forward(ctx: Any, given: Tensor, group: SequenceGroup) -> Tensor:
@@ -171,7 +171,7 @@ class _Exchange(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
-    """``own [n, F]`` of each rank to ``[N, F]`` on all; the gradient stays with the owner."""
+    """Gathers each rank's ``own [n, F]`` to ``[N, F]`` on all ranks; the gradient stays with the owner."""
 
     @staticmethod
     def forward(ctx: Any, own: Tensor, places: Tensor, total: int, group: SequenceGroup) -> Tensor:

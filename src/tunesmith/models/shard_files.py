@@ -1,4 +1,4 @@
-"""Reading a sharded or quantised model from safetensors files, and writing it, without the whole model in one place."""
+"""Reading and writing sharded or quantised models as safetensors files, without ever holding the whole model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tunesmith.plan.facts import weight_files
 
 INDEX = "model.safetensors.index.json"
 FILE_BYTES = 2 << 30
-"""Size of a file of weights; a rank holds one at a time while it writes."""
+"""Size of a weight file; a rank holds one at a time while it writes."""
 
 
 class WeightFiles:
@@ -46,7 +46,7 @@ def names_in(file: Path) -> list[str]:
 def fill(module: nn.Module, rows: Callable[[str, int, int], Tensor], names: set[str]) -> None:
     """Read this rank's rows of each parameter and persistent buffer in ``names``.
 
-    Weights that are to be quantised are read whole, one at a time: they share scales of scales.
+    Weights that are to be quantised are read whole, one at a time, because their scales share second-level scales.
     """
     quantised = {f"{name}.weight": part for name, part in module.named_modules() if isinstance(part, QuantisedLinear)}
     for name, tensor in module.state_dict().items():
@@ -67,12 +67,12 @@ def save_weights(
     stored: Callable[[PreTrainedModel, Iterable[tuple[str, Tensor]]], Iterable[tuple[str, Tensor]]],
     sharding: Sharding,
 ) -> None:
-    """Write a model in Hugging Face format. The ranks of one copy call this together; each writes some of the files.
+    """Write a model in Hugging Face format; the ranks of one copy call this together, and each writes some files.
 
-    One file for each of these ranks is gathered at a time; then all are written together.
+    One file per rank is gathered at a time; then all ranks write in parallel.
 
     Args:
-        stored: gives weights the names and shapes that they have in files.
+        stored: converts weights to the names and shapes that they have in files.
     """
     state, world = module.state_dict(), sharding.mesh.size()
     parameters = dict(module.named_parameters())  # tied ones once

@@ -1,11 +1,11 @@
 """Sharded models: weights, gradients and optimizer state are split over ranks (FSDP2, ZeRO arXiv:1910.02054).
 
-Each rank keeps its rows of every parameter, in float32 if the model trains. The weights of a decoder layer are gathered
-before it runs, in the type that the model computes in, and freed afterwards. Gradients are summed over the ranks in
-float32, and each rank gets its rows of the sum.
+Each rank keeps its rows of every parameter, in float32 if the model trains. A decoder layer's weights are all-gathered
+before it runs, in the dtype of the computation, and freed afterwards. Gradients are reduce-scattered in float32, so
+each rank gets its rows of their sum.
 
 With hybrid sharding there are several copies of the model, each sharded over some of the ranks. Passes then communicate
-among the ranks of one copy; the sums of the copies are added up once per optimizer step.
+among the ranks of one copy; the copies' sums are added up once per optimizer step.
 """
 
 # pyright: reportPrivateImportUsage=false
@@ -42,13 +42,13 @@ class Sharding:
     """How a model is sharded.
 
     Args:
-        mesh: one dimension, of the ranks that share this rank's copy of the model.
-        copies: one dimension, of the ranks that have the same rows, each of its own copy.
-        stage: ZeRO's. 1 shards the optimizer state, 2 the gradients too, 3 the weights too. Gathered weights are freed
-            after the backward pass in stages 1 and 2, and after each layer in stage 3. In stage 1 gradients are summed
-            over the ranks once per optimizer batch, else after each micro-batch.
-        streams: rows of the layers' weights are in host memory, and on the device while they are gathered. FSDP brings
-            gradients there too; the host waits for them once, at the end of a backward pass.
+        mesh: one dimension: the ranks that share this rank's copy of the model.
+        copies: one dimension: the ranks that hold the same rows, one rank per copy.
+        stage: the ZeRO stage. 1 shards the optimizer state, 2 also the gradients, 3 also the weights. Gathered weights
+            are freed after the backward pass in stages 1 and 2, and after each layer in stage 3. In stage 1, gradients
+            are summed over the ranks once per optimizer batch, otherwise after each micro-batch.
+        streams: keep the rows of the layers' weights in host memory, and on the device only while they are gathered.
+            FSDP copies gradients to host memory too; the host waits for them once, at the end of a backward pass.
     """
 
     mesh: DeviceMesh
@@ -58,11 +58,11 @@ class Sharding:
 
     @classmethod
     def over(cls, device: str, stage: int, size: int) -> Self:
-        """Shard over the ranks of torch.distributed's default group. Consecutive ones share a copy.
+        """Shard over the ranks of torch.distributed's default group; consecutive ranks share a copy.
 
         Args:
             device: ``cpu`` or ``cuda``.
-            size: ranks that share a copy.
+            size: number of ranks that share a copy.
         """
         count = torch.distributed.get_world_size() // size
         mesh = init_device_mesh(device, (count, size), mesh_dim_names=("copies", "fsdp"))  # peft knows "fsdp"
@@ -70,19 +70,19 @@ class Sharding:
 
     @property
     def rank(self) -> int:
-        """Of all ranks."""
+        """This rank, among all ranks."""
         return self.mesh.get_rank()
 
     @property
     def first_copy(self) -> bool:
-        """Whether this rank's copy is the one that is written to files and given to engines."""
+        """Whether this rank's copy is the one that is saved to files and published to engines."""
         return self.copies.get_local_rank() == 0
 
     def shard(self, module: PreTrainedModel, dtype: torch.dtype, device: torch.device) -> None:
-        """Shard a module whose parameters are on the meta device; this rank's rows are then uninitialised memory.
+        """Shard a module whose parameters are on the meta device, leaving this rank's rows uninitialised.
 
         Args:
-            dtype: the type of its computation.
+            dtype: the dtype of its computation.
 
         Raises:
             ConfigError: torch is too old.
@@ -104,9 +104,9 @@ class Sharding:
         )
         for layer in decoder_layers(module):
             fully_shard(layer, reshard_after_forward=self.stage == 3, **options, **away)
-        fully_shard(module, reshard_after_forward=False, **options)  # embedding and head are needed at once again
+        fully_shard(module, reshard_after_forward=False, **options)  # embedding and head are needed again immediately
         for part in shards(module):
-            part.set_force_sum_reduction_for_comms(True)  # gloo has no other; and losses have global denominators
+            part.set_force_sum_reduction_for_comms(True)  # gloo only sums; losses have global denominators
             part.set_gradient_divide_factor(1.0)
         cast(Any, module).run_sharded = MethodType(_call, module)
         register_fsdp_forward_method(module, "run_sharded")
@@ -117,10 +117,10 @@ class Sharding:
             setattr(parameter, _AWAY, True)
 
     def set_gradient_sync(self, module: PreTrainedModel, *, last: bool) -> bool:
-        """Whether the next backward pass sums gradients over the ranks; else it adds them to those not yet summed.
+        """Set and return whether the next backward pass sums gradients over the ranks, rather than only adding them up.
 
         Args:
-            last: it is that of an optimizer batch's last micro-batch.
+            last: whether the pass is for the optimizer batch's last micro-batch.
         """
         now = last or self.stage > 1
         cast(FSDPModule, module).set_requires_gradient_sync(now)
@@ -128,10 +128,10 @@ class Sharding:
 
 
 def materialise(module: PreTrainedModel, device: torch.device, given: Mapping[int, Tensor] | None = None) -> None:
-    """Give what is on the meta device uninitialised memory on a device, and move there what is elsewhere.
+    """Allocate uninitialised memory on a device for meta tensors, and move all other tensors there.
 
     Args:
-        given: what takes the place of the tensor of an id.
+        given: replacements for tensors, by their ``id``.
     """
 
     def placed(tensor: Tensor) -> Tensor:
@@ -147,13 +147,13 @@ def materialise(module: PreTrainedModel, device: torch.device, given: Mapping[in
 
 
 def _with_rows(parameter: Tensor, rows: Tensor) -> DTensor:
-    """A sharded tensor like this one, with these rows. ``DTensor.from_local`` would move them to the mesh's device."""
+    """A sharded tensor like this one with these rows; ``DTensor.from_local`` would move them to the mesh's device."""
     assert isinstance(parameter, DTensor)
     return DTensor(rows, parameter._spec, requires_grad=False)  # pyright: ignore
 
 
 def in_host_memory(parameter: Tensor) -> bool:
-    """Whether a sharded parameter's rows are in host memory, where FSDP brings their gradient (``streams``)."""
+    """Whether a sharded parameter's rows are in host memory, to which FSDP copies their gradient (``streams``)."""
     return hasattr(parameter, _AWAY)
 
 
@@ -163,16 +163,16 @@ def _call(module: PreTrainedModel, work: Callable[[], T]) -> T:
 
 
 def run(module: PreTrainedModel, work: Callable[[], tuple[T, ...]]) -> tuple[T, ...]:
-    """The result of ``work``, which runs the module or parts of it. All ranks call this together."""
+    """The result of ``work``, which runs the module or parts of it; all ranks call this together."""
     result = cast(Any, module).run_sharded(work)
-    if not torch.is_grad_enabled():  # else the backward pass frees the gathered weights
+    if not torch.is_grad_enabled():  # otherwise the backward pass frees the gathered weights
         for part in shards(module):
             part.reshard()
     return result
 
 
 def decoder_layers(module: PreTrainedModel) -> nn.ModuleList:
-    """The layers of a decoder: the longest list of modules in it."""
+    """The layers of a decoder: its longest module list."""
     lists = [m for m in module.base_model.modules() if isinstance(m, nn.ModuleList)]
     return max(lists, key=len)
 
@@ -183,15 +183,15 @@ def shards(module: nn.Module) -> Iterator[FSDPModule]:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's rows of a sharded tensor, as a view; any other tensor as it is."""
+    """This rank's rows of a sharded tensor, as a view; any other tensor unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def whole(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """All rows of a tensor, in ``dtype``, on the device of its computation. All ranks call this together."""
+    """All rows of a tensor, in ``dtype``, on the device of its computation; all ranks call this together."""
     tensor = tensor.detach()
     if isinstance(tensor, DTensor) and tensor.device.type != tensor.device_mesh.device_type:
-        tensor = tensor.to(tensor.device_mesh.device_type)  # rows in host memory travel between the devices too
+        tensor = tensor.to(tensor.device_mesh.device_type)  # rows in host memory are gathered on the devices too
     if dtype is not None and tensor.is_floating_point():
         tensor = tensor.to(dtype)
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
@@ -206,8 +206,10 @@ def first_row(tensor: Tensor) -> int:
 
 
 def unshard_trained(module: nn.Module, device: torch.device) -> None:
-    """Give every rank the whole of what trains on a sharded base: peft's copy of a score head has the base's rows. And
-    put an adapter on the device: peft puts it where its base's rows are, which may be in host memory."""
+    """Unshard the trained parameters on a sharded base: peft's copy of a score head is sharded like the base.
+
+    Also put an adapter on the device: peft puts it where its base's rows are, which may be in host memory.
+    """
     for part in module.modules():
         for name, parameter in part.named_parameters(recurse=False):
             if parameter.requires_grad and isinstance(parameter, DTensor):
@@ -219,9 +221,9 @@ def unshard_trained(module: nn.Module, device: torch.device) -> None:
 def whole_weights(
     module: nn.Module, dtype: torch.dtype, *, in_host_memory: bool = True
 ) -> Iterator[tuple[str, Tensor]]:
-    """All weights in host memory or on the module's device, gathered one by one and not kept. Ranks iterate together.
+    """All weights, in host memory or on the module's device, gathered one by one; all ranks iterate together.
 
-    Tied ones come one after the other under each of their names.
+    Tied weights are yielded consecutively, under each of their names.
     """
     names: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -231,7 +233,7 @@ def whole_weights(
     for name, tensor in stored_state(module).items():
         if name in others:
             continue
-        weight = whole(tensor, dtype if name in tied else None)  # a buffer's type is not the weights'
+        weight = whole(tensor, dtype if name in tied else None)  # buffers keep their own dtype
         weight = weight.cpu() if in_host_memory else weight
         for each in tied.get(name, [name]):
             yield each, weight

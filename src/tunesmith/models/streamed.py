@@ -1,9 +1,9 @@
-"""Weights of a decoder's layers in host memory: a layer's are on the device while the layer runs.
+"""Weights of a decoder's layers in host memory; a layer's weights are on the device while the layer runs.
 
-While one layer computes, forward or backward, the weights of the layer that follows are on their way beside it, so the
-device has those of two layers. The host waits for nothing: streams wait for each other. All else, such as embeddings,
-heads and adapters, stays on the device. Storages of no bytes keep the place of what is away, so that what autograd has
-saved of a weight is right again when the weight is back.
+While one layer computes, forward or backward, the next layer's weights are being copied, so the device holds those of
+two layers. The host never synchronizes; the CUDA streams wait for each other. Everything else, such as embeddings,
+heads and adapters, stays on the device. An offloaded weight keeps an empty storage, so tensors that autograd saved
+become valid again once the weight returns.
 """
 
 # pyright: reportPrivateUsage=false
@@ -24,18 +24,18 @@ from tunesmith.models.sharding import decoder_layers, local
 
 
 class Movable(Protocol):
-    """What views a layer's weights, such as joint products (``models.lean``)."""
+    """An object with views of a layer's weights, such as joint products (``models.lean``)."""
 
     def moved(self) -> None:
-        """The weights are at other addresses."""
+        """Record that the weights have new addresses."""
         ...
 
 
 class StreamedLayers:
-    """Sends the weights of layers to the device and drops them there, once ``take`` has run.
+    """Copies layers' weights to the device and drops them there, once ``take`` has run.
 
     Args:
-        module: in host memory, with all its weights.
+        module: a module in host memory, with all its weights.
     """
 
     def __init__(self, module: PreTrainedModel, device: torch.device) -> None:
@@ -45,16 +45,16 @@ class StreamedLayers:
         copies = iter(host_copies([p.data for layer in self._layers for p in layer.parameters()], device=device))
         self._stored = [[*islice(copies, len([*layer.parameters()]))] for layer in self._layers]
         self._weights: list[list[tuple[Tensor, Tensor]]] = []
-        """Of each layer: a tensor on the device, and the one in host memory that has its numbers."""
+        """For each layer: pairs of a tensor on the device and the tensor in host memory with its values."""
         self._storages: list[list[tuple[torch.UntypedStorage, int]]] = []
-        """Of each layer on the device, with their bytes."""
+        """For each layer: its storages on the device, with their sizes in bytes."""
         self.views: dict[int, Movable] = {}
-        """What views the weights of a layer."""
+        """The object with views of a layer's weights, by layer."""
         self._taken, self._here = set[int](), set[int]()
-        """Layers that have memory on the device, and those among them whose weights are there, or on their way."""
+        """Layers with memory on the device, and those among them whose weights are there or being copied."""
 
     def arriving(self) -> Iterator[nn.Module]:
-        """The layers, each with its weights on the device until the next one is asked for."""
+        """Yield the layers, each with its weights on the device until the next one is requested."""
         for index, layer in enumerate(self._layers):
             yield layer._apply(self._placed)  # pyright: ignore[reportUnknownMemberType]
             parameters, stored = [*layer.parameters()], self._stored[index]
@@ -68,27 +68,27 @@ class StreamedLayers:
             layer.register_forward_hook(partial(self._module_ends, index))
 
     def _placed(self, tensor: Tensor) -> Tensor:
-        """In memory of its own, also where it is on the device already: that of a file cannot be freed."""
+        """A copy in separate memory, even if already on the device: memory of a mapped file cannot be freed."""
         return torch.empty_like(tensor, device=self.device).copy_(tensor)
 
     def take(self, module: PreTrainedModel) -> None:
-        """Take the layers that did not arrive yet, and put all else of the module on the device."""
+        """Take the layers that ``arriving`` did not yield yet, and put the rest of the module on the device."""
         if not self._weights:
             deque(self.arriving(), 0)
         module._apply(lambda t: t if t.device.type == self.device.type else self._placed(t))  # pyright: ignore
         module.tie_weights()
 
     def begin(self, index: int) -> None:
-        """A layer is computed next, and then the one above it; or, above the last one, the backward pass begins."""
+        """Prepare for computing a layer, and then the one above it; after the last layer, the backward pass begins."""
         self._show(index, index + 1 if index + 1 < len(self._layers) else index - 1)
 
     def end(self, index: int, states: Tensor) -> None:
-        """Args: states: what the layer gave; the layer is needed again when their gradient is complete."""
+        """Args: states: the layer's output; the layer is needed again when its gradient is complete."""
         if states.requires_grad:
             states.register_hook(partial(self._backward, index))  # pyright: ignore[reportUnknownMemberType]
 
     def leave(self) -> None:
-        """Nothing of the layers stays on the device."""
+        """Drop all layers' weights from the device."""
         self._copies.settle()
         for index in [*self._taken]:
             self._drop(index)
@@ -99,7 +99,7 @@ class StreamedLayers:
 
     def _module_begins(self, index: int, module: nn.Module, given: tuple[Any, ...]) -> None:
         del module, given
-        if not _in_backward():  # where a layer is computed again, its weights are there
+        if not _in_backward():  # when a layer is recomputed, its weights are already there
             self.begin(index)
 
     def _module_ends(self, index: int, module: nn.Module, given: tuple[Any, ...], found: Any) -> None:
@@ -118,7 +118,7 @@ class StreamedLayers:
             self._bring(then)
 
     def _bring(self, index: int) -> None:
-        # Memory is of the stream that computes: it is free when that is done with the layer that had it before.
+        # Memory belongs to the computing stream: it is free once that stream is done with the layer that had it.
         self._taken.add(index)
         for storage, size in self._storages[index]:
             storage.resize_(size)
@@ -137,7 +137,7 @@ class StreamedLayers:
 
 
 def stored(parameter: Tensor) -> Tensor:
-    """Where this process keeps a parameter's numbers: in host memory, or else in the parameter, or its rows of it."""
+    """The tensor with this process's values of a parameter: in host memory, or else the parameter or its rows."""
     kept = getattr(parameter, PLACE, None)
     return local(parameter.detach()) if kept is None else kept
 

@@ -1,6 +1,6 @@
-"""The divergence of a student from a frozen teacher, over the teacher's likeliest tokens.
+"""The divergence of a student from a frozen teacher, over the teacher's most likely tokens.
 
-Shape legend: ``N`` predictions, ``k`` tokens of a row.
+Shape legend: ``N`` predictions, ``k`` tokens per row.
 """
 
 from __future__ import annotations
@@ -31,36 +31,36 @@ def predict_with_teacher(
 ) -> Predictions:
     """The student's log-probabilities of the targets, and its ``divergence`` from the teacher at each.
 
-    The teacher runs without gradient, and only its ``top_k`` log-probabilities of a row are kept.
+    The teacher runs without gradient; only its ``top_k`` log-probabilities per row are kept.
 
     Args:
-        weights: inside, the teacher has its weights.
+        weights: a context in which the teacher's weights are on the device.
 
     Raises:
-        ModelError: in a sequence group, both split forests by length, but not at the same lengths.
+        ModelError: in a sequence group, teacher and student both split forests by length, but at different lengths.
     """
     if student.sequence is not None and student.lengths != teacher.lengths:
         raise ModelError(
             "the teacher's rotary frequencies depend on the length in another way than the student's, so ranks cannot "
             "share a sequence of both: leave system.sequence_parallel out"
         )
-    # Models pad the vocabulary to different sizes: the teacher's rows that the student lacks are dropped.
+    # Models pad the vocabulary to different sizes: teacher rows that the student lacks are dropped.
     size, head = len(student.head.weight), teacher.scaled_head(temperature, chunk)
     if len(head.weight) > size:
         head = replace(head, weight=head.weight[:size], bias=None if head.bias is None else head.bias[:size])
     with torch.no_grad(), weights():
         tokens, theirs = likeliest(teacher.states(forest), head, min(top_k, len(head.weight)))
-    # The target is one more token, so that the student's logits are computed once.
+    # The target is appended as one more token, so that the student's logits are computed only once.
     wanted = torch.cat([forest.targets[:, None], tokens], 1)
     ours, _ = fused_logprobs(student.states(forest), student.scaled_head(temperature, chunk), wanted)
     return Predictions(logprobs=ours[:, 0], divergence=forward_kl(theirs, ours[:, 1:]))
 
 
 def forward_kl(teacher: Tensor, student: Tensor) -> Tensor:
-    """``KL(teacher ‖ student)`` in nats, ``[N]``, over ``k`` tokens and one outcome that stands for all others.
+    """``KL(teacher ‖ student)`` in nats, ``[N]``, over ``k`` tokens and one outcome for all others.
 
-    It is never negative, zero only where the student agrees on all ``k`` tokens, and never above the divergence over
-    the whole vocabulary.
+    It is never negative, zero only where the student agrees on all ``k`` tokens, and at most the divergence over the
+    whole vocabulary.
 
     Args:
         teacher: log-probabilities of ``k`` different tokens, ``[N, k]``.
@@ -83,7 +83,7 @@ def _rest(logprobs: Tensor) -> Tensor:
 def check_same_vocabulary(
     student: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase, names: tuple[str, str]
 ) -> None:
-    """Refuse a teacher with another vocabulary.
+    """Refuse a teacher whose vocabulary differs from the student's.
 
     Args:
         names: the paths of student and teacher.

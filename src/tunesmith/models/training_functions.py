@@ -80,7 +80,7 @@ def _compiled() -> Any:
     found.tunesmith_weight_gradient.restype = None
     found.tunesmith_attend_backward.argtypes = (POINTER(Segments), POINTER(Attention), numbers)
     found.tunesmith_attend_backward.restype = None
-    rows, whole = (numbers, numbers, *operand), c_void_p  # of a first operand, and of what has no step
+    rows, whole = (numbers, numbers, *operand), c_void_p  # a first operand; an operand without a stride
     signatures: dict[str, tuple[Any, ...]] = {
         "norm": (*rows, POINTER(Norm), whole, whole, numbers),
         "norm_backward": (*rows, *operand, POINTER(Norm), whole, whole, whole, numbers),

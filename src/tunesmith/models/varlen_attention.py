@@ -1,8 +1,8 @@
 """Forest attention on CUDA: variable-length flash attention calls, merged by log-sum-exp.
 
 Without a window, the first call computes the causal attention of every segment to itself. Then one call per depth
-computes the attention of all segments below that depth to their ancestors at it. Only the depth of the forest decides
-the number of calls. With a window, one call computes every segment's attention to itself and to the end of its path.
+computes the attention of all segments below that depth to their ancestors at it. The number of calls depends only on
+the depth of the forest. With a window, one call computes every segment's attention to itself and the end of its path.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class _Call:
     longest_query: int
     longest_key: int
     causal: bool
-    """The last query of a run sees all its keys, the one before it all but one, and so on."""
+    """The last query of a run sees all its keys, the one before it all but the last key, and so on."""
     window: int | None = None
 
     @classmethod
@@ -79,10 +79,10 @@ class _Call:
 
 
 def _ends(runs: list[Run], device: torch.device) -> tuple[Tensor, int]:
-    """Where each run ends when they follow one another, from 0, and the longest."""
+    """Cumulative ends of the concatenated runs, starting with 0, and the longest run."""
     lengths = [stop - start for start, stop in runs]
     ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
-    # Without non_blocking the host would wait for all that the device still has to compute.
+    # Without non_blocking the host would wait for all pending work on the device.
     return ends.to(device, non_blocking=True), max(lengths, default=0)
 
 
@@ -145,13 +145,13 @@ class CudaFlash:
 
 
 def _whole(query: Tensor, key: Tensor, causal: bool) -> _Call:
-    """All queries, and all keys."""
+    """One run of all queries and one of all keys."""
     return _Call(None, None, *_both([(0, len(query))], [(0, len(key))], query.device), causal=causal)
 
 
 @cache
 def _has_kernel(device: torch.device) -> bool:
-    """The kernel needs Ampere or later; where no GPU is, its operations are only counted."""
+    """The kernel needs Ampere or later; without a GPU, its operations are only counted."""
     return not torch.cuda.is_available() or torch.cuda.get_device_capability(device) >= (8, 0)
 
 

@@ -1,7 +1,7 @@
-"""Gradients of weights, added in float32 where the optimizer keeps their sum, without a copy in the weights' type.
+"""Weight gradients, added in float32 directly to the optimizer's sum, without a copy in the weights' dtype.
 
-PyTorch's backward pass makes each gradient in the type of its weight, which is then added to the sum. On a CPU with AMX
-or AVX-512 BF16 a compiled function (``native``) multiplies in bfloat16 and adds to the sum itself.
+PyTorch's backward pass makes each gradient in the dtype of its weight, then adds it to the sum. On a CPU with AMX or
+AVX-512 BF16 a compiled function (``native``) multiplies in bfloat16 and adds to the sum itself.
 
 Shape legend: ``T`` rows, ``N`` outputs, ``K`` inputs.
 """
@@ -16,19 +16,19 @@ from torch import Tensor, nn
 from tunesmith.models.training_functions import Sum, functions
 
 GradientSum = Callable[[], tuple[Tensor, bool]]
-"""The memory of a parameter's float32 gradient, and whether it holds a sum already."""
+"""The memory of a parameter's float32 gradient, and whether it already holds a sum."""
 _PLACE = "gradient_sum"
-"""The attribute of a parameter that has one."""
+"""The attribute in which a parameter keeps its ``GradientSum``."""
 
 
 def keep_sum(parameter: nn.Parameter, kept: GradientSum) -> None:
-    """Let backward passes add the parameter's gradient to ``kept`` where they can; elsewhere autograd gives it."""
+    """Let backward passes add the parameter's gradient to ``kept`` where they can; elsewhere autograd returns it."""
     if parameter.device.type == "cpu" and parameter.dtype == torch.bfloat16 and functions() is not None:
         setattr(parameter, _PLACE, kept)
 
 
 def kept_sums(parameters: Sequence[Tensor]) -> list[GradientSum] | None:
-    """Where the gradients of weights ``[N, K]`` are added; None unless all of them have such a place."""
+    """The sums to which gradients of weights ``[N, K]`` are added; None unless every weight has one."""
     found = [getattr(p, _PLACE, None) for p in parameters]
     fits = all(p.requires_grad and multiplies(p) for p in parameters)
     return [kept for kept in found if kept is not None] if fits and None not in found else None
@@ -41,12 +41,12 @@ def multiplies(weight: Tensor) -> bool:
 
 
 def add_product(grad: Tensor, x: Tensor, sums: Sequence[tuple[Tensor, bool]]) -> None:
-    """``grad.T @ x`` replaces or is added to float32 sums.
+    """Write ``grad.T @ x`` to float32 sums, or add it to them.
 
     Args:
         grad: bfloat16 ``[T, N]``.
         x: bfloat16 ``[T, K]``.
-        sums: the rows of the product, one after the other, and whether to add to what they hold; contiguous.
+        sums: contiguous blocks of the product's rows, in order, and whether to add to each block or overwrite it.
     """
     grad, x = (t if t.stride(1) == 1 else t.contiguous() for t in (grad, x))
     parts = (Sum * len(sums))(*(Sum(total.data_ptr(), len(total), adds) for total, adds in sums))

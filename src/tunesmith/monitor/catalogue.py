@@ -1,4 +1,4 @@
-"""Every metric there is, read from ``catalogue.toml``: unit, form, meaning, and other tools' names for it."""
+"""All metrics, read from ``catalogue.toml``: unit, form, meaning, and other tools' names."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """``<word>`` in ``name`` stands for any word; an alias may use the same one."""
+    """A metric. ``<word>`` in ``name`` is a placeholder for any word, which an alias may repeat."""
 
     name: str
     form: Literal["mean", "sum", "max", "min", "std", "last", "rate"]
-    """How the value of a step is formed; ``last`` is the state at its end."""
+    """How a step's value is aggregated; ``last`` is the state at its end."""
     meaning: str
     unit: str = ""
     aliases: Sequence[str] = ()
 
     def match(self, name: str) -> re.Match[str] | None:
-        """The words in a name of this metric. A word may hold any character, because users name their functions."""
+        """Match a metric name and its placeholders, which may hold any character because users name their functions."""
         return re.fullmatch(re.sub(r"<(\w+)>", r"(?P<\1>.+)", re.escape(self.name)), name)
 
 
@@ -31,18 +31,18 @@ _TEXT = files("tunesmith.monitor").joinpath("catalogue.toml").read_text(encoding
 CATALOGUE: Mapping[str, Sequence[Metric]] = {
     kind: [Metric(name, **entry) for name, entry in table.items()] for kind, table in tomllib.loads(_TEXT).items()
 }
-"""By kind; a kind is a table in the documents."""
+"""Metrics by kind; each kind is a table in the documentation."""
 _EXACT_FIRST = sorted((m for kind in CATALOGUE.values() for m in kind), key=lambda metric: metric.name.count("<"))
 """``rollouts/failed`` comes before ``rollouts/<status>``."""
 
 
 def find(name: str) -> Metric | None:
-    """The metric of a name, as in a run's ``metrics.jsonl``."""
+    """The metric with a name, as in a run's ``metrics.jsonl``."""
     return next((metric for metric in _EXACT_FIRST if metric.match(name)), None)
 
 
 def with_aliases(metrics: Mapping[str, float]) -> dict[str, float]:
-    """The metrics, and each again under other tools' names for it. A metric's own name has precedence."""
+    """The metrics, repeated under other tools' names. A metric's own name has precedence."""
     return {alias: value for name, value in metrics.items() for alias in aliases(name)} | dict(metrics)
 
 

@@ -1,6 +1,6 @@
-"""Processes that end with their parent, and the removal of what killed processes leave behind.
+"""Processes that end with their parent, and the removal of directories that killed processes leave behind.
 
-Imports only the standard library: a worker that is started by its file name loads nothing but this file.
+Imports only the standard library: a worker started by its file name loads only this file.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def end_with_parent(parent: int) -> None:
     """Have the kernel kill this process (SIGKILL) when its parent dies for any reason; on Linux only.
 
     A program calls it first, with its parent's ``os.getpid()``, for example from its arguments. It also works for a
-    process that is stopped, or that does not read from a closed pipe.
+    process that is stopped, or that never notices a closed pipe.
 
     The kernel watches the *thread* that started the process: that thread must live as long as the process is needed.
     """
@@ -30,7 +30,7 @@ def end_with_parent(parent: int) -> None:
         return
     with suppress(OSError, AttributeError):  # a C library without it
         ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
-    if os.getppid() != parent and not _is_there(parent):  # it died before the kernel was asked
+    if os.getppid() != parent and not _is_there(parent):  # it died before the prctl call
         os._exit(1)
 
 
@@ -42,7 +42,7 @@ def remove_at_end(directory: Path) -> None:
     """Remove a directory when this process ends, even if its whole process group is killed."""
     remover = _removers.get(os.getpid())
     if remover is None:
-        # It waits for the end of its input, which the kernel closes, in a session that no signal to this one reaches.
+        # It waits until the kernel closes its input, in a separate session that signals to ours do not reach.
         script = 'while IFS= read -r path; do set -- "$@" "$path"; done; [ $# -eq 0 ] || rm -rf -- "$@"'
         remover = _removers[os.getpid()] = subprocess.Popen(
             ["/bin/sh", "-c", script, "remover"],

@@ -1,4 +1,4 @@
-"""Seconds by phase, which add up to the wall time. ``other`` is the time outside any phase."""
+"""Seconds by phase, which sum to the wall time. ``other`` is the time outside any phase."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Clock:
 
     @contextmanager
     def phase(self, name: str) -> Generator[None]:
-        """Time spent inside goes to ``name``."""
+        """Count the time spent inside as ``name``."""
         self._charge()
         self._open.append(name)
         try:

@@ -1,4 +1,4 @@
-"""What a step's time went into, by the operations in a trace of torch's profiler."""
+"""A step's time by operation, from a trace of torch's profiler."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from tunesmith.errors import StorageError, boundary
 
 OPERATION, KERNEL = "cpu_op", ("kernel", "gpu_memcpy", "gpu_memset")
 COMPILED_CALL = "tunesmith::"
-"""What the names of calls of the package's compiled functions begin with; torch has no operation for them."""
+"""Name prefix of calls to the package's compiled functions, for which torch has no operation."""
 
 
 def largest_costs(trace: Path, most: int) -> list[tuple[str, float]]:
-    """The operations with the most seconds of their own, the largest first: on the GPU where one was used.
+    """The operations with the largest self time in seconds, largest first: on the GPU if one was used.
 
     Raises:
         StorageError: the file cannot be read.
@@ -39,7 +39,7 @@ def _totals(events: Sequence[Mapping[str, Any]]) -> Counter[str]:
 
 
 def _own(events: Sequence[Mapping[str, Any]]) -> Counter[str]:
-    """Microseconds by name, each operation's without those of the operations that it calls."""
+    """Self time in microseconds by name: each operation without the operations that it calls."""
     spent, threads = _totals(events), defaultdict[Any, list[Mapping[str, Any]]](list)
     for event in events:
         threads[event["pid"], event["tid"]].append(event)

@@ -26,7 +26,7 @@ from tunesmith.errors import TrainerLostError
 GRACE = 10.0
 """Seconds for a step that has changed weights to finish, and for a busy main thread to react."""
 TEARDOWN = 10.0
-"""Seconds for closing everything, once all is saved."""
+"""Seconds for closing everything, after saving."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -41,7 +41,7 @@ class Interrupted(KeyboardInterrupt):
 @dataclass(slots=True)
 class _State:
     asked: int | None = None
-    """The signal that came first."""
+    """The first signal."""
     since: float = 0.0
     held: int = 0
     elsewhere: int = 0
@@ -63,7 +63,7 @@ def asked() -> bool:
 
 
 def asked_since() -> float | None:
-    """When that was, by ``time.monotonic``; None: it was not."""
+    """The time of that signal, by ``time.monotonic``; None if there was none."""
     return None if _state.asked is None else _state.since
 
 
@@ -79,7 +79,7 @@ def check() -> None:
 
 @contextmanager
 def held() -> Generator[None]:
-    """A signal that arrives inside takes effect at the end."""
+    """Defer a signal that arrives inside to the end."""
     _state.held += 1
     try:
         yield
@@ -100,7 +100,7 @@ def elsewhere() -> Generator[None]:
 
 
 def commit() -> None:
-    """The step is about to change weights: from now on a signal waits for its end."""
+    """The step is about to change weights: from now on a signal waits for the step's end."""
     if not _state.committed:
         check()
         _state.committed = True
@@ -135,7 +135,7 @@ def keeping(keep: Callable[[], str | None]) -> Generator[None]:
     except Interrupted:
         keep_now()
         raise
-    except TrainerLostError as lost:  # it was killed because it did not answer while all was stopping
+    except TrainerLostError as lost:  # it was killed because it did not answer during shutdown
         if _state.asked is None:
             raise
         keep_now()
@@ -251,7 +251,7 @@ def _exit(state: _State, text: str) -> None:
 
 
 def say(text: str) -> None:
-    """Tell who waits for the end, on standard error."""
+    """Tell a waiting user, on standard error."""
     with suppress(OSError, ValueError):
         sys.stderr.write(f"{text}\n")
         sys.stderr.flush()

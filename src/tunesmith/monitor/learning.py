@@ -1,6 +1,6 @@
-"""Recognises from its metrics that a run learns nothing, with the likely cause and what to do.
+"""Detects from its metrics that a run learns nothing, with the likely cause and remedy.
 
-Each cause is a condition on the numbers of the last steps; ``findings.toml`` has its text.
+Each cause is a condition on the metrics of the last steps; ``findings.toml`` has its text.
 """
 
 from __future__ import annotations
@@ -21,33 +21,33 @@ Metrics = Mapping[str, float]
 
 FACTS_FILE = "facts.json"
 STEPS = 3
-"""Steps in a row without anything to learn from, before a warning."""
+"""Consecutive steps without anything to learn from, before a warning."""
 NO_GRADIENT = 1e-9
 LEAST_REACH = 1e-6
 """Learning rate times optimizer steps below which no weight changes noticeably: AdamW moves a weight by about the
 learning rate per step, and weights are about 0.02."""
 MOST = 4000
-"""Steps that are remembered; in a longer run every second one is dropped."""
+"""Maximum number of stored steps; in a longer run every second one is dropped."""
 LONG_ENOUGH = 20
 """Steps after which the end of a loss curve can be compared with its beginning."""
 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What must be known about a run to judge its metrics."""
+    """Facts about a run that are needed to judge its metrics."""
 
     rollouts: bool = False
     """Whether it samples, or trains on given data."""
     rewarded: bool = True
     """Whether it learns from rewards; with a teacher it does not."""
     from_total: bool = True
-    """Whether equal total rewards teach nothing; not so where single rewards or lengths count too."""
+    """Whether equal total rewards teach nothing; False if individual rewards or lengths also count."""
     compares_group: bool = True
     """Whether a rollout is compared with the others of its group."""
     full_reward: float | None = None
-    """The reward of a perfect answer, where it is known."""
+    """The reward of a perfect answer, if known."""
     frozen_steps: int = 0
-    """First steps, in which only the critic learns."""
+    """Number of initial steps in which only the critic learns."""
     reach: float = 1.0
     """Learning rate times optimizer steps of the run."""
     lr: float = 0.0
@@ -59,22 +59,22 @@ class Facts:
     """Tasks or samples."""
     eval_size: int | None = None
     repeated: float = 0.0
-    """Share of the training data that is there more than once."""
+    """Share of duplicates in the training data."""
     seen: float = 0.0
     """Share of the held-out data that is in the training data."""
     too_long: float = 0.0
     """Share of the training data's lines that were left out because they are too long."""
     bad: float = 0.0
-    """Share of its lines that were left out because they cannot be used."""
+    """Share of its lines that were left out because they are unusable."""
     source_share: float | None = None
-    """Share of the draws from the source that gives most, where there are several."""
+    """Share of the samples from the largest source, if there are several."""
     threads_per_core: float = 1.0
-    """Threads of all processes that compute at once on this machine's CPU, for each core that they may use."""
+    """Threads of all processes that compute at once on this machine's CPU, per usable core."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Why nothing is learned: a key of the cause, the numbers that show it, and what to do."""
+    """The reason why nothing is learned: the key of the cause, the numbers that show it, and advice."""
 
     cause: str
     numbers: str
@@ -85,22 +85,22 @@ class Finding:
 
 
 def write_facts(facts: Facts, run_dir: Path) -> None:
-    """For ``tunesmith doctor``, which judges a run by its files."""
+    """Write the facts for ``tunesmith doctor``, which judges a run by its files."""
     write_json(run_dir / FACTS_FILE, asdict(facts))
 
 
 def read_facts(run_dir: Path) -> Facts | None:
-    """None if they are missing or of another version."""
+    """Read the facts; None if they are missing or of another version."""
     with suppress(StorageError, TypeError):
         return Facts(**read_json(run_dir / FACTS_FILE))
     return None
 
 
 def finding(history: Sequence[Metrics], facts: Facts) -> Finding | None:
-    """What is wrong with the last ``STEPS`` steps, if nothing could be learned in any of them.
+    """The problem of the last ``STEPS`` steps, if nothing could be learned in any of them.
 
     Args:
-        history: the metrics of all steps so far; the earlier ones show what has been lost since.
+        history: the metrics of all steps so far; the earlier ones show later losses.
     """
     last = history[-STEPS:]
     if len(last) < STEPS:
@@ -114,7 +114,7 @@ def finding(history: Sequence[Metrics], facts: Facts) -> Finding | None:
 
 
 def at_the_end(history: Sequence[Metrics], facts: Facts) -> Finding | None:
-    """What is still wrong when the run ends, or a loss that is no lower than at the beginning."""
+    """A problem that remains when the run ends, or a loss that is no lower than at the beginning."""
     if problem := finding(history, facts):
         return problem
     losses = [step["loss"] for step in history if "loss" in step]
@@ -136,7 +136,7 @@ class LearningWatch:
     """The cause that was reported last."""
 
     def step(self, metrics: Metrics) -> str | None:
-        """Add a step; returns a warning if there is a new one."""
+        """Add a step; returns a new warning, if any."""
         self.history.append({name: metrics[name] for name in _READ if name in metrics})
         if len(self.history) > MOST:
             del self.history[STEPS:-STEPS:2]
@@ -157,7 +157,7 @@ _READ = (
 
 
 class _Numbers:
-    """What the last ``STEPS`` steps show; a mean is None where none of them has the metric."""
+    """Statistics of the last ``STEPS`` steps; a mean is None if none of them has the metric."""
 
     def __init__(self, history: Sequence[Metrics], facts: Facts) -> None:
         self.history, self.last, self.facts = history, history[-STEPS:], facts
@@ -187,7 +187,7 @@ class _Numbers:
 
 
 def _harmful(n: _Numbers) -> dict[str, bool]:
-    """Causes that count even where steps have something to learn from: the first that applies is reported."""
+    """Causes that count even if steps have something to learn from; the first that applies is reported."""
     first, loss = n.first, n.loss
     long_enough = not n.facts.rollouts and len(n.history) >= 2 * STEPS
     return {

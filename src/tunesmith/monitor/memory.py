@@ -20,7 +20,7 @@ def memory_metrics() -> dict[str, float]:
 
 
 def _host_peak() -> int:
-    """Of this program. ``ru_maxrss`` would count the process that started it, whose peak Linux hands on."""
+    """Peak of this program only: in ``ru_maxrss``, Linux includes the peak inherited from the parent process."""
     try:
         found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
     except OSError:

@@ -1,4 +1,4 @@
-"""Metrics on disk: one JSON object per line in ``metrics.jsonl``; the sinks get the same."""
+"""Metrics on disk, as one JSON object per line in ``metrics.jsonl``, and in the sinks."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from tunesmith.redact import open_private
 
 
 class JsonLines:
-    """Appends JSON objects to a file and flushes each. Other values are converted by ``plain``.
+    """Appends JSON objects to a file and flushes each. Values other than JSON's are converted by ``plain``.
 
     Args:
-        private: a new file is readable by its owner only.
+        private: a new file is readable only by its owner.
 
     Raises:
         StorageError: the disk is full or the file cannot be written.
@@ -49,7 +49,7 @@ class JsonLines:
         return open(self.path, "a", encoding="utf-8", opener=self._opener)
 
     def _in_place(self) -> bool:
-        """Whether the open file is still the one at the path."""
+        """Whether the path still refers to the open file."""
         try:
             return os.path.samestat(os.stat(self.path), os.fstat(self._file.fileno()))
         except FileNotFoundError:
@@ -90,7 +90,7 @@ class MetricsLog:
                 sink.write(step, metrics)
 
     def show(self, step: int, rows: Sequence[Row], *, always: bool = False) -> None:
-        """Give rollouts of a step to the sinks."""
+        """Pass a step's rollouts to the sinks."""
         if rows and (always or step % self._every == 0):
             for sink in self._sinks:
                 sink.show(step, rows)
@@ -114,7 +114,7 @@ def keep_lines(path: Path, kept: Callable[[Any], bool]) -> int:
     A killed process leaves its last line incomplete; a crash of the machine may leave one without content.
 
     Returns:
-        How many lines are left; a missing file has none.
+        The number of remaining lines; 0 for a missing file.
     """
     if not path.exists():
         return 0
@@ -127,7 +127,7 @@ def keep_lines(path: Path, kept: Callable[[Any], bool]) -> int:
 
 
 def drop_after(path: Path, step: int) -> None:
-    """Truncate a file whose lines are ordered by ``step`` before the first one that is later or damaged.
+    """Truncate a file with lines ordered by ``step`` before the first line that is later or damaged.
 
     If no line is kept, the file itself is removed, because it may be a link to a file outside the run.
     """
@@ -146,7 +146,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def newest_objects(file: Path, most_bytes: int | None) -> list[dict[str, Any]]:
-    """The JSON objects in whole lines among the last bytes of a file, None: in all; nothing where there is no file.
+    """The JSON objects in whole lines among the last ``most_bytes`` (None: all) of a file; none if it is missing.
 
     Raises:
         StorageError: it cannot be read.
@@ -159,7 +159,7 @@ def newest_objects(file: Path, most_bytes: int | None) -> list[dict[str, Any]]:
 
 
 def is_evaluation(line: Mapping[str, Any]) -> bool:
-    """Whether a line of ``metrics.jsonl`` is an evaluation's, and not a step's."""
+    """Whether a line of ``metrics.jsonl`` belongs to an evaluation, not to a step."""
     return any(name.startswith("eval/") for name in line)
 
 
@@ -186,7 +186,7 @@ def is_whole(line: bytes, kept: Callable[[Any], bool]) -> bool:
 
 
 def _finite(value: Any) -> Any:
-    """JSON has no infinities and no NaN: they become null."""
+    """The value with infinities and NaN, which JSON lacks, as null."""
     match value:
         case float() if not math.isfinite(value):
             return None

@@ -1,4 +1,4 @@
-"""Converts any value to plain JSON data, so that nothing that user code logs can end a run."""
+"""Converts any value to plain JSON data, so that no value logged by user code can end a run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def plain(value: Any, depth: int = 0) -> Any:
 
     Numbers of other kinds (NumPy, ``Fraction``, ``Decimal``) become floats or ints, arrays and tensors lists, sets
     lists in the order of their texts, and everything else its ``repr``. Text keeps all characters but lone
-    surrogates, which UTF-8 cannot hold and which become ``\\udc80`` and the like.
+    surrogates, which UTF-8 cannot encode and which become ``\\udc80`` and the like.
     """
     if value is None or isinstance(value, bool):
         return value
@@ -43,7 +43,7 @@ def plain(value: Any, depth: int = 0) -> Any:
         if callable(to_list := getattr(value, "tolist", None)):
             return plain(to_list(), depth + 1)
     except Exception:
-        # It only looked like one of these.
+        # It only looked like one of these types.
         return shown(value)
     return shown(value)
 

@@ -1,4 +1,4 @@
-"""How a run is shown: a live panel in a terminal, one line per step elsewhere, and a table at the end."""
+"""Displays a run: a live panel in a terminal, one line per step elsewhere, and a table at the end."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ COLUMNS: Mapping[str, tuple[str, Callable[[float], str]]] = {
     "grad_norm": ("grad norm", number),
     "lr": ("lr", number),
 }
-"""The metrics that are shown if a step has them: label and format."""
+"""The metrics shown if a step has them: label and format."""
 WATCHED = ("reward", "loss")
 """The sparkline follows the first of these."""
 
@@ -107,7 +107,7 @@ class Progress:
         """The run enters a phase."""
 
     def step(self, step: int, metrics: Mapping[str, float], seconds: float) -> None:
-        """A step is done; ``seconds`` is its wall time."""
+        """A step has ended; ``seconds`` is its wall time."""
         self.done = step
         self._seconds.append(seconds)
         if step % self._every == 0 or step in (self._first, self.total):
@@ -123,11 +123,11 @@ class Progress:
         return self
 
     def __exit__(self, *raised: object) -> None:
-        """Stop the display; what it shows stays."""
+        """Stop the display; its content stays visible."""
 
 
 class LivePanel(Progress):
-    """A bar, the latest numbers and the reward's curve, redrawn in place; notes scroll above."""
+    """A bar, the latest metrics and the reward's curve, redrawn in place; notes scroll above."""
 
     def __init__(self, total: int, start: int = 0, console: Console | None = None) -> None:
         from rich.console import Console
@@ -232,7 +232,7 @@ def time_table(totals: Mapping[str, float]) -> list[str]:
 
 
 def print_summary(totals: Mapping[str, float], facts: Mapping[str, str]) -> None:
-    """Where the time went, then one line per fact (``reward``: ``0.12 → 0.87``, ``checkpoint``: its path)."""
+    """Print the time by phase, then one line per fact (``reward``: ``0.12 → 0.87``, ``checkpoint``: its path)."""
     print("\nWhere the time went")
     for line in time_table(totals):
         print(f"  {line}")

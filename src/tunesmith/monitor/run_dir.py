@@ -5,8 +5,8 @@
     runs/arithmetic-1/
         config.toml       the settings, with the derived ones as comments
         resolved.json     every setting with its source and reason
-        plan.json         memory and seconds that were planned when the run began
-        facts.json        what ``tunesmith doctor`` has to know of data and rewards
+        plan.json         memory and seconds as planned when the run began
+        facts.json        facts about data and rewards for ``tunesmith doctor``
         metrics.jsonl     one object per step
         rollouts.jsonl    some groups of each step
         rollouts-older.jsonl
@@ -15,7 +15,7 @@
         model             a link to the newest checkpoint's model
         trace/            with monitor.trace_steps
         profile/          with monitor.profile_steps
-        tensorboard/      with this sink
+        tensorboard/      with the TensorBoard sink
         run.lock          held by the process that writes here
 """
 
@@ -78,8 +78,8 @@ def open_run_dir(run_dir: Path | None, name: str, resume: bool | Literal["auto"]
     Args:
         run_dir: None creates ``runs/<name>-<number>`` in the working directory.
         name: of the run.
-        resume: ``checkpoint.resume``. True continues the run in ``run_dir``; "auto" does so where there is one; the
-            path of a checkpoint continues its run if that is in ``run_dir``, and else starts a new run from it.
+        resume: ``checkpoint.resume``. True continues the run in ``run_dir``; "auto" does so if there is one; the path
+            of a checkpoint continues its run if that is in ``run_dir``, and otherwise starts a new run from it.
 
     Raises:
         ConfigError: the directory holds another run, or another process is writing to it.
@@ -108,7 +108,7 @@ def open_run_dir(run_dir: Path | None, name: str, resume: bool | Literal["auto"]
 
 
 def how_to_continue(path: Path) -> str:
-    """How to continue the run in a directory. Without a checkpoint, ``resume=auto`` starts it anew."""
+    """How to continue the run in a directory. Without a checkpoint, ``resume=auto`` restarts it."""
     resume = f"checkpoint.resume={'true' if newest_checkpoint(path) else 'auto'}"
     if (words := own_command()) is None:
         return f"Continue with the same command and run_dir={shlex.quote(str(path))} {resume}"
@@ -119,7 +119,7 @@ def how_to_continue(path: Path) -> str:
 
 
 def own_command() -> list[str] | None:
-    """The words of this process's ``tunesmith`` command; None in any other program."""
+    """The arguments of this process's ``tunesmith`` command; None in any other program."""
     name, *words = sys.argv or [""]
     return ["tunesmith", *words] if Path(name).name in ("tunesmith", "__main__.py") else None
 
@@ -143,7 +143,7 @@ def _without_secret(word: str) -> str:
 
 
 def check_run_dir(run_dir: Path, resume: bool | Path | Literal["auto"]) -> None:
-    """Refuse a directory that ``open_run_dir`` would refuse, without touching it.
+    """Reject a directory that ``open_run_dir`` would reject, without touching it.
 
     Raises:
         ConfigError: it cannot be created or written, holds another run, or another process is writing to it.
@@ -180,7 +180,7 @@ def point(link: Path, target: Path) -> None:
 
 
 def newest_checkpoint(path: Path) -> Path | None:
-    """The newest whole checkpoint in a run directory."""
+    """The newest complete checkpoint in a run directory."""
     folder = path / "checkpoints"
     whole = [p for p in folder.iterdir() if not p.name.startswith(".")] if folder.is_dir() else []
     return max(whole, default=None, key=lambda p: p.name)
@@ -211,7 +211,7 @@ def numbered_directory(parent: Path, name: str) -> Path:
 
 
 def is_running(path: Path) -> bool:
-    """Whether a process is known to hold the lock of a run's directory: that of another user cannot be read."""
+    """Whether a process is known to hold the lock of a run's directory; another user's lock cannot be read."""
     path = path.absolute()
     if path in _locked_here:  # opening the file here, and closing it, would drop the lock
         return True
@@ -225,7 +225,7 @@ def is_running(path: Path) -> bool:
 
 @contextmanager
 def _locked(path: Path) -> Generator[None]:
-    """Hold the lock. The kernel drops it when the process ends, so that it never becomes stale.
+    """Hold the lock. The kernel releases it when the process ends, so it never becomes stale.
 
     It is a record lock, not ``flock``, because children of a killed process must not inherit it.
     """

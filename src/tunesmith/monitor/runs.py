@@ -1,4 +1,4 @@
-"""Runs beside each other, read from their directories: what each is, how far it came, and where they differ."""
+"""Compares runs, read from their directories: their settings, progress and differences."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from tunesmith.monitor.metrics import is_evaluation, newest_objects
 from tunesmith.monitor.run_dir import LATEST, holds_run, is_running
 
 END_BYTES = 1 << 16
-"""Of the metrics, read to learn how far a run came."""
+"""Bytes read from the end of the metrics to learn a run's progress."""
 LEARNED = ("reward", "loss", "accuracy", "margin")
 NOT_COMPARED = ("step", "time")
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """``last``: the newest line of a step in ``metrics.jsonl``; ``settings`` by dotted key."""
+    """A run. ``last``: the newest step's line in ``metrics.jsonl``; ``settings`` by dotted key."""
 
     path: Path
     settings: Mapping[str, Any]
@@ -55,10 +55,10 @@ def find_runs(directory: Path) -> list[Run]:
 
 
 def read_run(path: Path) -> Run:
-    """What a run is and how far it came; only the end of its metrics is read.
+    """Read a run's settings and progress; only the end of its metrics is read.
 
     Raises:
-        ConfigError: the directory is not a run's.
+        ConfigError: it is not a run's directory.
     """
     if not path.is_dir() or not holds_run(path):
         raise ConfigError(f"{path} is not the directory of a run. Name one, such as runs/{LATEST}")
@@ -67,7 +67,7 @@ def read_run(path: Path) -> Run:
 
 
 def check_holds(path: Path, files: Sequence[str]) -> None:
-    """Refuse (ConfigError) what is no run's directory: it has none of these files."""
+    """Reject (ConfigError) a path that is not a run's directory: it has none of these files."""
     if not path.is_dir():
         raise ConfigError(f"{path} is not a directory. Name a run's directory, such as runs/{LATEST}")
     if not any((path / name).exists() for name in files):
@@ -86,7 +86,7 @@ def read_settings(path: Path) -> dict[str, Any]:
 
 
 def last_lines(path: Path, most_bytes: int | None = END_BYTES) -> list[dict[str, Any]]:
-    """The whole lines among the last bytes of a run's metrics; None: all of them."""
+    """The whole lines among the last ``most_bytes`` (None: all) of a run's metrics."""
     lines = newest_objects(path / "metrics.jsonl", most_bytes)
     return [line for line in lines if isinstance(line.get("step"), int)]
 
@@ -99,7 +99,7 @@ def differences(runs: Sequence[Run]) -> dict[str, list[Any]]:
 
 
 def late_means(path: Path) -> dict[str, float]:
-    """Each metric's mean over the last fifth of the steps; of evaluations the last value."""
+    """Each metric's mean over the last fifth of the steps; for evaluations the last value."""
     lines = last_lines(path, None)
     steps = [line for line in lines if not is_evaluation(line)]
     late = steps[-max(1, len(steps) // 5) :]

@@ -9,24 +9,24 @@ from typing import Any
 
 @dataclass(slots=True, eq=False)
 class Span:
-    """Something that took time, in seconds of the timeline's clock.
+    """An activity, with times in seconds of the timeline's clock.
 
-    ``lane`` names who did it; spans of one lane may overlap.
+    ``lane`` names the actor; spans of one lane may overlap.
     """
 
     lane: str
     name: str
     start: float
     stop: float | None = None
-    """None while it lasts."""
+    """None while it is open."""
     waits_for: str | None = None
-    """What it waits for, if it is a wait rather than work."""
+    """The object of the wait; None for work."""
     details: dict[str, Any] = field(default_factory=dict[str, Any])
 
 
 @dataclass(frozen=True, slots=True)
 class FinishedStep:
-    """What happened between two calls of ``finish_step``; longer spans are cut at both ends."""
+    """The activities between two calls of ``finish_step``; longer spans are cut at both ends."""
 
     number: int
     start: float

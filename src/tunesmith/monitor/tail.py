@@ -1,4 +1,4 @@
-"""Files of JSON lines that another process appends to, rotates and cuts."""
+"""Reads JSON lines files that another process appends to, rotates and truncates."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ENDING = 64
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Which file it is, whatever its name. The first line counts, as the number of a deleted file is used again."""
+    """Identifies a file regardless of its name; includes the first line, because inode numbers are reused."""
 
     device: int
     inode: int
@@ -39,7 +39,7 @@ class Place:
     ending: bytes = b""
 
     def is_in(self, file: BinaryIO) -> bool:
-        """Whether the file still holds what was read; not so where it was cut."""
+        """Whether the file still holds the part that was read; False if it was truncated."""
         file.seek(self.read - len(self.ending))
         return file.read(len(self.ending)) == self.ending
 
@@ -67,7 +67,7 @@ def open_lines(path: Path) -> BinaryIO | None:
 
 
 def json_object(line: bytes) -> dict[str, Any] | None:
-    """The object of a line; None if the line is none. Bytes that are no UTF-8 become U+FFFD."""
+    """The JSON object in a line; None if there is none. Bytes that are not UTF-8 become U+FFFD."""
     try:
         value = json.loads(line.decode("utf-8", "replace"))
     except (ValueError, RecursionError):

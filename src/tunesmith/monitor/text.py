@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
-"""All control characters but tab and new line, and marks that change the direction of text."""
+"""All control characters except tab and newline, and marks that change the direction of text."""
 
 
 def printable(text: str) -> str:
@@ -27,7 +27,7 @@ def shown_path(path: Path | str) -> str:
 
 
 def width() -> int:
-    """Columns of the terminal; 80 where there is none."""
+    """Columns of the terminal; 80 if there is none."""
     return shutil.get_terminal_size().columns
 
 
@@ -41,10 +41,10 @@ def one_line(text: str, most: int) -> str:
 
 
 def beside_or_below(first: str, second: str, columns: int | None) -> str:
-    """Two texts in one line where there is room for both, else the second one wrapped below the first.
+    """Two texts in one line if both fit, otherwise the second one wrapped below the first.
 
     Args:
-        columns: None is no limit, as in a file.
+        columns: the line width; None: no limit, as in a file.
     """
     if not second:
         return first.rstrip()
@@ -56,7 +56,7 @@ def beside_or_below(first: str, second: str, columns: int | None) -> str:
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Rows of texts as lines whose columns begin at the same place."""
+    """Rows of texts as lines with aligned columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         yield "  ".join(printable(text).ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
@@ -68,7 +68,7 @@ def last_message(prompt: str | list[Mapping[str, Any]]) -> str:
 
 
 def first_and_last(lines: Iterable[Mapping[str, Any]]) -> list[tuple[Mapping[str, Any], Mapping[str, Any]]]:
-    """Of lines of evaluations: for each prompt of both, its line in the first and in the last one."""
+    """For each prompt in both the first and the last evaluation: its line in each."""
     by_step: dict[int, dict[str, Mapping[str, Any]]] = {}
     for line in lines:
         by_step.setdefault(line["step"], {})[str(line.get("task"))] = line

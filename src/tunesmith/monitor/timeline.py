@@ -1,4 +1,4 @@
-"""Records who did what and when; idle shares, traces and the watchdog read this record."""
+"""Records all activities with actor and time, for idle shares, traces and the watchdog."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Timeline:
     """Records spans and levels of the current step. All methods may be called from any thread.
 
     A lane is idle while it has no open span of work. Idle shares are reported for the trainer and for every engine
-    that takes part. The time of the loop's phases in ``outside`` does not count.
+    that takes part. Time in the loop's phases in ``outside`` does not count.
 
     Args:
         directory: where traces are written; created with the first one.
@@ -61,9 +61,9 @@ class Timeline:
 
     @contextmanager
     def span(self, lane: str, name: str, *, waits_for: str | None = None, **details: Any) -> Generator[dict[str, Any]]:
-        """Record the time inside, also around awaits. Yields ``details``, which can be extended until it ends.
+        """Record the time inside, also around awaits. Yields ``details``, which can be extended until the span ends.
 
-        An engine's span has the number of sampled ``tokens`` among them.
+        In an engine's span, they include the number of sampled ``tokens``.
         """
         span = Span(lane, name, self.now(), None, waits_for, details)
         self._record(span)
@@ -107,9 +107,9 @@ class Timeline:
         """The metrics of the time since the last call. Writes the step's trace if it is one of ``steps``.
 
         Returns:
-            ``idle/trainer``, ``idle/engine`` (the mean of all; ``idle/engine/0``, ... where there are several),
+            ``idle/trainer``, ``idle/engine`` (the mean of all; also ``idle/engine/0``, ... if there are several),
             ``engine_tokens_per_second`` (likewise; per second with at least one request), ``waiting/reward`` and
-            ``waiting/environment`` where these worked, and ``.../mean`` and ``.../max`` of every level.
+            ``waiting/environment`` if these were active, and ``.../mean`` and ``.../max`` of every level.
 
         Raises:
             StorageError: the trace cannot be written.
@@ -182,7 +182,7 @@ def activity_metrics(step: FinishedStep, engines: Sequence[str], outside: Collec
 def _waiting(
     step: FinishedStep, lanes: Sequence[str], excluded: Sequence[Interval], seconds: float
 ) -> dict[str, float]:
-    """Shares of the time in which none of ``lanes`` works: waiting for rewards and, without these, for episodes."""
+    """Shares of the time in which all ``lanes`` are idle: waiting for rewards and, otherwise, for episodes."""
     done = [*excluded, *(_ends(s) for s in step.spans if s.lane in lanes and s.waits_for is None)]
     waiting: dict[str, float] = {}
     for name, lane in ((REWARD, REWARD), ("environment", ROLLOUTS)):
@@ -224,7 +224,7 @@ def mean_level(changes: Iterable[tuple[float, float]], start: float, stop: float
     """The mean over time of a level that keeps each value until the next change.
 
     Args:
-        changes: (time, value), in order of time; the first value also holds before its time.
+        changes: (time, value), in order of time; the first value also applies before its time.
     """
     area, since, value = 0.0, start, None
     for moment, changed in changes:

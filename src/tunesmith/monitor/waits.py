@@ -22,8 +22,8 @@ def long_wait(
     """While the body runs, report ``still {doing}: 10 s`` from a thread; nothing once it has ended.
 
     Args:
-        report: None prints.
-        after: when to report, in seconds since the start; then again at intervals of the last. None is ``AFTER``.
+        report: receives the text; None: print.
+        after: when to report, in seconds since the start, then at intervals of the last value; None: ``AFTER``.
     """
     report, after = report or partial(print, flush=True), after or AFTER
     ended, begun = threading.Event(), time.monotonic()

@@ -1,4 +1,4 @@
-"""Reports who waits for whom when nothing moves. It stops nothing."""
+"""Reports who waits for whom when a run stalls. It does not stop anything."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tunesmith.monitor.progress import duration
 from tunesmith.monitor.timeline import Span, Timeline
 
 _FRAMES = 8
-"""Innermost calls shown of a thread."""
+"""Innermost calls shown per thread."""
 
 
 class Watchdog:
@@ -53,11 +53,11 @@ class Watchdog:
 
 
 def stall_report(spans: Sequence[Span], now: float, still: float) -> str:
-    """Who waits for what, who works and since when, and where the threads are.
+    """Who waits for what, who works and since when, and the threads' positions.
 
     Args:
-        spans: the open ones.
-        still: seconds without any movement.
+        spans: the open spans.
+        still: seconds without activity.
     """
     lines = [f"Nothing has moved for {duration(still)}:"]
     for lane, members in groupby(sorted(spans, key=lambda s: s.lane), key=lambda s: s.lane):
@@ -78,7 +78,7 @@ def stall_report(spans: Sequence[Span], now: float, still: float) -> str:
 
 
 def threads_at() -> list[str]:
-    """Where each thread is that may block the run; background and idle threads are left out."""
+    """The position of each thread that may block the run; background and idle threads are left out."""
     frames = sys._current_frames()  # pyright: ignore[reportPrivateUsage]
     lines: list[str] = []
     for thread in threading.enumerate():

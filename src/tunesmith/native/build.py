@@ -1,8 +1,8 @@
-"""Compiles the package's C++ for this machine at first use, keeps it, and loads it.
+"""Compiles the package's C++ for this machine on first use, keeps it, and loads it.
 
-A library is kept under a name made of its source, the headers, the compiler, the CPU and its own content: a change of
-any compiles it anew, and so does damage. Processes that compile at the same time do not disturb each other. Its OpenMP
-is the one that torch has loaded, so both share a team of threads; import torch first.
+A library's file name is derived from its source, the headers, the compiler, the CPU and its own content: it is compiled
+again if any of these changes or the file is damaged. Processes may compile at the same time. The library uses the
+OpenMP that torch has loaded, so both share a team of threads; import torch first.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tunesmith.storage import cache_folder
 
 OPTIONS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fopenmp", "-fPIC", "-shared")
 SECONDS = 300
-"""In which the compiler has to be done."""
+"""Time limit of the compiler."""
 
 
 @cache
@@ -41,7 +41,7 @@ def library(name: str) -> ctypes.CDLL | None:
         for kept in folder.glob(f"{key}-*.so") if folder else ():
             if kept.name == _name(key, kept):
                 return ctypes.CDLL(str(kept))
-            kept.unlink(missing_ok=True)  # to load a part of a library ends the process
+            kept.unlink(missing_ok=True)  # loading a partial library would crash the process
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
             mine = Path(scratch) / f"{name}.so"
             _run(*command, *OPTIONS, "-o", str(mine), str(source))
@@ -58,7 +58,7 @@ def _without(name: str, reason: object) -> None:
 
 
 def _name(key: str, file: Path) -> str:
-    """The name under which this content is kept."""
+    """The file name for this content."""
     content = b""
     with suppress(FileNotFoundError):  # another process has found it damaged
         content = file.read_bytes()
@@ -74,7 +74,7 @@ def _key(command: Sequence[str], source: Path) -> str:
 
 
 def _folder() -> Path | None:
-    """Where libraries are kept; None if nothing can be, or if another user could put a library there."""
+    """Where libraries are kept; None if it is not writable, or if another user could put a library there."""
     folder = cache_folder() / "native"
     try:
         folder.mkdir(parents=True, exist_ok=True)

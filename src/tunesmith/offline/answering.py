@@ -1,7 +1,7 @@
 """Answers tasks into a file that can be continued after a kill at any moment.
 
-The completions of a task depend only on the seed and the task's place in the data, so a continued run writes the lines
-that an uninterrupted one would have written.
+The completions of a task depend only on the seed and the task's position in the data, so a continued run writes the
+lines that an uninterrupted one would have written.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from tunesmith.types import Rollout, RolloutGroup, Task
 BLOCK = 64
 """Rollouts that are checked for failures and written together."""
 REPORT_SECONDS = 2.0
-"""Time between reports of the progress."""
+"""Time between progress reports."""
 
 Produce = Callable[[int, Task], Awaitable[RolloutGroup]]
-"""Plays a task, given its place in the data."""
+"""Plays a task, given its position in the data."""
 
 
 async def answer(
@@ -44,9 +44,9 @@ async def answer(
     """Append a line per task to ``path``, from the first task that has none, in the order of the tasks.
 
     Args:
-        window: tasks in flight at once; no more results than that wait in memory.
-        max_failed_share: of the rollouts of a block; above it the run stops before the block is written.
-        live: how the progress is shown (``open_progress``).
+        window: tasks in flight at once, and the most results that wait in memory.
+        max_failed_share: limit for the rollouts of a block; above it the run stops before the block is written.
+        live: how to show the progress (``open_progress``).
 
     Raises:
         RewardError: too many rollouts failed.
@@ -66,7 +66,7 @@ async def answer(
                 last = done + len(block) == len(tasks)
                 if len(rollouts) < BLOCK and not last:
                     continue
-                # A short last block is judged as the end of a full one whose other rollouts are good.
+                # A short last block is judged as if it were a full one whose other rollouts are good.
                 good = [Rollout(tasks[0])] * (BLOCK - len(rollouts)) if done else []
                 check_failed([*good, *rollouts], max_failed_share)
                 for member in block:
@@ -81,7 +81,7 @@ async def answer(
 
 
 async def _in_order(tasks: Sequence[Task], start: int, produce: Produce, window: int) -> AsyncGenerator[RolloutGroup]:
-    """The groups of ``tasks[start:]`` in order, with ``window`` tasks in flight. Closing it cancels those."""
+    """The groups of ``tasks[start:]`` in order, with ``window`` tasks in flight, which closing it cancels."""
     flying: deque[asyncio.Task[RolloutGroup]] = deque()
     try:
         for place in range(start, len(tasks)):
@@ -107,5 +107,5 @@ def _metrics(rollouts: Sequence[Rollout], stats: EngineStats, seconds: float) ->
 
 
 def window_of(max_running: int, n: int) -> int:
-    """Tasks in flight that keep an engine full while the first of them is awaited."""
+    """Number of tasks in flight that keeps an engine full while the first of them is awaited."""
     return max(1, ceil(2 * max_running / n))

@@ -30,7 +30,7 @@ class Generated:
     output: Path
     lines: int
     counts: dict[str, float]
-    """Numbers of completions and of lines by what became of them."""
+    """Numbers of completions and of lines, by result."""
     usage: dict[str, float] = field(default_factory=dict[str, float], compare=False)
     """Seconds by phase and peak memory of all calls, by the names of metrics; see ``Usage``."""
     earlier: float = field(default=0.0, compare=False)
@@ -38,7 +38,7 @@ class Generated:
 
 
 def run_generate(path: Path | None, overrides: Sequence[str] = ()) -> Generated:
-    """``tunesmith generate``; called again, it continues."""
+    """``tunesmith generate``; a repeated call continues."""
     usage = Usage()
     with open_sampling(GenerateConfig, path, overrides) as run:
         resolved = resolve_sampling(run.config, run.tasks)

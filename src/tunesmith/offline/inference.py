@@ -37,7 +37,7 @@ class Generation:
     """Without special tokens."""
     token_ids: list[list[int]]
     logprobs: list[list[float]]
-    """Of each token, in the distribution it was drawn from (greedy: at temperature 1)."""
+    """Per token, under the distribution it was sampled from (greedy: at temperature 1)."""
     finish_reasons: list[FinishReason]
 
     @property
@@ -67,13 +67,13 @@ def generate(
     max_running: int = 256,
     max_prefill_tokens: int = 8192,
 ) -> list[Generation]:
-    """Complete prompts together; each gets what it would get alone, up to rounding.
+    """Complete prompts as a batch; each gets the completion it would get alone, up to rounding.
 
-    ``max_running`` bounds what is decoded together, ``max_prefill_tokens`` what is prefilled together.
-    Sampled completions depend on ``seed`` and the prompt's place.
+    ``max_running`` limits the sequences decoded together, ``max_prefill_tokens`` the tokens prefilled together.
+    Sampled completions depend on ``seed`` and the prompt's position.
 
     Args:
-        model: a directory or hub name, or a model that is loaded already.
+        model: a directory or hub name, or a loaded model.
         prompts: texts, or conversations as lists of messages.
         temperature: 0 is greedy; None: greedy for one completion per prompt, else 1.
         chat: whether texts go through the chat template; None: if the tokenizer has one.
@@ -108,7 +108,7 @@ def generate(
 
 
 def _checked(prompts: Iterable[Any], stop: object) -> list[Prompt]:
-    """Texts and conversations, as from lines of data. UserError for others, and for a text where a list belongs."""
+    """Texts and conversations, as from lines of data. UserError for other values, and for a text instead of a list."""
     if isinstance(prompts, str):
         raise UserError("prompts is one text; give a list of prompts, even of one")
     if isinstance(stop, str):

@@ -27,7 +27,7 @@ class LineWriter:
 
     decode: Callable[[Sequence[int]], str]
     flat: bool
-    """There is one completion per prompt; its fields stand in the line itself."""
+    """Whether there is one completion per prompt, with its fields in the line itself."""
     scored: bool
     logprobs: bool = False
     overwritten: tuple[str, ...] = ()
@@ -52,10 +52,10 @@ class LineWriter:
         return record | (scores_of(rollout) if self.scored or rollout.status is not Status.OK else {})
 
     def check_columns(self, tasks: Sequence[Task]) -> None:
-        """Refuse data whose columns the output would overwrite.
+        """Reject data whose columns the output would overwrite.
 
         Raises:
-            DataError: naming the column.
+            DataError: names the column.
         """
         own = (*FLAT, *(LOGPROBS if self.logprobs else ())) if self.flat else ("completions",)
         for task in tasks:
@@ -66,7 +66,7 @@ class LineWriter:
 
 
 def scores_of(rollout: Rollout) -> Json:
-    """The reward, the reward of each function, the numbers they logged, and the error if there is one."""
+    """The total reward, each function's reward, the numbers they logged, and the error if there is one."""
     scores: Json = {"reward": rollout.reward, "rewards": rollout.rewards}
     if rollout.metrics:
         scores["metrics"] = rollout.metrics
@@ -76,7 +76,7 @@ def scores_of(rollout: Rollout) -> Json:
 
 
 def records_of(line: Mapping[str, Any]) -> list[Json]:
-    """The completions of a line: those of the list ``completions``, or the one in the line itself."""
+    """The completions of a line: the list ``completions``, or the one in the line itself."""
     return cast("list[Json]", line["completions"]) if "completions" in line else [dict(line)]
 
 
@@ -84,7 +84,7 @@ def repair(path: Path) -> int:
     """Cut off an incomplete last line, which a killed process leaves. Returns the number of whole lines.
 
     Raises:
-        DataError: whole lines follow a damaged one, which no kill leaves; nothing is cut.
+        DataError: whole lines follow a damaged one, which a kill cannot cause; nothing is cut.
     """
     if path.exists():
         with boundary(StorageError, f"cannot read {path}", OSError), path.open("rb") as file:
@@ -109,7 +109,7 @@ def read_lines(path: Path) -> Iterator[Json]:
 
 
 def write_whole(path: Path, lines: Iterator[Json]) -> int:
-    """Write a file that exists whole or not at all. Returns the number of its lines."""
+    """Write a file atomically: whole or not at all. Returns its number of lines."""
     count = 0
     with boundary(StorageError, f"cannot write {path}", OSError), replacing(path) as unfinished:
         out = JsonLines(unfinished, private=True)
@@ -120,10 +120,10 @@ def write_whole(path: Path, lines: Iterator[Json]) -> int:
 
 
 def claim(path: Path, identity: Mapping[str, Any]) -> None:
-    """Record what the lines of an output file come from, in a file next to it, or compare with the record.
+    """Record the origin of an output file's lines in a file next to it, or compare with an existing record.
 
     Raises:
-        ConfigError: the file was begun from something else.
+        ConfigError: the file was begun with another origin.
     """
     note = path.with_name(f".{path.stem}.source.json")
     current: Json = {key: same_path(value) for key, value in json.loads(json.dumps(redact_values(identity))).items()}

@@ -57,7 +57,7 @@ class RFTOutcome:
 
     run_dir: Path
     model: Path | None
-    """The last trained model; None while there is none."""
+    """The last trained model; None before the first."""
     evaluations: dict[str, Json]
     """By ``base``, ``round-1``, ...: shares as ``[share, low, high]``."""
     yields: dict[str, Json]
@@ -78,7 +78,7 @@ class RFTOutcome:
 def run_rft(
     step: Step, path: Path | None, overrides: Sequence[str] = (), caller: Caller = FROM_A_COMMAND
 ) -> RFTOutcome:
-    """One step, or with ``run`` all of them; what is done already is not done again."""
+    """One step, or with ``run`` all of them; completed work is not repeated."""
     usage = Usage()
     with open_sampling(RFTConfig, path, overrides, caller) as opened:
         if step == "evaluate" and opened.config.data.eval is None:
@@ -93,17 +93,17 @@ class Questions:
     """Tasks to answer, in the tokens of the model that answers them."""
 
     opened: SamplingRun[RFTConfig]
-    """With the tokenizer of that model."""
+    """Uses the tokenizer of that model."""
     tasks: Sequence[Task]
     fingerprint: str
     shots: str | None = None
-    """The text of the file of worked examples that precede each task; None: there are none."""
+    """The text of the file of worked examples that precede each task; None if there are none."""
     separator: str = ""
     """Between worked examples in plain text; sampling stops at it."""
 
 
 def _begin(opened: SamplingRun[RFTConfig], usage: Usage) -> _Run:
-    """Resolve and announce the settings; read what the run has already."""
+    """Resolve and announce the settings; read the run's existing results."""
     config, run_dir = opened.config, opened.directory.path
     first = _first_questions(opened)
     held_out = opened.held_out.items if opened.held_out else []
@@ -121,7 +121,7 @@ def _begin(opened: SamplingRun[RFTConfig], usage: Usage) -> _Run:
 
 
 def _first_questions(opened: SamplingRun[RFTConfig]) -> Questions:
-    """The first round's, after worked examples, in the tokens of ``rft.sampler`` or of the model to train."""
+    """The first round's questions, after worked examples, tokenized for ``rft.sampler`` or the model to train."""
     config, data = opened.config, opened.data
     if config.rft.sampler is not None:
         tokenizer = load_tokenizer(sampling_from(config, config.rft.sampler))
@@ -139,7 +139,7 @@ def _first_questions(opened: SamplingRun[RFTConfig]) -> Questions:
 
 
 def with_shots(task: Task, encoder: PromptEncoder, shots: Shots, limit: int | None) -> Task:
-    """The task with worked examples before it. It is learned and evaluated without them."""
+    """The task with worked examples before it. Training and evaluation omit them."""
     ids = encoder.ids(task.prompt, tools_in_data(task), shots)
     if limit is not None and len(ids) > limit:
         raise DataError(
@@ -156,7 +156,7 @@ class _Run:
     opened: SamplingRun[RFTConfig]
     resolved: Resolved[RFTConfig]
     threshold: float
-    """The reward from which an answer is correct."""
+    """The lowest reward of a correct answer."""
     first: Questions
     base: Round
     rounds: list[Round]
@@ -240,7 +240,7 @@ class _Run:
         print(describe_yield(this.name, counts), flush=True)
 
     def train(self, number: int) -> None:
-        """``tunesmith sft`` on what a round kept."""
+        """Run ``tunesmith sft`` on the answers that a round kept."""
         this = self.rounds[number]
         if this.model is not None:
             return
@@ -269,7 +269,7 @@ class _Run:
         done = run_sft(run_file, ['checkpoint.resume="auto"'], Caller(reasons, self.opened.caller.callbacks))
         setup = done.seconds.get("setup", 0.0)
         metrics = {"seconds/setup": setup, "seconds/training": -setup}
-        # Each step of the training resets the peak of device memory, so the highest of them counts.
+        # Each training step resets the peak of device memory, so the highest of them counts.
         peaks = [line.get("memory/device_peak") for line in read_metrics(this.sft / "metrics.jsonl")]
         if known := [peak for peak in peaks if peak is not None]:
             metrics["memory/device_peak"] = max(known)
@@ -307,7 +307,7 @@ class _Run:
         claim(out, source)
 
         def decode(token_ids: Sequence[int]) -> str:
-            """The text of an answer, without the separator at which it was stopped."""
+            """The text of an answer, without the separator that ended it."""
             text: str = tokenizer.decode(token_ids, skip_special_tokens=True)
             return text.split(separator, 1)[0] if separator else text
 
@@ -330,15 +330,13 @@ class _Run:
         )
 
     def _training_settings(self, number: int, data: DataSection, samples: int) -> tuple[dict[str, Any], dict[str, str]]:
-        """The settings of a round's training by dotted key, and the reasons of those that the user did not set."""
+        """The settings of a round's training by dotted key, and the reasons for those that the user did not set."""
         config, given, name = self.config, self.resolved.given, self.opened.directory.path.name
         values, reasons = settings(config), {d.key: d.reason for d in self.resolved.derived}
-        # What depends on the machine is derived again: nothing is sampled beside the training.
+        # Settings that depend on the machine are derived again: no sampler runs next to the training.
         chosen = {*given, *profile_values(config.rft.profile), *(k for k in reasons if not k.startswith("system."))}
         kept = {k: values[k] for k in values if k in chosen and k.startswith(_TRAINING) and k not in SAMPLER_KEYS}
-        if (
-            kept.get("system.compile") is True
-        ):  # what is on by itself, but refused where training has nothing to compile
+        if kept.get("system.compile") is True:  # on by default, but refused if training has nothing to compile
             del kept["system.compile"]
         start = self.rounds[number - 1].model if number and config.rft.start == "last" else None
         if start is not None and (start / ADAPTER_CONFIG).is_file():
@@ -370,7 +368,7 @@ def sampling_from(config: RFTConfig, model: Path | str | None) -> RFTConfig:
 
 
 def _release_memory() -> None:
-    """Free the GPU memory of a sampler that is gone."""
+    """Free the GPU memory of a closed sampler."""
     import torch
 
     gc.collect()

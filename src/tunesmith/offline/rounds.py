@@ -1,4 +1,4 @@
-"""The files of rejection-sampling fine-tuning (RFT; Yuan et al. 2023, arXiv:2308.01825), and what they hold.
+"""The files of rejection-sampling fine-tuning (RFT; Yuan et al. 2023, arXiv:2308.01825), and their contents.
 
 ::
 
@@ -6,7 +6,7 @@
         base/evaluation.jsonl, evaluation.json    the model before training
         round-1/
             samples.jsonl       every question with its sampled answers and their rewards
-            train.jsonl         what is learned: prompt and completion
+            train.jsonl         the training data: prompt and completion
             questions.jsonl     numbers of samples, correct and kept answers of each question
             yield.json          the totals of these numbers
             sft.toml, sft/      the training, a run of ``tunesmith sft``
@@ -44,12 +44,12 @@ class Round:
 
     @property
     def model(self) -> Path | None:
-        """The trained model; None before the training has ended."""
+        """The trained model; None before training has ended."""
         return Path(read_json(self.trained)["model"]) if self.trained.exists() else None
 
 
 def adopt_answers(answers: Path, this: Round, tasks: Sequence[Task]) -> None:
-    """Take another run's answers to the same questions as the round's samples.
+    """Use another run's answers to the same questions as the round's samples.
 
     Raises:
         DataError: the file cannot be read, or answers other questions than ``tasks``.
@@ -71,7 +71,7 @@ def adopt_answers(answers: Path, this: Round, tasks: Sequence[Task]) -> None:
 
 
 def select_answers(this: Round, rule: str, threshold: float, samples_per_question: int) -> Json:
-    """Write what is learned of a round's samples, and its yield. Returns the yield.
+    """Write the training data selected from a round's samples, and its yield. Returns the yield.
 
     Raises:
         ConfigError: no answer is correct, so there is nothing to learn.
@@ -103,10 +103,10 @@ def select_answers(this: Round, rule: str, threshold: float, samples_per_questio
 
 
 def check_prompts(train: Path, samples: Sequence[Sample], tasks: Sequence[Task]) -> None:
-    """Check that each training sample begins with exactly the tokens that its question is asked with.
+    """Check that each training sample begins with exactly the prompt tokens of its question.
 
     Raises:
-        DataError: one does not.
+        DataError: a sample does not.
     """
     lines = list(read_lines(train))
     if len(lines) != len(samples):
@@ -123,7 +123,7 @@ def check_prompts(train: Path, samples: Sequence[Sample], tasks: Sequence[Task])
 
 
 def fallen(before: Mapping[str, Any], after: Mapping[str, Any]) -> bool:
-    """Whether accuracy fell by more than chance explains: the 95% intervals do not overlap."""
+    """Whether accuracy fell significantly: the 95% intervals do not overlap."""
     return after["accuracy"][2] < before["accuracy"][1]
 
 
@@ -152,7 +152,7 @@ def describe(name: str, shares: Mapping[str, Any]) -> str:
 
 
 def describe_yield(name: str, report: Mapping[str, Any]) -> str:
-    """What sampling gave, and how many questions have how many correct answers."""
+    """The result of sampling, and the number of questions by number of correct answers."""
     histogram: Mapping[str, int] = report["questions_by_correct_samples"]
     most = max(histogram.values()) or 1
     bars = [f"  {n:>4} right  {count:>7,}  {'█' * round(30 * count / most)}".rstrip() for n, count in histogram.items()]

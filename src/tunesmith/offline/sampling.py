@@ -1,4 +1,4 @@
-"""What ``tunesmith generate`` and ``tunesmith rft`` share: opening a run that samples, and answering its tasks."""
+"""Shared by ``tunesmith generate`` and ``tunesmith rft``: opens a run that samples, and answers its tasks."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class SamplingRun(OpenRun[C]):
 def open_sampling(
     kind: type[C], path: Path | None, overrides: Sequence[str], caller: Caller = FROM_A_COMMAND
 ) -> Generator[SamplingRun[C]]:
-    """As ``open_run``; also load the rewards and read the data."""
+    """Like ``open_run``; also load the rewards and read the data."""
     with open_run(kind, path, overrides, caller) as run, ExitStack() as stack:
         rewards = load_rewards(run.config.reward, run.base_dir) if run.config.reward else None
         if rewards is not None:
@@ -68,7 +68,7 @@ def open_sampling(
 
 
 def resolve_sampling(config: C, tasks: Sequence[Task], *, count: bool = True) -> Resolved[C]:
-    """Args: count: whether the number of tasks is the amount of work; in RFT it is not that of the training."""
+    """Args: count: whether the number of tasks is the amount of work; in RFT it is not the amount of training."""
     longest = max(len(task.prompt_ids) for task in tasks)
     return resolve(config, replace(facts_of_run(config), train_size=len(tasks) if count else None, longest=longest))
 
@@ -84,11 +84,11 @@ def answer_tasks(
     greedy: bool = False,
     stop: tuple[str, ...] = (),
 ) -> None:
-    """Append the lines that ``out`` lacks. If it lacks any, the model is loaded, and freed afterwards.
+    """Append the lines that ``out`` lacks. If any are missing, the model is loaded, and freed afterwards.
 
     Args:
         config: resolved.
-        usage: one of its phases is open.
+        usage: must have an open phase.
         greedy: one completion per prompt at temperature 0; ``[sampling]``'s ``n`` and ``temperature`` are not used.
         stop: strings to stop at, in addition to those of ``[sampling]``.
     """
@@ -134,7 +134,7 @@ def answer_tasks(
 
 
 def _load(config: SamplingConfig, run: SamplingRun[Any]) -> RolloutEngine:
-    """The engine, with the model that it needs; also load the models of rewards."""
+    """The engine, with the model that it needs; also loads the reward models."""
     from tunesmith.models.causal_lm import CausalLM
 
     report = partial(print, flush=True)
@@ -146,7 +146,7 @@ def _load(config: SamplingConfig, run: SamplingRun[Any]) -> RolloutEngine:
 
 
 def identity(config: SamplingConfig, data: str, tokenizer: Any, *, greedy: bool = False) -> dict[str, Any]:
-    """What the lines of an output depend on, by dotted key.
+    """Everything that the lines of an output depend on, by dotted key.
 
     Args:
         data: the data's fingerprint.

@@ -23,7 +23,7 @@ from tunesmith.types import Completion, Rollout, RolloutGroup, Task
 def score(config: GenerateConfig, run: SamplingRun[GenerateConfig], out: Path) -> None:
     """Append a line with rewards for each line of data that ``out`` lacks.
 
-    Each completion is scored as a rollout that ends as the model would have ended it.
+    Each completion is scored as a rollout, with the model's end token unless it was cut off.
     """
     column, tasks, tokenizer, rewards = config.data.completion, run.tasks, run.tokenizer, run.rewards
     assert rewards is not None and config.reward is not None

@@ -21,10 +21,10 @@ OVERWRITTEN = {
     "pairs": (*WRITTEN, "chosen", "rejected", "chosen_reward", "rejected_reward"),
     "conditional": WRITTEN,
 }
-"""Columns of the data that a file of each kind cannot keep, because it has its own of that name."""
+"""Data columns that a file of each kind cannot keep, because it has its own columns with these names."""
 
 Selected = list[Json] | str
-"""The lines that a line gives, or the reason why it gives none."""
+"""The lines selected from a line, or the reason why there are none."""
 
 
 def usable(line: Mapping[str, Any]) -> list[Json]:
@@ -38,7 +38,7 @@ def _columns(line: Mapping[str, Any]) -> Json:
 
 
 def best(line: Json, min_reward: float = -inf) -> Selected:
-    """Best-of-n: the line with its completion of the highest reward, the first of equals."""
+    """Best-of-n: the line with its highest-reward completion, the first if several are equal."""
     record = max(usable(line), key=lambda r: r["reward"], default=None)
     if record is None:
         return "without a reward"
@@ -81,7 +81,7 @@ def _with_reward(prompt: Prompt, template: str, word: str) -> Prompt:
 
 
 def level_borders(rewards: Sequence[float], levels: int) -> list[float]:
-    """The highest reward of each level but the last, where the levels hold about equally many rewards."""
+    """The highest reward of each level but the last; all levels hold about the same number of rewards."""
     ordered = sorted(rewards)
     return [ordered[ceil(len(ordered) * k / levels) - 1] for k in range(1, levels)] if ordered else []
 
@@ -97,7 +97,7 @@ def correct_answers(line: Mapping[str, Any], threshold: float) -> list[Json]:
 
 
 def select(records: Sequence[Json], rule: str) -> list[Json]:
-    """The correct answers of a question that are learned; no text twice.
+    """The correct answers to a question that are used for training; no text occurs twice.
 
     ``distinct`` keeps the first answer of each reasoning path (Yuan et al. 2023, arXiv:2308.01825, section 3.2).
     """
@@ -149,7 +149,7 @@ class Yield:
 
     samples_per_question: int
     totals: Counter[str] = field(default_factory=Counter[str])
-    """The totals in ``report``, and of ``judged`` samples, whose reward says whether they hold an answer."""
+    """The totals in ``report``, and of ``judged`` samples, whose reward tells whether they have an answer."""
     answered: float = 0.0
     histogram: Counter[int] = field(default_factory=Counter[int])
     """Questions by their number of correct samples."""
@@ -167,7 +167,7 @@ class Yield:
 
     def report(self) -> Json:
         totals, judged = self.totals, self.totals["judged"]
-        most = max(self.samples_per_question, *self.histogram)  # answers of another run may be more
+        most = max(self.samples_per_question, *self.histogram)  # another run may have more answers
         return {
             **{name: totals[name] for name in ("questions", "solved", "samples", "correct", "failed", "kept")},
             "solved_share": interval(totals["solved"], totals["questions"]),
@@ -178,7 +178,7 @@ class Yield:
 
 
 def answered_of(records: Sequence[Mapping[str, Any]]) -> list[float]:
-    """1.0 or 0.0 for each completion whose reward says whether it holds an answer."""
+    """1.0 or 0.0 for each completion whose reward tells whether it has an answer."""
     return [r["metrics"]["answered"] for r in records if "answered" in (r.get("metrics") or {})]
 
 
@@ -192,7 +192,7 @@ def interval(hits: int, total: int) -> list[float]:
 def accuracy(lines: Iterator[Json], threshold: float) -> Json:
     """Shares, with their 95% intervals, of an evaluation with one completion per line.
 
-    A completion without an answer is not a wrong answer: ``answered`` is the share with an answer, and
+    A missing answer is not a wrong answer: ``answered`` is the share of completions with an answer, and
     ``accuracy_of_answered`` the accuracy among those. A failed completion is neither answered nor correct.
     """
     records = [record for line in lines for record in records_of(line)]

@@ -1,4 +1,4 @@
-"""Resources that the parts of a command use: seconds by phase, peak memory, and memory for keys and values."""
+"""Resources that the parts of a command use: seconds by phase, peak memory, and KV cache memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tunesmith.monitor.clock import Clock
 from tunesmith.monitor.memory import memory_metrics
 
 COMMON = "setup"
-"""The part, and its only phase, of time outside any phase: reading settings, data and rewards."""
+"""The part for time outside any phase, and its only phase: reading settings, data and rewards."""
 _SECONDS = "seconds/"
 
 
@@ -28,7 +28,7 @@ class Usage:
         """Seconds of earlier calls of the same run."""
 
     def add_earlier(self, parts: Mapping[str, Mapping[str, float]]) -> None:
-        """Add the result of ``parts`` at the end of an earlier call."""
+        """Add the result that ``parts`` had at the end of an earlier call."""
         for part, metrics in parts.items():
             self.add(part, metrics)
             self.earlier += sum(value for name, value in metrics.items() if name.startswith(_SECONDS))
@@ -54,7 +54,7 @@ class Usage:
             self.add(self._current, {"kv_used": stats.peak_kv_bytes / stats.kv_budget_bytes})
 
     def parts(self) -> dict[str, dict[str, float]]:
-        """Until now, to the millisecond."""
+        """The metrics so far, by part, rounded to the millisecond."""
         for place, seconds in self._clock.lap().items():
             part, _, name = place.partition("/")
             part, name = (part, name) if name else (COMMON, COMMON)

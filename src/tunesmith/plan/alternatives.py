@@ -1,4 +1,4 @@
-"""What a plan could be instead: the next best layouts, and what would make the run faster."""
+"""Alternatives to a plan: the next best layouts, and what would make the run faster."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from tunesmith.plan.resolve import resolve
 from tunesmith.plan.seconds import step_seconds
 
 LEAST_GAIN = 1.01
-"""Of what is told to limit the speed."""
+"""Minimum speedup for which something is reported as limiting the speed."""
 NEXT = 3
-"""Layouts that are told beside the one that a run gets."""
+"""Number of alternative layouts reported besides the one that a run gets."""
 CHECKPOINTING, OFFLOAD = "system.gradient_checkpointing", "system.offload_optimizer"
 ELSE: tuple[Settings, ...] = ({CHECKPOINTING: True}, {CHECKPOINTING: False}, {OFFLOAD: True})
-"""What may be changed besides the processes of a layout."""
+"""Changes to try besides those of a layout's processes."""
 SHOWN = (
     *("system.trainer_ranks", "system.zero_stage", "system.sequence_parallel.size", CHECKPOINTING, OFFLOAD),
     *(
@@ -38,20 +38,20 @@ SHOWN = (
     ),
     PLACEMENT,
 )
-"""Settings by which layouts are told apart."""
+"""Settings that distinguish layouts."""
 PHASES = {
     "the GPUs' arithmetic": ("training", "scoring"),
     "the bandwidth of the GPUs' memory": ("sampling",),
     "the links between GPUs": ("between GPUs",),
 }
-"""What limits each phase."""
+"""The phases that each resource limits."""
 
 
 def next_best(config: RunConfig, resolved: Resolved[Any], facts: Facts) -> list[dict[str, Any]]:
-    """The next best layouts that fit and that settings allow: what differs, seconds of a step, the memory's share.
+    """The next best layouts that fit and that the settings allow: differences, seconds per step, share of memory.
 
     Args:
-        config: before its settings were derived.
+        config: the run before its settings were derived.
     """
     if not (ours := step_seconds(resolved.config, facts).get("step")):
         return []
@@ -62,11 +62,11 @@ def next_best(config: RunConfig, resolved: Resolved[Any], facts: Facts) -> list[
             other = resolve(with_values(config, changes), facts).config
             layout, devices = _layout(other), planned_devices(other, facts)
             seconds = step_seconds(other, facts).get("step")
-            split = (other.system.sequence_parallel.size, ranks_per_engine(other))  # over as few GPUs as hold them
+            split = (other.system.sequence_parallel.size, ranks_per_engine(other))  # prefer fewer GPUs per split
             share = max((needed.peak / max(1, free) for _, needed, free in devices), default=0.0)
             if layout not in seen and seconds and share <= 1:
                 seen.append(layout)
-                stated = changes.keys() & {CHECKPOINTING, OFFLOAD}  # which might be derived otherwise
+                stated = changes.keys() & {CHECKPOINTING, OFFLOAD}  # which might otherwise be derived
                 differs = {key: value for key, value in layout.items() if chosen.get(key) != value or key in stated}
                 told = {"layout": differs, "step": seconds, "times": seconds / ours, "share": share}
                 found.append(((*split, seconds), told))
@@ -74,7 +74,7 @@ def next_best(config: RunConfig, resolved: Resolved[Any], facts: Facts) -> list[
 
 
 def _others(config: RunConfig, resolved: Resolved[Any], facts: Facts) -> Iterator[Settings]:
-    """Settings of other layouts: of processes, or with other memory for time."""
+    """Settings of other layouts: other processes, or another tradeoff of memory and time."""
     said = settings(config, given_only=True)
     device = config.model_copy(update={"system": with_values(config, {"system.device": "cuda"}).system})
     for layout in layouts(device if on_gpu(resolved.config) else config, facts):
@@ -89,8 +89,7 @@ def _layout(config: RunConfig) -> Mapping[str, Any]:
 
 
 def limits(config: RunConfig, resolved: Resolved[Any], facts: Facts) -> list[dict[str, Any]]:
-    """What limits the speed of a run on GPUs, the most binding first: how many times as fast twice as much would make
-    it."""
+    """What limits the speed of a run on GPUs, the most binding first, with the speedup from twice as much of it."""
     phases = step_seconds(resolved.config, facts)
     step = phases.get("step", 0.0)
     if not step or not on_gpu(resolved.config):
@@ -115,10 +114,10 @@ def limits(config: RunConfig, resolved: Resolved[Any], facts: Facts) -> list[dic
 
 
 def cost(resolved: Resolved[Any], facts: Facts, price: float) -> dict[str, float]:
-    """What a step costs, and the whole run where the number of its steps is known: all GPUs of the machine.
+    """The cost of a step, and of the whole run if its number of steps is known, on all GPUs of the machine.
 
     Raises:
-        ConfigError: there are no GPUs, or the seconds of a step are not known.
+        ConfigError: there are no GPUs, or the duration of a step is not known.
     """
     gpus, seconds = len(facts.hardware.gpus) * facts.hardware.nodes, step_seconds(resolved.config, facts).get("step")
     if not gpus or not seconds:

@@ -1,4 +1,4 @@
-"""What fits on a device: number format, size of micro-batches, memory for the sampler's keys and values.
+"""What fits on a device: dtype, micro-batch size, memory for the sampler's KV cache.
 
 The estimates are conservative. None of them changes what is learned: a micro-batch that still does not fit is split
 during the run.
@@ -42,11 +42,11 @@ from tunesmith.plan.memory import (
 from tunesmith.plan.weights import engines_apart, loads_model, weights_apart
 
 MOST_TOKENS = {"cpu": 2048, "cuda": 32768}
-"""Larger micro-batches are no faster: every matrix product is large enough."""
+"""Larger micro-batches are no faster: every matrix product is already large enough."""
 
 UNKNOWN_MODEL_TOKENS = 4096
 SHORT = 128
-"""Tokens that are reserved for a sample of unknown length."""
+"""Tokens reserved for a sample of unknown length."""
 LEAST_KV_BYTES = 16 * 10**6
 _DEVICE = re.compile(r"cpu|cuda(?::(\d+))?")
 
@@ -63,7 +63,7 @@ def device_problem(device: str, gpus: tuple[Gpu, ...]) -> str | None:
 
 
 def derive_device(filling: Filling, facts: Facts) -> None:
-    """Device and number format."""
+    """Derive device and dtype."""
     machine = facts.hardware
     if machine.gpus:
         filling.fill("system.device", "cuda", f"found: {machine.gpus[0].name}")
@@ -87,7 +87,7 @@ def derive_device(filling: Filling, facts: Facts) -> None:
 
 
 def derive_capacity(filling: Filling, facts: Facts) -> None:
-    """What follows from machine and layout: threads, gradient checkpointing, micro-batch and sampler memory."""
+    """Derive settings from machine and layout: threads, gradient checkpointing, micro-batch and sampler memory."""
     machine, here = facts.hardware, on_gpu(filling.config)
     _derive_ranks(filling, facts)
     _derive_threads(filling, machine.cores, 1 if here else facts.ranks_here or filling.config.system.trainer_ranks)
@@ -111,7 +111,7 @@ def derive_capacity(filling: Filling, facts: Facts) -> None:
 
 
 def _derive_ranks(filling: Filling, facts: Facts) -> None:
-    """Refuse (ConfigError) more trainer ranks than this machine has GPUs, and put engines into processes."""
+    """Raise ConfigError for more trainer ranks than this machine has GPUs; put engines into processes."""
     config, gpus = filling.config, len(facts.hardware.gpus)
     ranks = facts.ranks_here or config.system.trainer_ranks
     if config.system.trainer_ranks == 1 or config.system.cluster != "none":
@@ -126,12 +126,12 @@ def _derive_ranks(filling: Filling, facts: Facts) -> None:
 
 
 def _derive_shards(filling: Filling, facts: Facts) -> None:
-    """Ranks of one machine share a copy of the model if it fits them: between machines everything takes longer."""
+    """Let the ranks of one machine share a copy of the model if it fits: communication between machines is slower."""
     config, key, here = filling.config, "system.shard_size", facts.ranks_here
     ranks = config.system.trainer_ranks
     if not config.system.zero_stage:
         return
-    if config.system.cluster != "none" and on_gpu(config):  # Ray fills one machine after the other
+    if config.system.cluster != "none" and on_gpu(config):  # Ray fills one machine after another
         here = len(facts.hardware.gpus)
     if here is not None and 1 < here < ranks and ranks % here == 0:
         needed = least(with_values(config, {key: here, "system.gradient_checkpointing": True}), facts)
@@ -142,7 +142,7 @@ def _derive_shards(filling: Filling, facts: Facts) -> None:
 
 
 def _reserved(config: RunConfig, facts: Facts, *, turns: bool | None = None) -> int:
-    """Bytes that are not available to activations, keys and values while the policy trains."""
+    """Bytes that are not available for activations, keys and values while the policy trains."""
     if facts.model is None:
         return 0
     layout, tokens = layout_of(config, facts), longest_sample(config, facts) or SHORT
@@ -152,7 +152,7 @@ def _reserved(config: RunConfig, facts: Facts, *, turns: bool | None = None) -> 
 
 
 def _kv_share(config: RunConfig, facts: Facts, budget: int) -> tuple[int, str]:
-    """Bytes for the keys and values of one device's engines, and which part of the free memory that is."""
+    """Bytes for the KV cache of one device's engines, and which part of the free memory that is."""
     free, model = free_memory(config, facts), facts.model
     if engines_elsewhere(config, facts):
         # The engines' GPUs are assumed to be like the trainer's.
@@ -184,13 +184,13 @@ def _engines_share_cpu(config: RunConfig) -> bool:
 
 
 def engine_threads(config: RunConfig) -> int:
-    """Threads of each engine process: as many as the trainer's if both compute at once, else a share of them."""
+    """Threads per engine process: as many as the trainer's if both compute concurrently, else a share of them."""
     system = config.system
     return system.threads if _engines_share_cpu(config) else max(1, system.threads // system.engines)
 
 
 def computing_threads(config: RunConfig) -> int:
-    """Threads that compute at once on this machine's CPU, in all processes; 1 on GPUs and on a cluster."""
+    """Threads computing concurrently on this machine's CPU, in all processes; 1 on GPUs and on a cluster."""
     if on_gpu(config) or config.system.cluster != "none":
         return 1
     engines = config.system.engines if isinstance(config, RLConfig) and _engines_share_cpu(config) else 0
@@ -198,8 +198,8 @@ def computing_threads(config: RunConfig) -> int:
 
 
 def _derive_checkpointing(filling: Filling, facts: Facts) -> None:
-    """For the fewest layers with which activations of the longest sample take at most half of the memory that the
-    model's state leaves."""
+    """Checkpoint the fewest layers with which the longest sample's activations take at most half of the memory that
+    the model's state leaves."""
     config, model, key = filling.config, facts.model, "system.gradient_checkpointing"
     longest = longest_sample(config, facts)
     if model is None or longest is None:
@@ -264,10 +264,10 @@ def _derive_microbatch(filling: Filling, facts: Facts, budget: int, most: int) -
 
 
 def _derive_kv_memory(filling: Filling, facts: Facts, share: int, part: str) -> None:
-    """KV memory of each engine: enough for its concurrent requests, but no more than its part of ``share``.
+    """Derive each engine's KV memory: enough for its concurrent requests, but no more than its part of ``share``.
 
     Args:
-        share: bytes for the engines of one device together, a ``part`` of what is free.
+        share: bytes for all engines of one device together, a ``part`` of the free memory.
     """
     key, config, model = "system.kv_memory", filling.config, facts.model
     engines = engines_together(config, len(facts.hardware.gpus))
@@ -291,7 +291,7 @@ def _derive_kv_memory(filling: Filling, facts: Facts, share: int, part: str) -> 
 
 
 def _wanted_kv(config: Any, facts: Facts, model: ModelFacts, engines: int) -> tuple[int, int]:
-    """Concurrent requests of each of ``engines``, and the bytes of their keys and values."""
+    """Concurrent requests per engine, and the bytes of their KV cache."""
     together = config.system.max_running
     if isinstance(config, RLConfig):
         prompts = ceil(config.rollout.prompts_per_step * config.rollout.over_generation)

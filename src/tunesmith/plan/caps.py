@@ -1,6 +1,6 @@
-"""How many tokens other passes than the policy's training have: scoring, a critic's training, reward models.
+"""Token limits of passes other than the policy's training: scoring, a critic's training, reward models.
 
-Larger than a training micro-batch where memory allows it and more tokens are faster.
+They are larger than a training micro-batch if memory allows it and more tokens are faster.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from tunesmith.plan.scoring import scores, scoring_bytes
 
 SCORING, CRITIC, REWARD = "system.scoring_max_tokens", "system.critic_max_tokens", "system.reward_max_tokens"
 STEP = 256
-"""Caps that memory decides are multiples of this."""
+"""Caps limited by memory are multiples of this."""
 
 
 def derive_caps(filling: Filling, facts: Facts, most: int) -> None:
-    """Args: most: tokens of a pass on one device than which more are no faster."""
+    """Args: most: the number of tokens in a pass on one device beyond which more are no faster."""
     config: RunConfig = filling.config
     reward = getattr(config, "reward", None)
     if has_critic(config):
@@ -45,7 +45,7 @@ def derive_caps(filling: Filling, facts: Facts, most: int) -> None:
 
 
 def _derive_scoring(filling: Filling, facts: Facts, most: int) -> None:
-    """As many tokens as take no more memory than activations and temporaries of a training micro-batch."""
+    """Allow as many tokens as fit in the memory of a training micro-batch's activations and temporaries."""
     config, tokens = filling.config, filling.config.system.max_tokens_per_microbatch
     found, model = planned(config, facts), facts.model
     if isinstance(config, DistillConfig | OfflineDistillConfig):
@@ -60,7 +60,8 @@ def _derive_scoring(filling: Filling, facts: Facts, most: int) -> None:
 
 
 def _derive_critic(filling: Filling, facts: Facts, most: int) -> None:
-    """As many tokens as the policy's training, or more: a critic has no vocabulary head, and may have its own GPU."""
+    """Allow at least as many tokens as the policy's training: a critic has no vocabulary head and may have its own
+    GPU."""
     config, tokens = filling.config, filling.config.system.max_tokens_per_microbatch
     found, model = planned(config, facts), facts.model
     if found is None or model is None or tokens >= most:
@@ -81,7 +82,7 @@ def _derive_critic(filling: Filling, facts: Facts, most: int) -> None:
 
 
 def _derive_reward(filling: Filling, facts: Facts, most: int) -> None:
-    """As many tokens as fit half of what models, engines, keys and values leave."""
+    """Allow as many tokens as fit in half of the memory that models, engines and KV cache leave."""
     config = filling.config
     least = longest_sample(config, facts) or LEAST_TOKENS
     devices = planned_devices(config, facts)
@@ -98,6 +99,6 @@ def _derive_reward(filling: Filling, facts: Facts, most: int) -> None:
 
 
 def _largest(needed: Callable[[int], int], least: int, most: int, room: int) -> int:
-    """The most tokens that need no more than ``room``; at least ``least``."""
+    """The largest number of tokens that needs at most ``room`` bytes; at least ``least``."""
     fitting = least + bisect_right(range(least + 1, most + 1), room, key=needed)
     return fitting if fitting == most else max(least, fitting // STEP * STEP)

@@ -1,7 +1,7 @@
-"""What is refused before anything is loaded: contradictions between settings, and with facts about the run.
+"""Refusals before anything is loaded: settings that contradict each other or facts about the run.
 
-Most are rules in ``refused.toml``, ``refused_system.toml`` and ``unread.toml``; the functions here need more than a
-comparison.
+Most are rules in ``refused.toml``, ``refused_system.toml`` and ``unread.toml``; the functions here do more than
+compare values.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from tunesmith.plan.situation import resolved_algorithm, rollout_samples, situat
 from tunesmith.plan.vllm import vllm_misfits, vllm_not_installed, vllm_problems
 
 BLOCK = 16
-"""Tokens of a block of the local engine's memory for keys and values."""
+"""Tokens per block of the local engine's KV cache."""
 MOST_ROLLOUTS = 10**6
-"""In one step. The largest published runs have some thousands."""
+"""Maximum rollouts per step; the largest published runs have a few thousand."""
 LEAST_LIGER = (0, 8, 2)
-"""The first version of Liger with a kernel for gate and up in one tensor."""
+"""The first Liger version with a kernel for gate and up in one tensor."""
 FOR_SAMPLING = (
     *("eval.samples", "eval.temperature", "eval.pass_at", *SAMPLER_KEYS),
     *("monitor.samples", "monitor.tokens", "monitor.rollouts_size", "data.max_prompt_tokens", "train.passes_per_batch"),
@@ -43,10 +43,10 @@ def check(config: RunConfig, *, installed: bool = True) -> None:
     """Refuse a configuration that contradicts itself, with all contradictions listed.
 
     Args:
-        installed: also what needs a library that this environment lacks.
+        installed: also refuse settings that need a library missing from this environment.
 
     Raises:
-        ConfigError: naming the keys, why they do not go together, and what to change.
+        ConfigError: names the keys, why they conflict, and what to change.
     """
     problems = [*unread_problems(config, situation(config, None)), *contradictions(config)]
     if installed:
@@ -59,13 +59,13 @@ def check(config: RunConfig, *, installed: bool = True) -> None:
 
 
 def raise_all(problems: list[str]) -> None:
-    """One error for all problems; nothing if there are none."""
+    """Raise one ConfigError for all problems, if there are any."""
     if problems:
         raise ConfigError(*problems)
 
 
 def contradictions(config: RunConfig, facts: Facts | None = None) -> Iterator[str]:
-    """What does not go together: settings with each other and, where there are facts, with these."""
+    """Contradictions between settings and, if facts are given, between settings and facts."""
     yield from refused_problems(situation(config, facts))
     yield from metric_problems(config)
     yield from server_problems(config)
@@ -98,7 +98,7 @@ def _not_installed(config: RunConfig) -> Iterator[str]:
 
 
 def _liger_installed() -> tuple[int, ...]:
-    """The version of Liger in this environment; empty if it has none."""
+    """The version of Liger in this environment; empty if it is not installed."""
     try:
         return tuple(int(part) for part in re.findall(r"\d+", version("liger-kernel"))[:3])
     except PackageNotFoundError:
@@ -106,9 +106,9 @@ def _liger_installed() -> tuple[int, ...]:
 
 
 def _kv_problems(config: RunConfig, facts: Facts) -> Iterator[str]:
-    """Whether ``system.kv_memory`` holds the longest prompt of the data with its completion, in local engines.
+    """A problem if ``system.kv_memory`` cannot hold the data's longest prompt with its completion, in local engines.
 
-    Both are in blocks of ``BLOCK`` tokens; the last token is never read.
+    Both are stored in blocks of ``BLOCK`` tokens; the last token's keys and values are never read.
     """
     model, kv = facts.model, known(config.system, "kv_memory")
     derived = known(config.model, "dtype") is not None and known(config.system, "compile") is not None

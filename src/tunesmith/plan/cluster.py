@@ -1,4 +1,4 @@
-"""Places the processes of a run on a cluster: bundles of CPUs and GPUs, and what a cluster lacks for them."""
+"""Placement of a run's processes on a cluster: bundles of CPUs and GPUs, and which resources a cluster lacks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _EPS = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
-    """Processes that are placed together on one machine, by role, and their CPUs and GPUs in total."""
+    """Processes placed together on one machine, by role, with their total CPUs and GPUs."""
 
     roles: tuple[Role, ...]
     cpus: float
@@ -49,12 +49,12 @@ class Bundle:
     @property
     def dealt(self) -> bool:
         """Whether its processes see different numbers of its GPUs: an engine with several ranks sees all of them, the
-        others see one each, in turn. Ray gives a process a part of one GPU or whole GPUs, never parts of two."""
+        others see one each, in turn. Ray gives a process a fraction of one GPU or whole GPUs, never parts of two."""
         return len(self.roles) > 1 and self.gpus > 1
 
     @property
     def share(self) -> tuple[float, float]:
-        """CPUs and GPUs that Ray, which counts in ten-thousandths, gives each of its processes."""
+        """CPUs and GPUs that Ray, which counts in ten-thousandths, allots to each of its processes."""
         count = len(self.roles)
         if self.dealt:
             return int(self.cpus / count * 10_000) / 10_000, 0.0
@@ -76,7 +76,7 @@ def ray_not_installed(config: RunConfig) -> Iterator[str]:
 
 
 def _check_ranks(config: RLConfig) -> Iterator[str]:
-    """Ranks of one group on one GPU; also refused before the device is known, if parts of GPUs are requested."""
+    """Problems with several ranks of one group on one GPU, or with requests for GPU fractions on an unknown device."""
     if not (known(config.system, "device") or "cuda").startswith("cuda"):
         return
     groups, ranks = placement_of(config).colocate, known(config.system, "trainer_ranks") or 1
@@ -88,7 +88,7 @@ def _check_ranks(config: RLConfig) -> Iterator[str]:
     for role, (count, words) in counts.items():
         together = next((group for group in groups if role in group), (role,))
         gpus = max(_needs(config, each, 1.0)[1] for each in together)
-        if count > 1 and 0 < gpus <= 0.5:  # of more there is one on each GPU
+        if count > 1 and 0 < gpus <= 0.5:  # with more, each GPU has only one
             yield (
                 f"system.placement.{role}.gpus = {gpus:g} with {words} puts two of them on one GPU, which NCCL "
                 "refuses; use 1 GPU, or one process"
@@ -104,7 +104,7 @@ def _check_shared(config: RLConfig) -> Iterator[str]:
         if len(group) < 2:
             yield f"system.placement.colocate: {list(group)} shares with no other role; name at least two"
         if any(not _counted(config, role) for role in group):
-            continue  # what is derived agrees with it
+            continue  # derived numbers will agree
         ranks, places = (ranks_per_engine(config) if "rollout" in group else 1), _places(config, group)
         if any(n % places or n > ranks * places for n in (_side_by_side(config, role) for role in group)):
             counts = ", ".join(f"{role} {_side_by_side(config, role)}" for role in group)
@@ -119,7 +119,7 @@ def _check_shared(config: RLConfig) -> Iterator[str]:
 
 
 def _check_scoring(config: RLConfig) -> Iterator[str]:
-    """Settings of the reference's processes where it has none, and processes that no copy of a reward model has."""
+    """Problems with settings for a reference without its own processes, and with leftover reward model processes."""
     said = placement_of(config).ref.model_fields_set
     if said and placed_together(config, "actor", "ref"):
         yield (
@@ -136,19 +136,19 @@ def _check_scoring(config: RLConfig) -> Iterator[str]:
 
 
 def _counted(config: RLConfig, role: Role) -> bool:
-    """Whether the number of a role's processes is known yet."""
+    """Whether the number of a role's processes is already known."""
     if role == "rollout":
         return known(config.system, "engines") is not None
     return _scores_apart(config, role) or known(config.system, "trainer_ranks") is not None
 
 
 def _scores_apart(config: RLConfig, role: Role) -> bool:
-    """Whether ``system.placement`` says how many processes a role has."""
+    """Whether ``system.placement`` sets a role's number of processes."""
     return role == "reward" or (role == "ref" and not placed_together(config, "actor", "ref"))
 
 
 def _side_by_side(config: RLConfig, role: Role) -> int:
-    """Places with a process of this role, or one of each reward model."""
+    """The number of places that hold a process of this role, or one of each reward model."""
     if role == "rollout":
         return known(config.system, "engines") or 1
     if _scores_apart(config, role):
@@ -157,13 +157,15 @@ def _side_by_side(config: RLConfig, role: Role) -> int:
 
 
 def _places(config: RLConfig, group: Sequence[Role]) -> int:
-    """Places of a group: one for each engine if it has engines."""
+    """The number of places of a group: one per engine if it has engines."""
     return _side_by_side(config, "rollout" if "rollout" in group else group[0])
 
 
 def processes(config: RLConfig) -> dict[Role, int]:
-    """Processes of a resolved run by role. With an adapter the reference is the policy without the adapter; placed with
-    the trainer it is in the trainer's processes."""
+    """Number of processes of a resolved run, by role.
+
+    With an adapter, the reference is the policy without it; placed with the trainer, it is in the trainer's processes.
+    """
     count: dict[Role, int] = {
         "actor": config.system.trainer_ranks,
         "ref": scoring_processes(config, "ref") * reference_apart(config),
@@ -177,8 +179,8 @@ def processes(config: RLConfig) -> dict[Role, int]:
 def bundles(config: RLConfig) -> list[Bundle]:
     """One bundle per process, or per place of each group in ``system.placement.colocate``.
 
-    Unless ``system.placement`` sets other amounts, a process has one CPU and, on a GPU device, one GPU (an engine has
-    one per rank).
+    Unless ``system.placement`` says otherwise, a process has one CPU and, on a GPU device, one GPU (an engine has one
+    per rank).
 
     Raises:
         ConfigError: ``system.placement`` names a role that the run does not have.
@@ -210,10 +212,10 @@ def _needs(config: RLConfig, role: Role, gpus: float) -> tuple[float, float]:
 
 
 def missing(wanted: Sequence[Bundle], machines: Sequence[Mapping[str, float]]) -> str | None:
-    """What the machines of a cluster lack for the bundles, with numbers; None if they suffice.
+    """A message about the resources that a cluster's machines lack for the bundles; None if they suffice.
 
     Args:
-        machines: ``CPU`` and ``GPU`` of each.
+        machines: the numbers of ``CPU`` and ``GPU`` of each.
     """
     lacking: list[str] = []
     for place, unit in enumerate(_UNITS):

@@ -23,13 +23,13 @@ def decodes_compiled(config: RunConfig, facts: Facts) -> bool:
 
 
 def _decodes(config: RunConfig, facts: Facts) -> bool:
-    """Whether the local engine samples from a model that compiled functions decode; an unknown one is taken for one."""
+    """Whether the local engine samples from a model that compiled functions can decode; unknown models count too."""
     samples = config.drawing is not None and config.system.engine == "local"
     return samples and (facts.model is None or facts.model.lean)
 
 
 def derive_compile(filling: Filling, facts: Facts) -> None:
-    """On, where there is something to compile and a compiler."""
+    """Derive ``system.compile``: on if there is something to compile and a compiler."""
     key, compiler = "system.compile", facts.hardware.compiler
     if not compilable(filling.config, facts):
         filling.fill(key, False, "nothing that this run computes is compiled")

@@ -1,4 +1,4 @@
-"""What a run costs in bytes of a device's memory. Pure functions of sizes."""
+"""The memory of a run on a device, in bytes, as pure functions of sizes."""
 
 from __future__ import annotations
 
@@ -11,69 +11,69 @@ from tunesmith.plan.pinned import PINNED, rounded_up
 from tunesmith.plan.tiles import chunk_rows, chunk_words
 
 QUANTISED_BYTES = {"int8": 1.002, "nf4": 0.516}
-"""Per number of a quantised linear module, with its scales (``models.quantised``)."""
+"""Bytes per weight of a quantised linear module, including its scales (``models.quantised``)."""
 USUAL_RANK = 16
 LIBRARIES = 10**9
-"""What CUDA and its libraries take of a GPU in each process."""
+"""Bytes of a GPU that CUDA and its libraries take in each process."""
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The settings that decide how much memory a run needs on one device."""
+    """The settings that determine how much memory a run needs on one device."""
 
     bytes_per_number: int
-    """Of weights and activations."""
+    """Bytes per element of weights and activations."""
     device: str = "cuda"
     """``cpu`` or ``cuda``."""
     holds_model: bool = True
     """Whether the model is loaded in addition to the engines' copies."""
     trains: bool = True
     lora_rank: int | None = None
-    """None: the whole model is trained."""
+    """Rank of the adapter; None: the whole model is trained."""
     quantize: str | None = None
     muon: bool = False
-    """Whether the matrices of the layers have one moment."""
-    offload: bool = False  # of the optimizer and its gradients to host memory
+    """Whether Muon trains the layers' matrices, with a single moment."""
+    offload: bool = False  # optimizer state and gradients to host memory
     offload_parameters: bool = False
-    """Whether the weights of the layers are in host memory, and on the device while the layers compute."""
+    """Whether the layers' weights are in host memory, and on the device only while the layers compute."""
     offload_activations: bool = False
-    offload_frozen: bool = False  # whole frozen models, which are then on the device only while they score
+    offload_frozen: bool = False  # whole frozen models to host memory, except while they score
     ema: bool = False
     models: int = 1
     """Trained models of the policy's size: two with a separate critic."""
     references: int = 0
     """Frozen copies of the policy."""
     frozen_parameters: int = 0
-    """Of reward models or a teacher."""
+    """Parameters of reward models or a teacher."""
     teaches: str | None = None
-    """When a teacher scores: before a ``batch`` is trained, or in each ``microbatch``; None: they are reward models,
-    which score what was sampled."""
+    """When a teacher scores: before training on a ``batch``, or in each ``microbatch``; None: the frozen models are
+    reward models, which score rollouts."""
     shards: int = 1
-    """Ranks that shard what is trained, and its references."""
+    """Ranks that shard the trained models and their references."""
     zero_stage: int = 0
-    """What they shard; 0: nothing."""
+    """The ZeRO stage; 0: nothing is sharded."""
     has_vocabulary_head: bool = True
     checkpointing: float = 0
-    """The share of the layers whose activations are computed again in the backward pass."""
+    """The share of layers whose activations are recomputed in the backward pass."""
     tokens: int = 0
-    """Of a micro-batch."""
+    """Tokens of a micro-batch."""
     sequence: int = 1
     """Ranks that share the tokens of a micro-batch."""
     chunk: int | None = None
-    """Rows of the head that are computed at once."""
+    """Rows of the head computed at once."""
     engines: int = 0
-    """Copies of the weights that engines hold here."""
+    """Copies of the weights that engines hold on this device."""
     ranks: int = 1
-    """Devices that each engine is split over."""
+    """Devices over which each engine is split."""
     prepared: int = 0
-    """Bytes of weights that local engines on a CPU have prepared for products of few rows."""
+    """Bytes of weights that local engines on a CPU prepare for products with few rows."""
     kv_bytes: int = 0
-    """Of all engines here."""
+    """Bytes of the KV cache of all engines on this device."""
     published: int = 0
-    """Bytes of weights that are kept for engines, or are on their way to them."""
+    """Bytes of weights that are kept for engines or in transfer to them."""
     turns: bool = False
-    """Engines free their memory while the policy trains; the optimizer state is in host memory while they sample."""
-    keeps_base: bool = False  # engines then keep their weights: only the adapter's come again
+    """Whether engines free their memory while the policy trains; the optimizer state is offloaded while they sample."""
+    keeps_base: bool = False  # with ``turns``, engines keep their weights: only the adapter's are sent again
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,39 +83,39 @@ class Price:
     weights: int = 0
     gradients: int = 0
     optimizer: int = 0
-    """Master weights, AdamW's moments, the average of the weights."""
+    """Master weights, AdamW's moments, the moving average of the weights."""
     frozen: int = 0
     """Reference, reward models, teacher."""
     gathered: int = 0
-    """Of weights that come while a layer computes: all rows of a sharded model's, or those from host memory."""
+    """Weights that arrive for computing a layer: gathered rows of a sharded model, or weights from host memory."""
     scorer: int = 0
-    """Of a reference or a teacher that is here only while it scores."""
+    """A reference or a teacher that is on the device only while it scores."""
     judge: int = 0
-    """Of reward models that are here only while they score what was sampled."""
+    """Reward models that are on the device only while they score rollouts."""
     scored: int = 0
-    """Temporaries of a pass without gradients: of policy, reference or critic."""
+    """Temporaries of a pass without gradients of policy, reference or critic."""
     rewarded: int = 0
-    """The same of a reward model, beside the engines."""
+    """Temporaries of a reward model's pass, alongside the engines."""
     activations: int = 0
-    """What backward keeps of a micro-batch."""
+    """Activations of a micro-batch saved for the backward pass."""
     head: int = 0
-    """Temporaries: of the log-probabilities, of a layer's backward pass, or of gradients that are summed over ranks."""
+    """Temporaries of the log-probabilities, a layer's backward pass, or gradients being summed over ranks."""
     published: int = 0
-    """Of weights for engines: a copy, or what is on its way."""
+    """Weights for engines: a copy, or buckets in transfer."""
     engine: int = 0
-    """The engines' copies of the weights, and what they have prepared of them."""
+    """The engines' copies of the weights, including prepared ones."""
     kv: int = 0
     libraries: int = 0
-    """Of CUDA and its libraries."""
+    """CUDA and its libraries."""
     host: int = 0
-    """Host memory beside a GPU: master weights, gradients, moments, average of the weights; activations; references."""
+    """Host memory used in addition to a GPU: optimizer state, gradients, average weights, activations, references."""
     turns: bool = False
     keeps_base: bool = False
     teaches: str | None = None
 
     @property
     def state(self) -> int:
-        """What stays in memory between steps, without the engines."""
+        """Memory that persists between steps, without the engines."""
         return self.weights + self.gradients + self.optimizer + self.frozen + self.published
 
     @property
@@ -125,13 +125,13 @@ class Price:
 
     @property
     def scoring(self) -> int:
-        """While policy, reference or critic score, and there are no gradients."""
+        """Memory while policy, reference or critic score, without gradients."""
         scorer = self.scorer * (self.teaches != "microbatch")
         return self.training - self.gradients - self.activations - self.head + scorer + self.scored
 
     @property
     def teaching(self) -> int:
-        """While a teacher from host memory scores a micro-batch."""
+        """Memory while a teacher from host memory scores a micro-batch."""
         return (self.training - self.activations + self.scorer) * (self.teaches == "microbatch")
 
     @property
@@ -141,17 +141,17 @@ class Price:
 
     @property
     def peak(self) -> int:
-        """Memory of the phase that needs more."""
+        """Memory of the phase that needs the most."""
         return max(self.training, self.sampling, self.scoring, self.teaching)
 
 
 def price(model: ModelFacts, layout: Layout) -> Price:
-    """Memory of a run; a model of unknown size counts as nothing.
+    """Memory of a run; a model of unknown size counts as 0.
 
-    A trained number takes its weight, a float32 gradient, AdamW's two float32 moments and, if the weight has 16 bits,
-    a float32 master weight: 18 bytes in all, or 16 in float32 (``backends.optimizer``). Muon has one moment. With
-    ``offload`` only the weight is here, and some gradients on their way to host memory, where the others are; with
-    ``offload_parameters`` only the weights outside the layers, and of two layers (``models.streamed``).
+    A trained parameter takes its weight, a float32 gradient, AdamW's two float32 moments and, if the weight has 16
+    bits, a float32 master weight: 18 bytes in all, or 16 in float32 (``backends.optimizer``). Muon has one moment. With
+    ``offload``, the device holds only the weights and some gradients on their way to host memory, which holds the rest;
+    with ``offload_parameters``, only the weights outside the layers and those of two layers (``models.streamed``).
     """
     numbers, wide = model.parameters or 0, layout.bytes_per_number == 4
     copy = copy_bytes(model, layout.bytes_per_number, layout.quantize)
@@ -194,24 +194,23 @@ def price(model: ModelFacts, layout: Layout) -> Price:
 
 
 def away_of_layer(model: ModelFacts, layout: Layout) -> int:
-    """What a rank has of one layer's weights in host memory: all, or its rows, in float32 if they train."""
+    """Bytes of one layer's weights that a rank keeps in host memory: all, or its rows, in float32 if trained."""
     wide = replace(layout, bytes_per_number=4) if layout.zero_stage and layout.lora_rank is None else layout
     return layout.offload_parameters * layer_copy(model, wide) // layout.shards
 
 
 def _on_the_way(model: ModelFacts, layout: Layout, trained: int, blocks: int) -> int:
-    """Gradients on their way to host memory, few at a time (``backends.masters``): the embedding's of the micro-batch
-    before while the head's is computed; the head's and those of a feed-forward block's matrices in a layer's backward
-    pass."""
+    """Gradients in transfer to host memory (``backends.masters``): the previous micro-batch's embedding's while the
+    head's is computed; in a layer's backward pass, the head's and those of a feed-forward block's matrices."""
     numbers = (model.vocab_size + blocks * model.intermediate_size) * model.hidden_size
     wide = layout.zero_stage > 0 or layout.lora_rank is not None
     return min(trained, numbers) * (4 if wide else layout.bytes_per_number)
 
 
 def _sharded(model: ModelFacts, layout: Layout) -> Price:
-    """Of a rank that shards a model: its rows, in float32 if they train, and what is gathered at once.
+    """Memory of a rank that shards a model: its rows, in float32 if trained, and weights gathered at once.
 
-    Every rank has the whole of an adapter.
+    Every rank holds a whole adapter.
     """
     numbers, size = model.parameters or 0, layout.bytes_per_number
     outside = _outside(model)
@@ -228,15 +227,15 @@ def _sharded(model: ModelFacts, layout: Layout) -> Price:
     activations, arriving = _activations(model, layout), inner if layout.zero_stage == 3 else 0
     head, backward = _passing(model, layout)
     if layout.lora_rank is None:
-        # The head's gradient waits to be summed; a layer's is being summed in float32, when its activations have gone.
+        # The head's gradient waits to be summed; a layer's is summed in float32 once its activations are freed.
         again = all(recomputed(model.layers, layout.checkpointing))
         gone = 0 if again else -(-layout.tokens // layout.sequence) * layer_bytes(model, layout)
         backward += model.vocab_size * model.hidden_size * size + max(0, 4 * layer - gone)
-        at_the_end = (8 if layout.zero_stage == 1 else 4 + size) * outside  # when all else has been
+        at_the_end = (8 if layout.zero_stage == 1 else 4 + size) * outside  # after everything else
         head = max(head, at_the_end - gathered - activations - 4 * (summed - rows))
-    if layout.offload:  # stage 1 sums what it has added up when all micro-batches are done
+    if layout.offload:  # stage 1 reduces its accumulated gradients after all micro-batches
         optimizer, gradients = 0, gradients if layout.zero_stage == 1 and layout.lora_rank is None else 0
-        backward += (4 if layout.offload_parameters else 8) * layer // layout.shards  # rows on their way
+        backward += (4 if layout.offload_parameters else 8) * layer // layout.shards  # rows in transfer
     return Price(
         weights=layout.models * (kept - away_of_layer(model, layout) * model.layers),
         gradients=layout.models * gradients,
@@ -250,13 +249,13 @@ def _sharded(model: ModelFacts, layout: Layout) -> Price:
 
 
 def _activations(model: ModelFacts, layout: Layout) -> int:
-    """What backward keeps of a micro-batch on one rank, without the head."""
+    """Activations of a micro-batch that one rank saves for the backward pass, without the head."""
     return -(-layout.tokens // layout.sequence) * activation_bytes(model, layout)
 
 
 def _in_host_memory(model: ModelFacts, layout: Layout, trained: int) -> int:
-    """Master weights, gradients, two moments and the average, all in float32; gradients on their way, each rounded up
-    to twice at most; activations, but for two layers'; weights of layers, but for rows that are masters themselves."""
+    """Master weights, gradients, two moments and the average, all in float32; gradients in transfer, each rounded up to
+    at most twice its size; activations of all but two layers; layers' weights, except rows that serve as masters."""
     state, gone = 0, away_of_layer(model, layout) * model.layers
     masters = gone if layout.zero_stage and layout.lora_rank is None else 0
     if layout.offload:
@@ -270,9 +269,9 @@ def _in_host_memory(model: ModelFacts, layout: Layout, trained: int) -> int:
 
 @cache
 def recomputed(layers: int, share: float) -> tuple[bool, ...]:
-    """Which layers' activations are computed again in the backward pass: about a ``share``, evenly spread.
+    """Which layers' activations are recomputed in the backward pass: about a ``share``, evenly spread.
 
-    With a share between 0 and 1 not the last layer: its activations, needed first, then leave room for another's.
+    If ``0 < share < 1``, the last layer is not among them: its activations, needed first, then make room for another's.
     """
     kept = round((1 - share) * layers)
     kept = min(layers - 1, max(1, kept)) if 0 < share < 1 else kept
@@ -280,30 +279,30 @@ def recomputed(layers: int, share: float) -> tuple[bool, ...]:
 
 
 def activation_bytes(model: ModelFacts, layout: Layout) -> int:
-    """What backward keeps of one token here: of all or, offloaded, of two layers; and twice the last hidden state."""
+    """Bytes per token saved on the device: for all layers or, offloaded, two; and twice the last hidden state."""
     kept = _kept(model, layout)[-2 if layout.offload_activations else 0 :]
     return sum(kept) + 2 * model.hidden_size * layout.bytes_per_number
 
 
 def sent_bytes(model: ModelFacts, layout: Layout) -> int:
-    """What goes to host memory of the activations of one token: those of all layers but the last two."""
+    """Bytes of one token's activations sent to host memory: those of all layers but the last two."""
     return sum(_kept(model, layout)[:-2]) if layout.offload_activations else 0
 
 
 def _kept(model: ModelFacts, layout: Layout) -> list[int]:
-    """Of each layer what it saves of one token, or its input if it is computed again."""
+    """Bytes that each layer saves per token, or the size of its input if the layer is recomputed."""
     whole, hidden = layer_bytes(model, layout), model.hidden_size * layout.bytes_per_number
     return [hidden if again else whole for again in recomputed(model.layers, layout.checkpointing)]
 
 
 def layer_bytes(model: ModelFacts, layout: Layout) -> int:
-    """What one layer saves of a token (``models.lean``, ``models.varlen_attention``).
+    """Bytes that one layer saves per token (``models.lean``, ``models.varlen_attention``).
 
-    Four vectors of the hidden size (inputs of norms and products), queries before and after they are rotated, as keys
-    are, values, the attention's output, and three vectors of the feed-forward size; besides, in float32, a scale for
-    each norm and a log-sum-exp for each head. An adapter of a 16-bit model saves a float32 copy of the input of each
-    adapted module in the place of the inputs of products. The Hugging Face modules, on which a sharded model runs, save
-    norms in both types, and the activation of the gate.
+    These are four vectors of the hidden size (inputs of norms and products), queries and keys before and after
+    rotation, values, the attention output, three vectors of the feed-forward size and, in float32, a scale per norm and
+    a log-sum-exp per head. An adapter of a 16-bit model saves a float32 copy of each adapted module's input instead of
+    the inputs of products. Hugging Face modules, on which a sharded model runs, save norms in both dtypes and the
+    gate's activation.
     """
     hidden, inner, size = model.hidden_size, model.intermediate_size, layout.bytes_per_number
     queries, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
@@ -322,8 +321,8 @@ def layer_bytes(model: ModelFacts, layout: Layout) -> int:
 
 
 def backward_bytes(model: ModelFacts, layout: Layout) -> int:
-    """Temporaries of one token in a layer's backward pass, at the gate: gradients of the gate's three vectors, and two
-    more; also the layer's activations, if those of all layers are computed again or are in host memory."""
+    """Temporaries per token in a layer's backward pass, at the gate: gradients of its three vectors, and two more; also
+    the layer's activations, if those of all layers are recomputed or offloaded."""
     size = layout.bytes_per_number
     gate = (6 if layout.lora_rank is not None and size == 2 else 5 * size) * model.intermediate_size
     again = layer_bytes(model, layout) if all(recomputed(model.layers, layout.checkpointing)) else 0
@@ -331,7 +330,7 @@ def backward_bytes(model: ModelFacts, layout: Layout) -> int:
 
 
 def _back_at_once(model: ModelFacts, layout: Layout) -> int:
-    """With ``offload_activations`` what a layer needs more than the last two have kept: its own and the one below."""
+    """With ``offload_activations``, bytes that a layer and the one below need beyond those kept for the last two."""
     if not layout.offload_activations:
         return 0
     kept, whole = _kept(model, layout), layer_bytes(model, layout)
@@ -340,7 +339,7 @@ def _back_at_once(model: ModelFacts, layout: Layout) -> int:
 
 
 def copy_bytes(model: ModelFacts, bytes_per_number: int, quantize: str | None = None) -> int:
-    """One copy of the weights. Embedding and head are never quantised."""
+    """Bytes of one copy of the weights; embedding and head are never quantised."""
     numbers = model.parameters or 0
     if quantize is None:
         return numbers * bytes_per_number
@@ -349,28 +348,28 @@ def copy_bytes(model: ModelFacts, bytes_per_number: int, quantize: str | None = 
 
 
 def layer_copy(model: ModelFacts, layout: Layout) -> int:
-    """The weights of one layer, as they are kept."""
+    """Bytes of one layer's weights in the format in which they are kept."""
     each = layout.bytes_per_number if layout.quantize is None else QUANTISED_BYTES[layout.quantize]
     return int(((model.parameters or 0) - _outside(model)) // model.layers * each)
 
 
 def gathered_bytes(model: ModelFacts, layout: Layout) -> int:
-    """The weights that are whole at once while a layer of a model computes that stage 3 shards."""
+    """Bytes of unsharded weights while a layer computes, in a model sharded with stage 3."""
     return _outside(model) * layout.bytes_per_number + layer_copy(model, layout)
 
 
 def dequantised_bytes(model: ModelFacts, layout: Layout) -> int:
-    """The largest quantised weight, as it is computed with."""
+    """Bytes of the largest quantised weight after dequantisation."""
     return 0 if layout.quantize is None else model.hidden_size * model.intermediate_size * layout.bytes_per_number
 
 
 def _outside(model: ModelFacts) -> int:
-    """Numbers outside the layers: of embedding and head."""
+    """Parameters outside the layers: embedding and head."""
     return (1 if model.tied else 2) * model.vocab_size * model.hidden_size
 
 
 def adapter_numbers(model: ModelFacts, rank: int) -> int:
-    """Of an adapter on all linear modules of a Llama-shaped decoder: ``rank`` rows in and out of each."""
+    """Parameters of an adapter on all linear modules of a Llama-shaped decoder: ``rank`` rows in and out of each."""
     hidden, inner = model.hidden_size, model.intermediate_size
     queries, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
     widths = 2 * (hidden + queries) + 2 * (hidden + keys) + 3 * (hidden + inner)
@@ -378,17 +377,17 @@ def adapter_numbers(model: ModelFacts, rank: int) -> int:
 
 
 def _passing(model: ModelFacts, layout: Layout) -> tuple[int, int]:
-    """Temporaries of the log-probabilities, and of a layer's backward pass after that."""
+    """Temporaries of the log-probabilities, and of a layer's backward pass that follows."""
     head = head_bytes(model, layout) if layout.has_vocabulary_head else 0
     layer = backward_bytes(model, layout) - 2 * model.hidden_size * layout.bytes_per_number
     return head, -(-layout.tokens // layout.sequence) * layer + dequantised_bytes(model, layout)
 
 
 def head_bytes(model: ModelFacts, layout: Layout) -> int:
-    """The gradients of the hidden states, in float32, and of the head; and what one tile needs (``models.head``).
+    """The gradients of the hidden states, in float32, and of the head, and the memory of one tile (``models.head``).
 
-    That is its gradient of the logits, in float32 and rounded, and two float32 tensors of the size of its words'
-    weights; or twice its logits, where the head is not trained.
+    A tile needs its gradient of the logits, in float32 and rounded, and two float32 tensors of the size of its tokens'
+    weights; or twice its logits if the head is not trained.
     """
     tokens, words = -(-layout.tokens // layout.sequence), chunk_words(model.vocab_size, layout.device)
     tile = min(layout.chunk or chunk_rows(model.vocab_size, layout.device), max(1, tokens)) * words

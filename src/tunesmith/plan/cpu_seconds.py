@@ -1,4 +1,4 @@
-"""How long the phases of a run's step take on this machine's CPU, at the rates that were measured on it."""
+"""How long the phases of a step take on this machine's CPU, at the rates measured on it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tunesmith.plan.situation import rollout_samples
 
 
 def measurable(config: RunConfig, facts: Facts) -> bool:
-    """Whether a run does on a CPU what the rates were measured for: it trains a whole model in one process."""
+    """Whether a run does what the rates were measured for: training a whole model in one process on a CPU."""
     system, model = config.system, facts.model
     if on_gpu(config) or facts.hardware.named or not config.trains or model is None or not model.parameters:
         return False
@@ -28,8 +28,8 @@ def measurable(config: RunConfig, facts: Facts) -> bool:
 
 
 def cpu_seconds(config: RunConfig, facts: Facts) -> dict[str, float]:
-    """Seconds of each phase of a resolved run's step, and of the ``step``. Every sample is taken to be as long as the
-    longest may be. Empty where nothing was measured, or the run does something else than what was measured.
+    """Seconds of each phase of a resolved run's step, and of the whole ``step``. Every sample is assumed to have the
+    maximum length. Empty if nothing was measured, or if the run does something other than what was measured.
     """
     longest, number = longest_sample(config, facts), bytes_per_number(config)
     rates = read_rates(facts.hardware, number) if measurable(config, facts) and longest else None

@@ -1,4 +1,4 @@
-"""Problems with engines that are servers, and the settings that only a run that samples reads."""
+"""Problems with engines that are servers, and the settings that only sampling runs read."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ SAMPLER_KEYS = (
     *(f"system.{key}" for key in SystemSection.model_fields if key not in _TRAINER_KEYS),
     *(f"system.vllm.{key}" for key in VllmSection.model_fields),
 )
-"""Settings that only a run that samples reads. ``hybrid`` and ``canary`` have their own rules."""
+"""Settings that only sampling runs read; ``hybrid`` and ``canary`` have their own rules."""
 LAUNCH = {
     "sglang": "python -m sglang.launch_server --model-path {path} --port {port} --enable-deterministic-inference",
 }
-"""The command that starts a server of each engine."""
+"""The command that starts a server, by engine."""
 UNALTERED_ONLY = (
     "SGLang gives log-probabilities of the whole distribution, not of one that is cut, penalises repetitions of what "
     "was written but not of the prompt, and stops at stop strings however early"
@@ -44,7 +44,7 @@ _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 def server_problems(config: RunConfig) -> Iterator[str]:
-    """Problems with servers behind HTTP and with what they are asked for."""
+    """Problems with HTTP servers and with the sampling settings they would have to support."""
     system, drawing = config.system, config.drawing
     if not system.served:
         return

@@ -1,7 +1,7 @@
-"""About how long a step takes with one or another setting of the system, on one machine.
+"""Rough duration of a step under different system settings, on one machine.
 
-What ``seconds.py`` leaves out counts here: weights that each micro-batch and each chunk of the head reads again, shared
-prompts, cores, prefill. The numbers order settings that are going to be measured; nothing else relies on them.
+This includes what ``seconds.py`` ignores: weights that each micro-batch and each chunk of the head rereads, shared
+prompts, cores, prefill. The numbers only order settings that will be measured; nothing else relies on them.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from tunesmith.plan.seconds import (
 from tunesmith.plan.tiles import chunk_rows
 
 CORE_FLOPS = 40e9
-"""Assumed of a CPU core, in float32; twice as many in bfloat16, where it computes that natively."""
+"""Assumed rate of a CPU core in float32; doubled in bfloat16 if it computes that natively."""
 CPU_BANDWIDTH = 10e9
 PASS_SECONDS = {"cpu": 2e-5, "cuda": 2e-4}
-"""Assumed of each layer's forward pass, beside its arithmetic: calls from Python, launches of kernels."""
+"""Assumed overhead of each layer's forward pass besides its arithmetic: Python calls, kernel launches."""
 UNKNOWN_GPU = (100e12, 1e12, 32e9)
 
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Of one process of a run: operations and bytes per second, bytes per second to others, seconds of a layer."""
+    """Rates of one process: operations and bytes per second, bytes per second to others, overhead seconds per layer."""
 
     flops: float
     bandwidth: float
@@ -46,10 +46,10 @@ class Rates:
 
 
 def expected_seconds(config: RunConfig, facts: Facts, samples: int, tokens: float) -> float:
-    """Seconds of a step of a resolved run, roughly; 1 where the model's size is unknown.
+    """Rough seconds per step of a resolved run; 1 if the model's size is unknown.
 
     Args:
-        samples: of a step; tokens: of the mean sample.
+        samples: samples per step; tokens: mean tokens per sample.
     """
     model = facts.model
     if model is None or not model.parameters:
@@ -62,7 +62,7 @@ def expected_seconds(config: RunConfig, facts: Facts, samples: int, tokens: floa
 
 
 def _rates(config: RunConfig, facts: Facts, processes: int) -> Rates:
-    """Of one of the processes that compute at the same time."""
+    """Rates of one of the processes that compute concurrently."""
     gpu = gpu_of(config, facts)
     if on_gpu(config):
         kind = kind_of(gpu) if gpu else None

@@ -1,4 +1,4 @@
-"""Everything that is known about a setting, a metric, or another framework's name for one."""
+"""Everything known about a setting, a metric, or another framework's name for one."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tunesmith.plan.rules import rules
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """What a name is: ``settings`` and ``metrics`` here, and what other frameworks mean by it (``foreign``)."""
+    """The meanings of a name: our ``settings`` and ``metrics``, and its meaning in other frameworks (``foreign``)."""
 
     settings: tuple[Setting, ...] = ()
     metrics: tuple[Metric, ...] = ()
@@ -30,10 +30,10 @@ class Explanation:
 
 
 def explain(name: str) -> Explanation:
-    """What a setting, a metric or a name of another framework is.
+    """Explain a setting, a metric or another framework's name.
 
     Raises:
-        ConfigError: nothing has this name; the message has the nearest ones.
+        ConfigError: nothing has this name; the message suggests the nearest ones.
     """
     ours = find(None, name)
     keys = dict.fromkeys((*ours.keys, *ours.elsewhere))
@@ -50,7 +50,7 @@ def explain(name: str) -> Explanation:
 
 
 def called_elsewhere(key: str) -> Iterator[tuple[str, str]]:
-    """Frameworks, each with its names for a setting, and how their values are converted in brackets."""
+    """Frameworks, each with its names for a setting and, in brackets, how values are converted."""
     about = [meaning for meaning in meanings() if key in meaning.keys]
     for framework, written in FRAMEWORKS.items():
         by_rule: dict[str, list[str]] = {}
@@ -62,7 +62,7 @@ def called_elsewhere(key: str) -> Iterator[tuple[str, str]]:
 
 
 def without_effect(key: str) -> Iterator[str]:
-    """When a setting has no effect and is refused."""
+    """The conditions in which a setting has no effect and is refused."""
     for rule in rules("unread"):
         keys = rule["keys"].split()
         if (key in keys or key.startswith(tuple(k for k in keys if k.endswith(".")))) and key not in rule.get(
@@ -72,7 +72,7 @@ def without_effect(key: str) -> Iterator[str]:
 
 
 def value_in_run(run_dir: Path, key: str) -> str | None:
-    """A setting's value in a run and why it has it, from the run's ``resolved.json``; None if the run has no such key.
+    """A setting's value in a run and the reason, from the run's ``resolved.json``; None if the run has no such key.
 
     Raises:
         ConfigError: there is no such file, or it is damaged.
@@ -90,7 +90,7 @@ def value_in_run(run_dir: Path, key: str) -> str | None:
 
 
 def metric_in_run(run_dir: Path, metric: Metric) -> Iterator[str]:
-    """First, last, least and greatest value of a metric in a run; a line for each name that it has there.
+    """First, last, minimum and maximum value of a metric in a run; one line per name that it has there.
 
     Raises:
         ConfigError: the run has no ``metrics.jsonl``.
@@ -119,7 +119,7 @@ def _meant(name: str, meaning: Meaning) -> str:
 
 
 def meaning_of(metric: Metric) -> str:
-    """What a metric is, without markup; for "its maximum" also of what."""
+    """A metric's meaning without markup; a meaning such as "its maximum" is preceded by what it refers to."""
     text = ""
     for of in next(metrics for metrics in CATALOGUE.values() if metric in metrics):
         of_another = of.meaning.startswith(("Its ", "Their ", "The same "))
@@ -134,7 +134,7 @@ def _all_metrics() -> Iterator[Metric]:
 
 
 def _near(name: str) -> str:
-    """The nearest setting, metric and foreign name; for a section or a preset, the command that shows it."""
+    """The nearest setting, metric and foreign name; for a section or preset, the command that shows it."""
     keys = [setting.key for setting in settings_of()]
     if name in {key.partition(".")[0] for key in keys}:
         return f" It is a section: tunesmith keys {name}"

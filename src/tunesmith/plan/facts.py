@@ -1,4 +1,4 @@
-"""Facts about machine, model and data that are known before a run: the input of every derivation."""
+"""Facts about machine, model and data known before a run: the input of every derivation."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _HEAD_NORMS = (
     *("apertus", "exaone4", "gemma3", "gemma3_text", "hunyuan_v1_dense", "minimax_m2", "nanochat"),
     *("olmo2", "olmo3", "qwen3", "qwen3_moe"),
 )
-"""Model types whose queries and keys always have norms; others say ``use_qk_norm``."""
+"""Model types whose queries and keys always have norms; others set ``use_qk_norm``."""
 LEAN_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "smollm3", "gemma", "gemma2", "gemma3_text", "phi3")
-"""Model types that can run as few large operations (``models.lean``)."""
+"""Model types that can run as a few large operations (``models.lean``)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,43 +40,43 @@ class ModelFacts:
     vocab_size: int
     context: int | None
     tied: bool = False
-    """The head is the embedding."""
+    """The head shares the embedding's weight."""
     switch: int | None = None
-    """Longer sequences have other rotary frequencies (``longrope``)."""
+    """Length above which sequences have different rotary frequencies (``longrope``)."""
     head_norms: bool = False
-    """Queries and keys have norms of their own."""
+    """Queries and keys have their own norms."""
     family: str | None = None
-    """Its ``model_type``."""
+    """The model's ``model_type``."""
     rotates_in_part: bool = False
-    """Only some numbers of each head are rotated."""
+    """Only part of each head's dimensions is rotated."""
 
     @property
     def lean(self) -> bool:
-        """Whether it runs as few large operations (``models.lean``)."""
+        """Whether the model runs as a few large operations (``models.lean``)."""
         return self.family in LEAN_FAMILIES and not self.rotates_in_part
 
     def kv_bytes_per_token(self, bytes_per_number: int) -> int:
-        """Keys and values of one token in all layers."""
+        """Bytes of one token's keys and values in all layers."""
         return 2 * self.layers * self.kv_heads * self.head_dim * bytes_per_number
 
 
 @dataclass(frozen=True, slots=True)
 class Tuned:
-    """Settings of the system that were measured to be fastest for a run."""
+    """``[system]`` settings measured to be fastest for a run."""
 
     values: Mapping[str, Any]
-    """By dotted key."""
+    """Values by dotted key."""
     reason: str
     """``tuned on 2026-11-22: 1.84× as fast as the run file that was tuned``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """A fact is None while it is unknown; what depends on it is then not derived.
+    """Facts about a run; an unknown fact is None, and settings that depend on it are not derived.
 
-    ``train_size`` counts tasks or examples; ``longest`` is the longest prompt (reinforcement learning) or
-    sequence (supervised) of the data, in tokens; ``together`` the most tokens that must share a micro-batch,
-    if the loss compares sequences.
+    ``train_size`` counts tasks or examples; ``longest`` is the data's longest prompt (reinforcement learning) or
+    sequence (supervised) in tokens; ``together`` is the largest number of tokens that must share a micro-batch, if the
+    loss compares sequences.
     """
 
     hardware: Hardware
@@ -86,17 +86,17 @@ class Facts:
     longest: int | None = None
     together: int | None = None
     frozen_parameters: int = 0
-    """Of the run's reward models and its teacher, together."""
+    """Total parameters of the run's reward models and teacher."""
     ranks_here: int | None = None
     """Trainer ranks that a launcher started on this machine; None without a launcher."""
     instances_for: str | None = None
     """The reward function that takes the environments' instances."""
     tuned: Tuned | None = None
-    """What was measured for such a run, where the run asks for it (``system.tuned``)."""
+    """Measured settings for this kind of run, if it asks for them (``system.tuned``)."""
 
 
 def read_model_facts(directory: Path) -> ModelFacts | None:
-    """Facts of a local model; None if its configuration has unknown names for the sizes.
+    """Facts about a local model; None if its configuration uses unknown names for the sizes.
 
     Raises:
         ModelError: ``config.json`` or a weight file is missing or damaged.
@@ -110,7 +110,7 @@ def read_model_facts(directory: Path) -> ModelFacts | None:
 
 
 def facts_of(whole: Mapping[str, Any]) -> ModelFacts | None:
-    """Facts in a model's configuration; ``parameters`` is None."""
+    """Facts from a model's configuration; ``parameters`` is None."""
     config: Mapping[str, Any] = whole.get("text_config") or whole
     size = {name: _first(config, *names) for name, names in _SIZES.items()}
     hidden, heads, layers, vocabulary = (size[name] for name in ("hidden_size", "heads", "layers", "vocab_size"))
@@ -136,7 +136,7 @@ def facts_of(whole: Mapping[str, Any]) -> ModelFacts | None:
 
 
 def _rope(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The rotary embedding, under its name in transformers 5 or the older one."""
+    """The rotary embedding's configuration, under its transformers 5 name or the older one."""
     scaling = config.get("rope_parameters") or config.get("rope_scaling")
     return scaling if isinstance(scaling, dict) else {}  # transformers refuses other values itself
 
@@ -147,7 +147,7 @@ def _rotates_in_part(config: Mapping[str, Any]) -> bool:
 
 
 def _switch(config: Mapping[str, Any]) -> int | None:
-    """``switch`` of the rotary embedding."""
+    """``ModelFacts.switch``, from the rotary embedding."""
     rope = _rope(config)
     kinds = [rope, *(kind for kind in rope.values() if isinstance(kind, Mapping))]
     switching = [kind for kind in kinds if (kind.get("rope_type") or kind.get("type")) in ("longrope", "su")]
@@ -156,13 +156,13 @@ def _switch(config: Mapping[str, Any]) -> int | None:
 
 
 def count_parameters(directory: Path) -> int | None:
-    """Numbers in a model's safetensors files, from their headers alone; None without such files."""
+    """Parameters in a model's safetensors files, from their headers only; None without such files."""
     files = weight_files(directory)
     return sum(map(_count_in_file, files)) if files else None
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """The safetensors files that transformers reads: a directory may also have the weights in another layout.
+    """The safetensors files that transformers reads; a directory may also hold the weights in another layout.
 
     Raises:
         ModelError: their index is damaged.
@@ -176,7 +176,7 @@ def weight_files(directory: Path) -> list[Path]:
 
 
 def _count_in_file(path: Path) -> int:
-    """The format starts with the header's length (8 bytes, little-endian) and the header (JSON)."""
+    """Parameters in one file, which starts with the header's length (8 bytes, little-endian) and the header (JSON)."""
     damaged = (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error)
     with boundary(ModelError, f"cannot read {path}", damaged), path.open("rb") as file:
         start = file.read(8)
@@ -202,7 +202,7 @@ _SIZES = {
 
 
 def _check_sizes(path: Path, config: Mapping[str, Any]) -> None:
-    """Refuse (ModelError) sizes that no decoder has; transformers divides by some of them unchecked."""
+    """Raise ModelError for sizes that no decoder has; transformers divides by some of them unchecked."""
     for name in (name for names in _SIZES.values() for name in names):
         value = config.get(name)
         if isinstance(value, str | float) or (isinstance(value, int) and not 0 < value < 2**31):

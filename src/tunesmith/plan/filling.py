@@ -1,4 +1,4 @@
-"""A configuration while derived values are added to it."""
+"""A configuration to which derived values are being added."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Filling:
         return getattr(attrgetter(section)(self.config) if section else self.config, name, None)
 
     def fill(self, key: str, value: Any, reason: str) -> None:
-        """Set a key that was left out."""
+        """Set a key that was omitted."""
         if self.get(key) is None:
             self.set(key, value, reason)
 
@@ -37,7 +37,7 @@ class Filling:
         self.derived.append(Derived(key, value, reason))
 
     def clear(self, key: str) -> None:
-        """Drop a key that another one now states exactly, such as epochs once the steps are known."""
+        """Clear a key that another one now determines exactly, such as epochs once the steps are known."""
         self.config = with_values(self.config, {key: None})
 
 

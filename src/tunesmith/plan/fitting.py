@@ -1,4 +1,4 @@
-"""A run that does not fit its devices is refused, with the numbers and the nearest change that fits."""
+"""Refusal of a run that does not fit its devices, with the numbers and the nearest change that fits."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ MORE_GPUS = (2, 4, 8, 16, 32, 64, 128)
 
 
 def memory_problems(config: RunConfig, facts: Facts, given: RunConfig) -> Iterator[str]:
-    """Problems of a resolved run with what does not fit, with the numbers and the nearest change that fits.
+    """Problems of a resolved run that does not fit, with the numbers and the nearest change that fits.
 
     Args:
         given: the run before its settings were derived.
@@ -77,9 +77,9 @@ def _does_not_fit(config: RunConfig, needed: Price, free: int, cure: str, where:
 
 
 def _remedy(config: RunConfig, facts: Facts, free: int, given: RunConfig, free_of_layout: RunConfig) -> str:
-    """The nearest change after which the run fits, or else the largest run that fits; and how many GPUs it fits."""
+    """The nearest change with which the run fits, or else the largest run that fits; and how many GPUs suffice."""
     always: dict[str, Any] = {"system.gradient_checkpointing": True} if config.trains else {}
-    said = known(given.system, "gradient_checkpointing") not in (None, True)  # else it is derived
+    said = known(given.system, "gradient_checkpointing") not in (None, True)  # otherwise it is derived
     told = always if said else {}
     more = _more_gpus(free_of_layout, facts)
     more = f", or {more}" if more else ""
@@ -109,7 +109,7 @@ def layout_that_fits(given: RunConfig, config: RunConfig, facts: Facts) -> str:
     """The fastest layout that fits the machine, in words; nothing if there is none.
 
     Args:
-        given: the run before its settings were derived; ``config``: after that.
+        given: the run before its settings were derived; ``config`` is the run afterwards.
     """
     system = given.system.model_copy(update={"device": config.system.device})
     free = without_layout(config.model_copy(update={"system": system}))
@@ -119,7 +119,7 @@ def layout_that_fits(given: RunConfig, config: RunConfig, facts: Facts) -> str:
 
 
 def _more_gpus(config: RunConfig, facts: Facts) -> str | None:
-    """The least number of GPUs like the run's that the run fits, with its layout."""
+    """The smallest number of GPUs like the run's on which the run fits, with its layout."""
     machine = facts.hardware
     if not machine.gpus or not on_gpu(config):
         return None
@@ -136,8 +136,8 @@ def _more_gpus(config: RunConfig, facts: Facts) -> str | None:
 
 
 def _changes(config: RunConfig, facts: Facts, layout: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Settings that need less memory, the nearest first; ``layout``: another one that fits."""
-    muon = config.train.optimizer.name == "muon"  # which neither an adapter nor the host has
+    """Changes that need less memory, the nearest first; ``layout`` is another layout that fits."""
+    muon = config.train.optimizer.name == "muon"  # unavailable for adapters and on the host
     if config.system.weight_copy == "gpu":
         yield {"system.weight_copy": "host"}
     if config.trains:
@@ -171,7 +171,7 @@ def _changes(config: RunConfig, facts: Facts, layout: Mapping[str, Any]) -> Iter
 
 
 def _longest_that_fits(config: RunConfig, facts: Facts, free: int) -> int | None:
-    """The longest sample, divided by a power of two, with which the run fits."""
+    """The longest sample's tokens divided by the smallest power of two with which the run fits."""
     tokens, layout = longest_sample(config, facts), replace(layout_of(config, facts), checkpointing=1)
     if tokens is None or facts.model is None:
         return None

@@ -16,7 +16,7 @@ TEMPLATE = "{prompt} <rm_score>: {reward} "
 SEPARATOR = "\n\n"
 
 LORA_LR = 2e-4
-"""The RFT performance guide's learning rate, which is that of an adapter."""
+"""The RFT performance guide's learning rate, which is for an adapter."""
 WARMUP = 50
 
 
@@ -27,7 +27,7 @@ def profile_values(name: str) -> dict[str, tuple[Any, str]]:
 
 
 def derive_sampling(filling: Filling) -> None:
-    """Number of samples and temperature; for RFT everything in its profile."""
+    """Derive number of samples and temperature; for RFT, everything in its profile."""
     config: SamplingConfig = filling.config
     if isinstance(config, RFTConfig):
         _derive_profile(filling, config)
@@ -57,7 +57,7 @@ def _derive_profile(filling: Filling, config: RFTConfig) -> None:
 
 
 def derive_rft_warmup(config: RFTConfig, given: Mapping[str, Any], samples: int) -> tuple[int, str] | None:
-    """Warm-up steps and the reason, once the number of samples is known; None: the run file's own."""
+    """Warm-up steps and the reason, once the number of samples is known; None: keep the run file's."""
     train, warmed = config.train, {"train.warmup_steps", "train.warmup_ratio"} & given.keys()
     if config.rft.profile == "conservative" or warmed or "train.schedule" in given:
         return None

@@ -13,7 +13,7 @@ def on_gpu(config: RunConfig) -> bool:
 
 
 def ranks_per_engine(config: RunConfig) -> int:
-    """Devices that one engine is split over."""
+    """Devices over which one engine is split."""
     vllm = config.system.vllm
     return (
         (known(vllm, "tensor_parallel_size") or 1) * vllm.pipeline_parallel_size
@@ -33,10 +33,10 @@ def visible_names(variable: str | None, count: int) -> list[str]:
 
 
 def own_devices(config: RunConfig, visible: Sequence[str]) -> list[tuple[str, ...]] | None:
-    """The GPUs of each engine, for as many engines as there are GPUs; None if all share the trainer's.
+    """The GPUs of each engine, for as many engines as the GPUs allow; None if all share the trainer's.
 
     The trainer shares its GPU only if it takes turns with the engines (``system.hybrid``) or does not train while they
-    sample. A single GPU is always shared, and so is the trainer's if engines read its weights by CUDA IPC.
+    sample. A single GPU is always shared, and so is the trainer's if engines read its weights through CUDA IPC.
     """
     system, ranks = config.system, ranks_per_engine(config)
     if not _apart_on_gpus(config) or len(visible) < 2 or system.weight_plane == "ipc":
@@ -76,7 +76,7 @@ def device_problems(config: RunConfig, gpus: int) -> Iterator[str]:
 
 
 def _shares(config: RunConfig) -> bool:
-    """Whether engines also use the trainer's GPU: nothing trains on it while they sample."""
+    """Whether engines also use the trainer's GPU, because nothing trains on it while they sample."""
     return bool(known(config.system, "hybrid")) or not isinstance(config, RLConfig)
 
 

@@ -1,4 +1,4 @@
-"""What the machine has, read without torch."""
+"""The machine's hardware, read without torch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ COMPILERS = ("g++", "clang++", "c++")
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """Memory in bytes; ``capability`` as (major, minor)."""
+    """A GPU: memory in bytes, ``capability`` as (major, minor)."""
 
     name: str
     memory_total: int
@@ -37,10 +37,10 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """Memory in bytes, within the limits that container and process have.
+    """A machine: memory in bytes, within the limits of container and process.
 
-    ``cores`` are physical ones that this process may use; ``bf16``: the CPU computes bfloat16 natively; ``tiles``: it
-    multiplies tiles of it (AMX); ``nodes``: machines like this one, in all.
+    ``cores`` counts the physical cores this process may use; ``bf16``: the CPU computes bfloat16 natively; ``tiles``:
+    it multiplies tiles of bfloat16 (AMX); ``nodes``: the total number of machines like this one.
     """
 
     cpu: str
@@ -53,17 +53,17 @@ class Hardware:
     tiles: bool = False
     """The CPU multiplies tiles of bfloat16 (AMX)."""
     pairs: bool = False
-    """It multiplies pairs of bfloat16 (AVX-512 BF16), and no tiles."""
+    """The CPU multiplies pairs of bfloat16 (AVX-512 BF16), but not tiles."""
     compiler: str | None = None
-    """A C++ compiler."""
+    """The command of a C++ compiler."""
     named: bool = False
-    """It was only named, and is another machine than this one."""
+    """The machine was given by name and is not this one."""
     unseen: str | None = None
-    """``CUDA_VISIBLE_DEVICES``, where it names GPUs and ``nvidia-smi`` lists none of them."""
+    """``CUDA_VISIBLE_DEVICES``, if it names GPUs but ``nvidia-smi`` lists none of them."""
 
 
 def read_hardware() -> Hardware:
-    """Facts of this machine. Takes milliseconds, or a tenth of a second if there is ``nvidia-smi``."""
+    """Facts about this machine; takes milliseconds, or a tenth of a second with ``nvidia-smi``."""
     cpu = cpu_info()
     total, available = memory()
     flags = set((cpu.get("flags") or cpu.get("Features") or "").split())
@@ -83,8 +83,10 @@ def read_hardware() -> Hardware:
 
 
 def find_compiler() -> str | None:
-    """The command of the C++ compiler, as in a shell: ``CXX`` where that is set, which may have arguments or be a path
-    with spaces, or the first of ``COMPILERS`` that is there; None: there is none."""
+    """The C++ compiler's command, as in a shell; None if there is none.
+
+    It is ``CXX`` if set, which may have arguments or be a path with spaces, or the first of ``COMPILERS`` that exists.
+    """
     named = os.environ.get("CXX")
     for words in ([named], _words(named)) if named else ([name] for name in COMPILERS):
         if words and (found := shutil.which(words[0])):
@@ -93,7 +95,7 @@ def find_compiler() -> str | None:
 
 
 def compilers() -> str:
-    """What ``find_compiler`` looks for, in words."""
+    """A description of what ``find_compiler`` looks for."""
     named = os.environ.get("CXX")
     return f"CXX = {named!r} names none" if named else f"{', '.join(COMPILERS)}, or the one that CXX names"
 
@@ -116,7 +118,7 @@ def read_gpus() -> tuple[Gpu, ...]:
 
 
 def _nvidia_smi(*arguments: str) -> str:
-    """What it prints; nothing if it fails."""
+    """The output of ``nvidia-smi``; empty if it fails."""
     try:
         done = subprocess.run(["nvidia-smi", *arguments], capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):
@@ -125,11 +127,11 @@ def _nvidia_smi(*arguments: str) -> str:
 
 
 def parse_gpus(listing: str, visible: str | None, parts: str = "") -> tuple[Gpu, ...]:
-    """GPUs of a listing ``index, uuid, name, MiB total, MiB free, capability``, in CUDA's order.
+    """GPUs in a listing of ``index, uuid, name, MiB total, MiB free, capability``, in CUDA's order.
 
     Args:
-        visible: ``CUDA_VISIBLE_DEVICES``: indices or (beginnings of) UUIDs; None allows all.
-        parts: a listing of GPUs with the parts that some are divided into (MIG), whose names tell their memory.
+        visible: ``CUDA_VISIBLE_DEVICES``: indices or UUIDs (or UUID prefixes); None allows all.
+        parts: a listing of GPUs and their MIG parts, whose names give their memory.
     """
     listed: dict[str, tuple[str, Gpu]] = {}
     for line in listing.splitlines():
@@ -137,7 +139,7 @@ def parse_gpus(listing: str, visible: str | None, parts: str = "") -> tuple[Gpu,
             index, uuid, name, total, free, capability = (part.strip() for part in line.split(","))
             major, _, minor = capability.partition(".")
             gpu = Gpu(name, int(total) * 2**20, int(free) * 2**20, (int(major), int(minor or 0)))
-        except ValueError:  # another number of fields, or "[N/A]"
+        except ValueError:  # a different number of fields, or "[N/A]"
             continue
         listed[index] = uuid, gpu
     if visible is None:
@@ -153,7 +155,7 @@ def parse_gpus(listing: str, visible: str | None, parts: str = "") -> tuple[Gpu,
 
 
 def _parts(listing: str, whole: Mapping[str, Gpu]) -> dict[str, tuple[str, Gpu]]:
-    """Parts of GPUs by UUID, of lines such as ``  MIG 1g.10gb  Device  0: (UUID: MIG-c7…)`` below their GPU's."""
+    """GPU parts by UUID, from lines such as ``  MIG 1g.10gb  Device  0: (UUID: MIG-c7…)`` below their GPU's line."""
     found: dict[str, tuple[str, Gpu]] = {}
     above: Gpu | None = None
     for line in listing.splitlines():
@@ -192,7 +194,7 @@ def usable_cpus() -> int:
 
 
 def memory() -> tuple[int, int]:
-    """(total, available) bytes: the least of what machine, container and ``ulimit -v`` allow."""
+    """(total, available) bytes: the minimum that machine, container and ``ulimit -v`` allow."""
     machine = psutil.virtual_memory()
     total, available = machine.total, machine.available
     for limit, used in (*_group_memory(), _address_space()):
@@ -209,7 +211,7 @@ def _address_space() -> tuple[int, int]:
 
 
 def _groups(controller: str) -> Iterator[Path]:
-    """The control groups (versions 2 and 1) that limit this process: its own, and all above it."""
+    """The control groups (versions 2 and 1) that limit this process: its own and all of its ancestors."""
     for line in ("0::/", f"1:{controller}:/", *_read(_OWN_GROUPS).splitlines()):
         number, controllers, path = line.split(":", 2)
         if ".." not in path and (number == "0" or controller in controllers.split(",")):
@@ -219,7 +221,7 @@ def _groups(controller: str) -> Iterator[Path]:
 
 
 def _group_memory() -> Iterator[tuple[int, int]]:
-    """(limit, used) of each control group; page cache that can be dropped does not count as used."""
+    """(limit, used) of each control group; reclaimable page cache does not count as used."""
     for folder in _groups("memory"):
         for limit, used, cache_key in (
             ("memory.max", "memory.current", "inactive_file"),

@@ -1,4 +1,4 @@
-"""What is kept in host memory: where a GPU is short of memory without it, and the host has room."""
+"""Derivation of what to offload to host memory, if a GPU is otherwise short of memory and the host has room."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PARAMETERS = "system.offload_parameters"
 
 
 def _with_and_without(config: RunConfig, key: str, facts: Facts) -> tuple[Price, Price, int] | None:
-    """The least memory of the trainer with a setting and without it, and what is free; None if it is not known."""
+    """The trainer's minimum memory with and without a setting, and the free memory; None if unknown."""
     both = [least_devices(with_values(config, {key: value}), facts) for value in (True, False)]
     if not all(both):
         return None
@@ -28,7 +28,7 @@ def _with_and_without(config: RunConfig, key: str, facts: Facts) -> tuple[Price,
 
 
 def derive_reference(filling: Filling, facts: Facts) -> None:
-    """Frozen models in host memory, while they do not score, if a GPU has no room for a sample beside them."""
+    """Offload frozen models while they do not score, if a GPU has no room for a sample besides them."""
     config, key = filling.config, "system.offload_reference"
     if not on_gpu(config) or not keeps_frozen(config):
         filling.fill(key, False, "there is no whole frozen model on the trainer's GPU")
@@ -49,14 +49,14 @@ def derive_reference(filling: Filling, facts: Facts) -> None:
 
 
 def derive_parameters(filling: Filling, facts: Facts) -> None:
-    """On if a GPU has room for a sample only without the weights of the layers, and the host has room for all."""
+    """Offload the layers' weights if a GPU has room for a sample only without them, and the host has room for them."""
     config = filling.config
     stepped = not config.lora.on and known(config.system, "offload_optimizer") is None
     _derive_state(filling, facts, PARAMETERS, "the weights", with_values(config, {OPTIMIZER: True} if stepped else {}))
 
 
 def derive_optimizer(filling: Filling, facts: Facts) -> None:
-    """On if a GPU has room for a sample only without master weights and moments, and the host has room for them."""
+    """Offload master weights and moments if a GPU has room for a sample only without them, and the host has room."""
     config = filling.config
     if on_gpu(config) and config.system.offload_parameters and not config.lora.on:
         filling.fill(OPTIMIZER, True, "the weights are in host memory, and are stepped there")
@@ -65,10 +65,10 @@ def derive_optimizer(filling: Filling, facts: Facts) -> None:
 
 
 def _derive_state(filling: Filling, facts: Facts, key: str, what: str, config: RunConfig) -> None:
-    """On if a GPU has room for a sample only without this part of the training state, and the host has room for it.
+    """Set ``key`` if a GPU has room for a sample only without this part of the training state, and the host has room.
 
     Args:
-        config: with all that goes along.
+        config: the run with all settings that ``key`` implies.
     """
     if not on_gpu(config):
         filling.fill(key, False, "there is no GPU that it would relieve")
@@ -90,14 +90,14 @@ def _derive_state(filling: Filling, facts: Facts, key: str, what: str, config: R
 
 
 def _frugal(config: RunConfig) -> RunConfig:
-    """With the least memory of a GPU that a run takes beside its weights and its optimizer."""
+    """The run with the minimum GPU memory besides its weights and its optimizer."""
     turns = {"system.hybrid": True} if isinstance(config, RLConfig) and known(config.system, "hybrid") is None else {}
     sent = {ACTIVATIONS: True} if known(config.system, "offload_activations") is None else {}
     return with_values(config, {"system.gradient_checkpointing": True, **sent, **turns})
 
 
 def derive_activations(filling: Filling, facts: Facts) -> None:
-    """On if a GPU has no room for the inputs of the layers, which are all that ``gradient_checkpointing`` keeps."""
+    """Offload activations if a GPU has no room for the layers' inputs, all that ``gradient_checkpointing`` keeps."""
     config, key = filling.config, ACTIVATIONS
     if not on_gpu(config):
         filling.fill(key, False, "there is no GPU that it would relieve")

@@ -1,4 +1,4 @@
-"""Facts about models on the Hugging Face hub, from their configuration and never from their weights."""
+"""Facts about models on the Hugging Face hub, from their configuration only, never their weights."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from tunesmith.errors import ModelError, boundary
 from tunesmith.plan.facts import ModelFacts, count_parameters, facts_of, read_model_facts
 
 PATIENCE = 5.0
-"""Seconds to wait for the hub; then the run continues without the model's size."""
+"""Seconds to wait for the hub, after which the run continues without the model's size."""
 CONFIG, INDEX, WEIGHTS = "config.json", "model.safetensors.index.json", "model.safetensors"
 _BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
 def known_model_facts(path: str) -> ModelFacts | None:
-    """Facts of a local directory or a hub name; None if neither the cache nor the hub has its configuration.
+    """Facts about a local directory or a hub name; None if neither the cache nor the hub has its configuration.
 
-    Without safetensors files in the directory, its parameters are counted by formula.
+    Without safetensors files in the directory, the number of parameters is estimated by formula.
 
     Raises:
         ModelError: a local model's files are missing or damaged.
@@ -38,7 +38,7 @@ def known_model_facts(path: str) -> ModelFacts | None:
 
 
 def known_parameters(path: str) -> int | None:
-    """A model's number of parameters, from the same places as ``known_model_facts``."""
+    """A model's number of parameters, from the same sources as ``known_model_facts``."""
     directory = Path(path).expanduser()
     if directory.is_dir():
         return count_parameters(directory)
@@ -48,7 +48,7 @@ def known_parameters(path: str) -> int | None:
 
 @cache
 def _hub_facts(name: str) -> ModelFacts | None:
-    """Parameters are counted in a cached safetensors file, or read from the index of several files."""
+    """Facts about a model on the hub; parameters are counted in a cached safetensors file or read from an index."""
     file = _file(name, CONFIG)
     if file is None:
         return None
@@ -70,7 +70,7 @@ def _hub_facts(name: str) -> ModelFacts | None:
 
 
 def estimated_parameters(config: dict[str, Any], facts: ModelFacts) -> int:
-    """Parameters of a Llama-shaped decoder, with its experts if it has any; biases and routers do not count."""
+    """Parameters of a Llama-shaped decoder, including any experts but not biases and routers."""
     config = config.get("text_config") or config
     hidden = facts.hidden_size
     attention = 2 * hidden * (facts.heads + facts.kv_heads) * facts.head_dim

@@ -1,4 +1,4 @@
-"""The settings of a layout, and which of them a run gives."""
+"""The settings of a layout, and which of them a run sets."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ RANKS, STAGE, ENGINES = "system.trainer_ranks", "system.zero_stage", "system.eng
 SEQUENCE = "system.sequence_parallel.size"
 TENSOR, PROCESS, TURNS = "system.vllm.tensor_parallel_size", "system.engine_process", "system.hybrid"
 PLACEMENT = "system.placement"
-"""A ``PlacementSection``, of which single keys may be given."""
+"""The key of a ``PlacementSection``, which may be given in part."""
 ONE_PROCESS: Settings = {RANKS: 1, STAGE: 0, SEQUENCE: 1, ENGINES: 1, TENSOR: 1}
 """The layout of a run on one device."""
 
 
 def given(config: RunConfig, key: str) -> Any:
-    """The value of a setting that the run file, an override or a launcher gave."""
+    """The value of a setting that the run file, an override or a launcher set; else None."""
     system, name = config.system, key.rpartition(".")[2]
     if key == PLACEMENT:
         return None
@@ -35,5 +35,5 @@ def given(config: RunConfig, key: str) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """A value of a layout as JSON has it."""
+    """A layout's value as plain JSON."""
     return value.model_dump(mode="json", exclude_unset=True) if isinstance(value, BaseModel) else value

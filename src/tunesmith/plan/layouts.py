@@ -1,6 +1,6 @@
-"""The layouts that a run can have on a machine's GPUs, the fastest first: its processes, and which GPUs they share.
+"""The layouts that a run can have on a machine's GPUs, fastest first: its processes, and which GPUs they share.
 
-One search answers two questions: what a run gets whose settings were left out, and how many GPUs it would fit.
+One search answers two questions: which layout a run gets if its settings are omitted, and how many GPUs it needs.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from tunesmith.plan.ray_layouts import ray_shapes
 
 C = TypeVar("C", bound=RunConfig)
 SIZES = (1, 2, 4, 8)
-"""Devices that an engine or a sequence is split over: at most those of one machine, which are fast with each other."""
+"""Devices over which an engine or a sequence is split: at most those of one machine, which communicate fast."""
 
 
 def layouts(config: RunConfig, facts: Facts) -> Iterator[Settings]:
-    """Settings of layouts that agree with those that were given, the fastest first.
+    """Settings of layouts that agree with the given settings, fastest first.
 
-    Whole copies of the model on the trainer's ranks come before sharded ones, and small engines before large ones; all
-    GPUs are used for sampling and training in turn, or half of them for each where both go on at once.
+    Whole copies of the model on the trainer's ranks come before sharded ones, and small engines before large ones.
+    Sampling and training use all GPUs in turn, or half of them each if they run concurrently.
     """
     gpus = gpus_of_run(config, facts)
     shapes = _shapes(config, gpus)
@@ -58,13 +58,13 @@ def layouts(config: RunConfig, facts: Facts) -> Iterator[Settings]:
 
 
 def torch_shards() -> bool:
-    """Whether the installed torch has what ``models.sharding`` needs of FSDP: 2.13 has, 2.12 has not."""
+    """Whether the installed torch has the FSDP features that ``models.sharding`` needs: 2.13 has, 2.12 has not."""
     major, minor = version("torch").split(".")[:2]
     return (int(major), int(minor)) >= (2, 13)
 
 
 def without_layout(config: C) -> C:
-    """The configuration as if no setting of its layout had been given."""
+    """The configuration as if none of its layout's settings had been given."""
     gone = {key.rpartition(".")[2] for key in (*ONE_PROCESS, TURNS, PROCESS, PLACEMENT)}
     vllm = config.system.vllm.model_dump(exclude_unset=True, exclude=gone)
     system = config.system.model_dump(exclude_unset=True, exclude={*gone, "vllm", "sequence_parallel"})
@@ -72,8 +72,10 @@ def without_layout(config: C) -> C:
 
 
 def gpus_of_run(config: RunConfig, facts: Facts) -> int:
-    """GPUs that the run may spread over by itself: those like the first one, up to one that is not. 1 on a CPU, and
-    where the model's size is unknown. Without Ray, what samples is on one machine."""
+    """The number of GPUs over which the run may spread: the first one and those after it that are alike.
+
+    It is 1 on a CPU, and if the model's size is unknown. Without Ray, sampling runs stay on one machine.
+    """
     machine, model = facts.hardware, facts.model
     named = ":" in (known(config.system, "device") or "")
     if not on_gpu(config) or named or model is None or model.parameters is None:
@@ -83,7 +85,7 @@ def gpus_of_run(config: RunConfig, facts: Facts) -> int:
 
 
 def _alike(gpu: Gpu, first: Gpu) -> bool:
-    """Whether a GPU can do the same work as the first one: it is of the same kind, and no other program fills it."""
+    """Whether a GPU can do the same work as the first one: same model, and not filled by another program."""
     return gpu.name == first.name and gpu.memory_free >= 0.9 * first.memory_free
 
 
@@ -97,7 +99,7 @@ def _shapes(config: RunConfig, gpus: int) -> Iterator[Settings]:
     if config.drawing is None:
         yield trainer
     elif gpus > 1 and not in_process:
-        if isinstance(config, RLConfig) and (ranks or given(config, ENGINES)):  # then each has GPUs of its own
+        if isinstance(config, RLConfig) and (ranks or given(config, ENGINES)):  # then each has its own GPUs
             yield from _apart(config, gpus)
         for tensor in _tensor_sizes(config, gpus):
             each = tensor * config.system.vllm.pipeline_parallel_size
@@ -114,8 +116,8 @@ def _shapes(config: RunConfig, gpus: int) -> Iterator[Settings]:
 
 
 def _apart(config: RunConfig, gpus: int) -> Iterator[Settings]:
-    """Engines with GPUs of their own: as many as the trainer, or fewer where it needs more; with a given number of
-    engines the trainer has the other GPUs."""
+    """Engines with their own GPUs: as many as the trainer's, or fewer if it needs more; with a given number of engines,
+    the trainer has the remaining GPUs."""
     wanted, engines, size = given(config, RANKS), given(config, ENGINES), given(config, SEQUENCE) or 1
     for tensor in _tensor_sizes(config, gpus):
         each = tensor * config.system.vllm.pipeline_parallel_size
@@ -135,7 +137,7 @@ def _tensor_sizes(config: RunConfig, gpus: int) -> list[int]:
 
 
 def _sequence_sizes(config: RunConfig, facts: Facts, ranks: int) -> list[int]:
-    """Ranks that may share the tokens of a micro-batch: they divide the attention heads."""
+    """Numbers of ranks that may share the tokens of a micro-batch: divisors of the attention heads."""
     heads, wanted = facts.model.heads if facts.model else 1, given(config, SEQUENCE)
     alone = ranks == 1 or not on_gpu(config) or config.command == "distill"  # a teacher may have other heads
     return [wanted or 1] if wanted or alone else [n for n in SIZES if ranks % n == heads % n == 0]

@@ -1,4 +1,4 @@
-"""Machines that need not be there: ``8xH100-80GB``, ``2x8xA100-80GB``, ``this``. Facts of GPUs: ``machines.toml``."""
+"""Machines given by name, present or not: ``8xH100-80GB``, ``2x8xA100-80GB``, ``this``; see ``machines.toml``."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from tunesmith.plan.hardware import Gpu, Hardware, read_hardware
 THIS = "this"
 MOST_GPUS, MOST_NODES = 128, 4096
 _DRIVER = 512 * 2**20
-"""What the driver keeps of a GPU's memory before anything uses it."""
+"""GPU memory that the driver reserves before anything uses it."""
 _SPEC = re.compile(r"(?:(?:(\d+)x)?(\d+)x)?(.+)", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
 class GpuKind:
-    """A GPU of the table: bytes, operations and bytes per second, and what its machine has for each GPU."""
+    """A GPU in the table: bytes, operations and bytes per second, and its machine's resources per GPU."""
 
     name: str
     memory: int
     capability: tuple[int, int]
     flops: float
-    """In bfloat16, or in float16 where there is no bfloat16."""
+    """Operations per second in bfloat16, or in float16 if it lacks bfloat16."""
     bandwidth: float
-    """Of its memory."""
+    """Bytes per second of its memory."""
     link: float
-    """To other GPUs of its machine, in one direction."""
+    """Bytes per second to other GPUs in its machine, in one direction."""
     cores: int
     host_memory: int
     host: str
@@ -44,7 +44,7 @@ class GpuKind:
 
 @cache
 def gpu_kinds() -> Mapping[str, GpuKind]:
-    """The table, by name."""
+    """The table of GPUs, by name."""
     text = Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")
     return {
         name: GpuKind(
@@ -64,10 +64,10 @@ def gpu_kinds() -> Mapping[str, GpuKind]:
 
 
 def machine(spec: str) -> Hardware:
-    """The machine of a specification: ``[machines x] [GPUs in each x] GPU``, or ``this`` for the one that runs.
+    """The machine for a specification: ``[machines x] [GPUs in each x] GPU``, or ``this`` for the current one.
 
-    A GPU's memory may be left out where there is one size: ``8xH200``. Cores and host memory are those of a usual
-    machine with such GPUs, for as many of them.
+    A GPU's memory may be omitted if it comes in one size: ``8xH200``. Cores and host memory are those of a usual
+    machine with such GPUs, scaled to their number.
 
     Example:
         >>> [len(machine(spec).gpus) for spec in ("H100-80GB", "8xh200", "2x8xA100-80GB")]
@@ -97,7 +97,7 @@ def machine(spec: str) -> Hardware:
 
 
 def kind_of(gpu: Gpu) -> GpuKind | None:
-    """The table's entry for a GPU that ``nvidia-smi`` lists; None if it has none."""
+    """The table's entry for a GPU listed by ``nvidia-smi``; None if there is none."""
     words = re.sub(r"[^a-z0-9]", "", gpu.name.lower())
     fitting = [
         kind
@@ -109,7 +109,7 @@ def kind_of(gpu: Gpu) -> GpuKind | None:
 
 
 def _family(name: str) -> str:
-    """Letters and digits of a name without its memory: ``H100-PCIe-80GB`` → ``h100pcie``."""
+    """The letters and digits of a name without its memory size: ``H100-PCIe-80GB`` → ``h100pcie``."""
     return name.lower().rpartition("-")[0].replace("-", "")
 
 

@@ -1,4 +1,4 @@
-"""How much memory of its devices a run needs, by its settings."""
+"""How much memory a run needs on its devices, given its settings."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ from tunesmith.plan.scoring import scores, scoring_bytes, teaches
 from tunesmith.plan.weights import loads_model, weights_apart
 
 MARGIN = 1.1
-"""A run is refused if it needs more than this many times the free memory; both numbers are estimates."""
+"""A run is refused if it needs more than this multiple of the free memory; both numbers are estimates."""
 HOST_SHARE = 0.95
-"""Of the free host memory; the rest is for Python and its libraries."""
+"""Usable share of the free host memory; the rest is for Python and its libraries."""
 BLOCK = 32
-"""Engines allocate memory to a prompt or a completion in blocks of at most this many tokens."""
+"""Engines allocate memory for a prompt or a completion in blocks of at most this many tokens."""
 LEAST_TOKENS = 64
-"""Assumed length of a sample if neither data nor settings tell it."""
+"""Assumed length of a sample if neither data nor settings determine it."""
 
 
 def gpu_of(config: RunConfig, facts: Facts) -> Gpu | None:
@@ -57,7 +57,7 @@ def gpu_of(config: RunConfig, facts: Facts) -> Gpu | None:
 
 
 def free_memory(config: RunConfig, facts: Facts) -> int:
-    """Bytes of the device that the run may use: ``system.device_memory``, or what is free before anything loads."""
+    """Bytes of the device that the run may use: ``system.device_memory``, or the memory free before anything loads."""
     if config.system.device_memory is not None:
         return parse_size(config.system.device_memory)
     gpu = gpu_of(config, facts)
@@ -74,8 +74,8 @@ def bytes_per_number(config: RunConfig) -> int:
 
 
 def bytes_per_token(config: RunConfig, model: ModelFacts, checkpointing: float) -> int:
-    """What a further token of a micro-batch needs on each of the ranks that share it: what backward keeps, and the
-    temporaries of a layer's backward pass."""
+    """Bytes per additional token of a micro-batch on each rank that shares it: activations saved for the backward pass,
+    and temporaries of a layer's backward pass."""
     rank = (config.lora.rank or USUAL_RANK) if config.lora.on else None
     shape = Layout(
         bytes_per_number(config),
@@ -89,7 +89,7 @@ def bytes_per_token(config: RunConfig, model: ModelFacts, checkpointing: float) 
 
 
 def longest_sample(config: RunConfig, facts: Facts) -> int | None:
-    """Tokens of the longest sample, or of samples that must share a micro-batch; None if unknown."""
+    """Tokens in the longest sample, or in samples that must share a micro-batch; None if unknown."""
     if config.supervised:
         return facts.together or facts.longest or config.data.max_tokens
     if isinstance(config, RLConfig) and config.environment.max_tokens is not None:
@@ -117,7 +117,7 @@ def layout_of(config: RunConfig, facts: Facts) -> Layout:
     return Layout(
         bytes_per_number=bytes_per_number(config),
         device="cuda" if on_gpu(config) else "cpu",
-        # A run that samples first and trains afterwards holds the model in both phases.
+        # A run that samples before it trains holds the model in both phases.
         holds_model=config.trains or loads_model(config),
         trains=config.trains,
         lora_rank=(config.lora.rank or USUAL_RANK) if lora else None,
@@ -148,7 +148,7 @@ def layout_of(config: RunConfig, facts: Facts) -> Layout:
 
 
 def _prepared(config: RunConfig, facts: Facts) -> int:
-    """What each engine on a CPU prepares of its weights."""
+    """Bytes of weights that each engine on a CPU prepares."""
     model = facts.model
     if on_gpu(config) or config.system.engine != "local" or config.model.quantize is not None or model is None:
         return 0
@@ -173,10 +173,10 @@ def planned(config: RunConfig, facts: Facts) -> Price | None:
 
 
 def _with_passes(config: RunConfig, facts: Facts, layout: Layout, *, caps: bool = True) -> Price:
-    """The price of a layout, with the passes of critic and reward models and those without gradients.
+    """The price of a layout, including the passes of critic and reward models and passes without gradients.
 
     Args:
-        caps: these passes have as many tokens as their own settings say; else as many as the layout.
+        caps: these passes have as many tokens as their own settings allow; if False, as many as the layout.
     """
     assert facts.model is not None, "it was checked"
     system, found = config.system, price(facts.model, layout)
@@ -202,10 +202,10 @@ def rewarded_here(config: RunConfig) -> bool:
 
 
 def rewarding_bytes(config: RunConfig, facts: Facts, tokens: int) -> int:
-    """What a pass of a reward model needs beside it, with the weights that it gathers where processes share it.
+    """Memory of a reward model's pass besides its weights, with the weights that it gathers if processes share it.
 
-    Its layers are taken to be shaped like the policy's: as wide as if there were no more of them, with the square root
-    of the number of parameters, and as many as if they grew in all directions, with the cube root.
+    The estimate scales the policy's shape: width with the square root of the number of parameters (as if the number of
+    layers stayed the same), and number of layers with the cube root (as if all dimensions grew).
     """
     model = facts.model
     if model is None:
@@ -220,13 +220,13 @@ def rewarding_bytes(config: RunConfig, facts: Facts, tokens: int) -> int:
 
 
 def _with_tokens(config: RunConfig, facts: Facts, layout: Layout) -> Layout:
-    """The layout with the tokens of a micro-batch, as far as they are known."""
+    """The layout with the tokens of a micro-batch, as far as known."""
     tokens = known(config.system, "max_tokens_per_microbatch") or longest_sample(config, facts) or LEAST_TOKENS
     return replace(layout, tokens=tokens)
 
 
 def planned_elsewhere(config: RunConfig, facts: Facts) -> Price | None:
-    """Memory of each engine on each of its own GPUs; None if engines have none."""
+    """Memory of each engine on each of its own GPUs; None if engines have no GPUs of their own."""
     model = facts.model
     if model is None or model.parameters is None or config.system.served or not engines_elsewhere(config, facts):
         return None
@@ -237,13 +237,12 @@ def planned_elsewhere(config: RunConfig, facts: Facts) -> Price | None:
 
 
 def planned_devices(config: RunConfig, facts: Facts) -> list[tuple[str, Price, int]]:
-    """Each kind of device that the run uses, by the processes on it: planned and free memory; none if the model's size
-    is unknown."""
+    """Planned and free memory per kind of device, named by its processes; empty if the model's size is unknown."""
     return _devices(config, facts, planned(config, facts), planned_elsewhere(config, facts))
 
 
 def _devices(config: RunConfig, facts: Facts, own: Price | None, engines: Price | None) -> list[tuple[str, Price, int]]:
-    """Trainer, engines, and roles with GPUs of their own; a GPU also holds CUDA, for each of its processes."""
+    """Devices of trainer, engines, and roles with their own GPUs; each process on a GPU also needs CUDA's memory."""
     if own is None:
         return []
     devices = [("trainer" if config.trains else "engine", own, trainer_memory(config, facts))]
@@ -260,7 +259,7 @@ def _devices(config: RunConfig, facts: Facts, own: Price | None, engines: Price 
 
 
 def _roles_apart(config: RunConfig, facts: Facts) -> Iterator[tuple[str, Price]]:
-    """Models that have GPUs of their own on a cluster, without the engines."""
+    """Models with their own GPUs on a cluster, except engines."""
     if config.system.cluster == "none" or not on_gpu(config) or facts.model is None:
         return
     layout = replace(layout_of(config, facts), models=1, references=0, frozen_parameters=0, engines=0, published=0)
@@ -282,13 +281,13 @@ def _roles_apart(config: RunConfig, facts: Facts) -> Iterator[tuple[str, Price]]
 
 
 def reward_price(config: RunConfig, facts: Facts, tokens: int) -> Price:
-    """Of each GPU of reward models that have their own, without CUDA; ``tokens``: of a pass."""
+    """Memory per GPU of reward models with their own GPUs, without CUDA's; ``tokens`` is the size of a pass."""
     weights = ceil(facts.frozen_parameters / scoring_shards(config, "reward")) * bytes_per_number(config)
     return Price(frozen=weights, activations=rewarding_bytes(config, facts, tokens))
 
 
 def planned_roles(config: RunConfig, facts: Facts) -> dict[str, Price]:
-    """The trainer's device by role. What does not train only holds its weights; the sum is ``planned``."""
+    """Memory of the trainer's device by role; roles that do not train only hold weights; the sum is ``planned``."""
     model, own = facts.model, planned(config, facts)
     if model is None or own is None:
         return {}
@@ -314,7 +313,7 @@ def planned_roles(config: RunConfig, facts: Facts) -> dict[str, Price]:
 
 
 def least(config: RunConfig, facts: Facts) -> Price | None:
-    """The least memory a run needs on the trainer's device, with micro-batches of one sample and keys and values of one
+    """The minimum memory a run needs on the trainer's device, with micro-batches of one sample and the KV cache of one
     sequence; None if the model's size is unknown."""
     model = facts.model
     if model is None or model.parameters is None:
@@ -327,7 +326,7 @@ def least(config: RunConfig, facts: Facts) -> Price | None:
 
 
 def least_devices(config: RunConfig, facts: Facts) -> list[tuple[str, Price, int]]:
-    """As ``planned_devices``, with the least memory that each needs."""
+    """As ``planned_devices``, with the minimum memory that each needs."""
     engines = planned_elsewhere(config, facts)
     if engines and facts.model:
         engines = replace(engines, kv=_sequence(config, facts, facts.model))
@@ -342,23 +341,23 @@ def _sequence(config: RunConfig, facts: Facts, model: ModelFacts) -> int:
 def request_kv(config: RunConfig, facts: Facts, model: ModelFacts) -> int:
     """Bytes of the longest sample's keys and values in an engine.
 
-    They are in blocks that are only partly full. The local engine allocates one plane in addition to those for keys and
-    values.
+    They are stored in blocks that are only partly full. The local engine allocates one plane in addition to those for
+    keys and values.
     """
     per_token = model.kv_bytes_per_token(kv_bytes_per_number(config, facts)) * (1 + 1 / (2 * model.layers))
     return ceil(((longest_sample(config, facts) or LEAST_TOKENS) + 2 * BLOCK) * per_token)
 
 
 def kv_bytes_per_number(config: RunConfig, facts: Facts) -> int:
-    """Of keys and values: those of a model's type, but float32 for the local engine on a CPU where PyTorch decodes
-    (``engines.local.native_decode``)."""
+    """Bytes per element of keys and values: the model's dtype, but float32 for the local engine on a CPU if PyTorch
+    decodes (``engines.local.native_decode``)."""
     here = config.system.engine == "local" and not on_gpu(config)
     exact = here and not (decodes_compiled(config, facts) and known(config.model, "dtype") == "bfloat16")
     return 4 if exact else bytes_per_number(config)
 
 
 def host_tokens(config: RunConfig, facts: Facts, model: ModelFacts) -> float:
-    """Tokens of a micro-batch whose activations fit host memory, with ``system.offload_activations``."""
+    """Tokens of a micro-batch whose activations fit in host memory, with ``system.offload_activations``."""
     layout = layout_of(config, facts)
     sent = layout.models * sent_bytes(model, layout) / layout.sequence
     if not sent or config.system.cluster != "none":
@@ -367,13 +366,13 @@ def host_tokens(config: RunConfig, facts: Facts, model: ModelFacts) -> float:
 
 
 def _host_memory(config: RunConfig, facts: Facts) -> float:
-    """What each rank may use of its machine's."""
+    """Bytes of its machine's memory that each rank may use."""
     return HOST_SHARE * facts.hardware.memory_available / (facts.ranks_here or config.system.trainer_ranks)
 
 
 def host_problem(config: RunConfig, needed: Price, facts: Facts) -> str | None:
-    """Why what is kept in host memory does not fit there: the ranks of a machine share it. On Ray these are other
-    machines, whose memory is not known here."""
+    """Why offloaded data does not fit in host memory, which the ranks of a machine share; None if it fits. With Ray the
+    ranks are on other machines, whose memory is not known here."""
     if config.system.cluster != "none":
         return None
     ranks, each = facts.ranks_here or config.system.trainer_ranks, _host_memory(config, facts)

@@ -1,6 +1,6 @@
-"""What a run costs in operations: of training, and of a forward pass, with its least seconds.
+"""Floating-point operations of training and of a forward pass, and the minimum duration of the latter.
 
-Packing, metering and planning all read their prices here.
+Packing, metering and planning all use these costs.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """Operations of a training micro-batch: ``linear`` per token, ``quadratic`` per pair of query and key, ``head`` per
-    token in the loss."""
+    """Training operations: ``linear`` per token, ``quadratic`` per query-key pair, ``head`` per token in the loss."""
 
     linear: float = 1.0
     quadratic: float = 0.0
@@ -24,7 +23,7 @@ class CostModel:
         """Forward and backward: three products per weight, each a multiplication and an addition.
 
         Args:
-            parameters: without embeddings.
+            parameters: the number of parameters without embeddings.
         """
         return cls(6.0 * parameters, 12.0 * layers * heads * head_dim, 6.0 * vocabulary * hidden)
 
@@ -35,7 +34,7 @@ class CostModel:
 
 @dataclass(frozen=True, slots=True)
 class PeakRates:
-    """What a device attains in large matrix products, and in reading and writing memory."""
+    """The rates that a device attains in large matrix products and in memory access."""
 
     flops_per_second: float
     bytes_per_second: float
@@ -43,18 +42,18 @@ class PeakRates:
 
 @dataclass(frozen=True, slots=True)
 class ForwardCost:
-    """Bytes that one forward pass of a decoder reads, and what it computes."""
+    """Bytes read and operations computed by one forward pass of a decoder."""
 
     weight_bytes: int
-    """Of every parameter that a token passes through: the head is included, the embedding table is not."""
+    """Bytes of every parameter that a token passes through, including the head but not the embedding table."""
     weights: int
     kv_bytes: int
-    """Per token, all layers."""
+    """Bytes per token, over all layers."""
     attention_flops: int
-    """Per pair of query and key, all layers: ``4 * layers * heads * head_dim``."""
+    """Operations per query-key pair, over all layers: ``4 * layers * heads * head_dim``."""
 
     def seconds(self, rates: PeakRates, tokens: int, kv_read: int, pairs: int) -> float:
-        """The least time of a pass over ``tokens`` new tokens that reads the keys and values of ``kv_read`` others."""
+        """Minimum time of a pass over ``tokens`` new tokens that reads the keys and values of ``kv_read`` others."""
         read = self.weight_bytes + self.kv_bytes * kv_read
         flops = 2 * self.weights * tokens + self.attention_flops * pairs
         return max(read / rates.bytes_per_second, flops / rates.flops_per_second)

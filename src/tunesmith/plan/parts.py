@@ -1,4 +1,4 @@
-"""What the memory of a device is for, in words."""
+"""Names for the uses of a device's memory."""
 
 from __future__ import annotations
 
@@ -19,4 +19,4 @@ PARTS = {
     "kv": "keys and values",
     "libraries": "CUDA and its libraries",
 }
-"""The parts of a ``Price`` in words."""
+"""Names for the parts of a ``Price``."""

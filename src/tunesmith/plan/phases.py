@@ -1,8 +1,8 @@
-"""What each phase of a step on a CPU has to do, counted, and how long that takes at rates that were measured there.
+"""Counts of the work in each phase of a step on a CPU, and its duration at rates measured there.
 
-A phase takes the sum of what it does, each kind of thing times the seconds of one: operations in matrix products,
-numbers that elementwise work passes, weights that are read, passes from Python. ``tunesmith check machine`` measures
-the rates with small models (``tune/machine.py``), and keeps them per machine.
+A phase's duration is a sum over kinds of work of count times seconds per unit: operations in matrix products, elements
+of elementwise operations, weights read, passes from Python. ``tunesmith check machine`` measures the rates with small
+models (``tune/machine.py``) and keeps them per machine.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ from tunesmith.storage import measured_file, read_json
 
 Phase = Literal["sync", "prefill", "decode", "scoring", "forward and backward", "optimizer"]
 Amounts = Mapping[str, float]
-"""How much of each kind of thing a phase does."""
+"""Units of each kind of work in a phase."""
 Rates = Mapping[str, Mapping[str, float]]
-"""Seconds of one of each kind, by phase."""
+"""Seconds per unit of each kind of work, by phase."""
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """A step in one process: completions of ``new`` tokens each, ``group`` of them to each of ``prompts``."""
+    """A step in one process: completions of ``new`` tokens, ``group`` of them for each of ``prompts`` prompts."""
 
     model: ModelFacts
     bytes_per_number: int
     prompts: int
     group: int
     prompt: int
-    """Tokens of a prompt."""
+    """Tokens per prompt."""
     new: int
     micro: int
-    """Tokens of a micro-batch at most."""
+    """Maximum tokens per micro-batch."""
     share: bool = True
-    """Whether a prompt is trained once for its group."""
+    """Whether a group's prompt is computed only once in training."""
     running: int = 256
-    """Completions that are decoded together at most."""
+    """Maximum number of completions decoded together."""
 
     @property
     def samples(self) -> int:
@@ -50,13 +50,13 @@ class Work:
 
     @property
     def outputs(self) -> int:
-        """Numbers of a token that the products of a layer give."""
+        """Elements per token in the outputs of a layer's products."""
         m = self.model
         return 2 * (m.heads + m.kv_heads) * m.head_dim + 2 * m.hidden_size + 3 * m.intermediate_size
 
     @property
     def layers(self) -> int:
-        """Weights of all layers."""
+        """Number of weights in all layers."""
         m = self.model
         each = 2 * (m.heads + m.kv_heads) * m.head_dim + 3 * m.intermediate_size
         return m.layers * m.hidden_size * each
@@ -67,7 +67,7 @@ class Work:
 
 
 def amounts(work: Work) -> dict[Phase, Amounts]:
-    """What each phase does. Matrix products are counted in multiplications, attention in pairs of query and key."""
+    """The work of each phase; matrix products are counted in multiplications, attention in query-key pairs."""
     forward = _forward(work)
     return {
         "sync": {"calls": 1},
@@ -80,7 +80,7 @@ def amounts(work: Work) -> dict[Phase, Amounts]:
 
 
 def _forward(work: Work) -> Amounts:
-    """Of a pass over all samples, in micro-batches; a backward pass does the same kinds of things."""
+    """The work of a pass over all samples, in micro-batches; a backward pass does the same kinds of work."""
     m, learned = work.model, work.samples * work.new
     prompts = work.prompts if work.share else work.samples
     tokens = prompts * work.prompt + learned
@@ -127,7 +127,7 @@ def _decode(work: Work) -> Amounts:
 
 
 def phase_seconds(work: Work, rates: Rates) -> dict[str, float]:
-    """Seconds of each phase that rates are known for."""
+    """Seconds of each phase with known rates."""
     return {
         phase: sum(rates[phase].get(kind, 0.0) * amount for kind, amount in does.items())
         for phase, does in amounts(work).items()
@@ -136,13 +136,13 @@ def phase_seconds(work: Work, rates: Rates) -> dict[str, float]:
 
 
 def again_seconds(work: Work, rates: Rates) -> float:
-    """Seconds of computing all layers' activations again: a forward pass without the head."""
+    """Seconds to recompute all layers' activations: a forward pass without the head."""
     does = {kind: amount for kind, amount in _forward(work).items() if not kind.startswith("head")}
     return sum(rates["scoring"].get(kind, 0.0) * amount for kind, amount in does.items())
 
 
 def rates_file(machine: Hardware) -> tuple[Path, dict[str, Any]]:
-    """The file of a machine's rates, and what they depend on."""
+    """The file with a machine's rates, and the properties on which they depend."""
     subject = {
         "cpu": machine.cpu,
         "cores": machine.cores,
@@ -153,7 +153,7 @@ def rates_file(machine: Hardware) -> tuple[Path, dict[str, Any]]:
 
 
 def read_rates(machine: Hardware, bytes_per_number: int) -> Rates | None:
-    """What was measured for numbers of this size; None if nothing was measured here, or the file is damaged."""
+    """Rates measured for elements of this size; None if nothing was measured here or the file is damaged."""
     path = rates_file(machine)[0]
     try:
         found = read_json(path)["rates"][str(bytes_per_number)] if path.exists() else None

@@ -1,18 +1,18 @@
-"""What memory takes that a GPU reaches itself: torch rounds a piece up to a power of two (``models.host_memory``)."""
+"""The size of pinned memory: torch rounds each piece up to a power of two (``models.host_memory``)."""
 
 from __future__ import annotations
 
 from tunesmith.plan.facts import ModelFacts
 
 PINNED = 1.1
-"""Host memory that is taken for tensors that are packed into few pieces, at most: of each byte."""
+"""Upper bound of the host memory allocated per byte of tensors that are packed into a few pieces."""
 
 
 def rounded_up(model: ModelFacts, shards: int) -> float:
-    """What is taken of each byte of a layer's float32 gradients where each matrix's rows are a piece, as FSDP has them.
+    """Memory allocated per byte of a layer's float32 gradients if each matrix's rows are one piece, as in FSDP.
 
     Args:
-        shards: ranks that share the rows.
+        shards: number of ranks that share the rows.
     """
     queries, keys, inner = model.heads * model.head_dim, model.kv_heads * model.head_dim, model.intermediate_size
     sizes = [max(1, 4 * model.hidden_size * width // shards) for width in (queries, queries, keys, keys, *[inner] * 3)]

@@ -1,4 +1,4 @@
-"""Values that a profile or an earlier measurement sets of ``[system]``, in the place of what would be derived."""
+"""Values of ``[system]`` that a profile or an earlier measurement sets instead of derived ones."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def system_profiles() -> dict[str, list[dict[str, Any]]]:
 
 
 def derive_profile(filling: Filling, facts: Facts) -> None:
-    """Set what the run's profile has, or what was measured to be fastest; what the run file gives stays."""
+    """Set the values of the run's profile, or those measured to be fastest; the run file's values stay."""
     config: RunConfig = filling.config
     given = settings(config, given_only=True)
     if facts.tuned:
@@ -43,7 +43,7 @@ def derive_profile(filling: Filling, facts: Facts) -> None:
 
 
 def profile_notes(config: RunConfig, facts: Facts) -> Iterator[str]:
-    """What a profile leaves out, and what is missing where something measured was asked for."""
+    """Notes on what a profile does not set, and on requested measurements that are missing."""
     if config.system.tuned and facts.tuned is None:
         yield "system.tuned = true, and no such run was tuned on this machine: tunesmith tune measures it"
     if config.system.profile == "throughput" and isinstance(config, RLConfig) and not config.rollout.max_staleness:
@@ -54,6 +54,6 @@ def profile_notes(config: RunConfig, facts: Facts) -> Iterator[str]:
 
 
 def _fits(filling: Filling, facts: Facts, entry: dict[str, Any]) -> bool:
-    """Whether a sample fits with a value, in some layout."""
+    """Whether a sample fits in some layout with a profile entry's value."""
     config = with_values(filling.config, {entry["key"]: entry["value"]})
     return any(lack(config, facts, layout) <= 1 for layout in layouts(config, facts))

@@ -1,4 +1,4 @@
-"""What handing weights to engines takes of the memory of their GPUs and of the trainer's."""
+"""GPU memory that sending weights to engines takes on their GPUs and on the trainer's."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from tunesmith.plan.facts import ModelFacts
 from tunesmith.plan.gpus import on_gpu
 
 BUCKET = 64 << 20
-"""Bytes of whole tensors that are sent, or checked, at a time; a larger tensor is by itself."""
+"""Bytes of whole tensors that are sent or checked at a time; a larger tensor is sent by itself."""
 
 
 def publishing_ranks(config: RunConfig) -> int:
-    """Of the trainer: the first ones, which together have the whole model."""
+    """The number of trainer ranks that publish: the first ones, which together have the whole model."""
     system = config.system
     return (known(system, "shard_size") or known(system, "trainer_ranks") or 1) if known(system, "zero_stage") else 1
 
 
 def bytes_to_send(config: RunConfig, model: ModelFacts, bytes_per_number: int) -> int:
-    """What a GPU of the trainer holds for engines: a copy of what they are given, or a bucket of it on its way.
+    """Bytes that a trainer GPU holds for engines: a copy of the published weights, or a bucket of them in transfer.
 
-    Ranks that shard the model share the copy out; a rank may keep one bucket more than another, and has room for what
-    another one sends.
+    Ranks that shard the model divide the copy among them; a rank may keep one bucket more than another, and needs room
+    for a bucket that another rank sends.
     """
     system, senders = config.system, publishing_ranks(config)
     if not on_gpu(config) or system.weight_plane not in ("nccl", "ipc"):
@@ -37,14 +37,14 @@ def bytes_to_send(config: RunConfig, model: ModelFacts, bytes_per_number: int) -
 
 
 def bytes_to_take(config: RunConfig, model: ModelFacts, bytes_per_number: int) -> int:
-    """What each of an engine's own GPUs holds of weights on their way: one bucket that is written, and the next one."""
+    """Bytes of weights in transfer on each of an engine's own GPUs: the bucket being written and the next one."""
     if not on_gpu(config) or config.system.weight_plane != "nccl":
         return 0
     return 2 * bucket_bytes(config, model, bytes_per_number)
 
 
 def bucket_bytes(config: RunConfig, model: ModelFacts, bytes_per_number: int) -> int:
-    """The largest bucket: the embedding, or a matrix of a layer, where it is larger than others."""
+    """Bytes of the largest bucket: the embedding or a layer's matrix, if larger than the usual bucket."""
     if config.system.adapter_sync == "adapter":
         return BUCKET
     return max(BUCKET, max(model.vocab_size, model.intermediate_size) * model.hidden_size * bytes_per_number)

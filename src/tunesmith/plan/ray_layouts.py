@@ -1,4 +1,4 @@
-"""The layouts that a run can have on a Ray cluster: processes of each role, and which of them share GPUs."""
+"""The layouts that a run can have on a Ray cluster: processes per role, and which of them share GPUs."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ Groups = tuple[tuple[Role, ...], ...]
 
 
 def ray_shapes(config: RLConfig, facts: Facts, gpus: int, tensors: list[int]) -> Iterator[Settings]:
-    """Processes and placements that a cluster of ``gpus`` GPUs has room for; of equally fast ones the first is best.
+    """Processes and placements that fit a cluster of ``gpus`` GPUs; among equally fast ones the first is best.
 
-    These are engines and trainer in turn on all GPUs, engines apart from the roles that train or score, and each role
-    apart; where numbers of processes were said, the other way round.
+    These are engines and trainer in turn on all GPUs, engines separate from the roles that train or score, and each
+    role separate; the order is reversed if numbers of processes were set.
 
     Args:
-        tensors: GPUs that an engine may be split over with ``TENSOR``.
+        tensors: numbers of GPUs over which ``TENSOR`` may split an engine.
     """
     said = given(config, RANKS) or given(config, ENGINES)
     wanted = given(config, TURNS)
@@ -61,12 +61,12 @@ def _roles(config: RLConfig) -> dict[Role, bool]:
 
 
 def _groups(config: RLConfig, *, alone_first: bool) -> Iterator[Groups]:
-    """Which roles share GPUs: as said, or each way in which they can."""
+    """Which roles share GPUs: as set, or each way in which they can."""
     placement = placement_of(config)
     if "colocate" in placement.model_fields_set:
         yield placement.colocate
         return
-    free = "ref" not in placement.model_fields_set  # else it is said to have processes of its own
+    free = "ref" not in placement.model_fields_set  # otherwise it is set to have its own processes
     able: tuple[Role, ...] = ("actor", "ref", "critic") if free else ("actor", "critic")
     there = _roles(config)
     training: tuple[Role, ...] = tuple(role for role in able if there[role])
@@ -80,13 +80,13 @@ def _groups(config: RLConfig, *, alone_first: bool) -> Iterator[Groups]:
 
 
 def _numbers(config: RLConfig, groups: Groups, gpus: int, each: int) -> Iterator[tuple[int, int]]:
-    """Trainer ranks and engines of ``each`` GPUs, on all GPUs that no other role has."""
+    """Numbers of trainer ranks and of engines with ``each`` GPUs, on all GPUs that no other role uses."""
     together = next((group for group in groups if "actor" in group), ("actor",))
     rest = gpus - _scoring(config, groups, together)
     ranks, engines = given(config, RANKS), given(config, ENGINES)
     size = given(config, SEQUENCE) or 1
     most = (known(config.train, "batch_size") or gpus) * size
-    if "rollout" in together:  # a place for each engine, with a rank on each of its GPUs where there may be so many
+    if "rollout" in together:  # a place for each engine, with a rank on each of its GPUs if that many fit
         places = engines or ((ranks // each or ranks) if ranks else rest // each)
         if places > 0:
             yield ranks or places * max(1, min(each, most // places)), places
@@ -102,7 +102,7 @@ def _numbers(config: RLConfig, groups: Groups, gpus: int, each: int) -> Iterator
 
 
 def _scoring(config: RLConfig, groups: Groups, together: tuple[Role, ...]) -> int:
-    """GPUs of the reference and of reward models that have their own."""
+    """GPUs of the reference and of reward models that have their own GPUs."""
     apart = [role for role, has in _roles(config).items() if has and role not in together]
     ref = scoring_processes(config, "ref") * ("ref" in apart)
     shared = any("reward" in group and "rollout" in group for group in groups)
@@ -111,7 +111,7 @@ def _scoring(config: RLConfig, groups: Groups, together: tuple[Role, ...]) -> in
 
 
 def _with_reward_shards(config: RLConfig, facts: Facts, groups: Groups) -> RLConfig:
-    """Reward models with GPUs of their own that do not fit one: the fewest of a machine that hold one share it."""
+    """Shard reward models that do not fit one of their own GPUs over the fewest GPUs of a machine that hold them."""
     reward, longest = placement_of(config).reward, longest_sample(config, facts) or LEAST_TOKENS
     shares = reward.shards or scoring_shards(config, "reward") > 1 or any("reward" in group for group in groups)
     if shares or not facts.frozen_parameters:
@@ -132,8 +132,8 @@ def _with_reward(config: RLConfig, **said: int) -> RLConfig:
 
 
 def _placements(config: RLConfig, facts: Facts, groups: Groups, ranks: int) -> Iterator[PlacementSection]:
-    """What was said of ``system.placement``, with the groups. Reward models on the trainer's GPUs are on all, whole or
-    shared by those of a machine."""
+    """``system.placement`` as set, with the groups; reward models on the trainer's GPUs are on all of them, whole or
+    sharded over a machine's GPUs."""
     placement, each = placement_of(config), len(facts.hardware.gpus)
     if groups and "colocate" not in placement.model_fields_set:
         config = with_values(config, {PLACEMENT: placement.model_copy(update={"colocate": groups})})

@@ -1,4 +1,4 @@
-"""A plan as data: the layout with reasons, memory by device, role, category and phase, seconds by phase."""
+"""A plan as data: the layout with reasons; memory by device, role, category and phase; seconds by phase."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ LAYOUT = (
     *("system.vllm.tensor_parallel_size", "system.hybrid", "system.weight_plane", "system.weight_copy"),
     *("system.kv_memory", "system.threads", "system.placement", "system.compile"),
 )
-"""The settings that a plan shows, beside those of ``[system]`` and ``[lora]`` that were given."""
+"""The settings that a plan shows, besides given settings in ``[system]`` and ``[lora]``."""
 
 
 def layout_of_run(resolved: Resolved[Any]) -> Resolved[Any]:
-    """The part of a resolved run that is about its layout, defaults included."""
+    """The part of a resolved run that concerns its layout, including defaults."""
     values, reasons = settings(resolved.config), {d.key: d.reason for d in resolved.derived}
     given = {k: v for k, v in resolved.given.items() if k in LAYOUT or k.startswith(("system.", "lora."))}
     shown = [key for key in LAYOUT if values.get(key) is not None and key not in given and _matters(resolved, key)]
@@ -50,11 +50,11 @@ def layout_of_run(resolved: Resolved[Any]) -> Resolved[Any]:
 
 
 def plan_of(config: RunConfig, resolved: Resolved[Any], facts: Facts, price: float | None = None) -> dict[str, Any]:
-    """A resolved run as plain JSON values; bytes and seconds.
+    """The plan of a resolved run as plain JSON values, in bytes and seconds.
 
     Args:
-        config: before its settings were derived.
-        price: of a GPU for an hour.
+        config: the run before its settings were derived.
+        price: the price of one GPU for an hour.
     """
     machine, model, layout = facts.hardware, facts.model, layout_of_run(resolved)
     told = {key: {"value": value, "reason": "given"} for key, value in layout.given.items()}
@@ -74,7 +74,7 @@ def plan_of(config: RunConfig, resolved: Resolved[Any], facts: Facts, price: flo
 
 
 def _matters(resolved: Resolved[Any], key: str) -> bool:
-    """Whether the run has what a setting is about."""
+    """Whether a setting applies to the run."""
     config = resolved.config
     if key.startswith("system.vllm."):
         return config.drawing is not None and config.system.engine == "vllm"
@@ -84,7 +84,7 @@ def _matters(resolved: Resolved[Any], key: str) -> bool:
 
 
 def memory_of(config: RunConfig, facts: Facts) -> list[dict[str, Any]]:
-    """Each kind of device: bytes by role and category, of each phase, at the peak; what is free, and the peak's share.
+    """Each kind of device: bytes by role and category, per phase and at the peak; free bytes, and the peak's share.
 
     Empty if the model's size is unknown.
     """
@@ -105,7 +105,7 @@ def memory_of(config: RunConfig, facts: Facts) -> list[dict[str, Any]]:
 
 
 def _roles(roles: Mapping[str, Price], whole: Price) -> dict[str, dict[str, int]]:
-    """Bytes by role and category; what no role has alone is the device's."""
+    """Bytes by role and category; memory that no single role uses counts as the device's."""
     device = {"device": Price(libraries=whole.libraries)} if whole.libraries else {}
     return {role: _parts(each) for role, each in {**roles, **device}.items()}
 
@@ -121,7 +121,7 @@ def _phases(config: RunConfig, price: Price) -> dict[str, int]:
 
 
 def memory_rows(memory: list[dict[str, Any]]) -> list[tuple[str, list[str]]]:
-    """A table for people: a row of names, then one for each role and category, phase, and limit."""
+    """A human-readable table: a row of names, then one row per role and category, phase, and limit."""
     if not memory:
         return []
     rows = [("memory of each device", [f"{device['device']}'s" for device in memory])]
@@ -143,13 +143,13 @@ def _sizes(amounts: list[int | None]) -> list[str]:
 
 
 def seconds_rows(seconds: Mapping[str, float]) -> list[tuple[str, list[str]]]:
-    """A table of phases; a step is not always their sum."""
+    """A table of phases; a step is not always the sum of its phases."""
     rows = [(name, [f"{amount:.3g} s"]) for name, amount in seconds.items()]
     return [("seconds of each step, about", [""]), *rows] if rows else []
 
 
 def other_rows(plan: Mapping[str, Any]) -> list[tuple[str, list[str]]]:
-    """Tables of what limits the speed, of the next best layouts, and of the cost."""
+    """Tables of speed limits, next best layouts, and cost."""
     rows: list[tuple[str, list[str]]] = []
     for place, each in enumerate(plan["limits"]):
         title = "what limits the speed: with twice as much" if not place else ""

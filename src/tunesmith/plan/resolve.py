@@ -1,4 +1,4 @@
-"""Derives the settings that were left out, with the reason for each value. Pure: facts are an argument."""
+"""Derivation of omitted settings, with the reason for each value; pure, because facts are an argument."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ SFT_LR, SFT_SIZE, SFT_LARGEST_LR = 2e-5, 1e8, 1e-3
 RL_LR, RL_SIZE, RL_LARGEST_LR = 1e-6, 5e8, 3e-4
 RM_LR = 1e-5
 LORA_LR_RATIO = 10
-"""An adapter learns best at about ten times the whole model's rate (Thinking Machines, "LoRA Without Regret")."""
+"""An adapter learns best at about ten times the full model's rate (Thinking Machines, "LoRA Without Regret")."""
 SFT_BATCH = 32
 LEAST_ANSWER = 128
-"""Assumed tokens of an environment's answer to a turn, if turns are not longer."""
+"""Assumed tokens in an environment's answer to a turn, unless turns are longer."""
 CRITIC_LR_RATIO = 10
 DISTILL_TOP_K = 64
 CHECKPOINT_MINUTES = 15.0
@@ -47,7 +47,7 @@ CHECKPOINT_MINUTES = 15.0
 def resolve(config: C, facts: Facts) -> Resolved[C]:
     """Check a configuration and derive every key that follows from ``facts``.
 
-    A key that depends on an unknown fact stays without a value.
+    A key that depends on an unknown fact gets no value.
 
     Raises:
         ConfigError: settings contradict each other or the facts; all of them are listed.
@@ -72,7 +72,7 @@ def resolve(config: C, facts: Facts) -> Resolved[C]:
         _derive_intervals(filling)
     _derive_episode(filling, facts)
     _derive_isolation(filling, facts)
-    # Before the limits, which are often far higher than the data needs.
+    # Derived before the limits, which are often far higher than the data needs.
     derive_device(filling, facts)
     derive_profile(filling, facts)
     derive_layout(filling, facts)
@@ -102,7 +102,7 @@ def _derive_algorithm(filling: Filling, facts: Facts) -> None:
 
 
 def _derive_length(filling: Filling, facts: Facts) -> None:
-    """Batch size, steps and warm-up, and the seeds."""
+    """Derive batch size, steps, warm-up and seeds."""
     config, size = filling.config, facts.train_size
     filling.fill("data.seed", config.train.seed, "train.seed")
     if isinstance(config, RLConfig):
@@ -132,11 +132,11 @@ def _derive_length(filling: Filling, facts: Facts) -> None:
 
 
 def _derive_lr(filling: Filling, facts: Facts) -> None:
-    """Inversely proportional to the size of the model: small models allow and need larger steps.
+    """Derive a rate inversely proportional to the model's size: small models allow and need larger steps.
 
-    Anchors: 1e-6 for reinforcement learning of half a billion parameters and more (TRL's and verl's default),
-    as for DPO and KTO; 1e-5 for reward models (OpenRLHF's 9e-6, TRL's 1e-5 for process reward models); 2e-5 for
-    supervised training of a hundred million and more (transformers' scripts, OpenRLHF's examples).
+    Anchors: 1e-6 for reinforcement learning, DPO and KTO with half a billion parameters or more (TRL's and verl's
+    default); 1e-5 for reward models (OpenRLHF's 9e-6, TRL's 1e-5 for process reward models); 2e-5 for supervised
+    training with a hundred million or more (transformers' scripts, OpenRLHF's examples).
     """
     match filling.config:
         case RLConfig() | DPOConfig() | KTOConfig():
@@ -187,7 +187,7 @@ def _derive_intervals(filling: Filling) -> None:
 
 
 def _derive_episode(filling: Filling, facts: Facts) -> None:
-    """The longest conversation, which must fit a micro-batch and the sampler's memory."""
+    """Derive the longest conversation, which must fit a micro-batch and the sampler's memory."""
     config = filling.config
     if not isinstance(config, RLConfig) or not config.environment.used or facts.longest is None:
         return
@@ -199,7 +199,7 @@ def _derive_episode(filling: Filling, facts: Facts) -> None:
 
 
 def _derive_isolation(filling: Filling, facts: Facts) -> None:
-    """Where the user's code runs; built-in rewards have their own processes."""
+    """Derive where the user's code runs; built-in rewards have their own processes."""
     config = filling.config
     reward: RewardSection | None = getattr(config, "reward", None)
     used = {
@@ -217,7 +217,7 @@ def _derive_isolation(filling: Filling, facts: Facts) -> None:
 
 
 def sequence_limits(config: RunConfig, facts: Facts) -> list[tuple[int, str]]:
-    """The known limits of a sequence: tokens, and what limits it."""
+    """The known limits of a sequence's length: tokens, and what imposes the limit."""
     context = facts.model.context if facts.model else None
     cap = known(config.system, "max_tokens_per_microbatch")
     return [(n, what) for n, what in ((context, "the model's context"), (cap, "a micro-batch's size")) if n]
@@ -241,7 +241,7 @@ def _derive_limits(filling: Filling, facts: Facts) -> None:
 
 
 def _notes(filling: Filling, facts: Facts) -> Iterator[str]:
-    """Remarks about settings that are allowed."""
+    """Remarks about settings that are allowed but questionable."""
     config = filling.config
     if isinstance(config, RLConfig):
         rollout = config.rollout

@@ -1,4 +1,4 @@
-"""The models that a run has beside its policy, and whose processes and GPUs they share."""
+"""The models that a run has besides its policy, and whose processes and GPUs they share."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from tunesmith.plan.scoring import teaches
 
 
 def has_critic(config: RunConfig) -> bool:
-    """Whether there is a critic with a separate model."""
+    """Whether the run has a critic with a separate model."""
     if not isinstance(config, RLConfig):
         return False
     return "critic" in config.algorithm.needs and not config.critic.shared_trunk
 
 
 def keeps_reference(config: RunConfig) -> bool:
-    """Whether a frozen copy of the model is kept for a KL or a preference loss; with an adapter none is needed."""
+    """Whether a frozen copy of the model is kept for a KL or a preference loss; adapters need none."""
     if config.lora.on or isinstance(config, DistillConfig):
         return False
     if isinstance(config, RLConfig):
@@ -33,19 +33,19 @@ def placement_of(config: RunConfig) -> PlacementSection:
 
 
 def placed_together(config: RunConfig, *roles: Role) -> bool:
-    """Whether a group of ``system.placement.colocate`` has all of these roles."""
+    """Whether one group in ``system.placement.colocate`` has all of these roles."""
     return any(set(roles) <= set(group) for group in placement_of(config).colocate)
 
 
 def reference_apart(config: RunConfig) -> bool:
-    """Whether the reference has processes of its own: on a cluster, unless it is placed with the trainer. There each
-    trainer rank has it, or its share of it."""
+    """Whether the reference has its own processes: on a cluster, unless it is placed with the trainer, whose ranks then
+    hold it whole or in shares."""
     return config.system.cluster != "none" and not placed_together(config, "actor", "ref") and keeps_reference(config)
 
 
 def keeps_frozen(config: RunConfig) -> bool:
-    """Whether whole frozen models are kept beside what trains: a teacher, reward models, a reference that is not
-    sharded. On a cluster reward models are in processes of their own."""
+    """Whether the trainer keeps whole frozen models: a teacher, reward models, or a reference that is not sharded. On a
+    cluster, reward models have their own processes."""
     if teaches(config):
         return True
     judged = isinstance(config, RLConfig) and bool(config.reward.models) and config.system.cluster == "none"
@@ -59,21 +59,23 @@ def shares_trainer_device(config: RunConfig, role: Role) -> bool:
 
 
 def scoring_processes(config: RunConfig, role: Role) -> int:
-    """Processes of the reference, or of each reward model, where it has its own: ``system.placement``."""
+    """Processes of the reference, or of each reward model, if it has its own; from ``system.placement``."""
     placement = placement_of(config)
     return placement.ref.processes or 1 if role == "ref" else placement.reward.processes or placement.reward.shards or 1
 
 
 def scoring_shards(config: RunConfig, role: Role) -> int:
-    """How many of these processes share one copy of the model: as said, or all where the trainer's ranks share weights
-    too."""
+    """How many of these processes shard one copy of the model: as set, or all of them if the trainer's ranks shard
+    weights too."""
     said = placement_of(config).reward.shards if role == "reward" else None
     return said or (scoring_processes(config, role) if known(config.system, "zero_stage") == 3 else 1)
 
 
 def processes_with_trainer(config: RunConfig) -> int:
-    """Processes on the GPU of a trainer rank, with the trainer's. Without a cluster an engine that takes turns with it
-    is counted."""
+    """Processes on the GPU of a trainer rank, including the trainer's.
+
+    Without a cluster, an engine that takes turns with it is counted.
+    """
     if config.system.cluster == "none":
         return 2 if known(config.system, "hybrid") and config.system.engine_process else 1
     models = len(config.reward.models) if isinstance(config, RLConfig) else 0

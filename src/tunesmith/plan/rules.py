@@ -1,4 +1,4 @@
-"""Rules about settings, which are data: ``unread.toml``, ``refused.toml`` and ``refused_system.toml``.
+"""Rules about settings, stored as data: ``unread.toml``, ``refused.toml`` and ``refused_system.toml``.
 
 The first describes settings that have no effect, the others settings that contradict each other or the facts.
 """
@@ -29,7 +29,7 @@ _SIGNS: Mapping[str, Callable[[Any, Any], bool]] = {
 
 
 def unread_problems(config: RunConfig, values: Values) -> Iterator[str]:
-    """One problem for each setting that was given and that nothing reads; ``values`` are those of ``situation``."""
+    """One problem for each given setting that nothing reads; ``values`` come from ``situation``."""
     kinds = {kind.__name__ for kind in type(config).__mro__}
     given = settings(config, given_only=True)
     for rule in rules("unread"):
@@ -37,7 +37,7 @@ def unread_problems(config: RunConfig, values: Values) -> Iterator[str]:
             continue
         keys, left_out = rule["keys"].split(), rule.get("except", "").split()
         prefixes = tuple(key for key in keys if key.endswith("."))
-        harmless = [repr(value) for value in (None, *rule.get("harmless", []))]  # by their text, because True == 1
+        harmless = [repr(value) for value in (None, *rule.get("harmless", []))]  # compared as text, because True == 1
         for key, value in given.items():
             if (key in keys or key.startswith(prefixes)) and key not in left_out and repr(value) not in harmless:
                 yield f"{key} has no effect {_filled(rule['why'], values)}"
@@ -52,12 +52,12 @@ def refused_problems(values: Values) -> Iterator[str]:
 
 @cache
 def rules(file: str) -> list[dict[str, Any]]:
-    """The rules of a file next to this one."""
+    """The rules in a file next to this one."""
     return tomllib.loads(Path(__file__).with_name(f"{file}.toml").read_text(encoding="utf-8"))["rule"]
 
 
 def applies(rule: Mapping[str, Any], values: Values) -> bool:
-    """Whether all of ``when`` and none of ``unless`` holds."""
+    """Whether all conditions in ``when`` and none in ``unless`` hold."""
     when, unless = rule.get("when", {}), rule.get("unless", {})
     return all(_holds(values, *c) for c in when.items()) and not any(_holds(values, *c) for c in unless.items())
 
@@ -77,7 +77,7 @@ def _holds(values: Values, key: str, wanted: Any) -> bool:
 
 
 def _filled(text: str, values: Values) -> str:
-    """The text with values for ``{key}`` (as TOML) and ``{key:s}`` (as it is); other braces stay."""
+    """The text with values for ``{key}`` (as TOML) and ``{key:s}`` (as is); other braces stay."""
 
     def shown(place: re.Match[str]) -> str:
         value = values.get(place[1])

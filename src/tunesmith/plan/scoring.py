@@ -1,4 +1,4 @@
-"""Passes without gradients, and their memory: when a policy, its reference, a critic or a reward model scores."""
+"""Passes without gradients, in which policy, reference, critic or reward model score, and their memory."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ def scores(config: RunConfig) -> bool:
     if isinstance(config, RLConfig):
         section = config.algorithm
         return bool(section.reference or known(section, "decoupled") or "critic" in section.needs)
-    if not config.trains or isinstance(config, RFTConfig):  # which evaluates by sampling
+    if not config.trains or isinstance(config, RFTConfig):  # RFT evaluates by sampling
         return False
     return config.data.eval is not None or isinstance(config, DPOConfig | KTOConfig)
 
 
 def scoring_bytes(model: ModelFacts, layout: Layout) -> int:
-    """What a forward pass over ``layout.tokens`` needs beside the model, on each of the ranks that share them.
+    """Bytes that a forward pass over ``layout.tokens`` needs besides the model, on each rank that shares them.
 
-    That is the most of what attention, a feed-forward block or the head has at once. A sharded model gathers one layer
-    ahead, and has what it gathers first twice for a moment.
+    This is the maximum over attention, a feed-forward block and the head. A sharded model gathers one layer ahead, and
+    briefly holds the first weights that it gathers twice.
     """
     tokens, size = -(-layout.tokens // layout.sequence), layout.bytes_per_number
     needed = tokens * max(_attention(model, layout), _feed_forward(model, layout)) + dequantised_bytes(model, layout)
@@ -41,9 +41,9 @@ def scoring_bytes(model: ModelFacts, layout: Layout) -> int:
 
 
 def _attention(model: ModelFacts, layout: Layout) -> int:
-    """Of one token: the layer's input, queries, keys and values, the output in float32 twice and rounded; as a rule
-    also queries and keys before they are rotated, and copies for the kernel. Hugging Face modules, on which a sharded
-    model runs, keep the normalised input instead."""
+    """Bytes per token: the layer's input, queries, keys and values, the output in float32 twice and rounded; usually
+    also queries and keys before rotation, and copies for the kernel. Hugging Face modules, on which a sharded model
+    runs, keep the normalised input instead."""
     size, queries, keys = layout.bytes_per_number, model.heads * model.head_dim, model.kv_heads * model.head_dim
     output = (8 + size) * queries + 2 * size * model.head_dim
     if layout.zero_stage:
@@ -52,8 +52,8 @@ def _attention(model: ModelFacts, layout: Layout) -> int:
 
 
 def _feed_forward(model: ModelFacts, layout: Layout) -> int:
-    """Of one token: three vectors of the hidden size, gate and up in one, the activation; and of attention what the
-    layer's call still holds. An adapter computes up beside the gate, and its own part in float32."""
+    """Bytes per token: three vectors of the hidden size, gate and up in one, the activation, and attention tensors that
+    the layer's call still holds. An adapter computes up separately from the gate, and its own part in float32."""
     hidden, inner, size = model.hidden_size, model.intermediate_size, layout.bytes_per_number
     queries, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
     held = size * (4 * hidden if layout.zero_stage else 3 * hidden + 2 * queries + 3 * keys)
@@ -65,7 +65,7 @@ def _feed_forward(model: ModelFacts, layout: Layout) -> int:
 
 
 def teaches(config: RunConfig) -> str | None:
-    """As ``Layout.teaches``."""
+    """See ``Layout.teaches``."""
     if isinstance(config, SampledDistillConfig | OfflineDistillConfig):
         return "microbatch"
     return "batch" if isinstance(config, DistillConfig) else None

@@ -1,4 +1,4 @@
-"""Which layout a run gets: of all that agree with its settings and fit, the one whose step takes least time."""
+"""Choice of a run's layout: of all that agree with its settings and fit, the one with the fastest step."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ C = TypeVar("C", bound=RunConfig)
 
 
 def derive_layout(filling: Filling, facts: Facts) -> None:
-    """Fill in the processes of a run: those of the fastest layout that fits, or else of the one that lacks least."""
+    """Fill in a run's processes: those of the fastest layout that fits, or else of the one lacking the least memory."""
     config, gpus = filling.config, gpus_of_run(filling.config, facts)
     layout = fastest_layout(config, facts) or _nearest_layout(config, facts)
     reasons = _reasons(with_values(config, layout), facts, gpus)
@@ -61,11 +61,12 @@ def derive_layout(filling: Filling, facts: Facts) -> None:
 
 
 def fastest_layout(config: RunConfig, facts: Facts) -> Settings | None:
-    """Of the layouts that fit and that nothing refuses, the one with the shortest step, and the first where that is
-    not known; None if there is none. On one device nothing is compared.
+    """The layout with the shortest step among those that fit and are not refused; None if there is none.
 
-    Sequences and engines are split over as few GPUs as hold them: the seconds do not count what the parts send each
-    other, and more engines are faster than larger ones in the guides of OpenRLHF and verl.
+    If durations are unknown it is the first of them. On one device nothing is compared.
+
+    Sequences and engines are split over as few GPUs as can hold them: the seconds ignore communication between the
+    parts, and the guides of OpenRLHF and verl find more engines faster than larger ones.
     """
     choices = [*layouts(config, facts)]
     if len(choices) == 1 and gpus_of_run(config, facts) == 1:
@@ -89,12 +90,12 @@ def _parts(layout: Settings) -> tuple[int, int]:
 
 
 def _nearest_layout(config: RunConfig, facts: Facts) -> Settings:
-    """The layout that lacks the least memory, for the numbers of a refusal; if all are refused, as the settings are."""
+    """The layout that lacks the least memory, for the numbers in a refusal; if all are refused, the given settings."""
     found = [each for each in layouts(config, facts) if not any(contradictions(with_values(config, each), facts))]
     as_said: dict[str, Any] = {key: given(config, key) or default for key, default in ONE_PROCESS.items()}
     gpus = gpus_of_run(config, facts)
     if config.trains and given(config, RANKS) is None and (given(config, STAGE) or given(config, SEQUENCE)):
-        as_said[RANKS] = gpus  # what such settings divide, and would get if they did
+        as_said[RANKS] = gpus  # all GPUs: what such settings have to divide, and get if they do
     on_ray = config.system.cluster != "none"
     if gpus > 1 and not on_ray and max(as_said[ENGINES], as_said[TENSOR]) > 1 and given(config, PROCESS) is None:
         as_said[PROCESS] = True
@@ -102,7 +103,7 @@ def _nearest_layout(config: RunConfig, facts: Facts) -> Settings:
 
 
 def lack(config: RunConfig, facts: Facts, layout: Settings) -> float:
-    """The least memory that a layout needs, as a share of what is free; above 1 it does not fit."""
+    """The minimum memory that a layout needs, as a share of the free memory; above 1 it does not fit."""
     checkpointing = known(config.system, "gradient_checkpointing")
     always = {"system.gradient_checkpointing": True} if config.trains and checkpointing is None else {}
     devices = least_devices(with_values(config, {**always, **layout}), facts)
@@ -110,7 +111,7 @@ def lack(config: RunConfig, facts: Facts, layout: Settings) -> float:
 
 
 def _with_capacity(config: C, facts: Facts, layout: Settings) -> C | None:
-    """The configuration with a layout and all that is derived for it; None if that is refused."""
+    """The configuration with a layout and all values derived for it; None if they are refused."""
     filling = Filling(with_values(config, layout))
     try:
         derive_capacity(filling, facts)
@@ -120,7 +121,7 @@ def _with_capacity(config: C, facts: Facts, layout: Settings) -> C | None:
 
 
 def _reasons(config: RunConfig, facts: Facts, gpus: int) -> dict[str, str]:
-    """Why a layout has its values; ``config`` has them."""
+    """The reasons for a layout's values, which ``config`` has."""
     ranks, stage, turns = config.system.trainer_ranks, config.system.zero_stage, known(config.system, "hybrid")
     others = ", and engines have the others" if config.drawing and not turns and ranks < gpus else ""
     alike = " that are alike and free" if gpus < len(facts.hardware.gpus) else ""
@@ -140,6 +141,6 @@ def _reasons(config: RunConfig, facts: Facts, gpus: int) -> dict[str, str]:
 
 
 def _least(config: Any, facts: Facts, stage: int) -> str:
-    """``143GB of 85GB``, of each of the trainer's devices."""
+    """Needed and free memory of each trainer device: ``143GB of 85GB``."""
     devices = least_devices(with_values(config, {STAGE: stage, "system.gradient_checkpointing": True}), facts)
     return f"{format_size(devices[0][1].peak)} of {format_size(devices[0][2])}" if devices else "an unknown amount"

@@ -1,9 +1,9 @@
-"""About how long a step takes: on a CPU at measured rates (``cpu_seconds.py``), on a GPU of the table by operations
-and bytes over the rates that are usually attained.
+"""Rough duration of a step: on a CPU at measured rates (``cpu_seconds.py``), on a GPU in the table from operations and
+bytes divided by usually attained rates.
 
-Assumed on a GPU: every sample is as long as the longest one may be, large matrix products attain ``FLOPS_SHARE`` of
-the peak rate and decoding ``BANDWIDTH_SHARE`` of the memory's. Not counted: rewards, environments, new weights on their
-way to engines, launches of kernels. These numbers compare layouts with each other; they have not been measured.
+Assumptions on a GPU: every sample has the maximum length, large matrix products attain ``FLOPS_SHARE`` of the peak
+rate, and decoding attains ``BANDWIDTH_SHARE`` of the memory bandwidth. Not counted: rewards, environments, transfer of
+new weights to engines, kernel launches. These numbers compare layouts with each other; they have not been measured.
 """
 
 from __future__ import annotations
@@ -31,23 +31,25 @@ from tunesmith.plan.situation import rollout_samples
 
 FLOPS_SHARE, BANDWIDTH_SHARE = 0.4, 0.6
 BETWEEN_MACHINES = 50e9
-"""Bytes per second of a GPU to other machines, in one direction: a 400 Gb/s adapter for each GPU."""
+"""Bytes per second of a GPU to other machines, in one direction: one 400 Gb/s adapter per GPU."""
 TO_THE_HOST = 20e9
-"""Bytes per second between a GPU and pinned host memory, in one direction, over PCIe 4 with 16 lanes."""
+"""Bytes per second between a GPU and pinned host memory, in one direction, over PCIe 4 x16."""
 OF_THE_HOST = 25e9
-"""Bytes per second of host memory for each GPU: eight channels of DDR5 for two processors with eight GPUs."""
+"""Bytes per second of host memory per GPU: eight channels of DDR5 for two processors with eight GPUs."""
 HOST_STEP, HOST_SENT = 28 / 16, 6 / 16
-"""Bytes that an optimizer step on the CPU reads and writes, and that pass between host and GPU, for each that is kept
-there: of 16, gradients are read, master weights and moments read and written; gradients and weights pass."""
+"""Bytes that an optimizer step on the CPU reads and writes, and bytes that pass between host and GPU, per byte kept on
+the host: of 16, gradients are read, master weights and moments read and written; gradients and weights pass."""
 RECOMPUTED = 1 / 3
-"""Of the products of a layer that is computed again in the backward pass, in addition."""
+"""Additional share of a layer's products if the backward pass recomputes it."""
 PLAIN_MODULES = 1.1
-"""Of the time of products with ``system.zero_stage``, which runs on the model's plain modules."""
+"""Factor on the time of products with ``system.zero_stage``, which runs on the model's plain modules."""
 
 
 def step_seconds(config: RunConfig, facts: Facts) -> dict[str, float]:
-    """Seconds of each phase of a step of a resolved run that trains, and of the ``step``; empty where they are unknown:
-    no GPU of the table, a CPU that was not measured, no size of the model, float32 on a GPU."""
+    """Seconds of each phase of a resolved training run's step, and of the whole ``step``; empty if unknown.
+
+    They are unknown for a GPU not in the table, an unmeasured CPU, an unknown model size, and float32 on a GPU.
+    """
     if not on_gpu(config):
         return cpu_seconds(config, facts)
     gpu, model, longest = gpu_of(config, facts), facts.model, longest_sample(config, facts)
@@ -87,7 +89,7 @@ def _training(config: RunConfig, facts: Facts, model: ModelFacts, kind: GpuKind,
     sent = samples * longest * (1 + has_critic(config)) * sent_bytes(model, layout) / ranks
     groups = ranks / system.sequence_parallel.size
     micro = ceil(samples * longest / batches / groups / system.max_tokens_per_microbatch)
-    # Weights of the layers come for the forward pass of each micro-batch, and again for the backward pass.
+    # The layers' weights are copied to the GPU for each micro-batch's forward pass, and again for its backward pass.
     coming = micro * model.layers * away_of_layer(model, layout) / TO_THE_HOST
     phases["training"] = max(computed, 2 * sent / TO_THE_HOST + 2 * batches * coming * (1 + has_critic(config)))
     if scored and coming:
@@ -109,8 +111,8 @@ def _training(config: RunConfig, facts: Facts, model: ModelFacts, kind: GpuKind,
 def exchanged(config: RunConfig, model: ModelFacts, micro: int) -> int:
     """Bytes that each rank sends for one optimizer step of ``micro`` micro-batches.
 
-    Gradients are summed in float32: a sum for all ranks takes twice its size, one for each rank's rows its size.
-    Weights are gathered in 16 bits, or as they are quantised. Every rank has a whole adapter.
+    Gradients are summed in float32: an all-reduce sends twice their size, a reduce-scatter their size. Weights are
+    gathered in 16 bits, or in quantised form. Every rank has a whole adapter.
     """
     summed, gathered = 4 * (model.parameters or 0), copy_bytes(model, 2, config.model.quantize)
     if config.lora.on:

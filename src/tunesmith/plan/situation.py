@@ -1,4 +1,4 @@
-"""What the rules about settings can ask for: the settings, what follows from them, and facts."""
+"""The values available to rules about settings: the settings, values that follow from them, and facts."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from tunesmith.types import altering
 
 MOST_THREADS_PER_CORE = 16
 _LEAST_HEAD = 32
-"""vLLM on a CPU supports attention heads of this width and of widths above it in steps of 16."""
+"""vLLM on a CPU supports attention heads of this width and, in steps of 16, wider ones."""
 
 
 def rollout_samples(config: RLConfig) -> int:
-    """Samples of one rollout batch."""
+    """Samples in one rollout batch."""
     return config.rollout.prompts_per_step * config.rollout.group_size
 
 
@@ -49,7 +49,7 @@ def critic_steps(config: RLConfig, steps: int) -> int:
 
 
 def _batches(config: RLConfig) -> int:
-    """Optimizer steps of one pass over a rollout batch."""
+    """Optimizer steps in one pass over a rollout batch."""
     samples = rollout_samples(config)
     return ceil(samples / (known(config.train, "batch_size") or samples))
 
@@ -58,12 +58,12 @@ def resolved_algorithm(config: RLConfig, switch: int | None = None) -> tuple[Alg
     """``[algorithm]`` as it resolves with this ``[rollout]``; see ``resolve_algorithm``.
 
     Args:
-        switch: the length at which the model changes its rotary frequencies, where rollouts may grow longer.
+        switch: the length at which the model changes its rotary frequencies, if rollouts may exceed it.
     """
     rollout = config.rollout
     altered_by = [f"rollout.{name}" for name in altering(rollout)]
     if switch is not None:
-        # What was sampled before the switch is scored with the frequencies of the whole, longer sequence.
+        # Tokens sampled before the switch are scored with the frequencies of the whole, longer sequence.
         altered_by.append(f"the change of the model's rotary frequencies at {switch} tokens (longrope)")
     return resolve_algorithm(
         config.algorithm,
@@ -74,11 +74,11 @@ def resolved_algorithm(config: RLConfig, switch: int | None = None) -> tuple[Alg
 
 
 def situation(config: RunConfig, facts: Facts | None) -> dict[str, Any]:
-    """Values by dotted key, and everything else that a rule may name; what is not known is left out or None."""
+    """Values by dotted key, and everything else that a rule may name; unknown values are omitted or None."""
     system = config.system
     kind, _, number = (known(system, "device") or "").partition(":")
     reward, size, ranks = getattr(config, "reward", None), known(system, "shard_size"), known(system, "trainer_ranks")
-    # Where engines run follows from the machine if no setting says it.
+    # If no setting determines where engines run, the machine does.
     open_yet = facts is None and system.cluster == "none" and "engine_process" not in system.model_fields_set
     apart = None if open_yet and not system.served and not engines_apart(config) else engines_apart(config)
     algorithm: AlgorithmSection | None = None
@@ -171,7 +171,7 @@ def _of_facts(config: RunConfig, facts: Facts) -> dict[str, Any]:
         "compilable": compilable(config, facts),
         "compiles": machine.compiler is not None,
     }
-    if isinstance(config, RLConfig) and facts.longest:  # no prompt is as long as the longest that is allowed
+    if isinstance(config, RLConfig) and facts.longest:  # the data's prompts may be shorter than allowed
         values["least_rollout"] = config.rollout.max_new_tokens + facts.longest
     if config.drawing and prompt is not None:
         values["prompt_and_new"] = prompt + config.new_tokens
@@ -194,7 +194,7 @@ def _of_facts(config: RunConfig, facts: Facts) -> dict[str, Any]:
 
 
 def _kept(config: RunConfig, algorithm: AlgorithmSection | None, kept: Callable[[RunConfig], bool]) -> bool | None:
-    """None where the algorithm cannot be resolved."""
+    """Whether the run keeps a model, by ``kept``; None if the algorithm cannot be resolved."""
     if isinstance(config, RLConfig):
         return kept(config.model_copy(update={"algorithm": algorithm})) if algorithm else None
     return kept(config)

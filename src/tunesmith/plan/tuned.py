@@ -1,6 +1,6 @@
-"""What ``tunesmith tune`` has measured on this machine, in files of the user's cache directory.
+"""Measurements by ``tunesmith tune`` on this machine, in files in the user's cache directory.
 
-A file is of one machine, model and shape of a run; ``system.tuned = true`` applies what was found best.
+Each file is for one machine, model and shape of a run; ``system.tuned = true`` applies the best result.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _LEARNED = (
     *("train.batch_size", "train.optimizer", "train.ema_decay", "critic.shared_trunk"),
     *("dpo.precompute_reference", "kto.precompute_reference", "system.engine", "system.device", "system.device_memory"),
 )
-"""Settings on which the best ones of the system depend."""
+"""Settings on which the best ``[system]`` settings depend."""
 
 
 def tuned_file(config: RunConfig, machine: Hardware, model: ModelFacts | None) -> tuple[Path, dict[str, Any]]:
-    """The file for a run, and what it is of: machine, model and shape."""
+    """The file for a run, and its subject: machine, model and shape."""
     said = settings(config, given_only=True)
     subject: dict[str, Any] = {
         "machine": {
@@ -47,13 +47,13 @@ def tuned_file(config: RunConfig, machine: Hardware, model: ModelFacts | None) -
 
 
 def read_tuned(config: RunConfig, machine: Hardware, model: ModelFacts | None) -> Tuned | None:
-    """What was found best for a run; None if it was not tuned here."""
+    """The best settings found for a run; None if it was not tuned here."""
     found = remembered(tuned_file(config, machine, model)[0]).get("best")
     return Tuned(found["values"], found["reason"]) if found else None
 
 
 def remembered(file: Path) -> dict[str, Any]:
-    """What a file holds; nothing if there is none, or it is damaged."""
+    """A file's content; empty if it is missing or damaged."""
     try:
         found: Any = read_json(file) if file.exists() else {}
     except StorageError:
@@ -62,7 +62,8 @@ def remembered(file: Path) -> dict[str, Any]:
 
 
 def remember(file: Path, content: Mapping[str, Any]) -> None:
-    """
+    """Write a file that ``remembered`` reads.
+
     Raises:
         StorageError: it cannot be written.
     """

@@ -1,4 +1,4 @@
-"""Settings of vLLM: derived values, and what is refused before anything loads."""
+"""Settings of vLLM: derived values, and refusals before anything loads."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from tunesmith.plan.memory import BLOCK, bytes_per_number, longest_sample
 from tunesmith.types import altering
 
 SUPPORTED = (0, 32)
-"""The minor version that the adapter is tested with. vLLM's internals change between minor versions."""
+"""The minor version with which the adapter is tested; vLLM's internals change between minor versions."""
 _TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 OWN_ARGUMENTS: Mapping[str, str] = _TABLES["own"]
 """vLLM's engine arguments that have a key in a run file."""
 FIXED_ARGUMENTS: Mapping[str, str] = _TABLES["fixed"]
 """vLLM's engine arguments that cannot be changed, and why."""
 LEAST_TEMPERATURE = 0.01
-"""vLLM raises lower temperatures above 0 to this one, and the log-probabilities would then not match."""
+"""vLLM raises lower positive temperatures to this, and the log-probabilities would then not match."""
 
 
 def version_problem(installed: str) -> str | None:
@@ -40,7 +40,7 @@ def version_problem(installed: str) -> str | None:
 
 
 def extra_problem(extra: Iterable[str], known: Sequence[str], installed: str) -> str | None:
-    """Why arguments cannot be passed to this version of vLLM; ``known`` are its ``EngineArgs``."""
+    """Why arguments cannot be passed to this version of vLLM; ``known`` lists its ``EngineArgs``."""
     for name in extra:
         if name not in known:
             near = get_close_matches(name, known, n=1)
@@ -50,7 +50,7 @@ def extra_problem(extra: Iterable[str], known: Sequence[str], installed: str) ->
 
 
 def vllm_problems(config: RunConfig) -> Iterator[str]:
-    """Problems with ``system.engine = "vllm"`` and its settings that show without facts."""
+    """Problems with ``system.engine = "vllm"`` and its settings that can be seen without facts."""
     if config.system.engine == "vllm":
         for name in config.system.vllm.extra or {}:
             if key := OWN_ARGUMENTS.get(name):
@@ -82,7 +82,7 @@ def _check_sampling(config: RunConfig) -> Iterator[str]:
 
 
 def vllm_not_installed(config: RunConfig) -> Iterator[str]:
-    """A vLLM that a run needs in this environment, and that is missing or has another version."""
+    """A problem if a run needs vLLM in this environment and it is missing or has another version."""
     if config.system.engine != "vllm" or config.system.engine_python is not None:
         return
     if find_spec("vllm") is None:
@@ -102,7 +102,7 @@ def vllm_not_installed(config: RunConfig) -> Iterator[str]:
 
 
 def derive_vllm(filling: Filling, facts: Facts) -> None:
-    """Prefix caching, compilation and the longest sequence, if vLLM is the engine."""
+    """Derive prefix caching, compilation and the longest sequence, if vLLM is the engine."""
     config = filling.config
     if config.system.engine != "vllm":
         return
@@ -126,7 +126,7 @@ def derive_vllm(filling: Filling, facts: Facts) -> None:
 
 
 def vllm_misfits(config: RunConfig, facts: Facts) -> Iterator[str]:
-    """Problems of vLLM's settings with machine, model and data."""
+    """Conflicts of vLLM's settings with machine, model and data."""
     if config.system.engine != "vllm":
         return
     vllm, on_cpu = config.system.vllm, config.system.device == "cpu"

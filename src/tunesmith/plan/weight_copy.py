@@ -9,7 +9,7 @@ from tunesmith.plan.memory import planned_devices
 
 
 def derive_weight_copy(filling: Filling, facts: Facts) -> None:
-    """On the trainer's GPU if it has room beside all that was derived before; else in host memory."""
+    """Keep the copy on the trainer's GPU if it has room besides everything derived so far; else in host memory."""
     config, key = filling.config, "system.weight_copy"
     if config.system.weight_plane != "nccl":
         return

@@ -1,4 +1,4 @@
-"""How engines and trainer work together: who has a copy of the weights, and how it is updated."""
+"""How engines and trainer work together: which processes have a copy of the weights, and how it is updated."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def loads_model(config: RunConfig) -> bool:
 
 
 def derive_weights(filling: Filling) -> None:
-    """``system.weight_plane`` and ``system.adapter_sync``, if engines in other processes need them."""
+    """Derive ``system.weight_plane`` and ``system.adapter_sync``, if engines in other processes need them."""
     config = filling.config
     if not engines_apart(config):
         return

@@ -81,7 +81,7 @@ def make_model(
     head_dim: int | None = None,
     chat_template: str | None = None,
 ) -> Path:
-    """An untrained Llama, by default of a million parameters, with a token per character of ``alphabet``."""
+    """An untrained Llama with a token per character of ``alphabet``; a million parameters by default."""
     import torch
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast

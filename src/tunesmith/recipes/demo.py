@@ -1,8 +1,8 @@
 """``tunesmith demo``: an untrained model learns to add, first from examples and then from a reward.
 
-Some examples show the working and some only the answer, so after them the model is right sometimes. Reinforcement
-learning gets only whether the number at the end is right, and the model learns to show its working. Both stages are
-ordinary commands on run files, which stay in the demo's directory.
+Some examples show the working and some only the answer, so the model is then right sometimes. Reinforcement learning
+rewards only a correct number at the end, and the model learns to show its working. Both stages are ordinary commands
+on run files, which stay in the demo's directory.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from tunesmith.errors import ConfigError, StorageError, boundary, nearest
 from tunesmith.recipes.arithmetic import make_model
 
 MODEL = "Qwen/Qwen2.5-0.5B-Instruct"
-"""Small, and its chat template lists tools."""
+"""A small model whose chat template supports tools."""
 TRAIN, HELD_OUT = 200, 20
 _FILES = Path(__file__).parent / "start"
 _EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -26,7 +26,7 @@ Line = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """A task's run file ``<task>.toml`` and the files that it needs."""
+    """A task's run file ``<task>.toml`` and the other files it needs."""
 
     text: str
     command: str
@@ -55,7 +55,7 @@ def write_start(task: str, directory: Path, model: str | None, tiny: bool) -> li
 
     Args:
         task: a key of ``STARTS``.
-        directory: new or existing; it must not have any of the files.
+        directory: new or existing; it must not contain any of the files.
         model: the value of ``model.path``; None: ``MODEL``, or the tiny model.
         tiny: also write an untrained model to ``directory/model``.
 
@@ -117,7 +117,7 @@ def make_tiny_model(directory: Path) -> Path:
 
 
 def _data(columns: Sequence[str]) -> dict[str, str]:
-    """``train.jsonl`` and ``held_out.jsonl``, without a common question."""
+    """``train.jsonl`` and ``held_out.jsonl``, which share no question."""
     rng = random.Random(0)
     questions: dict[str, Line] = {}
     while len(questions) < TRAIN + HELD_OUT:

@@ -16,13 +16,13 @@ from tunesmith.monitor.metrics import is_evaluation, numbers
 from tunesmith.monitor.tail import Identity, Place, identity, json_object, open_lines
 
 POINTS = 600
-"""Points of a curve; a longer run has several steps in one point."""
+"""Maximum points of a curve; in a longer run a point covers several steps."""
 Floats = NDArray[np.float64]
 
 
 @dataclass(slots=True)
 class Table:
-    """Lines as columns, ``[rows]`` each. What a line lacks is NaN."""
+    """Lines as columns, ``[rows]`` each. Missing values are NaN."""
 
     columns: dict[str, array[float]] = field(default_factory=dict[str, "array[float]"])
     rows: int = 0
@@ -45,19 +45,19 @@ class Table:
 
 @dataclass(slots=True)
 class MetricsFile:
-    """A run's metrics so far. ``read_on`` reads what has come since."""
+    """A run's metrics so far. ``read_on`` reads the lines that were added."""
 
     path: Path
     steps: Table = field(default_factory=Table)
     evaluations: Table = field(default_factory=Table)
     damaged: list[int] = field(default_factory=list[int])
-    """Numbers of the lines that are no records."""
+    """Numbers of the lines that are not records."""
     lines: int = 0
     _file: Identity | None = None
     _place: Place = field(default_factory=Place)
 
     def read_on(self) -> bool:
-        """Returns whether anything has changed. A file that was replaced or cut is read from its beginning.
+        """Returns whether anything has changed. A replaced or truncated file is read from its beginning.
 
         Raises:
             StorageError: it cannot be read.
@@ -91,9 +91,9 @@ class MetricsFile:
 
 
 def curves(table: Table, most: int = POINTS) -> dict[str, Any]:
-    """``step``: the last one of each point; ``time``; and ``metrics``: ``mean``, ``low`` and ``high`` by name.
+    """``step``: the last step of each point; ``time``; and ``metrics``: ``mean``, ``low`` and ``high`` by name.
 
-    Points without a number are null. Where every point is one line, ``low`` and ``high`` are left out.
+    Points without a number are null. If every point is one line, ``low`` and ``high`` are left out.
     """
     if not table.rows:
         return {"step": [], "time": [], "metrics": {}}
@@ -111,7 +111,7 @@ def curves(table: Table, most: int = POINTS) -> dict[str, Any]:
 
 
 def _points(values: Floats, starts: NDArray[np.int64]) -> dict[str, list[float | None]]:
-    """Mean, least and greatest number from each start to the next."""
+    """Mean, minimum and maximum from each start to the next."""
     known = ~np.isnan(values)
     counts = np.add.reduceat(known.astype(np.float64), starts)
     sums = np.add.reduceat(np.where(known, values, 0.0), starts)
@@ -123,7 +123,7 @@ def _points(values: Floats, starts: NDArray[np.int64]) -> dict[str, list[float |
 
 
 def shown(values: Floats | Sequence[float], digits: int = 6) -> list[float | None]:
-    """Numbers with few digits; null for NaN."""
+    """Numbers rounded to ``digits`` significant digits; null for NaN."""
     return [None if math.isnan(value) else float(f"{value:.{digits}g}") for value in values]
 
 

@@ -13,11 +13,11 @@ from typing import Any
 def page(data: Mapping[str, Any]) -> bytes:
     """The document, in UTF-8.
 
-    Only its own style and script may run, which its Content-Security-Policy names by their hashes; with ``live`` it may
-    ask its server.
+    Its Content-Security-Policy allows only its own style and script, by their hashes; with ``live`` it may query its
+    server.
 
     Args:
-        data: ``model``; ``live``, or else ``rollouts`` by run and ``written``.
+        data: ``model``; ``live``, or otherwise ``rollouts`` by run and ``written``.
     """
     parts = files("tunesmith.report")
     style, charts, script, document = (
@@ -41,7 +41,7 @@ def page(data: Mapping[str, Any]) -> bytes:
 
 
 def json_bytes(value: Any) -> bytes:
-    """JSON in UTF-8; lone surrogates, which UTF-8 cannot hold, are escaped."""
+    """JSON in UTF-8; lone surrogates, which UTF-8 cannot encode, are escaped."""
     return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "backslashreplace")
 
 

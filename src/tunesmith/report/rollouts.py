@@ -1,6 +1,6 @@
-"""An index of a run's rollouts: where each group stands in the files, and what it is filtered by.
+"""An index of a run's rollouts: each group's position in the files, and the fields for filtering.
 
-Lines are read when they are asked for.
+Lines are read on demand.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from tunesmith.monitor.metrics import numbers, rotated
 from tunesmith.monitor.tail import Identity, Place, identity, json_object, open_lines
 
 SEARCHED = 256 << 20
-"""Bytes that one search reads; it says where to go on."""
+"""Bytes that one search reads; it returns the position to continue from."""
 _HEAD_ENDS = b', "prompt": '
-"""What comes before it in a line is enough for the index. No text can hold it: quotes in texts are escaped."""
+"""The part of a line before it is enough for the index. It cannot occur in texts, where quotes are escaped."""
 
 
 class Group(NamedTuple):
@@ -38,17 +38,17 @@ class Group(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """What groups are looked for. ``text`` is looked for in prompts, answers, errors and data columns, in any case."""
+    """A search for groups. ``text`` is searched in prompts, answers, errors and data columns, ignoring case."""
 
     kind: str = ""
     first: int | None = None
     last: int | None = None
     status: str = ""
-    """``failed``; ``contrast``: unequal rewards; ``equal``: equal ones."""
+    """``failed``; ``contrast``: unequal rewards; ``equal``: equal rewards."""
     text: str = ""
 
     def admits(self, group: Group) -> bool:
-        """Whether a group fits in all but its text."""
+        """Whether a group matches, apart from its text."""
         unequal = group.low is not None and group.low != group.high
         of_status = {"failed": group.failed > 0, "contrast": unequal, "equal": not unequal and group.low is not None}
         return (
@@ -61,7 +61,7 @@ class Query:
 
 @dataclass(slots=True)
 class _File:
-    """What is known of one file, by whatever name it goes."""
+    """The indexed content of one file, regardless of its name."""
 
     groups: list[Group] = field(default_factory=list[Group])
     place: Place = field(default_factory=Place)
@@ -70,14 +70,14 @@ class _File:
 
 @dataclass(slots=True)
 class RolloutIndex:
-    """The groups of both files of a log, the older file's first. ``read_on`` adds what was written since.
+    """The groups of both files of a log, the older file's first. ``read_on`` adds new lines.
 
-    The position of a group is its place in the run as far as it is known; it stays when the files are rotated.
+    A group's position is its index among all groups seen of the run; it stays valid when the files are rotated.
     """
 
     path: Path
     dropped: int = 0
-    """Groups that were known and have been rotated away."""
+    """Number of indexed groups that have been rotated away."""
     _files: dict[Identity, _File] = field(default_factory=dict[Identity, _File])
     _paths: dict[Identity, Path] = field(default_factory=dict[Identity, Path])
 
@@ -98,7 +98,7 @@ class RolloutIndex:
                     continue
                 known = self._files.get(key, _File())
                 if not known.place.is_in(file):
-                    known = _File()  # a run that resumed has cut it
+                    known = _File()  # a resumed run has truncated it
                 for start, line in known.place.lines(file):
                     _add(known, start, line)
                 found[key], self._paths[key] = known, path
@@ -107,19 +107,19 @@ class RolloutIndex:
 
     @property
     def damaged(self) -> int:
-        """Lines that are no rollouts."""
+        """Number of lines that are not rollouts."""
         return sum(file.damaged for file in self._files.values())
 
     @property
     def size(self) -> int:
-        """Bytes of both files."""
+        """Total bytes of both files."""
         return sum(file.place.read for file in self._files.values())
 
     def groups(self) -> list[Group]:
         return [group for file in self._files.values() for group in file.groups]
 
     def lines(self, place: int) -> list[dict[str, Any]]:
-        """The rollouts of the group at a position; none where the files have changed since."""
+        """The rollouts of the group at a position; none if the files have changed since."""
         place -= self.dropped
         for key, file in self._files.items():
             if 0 <= place < len(file.groups):
@@ -128,13 +128,13 @@ class RolloutIndex:
         return []
 
     def find(self, query: Query, start: int | None, most: int) -> tuple[list[int], int | None]:
-        """Positions of at most ``most`` groups that fit, the newest first.
+        """Positions of at most ``most`` matching groups, the newest first.
 
         Args:
-            start: the position to begin at; None is the newest.
+            start: the position to begin at; None: the newest.
 
         Returns:
-            The positions, and where to go on; None at the end.
+            The positions, and the position to continue from; None at the end.
         """
         groups, found, left = self.groups(), list[int](), SEARCHED
         last = len(groups) - 1 if start is None else min(len(groups) - 1, start - self.dropped)
@@ -182,7 +182,7 @@ def _add(file: _File, start: int, line: bytes) -> None:
 
 
 def _head(line: bytes) -> dict[str, Any] | None:
-    """The fields of a line that the index needs, without parsing its texts where that is possible."""
+    """The fields of a line that the index needs, if possible without parsing its texts."""
     cut = line.find(_HEAD_ENDS)
     head = json_object(line[:cut] + b"}") if cut > 0 else None
     if head is None or "reward" not in head:
@@ -204,13 +204,13 @@ def _read(path: Path, key: Identity, group: Group) -> list[dict[str, Any]]:
 
 
 def holds(line: dict[str, Any], text: str) -> bool:
-    """Whether a rollout's texts hold a text, in any case."""
+    """Whether a rollout's texts contain a text, ignoring case."""
     wanted = text.casefold()
     return any(wanted in part.casefold() for part in texts(line))
 
 
 def texts(line: dict[str, Any]) -> Iterator[str]:
-    """What can be searched in a rollout."""
+    """The searchable texts of a rollout."""
     for name in ("task", "prompt", "completion", "error", "status", "columns", "notes"):
         value = line.get(name)
         if value is not None:
@@ -222,9 +222,9 @@ def texts(line: dict[str, Any]) -> Iterator[str]:
 
 
 def sample(index: RolloutIndex, most: int) -> list[int]:
-    """Positions of groups with at most ``most`` bytes in all: failed ones, evaluations and others, each spread evenly.
+    """Positions of groups with at most ``most`` bytes in total: failures, evaluations and others, each spread evenly.
 
-    A group that is larger than what is left for its kind is left out.
+    A group that exceeds the remaining bytes for its kind is left out.
     """
     groups = list(enumerate(index.groups(), index.dropped))
     failed = [(place, group) for place, group in groups if group.failed]
@@ -239,7 +239,7 @@ def sample(index: RolloutIndex, most: int) -> list[int]:
 
 
 def _spread(groups: Sequence[tuple[int, Group]], most: int) -> Iterator[tuple[int, Group]]:
-    """Groups at even distances, as many as fit."""
+    """Evenly spaced groups, as many as fit."""
     size = sum(group.stop - group.start for _, group in groups)
     count = len(groups) if size <= most else max(1, len(groups) * most // size)
     for number in range(min(count, len(groups))):

@@ -25,20 +25,20 @@ from tunesmith.report.trace import read_traces
 Json = dict[str, Any]
 
 EXAMPLES = 12
-"""Held-out prompts that are shown with their first and last answers."""
+"""Number of held-out prompts shown with their first and last answers."""
 FILES = ("metrics.jsonl", "resolved.json", "rollouts.jsonl")
 """A run's directory has at least one of them."""
 
 
 @dataclass(slots=True)
 class Run:
-    """A run whose growing files are read on with each ``read_on``."""
+    """A run whose growing files are read further with each ``read_on``."""
 
     path: Path
     metrics: MetricsFile
     rollouts: RolloutIndex
     _judged: tuple[int, list[Json], str | None] | None = None
-    """The steps that the doctor has seen, and what it said."""
+    """The number of steps at the last diagnosis, and its result."""
 
     def read_on(self) -> bool:
         """Returns whether the metrics or the rollouts have changed."""
@@ -47,7 +47,7 @@ class Run:
         return self.metrics.read_on() | (size != self.rollouts.size)
 
     def findings(self) -> tuple[list[Json], str | None]:
-        """What the doctor finds, and why it could not judge. A long run is judged again after a fiftieth more steps."""
+        """The doctor's findings, or why it could not judge. A run is judged again after 2% more steps."""
         rows = self.metrics.steps.rows
         if self._judged is None or not self._judged[0] <= rows <= self._judged[0] * 1.02:
             try:
@@ -61,7 +61,7 @@ class Run:
 def open_run(path: Path) -> Run:
     """
     Raises:
-        ConfigError: it is not a run's directory.
+        ConfigError: ``path`` is not a run's directory.
         StorageError: its files cannot be read.
     """
     with boundary(StorageError, f"cannot read {path}", OSError):
@@ -72,7 +72,7 @@ def open_run(path: Path) -> Run:
 
 
 def names(paths: Sequence[Path]) -> list[str]:
-    """What to call each run: as much of the ends of their paths as tells them apart."""
+    """A name for each run: as much of the end of its path as distinguishes it."""
     parts = [path.resolve().parts for path in paths]
     for length in range(1, max(map(len, parts)) + 1):
         found = ["/".join(part[-length:]) for part in parts]
@@ -82,7 +82,7 @@ def names(paths: Sequence[Path]) -> list[str]:
 
 
 def run_json(run: Run, name: str) -> Json:
-    """All about a run but its rollouts."""
+    """Everything about a run except its rollouts."""
     settings, notes, problems = read_settings(run.path / "resolved.json")
     steps = run.metrics.steps
     if run.metrics.damaged:
@@ -118,7 +118,7 @@ def run_json(run: Run, name: str) -> Json:
 
 
 def read_settings(path: Path) -> tuple[dict[str, Json], list[str], list[str]]:
-    """Settings by dotted key, each with ``value``, ``source`` and ``reason``; notes on them; the file's problems."""
+    """Settings by dotted key, each with ``value``, ``source`` and ``reason``; notes on them; problems of the file."""
     try:
         saved = json.loads(path.read_text(encoding="utf-8"))
         kept = {key: dict(entry) for key, entry in saved["settings"].items() if "value" in entry}
@@ -131,7 +131,7 @@ def read_settings(path: Path) -> tuple[dict[str, Json], list[str], list[str]]:
 
 
 def read_plan(path: Path) -> Json | None:
-    """What was planned when the run began; None if there is no plan that can be read."""
+    """The plan made when the run began; None if there is no readable plan."""
     try:
         plan = json.loads((path / PLAN_FILE).read_text(encoding="utf-8"))
         return {"memory": list(plan["memory"]), "seconds": dict(plan["seconds"])}
@@ -164,7 +164,7 @@ def examples(index: RolloutIndex) -> list[Json]:
 
 
 def unit(name: str) -> str:
-    """Of a metric; empty where it has none or is not in the catalogue."""
+    """The unit of a metric; empty if it has none or is not in the catalogue."""
     metric = find(name)
     return metric.unit if metric else ""
 
@@ -193,5 +193,5 @@ def embedded_rollouts(run: Run, most: int) -> list[Json]:
 
 
 def group_json(index: RolloutIndex, place: int) -> Mapping[str, Any]:
-    """A group as the list shows it."""
+    """A group as shown in the list."""
     return {"place": place, **index.groups()[place - index.dropped]._asdict()}

@@ -1,4 +1,4 @@
-"""The page of runs that may be going on, on this machine only and for whoever has its token."""
+"""The page of runs that may be live, only on this machine and for anyone with its token."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tunesmith.report.run import Run, group_json, model
 from tunesmith.rewards.http_limits import Gate, guarded
 
 AT_ONCE = 200
-"""Groups of an answer."""
+"""Maximum groups per answer."""
 HEADERS = {
     "Cache-Control": "no-store",
     "Referrer-Policy": "no-referrer",
@@ -30,7 +30,7 @@ HEADERS = {
 
 @dataclass(slots=True)
 class Watch:
-    """Answers the page's questions from the runs' files, which it reads on before each answer."""
+    """Answers the page's queries from the runs' files, after reading new lines."""
 
     runs: Sequence[Run]
     token: str
@@ -39,7 +39,7 @@ class Watch:
     _running: list[bool] = field(default_factory=list[bool])
 
     def model(self) -> dict[str, Any]:
-        """The model, with a ``version`` that counts its changes and the ``seconds`` that making it took."""
+        """The model, with a ``version`` that counts its changes and the ``seconds`` it took to build."""
         with self._lock:
             changed = [run.read_on() for run in self.runs]
             going_on = [is_running(run.path) for run in self.runs]
@@ -51,7 +51,7 @@ class Watch:
             return self._model
 
     def groups(self, asked: Mapping[str, str]) -> dict[str, Any]:
-        """Groups of a run that fit, the newest first; ``next``: the position to go on from."""
+        """Matching groups of a run, the newest first; ``next``: the position to continue from."""
         numbers = {name: int(asked[name]) for name in ("first", "last", "start") if asked.get(name)}
         query = Query(
             asked.get("kind", ""),
@@ -81,7 +81,7 @@ class Watch:
 
 
 def make_app(watch: Watch, gate: Gate) -> web.Application:
-    """The page needs the token in its address, as it is opened by it; what it asks for needs it in a header."""
+    """The page itself needs the token in its address, which opens it; its requests need it in a header."""
 
     async def show(request: web.Request) -> web.Response:
         if not hmac.compare_digest(request.query.get("token", "").encode(errors="replace"), watch.token.encode()):

@@ -1,4 +1,4 @@
-"""The timeline of a step from its metrics alone, for runs and steps without a trace: phases and shares, by actor."""
+"""The timeline of a step from its metrics only, for runs and steps without a trace: phases and shares by actor."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from tunesmith.report.metrics import Table
 
 ORDER = ("setup", "sync", "rollout", "train", "eval", "checkpoint", "other")
-"""The phases of a step as the loop takes them."""
+"""The phases of a step in the loop's order."""
 WAITS = {"sync": "the engines to take the weights", "rollout": "the rollouts"}
 """What the trainer waits for in a phase."""
 OUTSIDE = ("setup", "eval", "checkpoint")
@@ -17,7 +17,7 @@ OUTSIDE = ("setup", "eval", "checkpoint")
 
 
 def step_timelines(steps: Table, traced: Collection[int]) -> list[dict[str, Any]]:
-    """Of the newest step and of the slowest one, without those that have a trace; in the form of ``read_trace``."""
+    """Timelines of the newest and the slowest step, unless they have a trace; in the form of ``read_trace``."""
     if not steps.rows:
         return []
     seconds = [0.0 if math.isnan(s) else s for s in steps.column("seconds")]
@@ -28,7 +28,7 @@ def step_timelines(steps: Table, traced: Collection[int]) -> list[dict[str, Any]
 
 def _timeline(steps: Table, row: int) -> dict[str, Any]:
     """Phases follow each other. An engine's or a reward's share of the step is put at the beginning of the rollouts,
-    since when it worked is not known."""
+    because its actual times are unknown."""
     line = {name: column[row] for name, column in steps.columns.items() if not math.isnan(column[row])}
     phases = {name.removeprefix("seconds/"): s for name, s in line.items() if name.startswith("seconds/") and s > 0}
     starts, now = dict[str, float](), 0.0

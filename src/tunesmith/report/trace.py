@@ -9,9 +9,9 @@ from typing import Any
 Json = dict[str, Any]
 
 TRACES = 8
-"""Steps that are shown: the last ones."""
+"""Number of steps shown: the last ones."""
 SPANS = 4000
-"""Spans of a step that are shown: the longest ones."""
+"""Number of spans shown per step: the longest ones."""
 
 
 def read_traces(folder: Path) -> list[Json]:

@@ -1,7 +1,7 @@
 """Built-in rewards: exact_match, numeric_match, regex_format and math.
 
-All but regex_format compare with the answer column and log ``answered`` (the completion has an answer at all) and
-``correct``, so that "no answer" and "wrong" can be told apart. For a task without an answer the reward does not apply.
+All but regex_format compare with the answer column. They log ``answered`` (the completion has an answer at all) and
+``correct``, which separates "no answer" from "wrong". For a task without an answer the reward does not apply.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from tunesmith.usercode.isolation import KillablePool
 from tunesmith.usercode.killable import Program, WorkerError
 
 ITEM_SECONDS = 5.0
-"""Deadline for judging one completion in a worker process, where ``reward.timeout`` is longer."""
+"""Upper limit of the deadline for judging one completion in a worker process; ``reward.timeout`` if shorter."""
 
 BAD_GOLD = "data error in the answer column"
 Verdict = bool | None | ItemFailure
 """Whether an answer is correct; None: the completion has no answer."""
 Judge = Callable[[list[str], list[str]], Awaitable[list[Verdict]]]
-"""From completions and their gold answers to verdicts."""
+"""Maps completions and their gold answers to verdicts."""
 
 
 def check_builtins(section: RewardSection) -> None:
-    """Refuse (ConfigError) settings that the built-ins in use cannot work with, or that none of them reads."""
+    """Reject (ConfigError) settings that the built-ins in use cannot work with, or that none of them reads."""
     used = [name for name in section.functions if name in BUILTINS]
     extracting = [name for name in used if name in ("exact_match", "numeric_match")]
     if section.pattern is None:
@@ -80,9 +80,9 @@ def _groups(pattern: str) -> int:
 def _matching(
     section: RewardSection, name: str, read: Callable[[str], Any], same: Callable[[Any, Any], bool]
 ) -> RewardFunction:
-    """1 where ``read`` gives the ``same`` for completion and answer.
+    """1 where what ``read`` extracts from completion and answer is the ``same``.
 
-    A pattern with a group selects the part of the completion that is read.
+    A pattern with a group selects the part of the completion to read.
     """
     pattern = section.pattern
     pool = _pool("pattern_program.py", "extract", section) if pattern and _groups(pattern) else None
@@ -165,7 +165,7 @@ def _pool(program: str, function: str, section: RewardSection, workers: int = 1)
 
 
 async def _gather(jobs: Iterable[Awaitable[Any]]) -> list[Any]:
-    """Results of the workers' jobs; an ``ItemFailure`` for each that was killed or raised."""
+    """Results of the workers' jobs; an ``ItemFailure`` for each job that was killed or raised."""
 
     async def result(job: Awaitable[Any]) -> Any:
         try:

@@ -14,19 +14,19 @@ from tunesmith.rewards.model import RewardModel
 
 
 class RestartingFars:
-    """Calls methods of processes that ``start`` starts and that wait for each other; where one is lost all are
-    replaced, up to ``restarts`` times."""
+    """Calls methods of the interdependent processes that ``start`` returns; if one is lost, all are replaced, up to
+    ``restarts`` times."""
 
     def __init__(self, start: Callable[[], Sequence[Far]], restarts: int, report: Callable[[str], None]) -> None:
         self._start, self._restarts, self._report = start, restarts, report
         self.fars = start()
-        self._one_call = Lock()  # the processes have to get all calls in the same order
+        self._one_call = Lock()  # all processes must receive the calls in the same order
 
     def call(self, name: str, *args: Any) -> list[Any]:
-        """What each of them returns.
+        """The return value of each process.
 
         Raises:
-            RewardError: one was lost, once too often.
+            RewardError: a process was lost and no restarts remain.
         """
         with self._one_call:
             while True:
@@ -46,16 +46,16 @@ class RestartingFars:
 
 
 def far_reward_model(places: Sequence[RestartingFars]) -> RewardModel:
-    """A reward model that encodes texts here and scores them in other processes; each of ``places`` has a whole model
-    among its processes, and is given its part of a batch."""
+    """A reward model that encodes texts here and scores them in other processes; the processes of each place hold one
+    whole model together and score a share of each batch."""
     names = ("tokenizer", "context", "template", "stats")
     tokenizer, context, template, stats = (places[0].fars[0].get(f"model.{name}") for name in names)
     return RewardModel(partial(_score, places), tokenizer, context, template, stats)
 
 
 def _score(places: Sequence[RestartingFars], sequences: list[list[int]]) -> list[float]:
-    """The longest sequences are dealt first, so that all places have about as much to do. Each process of a place has
-    scored some of its sequences, and says 0 of the others."""
+    """Scores of ``sequences``, which are dealt to the places longest first to balance the load. Each process of a place
+    scores some of its sequences and returns 0 for the others."""
     order = sorted(range(len(sequences)), key=lambda i: -len(sequences[i]))
     shares = [share for n in range(len(places)) if (share := order[n :: len(places)])]
     scores = [0.0] * len(sequences)

@@ -1,4 +1,4 @@
-"""Reward functions written for other frameworks: verl's run unchanged; for others, the names used here."""
+"""Reward functions written for other frameworks: verl's run unchanged; others get hints about the names used here."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tunesmith.usercode.calls import accepted, is_async
 VERL = frozenset({"solution_str", "ground_truth"})
 """The arguments that mark a function as verl's ``compute_score``."""
 VERL_GOLD = frozenset({"reward_model", "ground_truth"})
-"""It needs one of these columns. ``reward_model`` is a table with ``ground_truth`` in it, as in verl's files."""
+"""verl's function needs one of these columns. ``reward_model`` is a table with ``ground_truth``, as in verl's files."""
 
 INSTEAD: Mapping[str, str] = {
     **dict.fromkeys(("completion", "response", "responses", "output", "outputs", "answers"), "completions"),
@@ -30,7 +30,7 @@ INSTEAD: Mapping[str, str] = {
 
 
 def hint(name: str) -> str:
-    """A clause for an argument that is not a column of the data; empty for an unknown argument."""
+    """A hint for an argument that is not a column of the data; empty for an unknown argument."""
     instead = INSTEAD.get(name)
     return f" Other code's '{name}' is called {instead} here: a list with one entry per completion." if instead else ""
 
@@ -39,7 +39,7 @@ def from_verl(function: Callable[..., Any]) -> Callable[..., Any]:
     """A reward function that calls verl's function once per completion, as verl's reward manager does.
 
     ``solution_str`` is the completion's text; ``ground_truth`` comes from the column ``reward_model``, else from the
-    column of its name; ``data_source`` and ``extra_info`` are columns. The result is a number, or a table whose
+    column ``ground_truth``; ``data_source`` and ``extra_info`` are columns. The result is a number, or a table whose
     ``score`` is the reward and whose other entries are logged.
     """
 

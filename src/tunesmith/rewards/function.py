@@ -1,4 +1,4 @@
-"""Reward functions: the arguments of a call, and the values that it may return."""
+"""Reward functions: the arguments of a call, and the values it may return."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from tunesmith.types import Rollout, Status, text_of_content
 from tunesmith.usercode.calls import accepted, own_copy
 
 INSTANCES = "environments"
-"""TRL's keyword for the environments that played, one instance per completion."""
+"""TRL's keyword for the environment instances that played the episodes, one per completion."""
 RESERVED = frozenset(
     {"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric", INSTANCES}
 )
-"""The keywords of TRL 1.16 that a call has in addition to the data's columns."""
+"""The keywords of TRL 1.16 that a call receives in addition to the data's columns."""
 NOT_COLUMNS = frozenset({"prompt", "completion"}) | RESERVED
 
 LARGEST_REWARD = 1e15
-"""In size: sums of squares over a large batch still fit into float32, which ends at 3.4e38."""
+"""Limit of a reward's absolute value: sums of squares over a large batch still fit into float32 (at most 3.4e38)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,21 +41,21 @@ Score = float | None | ItemFailure
 class RewardFunction:
     """One reward of a run: a user's function, called with keywords, or a built-in one.
 
-    Built-in ones are coroutine functions of rollouts, their texts and ``Notes``, with their own deadlines. All return
-    one ``Score`` per rollout.
+    Built-in rewards are coroutine functions of rollouts, their texts and ``Notes``, with their own deadlines. All
+    rewards return one ``Score`` per rollout.
     """
 
     name: str
     reference: str
     function: Callable[..., Any]
     columns: frozenset[str] = frozenset()
-    """Columns of the data that it needs."""
+    """Required columns of the data."""
     builtin: bool = False
     close: Callable[[], None] = lambda: None
     check_gold: Callable[[Any], str | None] | None = None
     """The reason why a value of the answer column cannot be used, or None."""
     one_of: frozenset[str] = frozenset()
-    """It needs one of these columns."""
+    """Columns of which it needs at least one."""
     instances: Literal["needed", "optional"] | None = None
     """Whether it takes ``environments``."""
 
@@ -103,7 +103,7 @@ def arguments_for(
     """Keywords of a call: lists with one entry per rollout, None for a column that a task lacks.
 
     For conversational prompts, completions are ``[{"role": "assistant", "content": text}]``; for text prompts, text.
-    With ``instances`` there are ``environments``, None for episodes without an instance of TRL's form.
+    ``instances`` adds ``environments``, with None for episodes without an instance of TRL's form.
     """
     keywords: dict[str, Any] = {
         "prompts": [own_copy(r.task.prompt) for r in rollouts],  # a function may append to it
@@ -130,7 +130,7 @@ def completions_of(rollouts: Sequence[Rollout], texts: Sequence[str]) -> list[An
 
 
 def text_of(completion: Any) -> str:
-    """The text of a completion in either form; for a conversation, that of the policy's last turn."""
+    """The text of a completion in either form; for a conversation, the text of the policy's last turn."""
     if isinstance(completion, str):
         return completion
     answers = (m.get("content") for m in reversed(completion) if m.get("role", "assistant") == "assistant")
@@ -138,7 +138,7 @@ def text_of(completion: Any) -> str:
 
 
 def batch_columns(rollouts: Sequence[Rollout], needed: frozenset[str] = frozenset()) -> dict[str, list[Any]]:
-    """Copies of the data's columns and those ``needed``, with one entry per rollout; None where a task lacks one."""
+    """Copies of the data's and the ``needed`` columns, with one entry per rollout; None where a task lacks one."""
     names = {name for r in rollouts for name in r.task.columns if name not in NOT_COLUMNS}
     return {name: [own_copy(r.task.columns.get(name)) for r in rollouts] for name in sorted(names | needed)}
 

@@ -25,9 +25,9 @@ from tunesmith.errors import ConfigError, boundary
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 SHUTDOWN_SECONDS = 10.0
-"""Time that requests under way have to finish when the server is stopped."""
+"""Time for requests in progress to finish when the server is stopped."""
 REFUSAL_SECONDS = 5.0
-"""Time to send a client the answer that its request came too late."""
+"""Time to send a client the answer that its request arrived too late."""
 BUSY = b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
 
 quiet = logging.getLogger("tunesmith.http")
@@ -55,13 +55,13 @@ class Gate:
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
-        files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]  # negative where there is no limit
+        files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]  # negative if unlimited
         self._most = limits.connections if files < 0 else min(limits.connections, files // 2)
         self._inside: dict[asyncio.BaseTransport, _Connection] = {}
 
     async def listen(self, factory: Callable[[], asyncio.Protocol], host: str, port: int) -> asyncio.Server:
         """Serve with the protocols of ``factory``, counting their connections."""
-        backlog = max(1, min(100, self._most // 4))  # asyncio accepts so many at once, before they are counted
+        backlog = max(1, min(100, self._most // 4))  # asyncio accepts this many at once, before they are counted
         loop = asyncio.get_running_loop()
         return await loop.create_server(lambda: _Connection(self, factory()), host, port, backlog=backlog)
 
@@ -97,7 +97,7 @@ class _Connection(asyncio.Protocol):
         return self._timer is not None
 
     def wait_for(self, seconds: float | None) -> None:
-        """Close the connection after so many seconds; None: stop the timer."""
+        """Close the connection after ``seconds``; None stops the timer."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -134,8 +134,8 @@ def guarded(
 ) -> Any:
     """Middleware that checks host, token and time limit of a request, and answers errors with ``refusal``.
 
-    Without a token only names of this machine are served, so that a web page whose name was rebound to 127.0.0.1 has no
-    access. With one, requests need it as ``Authorization: Bearer``, except on ``open_paths``.
+    Without a token, only loopback host names are served, so that a web page whose name was rebound to 127.0.0.1 has no
+    access. With a token, requests need it as ``Authorization: Bearer``, except on ``open_paths``.
     """
 
     @web.middleware
@@ -184,8 +184,8 @@ async def listening(
     """Serve ``app``; yields the port, a free one where ``port`` is 0. Raises OSError: the address cannot be used.
 
     Args:
-        shutdown: seconds that requests under way have to finish at the end.
-        cancels: whether a handler is cancelled when its client is gone.
+        shutdown: seconds for requests in progress to finish at the end.
+        cancels: whether a handler is cancelled when its client disconnects.
     """
     runner = web.AppRunner(app, access_log=None, logger=quiet, handler_cancellation=cancels, shutdown_timeout=shutdown)
     await runner.setup()
@@ -201,7 +201,7 @@ async def listening(
 
 
 async def serve(app: web.Application, gate: Gate, host: str, port: int, ready: Callable[[str], None]) -> None:
-    """Serve until SIGTERM or Ctrl-C, then finish the requests under way.
+    """Serve until SIGTERM or Ctrl-C, then finish the requests in progress.
 
     Args:
         port: 0 picks a free one.
@@ -228,7 +228,7 @@ def has_token(request: web.Request, token: str) -> bool:
 
 
 def bearer_of(request: web.Request) -> str:
-    """The token of ``Authorization: Bearer``; empty where there is none."""
+    """The token of ``Authorization: Bearer``; empty if there is none."""
     kind, _, token = request.headers.get("Authorization", "").partition(" ")
     return token.strip() if kind.lower() == "bearer" else ""
 

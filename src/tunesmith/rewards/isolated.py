@@ -19,7 +19,7 @@ _PROGRAM = Path(__file__).with_name("user_program.py")
 ATTEMPTS = 3
 """Attempts of a call whose worker was killed from outside."""
 ALONE = 4
-"""Limit of concurrent calls that each have their own process."""
+"""Limit of concurrent calls with their own process."""
 
 
 class IsolatedRewards:
@@ -56,7 +56,7 @@ class IsolatedRewards:
 
         Raises:
             DeadlineExceeded: it ran for more than ``timeout`` seconds; its process is killed, unless it is a coroutine
-                that can be ended.
+                that can be cancelled.
             RaisedInCall: it raised, or its process ended.
             ValueError: its result is unusable.
         """
@@ -83,10 +83,10 @@ class IsolatedRewards:
         self._worker = None
 
     async def _ask(self, question: tuple[Any, ...], timeout: float, *, coroutine: bool) -> Any:
-        """The answer.
+        """The worker's answer.
 
         A call is repeated alone, in its own process, if its process was killed from outside or ended while other calls
-        ran in it: that shows which call ends its process.
+        ran in it: this shows which call ends its process.
         """
         try:
             async with self._starting.here:

@@ -1,4 +1,4 @@
-"""From the ``[reward]`` section to the rewards of a run: checking it, importing the user's files, naming them.
+"""Turns the ``[reward]`` section into a run's rewards: checks it, imports the user's files, names the rewards.
 
 A user's reward function has TRL's signature::
 
@@ -6,8 +6,8 @@ A user's reward function has TRL's signature::
         return [float(completion.strip() == gold) for completion, gold in zip(completions, answer)]
 
 It may be ``async``, is called with keywords only, and gets every data column as a list with one entry per completion.
-None means that the reward does not apply to that completion. The function runs in its own process, or with
-``isolation = "thread"`` outside the main thread.
+None means that the reward does not apply to that completion. The function runs in its own process or, with
+``isolation = "thread"``, in a thread other than the main one.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ INSTANCES_NEED = (
 
 
 def check_rewards(section: RewardSection, base_dir: Path) -> None:
-    """Refuse (``ConfigError``) a section that cannot work, without running any of the user's code.
+    """Reject (``ConfigError``) a section that cannot work, without running any of the user's code.
 
     ``base_dir`` is the run file's directory; paths are relative to it, else to the working directory.
     """
@@ -94,7 +94,7 @@ def _check_weights(section: RewardSection) -> None:
 def weights_by_name(section: RewardSection) -> dict[str, float]:
     """The weight of every reward: functions in their order, then models, then remote ones.
 
-    Functions of the same name in two files are named by the whole reference.
+    Functions with the same name in two files are named by their full references.
     """
     short = [reference.rpartition(":")[2] for reference in section.functions]
     names = [s if short.count(s) == 1 else whole for s, whole in zip(short, section.functions, strict=True)]
@@ -105,7 +105,7 @@ def weights_by_name(section: RewardSection) -> dict[str, float]:
 def load_rewards(section: RewardSection, base_dir: Path, *, instances: bool = False) -> RewardSet:
     """Check the section, import the user's files and prepare the built-ins, whose processes start later.
 
-    The set's ``weights`` have every reward of the section; models and remote ones are added later with ``add``.
+    The set's ``weights`` cover every reward of the section; models and remote rewards are added later with ``add``.
 
     Args:
         instances: the run has environments, and functions may need their instances.

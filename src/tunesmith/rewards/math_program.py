@@ -11,7 +11,7 @@ from typing import Any
 import math_verify
 from math_verify import ExprExtractionConfig, LatexExtractionConfig
 
-# It warns that its timeouts are off; they are off because the worker is killed instead.
+# It warns that its timeouts are off; here the worker is killed instead.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 _math_verify: Any = math_verify  # partly untyped

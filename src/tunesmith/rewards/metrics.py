@@ -1,4 +1,4 @@
-"""Metrics of rollouts and their rewards, and the check that not too many failed."""
+"""Metrics of rollouts and their rewards, and the limit on the share of failed rollouts."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def check_failed(rollouts: Sequence[Rollout], max_share: float) -> None:
 
 
 def reward_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """Mean and deviation of the total and of each reward, shares of failures, means of logged numbers.
+    """Mean and standard deviation of the total and of each reward, shares of failures, means of logged numbers.
 
     ``applied`` is the share of rollouts that a reward applies to. ``answered`` and ``correct`` are shares of the
-    rollouts they were logged for; ``correct_of_answered`` is accuracy among those that answered.
+    rollouts they were logged for; ``correct_of_answered`` is the accuracy among rollouts with an answer.
     """
     counted = [r for r in rollouts if r.status is not Status.ABORTED]
     if not counted:

@@ -27,7 +27,7 @@ class RewardModel:
     """The model: one score per sequence of token ids, none of which is empty or longer than ``context``."""
     tokenizer: Tokenizer
     context: int | None
-    """Longest sequence that the model has positions for."""
+    """Maximum sequence length of the model."""
     template: ChatTemplate | None
     """None: prompt and completion are plain text."""
     stats: RewardStats | None = None
@@ -42,7 +42,7 @@ class RewardModel:
         return scores
 
     def encode(self, prompt: Prompt, completion: str, *, finished: bool = True) -> list[int]:
-        """A prompt and its completion as this model's tokens; a finished one ends as in training.
+        """A prompt and its completion as this model's tokens; a finished completion ends as in training.
 
         Raises:
             DataError: the prompt is a conversation that the tokenizer has no template for, or the template refuses.
@@ -68,7 +68,7 @@ def model_reward(
     """The reward function that scores rollouts with ``model``.
 
     Args:
-        exact: the model scores the rollout's own tokens; else prompt and text are encoded for it.
+        exact: the model scores the rollout's own tokens; otherwise prompt and text are re-encoded for it.
         conversation: applied to a prompt before it is encoded, for example to add a system message.
         in_thread: score without blocking the event loop. Which rollouts form a batch then depends on timing.
     """
@@ -110,7 +110,7 @@ def _messages(prompt: Prompt) -> list[Message]:
 
 
 def same_tokens(a: Any, b: Any) -> bool:
-    """Whether two tokenizers give the same token ids: they have the same vocabulary and chat template."""
+    """Whether two tokenizers produce the same token ids: they have the same vocabulary and chat template."""
     return a.get_vocab() == b.get_vocab() and a.chat_template == b.chat_template
 
 

@@ -8,11 +8,11 @@ from decimal import Context, Decimal, InvalidOperation
 
 RELATIVE_TOLERANCE = Decimal("1e-6")
 
-# No traps: what overflows or divides by zero becomes infinite or NaN, which is then "not a number".
+# No traps: overflow and division by zero produce infinity or NaN, which then count as "not a number".
 _CONTEXT = Context(prec=60, traps=[])
 
 _COMMA = r"(?:,|\{,\}|,?\\[,!])"
-"""Separates thousands; the last ones as LaTeX writes them."""
+"""Thousands separators; all but the plain comma are LaTeX's."""
 _PLAIN = rf"(?:(?:\d{{1,3}}(?:{_COMMA}\d{{3}})+(?!\d)|\d+)(?:\.\d+)?|(?<!\.)\.\d+)"
 _NUMBER = re.compile(
     rf"""

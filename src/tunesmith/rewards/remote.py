@@ -1,9 +1,9 @@
 """A reward over HTTP: several servers of the same reward, which share the load.
 
-Each request is a JSON POST with a part of a batch. It goes to the server with the fewest outstanding requests; one
-that failed recently is avoided for a while. After a failed connection, a timeout or an answer of 5xx the request is
-tried again, on another server if there is one, after growing pauses. When the retries are used up, the rollouts of
-the request fail. Addresses are redacted in all messages, because they may contain passwords.
+Each request is a JSON POST with a part of a batch. It goes to the server with the fewest outstanding requests; servers
+that failed recently are avoided for a while. After a failed connection, a timeout or a 5xx answer, the request is
+retried after growing pauses, on another server if there is one. When the retries are used up, the rollouts of the
+request fail. Addresses are redacted in all messages, because they may contain passwords.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ from tunesmith.rewards.function import (
 from tunesmith.types import Rollout, Status
 
 ANSWER_BYTES, ANSWER_BYTES_EACH = 1 << 20, 1 << 14
-"""An answer has at most the first, and the second for each completion: a number and the reason of a failure."""
+"""Size limit of an answer: a fixed part, and a part per completion (for a number and the reason of a failure)."""
 
 Decode = Callable[[Sequence[int]], str]
 """Token ids to text, special tokens included."""
 
 
 def remote_reward(entry: RemoteReward, label: str, decode: Decode) -> RewardFunction:
-    """The reward function that asks the servers of ``entry``.
+    """The reward function that queries the servers of ``entry``.
 
     Args:
         label: the column that is sent as OpenRLHF's ``labels``.
-        decode: makes OpenRLHF's ``query`` and ``prompts`` of a rollout's tokens.
+        decode: turns a rollout's tokens into OpenRLHF's ``query`` and ``prompts``.
     """
     client, headers = RewardClient(entry), {"Content-Type": "application/json"}
     if entry.token_env is not None:
@@ -69,7 +69,7 @@ def remote_reward(entry: RemoteReward, label: str, decode: Decode) -> RewardFunc
 
 
 def tunesmith_body(rollouts: Sequence[Rollout], texts: Sequence[str]) -> dict[str, Any]:
-    """The arguments of a reward function, without tokens."""
+    """The arguments of a reward function, except tokens."""
     return {
         "prompts": [r.task.prompt for r in rollouts],
         "completions": completions_of(rollouts, texts),
@@ -91,27 +91,27 @@ class _Server:
     outstanding: int = 0
     sent: int = 0
     failures: int = 0
-    """In a row."""
+    """Consecutive failures."""
     rests_until: float = 0.0
 
     def works(self) -> None:
         self.failures, self.rests_until = 0, 0.0
 
     def rests(self) -> None:
-        """Avoid it for a while: a dead server, which has nothing outstanding, would otherwise draw every request."""
+        """Avoid it for a while: a dead server has nothing outstanding and would otherwise attract every request."""
         self.failures += 1
         self.rests_until = time.monotonic() + pause(self.failures)
 
 
 class RewardClient:
-    """Asks one of several servers, and another one when that fails."""
+    """Asks one of several servers, and another one if that fails."""
 
     def __init__(self, entry: RemoteReward) -> None:
         self.entry = entry
         self._servers = {url: _Server() for url in entry.urls}
 
     async def ask(self, session: aiohttp.ClientSession, body: dict[str, Any], size: int) -> list[Score]:
-        """One score per completion of the request; the same failure for each where no server gave a usable answer."""
+        """One score per completion of the request; the same failure for each if no server gave a usable answer."""
         try:
             data = json.dumps(body, default=str).encode()
         except (ValueError, RecursionError) as error:
@@ -153,7 +153,7 @@ class RewardClient:
         return [ItemFailure(status, redact(reason))] * size
 
     def _choose(self, tried: Sequence[str]) -> str:
-        """The server this request tried least; then one that does not rest, with fewest outstanding, fewest sent."""
+        """The server least tried by this request; ties go to one not resting, then fewest outstanding, fewest sent."""
         now = time.monotonic()
 
         def load(url: str) -> tuple[int, bool, int, int]:
@@ -164,10 +164,10 @@ class RewardClient:
 
 
 def scores_of(answer: Any, size: int, url: str) -> list[Score]:
-    """The scores of an answer; an item that cannot be used fails alone.
+    """The scores of an answer; an unusable item fails only its own rollout.
 
     Raises:
-        BadAnswer: it has no list of ``size`` rewards.
+        BadAnswer: the answer has no list of ``size`` rewards.
     """
     fields = answer if isinstance(answer, dict) else {}
     if "rewards" not in fields:

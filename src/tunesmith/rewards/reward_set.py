@@ -36,23 +36,23 @@ ENVIRONMENT = "environment"
 
 
 _ASIDE: ContextVar[dict[str, list[float]] | None] = ContextVar("_ASIDE", default=None)
-"""What is logged in this task, where it is to be kept out of the metrics."""
+"""Values logged in this task while ``apart`` keeps them out of the metrics."""
 
 
 class RewardSet:
     """The reward functions of a run, with the threads and processes they run in."""
 
     def __init__(self, weights: dict[str, float], timeout: float, isolated: IsolatedRewards | None = None) -> None:
-        """``weights`` by the names of the rewards, each of which is then added with ``add``.
+        """``weights`` by reward name; each reward is then added with ``add``.
 
-        ``isolated`` runs those of the user's functions that are in a worker process.
+        ``isolated`` runs the user's functions that are in a worker process.
         """
         self.functions: tuple[RewardFunction, ...] = ()
         self.weights = weights
         self.state = TrainerState()
         """The functions' ``trainer_state``; the loop replaces it each step."""
         self.hands_instances = False
-        """Whether functions get the ``environments`` that played."""
+        """Whether functions get the ``environments`` that played the episodes."""
         self._timeout = timeout
         self._calls = UserCalls()
         self._isolated = isolated
@@ -63,7 +63,7 @@ class RewardSet:
         self.functions = (*self.functions, function)
 
     def check_tasks(self, tasks: Iterable[Task], key: str = "data.train") -> None:
-        """Refuse data that the functions cannot work with, before training. ``key`` is its key in the run file.
+        """Reject data that the functions cannot work with, before training. ``key`` is its key in the run file.
 
         Raises:
             ConfigError: a function needs a column that no task has.
@@ -96,7 +96,7 @@ class RewardSet:
     async def score(self, rollouts: Sequence[Rollout], texts: Sequence[str]) -> None:
         """Set ``rewards``, ``reward`` and ``metrics`` of each rollout, or mark it failed.
 
-        ``texts`` are the completions without special tokens. Rollouts that failed before are left alone. The
+        ``texts`` are the completions without special tokens. Rollouts that failed before are left unchanged. The
         functions run concurrently; each gets all rollouts of this call as one batch. ``reward`` is the weighted sum
         of the rewards that apply, added to the environment's.
         """
@@ -116,7 +116,7 @@ class RewardSet:
             self._total(rollout)
 
     def metrics(self, rollouts: Sequence[Rollout]) -> dict[str, float]:
-        """``reward_metrics``, means of what ``log_metric`` got since the last call, and abandoned threads."""
+        """``reward_metrics``, means of the ``log_metric`` values since the last call, and abandoned threads."""
         logged, self._logged = self._logged, {}
         metrics = reward_metrics(rollouts) | {f"logged/{name}": mean(values) for name, values in logged.items()}
         if self._calls.abandoned:
@@ -125,7 +125,7 @@ class RewardSet:
 
     @contextmanager
     def apart(self) -> Generator[None]:
-        """Keep what is logged inside out of ``metrics``; what other tasks log meanwhile stays in."""
+        """Keep values logged inside this context out of ``metrics``; values that other tasks log meanwhile count."""
         token = _ASIDE.set({})
         yield
         _ASIDE.reset(token)
@@ -164,7 +164,7 @@ class RewardSet:
     def _total(self, rollout: Rollout) -> None:
         if rollout.status is not Status.OK:
             return
-        # A reward of weight 0 is only watched; it cannot replace one that does not apply.
+        # A reward of weight 0 is only monitored; it cannot replace one that does not apply.
         applied = [
             self.weights[name] * value
             for name, value in rollout.rewards.items()
@@ -191,7 +191,7 @@ def _record(rollout: Rollout, function: RewardFunction, score: Score) -> None:
 
 
 def _note(rollout: Rollout, function: RewardFunction, logged: dict[str, Any]) -> None:
-    """Numbers become metrics of the rollout, all else notes; a name in use gets the function's as a prefix."""
+    """Numbers become metrics of the rollout, all else notes; a name in use is prefixed with the function's name."""
     for column, value in logged.items():
         if value is None:
             continue

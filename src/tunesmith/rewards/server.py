@@ -1,8 +1,8 @@
-"""A server of one reward over HTTP; concurrent requests are scored as one batch.
+"""Serves one reward over HTTP; concurrent requests are scored as one batch.
 
 ``POST /reward`` takes ``{"prompts": [...], "completions": [...], "columns": {...}}`` and answers
 ``{"rewards": [...]}``, with ``null`` where the reward does not apply or could not be computed; in the latter case
-``"errors"``, a list of the same length, has the reason. ``GET /health`` reports the counts so far.
+``"errors"``, a list of the same length, holds the reason. ``GET /health`` reports the counts so far.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class RewardService:
     window: float
     """Seconds that the first request of a batch waits for more."""
     token: str | None = None
-    """The token that requests need, if any; ``GET /health`` without it gives the status alone."""
+    """The token that requests need, if any; ``GET /health`` without it returns only the status."""
     requests: int = 0
     completions: int = 0
     _batcher: Batcher[Item, Result] = field(init=False)
@@ -90,7 +90,7 @@ class RewardService:
         self._batcher = Batcher(self._score, self.window)
 
     async def reward(self, request: web.Request) -> web.Response:
-        if request.content_type != "application/json":  # which no web page can send here unasked
+        if request.content_type != "application/json":  # web pages of other origins cannot send JSON without CORS
             raise web.HTTPUnsupportedMediaType(text="send JSON, with the header Content-Type: application/json")
         try:
             body = RewardRequest.model_validate_json(await request.read())
@@ -122,7 +122,7 @@ class RewardService:
         requests = [list(group) for _, group in groupby(items, key=lambda item: item.request)]
         if len(requests) == 1 or not all(error for _, error in results):
             return results
-        # The function fails for the whole call: score each request alone, so that the good ones succeed.
+        # The function failed for the whole call: score each request alone, so that the good ones succeed.
         return [result for one in requests for result in await self._score_together(one)]
 
     async def _score_together(self, items: list[Item]) -> list[Result]:
@@ -140,7 +140,7 @@ class RewardService:
 
 
 def make_app(service: RewardService, gate: Gate, max_bytes: int) -> web.Application:
-    """The server's routes. A request above ``max_bytes`` is refused with 413, one without the token with 401."""
+    """The server's routes. Requests above ``max_bytes`` are rejected with 413, requests without the token with 401."""
     app = web.Application(client_max_size=max_bytes, middlewares=[guarded(gate, service.token, ("/health",))])
     app.add_routes([web.post("/reward", service.reward), web.get("/health", service.health)])
     return app

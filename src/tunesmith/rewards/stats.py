@@ -27,7 +27,7 @@ class RewardStats:
 
 
 def check_reward_model(entry: ModelReward) -> None:
-    """Refuse (ConfigError) a directory that holds no reward model or lacks statistics. A hub name is not looked up."""
+    """Reject (ConfigError) a directory that holds no reward model or lacks statistics. A hub name is not looked up."""
     directory = Path(entry.path)
     if directory.is_dir():
         with boundary(ConfigError, f"cannot read {directory / 'config.json'}", (OSError, ValueError)):

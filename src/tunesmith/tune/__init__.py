@@ -1,1 +1,1 @@
-"""Measures on the machine which settings of the system make a run fastest."""
+"""Measures on the machine which system settings make a run fastest."""

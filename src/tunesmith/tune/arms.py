@@ -1,4 +1,4 @@
-"""Runs that take their steps in turn, each in a process of its own."""
+"""Runs that take their steps in turn, each in its own process."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from tunesmith.storage import read_json
 from tunesmith.tune.trial import Ended, Order, Stepped
 
 START_SECONDS = 900.0
-"""That a run may take until its first step ends: it loads data and model."""
+"""Time limit for a run's first step, including loading data and model."""
 SLICE = 1.0
-"""Seconds of waiting in one piece: while this process is stopped itself, at most one of them passes."""
+"""Seconds per wait; a pause of this process itself then counts as one wait at most."""
 _TRIAL = "from tunesmith.tune.trial import main; main()"
 OTHER = (*OUTSIDE_STEPS, "other")
-"""Phases that are no part of a step."""
+"""Phases that are not part of a step."""
 
 
 class TrialEnded(TunesmithError):
-    """A run ended by itself, or took too long; ``status`` is an ``Outcome``'s."""
+    """A run ended by itself or took too long; ``status`` is the status of an ``Outcome``."""
 
     def __init__(self, status: Any, reason: str) -> None:
         super().__init__(reason)
@@ -40,33 +40,33 @@ class TrialEnded(TunesmithError):
 
 @dataclass(slots=True)
 class Arm:
-    """One run. Between its steps its processes are stopped, or ended where there is no memory for two runs."""
+    """One run. Between steps its processes are stopped, or ended if memory is too small for two runs."""
 
     config: RunConfig
     path: Path
     """The run file."""
     folder: Path
-    """Where its run directories are made."""
+    """Parent of its run directories."""
     rollouts: Path | None = None
     """As in ``Order``."""
     metrics: dict[str, Any] = field(default_factory=dict[str, Any])
-    """Of its last step."""
+    """Metrics of its last step."""
     run_dir: Path = field(init=False)
     starting: float = field(default=0.0, init=False)
     """Seconds until its first step ended."""
     _process: Process | None = field(default=None, init=False)
 
     def step(self, patience: float = START_SECONDS) -> float:
-        """Take a step: its seconds per token.
+        """Take a step and return its seconds per token.
 
         Args:
-            patience: seconds that it may take.
+            patience: time limit in seconds.
 
         Raises:
-            TrialEnded: it did not end well, or not in time.
+            TrialEnded: the step failed or took too long.
         """
         process = self.start()
-        with suppress(OSError):  # if it died while it was stopped, its answer tells
+        with suppress(OSError):  # if it died while stopped, _await_step notices
             process.connection.send(True)
         self._signal(signal.SIGCONT)
         self._await_step(process, patience)
@@ -75,10 +75,10 @@ class Arm:
         return busy / max(1.0, float(self.metrics.get("tokens") or 0.0))
 
     def start(self) -> Process:
-        """Start its process, unless it runs, with a step that is not counted: it also allocates memory.
+        """Start its process, unless it is running, and take a warm-up step, which also allocates memory.
 
         Raises:
-            TrialEnded: it did not end well.
+            TrialEnded: the start failed.
         """
         if self._process is not None:
             return self._process
@@ -93,10 +93,10 @@ class Arm:
         return process
 
     def finish(self) -> Path:
-        """End the run after its last step with a checkpoint, which is returned.
+        """End the run after its last step and return its final checkpoint.
 
         Raises:
-            TrialEnded: it did not end well.
+            TrialEnded: the run failed.
         """
         process = self.start()
         with suppress(OSError):
@@ -110,7 +110,7 @@ class Arm:
         return max((self.run_dir / "checkpoints").iterdir())
 
     def resolved(self) -> dict[str, dict[str, Any]]:
-        """Every setting of the run, with its value and where that comes from; it has started."""
+        """Every setting of the run, with its value and source; the run must have started."""
         return read_json(self.run_dir / "resolved.json")["settings"]
 
     def end(self) -> None:
@@ -135,7 +135,7 @@ class Arm:
         self._signal(signal.SIGSTOP)
 
     def _ended(self, process: Process) -> TrialEnded:
-        """How a process ended that did not say so."""
+        """The end of a process that did not report it."""
         with suppress(subprocess.TimeoutExpired):
             process.popen.wait(10.0)
         said, code = process.said().splitlines()[-3:], process.kill()
@@ -143,7 +143,7 @@ class Arm:
         return TrialEnded("died", "\n".join([f"its process {ending(code)}", *said]))
 
     def _signal(self, number: int) -> None:
-        """To all processes of the run."""
+        """Send a signal to all processes of the run."""
         assert self._process is not None, "it was started"
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.popen.pid, number)

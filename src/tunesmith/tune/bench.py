@@ -1,4 +1,4 @@
-"""Compares settings of a run by real steps on this machine."""
+"""Compares settings of a run by measuring real steps on this machine."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from tunesmith.tune.knobs import Values
 from tunesmith.tune.search import Outcome
 
 LEAST_PATIENCE, SLOW = 20.0, 4.0
-"""A step is not waited for that takes longer than the first, in seconds, and so many times as long as the other's."""
+"""A step is abandoned after ``LEAST_PATIENCE`` seconds or ``SLOW`` times the other run's step, whichever is longer."""
 TURN, MOST_STEPS = 1.0, 5
-"""Seconds of a run's turn where its steps are shorter, and their number at most: their median counts."""
+"""A run with short steps takes several per turn: up to this many seconds and steps; their median counts."""
 BLOCK = 4
-"""Steps in a row where only one run fits into memory at a time."""
+"""Consecutive steps of a run if only one run fits into memory at a time."""
 
 
 @dataclass(slots=True)
 class Bench:
-    """Runs that are measured beside each other; the best one stays from one comparison to the next."""
+    """Measures runs side by side; the best one stays from one comparison to the next."""
 
     path: Path
     folder: Path
     ends: float
-    """When the time is over (``time.monotonic``)."""
+    """When the time is up (``time.monotonic``)."""
     config_of: Callable[[Values], RunConfig] = field(init=False)
-    """The run with some settings."""
+    """Returns the run's configuration with given settings."""
     fits: Callable[[Values], bool] = field(init=False)
-    """Whether settings find enough memory while another run has what it needs."""
+    """Whether a run with these settings fits into memory next to another run."""
     concludes: bool = False
-    """Whether what is measured now is waited for, although a signal has asked for the end."""
+    """Whether the current measurement is finished even after a signal to end."""
     _best: Arm | None = field(default=None, init=False)
     _best_values: Values | None = field(default=None, init=False)
 
@@ -48,13 +48,13 @@ class Bench:
         self._best, self._best_values = arm, values
 
     def compare(self, best: Values, values: Values, arm: Arm | None = None) -> Outcome:
-        """What comes of other settings than the best ones so far.
+        """Compare the settings ``values`` with the best ones so far.
 
         Args:
-            arm: the run of the other settings, where there is one.
+            arm: the run with these settings, if one exists.
 
         Raises:
-            TrialEnded: the best settings do not run any more.
+            TrialEnded: the best settings no longer run.
         """
         if self._best is None or self._best_values != best:
             self.hold(Arm(self.config_of(best), self.path, self.folder), best)
@@ -80,7 +80,7 @@ class Bench:
         self._best = self._best_values = None
 
     def _compared(self, known: Arm, other: Arm, fits: Callable[[], bool]) -> Outcome:
-        """Of two runs, both in memory where it has room for them; else one at a time."""
+        """The comparison of two runs, both in memory if it has room for them; else one at a time."""
         try:
             known.start()
             if fits():
@@ -88,13 +88,13 @@ class Bench:
                 if outcome.status != "memory":
                     return outcome
         except TrialEnded:
-            pass  # perhaps there was no memory for both
+            pass  # perhaps memory was too small for both
         known.end()
         other.end()
         return self._in_turn(known, other, BLOCK)
 
     def _in_turn(self, known: Arm, other: Arm, block: int) -> Outcome:
-        """Of two runs that take ``block`` steps in turn; which goes first changes from round to round."""
+        """The comparison of two runs that alternate every ``block`` steps; each round the other one goes first."""
         slowest, turn, ratios = 0.0, 1, list[float]()
         while not (ratios and (interval(ratios).decided or len(ratios) >= MOST_PAIRS or self.is_over)):
             times: dict[bool, list[float]] = {}

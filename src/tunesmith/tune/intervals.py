@@ -1,7 +1,7 @@
-"""How much faster one of two runs is, from pairs of steps that they took in turn; and when enough pairs are known.
+"""The speedup of one of two runs, from pairs of alternating steps; and when enough pairs have been measured.
 
 The ratios of two runs' times are compared on a logarithmic scale, where a ratio and its inverse are equally far from
-none. The interval of their mean holds at every moment, so that a comparison may end as soon as it is clear.
+zero. The interval of their mean is valid at any time, so a comparison may end as soon as it is clear.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from statistics import fmean, variance
 
 CONFIDENCE = 0.95
 EFFECT = 5.0
-"""Expected size of a difference, in deviations of the noise (``c`` below): one that is worth finding is clear."""
+"""Expected difference in standard deviations of the noise (``c`` below): a difference worth finding is clear."""
 SAME = 0.02
 """Ratios nearer to 1 than this are not worth finding."""
 MOST_PAIRS = 15
-"""After which a comparison ends undecided."""
+"""Number of pairs after which a comparison ends undecided."""
 
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """Of the mean log-ratio of times: below 0 the second run is faster."""
+    """Interval of the mean log-ratio of times: below 0 the second run is faster."""
 
     mean: float
     low: float
@@ -31,23 +31,23 @@ class Interval:
 
     @property
     def decided(self) -> bool:
-        """Whether one is faster, or both are the same."""
+        """Whether one run is known to be faster, or both to be equally fast."""
         return self.low > 0 or self.high < 0 or max(-self.low, self.high) < SAME
 
     @property
     def turned(self) -> Interval:
-        """Of the first run beside the second."""
+        """The interval with the two runs swapped."""
         return Interval(-self.mean, -self.high, -self.low, self.pairs)
 
     @property
     def gain(self) -> tuple[float, float, float]:
-        """How many times as fast the second run is, from, to."""
+        """The speedup of the second run: estimate, lower and upper bound."""
         return exp(-self.mean), exp(-self.high), exp(-self.low)
 
 
 def interval(log_ratios: Sequence[float]) -> Interval:
-    """The confidence sequence of a mean of normal numbers with unknown variance: with probability ``CONFIDENCE`` the
-    mean is inside after every number of pairs at once.
+    """The confidence sequence of the mean of normal variables with unknown variance: with probability ``CONFIDENCE``,
+    it contains the mean for all numbers of pairs at once.
 
     All means ``m`` for which the t-statistic's Bayes factor with effects ``N(0, c²)``, a test martingale, is below
     ``1/α`` (Wang and Ramdas 2023, "Anytime-valid t-tests and confidence sequences for Gaussian means with unknown

@@ -1,4 +1,4 @@
-"""The settings that are tuned, and the values that each may have beside the present one."""
+"""The tuned settings, and the alternative values of each."""
 
 from __future__ import annotations
 
@@ -19,35 +19,35 @@ LAYOUT = (
     *("system.hybrid", "system.offload_parameters", "system.offload_optimizer", "system.offload_activations"),
     "system.vllm.tensor_parallel_size",
 )
-"""What says which processes there are, and what they hold; tuned together."""
+"""Settings that determine the processes and their contents; tuned together."""
 TUNED = (
     *("system.gradient_checkpointing", TOKENS, "system.share_prompts", CHUNK, THREADS),
     *(RUNNING, KV, PREFILL, "system.speculative"),
     *LAYOUT,
 )
-"""All that is tuned, the settings that usually matter most first."""
+"""All tuned settings, usually the most important first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What a run's steps are like."""
+    """Properties of a run's steps."""
 
     cores: int
     samples: int
-    """Of a step."""
+    """Per step."""
     tokens: int
-    """Of a step."""
+    """Per step."""
     chunk: int
-    """Rows of the head that are computed at once where no setting says so."""
+    """Default number of the head's rows that are computed at once."""
     samples_itself: bool
-    """Whether the run samples with an engine of its own."""
+    """Whether the run samples with its own engine."""
     compares: bool
-    """Whether several samples begin with the same prompt."""
+    """Whether several samples share a prompt."""
     gpu: bool
 
 
 def neighbours(values: Values, shape: Shape) -> Iterator[tuple[str, Any]]:
-    """Each setting with each other value that it may have, without the numbers of processes."""
+    """Each setting with each alternative value, except the numbers of processes."""
     ladders = _ladders(values, shape)
     for key in TUNED:
         present = values.get(key) or (shape.chunk if key == CHUNK else values.get(key))
@@ -55,7 +55,7 @@ def neighbours(values: Values, shape: Shape) -> Iterator[tuple[str, Any]]:
 
 
 def _ladders(values: Values, shape: Shape) -> dict[str, Sequence[Any]]:
-    """The values that each setting may have."""
+    """The possible values of each setting."""
     ranks = int(values.get(RANKS) or 1)
     threads, sample = max(1, shape.cores // ranks), -(-shape.tokens // shape.samples)
     ladders: dict[str, Sequence[Any]] = {
@@ -79,20 +79,20 @@ def _ladders(values: Values, shape: Shape) -> dict[str, Sequence[Any]]:
 
 
 def _up_to(most: int, value: int, least: int) -> list[int]:
-    """Fourths, halves, doubles and fourfolds of a number; those above ``most`` are all the same."""
+    """A quarter, half, double and quadruple of ``value``; all values above ``most`` are equivalent."""
     found = {max(least, int(min(value, most) * factor)) for factor in (1 / 4, 1 / 2, 2, 4)}
     return sorted(n for n in found if n < most or value < most)
 
 
 def ordered(value: Any) -> float | None:
-    """A value's place among others of its setting; None where they have no order."""
+    """A value's sort key among the values of its setting; None if they have no order."""
     if isinstance(value, str):
         return float(parse_size(value)) if value[:1].isdigit() else None
     return None if value is None else float(value)
 
 
 def layouts_here(shape: Shape) -> Iterator[Values]:
-    """Layouts of processes on a CPU: trainer ranks or, where the run samples, engines in processes of their own."""
+    """Layouts of processes on a CPU: trainer ranks or, if the run samples, engines in separate processes."""
     counts = [n for n in (1, 2, 4, 8, 16) if n <= min(shape.cores, shape.samples)]
     yield from ({RANKS: n} for n in counts)
     if shape.samples_itself:

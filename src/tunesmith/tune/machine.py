@@ -1,8 +1,8 @@
-"""The rates of this machine: seconds of each kind of thing, from what small models of many shapes take in each phase.
+"""This machine's rates: seconds per unit of each kind of work, fitted to timings of small models of many shapes.
 
     t(phase, shape) = Σ_kind rate(phase, kind) · amount(phase, kind, shape),    rates ≥ 0
 
-The rates are those with the least sum of squared relative errors over all shapes, for each phase and number format.
+The rates minimize the sum of squared relative errors over all shapes, for each phase and number format.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from tunesmith.storage import write_json
 
 SHAPES, ROUNDS = 40, 5
 LEAST, MOST = 2_200_000, 30_000_000
-"""Parameters of the models that are measured."""
+"""Range of the measured models' parameter counts."""
 OPERATIONS = 1.0e9, 4e9
-"""Parameters times tokens of a step."""
+"""Range of parameters times tokens per step."""
 BYTES = 18
-"""Per parameter, while a model trains."""
+"""Bytes per parameter while a model trains."""
 SWEEPS = 2000
 
 
 def shapes(seed: int) -> Iterator[Work]:
-    """Shapes of models and steps, drawn in a fixed order; every other one in bfloat16."""
+    """Shapes of models and steps, sampled in a fixed order; every other one in bfloat16."""
     draw = random.Random(seed)
     number = 0
     while True:
@@ -64,7 +64,7 @@ def shapes(seed: int) -> Iterator[Work]:
 def probes(seed: int, count: int) -> list[Probe]:
     """
     Raises:
-        CapacityError: there is no memory for their models.
+        CapacityError: memory is too small for their models.
     """
     works = list(islice(shapes(seed), count))
     needed, free = BYTES * sum(work.model.parameters or 0 for work in works), memory()[1]
@@ -77,7 +77,7 @@ def probes(seed: int, count: int) -> list[Probe]:
 
 
 def take_turns(measured: Sequence[Probe], rounds: int, say: Callable[[str], None]) -> None:
-    """Let all take a step in each round, in another order each time, so that a slow minute meets all alike."""
+    """Let all take a step per round, in a different order each time, so that a slow minute affects all equally."""
     draw = random.Random(0)
     for number in range(1, rounds + 1):
         for probe in draw.sample(measured, len(measured)):
@@ -86,7 +86,7 @@ def take_turns(measured: Sequence[Probe], rounds: int, say: Callable[[str], None
 
 
 def fitted(measured: Sequence[Probe]) -> dict[str, Rates]:
-    """Rates by bytes per number."""
+    """Rates by bytes per element."""
     sizes = sorted({probe.work.bytes_per_number for probe in measured})
     return {str(size): _fit([p for p in measured if p.work.bytes_per_number == size]) for size in sizes}
 
@@ -103,7 +103,7 @@ def _fit(measured: Sequence[Probe]) -> Rates:
 
 
 def nonnegative(rows: NDArray[np.float64]) -> NDArray[np.float64]:
-    """``x ≥ 0`` with the least ``|rows · x − 1|²``, by coordinate descent."""
+    """The ``x ≥ 0`` that minimizes ``|rows · x − 1|²``, by coordinate descent."""
     size = np.linalg.norm(rows, axis=0)
     scaled = rows / size
     gram, target, x = scaled.T @ scaled, scaled.sum(0), np.zeros(rows.shape[1])
@@ -115,7 +115,7 @@ def nonnegative(rows: NDArray[np.float64]) -> NDArray[np.float64]:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """Of one phase of one shape."""
+    """The time of one phase of one shape."""
 
     work: Work
     phase: str
@@ -128,7 +128,7 @@ class Prediction:
 
 
 def predictions(measured: Sequence[Probe], rates: dict[str, Rates]) -> list[Prediction]:
-    """Every phase of every shape, and all phases of a step together."""
+    """Predictions for every phase of every shape, and for all phases of a step together."""
     found: list[Prediction] = []
     for probe in measured:
         seconds = phase_seconds(probe.work, rates[str(probe.work.bytes_per_number)])
@@ -138,11 +138,11 @@ def predictions(measured: Sequence[Probe], rates: dict[str, Rates]) -> list[Pred
 
 
 def measure_machine(machine: Hardware, say: Callable[[str], None]) -> dict[str, Any]:
-    """Measure this machine's rates, and keep them: they, and how far they are off, by phase.
+    """Measure and store this machine's rates; returns them with their median error by phase.
 
     Raises:
         CapacityError: there is too little memory.
-        StorageError: they cannot be kept.
+        StorageError: they cannot be stored.
     """
     torch.set_num_threads(machine.cores)
     file, subject = rates_file(machine)

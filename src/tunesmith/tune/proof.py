@@ -1,4 +1,4 @@
-"""Whether two settings of the system give the same gradient, before the faster one is recommended."""
+"""Checks that two system settings give the same gradient, before the faster one is recommended."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from pathlib import Path
 from tunesmith.backends.state_files import OPTIMIZER_FILE, StateFiles
 
 TOLERANCES: Mapping[str, float] = {"float32": 1e-3, "float16": 1e-2, "bfloat16": 5e-2}
-"""Largest relative distance of two gradients, by the type of computation: what other micro-batches round away."""
+"""Largest relative distance of two gradients by compute dtype: the rounding error of different micro-batches."""
 MOMENTS = ("exp_avg:", "momentum_buffer:")
 """AdamW's first moment and Muon's momentum."""
 
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """The distance of two gradients as vectors, ``|a − b| / |a|``, and what it may be."""
+    """The distance of two gradients as vectors, ``|a − b| / |a|``, and its tolerance."""
 
     distance: float
     tolerance: float
     numbers: int
-    """In each gradient."""
+    """Elements in each gradient."""
 
     @property
     def holds(self) -> bool:
@@ -30,9 +30,9 @@ class Proof:
 
 
 def compare_gradients(ours: Path, theirs: Path, dtype: str) -> Proof:
-    """The gradients of two runs' first steps.
+    """Compare the gradients of two runs' first steps.
 
-    After one step the optimizer's first moment is the gradient times ``1 − β₁``; checkpoints have that of all ranks.
+    After one step the optimizer's first moment is the gradient times ``1 − β₁``; checkpoints hold it for all ranks.
 
     Args:
         ours: a checkpoint of step 1; theirs: the other run's.
@@ -47,5 +47,5 @@ def compare_gradients(ours: Path, theirs: Path, dtype: str) -> Proof:
             apart += float((one - other).square().sum())
             length += float(one.square().sum())
             numbers += one.numel()
-    distance = sqrt(apart / length) if length else float("inf")  # nothing is proven where there is no gradient
+    distance = sqrt(apart / length) if length else float("inf")  # a zero gradient proves nothing
     return Proof(distance, TOLERANCES[dtype], numbers)

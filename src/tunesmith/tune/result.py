@@ -1,4 +1,4 @@
-"""What tuning found, for people, for programs and for the next call."""
+"""The results of tuning, for people, for programs and for the next call."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tunesmith.tune.search import Outcome
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """What was compared with the best settings so far, and what came of it."""
+    """Settings that were compared with the best ones so far, and the outcome."""
 
     best: Values
     values: Values
@@ -28,7 +28,7 @@ class Trial:
 
     def as_json(self) -> dict[str, Any]:
         outcome, found = self.outcome, self.outcome.interval
-        found = found if found and isfinite(found.low) else None  # of one pair nothing is known
+        found = found if found and isfinite(found.low) else None  # one pair has no interval
         measured = {"interval": [found.mean, found.low, found.high, found.pairs]} if found else {}
         return {
             "settings": dict(self.move),
@@ -43,20 +43,20 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What tuning found."""
+    """The result of tuning."""
 
     values: Values
-    """The best settings; those that are derived, where none were faster."""
+    """The best settings; the derived ones if none were faster."""
     changed: Values
-    """Those of them that differ from what is derived."""
+    """The best settings that differ from the derived ones."""
     written: Values
-    """What a run file has to say so that a run has the best settings."""
+    """Settings that a run file needs so that a run has the best settings."""
     gain: Interval | None
-    """Of the best settings beside the run file's, measured again at the end; None if they are the same."""
+    """The best settings compared with the run file's, remeasured at the end; None if they are the same."""
     proof: Proof | None
     trials: tuple[Trial, ...]
     brought: tuple[Trial, ...]
-    """The trials that made the best settings what they are, each with what it brought."""
+    """The trials that led to the best settings, each with its gain."""
     given: Values
     derived: Values
     subject: Mapping[str, Any]
@@ -65,12 +65,12 @@ class Result:
 
     @property
     def better(self) -> bool:
-        """Whether there are faster settings than the run file's."""
+        """Whether tuning found faster settings than the run file's."""
         return self.values != self.given
 
     @property
     def reason(self) -> str:
-        """Why a later run has these settings."""
+        """The reason that a later run gives for these settings."""
         gain = f": {self.gain.gain[0]:.2f}× as fast as the run file that was tuned" if self.gain else ""
         return f"tuned on {date.today().isoformat()}{gain}"
 
@@ -114,7 +114,7 @@ def shown(found: Interval) -> str:
 
 @dataclass(slots=True)
 class Journal:
-    """The trials of earlier calls for the same machine, model and shape: they are not measured again."""
+    """The trials of earlier calls for the same machine, model and shape; they are not repeated."""
 
     file: Path
     subject: Mapping[str, Any]
@@ -126,7 +126,7 @@ class Journal:
         return cls(file, subject, [_trial_of(entry) for entry in known])
 
     def find(self, best: Values, values: Values) -> Outcome | None:
-        """What came of a comparison, unless it was cut short."""
+        """The outcome of an earlier comparison, unless it was cut short."""
         same = (t.outcome for t in self.trials if t.best == best and t.values == values)
         return next((outcome for outcome in same if outcome.final), None)
 
@@ -135,7 +135,7 @@ class Journal:
         self.write(remembered(self.file).get("best"))
 
     def write(self, best: Mapping[str, Any] | None) -> None:
-        """Write the trials, and what is best.
+        """Write the trials and the best settings.
 
         Raises:
             StorageError: it cannot be written.

@@ -1,6 +1,6 @@
-"""Which settings are measured next: a coordinate search that goes on from the best settings so far.
+"""Chooses the settings to measure next: a coordinate search that continues from the best settings so far.
 
-Pure: what comparing two settings gives, and how long each is expected to take, are arguments.
+Pure: the functions that compare two settings and that predict their time are arguments.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from tunesmith.tune.intervals import MOST_PAIRS, Interval
 from tunesmith.tune.knobs import Values, ordered
 
 Status = Literal["measured", "slow", "refused", "memory", "died", "hung", "failed"]
-"""``slow``: it took several times as long and was not waited for. The last five ended the trial."""
+"""``slow``: it took several times as long and was abandoned. The last five ended the trial."""
 FAR = 1.5
-"""Settings that are expected to take this many times as long as the best are not measured."""
+"""Settings expected to take this many times as long as the best are not measured."""
 CLEAR = 0.05
-"""A log-ratio of times from which a setting is not measured again beside better ones."""
+"""Log-ratio of times above which a setting counts as clearly slower, and values beyond it are not tried."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of a trial."""
+    """The outcome of a trial."""
 
     status: Status
     interval: Interval | None = None
-    """Of its times beside those of the best settings before it."""
+    """Its times compared with those of the best settings before it."""
     reason: str = ""
 
     @property
@@ -35,7 +35,7 @@ class Outcome:
 
     @property
     def final(self) -> bool:
-        """Whether the comparison came to its end: neither time nor a signal cut it short."""
+        """Whether the comparison was completed: neither the time limit nor a signal cut it short."""
         found = self.interval
         return self.status != "measured" or (found is not None and (found.decided or found.pairs >= MOST_PAIRS))
 
@@ -66,8 +66,8 @@ def search(
 ) -> Values:
     """The fastest settings found: each candidate is compared with the best so far, the most promising first.
 
-    A value that was not faster on average is not tried again beside better settings; beyond one that was clearly slower
-    nothing is tried. What was faster on average, but by less than could be told, is tried together at the end.
+    A value that was not faster on average is not tried again with better settings, and no value beyond a clearly slower
+    one is tried. Values that were faster on average, but not significantly, are tried together at the end.
     """
     best, tried, settled, refuted = start, [start], list[Values](), list[Values]()
     hopeful: list[tuple[float, Values]] = []
@@ -94,7 +94,7 @@ def search(
 
 
 def _together(best: Values, hopeful: Sequence[tuple[float, Values]]) -> Iterator[Candidate]:
-    """All moves at once that were faster on average; of several of one setting the best one."""
+    """All moves that were faster on average, at once; the best one if several change the same setting."""
     moves = [move for _, move in sorted(hopeful, key=lambda each: -each[0])]
     together = {key: value for move in moves for key, value in move.items()}
     if len(together) > 1:
@@ -102,7 +102,7 @@ def _together(best: Values, hopeful: Sequence[tuple[float, Values]]) -> Iterator
 
 
 def _beyond(move: Values, best: Values, other: Values) -> bool:
-    """Whether a move leads beyond another one."""
+    """Whether a move leads in the same direction as another one, and further."""
     if len(move) != 1 or move.keys() != other.keys():
         return False
     key: Any = next(iter(move))

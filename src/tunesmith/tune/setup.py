@@ -1,4 +1,4 @@
-"""The run that trials are made of: what cannot be tuned is refused, and what would only take time is left out."""
+"""The run that trials execute: rejects runs that cannot be tuned, and leaves out everything that only takes time."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from tunesmith.tune.knobs import TUNED, Values
 C = TypeVar("C", bound=RunConfig)
 
 MANY = 10**6
-"""Steps of a run that is ended when enough was measured."""
+"""Steps of a run that is ended after enough measurements."""
 TINY_RATE = 1e-12
-"""A learning rate with which a policy stays as it is while others are compared with it."""
+"""A learning rate that leaves the policy unchanged during comparisons."""
 
 
 def check_tunable(config: RunConfig, command: str = "tune") -> None:
-    """Refuse (ConfigError) a run whose steps ``command`` cannot measure here."""
+    """Reject (ConfigError) a run whose steps ``command`` cannot measure here."""
     if not config.trains or config.command == "rft":
         raise ConfigError(
             f"tunesmith {command} is for runs that train step by step, and this is one of tunesmith {config.command}; "
@@ -43,7 +43,7 @@ def check_tunable(config: RunConfig, command: str = "tune") -> None:
 
 
 def without_tuned(config: C, kept: Collection[str] = ()) -> C:
-    """A configuration without the settings that are tuned, except those that are ``kept``."""
+    """A configuration without the tuned settings, except those in ``kept``."""
     system: dict[str, Any] = config.system.model_dump(exclude_unset=True)
     system.pop("tuned", None)
     for key in set(TUNED) - set(kept):
@@ -54,13 +54,13 @@ def without_tuned(config: C, kept: Collection[str] = ()) -> C:
 
 
 def pinned_settings(config: RunConfig, overrides: Sequence[str]) -> frozenset[str]:
-    """Tuned settings that overrides gave, by themselves or in a table."""
+    """Tuned settings given by overrides, individually or in a table."""
     tables = tuple(".".join(parse_override(text)[0]) + "." for text in overrides)
     return frozenset(key for key in settings(config, given_only=True) if key in TUNED and f"{key}.".startswith(tables))
 
 
 def trial_config(config: C) -> C:
-    """The same run without an end, evaluations, checkpoints and services; its policy stays as it is."""
+    """The same run without an end, evaluations, checkpoints and services; its policy stays unchanged."""
     changes: dict[str, Any] = {
         "data": config.data.model_copy(update={"eval": None}),
         "eval": EvalSection(),
@@ -74,7 +74,7 @@ def trial_config(config: C) -> C:
 
 
 def proof_config(config: C) -> C:
-    """A trial's run with a gradient that does not depend on chance: without dropout, and with no rollout left out."""
+    """A trial's run with a deterministic gradient: without dropout, and with no rollout left out."""
     if config.lora.dropout:
         config = with_values(config, {"lora.dropout": 0.0})
     if isinstance(config, RLConfig):
@@ -83,11 +83,11 @@ def proof_config(config: C) -> C:
 
 
 def stated(values: Values, usual: Values) -> dict[str, Any]:
-    """Values without those that are a setting's default anyway."""
+    """Values without those that equal the setting's default."""
     return {key: value for key, value in values.items() if key not in usual or usual[key] != value}
 
 
 def tuned_values(resolved: Mapping[str, Mapping[str, Any]]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Of a run's settings with their sources: the values of what is tuned, and those of them that are defaults."""
+    """From a run's settings with their sources: the tuned values, and those of them that are defaults."""
     values = {key: resolved[key]["value"] for key in TUNED if key in resolved}
     return values, {key: value for key, value in values.items() if resolved[key]["source"] == "default"}

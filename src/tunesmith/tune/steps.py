@@ -1,4 +1,4 @@
-"""Where the time of a run's steps goes on this machine."""
+"""Breaks down the time of a run's steps on this machine."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from tunesmith.tune.arms import Arm, TrialEnded
 from tunesmith.tune.setup import check_tunable, trial_config
 
 COSTS = 3
-"""Operations that are named."""
+"""Number of operations that are named."""
 
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """Of a step, in the median: ``limit_share`` is the least time in which the hardware could do the same work, over
-    the phase's; None where that is not known."""
+    """Median over steps. ``limit_share`` is the least time in which the hardware could do the same work, divided by
+    the phase's time; None if unknown."""
 
     name: str
     seconds: float
@@ -39,15 +39,15 @@ class Phase:
 class Measured:
     steps: int
     seconds: float
-    """Of a step, in the median."""
+    """Median per step."""
     limit_share: float | None
     phases: Sequence[Phase]
     costs: Sequence[tuple[str, float]]
-    """The operations with the most seconds of their own in one more step, which the profiler slows down."""
+    """The operations with the largest self time in one more step, which the profiler slows down."""
 
 
 def measure_steps(path: Path, overrides: Sequence[str], steps: int) -> Measured:
-    """Take some real steps of a run, in a process and a directory of their own, after one that is not counted.
+    """Take some real steps of a run, in a separate process and directory, after a warm-up step.
 
     Raises:
         ConfigError: the run cannot be measured, or does not run.
@@ -78,10 +78,10 @@ def measure_steps(path: Path, overrides: Sequence[str], steps: int) -> Measured:
 def measured(
     steps: Sequence[Mapping[str, float]], *, overlapping: bool, costs: Sequence[tuple[str, float]] = ()
 ) -> Measured:
-    """What metrics of steps say.
+    """The breakdown of steps from their metrics.
 
     Args:
-        overlapping: rollouts go on while the policy trains; the phases then have no limits of their own.
+        overlapping: rollouts continue while the policy trains; the phases then have no separate limits.
     """
     typical = {name: median([step[name] for step in steps if name in step]) for name in steps[0]}
     spent = {name.partition("/")[2]: s for name, s in typical.items() if name.startswith("seconds/")}

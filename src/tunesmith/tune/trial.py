@@ -1,7 +1,7 @@
 """The process of a trial: a real run that stops after each step until it is told to go on.
 
-``main`` reads what to run from its connection. It answers with the metrics of each step, and with the error that ended
-it, if one did.
+``main`` reads its ``Order`` from the connection. It answers with the metrics of each step, and with the error that
+ended the run, if any.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What a trial runs."""
+    """The run of a trial."""
 
     config: RunConfig
     path: Path
-    """The run file, beside which the user's code is looked up."""
+    """The run file, next to which the user's code is looked up."""
     rollouts: Path | None = None
-    """A file with the rollouts of the first step: read, or written where there is none."""
+    """A file with the rollouts of the first step: read, or written if it does not exist."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ def main() -> None:
     descriptor, parent = map(int, sys.argv[1:3])
     os.setpgrp()  # all its processes are stopped and continued together
     end_with_parent(parent)
-    with suppress(OSError):  # where memory runs out, the kernel is to end this process, and not the tuner
+    with suppress(OSError):  # if memory runs out, the kernel should kill this process, not the tuner
         Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
     os.set_inheritable(descriptor, False)
     connection = Connection(descriptor)
@@ -70,7 +70,7 @@ def main() -> None:
 
 
 def ended_by(error: Exception) -> Ended:
-    """How a run ended that raised an error."""
+    """The end of a run that raised an error."""
     from tunesmith.backends.memory import is_out_of_memory
 
     memory = isinstance(error, CapacityError) or is_out_of_memory(error)
@@ -93,7 +93,7 @@ def _run(order: Order, on_step: Callable[[int, dict[str, Any]], bool]) -> None:
 
 
 class Kept:
-    """A source whose rollouts are those in ``file``, so that two runs learn from the same ones.
+    """A source that replays the rollouts in ``file``, so that two runs learn from the same ones.
 
     Their rewards are 0 and 1 in turn: groups without contrast would have no gradient.
     """

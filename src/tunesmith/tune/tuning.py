@@ -1,4 +1,4 @@
-"""``tunesmith tune``: from a run file to the settings of the system with which its steps are fastest here."""
+"""``tunesmith tune``: finds the system settings with which a run file's steps are fastest here."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ from tunesmith.tune.setup import (
 )
 
 ROOM = 0.9
-"""Share of the free memory that a second run may need to be kept beside the first."""
+"""Share of the free memory that a second run may need to be kept next to the first."""
 LATE = 5
-"""Starts of a run for which time is kept at the end: for the proof, and to measure the gain again."""
+"""Number of run starts to reserve time for at the end: for the proof, and to remeasure the gain."""
 MEASURED = ("system.gradient_checkpointing", TOKENS, THREADS, KV)
-"""Settings that would be derived by the free memory, and that are written as they were measured."""
+"""Settings that would be derived from the free memory, but are written as measured."""
 OF_THE_LAYOUT = (*LAYOUT, TOKENS, THREADS, KV, RUNNING)
-"""What is derived anew for another layout."""
+"""Settings that are derived again for another layout."""
 
 
 @dataclass(slots=True)
@@ -60,30 +60,30 @@ class Tuning:
     """A call of ``tunesmith tune``."""
 
     config: RunConfig
-    """What the run file and overrides say, as trials run it, without what is tuned."""
+    """The run file with overrides, in a trial's form, without the tuned settings."""
     path: Path
     bench: Bench
     facts: Facts
     journal: Journal
     pinned: frozenset[str]
-    """Settings that the command line gave: they stay."""
+    """Settings given on the command line, which stay."""
     shape: Shape
     derived: Values
     usual: Values
-    """Those of ``derived`` that are defaults."""
+    """The entries of ``derived`` that are defaults."""
     say: Callable[[str], None]
     began: float
     ends: float
-    """When the call is to end (``time.monotonic``)."""
+    """When the call should end (``time.monotonic``)."""
     given: Values = field(init=False)
-    """What the run file has; ``derived``, where it says nothing of what is tuned, or does not run."""
+    """The run file's settings; ``derived`` if it sets none of the tuned ones, or does not run."""
     best: Values = field(init=False)
     interrupted: bool = False
     accepted: list[Trial] = field(default_factory=list[Trial])
     _left: Trial | None = None
-    """The derived settings in the place of the run file's, where they are faster."""
+    """The derived settings instead of the run file's, if they are faster."""
     _resolved: list[tuple[Values, Any]] = field(default_factory=list[tuple[Values, Any]])
-    """What settings resolve to: a configuration, or the outcome where they are refused."""
+    """Resolved settings: a configuration, or the outcome if they are refused."""
 
     def __post_init__(self) -> None:
         self.given = self.best = self.derived
@@ -93,7 +93,7 @@ class Tuning:
         return with_values(self.config, stated(values, self.usual))
 
     def resolved(self, values: Values) -> RunConfig | Outcome:
-        """The run with these settings; the outcome where they are refused."""
+        """The run with these settings; the outcome if they are refused."""
         for known, before in self._resolved:
             if known == values:
                 return before
@@ -107,7 +107,7 @@ class Tuning:
         return found
 
     def fits_beside(self, values: Values) -> bool:
-        """Whether a run finds enough memory now, beside what is running."""
+        """Whether a run fits into the memory that is free now, next to running processes."""
         config = self.resolved(values)
         if isinstance(config, Outcome):
             return False
@@ -121,7 +121,7 @@ class Tuning:
         return expected_seconds(config, self.facts, self.shape.samples, self.shape.tokens / self.shape.samples)
 
     def candidates(self, best: Values) -> Iterator[Candidate]:
-        """Settings beside the best ones, with one setting changed or with another layout; refused ones are noted."""
+        """Variants of the best settings, with one setting or the layout changed; refused ones are recorded."""
         moves = [({key: value}, {**best, key: value}) for key, value in neighbours(best, self.shape)]
         for move, values in (*moves, *self._layouts(best)):
             if self.pinned.isdisjoint(move):
@@ -132,7 +132,7 @@ class Tuning:
                     self.journal.add(Trial(best, values, move, found))
 
     def _layouts(self, best: Values) -> Iterator[tuple[Values, Values]]:
-        """Layouts, each with what is derived for it, and with all else as it is."""
+        """Layouts, each with the settings derived for it; all other settings stay."""
         kept = {key: value for key, value in best.items() if key not in OF_THE_LAYOUT and value != self.derived[key]}
         found: Iterator[Values] = iter(()) if self.shape.gpu else layouts_here(self.shape)
         if gpus_of_run(self.config, self.facts) > 1:
@@ -145,7 +145,7 @@ class Tuning:
                     yield move, {**{key: there.get(key) for key in best}, **kept}
 
     def compare(self, best: Values, candidate: Candidate, arm: Arm | None = None) -> Outcome:
-        """Measure, or remember, what a candidate brings; ``arm`` is its run, where it runs already."""
+        """Measure a candidate, or look it up in the journal; ``arm`` is its run if it is already running."""
         outcome = self.journal.find(best, candidate.values)
         if outcome is None:
             outcome = self.bench.compare(best, candidate.values, arm)
@@ -158,10 +158,10 @@ class Tuning:
         return outcome
 
     def find(self, given: RunConfig | None) -> None:
-        """Find better settings until none is left to try, time is over, or a signal says so.
+        """Search for better settings until no candidate is left, time is up, or a signal arrives.
 
         Args:
-            given: the run with what the run file says of the system; None where it says nothing.
+            given: the run with the run file's system settings; None if it has none.
         """
         try:
             if given is not None:
@@ -177,7 +177,7 @@ class Tuning:
     def _take(self, config: RunConfig) -> None:
         """Compare the run file's settings with the derived ones."""
         arm = Arm(config, self.path, self.bench.folder)
-        self.bench.close()  # what is derived from the free memory is to be what the run has when it is alone
+        self.bench.close()  # settings derived from the free memory must be those of a run alone on the machine
         try:
             try:
                 arm.start()
@@ -200,7 +200,7 @@ class Tuning:
                 arm.end()
 
     def proven(self) -> Proof | None:
-        """Go back to the fastest settings whose gradient is the derived ones'; None where these are the fastest."""
+        """Go back to the fastest settings whose gradient matches the derived ones'; None if these are the fastest."""
         while self.best != self.derived:
             proof: Proof | None = None
             with suppress(TrialEnded):
@@ -228,7 +228,7 @@ class Tuning:
         return compare_gradients(ours, theirs, config.model.dtype)
 
     def conclude(self) -> Result:
-        """Prove the best settings, measure again what they bring, and remember them."""
+        """Prove the best settings, remeasure their gain, and store them."""
         self.bench.close()  # the proof needs its memory
         proof = self.proven()
         gain = self._measured_again() if self.best != self.given else None
@@ -249,12 +249,12 @@ class Tuning:
             seconds=time.monotonic() - self.began,
             interrupted=self.interrupted,
         )
-        if not self.pinned:  # what is best beside pinned settings need not be without them
+        if not self.pinned:  # the best settings next to pinned ones may not be the best without them
             self.journal.write({"values": result.written, "reason": result.reason} if changed else None)
         return result
 
     def _measured_again(self) -> Interval | None:
-        """What the best settings bring; where they are no longer faster than the run file's, go back to these."""
+        """The gain of the best settings; if they are no longer faster than the run file's, go back to these."""
         self.bench.ends, self.bench.concludes = max(self.ends, time.monotonic() + 60), True
         try:
             outcome = self.bench.compare(self.given, self.best)
@@ -274,13 +274,13 @@ class Tuning:
 def open_tuning(
     path: Path, overrides: Sequence[str], minutes: float, say: Callable[[str], None], *, again: bool = False
 ) -> Generator[Tuning]:
-    """Find the fastest settings of a run within some minutes; ``conclude`` is still to be called.
+    """Search for the fastest settings of a run for up to ``minutes``; the caller must still call ``conclude``.
 
     Args:
-        again: measure anew what earlier calls have measured.
+        again: repeat the measurements of earlier calls.
 
     Raises:
-        ConfigError: the run cannot be tuned, or does not run even with what is derived for it.
+        ConfigError: the run cannot be tuned, or does not run even with the derived settings.
     """
     began = time.monotonic()
     with placed(path, overrides):
@@ -314,7 +314,7 @@ def open_tuning(
 
 
 def shape_of(config: RunConfig, facts: Facts, arm: Arm) -> Shape:
-    """What the steps of a run are like that has taken one."""
+    """The properties of a run's steps, after its first step."""
     metrics, model = arm.metrics, facts.model
     device = str(arm.resolved()["system.device"]["value"]).partition(":")[0]
     rl = isinstance(config, RLConfig)

@@ -18,7 +18,7 @@ FIRST_LINE = "# Written by tunesmith tune"
 
 
 def check_output(file: Path, report: Path) -> None:
-    """Refuse (ConfigError) files that cannot be written, or were not written by ``tunesmith tune``."""
+    """Reject (ConfigError) files that cannot be written, or were not written by ``tunesmith tune``."""
     if not os.access(file.parent, os.W_OK | os.X_OK):
         raise ConfigError(f"--output {file}: {file.parent} is no directory that can be written to; name another one")
     if file.is_dir():
@@ -33,7 +33,7 @@ def check_output(file: Path, report: Path) -> None:
 
 
 def write_run_file(result: Result, run: Path, overrides: list[str], file: Path) -> None:
-    """Write the run file with its overrides and the best settings; why is said in its first lines.
+    """Write the run file with its overrides and the best settings; its first lines give the reason.
 
     Raises:
         StorageError: it cannot be written.

@@ -2,12 +2,12 @@
 
 Plain functions run one at a time and in order on a single thread, as in a script: code that redirects ``stdout``,
 changes directory or keeps state stays correct. Coroutine functions run concurrently on a separate event loop, so that
-one that blocks does not stop the engine's.
+one that blocks does not stop the engine's loop.
 
-A thread cannot be killed. One that exceeds its deadline is abandoned (a daemon: it does not keep the process from
-ending), and a new one takes over the waiting calls. A function that holds the interpreter lock without end, such as a
-regular expression that backtracks, stops every thread, and no deadline can end it. Such code needs a process of its
-own (``isolation = "process"``).
+A thread cannot be killed. A thread that exceeds its deadline is abandoned (as a daemon, it does not keep the process
+alive), and a new one takes over the waiting calls. A function that never releases the interpreter lock, such as a
+regular expression that backtracks, stops every thread, and no deadline can end it. This code needs its own process
+(``isolation = "process"``).
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from tunesmith.usercode.loading import describe_exception
 T = TypeVar("T")
 
 NOT_TRIED = "not tried"
-"""How the error of a call begins that others had made pointless."""
+"""Prefix of the error of a call that was skipped because earlier calls timed out."""
 PROGRAMS = ("user_program.py", "environment_program.py")
-"""Files of ours that call the user's code in worker processes."""
+"""Our files that call the user's code in worker processes."""
 HUNG_AFTER = 3
-"""After so many timeouts of a function in a row, its waiting calls fail without being tried."""
+"""After this many consecutive timeouts of a function, its waiting calls fail without being tried."""
 ANSWER_SECONDS = 1.0
 """An event loop that takes longer to answer counts as blocked."""
 
@@ -78,7 +78,7 @@ def accepted(function: Callable[..., Any], available: Mapping[str, Any]) -> dict
 
 
 def check_keywords(function: Callable[..., Any], reference: str, available: set[str], skip: int = 0) -> None:
-    """Refuse (ConfigError) a function with a required parameter not in ``available``, after the first ``skip``."""
+    """Reject (ConfigError) a function with a required parameter, after the first ``skip``, not in ``available``."""
     for p in list(inspect.signature(function).parameters.values())[skip:]:
         required = p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
         if required and (p.name not in available or p.kind is p.POSITIONAL_ONLY):
@@ -88,7 +88,7 @@ def check_keywords(function: Callable[..., Any], reference: str, available: set[
 
 
 def own_copy(value: Any) -> Any:
-    """A copy for user code to change; what is nested too deeply to be copied is handed over itself."""
+    """A copy for user code to change; a value nested too deeply to be copied is passed as is."""
     try:
         return deepcopy(value)
     except RecursionError:
@@ -103,7 +103,7 @@ _dtype_before: Any = None
 def kept_default_dtype() -> Generator[None]:
     """Restore PyTorch's default dtype after the user's code, so that training is not affected.
 
-    Calls may overlap: what counts is the type before the first of them. Used from one event loop.
+    Calls may overlap: the dtype before the first of them is restored. Used from one event loop.
     """
     global _open_calls, _dtype_before
     torch: Any = sys.modules.get("torch")
@@ -141,7 +141,7 @@ class RaisedInCall(Exception):
 
 
 class PerLoop(Generic[T]):
-    """A lock or semaphore for each event loop: it belongs to the loop that waits for it."""
+    """A lock or semaphore per event loop, because it belongs to the loop that waits for it."""
 
     def __init__(self, make: Callable[[], T]) -> None:
         self._make = make
@@ -192,7 +192,7 @@ class UserCalls:
         self._loop: _LoopThread | None = None
         self._turns = Turns()
         self.abandoned = 0
-        """Abandoned threads, whose call did not return."""
+        """Number of abandoned threads, whose call did not return."""
 
     async def run(self, function: Callable[..., Any], kwargs: dict[str, Any], timeout: float) -> object:
         """The function's result.
@@ -243,7 +243,7 @@ class EpisodeCode:
     """The user's code of one episode, on separate threads, with a ``timeout`` in seconds for each call.
 
     An episode that blocks or hangs does not affect others, and its calls share a thread, so that a later call can use
-    what an earlier one opened.
+    resources that an earlier one opened.
     """
 
     def __init__(self, timeout: float) -> None:
@@ -254,7 +254,7 @@ class EpisodeCode:
         """The function's result; ``what`` names it in errors.
 
         Raises:
-            EpisodeError: it raised; with the traceback.
+            EpisodeError: it raised; includes the traceback.
             DeadlineExceeded: it did not return in time.
         """
         try:
@@ -285,7 +285,7 @@ async def done_within(future: Future[object], timeout: float) -> bool:
 
 
 class _Thread:
-    """A daemon thread that runs one call after the other."""
+    """A daemon thread that runs calls one after the other."""
 
     def __init__(self) -> None:
         self._calls: SimpleQueue[tuple[Callable[[], object], Future[object]] | None] = SimpleQueue()

@@ -21,7 +21,7 @@ def user_program(
 ) -> Program:
     """A program that loads the user's code; with ``alone`` it has one worker at a time.
 
-    ``memory`` limits each worker; None: to half of the machine's.
+    ``memory`` limits each worker; None: half of the machine's memory.
     """
     limit = parse_size(memory) if memory else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
     return Program(path, function, arguments, limit, IMPORT_SECONDS, shows=True, alone=alone)
@@ -34,8 +34,8 @@ async def answered(
 
     Args:
         coroutine: the function is a coroutine function.
-        shared: other calls are under way in the worker, so that only this call's coroutine is cancelled, as long as
-            the event loop there still answers.
+        shared: other calls are in progress in the worker, so only this call's coroutine is cancelled, as long as the
+            worker's event loop still answers.
 
     Raises:
         DeadlineExceeded: it did not answer in time.
@@ -50,7 +50,7 @@ async def answered(
             raise DeadlineExceeded(f"did not return within {timeout:g} s; its process was killed")
         worker.cancel(result)
         if not await done_within(result, ANSWER_SECONDS):
-            worker.kill()  # one of its calls blocks the event loop, perhaps another one than this
+            worker.kill()  # one of its calls, perhaps not this one, blocks the event loop
             await done_within(result, ANSWER_SECONDS)
         if isinstance(lost := result.done() and result.exception(), WorkerLost):
             raise lost
@@ -65,7 +65,7 @@ async def answered(
 
 
 class KillablePool:
-    """Up to ``workers`` processes of one program, one call each at a time; ends with ``close``.
+    """Up to ``workers`` processes of one program, each with one call at a time; ends with ``close``.
 
     Args:
         deadline: seconds for one call, not counting the worker's start.
@@ -77,7 +77,7 @@ class KillablePool:
         self.close = self._workers.close
 
     async def run(self, *arguments: Any) -> Any:
-        """What the function returns. A call whose process was killed from outside is made again, once.
+        """The function's result. A call whose process was killed from outside is repeated once.
 
         Raises:
             DeadlineExceeded: its process was killed at the deadline.

@@ -1,7 +1,7 @@
-"""Code in worker processes that can be killed: far objects that are forks of a loaded program.
+"""Code in killable worker processes: remote objects that are forks of a loaded program.
 
-For work that no thread can stop: computer algebra on what a model wrote, regular expressions that backtrack without
-end, and all user code that may hang, crash, end its process or take all memory. A ``ForkServer`` loads a program once
+For work that no thread can stop: computer algebra on a model's text, regular expressions that backtrack without end,
+and all user code that may hang, crash, end its process or take all memory. A ``ForkServer`` loads a program once
 (``killable_child.py``); its forks start in milliseconds and are replaced when they are killed.
 """
 
@@ -38,7 +38,7 @@ class WorkerError(TunesmithError, RuntimeError):
 
 
 class WorkerLost(WorkerError):
-    """A worker process ended. ``code`` is its exit code, negative where a signal ended it."""
+    """A worker process ended. ``code`` is its exit code, negative if a signal ended it."""
 
     def __init__(self, code: int, output: str = "") -> None:
         super().__init__(f"the worker process {ending(code)}" + (f":\n{output}" if output else ""))
@@ -58,17 +58,17 @@ class Program:
     function: str
     arguments: tuple[Any, ...] | None = None
     memory: int = MEMORY_BYTES
-    """Bytes that a worker may have on top of what was loaded."""
+    """Bytes that a worker may use in addition to the loaded program."""
     startup: float = STARTUP_SECONDS
     shows: bool = False
-    """Whether what it prints appears here."""
+    """Whether its output appears here."""
     alone: bool = False
-    """Whether there is only one worker at a time. It is then not forked where libraries have started threads, because
-    a fork could use only one thread."""
+    """Whether there is only one worker at a time. It is then not forked if libraries have started threads, because a
+    fork could use only one thread."""
 
 
 class ForkServer:
-    """A process that has loaded a program and forks workers; raises WorkerError where it cannot."""
+    """A process that has loaded a program and forks workers; raises WorkerError if it cannot."""
 
     def __init__(self, program: Program) -> None:
         self._program = program
@@ -101,7 +101,7 @@ class ForkServer:
         return self._process.popen.poll() is None
 
     def worker(self) -> Worker:
-        """A new worker: a fork; if the program cannot be forked, this process, or another one once this is used."""
+        """A new worker: a fork or, if the program cannot be forked, this process, or another if this one is used."""
         if self.forks:
             return Worker(self, *self._order(fork=True))
         with self._lock:
@@ -168,9 +168,9 @@ class ForkServer:
 
 
 class Worker(ConnectedFar):
-    """One process that holds the program's function. Questions are pickled; answers are JSON, which runs nothing here.
+    """One process that holds the program's function. Requests are pickled; answers are JSON, which cannot run code.
 
-    It is not watched: whoever asks sets a deadline and kills it. When it ends, its calls raise WorkerLost.
+    No watchdog supervises it: the caller sets a deadline and kills it. When it ends, its calls raise WorkerLost.
     """
 
     def __init__(
@@ -182,7 +182,7 @@ class Worker(ConnectedFar):
         self._start()
 
     def ask(self, *arguments: Any, coroutine: bool = False) -> Answer:
-        """Call the function. The answer raises WorkerError where the function raised."""
+        """Call the function. The answer raises WorkerError if the function raised."""
         return (self.submit_async if coroutine else self.submit)("__call__", *arguments)
 
     def kill(self) -> None:
@@ -210,7 +210,7 @@ class Worker(ConnectedFar):
 
 
 class Workers:
-    """Workers of one program: those that are idle, and a fork server for more, which starts on first use."""
+    """Workers of one program: the idle ones, and a fork server for more, which starts on first use."""
 
     def __init__(self, program: Program) -> None:
         self._program = program

@@ -1,10 +1,10 @@
 """The fork server behind ``killable.py``: ``python killable_child.py PIPE PARENT NAME``.
 
-It loads a program once and then only forks, so that a worker starts in milliseconds and shares the memory of what was
-imported. Each worker answers through its own connection, as ``distributed/host.py`` says: plain functions one after
-the other on the main thread, coroutines together on an event loop. Imports only the standard library.
+It loads a program once and then only forks, so that a worker starts in milliseconds and shares the memory of imported
+modules. Each worker answers through its own connection, as ``distributed/host.py`` describes: plain functions one
+after the other on the main thread, coroutines concurrently on an event loop. Imports only the standard library.
 
-Questions are pickled, because the asking process is trusted; answers are JSON, which cannot run anything there.
+Requests are pickled, because the calling process is trusted; answers are JSON, which cannot run code there.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ def main(pipe: int, parent: int) -> None:
     serve = _load(_PACKAGE / "distributed" / "host.py", "serve")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.enable()
-    # Asking whether there is a GPU would otherwise keep every fork from using it.
+    # Checking for a GPU would otherwise initialize CUDA here and keep every fork from using it.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     call = _load(setup["file"], setup["function"])
     before = _threads()
     if setup["arguments"] is not None:
         call = call(*setup["arguments"])
     sys.stdout.flush()
-    # A thread of the program's would be missing in a fork, and so would a GPU that it holds.
+    # A fork would lack the program's threads, and could not use a GPU that the program holds.
     pool, torch = _threads() > before, sys.modules.get("torch")
     has_gpu = torch is not None and torch.cuda.is_initialized()
     forks = threading.active_count() == 1 and not has_gpu and not (pool and setup["alone"])
@@ -108,7 +108,7 @@ def _load(file: str | Path, function: str) -> Any:
 
 
 def _threads() -> int:
-    """Threads of this process, those of native libraries too; 0 where the system does not say."""
+    """Number of threads of this process, including native libraries' threads; 0 if the system does not report it."""
     with contextlib.suppress(OSError):
         return len(os.listdir("/proc/self/task"))
     return 0
@@ -117,7 +117,7 @@ def _threads() -> int:
 def _settle(*, one_thread: bool) -> None:
     """Seed NumPy and PyTorch: Python reseeds only ``random`` in a fork, and workers would draw the same numbers.
 
-    ``one_thread``: PyTorch's OpenMP threads are missing in a fork, which would wait for them forever.
+    ``one_thread``: a fork lacks PyTorch's OpenMP threads and would wait for them forever.
     """
     numpy: Any = sys.modules.get("numpy")
     if numpy is not None:
@@ -130,7 +130,7 @@ def _settle(*, one_thread: bool) -> None:
 
 
 def _limit(memory: int) -> None:
-    """Let the worker have ``memory`` bytes on top of what was loaded, and the kernel choose it when all run out."""
+    """Limit the worker to ``memory`` bytes beyond the loaded program, and make it the OOM killer's first choice."""
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
     with contextlib.suppress(ValueError, OSError):
@@ -138,7 +138,7 @@ def _limit(memory: int) -> None:
         with contextlib.suppress(OSError):
             pages = Path("/proc/self/statm").read_text().split()[5]
             before = int(pages) * resource.getpagesize()
-        # Of the data, not of the addresses: libraries for GPUs reserve many times what they use.
+        # Limits data, not address space: GPU libraries reserve many times more addresses than they use.
         resource.setrlimit(resource.RLIMIT_DATA, (before + memory, resource.getrlimit(resource.RLIMIT_DATA)[1]))
 
 

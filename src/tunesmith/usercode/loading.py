@@ -1,8 +1,8 @@
 """Finding and importing functions of the user's files.
 
 A reference is ``path/to/file.py:function`` or ``package.module:function``. ``check_reference`` only reads
-source text, so a wrong name is refused before anything is imported; ``load_function`` runs the user's code.
-A Python program hands over its objects under references of its choice (``handed_over``).
+source text, so a wrong name is rejected before anything is imported; ``load_function`` runs the user's code.
+A Python program passes its objects under references of its choice (``handed_over``).
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ _objects: dict[str, Any] = {}
 
 @contextmanager
 def handed_over(objects: Mapping[str, Any]) -> Generator[None]:
-    """Inside, the references in ``objects`` name these objects of this process.
+    """Within this context, the references in ``objects`` name these objects of this process.
 
     Raises:
-        ConfigError: another run in this process uses such a reference for another object.
+        ConfigError: another run in this process uses one of the references for another object.
     """
     if taken := [name for name, value in objects.items() if _objects.get(name, value) is not value]:
         raise ConfigError(f"'{taken[0]}' is another object of a run that goes on in this process; rename one of them")
@@ -103,7 +103,7 @@ def located(reference: str, base_dir: Path) -> str:
 
 
 def check_reference(reference: str, base_dir: Path) -> None:
-    """Refuse a function that the source does not define, without running the source.
+    """Reject a function that the source does not define, without running the source.
 
     Raises:
         ConfigError: as ``locate``; the source does not parse, or has no such function.
@@ -130,7 +130,7 @@ def parameters_in_source(reference: str, base_dir: Path) -> frozenset[str]:
 
 
 def load_function(reference: str, base_dir: Path) -> Callable[..., Any]:
-    """As ``load_object``, with a ConfigError if the object is not a function."""
+    """Like ``load_object``, with a ConfigError if the object is not a function."""
     function = load_object(reference, base_dir)
     if isinstance(function, type) or not callable(function):
         kind = "a class" if isinstance(function, type) else f"of type {type(function).__name__}"
@@ -141,9 +141,9 @@ def load_function(reference: str, base_dir: Path) -> Callable[..., Any]:
 def load_object(reference: str, base_dir: Path) -> Any:
     """Import the file or module and return the object of that name.
 
-    A file is imported under a name derived from its path and content: files of the same name do not collide, a file is
-    run once for several functions, and an edited file is run again. Its directory comes first on the import path while
-    it loads and last afterwards, so that imports inside functions work too.
+    A file is imported under a name derived from its path and content: files of the same name do not collide, a file
+    runs once for several functions, and an edited file runs again. Its directory is first on the import path while it
+    loads and last afterwards, so that imports inside functions also work.
 
     Raises:
         ConfigError: as ``locate``; the import failed (with the end of its traceback), or there is no such name.
@@ -167,7 +167,7 @@ def load_object(reference: str, base_dir: Path) -> Any:
 
 
 def describe_exception(error: BaseException, skip: Callable[[str], bool]) -> str:
-    """The traceback as text, from the first frame whose file is not skipped; if it is long, its end."""
+    """The traceback as text, from the first frame whose file is not skipped; only the end if it is long."""
     trace: TracebackType | None = error.__traceback__
     while trace is not None and skip(trace.tb_frame.f_code.co_filename):
         trace = trace.tb_next
@@ -194,7 +194,7 @@ def _offer(target: str, file: Path) -> str:
 
 
 def _find_module(reference: str, name: str, search: tuple[str, ...]) -> Path | None:
-    """The module's source file, found without importing its packages, if it has one."""
+    """The module's source file, if it has one; located without importing its packages."""
     path: list[str] = [*search, *sys.path]
     spec = None
     for full in accumulate([] if name in sys.builtin_module_names else name.split("."), "{}.{}".format):

@@ -1,6 +1,6 @@
 """Weights broadcast to engines over a network, from one machine's memory to others' (gloo).
 
-Each offer is a round (``weights.rounds``). Engines use the weights only after all have arrived with right checksums.
+Each offer is a round (``weights.rounds``). Engines use the weights only after all have arrived with correct checksums.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ class BroadcastPlane:
 
     Args:
         host: address of this machine that engines can reach.
-        room: bytes of the weights, if they are made one by one.
-        ranks: processes of each engine. Each of several takes by its rank in the engine's own default group.
-        bucket_bytes: sent at a time.
-        patience: seconds that engines may take to come, and one bucket to arrive.
+        room: bytes of the weights, if they are produced one by one.
+        ranks: processes per engine. If there are several, each receives by its rank in the engine's default group.
+        bucket_bytes: bytes sent at a time.
+        patience: seconds that engines may take to join, and one bucket to arrive.
     """
 
     tensors: NamedTensors
@@ -46,7 +46,7 @@ class BroadcastPlane:
         self._rounds = Rounds("gloo", "gloo", self.host, self.ranks)
 
     async def publish(self, version: int) -> None:
-        await self._rounds.end()  # they read from the buffer, which is used again
+        await self._rounds.end()  # rounds read from the buffer, which is reused
         await to_thread(self._snapshot, version)
 
     async def offer(self, takers: int) -> list[Offer]:
@@ -75,10 +75,10 @@ class BroadcastPlane:
 
 
 def take_broadcast(offer: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a round, in this machine's memory, when all have arrived.
+    """The tensors of a round in this machine's memory, once all have arrived.
 
     Raises:
-        EngineError: the round ended, or what arrived is of another version or damaged.
+        EngineError: the round ended, or the weights are of another version or damaged.
     """
     with joined(offer) as link:
         flat = _receive(link, place(offer))

@@ -1,19 +1,19 @@
-"""Weights broadcast from the trainer's GPUs to engines' GPUs (NCCL), past the host and its processor.
+"""Weights broadcast directly from the trainer's GPUs to engines' GPUs (NCCL).
 
-``publish`` copies the weights on the trainer's GPU, or into host memory where ``system.weight_copy = "host"``. Of a
-sharded trainer each rank that takes part in the gathering keeps some of the tensors, and sends these: no rank has a
-whole second copy. Why a copy, and not the weights themselves, bucket by bucket: an engine that takes the place of a
-lost one is given its weights at any time, also in the middle of an optimizer step, when those that were published are
-no more and the ranks of a sharded trainer cannot gather others. So what was published has to be kept.
+``publish`` copies the weights on the trainer's GPU, or into host memory if ``system.weight_copy = "host"``. In a
+sharded trainer, each rank that takes part in the all-gather keeps and sends some of the tensors: no rank has a whole
+second copy. The published weights have to be kept, because a replacement for a lost engine may need them at any time,
+even in the middle of an optimizer step, when the model's weights have changed and the ranks of a sharded trainer cannot
+gather them.
 
-An engine keeps no second copy: it writes each bucket over its weights when it has come. After a round that fails in the
-middle its weights are those of no version, and it takes no step until it has taken others (``engines.base.Engine``).
+An engine keeps no second copy: it writes each bucket over its weights as it arrives. If a round fails midway, its
+weights are of no single version, and it takes no step until it has loaded others (``engines.base.Engine``).
 
-Integrity: NCCL and the links below it retransmit or fail, they do not lose bytes. What could go wrong is the order of
-streams, memory that is used again too early, or a table of another version. Against that, each bucket has a position
-dependent sum of its words (``checksum.word_sum``) that the sender's GPU computes when it copies and each engine's GPU
-when it receives; the sums follow the last bucket, and the engine's host reads once whether all agree. No processor
-computes a checksum.
+Integrity: NCCL and the links below it retransmit or fail; they do not lose bytes. Possible faults are a wrong order of
+streams, memory reused too early, or a table of another version. To detect these, each bucket has a position-dependent
+sum of its words (``checksum.word_sum``), which the sender's GPU computes when it copies and each engine's GPU when it
+receives; the sums follow the last bucket, and the engine's host reads once whether all agree. No CPU computes a
+checksum.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ class DevicePlane:
     """The trainer's side, on each rank that sends; only the first one makes offers.
 
     Args:
-        device: of this rank.
-        on_device: where the copy is; else in host memory, from where each bucket goes to the device to be sent.
+        device: this rank's device.
+        on_device: keep the copy on the device; otherwise in host memory, and each bucket is moved there to be sent.
         host: address of this machine that engines can reach.
-        room: bytes of what this rank keeps.
-        ranks: processes of each engine.
-        rank: this one, of ``senders``, which publish together.
-        bucket_bytes: of whole tensors that are sent at a time; a larger tensor is sent by itself.
-        patience: seconds that engines may take to come, and one bucket to arrive.
-        group: what sends; gloo stands in for NCCL where there is no GPU.
+        room: bytes of this rank's copy.
+        ranks: processes per engine.
+        rank: this rank, of ``senders`` that publish together.
+        bucket_bytes: bytes of whole tensors sent at a time; a larger tensor is sent by itself.
+        patience: seconds that engines may take to join, and one bucket to arrive.
+        group: the backend; gloo stands in for NCCL if there is no GPU.
     """
 
     tensors: NamedTensors
@@ -67,7 +67,7 @@ class DevicePlane:
     _version: int = field(default=0, init=False)
     _kept: Spread | None = field(default=None, init=False)
     _sums: dict[int, Tensor] = field(default_factory=dict[int, Tensor], init=False)
-    """Of each run that this rank keeps on the device."""
+    """The checksum of each run that this rank keeps on the device."""
     _rounds: Rounds = field(init=False)
     _helping: set[asyncio.Task[None]] = field(default_factory=set["asyncio.Task[None]"], init=False)
 
@@ -75,12 +75,12 @@ class DevicePlane:
         self._rounds = Rounds("nccl", self.group, self.host, self.ranks, self.senders, vital=False)
 
     async def publish(self, version: int) -> None:
-        await self._rounds.end()  # they read from the copy, which is written again
+        await self._rounds.end()  # rounds read from the copy, which is overwritten
         await asyncio.gather(*self._helping)
         await to_thread(self._copy, version)
 
     async def offer(self, takers: int) -> list[Offer]:
-        """As ``Plane.offer``. Where there are several senders, each of the others is to ``help`` with the first one."""
+        """See ``Plane.offer``. If there are several senders, each of the others must ``help`` with the first offer."""
         kept = self._kept
         assert kept is not None and self.rank == 0, "nothing was published"
         header: dict[str, Any] = {"version": self._version, "table": kept.table, "owners": kept.owners}
@@ -111,7 +111,7 @@ class DevicePlane:
             torch.cuda.current_stream(kept.buffer.device).synchronize()
 
     def _send(self, link: Link) -> None:
-        """Send what this rank keeps, and let pass what others send."""
+        """Send the runs that this rank keeps, and receive but ignore those of others."""
         kept = self._kept
         assert kept is not None, "a round ends before the plane is closed"
         sums = dict(self._sums)
@@ -128,18 +128,18 @@ class DevicePlane:
             link.broadcast(_empty_sums(numbers, self.device) if own is None else own, owner)
 
     def _help(self, offer: Offer) -> None:
-        with suppress(EngineError), joined(offer) as link:  # who gave out the offers hears it from the takers
+        with suppress(EngineError), joined(offer) as link:  # the takers report failures
             self._send(link)
 
 
 def take_on_device(offer: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a round on this process's device, those of a bucket when it has come.
+    """The tensors of a round on this process's device, bucket by bucket as they arrive.
 
-    A bucket is freed when the next one is asked for, unless one of its tensors is kept. Who has asked for the first
-    tensor has to go on to the last one: others of the round wait, and only then it is known that all were right.
+    A bucket is freed when the next one is requested, unless one of its tensors is kept. Once begun, the iteration has
+    to reach the end: others in the round wait, and only then is it known that all tensors were right.
 
     Raises:
-        EngineError: the round ended, or what arrives is of another version or damaged; perhaps after some were given.
+        EngineError: the round ended, or the weights are of another version or damaged; some may have been yielded.
     """
     with joined(offer) as link:
         owners, device, sums = link.header["owners"], link.header["device"], list[Tensor]()
@@ -160,7 +160,7 @@ def take_on_device(offer: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
 
 
 def _shares(owners: Sequence[int]) -> Iterator[tuple[int, list[int]]]:
-    """Each rank that keeps runs, and their numbers."""
+    """Each rank that keeps runs, with the numbers of its runs."""
     for owner in sorted({*owners}):
         yield owner, [number for number, each in enumerate(owners) if each == owner]
 

@@ -1,4 +1,4 @@
-"""A weight plane in other processes: that of the trainer's ranks."""
+"""A weight plane in other processes, the trainer's ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tunesmith.weights.base import Offer
 
 
 class FarPlane:
-    """The attribute ``plane`` of the trainer's first rank. Others that take part in a publication have one as well."""
+    """The attribute ``plane`` of the trainer's first rank. Other ranks that take part in publishing have one, too."""
 
     def __init__(self, far: Far, *others: Far) -> None:
         self._far, self._others = far, others
@@ -36,5 +36,5 @@ class FarPlane:
     async def close(self) -> None:
         with suppress(TunesmithError):
             await self._far.call_async("plane.close")
-        for folder in self._folders:  # of a trainer that was killed; they would go on to fill the memory
+        for folder in self._folders:  # of a killed trainer; they would keep filling the memory
             rmtree(folder, ignore_errors=True)

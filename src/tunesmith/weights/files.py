@@ -1,8 +1,8 @@
-"""Weights handed from one process to another through files, best in memory (``/dev/shm``).
+"""Weights passed from one process to another through files, preferably in memory (``/dev/shm``).
 
 A file is written under another name and renamed when it is complete. It carries its version and a checksum of every
-tensor, and is renamed again when the next version is written, so that nobody opens an old one. The weights are written
-as they are gathered, a file at a time.
+tensor, and is renamed again when the next version is written, so that no engine opens an old one. The weights are
+written as they are gathered, a file at a time.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ DTYPES = {
     "float8_e4m3fn": "F8_E4M3",
     "float8_e5m2": "F8_E5M2",
 }
-"""Number formats as safetensors calls them."""
+"""safetensors' names of dtypes."""
 ROOM = 2.5
-"""Free space to find there, in weights, before memory is preferred to disk: two files are kept."""
+"""Free memory, in multiples of the weights, needed to prefer it to disk: the files of two versions are kept."""
 PREFIX = "tunesmith-weights-"
 FILE_BYTES = 256 << 20
-"""Of each file; a larger tensor has a file to itself."""
+"""Bytes per file; a larger tensor has its own file."""
 
 
 def shared_directory(num_bytes: int, parent: Path | None = None) -> TemporaryDirectory[str]:
-    """For files of ``num_bytes`` each, and gone with the process. What killed ones left there is removed.
+    """A directory for weights of ``num_bytes``, removed with the process. Leftovers of killed ones are removed first.
 
     Args:
-        parent: where it is made; None: in memory where there is room, else on disk.
+        parent: where it is made; None: in memory if there is room, otherwise on disk.
     """
     if parent is not None:
         with boundary(StorageError, f"system.engine_directory: cannot write to {parent}", OSError):
@@ -69,13 +69,13 @@ def _own_directory(parent: Path | None) -> TemporaryDirectory[str]:
 
 @dataclass(slots=True)
 class FilePlane:
-    """Publishes a trainer's weights, each time in other files, which any number of engines may read.
+    """Publishes a trainer's weights, each time in different files, which any number of engines may read.
 
-    The files before the last ones are overwritten: writing to existing pages takes a third of the time of new ones. An
-    engine that still reads them notices by their checksums.
+    The files of the version before last are overwritten: existing pages take a third of the time of new ones. An engine
+    that still reads them notices by their checksums.
 
     Args:
-        file_bytes: of each file. So much and one tensor are held in memory while files are written.
+        file_bytes: bytes per file. This much plus one tensor is held in memory while files are written.
     """
 
     tensors: NamedTensors
@@ -86,7 +86,7 @@ class FilePlane:
     _spares: list[Path] = field(default_factory=list[Path], init=False)
 
     async def publish(self, version: int) -> None:
-        # On a thread: requests in flight go on meanwhile.
+        # On a thread: requests in flight continue meanwhile.
         await to_thread(self.write, version)
 
     async def offer(self, takers: int) -> list[Offer]:
@@ -95,16 +95,16 @@ class FilePlane:
         return [{"plane": "file", "version": version, "paths": [str(path) for path in paths]}] * takers
 
     async def withdraw(self, offers: Sequence[Offer]) -> None:
-        """No engine waits for another."""
+        """Nothing to do: no engine waits for another."""
 
     async def close(self) -> None:
         self.directory.cleanup()
 
     def write(self, version: int) -> None:
-        """Write the current weights, which are ``version``.
+        """Write the current weights as ``version``.
 
-        Written anew also where the version is the last one's: an evaluation may have put averaged weights in place.
-        Who looks into the directory meanwhile finds the files of the last one, whole.
+        They are written even if the version is unchanged: an evaluation may have put averaged weights in place.
+        Meanwhile the directory holds the complete files of the last publication.
         """
         self._published += 1
         (_, last), written = self._newest or (0, list[Path]()), list[Path]()
@@ -122,7 +122,7 @@ class FilePlane:
             raise
         for path in self._spares:
             path.unlink()
-        # The last ones cannot be found any more, but those who are reading them can go on.
+        # The last files cannot be found any more, but engines that are reading them can go on.
         self._spares = [path.rename(path.with_suffix(".old")) for path in last]
         written = [path.rename(path.with_suffix(".safetensors")) for path in written]
         self._newest = version, written
@@ -131,7 +131,7 @@ class FilePlane:
 def _write(path: Path, version: int, tensors: Mapping[str, Tensor]) -> None:
     """A safetensors file (github.com/huggingface/safetensors, "Format"), the checksum of each tensor in its metadata.
 
-    Tied tensors are written under each of their names. The largest items come first, which keeps all aligned.
+    Tied tensors are written under each of their names. The largest item sizes come first, which keeps all aligned.
     """
     ordered = sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)
     table: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""Weights as one run of bytes with a table, in the form in which they travel."""
+"""Weights as one run of bytes with a table, the form in which they are sent."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ ALIGNMENT = 16
 """Bytes; every tensor begins at a multiple of it, so that it can be viewed in place."""
 
 Row = tuple[str, str, tuple[int, ...], int]
-"""Name, number format, shape, and where it begins, in bytes."""
+"""Name, dtype, shape, and offset in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class FlatWeights:
-    """``buffer`` is uint8 ``[bytes]``. Tied tensors stand in it once, and in ``table`` under each of their names."""
+    """``buffer`` is uint8 ``[bytes]``. Tied tensors are in it once, and in ``table`` under each of their names."""
 
     buffer: Tensor
     table: Sequence[Row]
@@ -37,8 +37,7 @@ class FlatWeights:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Whole tensors that lie one after the other, from byte ``start`` to ``stop`` of all; ``table`` counts from
-    ``start``."""
+    """Consecutive whole tensors, from byte ``start`` to ``stop`` of all; offsets in ``table`` count from ``start``."""
 
     start: int
     stop: int
@@ -46,9 +45,9 @@ class Run:
 
 
 def runs(table: Iterable[Row], size: int) -> Iterator[Run]:
-    """All tensors of a table in runs of at most ``size`` bytes; a larger tensor is by itself.
+    """Split a table's tensors into runs of at most ``size`` bytes; a larger tensor is by itself.
 
-    Names of one tensor are in one run, so their order is that of the bytes.
+    All names of a tensor are in one run, so rows are in the order of the bytes.
     """
     start, stop = 0, 0
     rows: list[Row] = []
@@ -66,11 +65,11 @@ def runs(table: Iterable[Row], size: int) -> Iterator[Run]:
 def flatten(
     named: Iterable[tuple[str, Tensor]], device: str = "cpu", into: Tensor | None = None, room: int = 0
 ) -> FlatWeights:
-    """A copy of tensors, one after the other. Each is dropped before the next one is asked for.
+    """Copy tensors into one buffer. Each is dropped before the next one is requested.
 
     Args:
-        into: the buffer of an earlier copy, which is used again: fresh memory is slow at first.
-        room: bytes of a new buffer, which grows where they are too few.
+        into: the buffer of an earlier copy, which is reused: fresh memory is slow at first.
+        room: bytes of a new buffer, which grows if needed.
     """
     buffer = torch.zeros(room, dtype=torch.uint8, device=device) if into is None else into
     table: list[Row] = []
@@ -85,16 +84,16 @@ def flatten(
 
 
 def laid_out(named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[Row, Tensor | None]]:
-    """Tensors one after the other, each with its place; None for one that has its place under another name already.
+    """Lay tensors out one after the other; yields each with its row, or None if it is there under another name already.
 
-    Each is dropped before the next one is asked for.
+    Each is dropped before the next one is requested.
     """
     starts: dict[Any, tuple[int, weakref.ref[Tensor]]] = {}
     end = 0
     for name, tensor in named:
         place = _place(tensor)
         start, first = starts.get(place, (end, lambda: None))
-        new = tensor.numel() == 0 or first() is None  # no other tensor that is still there has this memory
+        new = tensor.numel() == 0 or first() is None  # no other live tensor has this memory
         if new:
             start, starts[place] = end, (end, weakref.ref(tensor))
             end += aligned(tensor.nbytes)
@@ -103,7 +102,7 @@ def laid_out(named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[Row, Tensor 
 
 
 def put(tensor: Tensor, buffer: Tensor, start: int) -> Tensor:
-    """Copy a tensor's bytes into a buffer; the buffer, or a larger one where it was too small."""
+    """Copy a tensor's bytes into a buffer; returns the buffer, or a larger one if it was too small."""
     stop = start + tensor.nbytes
     if stop > buffer.numel():
         buffer = torch.nn.functional.pad(buffer, (0, max(stop - buffer.numel(), buffer.numel())))
@@ -116,7 +115,7 @@ def aligned(size: int) -> int:
 
 
 def _place(tensor: Tensor) -> tuple[Any, ...]:
-    """The memory of a tensor and how it lies there; tensors without numbers have no address, but a storage."""
+    """A tensor's storage and its layout there; tensors without data have no address, but a storage."""
     storage: Any = tensor.untyped_storage()
     return storage._cdata, tensor.storage_offset(), tensor.dtype, tensor.shape, tensor.stride()
 
@@ -124,7 +123,7 @@ def _place(tensor: Tensor) -> tuple[Any, ...]:
 def in_buckets(named: Iterable[tuple[str, Tensor]], size: int) -> Iterator[dict[str, Tensor]]:
     """Tensors in groups of at most ``size`` bytes; a larger one is by itself.
 
-    A group is emptied when the next one is asked for: besides it only one tensor is held.
+    A group is emptied when the next one is requested: only one more tensor is held besides it.
     """
     bucket: dict[str, Tensor] = {}
     filled = 0

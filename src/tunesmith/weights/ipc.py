@@ -1,4 +1,4 @@
-"""Weights handed to engines on the same GPU: they read the trainer's copy where it lies (CUDA IPC)."""
+"""Weights for engines on the same GPU, which read the trainer's copy in place (CUDA IPC)."""
 
 # pyright: reportPrivateUsage=false
 from __future__ import annotations
@@ -48,18 +48,18 @@ class IpcPlane:
     async def offer(self, takers: int) -> list[Offer]:
         assert self._flat is not None, "nothing was published"
         storage: Any = self._flat.buffer.untyped_storage()
-        # Each taker gets a handle of its own: the memory is counted as in use until that one is dropped.
+        # Each taker gets its own handle: the memory counts as in use until that handle is dropped.
         return [{**self._offer, "handle": [_text(part) for part in storage._share_cuda_()]} for _ in range(takers)]
 
     async def withdraw(self, offers: Sequence[Offer]) -> None:
-        """No engine waits for another."""
+        """Nothing to do: no engine waits for another."""
 
     async def close(self) -> None:
         self._flat = None
 
 
 def take_ipc(offer: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of an offer, as views of the trainer's copy, which stay until the trainer publishes again.
+    """The tensors of an offer, as views of the trainer's copy, which are valid until the trainer publishes again.
 
     Raises:
         EngineError: this process does not see the trainer's GPU, or the copy is not what was offered.

@@ -1,8 +1,8 @@
-"""Rounds: each offer of weights to a number of engines is a process group of the trainer (rank 0) and these engines.
+"""Rounds: each offer of weights to some engines is a process group of the trainer (rank 0) and these engines.
 
 A group is made for its round only, separate from torch.distributed's default group. Making one takes milliseconds, and
-none has to be repaired when an engine dies or is added. The trainer opens a store for each round, over which it says
-what it sends, the takers say that they came and that they are done, and each side tells the other why it ends early.
+none has to be repaired when an engine dies or is added. The trainer opens a store for each round: there it describes
+the weights, takers report that they have joined and that they are done, and each side says why it ends early.
 """
 
 # pyright: reportPrivateImportUsage=false, reportAttributeAccessIssue=false
@@ -29,18 +29,18 @@ from tunesmith.openmp import to_thread
 from tunesmith.weights.base import Offer
 
 REACHING = 5.0
-"""Seconds to reach a round's trainer, which was there when it made the offer; not to be waited for where it died."""
+"""Seconds to reach a round's trainer. It was there when it made the offer; if it has died, waiting is useless."""
 LOOPBACK = "127.0.0.1"
 POLL, ASKING = 0.0002, 0.05
-"""Seconds between looks whether a bucket has come, and between questions whether the round goes on."""
+"""Seconds between checks whether a bucket has arrived, and between checks whether the round continues."""
 
 
 @dataclass(slots=True)
 class Link:
-    """One process's side of a round under way.
+    """One process's side of a running round.
 
     Args:
-        stopped: why the round ends early, or nothing; asked every ``ASKING`` seconds while a bucket is awaited.
+        stopped: returns why the round ends early, or None; called every ``ASKING`` seconds during a broadcast.
     """
 
     kind: GroupKind
@@ -50,10 +50,10 @@ class Link:
     stopped: Callable[[], str | None]
 
     def broadcast(self, bucket: Tensor, sender: int = 0) -> None:
-        """Send a tensor from one rank to all others; on a GPU it may be used by what is queued after this.
+        """Send a tensor from one rank to all others; on a GPU, work queued after this may use it.
 
         Raises:
-            ConnectionError: the round was ended, or the tensor did not get there in time.
+            ConnectionError: the round was ended, or the tensor did not arrive in time.
             RuntimeError: the connection failed.
         """
         if not bucket.numel():
@@ -71,12 +71,12 @@ class Link:
                 asked = now
                 if why := self.stopped():
                     raise ConnectionError(why)
-        work.wait(timedelta(seconds=self.patience))  # raises what went wrong
+        work.wait(timedelta(seconds=self.patience))  # raises any error
 
     def close(self) -> None:
-        """Leave the round: others can read nothing more of this process."""
+        """Leave the round: others can read nothing more from this process."""
         if self.kind == "nccl":
-            self.group.abort()  # nothing is under way, or it is to end
+            self.group.abort()  # nothing is in progress, or it has to end
 
 
 Send = Callable[[Link], None]
@@ -89,13 +89,13 @@ class Round:
 
     store: dist.TCPStore
     others: int
-    """Processes beside this one: the trainer's other ranks that send, and every rank of each engine."""
+    """Processes besides this one: the trainer's other ranks that send, and every rank of each engine."""
     patience: float
     withdrawn: threading.Event = field(default_factory=threading.Event)
     work: asyncio.Task[None] | None = None
 
     def wait(self, what: str) -> str | None:
-        """Until all others have said it; why that was not, if so."""
+        """Wait until all others have reported ``what``; returns the reason if they have not."""
         deadline = time.monotonic() + self.patience
         while (count := self.store.add(what, 0)) < self.others:
             if self.withdrawn.wait(0.002):
@@ -113,11 +113,11 @@ class Rounds:
     """The rounds of a trainer's plane.
 
     Args:
-        plane: the name of the plane, by which engines know how to take.
+        plane: the name of the plane, which tells engines how to receive.
         host: address of this machine that engines can reach.
-        ranks: processes of each engine. Each of several takes by its rank in the engine's own default group.
-        senders: ranks of the trainer that send, of which this is the first; the others join as takers do.
-        vital: what ``process_group`` says; where engines write weights as they come, a failed round has to be an error.
+        ranks: processes per engine. If there are several, each receives by its rank in the engine's default group.
+        senders: number of trainer ranks that send; this is the first, and the others join as takers do.
+        vital: see ``process_group``; False if engines write weights as they arrive, so that a failed round is an error.
     """
 
     plane: str
@@ -129,11 +129,11 @@ class Rounds:
     _begun: dict[int, Round] = field(default_factory=dict[int, Round], init=False)
 
     def begin(self, takers: int, header: Mapping[str, Any], patience: float, send: Send) -> list[Offer]:
-        """Begin a round with as many engines; one offer for each.
+        """Begin a round with ``takers`` engines; returns one offer for each.
 
         Args:
-            header: what takers have to know of what is sent; plain values, a ``version`` among them.
-            patience: seconds that engines may take to come, and one bucket to arrive.
+            header: describes the weights to takers; plain values, including a ``version``.
+            patience: seconds that engines may take to join, and one bucket to arrive.
         """
         store = open_store(self.host, patience)
         store.set("header", json.dumps(header))
@@ -151,7 +151,7 @@ class Rounds:
                 found.withdrawn.set()
 
     async def end(self, *, now: bool = False) -> None:
-        """Wait for all rounds; ``now``: end them early."""
+        """Wait for all rounds to end; with ``now``, end them early."""
         for begun in self._begun.values() if now else ():
             begun.withdrawn.set()
         await asyncio.gather(*(r.work for r in self._begun.values() if r.work))
@@ -160,7 +160,7 @@ class Rounds:
     async def _run(self, begun: Round, header: Mapping[str, Any], send: Send) -> None:
         try:
             await to_thread(self._lead, begun, header, send)
-        except Exception as error:  # the takers are told; who gave out the offers hears it from them
+        except Exception as error:  # the takers are told, and report it to whoever made the offers
             for key in ("go", "fault"):
                 begun.store.set(key, f"the trainer did not send: {error}")
 
@@ -175,22 +175,22 @@ class Rounds:
         link = Link(self.kind, group, header, patience, begun.stopped)
         try:
             send(link)
-            begun.wait("done")  # until here they read what was sent
+            begun.wait("done")  # until then they read the weights
         finally:
             link.close()
 
 
 @contextmanager
 def joined(offer: Mapping[str, Any]) -> Generator[Link]:
-    """A taker's side of an offered round, or that of another rank of the trainer that sends.
+    """A taker's side of an offered round, or that of another sending rank of the trainer.
 
     Raises:
-        EngineError: the round ended, or is of another version. Also for errors of torch.distributed inside.
+        EngineError: the round ended, or is of another version; torch.distributed failed inside.
     """
     where, patience = place(offer), offer["patience"]
-    with boundary(EngineError, where, (RuntimeError, OSError)):  # torch.distributed's are one of these
+    with boundary(EngineError, where, (RuntimeError, OSError)):  # torch.distributed raises one of these
         store = dist.TCPStore(offer["host"], offer["port"], None, is_master=False, timeout=timedelta(seconds=REACHING))
-        store.set_timeout(timedelta(seconds=patience + 5))  # who sends gives up first, and says why
+        store.set_timeout(timedelta(seconds=patience + 5))  # the sender gives up first, and says why
         header = json.loads(store.get("header"))
         if header["version"] != offer["version"]:
             raise EngineError(f"{where}: the weights are of version {header['version']}")
@@ -218,12 +218,12 @@ def joined(offer: Mapping[str, Any]) -> Generator[Link]:
 
 
 def _fault(store: dist.Store) -> str | None:
-    """Why some process of a round has ended it."""
+    """Why a process of the round has ended it; None if none has."""
     return store.get("fault").decode() if store.check(["fault"]) else None
 
 
 def _wait_for_takers(store: dist.Store, offer: Mapping[str, Any]) -> None:
-    """They may still read what was sent."""
+    """Wait until the takers are done, as they may still be reading the weights."""
     deadline = time.monotonic() + offer["patience"]
     while store.add("done", 0) < offer["world"] - offer["senders"] and time.monotonic() < deadline:
         if _fault(store):
@@ -232,12 +232,12 @@ def _wait_for_takers(store: dist.Store, offer: Mapping[str, Any]) -> None:
 
 
 def place(offer: Mapping[str, Any]) -> str:
-    """An offered round, in words."""
+    """A description of an offered round."""
     return f"{offer['plane']} broadcast of version {offer['version']} from {offer['host']}:{offer['port']}"
 
 
 def _own_address(offer: Mapping[str, Any]) -> str:
-    """This machine's, on the way to the trainer's."""
+    """This machine's address on the route to the trainer's."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((offer["host"], offer["port"]))
         return probe.getsockname()[0]

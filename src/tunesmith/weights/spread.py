@@ -1,4 +1,4 @@
-"""A copy of weights of which each of several ranks keeps a part, of whole tensors."""
+"""A copy of weights that is spread over several ranks by whole tensors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Spread:
     """Runs of whole tensors, in the order in which the tensors came.
 
     Args:
-        table: of all tensors, as if they lay one after the other.
+        table: rows of all tensors, as if they were stored one after the other.
         owners: the rank that keeps each run.
         buffer: this rank's memory.
         own: the bytes of each run that this rank keeps, uint8, by the run's number.
@@ -39,13 +39,14 @@ def spread(
     into: Tensor | None = None,
     room: int = 0,
 ) -> Spread:
-    """A copy of tensors in runs of at most ``size`` bytes; a larger tensor is by itself.
+    """Copy tensors in runs of at most ``size`` bytes; a larger tensor is by itself.
 
-    Each run goes to the rank that has least. Ranks iterate over the same tensors; one drops each before the next one.
+    Each run goes to the rank with the fewest bytes. All ranks iterate over the same tensors, dropping each before the
+    next.
 
     Args:
-        into: the buffer of an earlier copy, which is used again.
-        room: bytes of a new buffer, which grows where they are too few.
+        into: the buffer of an earlier copy, which is reused.
+        room: bytes of a new buffer, which grows if needed.
     """
     buffer = torch.zeros(room, dtype=torch.uint8, device=device) if into is None else into
     table, owners, loads = list[Row](), list[int](), [0] * ranks

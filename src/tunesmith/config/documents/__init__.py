@@ -1,1 +1,1 @@
-"""What the documents say about settings."""
+"""What the documentation says about settings."""

@@ -1,4 +1,4 @@
-"""What the documents say about one setting or metric: when to touch it, and what that costs."""
+"""The documentation's advice about one setting or metric: when to change it, and what that costs."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from functools import cache
 from tunesmith.config.documents.reference import DOCS
 
 _FIRST = ("troubleshooting", "choosing", "hardware", "modes", "lora", "engines", "asynchronous")
-"""Pages that say what to do; the others follow by name."""
+"""Guides, which come first; the other pages follow by name."""
 _LISTS = ("changelog", "coming-from", "reference", "peers", "architecture", "contributing")
-"""Pages that name settings without advice about them."""
+"""Pages that name settings without giving advice."""
 _KEY_ROW = re.compile(r"^\| `[\w/<>@.]+` \|.*\| .* \| .* \|$")
-"""A row of a table of settings or metrics, which describes its own name."""
+"""A row in a table of settings or metrics, which describes its own key."""
 
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """A row of a table or a sentence, without markup, and the page that it stands on."""
+    """A table row or sentence without markup, and its page."""
 
     text: str
     page: str
 
 
 def advice_about(name: str) -> list[Advice]:
-    """Rows and sentences of the documents that name a setting or a metric, those of the guides first.
+    """Rows and sentences in the documentation that name a setting or metric, with the guides first.
 
-    A name counts where it stands in code: ```train.lr```, ```train.lr = 1e-6```, ```algorithm.loss = "kl_cov"```.
+    A name counts only in code markup: ```train.lr```, ```train.lr = 1e-6```, ```algorithm.loss = "kl_cov"```.
     """
     named = re.compile(rf"`{re.escape(name)}(?![\w./])[^`]*`")
     return [Advice(_plain(text), f"docs/{page}.md") for page, text in _statements() if named.search(text)]

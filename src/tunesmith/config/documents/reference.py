@@ -1,6 +1,6 @@
-"""Every setting with its default, what it may be and what it means: from the tables of the documents, else the schema.
+"""Every setting with its default, valid values and meaning, from the documentation's tables or else the schema.
 
-The documents come with the package, in ``tunesmith/docs``.
+The documentation comes with the package, in ``tunesmith/docs``.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from tunesmith.config.toml import toml_value
 DOCS = Path(__file__).parents[2] / "docs"
 _PAGES = ("configuration", "generate", "rft", "preference")
 _HEADINGS = {"Top level": "", "Reward model": "rm.", "DPO": "dpo.", "KTO": "kto.", "Process reward model": "prm."}
-"""Sections that are not the heading of their table."""
+"""Prefixes of tables whose heading is not their section's name."""
 _ROW = re.compile(r"^\| `(\w+)` \| (.*?) \| (.*?) \| (.*?) \|$", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """``commands`` are those whose run files have it; the rest are words."""
+    """A setting described in words; ``commands`` are those whose run files have it."""
 
     key: str
     kind: str
@@ -42,7 +42,7 @@ class Setting:
 
 
 def settings_of(what: str = "") -> list[Setting]:
-    """The settings of a command, of a section, or the one of a key; of everything, if ``what`` is empty."""
+    """The settings of a command, section or single key; all settings if ``what`` is empty."""
     rows = _rows()
     commands: dict[str, list[str]] = {}
     for command, kind in KINDS.items():
@@ -76,7 +76,7 @@ def _plain(cell: str) -> str:
 
 
 def _of_schema(kind: type[BaseModel], key: str) -> tuple[str, ...]:
-    """The same for a key in no table, from the schema and its docstring; for a choice's key, by type."""
+    """Kind, default and meaning of a key without a table, from the schema and its docstring; by type for choices."""
     fields, last = fields_at(kind, tuple(key.split("."))), key.rpartition(".")[2]
     names = [str(getattr(section, "name", "")) if issubclass(section, Choice) else "" for section in fields]
     kinds = [describe_at(section, (last,)) for section in fields]
@@ -102,7 +102,7 @@ def _meaning(section: type[BaseModel], key: str) -> str:
 
 
 def _together(names: Sequence[str], texts: Sequence[str], form: str, *, always: bool = False) -> str:
-    """The texts of several types for one key: each text once, with the names of its types."""
+    """Merge several types' texts for one key: each distinct text once, with the names of its types."""
     by_text: dict[str, list[str]] = {}
     for name, text in zip(names, texts, strict=True):
         by_text.setdefault(text, []).append(name)
@@ -113,7 +113,7 @@ def _together(names: Sequence[str], texts: Sequence[str], form: str, *, always: 
 
 @cache
 def _documented(section: type) -> dict[str, str]:
-    """Fields of a class, each with the docstring below it."""
+    """The fields of a class, each with the docstring below it."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(section))).body[0]
     assert isinstance(tree, ast.ClassDef)
     texts: dict[str, str] = {}

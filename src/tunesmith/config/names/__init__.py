@@ -1,1 +1,1 @@
-"""Names that a run file does not have: what other frameworks call the settings, and what to write instead."""
+"""Names that are not settings of a run file: other frameworks' names for settings, and what to write instead."""

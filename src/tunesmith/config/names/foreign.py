@@ -1,6 +1,6 @@
-"""What other frameworks (TRL, transformers, OpenRLHF, verl, StateSet Agents, DeepSpeed, accelerate) call the settings.
+"""Names of our settings in other frameworks: TRL, transformers, OpenRLHF, verl, StateSet Agents, DeepSpeed, accelerate.
 
-The data is in the TOML files beside this one; it is read when a name is first looked up.
+The data is in the TOML files next to this module and is read when a name is first looked up.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ FRAMEWORKS: Mapping[str, str] = {
     "deepspeed": "DeepSpeed",
     "accelerate": "accelerate",
 }
-"""Their names in the data, and as they are usually written."""
+"""Frameworks by their name in the data, with the usual spelling."""
 EARLIER = "tunesmith"
 """Names that settings had in earlier versions."""
 
 
 @dataclass(frozen=True, slots=True)
 class Meaning:
-    """What some names of other frameworks correspond to: dotted ``keys``, or none and the reason ``why``.
+    """The meaning of names in other frameworks: dotted ``keys``, or none with the reason ``why``.
 
-    A value is copied, unless there is one of these: ``how``, a rule; ``value``, what a flag that is on becomes;
-    ``inverted``: true there is false here. ``note`` is a remark about a value that is copied.
+    A value is copied unless one of these is set: ``how``, a rule; ``value``, the result of a flag that is on;
+    ``inverted``: true there is false here. ``note`` is a remark about a copied value.
     """
 
     names: Mapping[str, tuple[str, ...]]
-    """Names by framework; each also matches with a prefix, and ``*`` stands for anything."""
+    """Names by framework; each also matches after a prefix, and ``*`` matches anything."""
     keys: tuple[str, ...] = ()
     how: str = ""
     note: str = ""
@@ -44,22 +44,22 @@ class Meaning:
     inverted: bool = False
     why: str = ""
     cases: Sequence[Mapping[str, Any]] = ()
-    """What a value becomes, by the first that fits; instead of ``how`` where a value is converted."""
+    """Conversions of a value, of which the first match applies; used instead of ``how`` when a value is converted."""
     convert: str = ""
-    """The conversion of ``tunesmith.migrate`` that does what ``how`` says."""
+    """The conversion in ``tunesmith.migrate`` that implements ``how``."""
     commands: str = ""
-    """Only in run files of these commands; of all, if empty."""
+    """The commands whose run files this applies to; empty: all."""
     derived: bool = False
-    """What the setting was for is derived here, so that leaving it out changes nothing."""
+    """The setting's effect is derived here, so omitting it changes nothing."""
     effect: str = ""
-    """What is learned differently without it; nothing, if empty."""
+    """How learning differs without it; empty: not at all."""
     fallback: bool = False
-    """Only if no other name fits: a family of names most of which have their own entries."""
+    """Used only if no other name matches: a family of names, most of which have their own entries."""
 
 
 @cache
 def meanings() -> tuple[Meaning, ...]:
-    """All that is known, in the order of the files."""
+    """All known meanings, in file order."""
     renamed = [_meaning(e, keys) for keys, entries in _read("keys").items() for e in entries]
     return (*renamed, *map(_meaning, _read("absent")["absent"]))
 
@@ -70,12 +70,12 @@ def _meaning(entry: Mapping[str, Any], keys: str = "") -> Meaning:
 
 
 def meanings_of(name: str, frameworks: tuple[str, ...] = ()) -> tuple[str, list[Meaning]]:
-    """What a flag, a key or a dotted path may mean, and the known name that it ends with.
+    """The known name that a flag, key or dotted path ends with, and its possible meanings.
 
-    With ``frameworks``, it is a name of one of these.
+    With ``frameworks``, only names in these frameworks count.
 
-    The longest known end of the path decides: ``critic.optim.lr`` before ``optim.lr``. Several meanings come from
-    several frameworks or commands.
+    The longest known suffix of the path wins: ``critic.optim.lr`` before ``optim.lr``. Multiple meanings come from
+    different frameworks or commands.
 
     Example:
         >>> spelling, [meaning] = meanings_of("--actor_rollout_ref.actor.optim.lr")
@@ -95,13 +95,13 @@ def meanings_of(name: str, frameworks: tuple[str, ...] = ()) -> tuple[str, list[
 
 
 def _fits(end: str, pattern: str) -> bool:
-    """A ``*`` stands for part of one word, and for any number of words at the end: ``nsys.*``."""
+    """Whether a pattern matches; ``*`` is part of one word or, at the end (``nsys.*``), any number of words."""
     longer = end.count(".") - pattern.count(".")
     return (longer == 0 or (longer > 0 and pattern.endswith(".*"))) and fnmatchcase(end, pattern)
 
 
 def spelled(name: str) -> str:
-    """A name as the data has it: ``--Clip-Ratio`` → ``clip_ratio``; Hydra's ``+`` and ``~`` are dropped."""
+    """A name as spelled in the data: ``--Clip-Ratio`` → ``clip_ratio``; Hydra's ``+`` and ``~`` are dropped."""
     return name.lstrip("-+~").replace("-", "_").lower()
 
 
@@ -117,13 +117,13 @@ def value_of(key: str, value: object) -> str | None:
 
 
 def foreign_values() -> Mapping[str, Mapping[str, str]]:
-    """By our key: our values, each with its names elsewhere, separated by blanks."""
+    """By our key: our values, each with its space-separated names elsewhere."""
     return {key: values for keys, values in _read("values").items() for key in keys.split()}
 
 
 @cache
 def _index(frameworks: tuple[str, ...]) -> tuple[tuple[dict[str, list[Meaning]], dict[str, list[Meaning]]], ...]:
-    """Meanings by exact name and by name with a ``*``; then those to fall back on."""
+    """Meanings by exact name and by name with a ``*``; then the same for fallbacks."""
     wanted = frameworks or (*FRAMEWORKS, EARLIER)
     levels: list[tuple[dict[str, list[Meaning]], dict[str, list[Meaning]]]] = []
     for fallback in (False, True):

@@ -1,4 +1,4 @@
-"""Unknown keys: their name here, the section or command they belong to, or the nearest spelling."""
+"""Errors for unknown keys: our name for them, the section or command they belong to, or the nearest spelling."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from tunesmith.config.schema import RunConfig
 from tunesmith.errors import closest
 
 SAME_SECTION, OTHER_SECTION = 0.7, 0.85
-"""How similar two words must be for a hint; a wrong hint is worse than none."""
+"""Required similarity of two words for a hint; a wrong hint is worse than none."""
 
 
 def explain_unknown(kind: type[RunConfig], path: KeyPath, value: object) -> list[Problem]:
-    """Problems with a key that ``kind`` does not have, or with each key of such a table, and what to write instead."""
+    """Problems for a key that ``kind`` lacks, or for each key of a table that it lacks, and what to write instead."""
     if len(path) == 1 and (text := _section_of_others(kind, str(path[0]))):
         return [Problem(path, text)]
     leaves = list(_leaves(path, cast(Mapping[str, Any], value))) if isinstance(value, Mapping) and value else []
@@ -32,9 +32,9 @@ def explain_unknown(kind: type[RunConfig], path: KeyPath, value: object) -> list
 
 @dataclass(frozen=True, slots=True)
 class Equivalent:
-    """What a name corresponds to: ``keys`` with the ``meanings`` that lead there, or the reason ``why`` there are none.
+    """The equivalent of a name: ``keys`` with the ``meanings`` that lead to them, or the reason ``why`` there are none.
 
-    ``sure`` is false if the name is only the last word of the keys; ``elsewhere`` are keys of other commands.
+    ``sure`` is false if the match is ambiguous; ``elsewhere`` are keys of other commands.
     """
 
     keys: tuple[str, ...] = ()
@@ -45,7 +45,7 @@ class Equivalent:
 
 
 def find(kind: type[RunConfig] | None, name: str) -> Equivalent:
-    """What a key, or a flag of another framework, corresponds to in run files of ``kind`` (None: of any command)."""
+    """The equivalent of a key, or of another framework's flag, in run files of ``kind`` (None: of any command)."""
     keys = all_keys(kind) if kind else list(dict.fromkeys(key for of in KINDS.values() for key in all_keys(of)))
     name, last = spelled(name), spelled(name).rpartition(".")[2]
     if name in keys:
@@ -66,7 +66,7 @@ def find(kind: type[RunConfig] | None, name: str) -> Equivalent:
 
 
 def answer(kind: type[RunConfig], name: str) -> str | None:
-    """``find``, in words; None if the name is not known."""
+    """The result of ``find`` in words; None if the name is not known."""
     ours, name = find(kind, name), name.lstrip("+~")
     last = name.rpartition(".")[2]
     if ours.keys and (not ours.meanings or all(key.rpartition(".")[2] == last for key in ours.keys)):
@@ -83,14 +83,14 @@ def answer(kind: type[RunConfig], name: str) -> str | None:
 
 
 def rule_of(meaning: Meaning) -> str:
-    """How the value is converted, or a remark about it."""
+    """The rule for converting the value, or a remark about it."""
     if meaning.inverted:
         return "true there is false here"
     return f'"{meaning.value}" where it is on' if meaning.value else meaning.how or meaning.note
 
 
 def _related(name: str, keys: list[str]) -> list[str]:
-    """The keys in the section of a name; else, where a single command has that section, in others of that command."""
+    """The keys in a name's section; else, if only one command has that section, in that command's other sections."""
     section = name.partition(".")[0]
     if inside := [key for key in keys if key.startswith(f"{section}.")]:
         return inside
@@ -99,7 +99,7 @@ def _related(name: str, keys: list[str]) -> list[str]:
 
 
 def _is_guess(kind: type[RunConfig], path: KeyPath) -> bool:
-    """Whether all that is known of a section's key are such keys elsewhere: several, or one less alike than its own."""
+    """Whether a section's key only matches keys elsewhere: several, or one less similar than a key of its section."""
     ours, section = find(kind, dotted(path)), str(path[0])
     elsewhere = any(not key.startswith(f"{section}.") for key in ours.keys)
     if len(path) == 1 or section not in kind.model_fields or not elsewhere or ours.meanings:
@@ -124,7 +124,7 @@ def _commands(names: list[str]) -> str:
 
 
 def _nearly(kind: type[RunConfig], path: KeyPath) -> str:
-    """A hint at the key with the nearest spelling, first in the same section; else the valid keys."""
+    """A hint naming the key with the nearest spelling, preferably in the same section; else the valid keys."""
     valid, word, similar = _valid(kind, path), str(path[-1]), find(kind, dotted(path)).keys
     if close := closest(word, valid, OTHER_SECTION if similar else SAME_SECTION):
         return f" Did you mean '{close}'?"
@@ -135,14 +135,14 @@ def _nearly(kind: type[RunConfig], path: KeyPath) -> str:
 
 
 def _valid(kind: type[RunConfig], path: KeyPath) -> list[str]:
-    """The keys of the section that a path leads into."""
+    """The valid keys of the section that contains a path."""
     above = field_at(kind, path[:-1])
     sections = [kind] if above is None else list(sections_of(above.annotation))
     return list(dict.fromkeys(name for section in sections for name in section.model_fields))
 
 
 def _nearest_known(kind: type[RunConfig], leaf: KeyPath, least: int) -> tuple[KeyPath, str | None]:
-    """A key, or the nearest table around it that is known, and what to write instead."""
+    """A key, or the nearest known table around it, and what to write instead."""
     for length in range(len(leaf), least - 1, -1):
         if text := answer(kind, dotted(leaf[:length])):
             return leaf[:length], text

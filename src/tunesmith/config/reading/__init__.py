@@ -1,1 +1,1 @@
-"""What is checked before the sections see a run file, and errors that name each value's place and what it may be."""
+"""Checks that precede the sections' own, and errors that give each value's place and the valid values."""

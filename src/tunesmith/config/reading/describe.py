@@ -1,4 +1,4 @@
-"""Valid values of a setting in words, read from the types of the schema."""
+"""Valid values of a setting in words, from the types in the schema."""
 
 from __future__ import annotations
 
@@ -57,12 +57,12 @@ def describe(annotation: Any, metadata: tuple[Any, ...] = ()) -> str:
 
 
 def field_at(model: type[BaseModel], path: KeyPath) -> FieldInfo | None:
-    """The field that a path of keys leads to, if there is one."""
+    """The field at a path of keys, if any."""
     return next(iter(fields_at(model, path).values()), None)
 
 
 def fields_at(model: type[BaseModel], path: KeyPath) -> dict[type[BaseModel], FieldInfo]:
-    """The fields that a path may lead to, by section: several where types of a choice share a key."""
+    """The fields at a path, by section: several where types of a choice share a key."""
     sections, fields = [model], dict[type[BaseModel], FieldInfo]()
     for part in (part for part in path if not isinstance(part, int)):
         fields = {section: section.model_fields[part] for section in sections if part in section.model_fields}
@@ -71,7 +71,7 @@ def fields_at(model: type[BaseModel], path: KeyPath) -> dict[type[BaseModel], Fi
 
 
 def describe_at(model: type[BaseModel], path: KeyPath) -> str:
-    """What the value at a path may be."""
+    """A description of valid values at a path."""
     field = field_at(model, path)
     if field is None or field.annotation is None:
         return "something else"
@@ -85,7 +85,11 @@ def describe_at(model: type[BaseModel], path: KeyPath) -> str:
 
 
 def choices_at(model: type[BaseModel], path: KeyPath, *, closed: bool = False) -> list[str]:
-    """The valid spellings where a value is one of a few; with ``closed`` none where others are valid as well."""
+    """The valid spellings of a value with a fixed set of choices; else empty.
+
+    Args:
+        closed: return none if other values are valid as well.
+    """
     types = [a for field in fields_at(model, path).values() for a in alternatives(field.annotation)]
     if closed and any(a in (str, Path, int, float) or get_origin(a) is tuple for a in types):
         return []
@@ -93,12 +97,12 @@ def choices_at(model: type[BaseModel], path: KeyPath, *, closed: bool = False) -
 
 
 def names_of(annotation: Any) -> list[str]:
-    """The names of a family of choices; of anything else, none."""
+    """The names of a family of choices; empty for anything else."""
     return list(annotation.types) if isinstance(annotation, type) and issubclass(annotation, Choice) else []
 
 
 def sections_of(annotation: Any) -> Iterator[type[BaseModel]]:
-    """The sections inside an annotation: of a union, of a tuple's items."""
+    """The sections in an annotation, including those in unions and tuple items."""
     for alternative in alternatives(annotation):
         if is_section(alternative):
             yield from getattr(alternative, "types", {}).values() or [alternative]
@@ -107,7 +111,7 @@ def sections_of(annotation: Any) -> Iterator[type[BaseModel]]:
 
 
 def tables_of(annotation: Any) -> list[type[BaseModel]]:
-    """Sections whose keys are settings: a section, the types of a choice, a table that ``false`` switches off."""
+    """Sections whose keys are settings: a section, the types of a choice, or a table that ``false`` switches off."""
     parts = list(alternatives(annotation))
     tables = [a for a in parts if is_section(a) and (a is annotation or names_of(a) or Literal[False] in parts)]
     return [section for table in tables for section in sections_of(table)]
@@ -118,12 +122,12 @@ def is_section(annotation: Any) -> bool:
 
 
 def show(value: Any) -> str:
-    """A value as in a run file, without secrets; a long one is cut."""
+    """A value as in a run file, without secrets and shortened if long."""
     return shortened(json.dumps(redact_values(value), ensure_ascii=False, default=str), 60)
 
 
 def alternatives(annotation: Any) -> Iterator[Any]:
-    """The types of a union, without the notes on them; of anything else, itself."""
+    """The types in a union, without annotations; anything else yields itself."""
     if get_origin(annotation) is Annotated:
         yield from alternatives(get_args(annotation)[0])
     elif get_origin(annotation) in (Union, types.UnionType):

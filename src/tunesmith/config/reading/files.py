@@ -1,4 +1,4 @@
-"""Finding the files that a configuration names, before anything is loaded."""
+"""Locating the files that a configuration names, before anything is loaded."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ ADAPTER_CONFIG = "adapter_config.json"
 
 Tree = dict[str, Any]
 Find = Callable[[str, list[Path]], str]
-"""Returns what a text in a run file names, searched in several directories."""
+"""Searches several directories for the file that a run file's text names, and returns its path or name."""
 
 
 class _NotFound(Exception):
-    """A file is missing or cannot be what a setting needs; its text says why."""
+    """A file is missing or unsuitable for a setting; the text says why."""
 
 
 def locate_files(data: Tree, run_directory: Path | None, is_override: Callable[[KeyPath], bool]) -> list[Problem]:
-    """Make the paths in ``data`` absolute, in place; a problem for each file that is not there.
+    """Make the paths in ``data`` absolute, in place; return a problem for each missing or unsuitable file.
 
     Args:
-        run_directory: where the run file is.
-        is_override: whether a key comes from the command line; then the working directory is searched first.
+        run_directory: the directory of the run file.
+        is_override: whether a key comes from the command line; if so, the working directory is searched first.
     """
     problems: list[Problem] = []
     here = [Path.cwd()] if run_directory is None else [run_directory.absolute(), Path.cwd()]
@@ -48,7 +48,7 @@ def locate_files(data: Tree, run_directory: Path | None, is_override: Callable[[
 
 
 def _texts_at(node: Any, keys: Sequence[str], above: KeyPath = ()) -> Iterator[tuple[Any, KeyPath]]:
-    """Every text at a path of keys, with the table or list that holds it. ``[]`` is any item, ``{}`` any key."""
+    """Every text at a path of keys, with the table or list that holds it; ``[]`` is any item, ``{}`` any key."""
     key, *rest = keys
     items: Sequence[tuple[str | int, Any]] = ()
     if isinstance(node, list) and key == "[]":
@@ -68,7 +68,7 @@ def _search(text: str, bases: list[Path]) -> Path | None:
 
 
 def _missing(text: str, bases: list[Path], hub: str = "") -> _NotFound:
-    """Args: hub: a name on the hub, to show what such names look like where one may be meant."""
+    """Args: hub: an example of a hub name, shown where the text may have been meant as one."""
     folders = list(dict.fromkeys(str((base / Path(text).expanduser()).parent) for base in bases))
     siblings = {p.name for folder in folders if Path(folder).is_dir() for p in Path(folder).iterdir()}
     close = closest(Path(text).name, siblings, 0.6)
@@ -103,7 +103,7 @@ def _model(text: str, bases: list[Path]) -> str:
 
 
 def _newest_model(directory: Path) -> Path | None:
-    """The newest model in a run's directory or a checkpoint; None if the directory is neither."""
+    """The newest model in a run directory or a checkpoint; None if the directory is neither."""
     states = [*directory.glob("checkpoints/step-*/state.json"), *directory.glob("state.json")]
     newest = max(states, key=lambda p: (len(p.parent.name), p.parent.name), default=None)
     return newest and newest.with_name("model")
@@ -149,7 +149,7 @@ def _hub_name(text: str, bases: list[Path], kind: Literal["models", "datasets"],
 
 
 def same_path(value: Any) -> Any:
-    """A setting's value for comparisons: existing paths (also in ``file.py:name``) without links and ``..``."""
+    """A setting's value for comparisons: resolves links and ``..`` in existing paths (also in ``file.py:name``)."""
     if isinstance(value, list):
         return [same_path(item) for item in cast(list[Any], value)]
     if not isinstance(value, str) or "/" not in value or "\0" in value:
@@ -159,10 +159,10 @@ def same_path(value: Any) -> Any:
 
 
 def is_hub_name(text: str, kind: Literal["models", "datasets"]) -> bool:
-    """Whether a text can be a name on the Hugging Face hub: ``owner/name``, or a bare name that is known here.
+    """Whether a text can be a name on the Hugging Face hub: ``owner/name``, or a known bare name.
 
-    Bare names are from the hub's first years. A mistyped directory looks like one, so only GPT-2 and names in the
-    hub's cache count.
+    Bare names are from the hub's early years. A mistyped directory looks like one, so only GPT-2 and names in the hub's
+    cache count.
     """
     if not _HUB_NAME.fullmatch(text) or ".." in text or "--" in text or text.lower().endswith(DATA_SUFFIXES):
         return False
@@ -178,7 +178,7 @@ _BARE_MODELS = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "distilgpt2")
 
 
 def _reference(what: str) -> Find:
-    """Finds a function or class of the user's own code; the names of the package are left as they are."""
+    """A ``Find`` for a function or class in the user's code; names of the package are returned unchanged."""
 
     def find(text: str, bases: list[Path]) -> str:
         if ":" in text:
@@ -195,7 +195,7 @@ def _preset(text: str, bases: list[Path]) -> str:
 
 
 def _code(text: str, bases: list[Path]) -> str:
-    """``file.py:name`` of the user's own code; ``package.module:name`` is left as it is."""
+    """``file.py:name`` in the user's code; ``package.module:name`` is returned unchanged."""
     file, _, name = text.rpartition(":")
     if not file:
         raise _NotFound(f"{text} names nothing in a file; write file.py:name")
@@ -232,4 +232,4 @@ _FILES: dict[str, Find] = {
     "environment.path.{}": _code,
     "environment.tools.[]": _code,
 }
-"""Every key that may be a path, and how the path is found."""
+"""Every key that may be a path, and the function that locates it."""

@@ -1,4 +1,4 @@
-"""Adds to an error the places of the settings it names: lines of the run file, overrides."""
+"""Adding to an error the origins of the settings it names: lines of the run file or overrides."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ _KEY = re.compile(r"[a-z_]\w*(?:\.\w+)*")
 _WORD = re.compile(r"\w+")
 _QUOTED = re.compile(r"'([^'\n]{3,})'")
 _MOST = 4
-"""Places in one message."""
+"""Maximum number of places in one message."""
 
 
 @contextmanager
 def placed(path: Path | None, overrides: Sequence[str]) -> Generator[None]:
-    """Prefix each error about settings with the places of the settings that it names.
+    """Prefix each error about settings with the places of the settings it names.
 
-    An error names a setting by its dotted key, or by its value in single quotes. The run file is read again only
-    after an error.
+    An error names a setting by its dotted key or by its value in single quotes. The run file is reread only after an
+    error.
     """
     try:
         yield
     except UserError as error:
-        if not error.places_known and not isinstance(error, DataError):  # which names the line of the data
+        if not error.places_known and not isinstance(error, DataError):  # a DataError names its line
             _add_places(error, path, overrides)
         raise
 
@@ -39,7 +39,7 @@ def _add_places(error: UserError, path: Path | None, overrides: Sequence[str]) -
     try:
         data, origins = read_tree(path, overrides)
         locate_files(data, path.parent if path else None, origins.is_override)
-    except ConfigError:  # the file was changed or removed meanwhile
+    except ConfigError:  # the file has been changed or removed since
         return
     given = dict(_given(data))
     error.args = tuple(_with_places(str(text), given, origins) for text in error.args)
@@ -63,7 +63,7 @@ def _with_places(text: str, given: Mapping[KeyPath, Any], origins: Origins) -> s
 
 
 def _given(node: Any, above: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
-    """Every key that was set, with its value; sections and lists too."""
+    """Every key that was set, with its value, including sections and lists."""
     if above:
         yield above, node
     if isinstance(node, dict):

@@ -1,4 +1,4 @@
-"""Problems of a configuration, the lines of its keys in the TOML text, and one error for all problems."""
+"""Problems in a configuration, the lines of its keys in the TOML text, and one error for all problems."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _KEY = re.compile(r"""((?:"(?:\\.|[^"\\])*"|'[^']*'|[A-Za-z0-9_-]+|[.\t ])+)="""
 _TOKEN = re.compile(
     r'''"""(?:\\.|[^\\])*?"{3,5}|"(?:\\.|[^"\\])*"|#[^\n]*|[\[\]{}\n]|''' r"""'''.*?'{3,5}|'[^']*'""", re.DOTALL
 )
-"""The tokens that decide where a TOML statement ends: texts, comments, brackets and line ends."""
+"""The tokens that determine where a TOML statement ends: strings, comments, brackets and line ends."""
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """``text``: what is wrong with the key at ``path``, what is valid and what to do."""
+    """A problem with the key at ``path``; ``text`` says what is wrong, what is valid and what to do."""
 
     path: KeyPath
     text: str
@@ -31,7 +31,7 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Origins:
-    """Where the keys of a configuration come from: lines of a file, overrides."""
+    """Origins of a configuration's keys: lines of a file, or overrides."""
 
     file: Path | None
     lines: Mapping[KeyPath, int]
@@ -55,7 +55,7 @@ class Origins:
 
 
 def raise_problems(problems: Sequence[Problem], origins: Origins) -> NoReturn:
-    """One ``ConfigError`` for all, in the order of the file, overrides last."""
+    """Raise one ``ConfigError`` for all problems, in file order, overrides last."""
     error = ConfigError(_listed(problems, origins))
     error.places_known = True
     error.keys = tuple(dotted(problem.path) for problem in problems)
@@ -74,7 +74,7 @@ def _listed(problems: Sequence[Problem], origins: Origins) -> str:
 
 
 def key_lines(text: str) -> dict[KeyPath, int]:
-    """Line (from 1) of every key and table header of a valid TOML text, but not of keys in inline tables."""
+    """Line (from 1) of every key and table header in a valid TOML text, except keys in inline tables."""
     lines: dict[KeyPath, int] = {}
     arrays: dict[KeyPath, int] = {}
     table: KeyPath = ()
@@ -88,7 +88,7 @@ def key_lines(text: str) -> dict[KeyPath, int]:
 
 
 def _statements(text: str) -> Iterator[tuple[int, str]]:
-    """Every statement with the number of its first line; texts and brackets may span lines."""
+    """Every statement with the number of its first line; strings and brackets may span lines."""
     start, number, depth = 0, 1, 0
     for token in _TOKEN.finditer(f"{text}\n"):
         depth += (token[0] in ("[", "{")) - (token[0] in ("]", "}"))
@@ -99,7 +99,7 @@ def _statements(text: str) -> Iterator[tuple[int, str]]:
 
 
 def line_of(path: KeyPath, lines: Mapping[KeyPath, int]) -> int | None:
-    """Line of a key, or of the first key inside it, or of the nearest parent that has a line."""
+    """Line of the first key inside ``path``, which may be its own, or of the nearest parent that has a line."""
     if inside := [line for key, line in lines.items() if key[: len(path)] == path]:
         return min(inside)
     while path:

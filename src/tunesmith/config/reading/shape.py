@@ -1,4 +1,4 @@
-"""A first pass over a run file's values, before the schema: lists of one item, and values that no setting takes."""
+"""A first pass over a run file's values, before the schema: one-item lists, and values that no setting accepts."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from tunesmith.config.reading.problems import KeyPath, Problem, dotted
 from tunesmith.redact import is_redacted
 
 DEEPEST = 32
-"""Most levels of nested lists and tables."""
+"""Maximum nesting of lists and tables."""
 LARGEST_INT = 2**53
 LARGEST_FLOAT, LEAST_FLOAT = 1e9, 1e-30
-"""Larger numbers overflow when they are multiplied, also as seconds; smaller ones are 0 in float32."""
+"""Larger numbers overflow when multiplied, or as seconds; smaller ones are 0 in float32."""
 
 
 def shape_problems(kind: type[BaseModel], data: dict[str, Any]) -> list[Problem]:
-    """Make a single value a list of one where only a list is possible, in place; a problem for each unusable value."""
+    """Wrap a single value in a list, in place, where only a list is valid; return a problem for each unusable value."""
     problems: list[Problem] = []
     for holder, path, value in list(_leaves(data)):
         if isinstance(value, dict | list):
@@ -38,7 +38,7 @@ def shape_problems(kind: type[BaseModel], data: dict[str, Any]) -> list[Problem]
 
 
 def _leaves(node: Any, above: KeyPath = ()) -> Iterator[tuple[Any, KeyPath, Any]]:
-    """Every value that is no list or table, or that is nested too deeply, with its container and path."""
+    """Every value that is not a list or table, or is nested too deeply, with its container and path."""
     items = cast(dict[str, Any], node).items() if isinstance(node, dict) else enumerate(cast(list[Any], node))
     for key, value in items:
         path = (*above, key)
@@ -49,7 +49,7 @@ def _leaves(node: Any, above: KeyPath = ()) -> Iterator[tuple[Any, KeyPath, Any]
 
 
 def _odd(kind: type[BaseModel], path: KeyPath, value: Any) -> str:
-    """What is wrong with a value wherever it is."""
+    """The problem with a value that no setting accepts; empty if there is none."""
     if isinstance(value, str):
         if "\0" in value:
             return f"is {show(value)}, with a NUL character in it; take it out"
@@ -75,7 +75,7 @@ def _is_int(annotation: Any) -> bool:
 
 
 def _wants_list(kind: type[BaseModel], path: KeyPath) -> bool:
-    """Whether a single value at ``path`` must be meant as a list of one."""
+    """Whether a single value at ``path`` can only be meant as a one-item list."""
     field = field_at(kind, path) if path and isinstance(path[-1], str) else None
     types = list(alternatives(field.annotation)) if field else []
     lists = [a for a in types if get_origin(a) is tuple and get_args(a)[-1] is Ellipsis]

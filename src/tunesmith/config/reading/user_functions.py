@@ -1,4 +1,4 @@
-"""What a Python file of the user's defines, read from its source without running it."""
+"""The names that a user's Python file defines, read from its source without running it."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ class Definitions:
     """The names at the top level of a file."""
 
     functions: dict[str, frozenset[str]]
-    """Functions with the names of their parameters, and classes with none."""
+    """Functions with their parameter names, and classes with none."""
     names: frozenset[str]
-    """All names that are defined, assigned or imported."""
+    """All names defined, assigned or imported."""
     open_ended: bool
-    """Running the file may define more names: it has ``import *``, ``__getattr__``, ``globals`` or ``exec``."""
+    """Whether running the file may define more names: it has ``import *``, ``__getattr__``, ``globals`` or ``exec``."""
 
 
 def definitions_in(file: Path) -> Definitions:
-    """Parse a file. ConfigError, with the line, where it cannot be read or is not Python."""
+    """Parse a file; ConfigError, with the line, if it cannot be read or is not valid Python."""
     try:
         source = importlib.util.decode_source(file.read_bytes())
         table = symtable(source, str(file), "exec")
@@ -49,7 +49,7 @@ def definitions_in(file: Path) -> Definitions:
 
 
 def check_defined(file: Path, name: str) -> None:
-    """Refuse (ConfigError) a name that a file does not define; the message offers the nearest one."""
+    """Raise ConfigError for a name that a file does not define; the message suggests the nearest one."""
     defined = definitions_in(file)
     if name not in defined.names and not defined.open_ended:
         raise ConfigError(f"{file} has no function '{name}'.{nearest(name, defined.functions)}")

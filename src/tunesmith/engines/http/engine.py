@@ -1,9 +1,9 @@
-"""An SGLang server behind the engine port.
+"""An SGLang server behind the engine interface.
 
-Weights travel as a directory that both sides see. For an update the server is paused, which makes it answer what it
-has written so far; it loads the new weights, and each unfinished completion is sent again with its tokens as part
-of the prompt. So every token's version is exactly that of the weights that drew it, and no cached prefix outlives
-its weights. Each answer names the server's weights: a server that restarted is given the current ones again.
+Weights are passed in a directory that both sides can read. For an update the server is paused, which makes it return
+its unfinished completions; it loads the new weights, and each unfinished completion is sent again with its tokens
+appended to the prompt. So every token's version is exactly that of the weights that sampled it, and no cached prefix
+outlives its weights. Each answer names the server's weights, so a restarted server gets the current ones again.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from tunesmith.types import Completion, FinishReason, Sampling
 from tunesmith.weights.base import Offer
 
 START_PATIENCE = 10.0
-"""Seconds for which a server may be away before its first answer."""
+"""Seconds for which a server may be unreachable before its first answer."""
 SPOILED = 3
-"""Answers of one completion that another client may abort, or that may come from other weights."""
+"""Answers tolerated per completion that another client aborted or that came from other weights."""
 HOT = 1e5
-"""A temperature at which every token is as likely as any other."""
+"""A temperature at which all tokens are equally likely."""
 PLAIN = {
     "top_p": 1.0,
     "top_k": -1,
@@ -45,7 +45,7 @@ PLAIN = {
     "no_stop_trim": True,
     "skip_special_tokens": False,
 }
-"""Settings of every request: the server's own defaults may be others."""
+"""Settings of every request, because the server's own defaults may differ."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class Served:
     context: int
     eos_token_ids: frozenset[int]
     decode: Callable[[Sequence[int]], str]
-    """Special tokens included."""
+    """Includes special tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class _Weights:
 
 @dataclass(slots=True, eq=False)
 class _Request(Request):
-    """A request that the server answers in one part or several."""
+    """A request that the server answers in one or more parts."""
 
     finish_reason: FinishReason = field(default="abort", init=False)
     """``abort`` until it has ended."""
@@ -82,9 +82,9 @@ class SglangEngine:
     """A ``Member`` of a pool: a server that was started elsewhere and keeps its memory, so that sleeping frees nothing.
 
     Args:
-        max_running: limit of requests that the server has at once.
-        patience: seconds for which it may be away.
-        report: gets sentences for a reader of the run.
+        max_running: limit of concurrent requests.
+        patience: seconds for which it may be unreachable.
+        report: receives messages for the user.
         on_close: called when the engine is closed.
     """
 
@@ -156,12 +156,12 @@ class SglangEngine:
         for request in requests.values():
             request.interrupted = True
         tasks = set(requests)
-        while tasks:  # repeated, because the server does not know requests that are on their way to it
+        while tasks:  # repeated, because the server does not know requests that are still in transit
             await self._server.ask("/abort_request", {"abort_all": True})
             tasks = (await asyncio.wait(tasks, timeout=0.1))[1]
 
     async def take(self, version: int, offer: Offer) -> None:
-        """Load the weights of an offer of files; requests in flight continue with them. Raises EngineError."""
+        """Load the weights of a file offer; requests in flight continue with them. Raises EngineError."""
         await self._open()
         async with self._loading:
             self._offered = version, offer
@@ -236,18 +236,18 @@ class SglangEngine:
                 "--enable-deterministic-inference where that matters"
             )
         if type(most := server.get("max_req_input_len")) is int:
-            # SGLang keeps six places of its memory or context for itself, one of them within a completion.
+            # SGLang reserves six slots of its memory or context, one of them within a completion.
             self._longest_prompt = min(self._longest_prompt, most - 1)
             self._longest = min(self._longest, most + 4)
         await self._server.go_on()  # a run that was killed may have left it paused
         await self._check_probe()
 
     async def _check_probe(self) -> None:
-        """Refuse a server whose log-probability of a token drawn at the temperature ``HOT`` is not 1 / vocabulary."""
+        """Refuse a server where a token sampled at the temperature ``HOT`` has a probability other than 1 / V."""
         probe = await self._server.generate([0], {"temperature": HOT, "max_new_tokens": 1, "ignore_eos": True})
         logprob: Any = probe.logprobs[0] if probe.logprobs else None
         size = self._served.vocab_size
-        # A server in a short number format gives it in three digits.
+        # A low-precision server returns only three digits.
         if type(logprob) not in (int, float) or abs(logprob + math.log(size)) > 0.1:
             raise UserError(
                 f"{self.name} does not serve this model: at a temperature of {HOT:g} a token of a vocabulary of {size} "
@@ -259,7 +259,7 @@ class SglangEngine:
         if not self._weights.tag:  # the server may have the weights of another run
             await self._load_again(self._weights, "")
         sampling, written = request.sampling, request.token_ids
-        # Without a seed the server would take the same one for each request.
+        # Without a seed the server would use the same one for each request.
         seed = secrets.randbits(63) if sampling.seed is None else sampling.seed % (1 << 63)
         settings: dict[str, Any] = {
             **PLAIN,
@@ -273,7 +273,7 @@ class SglangEngine:
         while request.finish_reason == "abort" and not request.interrupted:
             so_far = [*request.prompt_ids, *written]
             if len(so_far) > self._longest_prompt and written:
-                request.finish_reason = "length"  # too near to the end of the context to be sent again
+                request.finish_reason = "length"  # too close to the end of the context to be sent again
                 break
             await self._not_loading.wait()
             sent, left = self._weights, request.max_new_tokens - len(written)
@@ -295,7 +295,7 @@ class SglangEngine:
                 self._append(request, answer, weights.version)
 
     def _append(self, request: _Request, answer: Answer, version: int) -> None:
-        """Append the answer's tokens up to the one that ends the completion. Raises EngineError: one is no token."""
+        """Append the answer's tokens up to the one that ends the completion. Raises EngineError if one is invalid."""
         for token_id, logprob in zip(answer.token_ids, answer.logprobs, strict=True):
             if type(token_id) is not int or type(logprob) not in (int, float) or not math.isfinite(logprob):
                 url = self._server.url
@@ -307,7 +307,7 @@ class SglangEngine:
         request.finish_reason = answer.finish_reason
 
     async def _load_again(self, before: _Weights, tag: str) -> None:
-        """Load the offered weights, unless others were loaded since ``before``; the server has those of ``tag``."""
+        """Load the offered weights, unless others were loaded since ``before``; the server now has weights ``tag``."""
         async with self._loading:
             if self._weights == before:
                 if before.tag:

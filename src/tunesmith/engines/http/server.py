@@ -1,4 +1,4 @@
-"""The HTTP interface of an SGLang server (as of SGLang 0.5.23), which may restart meanwhile."""
+"""The HTTP interface of an SGLang server (as of SGLang 0.5.23), which may restart during a run."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from tunesmith.types import FinishReason
 T = TypeVar("T")
 
 PATIENCE = 300.0
-"""Seconds for which a server may be away, for example while it restarts."""
+"""Seconds for which a server may be unreachable, for example while it restarts."""
 CONNECT = 10.0
-"""Seconds for a connection to be made."""
+"""Seconds to establish a connection."""
 ANSWER = 3600.0
 """Seconds that one completion may take."""
 UPDATE = 1800.0
@@ -39,7 +39,7 @@ class Refused(EngineError):
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The server's continuation of some tokens; ``tag`` names the weights that it has."""
+    """The server's continuation of some tokens; ``tag`` names its weights."""
 
     token_ids: list[Any]
     logprobs: list[Any]
@@ -56,7 +56,7 @@ class SglangServer:
     time, and ``EngineError`` if it refused or its answer cannot be used.
 
     Args:
-        patience: seconds for which requests are repeated while the server cannot be reached or cannot serve.
+        patience: seconds for which requests are retried while the server cannot be reached or cannot serve.
     """
 
     def __init__(self, url: str, patience: float = PATIENCE) -> None:
@@ -65,7 +65,7 @@ class SglangServer:
         self._aborts: set[asyncio.Task[Any]] = set()
 
     async def info(self, name: str, patience: float | None = None) -> dict[str, Any]:
-        """The server's description of itself (``model_info``, ``server_info``), also under its older name."""
+        """The server's self-description (``model_info``, ``server_info``); also tries its older name."""
         try:
             answer = await self.ask(f"/{name}", patience=patience)
         except Refused as refused:
@@ -105,7 +105,7 @@ class SglangServer:
         return await self._persist(attempt)
 
     async def load(self, directory: Path, tag: str) -> None:
-        """Abort all requests and load weights, which the server then knows by ``tag``. It stays paused."""
+        """Abort all requests and load weights, which the server then reports as ``tag``. It stays paused."""
         update = {"model_path": str(directory), "load_format": "auto", "weight_version": tag, "flush_cache": True}
         await self.ask("/pause_generation", {"mode": "abort"}, deadline=UPDATE)
         answer = await self.ask("/update_weights_from_disk", update, deadline=UPDATE)
@@ -117,7 +117,7 @@ class SglangServer:
             )
 
     async def go_on(self, patience: float | None = None) -> None:
-        """End a pause."""
+        """Resume after a pause."""
         await self.ask("/continue_generation", {}, patience=patience)
 
     async def ask(self, path: str, body: Any = None, *, patience: float | None = None, deadline: float = ANSWER) -> Any:
@@ -165,7 +165,7 @@ class SglangServer:
     def _forget(self, task: asyncio.Task[Any]) -> None:
         self._aborts.discard(task)
         if not task.cancelled():
-            task.exception()  # retrieved: a server that is gone has nothing to abort
+            task.exception()  # marks it as retrieved: a dead server has nothing to abort
 
 
 def _read(answer: Any) -> Answer:

@@ -1,8 +1,8 @@
-"""Which kinds of products decode fastest here: measured once, and kept on disk.
+"""Which kinds of matrix products decode fastest here: measured once, and kept on disk.
 
-The choice decides how results are rounded. So it is made once per machine, shape of the model, number of threads and
-version of torch, and every later run reads it: runs repeat bitwise. Of processes that measure at the same time, the
-first to write decides for all. Where nothing can be kept, nothing is measured, and the choice is a fixed one.
+The choice affects rounding. So it is made once per machine, model shape, number of threads and torch version, and
+later runs read it and repeat bitwise. If several processes measure at the same time, the first to write decides for
+all. Where nothing can be stored, nothing is measured, and the choice is fixed.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from tunesmith.plan.prepared import SMALL
 from tunesmith.storage import measured_file
 
 Choice = Mapping[str, str]
-"""The kind of each of a layer's products and of the head, by name."""
+"""The kind of each product of a layer and of the head, by name."""
 ROWS = (1, 4, 16, 64)
-"""The numbers of rows that are measured. Others take the choice of the next larger number, or of the last."""
+"""The row counts that are measured. Others use the choice of the next larger count, or of the last."""
 FEW_ROWS = 12
-"""Up to so many rows, a small bfloat16 model decodes in float32 unless something was measured."""
+"""Up to this many rows, a small bfloat16 model decodes in float32 unless something was measured."""
 LEAST = 2 << 20
-"""Numbers of a model that is worth measuring."""
+"""The fewest parameters of a model that is worth measuring."""
 
 
 def fixed(numbers: int, kinds: Sequence[str], dtype: torch.dtype) -> dict[int, Choice]:
-    """Choices of ``kinds`` without a measurement, by the largest number of rows."""
+    """Choices of ``kinds`` without a measurement, by the largest row count."""
     if PANELS in kinds and (dtype == torch.float32 or numbers < LEAST):
         return {1: dict.fromkeys((*PRODUCTS, "head"), PANELS)}
     if dtype == torch.float32:
@@ -49,9 +49,9 @@ def fixed(numbers: int, kinds: Sequence[str], dtype: torch.dtype) -> dict[int, C
 
 
 def choose(model: CausalLM, lean: LeanDecoder, *, compiled: bool) -> dict[int, Choice]:
-    """The fastest kinds on this machine, by the largest number of rows that they are for.
+    """The fastest kinds on this machine, by the largest row count that they are for.
 
-    Of a bfloat16 model, a CPU that multiplies tiles or pairs of bfloat16 has one for all shapes and rows.
+    For a bfloat16 model, a CPU that multiplies bfloat16 tiles or pairs has one kind for all shapes and row counts.
 
     Args:
         compiled: whether products compiled for this CPU may be chosen.
@@ -63,7 +63,7 @@ def choose(model: CausalLM, lean: LeanDecoder, *, compiled: bool) -> dict[int, C
     numbers = sum(p.numel() for p in model.module.parameters())
     tried = {name: kind for name, kind in LAYERS[dtype].items() if (compiled or name not in IN_CPP) and name != PAIRS}
     kinds = [name for name, kind in tried.items() if works(kind, dtype)]
-    if dtype == torch.float32 and PANELS in kinds:  # a second copy beside it would not be planned for
+    if dtype == torch.float32 and PANELS in kinds:  # the memory plan does not count a second copy
         kinds.remove("packed")
     if numbers < LEAST:
         return fixed(numbers, kinds, dtype)
@@ -74,11 +74,11 @@ def choose(model: CausalLM, lean: LeanDecoder, *, compiled: bool) -> dict[int, C
 
 
 def kept(key: Mapping[str, Any], measure: Callable[[], Any], valid: Callable[[Any], bool]) -> Any:
-    """What was measured for ``key`` on this machine, now or earlier; None if nothing can be kept.
+    """The measurement for ``key`` on this machine, made now or earlier; None if it cannot be stored.
 
     Args:
         key: what the measurement depends on, besides the machine and torch.
-        valid: whether a file holds such a measurement; if not, it is measured and written again.
+        valid: whether a stored measurement is usable; if not, it is measured and written again.
     """
     facts = {"cpu": read_hardware().cpu, "threads": torch.get_num_threads(), "torch": torch.__version__, **key}
     path = measured_file("products", facts)
@@ -109,7 +109,7 @@ def _read(path: Path, valid: Callable[[Any], bool]) -> Any:
 
 
 def _valid(found: Any, dtype: torch.dtype) -> bool:
-    """Whether it is a choice for each number of ``ROWS``, of kinds that work here and whose rows are of one type."""
+    """Whether it has a choice for each of ``ROWS``, of kinds that work here and whose rows have the same dtype."""
     if not isinstance(found, dict) or [*cast("dict[str, Any]", found)] != [str(rows) for rows in ROWS]:
         return False
     for kinds in cast("dict[str, Any]", found).values():

@@ -1,12 +1,11 @@
-"""Attention of one new token per running request to its prompt and to its written tokens.
+"""Attention of one new token per running request to its prompt and its generated tokens.
 
-Siblings attend to their prompt together, so that its keys and values are read once per group. All work is batched
-products on views of the two banks; index tensors are made once per step, or only when the rows change, never per layer.
-Rows that have written much more than others form a separate part, so that one long completion does not make all rows as
-long.
+Requests of one group attend to their prompt together, so that its keys and values are read once per group. All work is
+batched products on views of the two banks; index tensors are made once per step, or only when the rows change, never
+per layer. Rows with much longer completions form a separate part, so that one long completion does not pad all rows.
 
-Shape legend: ``B`` rows, ``A`` prompts in use, ``M`` most members of a prompt, ``K`` key/value heads, ``G`` query
-heads per key/value head, ``D`` head size, ``P`` longest prompt, ``L`` longest completion of a part.
+Shape legend: ``B`` rows, ``A`` prompts in use, ``M`` most rows per prompt, ``K`` key/value heads, ``G`` query heads
+per key/value head, ``D`` head size, ``P`` longest prompt, ``L`` longest completion of a part.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from tunesmith.models.attention import AttentionRule
 
 @dataclass(frozen=True, slots=True)
 class Grouping:
-    """Which rows share a prompt. Made when the rows change."""
+    """Which rows share a prompt. Rebuilt when the rows change."""
 
     rows: int
     prompts: int
@@ -56,15 +55,15 @@ class Grouping:
 
 
 WORTH_A_PART = {"cpu": 1024}
-"""Slots per layer that a further part has to save: its products take as long as reading so many slots."""
+"""Slots per layer that another part has to save: its products take as long as reading this many slots."""
 WORTH_A_PART_ELSEWHERE = 1 << 16
 
 
 def parts(ends: Sequence[int], worth: int) -> list[tuple[int, int, int]]:
-    """Cut rows into stretches ``(start, stop, longest)``, where that saves ``worth`` slots or more.
+    """Split rows into ranges ``(start, stop, longest)`` wherever that saves at least ``worth`` slots.
 
     Args:
-        ends: slots of each row, in the order of their ``length_class``.
+        ends: slots of each row, sorted by ``length_class``.
 
     Example:
         >>> parts([900, 20, 30], worth=1000), parts([900, 20, 30], worth=2000)
@@ -89,17 +88,17 @@ class _Part:
     """Rows that attend together."""
 
     rows: slice
-    """Of ``[B * K]``."""
+    """Slice of ``[B * K]``."""
     lengths: Sequence[int]
     prompts: Sequence[int]
     longest: int
     own: list[Tensor]
-    """Of each layer the keys, then the values."""
+    """For each layer, the keys and then the values."""
     masks: dict[int | None, Tensor | None] = field(default_factory=dict[int | None, "Tensor | None"])
 
 
 class DecodeAttention:
-    """The ``AttentionContext`` of one decode step; ``lengths[i]`` written tokens of row ``i`` are cached."""
+    """The ``AttentionContext`` of one decode step; ``lengths[i]`` generated tokens of row ``i`` are cached."""
 
     def __init__(self, memory: KVMemory, grouping: Grouping, lengths: Sequence[int]) -> None:
         layout = memory.layout
@@ -148,7 +147,7 @@ class DecodeAttention:
         return weights.split_with_sizes((self._longest_prompt, part.longest), -1)
 
     def _writer(self, bank: Bank) -> Callable[[int, Tensor], object]:
-        """A function that puts the new tokens' ``[B, K, D]`` in their slots of a plane."""
+        """A function that writes the new tokens' ``[B, K, D]`` into their slots of a plane."""
         lengths, heads, capacity = self._lengths, self._heads, bank.shape[1]
         if max(lengths) == min(lengths):
             slots = bank.memory[:, : len(lengths), :, lengths[0]].unbind(0)
@@ -173,7 +172,7 @@ class DecodeAttention:
         return groups.view(-1, share * width).index_select(0, self._grouping.scatter).view(-1, share, width)
 
     def _mask(self, part: _Part, window: int | None, dtype: torch.dtype) -> Tensor | None:
-        """``[rows, 1, P + L]``: -inf past a row's end or out of the window; None if all are seen."""
+        """``[rows, 1, P + L]``: -inf past a row's end or outside the window; None if nothing is masked."""
         lengths, prompts = part.lengths, part.prompts
         even = min(lengths) == max(lengths) and min(prompts) == max(prompts) == self._longest_prompt
         if even and (window is None or prompts[0] + lengths[0] < window):
@@ -196,13 +195,13 @@ def _scores(query: Tensor, keys: Tensor) -> Tensor:
     """Batched products in float32: scores rounded to 16 bits would be off by up to 0.03."""
     if query.dtype == torch.float32:
         return torch.bmm(query, keys)
-    if query.device.type == "cpu":  # PyTorch has no such product there; it runs only where compiling has failed
+    if query.device.type == "cpu":  # PyTorch has no such product there; used only where compiling failed
         return torch.bmm(query.float(), keys.float())
     return torch.bmm(query, keys, out_dtype=torch.float32)
 
 
 def _views(bank: Bank, start: int, stop: int, length: int) -> list[Tensor]:
-    """Of each layer the keys ``[rows * K, D, length]``, then the values ``[rows * K, length, D]``."""
+    """For each layer, the keys ``[rows * K, D, length]`` and then the values ``[rows * K, length, D]``."""
     used = bank.memory[:, start:stop, :, :length].flatten(1, 2)
     keys, values = used[::2].transpose(2, 3).unbind(0), used[1::2].unbind(0)
     return [view for pair in zip(keys, values, strict=True) for view in pair]

@@ -1,8 +1,8 @@
-"""The model that decodes: the trainer's, with products of few rows as they are fastest on this machine.
+"""The decoding model: the trainer's, with the matrix products that are fastest for few rows on this machine.
 
-On a CPU most of a decoding step is products of few rows. Their weights are prepared once per version, in the kinds that
-were measured to be fastest (``choices``). Those of a bfloat16 model have rows in bfloat16, as the trainer computes
-them, or in float32, which is more exact. An adapter on a small model is merged into a float32 copy first.
+On a CPU, products of few rows take most of a decode step. Their weights are prepared once per version, in the kinds
+that were measured to be fastest (``choices``). For a bfloat16 model the rows are in bfloat16, as in the trainer, or in
+float32, which is more exact. An adapter on a small model is merged into a float32 copy first.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from tunesmith.plan.prepared import SMALL, prepared_bytes
 
 
 class DecodeModel:
-    """What decodes so many rows, and the head of its states."""
+    """The model that decodes a given number of rows, and its output head."""
 
     def __init__(self, model: CausalLM, *, compiled: bool) -> None:
         self._model, self._compiled = model, compiled
         on_cpu = model.device.type == "cpu" and not is_quantised(model.module)
         numbers = sum(p.numel() for p in model.module.parameters())
-        # In larger models the two small products that an adapter adds to each matter less.
+        # In larger models, the two small products that an adapter adds to each large one matter less.
         self._merges = on_cpu and model.adapter is not None and numbers <= SMALL
         only = fastest() if compiled and model.module.dtype == torch.bfloat16 and not self._merges else None
         copied = LAYERS[torch.bfloat16][only].copied if only else None
@@ -42,13 +42,13 @@ class DecodeModel:
         self._heads: dict[str, Product] = {}
 
     def refresh(self) -> None:
-        """Forget what was prepared: the trainer's weights are new, or others need the memory."""
+        """Drop prepared weights: the trainer's weights have changed, or the memory is needed elsewhere."""
         self._merged = None
         for prepared in (self._decoders, self._products, self._heads):
             prepared.clear()
 
     def for_rows(self, rows: int) -> CausalLM:
-        """The model to run so many rows on."""
+        """The model to run this many rows on."""
         whole, chosen = self._whole(), self._choice(rows)
         kinds = tuple(chosen.get(name, "plain") for name in PRODUCTS)
         if set(kinds) == {"plain"}:
@@ -60,7 +60,7 @@ class DecodeModel:
     @torch.inference_mode(False)
     @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:
-        """``[T, V]`` float32 on a CPU. Rounded to bfloat16, log-probabilities would be off by up to 0.03."""
+        """``[T, V]`` float32 on a CPU. Rounding to bfloat16 would change log-probabilities by up to 0.03."""
         head = self._whole().head
         kinds = HEADS.get(head.weight.dtype, HEADS[torch.bfloat16])
         kind = self._choice(len(hidden)).get("head", "plain" if "plain" in kinds else "float32")
@@ -69,7 +69,7 @@ class DecodeModel:
         return self._heads[kind](hidden.to(kinds[kind].rows or hidden.dtype))
 
     def _choice(self, rows: int) -> Choice:
-        """Empty if the layers' products are not those of plain weights on a CPU."""
+        """Empty unless the layers have plain weights on a CPU."""
         if self._choices is None:
             whole = self._whole()
             able = self._prepares and whole.lean is not None and whole.lean.plain
@@ -77,7 +77,7 @@ class DecodeModel:
         return self._choices[next((most for most in self._choices if rows <= most), max(self._choices))]
 
     def _whole(self) -> CausalLM:
-        """The model with its adapter merged, which adds two small products and Python calls to each large product."""
+        """The model with its adapter merged: unmerged, each large product has two small ones and Python calls more."""
         if not self._merges:
             return self._model
         if self._merged is None:

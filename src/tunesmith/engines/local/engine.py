@@ -1,7 +1,7 @@
 """The embedded rollout engine: continuous batching in process, on the trainer's own parameters.
 
-It computes step after step on its ``StepThread``; requests and new weights arrive between two steps. Unlike vLLM it
-shares only whole prompts, and keeps no second copy of the weights.
+Its steps run on its ``StepThread``; requests and new weights are taken between steps. Unlike vLLM it shares only whole
+prompts, and keeps no second copy of the weights.
 """
 
 from __future__ import annotations
@@ -38,22 +38,22 @@ from tunesmith.types import Completion, FinishReason, Sampling
 
 
 class LocalEngine:
-    """Fulfils ``RolloutEngine`` with the model that the trainer trains: no copy, no synchronisation.
+    """Implements ``RolloutEngine`` on the trainer's own model: no copy, no synchronisation.
 
     It reads the parameters while requests are in flight. Before they change in place, requests have to end or be
     interrupted, unless ``update`` changes them.
 
     Args:
         kv_bytes: hard budget of KV memory.
-        max_running: requests decoded together at most.
-        max_prefill_tokens: tokens of one prefill forward at most.
+        max_running: limit of requests decoded together.
+        max_prefill_tokens: limit of tokens per prefill pass.
         block_size: tokens by which KV memory is counted and grows.
-        compiled: decode with functions compiled for this CPU, where there is a compiler and the model's family fits.
-        eos_token_ids: None takes the model's generation config and its tokenizer.
-        limits: of the hardware, for ``stats().attainable_seconds``.
-        speculation: guess tokens ahead, without a change of the completions.
-        update: puts new weights into the model, between two steps; None: the trainer has done so.
-        weights: the model's, which no one else uses; they leave the device at level 2 of ``sleep``.
+        compiled: decode with functions compiled for this CPU, if there is a compiler and the model is supported.
+        eos_token_ids: None takes those of the model's generation config and tokenizer.
+        limits: the hardware's, for ``stats().attainable_seconds``.
+        speculation: draft tokens ahead, without changing the completions.
+        update: writes new weights into the model between steps; None: the trainer has done so.
+        weights: the model's, if nothing else uses them; ``sleep`` at level 2 offloads them.
 
     Raises:
         UserError: the budget is too small for a single request, or the assistant does not fit the model.
@@ -83,7 +83,7 @@ class LocalEngine:
         self._vocab_size: int = model.head.out_features
         self._version = 0
         self._whole = True
-        """Whether the weights are those of one version, which they are not after a load that failed."""
+        """Whether all weights are of one version; False after a failed load."""
         self._ids = count()
         self._in_flight: set[LocalRequest] = set()
         self._state = "awake"
@@ -147,7 +147,7 @@ class LocalEngine:
         await self._thread.call(load)
 
     async def sleep(self, level: int = 1) -> None:
-        """Free the KV memory and prepared weights, at level 2 also the weights, unless the trainer uses them.
+        """Free the KV memory and prepared weights; at level 2 also the weights, unless the trainer uses them.
 
         Raises:
             EngineError: requests are in flight.
@@ -166,7 +166,7 @@ class LocalEngine:
             await self._thread.call(free)
 
     async def wake(self) -> None:
-        """Take the KV memory back, empty."""
+        """Reallocate the KV memory, empty."""
         if self._state == "asleep":
             await self._thread.call(self._pool.allocate)
             self._state = "awake"
@@ -180,7 +180,7 @@ class LocalEngine:
         )
 
     async def close(self) -> None:
-        """Fail what is in flight, end the thread and free the memory."""
+        """Fail requests in flight, end the thread and free the memory."""
         if self._state == "closed":
             return
         self._state = "closed"
@@ -193,7 +193,7 @@ class LocalEngine:
         await self._thread.close(end)
 
     def _request(self, prompt_ids: tuple[int, ...], sampling: Sampling) -> LocalRequest:
-        """Check and make a request."""
+        """Check the arguments and build a request."""
         if self._state != "awake":
             raise EngineError("the engine is closed" if self._state == "closed" else "the engine is asleep: wake it")
         check_sampling(sampling)
@@ -227,7 +227,7 @@ class LocalEngine:
         return request
 
     def _step(self) -> bool:
-        """Compute the prompts that can be admitted; if there are none, one or more tokens of every running request."""
+        """Prefill the prompts that can be admitted; if there are none, decode for every running request."""
         if not (self._whole and self._scheduler.has_work):
             return False
         started = time.perf_counter()
@@ -263,7 +263,7 @@ class LocalEngine:
         return ended
 
     def _propose(self, rows: Sequence[LocalRequest]) -> list[list[int]]:
-        """Guesses of each request's next tokens, within its length and its row."""
+        """Draft each request's next tokens, within its length limit and its row."""
         if self._speculation is None or len(rows) > MOST_ROWS:
             return [[] for _ in rows]
         room = [min(r.kv_length, self._pool.capacity) - r.cached - 1 for r in rows]
@@ -273,7 +273,7 @@ class LocalEngine:
         )
 
     def _rotated_alike(self, request: LocalRequest) -> int:
-        """Tokens by which the request can grow before its keys have to be computed again."""
+        """Tokens by which the request can grow before its keys have to be recomputed."""
         assert self._speculation is not None
         rule, now, most = self._model.lengths, request.length, self._speculation.tokens
         return (
@@ -283,10 +283,10 @@ class LocalEngine:
     def _append(
         self, rows: Sequence[LocalRequest], drafts: Sequence[Sequence[int]], hidden: Tensor
     ) -> dict[LocalRequest, FinishReason]:
-        """Draw tokens for each request, up to the first that differs from its guess.
+        """Sample tokens for each request, up to the first that differs from its draft.
 
         Args:
-            hidden: one state per guessed token of each row, and one more.
+            hidden: one state per draft token of each row, plus one.
 
         Returns:
             The requests that ended, and why.
@@ -313,7 +313,7 @@ class LocalEngine:
         _fail(self._scheduler.clear(), cause)
         try:
             self._pool.allocate()
-        except Exception as error:  # nothing can run: the next request tries to take the memory again
+        except Exception as error:  # nothing can run: the next request tries to allocate again
             _fail(self._scheduler.waiting, error)
             self._scheduler.waiting.clear()
 

@@ -40,7 +40,7 @@ class KVLayout:
 
     @property
     def slot_bytes(self) -> int:
-        """``token_bytes``, with the plane through which rows move."""
+        """``token_bytes`` plus the staging plane for moving rows."""
         return self.token_bytes // self.planes * (self.planes + 1)
 
 
@@ -57,7 +57,7 @@ class Bank:
 class KVMemory:
     """One model's keys and values: one tensor, with the prompt bank at its front and the other bank at its back.
 
-    One plane more than the model needs is the staging area for rows that move, so that moving takes no other memory.
+    One extra plane is the staging area for rows that move, so that moving takes no other memory.
     """
 
     def __init__(self, layout: KVLayout, slots: int) -> None:
@@ -66,7 +66,7 @@ class KVMemory:
         self.allocate()
 
     def allocate(self) -> None:
-        """Take the memory, zeroed: a masked slot must be finite too, because 0 times NaN is NaN."""
+        """Allocate the memory, zeroed: a masked slot must be finite too, because 0 times NaN is NaN."""
         self._use(_zeros((self.layout.planes + 1, self._slots * self._width), self.layout.dtype, self.layout.device))
 
     def free(self) -> None:
@@ -91,7 +91,7 @@ class KVMemory:
     def arranged(self, old: Bank, order: Sequence[int], length: int, shape: Shape) -> Bank:
         """A bank whose row ``i`` has the first ``length`` slots of row ``order[i]`` of ``old``, which it overwrites.
 
-        Rows move through the staging plane; in an unchanged shape, only those whose place changes.
+        Rows move through the staging plane; if the shape is unchanged, only rows whose place changes are moved.
         """
         same = shape == old.shape
         new = old if same else self._bank(shape, front=old.front)
@@ -110,7 +110,7 @@ class KVMemory:
 
 
 def _zeros(shape: Shape, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """On a CPU the system gives a page when it is first written: what is never used takes no memory."""
+    """On a CPU, pages are allocated on first write, so unused slots take no memory."""
     size = shape[0] * shape[1] * dtype.itemsize
     if device.type != "cpu" or not size or sys.platform == "win32":
         return torch.zeros(shape, dtype=dtype, device=device)

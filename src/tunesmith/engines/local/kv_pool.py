@@ -1,7 +1,7 @@
 """Memory for keys and values, within a hard budget.
 
 The scheduler decides which requests run; only the pool and the attention that reads it know where tokens are. The pool
-has two rectangular banks: a row per prompt, and a row per running request for what it has written. Rectangles let
+has two rectangular banks: a row per prompt, and a row per running request for its generated tokens. Rectangles let
 attention on a CPU read strided views without a gather; the slots they waste count against the budget. Rows in use are
 kept together at the front of their bank, so that a step reads one view of each.
 """
@@ -22,7 +22,7 @@ _Item = TypeVar("_Item")
 
 
 class KVPool:
-    """Two banks, the same for each of its models (``memories``).
+    """Two banks, with the same rows for each of its models (``memories``).
 
     Raises:
         UserError: ``kv_bytes`` hold less than two blocks.
@@ -34,7 +34,7 @@ class KVPool:
         self.block_size, self._max_running = block_size, max_running
         slot_bytes = sum(layout.slot_bytes for layout in layouts)
         self.total = kv_bytes // slot_bytes // block_size * block_size
-        """Slots in all; a slot holds one token."""
+        """Total slots; a slot holds one token."""
         if self.total < 2 * block_size:
             raise UserError(
                 f"a KV budget of {kv_bytes} bytes holds {self.total} tokens: this model needs at least "
@@ -53,11 +53,11 @@ class KVPool:
 
     @property
     def capacity(self) -> int:
-        """Slots that each running request has."""
+        """Slots per running request."""
         return self._shape[1]
 
     def needed(self, prompt: int, written: int) -> int:
-        """Slots of one request alone."""
+        """Slots that one request needs by itself."""
         return self._padded(prompt) + self._padded(written)
 
     def prompt(self, token_ids: tuple[int, ...], rotary_length: int) -> CachedPrompt | None:
@@ -66,17 +66,17 @@ class KVPool:
         return next((p for p in self.prompts if not p.stale and (p.token_ids, p.rotary_length) == key), None)
 
     def can_admit(self, requests: Sequence[LocalRequest]) -> bool:
-        """Whether these, with the prompts they refer to, fit in addition to those that run."""
+        """Whether these requests and their prompts fit in addition to the running ones."""
         return self._fits(self._in_use(requests), len(self.running) + len(requests), self._length(requests, HEADROOM))
 
     def admit(self, requests: Sequence[LocalRequest], waiting: Sequence[LocalRequest]) -> list[CachedPrompt]:
-        """Give each request a row, forgetting unused prompts where their room is needed.
+        """Give each request a row, evicting unused prompts if space is needed.
 
         Args:
-            waiting: those that come next; their prompts are kept longest.
+            waiting: the next requests; their prompts are evicted last.
 
         Returns:
-            The prompts that are new here and have to be computed.
+            The new prompts, which have to be computed.
         """
         self._clock += 1
         used = self._in_use(requests)
@@ -104,7 +104,7 @@ class KVPool:
         return True
 
     def release(self, requests: Sequence[LocalRequest]) -> None:
-        """Take back the rows of running requests. Their prompts stay until their room is needed."""
+        """Free the rows of running requests. Their prompts stay until space is needed."""
         for request in requests:
             assert request.prompt is not None
             request.prompt.running -= 1
@@ -115,13 +115,13 @@ class KVPool:
             self._close_gaps()
 
     def expire_prompts(self) -> None:
-        """The weights are new: keep prompts only for the requests that use them now."""
+        """After a change of weights: keep prompts only for the requests that use them now."""
         for prompt in self.prompts:
             prompt.stale = True
         self._close_gaps()
 
     def clear(self) -> None:
-        """Forget everything and free the memory, which ``allocate`` takes back."""
+        """Drop everything and free the memory, until ``allocate``."""
         self.running, self.prompts = [], []
         for memory in self.memories:
             memory.free()
@@ -143,7 +143,7 @@ class KVPool:
         return -(-tokens // self.block_size) * self.block_size
 
     def _in_use(self, admitted: Sequence[LocalRequest] = ()) -> list[CachedPrompt]:
-        """Prompts that running or admitted requests use, which have to stay."""
+        """Prompts that running or admitted requests use, which must not be evicted."""
         used = {p: None for p in self.prompts if p.running}
         used.update({r.prompt: None for r in admitted if r.prompt is not None})
         return list(used)
@@ -164,7 +164,7 @@ class KVPool:
         length: int,
         waiting: Sequence[LocalRequest],
     ) -> None:
-        """Shape the banks for these; where they do not fit, forget prompts, the longest unused first."""
+        """Resize the banks for these; if they do not fit, evict unused prompts, least recently used first."""
         wanted = {r.prompt_ids for r in waiting}
         unused = sorted((p for p in self.prompts if p not in used), key=lambda p: (p.token_ids in wanted, p.used_at))
         kept = list(prompts)
@@ -191,7 +191,7 @@ class KVPool:
             move()
 
     def _close_gaps(self, forgotten: set[CachedPrompt] | None = None) -> None:
-        """Keep prompts in use before unused ones, and requests that have written much before others."""
+        """Order prompts in use before unused ones, and requests with long completions before others."""
 
         def zone(prompt: CachedPrompt) -> int | None:
             if prompt.running:
@@ -202,11 +202,11 @@ class KVPool:
         self._order_running(self._by_length(), self._shape)
 
     def _by_length(self) -> list[int]:
-        """The running requests, the longest first: attention computes rows of similar lengths together."""
+        """An order of the running requests, longest first: attention computes rows of similar length together."""
         return compact(self.running, lambda r: None if r.prompt is None else -length_class(r.cached))
 
     def _order_prompts(self, order: Sequence[int], shape: Shape) -> None:
-        """Row ``i`` becomes what row ``order[i]`` was; rows not named are dropped."""
+        """Move row ``order[i]`` to row ``i``; other rows are dropped."""
         longest = max((len(self.prompts[i]) for i in order), default=0)
         for memory in self.memories:
             memory.prompts = memory.arranged(memory.prompts, order, longest, shape)
@@ -229,7 +229,7 @@ def _size(shape: Shape) -> int:
 
 
 def length_class(tokens: int) -> int:
-    """Up to 64 tokens, up to twice as many, and so on: rows are sorted by it."""
+    """0 below 64 tokens, 1 below 128, 2 below 256 and so on: rows are sorted by it."""
     return (tokens // 64).bit_length()
 
 

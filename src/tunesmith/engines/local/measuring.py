@@ -1,4 +1,4 @@
-"""How long each kind of product takes with a model's own weights."""
+"""Times each kind of matrix product with a model's own weights."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from tunesmith.models.lean import PRODUCTS, LeanDecoder
 from tunesmith.models.products import HEADS, IN_CPP, LAYERS, Kind, Product, works
 
 SAMPLE = 16 << 20
-"""Numbers of the layers that are measured in turn, and of the part of the head: more than a core's own cache holds."""
+"""Weights of the layers that are measured, and of the part of the head: more than fit in a core's own cache."""
 REPEATS = 2
 CALL = 1e-5
-"""Seconds of a call from Python, most of which a layer saves whose products are all in C++."""
+"""Seconds per call from Python; a layer whose products are all in C++ saves most of them."""
 
 
 class _NoAttention:
@@ -28,7 +28,7 @@ class _NoAttention:
 
 
 class _Sample:
-    """Some layers and a part of the head, prepared in every kind that this machine has."""
+    """Some layers and a part of the head, prepared in every kind that this machine supports."""
 
     def __init__(self, model: CausalLM, lean: LeanDecoder, kinds: Sequence[str], *, small: bool) -> None:
         dtype, weight = model.module.dtype, model.head.weight
@@ -50,12 +50,12 @@ class _Sample:
         self.of_head = {kind: how.prepare(weight[:rows], None) for kind, how in self.heads.items()}
 
     def fastest(self, rows: int) -> dict[str, str]:
-        """The kinds with which a step of so many rows takes least time; all rows of a layer have one type."""
+        """The fastest kinds for a step of this many rows; all products of a layer use the same row dtype."""
         types = dict.fromkeys(kind.rows for kind in self.layers.values() if kind.rows)
         return min((self._of_type(rows, dtype) for dtype in types), key=lambda found: found[0])[1]
 
     def _of_type(self, rows: int, dtype: torch.dtype) -> tuple[float, dict[str, str]]:
-        """Seconds of a step whose layers compute in ``dtype``, and its kinds."""
+        """Seconds of a step whose layers compute in ``dtype``, and the kinds it uses."""
         able = [kind for kind, how in self.layers.items() if how.rows == dtype]
         times: dict[str, dict[str, float]] = {}
         for name in PRODUCTS:
@@ -84,10 +84,10 @@ class _Sample:
 def measured(
     model: CausalLM, lean: LeanDecoder, rows: Sequence[int], kinds: Sequence[str], *, small: bool
 ) -> dict[str, dict[str, str]]:
-    """The fastest kind of each of a layer's products and of the head, by the number of rows.
+    """The fastest kind of each product of a layer and of the head, by row count.
 
     Args:
-        kinds: those of the layers that may be tried.
+        kinds: the kinds that layers may try.
         small: whether layers may be tried in float32 copies of bfloat16 weights.
     """
     sample = _Sample(model, lean, kinds, small=small)
@@ -95,11 +95,11 @@ def measured(
 
 
 def _chosen(times: Mapping[str, Mapping[str, float]], saved: float) -> dict[str, str]:
-    """The fastest kind of each product, or one kind in C++ of all.
+    """The fastest kind of each product, or a single C++ kind for all.
 
     Args:
         times: seconds by product and kind.
-        saved: seconds that a product takes less where all of its layer are of one kind in C++.
+        saved: seconds saved per product if all products of its layer are of the same C++ kind.
     """
     fastest = {name: min(own, key=lambda kind: own[kind]) for name, own in times.items()}
     totals = {
@@ -113,7 +113,7 @@ def _chosen(times: Mapping[str, Mapping[str, float]], saved: float) -> dict[str,
 
 
 def _able(kinds: Mapping[str, Kind], dtype: torch.dtype) -> dict[str, Kind]:
-    """The kinds that this machine has."""
+    """The kinds that this machine supports."""
     return {name: kind for name, kind in kinds.items() if works(kind, dtype)}
 
 
@@ -123,7 +123,7 @@ def _each(products: Sequence[Product], x: Tensor) -> None:
 
 
 def _seconds(tried: Mapping[str, Callable[[], None]]) -> dict[str, float]:
-    """The least time of each, which are tried in turn: other programs slow some of the tries down."""
+    """The least time of each over several rounds, because other programs slow some of the runs down."""
     least = dict.fromkeys(tried, float("inf"))
     for _ in range(1 + REPEATS):
         for name, work in tried.items():

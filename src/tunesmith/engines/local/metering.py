@@ -22,7 +22,7 @@ class Meter:
     def decoded(
         self, running: Sequence[LocalRequest], drafted: int, accepted: int, kv_slots: int, seconds: float
     ) -> None:
-        """One decode step of ``running``, which verified ``drafted`` tokens, before they end."""
+        """Count a decode step of ``running`` that verified ``drafted`` tokens, before any request is released."""
         own = sum(r.cached for r in running)
         shared = sum(len(p) for p in {r.prompt for r in running} if p is not None)
         pairs = own + sum(len(r.prompt_ids) for r in running)
@@ -39,7 +39,7 @@ class Meter:
         self.counted = add_stats(self.counted, step)
 
     def prefilled(self, pieces: Sequence[Piece], admitted: int, kv_slots: int, seconds: float) -> None:
-        """One prefill, from which so many ``admitted`` requests drew a token."""
+        """Count a prefill from which ``admitted`` requests sampled a token."""
         tokens = sum(map(len, pieces))
         pairs = sum(len(p) * (2 * p.positions[0] + len(p) + 1) // 2 for p in pieces)
         step = EngineStats(

@@ -1,6 +1,6 @@
-"""A decode step of a lean decoder on a CPU: its large products, and between them functions compiled from C++.
+"""A decode step of a lean decoder on a CPU: its large products, with functions compiled from C++ between them.
 
-A layer is four products and four calls. The residual stream is float32; keys and values are in the bank's type. The
+A layer is four products and four calls. The residual stream is float32; keys and values have the bank's dtype. The
 operations are those of ``models.lean`` and ``DecodeAttention``, with fewer roundings.
 
 Shape legend: ``B`` rows, ``d`` hidden size, ``H`` query heads, ``K`` key/value heads, ``D`` head size.
@@ -25,13 +25,13 @@ from tunesmith.models.rope import rotated_by
 TYPES = (torch.float32, torch.bfloat16)
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
 TOGETHER = 8
-"""Query heads of one key/value head that are computed together, at most, unless a single row has more."""
+"""The most query heads of one key/value head that are computed together, unless a single row has more."""
 TABLE = 1024
 """Positions by which rotary tables grow."""
 
 
 class BankData(Structure):
-    """As in ``decode.cpp``, like those that follow."""
+    """Mirrors the struct in ``decode.cpp``, as do the classes below."""
 
     _fields_ = (("data", c_void_p), ("plane", c_int64), ("row", c_int64), ("head", c_int64))
 
@@ -79,11 +79,11 @@ def fits(model: CausalLM) -> bool:
 
 
 def kv_dtype(model: CausalLM, *, compiled: bool) -> torch.dtype:
-    """Of a cache that the fastest functions read: the model's, but float32 on a CPU where PyTorch's batched products
-    decode, which are three times as fast in it."""
+    """The KV cache's dtype for fastest decoding: the model's, but float32 on a CPU that decodes with PyTorch's batched
+    products, which are three times as fast in it."""
     if model.device.type != "cpu":
         return model.dtype
-    # The plan counts with it before anything is compiled, so it does not depend on whether that succeeds.
+    # The memory plan uses it before anything is compiled, so it does not depend on whether compiling succeeds.
     return model.dtype if compiled and fits(model) else torch.float32
 
 
@@ -96,7 +96,7 @@ class _Weights:
 
 
 class _Block:
-    """What the functions need of a layer, besides its products if these are others."""
+    """A layer's data for the functions, with its products if all of them are compiled."""
 
     def __init__(self, layer: Layer) -> None:
         self.layer = layer
@@ -134,7 +134,7 @@ class _Decoder:
 
 
 class RowsData:
-    """Which rows share a prompt, as the functions read it. Made when the rows change."""
+    """Which rows share a prompt, as the functions read it. Rebuilt when the rows change."""
 
     def __init__(self, key: Sequence[tuple[int, int]], share: int) -> None:
         self.key = key
@@ -158,7 +158,7 @@ class NativeDecode:
         self.refresh()
 
     def refresh(self) -> None:
-        """Forget what was read of the weights."""
+        """Drop everything derived from the weights."""
         self._decoders: dict[int, _Decoder] = {}
         self._tables: dict[str | None, tuple[Tensor, Tensor]] = {}
 
@@ -182,11 +182,11 @@ class NativeDecode:
                 self._functions.tunesmith_layers(byref(step), decoder.layers, len(decoder.layers), x.shape[1], *places)
         else:
             self._layer_by_layer(decoder, step, x, out)
-        del tables  # they were read until here
+        del tables  # kept alive until here
         return out
 
     def drawn(self, logits: Tensor, temperatures: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-        """As ``sampler.sample`` where nothing is cut."""
+        """As ``sampler.sample``, for rows without cuts."""
         rows, vocabulary = logits.shape
         logits = logits.contiguous()
         tokens, logprobs = torch.empty(rows, dtype=torch.int64), torch.empty(rows)
@@ -196,7 +196,7 @@ class NativeDecode:
         return tokens, logprobs
 
     def _layer_by_layer(self, decoder: _Decoder, step: StepData, x: Tensor, normed: Tensor) -> None:
-        """Products as they are prepared, and the functions between them."""
+        """Call the prepared products, and the functions between them."""
         here, lib, (count, width) = byref(step), self._functions, x.shape
         seen = torch.empty(count, step.heads * step.dim, dtype=normed.dtype)
         x_at, normed_at, seen_at = x.data_ptr(), normed.data_ptr(), seen.data_ptr()
@@ -260,7 +260,7 @@ class NativeDecode:
 
 
 def _tables(decoder: LeanDecoder, like: Tensor, positions: Tensor, kind: str | None) -> tuple[Tensor, Tensor]:
-    """Rounded as the model rounds them."""
+    """Cosines and sines, rounded as in the model."""
     cos, sin = decoder.rotary(like, positions, kind)
     return cos.float().contiguous(), sin.float().contiguous()
 

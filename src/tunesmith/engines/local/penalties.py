@@ -1,4 +1,4 @@
-"""Alters logits before the temperature: penalises repeated tokens, and holds back tokens that end a completion.
+"""Alters logits before the temperature: penalises repeated tokens, and suppresses tokens that end a completion.
 
 Shape legend: ``N`` states, ``V`` vocabulary.
 """
@@ -19,7 +19,7 @@ def penalise(logits: Tensor, requests: Sequence[LocalRequest], drafted: Sequence
     Args:
         logits: ``[N, V]``.
         requests: the request of each state.
-        drafted: guessed tokens that each state has read after its request's own.
+        drafted: draft tokens that each state has read after its request's own tokens.
     """
     repeating = [i for i, request in enumerate(requests) if request.sampling.repetition_penalty != 1]
     if repeating:
@@ -44,7 +44,7 @@ def penalise(logits: Tensor, requests: Sequence[LocalRequest], drafted: Sequence
 
 
 def _seen(request: LocalRequest, drafted: Sequence[int], logits: Tensor) -> Tensor:
-    """``[V]`` bool: the tokens of the prompt, of the completion and of the guesses after it."""
+    """``[V]`` bool: the tokens of the prompt, of the completion and of the draft after it."""
     if request.seen is None:
         request.seen = torch.zeros(logits.shape[1], dtype=torch.bool, device=logits.device)
         request.seen[torch.tensor(request.prompt_ids, device=logits.device)] = True

@@ -24,7 +24,7 @@ class Piece:
 
     owner: CachedPrompt | LocalRequest
     start: int
-    """Tokens of the owner before these."""
+    """Number of the owner's tokens before these."""
     token_ids: Sequence[int]
 
     def __len__(self) -> int:
@@ -88,7 +88,7 @@ class PrefillAttention:
         return torch.cat(out).to(query.dtype)
 
     def _context(self, piece: Piece, plane: int, new: Tensor) -> Tensor:
-        """``[K, c, D]``: everything up to the end of the piece, of which ``new`` is ``[n, K, D]``."""
+        """``[K, c, D]``: all keys or values up to the end of the piece, whose own are ``new``, ``[n, K, D]``."""
         prompts, completions = self._memory.prompts.memory, self._memory.completions.memory
         if not piece.prefix:
             return new.transpose(0, 1) if piece.start == 0 else prompts[plane, piece.owner.row, :, : piece.stop]
@@ -112,7 +112,7 @@ class PrefillAttention:
         return out.permute(2, 0, 1, 3).flatten(1, 2)
 
     def _seen(self, new: int, context: int, window: int | None) -> Tensor:
-        """``[n, c]`` bool: which of the context each new token sees."""
+        """``[n, c]`` bool: which context tokens each new token sees."""
         shape = (new, context, window)
         if shape not in self._masks:
             places = torch.arange(context, device=self._memory.layout.device)

@@ -16,10 +16,10 @@ _CHUNK = 256
 
 
 class Uniforms:
-    """One number in [0, 1) per written token, from the request's seed alone.
+    """One number in [0, 1) per generated token, from the request's seed alone.
 
     Philox is counter-based: the n-th number depends only on the seed and n, not on other requests. Without a seed the
-    stream is new.
+    stream is random.
     """
 
     def __init__(self, seed: int | None) -> None:
@@ -49,7 +49,7 @@ class CachedPrompt:
     used_at: int = 0
     """When it was last used, in admissions."""
     last_hidden: Tensor | None = None
-    """``[d]`` at its last token; every request of the group draws its first token from it."""
+    """``[d]`` at its last token; every request of the group samples its first token from it."""
     assistant_ready: bool = False
     """Whether the assistant model's keys and values are in the pool too."""
 
@@ -65,19 +65,19 @@ class LocalRequest(Request):
     uniforms: Uniforms
     done: Future[Completion] = field(default_factory=Future[Completion])
     prompt: CachedPrompt | None = None
-    """While it runs."""
+    """Set while it runs."""
     row: int = -1
     """Place in the pool, while it runs."""
     cached: int = 0
-    """Written tokens whose keys and values are in the pool."""
+    """Generated tokens whose keys and values are in the pool."""
     assistant_cached: int = 0
     """The same for the assistant model."""
     seen: Tensor | None = None
-    """``[V]`` bool, where repetition is penalised: the prompt's tokens and the first ``marked`` written ones. ``V`` is
-    the model's, which draws first."""
+    """``[V]`` bool, if repetition is penalised: the prompt's tokens and the first ``marked`` generated ones. ``V`` is
+    the main model's vocabulary, as it samples before an assistant does."""
     marked: int = 0
 
     @property
     def kv_length(self) -> int:
-        """Slots for written tokens that it may need; the last token is never read."""
+        """The most slots that its generated tokens may need; the last token is never read."""
         return max(1, self.max_new_tokens - 1)

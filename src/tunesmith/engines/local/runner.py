@@ -1,4 +1,4 @@
-"""Running the model for the engine: prefill, decode, and the logits of the next tokens."""
+"""Runs the model for the engine: prefill, decode, and the logits of the next tokens."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class _Probe:
 
 @torch.inference_mode()
 def probe(model: CausalLM, *, compiled: bool) -> tuple[KVLayout, ForwardCost]:
-    """The shape of the model's KV cache, and what a pass costs; measured in a pass over one token.
+    """The layout of the model's KV cache and the cost of a forward pass, from a pass over one token.
 
     Raises:
         ModelError: the layers' keys and values differ in shape, or some layers have none.
@@ -69,10 +69,10 @@ def probe(model: CausalLM, *, compiled: bool) -> tuple[KVLayout, ForwardCost]:
 
 
 class Runner:
-    """Runs the model on the rows of its memory; keeps what depends only on the running rows.
+    """Runs the model on the rows of its memory; caches what depends only on the running rows.
 
     Args:
-        vocabulary: of the model that this one drafts for: no token beyond it is drawn.
+        vocabulary: size for the model that this one drafts for: no token beyond it is sampled.
     """
 
     def __init__(
@@ -95,10 +95,10 @@ class Runner:
         self._plan: tuple[list[LocalRequest], SamplingPlan] | None = None
 
     def prefill(self, prompts: Sequence[CachedPrompt], admitted: Sequence[LocalRequest]) -> tuple[Tensor, list[Piece]]:
-        """Compute new ``prompts``, and again the tokens of preempted requests.
+        """Compute new ``prompts``, and recompute the tokens of preempted requests.
 
         Returns:
-            The hidden states ``[B, d]`` from which ``admitted`` draw their next tokens, and the computed pieces.
+            The hidden states ``[B, d]`` from which ``admitted`` sample their next tokens, and the computed pieces.
         """
         pieces = [Piece(prompt, 0, prompt.token_ids) for prompt in prompts]
         for request in admitted:
@@ -143,9 +143,9 @@ class Runner:
 
         Args:
             hidden: ``[N, d]``.
-            requests: whose states they are.
-            drafted: guessed tokens that each state has read after its request's own. The token drawn depends on the
-                state, on the tokens before it, and on the request's seed and the token's place.
+            requests: the request of each state.
+            drafted: draft tokens that each state has read after its request's own tokens. The sampled token depends
+                on the state, the tokens before it, the request's seed and the token's position.
         """
         logits = penalise(self._logits(hidden)[:, : self._vocabulary], requests, drafted)
         numbers = [r.uniforms[len(r.token_ids) + len(ahead)] for r, ahead in zip(requests, drafted, strict=True)]
@@ -158,13 +158,13 @@ class Runner:
         return tokens.tolist(), logprobs.tolist()
 
     def refresh(self) -> None:
-        """Forget prepared weights: they are new, or others need the memory."""
+        """Drop prepared weights: the weights have changed, or the memory is needed elsewhere."""
         self._decoder.refresh()
         if self._native is not None:
             self._native.refresh()
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        """``[B, V]`` float32, never rounded to bfloat16: that would move log-probabilities by up to 0.03."""
+        """``[B, V]`` float32, never rounded to bfloat16: that would change log-probabilities by up to 0.03."""
         if hidden.device.type == "cpu":
             logits = self._decoder.logits(hidden)
         else:

@@ -1,4 +1,4 @@
-"""Drawing tokens: one uniform number per row, by the inverse of the cumulative distribution.
+"""Samples tokens by the inverse of the cumulative distribution, from one uniform number per row.
 
 Shape legend: ``B`` rows, ``V`` vocabulary.
 """
@@ -15,15 +15,15 @@ from torch.nn import functional as F
 from tunesmith.types import Sampling
 
 CANDIDATES = 1024
-"""Likeliest tokens among which a cut is looked for first: sorting a large vocabulary takes longer than the model."""
+"""Number of likeliest tokens to try a cut on first: sorting a large vocabulary takes longer than the model."""
 CUTS = ("top_k", "top_p", "min_p")
 _BLOCK = 64
-_ONE_LEVEL = 65536  # below this many numbers one pass is faster than blocks
+_ONE_LEVEL = 65536  # below this many elements one pass is faster than blocks
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingPlan:
-    """The settings of all rows as tensors; None where no row needs them. Made when the rows change."""
+    """The settings of all rows as tensors; None where no row needs them. Rebuilt when the rows change."""
 
     temperatures: Tensor  # [B], 0 for greedy rows
     temperature: Tensor | None  # [B, 1], 1 for greedy rows
@@ -56,7 +56,7 @@ class SamplingPlan:
 
 
 def sample(logits: Tensor, plan: SamplingPlan, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-    """Draw one token per row.
+    """Sample one token per row.
 
     Args:
         logits: ``[B, V]`` fp32.
@@ -64,7 +64,7 @@ def sample(logits: Tensor, plan: SamplingPlan, uniforms: Tensor) -> tuple[Tensor
         uniforms: ``[B]`` fp64 in [0, 1).
 
     Returns:
-        Tokens ``[B]`` int64, and their log-probabilities ``[B]`` fp32 in the distribution they were drawn
+        Tokens ``[B]`` int64, and their log-probabilities ``[B]`` fp32 in the distribution they were sampled
         from (greedy rows: the distribution at temperature 1). NaN where logits are not finite.
     """
     if plan.all_greedy:
@@ -85,7 +85,7 @@ def _logprob(probs: Tensor, tokens: Tensor) -> Tensor:
 
 
 def cut(probs: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """Zero what ``top_k``, then ``top_p`` of the rest, then ``min_p`` cut away, and normalise.
+    """Zero the tokens cut by ``top_k``, then by ``top_p`` of the rest, then by ``min_p``, and normalise.
 
     ``top_p`` keeps the fewest tokens whose probabilities reach it; ``min_p`` keeps tokens at least that
     fraction as likely as the likeliest. The likeliest token always stays. Ties go to the lower token id.
@@ -99,7 +99,7 @@ def cut(probs: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
         return _cut(probs, torch.arange(vocabulary, device=probs.device).expand_as(probs), top_k, top_p, min_p)[0]
     likeliest = probs.topk(CANDIDATES, sorted=False).indices.sort(-1).values  # by id: ties go to the lower one
     kept, least = _cut(probs, likeliest, top_k, top_p, min_p)
-    # As unlikely a token as the last of the candidates may have been left out, and so may some of the top k.
+    # Tokens as unlikely as the last candidate may have been left out, and so may some of the top k.
     decided = least.squeeze(1) > probs.gather(1, likeliest).amin(-1)
     decided &= ((top_k <= CANDIDATES) | (top_k >= vocabulary)).squeeze(1)
     others = (~decided).nonzero().squeeze(1)
@@ -113,7 +113,7 @@ def _cut(probs: Tensor, ids: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
     """See ``cut``; only tokens of ``ids`` ``[C, n]``, ascending, can stay.
 
     Returns:
-        The probabilities ``[C, V]`` of what stays, and before they are normalised the least of them ``[C, 1]``.
+        The normalised probabilities ``[C, V]`` of the kept tokens, and the least of them before that, ``[C, 1]``.
     """
     ranked, order = probs.gather(1, ids).sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(ids.shape[1], device=probs.device)
@@ -130,8 +130,8 @@ def _cut(probs: Tensor, ids: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
 def inverse_cdf(probs: Tensor, uniforms: Tensor) -> Tensor:
     """The first token at which the cumulative probability exceeds ``uniform * total``.
 
-    Running sums are fp64, and the target stays below the total, so that the drawn token always raises the sum: a token
-    of probability 0 is never drawn. Large tables are searched in two levels, blocks first.
+    Running sums are fp64, and the target stays below the total, so that the chosen token always raises the sum: a token
+    of probability 0 is never chosen. Large tables are searched in two levels, blocks first.
 
     Args:
         probs: ``[B, V]``, at least one entry of each row positive; rows need not add up to 1.
@@ -144,7 +144,7 @@ def inverse_cdf(probs: Tensor, uniforms: Tensor) -> Tensor:
     if probs.numel() <= _ONE_LEVEL:
         return _search(probs.cumsum(-1, dtype=torch.float64), uniforms).squeeze(1)
     rest = -probs.shape[1] % _BLOCK
-    blocks = (F.pad(probs, (0, rest)) if rest else probs).view(len(probs), -1, _BLOCK)  # padding copies, by nothing too
+    blocks = (F.pad(probs, (0, rest)) if rest else probs).view(len(probs), -1, _BLOCK)  # F.pad always copies
     totals = blocks.sum(-1).cumsum(-1, dtype=torch.float64)
     block = _search(totals, uniforms)
     before = F.pad(totals, (1, 0)).gather(1, block)
@@ -159,8 +159,8 @@ def inverse_cdf(probs: Tensor, uniforms: Tensor) -> Tensor:
 def _search(totals: Tensor, uniforms: Tensor) -> Tensor:
     """First index ``[B, 1]`` whose running total exceeds ``uniform * total``.
 
-    There is one: rounded to fp64, the product with a number of at most ``1 - 2**-53`` stays below the total.
-    Only totals that are not finite run past the end.
+    One always exists: rounded to fp64, the product with a number of at most ``1 - 2**-53`` stays below the total.
+    Only non-finite totals run past the end.
     """
     index = torch.searchsorted(totals, uniforms * totals[:, -1:], right=True)
     return index.clamp_max_(totals.shape[1] - 1)

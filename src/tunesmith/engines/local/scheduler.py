@@ -14,9 +14,9 @@ class Scheduler:
     """The queue in front of a ``KVPool``; it computes nothing.
 
     Args:
-        max_running: requests at most.
-        max_prefill_tokens: tokens of the prompts that start together, unless the first alone is longer.
-        lengths: which lengths the model rotates equally, if its frequencies depend on the length.
+        max_running: limit of running requests.
+        max_prefill_tokens: limit of tokens of prompts that start together, unless the first alone is longer.
+        lengths: which lengths have equal rotary frequencies, if these depend on the length.
     """
 
     def __init__(
@@ -33,8 +33,8 @@ class Scheduler:
         return bool(self.waiting or self.pool.running)
 
     def admit(self) -> tuple[list[CachedPrompt], list[LocalRequest]]:
-        """Start waiting requests, oldest first; the prompts to compute for them, and the requests."""
-        if self._lengths is not None:  # compute keys again that are rotated for shorter sequences
+        """Start waiting requests, oldest first; returns the prompts to compute for them, and the requests."""
+        if self._lengths is not None:  # recompute keys that are rotated for shorter sequences
             running = self.pool.running
             self._requeue([r for r in running if r.prompt and r.prompt.rotary_length != self._rotary_length(r)])
         admitted = self._choose()
@@ -42,7 +42,7 @@ class Scheduler:
             return [], []
         try:
             fresh = self.pool.admit(admitted, self.waiting)
-        except Exception:  # such as too little memory: they fail with those that run
+        except Exception:  # such as too little memory: they fail with the running ones
             self.pool.running.extend(r for r in admitted if r not in self.pool.running)
             raise
         self.reused_tokens += sum(len(r.prompt_ids) for r in admitted) - sum(map(len, fresh))
@@ -63,7 +63,7 @@ class Scheduler:
         self.pool.release([r for r in self.pool.running if r in gone])
 
     def clear(self) -> list[LocalRequest]:
-        """Forget running requests and all prompts; returns these requests."""
+        """Drop running requests and all prompts; returns the requests."""
         running = list(self.pool.running)
         self.pool.clear()
         return running

@@ -1,9 +1,10 @@
-"""Speculative decoding: several tokens of a request in one pass, if a cheap guess of them was right.
+"""Speculative decoding: several tokens of a request in one pass, if a cheap draft of them was right.
 
-The model reads the guessed tokens in one pass and draws its own token at each of their places, with the number that
-plain decoding would use there (``Uniforms``). Guesses are kept up to the first that differs from the drawn token. The
-tokens are therefore those of plain decoding: for a deterministic guess this is the rejection sampling of Leviathan et
-al. 2023 (arXiv:2211.17192), with a point mass as the proposal. An assistant model draws with the same numbers.
+The model reads the draft tokens in one pass and samples its own token at each of their positions, with the random
+number that plain decoding would use there (``Uniforms``). The draft is kept up to the first token that differs from the
+sampled one. The tokens are therefore those of plain decoding: for a deterministic draft this is the rejection sampling
+of Leviathan et al. 2023 (arXiv:2211.17192), with a point mass as the proposal. An assistant samples with the same
+random numbers.
 """
 
 from __future__ import annotations
@@ -24,17 +25,17 @@ from tunesmith.models.causal_lm import CausalLM
 NGRAMS = (4, 3, 2)
 """Lengths of the n-grams that are looked up, longest first."""
 MOST_ROWS = 16
-"""With more requests in a pass its cost grows with their tokens, and guesses gain nothing."""
+"""With more requests, the cost of a pass grows with its tokens, and drafts gain nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
-    """How tokens are guessed."""
+    """How tokens are drafted."""
 
     tokens: int
-    """Limit of guesses per request and step."""
+    """Limit of draft tokens per request and step."""
     assistant: CausalLM | None = None
-    """A smaller model that guesses; None: n-grams are looked up."""
+    """A smaller model that drafts; None: n-grams are looked up."""
 
     def check(self, model: CausalLM) -> None:
         """Refuse an assistant that does not fit the model.
@@ -60,12 +61,12 @@ class Speculation:
 
 class Drafter(Protocol):
     def propose(self, running: Sequence[LocalRequest], most: Sequence[int]) -> list[list[int]]:
-        """Guess the next tokens of each request: at most ``most[i]`` (none if that is not positive)."""
+        """Draft the next tokens of each request: at most ``most[i]`` (none if that is not positive)."""
         ...
 
 
 class NgramDrafter:
-    """Proposes what followed the last few tokens earlier in the prompt or the completion."""
+    """Proposes the tokens that followed an earlier occurrence of the last few tokens."""
 
     def propose(self, running: Sequence[LocalRequest], most: Sequence[int]) -> list[list[int]]:
         """See ``Drafter``."""
@@ -98,7 +99,7 @@ def _newest(text: list[int], n: int) -> int | None:
 class AssistantDrafter:
     """A smaller model, whose keys and values are in the same rows of the pool as the model's.
 
-    Models of one tokenizer pad the vocabulary to different sizes: after a token that the assistant lacks, it is silent.
+    Models with the same tokenizer may pad the vocabulary differently: it drafts nothing after a token that it lacks.
     """
 
     def __init__(self, runner: Runner) -> None:
@@ -106,7 +107,7 @@ class AssistantDrafter:
         self._reads = runner.model.head.out_features
 
     def propose(self, running: Sequence[LocalRequest], most: Sequence[int]) -> list[list[int]]:
-        """See ``Drafter``. Each proposal is drawn with the number that the request's own token will be drawn with."""
+        """See ``Drafter``. Each proposal uses the random number that the request's own token will use."""
         drafts: list[list[int]] = [[] for _ in running]
         most = [n if self._can_read(r) else 0 for r, n in zip(running, most, strict=True)]
         read = [r.prompt for r, n in zip(running, most, strict=True) if n > 0]
@@ -117,7 +118,7 @@ class AssistantDrafter:
         for step in range(max(most)):
             rows = [i for i, n in enumerate(most) if n > step]
             requests = [running[i] for i in rows]
-            # The first pass reads the tokens written since the last one, further passes the token guessed before.
+            # The first pass reads the tokens generated since the last draft, later passes the previous draft token.
             starts = [r.assistant_cached if step == 0 else len(r.token_ids) + step - 1 for r in requests]
             texts = [[*r.token_ids, *drafts[i]] for i, r in zip(rows, requests, strict=True)]
             pieces = [Piece(r, start, text[start:]) for r, start, text in zip(requests, starts, texts, strict=True)]
@@ -130,6 +131,6 @@ class AssistantDrafter:
         return drafts
 
     def _can_read(self, request: LocalRequest) -> bool:
-        """Whether it has all tokens that it has not read yet."""
+        """Whether its vocabulary has all tokens that it has yet to read."""
         prompt = request.prompt_ids if request.prompt is None or not request.prompt.assistant_ready else ()
         return max((*prompt, *request.token_ids[request.assistant_cached :]), default=0) < self._reads

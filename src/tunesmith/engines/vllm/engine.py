@@ -1,8 +1,8 @@
-"""vLLM in this process, behind the engine port.
+"""vLLM in this process, behind the engine interface.
 
-All calls into vLLM run on its ``StepThread``: arrivals, aborts and new weights are taken in between two steps, so a
-token's version is exactly that of the weights that drew it. A prefix cache entry carries the number of the load whose
-weights made it (``cache_salt``), so that none outlives its weights.
+All calls into vLLM run on its ``StepThread``: new requests, aborts and new weights are handled between steps, so a
+token's version is exactly that of the weights that sampled it. A prefix cache entry is salted with the number of the
+load that its weights came from (``cache_salt``), so that none outlives its weights.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ class _Request(PartialCompletion):
     """A request in vLLM, which decides when it ends, but does not see a stop string that begins in the prompt."""
 
     across: StopStrings | None
-    """Of a request that goes on: the stop strings that may begin before its first token."""
+    """For a continued request: stop strings that may begin before its first token."""
     done: Future[Completion] = field(default_factory=Future[Completion], init=False)
 
 
 class _Tally:
-    """Receives vLLM's statistics of a step, instead of vLLM's own loggers."""
+    """Receives vLLM's per-step statistics instead of vLLM's own loggers."""
 
     def __init__(self, kv_bytes: int) -> None:
         self.kv_bytes = kv_bytes
@@ -70,7 +70,7 @@ class _Tally:
 class VllmEngine:
     """The real vLLM, colocated with the trainer; ``load_weights`` reads the new weights from ``weights``.
 
-    With several ranks each of them calls ``weights`` in its own process.
+    With several ranks, each calls ``weights`` in its own process.
 
     Raises:
         UserError: vLLM is missing, of a version that is not supported, or does not know the model.
@@ -90,11 +90,11 @@ class VllmEngine:
         self._version = self._loads = 0
         self._state = "awake"
         self._away: list[str] = []
-        """Device memory that a sleeping engine has given away."""
+        """Device memory that a sleeping engine has released."""
         self._discarded = False
-        """Whether the weights were discarded and not loaded since."""
+        """Whether the weights were discarded and have not been loaded since."""
         self._whole = True
-        """Whether the weights are those of one version, which they are not after a load that failed."""
+        """Whether all weights are of one version; False after a failed load."""
         self._stats, self._peak = EngineStats(), 0
 
     @property
@@ -138,7 +138,7 @@ class VllmEngine:
 
     async def load_weights(self, version: int) -> None:
         def load() -> None:
-            self._loads += 1  # also if it fails: cached prefixes may then be of either weights
+            self._loads += 1  # also on failure: cached prefixes may then be of either version
             if self._away:
                 self._fetch(["weights"])  # the trainer may keep the KV memory for now
             self._whole = False
@@ -181,7 +181,7 @@ class VllmEngine:
         await self._thread.close(end)
 
     def _check(self, prompt: int, sampling: Sampling) -> None:
-        """Refuse a request that cannot be served: UserError, or EngineError in the engine's present state."""
+        """Refuse a request: UserError if it can never be served, EngineError if not in the engine's current state."""
         check_sampling(sampling)
         if 0 < sampling.temperature < LEAST_TEMPERATURE:
             raise UserError(
@@ -204,7 +204,7 @@ class VllmEngine:
             raise EngineError("the vLLM engine discarded its weights (sleep level 2): load_weights comes first")
 
     def _fetch(self, parts: list[str]) -> None:
-        """Take back device memory that sleep gave away: ``weights``, ``kv_cache``."""
+        """Reallocate device memory that ``sleep`` released: ``weights``, ``kv_cache``."""
         for tag in parts:
             if tag in self._away:
                 self._vllm.wake_up(tags=[tag])
@@ -260,8 +260,8 @@ class VllmEngine:
 def _reload(worker: Any, *, weights: NamedTensors) -> None:
     """On each rank: replace its part of the weights.
 
-    vLLM can begin a reload again only where it has ended the one before: where weights do not come, others are left
-    as they are, and the error is raised afterwards.
+    vLLM can begin a reload only if the previous one has ended. So if weights fail to arrive, the reload ends without
+    them, and the error is raised afterwards.
     """
     failed: list[Exception] = []
 

@@ -1,4 +1,4 @@
-"""Starting vLLM: its arguments, and the checks that come before it loads weights."""
+"""Starts vLLM: its arguments, and the checks before it loads weights."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ _CPU_BLOCK = 32
 
 @dataclass(frozen=True, slots=True)
 class VllmSettings:
-    """vLLM's settings; memory is in bytes, of each rank."""
+    """vLLM's settings; memory is in bytes per rank."""
 
     model: str
     dtype: str
     max_model_len: int | None = None
-    """Longest prompt and completion together; None: the model's context, or what the KV memory holds."""
+    """Most tokens of a prompt plus its completion; None: the model's context, or what the KV memory holds."""
     kv_bytes: int | None = None
     memory_share: float | None = None
     """Share of a GPU's memory for weights and KV memory, instead of ``kv_bytes``."""
@@ -46,14 +46,14 @@ class VllmSettings:
     cuda_graph_sizes: Sequence[int] | None = None
     quantization: str | None = None
     extra: Mapping[str, Any] | None = None
-    """Further arguments of vLLM's ``EngineArgs``, by its names."""
+    """Further arguments of vLLM's ``EngineArgs``, by name."""
     speculative: str = "off"
     """``ngram`` or ``draft``."""
     speculative_tokens: int = 4
     draft_model: str | None = None
     trust_remote_code: bool = False
     sleeps: bool = False
-    """Whether it can give its memory away between rollouts, which needs a GPU."""
+    """Whether it can release its memory between rollouts, which needs a GPU."""
 
     @property
     def ranks(self) -> int:
@@ -61,7 +61,7 @@ class VllmSettings:
 
 
 def start(settings: VllmSettings) -> tuple[Any, int]:
-    """A vLLM ``LLMEngine`` in this process, its ranks in others where there are several; and the model's context.
+    """Start a vLLM ``LLMEngine`` in this process (several ranks get their own); also returns the model's context.
 
     Raises:
         UserError: vLLM is missing, of a version that is not supported, or does not know the model.
@@ -80,7 +80,7 @@ def start(settings: VllmSettings) -> tuple[Any, int]:
         from vllm.platforms import current_platform  # pyright: ignore[reportMissingImports]
 
         if settings.eager and current_platform.is_cpu():
-            # One comparison in the sampler would be compiled all the same: seconds at the start, and a C++ compiler.
+            # Otherwise one comparison in the sampler is compiled, which takes seconds and needs a C++ compiler.
             current_platform.simple_compile_backend = "eager"
         from vllm.v1.engine.llm_engine import LLMEngine  # pyright: ignore[reportMissingImports]
         from vllm.version import __version__ as version  # pyright: ignore[reportMissingImports]
@@ -115,7 +115,7 @@ def start(settings: VllmSettings) -> tuple[Any, int]:
 
 
 def _check_rope(config: Any, context: int) -> None:
-    """Refuse (UserError) ``longrope`` if vLLM would give all sequences the frequencies of long ones.
+    """Refuse (UserError) ``longrope`` if vLLM would use the frequencies of long sequences for all sequences.
 
     The trainer chooses them by each sequence's length.
     """
@@ -130,7 +130,7 @@ def _check_rope(config: Any, context: int) -> None:
 
 
 def _run_once(worker: Any) -> None:
-    """Allocate the buffers between pipeline stages, which a first run does; the CPU build leaves that run out."""
+    """Allocate the buffers between pipeline stages with a first run, which the CPU build skips."""
     worker.model_runner._dummy_run(1)
 
 
@@ -181,7 +181,7 @@ def _speculation(settings: VllmSettings) -> Mapping[str, Any] | None:
 
 @contextmanager
 def _random_states() -> Generator[None]:
-    """vLLM seeds every generator of the process, which may be the trainer's."""
+    """Restore the random states afterwards: vLLM seeds every generator of the process, which may be the trainer's."""
     import numpy as np
 
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
@@ -197,7 +197,7 @@ def _random_states() -> Generator[None]:
 
 
 def kv_bytes(engine: Any) -> int:
-    """KV memory of each rank. If there are several groups of layers, they share it."""
+    """KV memory per rank. Several groups of layers share it."""
     config = engine.engine_core.engine_core.scheduler.kv_cache_config
     pages = (len(group.layer_names) * group.kv_cache_spec.page_size_bytes for group in config.kv_cache_groups)
     return config.num_blocks * max(pages)
