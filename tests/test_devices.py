@@ -286,7 +286,7 @@ def on_ray(**said: Any) -> RLConfig:
 def test_two_ranks_on_one_gpu_are_refused(said: dict[str, Any], refused: list[str]) -> None:
     found = [line for line in cluster_problems(on_ray(**{"trainer_ranks": 2, **said})) if "NCCL" in line]
     assert [line.split(".")[2] for line in found] == refused
-    assert all("with system.trainer_ranks = 2 puts two ranks on one GPU" in line for line in found)
+    assert all("with system.trainer_ranks = 2 puts two of them on one GPU" in line for line in found)
 
 
 @pytest.mark.parametrize(
