@@ -19,7 +19,19 @@ ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-from benchmarks import compiled, ours, peer_generate, peers, phase_times, presets, protocol, report, run, tuning  # noqa: E402
+from benchmarks import (  # noqa: E402
+    compiled,
+    ours,
+    peer_generate,
+    peers,
+    phase_times,
+    presets,
+    protocol,
+    report,
+    run,
+    speculation,
+    tuning,
+)
 from benchmarks.workload import QWEN3, WORKLOADS, build_model  # noqa: E402
 
 from tunesmith.plan.operations import PeakRates  # noqa: E402
@@ -301,6 +313,12 @@ def test_the_page_has_the_recorded_ratios_of_compiled_layers() -> None:
     assert rest.partition(compiled.END)[0].strip() == compiled.table(recorded)
     for row in recorded["rows"]:
         assert all(len(found) == recorded["rounds"] for found in row["ratios"].values())
+
+
+def test_the_page_has_the_recorded_ratios_of_speculation() -> None:
+    results = json.loads(speculation.RESULTS.read_text())
+    _, _, rest = speculation.PAGE.read_text().partition(speculation.BEGIN)
+    assert rest.partition(speculation.END)[0].strip() == speculation.table(results)
 
 
 def test_the_page_has_the_recorded_seconds_of_phases() -> None:
