@@ -23,6 +23,7 @@ import numpy as np
 import torch
 import torch._dynamo
 
+from benchmarks.report import write_between
 from benchmarks.run import machine
 from benchmarks.workload import WORKLOADS, S, Shape, build_model
 from tunesmith.algorithms.aggregation import weigh
@@ -147,8 +148,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     results = {"machine": machine(tuple(given.dtypes)) | {"threads": 1}, "rounds": given.rounds, "rows": rows}
     given.out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     if given.out == RESULTS:
-        before, _, rest = PAGE.read_text().partition(BEGIN)
-        PAGE.write_text(before + BEGIN + table(results) + "\n" + END + rest.partition(END)[2])
+        write_between(PAGE, BEGIN, END, table(results))
     print(table(results))
 
 

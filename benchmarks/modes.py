@@ -18,6 +18,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+from benchmarks.report import write_between
 from benchmarks.workload import WORKLOADS, build_model
 from tunesmith.monitor.metrics import read_metrics
 from tunesmith.plan.hardware import read_hardware
@@ -83,8 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         given.out.write_text(json.dumps(results, indent=1) + "\n")
     text = table(json.loads(given.out.read_text()))
     if given.out == RESULTS:
-        before, _, rest = PAGE.read_text().partition(BEGIN)
-        PAGE.write_text(before + BEGIN + "\n" + text + "\n" + END + rest.partition(END)[2])
+        write_between(PAGE, BEGIN, END, "\n" + text)
     print(text)
 
 

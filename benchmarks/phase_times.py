@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.report import write_between
 from benchmarks.run import machine
 from tunesmith.plan.hardware import read_hardware
 from tunesmith.tune.machine import ROUNDS, SHAPES, Prediction, fitted, predictions, probes, take_turns
@@ -42,8 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     results = {"machine": machine(("float32", "bfloat16")), **shapes, "claim": CLAIM, **summary(found)}
     given.out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     if given.out == RESULTS:
-        before, _, rest = PAGE.read_text().partition(BEGIN)
-        PAGE.write_text(before + BEGIN + table(results) + "\n" + END + rest.partition(END)[2])
+        write_between(PAGE, BEGIN, END, table(results))
     print(table(results))
 
 

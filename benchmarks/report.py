@@ -29,6 +29,12 @@ Key = tuple[str, str, str, str]
 """Workload, figure, system, dtype."""
 
 
+def write_between(page: Path, begin: str, end: str, text: str) -> None:
+    """Replace what a page has between two markers."""
+    before, _, rest = page.read_text().partition(begin)
+    page.write_text(before + begin + text + "\n" + end + rest.partition(end)[2])
+
+
 def summarise(records: Iterable[Record]) -> dict[str, list[dict[str, Any]]]:
     """``measures`` and ``ratios`` of all rounds.
 

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.report import write_between
 from benchmarks.run import machine
 from benchmarks.workload import FIRST_WORD, QWEN3, SMALL, S, Shape, build_model
 from tunesmith.engines.local.engine import LocalEngine
@@ -124,8 +125,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     results = {"machine": machine((given.dtype,)), **sizes, "rows": rows}
     given.out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     if given.out == RESULTS:
-        before, _, rest = PAGE.read_text().partition(BEGIN)
-        PAGE.write_text(before + BEGIN + table(results) + "\n" + END + rest.partition(END)[2])
+        write_between(PAGE, BEGIN, END, table(results))
     print(table(results))
 
 

@@ -25,6 +25,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks.report import write_between
 from benchmarks.run import machine
 from benchmarks.workload import Shape, build_model
 from tunesmith.assembly import train
@@ -121,8 +122,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     results = {"machine": machine(("float32",)), "cases": {name: case for name, case in found.items() if case}}
     given.out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     if given.out == RESULTS:
-        before, _, rest = PAGE.read_text().partition(BEGIN)
-        PAGE.write_text(before + BEGIN + table(results) + "\n" + END + rest.partition(END)[2])
+        write_between(PAGE, BEGIN, END, table(results))
     print(table(results))
 
 
