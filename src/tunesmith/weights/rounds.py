@@ -77,6 +77,7 @@ class Link:
         """Leave the round: others can read nothing more from this process."""
         if self.kind == "nccl":
             self.group.abort()  # nothing is in progress, or it has to end
+        self.group = None  # gloo disconnects only here; an error's traceback may keep this object
 
 
 Send = Callable[[Link], None]
