@@ -1,7 +1,7 @@
 """Matrix products with few rows on a CPU, with weights in the layout that a kernel reads fastest.
 
 A plain product with few rows converts its weights every time, or reads them slower than memory allows. A ``Kind``
-prepares them once and returns a function of the input. Which is fastest depends on CPU, shape and number of rows.
+prepares them once and returns a function of the input. Which is fastest depends on the CPU (``fastest``).
 
 Shape legend: ``T`` rows, ``K`` inputs, ``N`` outputs.
 """
@@ -33,7 +33,6 @@ PANELS = "panels"
 """The C++ kind for float32 rows and weights in panels, on CPUs without bfloat16 products."""
 PAIRS = "pairs"
 """The C++ kind for bfloat16 rows and weights in panels of pairs, on CPUs that multiply pairs (AVX-512 BF16)."""
-IN_CPP = (COMPILED, PANELS, PAIRS)
 PACKED_ROWS = 32
 """The number of rows for which the layout of packed weights is optimised."""
 
@@ -93,14 +92,6 @@ def recorded(name: str) -> AbstractContextManager[object]:
     """Name a call of compiled functions in a trace of torch's profiler, which would otherwise not see it."""
     recording = torch.autograd.profiler._is_profiler_enabled  # pyright: ignore[reportPrivateUsage]
     return torch.profiler.record_function(f"{COMPILED_CALL}{name}") if recording else nullcontext()
-
-
-def fastest() -> str | None:
-    """The kind for bfloat16 weights that is fastest here for all shapes and rows; None: it has to be measured."""
-    found = functions()
-    if found is None:
-        return None
-    return COMPILED if found.tunesmith_has_tiles() else PAIRS if found.tunesmith_has_pairs() else None
 
 
 class Compiled:
@@ -246,3 +237,25 @@ def works(kind: Kind, weights: torch.dtype) -> bool:
         return bool(kind.prepare(example, None)(torch.ones(1, 16, dtype=kind.rows or weights))[0, 0] == 16)
     except (RuntimeError, AttributeError):  # the build lacks FBGEMM or oneDNN, or the CPU what they need
         return False
+
+
+def fastest(weights: torch.dtype, *, small: bool, compiled: bool) -> tuple[str, str]:
+    """The kinds of a layer's products and of the head that are fastest on this machine, for any shape.
+
+    With compiled functions no other kind was faster for 1 to 64 rows, on CPUs with AVX2, AVX-512 and AVX-512 BF16.
+
+    Args:
+        weights: float32 or bfloat16.
+        small: whether the memory for a float32 copy of bfloat16 weights is there.
+        compiled: whether products may be compiled for this CPU.
+    """
+    library = functions() if compiled else None
+    if library is not None:
+        kind = PANELS
+        if weights == torch.bfloat16:
+            kind = COMPILED if library.tunesmith_has_tiles() else PAIRS if library.tunesmith_has_pairs() else PANELS
+        return kind, kind
+    packed = works(LAYERS[weights]["packed"], weights)
+    if weights == torch.float32:
+        return ("packed", "packed") if packed else ("plain", "plain")
+    return ("packed", "twice") if packed else ("float32" if small else "plain", "float32")

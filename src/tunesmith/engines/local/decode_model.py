@@ -1,8 +1,8 @@
 """The decoding model: the trainer's, with the matrix products that are fastest for few rows on this machine.
 
-On a CPU, products of few rows take most of a decode step. Their weights are prepared once per version, in the kinds
-that were measured to be fastest (``choices``). For a bfloat16 model the rows are in bfloat16, as in the trainer, or in
-float32, which is more exact. An adapter on a small model is merged into a float32 copy first.
+On a CPU, products of few rows take most of a decode step. Their weights are prepared once per version, in the fastest
+kinds (``models.products``). For a bfloat16 model the rows are in bfloat16, as in the trainer, or in float32, which is
+more exact. An adapter on a small model is merged into a float32 copy first.
 """
 
 from __future__ import annotations
@@ -13,68 +13,65 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from tunesmith.engines.local.choices import Choice, choose
 from tunesmith.models.causal_lm import CausalLM
-from tunesmith.models.lean import PRODUCTS, LeanDecoder, Projection
-from tunesmith.models.products import HEADS, LAYERS, Product, fastest
+from tunesmith.models.lean import LeanDecoder, Projection
+from tunesmith.models.products import COMPILED, HEADS, LAYERS, PAIRS, Product, fastest
 from tunesmith.models.quantised import is_quantised
 from tunesmith.plan.hardware import memory
 from tunesmith.plan.prepared import SMALL, prepared_bytes
 
 
 class DecodeModel:
-    """The model that decodes a given number of rows, and its output head."""
+    """The model that decodes, and its output head."""
 
     def __init__(self, model: CausalLM, *, compiled: bool) -> None:
-        self._model, self._compiled = model, compiled
+        self._model = model
         on_cpu = model.device.type == "cpu" and not is_quantised(model.module)
         numbers = sum(p.numel() for p in model.module.parameters())
         # In larger models, the two small products that an adapter adds to each large one matter less.
         self._merges = on_cpu and model.adapter is not None and numbers <= SMALL
-        only = fastest() if compiled and model.module.dtype == torch.bfloat16 and not self._merges else None
-        copied = LAYERS[torch.bfloat16][only].copied if only else None
-        fits = copied == 0 or prepared_bytes(numbers, memory()[0], copied) > 0
-        self._prepares = on_cpu and fits and (self._merges or model.module.dtype in LAYERS)
-        self._choices: dict[int, Choice] | None = None
-        self._merged: CausalLM | None = None
-        self._decoders: dict[tuple[str, ...], CausalLM] = {}
-        self._products: dict[tuple[int, str, str], Product] = {}
-        self._heads: dict[str, Product] = {}
+        dtype = torch.float32 if self._merges else model.module.dtype
+        self._kinds: tuple[str, str] | None = None
+        """The kinds of the layers' products and of the head; None: nothing is prepared."""
+        if on_cpu and dtype in LAYERS:
+            kinds = fastest(dtype, small=numbers <= SMALL, compiled=compiled)
+            copied = LAYERS[dtype][kinds[0]].copied if kinds[0] in (COMPILED, PAIRS) else None
+            if copied == 0 or prepared_bytes(numbers, memory()[0], copied) > 0:
+                self._kinds = kinds
+        self.refresh()
 
     def refresh(self) -> None:
         """Drop prepared weights: the trainer's weights have changed, or the memory is needed elsewhere."""
-        self._merged = None
-        for prepared in (self._decoders, self._products, self._heads):
-            prepared.clear()
+        self._merged: CausalLM | None = None
+        self._decoder: CausalLM | None = None
+        self._head: Product | None = None
 
-    def for_rows(self, rows: int) -> CausalLM:
-        """The model to run this many rows on."""
-        whole, chosen = self._whole(), self._choice(rows)
-        kinds = tuple(chosen.get(name, "plain") for name in PRODUCTS)
-        if set(kinds) == {"plain"}:
-            return whole
-        if kinds not in self._decoders:
-            self._decoders[kinds] = self._prepared(whole, chosen)
-        return self._decoders[kinds]
+    def decoder(self) -> CausalLM:
+        """The model to run on the last tokens of requests."""
+        if self._decoder is None:
+            whole = self._whole()
+            self._decoder = whole
+            if whole.lean is not None and (kind := self._chosen(whole)[0]) != "plain":
+                self._decoder = dataclasses.replace(whole, lean=_prepared(whole.lean, kind, whole.module.dtype))
+        return self._decoder
 
     @torch.inference_mode(False)
     @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:
         """``[T, V]`` float32 on a CPU. Rounding to bfloat16 would change log-probabilities by up to 0.03."""
-        head = self._whole().head
-        kinds = HEADS.get(head.weight.dtype, HEADS[torch.bfloat16])
-        kind = self._choice(len(hidden)).get("head", "plain" if "plain" in kinds else "float32")
-        if kind not in self._heads:
-            self._heads[kind] = kinds[kind].prepare(head.weight, cast("Tensor | None", head.bias))
-        return self._heads[kind](hidden.to(kinds[kind].rows or hidden.dtype))
-
-    def _choice(self, rows: int) -> Choice:
-        """Empty unless the layers have plain weights on a CPU."""
-        if self._choices is None:
+        if self._head is None:
             whole = self._whole()
-            able = self._prepares and whole.lean is not None and whole.lean.plain
-            self._choices = choose(whole, whole.lean, compiled=self._compiled) if able and whole.lean else {1: {}}
-        return self._choices[next((most for most in self._choices if rows <= most), max(self._choices))]
+            head, bias = whole.head.weight, cast("Tensor | None", whole.head.bias)
+            kind = HEADS.get(head.dtype, HEADS[torch.bfloat16])[self._chosen(whole)[1]]
+            product, rows = kind.prepare(head, bias), kind.rows
+            self._head = product if rows is None else lambda x: product(x.to(rows))
+        return self._head(hidden)
+
+    def _chosen(self, whole: CausalLM) -> tuple[str, str]:
+        """The kinds to prepare, if the layers have plain weights."""
+        if self._kinds is not None and whole.lean is not None and whole.lean.plain:
+            return self._kinds
+        return "plain", "plain" if whole.head.weight.dtype == torch.float32 else "float32"
 
     def _whole(self) -> CausalLM:
         """The model with its adapter merged: unmerged, each large product has two small ones and Python calls more."""
@@ -87,17 +84,13 @@ class DecodeModel:
             self._merged = CausalLM(module, self._model.tokenizer, lean)
         return self._merged
 
-    def _prepared(self, whole: CausalLM, chosen: Choice) -> CausalLM:
-        lean, kinds = whole.lean, LAYERS[whole.module.dtype]
-        assert lean is not None
 
-        def product(layer: int, name: str) -> Product:
-            key = layer, name, chosen[name]
-            if key not in self._products:
-                own = cast(Projection, getattr(lean.layers[layer], name))
-                self._products[key] = kinds[chosen[name]].prepare(own.weight, own.bias)
-            return self._products[key]
+def _prepared(lean: LeanDecoder, name: str, dtype: torch.dtype) -> LeanDecoder:
+    kind = LAYERS[dtype][name]
+    assert kind.rows is not None
 
-        rows = kinds[chosen[PRODUCTS[0]]].rows
-        assert rows is not None
-        return dataclasses.replace(whole, lean=lean.with_products(product, rows))
+    def product(layer: int, name: str) -> Product:
+        own = cast(Projection, getattr(lean.layers[layer], name))
+        return kind.prepare(own.weight, own.bias)
+
+    return lean.with_products(product, kind.rows)

@@ -88,7 +88,7 @@ class Runner:
         self.model, self._memory, self._max_prefill_tokens = model, memory, max_prefill_tokens
         self._softcap: float | None = getattr(text_config(model), "final_logit_softcapping", None)
         self._scale = logit_scale(text_config(model))
-        self._decoder = DecodeModel(model, compiled=compiled)
+        self._decode_model = DecodeModel(model, compiled=compiled)
         functions = native_decode.loaded() if compiled and native_decode.fits(model) else None
         self._native = NativeDecode(functions, model, memory) if functions is not None else None
         self._grouping: tuple[list[tuple[int, int]], Grouping] | None = None
@@ -123,7 +123,7 @@ class Runner:
 
     def decode(self, running: Sequence[LocalRequest]) -> Tensor:
         """The hidden states ``[B, d]`` of each request's last token; ``running`` are all requests, by row."""
-        decoder = self._decoder.for_rows(len(running))
+        decoder = self._decode_model.decoder()
         if self._native is not None and decoder.lean is not None and decoder.lean.usable:
             return self._native.hidden(decoder.lean, running)
         attention = DecodeAttention(self._memory, self._group(running), [r.cached for r in running])
@@ -134,7 +134,7 @@ class Runner:
 
     def read(self, pieces: Sequence[Piece]) -> Tensor:
         """The hidden states ``[N, d]`` of a few tokens of each piece, in one pass."""
-        return self._read(pieces, self._decoder.for_rows(sum(map(len, pieces))))
+        return self._read(pieces, self._decode_model.decoder())
 
     def draw(
         self, hidden: Tensor, requests: Sequence[LocalRequest], drafted: Sequence[Sequence[int]]
@@ -159,14 +159,14 @@ class Runner:
 
     def refresh(self) -> None:
         """Drop prepared weights: the weights have changed, or the memory is needed elsewhere."""
-        self._decoder.refresh()
+        self._decode_model.refresh()
         if self._native is not None:
             self._native.refresh()
 
     def _logits(self, hidden: Tensor) -> Tensor:
         """``[B, V]`` float32, never rounded to bfloat16: that would change log-probabilities by up to 0.03."""
         if hidden.device.type == "cpu":
-            logits = self._decoder.logits(hidden)
+            logits = self._decode_model.logits(hidden)
         else:
             weight, bias = self.model.head.weight, cast("Tensor | None", self.model.head.bias)
             options: dict[str, Any] = {} if hidden.dtype == torch.float32 else {"out_dtype": torch.float32}
