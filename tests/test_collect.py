@@ -74,7 +74,7 @@ def test_groups_come_in_the_tasks_order_with_all_their_members() -> None:
     for group in groups:
         assert len(group.rollouts) == 3 and len(group.usable) == 3
         for r in group.rollouts:
-            assert r.token_ids[:2] == list(group.task.prompt_ids) and r.sampled[:2] == [False, False]
+            assert r.token_ids[:2] == list(group.task.prompt_ids) and r.records[-1].sampled[:2] == [False, False]
             assert r.reward == r.num_sampled == len(r.completion_ids)
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 from liger_in_torch import LigerInTorch
 from test_compiled import FAMILIES, gradients, resolved
@@ -154,7 +155,7 @@ def test_engines_compute_with_ours(tmp_path: Path, stand_in: LigerInTorch) -> No
     with torch.inference_mode():
         model.predict(forest_of(samples_of()))
     assert not stand_in.calls and model.lean is not None
-    decoder = model.lean.with_products(lambda index, name: getattr(model.lean.layers[index], name), torch.float32)
+    decoder = model.lean.with_products(lambda weight, bias: lambda x: F.linear(x, weight, bias), torch.float32)
     assert decoder.norm.operations is OURS and decoder.layers[0].before_mlp.operations is OURS
     assert decoder.layers[0].operations is OURS and model.lean.layers[0].operations is LIGER
     with torch.no_grad():

@@ -236,12 +236,8 @@ class Rollout:
 
     @property
     def token_ids(self) -> list[int]:
-        """The last record's, like ``sampled``, ``turns`` and ``completion_ids``."""
+        """The last record's, like ``turns`` and ``completion_ids``."""
         return self.records[-1].token_ids
-
-    @property
-    def sampled(self) -> list[bool]:
-        return self.records[-1].sampled
 
     @property
     def turns(self) -> list[Turn]:

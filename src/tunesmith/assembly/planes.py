@@ -153,8 +153,8 @@ def published(
             they are on the model's device, one at a time.
     """
     from tunesmith.models.host_memory import stored_state
-    from tunesmith.models.loading import stored_weights
     from tunesmith.models.quantised import is_quantised
+    from tunesmith.models.shard_files import stored_weights
     from tunesmith.models.sharding import whole_weights
 
     if model.adapter is not None:

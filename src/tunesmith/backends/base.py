@@ -1,6 +1,6 @@
-"""The protocols that every training backend implements.
+"""The protocol that every training backend implements.
 
-All of them take a whole ``Packing``: the micro-batches of an optimizer batch, or of a batch to score. A backend with
+Its methods take a whole ``Packing``: the micro-batches of an optimizer batch, or of a batch to score. A backend with
 several ranks gives each its part (``Packing.for_rank``, the same number of micro-batches for every rank), runs all at
 the same time, and adds up their results. If a rank runs out of memory, the backend waits for the others and raises
 ``DeviceMemoryError``; the learner then packs the batch into smaller micro-batches and calls again.
@@ -22,8 +22,8 @@ Metrics = dict[str, float]
 Quantity = Literal["logprobs", "values"]
 
 
-class Scorer(Protocol):
-    """A model that scores tokens: the policy, its reference, a critic."""
+class TrainBackend(Protocol):
+    """The process, or the processes, that train a model and score with it: the policy's, a critic's."""
 
     def score(self, packing: Packing, of: Quantity = "logprobs", *, reference: bool = False) -> Floats:
         """The quantity ``of`` at each prediction, from the model or the frozen reference: ``[N]``, without gradient.
@@ -34,10 +34,6 @@ class Scorer(Protocol):
             DeviceMemoryError: a micro-batch did not fit.
         """
         ...
-
-
-class Trainer(Scorer, Protocol):
-    """A model and its optimizer."""
 
     @property
     def cost(self) -> CostModel:
@@ -80,10 +76,6 @@ class Trainer(Scorer, Protocol):
         """Undo everything since the last optimizer step: gradients, random draws, averaged weights in the model."""
         ...
 
-
-class Stored(Protocol):
-    """Something that is saved with a checkpoint."""
-
     def save(self, directory: Path, *, model_only: bool = False) -> None:
         """Write model (Hugging Face format), optimizer, random state and any other state below ``directory``.
 
@@ -94,19 +86,11 @@ class Stored(Protocol):
 
     def load(self, directory: Path) -> None: ...
 
-
-class Offloadable(Protocol):
-    """Something that can make room for an engine on the same device."""
-
     def offload(self) -> None:
-        """Move the state that only an optimizer step needs into host memory, until ``reload``."""
+        """Move the state that only an optimizer step needs into host memory, for an engine on the device."""
         ...
 
     def reload(self) -> None: ...
-
-
-class TrainBackend(Trainer, Stored, Offloadable, Protocol):
-    """The whole interface of the process, or the processes, that train a model."""
 
     def ema_weights(self) -> AbstractContextManager[None]:
         """A context in which the model computes with the moving average of its weights."""

@@ -14,7 +14,6 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from tunesmith.backends.masters import Master
-from tunesmith.config.optimizer import Muon
 from tunesmith.models.sharding import decoder_layers
 
 
@@ -22,16 +21,6 @@ def hidden_matrices(module: PreTrainedModel) -> set[str]:
     """Names of the matrices in the decoder's layers; the stacked experts of a mixture are not matrices."""
     inside = {id(p) for p in decoder_layers(module).parameters() if p.requires_grad and p.ndim == 2}
     return {name for name, parameter in module.named_parameters() if id(parameter) in inside}
-
-
-def options_of(settings: Muon) -> dict[str, Any]:
-    """The settings, by torch's names."""
-    return {
-        "momentum": settings.momentum,
-        "nesterov": settings.nesterov,
-        "ns_steps": settings.ns_steps,
-        "adjust_lr_fn": settings.adjust_lr,
-    }
 
 
 class ShardedMuon(torch.optim.Muon):

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from tunesmith.backends.loss_scale import LossScale
 from tunesmith.backends.masters import HostSums, Master
-from tunesmith.backends.muon import ShardedMuon, hidden_matrices, options_of
+from tunesmith.backends.muon import ShardedMuon, hidden_matrices
 from tunesmith.config.optimizer import Muon
 from tunesmith.errors import CheckpointError
 from tunesmith.models.host_memory import host_copies
@@ -213,7 +213,8 @@ class MasterOptimizer:
 
 
 def _muon(masters: Sequence[Master], settings: Muon, weight_decay: float) -> torch.optim.Muon:
-    options: dict[str, Any] = {**options_of(settings), "weight_decay": weight_decay}
+    options: dict[str, Any] = settings.model_dump(include={"momentum", "nesterov", "ns_steps"})
+    options |= {"adjust_lr_fn": settings.adjust_lr, "weight_decay": weight_decay}
     sharded = any(master.sharded for master in masters)
     made = ShardedMuon(masters, **options) if sharded else torch.optim.Muon([m.weight for m in masters], **options)
     made.param_groups[0]["lr_ratio"] = settings.lr_ratio

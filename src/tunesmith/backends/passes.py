@@ -117,7 +117,7 @@ class Passes(Generic[M]):
 
     @torch.no_grad()
     def score(self, packing: Packing, of: Quantity) -> Floats:
-        """As ``Scorer.score``."""
+        """As ``TrainBackend.score``."""
         self.model.module.eval()
         found: list[Tensor] = []  # read at the end, so that the device never waits for the host
         for forest in self.over(packing.forests):

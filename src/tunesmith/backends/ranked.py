@@ -37,7 +37,7 @@ class RankedBackend:
     def __init__(self, replicas: Sequence[Far], references: Sequence[Far] = (), sequence: int = 1) -> None:
         self.replicas, self.references, self.sequence = replicas, references, sequence
         self.cost: CostModel = self.first.get("backend.cost")
-        self._optimizer_steps: int = self.first.get("backend.optimizer_steps")
+        self.optimizer_steps: int = self.first.get("backend.optimizer_steps")
         self._reference_is_new = False
 
     @property
@@ -48,10 +48,6 @@ class RankedBackend:
     @property
     def ranks(self) -> int:
         return len(self.replicas) // self.sequence
-
-    @property
-    def optimizer_steps(self) -> int:
-        return self._optimizer_steps
 
     def score(self, packing: Packing, of: Quantity = "logprobs", *, reference: bool = False) -> Floats:
         if reference and self.references:
@@ -90,7 +86,7 @@ class RankedBackend:
 
     def step(self, lr: float) -> dict[str, float]:
         metrics: dict[str, float] = self._each("backend.step", lr)
-        self._optimizer_steps += not metrics.get("overflowed")
+        self.optimizer_steps += not metrics.get("overflowed")
         return metrics
 
     def give_up(self) -> None:
@@ -123,7 +119,7 @@ class RankedBackend:
 
     def load(self, directory: Path) -> None:
         self._each("backend.load", directory.absolute())
-        self._optimizer_steps = self.first.get("backend.optimizer_steps")
+        self.optimizer_steps = self.first.get("backend.optimizer_steps")
         saved = directory.absolute() / REFERENCE_DIRECTORY
         if self.references and saved.is_dir():
             self._gather(far.submit("load", saved) for far in self.references)

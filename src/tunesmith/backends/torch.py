@@ -89,7 +89,7 @@ class TorchBackend(Generic[M]):
         self.ema = {name: m.detach().clone() for name, m in masters.items()}
         self.group: RankGroup | None = None
         self._reference_is_new = False
-        self._optimizer_steps = 0
+        self.optimizer_steps = 0
         self._held: dict[str, Tensor] = {}
         """The model's own weights, while the average replaces them."""
         torch.manual_seed(seed)
@@ -115,10 +115,6 @@ class TorchBackend(Generic[M]):
             self.reference_passes.group = group
         torch.manual_seed(torch.initial_seed() + group.rank)
         self._settled = self._random_state()
-
-    @property
-    def optimizer_steps(self) -> int:
-        return self._optimizer_steps
 
     @property
     def cost(self) -> CostModel:
@@ -183,7 +179,7 @@ class TorchBackend(Generic[M]):
                 return metrics
             self._check_finite(lr, metrics["grad_norm"])
             self._update_ema()
-        self._optimizer_steps += 1
+        self.optimizer_steps += 1
         self._settled = self._random_state()
         return metrics
 
@@ -211,7 +207,7 @@ class TorchBackend(Generic[M]):
         if (name := self.optimizer.not_finite()) is not None:
             settings = self.optimizer.settings
             raise DivergedError(
-                f"after optimizer step {self._optimizer_steps + 1} the weight '{name}' is not finite (learning rate "
+                f"after optimizer step {self.optimizer_steps + 1} the weight '{name}' is not finite (learning rate "
                 f"{lr:g}, gradient norm {grad_norm:g}, weight decay {settings.weight_decay:g}, eps {settings.eps:g}). "
                 "Nothing of this step was saved. Lower train.lr or raise train.warmup_steps, and keep train.eps and "
                 "train.max_grad_norm near their defaults"
@@ -268,7 +264,7 @@ class TorchBackend(Generic[M]):
         self.ema = {name: a.to(device) for name, a in self.ema.items()}
 
     def save(self, directory: Path, *, model_only: bool = False) -> None:
-        """See ``Stored``. The first rank writes the state that all ranks share, and each its part of sharded state.
+        """See ``TrainBackend``. The first rank writes the ranks' common state, and each its part of sharded state.
 
         If there are several sharded copies, the ranks of the first one write their parts.
         """
@@ -299,7 +295,7 @@ class TorchBackend(Generic[M]):
             if self.optimizer.loss_scale is not None:
                 tensors[LOSS_SCALE] = self.optimizer.loss_scale.state()
         if tensors and first_copy:
-            write_state(directory, tensors, sharded, self._optimizer_steps, rank)
+            write_state(directory, tensors, sharded, self.optimizer_steps, rank)
 
     def load(self, directory: Path) -> None:
         load_weights(self.model, directory / MODEL_DIRECTORY)
@@ -320,7 +316,10 @@ class TorchBackend(Generic[M]):
         if scale is not None and self.optimizer.loss_scale is not None:
             self.optimizer.loss_scale.load(scale)
         averages = {key.split(":", 1)[1]: tensors.pop(key) for key in list(tensors) if key.startswith("ema:")}
-        self._check_names(directory, {key.split(":", 1)[1] for key in tensors})
+        if unknown := {key.split(":", 1)[1] for key in tensors} - set(self.optimizer.masters):
+            raise CheckpointError(
+                f"{directory} holds optimizer state of '{sorted(unknown)[0]}', which this run does not train"
+            )
         if missing := self.ema.keys() - averages.keys():
             raise CheckpointError(
                 f"{directory} holds no average of '{sorted(missing)[0]}': the run was made without train.ema_decay. "
@@ -329,7 +328,7 @@ class TorchBackend(Generic[M]):
         self.optimizer.load_state(tensors)
         for name, average in self.ema.items():
             average.copy_(averages[name])
-        self._optimizer_steps = files.version
+        self.optimizer_steps = files.version
         self._settled = self._random_state()
 
     def _own_rows(self, files: StateFiles, key: str) -> Tensor:
@@ -364,12 +363,6 @@ class TorchBackend(Generic[M]):
             torch.set_rng_state(states["random:cpu"])
         if "random:cuda" in states and self.model.device.type == "cuda":
             torch.cuda.set_rng_state(states["random:cuda"], self.model.device)
-
-    def _check_names(self, directory: Path, names: set[str]) -> None:
-        if unknown := names - set(self.optimizer.masters):
-            raise CheckpointError(
-                f"{directory} holds optimizer state of '{sorted(unknown)[0]}', which this run does not train"
-            )
 
 
 def load_weights(model: Decoder, directory: Path) -> None:

@@ -5,18 +5,8 @@ from __future__ import annotations
 import re
 from math import ceil, inf
 
-_UNITS = {
-    "": 1,
-    "B": 1,
-    "KB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-    "TB": 10**12,
-    "KIB": 2**10,
-    "MIB": 2**20,
-    "GIB": 2**30,
-    "TIB": 2**40,
-}
+_DECIMAL = {"TB": 10**12, "GB": 10**9, "MB": 10**6, "KB": 10**3}
+_UNITS = {**_DECIMAL, "": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
 
@@ -41,9 +31,9 @@ def megabytes(size: int) -> str:
 
 def format_size(size: float) -> str:
     """A size with about three digits and a decimal unit, readable by ``parse_size``: ``"1.61GB"``."""
-    for unit in ("TB", "GB", "MB", "KB"):
-        if size >= _UNITS[unit]:
-            amount = size / _UNITS[unit]
+    for unit, unit_size in _DECIMAL.items():
+        if size >= unit_size:
+            amount = size / unit_size
             return f"{amount:.0f}{unit}" if amount >= 100 else f"{amount:.3g}{unit}"
     return f"{int(size)}B"
 

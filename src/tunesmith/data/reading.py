@@ -14,7 +14,7 @@ from tunesmith.data.chat import ChatTemplate, Rendered
 from tunesmith.data.formats import Example, Format, Goal, convert, detect
 from tunesmith.data.loader import Loader, Part, fingerprint_of
 from tunesmith.data.prompts import PromptEncoder, choose_template, with_system
-from tunesmith.data.report import Report
+from tunesmith.data.report import Report, Skipped
 from tunesmith.data.sources import BadLine, Row, read
 from tunesmith.data.tokens import Encoded, Tokenizer, decode, encode_with_offsets, leading_ids, mask_spans, with_leading
 from tunesmith.errors import ConfigError, DataError
@@ -175,7 +175,7 @@ class Reading:
             remedy = "Raise the limit, or set data.too_long to skip, truncate_left or truncate_right."
             raise DataError(f"{example.where}: {reason}. {remedy}")
         if self.section.too_long == "skip":
-            self.report.too_long(example.where, reason)
+            self.report.skipped.append(Skipped(example.where, "too_long", reason))
         return self.section.too_long == "skip"
 
     def _cut(self, values: list[V], ids: list[int], limit: int) -> list[V]:

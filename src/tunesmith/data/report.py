@@ -63,9 +63,6 @@ class Report:
             return DataError(f"{path}: empty, there is no line of data in it.")
         return DataError(f"{path}: no usable line.\n{self.summary()}")
 
-    def too_long(self, where: str, reason: str) -> None:
-        self.skipped.append(Skipped(where, "too_long", reason))
-
     def note(self, text: str) -> None:
         if text not in self.notes:
             self.notes.append(text)

@@ -7,13 +7,14 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import count
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from tunesmith.environments.base import Environment, Generate
 from tunesmith.errors import EngineError, EpisodeError, UserError
 from tunesmith.loop.gate import DEADLINE
 from tunesmith.loop.seeds import derive_seed
 from tunesmith.monitor.timeline import REWARD, ROLLOUTS, Timeline
+from tunesmith.rewards.reward_set import RewardSet
 from tunesmith.types import Completion, Rollout, RolloutGroup, Sampling, Status, Task
 
 T = TypeVar("T")
@@ -22,18 +23,12 @@ Complete = Callable[[Sequence[int], Sampling], Awaitable[Completion]]
 """The method ``generate`` of an engine."""
 
 
-class Scorer(Protocol):
-    async def score(self, rollouts: Sequence[Rollout], texts: Sequence[str]) -> None:
-        """Fill in ``rewards`` and ``reward`` of rollouts, or mark them failed."""
-        ...
-
-
 @dataclass(slots=True)
 class Collector:
     """Plays tasks; finished groups are scored while others still play."""
 
     complete: Complete
-    scorer: Scorer | None
+    scorer: RewardSet | None
     """None leaves the rollouts without a reward."""
     environments: Mapping[str, Environment]
     decode: Callable[[Sequence[int]], str]

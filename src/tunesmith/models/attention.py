@@ -64,9 +64,5 @@ def _attention(
     return attention_context.attend(module.layer_idx, q, k, v, rule).unsqueeze(0), None
 
 
-def _no_mask(*_: Any, **__: Any) -> None:
-    return None
-
-
 AttentionInterface.register(ATTENTION_NAME, _attention)
-AttentionMaskInterface.register(ATTENTION_NAME, _no_mask)
+AttentionMaskInterface.register(ATTENTION_NAME, lambda *_, **__: None)  # pyright: ignore

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from ctypes import byref
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -23,13 +23,8 @@ _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 
-class _AncestorPart(NamedTuple):
-    """Rows ``[start, stop)``, the descendants of a segment, see all its rows ``[key_start, key_stop)``."""
-
-    start: int
-    stop: int
-    key_start: int
-    key_stop: int
+_AncestorPart = tuple[int, int, int, int]
+"""Rows ``[start, stop)``, the descendants of a segment, see all its rows ``[key_start, key_stop)``."""
 
 
 class CpuFlash:
@@ -39,7 +34,7 @@ class CpuFlash:
         self.causal = [(s.start, s.start + s.length) for s in segments]
         lasts = subtree_ends(segments)
         ends = zip(self.causal, lasts, strict=True)
-        self.full = [_AncestorPart(end, last, start, end) for (start, end), last in ends if last > end]
+        self.full = [(end, last, start, end) for (start, end), last in ends if last > end]
         rows = [(s.start, s.length, last) for s, last in zip(segments, lasts, strict=True)]
         self._table = torch.tensor(rows, dtype=torch.int64).reshape(-1, 3).T.contiguous()
         """Each segment's start, length, and end of its descendants: ``[3, segments]``."""
@@ -53,7 +48,7 @@ class CpuFlash:
 
     @staticmethod
     def forward(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-        """See ``ring.Kernel``."""
+        """Output ``[n, H, D]`` and log-sum-exp ``[n, H]`` of one stop of a ring (``models.ring``), at least float32."""
         groups = query.shape[1] // key.shape[1]
         q, k, v = _by_group(query, groups), *(_by_group(t, 1).expand(-1, groups, -1, -1) for t in (key, value))
         out, lse = _flash(q, k, v, 0.0, causal, scale=scale)
@@ -63,7 +58,7 @@ class CpuFlash:
     def backward(
         grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """See ``ring.Kernel``."""
+        """Gradients of queries, keys and values, from the merged output and log-sum-exp, at least float32."""
         groups, exact = query.shape[1] // key.shape[1], lse.dtype
         go, q, o = (_by_group(t.to(exact), groups) for t in (grad, query, out))
         k, v = (_by_group(t.to(exact), 1).expand(-1, groups, -1, -1) for t in (key, value))
@@ -108,13 +103,8 @@ class _CpuFlash(torch.autograd.Function):
         causal, full = cast("tuple[list[tuple[int, int]], list[_AncestorPart]]", ctx.parts)
         scale, groups = cast(float, ctx.scale), query.shape[1] // key.shape[1]
         if query.dtype == torch.bfloat16 and query.shape[2] % 32 == 0 and functions() is not None:
-            return (
-                None,
-                None,
-                None,
-                *_in_tiles(cast(Tensor, ctx.table), query, key, value, out, grad_out, lse, scale),
-                None,
-            )
+            grads = _in_tiles(cast(Tensor, ctx.table), query, key, value, out, grad_out, lse, scale)
+            return None, None, None, *grads, None
         # In bfloat16 this kernel's backward is up to four times slower than in float32 (and less exact).
         exact = torch.promote_types(query.dtype, torch.float32)
         go, q, o = (_by_group(t.to(exact), groups) for t in (grad_out, query, out))

@@ -18,7 +18,7 @@ from tunesmith.models.forest_attention import ForestAttention
 from tunesmith.models.host_activations import HostActivations
 from tunesmith.models.host_memory import stored_state
 from tunesmith.models.lean import LeanDecoder
-from tunesmith.models.loading import load_config, load_module, load_tokenizer, stored_weights
+from tunesmith.models.loading import Differences, load_config, load_module, load_tokenizer
 from tunesmith.models.quantised import Quantize
 from tunesmith.models.rope import LengthRule, rotate_by_length, rotated_by, split_by_length
 from tunesmith.models.sequence import SequenceGroup
@@ -113,7 +113,6 @@ class Decoder:
         config = load_config(path, trust_remote_code=trust_remote_code)
         cls.check(path, config)
         tokenizer = tokenizer or load_tokenizer(path, trust_remote_code=trust_remote_code)
-        initialised, dropped = cls.weight_differences(config)
         sharding = sharding and replace(sharding, streams=streams)
         alone = streams and sharding is None
         module = load_module(
@@ -123,8 +122,7 @@ class Decoder:
             device="cpu" if alone else device,
             trust_remote_code=trust_remote_code,
             quantize=quantize,
-            initialised=initialised,
-            dropped=dropped,
+            differences=cls.weight_differences(config),
             sharding=sharding,
             trains=trains,
             **cls.settings,
@@ -142,8 +140,8 @@ class Decoder:
         """Refuse a model by its configuration, before its weights are read."""
 
     @classmethod
-    def weight_differences(cls, config: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:  # noqa: ARG003
-        """``initialised`` and ``dropped`` of ``load_module``."""
+    def weight_differences(cls, config: Any) -> Differences:  # noqa: ARG003
+        """See ``load_module``."""
         return (), ()
 
     def complete(self, config: Any) -> None:
@@ -212,6 +210,6 @@ class Decoder:
                 self.adapter.save(Path(directory))
         elif self.sharding is not None:
             if self.sharding.first_copy:
-                save_weights(self.module, Path(directory), self.dtype, stored_weights, self.sharding)
+                save_weights(self.module, Path(directory), self.dtype, self.sharding)
         else:
             self.module.save_pretrained(directory, state_dict=stored_state(self.module) if self.streamed else None)

@@ -12,7 +12,6 @@ import weakref
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -66,7 +65,7 @@ class HostActivations:
         self.layers, self._module = len(layers), module
         self._pass: _Pass | None = None
         for layer in layers:
-            layer.register_forward_pre_hook(self._layer_begins)
+            layer.register_forward_pre_hook(lambda *_: self.next_layer())  # pyright: ignore[reportUnknownLambdaType]
         if lean is not None:
             lean.before_layer = self.next_layer
 
@@ -86,10 +85,6 @@ class HostActivations:
         """Begin a layer, which may also be one recomputed in the backward pass."""
         if self._pass is not None:
             self._pass.next_layer()
-
-    def _layer_begins(self, module: nn.Module, given: tuple[Any, ...]) -> None:
-        del module, given
-        self.next_layer()
 
     def take(self) -> Tensor:
         """A chunk of host memory, pinned for a GPU."""

@@ -49,14 +49,10 @@ class HostWeights:
         try:
             self.come()
             yield
-            if changes:
-                self._keep()
+            for here, there in zip(self._here, self._there, strict=False) if changes else ():
+                there.copy_(here)
         finally:
             self.leave()
-
-    def _keep(self) -> None:
-        for here, there in zip(self._here, self._there, strict=False):
-            there.copy_(here)
 
     def come(self) -> None:
         if not self._away:

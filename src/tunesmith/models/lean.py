@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from tunesmith.models.attention import AttentionContext, AttentionRule
 from tunesmith.models.layer_functions import HeadShape, fits, turned_heads
 from tunesmith.models.lean_ops import OURS, Activation, Operations, embed, linear
-from tunesmith.models.products import Product
+from tunesmith.models.products import Prepare, Product
 from tunesmith.models.streamed import StreamedLayers
 from tunesmith.models.weight_gradients import kept_sums
 from tunesmith.plan.facts import LEAN_FAMILIES
@@ -158,11 +158,12 @@ class Layer:
         self.before_mlp = Norm(module.pre_feedforward_layernorm if sandwich else module.post_attention_layernorm)
         self.after_mlp = Norm(module.post_feedforward_layernorm) if sandwich else None
 
-    def with_products(self, product: Callable[[str], Product], dtype: torch.dtype) -> Layer:
+    def with_products(self, prepare: Prepare, dtype: torch.dtype) -> Layer:
         """See ``LeanDecoder.with_products``."""
         layer = copy.copy(self)
         for name in PRODUCTS:
-            setattr(layer, name, product(name))
+            own: Projection = getattr(self, name)
+            setattr(layer, name, prepare(own.weight, own.bias))
         for name, value in vars(self).items():
             if isinstance(value, Norm):
                 setattr(layer, name, value.of(dtype))
@@ -229,7 +230,7 @@ class LeanDecoder:
         self.layers = [Layer(module, model.config, i) for i, module in enumerate(modules)]
         self.streamed = streamed
         if streamed is not None:
-            streamed.views = dict(enumerate(self.layers))
+            streamed.moved = {layer.index: layer.moved for layer in self.layers}
         self.norm = Norm(model.norm)
         self.rows: torch.dtype | None = None
         """Dtype in which layers compute; None: the embedding's."""
@@ -265,14 +266,14 @@ class LeanDecoder:
         """Whether every product of every layer has plain weights, without hooks or an adapter."""
         return all(getattr(layer, name).intact() for layer in self.layers for name in PRODUCTS)
 
-    def with_products(self, product: Callable[[int, str], Product], dtype: torch.dtype) -> LeanDecoder:
-        """This decoder with replaced products, for passes without gradients.
+    def with_products(self, prepare: Prepare, dtype: torch.dtype) -> LeanDecoder:
+        """This decoder, which has to be ``plain``, with products of prepared weights, for passes without gradients.
 
         Args:
-            product: returns the replacement, by layer and name, of the layer's own product, on rows of ``dtype``.
+            prepare: makes the product, on rows of ``dtype``.
         """
         decoder = copy.copy(self)
-        decoder.layers = [layer.with_products(partial(product, i), dtype) for i, layer in enumerate(self.layers)]
+        decoder.layers = [layer.with_products(prepare, dtype) for layer in self.layers]
         decoder.norm, decoder.rows, decoder.compiled = self.norm.of(dtype), dtype, None
         return decoder
 

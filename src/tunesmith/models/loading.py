@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack, suppress
 from functools import cache, partial
-from itertools import groupby
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from accelerate import init_empty_weights
 from huggingface_hub import snapshot_download
-from torch import Tensor, nn
+from torch import nn
 from torch._guards import detect_fake_mode
 from transformers import (
     AutoConfig,
@@ -23,7 +21,6 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.core_model_loading import revert_weight_conversion
 from transformers.initialization import no_init_weights
 
 from tunesmith.config.reading.files import ADAPTER_CONFIG, is_hub_name
@@ -37,6 +34,7 @@ from tunesmith.models.sharding import Sharding, materialise
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 HUB_SECONDS = 5.0
+Differences = tuple[tuple[str, ...], tuple[str, ...]]
 ANY_ERROR = Exception
 """A damaged file or an unusual configuration can raise any exception in transformers."""
 
@@ -86,8 +84,7 @@ def load_module(
     trust_remote_code: bool = False,
     auto: Any = AutoModelForCausalLM,
     quantize: Quantize | None = None,
-    initialised: tuple[str, ...] = (),
-    dropped: tuple[str, ...] = (),
+    differences: Differences = ((), ()),
     sharding: Sharding | None = None,
     trains: bool = True,
     **settings: Any,
@@ -97,8 +94,7 @@ def load_module(
     Args:
         auto: the transformers ``AutoModel`` class with the desired head.
         quantize: the format of the linear modules' frozen weights.
-        initialised: name prefixes of weights that the files may lack, such as a score head's.
-        dropped: name prefixes of weights that the files may have but the model lacks.
+        differences: name prefixes of weights that the files may lack (a score head's), and that only they may have.
         sharding: shard the model; each rank reads only its rows, in float32 if the model ``trains``.
         settings: configuration entries to set.
 
@@ -113,7 +109,6 @@ def load_module(
     if takes_tf32(dtype, device):
         torch.backends.cuda.matmul.fp32_precision = "tf32"
     options = {"config": config, "attn_implementation": ATTENTION_NAME, "trust_remote_code": trust_remote_code}
-
     one_by_one, trains = sharding is not None or quantize is not None, trains and quantize is None
 
     def made(stored: torch.dtype) -> PreTrainedModel:
@@ -122,21 +117,25 @@ def load_module(
 
     def read() -> PreTrainedModel:
         with boundary(ModelError, f"cannot load the weights of model '{path}'", ANY_ERROR):
-            options_of_files = {"use_safetensors": True, "output_loading_info": True}
-            loaded, info = auto.from_pretrained(path, dtype=dtype, **options, **options_of_files)
-        check_names(f"model '{path}'", info["missing_keys"], info["unexpected_keys"], initialised, dropped)
+            files = {"use_safetensors": True, "output_loading_info": True}
+            loaded, info = auto.from_pretrained(path, dtype=dtype, **options, **files)
+        check_names(f"model '{path}'", info["missing_keys"], info["unexpected_keys"], differences)
         return cast(PreTrainedModel, loaded)
 
-    if not one_by_one:
-        module = made(dtype) if detect_fake_mode() else read()  # a fake device holds no data
+    if not one_by_one and detect_fake_mode():
+        module = made(dtype)  # a fake device holds no data
+    elif not one_by_one:
+        module = read()
+        with _usable(device):
+            cast(nn.Module, module).to(device)
     else:
         with boundary(ModelError, f"cannot make model '{path}' without its weights", ANY_ERROR):
             module = made(torch.float32 if sharding and trains and dtype.itemsize == 2 else dtype)
         _place(module, dtype, device, sharding, quantize)
         if not detect_fake_mode():
-            read_shards(module, path, read, initialised, dropped)
+            read_shards(module, path, read, differences)
     _disable_dropout(module, dropouts)
-    return (module if one_by_one or detect_fake_mode() else _on(module, device)).eval()
+    return module.eval()
 
 
 def _place(
@@ -154,11 +153,6 @@ def _place(
         return
     with _usable(device):
         materialise(module, torch.device(device))
-
-
-def _on(module: PreTrainedModel, device: str | torch.device) -> PreTrainedModel:
-    with _usable(device):
-        return cast(PreTrainedModel, cast(nn.Module, module).to(device))
 
 
 def _usable(device: str | torch.device) -> AbstractContextManager[object]:
@@ -203,14 +197,13 @@ def read_shards(
     module: PreTrainedModel,
     path: str | Path,
     read: Callable[[], PreTrainedModel] | None = None,
-    initialised: tuple[str, ...] = (),
-    dropped: tuple[str, ...] = (),
+    differences: Differences = ((), ()),
 ) -> None:
     """Read a model, or this rank's rows of a sharded one, from the files of a model, one weight at a time.
 
     Args:
         read: loads the whole model if the names in its files differ from the module's (as for fused experts).
-        initialised, dropped: as ``load_module``.
+        differences: as ``load_module``.
 
     Raises:
         ModelError: the files hold another model.
@@ -221,8 +214,8 @@ def read_shards(
         directory = Path(snapshot_download(str(path), allow_patterns=patterns, ignore_patterns="consolidated*"))
     files, known = WeightFiles(directory), module.state_dict().keys()
     wanted = {name for name, _ in (*module.named_parameters(), *module.named_buffers())} & known
-    missing = [name for name in wanted - files.names if not name.startswith(initialised)]
-    unexpected = [name for name in files.names - known if not name.startswith(dropped)]
+    missing = [name for name in wanted - files.names if not name.startswith(differences[0])]
+    unexpected = [name for name in files.names - known if not name.startswith(differences[1])]
     with boundary(ModelError, f"cannot read the weights of model '{path}'", ANY_ERROR):
         if missing or unexpected:
             load = read or partial(type(module).from_pretrained, path, dtype=module.config.dtype)
@@ -233,24 +226,21 @@ def read_shards(
 
 
 def check_names(
-    model: str,
-    missing: Iterable[str],
-    unexpected: Iterable[str],
-    initialised: tuple[str, ...] = (),
-    dropped: tuple[str, ...] = (),
+    model: str, missing: Iterable[str], unexpected: Iterable[str], differences: Differences = ((), ())
 ) -> None:
     """Refuse files whose weights do not match the architecture: transformers only logs a warning.
 
     Args:
-        missing: names of the architecture that the files lack; those that begin with ``initialised`` are allowed.
-        unexpected: names that only the files have; those that begin with ``dropped`` are allowed.
+        missing: names of the architecture that the files lack.
+        unexpected: names that only the files have.
+        differences: prefixes of the former and of the latter that are allowed.
 
     Raises:
         ModelError: with the first names.
     """
     for names, allowed, problem, effect in (
-        (missing, initialised, "lack weights of its architecture", "they would be random numbers"),
-        (unexpected, dropped, "hold weights that its architecture does not have", "they would be ignored"),
+        (missing, differences[0], "lack weights of its architecture", "they would be random numbers"),
+        (unexpected, differences[1], "hold weights that its architecture does not have", "they would be ignored"),
     ):
         if wrong := sorted(name for name in names if not name.startswith(allowed)):
             listed = ", ".join(f"'{name}'" for name in wrong[:3]) + (" ..." if len(wrong) > 3 else "")
@@ -266,19 +256,6 @@ def takes_tf32(dtype: torch.dtype, device: str | torch.device) -> bool:
     GPUs without TF32 ignore the setting, as do all GPUs with ``NVIDIA_TF32_OVERRIDE=0`` in the environment.
     """
     return dtype == torch.float32 and torch.device(device).type == "cuda"
-
-
-def stored_weights(module: PreTrainedModel, named: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
-    """A module's weights under the names in its files: transformers may rename or fuse weights when it loads them.
-
-    The weights of one decoder layer are converted together and yielded before the next layer's are read.
-    """
-    nothing: dict[str, Tensor] = {}
-    if revert_weight_conversion(module, nothing) is nothing:  # there is nothing to convert
-        yield from named
-        return
-    for _, group in groupby(named, lambda item: re.sub(r"(\.\d+\.).*", r"\1", item[0])):
-        yield from cast("dict[str, Tensor]", revert_weight_conversion(module, dict(group))).items()
 
 
 @cache

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 from ctypes import POINTER, Structure, byref, c_int64, c_void_p
 from dataclasses import dataclass
 from enum import IntEnum
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -26,6 +26,8 @@ from tunesmith.native.build import library
 
 Product = Callable[[Tensor], Tensor]
 """``[T, K]`` to ``[T, N]``, without gradients."""
+Prepare = Callable[[Tensor, "Tensor | None"], Product]
+"""Makes a ``Product`` from a weight ``[N, K]`` and a bias ``[N]``."""
 
 COMPILED = "compiled"
 """The C++ kind (``native``) that reads the weights as they are."""
@@ -50,12 +52,12 @@ class Layout(IntEnum):
 class Kind:
     """A way to compute a product."""
 
-    prepare: Callable[[Tensor, Tensor | None], Product]
-    """Makes a ``Product`` from a weight ``[N, K]`` and a bias ``[N]``."""
+    prepare: Prepare
     rows: torch.dtype | None
     """Dtype of the input, None: any; a layer's output has the same dtype, a head's is float32."""
     copied: int
     """Bytes per weight of the prepared copy."""
+    in_cpp: bool = False
 
 
 def _plain(weight: Tensor, bias: Tensor | None) -> Product:
@@ -115,31 +117,30 @@ class Compiled:
         return out
 
 
-def _as_it_is(weight: Tensor, bias: Tensor | None, result: torch.dtype) -> Compiled:
-    """A product of bfloat16 rows."""
+def _compiled(weight: Tensor, bias: Tensor | None, result: torch.dtype = torch.bfloat16) -> Product:
+    """A product of bfloat16 rows with the weight as it is; it computes no remainders of 16 outputs or 32 inputs."""
+    if weight.shape[0] % 16 or weight.shape[1] % 32:
+        return _uncompiled(weight, bias, result)
     own = weight.detach().contiguous()
     data = ProductData(own.data_ptr(), None if bias is None else bias.data_ptr(), *own.shape, Layout.AS_IT_IS)
     return Compiled(data, [own] if bias is None else [own, bias], torch.bfloat16, result)
+
+
+def _pairs(weight: Tensor, bias: Tensor | None, result: torch.dtype = torch.bfloat16) -> Product:
+    """A product of bfloat16 rows with an even number of inputs."""
+    if weight.shape[1] % 2:
+        return _uncompiled(weight, bias, result)
+    return _in_panels(weight, bias, Layout.PAIRS, torch.bfloat16, result)
+
+
+def _uncompiled(weight: Tensor, bias: Tensor | None, result: torch.dtype) -> Product:
+    return _plain(weight, bias) if result == torch.bfloat16 else _float32_head(weight, bias)
 
 
 def _panels(weight: Tensor, bias: Tensor | None) -> Compiled:
     """A product of float32 rows."""
     layout = Layout.SHORT_PANELS if weight.dtype == torch.bfloat16 else Layout.PANELS
     return _in_panels(weight, bias, layout, torch.float32, torch.float32)
-
-
-def _pairs(weight: Tensor, bias: Tensor | None) -> Product:
-    return _in_pairs(weight, bias, torch.bfloat16) or _plain(weight, bias)
-
-
-def _pairs_head(weight: Tensor, bias: Tensor | None) -> Product:
-    return _in_pairs(weight, bias, torch.float32) or _float32_head(weight, bias)
-
-
-def _in_pairs(weight: Tensor, bias: Tensor | None, result: torch.dtype) -> Compiled | None:
-    """A product of bfloat16 rows; None if the number of inputs is odd."""
-    even = weight.shape[1] % 2 == 0
-    return _in_panels(weight, bias, Layout.PAIRS, torch.bfloat16, result) if even else None
 
 
 def _in_panels(weight: Tensor, bias: Tensor | None, layout: Layout, rows: torch.dtype, result: torch.dtype) -> Compiled:
@@ -151,19 +152,6 @@ def _in_panels(weight: Tensor, bias: Tensor | None, layout: Layout, rows: torch.
     kept = [packed] if bias is None else [packed, F.pad(bias.detach().float(), (0, whole - outputs))]
     data = ProductData(packed.data_ptr(), None if bias is None else kept[1].data_ptr(), *own.shape, layout)
     return Compiled(data, kept, rows, result)
-
-
-def _compiled(weight: Tensor, bias: Tensor | None) -> Product:
-    return _as_it_is(weight, bias, torch.bfloat16) if _divides(weight) else _plain(weight, bias)
-
-
-def _compiled_head(weight: Tensor, bias: Tensor | None) -> Product:
-    return _as_it_is(weight, bias, torch.float32) if _divides(weight) else _float32_head(weight, bias)
-
-
-def _divides(weight: Tensor) -> bool:
-    """Whether the shape has no remainders, which the compiled product does not compute."""
-    return weight.shape[0] % 16 == 0 and weight.shape[1] % 32 == 0
 
 
 def _float32(weight: Tensor, bias: Tensor | None) -> Product:
@@ -199,7 +187,7 @@ def _float32_head(weight: Tensor, bias: Tensor | None) -> Product:
 _OF_FLOAT32 = {
     "plain": Kind(_plain, torch.float32, 0),
     "packed": Kind(_packed, torch.float32, 4),
-    PANELS: Kind(_panels, torch.float32, 4),
+    PANELS: Kind(_panels, torch.float32, 4, in_cpp=True),
 }
 LAYERS: dict[torch.dtype, dict[str, Kind]] = {
     torch.float32: _OF_FLOAT32,
@@ -207,9 +195,9 @@ LAYERS: dict[torch.dtype, dict[str, Kind]] = {
         "plain": Kind(_plain, torch.bfloat16, 0),
         "packed": Kind(_packed, torch.bfloat16, 2),
         "float32": Kind(_float32, torch.float32, 4),
-        COMPILED: Kind(_compiled, torch.bfloat16, 0),
-        PAIRS: Kind(_pairs, torch.bfloat16, 2),
-        PANELS: Kind(_panels, torch.float32, 2),
+        COMPILED: Kind(_compiled, torch.bfloat16, 0, in_cpp=True),
+        PAIRS: Kind(_pairs, torch.bfloat16, 2, in_cpp=True),
+        PANELS: Kind(_panels, torch.float32, 2, in_cpp=True),
     },
 }
 """The kinds for a layer's products, by the dtype of its weights."""
@@ -218,9 +206,9 @@ HEADS: dict[torch.dtype, dict[str, Kind]] = {
     torch.bfloat16: {
         "twice": Kind(_twice, torch.bfloat16, 2),
         "float32": Kind(_float32_head, None, 4),
-        COMPILED: Kind(_compiled_head, torch.bfloat16, 0),
-        PAIRS: Kind(_pairs_head, torch.bfloat16, 2),
-        PANELS: Kind(_panels, None, 2),
+        COMPILED: Kind(partial(_compiled, result=torch.float32), torch.bfloat16, 0, in_cpp=True),
+        PAIRS: Kind(partial(_pairs, result=torch.float32), torch.bfloat16, 2, in_cpp=True),
+        PANELS: Kind(_panels, None, 2, in_cpp=True),
     },
 }
 """The kinds for a head, whose result is float32, by the dtype of its weights."""
@@ -228,7 +216,7 @@ HEADS: dict[torch.dtype, dict[str, Kind]] = {
 
 def works(kind: Kind, weights: torch.dtype) -> bool:
     """Whether this machine and this build of torch support the kind."""
-    if kind.prepare in (_compiled, _compiled_head, _panels, _pairs, _pairs_head):
+    if kind.in_cpp:
         return functions() is not None
     if weights == torch.bfloat16 and kind.prepare in (_packed, _twice):
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())

@@ -12,7 +12,7 @@ Shape legend: ``s`` ranks, ``t`` tokens per rank, ``H`` query heads, ``K`` key/v
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -37,28 +37,8 @@ class Stop(NamedTuple):
     causal: bool
 
 
-class Kernel(Protocol):
-    """A flash kernel for one stop; its results are at least float32."""
-
-    @staticmethod
-    def supports(query: Tensor, rule: AttentionRule) -> bool: ...
-
-    @staticmethod
-    def forward(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-        """Output ``[n, H, D]`` and log-sum-exp ``[n, H]``."""
-        ...
-
-    @staticmethod
-    def backward(
-        grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of queries, keys and values, from the merged output and log-sum-exp."""
-        ...
-
-
-KERNELS: tuple[type[Kernel], ...] = (CpuFlash, CudaFlash)
-
-
+Kernel = type[CpuFlash] | type[CudaFlash]
+KERNELS: tuple[Kernel, ...] = (CpuFlash, CudaFlash)
 _INSTEAD = 'set system.sequence_parallel.type = "ulysses"'
 
 
@@ -119,7 +99,7 @@ class Ring:
 class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, ring: Ring, kernel: type[Kernel], query: Tensor, key: Tensor, value: Tensor, scale: float
+        ctx: Any, ring: Ring, kernel: Kernel, query: Tensor, key: Tensor, value: Tensor, scale: float
     ) -> Tensor:
         exact = torch.promote_types(query.dtype, torch.float32)
         out = query.new_zeros(query.shape, dtype=exact)
@@ -142,7 +122,7 @@ class _Ring(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         query, key, value, out, lse = cast("tuple[Tensor, ...]", ctx.saved_tensors)
-        ring, kernel, scale = cast(Ring, ctx.ring), cast("type[Kernel]", ctx.kernel), cast(float, ctx.scale)
+        ring, kernel, scale = cast(Ring, ctx.ring), cast(Kernel, ctx.kernel), cast(float, ctx.scale)
         grad_query = torch.zeros_like(query, dtype=lse.dtype)
         travelling = torch.stack([key, value], 1)
         grads = torch.zeros_like(travelling, dtype=lse.dtype)

@@ -15,6 +15,7 @@ from tunesmith.data.batch import Batch
 from tunesmith.data.forest import Forest, Packing, Predictions
 from tunesmith.errors import ModelError
 from tunesmith.models.decoder import Decoder
+from tunesmith.models.loading import Differences
 from tunesmith.types import Sample
 
 
@@ -42,7 +43,7 @@ class ScoreModel(Decoder):
             raise ModelError(f"'{path}' has {config.num_labels} labels; a score model has one")
 
     @classmethod
-    def weight_differences(cls, config: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    def weight_differences(cls, config: Any) -> Differences:
         """A language model's files lack the score head, whatever its family calls it, and have a vocabulary head."""
         return ((), ()) if is_trained(config) else (("score.", "classif"), ("lm_head.", "embed_out."))
 

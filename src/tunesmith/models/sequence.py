@@ -96,7 +96,7 @@ class SequenceGroup:
                 self._group.alltoall_base(taken, given, [], []).wait()
             return taken
 
-        self._note(issue, lambda width: (self.size, self._tokens, *width), given, given.shape[2:])
+        self._note(issue, lambda: (self.size, self._tokens), given)
         return issue(given)
 
     def pass_on(self, given: Tensor) -> Tensor:
@@ -110,7 +110,7 @@ class SequenceGroup:
                 self._group.alltoall_base(taken, given, source, to).wait()
             return taken
 
-        self._note(issue, lambda width: (self._tokens, *width), given, given.shape[1:])
+        self._note(issue, lambda: (self._tokens,), given)
         return issue(given)
 
     def sum(self, tensor: Tensor) -> Tensor:
@@ -121,18 +121,13 @@ class SequenceGroup:
                 self._group.allreduce([tensor]).wait()
             return tensor
 
-        self._note(issue, lambda width: (self._predictions, *width), tensor, tensor.shape[1:])
+        self._note(issue, lambda: (self._predictions,), tensor)
         return issue(tensor)
 
-    def _note(
-        self,
-        issue: Callable[[Tensor], Tensor],
-        shape: Callable[[torch.Size], tuple[int, ...]],
-        like: Tensor,
-        width: torch.Size,
-    ) -> None:
-        zeros = partial(torch.zeros, dtype=like.dtype, device=like.device)
-        self.issued.append(lambda: issue(zeros(shape(width))))
+    def _note(self, issue: Callable[[Tensor], Tensor], leading: Callable[[], tuple[int, ...]], like: Tensor) -> None:
+        """Args: leading: the first sizes of a tensor ``like`` this, in the current micro-batch."""
+        zeros, rest = partial(torch.zeros, dtype=like.dtype, device=like.device), like.shape[len(leading()) :]
+        self.issued.append(lambda: issue(zeros((*leading(), *rest))))
 
 
 class Ulysses:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping
+from itertools import groupby
 from pathlib import Path
+from typing import cast
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 
 from tunesmith.models.quantised import QuantisedLinear
 from tunesmith.models.sharding import Sharding, first_row, local, whole
@@ -60,19 +64,23 @@ def fill(module: nn.Module, rows: Callable[[str, int, int], Tensor], names: set[
             own.copy_(rows(name, first, len(own) if own.dim() else 1))
 
 
-def save_weights(
-    module: PreTrainedModel,
-    directory: Path,
-    dtype: torch.dtype,
-    stored: Callable[[PreTrainedModel, Iterable[tuple[str, Tensor]]], Iterable[tuple[str, Tensor]]],
-    sharding: Sharding,
-) -> None:
+def stored_weights(module: PreTrainedModel, named: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
+    """A module's weights under the names in its files: transformers may rename or fuse weights when it loads them.
+
+    The weights of one decoder layer are converted together and yielded before the next layer's are read.
+    """
+    nothing: dict[str, Tensor] = {}
+    if revert_weight_conversion(module, nothing) is nothing:  # there is nothing to convert
+        yield from named
+        return
+    for _, group in groupby(named, lambda item: re.sub(r"(\.\d+\.).*", r"\1", item[0])):
+        yield from cast("dict[str, Tensor]", revert_weight_conversion(module, dict(group))).items()
+
+
+def save_weights(module: PreTrainedModel, directory: Path, dtype: torch.dtype, sharding: Sharding) -> None:
     """Write a model in Hugging Face format; the ranks of one copy call this together, and each writes some files.
 
     One file per rank is gathered at a time; then all ranks write in parallel.
-
-    Args:
-        stored: converts weights to the names and shapes that they have in files.
     """
     state, world = module.state_dict(), sharding.mesh.size()
     parameters = dict(module.named_parameters())  # tied ones once
@@ -86,7 +94,7 @@ def save_weights(
                 if rank == sharding.rank:
                     mine[name] = weight.cpu()
         if mine:
-            plain = {name: tensor.contiguous() for name, tensor in stored(module, mine.items())}
+            plain = {name: tensor.contiguous() for name, tensor in stored_weights(module, mine.items())}
             save_file(plain, directory / _file_name(first + sharding.rank, len(groups)), metadata={"format": "pt"})
     torch.distributed.barrier(sharding.mesh.get_group())
     if sharding.rank == 0:

@@ -10,10 +10,10 @@ become valid again once the weight returns.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,14 +21,6 @@ from transformers import PreTrainedModel
 
 from tunesmith.models.host_memory import PLACE, CopyStream, host_copies
 from tunesmith.models.sharding import decoder_layers, local
-
-
-class Movable(Protocol):
-    """An object with views of a layer's weights, such as joint products (``models.lean``)."""
-
-    def moved(self) -> None:
-        """Record that the weights have new addresses."""
-        ...
 
 
 class StreamedLayers:
@@ -48,8 +40,8 @@ class StreamedLayers:
         """For each layer: pairs of a tensor on the device and the tensor in host memory with its values."""
         self._storages: list[list[tuple[torch.UntypedStorage, int]]] = []
         """For each layer: its storages on the device, with their sizes in bytes."""
-        self.views: dict[int, Movable] = {}
-        """The object with views of a layer's weights, by layer."""
+        self.moved: dict[int, Callable[[], None]] = {}
+        """Records that a layer's weights have new addresses, where there are views of them, such as joint products."""
         self._taken, self._here = set[int](), set[int]()
         """Layers with memory on the device, and those among them whose weights are there or being copied."""
 
@@ -126,8 +118,8 @@ class StreamedLayers:
             for here, there in self._weights[index]:
                 here.copy_(there, non_blocking=True)
         self._here.add(index)
-        if index in self.views:
-            self.views[index].moved()
+        if index in self.moved:
+            self.moved[index]()
 
     def _drop(self, index: int) -> None:
         for storage, _ in self._storages[index]:

@@ -43,17 +43,6 @@ class _Call:
     window: int | None = None
 
     @classmethod
-    def to_itself(cls, own: list[Run], device: torch.device) -> _Call:
-        """Every segment's causal attention to its own rows."""
-        ends, longest = _ends(own, device)
-        return cls(None, None, ends, ends, longest, longest, causal=True)
-
-    @classmethod
-    def to_ancestors(cls, below: list[Run], above: list[Run], device: torch.device) -> _Call:
-        """Rows ``below`` see all rows of the segment ``above`` them."""
-        return cls(_indices(below, device), _indices(above, device), *_both(below, above, device), causal=False)
-
-    @classmethod
     def in_window(cls, segments: Sequence[Segment], own: list[Run], window: int, device: torch.device) -> _Call:
         """Every segment's attention to its own rows and to the last ``window - 1`` rows of its path."""
         seen: list[list[Run]] = []
@@ -105,11 +94,12 @@ class CudaFlash:
         depths: list[int] = []
         for s in segments:
             depths.append(depths[s.parent] + 1 if s.parent >= 0 else 0)
-        self.calls = [_Call.to_itself(own, device)]
+        self.calls = [_Call(None, None, *_both(own, own, device), causal=True)]
         for depth in range(max(depths, default=0)):
             parents = [i for i, d in enumerate(depths) if d == depth and stops[i] > own[i][1]]
             below, above = [(own[i][1], stops[i]) for i in parents], [own[i] for i in parents]
-            self.calls.append(_Call.to_ancestors(below, above, device))
+            rows = _indices(below, device), _indices(above, device)
+            self.calls.append(_Call(*rows, *_both(below, above, device), causal=False))
         self.windowed: dict[int, _Call] = {}
 
     @staticmethod
@@ -128,7 +118,7 @@ class CudaFlash:
 
     @staticmethod
     def forward(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-        """See ``ring.Kernel``."""
+        """See ``CpuFlash.forward``."""
         rows = (t.contiguous() for t in (query, key, value))
         out, lse, *_ = _forward(*rows, *_whole(query, key, causal).arguments, False, scale=scale)
         return out.float(), lse.transpose(0, 1)
@@ -137,7 +127,7 @@ class CudaFlash:
     def backward(
         grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """See ``ring.Kernel``."""
+        """See ``CpuFlash.backward``."""
         rows = (t.contiguous() for t in (grad, query, key, value, out, lse.transpose(0, 1)))
         unused = torch.zeros(2, dtype=torch.uint64, device=query.device)
         dq, dk, dv = _backward(*rows, *_whole(query, key, causal).arguments, unused, unused, scale=scale)
@@ -187,19 +177,10 @@ class _Varlen(torch.autograd.Function):
         grads = [torch.zeros(t.shape, dtype=torch.float32, device=t.device) for t in (query, key, value)]
         unused = torch.zeros(2, dtype=torch.uint64, device=query.device)
         for call in calls:
-            parts = _backward(
-                _rows(grad_out, call.queries),
-                _rows(query, call.queries),
-                _rows(key, call.keys),
-                _rows(value, call.keys),
-                _rows(out, call.queries),
-                _rows(lse, call.queries).transpose(0, 1).contiguous(),
-                *call.arguments,
-                unused,
-                unused,
-                scale=scale,
-                **call.options,
-            )
+            grad, q, o = (_rows(t, call.queries) for t in (grad_out, query, out))
+            k, v = (_rows(t, call.keys) for t in (key, value))
+            seen = _rows(lse, call.queries).transpose(0, 1).contiguous()
+            parts = _backward(grad, q, k, v, o, seen, *call.arguments, unused, unused, scale=scale, **call.options)
             for total, part, at in zip(grads, parts, (call.queries, call.keys, call.keys), strict=True):
                 if at is None:
                     total += part

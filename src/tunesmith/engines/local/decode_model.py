@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tunesmith.models.causal_lm import CausalLM
-from tunesmith.models.lean import LeanDecoder, Projection
+from tunesmith.models.lean import LeanDecoder
 from tunesmith.models.products import COMPILED, HEADS, LAYERS, PAIRS, Product, fastest
 from tunesmith.models.quantised import is_quantised
 from tunesmith.plan.hardware import memory
@@ -51,8 +51,10 @@ class DecodeModel:
         if self._decoder is None:
             whole = self._whole()
             self._decoder = whole
-            if whole.lean is not None and (kind := self._chosen(whole)[0]) != "plain":
-                self._decoder = dataclasses.replace(whole, lean=_prepared(whole.lean, kind, whole.module.dtype))
+            if whole.lean is not None and (name := self._chosen(whole)[0]) != "plain":
+                kind = LAYERS[whole.module.dtype][name]
+                rows = kind.rows or whole.module.dtype
+                self._decoder = dataclasses.replace(whole, lean=whole.lean.with_products(kind.prepare, rows))
         return self._decoder
 
     @torch.inference_mode(False)
@@ -83,14 +85,3 @@ class DecodeModel:
             lean = None if self._model.lean is None else LeanDecoder.of(module.base_model)
             self._merged = CausalLM(module, self._model.tokenizer, lean)
         return self._merged
-
-
-def _prepared(lean: LeanDecoder, name: str, dtype: torch.dtype) -> LeanDecoder:
-    kind = LAYERS[dtype][name]
-    assert kind.rows is not None
-
-    def product(layer: int, name: str) -> Product:
-        own = cast(Projection, getattr(lean.layers[layer], name))
-        return kind.prepare(own.weight, own.bias)
-
-    return lean.with_products(product, kind.rows)

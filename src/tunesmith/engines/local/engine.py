@@ -26,7 +26,7 @@ from tunesmith.engines.local.prefill_attention import Piece
 from tunesmith.engines.local.requests import CachedPrompt, LocalRequest, Uniforms
 from tunesmith.engines.local.runner import Runner, probe, text_config
 from tunesmith.engines.local.scheduler import Scheduler
-from tunesmith.engines.local.speculation import MOST_ROWS, AssistantDrafter, Drafter, NgramDrafter, Speculation
+from tunesmith.engines.local.speculation import MOST_ROWS, AssistantDrafter, NgramDrafter, Speculation
 from tunesmith.engines.partial import stop_strings, stop_token_ids
 from tunesmith.engines.stats import EngineStats
 from tunesmith.engines.step_thread import StepThread
@@ -81,7 +81,7 @@ class LocalEngine:
         self._meter = Meter(cost, limits)
         self._context: int = text_config(model).max_position_embeddings
         self._vocab_size: int = model.head.out_features
-        self._version = 0
+        self.version = 0
         self._whole = True
         """Whether all weights are of one version; False after a failed load."""
         self._ids = count()
@@ -94,16 +94,12 @@ class LocalEngine:
         self._pool = KVPool(layouts, kv_bytes, max_running=max_running, block_size=block_size)
         self._scheduler = Scheduler(self._pool, max_running, max_prefill_tokens, model.lengths)
         self._runner = Runner(model, self._pool.memories[0], max_prefill_tokens, compiled=compiled)
-        self._drafter: Drafter = NgramDrafter()
+        self._drafter: NgramDrafter | AssistantDrafter = NgramDrafter()
         if speculation is not None and speculation.assistant is not None:
             assistant, room = speculation.assistant, self._pool.memories[1]
             drafts = Runner(assistant, room, max_prefill_tokens, compiled=compiled, vocabulary=self._vocab_size)
             self._drafter = AssistantDrafter(drafts)
         self._thread = StepThread("local engine", self._step, self._fail_running)
-
-    @property
-    def version(self) -> int:
-        return self._version
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
         """See ``RolloutEngine``. Raises UserError, EngineError."""
@@ -140,7 +136,7 @@ class LocalEngine:
                 with torch.no_grad():
                     self._update()
                 self._whole = True
-            self._version = version
+            self.version = version
             self._pool.expire_prompts()
             self._runner.refresh()
 
@@ -302,7 +298,7 @@ class LocalEngine:
             right = True
             for guess, (token, logprob) in zip([*draft, None], islice(drawn, len(draft) + 1), strict=True):
                 if right:
-                    reason = request.append(token, logprob, self._version)
+                    reason = request.append(token, logprob, self.version)
                     if reason is not None:
                         ended[request] = reason
                     right = reason is None and token == guess

@@ -66,8 +66,17 @@ class KVMemory:
         self.allocate()
 
     def allocate(self) -> None:
-        """Allocate the memory, zeroed: a masked slot must be finite too, because 0 times NaN is NaN."""
-        self._use(_zeros((self.layout.planes + 1, self._slots * self._width), self.layout.dtype, self.layout.device))
+        """Allocate the memory, zeroed: a masked slot must be finite too, because 0 times NaN is NaN.
+
+        On a CPU, pages are allocated on first write, so unused slots take no memory.
+        """
+        dtype, device = self.layout.dtype, self.layout.device
+        shape = self.layout.planes + 1, self._slots * self._width
+        if device.type != "cpu" or sys.platform == "win32":
+            self._use(torch.zeros(shape, dtype=dtype, device=device))
+            return
+        pages = mmap.mmap(-1, shape[0] * shape[1] * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._use(torch.frombuffer(pages, dtype=dtype).view(shape))
 
     def free(self) -> None:
         self._use(self._memory.new_zeros(self.layout.planes + 1, 0))
@@ -107,12 +116,3 @@ class KVMemory:
             torch.index_select(before[:, :, :length], 0, source, out=staged)
             after[:, :, :length].index_copy_(0, target, staged)
         return new
-
-
-def _zeros(shape: Shape, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """On a CPU, pages are allocated on first write, so unused slots take no memory."""
-    size = shape[0] * shape[1] * dtype.itemsize
-    if device.type != "cpu" or not size or sys.platform == "win32":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    return torch.frombuffer(pages, dtype=dtype).view(shape)

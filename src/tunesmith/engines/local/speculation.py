@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Protocol
 
 import torch
 
@@ -59,17 +58,11 @@ class Speculation:
             raise UserError(f"the draft model (system.draft_model) {problem}: {other}")
 
 
-class Drafter(Protocol):
-    def propose(self, running: Sequence[LocalRequest], most: Sequence[int]) -> list[list[int]]:
-        """Draft the next tokens of each request: at most ``most[i]`` (none if that is not positive)."""
-        ...
-
-
 class NgramDrafter:
     """Proposes the tokens that followed an earlier occurrence of the last few tokens."""
 
     def propose(self, running: Sequence[LocalRequest], most: Sequence[int]) -> list[list[int]]:
-        """See ``Drafter``."""
+        """Draft the next tokens of each request: at most ``most[i]`` (none if that is not positive)."""
         return [look_up([*r.prompt_ids, *r.token_ids], n) for r, n in zip(running, most, strict=True)]
 
 
@@ -107,7 +100,7 @@ class AssistantDrafter:
         self._reads = runner.model.head.out_features
 
     def propose(self, running: Sequence[LocalRequest], most: Sequence[int]) -> list[list[int]]:
-        """See ``Drafter``. Each proposal uses the random number that the request's own token will use."""
+        """As ``NgramDrafter``. Each proposal uses the random number that the request's own token will use."""
         drafts: list[list[int]] = [[] for _ in running]
         most = [n if self._can_read(r) else 0 for r, n in zip(running, most, strict=True)]
         read = [r.prompt for r, n in zip(running, most, strict=True) if n > 0]
