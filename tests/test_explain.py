@@ -5,18 +5,21 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, get_args
 
 import pytest
+from pydantic import BaseModel
 from typer.testing import CliRunner
 
 from tunesmith.cli.main import app
+from tunesmith.config.choice import Choice
 from tunesmith.config.documents.advice import advice_about
-from tunesmith.config.kinds import KINDS, all_keys
 from tunesmith.config.load import load_config
 from tunesmith.config.names.foreign import meanings
 from tunesmith.config.resolved import Derived, Resolved, save_resolved
-from tunesmith.config.schema import RLConfig
+from tunesmith.config.schema import RLConfig, RunConfig
 from tunesmith.errors import ConfigError
 from tunesmith.monitor.catalogue import CATALOGUE
 from tunesmith.plan.explain import called_elsewhere, explain, meaning_of, metric_in_run, value_in_run
@@ -29,10 +32,34 @@ def printed(*arguments: str) -> str:
     return " ".join(result.output.split())
 
 
-def test_every_setting_and_metric_is_explained() -> None:
-    for key in {key for kind in KINDS.values() for key in all_keys(kind)}:
-        [setting] = [s for s in explain(key).settings if s.key == key]
-        assert setting.kind and setting.default and setting.meaning, key
+def run_files(kind: type[RunConfig] = RunConfig) -> Iterator[type[RunConfig]]:
+    """Every class of run files, those that a command chooses by a mode as well."""
+    for inner in kind.__subclasses__():
+        yield from (inner, *run_files(inner))
+
+
+def keys_admitted(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """Every dotted key that a type admits: a walk over all types within each annotation, lists and unions as well."""
+    for name, field in section.model_fields.items():
+        waiting: list[Any] = [field.annotation]
+        inside: list[type[BaseModel]] = []
+        while waiting:
+            one = waiting.pop()
+            if isinstance(one, type) and issubclass(one, BaseModel):
+                inside += one.types.values() if issubclass(one, Choice) else [one]
+            waiting += get_args(one)
+        if prefix or not inside:
+            yield prefix + name
+        for table in inside:
+            yield from keys_admitted(table, f"{prefix}{name}.")
+
+
+def test_every_key_that_the_types_admit_and_every_metric_is_explained() -> None:
+    keys = {key for kind in run_files() for key in keys_admitted(kind)}
+    assert {"system.placement.reward.shards", "reward.remote.urls", "algorithm.loss.tau_positive"} < keys
+    for key in keys:
+        [setting] = explain(key).settings
+        assert setting.key == key and setting.kind and setting.default and setting.meaning, key
     for metric in (metric for metrics in CATALOGUE.values() for metric in metrics):
         assert metric in explain(metric.name).metrics
         assert not meaning_of(metric).startswith(("Its", "The same")), metric.name
@@ -86,9 +113,12 @@ def test_both_meanings_of_a_name_are_printed() -> None:
     assert "train.lr" in text and "a metric" in text and "halve it when the reward falls" in text
 
 
+PLACED = "system.placement.reward.shards=4"
+
+
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
-    config = load_config(RLConfig, None, ["model.path=org/m", "data.train=org/d", "rollout.group_size=16"])
+    config = load_config(RLConfig, None, ["model.path=org/m", "data.train=org/d", "rollout.group_size=16", PLACED])
     save_resolved(Resolved(config, {"rollout.group_size": 16}, (Derived("train.lr", 2e-6, "the size"),)), tmp_path)
     rows = [{"step": 1, "reward": 0.25}, {"step": 2, "reward": 0.125}, {"step": 3, "reward": None, "reward/std": 0.5}]
     lines = "".join(json.dumps(row) + "\n" for row in rows)
@@ -100,7 +130,8 @@ def test_the_value_in_a_run_comes_with_its_source(run_dir: Path) -> None:
     assert value_in_run(run_dir, "rollout.group_size") == "16: as the run file or an override says"
     assert value_in_run(run_dir, "rollout.prompts_per_step") == "8: the default"
     assert str(value_in_run(run_dir, "train.lr")).endswith("the size")
-    assert value_in_run(run_dir, "dpo.beta") is None
+    assert value_in_run(run_dir, "dpo.beta") is None and value_in_run(run_dir, "algorithm.loss.clip_low") is None
+    assert str(value_in_run(run_dir, "system.placement.reward.shards")).startswith("system.placement = {reward = {sh")
     assert f"in {run_dir}: 16" in printed("num_generations", "--run", str(run_dir))
 
 

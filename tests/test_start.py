@@ -15,6 +15,7 @@ from tunesmith.cli.main import app
 from tunesmith.config.documents.reference import settings_of
 from tunesmith.config.kinds import KINDS, all_keys
 from tunesmith.config.load import find_kind, load_config
+from tunesmith.config.system import VllmSection
 from tunesmith.data.prepare import peek
 from tunesmith.environments.loading import check_environment
 from tunesmith.errors import ConfigError
@@ -107,7 +108,7 @@ def test_init_lists_the_tasks_and_says_how_to_go_on(tmp_path: Path) -> None:
 
 def every_key() -> Iterator[str]:
     for kind in KINDS.values():
-        yield from all_keys(kind)
+        yield from all_keys(kind, tables=True)
 
 
 def test_every_setting_is_listed_with_its_meaning() -> None:
@@ -121,8 +122,8 @@ def test_every_setting_is_listed_with_its_meaning() -> None:
 @pytest.mark.parametrize(
     ("what", "keys"),
     [
-        ("rm", set(all_keys(KINDS["rm"]))),
-        ("system.vllm", {k for k in all_keys(KINDS["rl"]) if k.startswith("system.vllm.")}),
+        ("rm", set(all_keys(KINDS["rm"], tables=True))),
+        ("system.vllm", {"system.vllm", *(f"system.vllm.{name}" for name in VllmSection.model_fields)}),
         ("train.lr", {"train.lr"}),
         ("learning_rate", {"train.lr"}),
         ("num_generations", {"rollout.group_size", "sampling.n"}),

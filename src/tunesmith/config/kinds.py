@@ -24,13 +24,18 @@ def commands_with(key: str) -> list[str]:
 
 
 @cache
-def all_keys(model: type[BaseModel], prefix: str = "") -> tuple[str, ...]:
-    """Every dotted key of a configuration: ``run_dir``, ``algorithm.loss``, ``algorithm.loss.clip_low``, ..."""
+def all_keys(model: type[BaseModel], prefix: str = "", *, tables: bool = False) -> tuple[str, ...]:
+    """Every dotted key of a configuration: ``run_dir``, ``algorithm.loss``, ``algorithm.loss.clip_low``, ...
+
+    Args:
+        tables: also ``system.vllm``, and keys of tables that are list items or one form of a value:
+            ``data.train.weight``.
+    """
     keys: dict[str, None] = {}
     for name, field in model.model_fields.items():
-        key, annotation = prefix + name, field.annotation
-        tables = tables_of(annotation) if prefix else list(sections_of(annotation))[:1]
-        if not tables or (prefix and tables != [annotation]):
+        key, sections = prefix + name, list(sections_of(field.annotation))
+        if not sections or (prefix and (tables or sections != [field.annotation])):
             keys[key] = None
-        keys |= dict.fromkeys(inner for table in tables for inner in all_keys(table, f"{key}."))
+        inside = sections if tables or not prefix else tables_of(field.annotation)
+        keys |= dict.fromkeys(inner for table in inside for inner in all_keys(table, f"{key}.", tables=tables))
     return tuple(keys)

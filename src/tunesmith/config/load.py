@@ -22,7 +22,7 @@ from tunesmith.config.kinds import all_keys
 from tunesmith.config.names.foreign import value_of
 from tunesmith.config.names.unknown import answer, explain_unknown, find
 from tunesmith.config.preference import DPOConfig, KTOConfig, PRMConfig, RMConfig
-from tunesmith.config.reading.describe import choices_at, describe_at, field_at, show, tables_of
+from tunesmith.config.reading.describe import choices_at, describe_at, field_at, names_of, show, tables_of
 from tunesmith.config.reading.files import locate_files
 from tunesmith.config.reading.problems import KeyPath, Origins, Problem, dotted, key_lines, raise_problems
 from tunesmith.config.reading.shape import DEEPEST, shape_problems
@@ -175,7 +175,9 @@ def _opened(path: tuple[str, ...], value: Any) -> Tree | None:
     field = field_at(RLConfig, path)
     if field is None or not tables_of(field.annotation):
         return None
-    return {"type": value} if isinstance(value, str) else {} if isinstance(value, bool) else None
+    if isinstance(value, str):
+        return {"type": value} if names_of(field.annotation) else None
+    return {} if isinstance(value, bool) else None
 
 
 def _problems_of(kind: type[RunConfig], data: Tree, errors: Sequence[ErrorDetails]) -> list[Problem]:

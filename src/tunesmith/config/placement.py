@@ -14,7 +14,9 @@ Role = Literal["actor", "ref", "critic", "reward", "rollout"]
 
 class Resources(Section):
     cpus: Annotated[float, Field(gt=0)] | None = None
+    """CPUs of each process; None: 1."""
     gpus: Annotated[float, Field(ge=0)] | None = None
+    """GPUs of each process, or a part of one; None: 1 if ``system.device`` is a GPU, one per rank of vLLM."""
 
 
 class ScoringResources(Resources):
@@ -37,6 +39,7 @@ class PlacementSection(Section):
     ref: ScoringResources = ScoringResources()
     """The reference; colocated with ``actor`` it has no separate process: each trainer rank holds it, or its share."""
     critic: Resources = Resources()
+    """The critic's trainer, if it has a model of its own."""
     reward: RewardResources = RewardResources()
     """Each of ``reward.models``."""
     rollout: Resources = Resources()

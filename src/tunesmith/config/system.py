@@ -143,7 +143,9 @@ class SystemSection(Section):
     draft_model: Text | None = None
     """A directory or a hub name: a smaller model with the same vocabulary, for ``speculative = "draft"``."""
     sequence_parallel: SequenceParallelSection = SequenceParallelSection()
+    """Groups of trainer ranks that share the tokens of each micro-batch."""
     vllm: VllmSection = VllmSection()
+    """Settings of ``engine = "vllm"``."""
 
     @property
     def served(self) -> bool:

@@ -74,6 +74,8 @@ def without_effect(key: str) -> Iterator[str]:
 def value_in_run(run_dir: Path, key: str) -> str | None:
     """A setting's value in a run and the reason, from the run's ``resolved.json``; None if the run has no such key.
 
+    A key of tables that ``resolved.json`` holds as one value, as a placement or a list, has all of that value.
+
     Raises:
         ConfigError: there is no such file, or it is damaged.
     """
@@ -81,12 +83,14 @@ def value_in_run(run_dir: Path, key: str) -> str | None:
     if not run_dir.is_dir() or not file.exists():
         raise ConfigError(f"{run_dir} is not the directory of a run: it has no resolved.json")
     with boundary(ConfigError, f"cannot read {file}", (OSError, ValueError, KeyError, TypeError, AttributeError)):
-        entry = json.loads(file.read_text(encoding="utf-8"))["settings"].get(key)
-        if entry is None:
-            return None
+        entries, above = json.loads(file.read_text(encoding="utf-8"))["settings"], key
+        while above not in entries or (above != key and not isinstance(entries[above]["value"], dict | list)):
+            if not (above := above.rpartition(".")[0]):
+                return None
+        entry, name = entries[above], "" if above == key else f"{above} = "
         sources = {"said": "as the run file or an override says", "default": "the default"}
         why = entry.get("reason") or sources.get(entry["source"], entry["source"])
-        return f"{'none' if entry['value'] is None else toml_value(entry['value'])}: {why}"
+        return f"{name}{'none' if entry['value'] is None else toml_value(entry['value'])}: {why}"
 
 
 def metric_in_run(run_dir: Path, metric: Metric) -> Iterator[str]:

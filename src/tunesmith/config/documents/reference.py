@@ -25,7 +25,16 @@ from tunesmith.config.toml import toml_value
 
 DOCS = Path(__file__).parents[2] / "docs"
 _PAGES = ("configuration", "generate", "rft", "preference")
-_HEADINGS = {"Top level": "", "Reward model": "rm.", "DPO": "dpo.", "KTO": "kto.", "Process reward model": "prm."}
+_HEADINGS = {
+    "Top level": ("",),
+    "A source": ("data.train.", "data.eval."),
+    "A reward model": ("reward.models.",),
+    "A remote reward": ("reward.remote.",),
+    "Reward model": ("rm.",),
+    "DPO": ("dpo.",),
+    "KTO": ("kto.",),
+    "Process reward model": ("prm.",),
+}
 """Prefixes of tables whose heading is not their section's name."""
 _ROW = re.compile(r"^\| `(\w+)` \| (.*?) \| (.*?) \| (.*?) \|$", re.MULTILINE)
 
@@ -46,7 +55,7 @@ def settings_of(what: str = "") -> list[Setting]:
     rows = _rows()
     commands: dict[str, list[str]] = {}
     for command, kind in KINDS.items():
-        for key in all_keys(kind):
+        for key in all_keys(kind, tables=True):
             commands.setdefault(key, []).append(command)
     chosen: list[Setting] = []
     for key, of in commands.items():
@@ -64,9 +73,8 @@ def _rows() -> dict[str, tuple[str, ...]]:
         parts = re.split(r"^#+ (.+)$", (DOCS / f"{page}.md").read_text(encoding="utf-8"), flags=re.MULTILINE)
         for heading, body in zip(parts[1::2], parts[2::2], strict=True):
             section = re.fullmatch(r"\[(.*)\]", heading)
-            prefix = f"{section[1]}." if section else _HEADINGS.get(heading)
-            if prefix is not None:
-                body = re.sub(r"\[([^\]]+)\]\([^)]+\)", r"\1", body)
+            body = re.sub(r"\[([^\]]+)\]\([^)]+\)", r"\1", body)
+            for prefix in [f"{section[1]}."] if section else _HEADINGS.get(heading, ()):
                 rows |= {prefix + key: tuple(map(_plain, cells)) for key, *cells in _ROW.findall(body)}
     return rows
 
@@ -93,6 +101,8 @@ def _default(field: FieldInfo) -> str:
     if field.is_required():
         return "required"
     value = field.default.name if isinstance(field.default, Choice) else field.default
+    if isinstance(value, BaseModel):
+        return "the defaults of its keys"
     return "none" if value is None else "derived" if value is DERIVED else toml_value(value)
 
 

@@ -46,9 +46,10 @@ class Equivalent:
 
 def find(kind: type[RunConfig] | None, name: str) -> Equivalent:
     """The equivalent of a key, or of another framework's flag, in run files of ``kind`` (None: of any command)."""
-    keys = all_keys(kind) if kind else list(dict.fromkeys(key for of in KINDS.values() for key in all_keys(of)))
+    kinds = [kind] if kind else list(KINDS.values())
+    keys = list(dict.fromkeys(key for of in kinds for key in all_keys(of)))
     name, last = spelled(name), spelled(name).rpartition(".")[2]
-    if name in keys:
+    if any(name in all_keys(of, tables=True) for of in kinds):
         return Equivalent((name,))
     spelling, known = meanings_of(name)
     known = [m for m in known if not m.commands or kind is None or kind.command in m.commands.split()]

@@ -111,10 +111,9 @@ def sections_of(annotation: Any) -> Iterator[type[BaseModel]]:
 
 
 def tables_of(annotation: Any) -> list[type[BaseModel]]:
-    """Sections whose keys are settings: a section, the types of a choice, or a table that ``false`` switches off."""
-    parts = list(alternatives(annotation))
-    tables = [a for a in parts if is_section(a) and (a is annotation or names_of(a) or Literal[False] in parts)]
-    return [section for table in tables for section in sections_of(table)]
+    """Sections whose keys are settings: a section, the types of a choice, or a table that may be off (false, None)."""
+    parts = [a for a in alternatives(annotation) if a not in (Literal[False], type(None))]
+    return list(sections_of(annotation)) if len(parts) == 1 and is_section(parts[0]) else []
 
 
 def is_section(annotation: Any) -> bool:
