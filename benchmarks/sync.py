@@ -71,10 +71,11 @@ async def run(sizes: Sequence[str], rounds: int, disk: Path) -> list[dict[str, A
     records: list[dict[str, Any]] = []
     for size in sizes:
         weights = make_weights(size)
+        total = sum(tensor.nbytes for tensor in weights.values())
         planes: dict[str, Plane] = {
             "memory": FilePlane(weights.items, shared_directory(2 * SIZES[size][0])),
             "disk": FilePlane(weights.items, shared_directory(0, disk)),
-            "gloo": BroadcastPlane(weights.items, room=sum(tensor.nbytes for tensor in weights.values())),
+            "gloo": BroadcastPlane(weights.items, "cpu", room=total, plane="gloo", group="gloo"),
         }
         taker = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "benchmarks.sync", "--take"),

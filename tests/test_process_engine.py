@@ -50,7 +50,7 @@ class Bench(PoolBench):
         return await FarEngine.start(spawn(), partial(make_engine_host, self.settings))
 
     def gloo(self) -> Plane:
-        return BroadcastPlane(self.named, bucket_bytes=10_000, patience=60)
+        return BroadcastPlane(self.named, "cpu", plane="gloo", group="gloo", bucket_bytes=10_000)
 
     def another(self, plane: Plane | None = None, **options: Any) -> EnginePool:
         return super().another(plane or self.gloo(), **options)

@@ -8,7 +8,6 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -33,11 +32,10 @@ from tunesmith.models.sharding import whole_weights
 from tunesmith.plan.checks import check
 from tunesmith.weights.base import NamedTensors, Offer, Plane
 from tunesmith.weights.broadcast import BroadcastPlane
-from tunesmith.weights.device import DevicePlane
 from tunesmith.weights.files import FilePlane
-from tunesmith.weights.flat import flatten
 from tunesmith.weights.ipc import IpcPlane
 from tunesmith.weights.rounds import LOOPBACK
+from tunesmith.weights.spread import spread
 
 GPUS = torch.cuda.device_count()
 
@@ -62,13 +60,17 @@ def file_plane(named: NamedTensors, folder: Path) -> Plane:
 
 def gloo_plane(named: NamedTensors, folder: Path) -> Plane:
     del folder
-    return BroadcastPlane(named, bucket_bytes=700, patience=60)
+    return over_gloo(named)
+
+
+def over_gloo(named: NamedTensors, **options: Any) -> BroadcastPlane:
+    return BroadcastPlane(named, "cpu", group="gloo", **{"plane": "gloo", "bucket_bytes": 700, **options})
 
 
 def nccl_plane(named: NamedTensors, folder: Path) -> Plane:
     """With gloo on CPU tensors in NCCL's place."""
     del folder
-    return DevicePlane(named, "cpu", group="gloo", bucket_bytes=700, patience=60)
+    return BroadcastPlane(named, "cpu", group="gloo", bucket_bytes=700, patience=60)
 
 
 def ipc_plane(named: NamedTensors, folder: Path) -> Plane:
@@ -114,16 +116,12 @@ async def test_what_was_published_arrives_bit_by_bit(make: Callable[[NamedTensor
     await plane.close()
 
 
-@pytest.mark.parametrize(
-    "make", [BroadcastPlane, partial(DevicePlane, device="cpu", group="gloo")], ids=["gloo", "nccl"]
-)
-async def test_every_rank_of_an_engine_takes_the_whole_broadcast(
-    monkeypatch: pytest.MonkeyPatch, make: Callable[..., Plane]
-) -> None:
+@pytest.mark.parametrize("name", ["gloo", "nccl"])
+async def test_every_rank_of_an_engine_takes_the_whole_broadcast(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Ranks of an engine are told apart by their number in its own group, here that of a thread."""
     own, named = threading.local(), tensors()
     monkeypatch.setattr("tunesmith.weights.rounds.dist.get_rank", lambda: own.rank)
-    plane = make(named.items, bucket_bytes=700, patience=60, ranks=2)
+    plane = over_gloo(named.items, ranks=2, plane=name)
     await plane.publish(5)
     offers = await plane.offer(2)
 
@@ -158,10 +156,9 @@ async def test_damaged_weights_are_refused(make: Callable[[NamedTensors], Plane]
         raw[-1] ^= 1
         last.write_bytes(raw)
     else:
-        assert isinstance(plane, BroadcastPlane | DevicePlane | IpcPlane)
-        kept = plane._kept if isinstance(plane, DevicePlane) else plane._flat
-        assert kept is not None
-        kept.buffer[1000] ^= 1
+        assert isinstance(plane, BroadcastPlane | IpcPlane)
+        assert plane._kept is not None
+        plane._kept.buffer[1000] ^= 1
     [error] = await take_all(await plane.offer(1))
     assert isinstance(error, EngineError) and ("checksum" in str(error) or "not what was offered" in str(error))
     await plane.close()
@@ -188,7 +185,7 @@ def test_a_store_listens_on_its_own_address_alone() -> None:
 
 
 async def test_an_engine_that_dies_in_a_round_fails_it_for_the_others() -> None:
-    plane = BroadcastPlane(tensors().items, patience=1)
+    plane = over_gloo(tensors().items, patience=1)
     await plane.publish(5)
     offers = await plane.offer(2)
     dying = multiprocessing.get_context("fork").Process(target=die_in_a_round, args=(offers[1],))
@@ -203,7 +200,7 @@ async def test_an_engine_that_dies_in_a_round_fails_it_for_the_others() -> None:
 
 
 async def test_a_round_that_is_withdrawn_ends_at_once_and_one_nobody_comes_to_in_time() -> None:
-    plane = BroadcastPlane(tensors().items, patience=60)
+    plane = over_gloo(tensors().items)
     await plane.publish(5)
     offers = await plane.offer(2)
     waiting = asyncio.create_task(take_all(offers[:1]))
@@ -221,12 +218,13 @@ async def test_a_round_that_is_withdrawn_ends_at_once_and_one_nobody_comes_to_in
 
 def test_flat_weights_hold_tied_tensors_once_and_use_their_buffer_again() -> None:
     named = tensors()
-    flat = flatten(named.items())
+    total = sum(t.nbytes for t in named.values())
+    flat = spread(named.items(), 700, room=total)
     places = {row[0]: row[3] for row in flat.table}
     assert places["embed"] == places["head"] and all(start % 16 == 0 for start in places.values())
-    assert flat.buffer.numel() < sum(t.nbytes for t in named.values())
-    assert flatten(named.items(), into=flat.buffer).buffer.data_ptr() == flat.buffer.data_ptr()
-    assert flatten(named.items(), room=10_000).buffer.equal(flat.buffer)
+    assert flat.runs[-1].stop < flat.buffer.numel() == total
+    assert spread(named.items(), 700, into=flat.buffer).buffer.data_ptr() == flat.buffer.data_ptr()
+    assert spread(named.items(), 900).buffer[: flat.runs[-1].stop].equal(flat.buffer[: flat.runs[-1].stop])
     assert checksum(flat.buffer) != checksum(flat.buffer.flip(0))
 
 
@@ -252,14 +250,14 @@ class Gathered:
             del tensor
 
 
-@pytest.mark.parametrize("make", [FilePlane, BroadcastPlane])
-async def test_publishing_holds_two_buckets_at_most(make: type[FilePlane | BroadcastPlane], tmp_path: Path) -> None:
+@pytest.mark.parametrize("files", [True, False], ids=["files", "gloo"])
+async def test_publishing_holds_two_buckets_at_most(files: bool, tmp_path: Path) -> None:
     named = Gathered(count=64, numbers=1000)
     bucket, total = 16_000, 64 * 4000
-    if make is FilePlane:
+    if files:
         plane: Plane = FilePlane(named, TemporaryDirectory(dir=tmp_path), file_bytes=bucket)
     else:
-        plane = BroadcastPlane(named, room=total, bucket_bytes=bucket)
+        plane = over_gloo(named, room=total, bucket_bytes=bucket)
     for version in (1, 2, 3):
         await plane.publish(version)
     assert 4000 <= named.peak <= 2 * bucket < total // 4
@@ -270,8 +268,8 @@ async def test_publishing_holds_two_buckets_at_most(make: type[FilePlane | Broad
         assert [Path(path).stat().st_size < 2 * bucket for path in offer["paths"]] == 16 * [True]
         assert len([*tmp_path.glob("*/*")]) == 2 * 16, "this version, and the files that the next one overwrites"
     else:
-        assert isinstance(plane, BroadcastPlane) and plane._flat is not None
-        assert plane._flat.buffer.untyped_storage().nbytes() == total, "one copy, and no growth"
+        assert isinstance(plane, BroadcastPlane) and plane._kept is not None
+        assert plane._kept.buffer.untyped_storage().nbytes() == total, "one copy, and no growth"
     await plane.close()
 
 
@@ -315,8 +313,8 @@ def test_gathered_weights_are_dropped_one_by_one(tmp_path: Path) -> None:
 @pytest.mark.parametrize("merged", [True, False])
 def test_the_room_for_published_weights_is_known_before(adapted: tuple[CausalLM, CausalLM], merged: bool) -> None:
     for model in adapted if merged else adapted[1:]:
-        flat = flatten(published(model, merged=merged)())
-        assert flat.buffer.numel() <= published_bytes(model, merged=merged) < 1.5 * flat.buffer.numel() + 2048 * 100
+        stop = spread(published(model, merged=merged)(), 1 << 20).runs[-1].stop
+        assert stop <= published_bytes(model, merged=merged) < 1.5 * stop + 2048 * 100
 
 
 @pytest.fixture(scope="module")

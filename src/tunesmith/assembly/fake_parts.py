@@ -54,7 +54,7 @@ def parts_replaced(device: FakeDevice, engine: Price) -> Generator[None]:
 
     def make_plane(config: RunConfig, model: Decoder) -> GatheringPlane:
         merged, stored = config.system.adapter_sync != "adapter", config.system.engine != "local"
-        copying = planes.device_plane(config, model) if planes.stays_on_gpu(config) else None
+        copying = planes.broadcast_plane(config, model) if planes.stays_on_gpu(config) else None
         return GatheringPlane(planes.published(model, merged=merged, as_stored=stored), device, copying)
 
     def load_frozen(*args: Any) -> Any:

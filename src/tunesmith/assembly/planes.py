@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from tunesmith.models.decoder import Decoder
-    from tunesmith.weights.device import DevicePlane
+    from tunesmith.weights.broadcast import BroadcastPlane
 
 
 class NoPlane:
@@ -53,41 +53,42 @@ class PublishingRank(NoPlane):
 def make_publishing(config: RunConfig, model: Decoder, rank: int) -> Plane:
     """The part of the plane, or its substitute, on a sharded model's ranks other than the first."""
     if config.system.weight_copy == "gpu":
-        return device_plane(config, model, rank)
+        return broadcast_plane(config, model, rank)
     return PublishingRank(published(model, merged=config.system.adapter_sync != "adapter", in_host_memory=False))
 
 
 def make_plane(config: RunConfig, model: Decoder) -> Plane:
     """The trainer's side of the plane, for engines with their own weights."""
     system = config.system
-    merged, own, here = system.adapter_sync != "adapter", system.engine == "local", stays_on_gpu(config)
-    tensors = published(model, merged=merged, as_stored=not own, in_host_memory=not here)
-    size = published_bytes(model, merged=merged)
+    if system.weight_plane in ("gloo", "nccl"):
+        return broadcast_plane(config, model)
+    tensors, size = _publication(config, model)
     if system.weight_plane == "ipc":
         from tunesmith.weights.ipc import IpcPlane
 
         return IpcPlane(tensors, str(model.device), size)
-    if system.weight_plane == "gloo":
-        from tunesmith.weights.broadcast import BroadcastPlane
-
-        return BroadcastPlane(tensors, own_address(config), size, ranks_per_engine(config))
-    if system.weight_plane == "nccl":
-        return device_plane(config, model)
     directory = system.engine_directory if system.weight_plane == "disk" else None
     return file_plane(tensors, directory, size)
 
 
-def device_plane(config: RunConfig, model: Decoder, rank: int = 0) -> DevicePlane:
+def broadcast_plane(config: RunConfig, model: Decoder, rank: int = 0) -> BroadcastPlane:
     """A trainer rank's part of the plane; if the copy is in host memory, the first rank sends everything."""
-    from tunesmith.weights.device import DevicePlane
+    from tunesmith.weights.broadcast import BroadcastPlane
 
     system, host, ranks = config.system, own_address(config), ranks_per_engine(config)
-    here, merged = stays_on_gpu(config), system.adapter_sync != "adapter"
-    tensors = published(model, merged=merged, as_stored=system.engine != "local", in_host_memory=not here)
+    here, (tensors, room) = stays_on_gpu(config), _publication(config, model)
     senders = publishing_ranks(config) if here else 1
-    room = published_bytes(model, merged=merged)
     room = room if senders == 1 else room // senders + largest_bytes(model)
-    return DevicePlane(tensors, str(model.device), here, host, room, ranks, rank, senders)
+    if system.weight_plane == "gloo":
+        return BroadcastPlane(tensors, "cpu", host=host, room=room, ranks=ranks, plane="gloo", group="gloo")
+    return BroadcastPlane(tensors, str(model.device), here, host, room, ranks, rank, senders)
+
+
+def _publication(config: RunConfig, model: Decoder) -> tuple[NamedTensors, int]:
+    """The weights that a run's engines get, and their bytes."""
+    merged, own = config.system.adapter_sync != "adapter", config.system.engine == "local"
+    tensors = published(model, merged=merged, as_stored=not own, in_host_memory=not stays_on_gpu(config))
+    return tensors, published_bytes(model, merged=merged)
 
 
 def stays_on_gpu(config: RunConfig) -> bool:
@@ -170,10 +171,8 @@ def published(
 def read_offer(offer: Offer) -> Iterator[tuple[str, Tensor]]:
     """The engine's side of the plane: the weights of an offer, a few at a time."""
     match offer["plane"]:
-        case "gloo":
+        case "gloo" | "nccl":
             from tunesmith.weights.broadcast import take_broadcast as take
-        case "nccl":
-            from tunesmith.weights.device import take_on_device as take
         case "ipc":
             from tunesmith.weights.ipc import take_ipc as take
         case _:

@@ -1,96 +1,178 @@
-"""Weights broadcast to engines over a network, from one machine's memory to others' (gloo).
+"""Weights broadcast from the trainer to engines: between GPUs (NCCL), or between machines' memories (gloo).
 
-Each offer is a round (``weights.rounds``). Engines use the weights only after all have arrived with correct checksums.
+``publish`` copies the weights: with NCCL on the trainer's GPU, or into host memory if ``system.weight_copy = "host"``;
+with gloo always into host memory. If the ranks of a sharded trainer copy on their GPUs, each rank that takes part in
+the all-gather keeps and sends some of the tensors: no rank has a whole second copy. The published weights have to be
+kept, because a replacement for a lost engine may need them at any time, even in the middle of an optimizer step, when
+the model's weights have changed and the ranks of a sharded trainer cannot gather them.
+
+With NCCL an engine keeps no second copy: it writes each bucket over its weights as it arrives. If a round fails midway,
+its weights are of no single version, and it takes no step until it has loaded others (``engines.base.Engine``). With
+gloo an engine uses the weights only after all have arrived and been checked.
+
+Integrity: NCCL, gloo and the links below them retransmit or fail; they do not lose bytes. Possible faults are a wrong
+order of streams, memory reused too early, or a table of another version. To detect these, each bucket has a
+position-dependent sum of its words (``checksum.word_sum``), which the sender's device computes when it copies and each
+engine's device when it receives; the sums follow the last bucket, and the engine's host reads once whether all agree.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tunesmith.distributed.checksum import checksum
+from tunesmith.distributed.checksum import word_sum
+from tunesmith.distributed.process_group import GroupKind
 from tunesmith.errors import EngineError
 from tunesmith.openmp import to_thread
 from tunesmith.weights.base import NamedTensors, Offer
-from tunesmith.weights.flat import BUCKET, FlatWeights, flatten
+from tunesmith.weights.flat import BUCKET, FlatWeights, runs
 from tunesmith.weights.rounds import LOOPBACK, Link, Rounds, joined, place
+from tunesmith.weights.spread import Spread, spread
 
 
 @dataclass(slots=True)
 class BroadcastPlane:
-    """The trainer's side: ``publish`` keeps a copy in this machine's memory; ``offer`` begins a round.
+    """The trainer's side, on each rank that sends; only the first one makes offers.
 
     Args:
+        device: this rank's device.
+        on_device: keep the copy on the device; otherwise in host memory, and each bucket is moved there to be sent.
         host: address of this machine that engines can reach.
-        room: bytes of the weights, if they are produced one by one.
-        ranks: processes per engine. If there are several, each receives by its rank in the engine's default group.
-        bucket_bytes: bytes sent at a time.
+        room: bytes of this rank's copy.
+        ranks: processes per engine.
+        rank: this rank, of ``senders`` that publish together.
+        bucket_bytes: bytes of whole tensors sent at a time; a larger tensor is sent by itself.
         patience: seconds that engines may take to join, and one bucket to arrive.
+        plane: ``nccl`` or ``gloo``, which tells engines how to receive.
+        group: the backend; gloo stands in for NCCL if there is no GPU.
     """
 
     tensors: NamedTensors
+    device: str = "cuda"
+    on_device: bool = True
     host: str = LOOPBACK
     room: int = 0
     ranks: int = 1
+    rank: int = 0
+    senders: int = 1
     bucket_bytes: int = BUCKET
     patience: float = 60.0
-    _flat: FlatWeights | None = field(default=None, init=False)
-    _header: dict[str, Any] = field(default_factory=dict[str, Any], init=False)
+    plane: str = "nccl"
+    group: GroupKind = "nccl"
+    _version: int = field(default=0, init=False)
+    _kept: Spread | None = field(default=None, init=False)
+    _sums: dict[int, Tensor] = field(default_factory=dict[int, Tensor], init=False)
+    """The checksum of each run that this rank keeps on the device."""
     _rounds: Rounds = field(init=False)
+    _helping: set[asyncio.Task[None]] = field(default_factory=set["asyncio.Task[None]"], init=False)
 
     def __post_init__(self) -> None:
-        self._rounds = Rounds("gloo", "gloo", self.host, self.ranks)
+        self._rounds = Rounds(self.plane, self.group, self.host, self.ranks, self.senders)
 
     async def publish(self, version: int) -> None:
-        await self._rounds.end()  # rounds read from the buffer, which is reused
-        await to_thread(self._snapshot, version)
+        await self._rounds.end()  # rounds read from the copy, which is overwritten
+        await asyncio.gather(*self._helping)
+        await to_thread(self._copy, version)
 
     async def offer(self, takers: int) -> list[Offer]:
-        assert self._flat is not None, "nothing was published"
-        buckets = self._flat.buffer.split(self.bucket_bytes)
+        """See ``Plane.offer``. If there are several senders, each of the others must ``help`` with the first offer."""
+        kept = self._kept
+        assert kept is not None and self.rank == 0, "nothing was published"
+        header: dict[str, Any] = {"version": self._version, "table": kept.table, "owners": kept.owners}
+        header |= {"bucket_bytes": self.bucket_bytes, "device": torch.device(self.device).type}
+        return self._rounds.begin(takers, header, self.patience, self._send)
 
-        def send(link: Link) -> None:
-            for bucket in buckets:
-                link.broadcast(bucket)
-
-        return self._rounds.begin(takers, self._header, self.patience, send)
+    async def help(self, offer: Offer) -> None:
+        """Send this rank's part in a round that the first rank has begun."""
+        task = asyncio.create_task(to_thread(self._help, {**offer, "rank": self.rank, "ranks": 1}))
+        self._helping.add(task)
+        task.add_done_callback(self._helping.discard)
 
     async def withdraw(self, offers: Sequence[Offer]) -> None:
         self._rounds.withdraw(offers)
 
     async def close(self) -> None:
         await self._rounds.end(now=True)
-        self._flat = None
+        self._kept = None
 
-    def _snapshot(self, version: int) -> None:
-        before = self._flat
-        flat = self._flat = flatten(self.tensors(), into=before.buffer if before else None, room=self.room)
-        sums = [checksum(bucket) for bucket in flat.buffer.split(self.bucket_bytes)]
-        said = {"version": version, "table": flat.table, "bytes": flat.buffer.numel()}
-        self._header = {**said, "bucket_bytes": self.bucket_bytes, "checksums": sums}
+    def _copy(self, version: int) -> None:
+        before = self._kept
+        ranks: dict[str, int] = {"rank": self.rank, "ranks": self.senders, "room": self.room}
+        there, into = self.device if self.on_device else "cpu", before.buffer if before else None
+        kept = self._kept = spread(self.tensors(), self.bucket_bytes, there, into=into, **ranks)
+        self._sums = {number: word_sum(run) for number, run in kept.own.items()} if self.on_device else {}
+        self._version = version
+        if kept.buffer.is_cuda:  # from here on the weights may change
+            torch.cuda.current_stream(kept.buffer.device).synchronize()
+
+    def _send(self, link: Link) -> None:
+        """Send the runs that this rank keeps, and receive but ignore those of others."""
+        kept = self._kept
+        assert kept is not None, "a round ends before the plane is closed"
+        sums = dict(self._sums)
+        for number, (run, owner) in enumerate(zip(kept.runs, kept.owners, strict=True)):
+            bucket = kept.own.get(number)
+            if bucket is None:
+                bucket = torch.empty(run.stop - run.start, dtype=torch.uint8, device=self.device)
+            elif not self.on_device:
+                bucket = bucket.to(self.device)
+                sums[number] = word_sum(bucket)
+            link.broadcast(bucket, owner)
+        for owner, numbers in _shares(kept.owners):
+            own = torch.stack([sums[n] for n in numbers]) if owner == self.rank else None
+            link.broadcast(_empty_sums(numbers, self.device) if own is None else own, owner)
+
+    def _help(self, offer: Offer) -> None:
+        with suppress(EngineError), joined(offer) as link:  # the takers report failures
+            self._send(link)
 
 
 def take_broadcast(offer: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a round in this machine's memory, once all have arrived.
+    """The tensors of a round: with NCCL on the GPU as they arrive, with gloo in memory once all have arrived.
 
     Raises:
-        EngineError: the round ended, or the weights are of another version or damaged.
+        EngineError: the round ended, or the weights are of another version or damaged; with NCCL, some may have been
+            yielded.
+    """
+    yield from _arriving(offer) if offer["plane"] == "nccl" else list(_arriving(offer))
+
+
+def _arriving(offer: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a round, bucket by bucket.
+
+    A bucket is freed when the next one is requested, unless one of its tensors is kept. Once begun, the iteration has
+    to reach the end: others in the round wait, and only then is it known that all tensors were right.
     """
     with joined(offer) as link:
-        flat = _receive(link, place(offer))
-    yield from flat.named()
+        owners, device, sums = link.header["owners"], link.header["device"], list[Tensor]()
+        found = runs(link.header["table"], link.header["bucket_bytes"])
+        for run, owner in zip(found, owners, strict=True):
+            bucket = torch.empty(run.stop - run.start, dtype=torch.uint8, device=device)
+            link.broadcast(bucket, owner)
+            sums.append(word_sum(bucket))
+            yield from FlatWeights(bucket, run.table).named()
+            del bucket
+        right = torch.ones((), dtype=torch.bool, device=device)
+        for owner, numbers in _shares(owners):
+            sent = _empty_sums(numbers, device)
+            link.broadcast(sent, owner)
+            right &= (torch.stack([sums[n] for n in numbers]) == sent).all()
+        if not bool(right):
+            raise EngineError(f"{place(offer)}: a checksum is wrong; the weights were damaged on their way")
 
 
-def _receive(link: Link, where: str) -> FlatWeights:
-    header = link.header
-    flat = FlatWeights(torch.empty(header["bytes"], dtype=torch.uint8), header["table"])
-    buckets = flat.buffer.split(header["bucket_bytes"])
-    for number, (bucket, expected) in enumerate(zip(buckets, header["checksums"], strict=True)):
-        link.broadcast(bucket)
-        if checksum(bucket) != expected:
-            raise EngineError(f"{where}: the checksum of bucket {number} is wrong; it was damaged on its way")
-    return flat
+def _shares(owners: Sequence[int]) -> Iterator[tuple[int, list[int]]]:
+    """Each rank that keeps runs, with the numbers of its runs."""
+    for owner in sorted({*owners}):
+        yield owner, [number for number, each in enumerate(owners) if each == owner]
+
+
+def _empty_sums(numbers: Sequence[int], device: str) -> Tensor:
+    return torch.empty(len(numbers), dtype=torch.int64, device=device)

@@ -62,27 +62,6 @@ def runs(table: Iterable[Row], size: int) -> Iterator[Run]:
         yield Run(start, stop, rows)
 
 
-def flatten(
-    named: Iterable[tuple[str, Tensor]], device: str = "cpu", into: Tensor | None = None, room: int = 0
-) -> FlatWeights:
-    """Copy tensors into one buffer. Each is dropped before the next one is requested.
-
-    Args:
-        into: the buffer of an earlier copy, which is reused: fresh memory is slow at first.
-        room: bytes of a new buffer, which grows if needed.
-    """
-    buffer = torch.zeros(room, dtype=torch.uint8, device=device) if into is None else into
-    table: list[Row] = []
-    end = 0
-    for row, tensor in laid_out(named):
-        if tensor is not None:
-            buffer = put(tensor, buffer, row[3])
-            end = row[3] + aligned(tensor.nbytes)
-        table.append(row)
-        del tensor
-    return FlatWeights(buffer[: min(end, buffer.numel())], table)
-
-
 def laid_out(named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[Row, Tensor | None]]:
     """Lay tensors out one after the other; yields each with its row, or None if it is there under another name already.
 

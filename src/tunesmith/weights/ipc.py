@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,8 @@ from tunesmith.distributed.checksum import checksum
 from tunesmith.errors import EngineError, boundary
 from tunesmith.openmp import to_thread
 from tunesmith.weights.base import NamedTensors, Offer
-from tunesmith.weights.flat import BUCKET, FlatWeights, flatten
+from tunesmith.weights.flat import BUCKET, FlatWeights
+from tunesmith.weights.spread import Spread, spread
 
 
 @dataclass(slots=True)
@@ -28,26 +30,25 @@ class IpcPlane:
     tensors: NamedTensors
     device: str = "cuda"
     room: int = 0
-    _flat: FlatWeights | None = field(default=None, init=False)
+    _kept: Spread | None = field(default=None, init=False)
     _offer: Offer = field(default_factory=dict[str, Any], init=False)
 
     async def publish(self, version: int) -> None:
-        before = self._flat
-        flat = self._flat = await to_thread(
-            flatten, self.tensors(), self.device, before.buffer if before else None, self.room
-        )
+        before = self._kept.buffer if self._kept else None
+        work = partial(spread, self.tensors(), BUCKET, self.device, into=before, room=self.room)
+        kept = self._kept = await to_thread(work)
         self._offer = {
             "plane": "ipc",
             "version": version,
-            "gpu": str(torch.cuda.get_device_properties(flat.buffer.device).uuid),
-            "bytes": flat.buffer.numel(),
-            "table": flat.table,
-            "checksums": [checksum(bucket) for bucket in flat.buffer.split(BUCKET)],
+            "gpu": str(torch.cuda.get_device_properties(kept.buffer.device).uuid),
+            "bytes": kept.buffer.numel(),
+            "table": kept.table,
+            "checksums": [checksum(bucket) for bucket in kept.buffer.split(BUCKET)],
         }
 
     async def offer(self, takers: int) -> list[Offer]:
-        assert self._flat is not None, "nothing was published"
-        storage: Any = self._flat.buffer.untyped_storage()
+        assert self._kept is not None, "nothing was published"
+        storage: Any = self._kept.buffer.untyped_storage()
         # Each taker gets its own handle: the memory counts as in use until that handle is dropped.
         return [{**self._offer, "handle": [_text(part) for part in storage._share_cuda_()]} for _ in range(takers)]
 
@@ -55,7 +56,7 @@ class IpcPlane:
         """Nothing to do: no engine waits for another."""
 
     async def close(self) -> None:
-        self._flat = None
+        self._kept = None
 
 
 def take_ipc(offer: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:

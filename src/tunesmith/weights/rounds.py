@@ -118,7 +118,6 @@ class Rounds:
         host: address of this machine that engines can reach.
         ranks: processes per engine. If there are several, each receives by its rank in the engine's default group.
         senders: number of trainer ranks that send; this is the first, and the others join as takers do.
-        vital: see ``process_group``; False if engines write weights as they arrive, so that a failed round is an error.
     """
 
     plane: str
@@ -126,7 +125,6 @@ class Rounds:
     host: str
     ranks: int
     senders: int = 1
-    vital: bool = True
     _begun: dict[int, Round] = field(default_factory=dict[int, Round], init=False)
 
     def begin(self, takers: int, header: Mapping[str, Any], patience: float, send: Send) -> list[Offer]:
@@ -141,7 +139,7 @@ class Rounds:
         begun = Round(store, self.senders - 1 + takers * self.ranks, patience)
         begun.work = asyncio.create_task(self._run(begun, header, send))
         self._begun[store.port] = begun
-        said = {"plane": self.plane, "group": self.kind, "vital": self.vital, "version": header["version"]}
+        said = {"plane": self.plane, "group": self.kind, "version": header["version"]}
         said |= {"host": self.host, "port": store.port, "world": begun.others + 1, "patience": patience}
         said |= {"senders": self.senders, "ranks": self.ranks}
         return [{**said, "rank": self.senders + taker * self.ranks} for taker in range(takers)]
@@ -172,7 +170,7 @@ class Rounds:
             return
         store.set("go", "")
         world, patience = begun.others + 1, begun.patience
-        group = process_group(self.kind, store, 0, world, self.host, patience, vital=self.vital)
+        group = process_group(self.kind, store, 0, world, self.host, patience, vital=False)
         link = Link(self.kind, group, header, patience, begun.stopped)
         try:
             send(link)
@@ -201,8 +199,8 @@ def joined(offer: Mapping[str, Any]) -> Generator[Link]:
         rank = offer["rank"] + (dist.get_rank() if offer["ranks"] > 1 else 0)
         link = None
         try:
-            own, vital = _own_address(offer), offer["vital"]
-            group = process_group(offer["group"], store, rank, offer["world"], own, patience, vital=vital)
+            own = _own_address(offer)
+            group = process_group(offer["group"], store, rank, offer["world"], own, patience, vital=False)
             link = Link(offer["group"], group, header, patience, partial(_fault, store))
             yield link
             if rank < offer["senders"]:

@@ -35,19 +35,19 @@ from tunesmith.engines.far import FarEngine
 from tunesmith.engines.pool import EnginePool
 from tunesmith.errors import EngineError, EngineLostError
 from tunesmith.fake_device.device import FakeDevice
-from tunesmith.weights import device as module
+from tunesmith.weights import broadcast as module
 from tunesmith.weights.base import NamedTensors, Plane
-from tunesmith.weights.device import DevicePlane, take_on_device
+from tunesmith.weights.broadcast import BroadcastPlane, take_broadcast
 from tunesmith.weights.far import FarPlane
-from tunesmith.weights.flat import FlatWeights, Row, flatten, runs
+from tunesmith.weights.flat import FlatWeights, Row, runs
 from tunesmith.weights.rounds import Link
 from tunesmith.weights.spread import spread
 
 BUCKET = 1 << 16
 
 
-def plane_of(named: NamedTensors, **options: Any) -> DevicePlane:
-    return DevicePlane(named, "cpu", group="gloo", **{"bucket_bytes": 700, **options})
+def plane_of(named: NamedTensors, **options: Any) -> BroadcastPlane:
+    return BroadcastPlane(named, "cpu", group="gloo", **{"bucket_bytes": 700, **options})
 
 
 def test_the_sum_of_words_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,7 +83,7 @@ def test_runs_are_of_whole_tensors() -> None:
         (432, 448, [("none", 0), ("d", 0)]),
     ]
     named = tensors()
-    flat = flatten(named.items())
+    flat = spread(named.items(), 900)
     for size in (1, 100, 700, 10_000):
         parts = [(flat.buffer[run.start : run.stop].clone(), run.table) for run in runs(flat.table, size)]
         arrived = dict(pair for buffer, rows in parts for pair in FlatWeights(buffer, rows).named())
@@ -128,7 +128,7 @@ def test_nothing_of_the_weights_passes_through_the_host(monkeypatch: pytest.Monk
         made = {f"layers.{n}.weight": torch.empty(BUCKET // 4, dtype=torch.bfloat16, device="cuda") for n in range(16)}
         named = made | {"head": made["layers.0.weight"]}
         total, own = sum(t.nbytes for t in made.values()), fake.memory
-        plane = DevicePlane(named.items, "cuda", on_device, room=total, bucket_bytes=BUCKET)
+        plane = BroadcastPlane(named.items, "cuda", on_device, room=total, bucket_bytes=BUCKET)
         fake.waits.clear()
         plane._copy(1)
         if not on_device:
@@ -153,7 +153,7 @@ def test_nothing_of_the_weights_passes_through_the_host(monkeypatch: pytest.Monk
         before = own.total
         own.begin()
         names: list[str] = []
-        for name, tensor in take_on_device({}):
+        for name, tensor in take_broadcast({"plane": "nccl"}):
             assert tensor.is_cuda
             made["layers.1.weight"].copy_(tensor)
             names.append(name)
@@ -182,7 +182,7 @@ def test_ranks_share_out_whole_tensors_evenly(ranks: int) -> None:
     named |= tensors()
     total, largest = sum(t.nbytes for t in named.values()), 1280
     parts = [spread(named.items(), 900, rank=rank, ranks=ranks) for rank in range(ranks)]
-    flat = flatten(named.items())
+    flat = spread(named.items(), 900)
     assert all(part.table == flat.table and part.owners == parts[0].owners for part in parts)
     assert [*parts[0].runs] == [*runs(flat.table, 900)]
     arrived: dict[str, Tensor] = {}
@@ -199,14 +199,14 @@ def test_ranks_share_out_whole_tensors_evenly(ranks: int) -> None:
 class Near:
     """In the place of a rank in another process."""
 
-    def __init__(self, plane: DevicePlane) -> None:
+    def __init__(self, plane: BroadcastPlane) -> None:
         self.plane = plane
 
     async def call_async(self, method: str, *args: Any) -> Any:
         return await getattr(self.plane, method.removeprefix("plane."))(*args)
 
 
-def ranked(named: NamedTensors, senders: int, **options: Any) -> tuple[list[DevicePlane], FarPlane]:
+def ranked(named: NamedTensors, senders: int, **options: Any) -> tuple[list[BroadcastPlane], FarPlane]:
     planes = [plane_of(named, rank=rank, senders=senders, **options) for rank in range(senders)]
     fars: list[Any] = [Near(plane) for plane in planes]
     return planes, FarPlane(*fars)
@@ -257,13 +257,13 @@ async def test_a_copy_in_host_memory_sends_the_same() -> None:
 
 
 class Stopping:
-    """``DevicePlane._send`` that stops after a few buckets, once: there it waits until the round is withdrawn."""
+    """``BroadcastPlane._send`` that stops after a few buckets, once: there it waits until the round is withdrawn."""
 
     def __init__(self, patch: pytest.MonkeyPatch, then: Callable[[], None] = lambda: None) -> None:
-        self.send, self.then, self.stopped = DevicePlane._send, then, False
-        patch.setattr(DevicePlane, "_send", lambda plane, link: self(plane, link))
+        self.send, self.then, self.stopped = BroadcastPlane._send, then, False
+        patch.setattr(BroadcastPlane, "_send", lambda plane, link: self(plane, link))
 
-    def __call__(self, plane: DevicePlane, link: Link) -> None:
+    def __call__(self, plane: BroadcastPlane, link: Link) -> None:
         if self.stopped:
             self.send(plane, link)
             return
@@ -375,7 +375,7 @@ print(json.dumps(found))
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL needs a GPU for each process")
 async def test_between_two_gpus() -> None:
     named = {name: tensor.cuda() for name, tensor in tensors().items()}
-    plane = DevicePlane(named.items, "cuda:0", bucket_bytes=700)
+    plane = BroadcastPlane(named.items, "cuda:0", bucket_bytes=700)
     await plane.publish(5)
     [offer] = await plane.offer(1)
     command = [sys.executable, "-c", TAKE, json.dumps(offer)]
