@@ -90,7 +90,7 @@ def test_others_of_a_role_answer_as_the_first_one() -> None:
     assert [answer.result() for answer in [far.submit("index", 1) for far in ranks]] == [0, 0, 0]
     with pytest.raises(ValueError, match="3"):
         gather([far.submit("index", 3) for far in ranks])
-    processes.close()
+    processes.close("actor")
     with pytest.raises(TrainerLostError):
         ranks[0].call("append", 1)
 

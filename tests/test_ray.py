@@ -288,7 +288,7 @@ def test_an_actor_in_another_environment(cluster: RayCluster, tmp_path: Path) ->
 @in_ray
 def test_a_pool_that_grows_beyond_the_cluster_is_told(cluster: RayCluster, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cluster, "_bundles", [Bundle(("critic",), 1000.0, 0.0)])
-    monkeypatch.setattr(cluster, "_has_room", lambda *_: False)
+    monkeypatch.setattr(cluster, "_taken", lambda *_: 10_000)
     with pytest.raises(EngineError, match="no room for another critic: it needs 1000 CPUs"):
         cluster.spawn("critic", TrainerLostError)
     monkeypatch.setattr(cluster, "_bundles", [Bundle(("critic",) * 10_000, 1000.0, 0.0)])

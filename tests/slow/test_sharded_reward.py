@@ -17,10 +17,9 @@ from tiny import SMALL, save_model
 from tiny_rewards import direct_scores, save_reward_model
 from tiny_runs import rl_settings
 from tunesmith.assembly import processes
-from tunesmith.assembly.planes import own_address
 from tunesmith.assembly.processes import RewardHost, remote_reward_model
 from tunesmith.config.load import load_config
-from tunesmith.config.schema import ModelReward, RLConfig
+from tunesmith.config.schema import RLConfig
 from tunesmith.config.system import SystemSection
 from tunesmith.distributed.far import Far, gather
 from tunesmith.errors import DeviceMemoryError, RewardError
@@ -62,10 +61,6 @@ class Host(RewardHost):
         return scores.passes.model.module
 
 
-def host(config: RLConfig, entry: ModelReward) -> RewardHost:
-    return Host(own_address(config), config, entry)
-
-
 def resolved(folder: Path, **reward: int) -> RLConfig:
     path = save_model(folder / "model")
     said = rl_settings(
@@ -80,7 +75,7 @@ def resolved(folder: Path, **reward: int) -> RLConfig:
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Far]]:
     """The processes in the order in which they were started."""
-    monkeypatch.setattr(processes, "host_reward", host)
+    monkeypatch.setattr(processes, "RewardHost", Host)
     fars: list[Far] = []
     spawn = RayCluster.spawn
 

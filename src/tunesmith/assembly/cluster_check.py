@@ -72,8 +72,11 @@ def _driver() -> str:
 class Prober(RankHost):
     """The object in each process."""
 
-    device: str
+    device: str = field(init=False)
     group: Any = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self.address, self.device = launched_address(), "cuda" if read_hardware().gpus else "cpu"
 
     def place(self) -> Place:
         return own_place()
@@ -174,7 +177,7 @@ def examine(met: Meeting | None, shared: Path) -> Report:
     seen: dict[Role, list[tuple[str]]] = {"actor": [(name,) for name in own]} if own else {}
     with LaunchedProcesses(met, seen) as processes:
         ranks = [processes.spawn("actor", TrainerLostError) for _ in range(world)]
-        gather(far.make(_prober) for far in ranks)
+        gather(far.make(Prober) for far in ranks)
         places: list[Place] = gather(far.submit("place") for far in ranks)
         with written_probe(shared) as (probe, text):
             sees = gather(far.submit("sees", probe, text) for far in ranks)
@@ -182,7 +185,3 @@ def examine(met: Meeting | None, shared: Path) -> Report:
         gather(far.submit("meet", rank, world, at) for rank, far in enumerate(ranks))
         small, large = (max(gather(far.submit("seconds", size) for far in ranks)) for size in (SMALL, LARGE))
     return Report(places, shared, [rank for rank, there in enumerate(sees) if not there], (small, large))
-
-
-def _prober() -> Prober:
-    return Prober(launched_address(), "cuda" if read_hardware().gpus else "cpu")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter, defaultdict
 from collections.abc import Generator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
@@ -260,18 +260,15 @@ def dry_run(config: RunConfig, facts: Facts) -> dict[str, dict[str, Phase]]:
     judges = scoring_shards(config, "reward")
     together = max(config.system.trainer_ranks, scoring_shards(config, "ref"), judges)
     with FakeDevice(len(facts.hardware.gpus), together) as device, parts_replaced(device, engine):
-        processes = None
-        if config.system.trainer_ranks > 1 or apart:
-            processes = FakeProcesses(partial(_gpu_of, config, facts), judges)
-        run = DryRun(config, facts, device, processes)
+        remote = config.system.trainer_ranks > 1 or apart
         try:
-            if isinstance(config, RLConfig):
-                asyncio.run(run.reinforced(config))
-            else:
-                run.supervised()
+            with FakeProcesses(partial(_gpu_of, config, facts), judges) if remote else nullcontext() as processes:
+                run = DryRun(config, facts, device, processes)
+                if isinstance(config, RLConfig):
+                    asyncio.run(run.reinforced(config))
+                else:
+                    run.supervised()
         finally:
-            if processes:
-                processes.close()
             sequence_group.cache_clear()  # its process groups end with the device
     return dict(run.phases)
 

@@ -13,12 +13,13 @@ from typing import Any
 from tunesmith.config.placement import Role
 from tunesmith.distributed.far import Answer, Far
 from tunesmith.distributed.host import Host
+from tunesmith.distributed.local import Processes
 from tunesmith.errors import TunesmithError
 from tunesmith.fake_device.threads import FIRST, on_gpu
 
 
-class FakeProcesses:
-    """``Processes`` within this process; others of a role answer as the first one, which gets the same requests.
+class FakeProcesses(Processes):
+    """Processes that are in this one; others of a role answer as the first one, which gets the same requests.
 
     Args:
         gpu: returns the name of the GPU that the first process of a role is on.
@@ -26,27 +27,18 @@ class FakeProcesses:
     """
 
     def __init__(self, gpu: Callable[[Role], str] = lambda _: FIRST, judges: int = 1) -> None:
+        super().__init__()
         self._gpu, self._judges, self._numbers = gpu, judges, Counter[Role]()
-        self._running: list[tuple[Role, _OnThreads]] = []
+        self._first: dict[Role, _OnThreads] = {}
 
-    def spawn(self, role: Role, lost: type[TunesmithError], python: Path | None = None) -> Far:
+    def _start(self, role: Role, lost: type[TunesmithError], python: Path | None) -> tuple[Far, int | None]:
         del python
-        first = next((far for other, far in reversed(self._running) if other == role), None)
         number, self._numbers[role] = self._numbers[role], self._numbers[role] + 1
-        if first is not None and (role != "reward" or number % self._judges):
-            return _LikeAnother(first, lost)
+        if number % self._judges if role == "reward" else number:
+            return _LikeAnother(self._first[role], lost), number
         with on_gpu(self._gpu(role)):
-            far = _OnThreads(f"the first process of role '{role}'", lost)
-        self._running.append((role, far))
-        return far
-
-    def close(self, *roles: Role) -> None:
-        running, self._running = self._running, []
-        for role, far in running:
-            if role in roles or not roles:
-                far.close()
-            else:
-                self._running.append((role, far))
+            far = self._first[role] = _OnThreads(f"the first process of role '{role}'", lost)
+        return far, number
 
 
 class _Inside(Far):

@@ -26,8 +26,8 @@ SAMPLE = 1 << 20
 class RankHost:
     """The object in each process of a group."""
 
-    address: str
-    """This machine's address, as the other ranks reach it."""
+    address: str = field(init=False)
+    """This machine's address, as the other ranks reach it; set by subclasses."""
     store: Any = field(default=None, init=False)
 
     def open_store(self) -> tuple[str, int]:

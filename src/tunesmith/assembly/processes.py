@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext, redirect_stdout
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from tunesmith.assembly.common import limits_of, load_model, load_tokenizer, shared_work
 from tunesmith.assembly.engines import local_gpus
@@ -46,15 +46,27 @@ TRAINING: tuple[Role, ...] = ("actor", "ref", "critic", "rollout")
 """Roles that are rebuilt when a run resumes automatically; named as in verl: ``actor`` trains the policy."""
 
 
+C = TypeVar("C", bound=RunConfig)
 MakeBackend = Callable[[Any, Any], "TorchBackend[Any]"]
 """Builds a backend from configuration and tokenizer; a module-level function, so that it can be pickled."""
 
 
 @dataclass(slots=True)
-class TrainerHost(RankHost):
-    """The object in each process of a trainer or a critic; ``build`` must be called first."""
+class ModelHost(RankHost, Generic[C]):
+    """The object in each process that holds a model; ``build`` must be called first."""
 
-    config: RunConfig
+    config: C
+
+    def __post_init__(self) -> None:
+        from tunesmith.assembly.planes import own_address
+
+        self.address = own_address(self.config)
+
+
+@dataclass(slots=True)
+class TrainerHost(ModelHost[RunConfig]):
+    """The object in each process of a trainer or a critic."""
+
     make: MakeBackend
     publishes: bool
     """Whether engines get its weights."""
@@ -100,13 +112,12 @@ class TrainerHost(RankHost):
 
 
 @dataclass(slots=True)
-class FrozenHost(RankHost):
-    """The object in each process of a frozen model; ``build`` must be called first.
+class FrozenHost(ModelHost[RLConfig]):
+    """The object in each process of a frozen model.
 
     Processes that share the model make the same calls together.
     """
 
-    config: RLConfig
     rank: int = field(default=0, init=False)
 
     def build(self, rank: int, world: int, place: tuple[str, int] | None) -> None:
@@ -180,30 +191,12 @@ class RewardHost(FrozenHost):
         self.model = load_reward_model(config, self.entry, group)
 
 
-def host_trainer(config: RunConfig, make: MakeBackend, *, publishes: bool) -> TrainerHost:
-    from tunesmith.assembly.planes import own_address
-
-    return TrainerHost(own_address(config), config, make, publishes)
-
-
 def make_policy(config: RLConfig, tokenizer: Any) -> TorchBackend[CausalLM]:
     from tunesmith.assembly.policy import policy_backend
     from tunesmith.models.causal_lm import CausalLM
 
     model = load_model(CausalLM, config, tokenizer)
     return policy_backend(config, tokenizer, model, reference=not reference_apart(config))
-
-
-def host_reference(config: RLConfig) -> ReferenceHost:
-    from tunesmith.assembly.planes import own_address
-
-    return ReferenceHost(own_address(config), config)
-
-
-def host_reward(config: RLConfig, entry: ModelReward) -> RewardHost:
-    from tunesmith.assembly.planes import own_address
-
-    return RewardHost(own_address(config), config, entry)
 
 
 def _build(fars: Sequence[Far], together: int) -> None:
@@ -217,7 +210,7 @@ def _start_reference(processes: Processes, config: RLConfig) -> list[Far]:
     count = scoring_processes(config, "ref")
     references = [processes.spawn("ref", TrainerLostError) for _ in range(count)]
     with long_wait("starting the reference's processes"):
-        gather(far.make(partial(host_reference, config)) for far in references)
+        gather(far.make(partial(ReferenceHost, config)) for far in references)
         _build(references, scoring_shards(config, "ref"))
     return references
 
@@ -254,7 +247,7 @@ def remote_trainer(
 
     world, publishes = config.system.trainer_ranks, isinstance(config, RLConfig) and role == "actor"
     ranks = [processes.spawn(role, TrainerLostError) for _ in range(world)]
-    host = partial(host_trainer, config, make, publishes=publishes)
+    host = partial(TrainerHost, config, make, publishes)
     with long_wait(f"starting {world} processes of the {NAMES[role]}"):
         gather(far.make(host) for far in ranks)
         if run_dir and (launch := Launch.of()) and launch.several_machines:
@@ -279,7 +272,7 @@ def remote_reward_model(
     def start() -> list[Far]:
         fars = [processes.spawn("reward", RewardError) for _ in range(shards)]
         with long_wait(f"starting reward model {entry.path}", report):
-            gather(far.make(partial(host_reward, config, entry)) for far in fars)
+            gather(far.make(partial(RewardHost, config, entry)) for far in fars)
             _build(fars, shards)
         return fars
 

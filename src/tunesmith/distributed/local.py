@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, wait
 from itertools import count
 from pathlib import Path
 from threading import Lock
-from typing import Protocol, Self
+from typing import Self
 
 from tunesmith.config.placement import Role
 from tunesmith.distributed.child import ChildProcess
@@ -20,8 +21,16 @@ RANKED: tuple[Role, ...] = ("actor", "critic")
 """Roles in which several processes train one model."""
 
 
-class Processes(Protocol):
-    """Starts a run's processes, on this machine (``LocalProcesses``) or a Ray cluster (``RayCluster``)."""
+class Processes(ABC):
+    """Starts a run's processes, on this machine (``LocalProcesses``) or a Ray cluster (``RayCluster``).
+
+    Use as a context manager; leaving it ends them.
+    """
+
+    def __init__(self) -> None:
+        self._running: dict[Far, tuple[Role, int | None]] = {}
+        """The role and place of each process; None: it has none."""
+        self._lock = Lock()
 
     def spawn(self, role: Role, lost: type[TunesmithError], python: Path | None = None) -> Far:
         """A new process for a role.
@@ -33,36 +42,14 @@ class Processes(Protocol):
         Raises:
             EngineError: there is no room for another one.
         """
-        ...
-
-    def close(self, *roles: Role) -> None:
-        """End the processes of these roles."""
-        ...
-
-
-class LocalProcesses:
-    """Child processes. When one ends, its GPUs go to the next process of its role.
-
-    Args:
-        gpus: for each process of a role, the GPUs that it sees; a role that is missing sees those of this process.
-    """
-
-    def __init__(self, gpus: Mapping[Role, Sequence[Sequence[str]]] | None = None) -> None:
-        self._gpus = gpus or {}
-        self._running: dict[Far, tuple[Role, int]] = {}
-        self._lock = Lock()
-
-    def spawn(self, role: Role, lost: type[TunesmithError], python: Path | None = None) -> Far:
-        with self._lock:
-            place, environment = self._free_place(role), None
-            if role in self._gpus:
-                environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(self._gpus[role][place])}
-            far = self._start(role, place, lost, python, environment)
+        with self._lock:  # engines start at the same time, each in its own place
+            far, place = self._start(role, lost, python)
             self._running[far] = role, place
         far.ended.add_done_callback(lambda _: self._running.pop(far, None))
         return far
 
     def close(self, *roles: Role) -> None:
+        """End the processes of these roles."""
         for far, (role, _) in list(self._running.items()):
             if role in roles:
                 far.close()
@@ -73,14 +60,30 @@ class LocalProcesses:
     def __exit__(self, *_: object) -> None:
         self.close(*NAMES)
 
-    def _start(
-        self,
-        role: Role,
-        place: int,
-        lost: type[TunesmithError],
-        python: Path | None,
-        environment: Mapping[str, str] | None,
-    ) -> Far:
+    @abstractmethod
+    def _start(self, role: Role, lost: type[TunesmithError], python: Path | None) -> tuple[Far, int | None]:
+        """A new process, and its place among those of its role."""
+
+
+class LocalProcesses(Processes):
+    """Child processes. When one ends, its GPUs go to the next process of its role.
+
+    Args:
+        gpus: for each process of a role, the GPUs that it sees; a role that is missing sees those of this process.
+    """
+
+    def __init__(self, gpus: Mapping[Role, Sequence[Sequence[str]]] | None = None) -> None:
+        super().__init__()
+        self._gpus = gpus or {}
+
+    def _start(self, role: Role, lost: type[TunesmithError], python: Path | None) -> tuple[Far, int | None]:
+        place = self._free_place(role)
+        return self._start_at(place, role, lost, python), place
+
+    def _start_at(self, place: int, role: Role, lost: type[TunesmithError], python: Path | None) -> Far:
+        environment = None
+        if role in self._gpus:
+            environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(self._gpus[role][place])}
         name = f"rank {place} of the {NAMES[role]}" if role in RANKED else f"the {NAMES[role]}'s process"
         return ChildProcess(name, lost, python=python, environment=environment)
 

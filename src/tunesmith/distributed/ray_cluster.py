@@ -8,12 +8,12 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
-from threading import Lock
 from typing import Any
 
 from tunesmith.config.placement import Role
 from tunesmith.config.system import SystemSection
 from tunesmith.distributed.far import PATIENCE, Far
+from tunesmith.distributed.local import Processes
 from tunesmith.errors import ClusterError, ConfigError, EngineError, TunesmithError, boundary, nearest
 from tunesmith.plan.cluster import NAMES, Bundle, missing
 
@@ -25,17 +25,15 @@ OBJECT_STORE = 200 << 20
 """Bytes for objects in transit between processes of a cluster started here; more goes to disk."""
 
 
-class RayCluster:
-    """Places for the processes of one run. Use as a context manager; leaving it ends them."""
+class RayCluster(Processes):
+    """Places for the processes of one run. A process's place is its bundle; None: it is in no bundle."""
 
     def __init__(self, group: Any, bundles: Sequence[Bundle], *, connected: bool) -> None:
+        super().__init__()
         self._group, self._bundles, self._connected = group, bundles, connected
         self._numbers = count(1)
         self._dealt: dict[int, list[str]] = {}
         """The GPUs of bundles whose processes see different numbers of GPUs."""
-        self._running: dict[Far, tuple[Role, int | None]] = {}
-        """Role and bundle of each process; None: it is in no bundle."""
-        self._lock = Lock()
 
     @classmethod
     def open(cls, system: SystemSection, bundles: Sequence[Bundle]) -> RayCluster:
@@ -55,25 +53,16 @@ class RayCluster:
             _disconnect(connected)
             raise
 
-    def __enter__(self) -> RayCluster:
-        return self
-
     def __exit__(self, *_: object) -> None:
         import ray
         from ray.exceptions import RayError
 
-        self.close(*NAMES)
+        super().__exit__()
         with suppress(RayError, ValueError):
             ray.util.remove_placement_group(self._group)
         _disconnect(self._connected)
 
-    def close(self, *roles: Role) -> None:
-        """End the processes of these roles."""
-        for far, (role, _) in list(self._running.items()):
-            if role in roles:
-                far.close()
-
-    def spawn(self, role: Role, lost: type[TunesmithError], python: Path | None = None) -> Far:
+    def _start(self, role: Role, lost: type[TunesmithError], python: Path | None) -> tuple[Far, int | None]:
         """A new process in a free place of its role, or outside the reservation if all places are taken.
 
         Args:
@@ -88,21 +77,17 @@ class RayCluster:
 
         named = type(NAMES[role].title().replace(" ", ""), (Actor,), {})  # what `ps` shows
         made: Any = ray.remote(named)
-        with self._lock:  # engines start at the same time, each in its own place
-            rooms = [i for i in range(len(self._bundles)) if self._has_room(i, role)]
-            # Each process of a reward model has a different place; consecutive trainer ranks share one.
-            bundle = min(rooms, key=lambda i: self._taken(i, role) if role == "reward" else i, default=None)
-            options = self._outside(role) if bundle is None else self._inside(bundle)
-            if python is not None:
-                # Not resolved: the interpreter of a virtual environment is a link to another one.
-                options["runtime_env"] = {"py_executable": str(python.absolute())}
-            gpus = None if bundle is None else self._gpus(bundle, role)
-            # More requests than an engine runs may queue, and pings have to get through.
-            actor = made.options(max_concurrency=1 << 14, **options).remote(os.getcwd(), gpus)
-            far = RayActor(actor, f"the {NAMES[role]}'s actor ({next(self._numbers)})", lost)
-            self._running[far] = role, bundle
-        far.ended.add_done_callback(lambda _: self._running.pop(far, None))
-        return far
+        rooms = [i for i, bundle in enumerate(self._bundles) if self._taken(i, role) < bundle.roles.count(role)]
+        # Each process of a reward model has a different place; consecutive trainer ranks share one.
+        bundle = min(rooms, key=lambda i: self._taken(i, role) if role == "reward" else i, default=None)
+        options = self._outside(role) if bundle is None else self._inside(bundle)
+        if python is not None:
+            # Not resolved: the interpreter of a virtual environment is a link to another one.
+            options["runtime_env"] = {"py_executable": str(python.absolute())}
+        gpus = None if bundle is None else self._gpus(bundle, role)
+        # More requests than an engine runs may queue, and pings have to get through.
+        actor = made.options(max_concurrency=1 << 14, **options).remote(os.getcwd(), gpus)
+        return RayActor(actor, f"the {NAMES[role]}'s actor ({next(self._numbers)})", lost), bundle
 
     def _gpus(self, bundle: int, role: Role) -> list[str] | None:
         """The bundle's GPUs that the next process of a role sees; None: those that Ray assigns."""
@@ -117,9 +102,6 @@ class RayCluster:
             self._dealt[bundle] = ray.get(ask.options(**options).remote(), timeout=PATIENCE)
         found = self._dealt[bundle]
         return found if role == "rollout" else [found[self._taken(bundle, role) % len(found)]]
-
-    def _has_room(self, bundle: int, role: Role) -> bool:
-        return self._taken(bundle, role) < self._bundles[bundle].roles.count(role)
 
     def _taken(self, bundle: int, role: Role) -> int:
         """Places of the bundle that processes of a role take; Ray waits for those that are ending."""

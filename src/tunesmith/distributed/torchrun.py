@@ -218,17 +218,10 @@ class LaunchedProcesses(LocalProcesses):
                 far.exit_code = 1
         super().__exit__(*error)
 
-    def _start(
-        self,
-        role: Role,
-        place: int,
-        lost: type[TunesmithError],
-        python: Path | None,
-        environment: Mapping[str, str] | None,
-    ) -> Far:
+    def _start_at(self, place: int, role: Role, lost: type[TunesmithError], python: Path | None) -> Far:
         if role in RANKED and place:
             return self._meeting.take(role, place, lost)
-        return super()._start(role, place, lost, python, environment)
+        return super()._start_at(place, role, lost, python)
 
 
 _meeting: Meeting | None = None
