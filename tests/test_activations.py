@@ -136,7 +136,9 @@ def away(backend: TorchBackend[CausalLM], chunk: int = 1000) -> TorchBackend[Cau
 
 
 @KINDS
-@pytest.mark.parametrize("share", [0, 0.5, True])
+@pytest.mark.parametrize(
+    "share", [pytest.param(0, marks=pytest.mark.slow), 0.5, pytest.param(True, marks=pytest.mark.slow)]
+)
 def test_the_gradient_is_the_same_with_activations_in_host_memory(path: Path, kind: str, share: float) -> None:
     expected = plain(path, kind)
     backend = away(backend_of(path, kind, gradient_checkpointing=share, offload_activations=True))

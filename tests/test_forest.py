@@ -179,9 +179,9 @@ def test_every_forest_holds_its_samples(samples: list[Sample], share: bool) -> N
 
 
 def test_a_deep_trie_does_not_exhaust_the_stack() -> None:
-    samples = [sample([*range(n), 5000], "." * n + "x") for n in range(1, 2000)]
-    assert num_forest_tokens(Batch.of(samples)) == 1999 + 1999
-    assert build_forest(Batch.of(samples)).num_tokens == 3998
+    samples = [sample([*range(n), 5000], "." * n + "x") for n in range(1, 1200)]  # above the recursion limit
+    assert num_forest_tokens(Batch.of(samples)) == 1199 + 1199
+    assert build_forest(Batch.of(samples)).num_tokens == 2398
 
 
 @settings(max_examples=100, deadline=None)

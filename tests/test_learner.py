@@ -59,7 +59,9 @@ BY_SEQUENCE = ("gspo", "gspo_token", "gmpo")
 """A record has a ratio of its own, so forks only are the same where it is 1."""
 
 
-@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize(
+    "aggregation", [pytest.param(each, marks=() if each == "token_mean" else pytest.mark.slow) for each in AGGREGATIONS]
+)
 def test_a_rollout_teaches_the_same_however_it_is_cut_into_forks(models: dict[str, Path], aggregation: str) -> None:
     rng, backend = np.random.default_rng(0), backend_of(models["llama"], torch.float64)
     learner = learner_of(backend, aggregation=aggregation)

@@ -116,7 +116,7 @@ def completed(model: CausalLM, prompts: list[list[int]]) -> list[Completion]:
     return asyncio.run(all_of_them())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16])
 def test_company_changes_a_greedy_completion_only_where_two_tokens_are_about_as_likely(
     directory: Path, dtype: torch.dtype
 ) -> None:
