@@ -106,11 +106,6 @@ class MasterOptimizer:
         if self._host and self._away:  # the host has waited for the others anyway
             self._host.settle()
 
-    def _unscale(self) -> None:
-        grads = [m.grad for m in self.masters.values() if m.grad is not None]
-        if self.loss_scale is not None and grads:
-            torch._foreach_mul_(grads, 1 / self.loss_scale.factor)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
-
     @torch.no_grad()
     def step(self, lr: float, over_ranks: Callable[[Tensor], Tensor] | None = None) -> dict[str, float]:
         """Clip, step, round into the parameters, clear gradients.
@@ -121,7 +116,9 @@ class MasterOptimizer:
         Args:
             over_ranks: sums a scalar over the ranks that shard the parameters.
         """
-        self._unscale()
+        grads = [m.grad for m in self.masters.values() if m.grad is not None]
+        if self.loss_scale is not None and grads:
+            torch._foreach_mul_(grads, 1 / self.loss_scale.factor)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
         norm = self._norm(over_ranks)
         finite = bool(torch.isfinite(norm))
         if finite:

@@ -159,14 +159,14 @@ class NativeDecode:
 
     def refresh(self) -> None:
         """Drop everything derived from the weights."""
-        self._decoders: dict[int, _Decoder] = {}
+        self._decoder: _Decoder | None = None
         self._tables: dict[str | None, tuple[Tensor, Tensor]] = {}
 
     def hidden(self, lean: LeanDecoder, running: Sequence[LocalRequest]) -> Tensor:
         """The hidden states ``[B, d]`` of each request's last token; ``running`` are all requests, by row."""
-        if id(lean) not in self._decoders:
-            self._decoders[id(lean)] = _Decoder(lean)
-        decoder, count = self._decoders[id(lean)], len(running)
+        if self._decoder is None or self._decoder.decoder is not lean:
+            self._decoder = _Decoder(lean)
+        decoder, count = self._decoder, len(running)
         written = [r.cached for r in running]
         positions = [len(r.prompt_ids) + n for r, n in zip(running, written, strict=True)]
         numbers = torch.tensor([[r.token_ids[-1] for r in running], written, positions, range(count)])  # [4, B]
