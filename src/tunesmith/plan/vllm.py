@@ -17,7 +17,6 @@ from tunesmith.plan.facts import Facts
 from tunesmith.plan.filling import Filling
 from tunesmith.plan.gpus import ranks_per_engine
 from tunesmith.plan.memory import BLOCK, bytes_per_number, longest_sample
-from tunesmith.types import altering
 
 SUPPORTED = (0, 32)
 """The minor version with which the adapter is tested; vLLM's internals change between minor versions."""
@@ -57,28 +56,6 @@ def vllm_problems(config: RunConfig) -> Iterator[str]:
                 yield f"system.vllm.extra.{name} is called {key} here"
             elif why := FIXED_ARGUMENTS.get(name):
                 yield f"system.vllm.extra.{name} cannot be changed: {why}; leave it out"
-        yield from _check_sampling(config)
-
-
-def _check_sampling(config: RunConfig) -> Iterator[str]:
-    drawing, speculative = config.drawing, config.system.speculative
-    if drawing is None:
-        return
-    for key in ("min_p", "repetition_penalty", "min_new_tokens") if speculative != "off" else ():
-        if (value := altering(drawing).get(key)) is not None:
-            yield (
-                f'{drawing.table}.{key} = {value:g} does not go with system.speculative = "{speculative}" in vLLM; '
-                "leave one out"
-            )
-    for table, section in (
-        (drawing.table, drawing),
-        *([("eval", config.eval)] if isinstance(config, RLConfig) else []),
-    ):
-        if 0 < (temperature := known(section, "temperature") or 0.0) < LEAST_TEMPERATURE:
-            yield (
-                f"{table}.temperature = {temperature:g}: vLLM would raise it to {LEAST_TEMPERATURE:g}; use at "
-                f"least as much{'' if table == 'eval' else ', or 0, which is greedy'}"
-            )
 
 
 def vllm_not_installed(config: RunConfig) -> Iterator[str]:
