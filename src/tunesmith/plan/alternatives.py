@@ -28,15 +28,8 @@ ELSE: tuple[Settings, ...] = ({CHECKPOINTING: True}, {CHECKPOINTING: False}, {OF
 """Changes to try besides those of a layout's processes."""
 SHOWN = (
     *("system.trainer_ranks", "system.zero_stage", "system.sequence_parallel.size", CHECKPOINTING, OFFLOAD),
-    *(
-        "system.offload_parameters",
-        "system.offload_activations",
-        "system.engines",
-        TENSOR,
-        "system.engine_process",
-        "system.hybrid",
-    ),
-    PLACEMENT,
+    *("system.offload_parameters", "system.offload_activations", "system.engines", TENSOR, "system.engine_process"),
+    *("system.hybrid", PLACEMENT),
 )
 """Settings that distinguish layouts."""
 PHASES = {

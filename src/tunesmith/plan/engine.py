@@ -10,32 +10,18 @@ from tunesmith.config.system import SystemSection, VllmSection
 from tunesmith.types import altering
 
 _TRAINER_KEYS = (
-    *(
-        "profile",
-        "tuned",
-        "device",
-        "device_memory",
-        "threads",
-        "compile",
-        "kernels",
-        "max_tokens_per_microbatch",
-        "scoring_max_tokens",
-        "share_prompts",
-        "gradient_checkpointing",
-    ),
-    *("logprob_chunk", "trainer_ranks", "zero_stage", "shard_size", "sequence_parallel", "trainer_restarts"),
-    *("offload_activations", "offload_reference", "offload_optimizer", "offload_parameters"),
-    *("hybrid", "canary", "vllm"),
+    *("profile", "tuned", "device", "device_memory", "threads", "compile", "kernels", "max_tokens_per_microbatch"),
+    *("scoring_max_tokens", "share_prompts", "gradient_checkpointing", "logprob_chunk", "trainer_ranks", "zero_stage"),
+    *("shard_size", "sequence_parallel", "trainer_restarts", "offload_activations", "offload_reference"),
+    *("offload_optimizer", "offload_parameters", "hybrid", "canary", "vllm"),
 )
 SAMPLER_KEYS = (
     *(f"system.{key}" for key in SystemSection.model_fields if key not in _TRAINER_KEYS),
     *(f"system.vllm.{key}" for key in VllmSection.model_fields),
 )
 """Settings that only sampling runs read; ``hybrid`` and ``canary`` have their own rules."""
-LAUNCH = {
-    "sglang": "python -m sglang.launch_server --model-path {path} --port {port} --enable-deterministic-inference",
-}
-"""The command that starts a server, by engine."""
+LAUNCH = "python -m sglang.launch_server --model-path {path} --port {port} --enable-deterministic-inference"
+"""The command that starts an SGLang server."""
 UNALTERED_ONLY = (
     "SGLang gives log-probabilities of the whole distribution, not of one that is cut, penalises repetitions of what "
     "was written but not of the prompt, and stops at stop strings however early"

@@ -17,7 +17,7 @@ from tunesmith.errors import ConfigError, boundary, closest
 from tunesmith.monitor.catalogue import CATALOGUE, Metric
 from tunesmith.monitor.catalogue import find as find_metric
 from tunesmith.monitor.metrics import read_metrics
-from tunesmith.plan.rules import rules
+from tunesmith.plan.rules import is_about, rules
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +64,7 @@ def called_elsewhere(key: str) -> Iterator[tuple[str, str]]:
 def without_effect(key: str) -> Iterator[str]:
     """The conditions in which a setting has no effect and is refused."""
     for rule in rules("unread"):
-        keys = rule["keys"].split()
-        if (key in keys or key.startswith(tuple(k for k in keys if k.endswith(".")))) and key not in rule.get(
-            "except", ""
-        ).split():
+        if is_about(rule, key):
             yield re.sub(r"\{[\w.:]+\}", "...", rule["why"])
 
 

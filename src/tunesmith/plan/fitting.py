@@ -42,8 +42,7 @@ def memory_problems(config: RunConfig, facts: Facts, given: RunConfig) -> Iterat
     Args:
         given: the run before its settings were derived.
     """
-    system = given.system.model_copy(update={"device": config.system.device})
-    free_of_layout = without_layout(config.model_copy(update={"system": system}))
+    free_of_layout = _without_layout(given, config)
     for place, (name, needed, free) in enumerate(least_devices(config, facts)):
         if needed.peak > MARGIN * free:
             split = place and name == "engine" and config.system.engine == "vllm"
@@ -111,11 +110,15 @@ def layout_that_fits(given: RunConfig, config: RunConfig, facts: Facts) -> str:
     Args:
         given: the run before its settings were derived; ``config`` is the run afterwards.
     """
-    system = given.system.model_copy(update={"device": config.system.device})
-    free = without_layout(config.model_copy(update={"system": system}))
-    fastest, values = fastest_layout(free, facts) or {}, settings(config)
+    fastest, values = fastest_layout(_without_layout(given, config), facts) or {}, settings(config)
     words = [f"{key} = {toml_value(plain(value))}" for key, value in fastest.items() if values[key] != plain(value)]
     return f". What fits: {', '.join(words)}" if words else ""
+
+
+def _without_layout(given: RunConfig, config: RunConfig) -> RunConfig:
+    """The resolved run with the given ``[system]`` on the resolved device, without the settings of a layout."""
+    system = given.system.model_copy(update={"device": config.system.device})
+    return without_layout(config.model_copy(update={"system": system}))
 
 
 def _more_gpus(config: RunConfig, facts: Facts) -> str | None:

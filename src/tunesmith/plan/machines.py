@@ -16,6 +16,8 @@ THIS = "this"
 MOST_GPUS, MOST_NODES = 128, 4096
 _DRIVER = 512 * 2**20
 """GPU memory that the driver reserves before anything uses it."""
+_UNITS = {"memory": 2**20, "flops": 1e12, "bandwidth": 1e9, "link": 1e9, "host_memory": 2**30}
+"""The units of ``machines.toml``."""
 _SPEC = re.compile(r"(?:(?:(\d+)x)?(\d+)x)?(.+)", re.IGNORECASE)
 
 
@@ -46,21 +48,11 @@ class GpuKind:
 def gpu_kinds() -> Mapping[str, GpuKind]:
     """The table of GPUs, by name."""
     text = Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")
-    return {
-        name: GpuKind(
-            name=name,
-            memory=row["memory"] * 2**20,
-            capability=(row["capability"][0], row["capability"][1]),
-            flops=row["flops"] * 1e12,
-            bandwidth=row["bandwidth"] * 1e9,
-            link=row["link"] * 1e9,
-            cores=row["cores"],
-            host_memory=row["host_memory"] * 2**30,
-            host=row["host"],
-            source=row["source"],
-        )
-        for name, row in tomllib.loads(text).items()
-    }
+    kinds: dict[str, GpuKind] = {}
+    for name, row in tomllib.loads(text).items():
+        in_units = {key: row[key] * unit for key, unit in _UNITS.items()}
+        kinds[name] = GpuKind(name, **row | in_units | {"capability": tuple(row["capability"])})
+    return kinds
 
 
 def machine(spec: str) -> Hardware:

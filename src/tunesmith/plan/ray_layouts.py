@@ -50,14 +50,13 @@ def ray_shapes(config: RLConfig, facts: Facts, gpus: int, tensors: list[int]) ->
 
 
 def _roles(config: RLConfig) -> dict[Role, bool]:
-    roles: dict[Role, bool] = {
+    return {
         "actor": True,
         "ref": keeps_reference(config),
         "critic": has_critic(config),
         "reward": bool(config.reward.models),
         "rollout": True,
     }
-    return roles
 
 
 def _groups(config: RLConfig, *, alone_first: bool) -> Iterator[Groups]:

@@ -19,21 +19,10 @@ from tunesmith.plan.seconds import step_seconds
 
 LAYOUT = (
     *("model.dtype", "system.device", "system.trainer_ranks", "system.zero_stage", "system.shard_size"),
-    "system.sequence_parallel.size",
-    *(
-        "system.gradient_checkpointing",
-        "system.offload_activations",
-        "system.offload_reference",
-        "system.offload_optimizer",
-        "system.offload_parameters",
-        "system.max_tokens_per_microbatch",
-        "system.scoring_max_tokens",
-        "system.critic_max_tokens",
-        "system.reward_max_tokens",
-        "system.engine",
-        "system.engine_process",
-        "system.engines",
-    ),
+    *("system.sequence_parallel.size", "system.gradient_checkpointing", "system.offload_activations"),
+    *("system.offload_reference", "system.offload_optimizer", "system.offload_parameters"),
+    *("system.max_tokens_per_microbatch", "system.scoring_max_tokens", "system.critic_max_tokens"),
+    *("system.reward_max_tokens", "system.engine", "system.engine_process", "system.engines"),
     *("system.vllm.tensor_parallel_size", "system.hybrid", "system.weight_plane", "system.weight_copy"),
     *("system.kv_memory", "system.threads", "system.placement", "system.compile"),
 )

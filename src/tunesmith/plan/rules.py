@@ -35,12 +35,17 @@ def unread_problems(config: RunConfig, values: Values) -> Iterator[str]:
     for rule in rules("unread"):
         if ("of" in rule and rule["of"] not in kinds) or not applies(rule, values):
             continue
-        keys, left_out = rule["keys"].split(), rule.get("except", "").split()
-        prefixes = tuple(key for key in keys if key.endswith("."))
         harmless = [repr(value) for value in (None, *rule.get("harmless", []))]  # compared as text, because True == 1
         for key, value in given.items():
-            if (key in keys or key.startswith(prefixes)) and key not in left_out and repr(value) not in harmless:
+            if is_about(rule, key) and repr(value) not in harmless:
                 yield f"{key} has no effect {_filled(rule['why'], values)}"
+
+
+def is_about(rule: Mapping[str, Any], key: str) -> bool:
+    """Whether a rule of ``unread.toml`` names a setting or its table, and does not leave it out."""
+    keys = rule["keys"].split()
+    named = key in keys or key.startswith(tuple(name for name in keys if name.endswith(".")))
+    return named and key not in rule.get("except", "").split()
 
 
 def refused_problems(values: Values) -> Iterator[str]:

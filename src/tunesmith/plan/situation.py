@@ -94,7 +94,7 @@ def situation(config: RunConfig, facts: Facts | None) -> dict[str, Any]:
         "device_kind": kind or None,
         "device_number": int(number) if number.isdigit() else None,
         "served": system.served,
-        "launch": LAUNCH["sglang"].format(path=config.model.path, port=30000),
+        "launch": LAUNCH.format(path=config.model.path, port=30000),
         "engines_apart": apart,
         "engines_elsewhere": apart or system.served or None,
         "engine_process_off": "engine_process" in system.model_fields_set and not system.engine_process,

@@ -19,7 +19,7 @@ from tunesmith.distributed.child import Process, ending
 from tunesmith.errors import TunesmithError
 from tunesmith.loop.session import OUTSIDE_STEPS
 from tunesmith.storage import read_json
-from tunesmith.tune.trial import Ended, Order, Stepped
+from tunesmith.tune.trial import Ended, Order
 
 START_SECONDS = 900.0
 """Time limit for a run's first step, including loading data and model."""
@@ -125,13 +125,13 @@ class Arm:
             self.end()
             raise TrialEnded("slow" if patience < START_SECONDS else "hung", f"no step ended within {patience:.0f} s")
         try:
-            answer: Stepped | Ended = process.connection.recv()
+            answer: dict[str, Any] | Ended = process.connection.recv()
         except (EOFError, OSError):
             raise self._ended(process) from None
         if isinstance(answer, Ended):
             self.end()
             raise TrialEnded(answer.status, answer.reason)
-        self.metrics = answer.metrics
+        self.metrics = answer
         self._signal(signal.SIGSTOP)
 
     def _ended(self, process: Process) -> TrialEnded:

@@ -41,11 +41,8 @@ def shapes(seed: int) -> Iterator[Work]:
     draw = random.Random(seed)
     number = 0
     while True:
-        hidden, dim, layers = (
-            draw.choice([192, 256, 384, 512, 768]),
-            draw.choice([32, 64]),
-            draw.choice([2, 3, 4, 6, 8]),
-        )
+        hidden, dim = draw.choice([192, 256, 384, 512, 768]), draw.choice([32, 64])
+        layers = draw.choice([2, 3, 4, 6, 8])
         heads, wide = max(2, hidden // dim), draw.choice([2, 3, 4])
         kv = draw.choice([k for k in (1, 2, 4) if heads % k == 0])
         vocabulary = draw.choice([1024, 4096, 8192, 16384, 32000])

@@ -37,11 +37,6 @@ class Order:
 
 
 @dataclass(frozen=True, slots=True)
-class Stepped:
-    metrics: dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
 class Ended:
     status: str
     reason: str
@@ -59,7 +54,7 @@ def main() -> None:
     order: Order = connection.recv()
 
     def on_step(_: int, metrics: dict[str, Any]) -> bool:
-        connection.send(Stepped(metrics))
+        connection.send(metrics)
         return connection.recv()
 
     try:

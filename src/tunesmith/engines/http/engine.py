@@ -221,7 +221,7 @@ class SglangEngine:
             model, server = [await self._server.info(name, START_PATIENCE) for name in ("model_info", "server_info")]
         except EngineError as error:
             port = self._server.url.rpartition(":")[2]
-            command = LAUNCH["sglang"].format(path=served.path, port=port if port.isdigit() else "30000")
+            command = LAUNCH.format(path=served.path, port=port if port.isdigit() else "30000")
             raise UserError(f"{error}. Start SGLang there with: {command}") from error
         if not model.get("is_generation", True):
             raise UserError(f"{self.name} serves '{model.get('model_path')}', which does not write text")
