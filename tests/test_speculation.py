@@ -18,17 +18,26 @@ from hypothesis import strategies as st
 from tiny import save_model
 from tiny_runs import rl_settings
 from tunesmith.assembly import run_rl
+from tunesmith.assembly.engines import _speculation  # pyright: ignore[reportPrivateUsage]
 from tunesmith.config.load import load_config
 from tunesmith.config.schema import RLConfig
 from tunesmith.engines.local.engine import LocalEngine
 from tunesmith.engines.local.requests import LocalRequest
-from tunesmith.engines.local.speculation import MOST_ROWS, NGRAMS, NgramDrafter, Speculation, look_up
+from tunesmith.engines.local.speculation import (
+    MOST_ROWS,
+    MOST_ROWS_ON_CPU,
+    NGRAMS,
+    NgramDrafter,
+    Speculation,
+    look_up,
+)
 from tunesmith.engines.stats import EngineStats
 from tunesmith.errors import ConfigError, UserError
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.plan.checks import check
 from tunesmith.types import Completion, Sampling
 
+ROOT = Path(__file__).parents[1]
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen3": {"head_dim": 16},
@@ -206,6 +215,26 @@ def test_many_requests_at_once_are_decoded_without_guesses(llama: CausalLM) -> N
     assert stats.drafted_tokens == 0 and stats.decode_steps == 19
 
 
+@pytest.mark.parametrize(("rows", "guesses"), [(1, True), (2, False)])
+def test_an_engine_on_a_cpu_guesses_for_one_request_alone(llama: CausalLM, rows: int, guesses: bool) -> None:
+    requests = [([30, 31] * 3, Sampling(20, temperature=0.0, ignore_eos=True))] * rows
+    _, stats = run(llama, Speculation(4, at_once=MOST_ROWS_ON_CPU), *requests)
+    assert (stats.drafted_tokens > 0) == guesses
+
+
+def test_the_limit_on_a_cpu_is_the_largest_batch_in_which_usual_guesses_were_measured_to_pay() -> None:
+    """With 70% of the guesses right."""
+    rows = json.loads((ROOT / "benchmarks/results/speculation-cpu.json").read_text())["rows"]
+    assert max(row["rows"] for row in rows if row["right"] == 0.7 and row["ratio"] > 1) == MOST_ROWS_ON_CPU
+
+
+@pytest.mark.parametrize(("device", "most"), [("cpu", MOST_ROWS_ON_CPU), ("cuda:0", MOST_ROWS)])
+def test_the_limit_follows_the_device(device: str, most: int) -> None:
+    least = ["model.path=org/m", "data.train=org/d", "reward.functions=['math']", "system.speculative=ngram"]
+    made = _speculation(load_config(RLConfig, None, [*least, f"system.device={device}"]))
+    assert made is not None and made.at_once == most
+
+
 @pytest.mark.parametrize("rows", [280, 320])
 def test_a_draft_model_may_pad_the_vocabulary_to_another_size(rows: int, llama: CausalLM, tmp_path: Path) -> None:
     """A tiny model draws tokens of the padding as often as any; some prompts hold one too."""
@@ -253,7 +282,7 @@ def test_settings_that_contradict_each_other_are_refused(overrides: list[str], t
 @pytest.mark.parametrize("kind", ["ngram", "draft"])
 def test_a_run_with_guesses_is_the_run_without(kind: str, tmp_path: Path) -> None:
     model = save_model(tmp_path / "model")
-    sharp = {"rollout__temperature": 0.02, "rollout__max_new_tokens": 24}
+    sharp = {"rollout__temperature": 0.02, "rollout__max_new_tokens": 24, "system__max_running": 1}
     extra = {"system__draft_model": str(model)} if kind == "draft" else {}
     run_rl(None, rl_settings(tmp_path, model, "plain", **sharp))
     run_rl(None, rl_settings(tmp_path, model, "guessed", system__speculative=kind, **sharp, **extra))

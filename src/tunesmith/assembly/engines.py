@@ -194,13 +194,14 @@ def _vllm_settings(config: RunConfig) -> dict[str, Any]:
 
 def _speculation(config: RunConfig) -> Speculation | None:
     """Settings of the local engine's speculative decoding; None if it is off."""
-    from tunesmith.engines.local.speculation import Speculation
+    from tunesmith.engines.local.speculation import MOST_ROWS, MOST_ROWS_ON_CPU, Speculation
 
     system = config.system
     if system.speculative == "off":
         return None
     draft = None if system.draft_model is None else load_frozen(config, system.draft_model)
-    return Speculation(system.speculative_tokens, draft)
+    on_cpu = system.device == "cpu"
+    return Speculation(system.speculative_tokens, draft, MOST_ROWS_ON_CPU if on_cpu else MOST_ROWS)
 
 
 def make_sampling(

@@ -26,7 +26,7 @@ from tunesmith.engines.local.prefill_attention import Piece
 from tunesmith.engines.local.requests import CachedPrompt, LocalRequest, Uniforms
 from tunesmith.engines.local.runner import Runner, probe, text_config
 from tunesmith.engines.local.scheduler import Scheduler
-from tunesmith.engines.local.speculation import MOST_ROWS, AssistantDrafter, NgramDrafter, Speculation
+from tunesmith.engines.local.speculation import AssistantDrafter, NgramDrafter, Speculation
 from tunesmith.engines.partial import stop_strings, stop_token_ids
 from tunesmith.engines.stats import EngineStats
 from tunesmith.engines.step_thread import StepThread
@@ -260,7 +260,7 @@ class LocalEngine:
 
     def _propose(self, rows: Sequence[LocalRequest]) -> list[list[int]]:
         """Draft each request's next tokens, within its length limit and its row."""
-        if self._speculation is None or len(rows) > MOST_ROWS:
+        if self._speculation is None or len(rows) > self._speculation.at_once:
             return [[] for _ in rows]
         room = [min(r.kv_length, self._pool.capacity) - r.cached - 1 for r in rows]
         tokens = self._speculation.tokens

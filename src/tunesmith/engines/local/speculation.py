@@ -23,8 +23,9 @@ from tunesmith.models.causal_lm import CausalLM
 
 NGRAMS = (4, 3, 2)
 """Lengths of the n-grams that are looked up, longest first."""
-MOST_ROWS = 16
-"""With more requests, the cost of a pass grows with its tokens, and drafts gain nothing."""
+MOST_ROWS, MOST_ROWS_ON_CPU = 16, 1
+"""With more requests, the cost of a pass grows with its tokens, and drafts gain nothing; on a CPU
+``benchmarks/results/speculation-cpu.json`` has the measured gains."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,8 @@ class Speculation:
     """Limit of draft tokens per request and step."""
     assistant: CausalLM | None = None
     """A smaller model that drafts; None: n-grams are looked up."""
+    at_once: int = MOST_ROWS
+    """With more requests decoded at once, nothing is drafted."""
 
     def check(self, model: CausalLM) -> None:
         """Refuse an assistant that does not fit the model.
