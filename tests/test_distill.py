@@ -258,7 +258,7 @@ def test_a_run_on_given_answers_evaluates_and_resumes(tmp_path: Path, models: tu
         (on_samples, {"distill__mode": "sampled", "algorithm__entropy_coef": 0.1}, "entropy_coef has no effect"),
         (on_samples, {"algorithm__dynamic_filter": True}, "no prompt would be kept"),
         (on_samples, {"distill__mode": "offpolicy"}, "'on_policy', 'sampled', 'offline'"),
-        (on_data, {"distill__alpha": 0}, "leaves the teacher out"),
+        (on_data, {"distill__alpha": 0}, "ignores the teacher"),
         (on_data, {"teacher__path": "./nowhere"}, "does not exist"),
     ],
 )

@@ -127,7 +127,7 @@ def run_dir(tmp_path: Path) -> Path:
 
 
 def test_the_value_in_a_run_comes_with_its_source(run_dir: Path) -> None:
-    assert value_in_run(run_dir, "rollout.group_size") == "16: as the run file or an override says"
+    assert value_in_run(run_dir, "rollout.group_size") == "16: set by the run file or an override"
     assert value_in_run(run_dir, "rollout.prompts_per_step") == "8: the default"
     assert str(value_in_run(run_dir, "train.lr")).endswith("the size")
     assert value_in_run(run_dir, "dpo.beta") is None and value_in_run(run_dir, "algorithm.loss.clip_low") is None

@@ -249,7 +249,7 @@ def test_too_many_engines_are_refused_with_the_number_of_gpus() -> None:
     [
         (["system.zero_stage=3", "system.shard_size=16"], "divisor of 8"),
         (["system.zero_stage=2", "system.shard_size=3"], "2 would be left over"),
-        (["system.sequence_parallel.size=16"], "system.trainer_ranks = 8 is no multiple"),
+        (["system.sequence_parallel.size=16"], "system.trainer_ranks = 8 is not a multiple"),
     ],
 )
 def test_sizes_that_do_not_divide_are_told_with_all_gpus(said: list[str], least: str) -> None:

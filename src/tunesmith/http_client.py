@@ -46,7 +46,7 @@ async def request_json(
             body += part
             if longest is not None and len(body) > longest:
                 response.close()
-                raise BadAnswer(f"{url} answered more than {longest} bytes, the most allowed for this request")
+                raise BadAnswer(f"{url} answered more than {longest} bytes, the limit of this request")
     text = body.decode(errors="replace")
     if response.status >= 500 or response.status in RETRIED:
         raise Unavailable(f"{url} answered {response.status}: {one_line(text)}")

@@ -249,4 +249,4 @@ def _toml(key: str, value: Any) -> str:
     try:
         return toml_value(value)
     except TypeError:
-        raise ConfigError(f"{key} is of type {type(value).__name__}, which no setting can be") from None
+        raise ConfigError(f"{key} is of type {type(value).__name__}, which no setting accepts") from None

@@ -73,8 +73,8 @@ def derive_device(filling: Filling, facts: Facts) -> None:
     here, gpu, system = on_gpu(filling.config), gpu_of(filling.config, facts), filling.config.system
     if here and gpu is None and system.device_memory is None and system.cluster == "none":
         raise ConfigError(
-            f"system.device = '{system.device}', but nvidia-smi lists no GPU here, whose memory would be known. "
-            'If there is one, say so with system.device_memory, such as "80GB"; else leave system.device out'
+            f"system.device = '{system.device}', but nvidia-smi lists no GPU here, so its memory is unknown. "
+            'If there is one, set system.device_memory, such as "80GB"; else leave system.device out'
         )
     # A GPU that nvidia-smi does not list is assumed to be a recent one.
     name, native = (gpu.name, gpu.bf16) if gpu else ("the GPU", True) if here else ("this CPU", machine.bf16)
@@ -213,10 +213,10 @@ def _derive_checkpointing(filling: Filling, facts: Facts) -> None:
         return sizes[count] <= room // 2 and all(needed.peak <= free for _, needed, free in trainer)
 
     again = next(filter(fits, range(layers)), layers)
-    reason = f"{format_size(sizes[0])} of activations of the longest sample {'are too much' if again else 'fit'}: "
+    reason = f"{format_size(sizes[0])} of activations of the longest sample {'do not fit' if again else 'fit'}: "
     reason += f"{format_size(room)} are free for them"
     if 0 < again < layers:
-        fewer = f"they are {format_size(sizes[again])} if {again} of {layers} layers are computed again"
+        fewer = f"they are {format_size(sizes[again])} if {again} of {layers} layers are recomputed"
         filling.fill(key, round(again / layers, 3), f"{reason}; {fewer}")
     filling.fill(key, bool(again), reason)
 
@@ -249,7 +249,7 @@ def _derive_microbatch(filling: Filling, facts: Facts, budget: int, most: int) -
     needed = least(config, facts)
     beside = needed.kv if needed and not needed.turns else 0
     room, part = min(
-        (budget // 2, "half of the free memory"), (budget - beside, "what keys and values of one request leave free")
+        (budget // 2, "half of the free memory"), (budget - beside, "what the KV cache of one request leaves free")
     )
     fitting = min(max(0, room) // per_token, int(min(host_tokens(config, facts, model), LARGEST_COUNT)))
     most *= config.system.sequence_parallel.size

@@ -56,7 +56,7 @@ def _derive_scoring(filling: Filling, facts: Facts, most: int) -> None:
     else:
         layout, room = layout_of(config, facts), found.activations + found.head - found.scorer
         fitting = _largest(lambda n: scoring_bytes(model, replace(layout, tokens=n)), tokens, most, room)
-        filling.fill(SCORING, fitting, f"in the {format_size(room)} of a training micro-batch, with nothing kept")
+        filling.fill(SCORING, fitting, f"in the {format_size(room)} of a training micro-batch, forward only")
 
 
 def _derive_critic(filling: Filling, facts: Facts, most: int) -> None:
@@ -94,7 +94,7 @@ def _derive_reward(filling: Filling, facts: Facts, most: int) -> None:
     used = own.sampling if name != "reward model" else own.libraries + own.frozen
     room = max(0, free - used + own.rewarded) // 2
     fitting = _largest(lambda n: rewarding_bytes(config, facts, n), least, max(most, least), room)
-    reason = "more would be no faster" if fitting >= most else f"in half of the {format_size(2 * room)} beside it"
+    reason = "more would be no faster" if fitting >= most else f"in half of the {format_size(2 * room)} left free"
     filling.fill(REWARD, fitting, reason)
 
 

@@ -129,8 +129,8 @@ def _check_batch(config: RLConfig) -> Iterator[str]:
     size, samples = known(config.train, "batch_size"), rollout_samples(config)
     if samples > MOST_ROLLOUTS:
         yield (
-            f"rollout.prompts_per_step × rollout.group_size = {samples} rollouts in a step, and {MOST_ROLLOUTS} are "
-            "the most; lower one of them"
+            f"rollout.prompts_per_step × rollout.group_size = {samples} rollouts per step, and the limit is "
+            f"{MOST_ROLLOUTS}; lower one of them"
         )
     elif size is not None and samples % size:
         fitting = [n for n in range(1, samples + 1) if samples % n == 0]

@@ -193,7 +193,7 @@ def bundles(config: RLConfig) -> list[Bundle]:
     named = {*placement.model_fields_set - {"colocate"}, *(r for group in placement.colocate for r in group)}
     for name in sorted(named - {*inside}):
         if name not in count:
-            raise ConfigError(f"system.placement names '{name}', and this run has none; leave it out")
+            raise ConfigError(f"system.placement names '{name}', and this run has no such role; leave it out")
     shared: list[Bundle] = []
     for group in placement.colocate:
         places = _places(config, group)

@@ -32,7 +32,7 @@ def derive_compile(filling: Filling, facts: Facts) -> None:
     """Derive ``system.compile``: on if there is something to compile and a compiler."""
     key, compiler = "system.compile", facts.hardware.compiler
     if not compilable(filling.config, facts):
-        filling.fill(key, False, "nothing that this run computes is compiled")
+        filling.fill(key, False, "this run has nothing to compile")
     elif compiler is None:
         filling.fill(key, False, f"no C++ compiler was found ({compilers()})")
     filling.fill(key, True, f"found: {compiler}")

@@ -23,8 +23,8 @@ SAMPLER_KEYS = (
 LAUNCH = "python -m sglang.launch_server --model-path {path} --port {port} --enable-deterministic-inference"
 """The command that starts an SGLang server."""
 UNALTERED_ONLY = (
-    "SGLang gives log-probabilities of the whole distribution, not of one that is cut, penalises repetitions of what "
-    "was written but not of the prompt, and stops at stop strings however early"
+    "SGLang returns log-probabilities of the whole distribution, not of a truncated one, penalises repetition of the "
+    "completion but not of the prompt, and may stop at a stop string before min_new_tokens"
 )
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
@@ -42,7 +42,7 @@ def server_problems(config: RunConfig) -> Iterator[str]:
     if far and system.engine_directory is None:
         yield (
             f"weights reach {far[0]} through files: set system.engine_directory to a directory that this machine and "
-            "the server's both see under the same path"
+            "the server's see under the same path"
         )
     if system.engine_directory is not None and not system.engine_directory.is_dir():
         yield f"system.engine_directory = '{system.engine_directory}' is not a directory"

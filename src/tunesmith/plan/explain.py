@@ -45,7 +45,7 @@ def explain(name: str) -> Explanation:
     metrics = [metric] if metric else [m for m in _all_metrics() if name in m.aliases]
     foreign = tuple(dict.fromkeys(_meant(spelling, meaning) for meaning in known))
     if not (settings or metrics or foreign):
-        raise ConfigError(f"there is no setting, metric or name of another framework '{name}'.{_near(name)}")
+        raise ConfigError(f"no setting, metric or name in another framework is called '{name}'.{_near(name)}")
     return Explanation(tuple(settings), tuple(metrics), foreign)
 
 
@@ -78,14 +78,14 @@ def value_in_run(run_dir: Path, key: str) -> str | None:
     """
     file = run_dir / "resolved.json"
     if not run_dir.is_dir() or not file.exists():
-        raise ConfigError(f"{run_dir} is not the directory of a run: it has no resolved.json")
+        raise ConfigError(f"{run_dir} is not a run directory: it has no resolved.json")
     with boundary(ConfigError, f"cannot read {file}", (OSError, ValueError, KeyError, TypeError, AttributeError)):
         entries, above = json.loads(file.read_text(encoding="utf-8"))["settings"], key
         while above not in entries or (above != key and not isinstance(entries[above]["value"], dict | list)):
             if not (above := above.rpartition(".")[0]):
                 return None
         entry, name = entries[above], "" if above == key else f"{above} = "
-        sources = {"said": "as the run file or an override says", "default": "the default"}
+        sources = {"said": "set by the run file or an override", "default": "the default"}
         why = entry.get("reason") or sources.get(entry["source"], entry["source"])
         return f"{name}{'none' if entry['value'] is None else toml_value(entry['value'])}: {why}"
 
@@ -98,7 +98,7 @@ def metric_in_run(run_dir: Path, metric: Metric) -> Iterator[str]:
     """
     file, found = run_dir / "metrics.jsonl", dict[str, list[tuple[int, float]]]()
     if not file.exists():
-        raise ConfigError(f"{run_dir} is not the directory of a run: it has no metrics.jsonl")
+        raise ConfigError(f"{run_dir} is not a run directory: it has no metrics.jsonl")
     for row in read_metrics(file):
         for name, value in row.items():
             if find_metric(name) is metric and isinstance(value, int | float):

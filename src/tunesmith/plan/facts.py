@@ -184,7 +184,7 @@ def _count_in_file(path: Path) -> int:
         if start == _LFS_POINTER:
             raise ValueError("it is a Git LFS pointer instead of weights; fetch them with: git lfs pull")
         if length > path.stat().st_size:
-            raise ValueError("it is damaged, or no safetensors file")
+            raise ValueError("it is damaged, or not a safetensors file")
         header: dict[str, Any] = json.loads(file.read(length))
         return sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
 

@@ -99,9 +99,7 @@ def _remedy(config: RunConfig, facts: Facts, free: int, given: RunConfig, free_o
         return f"what fits: samples of at most {shorter} tokens{more}"
     parameters = (facts.model and facts.model.parameters) or 0
     largest = parameters * free / min(peaks, default=1)
-    return (
-        f"a model of this shape may have {largest / 1e9:.2g}B parameters at most, with the least memory there is{more}"
-    )
+    return f"a model of this shape may have {largest / 1e9:.2g}B parameters at most, with all that saves memory{more}"
 
 
 def layout_that_fits(given: RunConfig, config: RunConfig, facts: Facts) -> str:

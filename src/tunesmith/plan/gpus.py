@@ -72,7 +72,7 @@ def device_problems(config: RunConfig, gpus: int) -> Iterator[str]:
             f"{'' if at_once or engines * ranks > gpus else turns}"
         )
     if _apart_on_gpus(config) and system.weight_plane == "nccl" and (gpus == 1 or _shares(config)):
-        yield ('system.weight_plane = "nccl" is between GPUs, and engine and trainer share one here; use "memory"')
+        yield ('system.weight_plane = "nccl" copies between GPUs, and engine and trainer share one here; use "memory"')
 
 
 def _shares(config: RunConfig) -> bool:

@@ -97,7 +97,7 @@ def find_compiler() -> str | None:
 def compilers() -> str:
     """A description of what ``find_compiler`` looks for."""
     named = os.environ.get("CXX")
-    return f"CXX = {named!r} names none" if named else f"{', '.join(COMPILERS)}, or the one that CXX names"
+    return f"CXX = {named!r} is not one" if named else f"{', '.join(COMPILERS)}, or the one that CXX names"
 
 
 def _words(command: str) -> list[str]:

@@ -31,7 +31,7 @@ def derive_reference(filling: Filling, facts: Facts) -> None:
     """Offload frozen models while they do not score, if a GPU has no room for a sample besides them."""
     config, key = filling.config, "system.offload_reference"
     if not on_gpu(config) or not keeps_frozen(config):
-        filling.fill(key, False, "there is no whole frozen model on the trainer's GPU")
+        filling.fill(key, False, "the trainer's GPU holds no whole frozen model")
         return
     known_memory = _with_and_without(with_values(config, {"system.gradient_checkpointing": True}), key, facts)
     if known_memory is None:
@@ -44,7 +44,7 @@ def derive_reference(filling: Filling, facts: Facts) -> None:
         filling.fill(key, False, f"it would take {problem}")
     else:
         away = format_size(with_it.scorer + with_it.judge)
-        reason = f"the GPU is short of memory; {away} of frozen models are in host memory but while they score"
+        reason = f"the GPU is short of memory; {away} of frozen models are in host memory except while they score"
         filling.fill(key, True, reason)
 
 
@@ -59,7 +59,7 @@ def derive_optimizer(filling: Filling, facts: Facts) -> None:
     """Offload master weights and moments if a GPU has room for a sample only without them, and the host has room."""
     config = filling.config
     if on_gpu(config) and config.system.offload_parameters and not config.lora.on:
-        filling.fill(OPTIMIZER, True, "the weights are in host memory, and are stepped there")
+        filling.fill(OPTIMIZER, True, "the weights are in host memory and are updated there")
     else:
         _derive_state(filling, facts, OPTIMIZER, "master weights and moments", config)
 
@@ -71,7 +71,7 @@ def _derive_state(filling: Filling, facts: Facts, key: str, what: str, config: R
         config: the run with all settings that ``key`` implies.
     """
     if not on_gpu(config):
-        filling.fill(key, False, "there is no GPU that it would relieve")
+        filling.fill(key, False, "there is no GPU whose memory it would save")
         return
     known_memory = _with_and_without(_frugal(config), key, facts)
     if known_memory is None:
@@ -81,7 +81,7 @@ def _derive_state(filling: Filling, facts: Facts, key: str, what: str, config: R
     if without.peak <= MARGIN * free:
         filling.fill(key, False, f"{what} {'fit' if without.peak <= free else 'may fit'} the GPU")
     elif with_it.peak > MARGIN * free or any(refused_problems(situation(with_values(config, {key: True}), facts))):
-        filling.fill(key, False, f"the run would not fit either, or has settings that need {what} on the GPU")
+        filling.fill(key, False, f"the run would still not fit, or has settings that need {what} on the GPU")
     elif problem := host_problem(config, with_it, facts):
         filling.fill(key, False, f"it would take {problem}")
     else:
@@ -100,7 +100,7 @@ def derive_activations(filling: Filling, facts: Facts) -> None:
     """Offload activations if a GPU has no room for the layers' inputs, all that ``gradient_checkpointing`` keeps."""
     config, key = filling.config, ACTIVATIONS
     if not on_gpu(config):
-        filling.fill(key, False, "there is no GPU that it would relieve")
+        filling.fill(key, False, "there is no GPU whose memory it would save")
         return
     known_memory = _with_and_without(config, key, facts)
     if known_memory is None or config.system.gradient_checkpointing is not True:
@@ -109,10 +109,10 @@ def derive_activations(filling: Filling, facts: Facts) -> None:
     with_it, without, free = known_memory
     problem = host_problem(config, with_it, facts)
     if without.peak <= free or with_it.peak > free:
-        reason = "the inputs of the layers fit the GPU" if without.peak <= free else "the run would not fit either"
+        reason = "the inputs of the layers fit the GPU" if without.peak <= free else "the run would still not fit"
         filling.fill(key, False, reason)
     elif problem:
         filling.fill(key, False, f"it would take {problem}")
     else:
         gone = format_size(with_it.host - without.host)
-        filling.fill(key, True, f"the GPU is short of memory without it; {gone} of layers' inputs are in host memory")
+        filling.fill(key, True, f"the GPU is short of memory without it; {gone} of layer inputs are in host memory")

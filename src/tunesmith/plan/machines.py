@@ -115,4 +115,4 @@ def _kind(name: str) -> GpuKind:
         raise ConfigError(f"GPU '{name}' comes with different memories: {', '.join(kind.name for kind in fitting)}")
     beginning = [k for k in kinds if wanted.partition("-")[0] == k.lower().partition("-")[0]]
     hint = f" There is {', '.join(beginning)}." if beginning else nearest(name, kinds)
-    raise ConfigError(f"no GPU '{shortened(name)}' is known.{hint} Write it as 8xH100-80GB, 2x8xA100-80GB or {THIS}")
+    raise ConfigError(f"unknown GPU '{shortened(name)}'.{hint} Write it as 8xH100-80GB, 2x8xA100-80GB or {THIS}")

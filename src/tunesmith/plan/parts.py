@@ -14,7 +14,7 @@ PARTS = {
     "rewarded": "a pass that scores",
     "activations": "activations of a micro-batch",
     "head": "temporaries of a micro-batch",
-    "published": "weights for engines, on their way",
+    "published": "weights in transfer to engines",
     "engine": "the engines' weights",
     "kv": "keys and values",
     "libraries": "CUDA and its libraries",

@@ -45,11 +45,11 @@ def derive_profile(filling: Filling, facts: Facts) -> None:
 def profile_notes(config: RunConfig, facts: Facts) -> Iterator[str]:
     """Notes on what a profile does not set, and on requested measurements that are missing."""
     if config.system.tuned and facts.tuned is None:
-        yield "system.tuned = true, and no such run was tuned on this machine: tunesmith tune measures it"
+        yield "system.tuned = true, but no such run was tuned on this machine: run tunesmith tune first"
     if config.system.profile == "throughput" and isinstance(config, RLConfig) and not config.rollout.max_staleness:
         yield (
-            "system.profile = 'throughput' does not set rollout.max_staleness, with which engines sample while the "
-            "policy trains: it changes what is learned"
+            "system.profile = 'throughput' does not set rollout.max_staleness, which lets engines sample while the "
+            "policy trains, because it changes what is learned"
         )
 
 

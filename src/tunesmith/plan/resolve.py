@@ -232,7 +232,7 @@ def _derive_limits(filling: Filling, facts: Facts) -> None:
         return
     room, what = min(sequence_limits(filling.config, facts))
     if isinstance(config, ScoreConfig):
-        filling.fill("data.max_tokens", room - 1, f"{what} of {room} less one token for what is predicted")
+        filling.fill("data.max_tokens", room - 1, f"{what} of {room} less one token, which is predicted")
     elif not isinstance(config, RLConfig):
         filling.fill("data.max_tokens", room, what)
     elif room > config.rollout.max_new_tokens:
@@ -247,8 +247,8 @@ def _notes(filling: Filling, facts: Facts) -> Iterator[str]:
         rollout = config.rollout
         if facts.train_size is not None and rollout.prompts_per_step > facts.train_size:
             yield (
-                f"a step takes {rollout.prompts_per_step} prompts, and the data has {facts.train_size}: "
-                "some come several times in a step"
+                f"a step takes {rollout.prompts_per_step} prompts, and the data has {facts.train_size}: some appear "
+                "several times in a step"
             )
     on_cpu = config.system.device == "cpu"
     if on_cpu and config.model.dtype == "bfloat16" and not facts.hardware.bf16:

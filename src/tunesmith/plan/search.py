@@ -52,7 +52,7 @@ def derive_layout(filling: Filling, facts: Facts) -> None:
     if layout[SEQUENCE] > 1:
         filling.set(SEQUENCE, layout[SEQUENCE], reasons[SEQUENCE])
     if layout.get(PROCESS) and not config.system.engine_process:
-        filling.set(PROCESS, True, "each engine is a process with GPUs of its own")
+        filling.set(PROCESS, True, "each engine is a process with its own GPUs")
     if layout.get(TURNS) is not None:
         filling.fill(TURNS, layout[TURNS], reasons[TURNS])
     if PLACEMENT in layout and plain(layout[PLACEMENT]) != plain(config.system.placement or PlacementSection()):
@@ -123,20 +123,20 @@ def _with_capacity(config: C, facts: Facts, layout: Settings) -> C | None:
 def _reasons(config: RunConfig, facts: Facts, gpus: int) -> dict[str, str]:
     """The reasons for a layout's values, which ``config`` has."""
     ranks, stage, turns = config.system.trainer_ranks, config.system.zero_stage, known(config.system, "hybrid")
-    others = ", and engines have the others" if config.drawing and not turns and ranks < gpus else ""
-    alike = " that are alike and free" if gpus < len(facts.hardware.gpus) else ""
+    others = ", and engines use the others" if config.drawing and not turns and ranks < gpus else ""
+    alike = " that are identical and free" if gpus < len(facts.hardware.gpus) else ""
     need = f"the model and its optimizer take at least {_least(config, facts, 0)}"
     shared = (
         "; processes share a reward model that does not fit one GPU" if scoring_shards(config, "reward") > 1 else ""
     )
     return {
         RANKS: f"{'all' if ranks == gpus else f'{ranks} of the'} {gpus} GPUs{alike} train{others}",
-        STAGE: f"{need} whole and {_least(config, facts, stage)} so; the fastest that fits" if stage else need,
+        STAGE: f"{need} whole and {_least(config, facts, stage)} sharded; the fastest that fits" if stage else need,
         ENGINES: f"on {'all GPUs' if turns or not config.trains else 'the GPUs that do not train'}",
         SEQUENCE: "the fewest GPUs that hold the longest sample together",
         TENSOR: "the fewest GPUs that hold an engine",
-        PLACEMENT: f"of those that fit, the one whose step takes least time; other roles have their own GPUs{shared}",
-        TURNS: "engines and trainer take turns on all GPUs" if turns else "engines have GPUs of their own",
+        PLACEMENT: f"of those that fit, the one with the fastest step; other roles have their own GPUs{shared}",
+        TURNS: "engines and trainer take turns on all GPUs" if turns else "engines have their own GPUs",
     }
 
 

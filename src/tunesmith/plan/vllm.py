@@ -53,7 +53,7 @@ def vllm_problems(config: RunConfig) -> Iterator[str]:
     if config.system.engine == "vllm":
         for name in config.system.vllm.extra or {}:
             if key := OWN_ARGUMENTS.get(name):
-                yield f"system.vllm.extra.{name} is called {key} here"
+                yield f"system.vllm.extra.{name} is set with {key}"
             elif why := FIXED_ARGUMENTS.get(name):
                 yield f"system.vllm.extra.{name} cannot be changed: {why}; leave it out"
 
