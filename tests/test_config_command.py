@@ -138,7 +138,7 @@ def test_the_line_of_every_setting_in_a_conflict_is_told(folder: Path) -> None:
     lines = refusal().splitlines()
     assert lines[0].endswith("run.toml has 2 problems:") or "2 settings" in lines[0]
     both, size = lines[1:]
-    assert "line 18 and line 20" in both and "train.steps and train.epochs" in both
+    assert "lines 18 and 20" in both and "train.steps and train.epochs" in both
     assert "line 19 and line 13 and line 14" in size and "train.batch_size = 3" in size
 
 
@@ -148,6 +148,16 @@ def test_a_value_that_is_refused_without_its_key_gets_the_key(folder: Path) -> N
         placed(Path("run.toml"), []),
     ):
         raise ConfigError(f"cannot read '{folder / 'model'}'")
+
+
+def test_several_places_are_one_sorted_list(folder: Path) -> None:
+    (folder / "run.toml").write_text("[train]\nlr = 1e-6\nsteps = 3\n[eval]\nevery = 5\n")
+    with pytest.raises(ConfigError) as raised, placed(Path("run.toml"), ["train.seed=1"]):
+        raise ConfigError("eval.every, train.seed, train.lr and train.steps do not fit")
+    assert str(raised.value).startswith("run.toml, lines 2, 3 and 5 and override 'train.seed=1': eval.every")
+    with pytest.raises(ConfigError) as raised, placed(Path("run.toml"), []):
+        raise ConfigError("eval.every and train.lr do not fit")
+    assert str(raised.value).startswith("run.toml, lines 2 and 5: ")
 
 
 def test_of_several_keys_with_a_value_the_one_of_the_section_that_is_named_is_told(folder: Path) -> None:

@@ -53,10 +53,14 @@ def _with_places(text: str, given: Mapping[KeyPath, Any], origins: Origins) -> s
     unnamed = [] if named else [path for path, value in given.items() if isinstance(value, str) and value in values]
     sections = set(_WORD.findall(text))
     unnamed = [path for path in unnamed if path[0] in sections] or unnamed  # several keys may have the value
-    places = dict.fromkeys(place for path in (*named, *unnamed) if (place := origins.place(path)[1]))
+    places = dict.fromkeys(place for path in (*named, *unnamed) if (place := origins.place(path))[1])
     if not places:
         return text
-    where = " and ".join(list(places)[:_MOST])
+    told = [place for _, place in sorted(list(places)[:_MOST])]
+    lines = [place.removeprefix("line ") for place in told if place.startswith("line ")]
+    if len(lines) > 1:
+        told[: len(lines)] = [f"lines {', '.join(lines[:-1])} and {lines[-1]}"]
+    where = " and ".join(told)
     if unnamed:
         where += f" ({dotted(unnamed[0])})"
     return f"{f'{origins.file}, ' if origins.file and 'line' in where else ''}{where}: {text}"
