@@ -78,7 +78,7 @@ def test_a_rollout_teaches_the_same_however_it_is_cut_into_forks(models: dict[st
         columns = {
             "advantages": rng.normal(size=whole.num_samples)[whole.sample],
             "old_logprobs": logprobs + moved * rng.normal(size=whole.num_predictions),
-            "selected": 1.0 * (rng.random(whole.num_predictions) < 0.2),
+            "loss.selected": 1.0 * (rng.random(whole.num_predictions) < 0.2),
         }
         for name, column in columns.items():
             whole.add(name, column)

@@ -10,12 +10,17 @@ from torch import Tensor
 
 from micro import batch_of, gather, micro_batch, random_batch, random_logprobs
 from tunesmith.algorithms.aggregation import weigh
-from tunesmith.algorithms.columns import (
+from tunesmith.algorithms.columns import prepare_columns
+from tunesmith.algorithms.losses import (
+    PPO,
+    ClipCov,
+    KLCov,
+    Loss,
+    PolicyBatch,
     covariances,
     group_logprob,
-    prepare_columns,
+    value_loss,
 )
-from tunesmith.algorithms.losses import PPO, ClipCov, KLCov, Loss, PolicyBatch, value_loss
 from tunesmith.algorithms.objective import SFTObjective, ValueObjective, policy_objective
 from tunesmith.algorithms.resolve import resolve_algorithm
 from tunesmith.config.algorithm import AlgorithmSection
@@ -48,8 +53,7 @@ def batch(
         keep=torch.ones(n, dtype=torch.bool),
         sample=numbers,
         num_samples=int(numbers.max()) + 1,
-        selected=double(selected or [0.0] * n),
-        group_logprob=double([group] * n),
+        columns={"selected": double(selected or [0.0] * n), "group_logprob": double([group] * n)},
     )
 
 
@@ -259,16 +263,13 @@ def test_gradient_by_finite_differences(name: str) -> None:
     coefficients = double(rng.normal(size=n).tolist())
     frozen = PolicyBatch(
         micro.logprobs.detach(), micro.old_logprobs, micro.advantages, micro.keep, micro.sample, 4,
-        micro.selected, micro.group_logprob,
+        micro.columns,
     )  # fmt: skip
 
     def value(x: Tensor) -> float:
         if name in SURROGATES:
             return float((coefficients * SURROGATES[name](x, frozen, loss)).sum())
-        moved = PolicyBatch(
-            x, micro.old_logprobs, micro.advantages, micro.keep, micro.sample, 4, micro.selected,
-            micro.group_logprob,
-        )  # fmt: skip
+        moved = PolicyBatch(x, micro.old_logprobs, micro.advantages, micro.keep, micro.sample, 4, micro.columns)
         return float((coefficients * loss(moved).loss).sum())
 
     (gradient,) = torch.autograd.grad((coefficients * loss(micro).loss).sum(), micro.logprobs)

@@ -7,16 +7,22 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
+from numpy.typing import ArrayLike
 
 from tiny import save_model
 from tiny_runs import rl_settings
+from training import backend_of, difference, gradient, learner_of, samples_of
 from tunesmith import assembly
+from tunesmith.algorithms.columns import prepare_columns
 from tunesmith.algorithms.objective import policy_objective
 from tunesmith.algorithms.resolve import resolve_algorithm
 from tunesmith.config.algorithm import AlgorithmSection
 from tunesmith.config.load import load_config
 from tunesmith.config.schema import RLConfig
+from tunesmith.data.batch import Batch
 from tunesmith.errors import ConfigError
 from tunesmith.monitor.metrics import read_metrics
 
@@ -64,6 +70,17 @@ class TakesTwo(Loss):
 
 class Unrelated:
     pass
+
+
+class Fading(Loss):
+    "The policy gradient, halved with every token of the completion."
+
+    def columns(self, batch, rng):
+        first = np.concatenate([[0], np.cumsum(batch.counts)])[:-1]
+        return {"weight": 0.5 ** (np.arange(batch.num_predictions) - first[batch.sample])}
+
+    def __call__(self, batch):
+        return TokenLoss(-batch.columns["weight"] * batch.advantages * batch.logprobs)
 
 
 PRESET = {"advantage": "mine.py:Plain", "loss": {"type": "mine.py:Scaled", "alpha": 2.0}, "aggregation": "token_mean"}
@@ -118,6 +135,34 @@ def test_a_run_learns_by_them_and_resumes(folder: Path, model: Path) -> None:
     assert norms(run.run_dir)[0] == pytest.approx(norms(theirs.run_dir)[0])  # twice, and half
     again = assembly.run_rl(run.run_dir / "config.toml", ["train.steps=3", "checkpoint.resume=true"])
     assert [line["step"] for line in read_metrics(again.run_dir / "metrics.jsonl") if "grad_norm" in line] == [1, 2, 3]
+
+
+def test_a_loss_computes_a_column_of_its_own(folder: Path, model: Path) -> None:
+    """However the batch is split, it is right; its name may be one that the training loop uses too."""
+    ours = algorithm(folder, 'loss = "mine.py:Fading"')
+    theirs = algorithm(folder, 'loss = "reinforce"')
+    samples = samples_of()
+    advantages = [1.0 + group.group for group in samples for _ in range(sum(group.loss_mask))]
+    fading = [0.5**place for sample in samples for place in range(sum(sample.loss_mask))]
+
+    def prepared(section: AlgorithmSection, advantages: ArrayLike) -> Batch:
+        batch = Batch.of(samples)
+        batch.add("old_logprobs", np.full(batch.num_predictions, -1.0))
+        batch.add("advantages", advantages)
+        prepare_columns(batch, section, seed=0)
+        return batch
+
+    backend = backend_of(model, torch.float64)
+    by_hand = prepared(theirs, np.multiply(advantages, fading))
+    expected, _ = gradient(learner_of(backend), by_hand, policy_objective(theirs))
+    batch = prepared(ours, advantages)
+    order = np.random.default_rng(0).permutation(batch.num_samples)
+    for tokens, share in ((4096, True), (80, True), (4096, False), (40, False)):
+        for whole in (batch, batch.take(order)):
+            found, _ = gradient(learner_of(backend, tokens, share_prompts=share), whole, policy_objective(ours))
+            assert difference(found, expected) < 1e-6, (tokens, share)
+    keys = {"algorithm__loss": f"{folder / 'mine.py'}:Fading", "train__steps": 1}
+    assert norms(assembly.run_rl(None, rl_settings(folder, model, "fading", **keys)).run_dir)[0] > 0
 
 
 def test_tables_and_overrides_reach_their_fields(folder: Path) -> None:

@@ -169,7 +169,7 @@ def chosen(case: Case, name: str, **keys: float) -> Tensor:
     """The tokens ``[B, T]`` that a covariance loss of ours holds back."""
     batch, selected = case.batch(), torch.zeros_like(case.mask)
     prepare_columns(batch, section(loss=name, aggregation="token_mean", **keys), seed=0)
-    selected[case.bools] = torch.tensor(batch.columns["selected"])
+    selected[case.bools] = torch.tensor(batch.columns["loss.selected"])
     return selected
 
 

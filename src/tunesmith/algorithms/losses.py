@@ -6,13 +6,17 @@ never splits, and gives every token its sequence's loss: with ``seq_mean_token_m
 
 The code only calls methods of tensors, so that settings and the reference page can import it without torch.
 
+A loss that reads more than ``PolicyBatch`` has computes its own columns from the whole rollout batch, before any split
+(``Loss.columns``): then it does not depend on how the batch is split.
+
 Legend: ``d = logπ − logπ_old`` (clamped to ±20), ``ρ = exp(d)``, ``A`` advantage, ``sg`` stop-gradient.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import numpy as np
@@ -23,6 +27,8 @@ from tunesmith.config.choice import Choice
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from tunesmith.data.batch import Batch, Floats
 
 MAX_LOG_RATIO = 20.0
 """The bound on ``|d|`` before the exponential, as in verl and OpenRLHF."""
@@ -38,8 +44,7 @@ class PolicyBatch:
     keep: Tensor  # [N] bool
     sample: Tensor  # [N] int64, the sequence of a token
     num_samples: int
-    selected: Tensor | None = None  # [N], 1 for the tokens of covariance losses
-    group_logprob: Tensor | None = None  # [N], log of the group's expected sampling probability
+    columns: Mapping[str, Tensor] = field(default_factory=dict[str, "Tensor"])  # each [N], of ``Loss.columns``
 
     @property
     def log_ratio(self) -> Tensor:
@@ -63,9 +68,19 @@ class TokenLoss(NamedTuple):
 
 
 class Loss(Choice):
-    """A policy loss. A subclass has fields with defaults and ``__call__``."""
+    """A policy loss. A subclass has fields with defaults, ``__call__`` and, if it needs them, ``columns``."""
 
     what = "loss"
+
+    def columns(self, batch: Batch, rng: np.random.Generator) -> Mapping[str, Floats]:  # noqa: ARG002
+        """Constants that the loss reads in ``PolicyBatch.columns``, each ``[N]``; called once per rollout batch.
+
+        Args:
+            batch: the whole rollout batch, with ``advantages`` and ``old_logprobs``. A token that is not in
+                ``batch.finite`` counts in no mean; a value that is not finite leaves its token out of the loss.
+            rng: for random choices; seeded by the run's seed and the step.
+        """
+        return {}
 
     def __call__(self, batch: PolicyBatch) -> TokenLoss:
         """The loss of every token of a micro-batch, with gradient; called once per forward pass."""
@@ -200,13 +215,28 @@ class GEPO(ClippedLoss):
     formula = "ppo per sequence with ratio p / (Σq² / Σq) over the group"
     source = "GEPO, arXiv:2508.17850"
     use = "very stale samples, many machines"
-    needs = frozenset({"group", "group_logprobs"})
+    needs = frozenset({"group"})
+
+    def columns(self, batch: Batch, rng: np.random.Generator) -> Mapping[str, Floats]:  # noqa: ARG002
+        assert (batch.group >= 0).all(), "gepo compares the samples of a group"
+        kept = batch.finite
+        counts = batch.sequence_sums(kept.astype(np.float64))
+        means = batch.sequence_sums(np.where(kept, batch.columns["old_logprobs"], 0.0)) / np.maximum(counts, 1.0)
+        expected = np.zeros(batch.num_samples)
+        for group in np.unique(batch.group[counts > 0]):
+            members = batch.group == group
+            expected[members] = group_logprob(means[members & (counts > 0)])
+        return {"group_logprob": np.where(kept, expected[batch.sample], 0.0)}
 
     def __call__(self, batch: PolicyBatch) -> TokenLoss:
-        assert batch.group_logprob is not None, "gepo reads the column group_logprob"
-        log_ratio = batch.sequence_mean(batch.logprobs) - batch.group_logprob
+        log_ratio = batch.sequence_mean(batch.logprobs) - batch.columns["group_logprob"]
         ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
         return self.clipped(ratio, batch.sequence_mean(batch.advantages))
+
+
+def group_logprob(sequence_logprobs: Floats) -> float:
+    """``log(Σq² / Σq)`` of a group's sequence probabilities ``q``, from their logarithms ``[n]``."""
+    return float(np.logaddexp.reduce(2.0 * sequence_logprobs) - np.logaddexp.reduce(sequence_logprobs))
 
 
 class CISPO(Loss):
@@ -279,9 +309,7 @@ class DPPO(Loss):
 
 
 class SelectingLoss(Loss):
-    """A loss that treats a few tokens differently: those in the column ``selected``, chosen once per rollout batch."""
-
-    needs = frozenset({"selection"})
+    """A loss that treats a few tokens differently: those with 1 in its column ``selected``."""
 
     cov_share: Annotated[float, Field(gt=0, le=1)] = 2e-4
     """Share of the tokens that are chosen."""
@@ -289,6 +317,19 @@ class SelectingLoss(Loss):
     @abstractmethod
     def select(self, covariances: NDArray[np.float64], rng: np.random.Generator) -> NDArray[np.intp]:
         """Indices of the chosen tokens, from every token's share ``[N]`` of cov(logπ_old, A) over the batch."""
+
+    def columns(self, batch: Batch, rng: np.random.Generator) -> Mapping[str, Floats]:
+        places = np.flatnonzero(batch.finite)
+        selected = np.zeros(batch.num_predictions)
+        if places.size:
+            cov = covariances(batch.columns["old_logprobs"][places], batch.columns["advantages"][places])
+            selected[places[self.select(cov, rng)]] = 1.0
+        return {"selected": selected}
+
+
+def covariances(logprobs: Floats, advantages: Floats) -> Floats:
+    """Each token's share of cov(logπ, A) over the batch, ``[n]``: ``(logπ − mean)(A − mean)``."""
+    return (logprobs - logprobs.mean()) * (advantages - advantages.mean())
 
 
 class ClipCov(SelectingLoss, ClippedLoss):
@@ -310,9 +351,8 @@ class ClipCov(SelectingLoss, ClippedLoss):
     """Upper bound of the covariance of the chosen tokens."""
 
     def __call__(self, batch: PolicyBatch) -> TokenLoss:
-        assert batch.selected is not None, "clip_cov reads the column selected"
         token = self.clipped(batch.log_ratio.exp(), batch.advantages)
-        return token._replace(loss=token.loss * (1.0 - batch.selected))
+        return token._replace(loss=token.loss * (1.0 - batch.columns["selected"]))
 
     def select(self, covariances: NDArray[np.float64], rng: np.random.Generator) -> NDArray[np.intp]:
         """A random share of all tokens (at least one) among those with a covariance between the bounds."""
@@ -332,9 +372,8 @@ class KLCov(SelectingLoss):
     """Weight of the KL on the chosen tokens."""
 
     def __call__(self, batch: PolicyBatch) -> TokenLoss:
-        assert batch.selected is not None, "kl_cov reads the column selected"
         d = batch.log_ratio
-        return TokenLoss(-d.exp() * batch.advantages + self.cov_kl_coef * batch.selected * d.abs())
+        return TokenLoss(-d.exp() * batch.advantages + self.cov_kl_coef * batch.columns["selected"] * d.abs())
 
     def select(self, covariances: NDArray[np.float64], rng: np.random.Generator) -> NDArray[np.intp]:  # noqa: ARG002
         """The share of all tokens (at least one) with the highest covariance; ties are broken by position."""

@@ -6,8 +6,8 @@ by the optimizer batch's denominators, so the forests' scalars add up. Metrics a
 ``metric_weight`` and add up to means over the optimizer batch's tokens.
 
 Columns read: ``weight`` and ``metric_weight`` always (``aggregation.weigh``); ``advantages``, ``old_logprobs``,
-``ref_logprobs``, ``correction``, ``group_logprob``, ``selected`` by the policy objective; ``returns`` and
-``old_values`` by the value objective.
+``ref_logprobs``, ``correction`` and the loss's own by the policy objective; ``returns`` and ``old_values`` by the value
+objective.
 
 A token with a non-finite input has weight 0 (``Batch.finite``). All its inputs are set to zero first, so that none
 reaches a gradient. A token whose new log-probability is not finite is set to zero too, but counts in the denominator:
@@ -20,6 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from tunesmith.algorithms.columns import OWN
 from tunesmith.algorithms.kl import KLInLoss, kl_loss
 from tunesmith.algorithms.losses import Loss, PolicyBatch, TokenLoss, value_loss
 
@@ -56,6 +57,10 @@ class _Tokens:
     def find(self, name: str) -> Tensor | None:
         return self.column(name) if name in self.forest.columns else None
 
+    def own(self) -> dict[str, Tensor]:
+        """The loss's own columns."""
+        return {name.removeprefix(OWN): self.column(name) for name in self.forest.columns if name.startswith(OWN)}
+
     def mean(self, values: Tensor) -> Tensor:
         """This forest's part of a mean over the optimizer batch's tokens."""
         return (self.metric_weight * values.detach()).sum()
@@ -87,8 +92,7 @@ class PolicyObjective:
             keep=~tokens.drop,
             sample=forest.sample,
             num_samples=forest.num_samples,
-            selected=tokens.find("selected"),
-            group_logprob=tokens.find("group_logprob"),
+            columns=tokens.own(),
         )
         token = self.loss(batch)
         total = token.loss if correction is None else token.loss * correction

@@ -16,8 +16,6 @@ NEEDS: Mapping[str, str] = {
     "group": "several rollouts per prompt",
     "critic": "a value model",
     "greedy_rollout": "a greedy rollout per prompt",
-    "group_logprobs": "the sampling probabilities of the whole group",
-    "selection": "a choice of tokens by covariance over the batch",
     "reward_weights": "each reward by itself",
     "teacher": "a teacher (`tunesmith distill`)",
 }
