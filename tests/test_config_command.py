@@ -111,7 +111,7 @@ CASES: list[tuple[list[str], list[str]]] = [
     (["rollout.stop_token_ids=[2, 300]"], ["rollout.stop_token_ids", "300"]),
     (["data.max_prompt_tokens=64"], ["data.max_prompt_tokens", "64", "56"]),
     (["reward.functions=[rewards.py:share]"], ["'reward.functions=[\"rewards.py:share\"]'"]),
-    (["train.batch_size=3"], ["override 'train.batch_size=3'", "line 13", "line 14"]),
+    (["train.batch_size=3"], ["override 'train.batch_size=3'", "lines 13 and 14"]),
     (["train.warmup_steps=9"], ["override 'train.warmup_steps=9'"]),
     (["data.system_prompt=a\0b"], ["data.system_prompt", "NUL"]),
     (["run_dir=a\0b"], ["run_dir", "NUL"]),
@@ -139,7 +139,7 @@ def test_the_line_of_every_setting_in_a_conflict_is_told(folder: Path) -> None:
     assert lines[0].endswith("run.toml has 2 problems:") or "2 settings" in lines[0]
     both, size = lines[1:]
     assert "lines 18 and 20" in both and "train.steps and train.epochs" in both
-    assert "line 19 and line 13 and line 14" in size and "train.batch_size = 3" in size
+    assert "lines 13, 14 and 19" in size and "train.batch_size = 3" in size
 
 
 def test_a_value_that_is_refused_without_its_key_gets_the_key(folder: Path) -> None:
