@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from tunesmith.config.resolved import settings
-from tunesmith.config.schema import RLConfig, RunConfig
+from tunesmith.config.schema import RunConfig
 from tunesmith.plan.facts import Facts
 from tunesmith.plan.filling import Filling, with_values
 from tunesmith.plan.gpus import on_gpu
@@ -40,17 +39,6 @@ def derive_profile(filling: Filling, facts: Facts) -> None:
         key, value = entry["key"], entry["value"]
         if key not in given and applies(entry, values) and (not entry.get("if_fits") or _fits(filling, facts, entry)):
             filling.set(key, value, f"profile {profile}: {entry['why']}")
-
-
-def profile_notes(config: RunConfig, facts: Facts) -> Iterator[str]:
-    """Notes on what a profile does not set, and on requested measurements that are missing."""
-    if config.system.tuned and facts.tuned is None:
-        yield "system.tuned = true, but no such run was tuned on this machine: run tunesmith tune first"
-    if config.system.profile == "throughput" and isinstance(config, RLConfig) and not config.rollout.max_staleness:
-        yield (
-            "system.profile = 'throughput' does not set rollout.max_staleness, which lets engines sample while the "
-            "policy trains, because it changes what is learned"
-        )
 
 
 def _fits(filling: Filling, facts: Facts, entry: dict[str, Any]) -> bool:

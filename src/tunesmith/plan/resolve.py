@@ -21,8 +21,8 @@ from tunesmith.plan.filling import Filling
 from tunesmith.plan.fitting import memory_notes, memory_problems
 from tunesmith.plan.generation import derive_sampling
 from tunesmith.plan.memory import longest_sample
-from tunesmith.plan.profiles import derive_profile, profile_notes
-from tunesmith.plan.rules import unread_problems
+from tunesmith.plan.profiles import derive_profile
+from tunesmith.plan.rules import told, unread_problems
 from tunesmith.plan.search import derive_layout
 from tunesmith.plan.situation import optimizer_steps, resolved_algorithm, rollout_samples, situation
 from tunesmith.plan.vllm import derive_vllm
@@ -242,21 +242,6 @@ def _derive_limits(filling: Filling, facts: Facts) -> None:
 
 def _notes(filling: Filling, facts: Facts) -> Iterator[str]:
     """Remarks about settings that are allowed but questionable."""
-    config = filling.config
-    if isinstance(config, RLConfig):
-        rollout = config.rollout
-        if facts.train_size is not None and rollout.prompts_per_step > facts.train_size:
-            yield (
-                f"a step takes {rollout.prompts_per_step} prompts, and the data has {facts.train_size}: some appear "
-                "several times in a step"
-            )
-    on_cpu = config.system.device == "cpu"
-    if on_cpu and config.model.dtype == "bfloat16" and not facts.hardware.bf16:
-        yield "this CPU does not compute bfloat16 natively; float32 would be faster"
-    if on_cpu and facts.hardware.unseen and any(derived.key == "system.device" for derived in filling.derived):
-        yield (
-            f"nvidia-smi does not list CUDA_VISIBLE_DEVICES = {facts.hardware.unseen}, so the CPU computes. "
-            'If there is a GPU, set system.device = "cuda" and system.device_memory, such as "40GB"'
-        )
-    yield from profile_notes(config, facts)
-    yield from memory_notes(config, facts)
+    derived = any(each.key == "system.device" for each in filling.derived)
+    yield from told(situation(filling.config, facts) | {"device_derived": derived}, "notes")
+    yield from memory_notes(filling.config, facts)

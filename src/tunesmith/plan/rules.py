@@ -1,6 +1,7 @@
-"""Rules about settings, stored as data: ``unread.toml``, ``refused.toml`` and ``refused_system.toml``.
+"""Rules about settings, stored as data: ``unread.toml``, ``refused.toml``, ``refused_system.toml`` and ``notes.toml``.
 
-The first describes settings that have no effect, the others settings that contradict each other or the facts.
+The first describes settings that have no effect, the next two settings that contradict each other or the facts, and the
+last remarks.
 """
 
 from __future__ import annotations
@@ -50,7 +51,12 @@ def is_about(rule: Mapping[str, Any], key: str) -> bool:
 
 def refused_problems(values: Values) -> Iterator[str]:
     """One problem for each contradiction between values."""
-    for rule in (*rules("refused"), *rules("refused_system")):
+    return told(values, "refused", "refused_system")
+
+
+def told(values: Values, *files: str) -> Iterator[str]:
+    """The texts of the rules that apply."""
+    for rule in (rule for file in files for rule in rules(file)):
         if applies(rule, values):
             yield _filled(rule["text"], values)
 
