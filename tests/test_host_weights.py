@@ -25,8 +25,9 @@ from tunesmith.engines.local.engine import LocalEngine
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.models.host_weights import HostWeights
 from tunesmith.models.lean import LeanDecoder
-from tunesmith.plan.cost import Layout, price
+from tunesmith.plan.cost import price
 from tunesmith.plan.pinned import PINNED
+from tunesmith.plan.price import Layout
 from tunesmith.types import Sampling
 
 

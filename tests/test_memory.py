@@ -35,11 +35,12 @@ from tunesmith.models.shard_files import WeightFiles, names_in
 from tunesmith.monitor.memory import memory_metrics
 from tunesmith.monitor.metrics import read_metrics
 from tunesmith.plan import hub
-from tunesmith.plan.cost import Layout, activation_bytes, adapter_numbers, copy_bytes, price, recomputed
+from tunesmith.plan.cost import activation_bytes, adapter_numbers, copy_bytes, price, recomputed
 from tunesmith.plan.facts import Facts, ModelFacts, facts_of, read_model_facts
 from tunesmith.plan.filling import with_values
 from tunesmith.plan.hardware import Gpu, Hardware
 from tunesmith.plan.memory import MARGIN, planned, request_kv
+from tunesmith.plan.price import Layout
 from tunesmith.plan.report import memory_of, memory_rows
 from tunesmith.plan.resolve import resolve
 

@@ -19,8 +19,9 @@ from tunesmith.config.schema import SFTConfig
 from tunesmith.errors import CheckpointError, ConfigError
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.plan.checks import check
-from tunesmith.plan.cost import Layout, price
+from tunesmith.plan.cost import price
 from tunesmith.plan.facts import read_model_facts
+from tunesmith.plan.price import Layout
 
 
 @pytest.fixture(scope="module")

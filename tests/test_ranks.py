@@ -20,11 +20,12 @@ from tunesmith.distributed.machines import differences, own_view
 from tunesmith.distributed.torchrun import Launch
 from tunesmith.errors import CapacityError, ConfigError, TunesmithError
 from tunesmith.plan.checks import check
-from tunesmith.plan.cost import Layout, adapter_numbers, price
+from tunesmith.plan.cost import adapter_numbers, price
 from tunesmith.plan.facts import Facts, ModelFacts
 from tunesmith.plan.gpus import device_problems, own_devices
 from tunesmith.plan.hardware import Gpu, Hardware
 from tunesmith.plan.memory import layout_of
+from tunesmith.plan.price import Layout
 from tunesmith.plan.resolve import resolve
 
 MODEL = ModelFacts(10**9, 24, 2048, 8192, 16, 16, 128, 32000, 10**5)

@@ -35,9 +35,10 @@ from tunesmith.models.host_memory import stored_state
 from tunesmith.models.score_model import ScoreModel
 from tunesmith.models.sharding import decoder_layers
 from tunesmith.models.streamed import StreamedLayers, stored
-from tunesmith.plan.cost import Layout, layer_copy, price
+from tunesmith.plan.cost import layer_copy, price
 from tunesmith.plan.machines import machine
 from tunesmith.plan.pinned import PINNED
+from tunesmith.plan.price import Layout
 from tunesmith.plan.seconds import TO_THE_HOST, step_seconds
 
 LAYERS = 4

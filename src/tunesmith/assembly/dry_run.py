@@ -34,7 +34,6 @@ from tunesmith.config.section import known
 from tunesmith.errors import ConfigError
 from tunesmith.fake_device.threads import FIRST
 from tunesmith.plan.cluster import NAMES
-from tunesmith.plan.cost import Price
 from tunesmith.plan.facts import Facts
 from tunesmith.plan.filling import with_values
 from tunesmith.plan.layout_keys import ENGINES
@@ -45,6 +44,7 @@ from tunesmith.plan.memory import (
     planned,
     planned_elsewhere,
 )
+from tunesmith.plan.price import Price
 from tunesmith.plan.roles import scoring_shards, shares_trainer_device
 from tunesmith.plan.weights import engines_apart, weights_apart
 

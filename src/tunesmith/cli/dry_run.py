@@ -11,7 +11,7 @@ from tunesmith.config.sizes import format_size
 
 if TYPE_CHECKING:
     from tunesmith.assembly.dry_run import Phase
-    from tunesmith.plan.cost import Price
+    from tunesmith.plan.price import Price
 
 ASSUMED_LINES = 1000
 """Assumed lines of data, which is not read: the learning rate schedule needs an end."""

@@ -15,7 +15,7 @@ from tunesmith.config.section import known
 from tunesmith.config.sizes import format_size
 from tunesmith.config.toml import toml_value
 from tunesmith.plan.checks import contradictions
-from tunesmith.plan.cost import USUAL_RANK, Price, price
+from tunesmith.plan.cost import USUAL_RANK, price
 from tunesmith.plan.facts import Facts
 from tunesmith.plan.filling import with_values
 from tunesmith.plan.gpus import on_gpu
@@ -30,6 +30,7 @@ from tunesmith.plan.memory import (
     longest_sample,
 )
 from tunesmith.plan.parts import PARTS
+from tunesmith.plan.price import Price
 from tunesmith.plan.roles import has_critic, keeps_frozen, keeps_reference
 from tunesmith.plan.search import fastest_layout, lack
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from tunesmith.config.schema import RLConfig, RunConfig
 from tunesmith.config.section import known
 from tunesmith.config.sizes import format_size
-from tunesmith.plan.cost import Price
 from tunesmith.plan.facts import Facts
 from tunesmith.plan.filling import Filling, with_values
 from tunesmith.plan.gpus import on_gpu
 from tunesmith.plan.memory import MARGIN, host_problem, least_devices
+from tunesmith.plan.price import Price
 from tunesmith.plan.roles import keeps_frozen
 from tunesmith.plan.rules import refused_problems
 from tunesmith.plan.situation import situation

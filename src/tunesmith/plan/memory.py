@@ -16,8 +16,6 @@ from tunesmith.plan.compiling import decodes_compiled
 from tunesmith.plan.cost import (
     LIBRARIES,
     USUAL_RANK,
-    Layout,
-    Price,
     activation_bytes,
     backward_bytes,
     copy_bytes,
@@ -29,6 +27,7 @@ from tunesmith.plan.facts import Facts, ModelFacts
 from tunesmith.plan.gpus import engines_together, has_own_devices, on_gpu, ranks_per_engine
 from tunesmith.plan.hardware import Gpu
 from tunesmith.plan.prepared import prepared_bytes
+from tunesmith.plan.price import Layout, Price
 from tunesmith.plan.publishing import bytes_to_send, bytes_to_take
 from tunesmith.plan.roles import (
     has_critic,

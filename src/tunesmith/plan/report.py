@@ -11,10 +11,10 @@ from tunesmith.config.schema import RunConfig
 from tunesmith.config.sizes import format_size
 from tunesmith.config.toml import toml_value
 from tunesmith.plan.alternatives import cost, limits, next_best
-from tunesmith.plan.cost import Price
 from tunesmith.plan.facts import Facts
 from tunesmith.plan.memory import planned_devices, planned_roles
 from tunesmith.plan.parts import PARTS
+from tunesmith.plan.price import Price
 from tunesmith.plan.seconds import step_seconds
 
 LAYOUT = (

@@ -7,8 +7,9 @@ from tunesmith.config.generation import RFTConfig
 from tunesmith.config.preference import DPOConfig, KTOConfig
 from tunesmith.config.schema import RLConfig, RunConfig
 from tunesmith.config.section import known
-from tunesmith.plan.cost import Layout, dequantised_bytes, layer_copy
+from tunesmith.plan.cost import dequantised_bytes, layer_copy
 from tunesmith.plan.facts import ModelFacts
+from tunesmith.plan.price import Layout
 from tunesmith.plan.tiles import chunk_rows, chunk_words
 
 
