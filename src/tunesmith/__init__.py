@@ -45,34 +45,10 @@ _MODULES = {
 }
 
 __all__ = [
-    "STOP",
-    "AdamWSettings",
-    "Batch",
-    "CausalLM",
-    "Generation",
-    "Learner",
-    "LocalEngine",
-    "Loss",
-    "PolicyBatch",
-    "PolicyObjective",
-    "Rollout",
-    "RunResult",
-    "Sample",
-    "Sampling",
-    "Task",
-    "TokenLoss",
-    "TorchBackend",
-    "distill",
-    "dpo",
-    "generate",
-    "kto",
-    "prm",
-    "rft",
-    "rl",
-    "rm",
-    "rollout_batch",
-    "sft",
-]
+    "STOP", "AdamWSettings", "Batch", "CausalLM", "Generation", "Learner", "LocalEngine", "Loss", "PolicyBatch",
+    "PolicyObjective", "Rollout", "RunResult", "Sample", "Sampling", "Task", "TokenLoss", "TorchBackend", "distill",
+    "dpo", "generate", "kto", "prm", "rft", "rl", "rm", "rollout_batch", "sft",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

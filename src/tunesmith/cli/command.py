@@ -99,25 +99,17 @@ def _about_options(command: str, options: Sequence[tuple[str, list[str]]], known
 
 
 def _instead(kind: Any, option: str, values: Sequence[str]) -> str:
-    """The replacement for an option with its values."""
-    from tunesmith.config.names.unknown import find, rule_of
+    """What to write in place of an option with its values: an override, unless its value has another form here."""
+    from tunesmith.config.names.unknown import answer, find, rule_of
 
     ours = find(kind, option)
-    if ours.keys and not ours.sure:
+    if not ours.keys or any(m.how for m in ours.meanings):
+        return answer(kind, option) or "unknown; tunesmith keys lists the settings"
+    if not ours.sure:
         return f"did you mean {' or '.join(f'{key}=...' for key in ours.keys)}?"
-    if ours.keys:
-        rules = "; or ".join(dict.fromkeys(rule_of(m) for m in ours.meanings if rule_of(m) and not m.value))
-        if any(m.how for m in ours.meanings):
-            return f"it is {' and '.join(ours.keys)} here: {rules}"
-        written = [shlex.quote(f"{key}={_value(ours.meanings, values)}") for key in ours.keys]
-        return f"write {' '.join(written)}{f' ({rules})' if rules else ''}"
-    if ours.why:
-        return f"there is no such setting: {ours.why}"
-    if ours.elsewhere:
-        from tunesmith.config.kinds import commands_with
-
-        return "it is " + " or ".join(f"{key} of tunesmith {'/'.join(commands_with(key))}" for key in ours.elsewhere)
-    return "unknown; tunesmith keys lists the settings"
+    rules = "; or ".join(dict.fromkeys(rule_of(m) for m in ours.meanings if rule_of(m) and not m.value))
+    written = [shlex.quote(f"{key}={_value(ours.meanings, values)}") for key in ours.keys]
+    return f"write {' '.join(written)}{f' ({rules})' if rules else ''}"
 
 
 def _value(meanings: Sequence[Any], values: Sequence[str]) -> str:

@@ -12,7 +12,7 @@ from tunesmith.weights.base import Offer
 
 
 class Sampler(Protocol):
-    """Generates completions. All methods are called from one event loop."""
+    """Generates completions, and frees its memory for the trainer. All methods are called from one event loop."""
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
         """Complete one prompt. Called concurrently; equal prompts are prefilled once.
@@ -30,11 +30,28 @@ class Sampler(Protocol):
         """All counters since the engine started; reading does not reset them."""
         ...
 
+    async def interrupt(self) -> None:
+        """End every request in flight with the tokens it has, ``finish_reason="abort"``."""
+        ...
+
+    async def sleep(self, level: int = 1) -> None:
+        """Free the KV memory; requests in flight must have ended.
+
+        Args:
+            level: 1 moves the engine's own weights off the device; 2 discards them, and ``load_weights`` must be
+                called before the next request, possibly before ``wake``.
+        """
+        ...
+
+    async def wake(self) -> None:
+        """Reallocate the KV memory."""
+        ...
+
     async def close(self) -> None: ...
 
 
-class Engine(Sampler, Protocol):
-    """Generates completions with the trainer's weights."""
+class RolloutEngine(Sampler, Protocol):
+    """An engine that samples with the trainer's weights."""
 
     @property
     def version(self) -> int:
@@ -50,32 +67,7 @@ class Engine(Sampler, Protocol):
         ...
 
 
-class Pausable(Protocol):
-    async def interrupt(self) -> None:
-        """End every request in flight with the tokens it has, ``finish_reason="abort"``."""
-        ...
-
-
-class Sleeper(Protocol):
-    async def sleep(self, level: int = 1) -> None:
-        """Free the KV memory; requests in flight must have ended.
-
-        Args:
-            level: 1 moves the engine's own weights off the device; 2 discards them, and ``load_weights`` must be
-                called before the next request, possibly before ``wake``.
-        """
-        ...
-
-    async def wake(self) -> None:
-        """Reallocate the KV memory."""
-        ...
-
-
-class RolloutEngine(Engine, Pausable, Sleeper, Protocol):
-    """An engine that can be used for training."""
-
-
-class Member(Sampler, Pausable, Sleeper, Protocol):
+class Member(Sampler, Protocol):
     """One engine of a pool, in another process; it receives weights as an offer (``weights.base``).
 
     ``stats`` returns the newest counters that came with the engine's answers.

@@ -7,7 +7,7 @@ kept, because a replacement for a lost engine may need them at any time, even in
 the model's weights have changed and the ranks of a sharded trainer cannot gather them.
 
 With NCCL an engine keeps no second copy: it writes each bucket over its weights as it arrives. If a round fails midway,
-its weights are of no single version, and it takes no step until it has loaded others (``engines.base.Engine``). With
+its weights are of no single version, and it takes no step until it has loaded others (``RolloutEngine``). With
 gloo an engine uses the weights only after all have arrived and been checked.
 
 Integrity: NCCL, gloo and the links below them retransmit or fail; they do not lose bytes. Possible faults are a wrong

@@ -66,7 +66,7 @@ def find(kind: type[RunConfig] | None, name: str) -> Equivalent:
     return Equivalent(why=reasons, elsewhere=tuple(dict.fromkeys(key for m in known for key in m.keys)))
 
 
-def answer(kind: type[RunConfig], name: str) -> str | None:
+def answer(kind: type[RunConfig] | None, name: str) -> str | None:
     """The result of ``find`` in words; None if the name is not known."""
     ours, name = find(kind, name), name.lstrip("+~")
     last = name.rpartition(".")[2]

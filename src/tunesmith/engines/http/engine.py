@@ -122,7 +122,7 @@ class SglangEngine:
         return self._weights.version
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
-        """See ``Engine``. Raises UserError, EngineError, EngineLostError."""
+        """See ``Sampler``. Raises UserError, EngineError, EngineLostError."""
         check_sampling(sampling)
         if altered := sampling.altered:
             settings = ", ".join(f"{name} = {value:g}" for name, value in altered.items())
