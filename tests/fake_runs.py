@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tunesmith.assembly.dry_run import Phase, dry_run
+from tunesmith.assembly.dry_run import DryPhase, dry_run
 from tunesmith.config.distillation import OfflineDistillConfig
 from tunesmith.config.kinds import KINDS
 from tunesmith.config.load import load_config
@@ -69,7 +69,7 @@ def resolved(
     return resolve(load_config(kind, None, [*own, *overrides]), facts).config, facts
 
 
-def phases_of(directory: Path, command: str, *overrides: str, spec: str = "H100-80GB") -> dict[str, Phase]:
+def phases_of(directory: Path, command: str, *overrides: str, spec: str = "H100-80GB") -> dict[str, DryPhase]:
     """Of a tiny model, on the trainer's GPU."""
     data = RL if command == "rl" else ("data.max_tokens=64",)
     given = GIVEN[:2] if command == "rl" else (GIVEN[0], GIVEN[2])

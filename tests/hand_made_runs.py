@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tiny_runs import write_lines
-from tunesmith.monitor.learning import Facts, write_facts
+from tunesmith.monitor.learning import RunFacts, write_facts
 
 HOSTILE = "<script>window.hacked = 1</script></script><img src=x onerror=alert(1)>\x1b[31m \u202e & \ud800 é"
 
@@ -43,7 +43,7 @@ def make_run(folder: Path, steps: int = 5, lines: list[dict[str, Any]] | None = 
     }
     plan = {"memory": [{**device, "host": 0, "peak": 30, "free": 100, "share": 0.3}], "seconds": {"step": 2.5}}
     (folder / "plan.json").write_text(json.dumps(plan))
-    write_facts(Facts(rollouts=True, eval_size=100), folder)
+    write_facts(RunFacts(rollouts=True, eval_size=100), folder)
     write_lines(
         folder / "rollouts.jsonl",
         [rollout(s, g, r) for s in (1, 2) for g in (0, 1) for r in (0.0, 1.0)] if lines is None else lines,

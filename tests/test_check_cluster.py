@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from tunesmith.assembly.cluster_check import LARGE, Place, Report
+from tunesmith.assembly.cluster_check import LARGE, ClusterReport, ProcessPlace
 from tunesmith.cli.main import app
 
-H100 = Place("a", "10.0.0.1", "H100, 80GB", "580.65", {"torch": "2.13.0"}, {"NCCL_DEBUG": "INFO"})
+H100 = ProcessPlace("a", "10.0.0.1", "H100, 80GB", "580.65", {"torch": "2.13.0"}, {"NCCL_DEBUG": "INFO"})
 B = replace(H100, host="b", address="10.0.0.2")
 
 
-def report(other: Place, **changed: Any) -> Report:
-    return Report([H100, other], Path("/shared"), **{"seconds": (1e-5, 0.01), **changed})
+def report(other: ProcessPlace, **changed: Any) -> ClusterReport:
+    return ClusterReport([H100, other], Path("/shared"), **{"seconds": (1e-5, 0.01), **changed})
 
 
 def test_equal_machines_are_reported_without_problems() -> None:

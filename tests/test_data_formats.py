@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tunesmith.data.formats import Example, Goal, convert, detect
-from tunesmith.data.sources import BadLine, Row
+from tunesmith.data.sources import BadLine, SourceRow
 from tunesmith.data.values import read_messages
 
 USER = {"role": "user", "content": "1+1?"}
@@ -15,7 +15,7 @@ ASSISTANT = {"role": "assistant", "content": "2"}
 
 
 def made(columns: dict[str, Any], goal: Goal, **names: str) -> Example:
-    row = Row("a.jsonl", "a.jsonl:7", columns)
+    row = SourceRow("a.jsonl", "a.jsonl:7", columns)
     return convert(row, detect(row, goal, **names), goal)
 
 
@@ -148,11 +148,11 @@ def test_bad_lines_name_place_and_reason(
 
 
 def test_formats_describe_themselves() -> None:
-    row = Row("a", "a:1", {"instruction": "x", "output": "y"})
+    row = SourceRow("a", "a:1", {"instruction": "x", "output": "y"})
     assert detect(row, "sft").describe("sft") == (
         "prompts in 'instruction' (and 'input' where given), completions in 'output'"
     )
-    talk = detect(Row("a", "a:1", {"messages": []}), "rl")
+    talk = detect(SourceRow("a", "a:1", {"messages": []}), "rl")
     assert talk.describe("rl") == "conversations in 'messages'; a final assistant turn is not part of the prompt"
 
 
@@ -162,7 +162,7 @@ def test_arguments_of_calls_are_objects_as_in_an_episode() -> None:
         return [{"role": "user", "content": "q"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
 
     def read(arguments: Any) -> Any:
-        [_, answer] = read_messages(Row("f", "f:1", {"messages": talk(arguments)}), "messages")
+        [_, answer] = read_messages(SourceRow("f", "f:1", {"messages": talk(arguments)}), "messages")
         return answer["tool_calls"][0]["function"]["arguments"]
 
     assert read('{"a": 1}') == read({"a": 1}) == {"a": 1}

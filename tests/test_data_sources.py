@@ -11,20 +11,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tunesmith.config.schema import Source
-from tunesmith.data.sources import BadLine, Row, read
+from tunesmith.data.sources import BadLine, SourceRow, read
 from tunesmith.errors import ConfigError, DataError
 
 ROWS = [{"question": "1+1?", "answer": "2"}, {"question": "né?\n", "answer": "中"}]
 
 
-def lines(path: Path, content: str | bytes, **source: Any) -> list[Row | BadLine]:
+def lines(path: Path, content: str | bytes, **source: Any) -> list[SourceRow | BadLine]:
     path.write_bytes(content.encode() if isinstance(content, str) else content)
     return list(read(Source(path=str(path), **source)))
 
 
-def columns(found: list[Row | BadLine]) -> list[dict[str, Any]]:
-    assert all(isinstance(row, Row) for row in found), found
-    return [row.columns for row in found if isinstance(row, Row)]
+def columns(found: list[SourceRow | BadLine]) -> list[dict[str, Any]]:
+    assert all(isinstance(row, SourceRow) for row in found), found
+    return [row.columns for row in found if isinstance(row, SourceRow)]
 
 
 def jsonl(rows: list[dict[str, Any]]) -> str:
@@ -60,7 +60,7 @@ def test_jsonl_with_byte_order_mark_crlf_and_no_final_newline(tmp_path: Path) ->
 def test_a_bad_jsonl_line_is_named_and_the_others_are_kept(tmp_path: Path, line: bytes, reason: str) -> None:
     after = b"" if reason.startswith("the last") else b'{"a": 3}\n'
     first, bad, *rest = lines(tmp_path / "a.jsonl", b'{"a": 1}\n' + line + after)
-    assert isinstance(first, Row) and isinstance(bad, BadLine)
+    assert isinstance(first, SourceRow) and isinstance(bad, BadLine)
     assert bad.where == f"{tmp_path}/a.jsonl:2"
     assert reason in bad.reason
     assert len(rest) == (1 if after else 0)
@@ -103,7 +103,7 @@ def test_csv_with_quoted_line_breaks_keeps_line_numbers(tmp_path: Path) -> None:
         "blank line",
         "not CSV",
     ]
-    assert columns([row for row in found if isinstance(row, Row)]) == [
+    assert columns([row for row in found if isinstance(row, SourceRow)]) == [
         {"question": "a\nb", "answer": "1"},
         {"question": "c", "answer": "2"},
         {"question": "e", "answer": "3"},

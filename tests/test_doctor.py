@@ -18,7 +18,7 @@ from tunesmith.config.documents.reference import settings_of
 from tunesmith.doctor.findings import SEVERITIES, Finding, diagnose, rules
 from tunesmith.doctor.record import read_record
 from tunesmith.errors import ConfigError
-from tunesmith.monitor.learning import Facts, write_facts
+from tunesmith.monitor.learning import RunFacts, write_facts
 
 STEPS = 30
 Column = float | Callable[[int], float]
@@ -137,7 +137,7 @@ def write_run(path: Path, columns: Mapping[str, Column], sft: bool = False, **ch
     settings = {**(SFT if sft else RL), **changed}
     document = {"settings": {key: {"value": value, "source": "said"} for key, value in settings.items()}}
     (path / "resolved.json").write_text(json.dumps(document))
-    write_facts(Facts(rollouts=not sft, train_size=100, **{"eval_size": 500, **facts}), path)
+    write_facts(RunFacts(rollouts=not sft, train_size=100, **{"eval_size": 500, **facts}), path)
     if rollouts:
         rows = [{"kind": "train", "step": 1, "group": n // 8, "tokens": n % 8, "reward": n % 8 / 8} for n in range(64)]
         write_lines(path / "rollouts.jsonl", rows)

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 from tiny import save_model
 from tiny_runs import rl_settings, sft_settings, write_lines
 from tunesmith import assembly
-from tunesmith.monitor.learning import Facts, LearningWatch, at_the_end, finding
+from tunesmith.monitor.learning import LearningWatch, RunFacts, at_the_end, finding
 from tunesmith.monitor.metrics import read_metrics
 
 REWARDS = """\
@@ -58,7 +58,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> list[LearningWatch]:
     made = list[LearningWatch]()
     begin = LearningWatch.__init__
 
-    def kept(self: LearningWatch, facts: Facts) -> None:
+    def kept(self: LearningWatch, facts: RunFacts) -> None:
         begin(self, facts)
         made.append(self)
 
@@ -97,7 +97,7 @@ def test_a_run_that_learns_nothing_says_why(
     outcome = rl(tmp_path, model, reward, **changed)
     out = capsys.readouterr().out
     assert out.count("warning: nothing is learned") == 1, "once, not at every step"
-    facts = Facts(rollouts=True, full_reward=1.0, max_new_tokens=8)
+    facts = RunFacts(rollouts=True, full_reward=1.0, max_new_tokens=8)
     steps = [line for line in read_metrics(outcome.run_dir / "metrics.jsonl") if "rollouts" in line]
     if cause not in ("lr_without_effect", "equal_answers"):
         found = finding(steps, facts)
@@ -171,7 +171,7 @@ def steps_of(count: int, **metrics: float) -> list[Mapping[str, float]]:
     return [{"step": float(i), **base, **metrics} for i in range(1, count + 1)]
 
 
-RL = Facts(rollouts=True, full_reward=1.0)
+RL = RunFacts(rollouts=True, full_reward=1.0)
 
 
 @pytest.mark.parametrize(
@@ -179,20 +179,20 @@ RL = Facts(rollouts=True, full_reward=1.0)
     [
         ({}, RL, None),
         ({"groups_equal": 1.0}, RL, "equal_rewards"),
-        ({"groups_equal": 1.0}, Facts(rollouts=True, compares_group=False), None),
-        ({"groups_equal": 1.0}, Facts(rollouts=True, from_total=False), None),
+        ({"groups_equal": 1.0}, RunFacts(rollouts=True, compares_group=False), None),
+        ({"groups_equal": 1.0}, RunFacts(rollouts=True, from_total=False), None),
         ({"groups_equal": 1.0, "entropy": 0.001}, RL, "equal_answers"),
         ({"reward/std": 0.0, "reward": -1.0}, RL, "constant_reward"),
-        ({"reward/std": 0.0}, Facts(rollouts=True, rewarded=False), None),
+        ({"reward/std": 0.0}, RunFacts(rollouts=True, rewarded=False), None),
         ({"skipped_steps": 1.0}, RL, "not_finite"),
         ({"policy_kl": 3.0}, RL, "lr_too_high"),
-        ({"grad_norm": 0.0}, Facts(rollouts=True, frozen_steps=9), None),
+        ({"grad_norm": 0.0}, RunFacts(rollouts=True, frozen_steps=9), None),
         ({"grad_norm": 0.0}, RL, "no_gradient"),
-        ({"loss": 1e-6, "grad_norm": 0.0}, Facts(), "known"),
-        ({"grad_norm": 0.0}, Facts(), "no_gradient"),
+        ({"loss": 1e-6, "grad_norm": 0.0}, RunFacts(), "known"),
+        ({"grad_norm": 0.0}, RunFacts(), "no_gradient"),
     ],
 )
-def test_the_cause_by_the_numbers(metrics: dict[str, float], facts: Facts, cause: str | None) -> None:
+def test_the_cause_by_the_numbers(metrics: dict[str, float], facts: RunFacts, cause: str | None) -> None:
     found = finding(steps_of(3, **metrics), facts)
     assert (found and found.cause) == cause
     assert finding(steps_of(2, **metrics), facts) is None, "not before the third step"
@@ -206,11 +206,11 @@ def test_what_was_lost_is_said_in_numbers() -> None:
 
 def test_a_loss_that_is_no_lower_at_the_end() -> None:
     history = steps_of(40)
-    assert finding(history, Facts()) is None
-    found = at_the_end(history, Facts())
+    assert finding(history, RunFacts()) is None
+    found = at_the_end(history, RunFacts())
     assert found is not None and found.cause == "loss_does_not_fall"
     falling = [{**step, "loss": 2.0 - step["step"] / 40} for step in history]
-    assert at_the_end(falling, Facts()) is None
+    assert at_the_end(falling, RunFacts()) is None
 
 
 def test_a_finding_is_told_again_only_after_it_was_gone() -> None:
@@ -222,7 +222,7 @@ def test_a_finding_is_told_again_only_after_it_was_gone() -> None:
 
 
 def test_a_long_run_is_remembered_in_part() -> None:
-    watch = LearningWatch(Facts())
+    watch = LearningWatch(RunFacts())
     for number in range(10_000):
         watch.step({"step": float(number), "loss": 1.0, "grad_norm": 1.0})
     assert len(watch.history) <= 4000 and watch.history[0]["step"] == 0 and watch.history[-1]["step"] == 9_999

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tunesmith.errors import ConfigError
-from tunesmith.offline.rounds import Round, select_answers
+from tunesmith.offline.rounds import RftRound, select_answers
 from tunesmith.offline.selection import (
     Yield,
     accuracy,
@@ -129,8 +129,8 @@ def test_no_answer_is_not_a_wrong_answer() -> None:
     assert accuracy(iter([one(1.0, None)]), 1.0)["answered"] is None, "a reward that does not tell"
 
 
-def write_samples(directory: Path, lines: list[dict[str, Any]]) -> Round:
-    this = Round(directory)
+def write_samples(directory: Path, lines: list[dict[str, Any]]) -> RftRound:
+    this = RftRound(directory)
     this.samples.write_text("".join(json.dumps(one) + "\n" for one in lines))
     return this
 

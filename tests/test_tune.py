@@ -35,7 +35,7 @@ from tunesmith.tune.intervals import MOST_PAIRS, interval
 from tunesmith.tune.knobs import Shape, neighbours
 from tunesmith.tune.proof import Proof, compare_gradients
 from tunesmith.tune.result import Journal, Trial
-from tunesmith.tune.search import Candidate, Outcome, search
+from tunesmith.tune.search import Candidate, TrialOutcome, search
 from tunesmith.tune.setup import MANY, pinned_settings, stated, trial_config, tuned_values, without_tuned
 from tunesmith.tune.trial import ended_by
 from tunesmith.tune.tuning import Tuning
@@ -131,13 +131,13 @@ def test_the_search_is_near_the_best_of_a_sweep_in_a_fifth_of_its_trials(seed: i
     """The cost model knows the surface only roughly; times are noisy."""
     seconds, draw, trials = surface(seed), random.Random(seed), 0
 
-    def compare(best: Any, candidate: Candidate) -> Outcome:
+    def compare(best: Any, candidate: Candidate) -> TrialOutcome:
         nonlocal trials
         trials += 1
         ratios: list[float] = []
         while len(ratios) < MOST_PAIRS and not (ratios and interval(ratios).decided):
             ratios.append(math.log(seconds(candidate.values) / seconds(best)) + draw.gauss(0, 0.01))
-        return Outcome("measured", interval(ratios))
+        return TrialOutcome("measured", interval(ratios))
 
     def expected(values: Any) -> float:
         return seconds(values) * math.exp(0.2 * math.sin(hash(tuple(values.values())) % 1000))
@@ -152,12 +152,12 @@ def test_the_search_is_near_the_best_of_a_sweep_in_a_fifth_of_its_trials(seed: i
 def test_a_trial_that_ends_is_not_tried_again_nor_what_lies_beyond() -> None:
     asked: list[int] = []
 
-    def compare(_: Any, candidate: Candidate) -> Outcome:
+    def compare(_: Any, candidate: Candidate) -> TrialOutcome:
         asked.append(candidate.values["tokens"])
         return (
-            Outcome("died", None, "was ended by SIGKILL")
+            TrialOutcome("died", None, "was ended by SIGKILL")
             if asked[-1] == 8
-            else Outcome("measured", interval([0.1] * 9))
+            else TrialOutcome("measured", interval([0.1] * 9))
         )
 
     best = {"tokens": 2}
@@ -173,9 +173,9 @@ def test_time_that_is_over_ends_the_search() -> None:
     left = iter([True, True, False])
     asked: list[Any] = []
 
-    def compare(_: Any, candidate: Candidate) -> Outcome:
+    def compare(_: Any, candidate: Candidate) -> TrialOutcome:
         asked.append(candidate)
-        return Outcome("measured", interval([-0.5, -0.51, -0.49, -0.5]))
+        return TrialOutcome("measured", interval([-0.5, -0.51, -0.49, -0.5]))
 
     start = {key: values[0] for key, values in SURFACE.items()}
     found = search(start, moves, lambda _: 1.0, compare, lambda: next(left))
@@ -280,12 +280,12 @@ def test_a_comparison_that_was_cut_short_is_made_again(tmp_path: Path) -> None:
     journal = Journal.open(tmp_path / "tuned.json", {}, again=False)
     one, two = {"system.threads": 1}, {"system.threads": 2}
     for ratios in ([-0.5], [0.01, -0.03]):
-        journal.add(Trial(one, two, two, Outcome("measured", interval(ratios))))
+        journal.add(Trial(one, two, two, TrialOutcome("measured", interval(ratios))))
         text = (tmp_path / "tuned.json").read_text()
         assert "Infinity" not in text and "NaN" not in text
         again = Journal.open(tmp_path / "tuned.json", {}, again=False)
         assert again.find(one, two) is None and len(again.trials) == len(journal.trials)
-    journal.add(Trial(one, two, two, Outcome("measured", interval([-0.5, -0.51, -0.5, -0.49]))))
+    journal.add(Trial(one, two, two, TrialOutcome("measured", interval([-0.5, -0.51, -0.5, -0.49]))))
     found = Journal.open(tmp_path / "tuned.json", {}, again=False).find(one, two)
     assert found is not None and found.faster
 
@@ -373,7 +373,7 @@ def test_what_is_best_beside_pinned_settings_is_not_for_runs_without_them(
     tuning.pinned = frozenset(pinned)
     tuning.find(None)
     tuning.best = {"system.threads": 1}
-    tuning.accepted = [Trial(tuning.derived, tuning.best, tuning.best, Outcome("measured"))]
+    tuning.accepted = [Trial(tuning.derived, tuning.best, tuning.best, TrialOutcome("measured"))]
     written = tuning.conclude().written
     best = remembered(tuning.journal.file).get("best", {"values": {}})["values"]
     assert written == {"system.threads": 1} and best == ({} if pinned else written)
@@ -417,9 +417,9 @@ def test_files_of_others_are_not_replaced(tmp_path: Path) -> None:
 def test_trials_are_remembered(tmp_path: Path) -> None:
     file = tmp_path / "cache" / "one.json"
     journal = Journal.open(file, {"machine": "x"}, again=False)
-    outcome = Outcome("measured", interval([0.2, 0.21, 0.2, 0.19]))
+    outcome = TrialOutcome("measured", interval([0.2, 0.21, 0.2, 0.19]))
     journal.add(Trial({"a": 1}, {"a": 2}, {"a": 2}, outcome))
-    journal.add(Trial({"a": 1}, {"a": 4}, {"a": 4}, Outcome("died", None, "was ended by SIGKILL")))
+    journal.add(Trial({"a": 1}, {"a": 4}, {"a": 4}, TrialOutcome("died", None, "was ended by SIGKILL")))
     found = Journal.open(file, {"machine": "x"}, again=False)
     assert found.find({"a": 1}, {"a": 2}) == outcome
     died = found.find({"a": 1}, {"a": 4})

@@ -20,8 +20,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from tunesmith.api_call import ApiCall, Data
+from tunesmith.config.preference import DPOConfig, KTOConfig, PRMConfig, RMConfig
+from tunesmith.config.schema import RunConfig, SFTConfig
 from tunesmith.loop.callbacks import Callbacks, Metrics
-from tunesmith.program import Data, Program
 
 if TYPE_CHECKING:
     from tunesmith.assembly.opening import RunResult
@@ -77,7 +79,7 @@ def rl(
     given = {"reward": _rewards(reward), "environment": environment}
     given |= {"environment.tools": list(tools) or None, "run_dir": run_dir, "checkpoint.resume": resume or None}
     callbacks = Callbacks(on_step, on_evaluation, on_checkpoint)
-    return Program("rl", model, train, eval, given, settings).run(run_rl, callbacks)
+    return ApiCall("rl", model, train, eval, given, settings).run(run_rl, callbacks)
 
 
 def distill(
@@ -104,10 +106,10 @@ def distill(
 
     given = {"teacher.path": teacher, "run_dir": run_dir, "checkpoint.resume": resume or None}
     callbacks = Callbacks(on_step, on_evaluation, on_checkpoint)
-    return Program("distill", model, train, eval, given, settings).run(run_distill, callbacks)
+    return ApiCall("distill", model, train, eval, given, settings).run(run_distill, callbacks)
 
 
-def _supervised(command: str, purpose: str) -> Callable[..., RunResult]:
+def _supervised(kind: type[RunConfig], purpose: str) -> Callable[..., RunResult]:
     """The function of a command that trains on data without rollouts."""
 
     def train_on_data(
@@ -122,22 +124,22 @@ def _supervised(command: str, purpose: str) -> Callable[..., RunResult]:
         on_checkpoint: OnCheckpoint | None = None,
         **settings: Any,
     ) -> RunResult:
-        from tunesmith.assembly import train as commands
+        from tunesmith.assembly.train import run_supervised
 
         given = {"run_dir": run_dir, "checkpoint.resume": resume or None}
         callbacks = Callbacks(on_step, on_evaluation, on_checkpoint)
-        return Program(command, model, train, eval, given, settings).run(getattr(commands, f"run_{command}"), callbacks)
+        return ApiCall(kind.command, model, train, eval, given, settings).run(partial(run_supervised, kind), callbacks)
 
-    train_on_data.__name__ = train_on_data.__qualname__ = command
-    train_on_data.__doc__ = f"{purpose}, as ``tunesmith {command}``. The arguments are those of ``rl``."
+    train_on_data.__name__ = train_on_data.__qualname__ = kind.command
+    train_on_data.__doc__ = f"{purpose}, as ``tunesmith {kind.command}``. The arguments are those of ``rl``."
     return train_on_data
 
 
-sft = _supervised("sft", "Supervised fine-tuning")
-dpo = _supervised("dpo", "Direct preference optimisation")
-rm = _supervised("rm", "A reward model from pairs of answers")
-kto = _supervised("kto", "Preference optimisation from single judgements")
-prm = _supervised("prm", "A process reward model from judged steps")
+sft = _supervised(SFTConfig, "Supervised fine-tuning")
+dpo = _supervised(DPOConfig, "Direct preference optimisation")
+rm = _supervised(RMConfig, "A reward model from pairs of answers")
+kto = _supervised(KTOConfig, "Preference optimisation from single judgements")
+prm = _supervised(PRMConfig, "A process reward model from judged steps")
 
 
 def rft(
@@ -161,7 +163,7 @@ def rft(
     from tunesmith.offline.rft import run_rft
 
     given = {"reward": _rewards(reward), "run_dir": run_dir or Path("runs").absolute() / "rft"}
-    return Program("rft", model, train, eval, given, settings).run(partial(run_rft, step), Callbacks())
+    return ApiCall("rft", model, train, eval, given, settings).run(partial(run_rft, step), Callbacks())
 
 
 def _rewards(reward: Any) -> Any:

@@ -17,7 +17,7 @@ from isolated_rewards import Make, loading, score
 from tunesmith.config.schema import RewardSection
 from tunesmith.rewards.loading import load_rewards
 from tunesmith.types import Rollout, Status
-from tunesmith.usercode.killable import Program, Workers
+from tunesmith.usercode.killable import UserProgram, Workers
 
 pytestmark = pytest.mark.slow
 
@@ -85,7 +85,7 @@ def test_a_fork_computes_without_the_threads_of_its_parent(tmp_path: Path) -> No
         "        import network\n        self.network = network\n"
         "    def __call__(self):\n        return self.network.judged(['a'], lambda *_: None)\n"
     )
-    workers = Workers(Program(tmp_path / "program.py", "Program", arguments=(str(tmp_path),)))
+    workers = Workers(UserProgram(tmp_path / "program.py", "Program", arguments=(str(tmp_path),)))
     assert workers.server().forks
     assert workers.take().ask().result(300) == [1.0]
     workers.close()

@@ -30,7 +30,7 @@ _ENVIRONMENT = ("NCCL_", "GLOO_", "CUDA_VISIBLE_DEVICES")
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ProcessPlace:
     """The environment of one process."""
 
     host: str
@@ -44,13 +44,13 @@ class Place:
     """The settings of NCCL, gloo and CUDA."""
 
 
-def own_place() -> Place:
+def own_place() -> ProcessPlace:
     machine = read_hardware()
     device = f"{machine.cpu}, {machine.cores} cores"
     if machine.gpus:
         device = f"{machine.gpus[0].name}, {format_size(machine.gpus[0].memory_total)}"
     view = own_view()
-    return Place(
+    return ProcessPlace(
         socket.gethostname(),
         launched_address(),
         device,
@@ -78,7 +78,7 @@ class Prober(RankHost):
     def __post_init__(self) -> None:
         self.address, self.device = launched_address(), "cuda" if read_hardware().gpus else "cpu"
 
-    def place(self) -> Place:
+    def place(self) -> ProcessPlace:
         return own_place()
 
     def sees(self, probe: Path, text: str) -> bool:
@@ -102,7 +102,7 @@ class Prober(RankHost):
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class ClusterReport:
     """The findings about all ranks.
 
     Args:
@@ -110,7 +110,7 @@ class Report:
         seconds: durations of a small and a large all-reduce; None for a single process.
     """
 
-    places: Sequence[Place]
+    places: Sequence[ProcessPlace]
     shared: Path
     blind: Sequence[int] = ()
     seconds: tuple[float, float] | None = None
@@ -154,7 +154,7 @@ class Report:
             found.append(f"the ranks sum at {self.bandwidth / 1e9:.3g} GB/s, and --bandwidth asks for {least:g}")
         return found
 
-    def _mixed(self, what: str, of: Callable[[Place], str]) -> list[str]:
+    def _mixed(self, what: str, of: Callable[[ProcessPlace], str]) -> list[str]:
         ranks: dict[str, list[int]] = {}
         for rank, place in enumerate(self.places):
             ranks.setdefault(of(place), []).append(rank)
@@ -164,24 +164,24 @@ class Report:
         return [f"{what} differ: {listed}"]
 
 
-def examine(met: Meeting | None, shared: Path) -> Report:
+def examine(met: Meeting | None, shared: Path) -> ClusterReport:
     """Examine all ranks of a launch, or only this process.
 
     Raises:
         ConfigError, TrainerLostError: the ranks do not come together.
     """
     if met is None:
-        return Report([own_place()], shared)
+        return ClusterReport([own_place()], shared)
     world, gpus = met.launch.world, read_hardware().gpus
     own = visible_names(os.environ.get("CUDA_VISIBLE_DEVICES"), len(gpus))
     seen: dict[Role, list[tuple[str]]] = {"actor": [(name,) for name in own]} if own else {}
     with LaunchedProcesses(met, seen) as processes:
         ranks = [processes.spawn("actor", TrainerLostError) for _ in range(world)]
         gather(far.make(Prober) for far in ranks)
-        places: list[Place] = gather(far.submit("place") for far in ranks)
+        places: list[ProcessPlace] = gather(far.submit("place") for far in ranks)
         with written_probe(shared) as (probe, text):
             sees = gather(far.submit("sees", probe, text) for far in ranks)
         at = ranks[0].call("open_store")
         gather(far.submit("meet", rank, world, at) for rank, far in enumerate(ranks))
         small, large = (max(gather(far.submit("seconds", size) for far in ranks)) for size in (SMALL, LARGE))
-    return Report(places, shared, [rank for rank, there in enumerate(sees) if not there], (small, large))
+    return ClusterReport(places, shared, [rank for rank, there in enumerate(sees) if not there], (small, large))

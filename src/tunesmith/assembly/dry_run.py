@@ -65,7 +65,7 @@ MICROBATCHES = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Phase:
+class DryPhase:
     """The device usage of a part of a run."""
 
     peak: dict[str, int]
@@ -87,7 +87,7 @@ class DryRun:
     device: FakeDevice
     processes: FakeProcesses | None
     """The processes of the ranks; None: this process trains."""
-    phases: defaultdict[str, dict[str, Phase]] = field(default_factory=lambda: defaultdict(dict))
+    phases: defaultdict[str, dict[str, DryPhase]] = field(default_factory=lambda: defaultdict(dict))
     """Phases by name, for each kind of GPU."""
 
     @contextmanager
@@ -99,7 +99,7 @@ class DryRun:
         yield
         for gpu, memory in memories.items():
             peak = {purpose: size for purpose, size in memory.peak.items() if size}
-            self.phases[gpu][name] = Phase(peak, Counter(waits) if gpu == FIRST else Counter())
+            self.phases[gpu][name] = DryPhase(peak, Counter(waits) if gpu == FIRST else Counter())
 
     @property
     def longest(self) -> int:
@@ -134,7 +134,7 @@ class DryRun:
         """Take the steps of an RL run with a single engine; the others are like it."""
         from tunesmith.loop.experience import make_experience
         from tunesmith.loop.rl import learn
-        from tunesmith.loop.rollouts import hand_device_to_trainer, load_engine
+        from tunesmith.loop.rollouts import hand_device_to_engine, hand_device_to_trainer
 
         groups, processes = groups_of(config, self.longest, self.tokens), self.processes
         with self.phase("load"):
@@ -155,7 +155,7 @@ class DryRun:
         for step in range(STEPS):
             if weights_apart(config) or config.system.hybrid:
                 with self.phase("publish"):
-                    await load_engine(parts, engine.load_weights, step)
+                    await hand_device_to_engine(parts, engine.load_weights, step)
             with self.phase("sample"):
                 await _sample(engine, groups[: ceil(len(groups) / config.system.engines)])
             if models:
@@ -231,7 +231,7 @@ def check_dry_run(config: RunConfig) -> None:
     system = config.system
     asked = {
         f"system.device = '{system.device}'": not system.device.startswith("cuda"),
-        f"system.engine = '{system.engine}'": config.drawing is not None and system.served,
+        f"system.engine = '{system.engine}'": config.samples and system.served,
         f"system.weight_plane = '{system.weight_plane}'": system.weight_plane == "ipc",
         f"system.compile = '{system.compile}'": isinstance(system.compile, str),
         f"system.kernels = '{system.kernels}'": system.kernels != "torch",
@@ -244,7 +244,7 @@ def check_dry_run(config: RunConfig) -> None:
         )
 
 
-def dry_run(config: RunConfig, facts: Facts) -> dict[str, dict[str, Phase]]:
+def dry_run(config: RunConfig, facts: Facts) -> dict[str, dict[str, DryPhase]]:
     """The phases of a resolved run on simulated GPUs: the trainer's and those of other processes.
 
     Args:

@@ -11,7 +11,7 @@ from threading import Thread
 from typing import Any
 
 from tunesmith.config.placement import Role
-from tunesmith.distributed.far import Answer, Far
+from tunesmith.distributed.far import Far, PendingResult
 from tunesmith.distributed.host import Host
 from tunesmith.distributed.local import Processes
 from tunesmith.errors import TunesmithError
@@ -57,14 +57,14 @@ class _OnThreads(_Inside):
 
     def __init__(self, name: str, lost: type[TunesmithError]) -> None:
         super().__init__(name, lost)
-        self.newest: Answer
+        self.newest: PendingResult
         """The answer to the last request."""
         self._loop, self._worker = asyncio.new_event_loop(), ThreadPoolExecutor(1, name)
         self._host = Host(self._worker)
         self._thread = Thread(target=self._loop.run_forever, name=name, daemon=True)
         self._thread.start()
 
-    def _ask(self, do: str, *given: Any) -> Answer:
+    def _ask(self, do: str, *given: Any) -> PendingResult:
         self.newest = super()._ask(do, *given)
         return self.newest
 

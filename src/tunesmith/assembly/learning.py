@@ -11,7 +11,7 @@ from tunesmith.config.distillation import DistillConfig
 from tunesmith.config.schema import RewardSection, RLConfig, RunConfig
 from tunesmith.data.preference import Comparison
 from tunesmith.data.reading import Prepared
-from tunesmith.monitor.learning import Facts
+from tunesmith.monitor.learning import RunFacts
 from tunesmith.plan.capacity import computing_threads
 from tunesmith.plan.hardware import usable_cpus
 from tunesmith.plan.situation import optimizer_steps
@@ -23,11 +23,11 @@ LOOKED_AT = 200
 """The number of items in which unknown tokens are counted."""
 
 
-def learning_facts(config: RunConfig, tokenizer: Any, data: Prepared[Any], held_out: Sequence[Any]) -> Facts:
+def learning_facts(config: RunConfig, tokenizer: Any, data: Prepared[Any], held_out: Sequence[Any]) -> RunFacts:
     """Facts from a resolved configuration, its training data and its evaluation items."""
     items, counts = data.items, data.report.counts
     train, kinds, tested = config.train, {_content(item) for item in items}, list(map(_content, held_out))
-    facts = Facts(
+    facts = RunFacts(
         reach=train.lr * optimizer_steps(config, train.steps),
         lr=train.lr,
         unknown=unknown_share(tokenizer, items),

@@ -14,14 +14,14 @@ from tunesmith.config.schema import RLConfig, RunConfig
 from tunesmith.data.loader import Part
 from tunesmith.data.preference import Comparison, Solution
 from tunesmith.data.prepare import Prepared
-from tunesmith.data.report import Report
+from tunesmith.data.report import LoadReport
 from tunesmith.fake_device.tokenizer import NoTokenizer
 from tunesmith.types import Completion, Rollout, RolloutGroup, Sample, Task
 
 
 def ready_run(config: RunConfig, items: list[Any]) -> ReadyRun[Any, Any]:
     """A run with these items as its data."""
-    train = Prepared(items, (Part("made up", 0, len(items)),), Report(), "")
+    train = Prepared(items, (Part("made up", 0, len(items)),), LoadReport(), "")
     nowhere = cast(Any, SimpleNamespace(path=None))
     return ReadyRun(config, Path(), nowhere, None, NoTokenizer(), FROM_A_COMMAND, train, None)
 

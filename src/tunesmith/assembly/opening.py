@@ -33,7 +33,7 @@ from tunesmith.monitor.learning import LearningWatch, write_facts
 from tunesmith.monitor.metrics import MetricsLog, is_evaluation, read_metrics
 from tunesmith.monitor.progress import open_progress
 from tunesmith.monitor.run_dir import PLAN_FILE, RunDir, how_to_continue, open_run_dir
-from tunesmith.monitor.text import Example, shown_path
+from tunesmith.monitor.text import EvalExample, shown_path
 from tunesmith.monitor.timeline import Timeline
 from tunesmith.monitor.waits import long_wait
 from tunesmith.monitor.watchdog import Watchdog
@@ -65,7 +65,7 @@ class RunResult:
     """The best evaluation and its checkpoint, if not the last one."""
     warning: str | None = None
     """Why the run learned nothing, if so."""
-    examples: Sequence[Example] = ()
+    examples: Sequence[EvalExample] = ()
     """Held-out prompts, with answers from before and after training."""
     scores: bool = False
     """Whether the model is a reward model."""

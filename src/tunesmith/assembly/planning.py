@@ -33,7 +33,7 @@ def plan_run(config: RunConfig, on: str) -> tuple[Resolved[Any], Facts]:
     """
     facts, notes = _with_lengths(config, facts_of_run(config, None if on.strip().lower() == THIS else machine(on)))
     hardware = facts.hardware
-    if hardware.nodes > 1 and config.drawing is None:  # torchrun starts as many on each
+    if hardware.nodes > 1 and not config.samples:  # torchrun starts as many on each
         facts = replace(facts, ranks_here=len(hardware.gpus))
         world, ranks = hardware.nodes * len(hardware.gpus), known(config.system, "trainer_ranks")
         if ranks not in (None, world):
@@ -46,7 +46,7 @@ def plan_run(config: RunConfig, on: str) -> tuple[Resolved[Any], Facts]:
         each = {"CPU": float(facts.hardware.cores), "GPU": float(len(facts.hardware.gpus))}
         if lacking := missing(bundles(resolved.config), [each] * facts.hardware.nodes):
             raise CapacityError(f"{lacking}{layout_that_fits(config, resolved.config, facts)}")
-    if facts.hardware.nodes > 1 and resolved.config.drawing is not None and resolved.config.system.cluster == "none":
+    if facts.hardware.nodes > 1 and resolved.config.samples and resolved.config.system.cluster == "none":
         notes.append(
             f'this run uses one of {facts.hardware.nodes} machines; system.cluster = "ray" spreads it over all'
         )

@@ -50,7 +50,7 @@ class Command(TyperCommand):
         return (self.help or "").partition("\n")[0]
 
 
-class Group(TyperGroup):
+class CommandGroup(TyperGroup):
     """The commands, with suggestions for one that does not exist."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:

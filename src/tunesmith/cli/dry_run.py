@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from tunesmith.config.sizes import format_size
 
 if TYPE_CHECKING:
-    from tunesmith.assembly.dry_run import Phase
+    from tunesmith.assembly.dry_run import DryPhase
     from tunesmith.plan.price import Price
 
 ASSUMED_LINES = 1000
@@ -68,7 +68,7 @@ def print_dry_run(run: Path, overrides: Sequence[str], on: str) -> None:
     print("the host waits for the device at: " + ", ".join(waits))
 
 
-def _rows(gpu: str, price: Price | None, phases: dict[str, Phase]) -> list[list[str]]:
+def _rows(gpu: str, price: Price | None, phases: dict[str, DryPhase]) -> list[list[str]]:
     """Bytes by purpose on a GPU: planned (for training on a trainer's GPU), and needed in each phase."""
     rows = [["memory" if gpu == "trainer" else f"the {gpu}'s GPU", "planned", *phases]]
     for purpose, part in PLANNED.items():

@@ -113,7 +113,7 @@ def _ranks(config: RunConfig, ray: bool, nodes: int, gpus: int) -> int:
     Raises:
         ConfigError: the settings require a different total number of trainer ranks.
     """
-    ranks = max(1, gpus) if config.drawing is None else 1
+    ranks = max(1, gpus) if not config.samples else 1
     system, processes = config.system, 1 if ray else nodes * ranks
     if processes > 1 and "trainer_ranks" in system.model_fields_set and system.trainer_ranks != processes:
         raise ConfigError(
@@ -147,7 +147,7 @@ def _on_ray(config: RunConfig, asked: bool | None, nodes: int) -> bool:
     if asked and not samples:
         raise ConfigError(f"--ray: tunesmith {config.command} does not use Ray; leave it out")
     ray = samples if asked is None else asked
-    if nodes > 1 and not ray and config.drawing is not None:
+    if nodes > 1 and not ray and config.samples:
         cure = "use --ray" if samples else "say --nodes 1"
         raise ConfigError(f"--nodes {nodes}: without Ray, tunesmith {config.command} samples on one machine; {cure}")
     return ray

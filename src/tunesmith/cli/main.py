@@ -11,7 +11,7 @@ import typer
 
 from tunesmith.cli.bench import bench
 from tunesmith.cli.check import check
-from tunesmith.cli.command import Command, Group
+from tunesmith.cli.command import Command, CommandGroup
 from tunesmith.cli.demo import demo
 from tunesmith.cli.doctor import doctor
 from tunesmith.cli.explain import explain
@@ -36,7 +36,7 @@ from tunesmith.monitor.interrupts import own_process
 app = typer.Typer(
     name="tunesmith",
     help="Trains language models after pretraining.",
-    cls=Group,
+    cls=CommandGroup,
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,

@@ -12,7 +12,7 @@ from tunesmith.monitor.text import shown_path
 
 if TYPE_CHECKING:
     from tunesmith.assembly.opening import RunResult
-    from tunesmith.monitor.text import Example
+    from tunesmith.monitor.text import EvalExample
 
 
 def print_outcome(outcome: RunResult) -> None:
@@ -69,7 +69,7 @@ def print_usage(usage: Mapping[str, float], earlier: float, facts: Mapping[str, 
     print_summary(seconds_of(usage), rows | dict(facts))
 
 
-def print_examples(examples: Sequence[Example]) -> None:
+def print_examples(examples: Sequence[EvalExample]) -> None:
     """Print the model's answers before and after training."""
     if examples:
         print("\nHeld-out prompts, answered before training and after it")

@@ -15,7 +15,7 @@ from tunesmith.monitor.text import aligned
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from tunesmith.monitor.runs import Run
+    from tunesmith.monitor.runs import RunSummary
 
 POLL = 1.0
 """Seconds between polls of a followed run."""
@@ -61,11 +61,11 @@ def runs(
         print(*aligned([heading, *map(_row, found)]), sep="\n")
 
 
-def _summary(run: Run) -> dict[str, Any]:
+def _summary(run: RunSummary) -> dict[str, Any]:
     return {"path": str(run.path), "state": run.state, "step": run.step, "settings": run.settings, "last": run.last}
 
 
-def _row(run: Run) -> list[str]:
+def _row(run: RunSummary) -> list[str]:
     from tunesmith.monitor.progress import number
     from tunesmith.monitor.runs import LEARNED
 
@@ -75,7 +75,7 @@ def _row(run: Run) -> list[str]:
     return [run.path.name, run.state, str(run.step), str(steps), Path(str(model)).name, str(algorithm), result]
 
 
-def _compare(found: Sequence[Run], as_json: bool) -> None:
+def _compare(found: Sequence[RunSummary], as_json: bool) -> None:
     from tunesmith.config.toml import toml_value
     from tunesmith.monitor.progress import number
     from tunesmith.monitor.runs import differences, late_means
@@ -95,7 +95,7 @@ def _compare(found: Sequence[Run], as_json: bool) -> None:
     print(*aligned([*heading, *values]), sep="\n")
 
 
-def _tail(run: Run, last: int, follow: bool) -> None:
+def _tail(run: RunSummary, last: int, follow: bool) -> None:
     """Print the newest steps; with ``follow`` also new ones, until the run stops."""
     from tunesmith.monitor.run_dir import is_running
     from tunesmith.monitor.runs import last_lines

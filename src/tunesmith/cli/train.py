@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tunesmith.cli.arguments import DryRun, Overrides, RunFile
 from tunesmith.cli.dry_run import print_dry_run
 from tunesmith.cli.outcome import print_outcome
+
+if TYPE_CHECKING:
+    from tunesmith.assembly import RunResult
 
 
 def rl(run: RunFile, overrides: Overrides = None, dry_run: DryRun = None) -> None:
@@ -15,7 +19,9 @@ def rl(run: RunFile, overrides: Overrides = None, dry_run: DryRun = None) -> Non
 
     Example: tunesmith rl run.toml train.lr=1e-5 rollout.group_size=16
     """
-    _train("rl", run, overrides or (), dry_run)
+    from tunesmith.assembly import run_rl
+
+    _train(run_rl, run, overrides or (), dry_run)
 
 
 def distill(run: RunFile, overrides: Overrides = None, dry_run: DryRun = None) -> None:
@@ -23,7 +29,9 @@ def distill(run: RunFile, overrides: Overrides = None, dry_run: DryRun = None) -
 
     Example: tunesmith distill run.toml rollout.prompts_per_step=32
     """
-    _train("distill", run, overrides or (), dry_run)
+    from tunesmith.assembly import run_distill
+
+    _train(run_distill, run, overrides or (), dry_run)
 
 
 def sft(run: RunFile, overrides: Overrides = None, dry_run: DryRun = None) -> None:
@@ -31,7 +39,9 @@ def sft(run: RunFile, overrides: Overrides = None, dry_run: DryRun = None) -> No
 
     Example: tunesmith sft run.toml train.epochs=2
     """
-    _train("sft", run, overrides or (), dry_run)
+    from tunesmith.assembly import run_sft
+
+    _train(run_sft, run, overrides or (), dry_run)
 
 
 def rm(run: RunFile, overrides: Overrides = None, dry_run: DryRun = None) -> None:
@@ -39,7 +49,9 @@ def rm(run: RunFile, overrides: Overrides = None, dry_run: DryRun = None) -> Non
 
     Example: tunesmith rm run.toml train.epochs=1
     """
-    _train("rm", run, overrides or (), dry_run)
+    from tunesmith.assembly import run_rm
+
+    _train(run_rm, run, overrides or (), dry_run)
 
 
 def dpo(run: RunFile, overrides: Overrides = None, dry_run: DryRun = None) -> None:
@@ -47,7 +59,9 @@ def dpo(run: RunFile, overrides: Overrides = None, dry_run: DryRun = None) -> No
 
     Example: tunesmith dpo run.toml dpo.beta=0.05
     """
-    _train("dpo", run, overrides or (), dry_run)
+    from tunesmith.assembly import run_dpo
+
+    _train(run_dpo, run, overrides or (), dry_run)
 
 
 def kto(run: RunFile, overrides: Overrides = None, dry_run: DryRun = None) -> None:
@@ -55,7 +69,9 @@ def kto(run: RunFile, overrides: Overrides = None, dry_run: DryRun = None) -> No
 
     Example: tunesmith kto run.toml kto.desirable_weight=1.5
     """
-    _train("kto", run, overrides or (), dry_run)
+    from tunesmith.assembly import run_kto
+
+    _train(run_kto, run, overrides or (), dry_run)
 
 
 def prm(run: RunFile, overrides: Overrides = None, dry_run: DryRun = None) -> None:
@@ -63,13 +79,15 @@ def prm(run: RunFile, overrides: Overrides = None, dry_run: DryRun = None) -> No
 
     Example: tunesmith prm run.toml train.epochs=1
     """
-    _train("prm", run, overrides or (), dry_run)
+    from tunesmith.assembly import run_prm
+
+    _train(run_prm, run, overrides or (), dry_run)
 
 
-def _train(command: str, run: Path, overrides: Sequence[str], dry_run: str | None) -> None:
-    from tunesmith import assembly
-
+def _train(
+    command: Callable[[Path, Sequence[str]], RunResult], run: Path, overrides: Sequence[str], dry_run: str | None
+) -> None:
     if dry_run is not None:
         print_dry_run(run, overrides, dry_run)
     else:
-        print_outcome(getattr(assembly, f"run_{command}")(run, overrides))
+        print_outcome(command(run, overrides))

@@ -67,7 +67,7 @@ class GenerateConfig(RunConfig):
     output: OutputSection = OutputSection()
 
     @property
-    def drawing(self) -> SamplingSection | None:
+    def sampling_settings(self) -> SamplingSection | None:
         return None if self.output.kind == "score" else self.sampling
 
 
@@ -79,7 +79,7 @@ class RFTConfig(RunConfig):
     rft: RFTSection = RFTSection()
 
     @property
-    def drawing(self) -> SamplingSection:
+    def sampling_settings(self) -> SamplingSection:
         return self.sampling
 
 

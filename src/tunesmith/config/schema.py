@@ -339,14 +339,19 @@ class RunConfig(Section):
     checkpoint: CheckpointSection = CheckpointSection()
 
     @property
-    def drawing(self) -> SamplingKeys | None:
+    def sampling_settings(self) -> SamplingKeys | None:
         """Sampling settings; None if the command samples nothing."""
         return None
 
     @property
+    def samples(self) -> bool:
+        """Whether the command samples completions."""
+        return self.sampling_settings is not None
+
+    @property
     def new_tokens(self) -> int:
         """Maximum number of tokens in a completion."""
-        return self.drawing.max_new_tokens if self.drawing else 0
+        return self.sampling_settings.max_new_tokens if self.sampling_settings else 0
 
 
 class RLConfig(RunConfig):
@@ -360,7 +365,7 @@ class RLConfig(RunConfig):
     rollout: RolloutSection = RolloutSection()
 
     @property
-    def drawing(self) -> SamplingKeys:
+    def sampling_settings(self) -> SamplingKeys:
         return self.rollout
 
 

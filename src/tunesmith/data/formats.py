@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from tunesmith.data.sources import Columns, Row
+from tunesmith.data.sources import Columns, SourceRow
 from tunesmith.data.trie import common_length
 from tunesmith.data.values import (
     column_names,
@@ -110,7 +110,7 @@ class Example:
     """Index of the source."""
 
 
-def detect(row: Row, goal: Goal, prompt: str | None = None, completion: str | None = None) -> Format:
+def detect(row: SourceRow, goal: Goal, prompt: str | None = None, completion: str | None = None) -> Format:
     """The format of a row, from its columns and the names ``data.prompt`` and ``data.completion``.
 
     Raises:
@@ -143,7 +143,7 @@ def detect(row: Row, goal: Goal, prompt: str | None = None, completion: str | No
     raise row.bad(f"no {names}; found columns: {column_names(row)}; needs {NEEDS[goal]}{settable}.{close}".rstrip("."))
 
 
-def _without_prompt_column(row: Row, goal: Goal, prompt: str | None, completion: str | None) -> Format | None:
+def _without_prompt_column(row: SourceRow, goal: Goal, prompt: str | None, completion: str | None) -> Format | None:
     """The format of a row that is a conversation, plain text, or text with separators between its steps."""
     columns, unnamed = row.columns.keys(), prompt is None and completion is None
     if goal == "steps" and prompt is None and "input" in columns and "completions" not in columns:
@@ -161,7 +161,7 @@ def _without_prompt_column(row: Row, goal: Goal, prompt: str | None, completion:
     return Format("text", TEXT) if unnamed and goal == "sft" and TEXT in columns and lacks_one else None
 
 
-def _only_column(row: Row, names: tuple[str, ...], key: str) -> str:
+def _only_column(row: SourceRow, names: tuple[str, ...], key: str) -> str:
     """The row's column among ``names``, or "". The first name takes precedence; two other names are ambiguous."""
     present = [name for name in names if name in row.columns]
     if "instruction" in present and "input" in present:
@@ -171,7 +171,7 @@ def _only_column(row: Row, names: tuple[str, ...], key: str) -> str:
     return present[0] if present else ""
 
 
-def convert(row: Row, form: Format, goal: Goal) -> Example:
+def convert(row: SourceRow, form: Format, goal: Goal) -> Example:
     """The row as an example; every column except ``prompt`` is passed on unchanged.
 
     Raises:
@@ -214,7 +214,7 @@ def _asked(prompt: Prompt, answer: Prompt) -> Prompt:
     return [{"role": "user", "content": prompt}] if isinstance(prompt, str) and isinstance(answer, list) else prompt
 
 
-def _prompt(row: Row, form: Format) -> Prompt:
+def _prompt(row: SourceRow, form: Format) -> Prompt:
     prompt = read_prompt(row, form.column)
     if isinstance(prompt, list):
         if prompt[-1]["role"] == "assistant":
@@ -223,7 +223,7 @@ def _prompt(row: Row, form: Format) -> Prompt:
     return f"{prompt}\n\n{read_text(row, form.context)}" if form.context and row.columns.get(form.context) else prompt
 
 
-def _pair(row: Row, form: Format) -> tuple[Prompt, Prompt, Prompt]:
+def _pair(row: SourceRow, form: Format) -> tuple[Prompt, Prompt, Prompt]:
     """Prompt, chosen and rejected answer; without a prompt column, the prompt is the answers' common prefix."""
     chosen, rejected = (read_prompt(row, name) for name in ("chosen", "rejected"))
     if chosen == rejected:
@@ -249,7 +249,7 @@ def _pair(row: Row, form: Format) -> tuple[Prompt, Prompt, Prompt]:
 
 
 def _pair_of_conversations(
-    row: Row, prompt: Prompt | None, chosen: list[Message], rejected: list[Message]
+    row: SourceRow, prompt: Prompt | None, chosen: list[Message], rejected: list[Message]
 ) -> tuple[Prompt, Prompt, Prompt]:
     """As ``_pair``, for conversations that are answers to the prompt or begin with it."""
     if prompt is None or chosen[0]["role"] != "assistant":

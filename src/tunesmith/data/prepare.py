@@ -14,7 +14,7 @@ from tunesmith.config.schema import DataSection
 from tunesmith.data.formats import Example, Goal
 from tunesmith.data.prompts import PromptEncoder, learned_texts, note_turn_end
 from tunesmith.data.reading import Prepared, Reading, Sources, as_sources, check_section, examples_of, weights_of
-from tunesmith.data.report import Report
+from tunesmith.data.report import LoadReport
 from tunesmith.data.sources import on_hub
 from tunesmith.data.tokens import Tokenizer, encode_with_offsets
 from tunesmith.types import Prompt, Sample, Task
@@ -39,7 +39,7 @@ def peek(section: DataSection, source: Sources, goal: Goal, *, hub: bool = True)
     for one in as_sources(source):
         if not hub and on_hub(one):
             continue
-        report = Report(skip_bad=section.skip_bad)
+        report = LoadReport(skip_bad=section.skip_bad)
         if next(examples_of(section, one, goal, report), None) is None:
             raise report.nothing_left(one.path)
         sentences += report.formats

@@ -11,7 +11,7 @@ from typing import Any, cast
 from tunesmith.config.schema import DataSection, Source
 from tunesmith.data.chat import ChatTemplate, Rendered, is_learned
 from tunesmith.data.formats import Example, convert, detect
-from tunesmith.data.report import Report
+from tunesmith.data.report import LoadReport
 from tunesmith.data.sources import BadLine, read
 from tunesmith.data.tokens import Tokenizer, encode, leading_ids, with_leading
 from tunesmith.errors import ConfigError, DataError
@@ -55,7 +55,7 @@ def with_system(section: DataSection, prompt: Prompt) -> list[Message]:
     return [{"role": "system", "content": section.system_prompt}, *messages]
 
 
-def note_turn_end(template: ChatTemplate, texts: Iterable[Rendered], report: Report) -> None:
+def note_turn_end(template: ChatTemplate, texts: Iterable[Rendered], report: LoadReport) -> None:
     """Note in the report if no learned turn ends with a stop token."""
     marker = template.stop_marker
     if not template.ends_turns:

@@ -14,8 +14,8 @@ from tunesmith.data.chat import ChatTemplate, Rendered
 from tunesmith.data.formats import Example, Format, Goal, convert, detect
 from tunesmith.data.loader import Loader, Part, fingerprint_of
 from tunesmith.data.prompts import PromptEncoder, choose_template, with_system
-from tunesmith.data.report import Report, Skipped
-from tunesmith.data.sources import BadLine, Row, read
+from tunesmith.data.report import LoadReport, Skipped
+from tunesmith.data.sources import BadLine, SourceRow, read
 from tunesmith.data.tokens import Encoded, Tokenizer, decode, encode_with_offsets, leading_ids, mask_spans, with_leading
 from tunesmith.errors import ConfigError, DataError
 from tunesmith.types import Message, Prompt, Sample
@@ -32,7 +32,7 @@ class Prepared(Generic[T]):
 
     items: list[T]
     parts: tuple[Part, ...]
-    report: Report
+    report: LoadReport
     fingerprint: str
     """Identifies the data, because a saved position is valid only for the same data."""
     shares: tuple[float, ...] = (1.0,)
@@ -62,7 +62,7 @@ class Reading:
     sources: tuple[Source, ...]
     tokenizer: Tokenizer
     examples: list[Example]
-    report: Report
+    report: LoadReport
     fingerprint: str
     template: ChatTemplate | None
     leading: list[int]
@@ -79,7 +79,7 @@ class Reading:
         limit = "max_prompt_tokens" if goal == "rl" else "max_tokens"
         if section.too_long != "error" and getattr(section, limit) is None:
             raise ConfigError(f"data.too_long = '{section.too_long}' needs a limit: set data.{limit}.")
-        sources, report = as_sources(source), Report(skip_bad=section.skip_bad)
+        sources, report = as_sources(source), LoadReport(skip_bad=section.skip_bad)
         examples: list[Example] = []
         for index, one in enumerate(sources):
             before, seen = len(examples), set[str]()
@@ -226,7 +226,7 @@ def check_section(section: DataSection, goal: Goal) -> None:
             raise ConfigError(f"data.{key} has no effect here: {reason}. Leave it out.")
 
 
-def examples_of(section: DataSection, source: Source, goal: Goal, report: Report) -> Iterator[Example]:
+def examples_of(section: DataSection, source: Source, goal: Goal, report: LoadReport) -> Iterator[Example]:
     """The usable lines of one source; a file's first usable line determines its format."""
     formats: dict[str, Format] = {}
     for row in read(source):
@@ -242,7 +242,7 @@ def examples_of(section: DataSection, source: Source, goal: Goal, report: Report
             yield example
 
 
-def _detect(section: DataSection, row: Row, goal: Goal) -> Format:
+def _detect(section: DataSection, row: SourceRow, goal: Goal) -> Format:
     form = detect(row, goal, section.prompt, section.completion)
     if form.kind in ("text", "tagged"):
         for key, value in (("chat", section.chat), ("system_prompt", section.system_prompt)):

@@ -27,7 +27,7 @@ class Skipped:
 
 
 @dataclass(slots=True)
-class Report:
+class LoadReport:
     """Counts and lists of the lines of one load.
 
     ``formats`` has a sentence per file; ``notes`` are facts about the data or the template that the user should know.

@@ -23,7 +23,7 @@ Columns = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class SourceRow:
     """A line of a text file, a row of a table or an item of a JSON list."""
 
     file: str
@@ -43,7 +43,7 @@ class BadLine(DataError):
         self.where, self.reason = where, reason
 
 
-Rows = Iterator[Row | BadLine]
+Rows = Iterator[SourceRow | BadLine]
 
 SPLITS: dict[str, tuple[str, ...]] = {
     "train": ("train", "training"),
@@ -142,7 +142,7 @@ def read_jsonl(path: Path) -> Rows:
     """One JSON object per line, UTF-8. A blank line is a bad line."""
     with boundary(DataError, f"cannot read {path}", OSError), path.open("rb") as file:
         for number, raw in enumerate(file, 1):
-            row = Row(str(path), f"{path}:{number}", {})
+            row = SourceRow(str(path), f"{path}:{number}", {})
             try:
                 text = raw.decode("utf-8-sig" if number == 1 else "utf-8").strip()
                 yield _row_of_object(row, _DECODER.decode(text)) if text else row.bad("blank line")
@@ -156,9 +156,9 @@ def read_jsonl(path: Path) -> Rows:
                 yield row.bad(f"not JSON: {error}")
 
 
-def _row_of_object(row: Row, value: Any) -> Row | BadLine:
+def _row_of_object(row: SourceRow, value: Any) -> SourceRow | BadLine:
     if isinstance(value, dict):
-        return Row(row.file, row.where, value)
+        return SourceRow(row.file, row.where, value)
     return row.bad(f"holds {_kind(value)}, needs a JSON object with named columns")
 
 
@@ -198,7 +198,7 @@ def read_json(path: Path) -> Rows:
         kind = f"an object with the keys {', '.join(value) or 'none'}" if isinstance(value, dict) else _kind(value)
         raise DataError(f'{path}: holds {kind}; needs a list of objects or {{"data": [...]}}.')
     for number, item in enumerate(items, 1):
-        yield _row_of_object(Row(str(path), f"{path}, item {number}", {}), item)
+        yield _row_of_object(SourceRow(str(path), f"{path}, item {number}", {}), item)
 
 
 def read_csv(path: Path) -> Rows:
@@ -221,7 +221,7 @@ def read_csv(path: Path) -> Rows:
         if fields is None:
             return
         if len(fields) == len(header) > 0:
-            yield Row(str(path), f"{path}:{line}", dict(zip(header, fields, strict=True)))
+            yield SourceRow(str(path), f"{path}:{line}", dict(zip(header, fields, strict=True)))
             continue
         if fields:
             reason = f"{len(fields)} fields where the header has {len(header)}"
@@ -276,7 +276,7 @@ def _rows_of_table(name: str, rows: Iterable[Any]) -> Rows:
     """Rows of a table, where keys absent from a message or tool are null: all rows share one type."""
     for number, columns in enumerate(rows, 1):
         kept = {k: _without_null(v) if k == "tools" or _is_conversation(v) else v for k, v in columns.items()}
-        yield Row(name, f"{name}:{number}", kept)
+        yield SourceRow(name, f"{name}:{number}", kept)
 
 
 def _is_conversation(value: Any) -> bool:

@@ -8,7 +8,7 @@ from contextlib import suppress
 from math import isfinite
 from typing import Any
 
-from tunesmith.data.sources import Row
+from tunesmith.data.sources import SourceRow
 from tunesmith.errors import nearest, shortened
 from tunesmith.types import Message, Prompt
 
@@ -24,11 +24,11 @@ SHAREGPT_ROLES = {
 }
 
 
-def column_names(row: Row) -> str:
+def column_names(row: SourceRow) -> str:
     return ", ".join(row.columns) or "none"
 
 
-def read_value(row: Row, name: str) -> Any:
+def read_value(row: SourceRow, name: str) -> Any:
     if name not in row.columns:
         raise row.bad(f"no column '{name}', found: {column_names(row)}")
     value = row.columns[name]
@@ -37,7 +37,7 @@ def read_value(row: Row, name: str) -> Any:
     return value
 
 
-def read_text(row: Row, name: str) -> str:
+def read_text(row: SourceRow, name: str) -> str:
     value = read_value(row, name)
     if not isinstance(value, str):
         raise row.bad(f"'{name}' is {type(value).__name__} ({_brief(value)}), needs text")
@@ -46,12 +46,12 @@ def read_text(row: Row, name: str) -> str:
     return _encodable(row, name, value)
 
 
-def read_prompt(row: Row, name: str) -> Prompt:
+def read_prompt(row: SourceRow, name: str) -> Prompt:
     """Text, or a list of messages."""
     return read_messages(row, name) if isinstance(read_value(row, name), list) else read_text(row, name)
 
 
-def read_tools(row: Row) -> list[Any] | None:
+def read_tools(row: SourceRow) -> list[Any] | None:
     """The tools that a conversation may call: a list of JSON schemas, or that list as JSON text."""
     value = _from_json(row, "tools", row.columns.get("tools") or None)
     if value is None:
@@ -61,7 +61,7 @@ def read_tools(row: Row) -> list[Any] | None:
     return value
 
 
-def read_messages(row: Row, name: str) -> list[Message]:
+def read_messages(row: SourceRow, name: str) -> list[Message]:
     value = _from_json(row, name, read_value(row, name))
     if not isinstance(value, list):
         raise row.bad(f"'{name}' is {type(value).__name__}, needs a list of messages")
@@ -70,7 +70,7 @@ def read_messages(row: Row, name: str) -> list[Message]:
     return [_message(row, f"{name}[{i}]", item) for i, item in enumerate(value)]
 
 
-def _from_json(row: Row, name: str, value: Any) -> Any:
+def _from_json(row: SourceRow, name: str, value: Any) -> Any:
     """The value, parsed if it is JSON text."""
     try:
         return json.loads(value) if isinstance(value, str) else value
@@ -78,7 +78,7 @@ def _from_json(row: Row, name: str, value: Any) -> Any:
         raise row.bad(f"'{name}' is text but not JSON ({error}); needs a list, or that list as JSON") from error
 
 
-def _message(row: Row, place: str, item: Any) -> Message:
+def _message(row: SourceRow, place: str, item: Any) -> Message:
     """A message with a known role and text content; null keys are dropped, because tables use null for absent keys."""
     if not isinstance(item, Mapping):
         raise row.bad(f"{place} is {type(item).__name__}, needs an object with role and content")
@@ -116,7 +116,7 @@ def with_object_arguments(call: Any) -> Any:
     return call
 
 
-def _text_of_part(row: Row, place: str, part: Any) -> str:
+def _text_of_part(row: SourceRow, place: str, part: Any) -> str:
     known: Mapping[str, Any] = part if isinstance(part, Mapping) else {}
     text = known.get("text")
     if known.get("type", "text") != "text" or not isinstance(text, str):
@@ -124,7 +124,7 @@ def _text_of_part(row: Row, place: str, part: Any) -> str:
     return text
 
 
-def read_margin(row: Row) -> float:
+def read_margin(row: SourceRow) -> float:
     value = row.columns.get("margin")
     value = 0.0 if value is None else value
     if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value):
@@ -132,21 +132,21 @@ def read_margin(row: Row) -> float:
     return float(value)
 
 
-def read_judgement(row: Row) -> bool:
+def read_judgement(row: SourceRow) -> bool:
     label = read_value(row, "label")
     if not isinstance(label, bool):
         raise row.bad(f"'label' is {_brief(label)}, needs true (desirable) or false")
     return label
 
 
-def read_step_tags(row: Row, name: str) -> str | list[Any]:
+def read_step_tags(row: SourceRow, name: str) -> str | list[Any]:
     tags = read_value(row, name)
     if not isinstance(tags, str | list):
         raise row.bad(f"'{name}' is {_brief(tags)}, needs text or a list")
     return tags
 
 
-def read_steps(row: Row) -> tuple[tuple[str, ...], tuple[float, ...]]:
+def read_steps(row: SourceRow) -> tuple[tuple[str, ...], tuple[float, ...]]:
     """The steps in ``completions``, and the probabilities in ``labels`` that each is good."""
     steps, labels = read_value(row, "completions"), read_value(row, "labels")
     if not isinstance(steps, list) or not steps:
@@ -165,7 +165,7 @@ def read_steps(row: Row) -> tuple[tuple[str, ...], tuple[float, ...]]:
     return tuple(steps), tuple(map(float, labels))
 
 
-def _encodable(row: Row, name: str, text: str) -> str:
+def _encodable(row: SourceRow, name: str, text: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as error:

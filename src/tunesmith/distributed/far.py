@@ -32,7 +32,7 @@ NOTICING = 5.0
 """Seconds to wait for the end of a process to be noticed here, after another rank has noticed it."""
 
 
-class Answer(Future[Any]):
+class PendingResult(Future[Any]):
     """The future result of a call."""
 
     def __init__(self, number: int) -> None:
@@ -59,7 +59,7 @@ class Far(ABC):
         self.name = name
         self._error, self._patience = lost, patience
         self._numbers = count()
-        self._waiting: dict[int, Answer] = {}
+        self._waiting: dict[int, PendingResult] = {}
         self._lock = threading.Lock()
         self._answered = False
         self._ending: str | None = None
@@ -73,15 +73,15 @@ class Far(ABC):
         """Whether the process has ended or is about to."""
         return self._ending is not None
 
-    def make(self, make: Callable[[], Any]) -> Answer:
+    def make(self, make: Callable[[], Any]) -> PendingResult:
         """Build the object in the process. Its methods can be called once the answer is there."""
         return self._ask("make", make)
 
-    def submit(self, method: str, *args: Any, **kwargs: Any) -> Answer:
+    def submit(self, method: str, *args: Any, **kwargs: Any) -> PendingResult:
         """Call a method, such as ``backend.score``. Methods run on one thread of the process, one at a time."""
         return self._ask("call", method, args, kwargs)
 
-    def submit_async(self, method: str, *args: Any) -> Answer:
+    def submit_async(self, method: str, *args: Any) -> PendingResult:
         """Call a coroutine function. Coroutines run concurrently on the process's event loop, alongside methods."""
         return self._ask("await", method, args)
 
@@ -102,14 +102,14 @@ class Far(ABC):
         """The value of an attribute."""
         return self._ask("get", attribute).result()
 
-    def enter(self, method: str) -> Answer:
+    def enter(self, method: str) -> PendingResult:
         """Enter the context manager that a method returns, until ``leave``."""
         return self._ask("enter", method)
 
-    def leave(self) -> Answer:
+    def leave(self) -> PendingResult:
         return self._ask("leave")
 
-    def cancel(self, answer: Answer) -> None:
+    def cancel(self, answer: PendingResult) -> None:
         """Cancel a coroutine; its answer is then an error."""
         if not answer.done():
             self._send(answer.number, "cancel")
@@ -126,9 +126,9 @@ class Far(ABC):
         """Kill the process, if it has not ended."""
         self._lose("was closed")
 
-    def _ask(self, do: str, *given: Any) -> Answer:
+    def _ask(self, do: str, *given: Any) -> PendingResult:
         with self._lock:
-            answer, lost = Answer(next(self._numbers)), self.lost
+            answer, lost = PendingResult(next(self._numbers)), self.lost
             if not lost:
                 self._waiting[answer.number] = answer
         if lost:

@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-from tunesmith.doctor.record import Record
+from tunesmith.doctor.record import RunRecord
 from tunesmith.doctor.signs import last_steps, signs
 from tunesmith.monitor.learning import at_the_end
 from tunesmith.plan.rules import applies
@@ -36,7 +36,7 @@ class Finding:
     """The steps that the numbers cover."""
 
 
-def diagnose(record: Record) -> list[Finding]:
+def diagnose(record: RunRecord) -> list[Finding]:
     """A run's findings, the worst first. Findings that another one explains are left out."""
     last = last_steps(record)
     values: dict[str, Any] = signs(record) | {"last_steps": last}
@@ -65,7 +65,7 @@ def _file() -> dict[str, Any]:
     return tomllib.loads(Path(__file__).with_name("rules.toml").read_text(encoding="utf-8"))
 
 
-def _nothing_learned(record: Record, last: str, rose: bool) -> list[Finding]:
+def _nothing_learned(record: RunRecord, last: str, rose: bool) -> list[Finding]:
     """The run's own warning that it learns nothing. If everything is learned already, it is a note.
 
     Args:

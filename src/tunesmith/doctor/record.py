@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tunesmith.errors import ConfigError
-from tunesmith.monitor.learning import Facts, read_facts
+from tunesmith.monitor.learning import RunFacts, read_facts
 from tunesmith.monitor.metrics import is_evaluation, newest_objects, numbers
 from tunesmith.monitor.run_dir import is_running
 from tunesmith.monitor.runs import check_holds, read_settings
@@ -19,7 +19,7 @@ Metrics = Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class RunRecord:
     """``settings`` by dotted key; ``steps`` and ``evaluations`` are lines of ``metrics.jsonl`` without nulls."""
 
     path: Path
@@ -28,11 +28,11 @@ class Record:
     evaluations: Sequence[Metrics]
     rollouts: Sequence[Mapping[str, Any]]
     """The newest rollouts that training kept."""
-    facts: Facts | None
+    facts: RunFacts | None
     running: bool
 
 
-def read_record(path: Path) -> Record:
+def read_record(path: Path) -> RunRecord:
     """Read a run's directory.
 
     Raises:
@@ -45,7 +45,7 @@ def read_record(path: Path) -> Record:
     steps = [line for line in finite if not is_evaluation(line)]
     if not steps:
         raise ConfigError(f"{path} has no completed step yet, so that there is nothing to judge")
-    return Record(
+    return RunRecord(
         path=path,
         settings=read_settings(path),
         steps=steps,

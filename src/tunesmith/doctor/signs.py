@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import StatisticsError, correlation, fmean, median
 from typing import Any
 
-from tunesmith.doctor.record import Metrics, Record
+from tunesmith.doctor.record import Metrics, RunRecord
 
 LEAST_WINDOW = 3
 SHARE = 5
@@ -20,7 +20,7 @@ LEAST_PAIRS = 32
 """Minimum number of rollouts for a meaningful correlation of length and reward."""
 
 
-def signs(record: Record) -> dict[str, Any]:
+def signs(record: RunRecord) -> dict[str, Any]:
     """Settings by key, statistics of each metric, and values derived from both.
 
     A metric has ``first`` and ``last`` (means over a fifth of the steps), ``rise`` (last - first), ``times`` (last /
@@ -36,7 +36,7 @@ def signs(record: Record) -> dict[str, Any]:
     return values | _jump(record.steps, "grad_norm") | _jump(record.steps, "loss")
 
 
-def _of_change(record: Record, values: Mapping[str, Any]) -> dict[str, Any]:
+def _of_change(record: RunRecord, values: Mapping[str, Any]) -> dict[str, Any]:
     """The reward's rise, in standard deviations over rollouts and in standard errors, and signs of any change."""
     found: dict[str, Any] = {}
     if (spread := values.get("reward/std.first")) and "reward.rise" in values:
@@ -56,7 +56,7 @@ def _of_change(record: Record, values: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _of_updates(record: Record, values: Mapping[str, Any]) -> dict[str, Any]:
+def _of_updates(record: RunRecord, values: Mapping[str, Any]) -> dict[str, Any]:
     """Optimizer steps: their number and size, and the shares that were dropped or clipped."""
     found: dict[str, Any] = {}
     if taken := values.get("optimizer_steps.sum"):
@@ -77,7 +77,7 @@ def _of_updates(record: Record, values: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _sampled_as_scored(record: Record) -> bool:
+def _sampled_as_scored(record: RunRecord) -> bool:
     """Whether the sampler's log-probabilities are those of the trained policy over all tokens."""
     settings = record.settings
     uncut = settings.get("rollout.top_p") in (None, 1.0) and not _number(record, "rollout.min_p")
@@ -85,7 +85,7 @@ def _sampled_as_scored(record: Record) -> bool:
     return uncut and not settings.get("algorithm.decoupled") and not _number(record, "rollout.max_staleness")
 
 
-def _of_time(record: Record, values: Mapping[str, Any]) -> dict[str, Any]:
+def _of_time(record: RunRecord, values: Mapping[str, Any]) -> dict[str, Any]:
     """Waiting times, and settings derived from them."""
     found: dict[str, Any] = {}
     counted = values.get("seconds.sum", 0.0) - sum(
@@ -105,13 +105,13 @@ def _of_time(record: Record, values: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _number(record: Record, key: str) -> float:
+def _number(record: RunRecord, key: str) -> float:
     """A setting; 0 if it is None or not a number, because another version or a person may have written it."""
     value = record.settings.get(key)
     return value if isinstance(value, int | float) else 0
 
 
-def last_steps(record: Record) -> str:
+def last_steps(record: RunRecord) -> str:
     """The steps over which ``last`` averages, such as ``25-30``."""
     numbers = [int(line["step"]) for line in record.steps]
     return f"{numbers[-_window(len(numbers))]}-{numbers[-1]}"
@@ -169,7 +169,7 @@ def _jump(lines: Sequence[Metrics], name: str) -> dict[str, float]:
     return found | {f"{name}.jumps": jumps, f"{name}.jumps_share": jumps / max(1, len(column))}
 
 
-def _of_run(record: Record) -> dict[str, Any]:
+def _of_run(record: RunRecord) -> dict[str, Any]:
     last, planned = int(record.steps[-1]["step"]), _number(record, "train.steps")
     values: dict[str, Any] = {
         "rl": "rollout.group_size" in record.settings,
@@ -185,7 +185,7 @@ def _of_run(record: Record) -> dict[str, Any]:
     return values
 
 
-def _of_rewards(record: Record) -> dict[str, Any]:
+def _of_rewards(record: RunRecord) -> dict[str, Any]:
     """Rewards that never vary, kinds of failures, and the correlation of reward and length."""
     spreads: defaultdict[str, float] = defaultdict(float)
     sizes: defaultdict[str, float] = defaultdict(float)
@@ -227,7 +227,7 @@ def _length_and_reward(rollouts: Iterable[Mapping[str, Any]]) -> float | None:
         return None
 
 
-def _of_evaluations(record: Record, values: Mapping[str, Any]) -> dict[str, Any]:
+def _of_evaluations(record: RunRecord, values: Mapping[str, Any]) -> dict[str, Any]:
     """Changes of held-out metrics. ``eval_error``: two standard errors of a difference of accuracies."""
     size, share = record.facts and record.facts.eval_size, values.get("eval/accuracy.mean")
     found: dict[str, Any] = {}

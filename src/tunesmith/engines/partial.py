@@ -22,7 +22,7 @@ class PartialCompletion:
 
 
 @dataclass(slots=True, eq=False)
-class Request(PartialCompletion):
+class RunningRequest(PartialCompletion):
     """A prompt and its completion so far."""
 
     prompt_ids: tuple[int, ...]

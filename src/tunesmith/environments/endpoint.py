@@ -20,7 +20,7 @@ from tunesmith.environments.conversation import OutOfRoom
 from tunesmith.environments.openai_answers import Event, chat_events, response_events, text_events
 from tunesmith.environments.openai_api import EpisodeApi
 from tunesmith.errors import EpisodeError, TunesmithError
-from tunesmith.rewards.http_limits import Gate, Limits, bearer_of, guarded, listening
+from tunesmith.rewards.http_limits import ConnectionLimiter, Limits, bearer_of, guarded, listening
 
 T = TypeVar("T")
 
@@ -45,7 +45,7 @@ class Endpoint:
     """Serves ``SERVED``; a streamed answer is sent in one piece."""
 
     def __init__(self, limits: Limits = LIMITS) -> None:
-        self._gate = Gate(limits)
+        self._gate = ConnectionLimiter(limits)
         self._episodes: dict[str, EpisodeApi] = {}
         self._loop, self._serving = asyncio.new_event_loop(), AsyncExitStack()
         threading.Thread(target=self._loop.run_forever, name="endpoint", daemon=True).start()

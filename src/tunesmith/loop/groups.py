@@ -82,8 +82,11 @@ async def play(parts: RLParts, tasks: Sequence[Task], seed: int) -> list[Rollout
     return [replace(g, greedy=b.rollouts[0]) for g, b in zip(groups, baselines, strict=True)]
 
 
-def informative(parts: RLParts, groups: Sequence[RolloutGroup]) -> list[RolloutGroup]:
-    """The groups that can be learned from: any greedy rollout worked, and the filter, if on, finds contrast."""
+def select_learnable(parts: RLParts, groups: Sequence[RolloutGroup]) -> list[RolloutGroup]:
+    """The groups that can be learned from: any greedy rollout worked, and the filter, if on, finds contrast.
+
+    The curriculum rests the tasks of groups that the filter rejects.
+    """
     dynamic_filter = parts.config.algorithm.dynamic_filter
     comparable = [g for g in groups if g.greedy is None or g.greedy.reward is not None]
     if not dynamic_filter:

@@ -10,7 +10,7 @@ from typing import Any
 from tunesmith.errors import StorageError, boundary, shortened
 from tunesmith.monitor.metrics import JsonLines, drop_after, rotated
 from tunesmith.monitor.tail import json_object
-from tunesmith.monitor.text import Example, first_and_last, last_message, shown_path
+from tunesmith.monitor.text import EvalExample, first_and_last, last_message, shown_path
 from tunesmith.types import Record, Rollout, RolloutGroup
 
 Decode = Callable[[Sequence[int]], str]
@@ -191,9 +191,9 @@ def contrast(lines: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], Map
     return None
 
 
-def examples(lines: Iterable[Mapping[str, Any]], count: int) -> list[Example]:
+def examples(lines: Iterable[Mapping[str, Any]], count: int) -> list[EvalExample]:
     """The first prompts of the evaluations, with their answers in the first and in the last evaluation."""
     return [
-        Example(last_message(a["prompt"]), (a["completion"], a["reward"]), (b["completion"], b["reward"]))
+        EvalExample(last_message(a["prompt"]), (a["completion"], a["reward"]), (b["completion"], b["reward"]))
         for a, b in first_and_last(line for line in lines if line["kind"] == "eval")[:count]
     ]

@@ -13,7 +13,7 @@ from tunesmith.engines.stats import EngineStats, add_stats
 from tunesmith.loop.buffer import Buffer, Started
 from tunesmith.loop.collect import Collector
 from tunesmith.loop.gate import Gate
-from tunesmith.loop.groups import check_failures, informative, play, step_metrics, update_trainer_state
+from tunesmith.loop.groups import check_failures, play, select_learnable, step_metrics, update_trainer_state
 from tunesmith.loop.learner import Metrics
 from tunesmith.loop.parts import RLParts
 from tunesmith.loop.seeds import derive_seed
@@ -32,7 +32,7 @@ class SyncRollouts:
 
     async def sync(self) -> None:
         """Give the engine the trainer's weights, with the session's step as their version."""
-        await load_engine(self.parts, self.parts.engine.load_weights, self.session.step)
+        await hand_device_to_engine(self.parts, self.parts.engine.load_weights, self.session.step)
 
     async def next(self) -> tuple[list[RolloutGroup], Metrics]:
         """Play and reward the groups of the session's step.
@@ -52,7 +52,7 @@ class SyncRollouts:
             groups = await play(parts, tasks, seed)
             played += groups
             check_failures(parts, played)
-            kept += informative(parts, groups)
+            kept += select_learnable(parts, groups)
         parts.tasks.settle([group.task for group in played])
         metrics = step_metrics(parts, played, kept[:wanted], parts.engine.stats().since(counted))
         return kept[:wanted], metrics | {"groups_kept": len(kept) / len(played)}
@@ -65,7 +65,7 @@ class SyncRollouts:
     @asynccontextmanager
     async def evaluating(self) -> AsyncGenerator[Collector]:
         """The collector for an evaluation; the engine holds the trainer's current weights. ``sync`` ends it."""
-        await load_engine(self.parts, self.parts.engine.load_weights, self.session.step)
+        await hand_device_to_engine(self.parts, self.parts.engine.load_weights, self.session.step)
         yield self.parts.collector
 
     async def close(self) -> None:
@@ -106,7 +106,7 @@ class AsyncRollouts:
     async def sync(self) -> None:
         # Without ``partial`` the gate closes here until the requests in flight have ended. ``release`` opens it again,
         # also after ``evaluating`` has held it.
-        await load_engine(self.parts, self.gate.load_weights, self.session.step)
+        await hand_device_to_engine(self.parts, self.gate.load_weights, self.session.step)
         self.gate.release()
         update_trainer_state(self.parts, self.session)
 
@@ -139,7 +139,7 @@ class AsyncRollouts:
         await self.gate.hold()
         engine = self.parts.engine
         before = engine.stats()
-        await load_engine(self.parts, engine.load_weights, self.session.step)
+        await hand_device_to_engine(self.parts, engine.load_weights, self.session.step)
         yield replace(self.parts.collector, complete=engine.generate)
         self._counted = add_stats(self._counted, engine.stats().since(before))
 
@@ -162,7 +162,7 @@ class AsyncRollouts:
         config = self.parts.config
         seed = derive_seed(config.train.seed, config.rollout.seed, "ahead", self.session.step, started.number)
         groups = await play(self.parts, [task], seed)
-        keep = bool(informative(self.parts, groups))
+        keep = bool(select_learnable(self.parts, groups))
         self.buffer.put(started, groups[0], keep=keep)
         if not keep:
             self.parts.tasks.settle([task])
@@ -187,7 +187,7 @@ async def hand_device_to_trainer(parts: RLParts) -> None:
             backend.reload()
 
 
-async def load_engine(parts: RLParts, load_weights: Callable[[int], Awaitable[None]], version: int) -> None:
+async def hand_device_to_engine(parts: RLParts, load_weights: Callable[[int], Awaitable[None]], version: int) -> None:
     """Give the device to the engine, with new weights. It loads them before it wakes and takes its KV memory back."""
     if parts.config.system.hybrid:
         for backend in parts.backends:

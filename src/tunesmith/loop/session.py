@@ -17,7 +17,7 @@ from tunesmith.loop.profiling import StepProfiler
 from tunesmith.loop.rollout_log import RolloutLog, contrast, summary
 from tunesmith.monitor import interrupts
 from tunesmith.monitor.clock import Clock
-from tunesmith.monitor.learning import Facts, LearningWatch
+from tunesmith.monitor.learning import LearningWatch, RunFacts
 from tunesmith.monitor.memory import memory_metrics
 from tunesmith.monitor.metrics import MetricsLog
 from tunesmith.monitor.progress import Progress, each_once
@@ -92,7 +92,7 @@ class Session:
     rollout_log: RolloutLog | None
     """None in supervised training."""
     clock: Clock = field(default_factory=Clock)
-    learning: LearningWatch = field(default_factory=lambda: LearningWatch(Facts()))
+    learning: LearningWatch = field(default_factory=lambda: LearningWatch(RunFacts()))
     timeline: Timeline = field(default_factory=Timeline)
     resume_from: Path | None = None
     publisher: Publisher | None = None

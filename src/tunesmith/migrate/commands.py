@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tunesmith.migrate.given import Given, Launch
-from tunesmith.migrate.programs import Program, find_program, parsed
+from tunesmith.migrate.given import ForeignLaunch, Given
+from tunesmith.migrate.programs import ForeignProgram, find_program, parsed
 from tunesmith.migrate.python import read_python
 from tunesmith.migrate.shell import Word, read_script
 from tunesmith.migrate.trees import accelerate_settings, read_tree_file, tree_settings
@@ -19,7 +19,7 @@ _NODES = ("nnodes", "num_nodes")
 _MENTIONS = re.compile(r"openrlhf\.cli\.|verl\.trainer|\btrl (sft|dpo|grpo|kto|reward|rloo)\b|trl/scripts/")
 
 
-def read_shell(text: str, variables: Mapping[str, str], folder: Path, line: int = 1) -> list[Launch]:
+def read_shell(text: str, variables: Mapping[str, str], folder: Path, line: int = 1) -> list[ForeignLaunch]:
     """Every known program that a script starts, including in files that it sources.
 
     Args:
@@ -27,7 +27,7 @@ def read_shell(text: str, variables: Mapping[str, str], folder: Path, line: int 
         folder: searched for files that the script names, after the working directory.
     """
     script = read_script(text, variables, line)
-    launches: list[Launch] = []
+    launches: list[ForeignLaunch] = []
     for words in script.commands:
         inner = [w for w in words if re.search(r"\s", w.text) and _MENTIONS.search(w.text)]
         if inner and not _program(words):
@@ -59,7 +59,7 @@ def _program(words: Sequence[Word]) -> tuple[int, str] | None:
     return None
 
 
-def _launch(start: int, name: str, words: Sequence[Word], folder: Path) -> Iterator[Launch]:
+def _launch(start: int, name: str, words: Sequence[Word], folder: Path) -> Iterator[ForeignLaunch]:
     """A launch, with an empty ``command`` if the program does not train or sample."""
     program = find_program(name)
     before, after = words[: start - 1], words[start:]
@@ -69,7 +69,7 @@ def _launch(start: int, name: str, words: Sequence[Word], folder: Path) -> Itera
             return
         for launch in read_python(file.read_text(encoding="utf-8", errors="replace"), file.name):
             own = tuple(options(after, launch.framework))
-            yield Launch(
+            yield ForeignLaunch(
                 launch.program,
                 launch.command,
                 launch.framework,
@@ -79,7 +79,7 @@ def _launch(start: int, name: str, words: Sequence[Word], folder: Path) -> Itera
             )
         return
     if not program.command:
-        yield Launch(name, "", program.framework, (), notes=(program.why,))
+        yield ForeignLaunch(name, "", program.framework, (), notes=(program.why,))
         return
     if program.framework == "verl":
         settings, notes = _hydra(after, folder)
@@ -87,7 +87,7 @@ def _launch(start: int, name: str, words: Sequence[Word], folder: Path) -> Itera
         settings, notes = list(options(after, program.framework)), []
         settings, notes = _with_config(settings, program, folder)
     launcher = list(_launcher(before, folder, program.framework))
-    yield Launch(
+    yield ForeignLaunch(
         name, program.command, program.framework, (*launcher, *settings), program.defaults,
         _devices(before, launcher), (*notes, *([program.missing] if program.missing else [])),
     )  # fmt: skip
@@ -113,7 +113,7 @@ def options(words: Sequence[Word], framework: str) -> Iterator[Given]:
         yield Given(name.removeprefix("no_") if is_off else name, result, word.line, framework, text)
 
 
-def _with_config(settings: list[Given], program: Program, folder: Path) -> tuple[list[Given], list[str]]:
+def _with_config(settings: list[Given], program: ForeignProgram, folder: Path) -> tuple[list[Given], list[str]]:
     """TRL's ``--config FILE``: its settings, overridden by those of the command line."""
     named = next((g for g in settings if g.name == "config"), None)
     if named is None or program.framework != "trl":

@@ -11,7 +11,7 @@ from tunesmith.config.kinds import KINDS
 from tunesmith.config.names.foreign import Meaning, spelled, value_of
 from tunesmith.config.names.unknown import rule_of
 from tunesmith.config.reading.describe import choices_at
-from tunesmith.migrate.given import UNKNOWN, Given, Launch
+from tunesmith.migrate.given import UNKNOWN, ForeignLaunch, Given
 from tunesmith.migrate.programs import find_program
 from tunesmith.migrate.there import ROLES, Dropped, NotKnownError, There, Value, is_off
 from tunesmith.migrate.values import CONVERSIONS
@@ -26,7 +26,7 @@ _OF_THE_POLICY = ("train.", "model.", "rollout.", "lora.", "system.gradient_chec
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class ConvertedSetting:
     """One setting of the source, and its fate."""
 
     given: Given
@@ -48,12 +48,12 @@ class Entry:
 @dataclass(slots=True)
 class Migration:
     command: str
-    launch: Launch
+    launch: ForeignLaunch
     entries: dict[str, Entry]
-    rows: list[Row]
+    rows: list[ConvertedSetting]
 
 
-def convert(launch: Launch) -> Migration:
+def convert(launch: ForeignLaunch) -> Migration:
     """Convert every setting of a launch, in order; then the program's defaults that affect learning."""
     there = There(launch)
     migration = Migration(launch.command, launch, {}, [])
@@ -64,7 +64,7 @@ def convert(launch: Launch) -> Migration:
     for given in launch.settings:
         if last[spelled(given.name)] is not given:
             text = f"replaced by line {last[spelled(given.name)].line}"
-            migration.rows.append(Row(given, "replaced", text))
+            migration.rows.append(ConvertedSetting(given, "replaced", text))
         else:
             migration.rows.append(_account(given, there, migration))
     for given in there.defaults():
@@ -75,25 +75,25 @@ def convert(launch: Launch) -> Migration:
     return migration
 
 
-def _account(given: Given, there: There, migration: Migration, *, is_default: bool = False) -> Row:
+def _account(given: Given, there: There, migration: Migration, *, is_default: bool = False) -> ConvertedSetting:
     """The fate of one setting; its lines are added to the run file."""
     meanings = there.meanings(given)
     keys = tuple(key for m in meanings for key in m.keys if key in there.keys)[:1]
     if given.unknown and keys:  # without a key, its value does not matter
         return _computed(given, f"its value is computed when the source runs ({given.unknown})", keys)
     if isinstance(given.value, float) and not math.isfinite(given.value):
-        return Row(given, "by hand", "it is not a finite number", keys)
+        return ConvertedSetting(given, "by hand", "it is not a finite number", keys)
     if not meanings:
         if is_off(given.value):
-            return Row(given, "off", "it is off there")
-        return Row(given, "unknown", "this name is not known")
+            return ConvertedSetting(given, "off", "it is off there")
+        return ConvertedSetting(given, "unknown", "this name is not known")
     results = [_result(given, meaning, there) for meaning in meanings]
-    best = next((r for r in results if not isinstance(r, Row)), results[0])
-    if isinstance(best, Row):
+    best = next((r for r in results if not isinstance(r, ConvertedSetting)), results[0])
+    if isinstance(best, ConvertedSetting):
         return best
     keys = tuple(value.key for value in best)
     if any(UNKNOWN.search(str(value.value)) or "None" in repr(value.value) for value in best):
-        return Row(given, "by hand", "a part of the value is not known here", keys)
+        return ConvertedSetting(given, "by hand", "a part of the value is not known here", keys)
     for value in best:
         if is_default and value.key in migration.entries:
             continue
@@ -104,13 +104,13 @@ def _account(given: Given, there: There, migration: Migration, *, is_default: bo
             migration.entries[value.key] = Entry(
                 value.value, value.how, [given], f"{there.name}'s default" if is_default else ""
             )
-    return Row(given, "mapped", "", keys)
+    return ConvertedSetting(given, "mapped", "", keys)
 
 
-def _result(given: Given, meaning: Meaning, there: There) -> Sequence[Value] | Row:
+def _result(given: Given, meaning: Meaning, there: There) -> Sequence[Value] | ConvertedSetting:
     """The conversion of a setting by one of its meanings, in a run file's vocabulary."""
     found = _values(given, meaning, there)
-    if isinstance(found, Row):
+    if isinstance(found, ConvertedSetting):
         return found
     values: list[Value] = []
     for value in found:
@@ -120,62 +120,66 @@ def _result(given: Given, meaning: Meaning, there: There) -> Sequence[Value] | R
             ours = next((choice for choice in choices if spelled(choice) == spelled(str(word))), None)
             if ours is None:
                 text = f"there is no {value.value} here; {value.key} is {' or '.join(dict.fromkeys(choices))}"
-                return Row(given, "by hand", text, (value.key,))
+                return ConvertedSetting(given, "by hand", text, (value.key,))
             word = ours if isinstance(word, str) else word
         values.append(replace(value, value=word))
     return values
 
 
-def _values(given: Given, meaning: Meaning, there: There) -> Sequence[Value] | Row:
+def _values(given: Given, meaning: Meaning, there: There) -> Sequence[Value] | ConvertedSetting:
     mine = tuple(key for key in meaning.keys if key in there.keys)
     if not mine:
         return _without(given, meaning, there)
     role = ROLES.match(given.name)
     if role and all(key.startswith(_OF_THE_POLICY) for key in mine):
-        return Row(given, "off", f"the {role[1]} takes the policy's: {' and '.join(mine)}", mine)
+        return ConvertedSetting(given, "off", f"the {role[1]} takes the policy's: {' and '.join(mine)}", mine)
     word = str(given.value).lower()
     if case := next((case for case in meaning.cases if "is" not in case or word in case["is"].split()), None):
         if "value" in case:
             return [Value(key, case["value"]) for key in mine]
         kind: Kind = "off" if "off" in case else "derived" if "derived" in case else "by hand"
-        return Row(given, kind, case[kind].format(value=given.value), mine)
+        return ConvertedSetting(given, kind, case[kind].format(value=given.value), mine)
     if meaning.convert:
         try:
             result = CONVERSIONS[meaning.convert](given, there)
         except NotKnownError as error:
             return _computed(given, str(error), mine)
         except (ValueError, OverflowError) as error:  # not a number, or far too large
-            return Row(given, "by hand", f"the value cannot be read: {error}", mine)
+            return ConvertedSetting(given, "by hand", f"the value cannot be read: {error}", mine)
         if isinstance(result, Dropped):
             kind = "off" if result.off else "derived" if result.derived else "by hand"
-            return Row(given, kind, result.why, mine)
+            return ConvertedSetting(given, kind, result.why, mine)
         values = [value for value in result if value.key in there.keys]
-        return values or Row(given, "off", f"it has no meaning in tunesmith {there.command}", mine)
+        return values or ConvertedSetting(given, "off", f"it has no meaning in tunesmith {there.command}", mine)
     if is_off(given.value) and given.value != 0 and not (given.value is False and not meaning.value):
-        return Row(given, "off", "it is off there", mine)
+        return ConvertedSetting(given, "off", "it is off there", mine)
     if meaning.value:
         on = bool(given.value) and given.value not in ("false", "False")
-        return [Value(key, meaning.value) for key in mine] if on else Row(given, "off", "it is off there", mine)
+        return (
+            [Value(key, meaning.value) for key in mine]
+            if on
+            else ConvertedSetting(given, "off", "it is off there", mine)
+        )
     if meaning.how and not meaning.cases:
-        return Row(given, "off" if is_off(given.value) else "by hand", meaning.how, mine)
+        return ConvertedSetting(given, "off" if is_off(given.value) else "by hand", meaning.how, mine)
     inverted = meaning.inverted and isinstance(given.value, bool)
     return [Value(key, not given.value if inverted else given.value) for key in mine]
 
 
-def _computed(given: Given, why: str, keys: tuple[str, ...]) -> Row:
-    return Row(given, "computed", f"{why}; set {keys[0]} yourself", keys)
+def _computed(given: Given, why: str, keys: tuple[str, ...]) -> ConvertedSetting:
+    return ConvertedSetting(given, "computed", f"{why}; set {keys[0]} yourself", keys)
 
 
-def _without(given: Given, meaning: Meaning, there: There) -> Row:
+def _without(given: Given, meaning: Meaning, there: There) -> ConvertedSetting:
     """A setting that has no key in this run file."""
     if is_off(given.value):
-        return Row(given, "off", f"it is off there; {meaning.why}" if meaning.why else "it is off there")
+        return ConvertedSetting(given, "off", f"it is off there; {meaning.why}" if meaning.why else "it is off there")
     if meaning.keys:
         rule = rule_of(meaning)
         text = f"{' and '.join(meaning.keys)} has no meaning in tunesmith {there.command}"
-        return Row(given, "absent", f"{text}{f' ({rule})' if rule else ''}")
+        return ConvertedSetting(given, "absent", f"{text}{f' ({rule})' if rule else ''}")
     if meaning.derived:
-        return Row(given, "derived", meaning.why)
+        return ConvertedSetting(given, "derived", meaning.why)
     if meaning.effect:
-        return Row(given, "changes", f"{meaning.why}. {meaning.effect}")
-    return Row(given, "absent", meaning.why)
+        return ConvertedSetting(given, "changes", f"{meaning.why}. {meaning.effect}")
+    return ConvertedSetting(given, "absent", meaning.why)

@@ -28,7 +28,7 @@ class Given:
 
 
 @dataclass(frozen=True, slots=True)
-class Launch:
+class ForeignLaunch:
     """A program that was started, or configured, with all its settings.
 
     ``command`` is Tunesmith's, ``program`` the other framework's. ``defaults`` are the program's defaults that affect

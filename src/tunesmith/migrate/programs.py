@@ -14,7 +14,7 @@ from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
-class Program:
+class ForeignProgram:
     """``command`` is Tunesmith's, empty for a program that does not train or sample, which ``why`` then describes.
 
     ``extra`` holds our settings that the program itself implies, ``missing`` its features that are missing here.
@@ -30,12 +30,12 @@ class Program:
 
 
 @cache
-def programs() -> tuple[Program, ...]:
+def programs() -> tuple[ForeignProgram, ...]:
     text = Path(__file__).with_name("programs.toml").read_text(encoding="utf-8")
-    return tuple(Program(**entry) for entry in tomllib.loads(text)["program"])
+    return tuple(ForeignProgram(**entry) for entry in tomllib.loads(text)["program"])
 
 
-def find_program(name: str) -> Program | None:
+def find_program(name: str) -> ForeignProgram | None:
     """The program for a module (``verl.trainer.main_ppo``), a script's path, a class, or ``trl:sft``."""
     dotted = name.removesuffix(".py").lstrip("./").replace("/", ".")
     spellings = {name, name.rpartition("/")[2], dotted}

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from tunesmith.errors import ConfigError
-from tunesmith.migrate.given import Given, Launch
+from tunesmith.migrate.given import ForeignLaunch, Given
 from tunesmith.migrate.programs import find_program
 
 _PEFT = {"r": "lora_r", "target_modules": "lora_target_modules", "modules_to_save": "lora_modules_to_save"}
@@ -19,7 +19,7 @@ _PARTS = ("args", "peft_config", "processing_class", "tokenizer", "quantization_
 _CONFIGS = ("LoraConfig", "BitsAndBytesConfig", "ModelConfig", "ScriptArguments", "AgentConfig")
 
 
-def read_python(text: str, name: str) -> list[Launch]:
+def read_python(text: str, name: str) -> list[ForeignLaunch]:
     """The training in a script: one launch, or none if it creates no known configuration.
 
     Raises:
@@ -48,7 +48,9 @@ def read_python(text: str, name: str) -> list[Launch]:
     settings += scope.assigned(tree)
     notes = [program.missing] if program.missing else []
     return [
-        Launch(_called(main), program.command, program.framework, tuple(settings), program.defaults, None, tuple(notes))
+        ForeignLaunch(
+            _called(main), program.command, program.framework, tuple(settings), program.defaults, None, tuple(notes)
+        )
     ]
 
 

@@ -12,7 +12,7 @@ from typing import Any, cast
 from tunesmith.config.names.foreign import meanings_of
 from tunesmith.errors import ConfigError, boundary
 from tunesmith.migrate.commands import read_shell
-from tunesmith.migrate.given import Given, Launch
+from tunesmith.migrate.given import ForeignLaunch, Given
 from tunesmith.migrate.programs import find_program
 from tunesmith.migrate.python import docstrings, read_python
 from tunesmith.migrate.trees import accelerate_settings, read_tree_text, tree_settings
@@ -32,7 +32,7 @@ _KINDS = {
 """Settings that identify a flat file's TRL configuration; the first one found counts."""
 
 
-def read_source(path: Path, variables: Mapping[str, str]) -> list[Launch]:
+def read_source(path: Path, variables: Mapping[str, str]) -> list[ForeignLaunch]:
     """Everything in a file that trains or samples.
 
     Args:
@@ -57,7 +57,7 @@ def read_source(path: Path, variables: Mapping[str, str]) -> list[Launch]:
     return launches
 
 
-def read_text(text: str, path: Path, variables: Mapping[str, str]) -> list[Launch]:
+def read_text(text: str, path: Path, variables: Mapping[str, str]) -> list[ForeignLaunch]:
     """The launches in the text of a file.
 
     Raises:
@@ -72,7 +72,7 @@ def read_text(text: str, path: Path, variables: Mapping[str, str]) -> list[Launc
     return [launch for launch in launches if launch.command]
 
 
-def _read(text: str, path: Path, variables: Mapping[str, str]) -> list[Launch]:
+def _read(text: str, path: Path, variables: Mapping[str, str]) -> list[ForeignLaunch]:
     suffix = path.suffix.lower()
     if suffix == ".ipynb":
         return read_python(_cells(text, path.name), path.name)
@@ -84,7 +84,7 @@ def _read(text: str, path: Path, variables: Mapping[str, str]) -> list[Launch]:
     return read_shell(text, variables, path.parent)
 
 
-def _of_python(text: str, path: Path, variables: Mapping[str, str]) -> list[Launch]:
+def _of_python(text: str, path: Path, variables: Mapping[str, str]) -> list[ForeignLaunch]:
     """The launches of a script; if it takes its settings from the command line, its docstring has the commands."""
     found = read_python(text, path.name)
     if any(launch.program.endswith(("Config", "Arguments")) for launch in found):
@@ -94,7 +94,7 @@ def _of_python(text: str, path: Path, variables: Mapping[str, str]) -> list[Laun
     return [replace(launch, settings=(*own, *launch.settings)) for launch in commands] or found
 
 
-def _of_tree(tree: Mapping[str, Any], text: str, path: Path, variables: Mapping[str, str]) -> list[Launch]:
+def _of_tree(tree: Mapping[str, Any], text: str, path: Path, variables: Mapping[str, str]) -> list[ForeignLaunch]:
     names = {str(name) for name in tree}
     if isinstance(script := tree.get("run"), str):  # a job that contains its script
         line = text[: max(text.find("\nrun:"), 0)].count("\n") + 3
@@ -107,19 +107,23 @@ def _of_tree(tree: Mapping[str, Any], text: str, path: Path, variables: Mapping[
     if names & _ACCELERATE - {"num_processes", "num_machines"} or names <= _ACCELERATE:
         settings = tuple(_located(accelerate_settings(tree), text))
         devices = tree.get("num_processes")
-        return [Launch("accelerate", "sft", "accelerate", settings, {}, devices if isinstance(devices, int) else None)]
+        return [
+            ForeignLaunch(
+                "accelerate", "sft", "accelerate", settings, {}, devices if isinstance(devices, int) else None
+            )
+        ]
     if names & _DEEPSPEED:
-        return [Launch("DeepSpeed", "sft", "deepspeed", tuple(_located(tree_settings(tree, "deepspeed"), text)))]
+        return [ForeignLaunch("DeepSpeed", "sft", "deepspeed", tuple(_located(tree_settings(tree, "deepspeed"), text)))]
     kind = next((kind for name, kind in _KINDS.items() if name in names), "TrainingArguments")
     framework = "transformers" if kind == "TrainingArguments" else "trl"
     settings = tuple(_located(tree_settings(tree, framework), text))
     return [_launch(kind, framework, settings)] if _is_known(settings) else []
 
 
-def _launch(kind: str, framework: str, settings: tuple[Given, ...]) -> Launch:
+def _launch(kind: str, framework: str, settings: tuple[Given, ...]) -> ForeignLaunch:
     program = find_program(kind)
     assert program is not None
-    return Launch(kind, program.command, framework, settings, program.defaults)
+    return ForeignLaunch(kind, program.command, framework, settings, program.defaults)
 
 
 def _is_known(settings: tuple[Given, ...]) -> bool:

@@ -10,7 +10,7 @@ from pathlib import Path
 from tunesmith.config.kinds import KINDS
 from tunesmith.config.load import load_config
 from tunesmith.errors import ConfigError
-from tunesmith.migrate.convert import Entry, Kind, Migration, Row
+from tunesmith.migrate.convert import ConvertedSetting, Entry, Kind, Migration
 from tunesmith.migrate.there import is_off
 from tunesmith.migrate.write import run_file
 from tunesmith.plan.checks import check
@@ -94,11 +94,13 @@ def _take_out(migration: Migration, key: str, text: str) -> None:
     migration.rows[:] = list(_without(migration.rows, entry, key, kind, text))
 
 
-def _without(rows: Sequence[Row], entry: Entry, key: str, kind: Kind, text: str) -> Iterator[Row]:
+def _without(
+    rows: Sequence[ConvertedSetting], entry: Entry, key: str, kind: Kind, text: str
+) -> Iterator[ConvertedSetting]:
     for row in rows:
         if not any(row.given is given for given in entry.of):
             yield row
         elif left := tuple(k for k in row.keys if k != key):
-            yield Row(row.given, row.kind, row.text, left)
+            yield ConvertedSetting(row.given, row.kind, row.text, left)
         else:
-            yield Row(row.given, "off" if is_off(row.given.value) else kind, text)
+            yield ConvertedSetting(row.given, "off" if is_off(row.given.value) else kind, text)

@@ -9,7 +9,7 @@ from typing import Any
 
 from tunesmith.config.kinds import KINDS, all_keys
 from tunesmith.config.names.foreign import FRAMEWORKS, Meaning, meanings_of, spelled
-from tunesmith.migrate.given import Given, Launch
+from tunesmith.migrate.given import ForeignLaunch, Given
 
 _FAMILIES: Mapping[str, tuple[str, ...]] = {
     "trl": ("trl", "transformers"),
@@ -68,7 +68,7 @@ class There:
     Other settings have the program's defaults.
     """
 
-    def __init__(self, launch: Launch) -> None:
+    def __init__(self, launch: ForeignLaunch) -> None:
         self.launch = launch
         self.command, self.framework = launch.command, launch.framework
         self._given: dict[str, Given] = {}

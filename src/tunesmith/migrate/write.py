@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from tunesmith.config.kinds import KINDS, all_keys
 from tunesmith.config.toml import toml_key, toml_value
 from tunesmith.errors import shortened
-from tunesmith.migrate.convert import Entry, Kind, Migration, Row
+from tunesmith.migrate.convert import ConvertedSetting, Entry, Kind, Migration
 from tunesmith.migrate.given import Given
 from tunesmith.monitor.text import printable
 from tunesmith.redact import redact, redact_values
@@ -68,7 +68,7 @@ def account(migration: Migration) -> Iterator[str]:
             yield f"  {_place(row.given)}  →  {_became(row, migration)}"
 
 
-def _became(row: Row, migration: Migration) -> str:
+def _became(row: ConvertedSetting, migration: Migration) -> str:
     if row.kind != "mapped":
         return _clean(row.text)
     entries = migration.entries

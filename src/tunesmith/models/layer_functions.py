@@ -18,7 +18,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from tunesmith.models.training_functions import Heads, Norm, functions
+from tunesmith.models.training_functions import Heads, NormStruct, functions
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ class _RmsNorm(torch.autograd.Function):
         grad, grad_x = _rows(grad), torch.empty(x.shape, dtype=x.dtype)
         grad_weight = torch.empty(weight.shape) if ctx.needs_input_grad[1] else None
         functions().tunesmith_norm_backward(
-            *x.shape, *_operand(x), *_operand(grad), byref(Norm(weight.data_ptr(), ctx.eps, ctx.offset)),
+            *x.shape, *_operand(x), *_operand(grad), byref(NormStruct(weight.data_ptr(), ctx.eps, ctx.offset)),
             scales.data_ptr(), grad_x.data_ptr(), _place(grad_weight), torch.get_num_threads(),
         )  # fmt: skip
         return grad_x, None if grad_weight is None else grad_weight.to(weight.dtype), None, None
@@ -139,7 +139,7 @@ class _Gated(torch.autograd.Function):
 def _norm(x: Tensor, weight: Tensor, eps: float, offset: bool, scales: Tensor | None) -> Tensor:
     y = torch.empty(x.shape, dtype=x.dtype)
     functions().tunesmith_norm(
-        *x.shape, *_operand(x), byref(Norm(weight.data_ptr(), eps, offset)), y.data_ptr(), _place(scales),
+        *x.shape, *_operand(x), byref(NormStruct(weight.data_ptr(), eps, offset)), y.data_ptr(), _place(scales),
         torch.get_num_threads(),
     )  # fmt: skip
     return y
@@ -160,7 +160,7 @@ def _heads(
     x: Tensor | None, cos: Tensor, sin: Tensor, weights: Sequence[Tensor], shape: HeadShape
 ) -> tuple[Heads, object]:
     """The arguments of a compiled function, and objects that must outlive the call."""
-    norms = (Norm * len(weights))(*(Norm(w.data_ptr(), shape.eps, shape.offset) for w in weights))
+    norms = (NormStruct * len(weights))(*(NormStruct(w.data_ptr(), shape.eps, shape.offset) for w in weights))
     cos, sin = cos.contiguous(), sin.contiguous()
     at, step = (None, 0) if x is None else _operand(x)
     tables = (cos.data_ptr(), sin.data_ptr(), ctypes.addressof(norms) if weights else None)

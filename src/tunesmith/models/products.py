@@ -39,7 +39,7 @@ PACKED_ROWS = 32
 """The number of rows for which the layout of packed weights is optimised."""
 
 
-class Layout(IntEnum):
+class WeightLayout(IntEnum):
     """The layout of weights, as in ``decode.cpp``."""
 
     AS_IT_IS = 0
@@ -122,7 +122,7 @@ def _compiled(weight: Tensor, bias: Tensor | None, result: torch.dtype = torch.b
     if weight.shape[0] % 16 or weight.shape[1] % 32:
         return _uncompiled(weight, bias, result)
     own = weight.detach().contiguous()
-    data = ProductData(own.data_ptr(), None if bias is None else bias.data_ptr(), *own.shape, Layout.AS_IT_IS)
+    data = ProductData(own.data_ptr(), None if bias is None else bias.data_ptr(), *own.shape, WeightLayout.AS_IT_IS)
     return Compiled(data, [own] if bias is None else [own, bias], torch.bfloat16, result)
 
 
@@ -130,7 +130,7 @@ def _pairs(weight: Tensor, bias: Tensor | None, result: torch.dtype = torch.bflo
     """A product of bfloat16 rows with an even number of inputs."""
     if weight.shape[1] % 2:
         return _uncompiled(weight, bias, result)
-    return _in_panels(weight, bias, Layout.PAIRS, torch.bfloat16, result)
+    return _in_panels(weight, bias, WeightLayout.PAIRS, torch.bfloat16, result)
 
 
 def _uncompiled(weight: Tensor, bias: Tensor | None, result: torch.dtype) -> Product:
@@ -139,11 +139,13 @@ def _uncompiled(weight: Tensor, bias: Tensor | None, result: torch.dtype) -> Pro
 
 def _panels(weight: Tensor, bias: Tensor | None) -> Compiled:
     """A product of float32 rows."""
-    layout = Layout.SHORT_PANELS if weight.dtype == torch.bfloat16 else Layout.PANELS
+    layout = WeightLayout.SHORT_PANELS if weight.dtype == torch.bfloat16 else WeightLayout.PANELS
     return _in_panels(weight, bias, layout, torch.float32, torch.float32)
 
 
-def _in_panels(weight: Tensor, bias: Tensor | None, layout: Layout, rows: torch.dtype, result: torch.dtype) -> Compiled:
+def _in_panels(
+    weight: Tensor, bias: Tensor | None, layout: WeightLayout, rows: torch.dtype, result: torch.dtype
+) -> Compiled:
     own, panel = weight.detach().contiguous(), functions().tunesmith_panel()
     (outputs, inputs), whole = own.shape, -(-len(own) // panel) * panel
     packed = torch.empty(whole * inputs, dtype=own.dtype)

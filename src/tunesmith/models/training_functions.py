@@ -39,7 +39,7 @@ class Attention(Structure):
     )
 
 
-class Norm(Structure):
+class NormStruct(Structure):
     """As in ``layers.h``."""
 
     _fields_ = (("weight", c_void_p), ("eps", c_float), ("offset", c_int64))
@@ -82,8 +82,8 @@ def _compiled() -> Any:
     found.tunesmith_attend_backward.restype = None
     rows, whole = (numbers, numbers, *operand), c_void_p  # a first operand; an operand without a stride
     signatures: dict[str, tuple[Any, ...]] = {
-        "norm": (*rows, POINTER(Norm), whole, whole, numbers),
-        "norm_backward": (*rows, *operand, POINTER(Norm), whole, whole, whole, numbers),
+        "norm": (*rows, POINTER(NormStruct), whole, whole, numbers),
+        "norm_backward": (*rows, *operand, POINTER(NormStruct), whole, whole, whole, numbers),
         "heads": (POINTER(Heads), whole, whole, whole, numbers),
         "heads_backward": (POINTER(Heads), POINTER(c_void_p), POINTER(numbers), whole, whole, whole, numbers),
         "gate": (*rows, whole, numbers),

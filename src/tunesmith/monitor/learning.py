@@ -33,7 +33,7 @@ LONG_ENOUGH = 20
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class RunFacts:
     """Facts about a run that are needed to judge its metrics."""
 
     rollouts: bool = False
@@ -73,7 +73,7 @@ class Facts:
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class Cause:
     """The reason why nothing is learned: the key of the cause, the numbers that show it, and advice."""
 
     cause: str
@@ -84,19 +84,19 @@ class Finding:
         return f"{self.numbers}. {self.advice}"
 
 
-def write_facts(facts: Facts, run_dir: Path) -> None:
+def write_facts(facts: RunFacts, run_dir: Path) -> None:
     """Write the facts for ``tunesmith doctor``, which judges a run by its files."""
     write_json(run_dir / FACTS_FILE, asdict(facts))
 
 
-def read_facts(run_dir: Path) -> Facts | None:
+def read_facts(run_dir: Path) -> RunFacts | None:
     """Read the facts; None if they are missing or of another version."""
     with suppress(StorageError, TypeError):
-        return Facts(**read_json(run_dir / FACTS_FILE))
+        return RunFacts(**read_json(run_dir / FACTS_FILE))
     return None
 
 
-def finding(history: Sequence[Metrics], facts: Facts) -> Finding | None:
+def finding(history: Sequence[Metrics], facts: RunFacts) -> Cause | None:
     """The problem of the last ``STEPS`` steps, if nothing could be learned in any of them.
 
     Args:
@@ -113,7 +113,7 @@ def finding(history: Sequence[Metrics], facts: Facts) -> Finding | None:
     return None if cause is None else _described(cause, facts, vars(numbers))
 
 
-def at_the_end(history: Sequence[Metrics], facts: Facts) -> Finding | None:
+def at_the_end(history: Sequence[Metrics], facts: RunFacts) -> Cause | None:
     """A problem that remains when the run ends, or a loss that is no lower than at the beginning."""
     if problem := finding(history, facts):
         return problem
@@ -130,7 +130,7 @@ def at_the_end(history: Sequence[Metrics], facts: Facts) -> Finding | None:
 class LearningWatch:
     """Follows a run and reports each finding once."""
 
-    facts: Facts
+    facts: RunFacts
     history: list[Metrics] = field(default_factory=list[Metrics])
     reported: str | None = None
     """The cause that was reported last."""
@@ -159,7 +159,7 @@ _READ = (
 class _Numbers:
     """Statistics of the last ``STEPS`` steps; a mean is None if none of them has the metric."""
 
-    def __init__(self, history: Sequence[Metrics], facts: Facts) -> None:
+    def __init__(self, history: Sequence[Metrics], facts: RunFacts) -> None:
         self.history, self.last, self.facts = history, history[-STEPS:], facts
         self.failed = self._mean("rollouts/failed") or 0.0
         self.truncated = self._mean("truncated") or 0.0
@@ -225,10 +225,10 @@ def _supervised_causes(n: _Numbers) -> dict[str, bool]:
     }
 
 
-def _described(key: str, facts: Facts, values: Mapping[str, Any]) -> Finding:
+def _described(key: str, facts: RunFacts, values: Mapping[str, Any]) -> Cause:
     text = _texts()[key]
     values = asdict(facts) | {name: 0.0 if value is None else value for name, value in values.items()}
-    return Finding(text.get("cause", key), text["numbers"].format(**values), text["advice"].format(**values))
+    return Cause(text.get("cause", key), text["numbers"].format(**values), text["advice"].format(**values))
 
 
 @cache
@@ -244,7 +244,7 @@ def _no_gradient(step: Metrics) -> bool:
     return step.get("optimizer_steps") == 0 or _all_skipped(step) or step.get("grad_norm", 1.0) <= NO_GRADIENT
 
 
-def _rollouts_teach_nothing(step: Metrics, facts: Facts) -> bool:
+def _rollouts_teach_nothing(step: Metrics, facts: RunFacts) -> bool:
     if step["step"] <= facts.frozen_steps:
         return False
     if _no_gradient(step):

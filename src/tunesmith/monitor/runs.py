@@ -20,7 +20,7 @@ NOT_COMPARED = ("step", "time")
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class RunSummary:
     """A run. ``last``: the newest step's line in ``metrics.jsonl``; ``settings`` by dotted key."""
 
     path: Path
@@ -42,7 +42,7 @@ def state_of(running: bool, step: int, total: object) -> str:
     return "running" if running else "done" if isinstance(total, int) and step >= total else "stopped"
 
 
-def find_runs(directory: Path) -> list[Run]:
+def find_runs(directory: Path) -> list[RunSummary]:
     """The runs in a directory, the newest first.
 
     Raises:
@@ -54,7 +54,7 @@ def find_runs(directory: Path) -> list[Run]:
     return [read_run(path) for path in sorted(paths, key=_changed, reverse=True)]
 
 
-def read_run(path: Path) -> Run:
+def read_run(path: Path) -> RunSummary:
     """Read a run's settings and progress; only the end of its metrics is read.
 
     Raises:
@@ -63,7 +63,7 @@ def read_run(path: Path) -> Run:
     if not path.is_dir() or not holds_run(path):
         raise ConfigError(f"{path} is not the directory of a run. Name one, such as runs/{LATEST}")
     steps = [line for line in last_lines(path) if not is_evaluation(line)]
-    return Run(path, read_settings(path), steps[-1] if steps else {}, is_running(path))
+    return RunSummary(path, read_settings(path), steps[-1] if steps else {}, is_running(path))
 
 
 def check_holds(path: Path, files: Sequence[str]) -> None:
@@ -91,7 +91,7 @@ def last_lines(path: Path, most_bytes: int | None = END_BYTES) -> list[dict[str,
     return [line for line in lines if isinstance(line.get("step"), int)]
 
 
-def differences(runs: Sequence[Run]) -> dict[str, list[Any]]:
+def differences(runs: Sequence[RunSummary]) -> dict[str, list[Any]]:
     """Settings in which runs differ: the value of each run by key."""
     keys = dict.fromkeys(key for run in runs for key in run.settings)
     values = {key: [run.settings.get(key) for run in runs] for key in keys}

@@ -32,7 +32,7 @@ def identity(file: BinaryIO) -> Identity | None:
 
 
 @dataclass(slots=True)
-class Place:
+class ReadPosition:
     """How far a file has been read: ``read`` bytes, the last of which are ``ending``."""
 
     read: int = 0

@@ -90,7 +90,7 @@ def answers_shown(best: Mapping[str, Any], worst: Mapping[str, Any]) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Example:
+class EvalExample:
     """A held-out prompt, and its (answer, reward) before and after training."""
 
     prompt: str

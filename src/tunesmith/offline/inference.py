@@ -14,7 +14,7 @@ from tunesmith.assembly.engines import local_engine_for, make_sampling
 from tunesmith.config.generation import GenerateConfig, SamplingSection
 from tunesmith.config.schema import DataSection, ModelSection, SystemSection
 from tunesmith.data.prompts import PromptEncoder
-from tunesmith.data.sources import Row
+from tunesmith.data.sources import SourceRow
 from tunesmith.data.values import read_prompt
 from tunesmith.errors import UserError, boundary
 from tunesmith.loop.seeds import derive_seed
@@ -113,7 +113,7 @@ def _checked(prompts: Iterable[Any], stop: object) -> list[Prompt]:
         raise UserError("prompts is one text; give a list of prompts, even of one")
     if isinstance(stop, str):
         raise UserError(f"stop is one text; give a list, such as [{stop!r}]")
-    return [read_prompt(Row("prompts", f"prompts[{n}]", {"prompt": p}), "prompt") for n, p in enumerate(prompts)]
+    return [read_prompt(SourceRow("prompts", f"prompts[{n}]", {"prompt": p}), "prompt") for n, p in enumerate(prompts)]
 
 
 def _generate(config: GenerateConfig, model: str | Path | CausalLM, prompts: Sequence[Prompt]) -> list[Generation]:

@@ -25,10 +25,10 @@ from tunesmith.environments.multi_turn import tools_in_data
 from tunesmith.errors import ConfigError, DataError, StorageError, boundary
 from tunesmith.loop.checkpoint import Checkpoints, read_state
 from tunesmith.monitor.metrics import read_metrics
-from tunesmith.monitor.text import Example
+from tunesmith.monitor.text import EvalExample
 from tunesmith.offline.lines import Json, LineWriter, claim, read_lines
 from tunesmith.offline.rounds import (
-    Round,
+    RftRound,
     adopt_answers,
     check_prompts,
     describe,
@@ -61,7 +61,7 @@ class RFTOutcome:
     evaluations: dict[str, Json]
     """By ``base``, ``round-1``, ...: shares as ``[share, low, high]``."""
     yields: dict[str, Json]
-    examples: list[Example]
+    examples: list[EvalExample]
     """Held-out questions, answered by the base model and by the last one."""
     usage: dict[str, float] = field(default_factory=dict[str, float], compare=False)
     """Seconds by phase and peak memory of all calls and rounds, by the names of metrics; see ``Usage``."""
@@ -113,11 +113,11 @@ def _begin(opened: SamplingRun[RFTConfig], usage: Usage) -> _Run:
     threshold = config.rft.threshold
     if threshold is None:
         threshold = sum(w for w in opened.rewards.weights.values() if w > 0)
-    rounds = [Round(run_dir / f"round-{number}") for number in range(1, config.rft.rounds + 1)]
+    rounds = [RftRound(run_dir / f"round-{number}") for number in range(1, config.rft.rounds + 1)]
     report = run_dir / "report.json"
     earlier: Json = read_json(report).get("usage", {}) if report.exists() else {}
     usage.add_earlier({part: metrics for part, metrics in earlier.items() if part != _TOTAL})
-    return _Run(opened, resolved, threshold, first, Round(run_dir / "base"), rounds, usage)
+    return _Run(opened, resolved, threshold, first, RftRound(run_dir / "base"), rounds, usage)
 
 
 def _first_questions(opened: SamplingRun[RFTConfig]) -> Questions:
@@ -158,8 +158,8 @@ class _Run:
     threshold: float
     """The lowest reward of a correct answer."""
     first: Questions
-    base: Round
-    rounds: list[Round]
+    base: RftRound
+    rounds: list[RftRound]
     usage: Usage
 
     @property
@@ -213,7 +213,7 @@ class _Run:
         return report
 
     @contextmanager
-    def _phase(self, name: str, this: Round) -> Generator[None]:
+    def _phase(self, name: str, this: RftRound) -> Generator[None]:
         try:
             with self.usage.phase(name, this.name):
                 yield
@@ -276,7 +276,7 @@ class _Run:
         self.usage.add(this.name, metrics)
         return done.checkpoint
 
-    def evaluate(self, this: Round) -> None:
+    def evaluate(self, this: RftRound) -> None:
         """Greedy answers of a round's model, or of the base model, to the held-out questions."""
         held_out, model = self.opened.held_out, this.model
         assert held_out is not None
@@ -314,7 +314,7 @@ class _Run:
         writer, stop = LineWriter(decode, flat=False, scored=True), (separator,) if separator else ()
         answer_tasks(config, questions.opened, questions.tasks, writer, out, self.usage, greedy=greedy, stop=stop)
 
-    def _training_data(self, this: Round) -> DataSection:
+    def _training_data(self, this: RftRound) -> DataSection:
         """The kept answers; their prompts are those of the data, before the chat template."""
         data, opened = self.config.data, self.opened
         encoder = PromptEncoder.of(opened.data, opened.tokenizer, [task.prompt for task in opened.train.items])

@@ -22,14 +22,14 @@ from pathlib import Path
 from typing import Any
 
 from tunesmith.errors import ConfigError, DataError, boundary
-from tunesmith.monitor.text import Example, last_message
+from tunesmith.monitor.text import EvalExample, last_message
 from tunesmith.offline.lines import Json, read_lines, records_of, write_whole
 from tunesmith.offline.selection import Yield, correct_answers, select, usable
 from tunesmith.storage import read_json, write_json
 from tunesmith.types import Sample, Task
 
 
-class Round:
+class RftRound:
     """The files of one round, or of the base model's evaluation."""
 
     def __init__(self, directory: Path) -> None:
@@ -48,7 +48,7 @@ class Round:
         return Path(read_json(self.trained)["model"]) if self.trained.exists() else None
 
 
-def adopt_answers(answers: Path, this: Round, tasks: Sequence[Task]) -> None:
+def adopt_answers(answers: Path, this: RftRound, tasks: Sequence[Task]) -> None:
     """Use another run's answers to the same questions as the round's samples.
 
     Raises:
@@ -70,7 +70,7 @@ def adopt_answers(answers: Path, this: Round, tasks: Sequence[Task]) -> None:
     write_whole(this.samples, iter(lines))
 
 
-def select_answers(this: Round, rule: str, threshold: float, samples_per_question: int) -> Json:
+def select_answers(this: RftRound, rule: str, threshold: float, samples_per_question: int) -> Json:
     """Write the training data selected from a round's samples, and its yield. Returns the yield.
 
     Raises:
@@ -127,7 +127,7 @@ def fallen(before: Mapping[str, Any], after: Mapping[str, Any]) -> bool:
     return after["accuracy"][2] < before["accuracy"][1]
 
 
-def examples(first: Round, last: Round, count: int) -> list[Example]:
+def examples(first: RftRound, last: RftRound, count: int) -> list[EvalExample]:
     """The first questions of an evaluation, with the answers of two models."""
 
     def answer(line: Json) -> tuple[str, float | None]:
@@ -135,7 +135,7 @@ def examples(first: Round, last: Round, count: int) -> list[Example]:
         return record["completion"], record["reward"]
 
     lines = islice(zip(read_lines(first.evaluation), read_lines(last.evaluation), strict=False), count)
-    return [Example(last_message(before["prompt"]), answer(before), answer(after)) for before, after in lines]
+    return [EvalExample(last_message(before["prompt"]), answer(before), answer(after)) for before, after in lines]
 
 
 def describe(name: str, shares: Mapping[str, Any]) -> str:

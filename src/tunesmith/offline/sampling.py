@@ -159,7 +159,7 @@ def identity(config: SamplingConfig, data: str, tokenizer: Any, *, greedy: bool 
         values["lora.path"] = str(config.lora.path)
     for key in ("system_prompt", "chat", "chat_template_kwargs", "too_long", "max_prompt_tokens"):
         values[f"data.{key}"] = getattr(config.data, key)
-    if config.drawing:
+    if config.sampling_settings:
         unread = {"timeout", "n", "temperature", "top_p", "top_k", "min_p", "seed"} if greedy else {"timeout"}
         values |= {f"sampling.{k}": v for k, v in config.sampling.model_dump(mode="json", exclude=unread).items()}
     if isinstance(config, GenerateConfig):

@@ -105,7 +105,7 @@ def derive_capacity(filling: Filling, facts: Facts) -> None:
     budget = max(0, trainer_memory(config, facts) - _reserved(config, facts))
     if config.trains:
         _derive_microbatch(filling, facts, budget, MOST_TOKENS["cuda" if here else "cpu"])
-    if config.drawing and not config.system.served:
+    if config.samples and not config.system.served:
         _derive_kv_memory(filling, facts, *_kv_share(config, facts, budget))
     derive_caps(filling, facts, MOST_TOKENS["cuda" if here else "cpu"])
 

@@ -112,7 +112,7 @@ def _kv_problems(config: RunConfig, facts: Facts) -> Iterator[str]:
     """
     model, kv = facts.model, known(config.system, "kv_memory")
     derived = known(config.model, "dtype") is not None and known(config.system, "compile") is not None
-    samples = config.drawing is not None and config.system.engine == "local" and derived
+    samples = config.samples and config.system.engine == "local" and derived
     if model is None or kv is None or facts.longest is None or not samples:
         return
     new = config.new_tokens

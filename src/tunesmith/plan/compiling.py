@@ -24,7 +24,7 @@ def decodes_compiled(config: RunConfig, facts: Facts) -> bool:
 
 def _decodes(config: RunConfig, facts: Facts) -> bool:
     """Whether the local engine samples from a model that compiled functions can decode; unknown models count too."""
-    samples = config.drawing is not None and config.system.engine == "local"
+    samples = config.samples and config.system.engine == "local"
     return samples and (facts.model is None or facts.model.lean)
 
 

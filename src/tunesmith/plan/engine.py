@@ -31,12 +31,14 @@ _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 def server_problems(config: RunConfig) -> Iterator[str]:
     """Problems with HTTP servers and with the sampling settings they would have to support."""
-    system, drawing = config.system, config.drawing
+    system, sampling = config.system, config.sampling_settings
     if not system.served:
         return
     if len(set(system.engine_urls)) < len(system.engine_urls):
         yield "system.engine_urls names a server twice; name each server once"
-    for key in [f"{drawing.table}.{name} = {value:g}" for name, value in altering(drawing).items()] if drawing else ():
+    for key in (
+        [f"{sampling.table}.{name} = {value:g}" for name, value in altering(sampling).items()] if sampling else ()
+    ):
         yield (f'{key} does not go with system.engine = "sglang": {UNALTERED_ONLY}; leave it out')
     far = [url for url in system.engine_urls if urlsplit(url).hostname not in _LOOPBACK]
     if far and system.engine_directory is None:

@@ -32,7 +32,7 @@ def derive_sampling(filling: Filling) -> None:
     if isinstance(config, RFTConfig):
         _derive_profile(filling, config)
         return
-    if config.drawing is None:
+    if not config.samples:
         return
     filling.fill("sampling.n", 1, "one completion per prompt")
     greedy = filling.get("sampling.n") == 1

@@ -81,7 +81,9 @@ def gpus_of_run(config: RunConfig, facts: Facts) -> int:
     if not on_gpu(config) or named or model is None or model.parameters is None:
         return 1
     alike = takewhile(lambda gpu: _alike(gpu, machine.gpus[0]), machine.gpus)
-    return max(1, len([*alike])) * (1 if config.drawing and config.system.cluster == "none" else machine.nodes)
+    return max(1, len([*alike])) * (
+        1 if config.sampling_settings and config.system.cluster == "none" else machine.nodes
+    )
 
 
 def _alike(gpu: Gpu, first: Gpu) -> bool:
@@ -96,7 +98,7 @@ def _shapes(config: RunConfig, gpus: int) -> Iterator[Settings]:
     together = ranks or max(1, min(gpus // size, known(config.train, "batch_size") or gpus) * size)
     trainer = {RANKS: together} if config.trains else {}
     in_process = config.system.served or given(config, PROCESS) is False or config.system.weight_plane == "ipc"
-    if config.drawing is None:
+    if not config.samples:
         yield trainer
     elif gpus > 1 and not in_process:
         if isinstance(config, RLConfig) and (ranks or given(config, ENGINES)):  # then each has its own GPUs
@@ -111,7 +113,7 @@ def _shapes(config: RunConfig, gpus: int) -> Iterator[Settings]:
         if isinstance(config, RLConfig):
             yield from _apart(config, gpus)
     engines = given(config, ENGINES) or 1
-    if config.drawing is not None and (engines == 1 or gpus == 1 or in_process):
+    if config.samples and (engines == 1 or gpus == 1 or in_process):
         yield {RANKS: ranks or 1, ENGINES: engines, TENSOR: given(config, TENSOR) or 1}
 
 

@@ -107,7 +107,7 @@ def engines_elsewhere(config: RunConfig, facts: Facts) -> bool:
 def layout_of(config: RunConfig, facts: Facts) -> Layout:
     """The layout of the trainer's device, or of the sampler's if nothing is trained."""
     system = config.system
-    here = config.drawing is not None and not system.served and not engines_elsewhere(config, facts)
+    here = config.samples and not system.served and not engines_elsewhere(config, facts)
     together = engines_together(config, len(facts.hardware.gpus)) if here else 0
     frozen = facts.frozen_parameters
     if not isinstance(config, DistillConfig):
@@ -318,7 +318,7 @@ def least(config: RunConfig, facts: Facts) -> Price | None:
     if model is None or model.parameters is None:
         return None
     layout, longest = layout_of(config, facts), longest_sample(config, facts) or LEAST_TOKENS
-    samples = config.drawing is not None and not engines_elsewhere(config, facts)
+    samples = config.samples and not engines_elsewhere(config, facts)
     engines = engines_together(config, len(facts.hardware.gpus))
     kv = _sequence(config, facts, model) * engines if samples and not config.system.served else 0
     return _with_passes(config, facts, replace(layout, tokens=longest if layout.trains else 0, kv_bytes=kv), caps=False)

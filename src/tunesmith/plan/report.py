@@ -66,10 +66,10 @@ def _matters(resolved: Resolved[Any], key: str) -> bool:
     """Whether a setting applies to the run."""
     config = resolved.config
     if key.startswith("system.vllm."):
-        return config.drawing is not None and config.system.engine == "vllm"
+        return config.samples and config.system.engine == "vllm"
     if key in ("system.trainer_ranks", "system.zero_stage", "system.sequence_parallel.size"):
         return config.trains
-    return config.drawing is not None or not key.startswith(("system.engine", "system.hybrid"))
+    return config.samples or not key.startswith(("system.engine", "system.hybrid"))
 
 
 def memory_of(config: RunConfig, facts: Facts) -> list[dict[str, Any]]:
@@ -106,7 +106,7 @@ def _parts(price: Price) -> dict[str, int]:
 def _phases(config: RunConfig, price: Price) -> dict[str, int]:
     training = {"training": price.training} if config.trains else {}
     training |= {"scoring": price.scoring} if price.scored else {}
-    return training | ({"sampling": price.sampling} if config.drawing is not None else {})
+    return training | ({"sampling": price.sampling} if config.samples else {})
 
 
 def memory_rows(memory: list[dict[str, Any]]) -> list[tuple[str, list[str]]]:

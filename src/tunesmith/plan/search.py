@@ -42,7 +42,7 @@ def derive_layout(filling: Filling, facts: Facts) -> None:
     config, gpus = filling.config, gpus_of_run(filling.config, facts)
     layout = fastest_layout(config, facts) or _nearest_layout(config, facts)
     reasons = _reasons(with_values(config, layout), facts, gpus)
-    unread = {*(() if config.system.engine == "vllm" else (TENSOR,)), *(() if config.drawing else (ENGINES,))}
+    unread = {*(() if config.system.engine == "vllm" else (TENSOR,)), *(() if config.samples else (ENGINES,))}
     for key, default in ONE_PROCESS.items():
         value = layout[key]
         if (value != default and key != SEQUENCE) or (key in (RANKS, STAGE) and gpus > 1 and config.trains):
@@ -123,7 +123,7 @@ def _with_capacity(config: C, facts: Facts, layout: Settings) -> C | None:
 def _reasons(config: RunConfig, facts: Facts, gpus: int) -> dict[str, str]:
     """The reasons for a layout's values, which ``config`` has."""
     ranks, stage, turns = config.system.trainer_ranks, config.system.zero_stage, known(config.system, "hybrid")
-    others = ", and engines use the others" if config.drawing and not turns and ranks < gpus else ""
+    others = ", and engines use the others" if config.samples and not turns and ranks < gpus else ""
     alike = " that are identical and free" if gpus < len(facts.hardware.gpus) else ""
     need = f"the model and its optimizer take at least {_least(config, facts, 0)}"
     shared = (

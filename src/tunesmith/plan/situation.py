@@ -89,7 +89,7 @@ def situation(config: RunConfig, facts: Facts | None) -> dict[str, Any]:
         "rl": isinstance(config, RLConfig),
         "supervised": config.supervised,
         "trains": config.trains,
-        "samples": config.drawing is not None,
+        "samples": config.samples,
         "lora": config.lora.on,
         "device_kind": kind or None,
         "device_number": int(number) if number.isdigit() else None,
@@ -119,8 +119,8 @@ def situation(config: RunConfig, facts: Facts | None) -> dict[str, Any]:
         values["kl_in_reward"] = algorithm.kl.estimator if isinstance(algorithm.kl, KLInReward) else None
     elif not isinstance(config, RLConfig):
         values |= _passes(config)
-    if config.drawing:
-        values |= config.drawing.model_dump(mode="json") | {"table": config.drawing.table}
+    if config.sampling_settings:
+        values |= config.sampling_settings.model_dump(mode="json") | {"table": config.sampling_settings.table}
     if known(config.train, "steps") is not None:
         values["optimizer_steps"] = optimizer_steps(config, config.train.steps)
     if isinstance(config, GenerateConfig):
@@ -177,7 +177,7 @@ def _of_facts(config: RunConfig, facts: Facts) -> dict[str, Any]:
     }
     if isinstance(config, RLConfig) and facts.longest:  # the data's prompts may be shorter than allowed
         values["least_rollout"] = config.rollout.max_new_tokens + facts.longest
-    if config.drawing and prompt is not None:
+    if config.sampling_settings and prompt is not None:
         values["prompt_and_new"] = prompt + config.new_tokens
     if model:
         odd = model.head_dim < _LEAST_HEAD or model.head_dim % 16

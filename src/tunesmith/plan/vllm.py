@@ -86,7 +86,7 @@ def derive_vllm(filling: Filling, facts: Facts) -> None:
     if facts.model is not None and facts.model.switch is not None:
         reason = "longrope: with a higher limit vLLM gives all sequences the frequencies of long ones"
         filling.fill("system.vllm.max_model_len", facts.model.switch, reason)
-    if config.drawing is None:
+    if not config.samples:
         return
     rl = isinstance(config, RLConfig)
     size = config.rollout.group_size if rl else known(config.sampling, "n") or 1

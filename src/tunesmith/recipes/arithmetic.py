@@ -19,7 +19,7 @@ DIGITS = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class SumProblem:
     prompt: str
     answer: str
     direct: str
@@ -28,7 +28,7 @@ class Problem:
     """The completion with the working and the answer."""
 
 
-def problem(a: int, b: int) -> Problem:
+def problem(a: int, b: int) -> SumProblem:
     """``a + b``, digit by digit from the right.
 
     Example:
@@ -40,10 +40,10 @@ def problem(a: int, b: int) -> Problem:
         x, y = a // 10**place % 10, b // 10**place % 10
         steps += f";{x}+{y}+{carry}={x + y + carry:02}"
         carry = (x + y + carry) // 10
-    return Problem(f"{a}+{b}=", str(a + b), f":{a + b}", f"{steps};{a + b}")
+    return SumProblem(f"{a}+{b}=", str(a + b), f":{a + b}", f"{steps};{a + b}")
 
 
-def problems(seed: int, train: int, held_out: int) -> tuple[list[Problem], list[Problem]]:
+def problems(seed: int, train: int, held_out: int) -> tuple[list[SumProblem], list[SumProblem]]:
     """Random sums in two disjoint lists, for training and held out."""
     rng = random.Random(seed)
     numbers = range(10 ** (DIGITS - 1), 10**DIGITS)
@@ -54,12 +54,12 @@ def problems(seed: int, train: int, held_out: int) -> tuple[list[Problem], list[
     return every[held_out:], every[:held_out]
 
 
-def write_tasks(path: Path, lines: Sequence[Problem]) -> Path:
+def write_tasks(path: Path, lines: Sequence[SumProblem]) -> Path:
     """Lines with ``prompt`` and ``answer``."""
     return write_lines(path, [{"prompt": p.prompt, "answer": p.answer} for p in lines])
 
 
-def write_examples(path: Path, lines: Sequence[Problem], worked_share: float, seed: int) -> Path:
+def write_examples(path: Path, lines: Sequence[SumProblem], worked_share: float, seed: int) -> Path:
     """Lines with ``prompt`` and ``completion``; ``worked_share`` of the completions show the working."""
     rng = random.Random(seed)
     chosen = [(p, rng.random() < worked_share) for p in lines]

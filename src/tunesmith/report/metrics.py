@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tunesmith.monitor.metrics import is_evaluation, numbers
-from tunesmith.monitor.tail import Identity, Place, identity, json_object, open_lines
+from tunesmith.monitor.tail import Identity, ReadPosition, identity, json_object, open_lines
 
 POINTS = 600
 """Maximum points of a curve; in a longer run a point covers several steps."""
@@ -54,7 +54,7 @@ class MetricsFile:
     """Numbers of the lines that are not records."""
     lines: int = 0
     _file: Identity | None = None
-    _place: Place = field(default_factory=Place)
+    _place: ReadPosition = field(default_factory=ReadPosition)
 
     def read_on(self) -> bool:
         """Returns whether anything has changed. A replaced or truncated file is read from its beginning.
@@ -77,7 +77,7 @@ class MetricsFile:
 
     def _restart(self, file: Identity | None) -> None:
         self.steps, self.evaluations, self.damaged = Table(), Table(), []
-        self._file, self._place, self.lines = file, Place(), 0
+        self._file, self._place, self.lines = file, ReadPosition(), 0
 
     def _take(self, line: bytes) -> None:
         self.lines += 1

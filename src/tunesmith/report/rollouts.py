@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tunesmith.monitor.metrics import numbers, rotated
-from tunesmith.monitor.tail import Identity, Place, identity, json_object, open_lines
+from tunesmith.monitor.tail import Identity, ReadPosition, identity, json_object, open_lines
 
 SEARCHED = 256 << 20
 """Bytes that one search reads; it returns the position to continue from."""
@@ -20,7 +20,7 @@ _HEAD_ENDS = b', "prompt": '
 """The part of a line before it is enough for the index. It cannot occur in texts, where quotes are escaped."""
 
 
-class Group(NamedTuple):
+class LineGroup(NamedTuple):
     """Consecutive lines of one step, kind and group. ``reward`` is the mean; ``low`` and ``high`` are its extremes."""
 
     start: int
@@ -47,7 +47,7 @@ class Query:
     """``failed``; ``contrast``: unequal rewards; ``equal``: equal rewards."""
     text: str = ""
 
-    def admits(self, group: Group) -> bool:
+    def admits(self, group: LineGroup) -> bool:
         """Whether a group matches, apart from its text."""
         unequal = group.low is not None and group.low != group.high
         of_status = {"failed": group.failed > 0, "contrast": unequal, "equal": not unequal and group.low is not None}
@@ -63,8 +63,8 @@ class Query:
 class _File:
     """The indexed content of one file, regardless of its name."""
 
-    groups: list[Group] = field(default_factory=list[Group])
-    place: Place = field(default_factory=Place)
+    groups: list[LineGroup] = field(default_factory=list[LineGroup])
+    place: ReadPosition = field(default_factory=ReadPosition)
     damaged: int = 0
 
 
@@ -115,7 +115,7 @@ class RolloutIndex:
         """Total bytes of both files."""
         return sum(file.place.read for file in self._files.values())
 
-    def groups(self) -> list[Group]:
+    def groups(self) -> list[LineGroup]:
         return [group for file in self._files.values() for group in file.groups]
 
     def lines(self, place: int) -> list[dict[str, Any]]:
@@ -164,7 +164,7 @@ def _add(file: _File, start: int, line: bytes) -> None:
     last = file.groups[-1] if file.groups else None
     if last is None or (last.step, last.kind, last.number) != (step, kind, number):
         task = str(head.get("task", ""))[:200]
-        file.groups.append(Group(start, stop, step, kind, number, task, 1, int(failed), reward, reward, reward))
+        file.groups.append(LineGroup(start, stop, step, kind, number, task, 1, int(failed), reward, reward, reward))
         return
     known = [value for value in (last.low, last.high, reward) if value is not None]
     scored = last.rollouts - last.failed
@@ -190,7 +190,7 @@ def _head(line: bytes) -> dict[str, Any] | None:
     return head if head is not None and isinstance(head.get("step"), int) else None
 
 
-def _read(path: Path, key: Identity, group: Group) -> list[dict[str, Any]]:
+def _read(path: Path, key: Identity, group: LineGroup) -> list[dict[str, Any]]:
     file = open_lines(path)
     if file is None:
         return []
@@ -238,7 +238,7 @@ def sample(index: RolloutIndex, most: int) -> list[int]:
     return sorted(chosen)
 
 
-def _spread(groups: Sequence[tuple[int, Group]], most: int) -> Iterator[tuple[int, Group]]:
+def _spread(groups: Sequence[tuple[int, LineGroup]], most: int) -> Iterator[tuple[int, LineGroup]]:
     """Evenly spaced groups, as many as fit."""
     size = sum(group.stop - group.start for _, group in groups)
     count = len(groups) if size <= most else max(1, len(groups) * most // size)

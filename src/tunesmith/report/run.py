@@ -31,7 +31,7 @@ FILES = ("metrics.jsonl", "resolved.json", "rollouts.jsonl")
 
 
 @dataclass(slots=True)
-class Run:
+class GrowingRun:
     """A run whose growing files are read further with each ``read_on``."""
 
     path: Path
@@ -58,7 +58,7 @@ class Run:
         return self._judged[1:]
 
 
-def open_run(path: Path) -> Run:
+def open_run(path: Path) -> GrowingRun:
     """
     Raises:
         ConfigError: ``path`` is not a run's directory.
@@ -66,7 +66,7 @@ def open_run(path: Path) -> Run:
     """
     with boundary(StorageError, f"cannot read {path}", OSError):
         check_holds(path, FILES)
-    run = Run(path, MetricsFile(path / "metrics.jsonl"), RolloutIndex(path / "rollouts.jsonl"))
+    run = GrowingRun(path, MetricsFile(path / "metrics.jsonl"), RolloutIndex(path / "rollouts.jsonl"))
     run.read_on()
     return run
 
@@ -81,7 +81,7 @@ def names(paths: Sequence[Path]) -> list[str]:
     return [str(path) for path in paths]
 
 
-def run_json(run: Run, name: str) -> Json:
+def run_json(run: GrowingRun, name: str) -> Json:
     """Everything about a run except its rollouts."""
     settings, notes, problems = read_settings(run.path / "resolved.json")
     steps = run.metrics.steps
@@ -139,7 +139,7 @@ def read_plan(path: Path) -> Json | None:
         return None
 
 
-def evaluations(run: Run) -> Json:
+def evaluations(run: GrowingRun) -> Json:
     """Curves of the evaluations. ``low`` and ``high`` of a share are its 95% interval for the number of prompts."""
     found = curves(run.metrics.evaluations)
     facts = read_facts(run.path)
@@ -179,14 +179,14 @@ def described(metrics: Sequence[str]) -> dict[str, Json]:
     }
 
 
-def model(runs: Sequence[Run]) -> Json:
+def model(runs: Sequence[GrowingRun]) -> Json:
     """All runs for the page, without rollouts."""
     made = [run_json(run, name) for run, name in zip(runs, names([run.path for run in runs]), strict=True)]
     seen = dict.fromkeys(n for run in made for part in ("curves", "evaluations") for n in run[part]["metrics"])
     return {"runs": made, "metrics": described(list(seen))}
 
 
-def embedded_rollouts(run: Run, most: int) -> list[Json]:
+def embedded_rollouts(run: GrowingRun, most: int) -> list[Json]:
     """A sample of the groups with their lines, of at most ``most`` bytes in the files."""
     index = run.rollouts
     return [{**group_json(index, place), "lines": index.lines(place)} for place in sample(index, most)]

@@ -15,8 +15,8 @@ from aiohttp import web
 from tunesmith.monitor.run_dir import is_running
 from tunesmith.report.page import json_bytes, page
 from tunesmith.report.rollouts import Query
-from tunesmith.report.run import Run, group_json, model
-from tunesmith.rewards.http_limits import Gate, guarded
+from tunesmith.report.run import GrowingRun, group_json, model
+from tunesmith.rewards.http_limits import ConnectionLimiter, guarded
 
 AT_ONCE = 200
 """Maximum groups per answer."""
@@ -32,7 +32,7 @@ HEADERS = {
 class Watch:
     """Answers the page's queries from the runs' files, after reading new lines."""
 
-    runs: Sequence[Run]
+    runs: Sequence[GrowingRun]
     token: str
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _model: dict[str, Any] = field(default_factory=lambda: {"version": 0})
@@ -73,14 +73,14 @@ class Watch:
             index.read_on()
             return {"lines": index.lines(int(asked["place"]))}
 
-    def _run(self, asked: Mapping[str, str]) -> Run:
+    def _run(self, asked: Mapping[str, str]) -> GrowingRun:
         number = int(asked["run"])
         if not 0 <= number < len(self.runs):
             raise ValueError(f"there is no run {number}")
         return self.runs[number]
 
 
-def make_app(watch: Watch, gate: Gate) -> web.Application:
+def make_app(watch: Watch, gate: ConnectionLimiter) -> web.Application:
     """The page itself needs the token in its address, which opens it; its requests need it in a header."""
 
     async def show(request: web.Request) -> web.Response:

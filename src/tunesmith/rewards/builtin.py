@@ -30,7 +30,7 @@ from tunesmith.rewards.function import (
 from tunesmith.rewards.numeric import equal, last_number
 from tunesmith.types import Rollout, Status
 from tunesmith.usercode.isolation import KillablePool
-from tunesmith.usercode.killable import Program, WorkerError
+from tunesmith.usercode.killable import UserProgram, WorkerError
 
 ITEM_SECONDS = 5.0
 """Upper limit of the deadline for judging one completion in a worker process; ``reward.timeout`` if shorter."""
@@ -160,7 +160,7 @@ def _comparing(
 
 
 def _pool(program: str, function: str, section: RewardSection, workers: int = 1) -> KillablePool:
-    code = Program(Path(__file__).with_name(program), function)
+    code = UserProgram(Path(__file__).with_name(program), function)
     return KillablePool(code, min(section.timeout, ITEM_SECONDS), workers)
 
 

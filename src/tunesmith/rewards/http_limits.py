@@ -50,7 +50,7 @@ class Limits:
     """Open at the same time; at most half of the process's limit of open files."""
 
 
-class Gate:
+class ConnectionLimiter:
     """Limits the number of connections. A new one beyond the limit replaces the one that has been idle longest."""
 
     def __init__(self, limits: Limits) -> None:
@@ -87,7 +87,7 @@ class Gate:
 class _Connection(asyncio.Protocol):
     """Forwards everything to ``inner``, unless the gate is full."""
 
-    def __init__(self, gate: Gate, inner: asyncio.Protocol) -> None:
+    def __init__(self, gate: ConnectionLimiter, inner: asyncio.Protocol) -> None:
         self._gate, self._inner = gate, inner
         self._transport: asyncio.Transport | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -125,7 +125,7 @@ class _Connection(asyncio.Protocol):
 
 
 def guarded(
-    gate: Gate,
+    gate: ConnectionLimiter,
     token: str | None,
     open_paths: tuple[str, ...] = (),
     refusal: Callable[[int, str], web.Response] = lambda status, problem: web.json_response(
@@ -179,7 +179,7 @@ def guarded(
 
 @asynccontextmanager
 async def listening(
-    app: web.Application, gate: Gate, host: str, port: int, *, shutdown: float, cancels: bool = False
+    app: web.Application, gate: ConnectionLimiter, host: str, port: int, *, shutdown: float, cancels: bool = False
 ) -> AsyncGenerator[int]:
     """Serve ``app``; yields the port, a free one where ``port`` is 0. Raises OSError: the address cannot be used.
 
@@ -200,7 +200,9 @@ async def listening(
         await runner.cleanup()
 
 
-async def serve(app: web.Application, gate: Gate, host: str, port: int, ready: Callable[[str], None]) -> None:
+async def serve(
+    app: web.Application, gate: ConnectionLimiter, host: str, port: int, ready: Callable[[str], None]
+) -> None:
     """Serve until SIGTERM or Ctrl-C, then finish the requests in progress.
 
     Args:

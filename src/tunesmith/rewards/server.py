@@ -17,7 +17,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError, mod
 from tunesmith.errors import EpisodeError
 from tunesmith.rewards.batching import Batcher
 from tunesmith.rewards.function import NOT_COLUMNS, text_of
-from tunesmith.rewards.http_limits import Gate, guarded, has_token
+from tunesmith.rewards.http_limits import ConnectionLimiter, guarded, has_token
 from tunesmith.rewards.reward_set import RewardSet
 from tunesmith.types import Prompt, Rollout, Status, Task, text_of_content
 
@@ -139,7 +139,7 @@ class RewardService:
         ]
 
 
-def make_app(service: RewardService, gate: Gate, max_bytes: int) -> web.Application:
+def make_app(service: RewardService, gate: ConnectionLimiter, max_bytes: int) -> web.Application:
     """The server's routes. Requests above ``max_bytes`` are rejected with 413, requests without the token with 401."""
     app = web.Application(client_max_size=max_bytes, middlewares=[guarded(gate, service.token, ("/health",))])
     app.add_routes([web.post("/reward", service.reward), web.get("/health", service.health)])

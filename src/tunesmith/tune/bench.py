@@ -14,7 +14,7 @@ from tunesmith.monitor.interrupts import asked
 from tunesmith.tune.arms import START_SECONDS, Arm, TrialEnded
 from tunesmith.tune.intervals import MOST_PAIRS, interval
 from tunesmith.tune.knobs import Values
-from tunesmith.tune.search import Outcome
+from tunesmith.tune.search import TrialOutcome
 
 LEAST_PATIENCE, SLOW = 20.0, 4.0
 """A step is abandoned after ``LEAST_PATIENCE`` seconds or ``SLOW`` times the other run's step, whichever is longer."""
@@ -47,7 +47,7 @@ class Bench:
             self.close()
         self._best, self._best_values = arm, values
 
-    def compare(self, best: Values, values: Values, arm: Arm | None = None) -> Outcome:
+    def compare(self, best: Values, values: Values, arm: Arm | None = None) -> TrialOutcome:
         """Compare the settings ``values`` with the best ones so far.
 
         Args:
@@ -60,7 +60,7 @@ class Bench:
             self.hold(Arm(self.config_of(best), self.path, self.folder), best)
         assert self._best is not None, "it was just made"
         other = arm or Arm(self.config_of(values), self.path, self.folder)
-        outcome = Outcome("measured")
+        outcome = TrialOutcome("measured")
         try:
             outcome = self._compared(self._best, other, lambda: arm is not None or self.fits(values))
         finally:
@@ -79,7 +79,7 @@ class Bench:
             self._best.end()
         self._best = self._best_values = None
 
-    def _compared(self, known: Arm, other: Arm, fits: Callable[[], bool]) -> Outcome:
+    def _compared(self, known: Arm, other: Arm, fits: Callable[[], bool]) -> TrialOutcome:
         """The comparison of two runs, both in memory if it has room for them; else one at a time."""
         try:
             known.start()
@@ -93,7 +93,7 @@ class Bench:
         other.end()
         return self._in_turn(known, other, BLOCK)
 
-    def _in_turn(self, known: Arm, other: Arm, block: int) -> Outcome:
+    def _in_turn(self, known: Arm, other: Arm, block: int) -> TrialOutcome:
         """The comparison of two runs that alternate every ``block`` steps; each round the other one goes first."""
         slowest, turn, ratios = 0.0, 1, list[float]()
         while not (ratios and (interval(ratios).decided or len(ratios) >= MOST_PAIRS or self.is_over)):
@@ -109,11 +109,11 @@ class Bench:
                 except TrialEnded as ended:
                     if arm is known:
                         raise
-                    return Outcome(ended.status, interval(ratios) if ratios else None, str(ended))
+                    return TrialOutcome(ended.status, interval(ratios) if ratios else None, str(ended))
                 if arm is known:
                     slowest = max(slowest, (time.monotonic() - began) / len(taken))
                     turn = max(1, min(MOST_STEPS, int(TURN / slowest))) if block == 1 else block
                 if block > 1:
                     arm.end()
             ratios += [log(b / a) for a, b in zip(times[True], times[False], strict=True)]
-        return Outcome("measured", interval(ratios))
+        return TrialOutcome("measured", interval(ratios))

@@ -14,7 +14,7 @@ from tunesmith.plan.tuned import remember, remembered
 from tunesmith.tune.intervals import Interval
 from tunesmith.tune.knobs import Values
 from tunesmith.tune.proof import Proof
-from tunesmith.tune.search import Outcome
+from tunesmith.tune.search import TrialOutcome
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class Trial:
     best: Values
     values: Values
     move: Values
-    outcome: Outcome
+    outcome: TrialOutcome
 
     def as_json(self) -> dict[str, Any]:
         outcome, found = self.outcome, self.outcome.interval
@@ -125,7 +125,7 @@ class Journal:
         known = [] if again else remembered(file).get("trials", [])
         return cls(file, subject, [_trial_of(entry) for entry in known])
 
-    def find(self, best: Values, values: Values) -> Outcome | None:
+    def find(self, best: Values, values: Values) -> TrialOutcome | None:
         """The outcome of an earlier comparison, unless it was cut short."""
         same = (t.outcome for t in self.trials if t.best == best and t.values == values)
         return next((outcome for outcome in same if outcome.final), None)
@@ -146,5 +146,5 @@ class Journal:
 
 def _trial_of(entry: Mapping[str, Any]) -> Trial:
     found = entry.get("interval")
-    outcome = Outcome(entry["status"], Interval(*found) if found else None, entry.get("reason", ""))
+    outcome = TrialOutcome(entry["status"], Interval(*found) if found else None, entry.get("reason", ""))
     return Trial(entry["best"], entry["values"], entry["settings"], outcome)

@@ -21,7 +21,7 @@ CLEAR = 0.05
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class TrialOutcome:
     """The outcome of a trial."""
 
     status: Status
@@ -61,7 +61,7 @@ def search(
     start: Values,
     candidates: Callable[[Values], Iterable[Candidate]],
     expected: Callable[[Values], float],
-    compare: Callable[[Values, Candidate], Outcome],
+    compare: Callable[[Values, Candidate], TrialOutcome],
     time_is_left: Callable[[], bool],
 ) -> Values:
     """The fastest settings found: each candidate is compared with the best so far, the most promising first.

@@ -24,7 +24,7 @@ COSTS = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Phase:
+class PhaseTime:
     """Median over steps. ``limit_share`` is the least time in which the hardware could do the same work, divided by
     the phase's time; None if unknown."""
 
@@ -41,7 +41,7 @@ class Measured:
     seconds: float
     """Median per step."""
     limit_share: float | None
-    phases: Sequence[Phase]
+    phases: Sequence[PhaseTime]
     costs: Sequence[tuple[str, float]]
     """The operations with the largest self time in one more step, which the profiler slows down."""
 
@@ -96,7 +96,7 @@ def measured(
         spent |= {"scoring": scored, "train": spent["train"] - scored}
     tokens = {"rollout": typical.get("sampled_tokens"), "train": typical.get("trained_tokens")}
     phases = [
-        Phase(name, s, s / whole, _over(tokens.get(name), s), None if overlapping else _over(limits.get(name), s))
+        PhaseTime(name, s, s / whole, _over(tokens.get(name), s), None if overlapping else _over(limits.get(name), s))
         for name, s in sorted(spent.items(), key=lambda item: -item[1])
     ]
     return Measured(len(steps), whole, _over(least, whole), phases, costs)

@@ -34,7 +34,7 @@ from tunesmith.tune.intervals import Interval
 from tunesmith.tune.knobs import KV, LAYOUT, RUNNING, THREADS, TOKENS, TUNED, Shape, Values, layouts_here, neighbours
 from tunesmith.tune.proof import Proof, compare_gradients
 from tunesmith.tune.result import Journal, Result, Trial, shown, told
-from tunesmith.tune.search import Candidate, Outcome, search
+from tunesmith.tune.search import Candidate, TrialOutcome, search
 from tunesmith.tune.setup import (
     check_tunable,
     pinned_settings,
@@ -92,31 +92,31 @@ class Tuning:
     def config_of(self, values: Values) -> RunConfig:
         return with_values(self.config, stated(values, self.usual))
 
-    def resolved(self, values: Values) -> RunConfig | Outcome:
+    def resolved(self, values: Values) -> RunConfig | TrialOutcome:
         """The run with these settings; the outcome if they are refused."""
         for known, before in self._resolved:
             if known == values:
                 return before
         try:
-            found: RunConfig | Outcome = resolve(self.config_of(values), self.facts).config
+            found: RunConfig | TrialOutcome = resolve(self.config_of(values), self.facts).config
         except CapacityError as error:
-            found = Outcome("memory", None, str(error))
+            found = TrialOutcome("memory", None, str(error))
         except ConfigError as error:
-            found = Outcome("refused", None, str(error))
+            found = TrialOutcome("refused", None, str(error))
         self._resolved.append((values, found))
         return found
 
     def fits_beside(self, values: Values) -> bool:
         """Whether a run fits into the memory that is free now, next to running processes."""
         config = self.resolved(values)
-        if isinstance(config, Outcome):
+        if isinstance(config, TrialOutcome):
             return False
         devices = planned_devices(config, replace(self.facts, hardware=read_hardware()))
         return bool(devices) and all(needed.peak <= ROOM * free for _, needed, free in devices)
 
     def expected(self, values: Values) -> float:
         config = self.resolved(values)
-        if isinstance(config, Outcome):
+        if isinstance(config, TrialOutcome):
             return inf
         return expected_seconds(config, self.facts, self.shape.samples, self.shape.tokens / self.shape.samples)
 
@@ -126,7 +126,7 @@ class Tuning:
         for move, values in (*moves, *self._layouts(best)):
             if self.pinned.isdisjoint(move):
                 found = self.resolved(values)
-                if not isinstance(found, Outcome):
+                if not isinstance(found, TrialOutcome):
                     yield Candidate(move, values)
                 elif self.journal.find(best, values) is None:
                     self.journal.add(Trial(best, values, move, found))
@@ -144,7 +144,7 @@ class Tuning:
                 if move:
                     yield move, {**{key: there.get(key) for key in best}, **kept}
 
-    def compare(self, best: Values, candidate: Candidate, arm: Arm | None = None) -> Outcome:
+    def compare(self, best: Values, candidate: Candidate, arm: Arm | None = None) -> TrialOutcome:
         """Measure a candidate, or look it up in the journal; ``arm`` is its run if it is already running."""
         outcome = self.journal.find(best, candidate.values)
         if outcome is None:
@@ -183,7 +183,7 @@ class Tuning:
                 arm.start()
             except TrialEnded as ended:
                 said = {key: value for key, value in settings(config, given_only=True).items() if key in TUNED}
-                self.journal.add(Trial(self.derived, said, said, Outcome(ended.status, None, str(ended))))
+                self.journal.add(Trial(self.derived, said, said, TrialOutcome(ended.status, None, str(ended))))
                 self.say(told(self.journal.trials[-1]))
                 return
             given = tuned_values(arm.resolved())[0]
@@ -193,7 +193,7 @@ class Tuning:
                 outcome = self.compare(self.derived, Candidate(move, given), arm)
                 if outcome.interval and outcome.interval.low > 0:
                     back = {key: self.derived.get(key) for key in move}
-                    turned = Outcome("measured", outcome.interval.turned)
+                    turned = TrialOutcome("measured", outcome.interval.turned)
                     self._left = Trial(given, self.derived, back, turned)
         finally:
             if self.best != self.given or self.given == self.derived:
@@ -224,7 +224,7 @@ class Tuning:
                 arm.end()
         ours, theirs = checkpoints
         config = self.resolved(self.derived)
-        assert not isinstance(config, Outcome), "it runs"
+        assert not isinstance(config, TrialOutcome), "it runs"
         return compare_gradients(ours, theirs, config.model.dtype)
 
     def conclude(self) -> Result:

@@ -11,20 +11,20 @@ from typing import Any
 from tunesmith.config.sizes import parse_size
 from tunesmith.errors import DeadlineExceeded
 from tunesmith.usercode.calls import ANSWER_SECONDS, PerLoop, done_within
-from tunesmith.usercode.killable import Program, Worker, WorkerLost, Workers
+from tunesmith.usercode.killable import UserProgram, Worker, WorkerLost, Workers
 
 IMPORT_SECONDS = 600.0
 
 
 def user_program(
     path: Path, function: str, arguments: tuple[Any, ...], memory: str | None, *, alone: bool = False
-) -> Program:
+) -> UserProgram:
     """A program that loads the user's code; with ``alone`` it has one worker at a time.
 
     ``memory`` limits each worker; None: half of the machine's memory.
     """
     limit = parse_size(memory) if memory else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-    return Program(path, function, arguments, limit, IMPORT_SECONDS, shows=True, alone=alone)
+    return UserProgram(path, function, arguments, limit, IMPORT_SECONDS, shows=True, alone=alone)
 
 
 async def answered(
@@ -71,7 +71,7 @@ class KillablePool:
         deadline: seconds for one call, not counting the worker's start.
     """
 
-    def __init__(self, program: Program, deadline: float, workers: int = 1) -> None:
+    def __init__(self, program: UserProgram, deadline: float, workers: int = 1) -> None:
         self._workers, self._deadline = Workers(program), deadline
         self._places = PerLoop(lambda: asyncio.Semaphore(workers))
         self.close = self._workers.close

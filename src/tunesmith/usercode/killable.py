@@ -25,7 +25,7 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from tunesmith.distributed.child import Process, ending
-from tunesmith.distributed.far import Answer, ConnectedFar
+from tunesmith.distributed.far import ConnectedFar, PendingResult
 from tunesmith.errors import TunesmithError
 
 STARTUP_SECONDS = 60.0
@@ -51,7 +51,7 @@ class WorkerLost(WorkerError):
 
 
 @dataclass(frozen=True, slots=True)
-class Program:
+class UserProgram:
     """A function of a file, or the object it returns for ``arguments``, that workers call. Results go through JSON."""
 
     file: Path
@@ -70,7 +70,7 @@ class Program:
 class ForkServer:
     """A process that has loaded a program and forks workers; raises WorkerError if it cannot."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: UserProgram) -> None:
         self._program = program
         self._process = Process([sys.executable, "-P", _CHILD], program.file.name, shows=program.shows, out=True)
         self._pipe, self.pid = self._process.connection, self._process.popen.pid
@@ -181,7 +181,7 @@ class Worker(ConnectedFar):
         self.alive = True
         self._start()
 
-    def ask(self, *arguments: Any, coroutine: bool = False) -> Answer:
+    def ask(self, *arguments: Any, coroutine: bool = False) -> PendingResult:
         """Call the function. The answer raises WorkerError if the function raised."""
         return (self.submit_async if coroutine else self.submit)("__call__", *arguments)
 
@@ -212,7 +212,7 @@ class Worker(ConnectedFar):
 class Workers:
     """Workers of one program: the idle ones, and a fork server for more, which starts on first use."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: UserProgram) -> None:
         self._program = program
         self._lock = threading.Lock()
         self._server: ForkServer | None = None

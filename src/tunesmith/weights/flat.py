@@ -36,7 +36,7 @@ class FlatWeights:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class TensorRun:
     """Consecutive whole tensors, from byte ``start`` to ``stop`` of all; offsets in ``table`` count from ``start``."""
 
     start: int
@@ -44,7 +44,7 @@ class Run:
     table: Sequence[Row]
 
 
-def runs(table: Iterable[Row], size: int) -> Iterator[Run]:
+def runs(table: Iterable[Row], size: int) -> Iterator[TensorRun]:
     """Split a table's tensors into runs of at most ``size`` bytes; a larger tensor is by itself.
 
     All names of a tensor are in one run, so rows are in the order of the bytes.
@@ -54,12 +54,12 @@ def runs(table: Iterable[Row], size: int) -> Iterator[Run]:
     for name, dtype, shape, begin in sorted(table, key=lambda row: row[3]):
         end = begin + prod(shape) * getattr(torch, dtype).itemsize
         if rows and begin >= stop and end - start > size:
-            yield Run(start, stop, rows)
+            yield TensorRun(start, stop, rows)
             start, rows = begin, []
         rows.append((name, dtype, shape, begin - start))
         stop = max(stop, end)
     if rows:
-        yield Run(start, stop, rows)
+        yield TensorRun(start, stop, rows)
 
 
 def laid_out(named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[Row, Tensor | None]]:

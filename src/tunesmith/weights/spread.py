@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tunesmith.weights.flat import Row, Run, aligned, laid_out, put, runs
+from tunesmith.weights.flat import Row, TensorRun, aligned, laid_out, put, runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class Spread:
     """
 
     table: Sequence[Row]
-    runs: Sequence[Run]
+    runs: Sequence[TensorRun]
     owners: Sequence[int]
     buffer: Tensor
     own: Mapping[int, Tensor]

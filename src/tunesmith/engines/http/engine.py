@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from tunesmith.engines.base import check_sampling
-from tunesmith.engines.http.server import PATIENCE, Answer, SglangServer
-from tunesmith.engines.partial import Request, stop_strings, stop_token_ids
+from tunesmith.engines.http.server import PATIENCE, Continuation, SglangServer
+from tunesmith.engines.partial import RunningRequest, stop_strings, stop_token_ids
 from tunesmith.engines.stats import EngineStats
 from tunesmith.errors import EngineError, TunesmithError, UserError
 from tunesmith.plan.engine import LAUNCH, UNALTERED_ONLY
@@ -70,7 +70,7 @@ class _Weights:
 
 
 @dataclass(slots=True, eq=False)
-class _Request(Request):
+class _Request(RunningRequest):
     """A request that the server answers in one or more parts."""
 
     finish_reason: FinishReason = field(default="abort", init=False)
@@ -294,7 +294,7 @@ class SglangEngine:
                 self._counted["prefilled_tokens"] += answer.prompt_tokens - answer.cached_tokens
                 self._append(request, answer, weights.version)
 
-    def _append(self, request: _Request, answer: Answer, version: int) -> None:
+    def _append(self, request: _Request, answer: Continuation, version: int) -> None:
         """Append the answer's tokens up to the one that ends the completion. Raises EngineError if one is invalid."""
         for token_id, logprob in zip(answer.token_ids, answer.logprobs, strict=True):
             if type(token_id) is not int or type(logprob) not in (int, float) or not math.isfinite(logprob):

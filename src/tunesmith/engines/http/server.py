@@ -38,7 +38,7 @@ class Refused(EngineError):
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class Continuation:
     """The server's continuation of some tokens; ``tag`` names its weights."""
 
     token_ids: list[Any]
@@ -76,10 +76,10 @@ class SglangServer:
             raise EngineError(f"{self.url}/{name} answered {one_line(str(answer))}, which is no table")
         return cast("dict[str, Any]", answer)
 
-    async def generate(self, input_ids: Sequence[int], settings: dict[str, Any]) -> Answer:
+    async def generate(self, input_ids: Sequence[int], settings: dict[str, Any]) -> Continuation:
         """The server's continuation of these tokens; cancelling aborts it there."""
 
-        async def attempt() -> Answer:
+        async def attempt() -> Continuation:
             name = uuid.uuid4().hex
             body = {
                 "rid": name,
@@ -168,7 +168,7 @@ class SglangServer:
             task.exception()  # marks it as retrieved: a dead server has nothing to abort
 
 
-def _read(answer: Any) -> Answer:
+def _read(answer: Any) -> Continuation:
     meta = answer["meta_info"]
     reason = meta["finish_reason"]["type"]
     pairs = meta.get("output_token_logprobs") or []
@@ -177,4 +177,4 @@ def _read(answer: Any) -> Answer:
     if written != token_ids or reason not in ("stop", "length", "abort"):
         raise ValueError
     counts = meta.get("prompt_tokens", 0), meta.get("cached_tokens", 0)
-    return Answer(token_ids, logprobs, reason, meta["weight_version"], *counts)
+    return Continuation(token_ids, logprobs, reason, meta["weight_version"], *counts)

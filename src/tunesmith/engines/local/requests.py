@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from torch import Tensor
 
-from tunesmith.engines.partial import Request
+from tunesmith.engines.partial import RunningRequest
 from tunesmith.types import Completion
 
 _CHUNK = 256
@@ -58,7 +58,7 @@ class CachedPrompt:
 
 
 @dataclass(slots=True, eq=False)
-class LocalRequest(Request):
+class LocalRequest(RunningRequest):
     """A request to the local engine."""
 
     id: int

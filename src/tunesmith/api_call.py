@@ -33,7 +33,7 @@ _CODE = {"reward": ("reward.functions",), "environment": ("environment.path", "e
 """The settings that may hold objects, by section."""
 
 
-class Program:
+class ApiCall:
     """One call of the Python API."""
 
     def __init__(
