@@ -19,12 +19,13 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tunesmith import (
+    GRPO,
     AdamWSettings,
-    Batch,
     CausalLM,
     Learner,
     LocalEngine,
     Loss,
+    Outcome,
     PolicyBatch,
     PolicyObjective,
     Rollout,
@@ -32,6 +33,7 @@ from tunesmith import (
     Task,
     TokenLoss,
     TorchBackend,
+    compute_advantages,
     rollout_batch,
 )
 
@@ -75,18 +77,20 @@ class Loop:
     async def step(self, number: int, tasks: Sequence[Task]) -> dict[str, float]:
         """Sample with the newest weights, reward, compare with the group, learn."""
         await self.engine.load_weights(number)
-        groups = await asyncio.gather(*(self.play(task, number) for task in tasks))
-        played = [(rollout, group) for group, rollouts in enumerate(groups) for rollout in rollouts]
-        batch: Batch = rollout_batch(played)
-        rewards = np.array([[rollout.reward for rollout in rollouts] for rollouts in groups], np.float64)
-        advantages = (rewards - rewards.mean(1, keepdims=True)) / (rewards.std(1, keepdims=True) + 1e-6)
-        batch.add("advantages", advantages.flatten()[batch.sample])  # [N]
+        groups = await asyncio.gather(*(self.play(t, number * len(tasks) + i) for i, t in enumerate(tasks)))
+        played = [
+            (r, g) for g, rollouts in enumerate(groups) for r in rollouts if r.num_sampled and r.reward is not None
+        ]
+        batch = rollout_batch(played)
+        rewards = np.array([r.reward for r, _ in played], np.float64)
+        outcomes = [Outcome(g, float(x), r.num_sampled) for (r, g), x in zip(played, rewards, strict=True)]
+        batch.add("advantages", np.concatenate(compute_advantages(GRPO(), outcomes).advantages))  # [N]
         self.rewards.append(float(rewards.mean()))
         return self.learner.update(batch, PolicyObjective(ClippedSurrogate()), passes=2, seed=number)
 
-    async def play(self, task: Task, seed: int) -> list[Rollout]:
-        """``[G]`` rewarded rollouts of a task, all different and the same again with the same seed."""
-        samplings = [Sampling(NEW_TOKENS, ignore_eos=True, seed=1000 * seed + i) for i in range(GROUP_SIZE)]
+    async def play(self, task: Task, number: int) -> list[Rollout]:
+        """``[G]`` rewarded rollouts of a task; no group of another ``number`` has its seeds."""
+        samplings = [Sampling(NEW_TOKENS, ignore_eos=True, seed=GROUP_SIZE * number + i) for i in range(GROUP_SIZE)]
         completions = await asyncio.gather(*(self.engine.generate(task.prompt_ids, s) for s in samplings))
         rollouts: list[Rollout] = []
         for completion in completions:

@@ -11,8 +11,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from tunesmith.algorithms.advantages import GRPO, Estimator, compute_advantages
+    from tunesmith.algorithms.corrections import Correction
     from tunesmith.algorithms.losses import Loss, PolicyBatch, TokenLoss
     from tunesmith.algorithms.objective import PolicyObjective
+    from tunesmith.algorithms.outcomes import Advantages, Outcome
     from tunesmith.api import distill, dpo, kto, prm, rft, rl, rm, sft
     from tunesmith.assembly.opening import RunResult
     from tunesmith.backends.optimizer import AdamWSettings
@@ -33,8 +36,11 @@ _MODULES = {
     "generate": "offline.inference",
     **dict.fromkeys(("distill", "dpo", "kto", "prm", "rft", "rl", "rm", "sft"), "api"),
     "AdamWSettings": "backends.optimizer",
+    **dict.fromkeys(("Advantages", "Outcome"), "algorithms.outcomes"),
     "Batch": "data.batch",
     "CausalLM": "models.causal_lm",
+    "Correction": "algorithms.corrections",
+    **dict.fromkeys(("Estimator", "GRPO", "compute_advantages"), "algorithms.advantages"),
     "Learner": "loop.learner",
     "LocalEngine": "engines.local.engine",
     **dict.fromkeys(("Loss", "PolicyBatch", "TokenLoss"), "algorithms.losses"),
@@ -45,9 +51,10 @@ _MODULES = {
 }
 
 __all__ = [
-    "STOP", "AdamWSettings", "Batch", "CausalLM", "Generation", "Learner", "LocalEngine", "Loss", "PolicyBatch",
-    "PolicyObjective", "Rollout", "RunResult", "Sample", "Sampling", "Task", "TokenLoss", "TorchBackend", "distill",
-    "dpo", "generate", "kto", "prm", "rft", "rl", "rm", "rollout_batch", "sft",
+    "GRPO", "STOP", "AdamWSettings", "Advantages", "Batch", "CausalLM", "Correction", "Estimator", "Generation",
+    "Learner", "LocalEngine", "Loss", "Outcome", "PolicyBatch", "PolicyObjective", "Rollout", "RunResult", "Sample",
+    "Sampling", "Task", "TokenLoss", "TorchBackend", "compute_advantages", "distill", "dpo", "generate", "kto", "prm",
+    "rft", "rl", "rm", "rollout_batch", "sft",
 ]  # fmt: skip
 
 
