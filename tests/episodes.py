@@ -12,7 +12,7 @@ from fake_engine import FakeEngine
 from tunesmith.assembly.environments import build_environments
 from tunesmith.config.schema import EnvironmentSection
 from tunesmith.environments.loading import EnvironmentSet, load_environments
-from tunesmith.loop.collect import Collector, Scorer
+from tunesmith.loop.collect import Collector
 from tunesmith.types import Completion, Message, Rollout, Sampling, Status, Task
 
 Policy = Callable[[str], str]
@@ -74,7 +74,7 @@ def play(
     chat: bool = True,
     end: str = "<|im_end|>",
     concurrency: int | None = None,
-    scorer: Scorer | None = None,
+    scorer: Any = None,
 ) -> tuple[list[Rollout], RecordingEngine]:
     """Play tasks out; what the engine saw is with it."""
     engine = RecordingEngine(tokenizer, policy)

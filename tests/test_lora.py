@@ -276,7 +276,7 @@ def test_a_whole_model_beside_the_adapter_when_asked_for(tmp_path: Path, base: P
         ({"lora__targets": ["q_proj"]}, "lora.targets has no effect without an adapter"),
         ({"lora__rank": 2, "lora__targets": ["q_prj"]}, "no linear module 'q_prj'. Did you mean 'q_proj'"),
         ({"lora__rank": 2, "lora__targets": ["lm_head"]}, "no linear module 'lm_head'"),
-        ({"lora__rank": 2, "lora__targets": []}, "names no module"),
+        ({"lora__rank": 2, "lora__targets": []}, "lora.targets is empty"),
         ({"lora__rank": 0}, "above 0"),
         ({"model__quantize": "nf4"}, "cannot be trained; train an adapter on them: set lora.rank"),
     ],

@@ -206,7 +206,7 @@ def test_a_reference_that_is_placed_with_the_trainer_has_no_processes() -> None:
 def test_the_plan_shows_places_and_their_reason() -> None:
     found = layout_of_run(resolved("2x8xA100-80GB", SMALL, *PPO))
     [entry] = [derived for derived in found.derived if derived.key == "system.placement"]
-    assert entry.value == {"colocate": [["actor", "ref", "critic", "rollout"]]} and "least time" in entry.reason
+    assert entry.value == {"colocate": [["actor", "ref", "critic", "rollout"]]} and "fastest step" in entry.reason
 
 
 def test_what_does_not_fit_is_refused_with_what_does(tmp_path: Path) -> None:
