@@ -40,7 +40,7 @@ from tunesmith.types import Sample
 
 FOLDER = Path(__file__).with_name("results")
 RESULTS = FOLDER / "compiled-cpu.json"
-PAGE = Path(__file__).parent.parent / "docs" / "tuning.md"
+PAGE = Path(__file__).parent.parent / "docs" / "tuning-guides.md"
 BEGIN, END = "<!-- results: compiled-cpu.json -->\n", "<!-- end of results -->"
 MODELS: dict[str, Shape] = {
     "S, 6 layers of 256": S,

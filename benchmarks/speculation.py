@@ -32,7 +32,7 @@ from tunesmith.models.causal_lm import CausalLM
 from tunesmith.types import Sampling
 
 RESULTS = Path(__file__).with_name("results") / "speculation-cpu.json"
-PAGE = Path(__file__).parent.parent / "docs" / "tuning.md"
+PAGE = Path(__file__).parent.parent / "docs" / "tuning-guides.md"
 BEGIN, END = "<!-- results: speculation-cpu.json -->\n", "<!-- end of results -->"
 MODELS: dict[str, Shape] = {"S, 5.8M": S, "0.1B": SMALL, "0.6B": QWEN3}
 ROWS, RIGHT = (1, 4, 16), (0.5, 0.7, 0.9)
