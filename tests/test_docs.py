@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import inspect
 import json
 import re
 import shutil
 import tomllib
+from itertools import pairwise
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -218,14 +220,42 @@ def test_tables_are_the_registries(page: Path) -> None:
     assert text == with_tables(text), "run: python tests/docs_tables.py"
 
 
-def test_the_reading_path_is_walkable() -> None:
-    """The functions that docs/architecture.md names are in the files it links to."""
-    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-    path = text.partition("## The reading path")[2].partition("##")[0]
-    hops = re.findall(r"\[`([\w/]+\.py)`\]\([^)]+\),\s+`(\w+)`", path)
-    assert [file for file, _ in hops] == ["loop/rl.py", "loop/learner.py", "backends/torch.py"]
-    for file, function in hops:
-        assert f"def {function}(" in (ROOT / "src" / "tunesmith" / file).read_text(encoding="utf-8")
+def test_the_reading_path_is_the_order_of_calls() -> None:
+    """Each function of docs/architecture.md's first table is in its file and names the next one."""
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    path = re.findall(r"^\| `([\w.]+)` \| \[`([\w/]+\.py)`\]", page, re.MULTILINE)
+    assert path[0] == ("rl", "cli/train.py") and ("run", "loop/rl.py") in path and path[-1][1] == "algorithms/losses.py"
+    for (function, file), (called, next_file) in pairwise(path):
+        # an objective or a loss is called as an object: objective(...), self.loss(...)
+        name = next_file.rpartition("/")[2] if called.endswith("__call__") else called.rpartition(".")[2]
+        found = names_in(file, function)
+        assert name in found or any(name.startswith(n) for n in found if n in ("objective", "loss")), called
+    names_in(path[-1][1], path[-1][0])
+
+
+def names_in(file: str, function: str) -> set[str]:
+    """Names, attributes and texts in the body of a function, such as ``update`` or ``Learner.update``."""
+    node: ast.AST = ast.parse((ROOT / "src" / "tunesmith" / file).read_text(encoding="utf-8"))
+    for part in function.split("."):
+        node = next(n for n in ast.iter_child_nodes(node) if getattr(n, "name", None) == part)
+    used = (getattr(n, "id", None) or getattr(n, "attr", None) or getattr(n, "value", None) for n in ast.walk(node))
+    return {text for text in used if isinstance(text, str)}
+
+
+def test_the_files_that_tell_engines_apart_are_listed() -> None:
+    """CONTRIBUTING.md names each file that compares ``system.engine``, so that a new engine misses none."""
+    page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    table = page.partition("### A new engine")[2].partition("\n## ")[0]
+    code = r"\bengine (==|!=) [\"']|\bsystem\.served\b|\"engine\": \"(local|vllm)|: dict\[.*RolloutEngine.*= {"
+    rules = r"\"system\.engine\"( =|\])|\bserved\"? ="
+    package = ROOT / "src" / "tunesmith"
+    found = {
+        path.relative_to(package).as_posix()
+        for pattern, kind in ((code, "*.py"), (rules, "*.toml"))
+        for path in package.rglob(kind)
+        if re.search(pattern, path.read_text(encoding="utf-8"))
+    }
+    assert found == set(re.findall(r"`([\w/]+\.(?:py|toml))`", table))
 
 
 def test_documents_name_no_place_of_one_machine() -> None:
