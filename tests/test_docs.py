@@ -32,6 +32,7 @@ from tunesmith.config.schema import ModelReward, RemoteReward, RLConfig, Source
 from tunesmith.config.section import Section
 from tunesmith.data.prepare import peek
 from tunesmith.environments.loading import check_environment
+from tunesmith.monitor.progress import COLUMNS
 from tunesmith.plan.checks import check
 from tunesmith.plan.facts import Facts, read_model_facts
 from tunesmith.plan.hardware import read_hardware
@@ -95,6 +96,34 @@ def test_what_the_front_page_shows_as_derived_is_derived(place: Path) -> None:
     for line in shown[0].splitlines():
         key, value, reason = line.split(maxsplit=2)
         assert derived[key] == (json.loads(value), reason.strip())
+
+
+RUNS = [
+    (path, example) for example in EXAMPLES for path in ([ROOT / "README.md"] if example.name == "arithmetic" else [])
+]
+RUNS += [(example / "README.md", example) for example in EXAMPLES]
+
+
+@pytest.mark.parametrize(("page", "example"), RUNS, ids=lambda path: path.name)
+def test_printed_runs_have_the_columns_and_settings_of_now(page: Path, example: Path) -> None:
+    """Columns are those of progress lines; settings, steps and learning rate are the run file's."""
+    run_file = tomllib.loads((example / "rl.toml").read_text())
+    labels = {label for label, _ in COLUMNS.values()}
+    for line in "".join(block.text for block in blocks_of(page) if block.language == "text").splitlines():
+        if step := re.match(r"step (\d+)/(\d+)  ", line):
+            shown = dict(part.rsplit(" ", 1) for part in line[step.end() :].split("  "))
+            assert set(shown) <= labels, line
+            assert int(step[2]) == run_file["train"]["steps"]
+            if int(step[1]) == int(step[2]) and "schedule" not in run_file["train"]:
+                assert float(shown["lr"]) == run_file["train"]["lr"]
+        elif line.startswith("evaluation after step"):
+            assert "failed 0" not in line, "printed only where some failed"
+        elif line.endswith("  as you said"):
+            key, value, _ = line.split(maxsplit=2)
+            section, _, name = key.partition(".")
+            assert json.loads(value) == run_file[section][name], line
+        elif line.startswith("system.kv_memory"):
+            assert line.endswith(f"in {run_file['model']['dtype']}")
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)
@@ -174,6 +203,7 @@ def required(section: type[Section]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_links_lead_somewhere(document: Path) -> None:
+    # README.md links by address: PyPI shows it too, where relative links lead nowhere.
     for target in links(document):
         if target.startswith(("http://", "https://")):
             continue
