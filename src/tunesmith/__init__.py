@@ -51,11 +51,40 @@ _MODULES = {
 }
 
 __all__ = [
-    "GRPO", "STOP", "AdamWSettings", "Advantages", "Batch", "CausalLM", "Correction", "Estimator", "Generation",
-    "Learner", "LocalEngine", "Loss", "Outcome", "PolicyBatch", "PolicyObjective", "Rollout", "RunResult", "Sample",
-    "Sampling", "Task", "TokenLoss", "TorchBackend", "compute_advantages", "distill", "dpo", "generate", "kto", "prm",
-    "rft", "rl", "rm", "rollout_batch", "sft",
-]  # fmt: skip
+    "GRPO",
+    "STOP",
+    "AdamWSettings",
+    "Advantages",
+    "Batch",
+    "CausalLM",
+    "Correction",
+    "Estimator",
+    "Generation",
+    "Learner",
+    "LocalEngine",
+    "Loss",
+    "Outcome",
+    "PolicyBatch",
+    "PolicyObjective",
+    "Rollout",
+    "RunResult",
+    "Sample",
+    "Sampling",
+    "Task",
+    "TokenLoss",
+    "TorchBackend",
+    "compute_advantages",
+    "distill",
+    "dpo",
+    "generate",
+    "kto",
+    "prm",
+    "rft",
+    "rl",
+    "rm",
+    "rollout_batch",
+    "sft",
+]
 
 
 def __getattr__(name: str) -> Any:
