@@ -145,7 +145,8 @@ RL: dict[str, tuple[str, Settings] | tuple[str, Settings, Injected]] = {
     ),
     "guesses that are wrong": (
         "drafts_rejected",
-        {**RAMBLING, "system__speculative": "ngram", **LITTLE},
+        {**RAMBLING, **LITTLE, "system__speculative": "ngram", "system__max_running": 1,
+         "rollout__prompts_per_step": 4},
     ),
     "critic that does not learn": (
         "critic_explains_nothing",
