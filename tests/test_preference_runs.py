@@ -225,7 +225,7 @@ def test_what_needs_the_tokenizer_is_refused_before_the_model_is_loaded(
             r"long\.jsonl:4: .* 34 tokens together",
         ),
         ("dpo", {"data__train": str(long), "data__max_tokens": 20}, r"long\.jsonl:4: 32 tokens"),
-        ("rm", {"data__train": str(margins), "rm__loss": "logexp"}, "knows no margin"),
+        ("rm", {"data__train": str(margins), "rm__loss": "logexp"}, "has no margin"),
         ("rm", {"system__logprob_chunk": 8}, "system.logprob_chunk has no effect"),
         ("prm", {"prm__good": "good"}, "prm.good = 'good' is 4 tokens"),
     ]

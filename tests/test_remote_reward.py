@@ -180,7 +180,7 @@ def test_a_slow_server_is_a_timeout_that_names_it() -> None:
         (web.Response(text="<html>"), "did not answer with JSON: <html>"),
         (web.Response(status=400, text="no such column"), "answered 400: no such column"),
         (web.Response(status=302, headers={"Location": "http://127.0.0.1:1/"}), "answered 302"),
-        ({"rewards": [1.0, 2.0], "errors": ["x"]}, 'answered "errors" that are no list of 2'),
+        ({"rewards": [1.0, 2.0], "errors": ["x"]}, 'answered "errors" that are not a list of 2'),
     ],
 )
 def test_an_answer_that_would_not_change_is_not_asked_for_again(answer: Any, words: str) -> None:

@@ -288,7 +288,7 @@ def test_a_run_with_another_tokenizer_encodes_anew(
     rm = save_reward_model(tmp_path / "other", tokens=other)
     models = f'[{{path = "{rm}", name = "judge"}}]'
     outcome = assembly.run_rl(None, model_settings(tmp_path, policy, models, reward__functions=None))
-    assert "'judge' sees prompt and answer encoded anew" in capsys.readouterr().out
+    assert "'judge' sees prompt and answer tokenized again" in capsys.readouterr().out
     for line in read_metrics(outcome.run_dir / "metrics.jsonl"):
         assert line["rollouts/failed"] == 0 and line["reward/judge/applied"] == 1 and line["reward/judge/std"] > 0
 

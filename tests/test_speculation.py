@@ -259,7 +259,7 @@ def test_bad_settings_are_refused(llama: CausalLM, tmp_path: Path) -> None:
         run(llama, Speculation(2, short))
     other = CausalLM.load(save_model(tmp_path / "other"))
     other.tokenizer.add_tokens(["new"])
-    with pytest.raises(UserError, match="another vocabulary"):
+    with pytest.raises(UserError, match="different vocabulary"):
         run(llama, Speculation(2, other))
 
 

@@ -215,7 +215,7 @@ def test_a_killed_trainer_is_gone_back_from_and_every_step_counts_once(tmp_path:
         with run.held(step):
             run.kill("Trainer")
     said = run.finish()
-    assert "the run goes on from the beginning, there being no checkpoint yet; 2 more times" in said
+    assert "the run continues from the beginning, as there is no checkpoint yet; 2 more times" in said
     assert "checkpoints/step-000008; 1 more times" in said
     assert [line["step"] for line in run.metrics()] == list(range(1, STEPS + 1))
     same(undisturbed, run)

@@ -147,7 +147,7 @@ def checkpoint_to_continue(config: RunConfig, run_dir: RunDir) -> Path | None:
     if checkpoint is None:
         raise CheckpointError(
             f"checkpoint.resume: there is no checkpoint to resume in {run_dir.checkpoints}: the run ended before its "
-            "first one. Start it anew without checkpoint.resume, in another run_dir or after deleting this one"
+            "first one. Start it again without checkpoint.resume, in another run_dir or after deleting this one"
         )
     return checkpoint
 
@@ -178,4 +178,4 @@ def _check_device(config: RunConfig) -> None:
     count = torch.cuda.device_count()
     if int(device.partition(":")[2] or 0) >= count:
         found = f"torch sees {count} GPUs" if count else f"torch {torch.__version__} sees no GPU"
-        raise ConfigError(f"system.device = '{device}', and {found} here; say 'cpu', or leave it out")
+        raise ConfigError(f"system.device = '{device}', and {found} here; set 'cpu', or leave it out")

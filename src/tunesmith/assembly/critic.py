@@ -86,6 +86,6 @@ def _check_tokens(config: RLConfig, tokenizer: Any) -> None:
     theirs = load_tokenizer(config.model_copy(update={"model": config.model.model_copy(update={"path": path})}))
     if theirs.get_vocab() != tokenizer.get_vocab():
         raise ConfigError(
-            f"critic.path: '{path}' has another vocabulary than the policy, whose tokens it has to judge. "
+            f"critic.path: '{path}' has a different vocabulary from the policy, whose tokens it judges. "
             "Take a model of the policy's family, or leave critic.path out."
         )

@@ -239,8 +239,8 @@ def check_dry_run(config: RunConfig) -> None:
     }
     if others := [key for key, unknown in asked.items() if unknown]:
         raise ConfigError(
-            f"--dry-run takes steps on GPUs that are not there, and this run has {', '.join(others)}, which it has "
-            "nothing in the place of. Set another value, or see what is planned for it: tunesmith plan"
+            f"--dry-run cannot simulate {', '.join(others)}. Set another value, or see what is planned for it: "
+            "tunesmith plan"
         )
 
 

@@ -171,7 +171,7 @@ def checkpoint_to_resume(config: RunConfig, run_dir: RunDir) -> Path | None:
         print(f"{checkpoint} is of an earlier version and has no checksums: damage in it would not be noticed")
     if read_state(checkpoint).get("model_only"):
         raise CheckpointError(
-            f"{checkpoint} holds the model alone (checkpoint.model_only), and nothing can go on from it. Start another "
+            f"{checkpoint} holds the model alone (checkpoint.model_only), and cannot be resumed. Start another "
             f"run from it: model.path={checkpoint}/model"
         )
     check_same_model(checkpoint, config.model.path)

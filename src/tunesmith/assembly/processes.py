@@ -304,5 +304,5 @@ def run_with_restarts(
             newest = checkpoints.newest()
             if newest != before:  # an older one may belong to a course that this run abandoned
                 checkpoint = newest
-            place = checkpoint or "the beginning, there being no checkpoint yet"
-            print(f"{lost}: the run goes on from {place}; {left} more times", flush=True)
+            place = checkpoint or "the beginning, as there is no checkpoint yet"
+            print(f"{lost}: the run continues from {place}; {left} more times", flush=True)

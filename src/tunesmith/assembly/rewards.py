@@ -59,7 +59,7 @@ def add_rewards(
         sees = (
             "the rollouts' own tokens, since its tokenizer is the policy's"
             if exact
-            else "prompt and answer encoded anew, since its tokenizer or chat template is not the policy's"
+            else "prompt and answer tokenized again, since its tokenizer or chat template is not the policy's"
         )
         scale = f"; normalised by mean {model.stats.mean:.4g} and std {model.stats.std:.4g}" if model.stats else ""
         note(f"reward model '{entry.name}' sees {sees}{scale}")

@@ -32,8 +32,8 @@ def _load_pairs(
     pairs = read(shape=lambda s: whole_sequence(s.token_ids))
     if config.rm.loss == "logexp" and any(item.values["margin"][0] for item in pairs.items):
         raise ConfigError(
-            "rm.loss = 'logexp' knows no margin, and the data has a column 'margin'; say rm.loss = 'sigmoid', "
-            "or take the column out"
+            "rm.loss = 'logexp' has no margin, and the data has a column 'margin'; set rm.loss = 'sigmoid', "
+            "or remove the column"
         )
     return pairs
 

@@ -32,7 +32,7 @@ def runs(
         ),
     ] = None,
     last: Annotated[int, typer.Option("--last", "-n", min=1, help="tail: how many steps.")] = 10,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="tail: go on until the run ends.")] = False,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="tail: continue until the run ends.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="list, compare: print JSON.")] = False,
 ) -> None:
     """List runs, compare their settings and metrics, or show the newest steps of one.

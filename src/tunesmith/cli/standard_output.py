@@ -47,7 +47,7 @@ class LastingOutput:
         except (OSError, ValueError) as error:
             self._broken = True
             with suppress(OSError, ValueError):
-                print(f"standard output cannot be written any more ({error}); the command goes on", file=sys.stderr)
+                print(f"standard output can no longer be written ({error}); the command continues", file=sys.stderr)
 
 
 @contextmanager

@@ -18,9 +18,9 @@ def tune(
     overrides: Overrides = None,
     minutes: Annotated[float, typer.Option(min=0.1, help="Minutes that it may take.")] = 10.0,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="The run file to write.", show_default="tuned.toml beside it")
+        Path | None, typer.Option("--output", "-o", help="The run file to write.", show_default="tuned.toml next to it")
     ] = None,
-    again: Annotated[bool, typer.Option("--again", help="Measure anew what earlier calls have measured.")] = False,
+    again: Annotated[bool, typer.Option("--again", help="Repeat measurements that earlier calls made.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Measure which settings of [system] make a run's steps fastest on this machine, and write a run file with them.
@@ -61,14 +61,14 @@ def _print(result: Result, file: Path, report: Path) -> None:
     from tunesmith.monitor.text import aligned, printable, shown_path
     from tunesmith.tune.result import shown, told
 
-    print("\nWhat brought how much" if result.brought else "\nNothing was measured that is faster than the run file")
+    print("\nThe gain of each change" if result.brought else "\nNo measured settings are faster than the run file")
     for trial in result.brought:
         print(printable(f"  {told(trial)}"))
     facts = {key: "none" if value is None else toml_value(value) for key, value in result.changed.items()}
     if result.gain:
         facts["all together"] = shown(result.gain)
     if result.proof:
-        facts["gradient"] = f"that of what is derived, within {result.proof.distance:.1e}"
+        facts["gradient"] = f"equal to that of the derived settings within {result.proof.distance:.1e}"
     facts["trials"] = f"{len(result.trials)} in {result.seconds / 60:.1f} minutes"
     facts["report"] = shown_path(report)
     if result.better:

@@ -167,7 +167,7 @@ def _only_column(row: SourceRow, names: tuple[str, ...], key: str) -> str:
     if "instruction" in present and "input" in present:
         present.remove("input")
     if len(present) > 1 and present[0] != names[0]:
-        raise row.bad(f"the columns {', '.join(present)} could each be meant; say which with {key}")
+        raise row.bad(f"the columns {', '.join(present)} could each be meant; choose one with {key}")
     return present[0] if present else ""
 
 

@@ -101,7 +101,7 @@ def load_samples(section: DataSection, source: Sources, tokenizer: Tokenizer) ->
     if split := sum(len(texts) > 1 for _, texts in rendered):
         report.note(
             f"{split} conversations became several samples each: the chat template renders earlier turns "
-            "differently once a conversation goes on. Every assistant turn is learned once, as it is sampled."
+            "differently once a conversation continues. Every assistant turn is learned once, as it is sampled."
         )
     flat = [(example, text) for example, texts in rendered for text in texts]
     if template is not None:

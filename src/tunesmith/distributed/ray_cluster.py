@@ -144,7 +144,7 @@ def check_machines(bundles: Sequence[Bundle], machines: Mapping[int, str]) -> No
     if found["actor"] and set(found["rollout"]) - {found["actor"][0]}:
         raise ClusterError(
             'system.weight_plane = "memory" is for engines on the trainer\'s machine, and the cluster has places for '
-            'them on others: say system.weight_plane = "gloo", or "disk" with a system.engine_directory that all '
+            'them on others: set system.weight_plane = "gloo", or "disk" with a system.engine_directory that all '
             "machines see"
         )
 
@@ -212,7 +212,7 @@ def _open(system: SystemSection, processes: int, address: str | None) -> bool:
         return False
     common: dict[str, Any] = {"runtime_env": environment, "logging_level": "error", "log_to_driver": True}
     if address is not None:
-        cure = "Start it (ray start --head), mend system.ray_address or RAY_ADDRESS, or leave them out for a local one"
+        cure = "Start it (ray start --head), correct system.ray_address or RAY_ADDRESS, or leave them out"
         with boundary(ClusterError, f"there is no Ray cluster at {address}. {cure}", Exception):
             _reach(address)
         token = "Where it asks for a token (as `ray start` says), set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN"

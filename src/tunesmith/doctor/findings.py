@@ -77,7 +77,7 @@ def _nothing_learned(record: RunRecord, last: str, rose: bool) -> list[Finding]:
     if problem is None:
         return []
     done = problem.cause == "known" or (problem.cause == "always_right" and rose)
-    severity, cause = ("note", "all is learned") if done else ("problem", "nothing is learned")
+    severity, cause = ("note", "everything is learned") if done else ("problem", "nothing is learned")
     return [Finding(problem.cause, severity, problem.numbers, cause, (), problem.advice, last)]
 
 

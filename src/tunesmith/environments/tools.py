@@ -133,7 +133,7 @@ def _checked(value: Any) -> ToolCall | BadCall:
     if isinstance(arguments, str):
         arguments = _value(arguments)
     if not isinstance(arguments, Mapping):
-        return BadCall(f"the arguments of '{name}' are no object; write {EXPECTED}")
+        return BadCall(f"the arguments of '{name}' are not a JSON object; write {EXPECTED}")
     return ToolCall(name, dict(arguments))
 
 

@@ -88,7 +88,7 @@ def _read(checkpoint: Path) -> dict[str, dict[str, Any]] | str:
 def _damage(checkpoint: Path, name: str, entry: dict[str, Any]) -> str | None:
     file = checkpoint / name
     if not file.is_file():
-        return f"{name} is no file"
+        return f"{name} is not a file"
     if (size := file.stat().st_size) != entry["bytes"]:
         return f"{name} has {size:,} bytes, and {entry['bytes']:,} were written"
     return None if _crc32(file) == entry["crc32"] else f"{name} is not what was written (its checksum differs)"

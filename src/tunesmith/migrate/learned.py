@@ -119,7 +119,7 @@ def clip_ratio(given: Given, there: There) -> Result:
     mine = [end for end, names in sides.items() if not there.given(*names)]
     loss = str(there.get("policy_loss.loss_mode", "loss_mode", default="ppo"))
     if not given.line and loss not in ("ppo", "vanilla"):
-        return Dropped("this loss has bounds of its own", off=True)
+        return Dropped("this loss has its own bounds", off=True)
     return [Value(f"algorithm.loss.{end}", given.value) for end in mine] or Dropped("each side has its own", off=True)
 
 

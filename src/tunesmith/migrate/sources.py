@@ -27,7 +27,7 @@ def train_data(_given: Given, there: There) -> Result:
     """A path or a name; a table if it has a split, a subset or weights; a list if there are several."""
     paths = _listed(there.get(*_TRAIN))
     if not paths:
-        return Dropped("no data set is named beside it")
+        return Dropped("no data set is given with it")
     split, subset = there.get(*_TRAIN_SPLITS), there.get("dataset_config")
     split = split[0] if isinstance(split, list) and split else split
     weights = _listed(there.get(*_PROBS))
@@ -50,7 +50,7 @@ def eval_data(_given: Given, there: There) -> Result:
     if not paths and split:
         paths = _listed(there.get(*_TRAIN))[:1]
     if not paths:
-        return Dropped("no data set is named beside it", off=True)
+        return Dropped("no data set is given with it", off=True)
     return [
         Value("data.eval", _plain([{"path": path, "split": None if split == "train" else split} for path in paths]))
     ]
@@ -80,7 +80,7 @@ def functions(given: Given, there: There) -> Result:
     items = [str(v) for v in (given.value if isinstance(given.value, list) else [given.value]) if v]
     known = [item for item in items if ".py:" in item]
     if known and len(known) == len(items):
-        return [Value("reward.functions", known, "put them into a file of their own, which only defines them")]
+        return [Value("reward.functions", known, "move them to a separate file that only defines them")]
     if all(item in _MANAGERS for item in items):
         return Dropped("the reward manager that calls the functions of the data; none is needed here", off=True)
     names = ", ".join(UNKNOWN.sub(lambda m: m[0][2:-1], item) for item in items)
@@ -91,21 +91,21 @@ def tools(given: Given, _there: There) -> Result:
     """Tools: functions of a Python script."""
     items = [str(v) for v in (given.value if isinstance(given.value, list) else [given.value])]
     if items and all(".py:" in item for item in items):
-        return [Value("environment.tools", items, "put them into a file of their own, which only defines them")]
+        return [Value("environment.tools", items, "move them to a separate file that only defines them")]
     return Dropped('name each function as "file.py:function" in environment.tools')
 
 
 def environment(given: Given, _there: There) -> Result:
     """An environment: a class of a Python script."""
     if isinstance(given.value, str) and ".py:" in given.value:
-        return [Value("environment.path", given.value, "put it into a file of its own, which only defines it")]
+        return [Value("environment.path", given.value, "move it to a separate file that only defines it")]
     return Dropped('name the class of the environment as "file.py:name" in environment.path')
 
 
 def models(given: Given, there: There) -> Result:
     if there.get("reward_model.enable", default=True) in (False, None) or not isinstance(given.value, str):
         return Dropped(
-            "the reward model is off there" if given.value is not True else "it is named beside this", off=True
+            "the reward model is off there" if given.value is not True else "it is set next to this", off=True
         )
     normalize = bool(there.get("reward.normalize_enable", "normalize_enable", "normalize_reward"))
     tables = [{"path": path, **({"normalize": True} if normalize else {})} for path in _listed(given.value)]

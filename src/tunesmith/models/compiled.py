@@ -52,7 +52,7 @@ def compile_layers(model: Decoder, mode: str) -> None:
     """
     if model.lean is None:
         raise ModelError(
-            f"system.compile = {mode!r}: the layers of '{model.module.name_or_path}' are not of the kinds that are "
+            f"system.compile = {mode!r}: the layers of '{model.module.name_or_path}' are not of a kind that is "
             "compiled for training; set system.compile = false"
         )
     keep_inductors_cache()

@@ -49,7 +49,7 @@ def use_liger(model: Decoder) -> None:
     """
     if model.lean is None:
         raise ModelError(
-            f"system.kernels = 'liger': the layers of '{model.module.name_or_path}' are not of the kinds that its "
+            f"system.kernels = 'liger': the layers of '{model.module.name_or_path}' are not of a kind that its "
             "kernels compute; leave it out"
         )
     for name in USED:

@@ -91,8 +91,8 @@ def repair(path: Path) -> int:
             whole = [is_whole(line, _is_object) for line in file]
         if whole != sorted(whole, reverse=True):
             raise DataError(
-                f"{path}, line {whole.index(False) + 1}: no JSON object, and whole lines come after it. Mend or remove "
-                "that line; those after it would be lost"
+                f"{path}, line {whole.index(False) + 1}: not a JSON object, and whole lines come after it. Correct or "
+                "remove that line; those after it would be lost"
             )
     return keep_lines(path, _is_object)
 

@@ -41,7 +41,7 @@ class RestartingFars:
                     if not self._restarts:
                         raise RewardError(str(lost)) from lost
                     self._restarts -= 1
-                    self._report(f"{lost}: starting {'another' if len(fars) == 1 else f'all {len(fars)} anew'}")
+                    self._report(f"{lost}: starting {'another' if len(fars) == 1 else f'all {len(fars)} again'}")
                     self.fars = self._start()
 
 

@@ -179,7 +179,7 @@ def scores_of(answer: Any, size: int, url: str) -> list[Score]:
         raise BadAnswer(f"{url} {error}") from None
     errors: Any = fields.get("errors") or [None] * size
     if not isinstance(errors, list) or len(errors) != size:
-        raise BadAnswer(f'{url} answered "errors" that are no list of {size}')
+        raise BadAnswer(f'{url} answered "errors" that are not a list of {size}')
     for i, (score, error) in enumerate(zip(scores, errors, strict=True)):
         if error:
             scores[i] = ItemFailure(Status.REWARD_FAILED, redact(f"{url}: {error}"))

@@ -20,7 +20,7 @@ FIRST_LINE = "# Written by tunesmith tune"
 def check_output(file: Path, report: Path) -> None:
     """Reject (ConfigError) files that cannot be written, or were not written by ``tunesmith tune``."""
     if not os.access(file.parent, os.W_OK | os.X_OK):
-        raise ConfigError(f"--output {file}: {file.parent} is no directory that can be written to; name another one")
+        raise ConfigError(f"--output {file}: {file.parent} is not a writable directory; name another one")
     if file.is_dir():
         raise ConfigError(f"--output {file} is a directory; name a file")
     if file.exists() and not file.read_text(encoding="utf-8", errors="replace").startswith(FIRST_LINE):

@@ -43,7 +43,7 @@ def handed_over(objects: Mapping[str, Any]) -> Generator[None]:
         ConfigError: another run in this process uses one of the references for another object.
     """
     if taken := [name for name, value in objects.items() if _objects.get(name, value) is not value]:
-        raise ConfigError(f"'{taken[0]}' is another object of a run that goes on in this process; rename one of them")
+        raise ConfigError(f"'{taken[0]}' is a different object in another run of this process; rename one of them")
     added = objects.keys() - _objects.keys()
     _objects.update(objects)
     try:

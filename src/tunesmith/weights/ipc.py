@@ -70,7 +70,7 @@ def take_ipc(offer: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
     if not found:
         raise EngineError(
             f"the weights lie on GPU {offer['gpu']}, which the engine's process does not see: CUDA IPC works on one "
-            'GPU; say system.weight_plane = "memory" or "nccl"'
+            'GPU; set system.weight_plane = "memory" or "nccl"'
         )
     handle = [bytes.fromhex(part["hex"]) if isinstance(part, dict) else part for part in offer["handle"]]
     with boundary(EngineError, "cannot open the trainer's weights by CUDA IPC", RuntimeError):

@@ -73,7 +73,7 @@ class SglangServer:
                 raise
             answer = await self.ask(f"/get_{name}")
         if not isinstance(answer, dict):
-            raise EngineError(f"{self.url}/{name} answered {one_line(str(answer))}, which is no table")
+            raise EngineError(f"{self.url}/{name} answered {one_line(str(answer))}, which is not a JSON object")
         return cast("dict[str, Any]", answer)
 
     async def generate(self, input_ids: Sequence[int], settings: dict[str, Any]) -> Continuation:

@@ -43,7 +43,7 @@ class Speculation:
         """Refuse an assistant that does not fit the model.
 
         Raises:
-            UserError: ``tokens`` is below 1, or the assistant has another vocabulary or a shorter context.
+            UserError: ``tokens`` is below 1, or the assistant has a different vocabulary or a shorter context.
         """
         if self.tokens < 1:
             raise UserError(f"speculative_tokens = {self.tokens} guesses nothing: use at least 1")
@@ -52,7 +52,7 @@ class Speculation:
         problem, other = None, 'use a smaller model of the same family, or system.speculative = "ngram"'
         reads, needed = (lm.module.config.get_text_config().max_position_embeddings for lm in (self.assistant, model))
         if self.assistant.tokenizer.get_vocab() != model.tokenizer.get_vocab():
-            problem = "has another vocabulary than the model"
+            problem = "has a different vocabulary from the model"
         elif self.assistant.lengths not in (None, model.lengths):
             problem = "changes its rotary frequencies at other lengths than the model (longrope, dynamic)"
         elif reads < needed:

@@ -119,7 +119,7 @@ class Background:
         if not self._broken:
             self._broken = True
             self._report(
-                f"monitor.sinks: {self.name} is no longer written: {why}. The run goes on; metrics.jsonl has everything"
+                f"monitor.sinks: {self.name} is no longer written: {why}. The run continues; metrics.jsonl is whole"
             )
 
 
