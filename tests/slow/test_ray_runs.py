@@ -19,6 +19,7 @@ import torch
 from safetensors.torch import load_file
 
 from forks import popen
+from long import again
 from tiny import save_model
 from tiny_rewards import save_reward_model
 from tiny_runs import rl_settings, sums, write_lines
@@ -163,7 +164,7 @@ def test_every_role_in_an_actor_ends_as_in_one_process(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("places", "listed"),
     [
-        (
+        again(
             {"colocate": [["actor", "ref", "critic"]], "reward__processes": 2},
             "2 actor, 2 critic, 2 reward, 1 rollout",
         ),
