@@ -281,7 +281,7 @@ def test_a_critic_of_another_vocabulary_is_refused(tmp_path: Path, model: Path) 
     tokenizer = tiny.tokenizer()
     tokenizer.add_tokens(["<more>"])
     tokenizer.save_pretrained(other)
-    with pytest.raises(ConfigError, match=r"critic\.path: .* has a different vocabulary"):
+    with pytest.raises(ConfigError, match=r"critic\.path: .* has a different vocabulary from the policy"):
         rl(tmp_path, model, **OWN, critic__path=str(other))
 
 

@@ -67,7 +67,7 @@ def test_calls_are_found(parse: Parse, raw: str, content: str, calls: list[Any])
         (parse_hermes, '<tool_call>["add"]</tool_call>', "a tool call is an object"),
         (parse_hermes, '<tool_call>{"tool": "add"}</tool_call>', "names no tool"),
         (parse_hermes, '<tool_call>{"name": 7}</tool_call>', "names no tool"),
-        (parse_hermes, '<tool_call>{"name": "add", "arguments": [1, 2]}</tool_call>', "'add'"),
+        (parse_hermes, '<tool_call>{"name": "add", "arguments": [1, 2]}</tool_call>', "'add' are not a JSON object"),
         (parse_hermes, "<tool_call>", "not valid JSON"),
         (parse_hermes, "<tool_call>" + "[" * 100_000, "not valid JSON"),
         (parse_llama, '{"name": "add", "parameters": ' + "[" * 100_000, "not valid JSON"),
