@@ -28,8 +28,9 @@ demo: $(INSTALLED)
 test: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(RUN)/pytest -n 2 --dist worksteal -m "not slow"
 
+# Three workers on two cores: these tests often wait for processes that start or end.
 test-slow: $(INSTALLED)
-	OMP_NUM_THREADS=1 $(RUN)/pytest -n 2 --dist loadgroup -m "slow and not long" --durations 25
+	OMP_NUM_THREADS=1 $(RUN)/pytest -n 3 --dist loadgroup -m "slow and not long" --durations 25
 
 # Learning on further seeds, and runs of minutes: before a release, and after a change of the mathematics.
 test-long: $(INSTALLED) $(VLLM_INSTALLED)
@@ -69,7 +70,7 @@ $(VLLM_INSTALLED): pyproject.toml constraints.txt
 
 # The real vLLM (its build for CPUs), which pins a stack of its own.
 test-vllm: $(VLLM_INSTALLED)
-	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -n 2 --dist loadgroup -m "not long" tests/vllm_engine
+	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -n 3 --dist loadgroup -m "not long" tests/vllm_engine
 
 lint: $(INSTALLED)
 	$(RUN)/ruff format --check src tests examples benchmarks

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import random
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -17,6 +18,8 @@ import forks
 
 gc.disable()  # until all is imported: what modules make is not garbage
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before anything imports the hub's client
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a background job ignores Ctrl-C, and so would the tested runs
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The same examples everywhere, however slow the machine is.
 settings.register_profile(
