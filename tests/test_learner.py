@@ -300,12 +300,15 @@ def test_a_batch_is_packed_once_for_scoring_and_for_every_pass(
 
 def test_scoring_is_timed_beside_its_least_time(models: dict[str, Path]) -> None:
     learner, batch = learner_of(backend_of(models["llama"]), flops_per_second=1e9), Batch.of(samples_of())
-    learner.score(batch), learner.score(batch)
-    scored = learner.take_scored()
+    learner.score(batch)  # outside: not counted
+    with learner.timed_scoring() as scored:
+        learner.score(batch), learner.score(batch)
     least = learner.update(batch, SFTObjective())["attainable_seconds"]
     assert scored.keys() == {"scoring_seconds", "attainable_seconds/scoring"} and scored["scoring_seconds"] > 0
     assert scored["attainable_seconds/scoring"] == pytest.approx(2 * least / 3)
-    assert learner.take_scored() == {}
+    with learner.timed_scoring() as nothing:
+        pass
+    assert nothing == {}
 
 
 def test_a_sample_over_the_cap_is_refused_with_what_to_do() -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -59,7 +60,7 @@ class Learner:
     _retries: int = field(default=0, init=False)
     """How often memory ran out since the last update."""
     _scored: tuple[float, float] = field(default=(0.0, 0.0), init=False)
-    """Seconds of scoring since ``take_scored``, and the least possible."""
+    """Seconds of scoring inside the current ``timed_scoring``, and the least possible."""
     _skipped: int = field(default=0, init=False)
     """Consecutive optimizer steps that have not changed the weights."""
 
@@ -117,12 +118,17 @@ class Learner:
         self._scored = self._scored[0] + time.perf_counter() - started, self._scored[1] + least
         return scores
 
-    def take_scored(self) -> Metrics:
-        """Seconds of scoring since the last call, and the least that the device could have taken; empty if there was
-        none."""
-        (seconds, least), self._scored = self._scored, (0.0, 0.0)
-        known = {} if self.flops_per_second is None else {"attainable_seconds/scoring": least}
-        return {"scoring_seconds": seconds, **known} if seconds else {}
+    @contextmanager
+    def timed_scoring(self) -> Generator[Metrics]:
+        """On exit, the dict has the seconds of scoring inside, and the least that the device could have taken; it stays
+        empty if there was none."""
+        metrics: Metrics = {}
+        self._scored = 0.0, 0.0
+        yield metrics
+        seconds, least = self._scored
+        if seconds:
+            known = {} if self.flops_per_second is None else {"attainable_seconds/scoring": least}
+            metrics |= {"scoring_seconds": seconds, **known}
 
     def evaluate(self, batch: Batch, objective: Objective) -> Metrics:
         """An objective's ``loss`` and metrics on a batch, without a gradient.

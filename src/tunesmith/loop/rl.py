@@ -38,7 +38,6 @@ async def run(parts: RLParts, session: Session, rollouts: RolloutSource) -> None
                 learned = await rollouts.run_training(partial(learn, parts, groups, session.step))
             if not groups:
                 session.note(f"step {session.step + 1} had no group to learn from")
-            learned["attainable_seconds/train"] = learned.pop("attainable_seconds", 0.0)
             session.finish_step(metrics | learned | compared)  # from here on the step counts as done
             reference = parts.config.algorithm.reference
             if reference and reference.reference_every and session.step % reference.reference_every == 0:
@@ -65,24 +64,23 @@ def learn(parts: RLParts, groups: Sequence[RolloutGroup], step: int) -> Metrics:
     """
     config = parts.config
     seed = derive_seed(config.train.seed, step)
-    parts.learner.take_scored()  # discards the canary's scoring time
-    batch = make_experience(
-        groups,
-        config.algorithm,
-        parts.learner,
-        kl_coef=parts.kl.coef,
-        max_new_tokens=config.rollout.max_new_tokens,
-        seed=seed,
-        critic=parts.critic,
-        reward_weights=parts.rewards.weights,
-    )
-    metrics: Metrics = {"optimizer_steps": 0.0, **parts.learner.take_scored()}
+    with parts.learner.timed_scoring() as scored:
+        batch = make_experience(
+            groups,
+            config.algorithm,
+            parts.learner,
+            kl_coef=parts.kl.coef,
+            max_new_tokens=config.rollout.max_new_tokens,
+            seed=seed,
+            critic=parts.critic,
+            reward_weights=parts.rewards.weights,
+        )
+    metrics: Metrics = {"optimizer_steps": 0.0, "attainable_seconds/train": 0.0, **scored}
     if not batch.num_samples:
         return metrics
     batch_size = config.train.batch_size
     if parts.critic:
         metrics |= parts.critic.learn(batch, batch_size, seed)
-    spent = metrics.pop("critic/attainable_seconds", 0.0)
     if step >= config.critic.freeze_actor_steps:
         # A new objective each step: an adaptive KL coefficient is part of it.
         objective = parts.objective or policy_objective(config.algorithm, kl_coef=parts.kl.coef)
@@ -93,7 +91,8 @@ def learn(parts: RLParts, groups: Sequence[RolloutGroup], step: int) -> Metrics:
             metrics["teacher_kl"] = metrics.pop("ref_kl")
         if parts.kl.target is not None:
             metrics["kl_coef"] = parts.kl.update(metrics["ref_kl"], batch.num_rollouts)
-    return metrics | {"attainable_seconds": spent + metrics.get("attainable_seconds", 0.0)}
+    least = [metrics.pop(name, 0.0) for name in ("attainable_seconds", "critic/attainable_seconds")]
+    return {**metrics, "attainable_seconds/train": sum(least)}
 
 
 async def _evaluate(parts: RLParts, session: Session, rollouts: RolloutSource) -> None:

@@ -71,10 +71,9 @@ def run(parts: SupervisedParts[T], session: Session) -> None:
             session.save(parts.write_and_describe)
     while session.running:
         items = parts.items.next_batch()
-        parts.learner.take_scored()  # discards the evaluation's scoring time
         with session.phase("train"):
-            batch = parts.prepare(items)
-            scored = parts.learner.take_scored()
+            with parts.learner.timed_scoring() as scored:
+                batch = parts.prepare(items)
             metrics = parts.summarise(parts.learner.update(batch, parts.objective)) | scored
         tokens, samples, epoch = float(batch.num_tokens), float(batch.num_samples), float(parts.items.epoch)
         session.finish_step(metrics | {"tokens": tokens, "samples": samples, "epoch": epoch})
