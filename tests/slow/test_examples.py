@@ -1,7 +1,8 @@
 """The examples as a person runs them, and the page of the README that leads to one's own model.
 
-The runs are shortened on the reinforcement side; the warm start is the real one. The arithmetic example's are nearly
-those of ``tunesmith demo`` (``test_demo.py``), so they are long tests.
+The runs are shortened on the reinforcement side; the warm start is the real one. Two examples are long tests, because
+the slow ones have runs much like theirs: the arithmetic of ``tunesmith demo`` (``test_demo.py``), and the unit
+conversion that learns by rejection sampling (``test_rft_learns.py``).
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def metrics(run_dir: Path, name: str) -> list[float]:
 
 @pytest.mark.parametrize(
     ("example", "steps", "rise", "held_out_rise"),
-    [again("arithmetic", 24, 0.1, 0.15), ("unit_conversion", 24, 0.12, 0.12), ("reverse_text", 24, 0.15, 0.12)],
+    [again("arithmetic", 24, 0.1, 0.15), again("unit_conversion", 24, 0.12, 0.12), ("reverse_text", 24, 0.15, 0.12)],
 )
 def test_an_example_learns(example: str, steps: int, rise: float, held_out_rise: float, tmp_path: Path) -> None:
     """The sampled reward, and the accuracy on 200 held-out problems, rise by at least half of what they usually do."""

@@ -14,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from test_examples import mean, metrics, python, tunesmith
 
 from documents import ROOT
+from long import again
 
 pytestmark = pytest.mark.slow
 
@@ -40,7 +41,7 @@ def test_number_guessing_learns_over_turns(tmp_path: Path) -> None:
     assert all(line["status"] == "ok" for line in shown)
 
 
-@pytest.mark.parametrize(("name", "steps", "rise"), [("grid_walk", 20, 0.25), ("calculator", 20, 0.1)])
+@pytest.mark.parametrize(("name", "steps", "rise"), [("grid_walk", 20, 0.25), again("calculator", 20, 0.1)])
 def test_an_example_with_an_environment_learns(name: str, steps: int, rise: float, tmp_path: Path) -> None:
     here = example(name, tmp_path)
     tunesmith(here, "rl", "rl.toml", f"train.steps={steps}", f"eval.every={steps}")
