@@ -35,7 +35,7 @@ from tunesmith.data.forest import Packing
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.models.compiled import compile_layers
 from tunesmith.models.inductor import CACHE
-from tunesmith.plan.hardware import read_hardware
+from tunesmith.plan.facts.hardware import read_hardware
 from tunesmith.types import Sample
 
 FOLDER = Path(__file__).with_name("results")

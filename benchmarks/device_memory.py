@@ -16,10 +16,11 @@ from tunesmith.config.kinds import KINDS
 from tunesmith.config.load import load_config
 from tunesmith.config.schema import RunConfig
 from tunesmith.fake_device.threads import FIRST
-from tunesmith.plan.facts import Facts, facts_of
-from tunesmith.plan.hub import estimated_parameters
-from tunesmith.plan.machines import machine
-from tunesmith.plan.memory import planned, planned_devices
+from tunesmith.plan.cost.memory import planned, planned_devices
+from tunesmith.plan.facts.hub import estimated_parameters
+from tunesmith.plan.facts.machines import machine
+from tunesmith.plan.facts.model import facts_of
+from tunesmith.plan.facts.run import Facts
 from tunesmith.plan.resolve import resolve
 
 QWEN3: dict[str, Any] = {

@@ -34,9 +34,10 @@ from tunesmith.loop.learner import Learner
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.monitor.metrics import read_metrics
 from tunesmith.offline.generate import run_generate
-from tunesmith.plan.facts import Facts, read_model_facts
-from tunesmith.plan.hardware import read_hardware
-from tunesmith.plan.operations import PeakRates
+from tunesmith.plan.cost.operations import PeakRates
+from tunesmith.plan.facts.hardware import read_hardware
+from tunesmith.plan.facts.model import read_model_facts
+from tunesmith.plan.facts.run import Facts
 from tunesmith.plan.resolve import resolve
 from tunesmith.types import Completion, Sample, Sampling
 

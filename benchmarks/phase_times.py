@@ -18,7 +18,7 @@ import torch
 
 from benchmarks.report import write_between
 from benchmarks.run import machine
-from tunesmith.plan.hardware import read_hardware
+from tunesmith.plan.facts.hardware import read_hardware
 from tunesmith.tune.machine import ROUNDS, SHAPES, Prediction, fitted, predictions, probes, take_turns
 
 RESULTS = Path(__file__).with_name("results") / "phase-times-cpu-2-core.json"

@@ -22,7 +22,7 @@ from statistics import mean
 from typing import Any
 
 from tunesmith.algorithms.presets import PRESETS
-from tunesmith.plan.hardware import read_hardware
+from tunesmith.plan.facts.hardware import read_hardware
 from tunesmith.recipes.arithmetic import ANSWER, make_model, problems, write_examples, write_tasks
 
 RESULTS = Path(__file__).with_name("results") / "presets.json"

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.protocol import ROOT
-from tunesmith.plan.hardware import read_hardware
+from tunesmith.plan.facts.hardware import read_hardware
 
 RESULTS = Path(__file__).with_name("results") / "rft.json"
 EXAMPLE = ROOT / "examples" / "unit_conversion"

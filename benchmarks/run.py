@@ -26,7 +26,7 @@ from benchmarks.protocol import Measure, ask
 from benchmarks.report import show, summarise
 from benchmarks.workload import WORKLOADS, build_model
 from tunesmith.backends.limits import measure_limits
-from tunesmith.plan.hardware import cpu_info, read_hardware
+from tunesmith.plan.facts.hardware import cpu_info, read_hardware
 
 RESULTS = Path(__file__).with_name("results")
 TABLES: dict[str, dict[str, Any]] = {

@@ -20,7 +20,7 @@ from tunesmith.config.documents.reference import settings_of
 from tunesmith.doctor.findings import rules
 from tunesmith.models.families import KNOWN, REFUSED
 from tunesmith.monitor.catalogue import CATALOGUE
-from tunesmith.plan.profiles import system_profiles
+from tunesmith.plan.layout.profiles import system_profiles
 
 DOCS = Path(__file__).parent.parent / "docs"
 PAGES = tuple(

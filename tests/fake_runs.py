@@ -13,9 +13,10 @@ from tunesmith.config.kinds import KINDS
 from tunesmith.config.load import load_config
 from tunesmith.config.schema import RunConfig
 from tunesmith.fake_device.threads import FIRST
-from tunesmith.plan.facts import Facts, facts_of
-from tunesmith.plan.hub import estimated_parameters
-from tunesmith.plan.machines import machine
+from tunesmith.plan.facts.hub import estimated_parameters
+from tunesmith.plan.facts.machines import machine
+from tunesmith.plan.facts.model import facts_of
+from tunesmith.plan.facts.run import Facts
 from tunesmith.plan.resolve import resolve
 
 QWEN3: dict[str, Any] = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "max_position_embeddings": 40960}

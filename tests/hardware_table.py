@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tunesmith.config.sizes import format_size
-from tunesmith.plan.cost import LIBRARIES, price
-from tunesmith.plan.facts import ModelFacts
-from tunesmith.plan.price import Layout
+from tunesmith.plan.cost.layout import Layout
+from tunesmith.plan.cost.price import LIBRARIES, price
+from tunesmith.plan.facts.model import ModelFacts
 
 MODELS = {
     "1B (Llama 3.2)": ModelFacts(1_235_814_400, 16, 2048, 8192, 32, 8, 64, 128256, 131072, tied=True),

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from tunesmith.plan import hub
+from tunesmith.plan.facts import hub
 
 
 def serve(sizes: Mapping[str, Mapping[str, Any]], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let ``tunesmith.plan.hub`` find ``sizes``, configurations by the models' names."""
+    """Let ``tunesmith.plan.facts.hub`` find ``sizes``, configurations by the models' names."""
 
     def file(name: str, wanted: str) -> Path | None:
         if wanted != hub.CONFIG:

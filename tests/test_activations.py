@@ -26,9 +26,9 @@ from tunesmith.models import adapters
 from tunesmith.models.activations import compute_again
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.models.sharding import decoder_layers
-from tunesmith.plan.cost import activation_bytes, backward_bytes, layer_bytes, price, recomputed, sent_bytes
-from tunesmith.plan.facts import read_model_facts
-from tunesmith.plan.price import Layout
+from tunesmith.plan.cost.layout import Layout
+from tunesmith.plan.cost.price import activation_bytes, backward_bytes, layer_bytes, price, recomputed, sent_bytes
+from tunesmith.plan.facts.model import read_model_facts
 from tunesmith.types import Sample
 
 LAYERS = 4

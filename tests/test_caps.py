@@ -10,12 +10,13 @@ import pytest
 from tunesmith.config.load import load_config
 from tunesmith.config.schema import RLConfig, RunConfig, SFTConfig
 from tunesmith.errors import ConfigError
-from tunesmith.plan.facts import Facts, ModelFacts
-from tunesmith.plan.machines import machine
-from tunesmith.plan.memory import layout_of, planned, planned_roles
+from tunesmith.plan.cost.memory import layout_of, planned, planned_roles
+from tunesmith.plan.cost.price import scoring_bytes
+from tunesmith.plan.facts.machines import machine
+from tunesmith.plan.facts.model import ModelFacts
+from tunesmith.plan.facts.run import Facts
 from tunesmith.plan.report import plan_of
 from tunesmith.plan.resolve import resolve
-from tunesmith.plan.scoring import scoring_bytes
 
 MODEL = ModelFacts(
     parameters=7_615_000_000, context=32768, vocab_size=152064, hidden_size=3584, intermediate_size=18944, layers=28,

@@ -21,8 +21,8 @@ from tunesmith.config.schema import RLConfig
 from tunesmith.config.toml import toml_value
 from tunesmith.errors import CapacityError, ConfigError
 from tunesmith.fake_device.threads import FIRST
+from tunesmith.plan.cost.memory import planned_devices
 from tunesmith.plan.filling import with_values
-from tunesmith.plan.memory import planned_devices
 from tunesmith.plan.resolve import resolve
 
 FILES = sorted((ROOT / "examples" / "clusters").glob("*.toml"))

@@ -29,9 +29,10 @@ from tunesmith.models import adapters, compiled, training_functions
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.models.compiled import compile_layers
 from tunesmith.models.inductor import CACHE
-from tunesmith.plan.facts import Facts, read_model_facts
-from tunesmith.plan.hardware import read_hardware
-from tunesmith.plan.machines import machine
+from tunesmith.plan.facts.hardware import read_hardware
+from tunesmith.plan.facts.machines import machine
+from tunesmith.plan.facts.model import read_model_facts
+from tunesmith.plan.facts.run import Facts
 from tunesmith.plan.resolve import resolve
 
 FAMILIES: dict[str, dict[str, Any]] = {

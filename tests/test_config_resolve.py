@@ -20,16 +20,17 @@ from tunesmith.config.load import load_config
 from tunesmith.config.resolved import Resolved, changes, config_text, print_resolved, save_resolved, settings
 from tunesmith.config.schema import RLConfig, RunConfig, SFTConfig
 from tunesmith.errors import ConfigError, ModelError, StorageError
-from tunesmith.plan import hardware
-from tunesmith.plan.capacity import engine_threads
-from tunesmith.plan.checks import check
-from tunesmith.plan.facts import Facts, ModelFacts, read_model_facts
+from tunesmith.plan.cost.memory import planned
+from tunesmith.plan.derive.capacity import engine_threads
+from tunesmith.plan.facts import hardware
+from tunesmith.plan.facts.hardware import Gpu, Hardware, parse_gpus, read_hardware
+from tunesmith.plan.facts.model import ModelFacts, read_model_facts
+from tunesmith.plan.facts.run import Facts
 from tunesmith.plan.filling import with_values
-from tunesmith.plan.hardware import Gpu, Hardware, parse_gpus, read_hardware
-from tunesmith.plan.memory import planned
 from tunesmith.plan.resolve import resolve
-from tunesmith.plan.rules import rules
-from tunesmith.plan.situation import situation
+from tunesmith.plan.rules.checks import check
+from tunesmith.plan.rules.rules import rules
+from tunesmith.plan.rules.situation import situation
 
 GB = 10**9
 CPU = Hardware("a CPU", cores=4, memory_total=16 * GB, memory_available=8 * GB, bf16=True)
@@ -483,7 +484,7 @@ def test_parts_of_a_gpu_have_their_own_memory() -> None:
 
 
 def test_a_gpu_that_cannot_be_found_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tunesmith.plan.hardware.read_gpus", lambda: ())
+    monkeypatch.setattr("tunesmith.plan.facts.hardware.read_gpus", lambda: ())
     for visible, unseen in (("MIG-c7", "MIG-c7"), ("-1", None), ("", None)):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
         assert read_hardware().unseen == unseen
@@ -506,7 +507,7 @@ def test_an_address_space_limit_counts() -> None:
 
     code = (
         "import resource; resource.setrlimit(resource.RLIMIT_AS, (2**30, 2**30));"
-        "from tunesmith.plan.hardware import read_hardware; h = read_hardware();"
+        "from tunesmith.plan.facts.hardware import read_hardware; h = read_hardware();"
         "assert h.memory_total <= 2**30 and h.memory_available < 2**30, h"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=600).returncode == 0

@@ -20,7 +20,7 @@ from tunesmith.models import products
 from tunesmith.models.adapters import attach
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.models.products import HEADS, LAYERS, Kind, works
-from tunesmith.plan.prepared import SMALL, prepared_bytes
+from tunesmith.plan.cost.price import SMALL, prepared_bytes
 from tunesmith.types import Completion, Sample, Sampling
 
 KINDS = [

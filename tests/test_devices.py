@@ -26,12 +26,13 @@ from tunesmith.engines.far import FarEngine
 from tunesmith.engines.pool import EnginePool
 from tunesmith.errors import ConfigError, EngineError, EngineLostError, UserError
 from tunesmith.models.causal_lm import CausalLM
-from tunesmith.plan.checks import contradictions
-from tunesmith.plan.cluster import cluster_problems
-from tunesmith.plan.facts import Facts, ModelFacts
-from tunesmith.plan.gpus import device_problems, own_devices, visible_names
-from tunesmith.plan.hardware import Gpu, Hardware
+from tunesmith.plan.facts.hardware import Gpu, Hardware
+from tunesmith.plan.facts.model import ModelFacts
+from tunesmith.plan.facts.run import Facts
+from tunesmith.plan.processes.cluster import cluster_problems
+from tunesmith.plan.processes.devices import device_problems, own_devices, visible_names
 from tunesmith.plan.resolve import resolve
+from tunesmith.plan.rules.checks import contradictions
 from tunesmith.types import Sampling
 
 BASE = (

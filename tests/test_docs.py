@@ -33,10 +33,11 @@ from tunesmith.config.section import Section
 from tunesmith.data.prepare import peek
 from tunesmith.environments.loading import check_environment
 from tunesmith.monitor.progress import COLUMNS
-from tunesmith.plan.checks import check
-from tunesmith.plan.facts import Facts, read_model_facts
-from tunesmith.plan.hardware import read_hardware
+from tunesmith.plan.facts.hardware import read_hardware
+from tunesmith.plan.facts.model import read_model_facts
+from tunesmith.plan.facts.run import Facts
 from tunesmith.plan.resolve import resolve
+from tunesmith.plan.rules.checks import check
 
 EXAMPLES = sorted(path.parent for path in (ROOT / "examples").glob("*/prepare.py"))
 

@@ -25,8 +25,8 @@ from tunesmith.engines.local.decode_attention import _scores  # pyright: ignore[
 from tunesmith.errors import ConfigError, TrainerLostError
 from tunesmith.fake_device.device import FakeDevice
 from tunesmith.fake_device.threads import FIRST
-from tunesmith.plan.memory import planned, planned_devices
-from tunesmith.plan.publishing import BUCKET
+from tunesmith.plan.cost.memory import planned, planned_devices
+from tunesmith.plan.processes.weights import BUCKET
 from tunesmith.weights.files import FILE_BYTES
 
 NF4 = "model.quantize=nf4"

@@ -20,7 +20,7 @@ from tunesmith.models.causal_lm import CausalLM
 from tunesmith.models.families import KNOWN, REFUSED, check_family
 from tunesmith.models.lean import LeanDecoder
 from tunesmith.models.loading import load_config
-from tunesmith.plan.facts import LEAN_FAMILIES
+from tunesmith.plan.facts.model import LEAN_FAMILIES
 from tunesmith.types import Sample
 
 WINDOW = 6  # shorter than the prompt, so that completions look back past their parent

@@ -22,7 +22,7 @@ from tunesmith.config.system import SystemSection
 from tunesmith.distributed.child import ChildProcess
 from tunesmith.distributed.far import Far, entered, gather
 from tunesmith.errors import ConfigError, EngineLostError
-from tunesmith.plan.cluster import Bundle
+from tunesmith.plan.processes.cluster import Bundle
 
 CODE = """
 import asyncio, os, sys, threading, time

@@ -27,8 +27,8 @@ from tunesmith.loop.critic import Critic
 from tunesmith.loop.experience import make_experience, rollout_batch
 from tunesmith.loop.learner import Learner
 from tunesmith.models.causal_lm import CausalLM
-from tunesmith.plan.checks import check
-from tunesmith.plan.situation import resolved_algorithm
+from tunesmith.plan.rules.checks import check
+from tunesmith.plan.rules.situation import resolved_algorithm
 from tunesmith.types import UNALTERED, Rollout, RolloutGroup, Sampling, Task
 
 ALTERED = {"top_p": 0.7, "top_k": 20, "min_p": 0.2, "repetition_penalty": 0.1, "min_new_tokens": 6}

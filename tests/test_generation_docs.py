@@ -14,7 +14,7 @@ from documents import ROOT, blocks_of, key_tables
 from key_tables import check_row
 from tunesmith.config.generation import OutputSection, RFTSection, SamplingSection
 from tunesmith.config.section import Section
-from tunesmith.plan.generation import TEMPLATE, profile_values
+from tunesmith.plan.derive.generation import TEMPLATE, profile_values
 
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tunesmith.models.head import Head, LogitScale, bfloat16_operands, fused_logprobs, likeliest
-from tunesmith.plan.tiles import WORDS, chunk_rows
+from tunesmith.plan.cost.operations import WORDS, chunk_rows
 
 N, D, V = 37, 16, 101
 

@@ -25,9 +25,8 @@ from tunesmith.engines.local.engine import LocalEngine
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.models.host_weights import HostWeights
 from tunesmith.models.lean import LeanDecoder
-from tunesmith.plan.cost import price
-from tunesmith.plan.pinned import PINNED
-from tunesmith.plan.price import Layout
+from tunesmith.plan.cost.layout import Layout
+from tunesmith.plan.cost.price import PINNED, price
 from tunesmith.types import Sampling
 
 

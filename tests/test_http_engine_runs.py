@@ -21,7 +21,7 @@ from tunesmith.config.schema import RLConfig
 from tunesmith.errors import ConfigError, UserError
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.offline.generate import run_generate
-from tunesmith.plan.checks import check
+from tunesmith.plan.rules.checks import check
 
 
 @pytest.fixture(scope="module")

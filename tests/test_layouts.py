@@ -16,13 +16,14 @@ from tunesmith.config.preference import DPOConfig, RMConfig
 from tunesmith.config.resolved import Resolved, settings
 from tunesmith.config.schema import RLConfig, SFTConfig
 from tunesmith.errors import CapacityError, ConfigError
-from tunesmith.plan.facts import Facts, ModelFacts
-from tunesmith.plan.hardware import Hardware
-from tunesmith.plan.layouts import layouts
-from tunesmith.plan.machines import machine
-from tunesmith.plan.memory import planned_devices
+from tunesmith.plan.cost.memory import planned_devices
+from tunesmith.plan.cost.seconds import step_seconds
+from tunesmith.plan.facts.hardware import Hardware
+from tunesmith.plan.facts.machines import machine
+from tunesmith.plan.facts.model import ModelFacts
+from tunesmith.plan.facts.run import Facts
+from tunesmith.plan.layout.layouts import layouts
 from tunesmith.plan.resolve import resolve
-from tunesmith.plan.seconds import step_seconds
 
 SMALL = ModelFacts(500_000_000, 24, 896, 4864, 14, 2, 64, 151936, 32768, tied=True)
 QWEN_7B, LLAMA_70B = MODELS["7B (Qwen 2.5)"], MODELS["70B (Llama 3)"]
@@ -203,7 +204,7 @@ def test_on_a_cpu_nothing_is_sharded_or_shared_unless_it_is_said(said: tuple[str
 
 @pytest.mark.parametrize(("torch", "stage"), [("2.12.1+cu130", 0), ("2.13.0", 3), ("3.0.0a0+git1", 3)])
 def test_no_stage_is_derived_that_torch_does_not_have(torch: str, stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tunesmith.plan.layouts.version", lambda _: torch)
+    monkeypatch.setattr("tunesmith.plan.layout.layouts.version", lambda _: torch)
     here = facts("2xA100-80GB", QWEN_7B)
     here = replace(here, hardware=replace(here.hardware, named=False))
     config = load_config(SFTConfig, None, ["model.path=org/m", "data.train=org/d"])

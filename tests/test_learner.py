@@ -27,7 +27,7 @@ from tunesmith.data.packing import SampleTooLong
 from tunesmith.errors import DeviceMemoryError, UserError
 from tunesmith.loop.learner import optimizer_batches
 from tunesmith.models.causal_lm import CausalLM
-from tunesmith.plan.operations import CostModel
+from tunesmith.plan.cost.operations import CostModel
 from tunesmith.types import Sample
 
 AGGREGATIONS = ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm")

@@ -28,10 +28,11 @@ from tunesmith.models import adapters, lean_ops, liger, training_functions
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.models.lean_ops import OURS
 from tunesmith.models.liger import LIGER, use_liger
-from tunesmith.plan import checks
-from tunesmith.plan.checks import check, contradictions
-from tunesmith.plan.facts import Facts, read_model_facts
-from tunesmith.plan.machines import machine
+from tunesmith.plan.facts.machines import machine
+from tunesmith.plan.facts.model import read_model_facts
+from tunesmith.plan.facts.run import Facts
+from tunesmith.plan.rules import checks
+from tunesmith.plan.rules.checks import check, contradictions
 
 GPU = "H100-80GB"
 

@@ -29,7 +29,7 @@ from tunesmith.engines.local.requests import CachedPrompt
 from tunesmith.engines.local.runner import Runner
 from tunesmith.errors import EngineError, UserError
 from tunesmith.models.causal_lm import CausalLM
-from tunesmith.plan.operations import PeakRates
+from tunesmith.plan.cost.operations import PeakRates
 from tunesmith.types import Completion, Sampling
 
 FAMILIES: dict[str, dict[str, Any]] = {

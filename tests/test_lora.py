@@ -333,7 +333,7 @@ def test_a_saved_adapter_with_more_than_low_rank_matrices_is_refused(
 
 
 def test_quantising_without_bitsandbytes_is_refused_before_anything_loads(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tunesmith.plan import checks
+    from tunesmith.plan.rules import checks
 
     monkeypatch.setattr(checks, "find_spec", lambda _: None)
     config = SFTConfig.model_validate(

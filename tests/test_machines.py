@@ -7,9 +7,10 @@ import pytest
 from tunesmith.config.load import load_config
 from tunesmith.config.schema import SFTConfig
 from tunesmith.errors import ConfigError
-from tunesmith.plan.facts import Facts, ModelFacts
-from tunesmith.plan.hardware import parse_gpus
-from tunesmith.plan.machines import gpu_kinds, kind_of, machine
+from tunesmith.plan.facts.hardware import parse_gpus
+from tunesmith.plan.facts.machines import gpu_kinds, kind_of, machine
+from tunesmith.plan.facts.model import ModelFacts
+from tunesmith.plan.facts.run import Facts
 from tunesmith.plan.resolve import resolve
 
 QWEN_7B = ModelFacts(7_615_616_512, 28, 3584, 18944, 28, 4, 128, 152064, 32768)

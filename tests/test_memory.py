@@ -34,13 +34,14 @@ from tunesmith.models.causal_lm import CausalLM
 from tunesmith.models.shard_files import WeightFiles, names_in
 from tunesmith.monitor.memory import memory_metrics
 from tunesmith.monitor.metrics import read_metrics
-from tunesmith.plan import hub
-from tunesmith.plan.cost import activation_bytes, adapter_numbers, copy_bytes, price, recomputed
-from tunesmith.plan.facts import Facts, ModelFacts, facts_of, read_model_facts
+from tunesmith.plan.cost.layout import Layout
+from tunesmith.plan.cost.memory import MARGIN, planned, request_kv
+from tunesmith.plan.cost.price import activation_bytes, adapter_numbers, copy_bytes, price, recomputed
+from tunesmith.plan.facts import hub
+from tunesmith.plan.facts.hardware import Gpu, Hardware
+from tunesmith.plan.facts.model import ModelFacts, facts_of, read_model_facts
+from tunesmith.plan.facts.run import Facts
 from tunesmith.plan.filling import with_values
-from tunesmith.plan.hardware import Gpu, Hardware
-from tunesmith.plan.memory import MARGIN, planned, request_kv
-from tunesmith.plan.price import Layout
 from tunesmith.plan.report import memory_of, memory_rows
 from tunesmith.plan.resolve import resolve
 
@@ -140,7 +141,7 @@ def test_full_training_of_70b_fits_nowhere_and_it_says_so_at_once(kind: Any, gpu
 def test_the_nearest_that_fits_is_named(
     gpu: Gpu, model: ModelFacts, said: list[str], remedy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tunesmith.plan.checks.find_spec", lambda _: object())
+    monkeypatch.setattr("tunesmith.plan.rules.checks.find_spec", lambda _: object())
     longest = 7000 if "longest" in said else 1000
     text = refusal(SFTConfig, on(gpu, model, longest=longest), *(word for word in said if word != "longest"))
     assert remedy in text and f"{gpu.memory_free // GB}GB are free" in text
@@ -423,7 +424,7 @@ def test_every_step_says_what_memory_it_took_and_how_fast_it_was(tmp_path: Path)
 
 def test_the_table_of_gpus_agrees_with_what_a_run_is_refused_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wherever the page says yes, the run resolves; and full training is refused where it says no by more than half."""
-    monkeypatch.setattr("tunesmith.plan.checks.find_spec", lambda _: object())
+    monkeypatch.setattr("tunesmith.plan.rules.checks.find_spec", lambda _: object())
     ways = {
         "full": ["system.offload_optimizer=false"],
         "LoRA": ["lora.rank=16"],

@@ -21,7 +21,7 @@ from tunesmith.migrate.convert import Migration, convert
 from tunesmith.migrate.read import read_source, read_text
 from tunesmith.migrate.settle import settle
 from tunesmith.migrate.write import account, run_file
-from tunesmith.plan.checks import check
+from tunesmith.plan.rules.checks import check
 
 OPENRLHF = """
 set -x

@@ -36,8 +36,9 @@ from tunesmith.models.causal_lm import CausalLM
 from tunesmith.monitor.costs import COMPILED_CALL, largest_costs
 from tunesmith.native import build
 from tunesmith.native.build import library
-from tunesmith.plan.facts import Facts, read_model_facts
-from tunesmith.plan.hardware import compilers, find_compiler, read_hardware
+from tunesmith.plan.facts.hardware import compilers, find_compiler, read_hardware
+from tunesmith.plan.facts.model import read_model_facts
+from tunesmith.plan.facts.run import Facts
 from tunesmith.plan.resolve import resolve
 from tunesmith.types import Completion, Sampling
 

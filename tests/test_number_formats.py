@@ -27,7 +27,7 @@ from tunesmith.models.causal_lm import CausalLM
 from tunesmith.models.loading import load_module, takes_tf32
 from tunesmith.monitor.metrics import read_metrics
 from tunesmith.offline.generate import run_generate
-from tunesmith.plan.hardware import Gpu
+from tunesmith.plan.facts.hardware import Gpu
 from tunesmith.plan.resolve import resolve
 from tunesmith.types import Completion, Sample, Sampling
 

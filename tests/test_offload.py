@@ -25,12 +25,11 @@ from tunesmith.errors import DeviceMemoryError
 from tunesmith.models import adapters, training_functions
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.models.host_memory import packed
-from tunesmith.plan.cost import price
-from tunesmith.plan.facts import Facts
+from tunesmith.plan.cost.layout import Layout
+from tunesmith.plan.cost.memory import least_devices
+from tunesmith.plan.cost.price import PINNED, price
+from tunesmith.plan.facts.run import Facts
 from tunesmith.plan.filling import with_values
-from tunesmith.plan.memory import least_devices
-from tunesmith.plan.pinned import PINNED
-from tunesmith.plan.price import Layout
 from tunesmith.plan.resolve import resolve
 
 GB = 10**9

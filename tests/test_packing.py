@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tunesmith.data.batch import Batch
 from tunesmith.data.packing import SampleTooLong, pack
 from tunesmith.data.trie import num_forest_tokens
-from tunesmith.plan.operations import CostModel
+from tunesmith.plan.cost.operations import CostModel
 from tunesmith.types import Sample
 
 

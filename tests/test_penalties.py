@@ -28,7 +28,7 @@ from tunesmith.engines.local.engine import LocalEngine
 from tunesmith.errors import ConfigError
 from tunesmith.loop.gate import remaining
 from tunesmith.models.causal_lm import CausalLM
-from tunesmith.plan.checks import check
+from tunesmith.plan.rules.checks import check
 from tunesmith.types import Completion, Sampling
 
 ENDS = tuple(range(0, 260, 2))

@@ -17,12 +17,13 @@ from tunesmith.assembly.planning import plan_run
 from tunesmith.assembly.probes import Probe, made_up
 from tunesmith.config.load import load_config
 from tunesmith.config.schema import RLConfig, RunConfig, SFTConfig
-from tunesmith.plan.cpu_seconds import cpu_seconds, work_of
-from tunesmith.plan.facts import ModelFacts
-from tunesmith.plan.hardware import read_hardware
-from tunesmith.plan.memory import longest_sample
-from tunesmith.plan.phases import Work, again_seconds, amounts, phase_seconds, rates_file, read_rates
-from tunesmith.plan.seconds import step_seconds
+from tunesmith.plan.cost.cpu_seconds import cpu_seconds, work_of
+from tunesmith.plan.cost.memory import longest_sample
+from tunesmith.plan.cost.phases import Work, again_seconds, amounts, phase_seconds
+from tunesmith.plan.cost.seconds import step_seconds
+from tunesmith.plan.facts.hardware import read_hardware
+from tunesmith.plan.facts.measured import rates_file, read_rates
+from tunesmith.plan.facts.model import ModelFacts
 from tunesmith.tune.machine import fitted, nonnegative, predictions, shapes
 
 SMALL = ModelFacts(

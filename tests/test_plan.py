@@ -17,12 +17,12 @@ from tunesmith.config.load import load_config
 from tunesmith.config.preference import RMConfig
 from tunesmith.config.schema import RLConfig, RunConfig, SFTConfig
 from tunesmith.errors import CapacityError, ConfigError
-from tunesmith.plan.cost import adapter_numbers
-from tunesmith.plan.memory import planned, planned_devices, planned_roles
-from tunesmith.plan.parts import PARTS
-from tunesmith.plan.publishing import publishing_ranks
+from tunesmith.plan.cost.layout import PARTS
+from tunesmith.plan.cost.memory import planned, planned_devices, planned_roles
+from tunesmith.plan.cost.price import adapter_numbers
+from tunesmith.plan.cost.seconds import FLOPS_SHARE, step_seconds
+from tunesmith.plan.processes.weights import publishing_ranks
 from tunesmith.plan.report import plan_of
-from tunesmith.plan.seconds import FLOPS_SHARE, step_seconds
 
 QWEN_7B = {
     "model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,

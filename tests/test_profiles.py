@@ -13,12 +13,13 @@ from tunesmith.config.load import load_config
 from tunesmith.config.resolved import settings
 from tunesmith.config.schema import RLConfig, RunConfig, SFTConfig
 from tunesmith.errors import ConfigError
-from tunesmith.plan.facts import Facts, ModelFacts
-from tunesmith.plan.hardware import read_hardware
-from tunesmith.plan.machines import machine
-from tunesmith.plan.profiles import system_profiles
+from tunesmith.plan.facts.hardware import read_hardware
+from tunesmith.plan.facts.machines import machine
+from tunesmith.plan.facts.measured import remember, tuned_file
+from tunesmith.plan.facts.model import ModelFacts
+from tunesmith.plan.facts.run import Facts
+from tunesmith.plan.layout.profiles import system_profiles
 from tunesmith.plan.resolve import resolve
-from tunesmith.plan.tuned import remember, tuned_file
 
 MODEL = ModelFacts(
     parameters=1_500_000_000, layers=28, hidden_size=1536, intermediate_size=8960, heads=12, kv_heads=2, head_dim=128,

@@ -19,14 +19,15 @@ from tunesmith.config.section import known
 from tunesmith.distributed.machines import differences, own_view
 from tunesmith.distributed.torchrun import Launch
 from tunesmith.errors import CapacityError, ConfigError, TunesmithError
-from tunesmith.plan.checks import check
-from tunesmith.plan.cost import adapter_numbers, price
-from tunesmith.plan.facts import Facts, ModelFacts
-from tunesmith.plan.gpus import device_problems, own_devices
-from tunesmith.plan.hardware import Gpu, Hardware
-from tunesmith.plan.memory import layout_of
-from tunesmith.plan.price import Layout
+from tunesmith.plan.cost.layout import Layout
+from tunesmith.plan.cost.memory import layout_of
+from tunesmith.plan.cost.price import adapter_numbers, price
+from tunesmith.plan.facts.hardware import Gpu, Hardware
+from tunesmith.plan.facts.model import ModelFacts
+from tunesmith.plan.facts.run import Facts
+from tunesmith.plan.processes.devices import device_problems, own_devices
 from tunesmith.plan.resolve import resolve
+from tunesmith.plan.rules.checks import check
 
 MODEL = ModelFacts(10**9, 24, 2048, 8192, 16, 16, 128, 32000, 10**5)
 CPU = Hardware("CPU", cores=8, memory_total=256 * 10**9, memory_available=240 * 10**9, bf16=True)
@@ -260,7 +261,7 @@ def test_a_model_that_fits_no_gpu_fits_several_that_shard_it() -> None:
 
 
 def test_a_quantised_base_is_sharded_where_a_whole_one_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tunesmith.plan.checks.find_spec", lambda _: object())
+    monkeypatch.setattr("tunesmith.plan.rules.checks.find_spec", lambda _: object())
     large = replace(MODEL, parameters=200 * 10**9)  # 104 GB in 4 bits, and 60 GB are free
     facts = Facts(replace(CPU, gpus=(GPU,) * 8), large, train_size=100, longest=40)
     said = ("lora.rank=8", "model.quantize=nf4")
@@ -276,7 +277,7 @@ def test_a_quantised_base_is_sharded_where_a_whole_one_does_not_fit(monkeypatch:
 
 
 def test_a_change_to_a_quantised_base_keeps_the_stage(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tunesmith.plan.checks.find_spec", lambda _: object())
+    monkeypatch.setattr("tunesmith.plan.rules.checks.find_spec", lambda _: object())
     large = replace(MODEL, parameters=400 * 10**9)
     facts = Facts(replace(CPU, gpus=(GPU,) * 8), large, train_size=100, longest=40)
     said = ("lora.rank=8", "system.trainer_ranks=8", "system.zero_stage=3")

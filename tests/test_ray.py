@@ -46,12 +46,12 @@ from tunesmith.errors import (
     TrainerLostError,
 )
 from tunesmith.models.causal_lm import CausalLM
-from tunesmith.plan.checks import check
-from tunesmith.plan.cluster import Bundle, bundles, missing, processes
-from tunesmith.plan.facts import Facts
-from tunesmith.plan.hardware import Gpu, read_hardware
-from tunesmith.plan.hub import known_model_facts
+from tunesmith.plan.facts.hardware import Gpu, read_hardware
+from tunesmith.plan.facts.hub import known_model_facts
+from tunesmith.plan.facts.run import Facts
+from tunesmith.plan.processes.cluster import Bundle, bundles, missing, processes
 from tunesmith.plan.resolve import resolve
+from tunesmith.plan.rules.checks import check
 from tunesmith.types import Sample
 
 ray = pytest.importorskip("ray", reason="Ray is an extra: pip install 'tunesmith[ray]'")
@@ -365,7 +365,7 @@ def test_settings_that_do_not_fit(changed: Any, words: str, tmp_path: Path) -> N
 
 
 def test_without_ray_it_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tunesmith.plan.cluster.find_spec", lambda _: None)
+    monkeypatch.setattr("tunesmith.plan.processes.cluster.find_spec", lambda _: None)
     with pytest.raises(ConfigError, match=r'pip install "tunesmith\[ray\]"'):
         resolved(tmp_path)
 
@@ -439,7 +439,7 @@ import os, ray
 from tunesmith.distributed.ray_cluster import RayCluster
 from tunesmith.config.system import SystemSection
 from tunesmith.errors import TrainerLostError
-from tunesmith.plan.cluster import Bundle
+from tunesmith.plan.processes.cluster import Bundle
 
 class Seen:
     def gpus(self):

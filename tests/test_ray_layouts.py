@@ -16,15 +16,16 @@ from tunesmith.config.load import load_config
 from tunesmith.config.resolved import Resolved
 from tunesmith.config.schema import RLConfig
 from tunesmith.errors import CapacityError, ConfigError
-from tunesmith.plan.cluster import bundles, missing, processes
-from tunesmith.plan.facts import Facts, ModelFacts
+from tunesmith.plan.cost.memory import planned_devices
+from tunesmith.plan.cost.seconds import step_seconds
+from tunesmith.plan.facts.machines import machine
+from tunesmith.plan.facts.model import ModelFacts
+from tunesmith.plan.facts.run import Facts
 from tunesmith.plan.filling import with_values
-from tunesmith.plan.machines import machine
-from tunesmith.plan.memory import planned_devices
+from tunesmith.plan.processes.cluster import bundles, missing, processes
+from tunesmith.plan.processes.roles import scoring_shards
 from tunesmith.plan.report import layout_of_run
 from tunesmith.plan.resolve import resolve
-from tunesmith.plan.roles import scoring_shards
-from tunesmith.plan.seconds import step_seconds
 
 SMALL = ModelFacts(500_000_000, 24, 896, 4864, 14, 2, 64, 151936, 32768, tied=True)
 QWEN_7B, LLAMA_70B = MODELS["7B (Qwen 2.5)"], MODELS["70B (Llama 3)"]

@@ -24,8 +24,9 @@ from tunesmith.errors import ConfigError
 from tunesmith.models.lean import LeanDecoder
 from tunesmith.models.score_model import ScoreModel
 from tunesmith.monitor.metrics import read_metrics
-from tunesmith.plan.facts import Facts, count_parameters, read_model_facts
-from tunesmith.plan.hardware import Gpu, Hardware
+from tunesmith.plan.facts.hardware import Gpu, Hardware
+from tunesmith.plan.facts.model import count_parameters, read_model_facts
+from tunesmith.plan.facts.run import Facts
 from tunesmith.plan.resolve import resolve
 from tunesmith.rewards.batching import Batcher
 from tunesmith.rewards.function import ItemFailure, RewardFunction, required_columns
@@ -296,7 +297,7 @@ def test_a_run_with_another_tokenizer_encodes_anew(
 def test_a_reward_models_weights_leave_less_for_the_sampler(
     tmp_path: Path, path: Path, policy: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tunesmith.plan.memory.LIBRARIES", 0)  # as much as this small GPU has
+    monkeypatch.setattr("tunesmith.plan.cost.memory.LIBRARIES", 0)  # as much as this small GPU has
     gpu = Gpu("a GPU", 10**9, 10**9, (9, 0))
     machine = Hardware("a CPU", cores=4, memory_total=10**10, memory_available=10**10, bf16=True, gpus=(gpu,))
     settings = model_settings(tmp_path, policy, f'[{{path = "{path}"}}]', rollout__max_new_tokens=400)

@@ -27,9 +27,9 @@ from tunesmith.offline.lines import read_lines
 from tunesmith.offline.rft import RFTOutcome, run_rft, with_shots
 from tunesmith.offline.rounds import check_prompts
 from tunesmith.offline.usage import Usage, seconds_of, total_of
-from tunesmith.plan.facts import Facts
-from tunesmith.plan.generation import derive_rft_warmup
-from tunesmith.plan.hardware import read_hardware
+from tunesmith.plan.derive.generation import derive_rft_warmup
+from tunesmith.plan.facts.hardware import read_hardware
+from tunesmith.plan.facts.run import Facts
 from tunesmith.plan.resolve import resolve
 from tunesmith.recipes.unit_conversion import ANSWER, questions, write
 from tunesmith.types import Sample, Task

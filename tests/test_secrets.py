@@ -18,8 +18,8 @@ from tunesmith.loop.checkpoint import Checkpoints
 from tunesmith.monitor.metrics import JsonLines
 from tunesmith.monitor.run_dir import how_to_continue, shown_command
 from tunesmith.offline.lines import claim
-from tunesmith.plan.facts import Facts
-from tunesmith.plan.hardware import read_hardware
+from tunesmith.plan.facts.hardware import read_hardware
+from tunesmith.plan.facts.run import Facts
 from tunesmith.plan.resolve import resolve
 
 URL = "http://user:S3CRET@host:80/r?key=T0KEN"

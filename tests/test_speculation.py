@@ -34,7 +34,7 @@ from tunesmith.engines.local.speculation import (
 from tunesmith.engines.stats import EngineStats
 from tunesmith.errors import ConfigError, UserError
 from tunesmith.models.causal_lm import CausalLM
-from tunesmith.plan.checks import check
+from tunesmith.plan.rules.checks import check
 from tunesmith.types import Completion, Sampling
 
 ROOT = Path(__file__).parents[1]

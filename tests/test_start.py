@@ -20,8 +20,9 @@ from tunesmith.data.prepare import peek
 from tunesmith.environments.loading import check_environment
 from tunesmith.errors import ConfigError
 from tunesmith.models.families import KNOWN, REFUSED
-from tunesmith.plan.facts import Facts, read_model_facts
-from tunesmith.plan.hardware import read_hardware
+from tunesmith.plan.facts.hardware import read_hardware
+from tunesmith.plan.facts.model import read_model_facts
+from tunesmith.plan.facts.run import Facts
 from tunesmith.plan.resolve import resolve
 from tunesmith.recipes.start import HELD_OUT, STARTS, TRAIN, make_tiny_model, write_start
 

@@ -35,11 +35,10 @@ from tunesmith.models.host_memory import stored_state
 from tunesmith.models.score_model import ScoreModel
 from tunesmith.models.sharding import decoder_layers
 from tunesmith.models.streamed import StreamedLayers, stored
-from tunesmith.plan.cost import layer_copy, price
-from tunesmith.plan.machines import machine
-from tunesmith.plan.pinned import PINNED
-from tunesmith.plan.price import Layout
-from tunesmith.plan.seconds import TO_THE_HOST, step_seconds
+from tunesmith.plan.cost.layout import Layout
+from tunesmith.plan.cost.price import PINNED, layer_copy, price
+from tunesmith.plan.cost.seconds import TO_THE_HOST, step_seconds
+from tunesmith.plan.facts.machines import machine
 
 LAYERS = 4
 GB = 10**9

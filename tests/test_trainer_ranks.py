@@ -41,7 +41,7 @@ from tunesmith.errors import DeviceMemoryError, ModelError, TrainerLostError
 from tunesmith.loop.learner import Learner
 from tunesmith.models import adapters
 from tunesmith.models.causal_lm import CausalLM
-from tunesmith.plan.operations import CostModel
+from tunesmith.plan.cost.operations import CostModel
 from tunesmith.types import Sample
 
 HERE, PATIENCE = "127.0.0.1", 300.0

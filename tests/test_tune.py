@@ -23,12 +23,13 @@ from tunesmith.config.resolved import settings
 from tunesmith.config.schema import RLConfig, SFTConfig
 from tunesmith.config.section import known
 from tunesmith.errors import CapacityError, ConfigError
-from tunesmith.plan.expected import expected_seconds
-from tunesmith.plan.facts import Facts, ModelFacts
+from tunesmith.plan.cost.expected import expected_seconds
+from tunesmith.plan.facts.hardware import Hardware
+from tunesmith.plan.facts.measured import remembered
+from tunesmith.plan.facts.model import ModelFacts
+from tunesmith.plan.facts.run import Facts
 from tunesmith.plan.filling import with_values
-from tunesmith.plan.hardware import Hardware
 from tunesmith.plan.resolve import resolve
-from tunesmith.plan.tuned import remembered
 from tunesmith.tune.arms import TrialEnded
 from tunesmith.tune.bench import Bench
 from tunesmith.tune.intervals import MOST_PAIRS, interval

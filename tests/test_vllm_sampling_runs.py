@@ -35,7 +35,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[VllmSettings]:
             super().__init__(vocab_size=261, eos_token_ids=(2,))
 
     monkeypatch.setattr("tunesmith.engines.vllm.engine.VllmEngine", Fake)
-    monkeypatch.setattr("tunesmith.plan.vllm.find_spec", lambda _: object())
+    monkeypatch.setattr("tunesmith.plan.rules.vllm.find_spec", lambda _: object())
     return found
 
 

@@ -16,11 +16,12 @@ from tunesmith.config.resolved import config_text, settings
 from tunesmith.config.schema import RLConfig, SFTConfig
 from tunesmith.engines.vllm.start import VllmSettings, engine_arguments
 from tunesmith.errors import ConfigError
-from tunesmith.plan.checks import check, contradictions
-from tunesmith.plan.facts import Facts, ModelFacts
-from tunesmith.plan.hardware import Gpu, Hardware
+from tunesmith.plan.facts.hardware import Gpu, Hardware
+from tunesmith.plan.facts.model import ModelFacts
+from tunesmith.plan.facts.run import Facts
 from tunesmith.plan.resolve import resolve
-from tunesmith.plan.vllm import FIXED_ARGUMENTS, OWN_ARGUMENTS, extra_problem, version_problem
+from tunesmith.plan.rules.checks import check, contradictions
+from tunesmith.plan.rules.vllm import FIXED_ARGUMENTS, OWN_ARGUMENTS, extra_problem, version_problem
 
 MODEL = ModelFacts(
     parameters=10**6, layers=4, hidden_size=64, intermediate_size=128, heads=6, kv_heads=2, head_dim=32,

@@ -29,7 +29,7 @@ from tunesmith.errors import ConfigError, EngineError
 from tunesmith.models.adapters import attach
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.models.sharding import whole_weights
-from tunesmith.plan.checks import check
+from tunesmith.plan.rules.checks import check
 from tunesmith.weights.base import NamedTensors, Offer, Plane
 from tunesmith.weights.broadcast import BroadcastPlane
 from tunesmith.weights.files import FilePlane

@@ -15,7 +15,7 @@ from long import again
 from tunesmith.assembly.dry_run import dry_run
 from tunesmith.errors import CapacityError
 from tunesmith.fake_device.threads import FIRST
-from tunesmith.plan.memory import planned
+from tunesmith.plan.cost.memory import planned
 
 ROOT = Path(__file__).parents[2]
 if str(ROOT) not in sys.path:

@@ -27,9 +27,9 @@ from tunesmith.distributed.far import gather
 from tunesmith.errors import DeviceMemoryError, TrainerLostError
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.models.sharding import local
-from tunesmith.plan.facts import Facts
-from tunesmith.plan.hardware import read_hardware
-from tunesmith.plan.hub import known_model_facts
+from tunesmith.plan.facts.hardware import read_hardware
+from tunesmith.plan.facts.hub import known_model_facts
+from tunesmith.plan.facts.run import Facts
 from tunesmith.plan.resolve import resolve
 from tunesmith.types import Sample
 

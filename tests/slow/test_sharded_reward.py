@@ -24,10 +24,11 @@ from tunesmith.config.system import SystemSection
 from tunesmith.distributed.far import Far, gather
 from tunesmith.errors import DeviceMemoryError, RewardError
 from tunesmith.models.sharding import local
-from tunesmith.plan.cluster import bundles
-from tunesmith.plan.facts import Facts, count_parameters
-from tunesmith.plan.hardware import read_hardware
-from tunesmith.plan.hub import known_model_facts
+from tunesmith.plan.facts.hardware import read_hardware
+from tunesmith.plan.facts.hub import known_model_facts
+from tunesmith.plan.facts.model import count_parameters
+from tunesmith.plan.facts.run import Facts
+from tunesmith.plan.processes.cluster import bundles
 from tunesmith.plan.resolve import resolve
 
 ray = pytest.importorskip("ray", reason="Ray is an extra: pip install 'tunesmith[ray]'")

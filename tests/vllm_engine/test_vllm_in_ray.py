@@ -12,7 +12,7 @@ from pool_bench import LAST, PoolBench, each_check
 from tunesmith.assembly.engine_host import make_engine_host
 from tunesmith.config.system import SystemSection
 from tunesmith.errors import EngineLostError
-from tunesmith.plan.cluster import Bundle
+from tunesmith.plan.processes.cluster import Bundle
 
 pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-vllm")
 pytest.importorskip("ray", reason="Ray is an extra: pip install 'tunesmith[ray]'")

@@ -25,11 +25,11 @@ from tunesmith.environments.loading import check_agents, check_environment
 from tunesmith.errors import CheckpointError, ConfigError
 from tunesmith.loop.checkpoint import Checkpoints
 from tunesmith.monitor.run_dir import RunDir, check_run_dir, is_running
-from tunesmith.plan.facts import Facts
-from tunesmith.plan.hardware import Hardware, read_hardware
-from tunesmith.plan.hub import known_model_facts, known_parameters
+from tunesmith.plan.facts.hardware import Hardware, read_hardware
+from tunesmith.plan.facts.hub import known_model_facts, known_parameters
+from tunesmith.plan.facts.measured import read_tuned
+from tunesmith.plan.facts.run import Facts
 from tunesmith.plan.resolve import resolve
-from tunesmith.plan.tuned import read_tuned
 from tunesmith.rewards.loading import check_rewards
 
 C = TypeVar("C", bound=RunConfig)

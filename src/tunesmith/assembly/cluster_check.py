@@ -20,8 +20,8 @@ from tunesmith.distributed.far import gather
 from tunesmith.distributed.machines import PACKAGES, own_view
 from tunesmith.distributed.torchrun import LaunchedProcesses, Meeting
 from tunesmith.errors import TrainerLostError
-from tunesmith.plan.gpus import visible_names
-from tunesmith.plan.hardware import read_hardware
+from tunesmith.plan.facts.hardware import read_hardware
+from tunesmith.plan.processes.devices import visible_names
 
 SMALL, LARGE = 8, 32 << 20
 """Bytes of the all-reduces that measure latency and bandwidth."""

@@ -11,7 +11,7 @@ from tunesmith.config.optimizer import Muon
 from tunesmith.config.schema import RLConfig, RunConfig
 from tunesmith.config.section import known
 from tunesmith.monitor.waits import long_wait
-from tunesmith.plan.operations import PeakRates
+from tunesmith.plan.cost.operations import PeakRates
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Generator

@@ -18,9 +18,9 @@ from tunesmith.loop.learner import Learner
 from tunesmith.loop.session import Session
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.models.score_model import ScoreModel
-from tunesmith.plan.cost import USUAL_RANK
-from tunesmith.plan.operations import PeakRates
-from tunesmith.plan.situation import critic_steps
+from tunesmith.plan.cost.operations import PeakRates
+from tunesmith.plan.cost.price import USUAL_RANK
+from tunesmith.plan.rules.situation import critic_steps
 
 Trained = tuple[TrainBackend, PeakRates]
 """The backend that trains a model, and the peak rates of its devices."""

@@ -33,20 +33,14 @@ from tunesmith.config.schema import RLConfig, RunConfig
 from tunesmith.config.section import known
 from tunesmith.errors import ConfigError
 from tunesmith.fake_device.threads import FIRST
-from tunesmith.plan.cluster import NAMES
-from tunesmith.plan.facts import Facts
+from tunesmith.plan.cost.layout import Price
+from tunesmith.plan.cost.memory import LEAST_TOKENS, engines_elsewhere, longest_sample, planned, planned_elsewhere
+from tunesmith.plan.facts.run import Facts
 from tunesmith.plan.filling import with_values
-from tunesmith.plan.layout_keys import ENGINES
-from tunesmith.plan.memory import (
-    LEAST_TOKENS,
-    engines_elsewhere,
-    longest_sample,
-    planned,
-    planned_elsewhere,
-)
-from tunesmith.plan.price import Price
-from tunesmith.plan.roles import scoring_shards, shares_trainer_device
-from tunesmith.plan.weights import engines_apart, weights_apart
+from tunesmith.plan.layout.keys import ENGINES
+from tunesmith.plan.processes.cluster import NAMES
+from tunesmith.plan.processes.roles import scoring_shards, shares_trainer_device
+from tunesmith.plan.processes.weights import engines_apart, weights_apart
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -42,7 +42,7 @@ def _local(
     from tunesmith.engines.local.engine import LocalEngine
     from tunesmith.models.causal_lm import CausalLM
     from tunesmith.models.host_weights import HostWeights
-    from tunesmith.plan.operations import PeakRates
+    from tunesmith.plan.cost.operations import PeakRates
 
     if threads is not None:
         torch.set_num_threads(threads)

@@ -22,11 +22,11 @@ from tunesmith.engines.timed import TimedEngine
 from tunesmith.errors import EngineLostError
 from tunesmith.monitor.timeline import Timeline
 from tunesmith.monitor.waits import long_wait
-from tunesmith.plan.capacity import LEAST_KV_BYTES, engine_threads
-from tunesmith.plan.checks import raise_all
-from tunesmith.plan.gpus import device_problems, own_devices, visible_names
-from tunesmith.plan.hardware import read_hardware
-from tunesmith.plan.weights import engines_apart
+from tunesmith.plan.derive.capacity import LEAST_KV_BYTES, engine_threads
+from tunesmith.plan.facts.hardware import read_hardware
+from tunesmith.plan.processes.devices import device_problems, own_devices, visible_names
+from tunesmith.plan.processes.weights import engines_apart
+from tunesmith.plan.rules.checks import raise_all
 from tunesmith.types import Sampling
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from tunesmith.engines.stats import EngineStats
 from tunesmith.fake_device.sharded import GATHERED
 from tunesmith.fake_device.tokenizer import NoTokenizer
 from tunesmith.openmp import to_thread
-from tunesmith.plan.price import Price
+from tunesmith.plan.cost.layout import Price
 from tunesmith.types import Completion, Sampling
 from tunesmith.weights.base import NamedTensors, Offer, Plane
 from tunesmith.weights.files import FILE_BYTES

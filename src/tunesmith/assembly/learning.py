@@ -12,9 +12,9 @@ from tunesmith.config.schema import RewardSection, RLConfig, RunConfig
 from tunesmith.data.preference import Comparison
 from tunesmith.data.reading import Prepared
 from tunesmith.monitor.learning import RunFacts
-from tunesmith.plan.capacity import computing_threads
-from tunesmith.plan.hardware import usable_cpus
-from tunesmith.plan.situation import optimizer_steps
+from tunesmith.plan.derive.capacity import computing_threads
+from tunesmith.plan.facts.hardware import usable_cpus
+from tunesmith.plan.rules.situation import optimizer_steps
 from tunesmith.types import Task
 
 LAST = 64

@@ -37,10 +37,10 @@ from tunesmith.monitor.text import EvalExample, shown_path
 from tunesmith.monitor.timeline import Timeline
 from tunesmith.monitor.waits import long_wait
 from tunesmith.monitor.watchdog import Watchdog
-from tunesmith.plan.hub import known_model_facts
+from tunesmith.plan.cost.seconds import step_seconds
+from tunesmith.plan.facts.hub import known_model_facts
 from tunesmith.plan.report import memory_of
 from tunesmith.plan.resolve import resolve
-from tunesmith.plan.seconds import step_seconds
 from tunesmith.storage import write_json
 
 SHOWN = 6

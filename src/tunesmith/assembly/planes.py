@@ -12,8 +12,8 @@ from tunesmith.config.schema import RunConfig
 from tunesmith.distributed.machines import own_address as own_address_in_launch
 from tunesmith.distributed.torchrun import Launch
 from tunesmith.openmp import to_thread
-from tunesmith.plan.gpus import ranks_per_engine
-from tunesmith.plan.publishing import BUCKET, publishing_ranks
+from tunesmith.plan.processes.devices import ranks_per_engine
+from tunesmith.plan.processes.weights import BUCKET, publishing_ranks
 from tunesmith.weights.base import NamedTensors, Offer, Plane
 
 if TYPE_CHECKING:

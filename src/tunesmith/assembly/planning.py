@@ -11,13 +11,13 @@ from tunesmith.config.resolved import Resolved
 from tunesmith.config.schema import RLConfig, RunConfig
 from tunesmith.config.section import known
 from tunesmith.errors import CapacityError, ConfigError
-from tunesmith.plan.cluster import bundles, missing
-from tunesmith.plan.cpu_seconds import measurable
-from tunesmith.plan.facts import Facts
-from tunesmith.plan.fitting import layout_that_fits
-from tunesmith.plan.machines import THIS, machine
-from tunesmith.plan.memory import bytes_per_number
-from tunesmith.plan.phases import read_rates
+from tunesmith.plan.cost.cpu_seconds import measurable
+from tunesmith.plan.cost.memory import bytes_per_number
+from tunesmith.plan.facts.machines import THIS, machine
+from tunesmith.plan.facts.measured import read_rates
+from tunesmith.plan.facts.run import Facts
+from tunesmith.plan.layout.fitting import layout_that_fits
+from tunesmith.plan.processes.cluster import bundles, missing
 from tunesmith.plan.resolve import resolve, sequence_limits
 
 ASSUMED_SAMPLE, ASSUMED_PROMPT = 2048, 1024

@@ -25,8 +25,8 @@ from tunesmith.fake_device.tokenizer import NoTokenizer
 from tunesmith.models.attention import ATTENTION_NAME
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.models.lean import LeanDecoder
-from tunesmith.plan.phases import Work
-from tunesmith.plan.situation import resolved_algorithm
+from tunesmith.plan.cost.phases import Work
+from tunesmith.plan.rules.situation import resolved_algorithm
 from tunesmith.types import Completion, Sample, Sampling
 
 

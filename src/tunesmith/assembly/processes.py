@@ -21,10 +21,10 @@ from tunesmith.distributed.torchrun import Launch, LaunchedProcesses, meeting
 from tunesmith.errors import RewardError, TrainerLostError
 from tunesmith.loop.checkpoint import Checkpoints
 from tunesmith.monitor.waits import long_wait
-from tunesmith.plan.cluster import NAMES, bundles, processes
-from tunesmith.plan.operations import PeakRates
-from tunesmith.plan.publishing import publishing_ranks
-from tunesmith.plan.roles import reference_apart, scoring_processes, scoring_shards
+from tunesmith.plan.cost.operations import PeakRates
+from tunesmith.plan.processes.cluster import NAMES, bundles, processes
+from tunesmith.plan.processes.roles import reference_apart, scoring_processes, scoring_shards
+from tunesmith.plan.processes.weights import publishing_ranks
 
 if TYPE_CHECKING:
     from torch import Tensor

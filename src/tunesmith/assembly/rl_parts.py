@@ -32,9 +32,8 @@ from tunesmith.loop.parts import RLParts
 from tunesmith.loop.rollouts import AsyncRollouts, RolloutSource, SyncRollouts
 from tunesmith.loop.session import Session
 from tunesmith.models.causal_lm import CausalLM
-from tunesmith.plan.publishing import publishing_ranks
-from tunesmith.plan.situation import optimizer_steps
-from tunesmith.plan.weights import weights_apart
+from tunesmith.plan.processes.weights import publishing_ranks, weights_apart
+from tunesmith.plan.rules.situation import optimizer_steps
 from tunesmith.rewards.reward_set import RewardSet
 from tunesmith.types import Sampling, Task
 from tunesmith.weights.far import FarPlane

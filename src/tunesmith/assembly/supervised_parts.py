@@ -29,7 +29,7 @@ from tunesmith.loop.session import Session
 from tunesmith.loop.supervised import SupervisedParts, evaluate
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.models.score_model import ScoreModel
-from tunesmith.plan.roles import keeps_reference
+from tunesmith.plan.processes.roles import keeps_reference
 from tunesmith.rewards.stats import STATS_FILE
 from tunesmith.types import Sample
 

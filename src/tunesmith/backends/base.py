@@ -16,7 +16,7 @@ from typing import Literal, Protocol
 from tunesmith.algorithms.objective import Objective
 from tunesmith.data.batch import Floats
 from tunesmith.data.forest import Packing
-from tunesmith.plan.operations import CostModel
+from tunesmith.plan.cost.operations import CostModel
 
 Metrics = dict[str, float]
 Quantity = Literal["logprobs", "values"]

@@ -10,8 +10,8 @@ from typing import Literal
 import torch
 
 from tunesmith.errors import DeviceMemoryError
-from tunesmith.plan.hardware import memory
-from tunesmith.plan.operations import PeakRates
+from tunesmith.plan.cost.operations import PeakRates
+from tunesmith.plan.facts.hardware import memory
 
 DType = Literal["float32", "bfloat16", "float16"]
 

@@ -16,7 +16,7 @@ from tunesmith.data.batch import Floats
 from tunesmith.data.forest import Packing
 from tunesmith.distributed.far import Far, entered, gather_together, submitted
 from tunesmith.errors import DeviceMemoryError
-from tunesmith.plan.operations import CostModel
+from tunesmith.plan.cost.operations import CostModel
 
 REFERENCE_DIRECTORY = "reference"
 

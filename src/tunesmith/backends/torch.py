@@ -33,7 +33,7 @@ from tunesmith.models.host_weights import HostWeights
 from tunesmith.models.loading import read_shards
 from tunesmith.models.sharding import local
 from tunesmith.models.streamed import stored
-from tunesmith.plan.operations import CostModel
+from tunesmith.plan.cost.operations import CostModel
 
 MODEL_DIRECTORY = "model"
 AVERAGE_DIRECTORY, REFERENCE_DIRECTORY = "ema", "reference"

@@ -78,7 +78,7 @@ def _check_cluster(shared: Path, bandwidth: float | None) -> None:
 def _check_machine() -> None:
     from tunesmith.monitor.progress import share
     from tunesmith.monitor.text import aligned, shown_path
-    from tunesmith.plan.hardware import read_hardware
+    from tunesmith.plan.facts.hardware import read_hardware
     from tunesmith.tune.machine import measure_machine
 
     found = measure_machine(read_hardware(), lambda text: print(text, flush=True))

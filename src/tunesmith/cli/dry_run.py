@@ -11,7 +11,7 @@ from tunesmith.config.sizes import format_size
 
 if TYPE_CHECKING:
     from tunesmith.assembly.dry_run import DryPhase
-    from tunesmith.plan.price import Price
+    from tunesmith.plan.cost.layout import Price
 
 ASSUMED_LINES = 1000
 """Assumed lines of data, which is not read: the learning rate schedule needs an end."""
@@ -45,7 +45,7 @@ def print_dry_run(run: Path, overrides: Sequence[str], on: str) -> None:
     from tunesmith.config.load import load_run
     from tunesmith.config.reading.places import placed
     from tunesmith.config.resolved import print_resolved
-    from tunesmith.plan.memory import planned_devices
+    from tunesmith.plan.cost.memory import planned_devices
     from tunesmith.plan.report import layout_of_run
     from tunesmith.plan.resolve import resolve
 

@@ -36,8 +36,8 @@ def plan(
     from tunesmith.config.reading.places import placed
     from tunesmith.config.resolved import print_resolved
     from tunesmith.errors import CapacityError
+    from tunesmith.plan.cost.seconds import step_seconds
     from tunesmith.plan.report import layout_of_run, memory_of, memory_rows, other_rows, plan_of, seconds_rows
-    from tunesmith.plan.seconds import step_seconds
 
     with placed(run, overrides or ()):
         config = load_run(run, overrides or ())

@@ -26,7 +26,7 @@ from torch import Tensor
 from tunesmith.data.batch import Batch
 from tunesmith.data.packing import pack
 from tunesmith.data.trie import build_nodes, prefix_order
-from tunesmith.plan.operations import CostModel
+from tunesmith.plan.cost.operations import CostModel
 
 
 class Segment(NamedTuple):

@@ -18,7 +18,7 @@ import numpy as np
 from tunesmith.data.batch import Batch
 from tunesmith.data.trie import PrefixOrder, num_forest_tokens, prefix_order
 from tunesmith.errors import DataError
-from tunesmith.plan.operations import CostModel
+from tunesmith.plan.cost.operations import CostModel
 
 EXCHANGES = 200
 """Maximum number of moves and swaps that balance costs; each lowers the highest cost."""

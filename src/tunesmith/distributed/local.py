@@ -15,7 +15,7 @@ from tunesmith.config.placement import Role
 from tunesmith.distributed.child import ChildProcess
 from tunesmith.distributed.far import Far
 from tunesmith.errors import EngineError, TunesmithError
-from tunesmith.plan.cluster import NAMES
+from tunesmith.plan.processes.cluster import NAMES
 
 RANKED: tuple[Role, ...] = ("actor", "critic")
 """Roles in which several processes train one model."""

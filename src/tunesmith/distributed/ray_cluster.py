@@ -15,7 +15,7 @@ from tunesmith.config.system import SystemSection
 from tunesmith.distributed.far import PATIENCE, Far
 from tunesmith.distributed.local import Processes
 from tunesmith.errors import ClusterError, ConfigError, EngineError, TunesmithError, boundary, nearest
-from tunesmith.plan.cluster import NAMES, Bundle, missing
+from tunesmith.plan.processes.cluster import NAMES, Bundle, missing
 
 PLACING = 120.0
 """Seconds to wait for resources that others hold, on a cluster that is large enough."""

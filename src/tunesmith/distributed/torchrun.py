@@ -31,8 +31,8 @@ from tunesmith.distributed.local import RANKED, LocalProcesses
 from tunesmith.distributed.machines import Rendezvous, differences, own_view, watched
 from tunesmith.errors import ConfigError, TrainerLostError, TunesmithError
 from tunesmith.monitor.children import end_with_parent, remove_at_end
-from tunesmith.plan.cluster import NAMES
-from tunesmith.plan.gpus import visible_names
+from tunesmith.plan.processes.cluster import NAMES
+from tunesmith.plan.processes.devices import visible_names
 
 MEETING = 60.0
 """Seconds that the processes of one launch may take to meet."""

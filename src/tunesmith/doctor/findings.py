@@ -13,7 +13,7 @@ from typing import Any, Literal
 from tunesmith.doctor.record import RunRecord
 from tunesmith.doctor.signs import last_steps, signs
 from tunesmith.monitor.learning import at_the_end
-from tunesmith.plan.rules import applies
+from tunesmith.plan.rules.rules import applies
 
 Severity = Literal["problem", "warning", "note"]
 SEVERITIES: Sequence[Severity] = ("problem", "warning", "note")

@@ -7,7 +7,7 @@ import sys
 
 from tunesmith.config.schema import RunConfig
 from tunesmith.errors import ConfigError
-from tunesmith.plan.vllm import extra_problem, version_problem
+from tunesmith.plan.rules.vllm import extra_problem, version_problem
 
 _SCRIPT = """
 from importlib.metadata import PackageNotFoundError, version

@@ -19,7 +19,7 @@ from tunesmith.loop.parts import RLParts
 from tunesmith.loop.seeds import derive_seed
 from tunesmith.loop.session import Session
 from tunesmith.monitor import interrupts
-from tunesmith.plan.weights import weights_apart
+from tunesmith.plan.processes.weights import weights_apart
 from tunesmith.types import RolloutGroup, Task
 
 

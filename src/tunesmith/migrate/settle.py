@@ -13,7 +13,7 @@ from tunesmith.errors import ConfigError
 from tunesmith.migrate.convert import ConvertedSetting, Entry, Kind, Migration
 from tunesmith.migrate.there import is_off
 from tunesmith.migrate.write import run_file
-from tunesmith.plan.checks import check
+from tunesmith.plan.rules.checks import check
 
 _MOST = 60
 """Maximum number of rounds of removing settings."""

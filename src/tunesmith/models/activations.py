@@ -7,7 +7,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from tunesmith.errors import ModelError
 from tunesmith.models.sharding import decoder_layers
-from tunesmith.plan.cost import recomputed
+from tunesmith.plan.cost.price import recomputed
 
 
 def compute_again(module: PreTrainedModel, share: float) -> None:

@@ -9,7 +9,7 @@ from torch import nn
 
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.models.quantised import weights_of
-from tunesmith.plan.operations import CostModel
+from tunesmith.plan.cost.operations import CostModel
 
 
 def training_cost(model: CausalLM) -> CostModel:

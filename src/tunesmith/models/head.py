@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from tunesmith.models.weight_gradients import add_product, kept_sums, multiplies
-from tunesmith.plan.tiles import chunk_rows, chunk_words
+from tunesmith.plan.cost.operations import chunk_rows, chunk_words
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class Head:
     bias: Tensor | None = None  # [V]
     scale: LogitScale = PLAIN
     chunk: int | None = None
-    """Rows per tile; None: by ``plan.tiles.chunk_rows``."""
+    """Rows per tile; None: by ``plan.cost.operations.chunk_rows``."""
 
     def rows(self, hidden: Tensor) -> Iterator[slice]:
         """The rows of each tile."""

@@ -27,7 +27,7 @@ from tunesmith.models.lean_ops import OURS, Activation, Operations, embed, linea
 from tunesmith.models.products import Prepare, Product
 from tunesmith.models.streamed import StreamedLayers
 from tunesmith.models.weight_gradients import kept_sums
-from tunesmith.plan.facts import LEAN_FAMILIES
+from tunesmith.plan.facts.model import LEAN_FAMILIES
 
 ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
 PRODUCTS = ("qkv", "out", "gate_up", "down")

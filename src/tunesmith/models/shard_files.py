@@ -18,7 +18,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from tunesmith.models.quantised import QuantisedLinear
 from tunesmith.models.sharding import Sharding, first_row, local, whole
-from tunesmith.plan.facts import weight_files
+from tunesmith.plan.facts.model import weight_files
 
 INDEX = "model.safetensors.index.json"
 FILE_BYTES = 2 << 30

@@ -7,7 +7,7 @@ from functools import cache
 from typing import Any
 
 from tunesmith.native.build import library
-from tunesmith.plan.hardware import cpu_info
+from tunesmith.plan.facts.hardware import cpu_info
 
 
 class Sum(Structure):

@@ -20,7 +20,7 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
-from tunesmith.plan.hardware import compilers, cpu_info, find_compiler
+from tunesmith.plan.facts.hardware import compilers, cpu_info, find_compiler
 from tunesmith.storage import cache_folder
 
 OPTIONS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fopenmp", "-fPIC", "-shared")

@@ -19,8 +19,8 @@ from tunesmith.data.values import read_prompt
 from tunesmith.errors import UserError, boundary
 from tunesmith.loop.seeds import derive_seed
 from tunesmith.offline.answering import window_of
-from tunesmith.plan.facts import Facts
-from tunesmith.plan.hardware import read_hardware
+from tunesmith.plan.facts.hardware import read_hardware
+from tunesmith.plan.facts.run import Facts
 from tunesmith.plan.resolve import resolve
 from tunesmith.types import Completion, FinishReason, Prompt
 

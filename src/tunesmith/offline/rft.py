@@ -40,8 +40,8 @@ from tunesmith.offline.rounds import (
 from tunesmith.offline.sampling import SamplingRun, answer_tasks, identity, open_sampling, resolve_sampling
 from tunesmith.offline.selection import accuracy
 from tunesmith.offline.usage import Usage, total_of
-from tunesmith.plan.engine import SAMPLER_KEYS
-from tunesmith.plan.generation import SEPARATOR, derive_rft_warmup, profile_values
+from tunesmith.plan.derive.generation import SEPARATOR, derive_rft_warmup, profile_values
+from tunesmith.plan.rules.engine import SAMPLER_KEYS
 from tunesmith.storage import read_json, write_json
 from tunesmith.types import Task
 from tunesmith.usercode.loading import located

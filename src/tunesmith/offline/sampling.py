@@ -27,8 +27,8 @@ from tunesmith.loop.seeds import derive_seed
 from tunesmith.offline.answering import answer, window_of
 from tunesmith.offline.lines import LineWriter, repair
 from tunesmith.offline.usage import Usage
+from tunesmith.plan.processes.weights import loads_model, weights_apart
 from tunesmith.plan.resolve import resolve
-from tunesmith.plan.weights import loads_model, weights_apart
 from tunesmith.rewards.loading import load_rewards
 from tunesmith.rewards.reward_set import RewardSet
 from tunesmith.types import RolloutGroup, Task

@@ -1,7 +1,6 @@
 """Derivation of values from settings, model and machine, and refusal of settings that cannot work.
 
-``resolve`` derives values and calls ``checks``, whose ``rules`` are data about the values in ``situation``. ``facts``
-come from ``hardware`` (or from ``machines``, for a machine given by name), ``hub`` and the data. ``cost`` prices a
-layout; ``memory`` and ``capacity`` determine what fits a device, ``gpus`` and ``cluster`` where processes run, and
-``weights`` which processes have a copy of the weights.
+``resolve`` derives all values and refuses what cannot work. It uses, from the bottom up, ``facts``, ``processes``,
+``cost``, ``rules``, ``derive`` and ``layout``. ``report`` shows a resolved run as a plan; ``explain`` says what a name
+means.
 """

@@ -17,7 +17,7 @@ from tunesmith.errors import ConfigError, boundary, closest
 from tunesmith.monitor.catalogue import CATALOGUE, Metric
 from tunesmith.monitor.catalogue import find as find_metric
 from tunesmith.monitor.metrics import read_metrics
-from tunesmith.plan.rules import is_about, rules
+from tunesmith.plan.rules.rules import is_about, rules
 
 
 @dataclass(frozen=True, slots=True)

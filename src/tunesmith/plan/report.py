@@ -10,12 +10,11 @@ from tunesmith.config.resolved import Derived, Resolved, settings
 from tunesmith.config.schema import RunConfig
 from tunesmith.config.sizes import format_size
 from tunesmith.config.toml import toml_value
-from tunesmith.plan.alternatives import cost, limits, next_best
-from tunesmith.plan.facts import Facts
-from tunesmith.plan.memory import planned_devices, planned_roles
-from tunesmith.plan.parts import PARTS
-from tunesmith.plan.price import Price
-from tunesmith.plan.seconds import step_seconds
+from tunesmith.plan.cost.layout import PARTS, Price
+from tunesmith.plan.cost.memory import planned_devices, planned_roles
+from tunesmith.plan.cost.seconds import step_seconds
+from tunesmith.plan.facts.run import Facts
+from tunesmith.plan.layout.alternatives import cost, limits, next_best
 
 LAYOUT = (
     *("model.dtype", "system.device", "system.trainer_ranks", "system.zero_stage", "system.shard_size"),

@@ -14,20 +14,19 @@ from tunesmith.config.schema import RewardSection, RLConfig, RunConfig
 from tunesmith.config.section import known
 from tunesmith.config.sizes import format_size
 from tunesmith.errors import CapacityError
-from tunesmith.plan.capacity import derive_capacity, derive_device
-from tunesmith.plan.checks import check, contradictions, raise_all
-from tunesmith.plan.facts import Facts
+from tunesmith.plan.cost.memory import longest_sample
+from tunesmith.plan.derive.capacity import derive_capacity, derive_device
+from tunesmith.plan.derive.generation import derive_sampling
+from tunesmith.plan.derive.weights import derive_weight_copy, derive_weights
+from tunesmith.plan.facts.run import Facts
 from tunesmith.plan.filling import Filling
-from tunesmith.plan.fitting import memory_notes, memory_problems
-from tunesmith.plan.generation import derive_sampling
-from tunesmith.plan.memory import longest_sample
-from tunesmith.plan.profiles import derive_profile
-from tunesmith.plan.rules import told, unread_problems
-from tunesmith.plan.search import derive_layout
-from tunesmith.plan.situation import optimizer_steps, resolved_algorithm, rollout_samples, situation
-from tunesmith.plan.vllm import derive_vllm
-from tunesmith.plan.weight_copy import derive_weight_copy
-from tunesmith.plan.weights import derive_weights
+from tunesmith.plan.layout.fitting import memory_notes, memory_problems
+from tunesmith.plan.layout.profiles import derive_profile
+from tunesmith.plan.layout.search import derive_layout
+from tunesmith.plan.rules.checks import check, contradictions, raise_all
+from tunesmith.plan.rules.rules import told, unread_problems
+from tunesmith.plan.rules.situation import optimizer_steps, resolved_algorithm, rollout_samples, situation
+from tunesmith.plan.rules.vllm import derive_vllm
 
 C = TypeVar("C", bound=RunConfig)
 

@@ -21,9 +21,10 @@ from numpy.typing import NDArray
 from tunesmith.assembly.probes import Probe
 from tunesmith.config.sizes import format_size
 from tunesmith.errors import CapacityError, StorageError, boundary
-from tunesmith.plan.facts import ModelFacts
-from tunesmith.plan.hardware import Hardware, memory
-from tunesmith.plan.phases import Rates, Work, amounts, phase_seconds, rates_file
+from tunesmith.plan.cost.phases import Rates, Work, amounts, phase_seconds
+from tunesmith.plan.facts.hardware import Hardware, memory
+from tunesmith.plan.facts.measured import rates_file
+from tunesmith.plan.facts.model import ModelFacts
 from tunesmith.storage import write_json
 
 SHAPES, ROUNDS = 40, 5

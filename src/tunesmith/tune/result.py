@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tunesmith.config.toml import toml_value
-from tunesmith.plan.tuned import remember, remembered
+from tunesmith.plan.facts.measured import remember, remembered
 from tunesmith.tune.intervals import Interval
 from tunesmith.tune.knobs import Values
 from tunesmith.tune.proof import Proof

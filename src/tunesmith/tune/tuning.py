@@ -19,15 +19,15 @@ from tunesmith.config.schema import RLConfig, RunConfig
 from tunesmith.errors import CapacityError, ConfigError
 from tunesmith.monitor.children import remove_at_end
 from tunesmith.monitor.interrupts import Interrupted
-from tunesmith.plan.expected import expected_seconds
-from tunesmith.plan.facts import Facts
+from tunesmith.plan.cost.expected import expected_seconds
+from tunesmith.plan.cost.memory import planned_devices
+from tunesmith.plan.cost.operations import chunk_rows
+from tunesmith.plan.facts.hardware import read_hardware
+from tunesmith.plan.facts.measured import tuned_file
+from tunesmith.plan.facts.run import Facts
 from tunesmith.plan.filling import with_values
-from tunesmith.plan.hardware import read_hardware
-from tunesmith.plan.layouts import gpus_of_run, layouts
-from tunesmith.plan.memory import planned_devices
+from tunesmith.plan.layout.layouts import gpus_of_run, layouts
 from tunesmith.plan.resolve import resolve
-from tunesmith.plan.tiles import chunk_rows
-from tunesmith.plan.tuned import tuned_file
 from tunesmith.tune.arms import Arm, TrialEnded
 from tunesmith.tune.bench import Bench
 from tunesmith.tune.intervals import Interval

@@ -8,8 +8,8 @@ from pathlib import Path
 from tunesmith.config.load import load_run
 from tunesmith.config.resolved import Resolved, config_text, settings
 from tunesmith.errors import ConfigError, StorageError, boundary
+from tunesmith.plan.facts.measured import remembered
 from tunesmith.plan.filling import with_values
-from tunesmith.plan.tuned import remembered
 from tunesmith.redact import open_private
 from tunesmith.tune.result import Result, told
 from tunesmith.tune.setup import without_tuned

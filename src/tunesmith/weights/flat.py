@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tunesmith.plan.publishing import BUCKET as BUCKET
+from tunesmith.plan.processes.weights import BUCKET as BUCKET
 
 ALIGNMENT = 16
 """Bytes; every tensor begins at a multiple of it, so that it can be viewed in place."""

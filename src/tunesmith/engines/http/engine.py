@@ -25,7 +25,7 @@ from tunesmith.engines.http.server import PATIENCE, Continuation, SglangServer
 from tunesmith.engines.partial import RunningRequest, stop_strings, stop_token_ids
 from tunesmith.engines.stats import EngineStats
 from tunesmith.errors import EngineError, TunesmithError, UserError
-from tunesmith.plan.engine import LAUNCH, UNALTERED_ONLY
+from tunesmith.plan.rules.engine import LAUNCH, UNALTERED_ONLY
 from tunesmith.types import Completion, FinishReason, Sampling
 from tunesmith.weights.base import Offer
 

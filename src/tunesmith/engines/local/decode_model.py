@@ -17,8 +17,8 @@ from tunesmith.models.causal_lm import CausalLM
 from tunesmith.models.lean import LeanDecoder
 from tunesmith.models.products import COMPILED, HEADS, LAYERS, PAIRS, Product, fastest
 from tunesmith.models.quantised import is_quantised
-from tunesmith.plan.hardware import memory
-from tunesmith.plan.prepared import SMALL, prepared_bytes
+from tunesmith.plan.cost.price import SMALL, prepared_bytes
+from tunesmith.plan.facts.hardware import memory
 
 
 class DecodeModel:

@@ -33,7 +33,7 @@ from tunesmith.engines.step_thread import StepThread
 from tunesmith.errors import EngineError, UserError
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.models.host_weights import HostWeights
-from tunesmith.plan.operations import PeakRates
+from tunesmith.plan.cost.operations import PeakRates
 from tunesmith.types import Completion, FinishReason, Sampling
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from tunesmith.engines.local.prefill_attention import Piece
 from tunesmith.engines.local.requests import LocalRequest
 from tunesmith.engines.stats import EngineStats, add_stats
-from tunesmith.plan.operations import ForwardCost, PeakRates
+from tunesmith.plan.cost.operations import ForwardCost, PeakRates
 
 
 @dataclass(slots=True)

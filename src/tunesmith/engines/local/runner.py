@@ -20,7 +20,7 @@ from tunesmith.engines.local.sampler import SamplingPlan, sample
 from tunesmith.errors import ModelError
 from tunesmith.models.attention import AttentionRule
 from tunesmith.models.causal_lm import CausalLM, logit_scale
-from tunesmith.plan.operations import ForwardCost
+from tunesmith.plan.cost.operations import ForwardCost
 
 
 def text_config(model: CausalLM) -> Any:

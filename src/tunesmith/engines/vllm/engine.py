@@ -24,7 +24,7 @@ from tunesmith.engines.step_thread import StepThread
 from tunesmith.engines.stopping import StopStrings
 from tunesmith.engines.vllm.start import VllmSettings, kv_bytes, start
 from tunesmith.errors import EngineError, UserError, boundary
-from tunesmith.plan.vllm import LEAST_TEMPERATURE
+from tunesmith.plan.rules.vllm import LEAST_TEMPERATURE
 from tunesmith.types import Completion, FinishReason, Sampling
 from tunesmith.weights.base import NamedTensors
 

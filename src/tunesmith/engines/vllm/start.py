@@ -13,7 +13,7 @@ import torch
 from pydantic import ValidationError
 
 from tunesmith.errors import EngineError, ModelError, UserError, boundary
-from tunesmith.plan.vllm import extra_problem, version_problem
+from tunesmith.plan.rules.vllm import extra_problem, version_problem
 
 _ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the trainer has the same cores

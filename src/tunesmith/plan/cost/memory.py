@@ -1,0 +1,388 @@
+"""How much memory a run needs on its devices, given its settings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from math import ceil, inf, sqrt
+
+from tunesmith.config.distillation import DistillConfig
+from tunesmith.config.generation import RFTConfig
+from tunesmith.config.preference import ScoreConfig
+from tunesmith.config.schema import RLConfig, RunConfig
+from tunesmith.config.section import known
+from tunesmith.config.sizes import format_size, parse_size
+from tunesmith.plan.cost.layout import Layout, Price
+from tunesmith.plan.cost.price import (
+    LIBRARIES,
+    USUAL_RANK,
+    activation_bytes,
+    backward_bytes,
+    copy_bytes,
+    gathered_bytes,
+    prepared_bytes,
+    price,
+    scoring_bytes,
+    sent_bytes,
+)
+from tunesmith.plan.cost.publishing import bytes_to_send, bytes_to_take
+from tunesmith.plan.facts.hardware import Gpu
+from tunesmith.plan.facts.model import ModelFacts
+from tunesmith.plan.facts.run import Facts
+from tunesmith.plan.processes.devices import (
+    decodes_compiled,
+    engines_together,
+    has_own_devices,
+    on_gpu,
+    ranks_per_engine,
+)
+from tunesmith.plan.processes.roles import (
+    has_critic,
+    keeps_reference,
+    processes_with_trainer,
+    scores,
+    scoring_shards,
+    shares_trainer_device,
+    teaches,
+)
+from tunesmith.plan.processes.weights import loads_model, weights_apart
+
+MARGIN = 1.1
+"""A run is refused if it needs more than this multiple of the free memory; both numbers are estimates."""
+HOST_SHARE = 0.95
+"""Usable share of the free host memory; the rest is for Python and its libraries."""
+BLOCK = 32
+"""Engines allocate memory for a prompt or a completion in blocks of at most this many tokens."""
+LEAST_TOKENS = 64
+"""Assumed length of a sample if neither data nor settings determine it."""
+
+
+def gpu_of(config: RunConfig, facts: Facts) -> Gpu | None:
+    index = int((known(config.system, "device") or "").partition(":")[2] or 0)
+    gpus = facts.hardware.gpus
+    return gpus[index] if on_gpu(config) and index < len(gpus) else None
+
+
+def free_memory(config: RunConfig, facts: Facts) -> int:
+    """Bytes of the device that the run may use: ``system.device_memory``, or the memory free before anything loads."""
+    if config.system.device_memory is not None:
+        return parse_size(config.system.device_memory)
+    gpu = gpu_of(config, facts)
+    return gpu.memory_free if gpu else facts.hardware.memory_available
+
+
+def trainer_memory(config: RunConfig, facts: Facts) -> int:
+    """``free_memory`` for each trainer rank; on a CPU the ranks share it."""
+    return free_memory(config, facts) // (1 if on_gpu(config) else config.system.trainer_ranks)
+
+
+def bytes_per_number(config: RunConfig) -> int:
+    return 4 if known(config.model, "dtype") == "float32" else 2
+
+
+def bytes_per_token(config: RunConfig, model: ModelFacts, checkpointing: float) -> int:
+    """Bytes per additional token of a micro-batch on each rank that shares it: activations saved for the backward pass,
+    and temporaries of a layer's backward pass."""
+    rank = (config.lora.rank or USUAL_RANK) if config.lora.on else None
+    shape = Layout(
+        bytes_per_number(config),
+        lora_rank=rank,
+        zero_stage=config.system.zero_stage,
+        checkpointing=checkpointing,
+        offload_activations=bool(known(config.system, "offload_activations")),
+    )
+    needed = activation_bytes(model, shape) + backward_bytes(model, shape)
+    return ceil(needed / config.system.sequence_parallel.size)
+
+
+def longest_sample(config: RunConfig, facts: Facts) -> int | None:
+    """Tokens in the longest sample, or in samples that must share a micro-batch; None if unknown."""
+    if config.supervised:
+        return facts.together or facts.longest or config.data.max_tokens
+    if isinstance(config, RLConfig) and config.environment.max_tokens is not None:
+        return config.environment.max_tokens
+    prompt = facts.longest or config.data.max_prompt_tokens
+    return None if prompt is None else prompt + config.new_tokens
+
+
+def engines_elsewhere(config: RunConfig, facts: Facts) -> bool:
+    """Whether engines have their own GPUs."""
+    if config.system.cluster != "none":
+        return on_gpu(config) and not shares_trainer_device(config, "rollout")
+    return not known(config.system, "hybrid") and has_own_devices(config, len(facts.hardware.gpus))
+
+
+def layout_of(config: RunConfig, facts: Facts) -> Layout:
+    """The layout of the trainer's device, or of the sampler's if nothing is trained."""
+    system = config.system
+    here = config.samples and not system.served and not engines_elsewhere(config, facts)
+    together = engines_together(config, len(facts.hardware.gpus)) if here else 0
+    frozen = facts.frozen_parameters
+    if not isinstance(config, DistillConfig):
+        frozen = ceil(frozen / scoring_shards(config, "reward")) * shares_trainer_device(config, "reward")
+    lora = config.lora.on
+    return Layout(
+        bytes_per_number=bytes_per_number(config),
+        device="cuda" if on_gpu(config) else "cpu",
+        # A run that samples before it trains holds the model in both phases.
+        holds_model=config.trains or loads_model(config),
+        trains=config.trains,
+        lora_rank=(config.lora.rank or USUAL_RANK) if lora else None,
+        quantize=config.model.quantize,
+        offload=bool(known(system, "offload_optimizer")),
+        offload_parameters=bool(known(system, "offload_parameters")),
+        offload_frozen=bool(known(system, "offload_reference")),
+        teaches=teaches(config),
+        offload_activations=bool(known(system, "offload_activations")),
+        muon=config.train.optimizer.name == "muon",
+        ema=config.train.ema_decay is not None,
+        models=1 + (has_critic(config) and shares_trainer_device(config, "critic")),
+        references=int(keeps_reference(config) and shares_trainer_device(config, "ref")),
+        frozen_parameters=frozen,
+        shards=(known(system, "shard_size") or system.trainer_ranks) if system.zero_stage else 1,
+        zero_stage=system.zero_stage,
+        has_vocabulary_head=not isinstance(config, ScoreConfig),
+        checkpointing=float(known(system, "gradient_checkpointing") or 0),
+        sequence=system.sequence_parallel.size,
+        chunk=system.logprob_chunk,
+        engines=together if weights_apart(config) else 0,
+        ranks=ranks_per_engine(config),
+        prepared=together * _prepared(config, facts),
+        turns=bool(known(system, "hybrid")) or isinstance(config, RFTConfig),
+        keeps_base=isinstance(config, RLConfig) and system.engine == "local" and lora,
+        published=bytes_to_send(config, facts.model, bytes_per_number(config)) if facts.model else 0,
+    )
+
+
+def _prepared(config: RunConfig, facts: Facts) -> int:
+    """Bytes of weights that each engine on a CPU prepares."""
+    model = facts.model
+    if on_gpu(config) or config.system.engine != "local" or config.model.quantize is not None or model is None:
+        return 0
+    narrow, whole = known(config.model, "dtype") == "bfloat16", model.vocab_size % 16 == model.hidden_size % 32 == 0
+    alike = narrow and not config.lora.on and decodes_compiled(config, facts)
+    if alike and facts.hardware.tiles and whole:
+        return 0  # products of tiles read the weights as they are
+    copied = 2 if alike and facts.hardware.pairs and model.hidden_size % 2 == 0 else None
+    return prepared_bytes(model.parameters or 0, facts.hardware.memory_total, copied)
+
+
+def planned(config: RunConfig, facts: Facts) -> Price | None:
+    """Memory of a resolved run on the trainer's or sampler's device; None if the model's size is unknown."""
+    if facts.model is None or facts.model.parameters is None:
+        return None
+    kv = known(config.system, "kv_memory")
+    here = not engines_elsewhere(config, facts)
+    engines = engines_together(config, len(facts.hardware.gpus))
+    kv_bytes = parse_size(kv) * engines if kv is not None and here else 0
+    layout = replace(_with_tokens(config, facts, layout_of(config, facts)), kv_bytes=kv_bytes)
+    return _with_passes(config, facts, layout)
+
+
+def _with_passes(config: RunConfig, facts: Facts, layout: Layout, *, caps: bool = True) -> Price:
+    """The price of a layout, including the passes of critic and reward models and passes without gradients.
+
+    Args:
+        caps: these passes have as many tokens as their own settings allow; if False, as many as the layout.
+    """
+    assert facts.model is not None, "it was checked"
+    system, found = config.system, price(facts.model, layout)
+    critic, scoring, rewarding = (
+        known(system, key) if caps else layout.tokens
+        for key in ("critic_max_tokens", "scoring_max_tokens", "reward_max_tokens")
+    )
+    if layout.trains and layout.models > 1 and critic:
+        own = price(facts.model, replace(layout, tokens=critic, has_vocabulary_head=False))
+        if own.training > found.training:
+            found = replace(found, activations=own.activations, head=own.head, host=own.host)
+    if layout.trains and scores(config) and scoring:
+        found = replace(found, scored=scoring_bytes(facts.model, replace(layout, tokens=scoring)))
+    if rewarding and rewarded_here(config):
+        found = replace(found, rewarded=rewarding_bytes(config, facts, rewarding))
+    return found
+
+
+def rewarded_here(config: RunConfig) -> bool:
+    """Whether reward models score on the trainer's device."""
+    reward = getattr(config, "reward", None)
+    return bool(reward and reward.models) and shares_trainer_device(config, "reward")
+
+
+def rewarding_bytes(config: RunConfig, facts: Facts, tokens: int) -> int:
+    """Memory of a reward model's pass besides its weights, with the weights that it gathers if processes share it.
+
+    The estimate scales the policy's shape: width with the square root of the number of parameters (as if the number of
+    layers stayed the same), and number of layers with the cube root (as if all dimensions grew).
+    """
+    model = facts.model
+    if model is None:
+        return 0
+    device, stage = "cuda" if on_gpu(config) else "cpu", 3 if scoring_shards(config, "reward") > 1 else 0
+    layout = Layout(bytes_per_number(config), device, zero_stage=stage, has_vocabulary_head=False, tokens=tokens)
+    more = max(1.0, facts.frozen_parameters / (model.parameters or 1))
+    widths = {key: ceil(sqrt(more) * getattr(model, key)) for key in ("hidden_size", "intermediate_size", "head_dim")}
+    numbers, layers = ceil(more * (model.parameters or 0)), int(model.layers * more ** (1 / 3))
+    larger = replace(model, parameters=numbers, layers=layers, tied=True, **widths)
+    return scoring_bytes(larger, layout) + (gathered_bytes(larger, layout) if stage else 0)
+
+
+def _with_tokens(config: RunConfig, facts: Facts, layout: Layout) -> Layout:
+    """The layout with the tokens of a micro-batch, as far as known."""
+    tokens = known(config.system, "max_tokens_per_microbatch") or longest_sample(config, facts) or LEAST_TOKENS
+    return replace(layout, tokens=tokens)
+
+
+def planned_elsewhere(config: RunConfig, facts: Facts) -> Price | None:
+    """Memory of each engine on each of its own GPUs; None if engines have no GPUs of their own."""
+    model = facts.model
+    if model is None or model.parameters is None or config.system.served or not engines_elsewhere(config, facts):
+        return None
+    kv = parse_size(kv) if (kv := known(config.system, "kv_memory")) else 0
+    size = bytes_per_number(config)
+    copy = copy_bytes(model, size, config.model.quantize)
+    return Price(engine=copy // ranks_per_engine(config), kv=kv, published=bytes_to_take(config, model, size))
+
+
+def planned_devices(config: RunConfig, facts: Facts) -> list[tuple[str, Price, int]]:
+    """Planned and free memory per kind of device, named by its processes; empty if the model's size is unknown."""
+    return _devices(config, facts, planned(config, facts), planned_elsewhere(config, facts))
+
+
+def _devices(config: RunConfig, facts: Facts, own: Price | None, engines: Price | None) -> list[tuple[str, Price, int]]:
+    """Devices of trainer, engines, and roles with their own GPUs; each process on a GPU also needs CUDA's memory."""
+    if own is None:
+        return []
+    devices = [("trainer" if config.trains else "engine", own, trainer_memory(config, facts))]
+    others = [*([("engine", engines)] if engines else []), *_roles_apart(config, facts)]
+    devices += [(name, each, free_memory(config, facts)) for name, each in others]
+    if not on_gpu(config):
+        return devices
+    here = processes_with_trainer(config)
+    counts = [here, *[1] * len(devices)]
+    return [
+        (name, replace(each, libraries=n * LIBRARIES), free)
+        for n, (name, each, free) in zip(counts, devices, strict=False)
+    ]
+
+
+def _roles_apart(config: RunConfig, facts: Facts) -> Iterator[tuple[str, Price]]:
+    """Models with their own GPUs on a cluster, except engines."""
+    if config.system.cluster == "none" or not on_gpu(config) or facts.model is None:
+        return
+    layout = replace(layout_of(config, facts), models=1, references=0, frozen_parameters=0, engines=0, published=0)
+    layout = _with_tokens(config, facts, layout)
+    critic, scoring, rewarding = (
+        known(config.system, key) or layout.tokens
+        for key in ("critic_max_tokens", "scoring_max_tokens", "reward_max_tokens")
+    )
+    if has_critic(config) and not shares_trainer_device(config, "critic"):
+        yield "critic", price(facts.model, replace(layout, has_vocabulary_head=False, tokens=critic))
+    if keeps_reference(config) and not shares_trainer_device(config, "ref"):
+        shards = scoring_shards(config, "ref")
+        alone = replace(layout, zero_stage=3 if shards > 1 else 0, shards=shards, sequence=1, tokens=scoring)
+        frozen = copy_bytes(facts.model, layout.bytes_per_number) // shards
+        gathered = gathered_bytes(facts.model, alone) if shards > 1 else 0
+        yield "reference", Price(frozen=frozen, gathered=gathered, activations=scoring_bytes(facts.model, alone))
+    if facts.frozen_parameters and not shares_trainer_device(config, "reward"):
+        yield "reward model", reward_price(config, facts, rewarding)
+
+
+def reward_price(config: RunConfig, facts: Facts, tokens: int) -> Price:
+    """Memory per GPU of reward models with their own GPUs, without CUDA's; ``tokens`` is the size of a pass."""
+    weights = ceil(facts.frozen_parameters / scoring_shards(config, "reward")) * bytes_per_number(config)
+    return Price(frozen=weights, activations=rewarding_bytes(config, facts, tokens))
+
+
+def planned_roles(config: RunConfig, facts: Facts) -> dict[str, Price]:
+    """Memory of the trainer's device by role; roles that do not train only hold weights; the sum is ``planned``."""
+    model, own = facts.model, planned(config, facts)
+    if model is None or own is None:
+        return {}
+    layout = layout_of(config, facts)
+    policy = price(model, replace(_with_tokens(config, facts, layout), models=1, references=0, frozen_parameters=0))
+    policy = replace(policy, engine=0, kv=0, scored=own.scored)
+    roles = {"policy": policy}
+    if layout.models > 1:
+        both = price(model, replace(layout, models=2))
+        one = price(model, replace(layout, models=1))
+        parts = ("weights", "gradients", "optimizer")
+        roles["critic"] = Price(**{part: getattr(both, part) - getattr(one, part) for part in parts})
+    if layout.references:
+        alone = price(model, replace(layout, frozen_parameters=0))
+        roles["reference"] = Price(frozen=alone.frozen, scorer=alone.scorer)
+    frozen, scorer = (sum(getattr(role, part) for role in roles.values()) for part in ("frozen", "scorer"))
+    others = Price(frozen=own.frozen - frozen, scorer=own.scorer - scorer, judge=own.judge, rewarded=own.rewarded)
+    if others.frozen or others.scorer or others.judge:
+        roles["teacher" if teaches(config) else "reward models"] = others
+    if own.engine or own.kv:
+        roles["engines"] = Price(engine=own.engine, kv=own.kv)
+    return roles
+
+
+def least(config: RunConfig, facts: Facts) -> Price | None:
+    """The minimum memory a run needs on the trainer's device, with micro-batches of one sample and the KV cache of one
+    sequence; None if the model's size is unknown."""
+    model = facts.model
+    if model is None or model.parameters is None:
+        return None
+    layout, longest = layout_of(config, facts), longest_sample(config, facts) or LEAST_TOKENS
+    samples = config.samples and not engines_elsewhere(config, facts)
+    engines = engines_together(config, len(facts.hardware.gpus))
+    kv = _sequence(config, facts, model) * engines if samples and not config.system.served else 0
+    return _with_passes(config, facts, replace(layout, tokens=longest if layout.trains else 0, kv_bytes=kv), caps=False)
+
+
+def least_devices(config: RunConfig, facts: Facts) -> list[tuple[str, Price, int]]:
+    """As ``planned_devices``, with the minimum memory that each needs."""
+    engines = planned_elsewhere(config, facts)
+    if engines and facts.model:
+        engines = replace(engines, kv=_sequence(config, facts, facts.model))
+    return _devices(config, facts, least(config, facts), engines)
+
+
+def _sequence(config: RunConfig, facts: Facts, model: ModelFacts) -> int:
+    """Bytes of the longest sample's keys and values on each device of an engine."""
+    return request_kv(config, facts, model) // ranks_per_engine(config)
+
+
+def request_kv(config: RunConfig, facts: Facts, model: ModelFacts) -> int:
+    """Bytes of the longest sample's keys and values in an engine.
+
+    They are stored in blocks that are only partly full. The local engine allocates one plane in addition to those for
+    keys and values.
+    """
+    per_token = model.kv_bytes_per_token(kv_bytes_per_number(config, facts)) * (1 + 1 / (2 * model.layers))
+    return ceil(((longest_sample(config, facts) or LEAST_TOKENS) + 2 * BLOCK) * per_token)
+
+
+def kv_bytes_per_number(config: RunConfig, facts: Facts) -> int:
+    """Bytes per element of keys and values: the model's dtype, but float32 for the local engine on a CPU if PyTorch
+    decodes (``engines.local.native_decode``)."""
+    here = config.system.engine == "local" and not on_gpu(config)
+    exact = here and not (decodes_compiled(config, facts) and known(config.model, "dtype") == "bfloat16")
+    return 4 if exact else bytes_per_number(config)
+
+
+def host_tokens(config: RunConfig, facts: Facts, model: ModelFacts) -> float:
+    """Tokens of a micro-batch whose activations fit in host memory, with ``system.offload_activations``."""
+    layout = layout_of(config, facts)
+    sent = layout.models * sent_bytes(model, layout) / layout.sequence
+    if not sent or config.system.cluster != "none":
+        return inf
+    return (_host_memory(config, facts) - price(model, replace(layout, tokens=0)).host) / sent
+
+
+def _host_memory(config: RunConfig, facts: Facts) -> float:
+    """Bytes of its machine's memory that each rank may use."""
+    return HOST_SHARE * facts.hardware.memory_available / (facts.ranks_here or config.system.trainer_ranks)
+
+
+def host_problem(config: RunConfig, needed: Price, facts: Facts) -> str | None:
+    """Why offloaded data does not fit in host memory, which the ranks of a machine share; None if it fits. With Ray the
+    ranks are on other machines, whose memory is not known here."""
+    if config.system.cluster != "none":
+        return None
+    ranks, each = facts.ranks_here or config.system.trainer_ranks, _host_memory(config, facts)
+    if needed.host <= each:
+        return None
+    return f"{format_size(needed.host * ranks)} of host memory, and {format_size(each * ranks)} are free"

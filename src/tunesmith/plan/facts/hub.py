@@ -1,0 +1,115 @@
+"""Facts about models on the Hugging Face hub, from their configuration only, never their weights."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+from tunesmith.errors import ModelError, boundary
+from tunesmith.plan.facts.model import ModelFacts, count_parameters, facts_of, read_model_facts
+
+PATIENCE = 5.0
+"""Seconds to wait for the hub, after which the run continues without the model's size."""
+CONFIG, INDEX, WEIGHTS = "config.json", "model.safetensors.index.json", "model.safetensors"
+_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+
+
+def known_model_facts(path: str) -> ModelFacts | None:
+    """Facts about a local directory or a hub name; None if neither the cache nor the hub has its configuration.
+
+    Without safetensors files in the directory, the number of parameters is estimated by formula.
+
+    Raises:
+        ModelError: a local model's files are missing or damaged.
+    """
+    directory = Path(path).expanduser()
+    if not directory.is_dir():
+        return _hub_facts(path)
+    facts = read_model_facts(directory)
+    if facts is None or facts.parameters is not None:
+        return facts
+    config: dict[str, Any] = json.loads((directory / CONFIG).read_text(encoding="utf-8"))
+    return replace(facts, parameters=estimated_parameters(config, facts))
+
+
+def known_parameters(path: str) -> int | None:
+    """A model's number of parameters, from the same sources as ``known_model_facts``."""
+    directory = Path(path).expanduser()
+    if directory.is_dir():
+        return count_parameters(directory)
+    facts = _hub_facts(path)
+    return facts.parameters if facts else None
+
+
+@cache
+def _hub_facts(name: str) -> ModelFacts | None:
+    """Facts about a model on the hub; parameters are counted in a cached safetensors file or read from an index."""
+    file = _file(name, CONFIG)
+    if file is None:
+        return None
+    with boundary(ModelError, f"cannot read {file}", (OSError, ValueError)):
+        config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    facts = facts_of(config)
+    if facts is None:
+        return None
+    index = _file(name, INDEX)
+    parameters: int | None = None
+    if index is not None:
+        with boundary(ModelError, f"cannot read {index}", (OSError, ValueError)):
+            metadata: dict[str, Any] = json.loads(index.read_text(encoding="utf-8")).get("metadata") or {}
+        size = _BYTES.get(str(config.get("dtype") or config.get("torch_dtype")))
+        parameters = metadata.get("total_parameters") or (size and metadata.get("total_size", 0) // size) or None
+    elif (file.parent / WEIGHTS).exists():
+        parameters = count_parameters(file.parent)
+    return replace(facts, parameters=parameters or estimated_parameters(config, facts))
+
+
+def estimated_parameters(config: dict[str, Any], facts: ModelFacts) -> int:
+    """Parameters of a Llama-shaped decoder, including any experts but not biases and routers."""
+    config = config.get("text_config") or config
+    hidden = facts.hidden_size
+    attention = 2 * hidden * (facts.heads + facts.kv_heads) * facts.head_dim
+    experts = next((n for name in _EXPERTS if (n := config.get(name))), 1) + (config.get("n_shared_experts") or 0)
+    inner = config.get("moe_intermediate_size") or facts.intermediate_size
+    layer = attention + 3 * hidden * inner * experts + 2 * hidden
+    embedding = facts.vocab_size * hidden * (1 if facts.tied else 2)
+    return facts.layers * layer + embedding + hidden
+
+
+def _file(name: str, file: str) -> Path | None:
+    """A small file of a hub repository, from the cache or, within ``PATIENCE``, from the hub."""
+    from huggingface_hub import (
+        constants,
+        get_hf_file_metadata,
+        hf_hub_download,
+        hf_hub_url,
+        try_to_load_from_cache,
+    )
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        cached = try_to_load_from_cache(name, file)
+    except HFValidationError:  # not a hub name
+        return None
+    if isinstance(cached, str):
+        return Path(cached)
+    if cached is not None or constants.HF_HUB_OFFLINE:  # the cache knows that it does not exist
+        return None
+    downloaded: list[str] = []
+
+    def download() -> None:
+        try:
+            get_hf_file_metadata(hf_hub_url(name, file), timeout=PATIENCE)  # unlike the download, it tries only once
+            downloaded.append(hf_hub_download(name, file, etag_timeout=PATIENCE))
+        except Exception:  # loading the model reports what is wrong
+            return
+
+    thread = Thread(target=download, daemon=True)
+    thread.start()
+    thread.join(PATIENCE)
+    return Path(downloaded[0]) if downloaded else None

@@ -1,0 +1,182 @@
+"""Facts about a model: the sizes of a decoder, from its configuration and the headers of its weight files."""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tunesmith.errors import ModelError, boundary
+
+_LFS_POINTER = b"version "
+_HEAD_NORMS = (
+    *("apertus", "exaone4", "gemma3", "gemma3_text", "hunyuan_v1_dense", "minimax_m2", "nanochat"),
+    *("olmo2", "olmo3", "qwen3", "qwen3_moe"),
+)
+"""Model types whose queries and keys always have norms; others set ``use_qk_norm``."""
+LEAN_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "smollm3", "gemma", "gemma2", "gemma3_text", "phi3")
+"""Model types that can run as a few large operations (``models.lean``)."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """Sizes of a decoder, from its ``config.json`` and the headers of its weight files.
+
+    ``parameters`` is None if there are no safetensors files to count in.
+    """
+
+    parameters: int | None
+    layers: int
+    hidden_size: int
+    intermediate_size: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab_size: int
+    context: int | None
+    tied: bool = False
+    """The head shares the embedding's weight."""
+    switch: int | None = None
+    """Length above which sequences have different rotary frequencies (``longrope``)."""
+    head_norms: bool = False
+    """Queries and keys have their own norms."""
+    family: str | None = None
+    """The model's ``model_type``."""
+    rotates_in_part: bool = False
+    """Only part of each head's dimensions is rotated."""
+
+    @property
+    def lean(self) -> bool:
+        """Whether the model runs as a few large operations (``models.lean``)."""
+        return self.family in LEAN_FAMILIES and not self.rotates_in_part
+
+    def kv_bytes_per_token(self, bytes_per_number: int) -> int:
+        """Bytes of one token's keys and values in all layers."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * bytes_per_number
+
+
+def read_model_facts(directory: Path) -> ModelFacts | None:
+    """Facts about a local model; None if its configuration uses unknown names for the sizes.
+
+    Raises:
+        ModelError: ``config.json`` or a weight file is missing or damaged.
+    """
+    path = directory / "config.json"
+    with boundary(ModelError, f"cannot read {path}", (OSError, ValueError, AttributeError, RecursionError)):
+        whole: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        _check_sizes(path, whole.get("text_config") or whole)
+    facts = facts_of(whole)
+    return replace(facts, parameters=count_parameters(directory)) if facts else None
+
+
+def facts_of(whole: Mapping[str, Any]) -> ModelFacts | None:
+    """Facts from a model's configuration; ``parameters`` is None."""
+    config: Mapping[str, Any] = whole.get("text_config") or whole
+    size = {name: _first(config, *names) for name, names in _SIZES.items()}
+    hidden, heads, layers, vocabulary = (size[name] for name in ("hidden_size", "heads", "layers", "vocab_size"))
+    if not (hidden and heads and layers and vocabulary):
+        return None
+    tied = whole.get("tie_word_embeddings", config.get("tie_word_embeddings"))
+    return ModelFacts(
+        parameters=None,
+        layers=layers,
+        hidden_size=hidden,
+        intermediate_size=size["intermediate_size"] or 4 * hidden,
+        heads=heads,
+        kv_heads=size["kv_heads"] or heads,
+        head_dim=size["head_dim"] or hidden // heads,
+        vocab_size=vocabulary,
+        context=size["context"],
+        tied="gemma" in str(config.get("model_type")) if tied is None else bool(tied),
+        switch=_switch(config),
+        family=config.get("model_type"),
+        rotates_in_part=_rotates_in_part(config),
+        head_norms=str(config.get("model_type")) in _HEAD_NORMS or bool(config.get("use_qk_norm")),
+    )
+
+
+def _rope(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The rotary embedding's configuration, under its transformers 5 name or the older one."""
+    scaling = config.get("rope_parameters") or config.get("rope_scaling")
+    return scaling if isinstance(scaling, dict) else {}  # transformers refuses other values itself
+
+
+def _rotates_in_part(config: Mapping[str, Any]) -> bool:
+    name = "partial_rotary_factor"
+    return _rope(config).get(name, config.get(name, 1.0)) != 1.0
+
+
+def _switch(config: Mapping[str, Any]) -> int | None:
+    """``ModelFacts.switch``, from the rotary embedding."""
+    rope = _rope(config)
+    kinds = [rope, *(kind for kind in rope.values() if isinstance(kind, Mapping))]
+    switching = [kind for kind in kinds if (kind.get("rope_type") or kind.get("type")) in ("longrope", "su")]
+    name = "original_max_position_embeddings"
+    return min((n for kind in switching if (n := _first(config, name) or _first(kind, name))), default=None)
+
+
+def count_parameters(directory: Path) -> int | None:
+    """Parameters in a model's safetensors files, from their headers only; None without such files."""
+    files = weight_files(directory)
+    return sum(map(_count_in_file, files)) if files else None
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """The safetensors files that transformers reads; a directory may also hold the weights in another layout.
+
+    Raises:
+        ModelError: their index is damaged.
+    """
+    one, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
+    if one.is_file() or not index.is_file():
+        return [one] if one.is_file() else sorted(directory.glob("*.safetensors"))
+    with boundary(ModelError, f"cannot read {index}", (OSError, ValueError, KeyError, TypeError, AttributeError)):
+        names: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        return [directory / name for name in sorted(set(names.values()))]
+
+
+def _count_in_file(path: Path) -> int:
+    """Parameters in one file, which starts with the header's length (8 bytes, little-endian) and the header (JSON)."""
+    damaged = (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error)
+    with boundary(ModelError, f"cannot read {path}", damaged), path.open("rb") as file:
+        start = file.read(8)
+        (length,) = struct.unpack("<Q", start)
+        if start == _LFS_POINTER:
+            raise ValueError("it is a Git LFS pointer instead of weights; fetch them with: git lfs pull")
+        if length > path.stat().st_size:
+            raise ValueError("it is damaged, or not a safetensors file")
+        header: dict[str, Any] = json.loads(file.read(length))
+        return sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
+
+
+_SIZES = {
+    "hidden_size": ("hidden_size", "n_embd"),
+    "heads": ("num_attention_heads", "n_head"),
+    "layers": ("num_hidden_layers", "n_layer"),
+    "kv_heads": ("num_key_value_heads",),
+    "head_dim": ("head_dim",),
+    "intermediate_size": ("intermediate_size", "n_inner"),
+    "vocab_size": ("vocab_size",),
+    "context": ("max_position_embeddings", "n_positions"),
+}
+
+
+def _check_sizes(path: Path, config: Mapping[str, Any]) -> None:
+    """Raise ModelError for sizes that no decoder has; transformers divides by some of them unchecked."""
+    for name in (name for names in _SIZES.values() for name in names):
+        value = config.get(name)
+        if isinstance(value, str | float) or (isinstance(value, int) and not 0 < value < 2**31):
+            raise ModelError(f"{path}: {name} is {value!r}; it must be a whole number above 0")
+    hidden, heads, kv_heads = (_first(config, *_SIZES[name]) for name in ("hidden_size", "heads", "kv_heads"))
+    if hidden and heads and not config.get("head_dim") and hidden % heads:
+        raise ModelError(f"{path}: hidden_size = {hidden} is not divisible by {heads} attention heads")
+    if heads and kv_heads and heads % kv_heads:
+        raise ModelError(f"{path}: {heads} attention heads are not divisible by num_key_value_heads = {kv_heads}")
+
+
+def _first(config: Mapping[str, Any], *names: str) -> int | None:
+    return next((v for name in names if isinstance(v := config.get(name), int)), None)

@@ -1,0 +1,34 @@
+"""What is known about a run before it starts: the input of every derivation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tunesmith.plan.facts.hardware import Hardware
+from tunesmith.plan.facts.measured import Tuned
+from tunesmith.plan.facts.model import ModelFacts
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """Facts about a run; an unknown fact is None, and settings that depend on it are not derived.
+
+    ``train_size`` counts tasks or examples; ``longest`` is the data's longest prompt (reinforcement learning) or
+    sequence (supervised) in tokens; ``together`` is the largest number of tokens that must share a micro-batch, if the
+    loss compares sequences.
+    """
+
+    hardware: Hardware
+    model: ModelFacts | None = None
+    train_size: int | None = None
+    eval_size: int | None = None
+    longest: int | None = None
+    together: int | None = None
+    frozen_parameters: int = 0
+    """Total parameters of the run's reward models and teacher."""
+    ranks_here: int | None = None
+    """Trainer ranks that a launcher started on this machine; None without a launcher."""
+    instances_for: str | None = None
+    """The reward function that takes the environments' instances."""
+    tuned: Tuned | None = None
+    """Measured settings for this kind of run, if it asks for them (``system.tuned``)."""

@@ -1,0 +1,126 @@
+"""Alternatives to a plan: the next best layouts, and what would make the run faster."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from typing import Any
+
+from tunesmith.config.resolved import Resolved, settings
+from tunesmith.config.schema import RunConfig
+from tunesmith.config.sizes import megabytes
+from tunesmith.errors import ConfigError
+from tunesmith.plan.cost.memory import free_memory, planned_devices
+from tunesmith.plan.cost.seconds import step_seconds
+from tunesmith.plan.facts.run import Facts
+from tunesmith.plan.filling import with_values
+from tunesmith.plan.layout.keys import ENGINES, PLACEMENT, TENSOR, Settings
+from tunesmith.plan.layout.layouts import layouts
+from tunesmith.plan.processes.devices import on_gpu, ranks_per_engine
+from tunesmith.plan.resolve import resolve
+
+LEAST_GAIN = 1.01
+"""Minimum speedup for which something is reported as limiting the speed."""
+NEXT = 3
+"""Number of alternative layouts reported besides the one that a run gets."""
+CHECKPOINTING, OFFLOAD = "system.gradient_checkpointing", "system.offload_optimizer"
+ELSE: tuple[Settings, ...] = ({CHECKPOINTING: True}, {CHECKPOINTING: False}, {OFFLOAD: True})
+"""Changes to try besides those of a layout's processes."""
+SHOWN = (
+    *("system.trainer_ranks", "system.zero_stage", "system.sequence_parallel.size", CHECKPOINTING, OFFLOAD),
+    *("system.offload_parameters", "system.offload_activations", "system.engines", TENSOR, "system.engine_process"),
+    *("system.hybrid", PLACEMENT),
+)
+"""Settings that distinguish layouts."""
+PHASES = {
+    "the GPUs' arithmetic": ("training", "scoring"),
+    "the bandwidth of the GPUs' memory": ("sampling",),
+    "the links between GPUs": ("between GPUs",),
+}
+"""The phases that each resource limits."""
+
+
+def next_best(config: RunConfig, resolved: Resolved[Any], facts: Facts) -> list[dict[str, Any]]:
+    """The next best layouts that fit and that the settings allow: differences, seconds per step, share of memory.
+
+    Args:
+        config: the run before its settings were derived.
+    """
+    if not (ours := step_seconds(resolved.config, facts).get("step")):
+        return []
+    chosen = _layout(resolved.config)
+    seen, found = [chosen], list[tuple[tuple[float, ...], dict[str, Any]]]()
+    for changes in _others(config, resolved, facts):
+        with suppress(ConfigError):
+            other = resolve(with_values(config, changes), facts).config
+            layout, devices = _layout(other), planned_devices(other, facts)
+            seconds = step_seconds(other, facts).get("step")
+            split = (other.system.sequence_parallel.size, ranks_per_engine(other))  # prefer fewer GPUs per split
+            share = max((needed.peak / max(1, free) for _, needed, free in devices), default=0.0)
+            if layout not in seen and seconds and share <= 1:
+                seen.append(layout)
+                stated = changes.keys() & {CHECKPOINTING, OFFLOAD}  # which might otherwise be derived
+                differs = {key: value for key, value in layout.items() if chosen.get(key) != value or key in stated}
+                told = {"layout": differs, "step": seconds, "times": seconds / ours, "share": share}
+                found.append(((*split, seconds), told))
+    return [told for _, told in sorted(found, key=lambda each: each[0])][:NEXT]
+
+
+def _others(config: RunConfig, resolved: Resolved[Any], facts: Facts) -> Iterator[Settings]:
+    """Settings of other layouts: other processes, or another tradeoff of memory and time."""
+    said = settings(config, given_only=True)
+    device = config.model_copy(update={"system": with_values(config, {"system.device": "cuda"}).system})
+    for layout in layouts(device if on_gpu(resolved.config) else config, facts):
+        unread = {
+            *(() if config.system.engine == "vllm" else (TENSOR,)),
+            *(() if config.samples else (ENGINES,)),
+        }
+        yield {key: value for key, value in layout.items() if key not in unread and not (key == ENGINES and value == 1)}
+    yield from (changes for changes in ELSE if not changes.keys() & said.keys())
+
+
+def _layout(config: RunConfig) -> Mapping[str, Any]:
+    values = settings(config)
+    return {key: values[key] for key in SHOWN if values.get(key) is not None}
+
+
+def limits(config: RunConfig, resolved: Resolved[Any], facts: Facts) -> list[dict[str, Any]]:
+    """What limits the speed of a run on GPUs, the most binding first, with the speedup from twice as much of it."""
+    phases = step_seconds(resolved.config, facts)
+    step = phases.get("step", 0.0)
+    if not step or not on_gpu(resolved.config):
+        return []
+    overlapped = step < 0.999 * sum(seconds for name, seconds in phases.items() if name != "step")
+    found: list[dict[str, Any]] = []
+    for what, names in PHASES.items():
+        halved = {name: seconds / 2 if name in names else seconds for name, seconds in phases.items() if name != "step"}
+        training = sum(seconds for name, seconds in halved.items() if name != "sampling")
+        sampling = halved.get("sampling", 0.0)
+        found.append({"limit": what, "step": max(training, sampling) if overlapped else training + sampling})
+    room = {"system.device_memory": megabytes(2 * free_memory(resolved.config, facts))}
+    with suppress(ConfigError):
+        found.append(
+            {
+                "limit": "the GPUs' memory",
+                "step": step_seconds(resolve(with_values(config, room), facts).config, facts)["step"],
+            }
+        )
+    ranked = [{**each, "times": step / each["step"]} for each in found if step > LEAST_GAIN * each["step"]]
+    return sorted(ranked, key=lambda each: each["step"])
+
+
+def cost(resolved: Resolved[Any], facts: Facts, price: float) -> dict[str, float]:
+    """The cost of a step, and of the whole run if its number of steps is known, on all GPUs of the machine.
+
+    Raises:
+        ConfigError: there are no GPUs, or the duration of a step is not known.
+    """
+    gpus, seconds = len(facts.hardware.gpus) * facts.hardware.nodes, step_seconds(resolved.config, facts).get("step")
+    if not gpus or not seconds:
+        sized = facts.model is not None and facts.model.parameters
+        lacking = "this machine has no GPU" if not gpus else "the seconds of a step are not known for this run"
+        lacking += "" if not gpus or sized else f", since the size of {resolved.config.model.path} is not known"
+        raise ConfigError(f"--price is what a GPU costs for an hour, and {lacking}; leave it out")
+    step = gpus * price * seconds / 3600
+    steps = settings(resolved.config).get("train.steps")
+    return {"gpus": gpus, "step": step, **({"run": steps * step} if steps else {})}

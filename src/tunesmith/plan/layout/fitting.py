@@ -1,0 +1,176 @@
+"""Refusal of a run that does not fit its devices, with the numbers and the nearest change that fits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from math import ceil
+from typing import Any
+
+from tunesmith.config.generation import SamplingConfig
+from tunesmith.config.preference import DPOConfig, KTOConfig, ScoreConfig
+from tunesmith.config.resolved import settings
+from tunesmith.config.schema import RunConfig
+from tunesmith.config.section import known
+from tunesmith.config.sizes import format_size
+from tunesmith.config.toml import toml_value
+from tunesmith.plan.cost.layout import PARTS, Price
+from tunesmith.plan.cost.memory import LEAST_TOKENS, MARGIN, host_problem, layout_of, least_devices, longest_sample
+from tunesmith.plan.cost.price import USUAL_RANK, price
+from tunesmith.plan.facts.run import Facts
+from tunesmith.plan.filling import with_values
+from tunesmith.plan.layout.keys import PLACEMENT, plain
+from tunesmith.plan.layout.layouts import layouts, without_layout
+from tunesmith.plan.layout.search import fastest_layout, lack
+from tunesmith.plan.processes.devices import on_gpu
+from tunesmith.plan.processes.roles import has_critic, keeps_frozen, keeps_reference
+from tunesmith.plan.rules.checks import contradictions
+
+MORE_GPUS = (2, 4, 8, 16, 32, 64, 128)
+
+
+def memory_problems(config: RunConfig, facts: Facts, given: RunConfig) -> Iterator[str]:
+    """Problems of a resolved run that does not fit, with the numbers and the nearest change that fits.
+
+    Args:
+        given: the run before its settings were derived.
+    """
+    free_of_layout = _without_layout(given, config)
+    for place, (name, needed, free) in enumerate(least_devices(config, facts)):
+        if needed.peak > MARGIN * free:
+            split = place and name == "engine" and config.system.engine == "vllm"
+            cure = "split each engine over more GPUs with system.vllm.tensor_parallel_size"
+            cure = cure if split else _remedy(config, facts, free, given, free_of_layout)
+            yield _does_not_fit(config, needed, free, cure, f"the {name}'s GPU" if place else _devices(config))
+        if problem := host_problem(config, needed, facts):
+            keys = ("offload_parameters", "offload_optimizer", "offload_activations", "offload_reference")
+            what = " and ".join(f"system.{key} = true" for key in keys if getattr(config.system, key))
+            yield f"{what}: this takes {problem}. Leave it out, shard the model or set lora.rank"
+
+
+def memory_notes(config: RunConfig, facts: Facts) -> Iterator[str]:
+    for _, needed, free in least_devices(config, facts):
+        if free < needed.peak <= MARGIN * free:
+            yield f"the run may not fit: it needs about {format_size(needed.peak)}, and {format_size(free)} are free"
+
+
+def _devices(config: RunConfig) -> str:
+    ranks = config.system.trainer_ranks
+    return f"{config.system.device}, on each of {ranks} devices" if ranks > 1 else config.system.device
+
+
+def _does_not_fit(config: RunConfig, needed: Price, free: int, cure: str, where: str) -> str:
+    listed = ", ".join(f"{words} {format_size(n)}" for part, words in PARTS.items() if (n := getattr(needed, part)))
+    return (
+        f"{config.model.path} does not fit on {where}: it needs at least "
+        f"{format_size(needed.peak)} ({listed}), and {format_size(free)} are free. {cure[0].upper()}{cure[1:]}. If "
+        f'more can be used than was found, set system.device_memory = "{ceil(needed.peak / 10**9)}GB"'
+    )
+
+
+def _remedy(config: RunConfig, facts: Facts, free: int, given: RunConfig, free_of_layout: RunConfig) -> str:
+    """The nearest change with which the run fits, or else the largest run that fits; and how many GPUs suffice."""
+    always: dict[str, Any] = {"system.gradient_checkpointing": True} if config.trains else {}
+    said = known(given.system, "gradient_checkpointing") not in (None, True)  # otherwise it is derived
+    told = always if said else {}
+    more = _more_gpus(free_of_layout, facts)
+    more = f", or {more}" if more else ""
+    peaks: list[int] = []
+    other = {key: value for key, value in (fastest_layout(free_of_layout, facts) or {}).items() if value is not None}
+    said = bool(known(given.system, "offload_reference"))
+    without = {"system.offload_reference": False} if said and keeps_reference(config) else {}
+    for changes in _changes(config, facts, other):
+        changes |= without if "lora.rank" in changes else {}  # an adapter needs no reference
+        if any(contradictions(with_values(given, told | changes))):
+            continue
+        changed = least_devices(with_values(config, always | changes), facts)[0][1]
+        if changed.peak <= free and not host_problem(config, changed, facts):
+            words = " and ".join(f"{key} = {toml_value(plain(value))}" for key, value in (told | changes).items())
+            return f"what fits: {words} ({format_size(changed.peak)}){more}"
+        peaks.append(changed.peak)
+    if shorter := _longest_that_fits(config, facts, free):
+        return f"what fits: samples of at most {shorter} tokens{more}"
+    parameters = (facts.model and facts.model.parameters) or 0
+    largest = parameters * free / min(peaks, default=1)
+    return f"a model of this shape may have {largest / 1e9:.2g}B parameters at most, with all that saves memory{more}"
+
+
+def layout_that_fits(given: RunConfig, config: RunConfig, facts: Facts) -> str:
+    """The fastest layout that fits the machine, in words; nothing if there is none.
+
+    Args:
+        given: the run before its settings were derived; ``config`` is the run afterwards.
+    """
+    fastest, values = fastest_layout(_without_layout(given, config), facts) or {}, settings(config)
+    words = [f"{key} = {toml_value(plain(value))}" for key, value in fastest.items() if values[key] != plain(value)]
+    return f". What fits: {', '.join(words)}" if words else ""
+
+
+def _without_layout(given: RunConfig, config: RunConfig) -> RunConfig:
+    """The resolved run with the given ``[system]`` on the resolved device, without the settings of a layout."""
+    system = given.system.model_copy(update={"device": config.system.device})
+    return without_layout(config.model_copy(update={"system": system}))
+
+
+def _more_gpus(config: RunConfig, facts: Facts) -> str | None:
+    """The smallest number of GPUs like the run's on which the run fits, with its layout."""
+    machine = facts.hardware
+    if not machine.gpus or not on_gpu(config):
+        return None
+    on_ray, each = config.system.cluster == "ray", len(machine.gpus)
+    for count in (n for n in MORE_GPUS if n > each * machine.nodes):
+        nodes = -(-count // each) if on_ray and each > 1 else 1
+        larger = replace(machine, gpus=machine.gpus[:1] * (count // nodes), nodes=nodes)
+        there = replace(facts, hardware=larger, ranks_here=None)
+        for layout in layouts(config, there):
+            if lack(config, there, layout) <= 1:
+                stage = layout["system.zero_stage"]
+                return f"{count} such GPUs" + (f" with system.zero_stage = {stage}" if stage else "")
+    return None
+
+
+def _changes(config: RunConfig, facts: Facts, layout: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Changes that need less memory, the nearest first; ``layout`` is another layout that fits."""
+    muon = config.train.optimizer.name == "muon"  # unavailable for adapters and on the host
+    if config.system.weight_copy == "gpu":
+        yield {"system.weight_copy": "host"}
+    if config.trains:
+        if config.system.gradient_checkpointing is not True:
+            yield {"system.gradient_checkpointing": True}
+        if on_gpu(config) and keeps_frozen(config) and not config.system.offload_reference:
+            yield {"system.offload_reference": True}
+        if on_gpu(config) and not config.system.offload_activations:
+            yield {"system.offload_activations": True}
+        if on_gpu(config) and not muon and not config.system.offload_optimizer:
+            yield {"system.offload_optimizer": True}
+        if on_gpu(config) and not muon and not config.system.offload_parameters:
+            yield {"system.offload_parameters": True, **({} if config.lora.on else {"system.offload_optimizer": True})}
+        if has_critic(config):
+            yield {"critic.shared_trunk": True}
+        if isinstance(config, DPOConfig | KTOConfig):
+            yield {f"{config.command}.precompute_reference": True}
+        if layout:
+            values = settings(config)
+            differs = {key: value for key, value in layout.items() if values[key] != plain(value)}
+            yield {key: value for key, value in differs.items() if key == PLACEMENT or values[key] is not None}
+        if not config.lora.on and not muon:
+            yield {"lora.rank": USUAL_RANK}
+    engine, fixed = config.system.engine, isinstance(config, ScoreConfig) or (config.trains and muon)
+    if config.model.quantize is None and engine == "local" and not fixed:
+        lora = {} if not config.trains or config.lora.on else {"lora.rank": USUAL_RANK}
+        yield from ({**lora, "model.quantize": name} for name in ("int8", "nf4"))
+    if engine == "vllm" and isinstance(config, SamplingConfig):
+        for ranks in (n for n in (2, 4, 8) if n <= len(facts.hardware.gpus)):
+            yield {"system.vllm.tensor_parallel_size": ranks, "system.engine_process": True}
+
+
+def _longest_that_fits(config: RunConfig, facts: Facts, free: int) -> int | None:
+    """The longest sample's tokens divided by the smallest power of two with which the run fits."""
+    tokens, layout = longest_sample(config, facts), replace(layout_of(config, facts), checkpointing=1)
+    if tokens is None or facts.model is None:
+        return None
+    while (tokens := tokens // 2) >= LEAST_TOKENS:
+        kv = tokens * facts.model.kv_bytes_per_token(layout.bytes_per_number)
+        if price(facts.model, replace(layout, tokens=tokens, kv_bytes=kv)).peak <= free:
+            return tokens
+    return None

@@ -1,0 +1,236 @@
+"""Placement of a run's processes on a cluster: bundles of CPUs and GPUs, and which resources a cluster lacks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import get_args
+
+from tunesmith.config.placement import Resources, Role
+from tunesmith.config.schema import RLConfig, RunConfig
+from tunesmith.config.section import known
+from tunesmith.errors import ConfigError
+from tunesmith.plan.processes.devices import ranks_per_engine
+from tunesmith.plan.processes.roles import (
+    has_critic,
+    keeps_reference,
+    placed_together,
+    placement_of,
+    reference_apart,
+    scoring_processes,
+    scoring_shards,
+)
+
+NAMES: dict[Role, str] = {
+    "actor": "trainer",
+    "ref": "reference",
+    "critic": "critic",
+    "reward": "reward model",
+    "rollout": "engine",
+}
+_UNITS = ("CPU", "GPU")
+_EPS = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class Bundle:
+    """Processes placed together on one machine, by role, with their total CPUs and GPUs."""
+
+    roles: tuple[Role, ...]
+    cpus: float
+    gpus: float
+
+    @property
+    def resources(self) -> dict[str, float]:
+        return {unit: n for unit, n in zip(_UNITS, (self.cpus, self.gpus), strict=True) if n}
+
+    @property
+    def dealt(self) -> bool:
+        """Whether its processes see different numbers of its GPUs: an engine with several ranks sees all of them, the
+        others see one each, in turn. Ray gives a process a fraction of one GPU or whole GPUs, never parts of two."""
+        return len(self.roles) > 1 and self.gpus > 1
+
+    @property
+    def share(self) -> tuple[float, float]:
+        """CPUs and GPUs that Ray, which counts in ten-thousandths, allots to each of its processes."""
+        count = len(self.roles)
+        if self.dealt:
+            return int(self.cpus / count * 10_000) / 10_000, 0.0
+        return int(self.cpus / count * 10_000) / 10_000, int(self.gpus / count * 10_000) / 10_000
+
+
+def cluster_problems(config: RunConfig) -> Iterator[str]:
+    """Problems with Ray and with the placement on it."""
+    if config.system.cluster == "none" or not isinstance(config, RLConfig):
+        return
+    yield from _check_shared(config)
+    yield from _check_ranks(config)
+    yield from _check_scoring(config)
+
+
+def ray_not_installed(config: RunConfig) -> Iterator[str]:
+    if config.system.cluster == "ray" and isinstance(config, RLConfig) and find_spec("ray") is None:
+        yield 'system.cluster = "ray": Ray is not installed. Install it: pip install "tunesmith[ray]"'
+
+
+def _check_ranks(config: RLConfig) -> Iterator[str]:
+    """Problems with several ranks of one group on one GPU, or with requests for GPU fractions on an unknown device."""
+    if not (known(config.system, "device") or "cuda").startswith("cuda"):
+        return
+    groups, ranks = placement_of(config).colocate, known(config.system, "trainer_ranks") or 1
+    said = f"system.trainer_ranks = {ranks}"
+    counts: dict[Role, tuple[int, str]] = {"actor": (ranks, said), "critic": (ranks, said)}
+    for role in ("ref", "reward"):
+        count = scoring_shards(config, role)
+        counts[role] = count, f"{count} processes that share a model"
+    for role, (count, words) in counts.items():
+        together = next((group for group in groups if role in group), (role,))
+        gpus = max(_needs(config, each, 1.0)[1] for each in together)
+        if count > 1 and 0 < gpus <= 0.5:  # with more, each GPU has only one
+            yield (
+                f"system.placement.{role}.gpus = {gpus:g} with {words} puts two of them on one GPU, which NCCL "
+                "refuses; use 1 GPU, or one process"
+            )
+
+
+def _check_shared(config: RLConfig) -> Iterator[str]:
+    placement = placement_of(config)
+    repeated = [role for role, n in Counter(r for group in placement.colocate for r in group).items() if n > 1]
+    if repeated:
+        yield f"system.placement.colocate names '{repeated[0]}' twice: a role shares one place"
+    for group in placement.colocate:
+        if len(group) < 2:
+            yield f"system.placement.colocate: {list(group)} shares with no other role; name at least two"
+        if any(not _counted(config, role) for role in group):
+            continue  # derived numbers will agree
+        ranks, places = (ranks_per_engine(config) if "rollout" in group else 1), _places(config, group)
+        if any(n % places or n > ranks * places for n in (_side_by_side(config, role) for role in group)):
+            counts = ", ".join(f"{role} {_side_by_side(config, role)}" for role in group)
+            yield (
+                f"system.placement.colocate: {list(group)} have different numbers of processes and cannot share places "
+                f"({counts}: system.trainer_ranks, system.engines, processes of system.placement.reward and ref); make "
+                "the numbers equal"
+                f"{f', or up to {ranks} for each engine of {ranks} ranks' if ranks > 1 else ''}, or leave one out"
+            )
+        if any((getattr(placement, role).gpus or 0) > 1 for role in group):
+            yield f"system.placement.colocate: {list(group)} share one GPU; a role with more GPUs cannot share"
+
+
+def _check_scoring(config: RLConfig) -> Iterator[str]:
+    """Problems with settings for a reference without its own processes, and with leftover reward model processes."""
+    said = placement_of(config).ref.model_fields_set
+    if said and placed_together(config, "actor", "ref"):
+        yield (
+            f"system.placement.ref.{min(said)} has no effect where system.placement.colocate puts 'ref' with 'actor': "
+            "each trainer rank has the reference, or its share of it; leave one of the two out"
+        )
+    count, shards = scoring_processes(config, "reward"), scoring_shards(config, "reward")
+    if count % shards:
+        yield (
+            f"system.placement.reward.shards = {shards} with system.placement.reward.processes = {count}: each copy of "
+            f"a reward model has {shards} processes, and {count % shards} would be left over; make processes a "
+            f"multiple of {shards}, or leave it out"
+        )
+
+
+def _counted(config: RLConfig, role: Role) -> bool:
+    """Whether the number of a role's processes is already known."""
+    if role == "rollout":
+        return known(config.system, "engines") is not None
+    return _scores_apart(config, role) or known(config.system, "trainer_ranks") is not None
+
+
+def _scores_apart(config: RLConfig, role: Role) -> bool:
+    """Whether ``system.placement`` sets a role's number of processes."""
+    return role == "reward" or (role == "ref" and not placed_together(config, "actor", "ref"))
+
+
+def _side_by_side(config: RLConfig, role: Role) -> int:
+    """The number of places that hold a process of this role, or one of each reward model."""
+    if role == "rollout":
+        return known(config.system, "engines") or 1
+    if _scores_apart(config, role):
+        return scoring_processes(config, role)
+    return known(config.system, "trainer_ranks") or 1
+
+
+def _places(config: RLConfig, group: Sequence[Role]) -> int:
+    """The number of places of a group: one per engine if it has engines."""
+    return _side_by_side(config, "rollout" if "rollout" in group else group[0])
+
+
+def processes(config: RLConfig) -> dict[Role, int]:
+    """Number of processes of a resolved run, by role.
+
+    With an adapter, the reference is the policy without it; placed with the trainer, it is in the trainer's processes.
+    """
+    count: dict[Role, int] = {
+        "actor": config.system.trainer_ranks,
+        "ref": scoring_processes(config, "ref") * reference_apart(config),
+        "critic": config.system.trainer_ranks * has_critic(config),
+        "reward": scoring_processes(config, "reward") * len(config.reward.models),
+        "rollout": config.system.engines,
+    }
+    return {role: n for role, n in count.items() if n}
+
+
+def bundles(config: RLConfig) -> list[Bundle]:
+    """One bundle per process, or per place of each group in ``system.placement.colocate``.
+
+    Unless ``system.placement`` says otherwise, a process has one CPU and, on a GPU device, one GPU (an engine has one
+    per rank).
+
+    Raises:
+        ConfigError: ``system.placement`` names a role that the run does not have.
+    """
+    placement, device = placement_of(config), config.system.device
+    default = float(device.startswith("cuda"))
+    count = processes(config)
+    within = keeps_reference(config) and not reference_apart(config)
+    inside: tuple[Role, ...] = ("ref",) if within else ()
+    named = {*placement.model_fields_set - {"colocate"}, *(r for group in placement.colocate for r in group)}
+    for name in sorted(named - {*inside}):
+        if name not in count:
+            raise ConfigError(f"system.placement names '{name}', and this run has no such role; leave it out")
+    shared: list[Bundle] = []
+    for group in placement.colocate:
+        places = _places(config, group)
+        roles: tuple[Role, ...] = tuple(role for role in group for _ in range(count.pop(role, 0) // places))
+        cpus, gpus = zip(*(_needs(config, role, default) for role in roles), strict=True)
+        shared += [Bundle(roles, sum(cpus), max(gpus))] * places
+    alone = [role for role in get_args(Role) for _ in range(count.get(role, 0))]
+    return [*shared, *(Bundle((role,), *_needs(config, role, default)) for role in alone)]
+
+
+def _needs(config: RLConfig, role: Role, gpus: float) -> tuple[float, float]:
+    wanted: Resources = getattr(placement_of(config), role)
+    if role == "rollout":
+        gpus *= ranks_per_engine(config)
+    return (1.0 if wanted.cpus is None else wanted.cpus), (gpus if wanted.gpus is None else wanted.gpus)
+
+
+def missing(wanted: Sequence[Bundle], machines: Sequence[Mapping[str, float]]) -> str | None:
+    """A message about the resources that a cluster's machines lack for the bundles; None if they suffice.
+
+    Args:
+        machines: the numbers of ``CPU`` and ``GPU`` of each.
+    """
+    lacking: list[str] = []
+    for place, unit in enumerate(_UNITS):
+        needs = [(" with ".join(NAMES[role] for role in b.roles), (b.cpus, b.gpus)[place]) for b in wanted]
+        total, available = sum(n for _, n in needs), sum(machine.get(unit, 0.0) for machine in machines)
+        largest = max((machine.get(unit, 0.0) for machine in machines), default=0.0)
+        who, most = max(needs, key=lambda need: need[1])
+        if total > available + _EPS:
+            listed = ", ".join(f"{times} × {who} {n:g}" for (who, n), times in Counter(needs).items() if n)
+            lacking.append(f"{total:g} {unit}s are needed ({listed}), and the cluster has {available:g}")
+        elif most > largest + _EPS:
+            lacking.append(f"{who} needs {most:g} {unit}s on one machine, and the largest has {largest:g}")
+    if not lacking:
+        return None
+    return (
+        f"the cluster has too few resources: {'; '.join(lacking)}. Lower system.engines, system.trainer_ranks or "
+        "system.placement, let roles share with system.placement.colocate, or add machines"
+    )

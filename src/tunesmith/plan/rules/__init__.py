@@ -1,0 +1,1 @@
+"""Refusals: settings that contradict each other or the facts, or that nothing reads."""
