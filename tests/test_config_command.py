@@ -16,7 +16,7 @@ from tunesmith.cli.show_config import show_config
 from tunesmith.config.load import load_config
 from tunesmith.config.names.unknown import all_keys
 from tunesmith.config.reading.places import placed
-from tunesmith.config.reading.shape import DEEPEST
+from tunesmith.config.reading.problems import DEEPEST
 from tunesmith.config.schema import RLConfig
 from tunesmith.errors import ConfigError, ModelError, TunesmithError, UserError
 

@@ -13,7 +13,7 @@ from tunesmith.config.preference import DPOConfig, KTOConfig, PRMConfig, RMConfi
 from tunesmith.config.reading.describe import sections_of, tables_of
 from tunesmith.config.schema import RLConfig, RunConfig, SFTConfig
 
-_ALL = (RLConfig, SFTConfig, RMConfig, DPOConfig, KTOConfig, PRMConfig, DistillConfig, RFTConfig, GenerateConfig)
+_ALL = (RLConfig, SFTConfig, RMConfig, DPOConfig, KTOConfig, PRMConfig, DistillConfig, GenerateConfig, RFTConfig)
 KINDS: Mapping[str, type[RunConfig]] = {kind.command: kind for kind in _ALL}
 """Configurations by command; ``distill`` has two more, by ``distill.mode``."""
 

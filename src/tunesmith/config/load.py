@@ -16,16 +16,14 @@ from typing import Any, TypeVar, cast
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from tunesmith.config.distillation import distill_kind
-from tunesmith.config.generation import GenerateConfig, RFTConfig
-from tunesmith.config.kinds import all_keys
+from tunesmith.config.distillation import DistillConfig, distill_kind
+from tunesmith.config.kinds import KINDS, all_keys
 from tunesmith.config.names.foreign import value_of
 from tunesmith.config.names.unknown import answer, explain_unknown, find
-from tunesmith.config.preference import DPOConfig, KTOConfig, PRMConfig, RMConfig
 from tunesmith.config.reading.describe import choices_at, describe_at, field_at, names_of, show, tables_of
 from tunesmith.config.reading.files import locate_files
-from tunesmith.config.reading.problems import KeyPath, Origins, Problem, dotted, key_lines, raise_problems
-from tunesmith.config.reading.shape import DEEPEST, shape_problems
+from tunesmith.config.reading.problems import DEEPEST, KeyPath, Origins, Problem, dotted, key_lines, raise_problems
+from tunesmith.config.reading.shape import shape_problems
 from tunesmith.config.schema import RLConfig, RunConfig, SFTConfig
 from tunesmith.config.section import Section
 from tunesmith.config.toml import toml_value
@@ -70,21 +68,10 @@ def load_config(kind: type[C], path: Path | None, overrides: Sequence[str] = (),
 
 
 def find_kind(path: Path | None, overrides: Sequence[str] = ()) -> type[RunConfig]:
-    """The configuration class, by sections that only one command has; ``SFTConfig`` if there is no such section."""
+    """The configuration class that has the most of the file's sections; ``SFTConfig`` if others have no more."""
     data, _ = read_tree(path, overrides)
-    for names, kind in (
-        ({"rm"}, RMConfig),
-        ({"dpo"}, DPOConfig),
-        ({"kto"}, KTOConfig),
-        ({"prm"}, PRMConfig),
-        ({"distill", "teacher"}, distill_kind(data)),
-        ({"rft"}, RFTConfig),
-        ({"sampling", "output"}, GenerateConfig),
-        ({"reward", "rollout", "algorithm", "environment"}, RLConfig),
-    ):
-        if names & data.keys():
-            return kind
-    return SFTConfig
+    kind = max((SFTConfig, *KINDS.values()), key=lambda kind: len(kind.model_fields.keys() & data.keys()))
+    return distill_kind(data) if kind is DistillConfig else kind
 
 
 def load_run(path: Path, overrides: Sequence[str]) -> RunConfig:

@@ -72,16 +72,10 @@ def fields_at(model: type[BaseModel], path: KeyPath) -> dict[type[BaseModel], Fi
 
 def describe_at(model: type[BaseModel], path: KeyPath) -> str:
     """A description of valid values at a path."""
-    field = field_at(model, path)
-    if field is None or field.annotation is None:
+    if (field := field_at(model, path)) is None:
         return "something else"
-    annotation = field.annotation
-    if path and isinstance(path[-1], int):
-        items = [a for a in alternatives(annotation) if get_origin(a) is tuple]
-        annotation = get_args(items[0])[0] if items else annotation
-    if field.description and not (path and isinstance(path[-1], int)):
-        return field.description
-    return describe(annotation, tuple(field.metadata))
+    items = [get_args(a)[0] for a in alternatives(field.annotation) if get_origin(a) is tuple]
+    return describe(items[0] if items and isinstance(path[-1], int) else Annotated[field.annotation, field])
 
 
 def choices_at(model: type[BaseModel], path: KeyPath, *, closed: bool = False) -> list[str]:

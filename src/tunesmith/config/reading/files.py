@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from tunesmith.config.reading.problems import KeyPath, Problem, dotted
+from tunesmith.config.reading.problems import KeyPath, Problem, dotted, leaves
 from tunesmith.config.reading.user_functions import check_defined
 from tunesmith.errors import ConfigError, closest, shortened
 
@@ -20,10 +20,6 @@ Find = Callable[[str, list[Path]], str]
 """Searches several directories for the file that a run file's text names, and returns its path or name."""
 
 
-class _NotFound(Exception):
-    """A file is missing or unsuitable for a setting; the text says why."""
-
-
 def locate_files(data: Tree, run_directory: Path | None, is_override: Callable[[KeyPath], bool]) -> list[Problem]:
     """Make the paths in ``data`` absolute, in place; return a problem for each missing or unsuitable file.
 
@@ -33,48 +29,39 @@ def locate_files(data: Tree, run_directory: Path | None, is_override: Callable[[
     """
     problems: list[Problem] = []
     here = [Path.cwd()] if run_directory is None else [run_directory.absolute(), Path.cwd()]
-    for keys, find in _FILES.items():
-        for holder, path in list(_texts_at(data, keys.split("."))):
-            bases = list(dict.fromkeys(reversed(here) if is_override(path) else here))
-            try:
-                if not holder[path[-1]]:
-                    raise _NotFound("it is empty; give a value, or leave it out")
-                holder[path[-1]] = find(holder[path[-1]], bases)
-            except (_NotFound, ConfigError) as problem:
-                problems.append(Problem(path, f"{dotted(path)}: {problem}"))
-            except (OSError, RuntimeError, ValueError) as error:  # too long a name, not allowed, no such user, NUL
-                problems.append(Problem(path, f"{dotted(path)} cannot be read as a path: {shortened(str(error))}"))
+    for holder, path, text in list(leaves(data)):
+        if not isinstance(text, str) or not (find := _finder(path)):
+            continue
+        bases = list(dict.fromkeys(reversed(here) if is_override(path) else here))
+        try:
+            if not text:
+                raise ConfigError("it is empty; give a value, or leave it out")
+            holder[path[-1]] = find(text, bases)
+        except ConfigError as problem:
+            problems.append(Problem(path, f"{dotted(path)}: {problem}"))
+        except (OSError, RuntimeError, ValueError) as error:  # too long a name, not allowed, no such user, NUL
+            problems.append(Problem(path, f"{dotted(path)} cannot be read as a path: {shortened(str(error))}"))
     return problems
 
 
-def _texts_at(node: Any, keys: Sequence[str], above: KeyPath = ()) -> Iterator[tuple[Any, KeyPath]]:
-    """Every text at a path of keys, with the table or list that holds it; ``[]`` is any item, ``{}`` any key."""
-    key, *rest = keys
-    items: Sequence[tuple[str | int, Any]] = ()
-    if isinstance(node, list) and key == "[]":
-        items = list(enumerate(cast(list[Any], node)))
-    elif isinstance(node, dict):
-        table = cast(Tree, node)
-        items = list(table.items()) if key == "{}" else [(key, table.get(key))]
-    for name, inner in items:
-        if rest:
-            yield from _texts_at(inner, rest, (*above, name))
-        elif isinstance(inner, str):
-            yield node, (*above, name)
+def _finder(path: KeyPath) -> Find | None:
+    """The function that locates the file at a path of keys, if it may hold one."""
+    keys = ".".join("[]" if isinstance(part, int) else part for part in path)
+    return _FILES.get(keys) or _FILES.get(f"{keys.rpartition('.')[0]}.{{}}")
 
 
 def _search(text: str, bases: list[Path]) -> Path | None:
     return next((p for base in bases if (p := base / Path(text).expanduser()).exists()), None)
 
 
-def _missing(text: str, bases: list[Path], hub: str = "") -> _NotFound:
+def _missing(text: str, bases: list[Path], hub: str = "") -> ConfigError:
     """Args: hub: an example of a hub name, shown where the text may have been meant as one."""
     folders = list(dict.fromkeys(str((base / Path(text).expanduser()).parent) for base in bases))
     siblings = {p.name for folder in folders if Path(folder).is_dir() for p in Path(folder).iterdir()}
     close = closest(Path(text).name, siblings, 0.6)
     hint = f" Did you mean '{close}'?" if close else ""
     other = f", and on the hub names have an owner, such as {hub}" if hub and "/" not in text else ""
-    return _NotFound(f"{text} does not exist (looked in {' and '.join(folders)}){other}.{hint}")
+    return ConfigError(f"{text} does not exist (looked in {' and '.join(folders)}){other}.{hint}")
 
 
 def _existing(text: str, bases: list[Path]) -> str:
@@ -89,17 +76,17 @@ def _model(text: str, bases: list[Path]) -> str:
     if directory is None:
         return _hub_name(text, bases, "models", "Qwen/Qwen3-0.6B")
     if not directory.is_dir():
-        raise _NotFound(f"{text} is a file; name the model's directory")
+        raise ConfigError(f"{text} is a file; name the model's directory")
     if not (directory / "config.json").exists():
         directory = _newest_model(directory) or directory
     if (directory / "config.json").is_file():
         return str(directory)
     if (directory / ADAPTER_CONFIG).is_file():
-        raise _NotFound(
+        raise ConfigError(
             f"{directory} holds a LoRA adapter and no whole model. Name its base here and the adapter as lora.path, "
             f"or merge the two: tunesmith merge {text} OUT_DIR"
         )
-    raise _NotFound(f"{directory} holds no model: there is no config.json in it")
+    raise ConfigError(f"{directory} holds no model: there is no config.json in it")
 
 
 def _newest_model(directory: Path) -> Path | None:
@@ -114,9 +101,9 @@ def _adapter(text: str, bases: list[Path]) -> str:
     if not (directory / ADAPTER_CONFIG).exists():
         directory = _newest_model(directory) or directory
     if not (directory / ADAPTER_CONFIG).is_file():
-        raise _NotFound(f"{directory} holds no LoRA adapter: there is no {ADAPTER_CONFIG} in it")
+        raise ConfigError(f"{directory} holds no LoRA adapter: there is no {ADAPTER_CONFIG} in it")
     if not any(directory.glob("*.safetensors")):
-        raise _NotFound(
+        raise ConfigError(
             f"{directory} holds no adapter weights as safetensors; pickled ones can run code when loaded. Save them "
             "with peft's save_pretrained"
         )
@@ -128,7 +115,7 @@ def _checkpoint(text: str, bases: list[Path]) -> str:
         return text
     path = _existing(text, bases)
     if not (Path(path) / "state.json").is_file():
-        raise _NotFound(f"{path} is no complete checkpoint: it has no state.json")
+        raise ConfigError(f"{path} is no complete checkpoint: it has no state.json")
     return path
 
 
@@ -138,7 +125,7 @@ def _data(text: str, bases: list[Path]) -> str:
     if path is None:
         return _hub_name(text, bases, "datasets", "openai/gsm8k")
     if path.is_file() and path.stat().st_size == 0:
-        raise _NotFound(f"{path} is empty")
+        raise ConfigError(f"{path} is empty")
     return str(path)
 
 
@@ -184,7 +171,7 @@ def _reference(what: str) -> Find:
         if ":" in text:
             return _code(text, bases)
         if text.endswith(".py"):
-            raise _NotFound(f"{text} names no {what}; write {text}:{'name' if what == 'function' else 'Name'}")
+            raise ConfigError(f"{text} names no {what}; write {text}:{'name' if what == 'function' else 'Name'}")
         return text
 
     return find
@@ -198,7 +185,7 @@ def _code(text: str, bases: list[Path]) -> str:
     """``file.py:name`` in the user's code; ``package.module:name`` is returned unchanged."""
     file, _, name = text.rpartition(":")
     if not file:
-        raise _NotFound(f"{text} names nothing in a file; write file.py:name")
+        raise ConfigError(f"{text} names nothing in a file; write file.py:name")
     if not file.endswith(".py") and "/" not in file:
         return text
     path = _search(file, bases)
@@ -232,4 +219,4 @@ _FILES: dict[str, Find] = {
     "environment.path.{}": _code,
     "environment.tools.[]": _code,
 }
-"""Every key that may be a path, and the function that locates it."""
+"""Every key that may be a path, and the function that locates it; ``[]`` is any item of a list, ``{}`` any key."""

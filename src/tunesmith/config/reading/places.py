@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from tunesmith.config.load import read_tree
 from tunesmith.config.reading.files import locate_files
-from tunesmith.config.reading.problems import KeyPath, Origins, dotted
+from tunesmith.config.reading.problems import KeyPath, Origins, dotted, leaves
 from tunesmith.errors import ConfigError, DataError, UserError
 
 _KEY = re.compile(r"[a-z_]\w*(?:\.\w+)*")
@@ -41,13 +41,14 @@ def _add_places(error: UserError, path: Path | None, overrides: Sequence[str]) -
         locate_files(data, path.parent if path else None, origins.is_override)
     except ConfigError:  # the file has been changed or removed since
         return
-    given = dict(_given(data))
+    given = {path: value for _, path, value in leaves(data)}
     error.args = tuple(_with_places(str(text), given, origins) for text in error.args)
     error.places_known = True
 
 
 def _with_places(text: str, given: Mapping[KeyPath, Any], origins: Origins) -> str:
-    keys = {dotted(path): path for path in given if len(path) > 1 or path == ("run_dir",)}
+    paths = {path[:length] for path in given for length in range(2, len(path) + 1)} | {("run_dir",)}
+    keys = {dotted(path): path for path in paths}
     named = [keys[word] for word in _KEY.findall(text) if word in keys]
     values = set(_QUOTED.findall(text))
     unnamed = [] if named else [path for path, value in given.items() if isinstance(value, str) and value in values]
@@ -64,15 +65,3 @@ def _with_places(text: str, given: Mapping[KeyPath, Any], origins: Origins) -> s
     if unnamed:
         where += f" ({dotted(unnamed[0])})"
     return f"{f'{origins.file}, ' if origins.file and 'line' in where else ''}{where}: {text}"
-
-
-def _given(node: Any, above: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
-    """Every key that was set, with its value, including sections and lists."""
-    if above:
-        yield above, node
-    if isinstance(node, dict):
-        for key, value in cast(dict[str, Any], node).items():
-            yield from _given(value, (*above, key))
-    elif isinstance(node, list):
-        for index, value in enumerate(cast(list[Any], node)):
-            yield from _given(value, (*above, index))

@@ -14,6 +14,8 @@ from tunesmith.errors import ConfigError
 KeyPath = tuple[str | int, ...]
 """A key and its parents; integers are positions in an array of tables."""
 
+DEEPEST = 32
+"""Maximum nesting of lists and tables."""
 _KEY = re.compile(r"""((?:"(?:\\.|[^"\\])*"|'[^']*'|[A-Za-z0-9_-]+|[.\t ])+)=""")
 _TOKEN = re.compile(
     r'''"""(?:\\.|[^\\])*?"{3,5}|"(?:\\.|[^"\\])*"|#[^\n]*|[\[\]{}\n]|''' r"""'''.*?'{3,5}|'[^']*'""", re.DOTALL
@@ -52,6 +54,17 @@ class Origins:
         inside = [text for key, text in self.overrides.items() if path[: len(key)] == key]
         below = [text for key, text in self.overrides.items() if path not in self.lines and key[: len(path)] == path]
         return next(reversed(inside or below), None)
+
+
+def leaves(node: Any, above: KeyPath = ()) -> Iterator[tuple[Any, KeyPath, Any]]:
+    """Every value that is no table or list, or is empty or nested too deeply, with its container and path."""
+    items = cast(dict[str, Any], node).items() if isinstance(node, dict) else enumerate(cast(list[Any], node))
+    for key, value in items:
+        path = (*above, key)
+        if isinstance(value, dict | list) and value and len(path) < DEEPEST:
+            yield from leaves(value, path)
+        else:
+            yield node, path, value
 
 
 def raise_problems(problems: Sequence[Problem], origins: Origins) -> NoReturn:

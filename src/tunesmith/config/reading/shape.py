@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from math import inf
-from typing import Any, cast, get_args, get_origin
+from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel
 
 from tunesmith.config.reading.describe import alternatives, choices_at, describe_at, field_at, sections_of, show
-from tunesmith.config.reading.problems import KeyPath, Problem, dotted
+from tunesmith.config.reading.problems import DEEPEST, KeyPath, Problem, dotted, leaves
 from tunesmith.redact import is_redacted
 
-DEEPEST = 32
-"""Maximum nesting of lists and tables."""
 LARGEST_INT = 2**53
 LARGEST_FLOAT, LEAST_FLOAT = 1e9, 1e-30
 """Larger numbers overflow when multiplied, or as seconds; smaller ones are 0 in float32."""
@@ -22,9 +19,10 @@ LARGEST_FLOAT, LEAST_FLOAT = 1e9, 1e-30
 def shape_problems(kind: type[BaseModel], data: dict[str, Any]) -> list[Problem]:
     """Wrap a single value in a list, in place, where only a list is valid; return a problem for each unusable value."""
     problems: list[Problem] = []
-    for holder, path, value in list(_leaves(data)):
+    for holder, path, value in list(leaves(data)):
         if isinstance(value, dict | list):
-            problems.append(Problem(path, f"{dotted(path)} has more than {DEEPEST} levels of lists and tables"))
+            if len(path) == DEEPEST:
+                problems.append(Problem(path, f"{dotted(path)} has more than {DEEPEST} levels of lists and tables"))
         elif problem := _odd(kind, path, value):
             problems.append(Problem(path, f"{dotted(path)} {problem}"))
         elif _wants_list(kind, path) and value not in choices_at(kind, path):
@@ -35,17 +33,6 @@ def shape_problems(kind: type[BaseModel], data: dict[str, Any]) -> list[Problem]
             else:
                 holder[path[-1]] = [value]
     return problems
-
-
-def _leaves(node: Any, above: KeyPath = ()) -> Iterator[tuple[Any, KeyPath, Any]]:
-    """Every value that is not a list or table, or is nested too deeply, with its container and path."""
-    items = cast(dict[str, Any], node).items() if isinstance(node, dict) else enumerate(cast(list[Any], node))
-    for key, value in items:
-        path = (*above, key)
-        if isinstance(value, dict | list) and len(path) < DEEPEST:
-            yield from _leaves(value, path)
-        else:
-            yield node, path, value
 
 
 def _odd(kind: type[BaseModel], path: KeyPath, value: Any) -> str:
