@@ -17,7 +17,7 @@ from tunesmith.algorithms.presets import NEEDS, PRESETS
 from tunesmith.config.algorithm import AlgorithmSection
 from tunesmith.config.choice import Choice
 from tunesmith.config.documents.reference import settings_of
-from tunesmith.doctor.findings import rules
+from tunesmith.doctor.rules import rules
 from tunesmith.models.families import KNOWN, REFUSED
 from tunesmith.monitor.catalogue import CATALOGUE
 from tunesmith.plan.layout.profiles import system_profiles
@@ -109,7 +109,7 @@ def doctor() -> str:
     """Every finding, with the settings that it names."""
     cells = [
         (f"`{rule['key']}`", rule["severity"], _cell(rule["cause"]), ", ".join(_key(c) for c in rule.get("change", ())))
-        for rule in rules()
+        for rule in rules()["rule"]
     ]
     return _table(("finding", "severity", "cause", "settings to change"), cells)
 

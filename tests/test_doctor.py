@@ -15,10 +15,10 @@ from typer.testing import CliRunner
 from tiny_runs import write_lines
 from tunesmith.cli.main import app
 from tunesmith.config.documents.reference import settings_of
-from tunesmith.doctor.findings import SEVERITIES, Finding, diagnose, rules
-from tunesmith.doctor.record import read_record
+from tunesmith.doctor.findings import SEVERITIES, diagnose
+from tunesmith.doctor.record import RunFacts, read_record, write_facts
+from tunesmith.doctor.rules import Finding, rules
 from tunesmith.errors import ConfigError
-from tunesmith.monitor.learning import RunFacts, write_facts
 
 STEPS = 30
 Column = float | Callable[[int], float]
@@ -159,8 +159,8 @@ def test_a_disease_is_found(tmp_path: Path, key: str) -> None:
 
 
 def test_every_rule_has_a_case() -> None:
-    assert [rule["key"] for rule in rules()] == list(CASES)
-    assert {rule["severity"] for rule in rules()} <= set(SEVERITIES)
+    assert [rule["key"] for rule in rules()["rule"]] == list(CASES)
+    assert {rule["severity"] for rule in rules()["rule"]} <= set(SEVERITIES)
 
 
 @pytest.mark.parametrize("sft", [False, True])
@@ -170,7 +170,7 @@ def test_a_healthy_run(tmp_path: Path, sft: bool) -> None:
 
 def test_changes_are_settings() -> None:
     known = {setting.key for setting in settings_of("")}
-    for rule in rules():
+    for rule in rules()["rule"]:
         for change in rule.get("change", ()):
             key = change.partition(" = ")[0]
             assert key in known or key.rpartition(".")[0] in known, (rule["key"], key)

@@ -14,7 +14,7 @@ from tunesmith.config.generation import GenerateConfig, RFTConfig
 from tunesmith.config.preference import DPOConfig, KTOConfig, PRMConfig, RMConfig
 from tunesmith.config.reading.describe import field_at
 from tunesmith.config.schema import RLConfig, SFTConfig
-from tunesmith.doctor.findings import rules
+from tunesmith.doctor.rules import rules
 from tunesmith.monitor.catalogue import CATALOGUE
 
 KINDS = (
@@ -37,7 +37,7 @@ def test_every_setting_that_a_guide_names_exists(page: Path) -> None:
 def test_every_metric_that_the_guides_explain_exists() -> None:
     text = "".join((ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8") for name in ("curves", "troubleshooting"))
     known = {metric.name for metrics in CATALOGUE.values() for metric in metrics}
-    others = {*PRESETS, "kl_cov", "clip_cov", "run_dir", *(rule["key"] for rule in rules())}
+    others = {*PRESETS, "kl_cov", "clip_cov", "run_dir", *(rule["key"] for rule in rules()["rule"])}
     named = {name for name in METRIC.findall(text) if name not in others and "_mean" not in name}
     patterns = [re.compile(re.sub(r"<\w+>", "[^`]+", name)) for name in known]
     unknown = {name for name in named if not any(pattern.fullmatch(name) for pattern in patterns)}

@@ -13,7 +13,8 @@ from transformers import AutoTokenizer
 from tiny import save_model
 from tiny_runs import rl_settings, sft_settings, write_lines
 from tunesmith import assembly
-from tunesmith.monitor.learning import LearningWatch, RunFacts, at_the_end, finding
+from tunesmith.doctor.learning import LearningWatch, at_the_end, finding
+from tunesmith.doctor.record import RunFacts
 from tunesmith.monitor.metrics import read_metrics
 
 REWARDS = """\
@@ -101,7 +102,7 @@ def test_a_run_that_learns_nothing_says_why(
     steps = [line for line in read_metrics(outcome.run_dir / "metrics.jsonl") if "rollouts" in line]
     if cause not in ("lr_without_effect", "equal_answers"):
         found = finding(steps, facts)
-        assert found is not None and found.cause == cause
+        assert found is not None and found.key == cause
     assert outcome.warning is not None, "and again at the end"
 
 
@@ -156,7 +157,7 @@ def test_supervised_runs_say_it_too(
     watches = watched(monkeypatch)
     outcome = assembly.run_sft(None, sft_settings(tmp_path, model, **changed))
     assert outcome.warning is not None
-    assert cause in {watches[0].reported, *(f.cause for f in [at_the_end(watches[0].history, watches[0].facts)] if f)}
+    assert cause in {watches[0].reported, *(f.key for f in [at_the_end(watches[0].history, watches[0].facts)] if f)}
 
 
 def test_a_healthy_supervised_run_is_left_alone(
@@ -194,21 +195,21 @@ RL = RunFacts(rollouts=True, full_reward=1.0)
 )
 def test_the_cause_by_the_numbers(metrics: dict[str, float], facts: RunFacts, cause: str | None) -> None:
     found = finding(steps_of(3, **metrics), facts)
-    assert (found and found.cause) == cause
+    assert (found and found.key) == cause
     assert finding(steps_of(2, **metrics), facts) is None, "not before the third step"
 
 
 def test_what_was_lost_is_said_in_numbers() -> None:
     history = [*steps_of(2, reward=0.6), *steps_of(3, **{"reward": 0.0, "reward/std": 0.0})]
     found = finding(history, RL)
-    assert found is not None and found.cause == "ruined" and "0.6" in found.numbers
+    assert found is not None and found.key == "ruined" and "0.6" in found.numbers
 
 
 def test_a_loss_that_is_no_lower_at_the_end() -> None:
     history = steps_of(40)
     assert finding(history, RunFacts()) is None
     found = at_the_end(history, RunFacts())
-    assert found is not None and found.cause == "loss_does_not_fall"
+    assert found is not None and found.key == "loss_does_not_fall"
     falling = [{**step, "loss": 2.0 - step["step"] / 40} for step in history]
     assert at_the_end(falling, RunFacts()) is None
 

@@ -1,4 +1,4 @@
-"""Facts about a run that ``monitor/learning.py`` needs."""
+"""Facts about a run that ``doctor/learning.py`` needs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tunesmith.config.distillation import DistillConfig
 from tunesmith.config.schema import RewardSection, RLConfig, RunConfig
 from tunesmith.data.preference import Comparison
 from tunesmith.data.reading import Prepared
-from tunesmith.monitor.learning import RunFacts
+from tunesmith.doctor.record import RunFacts
 from tunesmith.plan.derive.capacity import computing_threads
 from tunesmith.plan.facts.hardware import usable_cpus
 from tunesmith.plan.rules.situation import optimizer_steps

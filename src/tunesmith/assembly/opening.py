@@ -21,6 +21,8 @@ from tunesmith.config.schema import DataSection, RLConfig, RunConfig
 from tunesmith.config.section import known
 from tunesmith.config.sizes import parse_size
 from tunesmith.data.prepare import Prepared, Sources
+from tunesmith.doctor.learning import LearningWatch
+from tunesmith.doctor.record import write_facts
 from tunesmith.errors import CheckpointError
 from tunesmith.loop.callbacks import Callbacks
 from tunesmith.loop.checkpoint import Checkpoints, check_same_model, read_state
@@ -29,7 +31,6 @@ from tunesmith.loop.profiling import StepProfiler
 from tunesmith.loop.rollout_log import RolloutLog, examples, read_evaluated
 from tunesmith.loop.session import OUTSIDE_STEPS, Best, Session
 from tunesmith.monitor.interrupts import handled, keeping
-from tunesmith.monitor.learning import LearningWatch, write_facts
 from tunesmith.monitor.metrics import MetricsLog, is_evaluation, read_metrics
 from tunesmith.monitor.progress import open_progress
 from tunesmith.monitor.run_dir import PLAN_FILE, RunDir, how_to_continue, open_run_dir

@@ -27,7 +27,7 @@ def signs(record: RunRecord) -> dict[str, Any]:
     first), ``mean``, ``median``, ``max``, ``min``, ``sum``, ``count``, ``max_step`` and ``min_step``.
     """
     values = {key: value for key, value in record.settings.items() if value is not None}
-    values |= _statistics(record.steps, None) | _statistics(record.evaluations, 1)
+    values |= statistics(record.steps, None) | statistics(record.evaluations, 1)
     seconds = values.get("seconds.sum") or 0.0
     phases = [name for name in values if name.startswith("seconds/") and name.endswith(".sum")]
     values |= {name.removesuffix("sum") + "share": values[name] / seconds for name in phases if seconds}
@@ -121,8 +121,8 @@ def _window(count: int) -> int:
     return min(count, max(LEAST_WINDOW, math.ceil(count / SHARE)))
 
 
-def _statistics(lines: Sequence[Metrics], width: int | None) -> dict[str, float]:
-    """Statistics of each metric; ``first`` and ``last`` are means over ``width`` lines (None: a fifth of them)."""
+def statistics(lines: Sequence[Metrics], width: int | None) -> dict[str, float]:
+    """See ``signs``; ``first`` and ``last`` are means over ``width`` lines (None: a fifth of them)."""
     columns: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
     for line in lines:
         for name, value in line.items():

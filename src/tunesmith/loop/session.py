@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from tunesmith.config.schema import CheckpointSection, EvalSection
+from tunesmith.doctor.learning import LearningWatch
+from tunesmith.doctor.record import RunFacts
 from tunesmith.errors import CheckpointError, ConfigError, TunesmithError, boundary, nearest
 from tunesmith.loop.callbacks import STOP, Callbacks
 from tunesmith.loop.checkpoint import Checkpoints, read_state
@@ -17,7 +19,6 @@ from tunesmith.loop.profiling import StepProfiler
 from tunesmith.loop.rollout_log import RolloutLog, contrast, summary
 from tunesmith.monitor import interrupts
 from tunesmith.monitor.clock import Clock
-from tunesmith.monitor.learning import LearningWatch, RunFacts
 from tunesmith.monitor.memory import memory_metrics
 from tunesmith.monitor.metrics import MetricsLog
 from tunesmith.monitor.progress import Progress, each_once

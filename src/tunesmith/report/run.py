@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from tunesmith.doctor.findings import diagnose
-from tunesmith.doctor.record import read_record
+from tunesmith.doctor.record import read_facts, read_record
 from tunesmith.errors import StorageError, TunesmithError, boundary
 from tunesmith.monitor.catalogue import CATALOGUE, find
-from tunesmith.monitor.learning import read_facts
 from tunesmith.monitor.run_dir import PLAN_FILE, is_running
 from tunesmith.monitor.runs import check_holds, state_of
 from tunesmith.monitor.text import first_and_last
