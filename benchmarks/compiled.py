@@ -32,9 +32,8 @@ from tunesmith.backends.optimizer import AdamWSettings
 from tunesmith.backends.torch import TorchBackend
 from tunesmith.data.batch import Batch
 from tunesmith.data.forest import Packing
+from tunesmith.kernels.inductor import CACHE
 from tunesmith.models.causal_lm import CausalLM
-from tunesmith.models.compiled import compile_layers
-from tunesmith.models.inductor import CACHE
 from tunesmith.plan.facts.hardware import read_hardware
 from tunesmith.types import Sample
 
@@ -69,7 +68,7 @@ def measured(name: str, dtype: str, device: str, rounds: int, samples: int, fold
         build_model(path, shape)
     data, seconds = packing(shape.vocabulary, samples), {part: ([], []) for part in PARTS}
     backends, compiling = [_backend(path, dtype, device) for _ in range(2)], list[float]()
-    compile_layers(backends[1].model, "default")
+    backends[1].model.compile_layers("default")
     for _ in range(2):  # anew, and from Inductor's cache
         torch._dynamo.reset()
         compiling.append(_seconds(lambda: _work(backends[1], data), device))

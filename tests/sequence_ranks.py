@@ -19,7 +19,7 @@ from tunesmith.data.forest import Packing
 from tunesmith.distributed.process_group import open_store, process_group
 from tunesmith.distributed.rank_group import RankGroup, reach_store
 from tunesmith.errors import DeviceMemoryError
-from tunesmith.models.sequence import SequenceGroup, SequenceKind
+from tunesmith.parallel.sequence import SequenceGroup, SequenceKind
 
 HERE, PATIENCE = "127.0.0.1", 60.0
 

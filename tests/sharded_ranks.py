@@ -24,13 +24,13 @@ from tunesmith.distributed.far import gather
 from tunesmith.distributed.process_group import open_store
 from tunesmith.distributed.rank_group import RankGroup, join_default_group, reach_store
 from tunesmith.errors import DeviceMemoryError, TrainerLostError
-from tunesmith.models import training_functions
+from tunesmith.kernels import training_functions
+from tunesmith.kernels.quantised import Quantize
 from tunesmith.models.adapters import attach
 from tunesmith.models.causal_lm import CausalLM
-from tunesmith.models.quantised import Quantize
 from tunesmith.models.score_model import ScoreModel
-from tunesmith.models.sequence import SequenceKind, sequence_group
-from tunesmith.models.sharding import Sharding, decoder_layers, local, whole, whole_weights
+from tunesmith.parallel.sequence import SequenceKind, sequence_group
+from tunesmith.parallel.sharding import Sharding, decoder_layers, local, whole, whole_weights
 
 HERE = "127.0.0.1"
 

@@ -23,9 +23,9 @@ from tunesmith.config.schema import LoraSection, SFTConfig
 from tunesmith.data.forest import Packing
 from tunesmith.errors import ConfigError, ModelError
 from tunesmith.models import adapters
-from tunesmith.models.activations import compute_again
 from tunesmith.models.causal_lm import CausalLM
-from tunesmith.models.sharding import decoder_layers
+from tunesmith.parallel.activations import compute_again
+from tunesmith.parallel.sharding import decoder_layers
 from tunesmith.plan.cost.layout import Layout
 from tunesmith.plan.cost.price import activation_bytes, backward_bytes, layer_bytes, price, recomputed, sent_bytes
 from tunesmith.plan.facts.model import read_model_facts
@@ -117,7 +117,7 @@ def test_layers_that_have_no_switch_cannot_be_chosen(path: Path, monkeypatch: py
     module = CausalLM.load(path).module
     compute_again(module, 0.5)
     assert [layer.gradient_checkpointing for layer in decoder_layers(module)] == [True, False, True, False]
-    monkeypatch.setattr("tunesmith.models.activations.GradientCheckpointingLayer", int)
+    monkeypatch.setattr("tunesmith.parallel.activations.GradientCheckpointingLayer", int)
     compute_again(module, 1.0)
     with pytest.raises(ModelError, match=r"0\.5.*true or false"):
         compute_again(module, 0.5)

@@ -25,10 +25,10 @@ from tunesmith.config.kinds import KINDS
 from tunesmith.config.load import load_config
 from tunesmith.config.schema import LoraSection, RunConfig
 from tunesmith.errors import ConfigError, ModelError
-from tunesmith.models import adapters, compiled, training_functions
+from tunesmith.kernels import compiled, training_functions
+from tunesmith.kernels.inductor import CACHE
+from tunesmith.models import adapters
 from tunesmith.models.causal_lm import CausalLM
-from tunesmith.models.compiled import compile_layers
-from tunesmith.models.inductor import CACHE
 from tunesmith.plan.facts.hardware import read_hardware
 from tunesmith.plan.facts.machines import machine
 from tunesmith.plan.facts.model import read_model_facts
@@ -70,7 +70,7 @@ def test_they_compute_what_the_lean_layers_compute(family: str, checkpointing: b
         model.module.gradient_checkpointing_enable({"use_reentrant": False})
     forest = forest_of(samples_of())
     want, scores = gradients(model), model.predict(forest).logprobs
-    compile_layers(model, "default")
+    model.compile_layers("default")
     used = counted(model)
     assert difference(gradients(model), want) < 1e-12
     with torch.no_grad():
@@ -105,7 +105,7 @@ def test_adapters_their_reference_and_narrow_bases(targets: Any, tmp_path: Path)
         with torch.no_grad(), adapter.reference():
             base = model.predict(forest).logprobs
         want = gradients(model)
-        compile_layers(model, "default")
+        model.compile_layers("default")
         assert counted(model) == []
         assert difference(gradients(model), want) < bound
         with torch.no_grad(), adapter.reference():
@@ -121,7 +121,7 @@ def test_an_adapter_that_training_continues_is_the_reference(tmp_path: Path) -> 
         if ".lora_B." in name:
             torch.nn.init.normal_(parameter, std=0.1)
     with torch.no_grad():
-        compile_layers(model, "default")
+        model.compile_layers("default")
         found = []
         for context in (adapter.reference, adapter.reference):
             with context():
@@ -133,7 +133,7 @@ def test_an_adapter_that_training_continues_is_the_reference(tmp_path: Path) -> 
 
 def test_the_engine_beside_it_decodes_without(tmp_path: Path) -> None:
     model = CausalLM.load(save_model(tmp_path))
-    compile_layers(model, "default")
+    model.compile_layers("default")
     used = counted(model)
     with torch.inference_mode():
         model.predict(forest_of(samples_of()))
@@ -146,14 +146,14 @@ def test_the_engine_beside_it_decodes_without(tmp_path: Path) -> None:
 def test_one_token_runs_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Functions for any number of rows are for two and more."""
     model = CausalLM.load(save_model(tmp_path))
-    compile_layers(model, "default")
+    model.compile_layers("default")
     monkeypatch.setattr(compiled, "_operands", None)
     model.hidden(torch.tensor([7]), torch.tensor([0]), compiled_attention())
 
 
 def compiled_attention() -> Any:
     from tunesmith.data.forest import Segment
-    from tunesmith.models.forest_attention import ForestAttention
+    from tunesmith.models.attention import ForestAttention
 
     return ForestAttention([Segment(0, 1, -1)])
 
@@ -164,7 +164,7 @@ def test_ranks_share_sequences_around_compiled_layers(tmp_path: Path) -> None:
     def make(sequence: Any, on: bool = True) -> Any:
         backend = backend_of(path)
         if on:
-            compile_layers(backend.model, "default")
+            backend.model.compile_layers("default")
         backend.model.sequence = sequence
         backend.passes = type(backend.passes)(backend.model, CausalLM.predict)
         return backend
@@ -178,16 +178,16 @@ def test_ranks_share_sequences_around_compiled_layers(tmp_path: Path) -> None:
 
 def test_a_family_without_a_lean_form_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"system\.compile"):
-        compile_layers(CausalLM.load(save_model(tmp_path, "gpt2")), "default")
+        CausalLM.load(save_model(tmp_path, "gpt2")).compile_layers("default")
 
 
 def test_inductors_cache_is_tunesmiths_unless_one_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = CausalLM.load(save_model(tmp_path))
-    compile_layers(model, "default")
+    model.compile_layers("default")
     assert os.environ[CACHE] == "unused"
     monkeypatch.delenv(CACHE)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    compile_layers(model, "default")
+    model.compile_layers("default")
     assert Path(os.environ[CACHE]) == tmp_path / "tunesmith" / "inductor"
 
 

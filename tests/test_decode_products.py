@@ -16,10 +16,10 @@ from training import forest_of
 from tunesmith.config.schema import LoraSection
 from tunesmith.engines.local import decode_model
 from tunesmith.engines.local.engine import LocalEngine
-from tunesmith.models import products
+from tunesmith.kernels import products
+from tunesmith.kernels.products import HEADS, LAYERS, Kind, works
 from tunesmith.models.adapters import attach
 from tunesmith.models.causal_lm import CausalLM
-from tunesmith.models.products import HEADS, LAYERS, Kind, works
 from tunesmith.plan.cost.price import SMALL, prepared_bytes
 from tunesmith.types import Completion, Sample, Sampling
 

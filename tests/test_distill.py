@@ -22,11 +22,11 @@ from tunesmith.algorithms.objective import DistillationObjective
 from tunesmith.algorithms.outcomes import Outcome
 from tunesmith.data.forest import Predictions
 from tunesmith.errors import ConfigError, ModelError
+from tunesmith.kernels.lean import LeanDecoder
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.models.head import Head, LogitScale, fused_logprobs, likeliest
-from tunesmith.models.host_weights import HostWeights
-from tunesmith.models.lean import LeanDecoder
 from tunesmith.models.teacher import check_same_vocabulary, forward_kl, predict_with_teacher
+from tunesmith.parallel.host_weights import HostWeights
 from tunesmith.types import Sample
 
 
@@ -146,7 +146,7 @@ def loaded(models: tuple[Path, Path]) -> tuple[CausalLM, CausalLM]:
 def plain(model: CausalLM, sample: Sample) -> Tensor:
     """Log-probabilities ``[n, V]`` where the sample predicts, by the Hugging Face layers' hidden states alone."""
     forest = forest_of([sample])
-    from tunesmith.models.forest_attention import ForestAttention
+    from tunesmith.models.attention import ForestAttention
 
     hidden = model.hidden(forest.token_ids, forest.position_ids, ForestAttention(forest))[forest.source]
     return model.head(hidden).log_softmax(-1)
@@ -158,7 +158,7 @@ def test_a_teacher_in_host_memory_says_the_same_and_is_gone_afterwards(models: t
         parameter.data = parameter.data.clone()
     teacher.lean = LeanDecoder.of(teacher.module.base_model)
     predict = partial(predict_with_teacher, student, forest_of(SEQUENCES), teacher=teacher, top_k=7)
-    expected, weights = predict(), HostWeights.of(teacher)
+    expected, weights = predict(), HostWeights.of(teacher.module, teacher.lean)
     for _ in range(2):
         found = predict(weights=weights.here)
         assert sum(p.untyped_storage().nbytes() for p in teacher.module.parameters()) == 0

@@ -15,10 +15,10 @@ import tiny
 from training import forest_of
 from tunesmith.data.forest import Forest
 from tunesmith.errors import ModelError
+from tunesmith.kernels.lean import LeanDecoder
 from tunesmith.models.attention import ATTENTION_NAME
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.models.families import KNOWN, REFUSED, check_family
-from tunesmith.models.lean import LeanDecoder
 from tunesmith.models.loading import load_config
 from tunesmith.plan.facts.model import LEAN_FAMILIES
 from tunesmith.types import Sample

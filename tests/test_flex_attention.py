@@ -14,10 +14,10 @@ from torch.nn.attention.flex_attention import BlockMask, create_mask
 
 from test_forest_attention import TREE, difference, forests, reference, tensors, visible
 from tunesmith.data.forest import Segment
-from tunesmith.models import flex_attention
-from tunesmith.models.attention import AttentionRule
-from tunesmith.models.flex_attention import BLOCK, CudaFlex, seen_blocks
-from tunesmith.models.forest_attention import ForestAttention
+from tunesmith.kernels import flex_attention
+from tunesmith.kernels.attention import AttentionRule
+from tunesmith.kernels.flex_attention import BLOCK, CudaFlex, seen_blocks
+from tunesmith.models.attention import ForestAttention
 
 LONG = (Segment(0, 300, -1), Segment(300, 100, 0), Segment(400, 260, 0), Segment(660, 50, 2), Segment(710, 186, -1))
 """Several blocks: some of them seen whole, by segments that begin and end inside of blocks."""

@@ -20,12 +20,12 @@ from training import forest_of
 from tunesmith.data.batch import Batch
 from tunesmith.data.forest import Segment
 from tunesmith.data.packing import pack
-from tunesmith.models import training_functions, varlen_attention
-from tunesmith.models.attention import AttentionRule
+from tunesmith.kernels import training_functions, varlen_attention
+from tunesmith.kernels.attention import AttentionRule
+from tunesmith.kernels.cpu_attention import CpuFlash
+from tunesmith.models.attention import ForestAttention
 from tunesmith.models.causal_lm import CausalLM
-from tunesmith.models.cpu_attention import CpuFlash
-from tunesmith.models.forest_attention import ForestAttention
-from tunesmith.models.ring import stops
+from tunesmith.parallel.ring import stops
 from tunesmith.types import Sample
 
 TREE = (  # three deep, with segments of one token, two trees

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tunesmith.models.head import Head, LogitScale, bfloat16_operands, fused_logprobs, likeliest
+from tunesmith.kernels.products import bfloat16_operands
+from tunesmith.models.head import Head, LogitScale, fused_logprobs, likeliest
 from tunesmith.plan.cost.operations import WORDS, chunk_rows
 
 N, D, V = 37, 16, 101

@@ -22,9 +22,9 @@ from tunesmith.config.preference import DPOConfig
 from tunesmith.config.schema import RLConfig, SFTConfig
 from tunesmith.data.forest import Packing
 from tunesmith.engines.local.engine import LocalEngine
+from tunesmith.kernels.lean import LeanDecoder
 from tunesmith.models.causal_lm import CausalLM
-from tunesmith.models.host_weights import HostWeights
-from tunesmith.models.lean import LeanDecoder
+from tunesmith.parallel.host_weights import HostWeights
 from tunesmith.plan.cost.layout import Layout
 from tunesmith.plan.cost.price import PINNED, price
 from tunesmith.types import Sampling

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tunesmith.models import layer_functions, lean_ops, training_functions
-from tunesmith.models.layer_functions import HeadShape, fits, gated, rms_norm, turned_heads
-from tunesmith.models.training_functions import functions
+from tunesmith.kernels import layer_functions, lean_ops, training_functions
+from tunesmith.kernels.layer_functions import HeadShape, fits, gated, rms_norm, turned_heads
+from tunesmith.kernels.training_functions import functions
 
 pytestmark = pytest.mark.skipif(
     functions() is None, reason="this CPU multiplies nothing in bfloat16, or there is no compiler"

@@ -37,6 +37,8 @@ FLOORS = {
     "environments": 1,
     "fake_device": 1,
     "native": 1,
+    "kernels": 2,
+    "parallel": 2,
     "models": 2,
     "engines": 3,
     "backends": 3,
@@ -51,6 +53,8 @@ FLOORS = {
     "api_call": 6,
     "api": 6,
 }
+BELOW_MODELS = {"kernels": ("parallel", "models"), "parallel": ("models",)}
+"""Rooms of the models' floor, each with those that it does not import."""
 ADAPTER_ROOMS = ("engines", "backends", "weights")
 SHARED = (
     "base", "flat", "loss_scale", "masters", "memory", "muon", "partial", "passes", "rounds", "spread", "state_files",
@@ -141,6 +145,16 @@ def test_imports_point_downward() -> None:
         for path in modules()
         for line, name in own_imports(path)
         if (not name or name[0] in FLOORS) and floor(name) > floor(dotted(path))
+    ]
+    assert not upward, "\n".join(upward)
+
+
+def test_kernels_know_no_models_and_models_pick_a_kernel() -> None:
+    upward = [
+        f"{relative(path)}:{line} imports {'.'.join(name)}"
+        for path in modules()
+        for line, name in own_imports(path)
+        if name and name[0] in BELOW_MODELS.get((dotted(path) or ("",))[0], ())
     ]
     assert not upward, "\n".join(upward)
 
@@ -253,6 +267,7 @@ def test_the_checks_see_what_they_are_for(tmp_path: Path, monkeypatch: pytest.Mo
         "data/light.py": (
             "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch\ndef f():\n    import torch\n"
         ),
+        "parallel/up.py": "from tunesmith.models import decoder\n",
         "models/long.py": "def f():\n" + "    pass\n" * 401,
     }
     for name, text in files.items():
@@ -261,6 +276,7 @@ def test_the_checks_see_what_they_are_for(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
     for check, expected in (
         (test_imports_point_downward, ["config/up.py:1 (floor 1) imports loop.rl (floor 4)"]),
+        (test_kernels_know_no_models_and_models_pick_a_kernel, ["parallel/up.py:1 imports models.decoder"]),
         (
             test_adapters_do_not_know_each_other_and_only_the_assembly_knows_them,
             ["loop/rl.py:1 imports the adapter engines.local", "engines/local/engine.py:2"],

@@ -24,10 +24,11 @@ from tunesmith.config.kinds import KINDS
 from tunesmith.config.load import load_config
 from tunesmith.config.schema import LoraSection, RunConfig
 from tunesmith.errors import ConfigError, ModelError
-from tunesmith.models import adapters, lean_ops, liger, training_functions
+from tunesmith.kernels import lean_ops, liger, training_functions
+from tunesmith.kernels.lean_ops import OURS
+from tunesmith.kernels.liger import LIGER
+from tunesmith.models import adapters
 from tunesmith.models.causal_lm import CausalLM
-from tunesmith.models.lean_ops import OURS
-from tunesmith.models.liger import LIGER, use_liger
 from tunesmith.plan.facts.machines import machine
 from tunesmith.plan.facts.model import read_model_facts
 from tunesmith.plan.facts.run import Facts
@@ -55,7 +56,7 @@ def test_they_compute_what_the_lean_layers_compute(
         model.module.gradient_checkpointing_enable({"use_reentrant": False})
     forest = forest_of(samples_of())
     want, scores = gradients(model), model.predict(forest).logprobs.detach()
-    use_liger(model)
+    model.use_liger()
     assert difference(gradients(model), want) < 1e-5
     layers = model.lean.layers
     norms = sum(isinstance(part, type(model.lean.norm)) for layer in layers for part in vars(layer).values())
@@ -76,7 +77,7 @@ def test_they_compute_what_the_lean_layers_compute(
 def test_narrow_types_round_no_further_than_ours(tmp_path: Path, stand_in: LigerInTorch) -> None:
     model = CausalLM.load(save_model(tmp_path, "qwen3", head_dim=12), dtype=torch.bfloat16)
     want = gradients(model)
-    use_liger(model)
+    model.use_liger()
     assert difference(gradients(model), want) < 0.03 and stand_in.calls
 
 
@@ -144,7 +145,7 @@ def test_adapters_and_their_reference(tmp_path: Path, stand_in: LigerInTorch) ->
     with torch.no_grad(), adapter.reference():
         base = model.predict(forest).logprobs
     want = gradients(model)
-    use_liger(model)
+    model.use_liger()
     assert difference(gradients(model), want) < 1e-5 and stand_in.calls
     with torch.no_grad(), adapter.reference():
         torch.testing.assert_close(model.predict(forest).logprobs, base, rtol=1e-5, atol=1e-5)
@@ -152,7 +153,7 @@ def test_adapters_and_their_reference(tmp_path: Path, stand_in: LigerInTorch) ->
 
 def test_engines_compute_with_ours(tmp_path: Path, stand_in: LigerInTorch) -> None:
     model = CausalLM.load(save_model(tmp_path, "qwen3", head_dim=12))
-    use_liger(model)
+    model.use_liger()
     with torch.inference_mode():
         model.predict(forest_of(samples_of()))
     assert not stand_in.calls and model.lean is not None
@@ -186,7 +187,7 @@ def test_tensors_of_many_numbers_go_row_by_row(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_family_without_a_lean_form_is_refused(tmp_path: Path, stand_in: LigerInTorch) -> None:
     with pytest.raises(ModelError, match=r"system\.kernels"):
-        use_liger(CausalLM.load(save_model(tmp_path, "gpt2")))
+        CausalLM.load(save_model(tmp_path, "gpt2")).use_liger()
     assert not stand_in.calls
 
 

@@ -18,9 +18,9 @@ from torch.nn import functional as F
 
 from tiny import save_model
 from training import difference, forest_of, samples_of
+from tunesmith.kernels.lean_ops import OURS
+from tunesmith.kernels.liger import LIGER, kernels
 from tunesmith.models.causal_lm import CausalLM
-from tunesmith.models.lean_ops import OURS
-from tunesmith.models.liger import LIGER, kernels, use_liger
 
 pytest.importorskip("triton", reason="Liger's kernels are Triton's: pip install 'tunesmith[liger]'")
 pytest.importorskip("liger_kernel", reason="Liger is an extra: pip install 'tunesmith[liger]'")
@@ -192,7 +192,7 @@ def test_a_model_s_gradient(family: str, checkpointing: bool, tmp_path: Path) ->
     want = gradients()
     with torch.no_grad():
         scores = model.predict(forest).logprobs
-    use_liger(model)
+    model.use_liger()
     assert difference(gradients(), want) < 1e-5
     with torch.no_grad():
         torch.testing.assert_close(model.predict(forest).logprobs, scores, rtol=1e-4, atol=1e-4)

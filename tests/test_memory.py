@@ -31,9 +31,9 @@ from tunesmith.engines.local.kv_memory import KVLayout
 from tunesmith.engines.local.kv_pool import KVPool
 from tunesmith.errors import ConfigError, ModelError
 from tunesmith.models.causal_lm import CausalLM
-from tunesmith.models.shard_files import WeightFiles, names_in
 from tunesmith.monitor.memory import memory_metrics
 from tunesmith.monitor.metrics import read_metrics
+from tunesmith.parallel.shard_files import WeightFiles, names_in
 from tunesmith.plan.cost.layout import Layout
 from tunesmith.plan.cost.memory import MARGIN, planned, request_kv
 from tunesmith.plan.cost.price import activation_bytes, adapter_numbers, copy_bytes, price, recomputed

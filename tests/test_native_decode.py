@@ -30,8 +30,8 @@ from tunesmith.engines.local.engine import LocalEngine
 from tunesmith.engines.local.native_decode import ACTIVATIONS, BankData, LayerData, RowsData, StepData
 from tunesmith.engines.local.runner import probe
 from tunesmith.errors import ConfigError, EngineError
+from tunesmith.kernels import products, training_functions
 from tunesmith.loop.profiling import StepProfiler
-from tunesmith.models import products, training_functions
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.monitor.costs import COMPILED_CALL, largest_costs
 from tunesmith.native import build

@@ -22,9 +22,10 @@ from tunesmith.config.resolved import Resolved
 from tunesmith.config.schema import LoraSection, RLConfig, SFTConfig
 from tunesmith.data.forest import Packing
 from tunesmith.errors import DeviceMemoryError
-from tunesmith.models import adapters, training_functions
+from tunesmith.kernels import training_functions
+from tunesmith.models import adapters
 from tunesmith.models.causal_lm import CausalLM
-from tunesmith.models.host_memory import packed
+from tunesmith.parallel.host_memory import packed
 from tunesmith.plan.cost.layout import Layout
 from tunesmith.plan.cost.memory import least_devices
 from tunesmith.plan.cost.price import PINNED, price

@@ -21,7 +21,7 @@ from tunesmith.assembly.rewards import make_reward_model
 from tunesmith.config.load import load_config
 from tunesmith.config.schema import ModelReward, RewardSection, RLConfig
 from tunesmith.errors import ConfigError
-from tunesmith.models.lean import LeanDecoder
+from tunesmith.kernels.lean import LeanDecoder
 from tunesmith.models.score_model import ScoreModel
 from tunesmith.monitor.metrics import read_metrics
 from tunesmith.plan.facts.hardware import Gpu, Hardware

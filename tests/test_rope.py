@@ -23,9 +23,9 @@ from training import forest_of
 from tunesmith.engines.local.engine import LocalEngine
 from tunesmith.engines.local.speculation import Speculation
 from tunesmith.errors import UserError
+from tunesmith.kernels.lean import LeanDecoder
 from tunesmith.models.attention import ATTENTION_NAME
 from tunesmith.models.causal_lm import CausalLM
-from tunesmith.models.lean import LeanDecoder
 from tunesmith.models.rope import LengthRule, RotaryByLength
 from tunesmith.models.score_model import ScoreModel, whole_sequence
 from tunesmith.types import Completion, Sample, Sampling

@@ -31,9 +31,9 @@ from tunesmith.data.forest import Packing, build_forest
 from tunesmith.errors import DeviceMemoryError, ModelError
 from tunesmith.models import adapters
 from tunesmith.models.causal_lm import CausalLM
-from tunesmith.models.lock_step import LockStep
 from tunesmith.models.score_model import ScoreModel, whole_sequence
-from tunesmith.models.sequence import SequenceGroup, SequenceKind
+from tunesmith.parallel.lock_step import LockStep
+from tunesmith.parallel.sequence import SequenceGroup, SequenceKind
 from tunesmith.types import Sample
 
 KINDS = pytest.mark.parametrize("kind", ["ulysses", "ring"])

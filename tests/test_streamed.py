@@ -29,12 +29,13 @@ from tunesmith.config.schema import LoraSection, RLConfig, SFTConfig
 from tunesmith.data.forest import Packing
 from tunesmith.errors import ConfigError, DeviceMemoryError
 from tunesmith.fake_device.threads import FIRST
-from tunesmith.models import adapters, training_functions
+from tunesmith.kernels import training_functions
+from tunesmith.models import adapters
 from tunesmith.models.causal_lm import CausalLM
-from tunesmith.models.host_memory import stored_state
 from tunesmith.models.score_model import ScoreModel
-from tunesmith.models.sharding import decoder_layers
-from tunesmith.models.streamed import StreamedLayers, stored
+from tunesmith.parallel.host_memory import stored_state
+from tunesmith.parallel.sharding import decoder_layers
+from tunesmith.parallel.streamed import StreamedLayers, stored
 from tunesmith.plan.cost.layout import Layout
 from tunesmith.plan.cost.price import PINNED, layer_copy, price
 from tunesmith.plan.cost.seconds import TO_THE_HOST, step_seconds

@@ -28,7 +28,7 @@ from tunesmith.distributed.process_group import open_store
 from tunesmith.errors import ConfigError, EngineError
 from tunesmith.models.adapters import attach
 from tunesmith.models.causal_lm import CausalLM
-from tunesmith.models.sharding import whole_weights
+from tunesmith.parallel.sharding import whole_weights
 from tunesmith.plan.rules.checks import check
 from tunesmith.weights.base import NamedTensors, Offer, Plane
 from tunesmith.weights.broadcast import BroadcastPlane

@@ -22,10 +22,9 @@ from tunesmith.backends.torch import TorchBackend
 from tunesmith.config.schema import LoraSection
 from tunesmith.data.batch import Batch
 from tunesmith.data.forest import Packing
+from tunesmith.kernels.inductor import CACHE
 from tunesmith.models import adapters
 from tunesmith.models.causal_lm import CausalLM
-from tunesmith.models.compiled import compile_layers
-from tunesmith.models.inductor import CACHE
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("compiled layers")]
 
@@ -67,7 +66,7 @@ def backend(path: Path, compiled: bool, lora: bool = False, **options: Any) -> T
             patch.setattr(CausalLM, "load", adapted)
             made = backend_of(path, **options)
     if compiled:
-        compile_layers(made.model, "default")
+        made.model.compile_layers("default")
     return made
 
 

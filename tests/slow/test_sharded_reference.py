@@ -26,7 +26,7 @@ from tunesmith.distributed.child import ChildProcess
 from tunesmith.distributed.far import gather
 from tunesmith.errors import DeviceMemoryError, TrainerLostError
 from tunesmith.models.causal_lm import CausalLM
-from tunesmith.models.sharding import local
+from tunesmith.parallel.sharding import local
 from tunesmith.plan.facts.hardware import read_hardware
 from tunesmith.plan.facts.hub import known_model_facts
 from tunesmith.plan.facts.run import Facts

@@ -23,7 +23,7 @@ from tunesmith.config.schema import RLConfig
 from tunesmith.config.system import SystemSection
 from tunesmith.distributed.far import Far, gather
 from tunesmith.errors import DeviceMemoryError, RewardError
-from tunesmith.models.sharding import local
+from tunesmith.parallel.sharding import local
 from tunesmith.plan.facts.hardware import read_hardware
 from tunesmith.plan.facts.hub import known_model_facts
 from tunesmith.plan.facts.model import count_parameters

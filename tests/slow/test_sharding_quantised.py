@@ -18,9 +18,9 @@ from tunesmith.backends.optimizer import AdamWSettings
 from tunesmith.backends.torch import TorchBackend
 from tunesmith.config.schema import LoraSection
 from tunesmith.data.forest import Packing
+from tunesmith.kernels.quantised import Quantize, weights_of
 from tunesmith.models.adapters import attach
 from tunesmith.models.causal_lm import CausalLM
-from tunesmith.models.quantised import Quantize, weights_of
 
 pytest.importorskip("bitsandbytes", reason="an optional extra: pip install 'tunesmith[quantize]'")
 pytestmark = pytest.mark.slow

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from tunesmith.loop.session import Session
     from tunesmith.models.causal_lm import CausalLM
     from tunesmith.models.decoder import Decoder
-    from tunesmith.models.sharding import Sharding
+    from tunesmith.parallel.sharding import Sharding
 
     M = TypeVar("M", bound=Decoder)
 
@@ -54,7 +54,7 @@ def load_model(kind: type[M], config: RunConfig, tokenizer: Any, path: str | Non
     """
     import torch
 
-    from tunesmith.models import training_functions
+    from tunesmith.kernels import training_functions
 
     compiled = config.system.compile
     training_functions.allow(compiled is True)
@@ -78,13 +78,9 @@ def load_model(kind: type[M], config: RunConfig, tokenizer: Any, path: str | Non
         )
     _share_sequences(config, model)
     if isinstance(compiled, str):
-        from tunesmith.models.compiled import compile_layers
-
-        compile_layers(model, compiled)
+        model.compile_layers(compiled)
     if config.system.kernels == "liger":
-        from tunesmith.models.liger import use_liger
-
-        use_liger(model)
+        model.use_liger()
     if lora.on:
         from tunesmith.models import adapters
 
@@ -104,7 +100,7 @@ def sharding_of(config: RunConfig) -> Sharding | None:
 
     if not config.system.zero_stage or not dist.is_initialized():
         return None
-    from tunesmith.models.sharding import Sharding
+    from tunesmith.parallel.sharding import Sharding
 
     system = config.system
     return Sharding.over(system.device.partition(":")[0], system.zero_stage, system.shard_size)
@@ -128,7 +124,7 @@ def _share_sequences(config: RunConfig, model: Decoder) -> None:
 
     if config.system.sequence_parallel.size == 1 or not dist.is_initialized():
         return
-    from tunesmith.models.sequence import sequence_group
+    from tunesmith.parallel.sequence import sequence_group
 
     section = config.system.sequence_parallel
     model.sequence = sequence_group(section.size, section.type)

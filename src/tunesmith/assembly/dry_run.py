@@ -195,7 +195,7 @@ class DryRun:
     def name_gradients(self, *learners: Learner) -> None:
         """Record the purpose of gradients on the device as soon as they exist; not of those that FSDP copies to host
         memory, because with a hook it would wait for each copy."""
-        from tunesmith.models.sharding import in_host_memory
+        from tunesmith.parallel.sharding import in_host_memory
 
         def name(parameter: Tensor, master: Tensor) -> None:
             self.device.assign("gradients", (parameter.grad, master.grad))
@@ -245,7 +245,7 @@ def dry_run(config: RunConfig, facts: Facts) -> dict[str, dict[str, DryPhase]]:
         config: resolved for data of any size; only the number of steps depends on it.
     """
     from tunesmith.fake_device.device import FakeDevice
-    from tunesmith.models.sequence import sequence_group
+    from tunesmith.parallel.sequence import sequence_group
 
     apart = isinstance(config, RLConfig) and (engines_apart(config) or config.system.engine != "local")
     engine = planned_elsewhere(config, facts) or planned(config, facts) or Price()

@@ -41,7 +41,7 @@ def _local(
 
     from tunesmith.engines.local.engine import LocalEngine
     from tunesmith.models.causal_lm import CausalLM
-    from tunesmith.models.host_weights import HostWeights
+    from tunesmith.parallel.host_weights import HostWeights
     from tunesmith.plan.cost.operations import PeakRates
 
     if threads is not None:

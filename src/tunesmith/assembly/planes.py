@@ -153,10 +153,10 @@ def published(
         in_host_memory: put computed weights (gathered from ranks, or summed with an adapter) in host memory; if False,
             they are on the model's device, one at a time.
     """
-    from tunesmith.models.host_memory import stored_state
-    from tunesmith.models.quantised import is_quantised
-    from tunesmith.models.shard_files import stored_weights
-    from tunesmith.models.sharding import whole_weights
+    from tunesmith.kernels.quantised import is_quantised
+    from tunesmith.parallel.host_memory import stored_state
+    from tunesmith.parallel.shard_files import stored_weights
+    from tunesmith.parallel.sharding import whole_weights
 
     if model.adapter is not None:
         own = model.adapter.own_weights

@@ -22,9 +22,9 @@ from tunesmith.data.batch import Batch
 from tunesmith.data.forest import Packing
 from tunesmith.engines.local.engine import LocalEngine
 from tunesmith.fake_device.tokenizer import NoTokenizer
+from tunesmith.kernels.lean import LeanDecoder
 from tunesmith.models.attention import ATTENTION_NAME
 from tunesmith.models.causal_lm import CausalLM
-from tunesmith.models.lean import LeanDecoder
 from tunesmith.plan.cost.phases import Work
 from tunesmith.plan.rules.situation import resolved_algorithm
 from tunesmith.types import Completion, Sample, Sampling

@@ -103,7 +103,7 @@ class TrainerHost(ModelHost[RunConfig]):
 
     def weights(self) -> dict[str, Tensor]:
         """All weights, on the first rank; all ranks of a sharded model call this together."""
-        from tunesmith.models.sharding import whole_weights
+        from tunesmith.parallel.sharding import whole_weights
 
         model, first = self.backend.model, self.backend.group is None or self.backend.group.rank == 0
         gathers = first or (model.sharding is not None and model.sharding.first_copy)
@@ -162,7 +162,7 @@ class ReferenceHost(FrozenHost):
         return self.passes.score(packing, of)
 
     def take(self, weights: dict[str, Tensor]) -> None:
-        from tunesmith.models.shard_files import fill
+        from tunesmith.parallel.shard_files import fill
 
         fill(self.passes.model.module, lambda name, start, count: weights[name][start : start + count], {*weights})
 

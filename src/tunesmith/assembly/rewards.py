@@ -17,7 +17,7 @@ from tunesmith.rewards.stats import check_reward_model, read_stats
 
 if TYPE_CHECKING:
     from tunesmith.distributed.rank_group import RankGroup
-    from tunesmith.models.sharding import Sharding
+    from tunesmith.parallel.sharding import Sharding
     from tunesmith.rewards.model import RewardModel
 
 
@@ -114,8 +114,8 @@ def make_reward_model(
     from tunesmith.assembly.sequence_scores import SequenceScores
     from tunesmith.backends.passes import Passes
     from tunesmith.data.chat import ChatTemplate
-    from tunesmith.models.host_weights import HostWeights
     from tunesmith.models.score_model import ScoreModel, is_trained
+    from tunesmith.parallel.host_weights import HostWeights
     from tunesmith.rewards.model import RewardModel
 
     check_reward_model(entry)
@@ -135,5 +135,6 @@ def make_reward_model(
     stats = read_stats(Path(entry.path)) if entry.normalize else None
     passes = Passes(model, ScoreModel.predict)
     passes.group = group
-    scores = SequenceScores(passes, max_tokens, HostWeights.of(model).here if offload else nullcontext)
+    weights = HostWeights.of(model.module, model.lean).here if offload else nullcontext
+    scores = SequenceScores(passes, max_tokens, weights)
     return RewardModel(scores, tokenizer, model.context, template, stats)

@@ -11,8 +11,8 @@ from tunesmith.assembly.common import load_frozen, load_tokenizer
 from tunesmith.config.distillation import DistillConfig, OfflineDistillConfig, SampledDistillConfig
 from tunesmith.data.forest import Forest, Predictions
 from tunesmith.models.causal_lm import CausalLM
-from tunesmith.models.host_weights import HostWeights
 from tunesmith.models.teacher import check_same_vocabulary, predict_with_teacher
+from tunesmith.parallel.host_weights import HostWeights
 
 
 def load_teacher(config: DistillConfig | OfflineDistillConfig, tokenizer: Any) -> CausalLM:
@@ -32,7 +32,7 @@ def compare_with(
     teacher: CausalLM, config: SampledDistillConfig | OfflineDistillConfig
 ) -> Callable[[CausalLM, Forest], Predictions]:
     """A function to the student's predictions with its divergence from the teacher."""
-    host = HostWeights.of(teacher) if config.system.offload_reference else None
+    host = HostWeights.of(teacher.module, teacher.lean) if config.system.offload_reference else None
     temperature = config.rollout.temperature if isinstance(config, SampledDistillConfig) else 1.0
     return partial(
         predict_with_teacher,

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from tunesmith.models.sharding import first_row, in_host_memory, local
-from tunesmith.models.streamed import stored
-from tunesmith.models.weight_gradients import keep_sum
+from tunesmith.kernels.weight_gradients import keep_sum
+from tunesmith.parallel.sharding import first_row, in_host_memory, local
+from tunesmith.parallel.streamed import stored
 
 MOST_ON_THE_WAY = 4
 """The most gradients that a GPU keeps while they are copied to host memory."""

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from tunesmith.backends.masters import Master
-from tunesmith.models.sharding import decoder_layers
+from tunesmith.parallel.sharding import decoder_layers
 
 
 def hidden_matrices(module: PreTrainedModel) -> set[str]:

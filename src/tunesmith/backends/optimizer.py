@@ -16,9 +16,9 @@ from tunesmith.backends.masters import HostSums, Master
 from tunesmith.backends.muon import ShardedMuon, hidden_matrices
 from tunesmith.config.optimizer import Muon
 from tunesmith.errors import CheckpointError
-from tunesmith.models.host_memory import host_copies
-from tunesmith.models.sharding import in_host_memory
-from tunesmith.models.streamed import stored
+from tunesmith.parallel.host_memory import host_copies
+from tunesmith.parallel.sharding import in_host_memory
+from tunesmith.parallel.streamed import stored
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,8 +18,8 @@ from tunesmith.data.forest import Forest, Packing, Predictions
 from tunesmith.distributed.rank_group import RankGroup
 from tunesmith.errors import DeviceMemoryError
 from tunesmith.models.decoder import Decoder
-from tunesmith.models.sharding import run
 from tunesmith.monitor import interrupts
+from tunesmith.parallel.sharding import run
 
 M = TypeVar("M", bound=Decoder)
 
@@ -39,7 +39,7 @@ class Passes(Generic[M]):
         """The ranks that train the model together."""
         self._lock_step = None
         if model.sharding is not None or model.sequence is not None:
-            from tunesmith.models.lock_step import LockStep
+            from tunesmith.parallel.lock_step import LockStep
 
             self._lock_step = LockStep(model.module, self._waiting, model.sequence)
 

@@ -24,15 +24,14 @@ from tunesmith.data.batch import Floats
 from tunesmith.data.forest import Forest, Packing, Predictions
 from tunesmith.distributed.rank_group import RankGroup
 from tunesmith.errors import CheckpointError, DivergedError, ModelError, boundary
-from tunesmith.models.activations import compute_again
 from tunesmith.models.cost import training_cost
 from tunesmith.models.decoder import Decoder
-from tunesmith.models.host_activations import HostActivations
-from tunesmith.models.host_memory import stored_state
-from tunesmith.models.host_weights import HostWeights
 from tunesmith.models.loading import read_shards
-from tunesmith.models.sharding import local
-from tunesmith.models.streamed import stored
+from tunesmith.parallel.activations import HostActivations, compute_again
+from tunesmith.parallel.host_memory import stored_state
+from tunesmith.parallel.host_weights import HostWeights
+from tunesmith.parallel.sharding import local
+from tunesmith.parallel.streamed import stored
 from tunesmith.plan.cost.operations import CostModel
 
 MODEL_DIRECTORY = "model"
@@ -55,7 +54,7 @@ class TorchBackend(Generic[M]):
 
     A backend that has joined a ``group`` is one of several ranks, each with its own random numbers. It has a copy of
     the weights, whose gradients are summed over the ranks at each step; or, if the model is sharded
-    (``models/sharding.py``), some rows of every weight.
+    (``parallel/sharding.py``), some rows of every weight.
     """
 
     ranks = 1
@@ -80,7 +79,7 @@ class TorchBackend(Generic[M]):
         self.reference_passes = None if reference is None else Passes(reference, predict)
         self._host_reference = None
         if reference is not None and offload_reference and reference.sharding is None:
-            self._host_reference = HostWeights.of(reference)
+            self._host_reference = HostWeights.of(reference.module, reference.lean)
         self.value_head, self.ema_decay = value_head, ema_decay
         self.optimizer = MasterOptimizer(model.module, settings, value_head, head_lr_ratio)
         if model.dtype == torch.float16:

@@ -64,7 +64,7 @@ class SystemSection(Section):
     critic and reference for training; ``max-autotune`` also times kernels, without CUDA graphs."""
     kernels: Literal["torch", "liger"] = "torch"
     """Implementation of the decoder layers' norms, rotations and SwiGLU in training and scoring: PyTorch's operations,
-    or Liger's Triton kernels on GPUs (``models.liger``)."""
+    or Liger's Triton kernels on GPUs (``kernels.liger``)."""
     max_tokens_per_microbatch: PositiveInt = derived()
     """Maximum tokens per micro-batch of one rank, or of a ``sequence_parallel`` group together."""
     scoring_max_tokens: PositiveInt = derived()

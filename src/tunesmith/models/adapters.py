@@ -31,13 +31,13 @@ from transformers.pytorch_utils import Conv1D
 from tunesmith.config.reading.files import ADAPTER_CONFIG
 from tunesmith.config.schema import LoraSection
 from tunesmith.errors import CheckpointError, ConfigError, ModelError, StorageError, boundary, nearest
+from tunesmith.kernels.quantised import weights_of
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.models.decoder import Decoder
-from tunesmith.models.host_memory import stored_state
 from tunesmith.models.loading import check_names, load_config
-from tunesmith.models.quantised import weights_of
 from tunesmith.models.score_model import ScoreModel
-from tunesmith.models.sharding import unshard_trained, whole
+from tunesmith.parallel.host_memory import stored_state
+from tunesmith.parallel.sharding import unshard_trained, whole
 
 WEIGHTS = "adapter_model.safetensors"
 TRAINED, START = "default", "start"

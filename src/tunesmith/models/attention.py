@@ -1,47 +1,33 @@
-"""How attention reaches a Hugging Face model: one registered function that delegates to a context.
+"""Attention of a Hugging Face model over a token forest, exact in forward and gradient.
 
-Every decoder layer calls ``tunesmith`` attention with flat queries, keys and values. An ``AttentionContext`` decides
-what each token sees: a token forest (``ForestAttention``) in training and scoring, a KV cache (``PrefillAttention``,
-``DecodeAttention``) in sampling. The context is the keyword argument ``attention_context`` of ``model(...)``.
+Every decoder layer calls ``tunesmith`` attention, one registered function, with flat queries, keys and values. It
+delegates to the ``AttentionContext`` that is the keyword argument ``attention_context`` of ``model(...)``.
 
-Shape legend: ``T`` tokens, ``H`` query heads, ``K`` key/value heads, ``D`` head size.
+In ``ForestAttention`` a row attends to its own segment causally and to each ancestor segment in full. The flash kernels
+compute these parts one by one and merge them by their log-sum-exp; backward runs each part's kernel with the *merged*
+output and log-sum-exp, from which it recovers the part's share of the whole softmax (as in ring attention,
+arXiv:2310.01889).
+
+Shape legend: ``T`` tokens, ``H`` query heads, ``K`` key/value heads, ``G = H / K``, ``D`` head size.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Sequence
+from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
+from tunesmith.data.forest import Forest, Segment
+from tunesmith.kernels.attention import AttentionContext, AttentionRule, Kernel
+from tunesmith.kernels.cpu_attention import CpuFlash
+from tunesmith.kernels.flex_attention import CudaFlex
+from tunesmith.kernels.varlen_attention import CudaFlash
+
 ATTENTION_NAME = "tunesmith"
-
-
-class AttentionRule(NamedTuple):
-    """How the products of queries and keys become scores for the softmax."""
-
-    scale: float
-    """Factor on the products."""
-    window: int | None = None
-    """How many positions a token sees, counting back from and including itself; None: all."""
-    softcap: float | None = None
-    """Scores become ``softcap * tanh(scores / softcap)``."""
-
-
-class AttentionContext(Protocol):
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
-        """Attend in decoder layer ``layer``.
-
-        Args:
-            query: ``[T, H, D]``, rotated.
-            key: ``[T, K, D]``, rotated.
-            value: ``[T, K, D]``.
-
-        Returns:
-            ``[T, H, D]``.
-        """
-        ...
 
 
 def _attention(
@@ -66,3 +52,61 @@ def _attention(
 
 AttentionInterface.register(ATTENTION_NAME, _attention)
 AttentionMaskInterface.register(ATTENTION_NAME, lambda *_, **__: None)  # pyright: ignore
+
+
+class Eager:
+    """A softmax over the path of each segment, in plain torch: any rule, any device, ``T²`` memory per segment."""
+
+    def __init__(self, segments: Sequence[Segment], device: torch.device) -> None:  # noqa: ARG002
+        self.lengths = [s.length for s in segments]
+        self.paths: list[list[int]] = []
+        for i, segment in enumerate(segments):
+            self.paths.append([*(self.paths[segment.parent] if segment.parent >= 0 else ()), i])
+
+    @staticmethod
+    def supports(query: Tensor, rule: AttentionRule) -> bool:  # noqa: ARG004
+        return True
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
+        groups = query.shape[1] // key.shape[1]
+        scale, window, softcap = rule
+        # One split, not a slice per segment: the backward of a slice fills a tensor of the full size.
+        keys, values = key.split(self.lengths), value.split(self.lengths)
+        outs: list[Tensor] = []
+        for q, path in zip(query.split(self.lengths), self.paths, strict=True):
+            k, v = torch.cat([keys[j] for j in path]), torch.cat([values[j] for j in path])
+            at = torch.arange(len(k), device=q.device)
+            distance = at[len(k) - len(q) :, None] - at
+            hidden = distance < 0 if window is None else (distance < 0) | (distance >= window)
+            scores = torch.einsum("tkgd,skd->kgts", q.unflatten(1, (-1, groups)) * scale, k)
+            scores = scores.to(torch.promote_types(q.dtype, torch.float32))
+            if softcap is not None:
+                scores = softcap * torch.tanh(scores / softcap)
+            weights = scores.masked_fill(hidden, -torch.inf).softmax(-1).to(q.dtype)
+            outs.append(torch.einsum("kgts,skd->tkgd", weights, v).flatten(1, 2))
+        return torch.cat(outs) if outs else torch.zeros_like(query)
+
+
+KERNELS: tuple[type[Kernel], ...] = (CpuFlash, CudaFlash, CudaFlex, Eager)
+"""In order of preference: the first that supports the query and the rule computes the attention."""
+
+
+class ForestAttention:
+    """An ``AttentionContext`` in which every token sees its own path through the forest."""
+
+    def __init__(self, forest: Forest | Sequence[Segment]) -> None:
+        self.segments = tuple(forest.segments if isinstance(forest, Forest) else forest)
+        ends: list[int] = []  # tokens on the path of each segment
+        for segment in self.segments:
+            ends.append(segment.length + (ends[segment.parent] if segment.parent >= 0 else 0))
+        self._longest_path = max(ends, default=0)
+        self._kernels: dict[type[Kernel], Kernel] = {}
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:  # noqa: ARG002
+        """See ``AttentionContext.attend``; every layer sees the same."""
+        if rule.window is not None and rule.window >= self._longest_path:
+            rule = rule._replace(window=None)
+        kind = next(kernel for kernel in KERNELS if kernel.supports(query, rule))
+        if kind not in self._kernels:
+            self._kernels[kind] = kind(self.segments, query.device)
+        return self._kernels[kind].attend(query, key, value, rule)

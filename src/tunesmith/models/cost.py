@@ -7,8 +7,8 @@ from typing import Any, cast
 
 from torch import nn
 
+from tunesmith.kernels.quantised import weights_of
 from tunesmith.models.causal_lm import CausalLM
-from tunesmith.models.quantised import weights_of
 from tunesmith.plan.cost.operations import CostModel
 
 

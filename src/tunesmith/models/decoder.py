@@ -13,18 +13,19 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tunesmith.data.forest import Forest
-from tunesmith.models.attention import AttentionContext
-from tunesmith.models.forest_attention import ForestAttention
-from tunesmith.models.host_activations import HostActivations
-from tunesmith.models.host_memory import stored_state
-from tunesmith.models.lean import LeanDecoder
+from tunesmith.errors import ModelError
+from tunesmith.kernels.attention import AttentionContext
+from tunesmith.kernels.lean import LeanDecoder
+from tunesmith.kernels.quantised import Quantize
+from tunesmith.models.attention import ForestAttention
 from tunesmith.models.loading import Differences, load_config, load_module, load_tokenizer
-from tunesmith.models.quantised import Quantize
 from tunesmith.models.rope import LengthRule, rotate_by_length, rotated_by, split_by_length
-from tunesmith.models.sequence import SequenceGroup
-from tunesmith.models.shard_files import save_weights
-from tunesmith.models.sharding import Sharding
-from tunesmith.models.streamed import StreamedLayers
+from tunesmith.parallel.activations import HostActivations
+from tunesmith.parallel.host_memory import stored_state
+from tunesmith.parallel.sequence import SequenceGroup
+from tunesmith.parallel.shard_files import save_weights
+from tunesmith.parallel.sharding import Sharding
+from tunesmith.parallel.streamed import StreamedLayers
 
 
 class Adapter(Protocol):
@@ -105,7 +106,7 @@ class Decoder:
             quantize: the format of the linear modules' weights, which are then frozen.
             sharding: shard the weights over ranks.
             trains: whether a sharded model is trained and therefore has float32 weights.
-            streams: keep the layers' weights, or this rank's rows of them, in host memory (``models.streamed``).
+            streams: keep the layers' weights, or this rank's rows of them, in host memory (``parallel.streamed``).
 
         Raises:
             ModelError: the model does not exist, is incomplete, or its family is not supported.
@@ -128,9 +129,10 @@ class Decoder:
             **cls.settings,
         )
         streamed = StreamedLayers(module, torch.device(device)) if alone else None
-        lean = LeanDecoder.of(module.base_model, streamed) if sharding is None else None
+        layers = None if streamed is None else streamed.arriving()
+        lean = LeanDecoder.of(module.base_model, layers) if sharding is None else None
         if streamed is not None:
-            streamed.take(module)
+            streamed.take(module, lean)
         model = cls(module, tokenizer, lean, sharding=sharding, streamed=streamed)
         model.complete(config)
         return model
@@ -183,6 +185,40 @@ class Decoder:
                 attention_context=attention,
             )
             return out.last_hidden_state[0]
+
+    def compile_layers(self, mode: str) -> None:
+        """Compile the layers of training and scoring passes with PyTorch.
+
+        Args:
+            mode: a key of ``kernels.compiled.MODES``.
+
+        Raises:
+            ModelError: the layers have no lean form.
+        """
+        from tunesmith.kernels.compiled import CompiledLayers
+
+        lean = self._lean_for(f"system.compile = {mode!r}", "is compiled for training; set system.compile = false")
+        lean.compiled = CompiledLayers(mode)
+
+    def use_liger(self) -> None:
+        """Run Liger's kernels in training and scoring passes.
+
+        Raises:
+            ModelError: the layers have no lean form.
+            ImportError: Liger or one of its kernels is not installed.
+        """
+        from tunesmith.kernels import liger
+
+        lean = self._lean_for("system.kernels = 'liger'", "its kernels compute; leave it out")
+        liger.check_installed()
+        lean.compute_with(liger.LIGER)
+
+    def _lean_for(self, setting: str, condition: str) -> LeanDecoder:
+        if self.lean is None:
+            raise ModelError(
+                f"{setting}: the layers of '{self.module.name_or_path}' are not of a kind that {condition}"
+            )
+        return self.lean
 
     def states(self, forest: Forest) -> Tensor:
         """The hidden states that predict a forest's targets, ``[N, d]``.

@@ -11,16 +11,16 @@ tokens per tile.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from threading import Lock
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from tunesmith.models.weight_gradients import add_product, kept_sums, multiplies
+from tunesmith.kernels.products import bfloat16_operands
+from tunesmith.kernels.weight_gradients import add_product, kept_sums, multiplies
 from tunesmith.plan.cost.operations import chunk_rows, chunk_words
 
 
@@ -251,32 +251,3 @@ def _grad_logits(
 
 def _bfloat16_inputs(hidden: Tensor) -> AbstractContextManager[None]:
     return bfloat16_operands(hidden.device.type == "cpu" and hidden.dtype == torch.bfloat16)
-
-
-class _Products:
-    """The precision of float32 products, a process-wide setting: threads share it, and the last one restores it."""
-
-    lock, users, precision = Lock(), 0, ""
-
-    @classmethod
-    def add(cls, users: int) -> None:
-        settings = cast(Any, torch.backends.mkldnn).matmul
-        with cls.lock:
-            if not cls.users:
-                cls.precision = settings.fp32_precision
-            cls.users += users
-            settings.fp32_precision = "bf16" if cls.users else cls.precision
-
-
-@contextmanager
-def bfloat16_operands(wanted: bool) -> Generator[None]:
-    """Make float32 products on a CPU round their operands to bfloat16, which is exact if both hold bfloat16 values.
-
-    A bfloat16 product would also round its result; this is as fast and does not. Gradients of the logits are rounded
-    to bfloat16, as in any bfloat16 backward pass. Meanwhile, float32 products of other threads are rounded too.
-    """
-    _Products.add(int(wanted))
-    try:
-        yield
-    finally:
-        _Products.add(-int(wanted))

@@ -26,11 +26,11 @@ from transformers.initialization import no_init_weights
 from tunesmith.config.reading.files import ADAPTER_CONFIG, is_hub_name
 from tunesmith.errors import ConfigError, ModelError, boundary
 from tunesmith.fake_device.tokenizer import NoTokenizer
+from tunesmith.kernels.quantised import Quantize, quantise
 from tunesmith.models.attention import ATTENTION_NAME
 from tunesmith.models.families import check_family
-from tunesmith.models.quantised import Quantize, quantise
-from tunesmith.models.shard_files import WeightFiles, fill
-from tunesmith.models.sharding import Sharding, materialise
+from tunesmith.parallel.shard_files import WeightFiles, fill
+from tunesmith.parallel.sharding import Sharding, materialise
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 HUB_SECONDS = 5.0

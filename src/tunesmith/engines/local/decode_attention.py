@@ -19,7 +19,7 @@ from torch import Tensor
 
 from tunesmith.engines.local.kv_memory import Bank, KVMemory
 from tunesmith.engines.local.kv_pool import length_class
-from tunesmith.models.attention import AttentionRule
+from tunesmith.kernels.attention import AttentionRule
 
 
 @dataclass(frozen=True, slots=True)

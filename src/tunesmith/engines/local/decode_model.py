@@ -1,7 +1,7 @@
 """The decoding model: the trainer's, with the matrix products that are fastest for few rows on this machine.
 
 On a CPU, products of few rows take most of a decode step. Their weights are prepared once per version, in the fastest
-kinds (``models.products``). For a bfloat16 model the rows are in bfloat16, as in the trainer, or in float32, which is
+kinds (``kernels.products``). For a bfloat16 model the rows are in bfloat16, as in the trainer, or in float32, which is
 more exact. An adapter on a small model is merged into a float32 copy first.
 """
 
@@ -13,10 +13,10 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from tunesmith.kernels.lean import LeanDecoder
+from tunesmith.kernels.products import COMPILED, HEADS, LAYERS, PAIRS, Product, fastest
+from tunesmith.kernels.quantised import is_quantised
 from tunesmith.models.causal_lm import CausalLM
-from tunesmith.models.lean import LeanDecoder
-from tunesmith.models.products import COMPILED, HEADS, LAYERS, PAIRS, Product, fastest
-from tunesmith.models.quantised import is_quantised
 from tunesmith.plan.cost.price import SMALL, prepared_bytes
 from tunesmith.plan.facts.hardware import memory
 

@@ -32,7 +32,7 @@ from tunesmith.engines.stats import EngineStats
 from tunesmith.engines.step_thread import StepThread
 from tunesmith.errors import EngineError, UserError
 from tunesmith.models.causal_lm import CausalLM
-from tunesmith.models.host_weights import HostWeights
+from tunesmith.parallel.host_weights import HostWeights
 from tunesmith.plan.cost.operations import PeakRates
 from tunesmith.types import Completion, FinishReason, Sampling
 

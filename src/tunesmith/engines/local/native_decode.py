@@ -1,7 +1,7 @@
 """A decode step of a lean decoder on a CPU: its large products, with functions compiled from C++ between them.
 
 A layer is four products and four calls. The residual stream is float32; keys and values have the bank's dtype. The
-operations are those of ``models.lean`` and ``DecodeAttention``, with fewer roundings.
+operations are those of ``kernels.lean`` and ``DecodeAttention``, with fewer roundings.
 
 Shape legend: ``B`` rows, ``d`` hidden size, ``H`` query heads, ``K`` key/value heads, ``D`` head size.
 """
@@ -17,9 +17,9 @@ from torch import Tensor
 
 from tunesmith.engines.local.kv_memory import Bank, KVMemory
 from tunesmith.engines.local.requests import LocalRequest
+from tunesmith.kernels.lean import PRODUCTS, Layer, LeanDecoder, Norm
+from tunesmith.kernels.products import Compiled, ProductData, functions, recorded
 from tunesmith.models.causal_lm import CausalLM
-from tunesmith.models.lean import PRODUCTS, Layer, LeanDecoder, Norm
-from tunesmith.models.products import Compiled, ProductData, functions, recorded
 from tunesmith.models.rope import rotated_by
 
 TYPES = (torch.float32, torch.bfloat16)

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from tunesmith.engines.local.kv_memory import KVMemory
 from tunesmith.engines.local.requests import CachedPrompt, LocalRequest
-from tunesmith.models.attention import AttentionRule
+from tunesmith.kernels.attention import AttentionRule
 
 
 @dataclass(frozen=True, slots=True)

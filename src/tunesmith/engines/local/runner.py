@@ -18,7 +18,7 @@ from tunesmith.engines.local.prefill_attention import Piece, PrefillAttention, s
 from tunesmith.engines.local.requests import CachedPrompt, LocalRequest
 from tunesmith.engines.local.sampler import SamplingPlan, sample
 from tunesmith.errors import ModelError
-from tunesmith.models.attention import AttentionRule
+from tunesmith.kernels.attention import AttentionRule
 from tunesmith.models.causal_lm import CausalLM, logit_scale
 from tunesmith.plan.cost.operations import ForwardCost
 

@@ -15,7 +15,7 @@ SMALL = 64 << 20
 PINNED = 1.1
 """Upper bound of the host memory allocated per byte of tensors that are packed into a few pieces."""
 QUANTISED_BYTES = {"int8": 1.002, "nf4": 0.516}
-"""Bytes per weight of a quantised linear module, including its scales (``models.quantised``)."""
+"""Bytes per weight of a quantised linear module, including its scales (``kernels.quantised``)."""
 USUAL_RANK = 16
 LIBRARIES = 10**9
 """Bytes of a GPU that CUDA and its libraries take in each process."""
@@ -27,7 +27,7 @@ def price(model: ModelFacts, layout: Layout) -> Price:
     A trained parameter takes its weight, a float32 gradient, AdamW's two float32 moments and, if the weight has 16
     bits, a float32 master weight: 18 bytes in all, or 16 in float32 (``backends.optimizer``). Muon has one moment. With
     ``offload``, the device holds only the weights and some gradients on their way to host memory, which holds the rest;
-    with ``offload_parameters``, only the weights outside the layers and those of two layers (``models.streamed``).
+    with ``offload_parameters``, only the weights outside the layers and those of two layers (``parallel.streamed``).
     """
     numbers, wide = model.parameters or 0, layout.bytes_per_number == 4
     copy = copy_bytes(model, layout.bytes_per_number, layout.quantize)
@@ -172,7 +172,7 @@ def _kept(model: ModelFacts, layout: Layout) -> list[int]:
 
 
 def layer_bytes(model: ModelFacts, layout: Layout) -> int:
-    """Bytes that one layer saves per token (``models.lean``, ``models.varlen_attention``).
+    """Bytes that one layer saves per token (``kernels.lean``, ``kernels.varlen_attention``).
 
     These are four vectors of the hidden size (inputs of norms and products), queries and keys before and after
     rotation, values, the attention output, three vectors of the feed-forward size and, in float32, a scale per norm and

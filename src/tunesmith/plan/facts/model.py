@@ -19,7 +19,7 @@ _HEAD_NORMS = (
 )
 """Model types whose queries and keys always have norms; others set ``use_qk_norm``."""
 LEAN_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "smollm3", "gemma", "gemma2", "gemma3_text", "phi3")
-"""Model types that can run as a few large operations (``models.lean``)."""
+"""Model types that can run as a few large operations (``kernels.lean``)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class ModelFacts:
 
     @property
     def lean(self) -> bool:
-        """Whether the model runs as a few large operations (``models.lean``)."""
+        """Whether the model runs as a few large operations (``kernels.lean``)."""
         return self.family in LEAN_FAMILIES and not self.rotates_in_part
 
     def kv_bytes_per_token(self, bytes_per_number: int) -> int:

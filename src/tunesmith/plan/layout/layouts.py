@@ -58,7 +58,7 @@ def layouts(config: RunConfig, facts: Facts) -> Iterator[Settings]:
 
 
 def torch_shards() -> bool:
-    """Whether the installed torch has the FSDP features that ``models.sharding`` needs: 2.13 has, 2.12 has not."""
+    """Whether the installed torch has the FSDP features that ``parallel.sharding`` needs: 2.13 has, 2.12 has not."""
     major, minor = version("torch").split(".")[:2]
     return (int(major), int(minor)) >= (2, 13)
 

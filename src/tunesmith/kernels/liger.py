@@ -27,10 +27,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from tunesmith.errors import ModelError
-from tunesmith.models import lean_ops
-from tunesmith.models.decoder import Decoder
-from tunesmith.models.lean_ops import Activation, Operations
+from tunesmith.kernels import lean_ops
+from tunesmith.kernels.lean_ops import Activation, Operations
 
 USED = ("rms_norm", "rope", "swiglu")
 """The modules of ``liger_kernel.ops`` with the kernels."""
@@ -40,21 +38,10 @@ _MOST_NUMBERS = 2**31
 """The kernel for many short rows computes tensor offsets in 32 bits."""
 
 
-def use_liger(model: Decoder) -> None:
-    """Make a model's training and scoring passes run Liger's kernels.
-
-    Raises:
-        ModelError: its layers have no lean form.
-        ImportError: Liger or one of its kernels is not installed.
-    """
-    if model.lean is None:
-        raise ModelError(
-            f"system.kernels = 'liger': the layers of '{model.module.name_or_path}' are not of a kind that its "
-            "kernels compute; leave it out"
-        )
+def check_installed() -> None:
+    """Raises: ImportError: Liger or one of its kernels is not installed."""
     for name in USED:
         kernels(name)
-    model.lean.compute_with(LIGER)
 
 
 @cache

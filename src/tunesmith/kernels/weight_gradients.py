@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from tunesmith.models.training_functions import Sum, functions
+from tunesmith.kernels.training_functions import Sum, functions
 
 GradientSum = Callable[[], tuple[Tensor, bool]]
 """The memory of a parameter's float32 gradient, and whether it already holds a sum."""

@@ -6,11 +6,10 @@ from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from typing import Self
 
-from torch import Tensor
+from torch import Tensor, nn
 
-from tunesmith.models.decoder import Decoder
-from tunesmith.models.host_memory import host_copies
-from tunesmith.models.lean import LeanDecoder
+from tunesmith.kernels.lean import LeanDecoder
+from tunesmith.parallel.host_memory import host_copies
 
 
 class HostWeights:
@@ -33,9 +32,9 @@ class HostWeights:
         self._there = host_copies(self._here) if kept else []
 
     @classmethod
-    def of(cls, model: Decoder) -> Self:
+    def of(cls, module: nn.Module, lean: LeanDecoder | None) -> Self:
         """The weights of a frozen model, offloaded immediately."""
-        made = cls((*model.module.parameters(), *model.module.buffers()), model.lean)
+        made = cls((*module.parameters(), *module.buffers()), lean)
         made.leave()
         return made
 

@@ -12,7 +12,7 @@ Shape legend: ``T`` tokens, ``d`` hidden size, ``H`` query heads, ``K`` key/valu
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -21,12 +21,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tunesmith.models.attention import AttentionContext, AttentionRule
-from tunesmith.models.layer_functions import HeadShape, fits, turned_heads
-from tunesmith.models.lean_ops import OURS, Activation, Operations, embed, linear
-from tunesmith.models.products import Prepare, Product
-from tunesmith.models.streamed import StreamedLayers
-from tunesmith.models.weight_gradients import kept_sums
+from tunesmith.kernels.attention import AttentionContext, AttentionRule
+from tunesmith.kernels.layer_functions import HeadShape, fits, turned_heads
+from tunesmith.kernels.lean_ops import OURS, Activation, Operations, embed, linear
+from tunesmith.kernels.products import Prepare, Product
+from tunesmith.kernels.weight_gradients import kept_sums
 from tunesmith.plan.facts.model import LEAN_FAMILIES
 
 ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
@@ -223,14 +222,10 @@ class Layer:
 class LeanDecoder:
     """A decoder: embedding, layers, final norm."""
 
-    def __init__(self, model: Any, streamed: StreamedLayers | None = None) -> None:
+    def __init__(self, model: Any, modules: Iterable[nn.Module]) -> None:
         self.model, self.config = model, model.config
         self.kind = type(model)
-        modules = model.layers if streamed is None else streamed.arriving()
         self.layers = [Layer(module, model.config, i) for i, module in enumerate(modules)]
-        self.streamed = streamed
-        if streamed is not None:
-            streamed.moved = {layer.index: layer.moved for layer in self.layers}
         self.norm = Norm(model.norm)
         self.rows: torch.dtype | None = None
         """Dtype in which layers compute; None: the embedding's."""
@@ -238,17 +233,19 @@ class LeanDecoder:
         local_and_global = self.config.model_type == "gemma3_text"
         kinds: list[str | None] = list(self.config.layer_types) if local_and_global else [None] * len(self.layers)
         self.layer_types = kinds
-        self.before_layer: Callable[[], None] | None = None
-        """Called before each layer."""
+        self.before_layer: list[Callable[[int], None]] = []
+        """Called with the index of each layer before it runs."""
+        self.after_layer: list[Callable[[int, Tensor], None]] = []
+        """Called with the index of each layer and its output."""
         self.compiled: Callable[[Layer, Tensor, Tensor, Tensor, AttentionContext], Tensor] | None = None
         """Runs a layer in a trainer's passes; see ``compiled``."""
 
     @classmethod
-    def of(cls, model: Any, streamed: StreamedLayers | None = None) -> LeanDecoder | None:
+    def of(cls, model: Any, modules: Iterable[nn.Module] | None = None) -> LeanDecoder | None:
         """The lean form of a Hugging Face decoder; None if it has another shape.
 
         Args:
-            streamed: keeps the weights of the layers in host memory.
+            modules: its layers, each with its weights until the next is requested; None: all have them.
         """
         config = model.config
         if config.model_type not in LEAN_FAMILIES or not hasattr(model, "layers"):
@@ -259,7 +256,7 @@ class LeanDecoder:
         factor = (getattr(config, "rope_parameters", None) or {}).get("partial_rotary_factor", 1.0)
         if factor != 1.0 or head_dim % 2 or getattr(config, "use_bidirectional_attention", False):
             return None
-        return cls(model, streamed)
+        return cls(model, model.layers if modules is None else modules)
 
     @property
     def plain(self) -> bool:
@@ -305,13 +302,11 @@ class LeanDecoder:
             run: Callable[..., Tensor] = layer if compiled is None else partial(compiled, layer)
             if layer.module.gradient_checkpointing and layer.module.training and torch.is_grad_enabled():
                 run = partial(layer.module._gradient_checkpointing_func, run)
-            if self.before_layer is not None:
-                self.before_layer()
-            if self.streamed is not None:
-                self.streamed.begin(layer.index)
+            for begin in self.before_layer:
+                begin(layer.index)
             x = run(x, *tables[kind], attention)
-            if self.streamed is not None:
-                self.streamed.end(layer.index, x)
+            for end in self.after_layer:
+                end(layer.index, x)
         return self.norm(x)
 
     def _embedded(self, token_ids: Tensor) -> Tensor:

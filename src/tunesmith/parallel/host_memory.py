@@ -64,7 +64,7 @@ class CopyStream:
 
 
 def stored_state(module: nn.Module) -> dict[str, Tensor]:
-    """``module.state_dict()``, with tensors from host memory for values kept there (``models.streamed``)."""
+    """``module.state_dict()``, with tensors from host memory for values kept there (``parallel.streamed``)."""
     state: dict[str, Tensor] = module.state_dict(keep_vars=True)
     return {name: getattr(tensor, PLACE, tensor.detach()) for name, tensor in state.items()}
 

@@ -1,9 +1,9 @@
-"""Activations in host memory between the forward and the backward pass.
+"""Activations that are not on the device between the forward and the backward pass: recomputed, or in host memory.
 
 The tensors that autograd saves while a layer runs are the layer's group. The group is copied to the host while the
 device computes the next layer, and back while it computes the backward pass of the layer above. So the device holds two
 groups at a time; those of the last two layers, which are needed first, never leave it. The host never synchronizes; the
-CUDA streams wait for each other. The group of a recomputed layer (``models.activations``) is its input.
+CUDA streams wait for each other. The group of a recomputed layer is its input.
 """
 
 from __future__ import annotations
@@ -16,15 +16,35 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
-from tunesmith.models.host_memory import CopyStream
-from tunesmith.models.lean import LeanDecoder
-from tunesmith.models.sharding import decoder_layers
+from tunesmith.errors import ModelError
+from tunesmith.kernels.lean import LeanDecoder
+from tunesmith.parallel.host_memory import CopyStream
+from tunesmith.parallel.sharding import decoder_layers
+from tunesmith.plan.cost.price import recomputed
 
 CHUNK = 64 << 20
 """Bytes per chunk of host memory; a power of two, to which pinned memory is rounded up."""
 LEAST = 1 << 20
 """Minimum bytes for which a copy is worthwhile."""
+
+
+def compute_again(module: PreTrainedModel, share: float) -> None:
+    """Keep only the input of a share of the decoder's layers, and recompute their activations in the backward pass.
+
+    Raises:
+        ModelError: the layers cannot be checkpointed individually.
+    """
+    module.gradient_checkpointing_enable({"use_reentrant": False})
+    layers = decoder_layers(module)
+    if share < 1 and not all(isinstance(layer, GradientCheckpointingLayer) for layer in layers):
+        raise ModelError(
+            f"system.gradient_checkpointing = {share:g}: the layers of '{module.name_or_path}' cannot be computed "
+            "again one by one; set it to true or false"
+        )
+    for layer, again in zip(layers, recomputed(len(layers), share), strict=True):
+        vars(layer)["gradient_checkpointing"] = again  # as transformers sets it for all
 
 
 @dataclass(slots=True)
@@ -67,7 +87,7 @@ class HostActivations:
         for layer in layers:
             layer.register_forward_pre_hook(lambda *_: self.next_layer())  # pyright: ignore[reportUnknownLambdaType]
         if lean is not None:
-            lean.before_layer = self.next_layer
+            lean.before_layer.insert(0, lambda _: self.next_layer())
 
     @contextmanager
     def saving(self) -> Generator[None]:

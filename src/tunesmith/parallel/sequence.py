@@ -3,9 +3,9 @@
 A rank computes embedding, norms, feed-forward blocks and head for its own tokens only (``Forest.part``), so it keeps
 ``1 / size`` of the activations. Attention exchanges tokens for heads (DeepSpeed-Ulysses, arXiv:2309.14509): an
 all-to-all gives every rank all tokens of some heads, and another one returns the results. Alternatively, keys and
-values travel around the ranks (``models.ring``). Losses see whole samples, because the ranks gather their predictions;
-only the owner of a prediction propagates its gradient. So each rank has a partial gradient of the weights, and the sum
-over all ranks of the trainer is the gradient.
+values travel around the ranks (``parallel.ring``). Losses see whole samples, because the ranks gather their
+predictions; only the owner of a prediction propagates its gradient. So each rank has a partial gradient of the weights,
+and the sum over all ranks of the trainer is the gradient.
 
 Shape legend: ``s`` ranks, ``T`` tokens, ``t = T / s``, ``H`` query heads, ``K`` key/value heads, ``D`` head size,
 ``N`` predictions, ``n`` of them on this rank, ``F`` values per prediction.
@@ -29,8 +29,8 @@ from torch import Tensor
 from tunesmith.data.forest import Forest, Predictions
 from tunesmith.distributed.rank_group import PATIENCE
 from tunesmith.errors import ModelError
-from tunesmith.models.attention import AttentionContext, AttentionRule
-from tunesmith.models.ring import Ring, check_ring
+from tunesmith.kernels.attention import AttentionContext, AttentionRule
+from tunesmith.parallel.ring import Ring, check_ring
 
 SequenceKind = Literal["ulysses", "ring"]
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tunesmith.models import layer_functions
-from tunesmith.models.weight_gradients import GradientSum, add_product, kept_sums
+from tunesmith.kernels import layer_functions
+from tunesmith.kernels.weight_gradients import GradientSum, add_product, kept_sums
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]
 

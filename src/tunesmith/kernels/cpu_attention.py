@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from tunesmith.data.forest import Segment, subtree_ends
-from tunesmith.models.attention import AttentionRule
-from tunesmith.models.training_functions import Attention, Rows, Segments, functions
+from tunesmith.kernels.attention import AttentionRule
+from tunesmith.kernels.training_functions import Attention, Rows, Segments, functions
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
@@ -48,7 +48,7 @@ class CpuFlash:
 
     @staticmethod
     def forward(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-        """Output ``[n, H, D]`` and log-sum-exp ``[n, H]`` of one stop of a ring (``models.ring``), at least float32."""
+        """Output ``[n, H, D]`` and log-sum-exp ``[n, H]`` of one stop of a ``parallel.ring``, at least float32."""
         groups = query.shape[1] // key.shape[1]
         q, k, v = _by_group(query, groups), *(_by_group(t, 1).expand(-1, groups, -1, -1) for t in (key, value))
         out, lse = _flash(q, k, v, 0.0, causal, scale=scale)

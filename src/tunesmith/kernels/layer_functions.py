@@ -18,7 +18,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from tunesmith.models.training_functions import Heads, NormStruct, functions
+from tunesmith.kernels.training_functions import Heads, NormStruct, functions
 
 
 @dataclass(frozen=True, slots=True)

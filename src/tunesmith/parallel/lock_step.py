@@ -16,8 +16,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGath
 from transformers import PreTrainedModel
 
 from tunesmith.errors import DeviceMemoryError
-from tunesmith.models.sequence import SequenceGroup
-from tunesmith.models.sharding import shards
+from tunesmith.parallel.sequence import SequenceGroup
+from tunesmith.parallel.sharding import shards
 
 Replay = Callable[[], object]
 Waiting = Callable[[], AbstractContextManager[None]]

@@ -19,12 +19,10 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tunesmith.errors import ModelError
-from tunesmith.models.attention import AttentionContext
-from tunesmith.models.decoder import Decoder
-from tunesmith.models.inductor import keep_inductors_cache
-from tunesmith.models.lean import Layer, Norm, Projection
-from tunesmith.models.lean_ops import Activation, JointWeight, activate
+from tunesmith.kernels.attention import AttentionContext
+from tunesmith.kernels.inductor import keep_inductors_cache
+from tunesmith.kernels.lean import Layer, Norm, Projection
+from tunesmith.kernels.lean_ops import Activation, JointWeight, activate
 
 MODES = {"default": None, "max-autotune": "max-autotune-no-cudagraphs"}
 """``system.compile`` to the mode of ``torch.compile``. CUDA graphs would be recorded per layer and token count."""
@@ -41,29 +39,16 @@ Operands = tuple[tuple[Tensor, Tensor | None, Adapted], ...]
 """The weight, bias and adapters of each product that shares one input."""
 
 
-def compile_layers(model: Decoder, mode: str) -> None:
-    """Make a model's passes run compiled layers.
+class CompiledLayers:
+    """Runs any ``Layer`` compiled.
 
     Args:
         mode: a key of ``MODES``.
-
-    Raises:
-        ModelError: its layers have no lean form.
     """
-    if model.lean is None:
-        raise ModelError(
-            f"system.compile = {mode!r}: the layers of '{model.module.name_or_path}' are not of a kind that is "
-            "compiled for training; set system.compile = false"
-        )
-    keep_inductors_cache()
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MOST_FORMS)
-    model.lean.compiled = CompiledLayers(mode)
-
-
-class CompiledLayers:
-    """Runs any ``Layer`` compiled."""
 
     def __init__(self, mode: str) -> None:
+        keep_inductors_cache()
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MOST_FORMS)
         options: dict[str, Any] = {"mode": MODES[mode], "fullgraph": True, "dynamic": False}
         self._before: Any = torch.compile(before_attention, **options)
         self._after: Any = torch.compile(after_attention, **options)

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from tunesmith.models.quantised import QuantisedLinear
-from tunesmith.models.sharding import Sharding, first_row, local, whole
+from tunesmith.kernels.quantised import QuantisedLinear
+from tunesmith.parallel.sharding import Sharding, first_row, local, whole
 from tunesmith.plan.facts.model import weight_files
 
 INDEX = "model.safetensors.index.json"

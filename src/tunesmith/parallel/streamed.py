@@ -10,7 +10,7 @@ become valid again once the weight returns.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -19,8 +19,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from tunesmith.models.host_memory import PLACE, CopyStream, host_copies
-from tunesmith.models.sharding import decoder_layers, local
+from tunesmith.kernels.lean import LeanDecoder
+from tunesmith.parallel.host_memory import PLACE, CopyStream, host_copies
+from tunesmith.parallel.sharding import decoder_layers, local
 
 
 class StreamedLayers:
@@ -40,7 +41,7 @@ class StreamedLayers:
         """For each layer: pairs of a tensor on the device and the tensor in host memory with its values."""
         self._storages: list[list[tuple[torch.UntypedStorage, int]]] = []
         """For each layer: its storages on the device, with their sizes in bytes."""
-        self.moved: dict[int, Callable[[], None]] = {}
+        self._moved: Sequence[Callable[[], None]] = ()
         """Records that a layer's weights have new addresses, where there are views of them, such as joint products."""
         self._taken, self._here = set[int](), set[int]()
         """Layers with memory on the device, and those among them whose weights are there or being copied."""
@@ -63,10 +64,18 @@ class StreamedLayers:
         """A copy in separate memory, even if already on the device: memory of a mapped file cannot be freed."""
         return torch.empty_like(tensor, device=self.device).copy_(tensor)
 
-    def take(self, module: PreTrainedModel) -> None:
-        """Take the layers that ``arriving`` did not yield yet, and put the rest of the module on the device."""
-        if not self._weights:
+    def take(self, module: PreTrainedModel, lean: LeanDecoder | None) -> None:
+        """Take all layers, and put the rest of the module on the device.
+
+        Args:
+            lean: the lean form that was made of ``arriving``; None: nothing iterated over it.
+        """
+        if lean is None:
             deque(self.arriving(), 0)
+        else:
+            self._moved = [layer.moved for layer in lean.layers]
+            lean.before_layer.append(self.begin)
+            lean.after_layer.append(self.end)
         module._apply(lambda t: t if t.device.type == self.device.type else self._placed(t))  # pyright: ignore
         module.tie_weights()
 
@@ -118,8 +127,8 @@ class StreamedLayers:
             for here, there in self._weights[index]:
                 here.copy_(there, non_blocking=True)
         self._here.add(index)
-        if index in self.moved:
-            self.moved[index]()
+        if self._moved:
+            self._moved[index]()
 
     def _drop(self, index: int) -> None:
         for storage, _ in self._storages[index]:

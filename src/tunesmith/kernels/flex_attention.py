@@ -19,8 +19,8 @@ from torch.nn.functional import pad
 from torch.utils._triton import has_triton
 
 from tunesmith.data.forest import Segment, subtree_ends
-from tunesmith.models.attention import AttentionRule
-from tunesmith.models.inductor import keep_inductors_cache
+from tunesmith.kernels.attention import AttentionRule
+from tunesmith.kernels.inductor import keep_inductors_cache
 
 BLOCK = 128
 """Tokens per block; the kernel's default."""

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from tunesmith.data.forest import Segment, subtree_ends
 from tunesmith.errors import ModelError
-from tunesmith.models.attention import AttentionRule
-from tunesmith.models.cpu_attention import CpuFlash
-from tunesmith.models.varlen_attention import CudaFlash
+from tunesmith.kernels.attention import AttentionRule
+from tunesmith.kernels.cpu_attention import CpuFlash
+from tunesmith.kernels.varlen_attention import CudaFlash
 
 PassOn = Callable[[Tensor], Tensor]
 """Sends a tensor ``[t, ...]`` to the next rank and returns the previous rank's."""

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from tunesmith.data.forest import Segment, subtree_ends
-from tunesmith.models.attention import AttentionRule
+from tunesmith.kernels.attention import AttentionRule
 
 _forward = torch.ops.aten._flash_attention_forward.default
 _backward = torch.ops.aten._flash_attention_backward.default

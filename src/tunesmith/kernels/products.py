@@ -8,19 +8,19 @@ Shape legend: ``T`` rows, ``K`` inputs, ``N`` outputs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from ctypes import POINTER, Structure, byref, c_int64, c_void_p
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cache, partial
-from typing import Any
+from threading import Lock
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tunesmith.models.head import bfloat16_operands
 from tunesmith.monitor.costs import COMPILED_CALL
 from tunesmith.native.build import library
 
@@ -37,6 +37,35 @@ PAIRS = "pairs"
 """The C++ kind for bfloat16 rows and weights in panels of pairs, on CPUs that multiply pairs (AVX-512 BF16)."""
 PACKED_ROWS = 32
 """The number of rows for which the layout of packed weights is optimised."""
+
+
+class _Precision:
+    """The precision of float32 products, a process-wide setting: threads share it, and the last one restores it."""
+
+    lock, users, precision = Lock(), 0, ""
+
+    @classmethod
+    def add(cls, users: int) -> None:
+        settings = cast(Any, torch.backends.mkldnn).matmul
+        with cls.lock:
+            if not cls.users:
+                cls.precision = settings.fp32_precision
+            cls.users += users
+            settings.fp32_precision = "bf16" if cls.users else cls.precision
+
+
+@contextmanager
+def bfloat16_operands(wanted: bool) -> Generator[None]:
+    """Make float32 products on a CPU round their operands to bfloat16, which is exact if both hold bfloat16 values.
+
+    A bfloat16 product would also round its result; this is as fast and does not. Gradients of the logits are rounded
+    to bfloat16, as in any bfloat16 backward pass. Meanwhile, float32 products of other threads are rounded too.
+    """
+    _Precision.add(int(wanted))
+    try:
+        yield
+    finally:
+        _Precision.add(-int(wanted))
 
 
 class WeightLayout(IntEnum):

@@ -31,7 +31,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from transformers import PreTrainedModel
 
 from tunesmith.errors import ConfigError
-from tunesmith.models.host_memory import host_memory, stored_state
+from tunesmith.parallel.host_memory import host_memory, stored_state
 
 T = TypeVar("T")
 _AWAY = "rows_in_host_memory"
