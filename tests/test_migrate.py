@@ -578,7 +578,7 @@ def test_a_server_is_named(tmp_path: Path) -> None:
 def test_a_sourced_script_is_followed(tmp_path: Path) -> None:
     (tmp_path / "sft.sh").write_text(SFT_OPENRLHF)
     [launch] = read_text("name=sft\nsource ./${name}.sh slurm\nsource ./job.sh\n", tmp_path / "job.sh", {})
-    assert launch.program == "openrlhf.cli.train_sft"
+    assert launch.name == "openrlhf.cli.train_sft"
     (tmp_path / "a.sh").write_text("source b.sh\n")
     (tmp_path / "b.sh").write_text("source a.sh\n")
     with pytest.raises(ConfigError, match="nested"):

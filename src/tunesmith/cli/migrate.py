@@ -62,10 +62,10 @@ def migrate(
     report = sys.stdout if output is not None else sys.stderr
     for line in account(migration):
         print(line, file=report)
-    for note in launch.notes:
+    for note in filter(None, (*launch.notes, launch.program.missing)):
         print(f"note: {note}", file=report)
     if len(launches) > 1:
-        programs = ", ".join(f"{number} {launch.program}" for number, launch in enumerate(launches, 1))
+        programs = ", ".join(f"{number} {launch.name}" for number, launch in enumerate(launches, 1))
         print(f"note: the source starts several programs (--which): {programs}", file=report)
     for problem in problems:
         print(f"still to do: {problem}", file=report)

@@ -24,7 +24,7 @@ def parts(given: Given, there: There) -> Result:
         return [Value("train.batch_size", batch, how)]
     if there.given("batch_size", "mini_batch_size") and there.framework == "trl":
         return Dropped("batch_size and mini_batch_size say it", off=True)
-    if there.given("num_ppo_epochs") or "PPO" in there.launch.program or "ppo" in there.launch.program:
+    if there.given("num_ppo_epochs") or "PPO" in there.launch.name or "ppo" in there.launch.name:
         minis = there.number("num_mini_batches")
         return [
             Value("rollout.prompts_per_step", batch, how),

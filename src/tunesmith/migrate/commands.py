@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from tunesmith.migrate.given import ForeignLaunch, Given
-from tunesmith.migrate.programs import ForeignProgram, find_program, parsed
+from tunesmith.migrate.programs import find_program
 from tunesmith.migrate.python import read_python
 from tunesmith.migrate.shell import Word, read_script
 from tunesmith.migrate.trees import accelerate_settings, read_tree_file, tree_settings
@@ -60,7 +62,7 @@ def _program(words: Sequence[Word]) -> tuple[int, str] | None:
 
 
 def _launch(start: int, name: str, words: Sequence[Word], folder: Path) -> Iterator[ForeignLaunch]:
-    """A launch, with an empty ``command`` if the program does not train or sample."""
+    """A launch, also of a program that does not train or sample."""
     program = find_program(name)
     before, after = words[: start - 1], words[start:]
     if program is None:
@@ -68,29 +70,16 @@ def _launch(start: int, name: str, words: Sequence[Word], folder: Path) -> Itera
         if file is None or file.stat().st_size > 2_000_000:
             return
         for launch in read_python(file.read_text(encoding="utf-8", errors="replace"), file.name):
-            own = tuple(options(after, launch.framework))
-            yield ForeignLaunch(
-                launch.program,
-                launch.command,
-                launch.framework,
-                (*launch.settings, *own),
-                launch.defaults,
-                _devices(before),
-            )
+            own = tuple(options(after, launch.program.framework))
+            yield replace(launch, settings=(*launch.settings, *own), devices=_devices(before))
         return
     if not program.command:
-        yield ForeignLaunch(name, "", program.framework, (), notes=(program.why,))
+        yield ForeignLaunch(name, program)
         return
-    if program.framework == "verl":
-        settings, notes = _hydra(after, folder)
-    else:
-        settings, notes = list(options(after, program.framework)), []
-        settings, notes = _with_config(settings, program, folder)
+    read = _hydra if program.framework == "verl" else _options_with_config
+    settings, notes = read(after, program.framework, folder)
     launcher = list(_launcher(before, folder, program.framework))
-    yield ForeignLaunch(
-        name, program.command, program.framework, (*launcher, *settings), program.defaults,
-        _devices(before, launcher), (*notes, *([program.missing] if program.missing else [])),
-    )  # fmt: skip
+    yield ForeignLaunch(name, program, (*launcher, *settings), _devices(before, launcher), tuple(notes))
 
 
 def options(words: Sequence[Word], framework: str) -> Iterator[Given]:
@@ -113,26 +102,27 @@ def options(words: Sequence[Word], framework: str) -> Iterator[Given]:
         yield Given(name.removeprefix("no_") if is_off else name, result, word.line, framework, text)
 
 
-def _with_config(settings: list[Given], program: ForeignProgram, folder: Path) -> tuple[list[Given], list[str]]:
-    """TRL's ``--config FILE``: its settings, overridden by those of the command line."""
+def _options_with_config(words: Sequence[Word], framework: str, folder: Path) -> tuple[list[Given], list[str]]:
+    """Options, which override those in the file of TRL's ``--config FILE``; and what was not found."""
+    settings = list(options(words, framework))
     named = next((g for g in settings if g.name == "config"), None)
-    if named is None or program.framework != "trl":
+    if named is None or framework != "trl":
         return settings, []
-    rest = [g for g in settings if g is not named]
+    settings.remove(named)
     tree = read_tree_file(str(named.value), folder)
     if tree is None:
-        return rest, [f"line {named.line}: {named.text} was not found; migrate it as well"]
-    return [*tree_settings(tree, program.framework), *rest], []
+        return settings, [f"line {named.line}: {named.text} was not found; migrate it as well"]
+    return [*tree_settings(tree, framework), *settings], []
 
 
-def _hydra(words: Sequence[Word], folder: Path) -> tuple[list[Given], list[str]]:
+def _hydra(words: Sequence[Word], framework: str, folder: Path) -> tuple[list[Given], list[str]]:
     """``key=value``, ``+key=value``, ``++key=value``, after the file of ``--config-path`` and ``--config-name``."""
-    hydra = {g.name.replace("_", "-"): g for g in options([w for w in words if w.text.startswith("--")], "verl")}
+    hydra = {g.name.replace("_", "-"): g for g in options([w for w in words if w.text.startswith("--")], framework)}
     path, file = (str(hydra[n].value) if n in hydra else "" for n in ("config-path", "config-name"))
     settings, notes = list[Given](), list[str]()
     if file:
         tree = read_tree_file(f"{path}/{file.removesuffix('.yaml')}.yaml" if path else f"{file}.yaml", folder)
-        settings += tree_settings(tree, "verl") if tree else []
+        settings += tree_settings(tree, framework) if tree else []
         if tree is None:
             notes.append(
                 f"line {hydra['config-name'].line}: the configuration {file} was not found; migrate it as well"
@@ -140,7 +130,7 @@ def _hydra(words: Sequence[Word], folder: Path) -> tuple[list[Given], list[str]]
     for word in words:
         found = re.match(r"\+{0,2}([A-Za-z_][\w.@/-]*)=(.*)", word.text, re.DOTALL)
         if found and not word.text.startswith("-"):
-            settings.append(Given(found[1], parsed(found[2]), word.line, "verl", word.text))
+            settings.append(Given(found[1], parsed(found[2]), word.line, framework, word.text))
     return settings, notes
 
 
@@ -163,3 +153,30 @@ def _devices(words: Sequence[Word], launcher: Sequence[Given] = ()) -> int | Non
     count = next((found[name] for name in _DEVICES if isinstance(found.get(name), int)), None)
     nodes = next((found[name] for name in _NODES if isinstance(found.get(name), int)), 1)
     return None if count is None else count * (1 if "num_processes" in found else nodes)
+
+
+def parsed(text: str) -> Any:
+    """The value that a command line or a YAML scalar means: ``1e-6``, ``True``, ``null``, ``[a,b]``, ``{"a": 1}``."""
+    text = text.strip()
+    if re.fullmatch(r"[-+]?\d+", text) and len(text) < 20:
+        return int(text)
+    if re.fullmatch(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?", text):
+        return float(text)
+    if (word := text.lower()) in ("true", "false"):
+        return word == "true"
+    if word in ("null", "none", "~", ""):
+        return None
+    if text[0] in "[{(" and not re.search(r"\$[{(]", text):
+        return _listed(text)
+    return text[1:-1] if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"" else text
+
+
+def _listed(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        pass
+    if text[0] in "[(" and text[-1] in "])":
+        items = re.findall(r"'[^']*'|\"[^\"]*\"|[^,\s][^,]*", text[1:-1])
+        return [parsed(item) for item in items]
+    return text

@@ -8,11 +8,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from tunesmith.config.kinds import KINDS
-from tunesmith.config.names.foreign import Meaning, spelled, value_of
+from tunesmith.config.names.foreign import FRAMEWORKS, Meaning, spelled, value_of
 from tunesmith.config.names.unknown import rule_of
 from tunesmith.config.reading.describe import choices_at
 from tunesmith.migrate.given import UNKNOWN, ForeignLaunch, Given
-from tunesmith.migrate.programs import find_program
 from tunesmith.migrate.there import ROLES, Dropped, NotKnownError, There, Value, is_off
 from tunesmith.migrate.values import CONVERSIONS
 
@@ -56,10 +55,9 @@ class Migration:
 def convert(launch: ForeignLaunch) -> Migration:
     """Convert every setting of a launch, in order; then the program's defaults that affect learning."""
     there = There(launch)
-    migration = Migration(launch.command, launch, {}, [])
-    program = find_program(launch.program)
-    for key, value in (program.extra if program else {}).items():
-        migration.entries[key] = Entry(value, note=f"as {launch.program}")
+    migration = Migration(launch.program.command, launch, {}, [])
+    for key, value in launch.program.extra.items():
+        migration.entries[key] = Entry(value, note=f"as {launch.name}")
     last = {spelled(given.name): given for given in launch.settings}
     for given in launch.settings:
         if last[spelled(given.name)] is not given:
@@ -102,7 +100,7 @@ def _account(given: Given, there: There, migration: Migration, *, is_default: bo
             before.of.append(given)
         else:
             migration.entries[value.key] = Entry(
-                value.value, value.how, [given], f"{there.name}'s default" if is_default else ""
+                value.value, value.how, [given], f"{FRAMEWORKS[there.framework]}'s default" if is_default else ""
             )
     return ConvertedSetting(given, "mapped", "", keys)
 
@@ -147,8 +145,7 @@ def _values(given: Given, meaning: Meaning, there: There) -> Sequence[Value] | C
         except (ValueError, OverflowError) as error:  # not a number, or far too large
             return ConvertedSetting(given, "by hand", f"the value cannot be read: {error}", mine)
         if isinstance(result, Dropped):
-            kind = "off" if result.off else "derived" if result.derived else "by hand"
-            return ConvertedSetting(given, kind, result.why, mine)
+            return ConvertedSetting(given, "off" if result.off else "by hand", result.why, mine)
         values = [value for value in result if value.key in there.keys]
         return values or ConvertedSetting(given, "off", f"it has no meaning in tunesmith {there.command}", mine)
     if is_off(given.value) and given.value != 0 and not (given.value is False and not meaning.value):

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
+
+from tunesmith.migrate.programs import ForeignProgram
 
 UNKNOWN = re.compile(r"\$\{[^{}]*\}|\$\([^()]*\)")
 """The placeholder of a shell variable or a command whose value is unknown."""
@@ -31,14 +32,11 @@ class Given:
 class ForeignLaunch:
     """A program that was started, or configured, with all its settings.
 
-    ``command`` is Tunesmith's, ``program`` the other framework's. ``defaults`` are the program's defaults that affect
-    learning. ``devices`` is the number of processes or GPUs, if known.
+    ``name`` is the program's in the source. ``devices`` is the number of processes or GPUs, if known.
     """
 
-    program: str
-    command: str
-    framework: str
-    settings: tuple[Given, ...]
-    defaults: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    name: str
+    program: ForeignProgram
+    settings: tuple[Given, ...] = ()
     devices: int | None = None
     notes: tuple[str, ...] = ()

@@ -27,7 +27,7 @@ def estimator(given: Given, _there: There) -> Result:
 
 def deviation(given: Given, there: There) -> Result:
     """Whether advantages are divided by the group's standard deviation; OpenRLHF's flag disables it."""
-    if there.framework == "trl" and "rloo" in there.launch.program.lower():
+    if there.framework == "trl" and "rloo" in there.launch.name.lower():
         return OFF if not given.value else Dropped("RLOO's advantages are not standardised here")
     divides = (given.value in (True, "group", "batch")) != ("no_" in given.name)
     if there.get("adv_estimator", "advantage.estimator", "advantage_estimator", default="grpo") not in (
@@ -73,7 +73,7 @@ def kl_coef(given: Given, there: There) -> Result:
         kl = [Value("algorithm.kl", "none", "a coefficient of 0")]
         return kl if there.framework != "verl" else OFF
     if there.framework == "trl" and "beta" in given.name:
-        is_rloo = "RLOO" in there.launch.program or "rloo" in there.launch.program
+        is_rloo = "RLOO" in there.launch.name or "rloo" in there.launch.name
         return [Value("algorithm.kl", "reward" if is_rloo else "loss"), Value("algorithm.kl.coef", given.value)]
     if there.framework == "openrlhf":
         in_loss = there.get("kl.use_loss", "use_kl_loss")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -17,7 +15,8 @@ from typing import Any
 class ForeignProgram:
     """``command`` is Tunesmith's, empty for a program that does not train or sample, which ``why`` then describes.
 
-    ``extra`` holds our settings that the program itself implies, ``missing`` its features that are missing here.
+    ``defaults`` are the program's defaults that affect learning, ``extra`` our settings that the program implies,
+    ``missing`` its features that are missing here.
     """
 
     match: str
@@ -43,30 +42,3 @@ def find_program(name: str) -> ForeignProgram | None:
         if any(fnmatchcase(spelling, pattern) for pattern in program.match.split() for spelling in spellings):
             return program
     return None
-
-
-def parsed(text: str) -> Any:
-    """The value that a command line or a YAML scalar means: ``1e-6``, ``True``, ``null``, ``[a,b]``, ``{"a": 1}``."""
-    text = text.strip()
-    if re.fullmatch(r"[-+]?\d+", text) and len(text) < 20:
-        return int(text)
-    if re.fullmatch(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?", text):
-        return float(text)
-    if (word := text.lower()) in ("true", "false"):
-        return word == "true"
-    if word in ("null", "none", "~", ""):
-        return None
-    if text[0] in "[{(" and not re.search(r"\$[{(]", text):
-        return _listed(text)
-    return text[1:-1] if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"" else text
-
-
-def _listed(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        pass
-    if text[0] in "[(" and text[-1] in "])":
-        items = re.findall(r"'[^']*'|\"[^\"]*\"|[^,\s][^,]*", text[1:-1])
-        return [parsed(item) for item in items]
-    return text

@@ -46,12 +46,7 @@ def read_python(text: str, name: str) -> list[ForeignLaunch]:
     scope = _Scope(constants, functions, name, program.framework)
     settings = [given for call in calls for given in scope.settings(call)]
     settings += scope.assigned(tree)
-    notes = [program.missing] if program.missing else []
-    return [
-        ForeignLaunch(
-            _called(main), program.command, program.framework, tuple(settings), program.defaults, None, tuple(notes)
-        )
-    ]
+    return [ForeignLaunch(_called(main), program, tuple(settings))]
 
 
 def docstrings(text: str) -> list[tuple[str, int]]:

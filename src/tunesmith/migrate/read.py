@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -67,9 +67,9 @@ def read_text(text: str, path: Path, variables: Mapping[str, str]) -> list[Forei
         launches = _read(text, path, variables)
     except RecursionError:
         raise ConfigError(f"{path.name} has brackets or quotes that are nested too deeply") from None
-    if launches and not any(launch.command for launch in launches):
-        raise ConfigError(f"{path.name} starts {launches[0].program}: {launches[0].notes[0]}")
-    return [launch for launch in launches if launch.command]
+    if launches and not any(launch.program.command for launch in launches):
+        raise ConfigError(f"{path.name} starts {launches[0].name}: {launches[0].program.why}")
+    return [launch for launch in launches if launch.program.command]
 
 
 def _read(text: str, path: Path, variables: Mapping[str, str]) -> list[ForeignLaunch]:
@@ -87,7 +87,7 @@ def _read(text: str, path: Path, variables: Mapping[str, str]) -> list[ForeignLa
 def _of_python(text: str, path: Path, variables: Mapping[str, str]) -> list[ForeignLaunch]:
     """The launches of a script; if it takes its settings from the command line, its docstring has the commands."""
     found = read_python(text, path.name)
-    if any(launch.program.endswith(("Config", "Arguments")) for launch in found):
+    if any(launch.name.endswith(("Config", "Arguments")) for launch in found):
         return found
     commands = [launch for part, line in docstrings(text) for launch in read_shell(part, variables, path.parent, line)]
     own = tuple(given for launch in found for given in launch.settings if not given.unknown)
@@ -101,37 +101,30 @@ def _of_tree(tree: Mapping[str, Any], text: str, path: Path, variables: Mapping[
         envs = tree.get("envs")
         known = {str(k): str(v) for k, v in envs.items() if v is not None} if isinstance(envs, Mapping) else {}
         return read_shell(script, known | dict(variables), path.parent, line)
+    devices = None
     if names & _VERL and any(isinstance(tree.get(name), Mapping) for name in names & _VERL):
         kind = "verl.trainer.main_ppo" if "actor_rollout_ref" in names or "algorithm" in names else "fsdp_sft_trainer"
-        return [_launch(kind, "verl", tuple(_located(tree_settings(tree, "verl"), text)))]
-    if names & _ACCELERATE - {"num_processes", "num_machines"} or names <= _ACCELERATE:
-        settings = tuple(_located(accelerate_settings(tree), text))
-        devices = tree.get("num_processes")
-        return [
-            ForeignLaunch(
-                "accelerate", "sft", "accelerate", settings, {}, devices if isinstance(devices, int) else None
-            )
-        ]
-    if names & _DEEPSPEED:
-        return [ForeignLaunch("DeepSpeed", "sft", "deepspeed", tuple(_located(tree_settings(tree, "deepspeed"), text)))]
-    kind = next((kind for name, kind in _KINDS.items() if name in names), "TrainingArguments")
-    framework = "transformers" if kind == "TrainingArguments" else "trl"
-    settings = tuple(_located(tree_settings(tree, framework), text))
-    return [_launch(kind, framework, settings)] if _is_known(settings) else []
-
-
-def _launch(kind: str, framework: str, settings: tuple[Given, ...]) -> ForeignLaunch:
+    elif names & _ACCELERATE - {"num_processes", "num_machines"} or names <= _ACCELERATE:
+        kind, devices = "accelerate", tree.get("num_processes")
+    elif names & _DEEPSPEED:
+        kind = "DeepSpeed"
+    else:
+        kind = next((kind for name, kind in _KINDS.items() if name in names), "TrainingArguments")
     program = find_program(kind)
     assert program is not None
-    return ForeignLaunch(kind, program.command, framework, settings, program.defaults)
+    leaves = accelerate_settings(tree) if kind == "accelerate" else tree_settings(tree, program.framework)
+    settings = _located(leaves, text)
+    if program.framework in ("trl", "transformers") and not _is_known(settings):
+        return []
+    return [ForeignLaunch(kind, program, tuple(settings), devices if isinstance(devices, int) else None)]
 
 
-def _is_known(settings: tuple[Given, ...]) -> bool:
+def _is_known(settings: Sequence[Given]) -> bool:
     """Whether a file of unknown origin holds settings of a trainer at all."""
     return sum(bool(meanings_of(given.name)[1]) for given in settings) * 2 > len(settings)
 
 
-def _located(settings: Any, text: str) -> list[Given]:
+def _located(settings: Iterable[Given], text: str) -> list[Given]:
     """Settings with the line of the text that holds the last part of their name, searched in order."""
     lines, located = text.splitlines(), list[Given]()
     for given in settings:

@@ -47,8 +47,9 @@ def _fill_in(migration: Migration) -> None:
     if migration.command == "distill":
         entries.setdefault("teacher.path", Entry("TEACHER", note=missing))
     if migration.command == "rl" and not any(key.startswith(("reward.", "environment.path")) for key in entries):
-        by_source = "verl chooses the reward by the data's data_source; math is the nearest one here"
-        note = by_source if migration.launch.framework == "verl" else f"{missing}, or name your own file.py:function"
+        note = f"{missing}, or name your own file.py:function"
+        if migration.launch.program.framework == "verl":
+            note = "verl chooses the reward by the data's data_source; math is the nearest one here"
         entries["reward.functions"] = Entry(["math"], note=note)
 
 

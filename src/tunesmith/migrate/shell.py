@@ -93,7 +93,8 @@ def _do(raw: str, line: int, script: Script, fixed: Mapping[str, str]) -> None:
         name, rest = found[1], raw[found.end() :]
         if rest.startswith("("):
             end = _closing(rest, 0)
-            items = _words(_without_comments(rest[1:end]), line, script)
+            without_comments = re.sub(r"(^|\s)#[^\n]*", lambda m: m[1] + " " * (len(m[0]) - len(m[1])), rest[1:end])
+            items = _words(without_comments, line, script)
             before = script.variables.get(name, []) if found[2] else []
             value: str | list[Word] = [*(before if isinstance(before, list) else [Word(before, line)]), *items]
             end += 1
@@ -246,45 +247,42 @@ def _number(node: ast.expr) -> int:
 def _commands(text: str, line: int) -> Iterator[tuple[str, int]]:
     """The text of each command, without operators, redirections and comments, and its line."""
     start = position = 0
-    while position < len(text):
-        char = text[position]
-        if char == "\\":
-            position += 2
-        elif char in "'\"`":
+    while start < len(text):
+        char = text[position : position + 1]
+        if char == "(" and re.search(r"\w\+?=$", text[max(0, position - 80) : position]):
             position = _closing(text, position) + 1
-        elif text.startswith(("$(", "${"), position):
-            position = _closing(text, position + 1) + 1
-        elif char == "(" and re.search(r"\w\+?=$", text[max(0, position - 80) : position]):
-            position = _closing(text, position) + 1
+            continue
+        if not char:
+            stop = following = len(text)
         elif char == "#" and (position == 0 or text[position - 1] in " \t\n;"):
             end = text.find("\n", position)
-            end = len(text) if end < 0 else end
-            if text[start:position].strip():
-                yield _numbered(text, start, position, line)
-            start = position = end
+            stop, following = position, len(text) if end < 0 else end
         elif document := re.compile(r"<<-?\s*[\"']?(\w+)[\"']?[^\n]*\n").match(text, position):
             end = re.compile(rf"^\s*{document[1]}\s*$", re.MULTILINE).search(text, document.end())
-            stop = end.start() if end else len(text)
-            yield _numbered(text, start, stop, line)
-            start = position = end.end() if end else len(text)
+            stop, following = end.span() if end else (len(text), len(text))
         elif (
             char in "\n;|&"
             and not re.search(r"[<>]&?$", text[start:position])
             and text[position + 1 : position + 2] != ">"
         ):
-            if text[start:position].strip():
-                yield _numbered(text, start, position, line)
-            start = position = position + 1
+            stop, following = position, position + 1
         else:
-            position += 1
-    if text[start:].strip():
-        yield _numbered(text, start, len(text), line)
+            position = _after(text, position)
+            continue
+        if command := text[start:stop].lstrip():
+            yield text[start:stop], line + text.count("\n", 0, stop - len(command))
+        start = position = following
 
 
-def _numbered(text: str, start: int, stop: int, line: int) -> tuple[str, int]:
-    """A command, and the line on which it begins."""
-    command = text[start:stop]
-    return command, line + text.count("\n", 0, stop - len(command.lstrip()))
+def _after(text: str, position: int) -> int:
+    """The end of the escaped character, quoted text, expansion or plain character at ``position``."""
+    if text[position] == "\\":
+        return position + 2
+    if text[position] in "'\"`":
+        return _closing(text, position) + 1
+    if text.startswith(("$(", "${"), position):
+        return _closing(text, position + 1) + 1
+    return position + 1
 
 
 def _closing(text: str, start: int) -> int:
@@ -326,14 +324,8 @@ def _spans(text: str) -> Iterator[tuple[int, int]]:
                 if not rest or rest.isspace():
                     break
                 position += 2
-            elif text[position] == "\\":
-                position += 2
-            elif text[position] in "'\"`":
-                position = _closing(text, position) + 1
-            elif text.startswith(("$(", "${"), position):
-                position = _closing(text, position + 1) + 1
             else:
-                position += 1
+                position = _after(text, position)
         position = min(position, len(text))
         word = text[start:position]
         redirection = re.fullmatch(r"(?:\d|&)?(?:>>?|<)(?:&\d|&-)?(.*)", word, re.DOTALL)
@@ -343,7 +335,3 @@ def _spans(text: str) -> Iterator[tuple[int, int]]:
             skip = False
         else:
             yield start, position
-
-
-def _without_comments(text: str) -> str:
-    return re.sub(r"(^|\s)#[^\n]*", lambda m: m[1] + " " * (len(m[0]) - len(m[1])), text)

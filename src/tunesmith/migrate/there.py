@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tunesmith.config.kinds import KINDS, all_keys
-from tunesmith.config.names.foreign import FRAMEWORKS, Meaning, meanings_of, spelled
+from tunesmith.config.names.foreign import Meaning, meanings_of, spelled
 from tunesmith.migrate.given import ForeignLaunch, Given
 
 _FAMILIES: Mapping[str, tuple[str, ...]] = {
@@ -40,12 +40,11 @@ class Value:
 class Dropped:
     """A setting that has no line in the run file, and why.
 
-    ``off``: it enables nothing in the source either. ``derived``: Tunesmith derives its purpose.
+    ``off``: it enables nothing in the source either; otherwise a person must decide.
     """
 
     why: str
     off: bool = False
-    derived: bool = False
 
 
 Result = Sequence[Value] | Dropped
@@ -70,23 +69,19 @@ class There:
 
     def __init__(self, launch: ForeignLaunch) -> None:
         self.launch = launch
-        self.command, self.framework = launch.command, launch.framework
+        self.command, self.framework = launch.program.command, launch.program.framework
         self._given: dict[str, Given] = {}
         for given in launch.settings:
-            short = meaning_name(given)
+            short = meanings_of(given.name, family(given.framework))[0] or spelled(given.name)
             role = ROLES.match(given.name)  # belongs to another model, not to the policy
             self._given |= {spelled(given.name): given} | ({} if role and role[1] not in short else {short: given})
-        self._defaults = {spelled(name): value for name, value in launch.defaults.items()}
-        for name, value in launch.defaults.items():
+        self._defaults = {spelled(name): value for name, value in launch.program.defaults.items()}
+        for name, value in launch.program.defaults.items():
             self._defaults.setdefault(meanings_of(name, family(self.framework))[0], value)
 
     @property
     def rl(self) -> bool:
         return self.command in ("rl", "distill")
-
-    @property
-    def name(self) -> str:
-        return FRAMEWORKS.get(self.framework, self.framework)
 
     def get(self, *names: str, default: Any = None) -> Any:
         """The value of the first of these names that is given; else the program's default; else ``default``.
@@ -125,12 +120,7 @@ class There:
 
     def defaults(self) -> Iterator[Given]:
         """The program's defaults that no given setting overrides."""
-        for name, value in self.launch.defaults.items():
+        for name, value in self.launch.program.defaults.items():
             known = meanings_of(name, family(self.framework))[0]
             if spelled(name) not in self._given and known not in self._given:
                 yield Given(name, value, 0, self.framework, f"{name}={value}")
-
-
-def meaning_name(given: Given) -> str:
-    """The known name that a setting's path ends with; the path itself, if none is known."""
-    return meanings_of(given.name, family(given.framework))[0] or spelled(given.name)

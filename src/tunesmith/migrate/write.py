@@ -48,7 +48,7 @@ def run_file(migration: Migration, source: str) -> str:
         if row.kind in ("by hand", "computed") and row.keys and row.keys[0] in keys and row.keys[0] not in entries:
             section, name = _placed(row.keys[0])
             sections.setdefault(section, []).append(f"# {name} ={_comment(f'{_place(row.given)}: {row.text}')}")
-    program = migration.launch.program
+    program = migration.launch.name
     lines = [
         f"# From {_clean(source)} ({_clean(program)}). Check it with tunesmith config, run it with tunesmith {command}."
     ]
