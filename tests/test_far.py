@@ -20,13 +20,12 @@ import pytest
 
 from tunesmith.config.system import SystemSection
 from tunesmith.distributed.child import ChildProcess
-from tunesmith.distributed.far import Far, entered, gather
+from tunesmith.distributed.far import Far, gather
 from tunesmith.errors import ConfigError, EngineLostError
 from tunesmith.plan.processes.cluster import Bundle
 
 CODE = """
 import asyncio, os, sys, threading, time
-from contextlib import contextmanager
 from types import SimpleNamespace
 from tunesmith.errors import ConfigError
 
@@ -37,7 +36,6 @@ class Strange(Exception):
 class Thing:
     def __init__(self, start=0):
         self.part = SimpleNamespace(n=start)
-        self.inside = False
         self.begun, self.ended = [], []
         self.busy = self.most = 0
         self.released = threading.Event()
@@ -67,11 +65,6 @@ class Thing:
     def die(self):
         print("my last words", file=sys.stderr)
         os._exit(7)
-    @contextmanager
-    def within(self):
-        self.inside = True
-        yield
-        self.inside = False
     async def later(self, seconds, value):
         self.begun.append(value)
         try:
@@ -193,12 +186,6 @@ def test_cancelling_ends_the_coroutine_there(far: Far) -> None:
     asyncio.run(asyncio.wait_for(run(), 100))
 
 
-def test_context_managers(far: Far) -> None:
-    with entered([far], "within"):
-        assert far.get("inside")
-    assert not far.get("inside")
-
-
 def test_an_object_that_cannot_be_built(start: Start, code: Any) -> None:
     far = start()
     with pytest.raises(TypeError, match="positional"):
@@ -215,7 +202,7 @@ def made(start: Start, code: Any) -> Far:
 @pytest.mark.parametrize(("how", "words"), [("killed", "SIGKILL"), ("exits", "7")])
 def test_a_process_that_ends_fails_what_waits_and_what_comes(start: Start, code: Any, how: str, words: str) -> None:
     far = made(start, code)
-    waiting = [far.submit("wait", 600), far.submit_async("later", 600, 0)] if how == "killed" else [far.submit("die")]
+    waiting = [far.submit("wait", 600), far.submit("later", 600, 0)] if how == "killed" else [far.submit("die")]
     if how == "killed":
         os.kill(far.pid(), signal.SIGKILL)
     for answer in waiting:

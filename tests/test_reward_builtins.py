@@ -14,8 +14,7 @@ from tunesmith.errors import DataError, DeadlineExceeded
 from tunesmith.rewards.loading import load_rewards
 from tunesmith.rewards.reward_set import RewardSet
 from tunesmith.types import Rollout, Status, Task
-from tunesmith.usercode.isolation import KillablePool
-from tunesmith.usercode.killable import UserProgram, WorkerError
+from tunesmith.usercode.killable import KillablePool, UserProgram, WorkerError
 
 
 def judge(rewards: RewardSet, pairs: Sequence[tuple[Any, str]], prompt: Any = "q") -> list[Rollout]:

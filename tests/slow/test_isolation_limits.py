@@ -87,7 +87,7 @@ def test_a_fork_computes_without_the_threads_of_its_parent(tmp_path: Path) -> No
     )
     workers = Workers(UserProgram(tmp_path / "program.py", "Program", arguments=(str(tmp_path),)))
     assert workers.server().forks
-    assert workers.take().ask().result(300) == [1.0]
+    assert workers.take().submit("__call__").result(300) == [1.0]
     workers.close()
 
 

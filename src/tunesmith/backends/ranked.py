@@ -14,7 +14,7 @@ from tunesmith.algorithms.objective import Objective
 from tunesmith.backends.base import Metrics, Quantity
 from tunesmith.data.batch import Floats
 from tunesmith.data.forest import Packing
-from tunesmith.distributed.far import Far, entered, gather_together, submitted
+from tunesmith.distributed.far import Far, gather, submitted
 from tunesmith.errors import DeviceMemoryError
 from tunesmith.plan.cost.operations import CostModel
 
@@ -94,8 +94,11 @@ class RankedBackend:
 
     @contextmanager
     def ema_weights(self) -> Generator[None]:
-        with entered(self.replicas, "backend.ema_weights"):
+        self._each("backend.use_average")
+        try:
             yield
+        finally:
+            self._each("backend.use_own")
 
     def offload(self) -> None:
         self._each("backend.offload")
@@ -126,7 +129,7 @@ class RankedBackend:
             self._reference_is_new = True
 
     def _gather(self, answers: Iterable[Future[Any]]) -> list[Any]:
-        return gather_together(answers, [*self.replicas, *self.references])
+        return gather(answers, [*self.replicas, *self.references])
 
     def _each(self, name: str, *args: Any) -> Any:
         """Call a method on all at once; returns the result of the first."""

@@ -214,7 +214,7 @@ class TorchBackend(Generic[M]):
 
     def give_up(self) -> None:
         self.optimizer.zero_grad()
-        self._put(self._held)
+        self.use_own()
         self._set_random_state(self._settled)
 
     @torch.no_grad()
@@ -225,15 +225,23 @@ class TorchBackend(Generic[M]):
 
     @contextmanager
     def ema_weights(self) -> Generator[None]:
+        try:
+            self.use_average()
+            yield
+        finally:
+            self.use_own()
+
+    def use_average(self) -> None:
+        """Compute with the average of the weights, until ``use_own``."""
         assert self.ema, "this run keeps no average"
         parameters = {name: stored(p) for name, p in self.optimizer.parameters.items()}
         self._held = {name: p.to("cpu", copy=True) for name, p in parameters.items()}
-        try:
-            self._put(self.ema)
-            yield
-        finally:
-            self._put(self._held)
-            self._held = {}
+        self._put(self.ema)
+
+    def use_own(self) -> None:
+        """Compute with the model's own weights again."""
+        self._put(self._held)
+        self._held = {}
 
     def _put(self, weights: dict[str, Tensor]) -> None:
         """Copy in place: a sampler in this process reads the same memory."""

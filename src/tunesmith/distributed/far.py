@@ -11,9 +11,9 @@ import pickle
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, FIRST_EXCEPTION, Future, wait
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from itertools import count
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
@@ -78,12 +78,11 @@ class Far(ABC):
         return self._ask("make", make)
 
     def submit(self, method: str, *args: Any, **kwargs: Any) -> PendingResult:
-        """Call a method, such as ``backend.score``. Methods run on one thread of the process, one at a time."""
-        return self._ask("call", method, args, kwargs)
+        """Call a method, such as ``backend.score``.
 
-    def submit_async(self, method: str, *args: Any) -> PendingResult:
-        """Call a coroutine function. Coroutines run concurrently on the process's event loop, alongside methods."""
-        return self._ask("await", method, args)
+        Methods run on one thread of the process, one at a time. Coroutine functions run on its event loop meanwhile.
+        """
+        return self._ask("call", method, args, kwargs)
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method and return its result."""
@@ -91,7 +90,7 @@ class Far(ABC):
 
     async def call_async(self, method: str, *args: Any) -> Any:
         """Call a coroutine function and return its result. Cancelling this cancels the coroutine."""
-        answer = self.submit_async(method, *args)
+        answer = self.submit(method, *args)
         try:
             return await asyncio.wrap_future(answer)
         except asyncio.CancelledError:
@@ -101,13 +100,6 @@ class Far(ABC):
     def get(self, attribute: str) -> Any:
         """The value of an attribute."""
         return self._ask("get", attribute).result()
-
-    def enter(self, method: str) -> PendingResult:
-        """Enter the context manager that a method returns, until ``leave``."""
-        return self._ask("enter", method)
-
-    def leave(self) -> PendingResult:
-        return self._ask("leave")
 
     def cancel(self, answer: PendingResult) -> None:
         """Cancel a coroutine; its answer is then an error."""
@@ -213,57 +205,35 @@ def submitted(calls: Iterable[Future[Any]]) -> list[Future[Any]]:
         return list(calls)
 
 
-def gather(answers: Iterable[Future[Any]]) -> list[Any]:
-    """The results of several calls. The first failure ends the wait: others may be waiting for the one that failed."""
+def gather(answers: Iterable[Future[Any]], together: Sequence[Far] = ()) -> list[Any]:
+    """The results of several calls. The first failure ends the wait: others may be waiting for the one that failed.
+
+    Args:
+        together: processes that wait for each other; the error of the one that ended is raised, not the errors of
+            those that waited for it.
+    """
     answers = submitted(answers)
     done, _ = wait(answers, return_when=FIRST_EXCEPTION)
-    for answer in answers:
-        if answer in done:
-            answer.result()
-    return [answer.result() for answer in answers]
-
-
-def gather_together(answers: Iterable[Future[Any]], fars: Iterable[Far]) -> list[Any]:
-    """As ``gather``, for processes that wait for each other: raises the error of the process that ended, not the errors
-    of those that waited for it."""
     try:
-        return gather(answers)
+        for answer in answers:
+            if answer in done:
+                answer.result()
+        return [answer.result() for answer in answers]
     except TrainerLostError:
-        fars = list(fars)
-        wait([far.ended for far in fars], NOTICING, FIRST_COMPLETED)
-        for far in fars:
+        wait([far.ended for far in together], NOTICING, FIRST_COMPLETED)
+        for far in together:
             far.check()
         raise
 
 
-@contextmanager
-def entered(fars: Iterable[Far], method: str) -> Generator[None]:
-    """A context inside the context managers that ``method`` of each object returns."""
-    fars = list(fars)
-    gather(far.enter(method) for far in fars)
-    try:
-        yield
-    finally:
-        gather(far.leave() for far in fars)
-
-
 class ConnectedFar(Far):
-    """A far object called through a connection whose other end is ``host.serve``.
-
-    Args:
-        decode: reads an answer: ``(number, whether it is a result, result or error)``.
-    """
+    """A far object called through a connection whose other end is ``host.serve``."""
 
     def __init__(
-        self,
-        connection: Connection,
-        name: str,
-        lost: type[TunesmithError],
-        patience: float | None = PATIENCE,
-        decode: Callable[[bytes], tuple[int, bool, Any]] = pickle.loads,
+        self, connection: Connection, name: str, lost: type[TunesmithError], patience: float | None = PATIENCE
     ) -> None:
         super().__init__(name, lost, patience)
-        self._connection, self._decode = connection, decode
+        self._connection = connection
         self._outgoing: SimpleQueue[bytes | None] = SimpleQueue()
 
     def _start(self) -> None:
@@ -277,11 +247,8 @@ class ConnectedFar(Far):
         try:
             message = pickle.dumps((number, do, pickle.dumps(given, protocol=5)), protocol=5)
         except Exception as error:
-            raise self._refusal(f"{self.name}: what the call is given cannot go to another process: {error}") from error
+            raise TypeError(f"{self.name}: what the call is given cannot go to another process: {error}") from error
         self._outgoing.put(message)
-
-    def _refusal(self, text: str) -> Exception:
-        return TypeError(text)
 
     def _transmit(self) -> None:
         """Runs on its own thread: a process that is stuck in native code reads nothing, and a full pipe blocks."""
@@ -294,18 +261,16 @@ class ConnectedFar(Far):
     def _listen(self) -> None:
         while True:
             try:
-                number, succeeded, value = self._decode(self._connection.recv_bytes())
+                answer = self._decode(self._connection.recv_bytes())
             except (EOFError, OSError, ValueError):
                 break
-            if succeeded:
-                self._settle(number, value)
-            else:
-                self._settle(number, None, self._raised(value))
+            self._settle(*answer)
         self._lose(self._how_it_ended())
         self._outgoing.put(None)
 
-    def _raised(self, value: Any) -> BaseException:
-        return value
+    def _decode(self, message: bytes) -> tuple[int, Any, BaseException | None]:
+        """The number of an answer, and its value or error."""
+        return pickle.loads(message)
 
     @abstractmethod
     def _how_it_ended(self) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import faulthandler
 import gc
+import inspect
 import os
 import pickle
 import signal
@@ -17,14 +18,15 @@ import threading
 import traceback
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from functools import partial
 from multiprocessing.connection import Connection
 from operator import attrgetter
 from queue import SimpleQueue
 from typing import Any, NoReturn
 
-Encode = Callable[[tuple[int, bool, Any]], bytes]
+Encode = Callable[[int, Any, BaseException | None], bytes]
+"""Encodes the number of an answer, and its value or error."""
 
 
 class ThisThread(Executor):
@@ -58,7 +60,6 @@ class Host:
 
     def __init__(self, worker: Executor, target: Any = None) -> None:
         self._worker, self._object = worker, target
-        self._inside = ExitStack()
 
     async def ask(self, do: str, *given: Any) -> Any:
         match do, given:
@@ -66,28 +67,18 @@ class Host:
                 return os.getpid()
             case "make", (make,):
                 try:
-                    return await self._run(lambda: self._set(make()))
+                    self._object = await self._run(make)
                 finally:
                     gc.enable()
-            case "call", (method, args, kwargs):
-                return await self._run(lambda: self._find(method)(*args, **kwargs))
-            case "await", (method, args):
-                return await self._find(method)(*args)
-            case "get", (attribute,):
-                return await self._run(lambda: self._find(attribute))
-            case "enter", (method,):
-                await self._run(lambda: self._inside.enter_context(self._find(method)()))
-                return None
-            case "leave", ():
-                return await self._run(self._inside.close)
+            case "call", (name, args, kwargs):
+                method = attrgetter(name)(self._object)
+                if inspect.iscoroutinefunction(method):
+                    return await method(*args, **kwargs)
+                return await self._run(lambda: method(*args, **kwargs))
+            case "get", (name,):
+                return await self._run(lambda: attrgetter(name)(self._object))
             case _:
                 raise ValueError(f"no request '{do}' with {len(given)} arguments")
-
-    def _set(self, made: Any) -> None:
-        self._object = made
-
-    def _find(self, name: str) -> Any:
-        return attrgetter(name)(self._object)
 
     async def _run(self, work: Callable[[], Any]) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._worker, work)
@@ -107,15 +98,14 @@ def portable(error: BaseException) -> Exception:
     return found
 
 
-def encode_pickle(answer: tuple[int, bool, Any]) -> bytes:
-    number, succeeded, value = answer
-    if succeeded:
-        return pickle.dumps(answer, protocol=5)
+def encode_pickle(number: int, value: Any, error: BaseException | None) -> bytes:
+    if error is None:
+        return pickle.dumps((number, value, None), protocol=5)
     try:
-        packed = pickle.dumps((number, False, portable(value)), protocol=5)
+        packed = pickle.dumps((number, None, portable(error)), protocol=5)
         pickle.loads(packed)  # some errors cannot be rebuilt from the arguments they keep
     except Exception:
-        return pickle.dumps((number, False, RuntimeError(f"{type(value).__name__}: {value}")), protocol=5)
+        return pickle.dumps((number, None, RuntimeError(f"{type(error).__name__}: {error}")), protocol=5)
     return packed
 
 
@@ -124,7 +114,6 @@ def serve(connection: Connection, target: Any = None, encode: Encode = encode_pi
 
     Args:
         target: the object, if ``make`` is not called.
-        encode: encodes an answer.
         lost: the exit code when the connection is closed without an ``exit``.
     """
     worker, loop = ThisThread(), asyncio.new_event_loop()
@@ -132,9 +121,9 @@ def serve(connection: Connection, target: Any = None, encode: Encode = encode_pi
 
     async def answer(number: int, do: str, packed: bytes) -> None:
         try:
-            message = encode((number, True, await host.ask(do, *pickle.loads(packed))))
+            message = encode(number, await host.ask(do, *pickle.loads(packed)), None)
         except BaseException as error:
-            message = encode((number, False, error))
+            message = encode(number, None, error)
         with suppress(OSError, ValueError):
             sys.stdout.flush()
             sys.stderr.flush()
@@ -172,13 +161,23 @@ def main(descriptor: int, parent: int) -> NoReturn:
     except (EOFError, OSError):
         os._exit(0)
     sys.path[:] = path or sys.path
+    serve_parent(connection, parent)
+
+
+def serve_parent(connection: Connection, parent: int, lost: int = 0) -> NoReturn:
+    """``serve`` in a child process, which ends with its parent."""
     from tunesmith.monitor.children import end_with_parent
 
     end_with_parent(parent)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the parent gets them too, and ends this process
-        signal.signal(number, signal.SIG_IGN)
+    ignore_signals()
     faulthandler.enable()
-    serve(connection)
+    serve(connection, lost=lost)
+
+
+def ignore_signals() -> None:
+    """Ignore the terminal's signals: the process that runs the command gets them too, and ends this one."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
 
 
 if __name__ == "__main__":

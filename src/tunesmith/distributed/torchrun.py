@@ -26,11 +26,11 @@ from typing import NoReturn
 
 from tunesmith.config.placement import Role
 from tunesmith.distributed.far import PATIENCE, ConnectedFar, Far
-from tunesmith.distributed.host import serve
+from tunesmith.distributed.host import ignore_signals, serve, serve_parent
 from tunesmith.distributed.local import RANKED, LocalProcesses
 from tunesmith.distributed.machines import Rendezvous, differences, own_view, watched
 from tunesmith.errors import ConfigError, TrainerLostError, TunesmithError
-from tunesmith.monitor.children import end_with_parent, remove_at_end
+from tunesmith.monitor.children import remove_at_end
 from tunesmith.plan.processes.cluster import NAMES
 from tunesmith.plan.processes.devices import visible_names
 
@@ -69,8 +69,7 @@ class Launch:
 
 def serve_rank(launch: Launch) -> NoReturn:
     """Serve the process that runs the command as a trainer rank, until it closes the connection."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # rank 0 gets them too, and ends this process
-        signal.signal(number, signal.SIG_IGN)
+    ignore_signals()
     sys.stdout = open(os.devnull, "w")  # noqa: SIM115  (rank 0 prints)
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None or visible.count(",") >= launch.local_rank:
@@ -90,16 +89,8 @@ def _start_role(launch: Launch, role: Role, rendezvous: Rendezvous | None) -> No
     with socket.socket(fileno=os.dup(connection.fileno())) as same:
         if not same.recv(1, socket.MSG_PEEK):  # rank 0 has ended
             return
-    end = connection.fileno()
-    command = [
-        sys.executable,
-        "-P",
-        "-c",
-        SERVE,
-        str(end),
-        str(os.getpid()),
-        f"rank {launch.rank} of the {NAMES[role]}",
-    ]
+    end, name = connection.fileno(), f"rank {launch.rank} of the {NAMES[role]}"
+    command = [sys.executable, "-P", "-c", SERVE, str(end), str(os.getpid()), name]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     child = subprocess.Popen(command, pass_fds=[end], env=environment, stdout=subprocess.DEVNULL)
     connection.close()
@@ -114,10 +105,7 @@ SERVE = "from tunesmith.distributed.torchrun import serve_role; serve_role()"
 def serve_role() -> NoReturn:
     descriptor, parent = map(int, sys.argv[1:3])
     os.set_inheritable(descriptor, False)
-    end_with_parent(parent)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
-    serve(Connection(descriptor), lost=1)
+    serve_parent(Connection(descriptor), parent, lost=1)
 
 
 def _connect(launch: Launch, role: Role, rendezvous: Rendezvous | None) -> Connection:

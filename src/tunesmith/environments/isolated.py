@@ -15,8 +15,7 @@ from tunesmith.environments.steps import Observation, StepResult
 from tunesmith.environments.tools import Tool
 from tunesmith.errors import DeadlineExceeded, EpisodeError
 from tunesmith.types import Message, Task
-from tunesmith.usercode.isolation import answered, user_program
-from tunesmith.usercode.killable import Worker, WorkerError, Workers
+from tunesmith.usercode.killable import Worker, WorkerError, Workers, user_program
 
 _PROGRAM = Path(__file__).with_name("environment_program.py")
 
@@ -38,7 +37,7 @@ class FarGame(Game):
         assert self.worker is not None
         what = what or f"{self.name}.{method}"
         try:
-            answer = await answered(self.worker, (method, *args), self.timeout)
+            answer = await self.worker.ask((method, *args), self.timeout)
         except DeadlineExceeded as error:
             raise DeadlineExceeded(f"{what} {error}") from None
         except WorkerError as error:
@@ -84,7 +83,7 @@ class IsolatedGames:
             await game.ask("open", loaded.name, what=f"{name}()")
             yield game
         except BaseException:
-            worker.kill()  # its state is unknown
+            worker.close()  # its state is unknown
             raise
         self._workers.give_back(worker)
 

@@ -29,8 +29,7 @@ from tunesmith.rewards.function import (
 )
 from tunesmith.rewards.numeric import equal, last_number
 from tunesmith.types import Rollout, Status
-from tunesmith.usercode.isolation import KillablePool
-from tunesmith.usercode.killable import UserProgram, WorkerError
+from tunesmith.usercode.killable import KillablePool, UserProgram, WorkerError
 
 ITEM_SECONDS = 5.0
 """Upper limit of the deadline for judging one completion in a worker process; ``reward.timeout`` if shorter."""

@@ -8,7 +8,7 @@ from functools import partial
 from threading import Lock
 from typing import Any
 
-from tunesmith.distributed.far import Far, gather_together
+from tunesmith.distributed.far import Far, gather
 from tunesmith.errors import RewardError, TrainerLostError, TunesmithError
 from tunesmith.rewards.model import RewardModel
 
@@ -32,7 +32,7 @@ class RestartingFars:
             while True:
                 fars = self.fars
                 try:
-                    return gather_together((far.submit(name, *args) for far in fars), fars)
+                    return gather((far.submit(name, *args) for far in fars), fars)
                 except TunesmithError as lost:
                     if not any(far.lost for far in fars) and not isinstance(lost, TrainerLostError):
                         raise

@@ -12,8 +12,7 @@ from tunesmith.errors import ConfigError
 from tunesmith.rewards.function import ItemFailure, Notes, RewardFunction
 from tunesmith.types import Status
 from tunesmith.usercode.calls import FarFunction, PerLoop, RaisedInCall, Turns
-from tunesmith.usercode.isolation import answered, user_program
-from tunesmith.usercode.killable import Worker, WorkerError, WorkerLost, Workers
+from tunesmith.usercode.killable import Worker, WorkerError, WorkerLost, Workers, user_program
 
 _PROGRAM = Path(__file__).with_name("user_program.py")
 ATTEMPTS = 3
@@ -91,9 +90,9 @@ class IsolatedRewards:
         try:
             async with self._starting.here:
                 worker = self._worker
-                if worker is None or not worker.alive:
+                if worker is None or worker.lost:
                     worker = self._worker = await asyncio.to_thread(self._workers.take)
-            return await answered(worker, question, timeout, coroutine=coroutine, shared=coroutine)
+            return await worker.ask(question, timeout, coroutine=coroutine, shared=coroutine)
         except WorkerLost as lost:
             if not (lost.from_outside or coroutine):
                 raise
@@ -103,9 +102,9 @@ class IsolatedRewards:
                 attempt += 1
                 worker = await asyncio.to_thread(lambda: self._workers.server().worker())
                 try:
-                    return await answered(worker, question, timeout, coroutine=coroutine)
+                    return await worker.ask(question, timeout, coroutine=coroutine)
                 except WorkerLost as lost:
                     if not lost.from_outside or attempt == ATTEMPTS:
                         raise
                 finally:
-                    worker.kill()
+                    worker.close()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,10 @@ from tunesmith.usercode.calls import RaisedInCall, accepted, is_async, parameter
 
 
 class RewardProgram:
-    """Called with a function's number, the size of the call and its arguments; returns an ``answer``."""
+    """Called with a function's number, the size of the call and its arguments; returns an ``answer``.
+
+    Coroutine functions are called by ``later``.
+    """
 
     def __init__(self, references: Sequence[tuple[str, str]], base_dir: str) -> None:
         self.description: dict[str, Any]
@@ -36,21 +40,24 @@ class RewardProgram:
             ]
         }
 
-    def __call__(self, number: int, size: int, keywords: Mapping[str, Any]) -> Any:
-        function, notes = self._functions[number].function, Notes(size)
-        arguments = accepted(function, {**keywords, "log_extra": notes.log_extra, "log_metric": notes.log_metric})
-        if is_async(function):
-            return self._awaited(function, arguments, notes)
+    def __call__(self, number: int, size: int, keywords: Mapping[str, Any]) -> dict[str, Any]:
+        notes = Notes(size)
         try:
-            return answer(function(**arguments), notes)
+            return answer(self._function(number, keywords, notes)(), notes)
         except BaseException as error:
             return {"raised": RaisedInCall(error).trace}
 
-    async def _awaited(self, function: Any, arguments: dict[str, Any], notes: Notes) -> dict[str, Any]:
+    async def later(self, number: int, size: int, keywords: Mapping[str, Any]) -> dict[str, Any]:
+        notes = Notes(size)
         try:
-            return answer(await function(**arguments), notes)
+            return answer(await self._function(number, keywords, notes)(), notes)
         except Exception as error:
             return {"raised": RaisedInCall(error).trace}
+
+    def _function(self, number: int, keywords: Mapping[str, Any], notes: Notes) -> Callable[[], Any]:
+        function = self._functions[number].function
+        logs = {"log_extra": notes.log_extra, "log_metric": notes.log_metric}
+        return partial(function, **accepted(function, {**keywords, **logs}))
 
 
 def answer(output: object, notes: Notes) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Code in killable worker processes: remote objects that are forks of a loaded program.
+"""Code in killable worker processes: far objects that are forks of a loaded program.
 
 For work that no thread can stop: computer algebra on a model's text, regular expressions that backtrack without end,
 and all user code that may hang, crash, end its process or take all memory. A ``ForkServer`` loads a program once
@@ -7,28 +7,30 @@ and all user code that may hang, crash, end its process or take all memory. A ``
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import pickle
 import signal
 import sys
 import threading
-from collections.abc import Callable
-from concurrent.futures import Future
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import send_handle
 from pathlib import Path
-from queue import Empty, SimpleQueue
 from typing import Any
 
+from tunesmith.config.sizes import parse_size
 from tunesmith.distributed.child import Process, ending
-from tunesmith.distributed.far import ConnectedFar, PendingResult
-from tunesmith.errors import TunesmithError
+from tunesmith.distributed.far import ConnectedFar
+from tunesmith.errors import DeadlineExceeded, TunesmithError
+from tunesmith.usercode.calls import ANSWER_SECONDS, PerLoop, done_within
 
-STARTUP_SECONDS = 60.0
+STARTUP_SECONDS, ENDING_SECONDS = 60.0, 10.0
+IMPORT_SECONDS = 600.0
 MEMORY_BYTES = 4 << 30
 _CHILD = Path(__file__).with_name("killable_child.py")
 
@@ -67,6 +69,18 @@ class UserProgram:
     fork could use only one thread."""
 
 
+def user_program(
+    path: Path, function: str, arguments: tuple[Any, ...], memory: str | None, *, alone: bool = False
+) -> UserProgram:
+    """A program that loads the user's code.
+
+    Args:
+        memory: limit of each worker; None: half of the machine's memory.
+    """
+    limit = parse_size(memory) if memory else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    return UserProgram(path, function, arguments, limit, IMPORT_SECONDS, shows=True, alone=alone)
+
+
 class ForkServer:
     """A process that has loaded a program and forks workers; raises WorkerError if it cannot."""
 
@@ -77,24 +91,18 @@ class ForkServer:
         self.last_output = self._process.said
         self._lock = threading.Lock()
         self._used = False
-        self._forked: SimpleQueue[int | None] = SimpleQueue()
-        self._codes: dict[int, Future[int]] = {}
+        self._codes: dict[int, int | None] = {}
+        """The exit code of each fork; None: it has not been asked for."""
         setup = {"file": str(program.file), "function": program.function, "arguments": program.arguments}
+        setup |= {"alone": program.alone, "path": sys.path, "memory": program.memory}
+        late = f"{program.file.name} did not start within {program.startup:g} s"
         try:
-            with suppress(OSError):
-                self._pipe.send_bytes(pickle.dumps({**setup, "alone": program.alone, "path": sys.path}))
-            if not self._pipe.poll(program.startup):
-                raise WorkerError(f"{program.file.name} did not start within {program.startup:g} s")
-            try:
-                ready = json.loads(self._pipe.recv_bytes())
-            except (EOFError, OSError):
-                raise self._loss() from None
+            ready = self._ask(setup, program.startup, late)
         except BaseException:
             self.close()
             raise
         self.description: Any = ready["value"]
         self.forks: bool = ready["forks"]
-        threading.Thread(target=self._listen, name="fork server", daemon=True).start()
 
     @property
     def alive(self) -> bool:
@@ -103,110 +111,126 @@ class ForkServer:
     def worker(self) -> Worker:
         """A new worker: a fork or, if the program cannot be forked, this process, or another if this one is used."""
         if self.forks:
-            return Worker(self, *self._order(fork=True))
+            return self._worker()
         with self._lock:
             server, self._used = (ForkServer(self._program) if self._used else self), True
-        return Worker(server, *server._order(fork=False), server.close)
+        return server._worker()
 
-    def _order(self, *, fork: bool) -> tuple[int, Connection]:
+    def _worker(self) -> Worker:
         ours, theirs = Pipe()
-        with self._lock:
-            try:
-                self._pipe.send_bytes(pickle.dumps({"fork": fork, "memory": self._program.memory}))
-                send_handle(self._pipe, theirs.fileno(), self.pid)
-            except OSError:
-                raise self._loss() from None
-            finally:
-                theirs.close()
-            try:
-                number = self._forked.get(timeout=STARTUP_SECONDS) if fork else self.pid
-            except Empty:
-                raise WorkerError("no worker process could be started") from None
-        if number is None:
-            raise self._loss()
-        if fork:
-            self._codes.setdefault(number, Future())
-        return number, ours
+        with self._lock, theirs:
+            number = self._ask("worker", STARTUP_SECONDS, "no worker process could be started", theirs)
+            if self.forks:
+                self._codes[number] = None
+        return Worker(self, number, ours)
 
-    def _loss(self) -> WorkerLost:
-        return WorkerLost(self._process.popen.wait(), self.last_output())
-
-    def code_of(self, number: int) -> int:
-        """The exit code of a worker that has ended or is about to."""
+    def end(self, number: int) -> int:
+        """Kill a worker, if it has not ended. Returns its exit code."""
         if number == self.pid:
-            return self._process.popen.wait()
-        code = self._codes.setdefault(number, Future())
-        if self.alive:
-            with suppress(TimeoutError):
-                code.result(5.0)
-        return code.result() if code.done() else -signal.SIGKILL
+            return self._process.kill()
+        with self._lock:
+            code = self._codes[number]
+            if code is None:
+                try:
+                    code = self._ask(number, ENDING_SECONDS, "a worker process does not end")
+                except WorkerError:  # with the server, its forks end
+                    code = -signal.SIGKILL
+                self._codes[number] = code
+        return code
 
     def close(self) -> None:
-        """End the workers, collect their exit codes, and end the server."""
-        for number, code in list(self._codes.items()):
-            if not code.done():
-                with suppress(ProcessLookupError):
-                    os.kill(number, signal.SIGKILL)
+        """End the workers and the server."""
         for number in list(self._codes):
-            self.code_of(number)
-        self._process.kill()
-        self._pipe.close()
+            self.end(number)
+        with self._lock:
+            self._process.kill()
+            self._pipe.close()
 
-    def _listen(self) -> None:
+    def _ask(self, request: Any, seconds: float, late: str, connection: Connection | None = None) -> Any:
+        """The answer to a request, with which a connection may be sent.
+
+        Raises:
+            WorkerLost: the process has ended.
+            WorkerError: with the text ``late``, if it did not answer in time; it is then killed.
+        """
         try:
-            while True:
-                message = json.loads(self._pipe.recv_bytes())
-                if "forked" in message:
-                    self._forked.put(message["forked"])
-                else:
-                    self._codes.setdefault(message["ended"], Future()).set_result(message["code"])
-        except (EOFError, OSError, ValueError):
-            self._forked.put(None)
-            for code in list(self._codes.values()):
-                if not code.done():
-                    code.set_result(-signal.SIGKILL)
+            self._pipe.send_bytes(pickle.dumps(request))
+            if connection:
+                send_handle(self._pipe, connection.fileno(), self.pid)
+            if self._pipe.poll(seconds):
+                return json.loads(self._pipe.recv_bytes())
+        except (EOFError, OSError):
+            raise WorkerLost(self._process.popen.wait(), self.last_output()) from None
+        self._process.popen.kill()
+        raise WorkerError(late)
 
 
 class Worker(ConnectedFar):
     """One process that holds the program's function. Requests are pickled; answers are JSON, which cannot run code.
 
-    No watchdog supervises it: the caller sets a deadline and kills it. When it ends, its calls raise WorkerLost.
+    No watchdog supervises it: the caller sets a deadline and closes it. When it ends, its calls raise WorkerLost.
     """
 
-    def __init__(
-        self, server: ForkServer, pid: int, connection: Connection, on_kill: Callable[[], None] = lambda: None
-    ) -> None:
-        super().__init__(connection, f"worker {pid}", WorkerLost, None, json.loads)
-        self._server, self._number, self._on_kill = server, pid, on_kill
-        self.alive = True
+    def __init__(self, server: ForkServer, pid: int, connection: Connection) -> None:
+        super().__init__(connection, f"worker {pid}", WorkerLost, None)
+        self._server, self._number = server, pid
         self._start()
 
-    def ask(self, *arguments: Any, coroutine: bool = False) -> PendingResult:
-        """Call the function. The answer raises WorkerError if the function raised."""
-        return (self.submit_async if coroutine else self.submit)("__call__", *arguments)
+    async def ask(
+        self, arguments: Sequence[Any], timeout: float, *, coroutine: bool = False, shared: bool = False
+    ) -> Any:
+        """Call the function; the process is killed if it does not answer in time.
 
-    def kill(self) -> None:
-        with suppress(ProcessLookupError):
-            os.kill(self._number, signal.SIGKILL)
-        self.alive = False
-        self._on_kill()
+        Args:
+            coroutine: call the program's coroutine function ``later`` instead.
+            shared: other calls are in progress in the process, so only this call's coroutine is cancelled, as long as
+                the event loop still answers.
+
+        Raises:
+            DeadlineExceeded: it did not answer in time.
+            WorkerLost: it ended, or was killed because one of its calls blocked the event loop.
+            WorkerError: it raised.
+        """
+        try:
+            result = self.submit("later" if coroutine else "__call__", *arguments)
+        except TypeError as error:
+            raise WorkerError(str(error)) from error
+        try:
+            if await done_within(result, timeout):
+                return result.result()
+            if not shared:
+                raise DeadlineExceeded(f"did not return within {timeout:g} s; its process was killed")
+            self.cancel(result)
+            if not await done_within(result, ANSWER_SECONDS):
+                self.close()  # one of its calls, perhaps not this one, blocks the event loop
+            if isinstance(lost := result.exception(), WorkerLost):
+                raise lost
+            raise DeadlineExceeded(f"did not return within {timeout:g} s")
+        except asyncio.CancelledError:
+            if shared:
+                self.cancel(result)
+            raise
+        finally:
+            if not (shared or result.done()):
+                self.close()
 
     def _kill(self) -> None:
-        self._connection.close()
-        self.alive = False
+        if self._number == self._server.pid:
+            self._server.close()
+        elif self.code is None:
+            with suppress(ProcessLookupError):
+                os.kill(self._number, signal.SIGKILL)
 
     def _how_it_ended(self) -> str:
-        self.code = self._server.code_of(self._number)
+        self.code = self._server.end(self._number)
         return ending(self.code)
 
     def _loss(self) -> WorkerLost:
         return WorkerLost(-signal.SIGKILL if self.code is None else self.code, self._server.last_output())
 
-    def _raised(self, value: Any) -> WorkerError:
-        return WorkerError(value)
-
-    def _refusal(self, text: str) -> WorkerError:
-        return WorkerError(text)
+    def _decode(self, message: bytes) -> tuple[int, Any, WorkerError | None]:
+        number, value, error = json.loads(message)
+        return number, value, None if error is None else WorkerError(error)
 
 
 class Workers:
@@ -228,13 +252,13 @@ class Workers:
         """An idle worker, or a new one. Raises WorkerError."""
         with self._lock:
             while self._idle:
-                if (worker := self._idle.pop()).alive:
+                if not (worker := self._idle.pop()).lost:
                     return worker
         return self.server().worker()
 
     def give_back(self, worker: Worker) -> None:
         with self._lock:
-            if worker.alive:
+            if not worker.lost:
                 self._idle.append(worker)
 
     def close(self) -> None:
@@ -242,6 +266,41 @@ class Workers:
         with self._lock:
             server, self._server, idle, self._idle = self._server, None, self._idle, []
         for worker in idle:
-            worker.kill()
+            worker.close()
         if server is not None:
             server.close()
+
+
+class KillablePool:
+    """Up to ``workers`` processes of one program, each with one call at a time; ends with ``close``.
+
+    Args:
+        deadline: seconds for one call, not counting the worker's start.
+    """
+
+    def __init__(self, program: UserProgram, deadline: float, workers: int = 1) -> None:
+        self._workers, self._deadline = Workers(program), deadline
+        self._places = PerLoop(lambda: asyncio.Semaphore(workers))
+        self.close = self._workers.close
+
+    async def run(self, *arguments: Any) -> Any:
+        """The function's result. A call whose process was killed from outside is repeated once.
+
+        Raises:
+            DeadlineExceeded: its process was killed at the deadline.
+            WorkerError: it raised, or its process ended.
+        """
+        async with self._places.here:
+            try:
+                return await self._run_once(arguments)
+            except WorkerLost as lost:
+                if not lost.from_outside:
+                    raise
+                return await self._run_once(arguments)
+
+    async def _run_once(self, arguments: tuple[Any, ...]) -> Any:
+        worker = await asyncio.to_thread(self._workers.take)
+        try:
+            return await worker.ask(arguments, self._deadline)
+        finally:
+            self._workers.give_back(worker)

@@ -20,7 +20,7 @@ import signal
 import sys
 import threading
 import traceback
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ _PACKAGE = Path(__file__).parent.parent
 
 
 def main(pipe: int, parent: int) -> None:
-    """Load the program that the first message names, then fork a worker for every further message."""
+    """Load the program that the first message names, then fork a worker for every connection that arrives."""
     asking = Connection(pipe)
     setup = pickle.loads(asking.recv_bytes())
     sys.path[:] = setup["path"]
@@ -49,51 +49,44 @@ def main(pipe: int, parent: int) -> None:
     pool, torch = _threads() > before, sys.modules.get("torch")
     has_gpu = torch is not None and torch.cuda.is_initialized()
     forks = threading.active_count() == 1 and not has_gpu and not (pool and setup["alone"])
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # with another handler, exit codes might be lost
     _send(asking, {"value": getattr(call, "description", None), "forks": forks})
-    ended, child = os.pipe()
-    os.set_blocking(child, False)
-    signal.set_wakeup_fd(child)
-    signal.signal(signal.SIGCHLD, lambda number, frame: None)  # noqa: ARG005 (the wake-up pipe has it already)
     here = os.getpid()
     while True:
-        ready = wait([asking, ended])
-        if ended in ready:
-            os.read(ended, 1024)
-            _reap(asking)
-        if asking in ready:
-            try:
-                order = pickle.loads(asking.recv_bytes())
-                handle = recv_handle(asking)
-            except (EOFError, OSError):
-                os._exit(0)
-            number = os.fork() if order["fork"] else 0
-            if number == 0:
-                signal.set_wakeup_fd(-1)
-                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                if order["fork"]:
-                    end_with_parent(here)
-                    asking.close()
-                _settle(one_thread=order["fork"] and pool)
-                _limit(order["memory"])
-                serve(Connection(handle), call, _encode)
-            os.close(handle)
-            _send(asking, {"forked": number})
+        try:
+            request = pickle.loads(asking.recv_bytes())
+            if isinstance(request, int):
+                _send(asking, _end(request))
+                continue
+            handle = recv_handle(asking)
+        except (EOFError, OSError):
+            os._exit(0)
+        number = os.fork() if forks else here
+        if number:
+            _send(asking, number)
+        if number in (0, here):
+            if forks:
+                end_with_parent(here)
+                asking.close()
+            _settle(one_thread=forks and pool)
+            _limit(setup["memory"])
+            serve(Connection(handle), call, _encode)
+        os.close(handle)
 
 
-def _reap(asking: Connection) -> None:
-    with contextlib.suppress(ChildProcessError):
-        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
-            _send(asking, {"ended": ended[0], "code": os.waitstatus_to_exitcode(ended[1])})
+def _end(worker: int) -> int:
+    """Kill a worker, if it has not ended. Returns its exit code."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(worker, signal.SIGKILL)
+    return os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1])
 
 
-def _encode(answer: tuple[int, bool, Any]) -> bytes:
-    number, succeeded, value = answer
-    if not succeeded:
-        value = "".join(traceback.format_exception(value, limit=-5))[-4000:]
-    return json.dumps((number, succeeded, value)).encode()
+def _encode(number: int, value: Any, error: BaseException | None) -> bytes:
+    trace = None if error is None else "".join(traceback.format_exception(error, limit=-5))[-4000:]
+    return json.dumps((number, value, trace)).encode()
 
 
-def _send(pipe: Connection, message: dict[str, Any]) -> None:
+def _send(pipe: Connection, message: Any) -> None:
     pipe.send_bytes(json.dumps(message).encode())
 
 
