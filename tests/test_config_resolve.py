@@ -261,7 +261,7 @@ def test_rules_name_settings_and_facts_that_exist() -> None:
     for config in (rl("train.steps=3", "data.max_prompt_tokens=9"), sft("train.steps=3"), generate):
         known |= situation(config, facts()).keys()
     known |= {"device_derived"}
-    for rule in (rule for file in ("unread", "refused", "refused_system", "notes") for rule in rules(file)):
+    for rule in (rule for file in ("unread", "refused", "refused_system", "vllm", "notes") for rule in rules(file)):
         conditions = rule.get("when", {}) | rule.get("unless", {})
         words = " ".join(map(str, conditions.values())).split()
         named = {*conditions, *re.findall(r"\{([\w.]+)(?::s)?\}", rule.get("text") or rule["why"])}

@@ -25,6 +25,7 @@ from tiny_rewards import save_reward_model
 from tiny_runs import write_lines
 from tunesmith.assembly.environments import check_run_rewards
 from tunesmith.config.choice import Choice
+from tunesmith.config.engines import ENGINES
 from tunesmith.config.generation import GenerateConfig, RFTConfig
 from tunesmith.config.load import find_kind, load_config, parse_override
 from tunesmith.config.resolved import Resolved
@@ -273,20 +274,22 @@ def names_in(file: str, function: str) -> set[str]:
     return {text for text in used if isinstance(text, str)}
 
 
-def test_the_files_that_tell_engines_apart_are_listed() -> None:
-    """CONTRIBUTING.md names each file that compares ``system.engine``, so that a new engine misses none."""
+def test_only_the_listed_files_ask_for_an_engine_by_name() -> None:
+    """Others ask for a property of ``config.engines``, so that a new engine misses none of them."""
     page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    table = page.partition("### A new engine")[2].partition("\n## ")[0]
-    code = r"\bengine (==|!=) [\"']|\bsystem\.served\b|\"engine\": \"(local|vllm)|: dict\[.*RolloutEngine.*= {"
-    rules = r"\"system\.engine\"( =|\])|\bserved\"? ="
+    listed = set(re.findall(r"`([\w/]+\.(?:py|toml))`", page.partition("### A new engine")[2].partition("\n## ")[0]))
+    name = f"[\"']({'|'.join(ENGINES)})[\"']"
+    code = rf"\bengine(_kind)?\b *(==|!=|(not )?in) *[(\[{{]?{name}|[\"']engine[\"']: *{name}"
+    rules = rf"^(when|unless) = .*\"system\.engine\" = \[?{name}"
     package = ROOT / "src" / "tunesmith"
-    found = {
+    asking = {
         path.relative_to(package).as_posix()
         for pattern, kind in ((code, "*.py"), (rules, "*.toml"))
         for path in package.rglob(kind)
-        if re.search(pattern, path.read_text(encoding="utf-8"))
+        if re.search(pattern, path.read_text(encoding="utf-8"), re.MULTILINE)
     }
-    assert found == set(re.findall(r"`([\w/]+\.(?:py|toml))`", table))
+    assert {"assembly/engines.py", "plan/rules/vllm.py", "plan/rules/unread.toml", "doctor/rules.toml"} <= asking
+    assert asking <= listed
 
 
 def test_documents_name_no_place_of_one_machine() -> None:

@@ -40,7 +40,7 @@ from tunesmith.plan.filling import with_values
 from tunesmith.plan.layout.keys import ENGINES
 from tunesmith.plan.processes.cluster import NAMES
 from tunesmith.plan.processes.roles import scoring_shards, shares_trainer_device
-from tunesmith.plan.processes.weights import engines_apart, weights_apart
+from tunesmith.plan.processes.weights import weights_apart
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -225,7 +225,7 @@ def check_dry_run(config: RunConfig) -> None:
     system = config.system
     asked = {
         f"system.device = '{system.device}'": not system.device.startswith("cuda"),
-        f"system.engine = '{system.engine}'": config.samples and system.served,
+        f"system.engine = '{system.engine}'": config.samples and system.engine_kind.served,
         f"system.weight_plane = '{system.weight_plane}'": system.weight_plane == "ipc",
         f"system.compile = '{system.compile}'": isinstance(system.compile, str),
         f"system.kernels = '{system.kernels}'": system.kernels != "torch",
@@ -247,7 +247,7 @@ def dry_run(config: RunConfig, facts: Facts) -> dict[str, dict[str, DryPhase]]:
     from tunesmith.fake_device.device import FakeDevice
     from tunesmith.parallel.sequence import sequence_group
 
-    apart = isinstance(config, RLConfig) and (engines_apart(config) or config.system.engine != "local")
+    apart = isinstance(config, RLConfig) and weights_apart(config)
     engine = planned_elsewhere(config, facts) or planned(config, facts) or Price()
     if config.model.quantize is not None:
         import_module("bitsandbytes")  # it detects real GPUs on import

@@ -45,7 +45,7 @@ def make_engine(
     Args:
         model: the trainer's; None for an engine that loads the model's files and never gets other weights.
     """
-    if config.system.served:
+    if config.system.engine_kind.served:
         assert model is not None, "servers are compared with it"
         from tunesmith.assembly.http_engines import make_http_engine
 

@@ -1,4 +1,4 @@
-"""A dry run's substitutes for the parts of a run that need vLLM, files or other machines."""
+"""A dry run's substitutes for the parts of a run that need other packages, files or other machines."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ENGINES_WEIGHTS, KEYS_AND_VALUES, PUBLISHED = "engines' weights", "keys and valu
 
 @contextmanager
 def parts_replaced(device: FakeDevice, engine: Price) -> Generator[None]:
-    """A context in which engines' memory is named, vLLM only holds planned memory, and gathered weights go nowhere.
+    """A context that names engines' memory, in which third-party engines only hold it, and in which weights go nowhere.
 
     Args:
         engine: memory planned on a GPU with an engine.
@@ -48,12 +48,12 @@ def parts_replaced(device: FakeDevice, engine: Price) -> Generator[None]:
         with device.allocating(ENGINES_WEIGHTS):
             return local(**settings)
 
-    def make_vllm(**_: Any) -> Any:
+    def make_planned(**_: Any) -> Any:
         made = PlannedEngine(device, {ENGINES_WEIGHTS: engine.engine, KEYS_AND_VALUES: engine.kv})
         return made, made.take
 
     def make_plane(config: RunConfig, model: Decoder) -> GatheringPlane:
-        merged, stored = config.system.adapter_sync != "adapter", config.system.engine != "local"
+        merged, stored = config.system.adapter_sync != "adapter", config.system.engine_kind.third_party
         copying = planes.broadcast_plane(config, model) if planes.stays_on_gpu(config) else None
         return GatheringPlane(planes.published(model, merged=merged, as_stored=stored), device, copying)
 
@@ -71,7 +71,7 @@ def parts_replaced(device: FakeDevice, engine: Price) -> Generator[None]:
 
     with (
         patch.object(KVMemory, "allocate", allocate_named),
-        patch.dict(engine_host.ENGINES, local=make_local, vllm=make_vllm),
+        patch.dict(engine_host.ENGINES, dict.fromkeys(engine_host.ENGINES, make_planned) | {"local": make_local}),
         patch.multiple(teacher, load_frozen=load_frozen, load_tokenizer=load_tokenizer),
         patch.multiple(planes, make_plane=make_plane, own_address=own_address),
         patch.dict(os.environ),

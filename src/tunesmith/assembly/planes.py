@@ -86,8 +86,8 @@ def broadcast_plane(config: RunConfig, model: Decoder, rank: int = 0) -> Broadca
 
 def _publication(config: RunConfig, model: Decoder) -> tuple[NamedTensors, int]:
     """The weights that a run's engines get, and their bytes."""
-    merged, own = config.system.adapter_sync != "adapter", config.system.engine == "local"
-    tensors = published(model, merged=merged, as_stored=not own, in_host_memory=not stays_on_gpu(config))
+    merged, as_stored = config.system.adapter_sync != "adapter", config.system.engine_kind.third_party
+    tensors = published(model, merged=merged, as_stored=as_stored, in_host_memory=not stays_on_gpu(config))
     return tensors, published_bytes(model, merged=merged)
 
 

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from tunesmith.config.engines import ENGINES, EngineKind, EngineName
 from tunesmith.config.placement import PlacementSection
 from tunesmith.config.section import Section, derived
 from tunesmith.config.values import Count, Part, PositiveInt, Size, Text, Url
@@ -86,7 +87,7 @@ class SystemSection(Section):
     """Keep frozen models (a reference, a teacher, reward models) in host memory while they do not score."""
     logprob_chunk: PositiveInt | None = None
     """Rows of the vocabulary head computed at once."""
-    engine: Literal["local", "vllm", "sglang"] = "local"
+    engine: EngineName = "local"
     """The sampling engine: Tunesmith's own, vLLM, or servers that are already running (SGLang)."""
     engine_urls: tuple[Url, ...] = ()
     """The servers of ``engine = "sglang"``, such as ``["http://127.0.0.1:30000"]``."""
@@ -148,6 +149,5 @@ class SystemSection(Section):
     """Settings of ``engine = "vllm"``."""
 
     @property
-    def served(self) -> bool:
-        """Whether separately started servers do the sampling."""
-        return self.engine == "sglang"
+    def engine_kind(self) -> EngineKind:
+        return ENGINES[self.engine]

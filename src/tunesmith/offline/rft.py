@@ -41,7 +41,7 @@ from tunesmith.offline.sampling import SamplingRun, answer_tasks, identity, open
 from tunesmith.offline.selection import accuracy
 from tunesmith.offline.usage import Usage, total_of
 from tunesmith.plan.derive.generation import SEPARATOR, derive_rft_warmup, profile_values
-from tunesmith.plan.rules.engine import SAMPLER_KEYS
+from tunesmith.plan.rules.checks import SAMPLER_KEYS
 from tunesmith.storage import read_json, write_json
 from tunesmith.types import Task
 from tunesmith.usercode.loading import located

@@ -113,7 +113,7 @@ def answer_tasks(
     async def write() -> None:
         try:
             # An engine with its own weights has read them from the model's files, without the adapter; SGLang has not.
-            if weights_apart(config) and (config.lora.on or config.system.engine == "sglang"):
+            if weights_apart(config) and (config.lora.on or config.system.engine_kind.served):
                 with usage.phase("setup"):
                     await engine.load_weights(0)
             await answer(

@@ -65,7 +65,7 @@ def _matters(resolved: Resolved[Any], key: str) -> bool:
     """Whether a setting applies to the run."""
     config = resolved.config
     if key.startswith("system.vllm."):
-        return config.samples and config.system.engine == "vllm"
+        return config.samples and config.system.engine_kind.spans_devices
     if key in ("system.trainer_ranks", "system.zero_stage", "system.sequence_parallel.size"):
         return config.trains
     return config.samples or not key.startswith(("system.engine", "system.hybrid"))

@@ -33,7 +33,7 @@ def check_tunable(config: RunConfig, command: str = "tune") -> None:
             f'system.cluster = "{config.system.cluster}": the steps of a cluster are not measured; leave it out to '
             "measure on one machine"
         )
-    if config.system.served:
+    if config.system.engine_kind.served:
         raise ConfigError(
             f'system.engine = "{config.system.engine}": servers keep the weights of one run, and trials run in turn; '
             'set system.engine = "local"'

@@ -20,15 +20,16 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from tunesmith.config.engines import ENGINES
 from tunesmith.engines.base import check_sampling
 from tunesmith.engines.http.server import PATIENCE, Continuation, SglangServer
 from tunesmith.engines.partial import RunningRequest, stop_strings, stop_token_ids
 from tunesmith.engines.stats import EngineStats
 from tunesmith.errors import EngineError, TunesmithError, UserError
-from tunesmith.plan.rules.engine import LAUNCH, UNALTERED_ONLY
 from tunesmith.types import Completion, FinishReason, Sampling
 from tunesmith.weights.base import Offer
 
+_KIND = ENGINES["sglang"]
 START_PATIENCE = 10.0
 """Seconds for which a server may be unreachable before its first answer."""
 SPOILED = 3
@@ -126,7 +127,7 @@ class SglangEngine:
         check_sampling(sampling)
         if altered := sampling.altered:
             settings = ", ".join(f"{name} = {value:g}" for name, value in altered.items())
-            raise UserError(f"sampling: {settings}: {UNALTERED_ONLY}; leave out what alters the distribution")
+            raise UserError(f"sampling: {settings}: {_KIND.unaltered_only}; leave out what alters the distribution")
         state = self._state
         if state != "awake":
             raise EngineError(f"{self.name}: the engine is {state}")
@@ -221,7 +222,7 @@ class SglangEngine:
             model, server = [await self._server.info(name, START_PATIENCE) for name in ("model_info", "server_info")]
         except EngineError as error:
             port = self._server.url.rpartition(":")[2]
-            command = LAUNCH.format(path=served.path, port=port if port.isdigit() else "30000")
+            command = _KIND.launch.format(path=served.path, port=port if port.isdigit() else "30000")
             raise UserError(f"{error}. Start SGLang there with: {command}") from error
         if not model.get("is_generation", True):
             raise UserError(f"{self.name} serves '{model.get('model_path')}', which does not write text")

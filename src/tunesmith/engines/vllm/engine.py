@@ -16,6 +16,7 @@ from functools import partial
 from itertools import count
 from typing import Any
 
+from tunesmith.config.engines import ENGINES
 from tunesmith.data.tokens import decode
 from tunesmith.engines.base import check_sampling
 from tunesmith.engines.partial import PartialCompletion, stop_strings
@@ -24,7 +25,6 @@ from tunesmith.engines.step_thread import StepThread
 from tunesmith.engines.stopping import StopStrings
 from tunesmith.engines.vllm.start import VllmSettings, kv_bytes, start
 from tunesmith.errors import EngineError, UserError, boundary
-from tunesmith.plan.rules.vllm import LEAST_TEMPERATURE
 from tunesmith.types import Completion, FinishReason, Sampling
 from tunesmith.weights.base import NamedTensors
 
@@ -183,10 +183,10 @@ class VllmEngine:
     def _check(self, prompt: int, sampling: Sampling) -> None:
         """Refuse a request: UserError if it can never be served, EngineError if not in the engine's current state."""
         check_sampling(sampling)
-        if 0 < sampling.temperature < LEAST_TEMPERATURE:
+        if 0 < sampling.temperature < (least := ENGINES["vllm"].least_temperature):
             raise UserError(
-                f"sampling.temperature = {sampling.temperature:g}: vLLM would raise it to {LEAST_TEMPERATURE:g}; use 0 "
-                "(greedy), or at least as much"
+                f"sampling.temperature = {sampling.temperature:g}: vLLM would raise it to {least:g}; use 0 (greedy), "
+                "or at least as much"
             )
         if not 0 < prompt < self._context:
             raise UserError(

@@ -23,7 +23,7 @@ def measurable(config: RunConfig, facts: Facts) -> bool:
     system, model = config.system, facts.model
     if on_gpu(config) or facts.hardware.named or not config.trains or model is None or not model.parameters:
         return False
-    processes = system.trainer_ranks > 1 or known(system, "engine_process") or system.served
+    processes = system.trainer_ranks > 1 or known(system, "engine_process") or system.engine_kind.served
     other = config.lora.on or config.model.quantize or has_critic(config) or isinstance(config, ScoreConfig)
     return not processes and not other and system.cluster == "none" and config.command != "distill"
 

@@ -49,7 +49,7 @@ def expected_seconds(config: RunConfig, facts: Facts, samples: int, tokens: floa
     if model is None or not model.parameters:
         return 1.0
     found = _training(config, facts, model, samples, tokens)
-    if isinstance(config, RLConfig) and not config.system.served:
+    if isinstance(config, RLConfig) and not config.system.engine_kind.served:
         sampling = _sampling(config, facts, model, samples, tokens)
         return max(found, sampling) if config.rollout.max_staleness else found + sampling
     return found

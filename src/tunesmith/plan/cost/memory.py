@@ -115,7 +115,7 @@ def engines_elsewhere(config: RunConfig, facts: Facts) -> bool:
 def layout_of(config: RunConfig, facts: Facts) -> Layout:
     """The layout of the trainer's device, or of the sampler's if nothing is trained."""
     system = config.system
-    here = config.samples and not system.served and not engines_elsewhere(config, facts)
+    here = config.samples and not system.engine_kind.served and not engines_elsewhere(config, facts)
     together = engines_together(config, len(facts.hardware.gpus)) if here else 0
     frozen = facts.frozen_parameters
     if not isinstance(config, DistillConfig):
@@ -149,7 +149,7 @@ def layout_of(config: RunConfig, facts: Facts) -> Layout:
         ranks=ranks_per_engine(config),
         prepared=together * _prepared(config, facts),
         turns=bool(known(system, "hybrid")) or isinstance(config, RFTConfig),
-        keeps_base=isinstance(config, RLConfig) and system.engine == "local" and lora,
+        keeps_base=isinstance(config, RLConfig) and lora and not system.engine_kind.third_party,
         published=bytes_to_send(config, facts.model, bytes_per_number(config)) if facts.model else 0,
     )
 
@@ -157,7 +157,7 @@ def layout_of(config: RunConfig, facts: Facts) -> Layout:
 def _prepared(config: RunConfig, facts: Facts) -> int:
     """Bytes of weights that each engine on a CPU prepares."""
     model = facts.model
-    if on_gpu(config) or config.system.engine != "local" or config.model.quantize is not None or model is None:
+    if on_gpu(config) or config.system.engine_kind.third_party or config.model.quantize is not None or model is None:
         return 0
     narrow, whole = known(config.model, "dtype") == "bfloat16", model.vocab_size % 16 == model.hidden_size % 32 == 0
     alike = narrow and not config.lora.on and decodes_compiled(config, facts)
@@ -235,7 +235,7 @@ def _with_tokens(config: RunConfig, facts: Facts, layout: Layout) -> Layout:
 def planned_elsewhere(config: RunConfig, facts: Facts) -> Price | None:
     """Memory of each engine on each of its own GPUs; None if engines have no GPUs of their own."""
     model = facts.model
-    if model is None or model.parameters is None or config.system.served or not engines_elsewhere(config, facts):
+    if model is None or model.parameters is None or not engines_elsewhere(config, facts):
         return None
     kv = parse_size(kv) if (kv := known(config.system, "kv_memory")) else 0
     size = bytes_per_number(config)
@@ -328,7 +328,7 @@ def least(config: RunConfig, facts: Facts) -> Price | None:
     layout, longest = layout_of(config, facts), longest_sample(config, facts) or LEAST_TOKENS
     samples = config.samples and not engines_elsewhere(config, facts)
     engines = engines_together(config, len(facts.hardware.gpus))
-    kv = _sequence(config, facts, model) * engines if samples and not config.system.served else 0
+    kv = _sequence(config, facts, model) * engines if samples and not config.system.engine_kind.served else 0
     return _with_passes(config, facts, replace(layout, tokens=longest if layout.trains else 0, kv_bytes=kv), caps=False)
 
 
@@ -358,7 +358,7 @@ def request_kv(config: RunConfig, facts: Facts, model: ModelFacts) -> int:
 def kv_bytes_per_number(config: RunConfig, facts: Facts) -> int:
     """Bytes per element of keys and values: the model's dtype, but float32 for the local engine on a CPU if PyTorch
     decodes (``engines.local.native_decode``)."""
-    here = config.system.engine == "local" and not on_gpu(config)
+    here = not on_gpu(config) and not config.system.engine_kind.third_party
     exact = here and not (decodes_compiled(config, facts) and known(config.model, "dtype") == "bfloat16")
     return 4 if exact else bytes_per_number(config)
 

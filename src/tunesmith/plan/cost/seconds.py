@@ -57,7 +57,7 @@ def step_seconds(config: RunConfig, facts: Facts) -> dict[str, float]:
     phases = _training(config, facts, model, kind, longest)
     if not isinstance(config, RLConfig):
         return phases | {"step": sum(phases.values())}
-    if config.system.served:
+    if config.system.engine_kind.served:
         return {}
     sampling = _sampling(config, model, kind, longest)
     together = max if config.rollout.max_staleness else sum

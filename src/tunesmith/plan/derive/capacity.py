@@ -105,7 +105,7 @@ def derive_capacity(filling: Filling, facts: Facts) -> None:
     budget = max(0, trainer_memory(config, facts) - _reserved(config, facts))
     if config.trains:
         _derive_microbatch(filling, facts, budget, MOST_TOKENS["cuda" if here else "cpu"])
-    if config.samples and not config.system.served:
+    if config.samples and not config.system.engine_kind.served:
         _derive_kv_memory(filling, facts, *_kv_share(config, facts, budget))
     derive_caps(filling, facts, MOST_TOKENS["cuda" if here else "cpu"])
 
@@ -223,7 +223,7 @@ def _derive_checkpointing(filling: Filling, facts: Facts) -> None:
 
 def _derive_hybrid(filling: Filling, facts: Facts) -> None:
     key, config, model = "system.hybrid", filling.config, facts.model
-    apart = engines_apart(config) or config.system.served
+    apart = engines_apart(config) or config.system.engine_kind.served
     if not on_gpu(config) or apart or (config.rollout.max_staleness and weights_apart(config)):
         filling.fill(key, False, "engine and trainer do not take turns on a GPU")
         return

@@ -17,7 +17,7 @@ def derive_weights(filling: Filling) -> None:
     if config.system.cluster == "ray":
         filling.fill("system.weight_plane", "gloo", "engines may be on other machines")
     filling.fill("system.weight_plane", "memory", "engines and trainer are on one machine")
-    if config.lora.on and config.system.engine == "local":
+    if config.lora.on and not config.system.engine_kind.third_party:
         filling.fill("system.adapter_sync", "adapter", "the engines have the same base, and the adapter is small")
     elif config.lora.on:
         filling.fill("system.adapter_sync", "merged", f"{config.system.engine} takes whole weights")

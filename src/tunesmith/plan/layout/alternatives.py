@@ -72,7 +72,7 @@ def _others(config: RunConfig, resolved: Resolved[Any], facts: Facts) -> Iterato
     device = config.model_copy(update={"system": with_values(config, {"system.device": "cuda"}).system})
     for layout in layouts(device if on_gpu(resolved.config) else config, facts):
         unread = {
-            *(() if config.system.engine == "vllm" else (TENSOR,)),
+            *(() if config.system.engine_kind.spans_devices else (TENSOR,)),
             *(() if config.samples else (ENGINES,)),
         }
         yield {key: value for key, value in layout.items() if key not in unread and not (key == ENGINES and value == 1)}

@@ -38,7 +38,7 @@ def memory_problems(config: RunConfig, facts: Facts, given: RunConfig) -> Iterat
     free_of_layout = _without_layout(given, config)
     for place, (name, needed, free) in enumerate(least_devices(config, facts)):
         if needed.peak > MARGIN * free:
-            split = place and name == "engine" and config.system.engine == "vllm"
+            split = place and name == "engine" and config.system.engine_kind.spans_devices
             cure = "split each engine over more GPUs with system.vllm.tensor_parallel_size"
             cure = cure if split else _remedy(config, facts, free, given, free_of_layout)
             yield _does_not_fit(config, needed, free, cure, f"the {name}'s GPU" if place else _devices(config))
@@ -155,11 +155,11 @@ def _changes(config: RunConfig, facts: Facts, layout: Mapping[str, Any]) -> Iter
             yield {key: value for key, value in differs.items() if key == PLACEMENT or values[key] is not None}
         if not config.lora.on and not muon:
             yield {"lora.rank": USUAL_RANK}
-    engine, fixed = config.system.engine, isinstance(config, ScoreConfig) or (config.trains and muon)
-    if config.model.quantize is None and engine == "local" and not fixed:
+    engine, fixed = config.system.engine_kind, isinstance(config, ScoreConfig) or (config.trains and muon)
+    if config.model.quantize is None and not engine.third_party and not fixed:
         lora = {} if not config.trains or config.lora.on else {"lora.rank": USUAL_RANK}
         yield from ({**lora, "model.quantize": name} for name in ("int8", "nf4"))
-    if engine == "vllm" and isinstance(config, SamplingConfig):
+    if engine.spans_devices and isinstance(config, SamplingConfig):
         for ranks in (n for n in (2, 4, 8) if n <= len(facts.hardware.gpus)):
             yield {"system.vllm.tensor_parallel_size": ranks, "system.engine_process": True}
 

@@ -97,7 +97,8 @@ def _shapes(config: RunConfig, gpus: int) -> Iterator[Settings]:
     size = given(config, SEQUENCE) or 1
     together = ranks or max(1, min(gpus // size, known(config.train, "batch_size") or gpus) * size)
     trainer = {RANKS: together} if config.trains else {}
-    in_process = config.system.served or given(config, PROCESS) is False or config.system.weight_plane == "ipc"
+    system = config.system
+    in_process = system.engine_kind.served or given(config, PROCESS) is False or system.weight_plane == "ipc"
     if not config.samples:
         yield trainer
     elif gpus > 1 and not in_process:
@@ -135,7 +136,7 @@ def _tensor_sizes(config: RunConfig, gpus: int) -> list[int]:
     if wanted := given(config, TENSOR):
         return [wanted]
     each = config.system.vllm.pipeline_parallel_size
-    return [n for n in SIZES if n * each <= gpus] or [1] if config.system.engine == "vllm" else [1]
+    return [n for n in SIZES if n * each <= gpus] or [1] if config.system.engine_kind.spans_devices else [1]
 
 
 def _sequence_sizes(config: RunConfig, facts: Facts, ranks: int) -> list[int]:

@@ -42,7 +42,7 @@ def derive_layout(filling: Filling, facts: Facts) -> None:
     config, gpus = filling.config, gpus_of_run(filling.config, facts)
     layout = fastest_layout(config, facts) or _nearest_layout(config, facts)
     reasons = _reasons(with_values(config, layout), facts, gpus)
-    unread = {*(() if config.system.engine == "vllm" else (TENSOR,)), *(() if config.samples else (ENGINES,))}
+    unread = {*(() if config.system.engine_kind.spans_devices else (TENSOR,)), *(() if config.samples else (ENGINES,))}
     for key, default in ONE_PROCESS.items():
         value = layout[key]
         if (value != default and key != SEQUENCE) or (key in (RANKS, STAGE) and gpus > 1 and config.trains):

@@ -15,12 +15,10 @@ def on_gpu(config: RunConfig) -> bool:
 
 def ranks_per_engine(config: RunConfig) -> int:
     """Devices over which one engine is split."""
+    if not config.system.engine_kind.spans_devices:
+        return 1
     vllm = config.system.vllm
-    return (
-        (known(vllm, "tensor_parallel_size") or 1) * vllm.pipeline_parallel_size
-        if config.system.engine == "vllm"
-        else 1
-    )
+    return (known(vllm, "tensor_parallel_size") or 1) * vllm.pipeline_parallel_size
 
 
 def visible_names(variable: str | None, count: int) -> list[str]:
@@ -99,5 +97,4 @@ def decodes_compiled(config: RunConfig, facts: Facts) -> bool:
 
 def _decodes(config: RunConfig, facts: Facts) -> bool:
     """Whether the local engine samples from a model that compiled functions can decode; unknown models count too."""
-    samples = config.samples and config.system.engine == "local"
-    return samples and (facts.model is None or facts.model.lean)
+    return config.samples and not config.system.engine_kind.third_party and (facts.model is None or facts.model.lean)

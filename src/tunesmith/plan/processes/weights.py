@@ -17,7 +17,7 @@ def engines_apart(config: RunConfig) -> bool:
 
 def weights_apart(config: RunConfig) -> bool:
     """Whether an engine has its own copy of the weights, in this process or another."""
-    return config.system.engine != "local" or engines_apart(config)
+    return config.system.engine_kind.third_party or engines_apart(config)
 
 
 def colocated(config: RunConfig) -> bool:
@@ -28,7 +28,7 @@ def colocated(config: RunConfig) -> bool:
 
 def loads_model(config: RunConfig) -> bool:
     """Whether a run that only samples loads the model in its own process."""
-    return not weights_apart(config) or config.lora.on or config.system.served
+    return not weights_apart(config) or config.lora.on or config.system.engine_kind.served
 
 
 def publishing_ranks(config: RunConfig) -> int:

@@ -11,28 +11,45 @@ from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from math import ceil
+from urllib.parse import urlsplit
 
+from tunesmith.config.distillation import OfflineDistillConfig
+from tunesmith.config.generation import SamplingConfig
 from tunesmith.config.resolved import settings
-from tunesmith.config.schema import RLConfig, RunConfig
+from tunesmith.config.schema import RLConfig, RunConfig, SFTConfig
 from tunesmith.config.section import known
 from tunesmith.config.sizes import format_size, parse_size
-from tunesmith.errors import ConfigError
+from tunesmith.config.system import SystemSection, VllmSection
+from tunesmith.errors import ConfigError, nearest
 from tunesmith.plan.cost.memory import kv_bytes_per_number
 from tunesmith.plan.facts.run import Facts
 from tunesmith.plan.processes.cluster import cluster_problems, ray_not_installed
 from tunesmith.plan.processes.devices import device_problems
-from tunesmith.plan.rules.engine import SAMPLER_KEYS, server_problems
-from tunesmith.plan.rules.evaluation import metric_problems
 from tunesmith.plan.rules.rules import refused_problems, unread_problems
 from tunesmith.plan.rules.situation import resolved_algorithm, rollout_samples, situation
-from tunesmith.plan.rules.vllm import vllm_misfits, vllm_not_installed, vllm_problems
+from tunesmith.plan.rules.vllm import vllm_not_installed, vllm_problems
+from tunesmith.types import altering
 
+_TRAINER_KEYS = (
+    *("profile", "tuned", "device", "device_memory", "threads", "compile", "kernels", "max_tokens_per_microbatch"),
+    *("scoring_max_tokens", "share_prompts", "gradient_checkpointing", "logprob_chunk", "trainer_ranks", "zero_stage"),
+    *("shard_size", "sequence_parallel", "trainer_restarts", "offload_activations", "offload_reference"),
+    *("offload_optimizer", "offload_parameters", "hybrid", "canary", "vllm"),
+)
+SAMPLER_KEYS = (
+    *(f"system.{key}" for key in SystemSection.model_fields if key not in _TRAINER_KEYS),
+    *(f"system.vllm.{key}" for key in VllmSection.model_fields),
+)
+"""Settings that only sampling runs read; ``hybrid`` and ``canary`` have their own rules."""
 BLOCK = 16
 """Tokens per block of the local engine's KV cache."""
 MOST_ROLLOUTS = 10**6
 """Maximum rollouts per step; the largest published runs have a few thousand."""
 LEAST_LIGER = (0, 8, 2)
 """The first Liger version with a kernel for gate and up in one tensor."""
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
+_ROLLOUTS = ("accuracy", "reward", "length", "answered", "failed")
+_PREFERENCES = ("loss", "accuracy", "margin", "nll", *(f"rewards/{n}" for n in ("chosen", "rejected", "mean", "std")))
 FOR_SAMPLING = (
     *("eval.samples", "eval.temperature", "eval.pass_at", *SAMPLER_KEYS),
     *("monitor.samples", "monitor.tokens", "monitor.rollouts_size", "data.max_prompt_tokens", "train.passes_per_batch"),
@@ -66,10 +83,11 @@ def raise_all(problems: list[str]) -> None:
 
 def contradictions(config: RunConfig, facts: Facts | None = None) -> Iterator[str]:
     """Contradictions between settings and, if facts are given, between settings and facts."""
-    yield from refused_problems(situation(config, facts))
-    yield from metric_problems(config)
-    yield from server_problems(config)
-    yield from vllm_problems(config)
+    values = situation(config, facts)
+    yield from refused_problems(values)
+    yield from _check_metric(config)
+    yield from _check_engine(config)
+    yield from vllm_problems(config, facts, values)
     yield from cluster_problems(config)
     if isinstance(config, RLConfig):
         yield from _check_batch(config)
@@ -78,9 +96,8 @@ def contradictions(config: RunConfig, facts: Facts | None = None) -> Iterator[st
         except ConfigError as error:
             yield str(error)
     if facts is not None:
-        yield from vllm_misfits(config, facts)
         yield from device_problems(config, len(facts.hardware.gpus))
-        yield from _kv_problems(config, facts)
+        yield from _check_kv_memory(config, facts)
 
 
 def _not_installed(config: RunConfig) -> Iterator[str]:
@@ -105,14 +122,14 @@ def _liger_installed() -> tuple[int, ...]:
         return ()
 
 
-def _kv_problems(config: RunConfig, facts: Facts) -> Iterator[str]:
+def _check_kv_memory(config: RunConfig, facts: Facts) -> Iterator[str]:
     """A problem if ``system.kv_memory`` cannot hold the data's longest prompt with its completion, in local engines.
 
     Both are stored in blocks of ``BLOCK`` tokens; the last token's keys and values are never read.
     """
     model, kv = facts.model, known(config.system, "kv_memory")
     derived = known(config.model, "dtype") is not None and known(config.system, "compile") is not None
-    samples = config.samples and config.system.engine == "local" and derived
+    samples = config.samples and not config.system.engine_kind.third_party and derived
     if model is None or kv is None or facts.longest is None or not samples:
         return
     new = config.new_tokens
@@ -141,3 +158,48 @@ def _check_batch(config: RLConfig) -> Iterator[str]:
             f"train.batch_size = {size} does not divide the {samples} samples of a rollout batch "
             f"(rollout.prompts_per_step × rollout.group_size); use {near}, or leave it out for all {samples}"
         )
+
+
+def _check_engine(config: RunConfig) -> Iterator[str]:
+    """Problems with HTTP servers and with the sampling settings they would have to support."""
+    system, sampling = config.system, config.sampling_settings
+    if sampling and (why := system.engine_kind.unaltered_only):
+        for name, value in altering(sampling).items():
+            key = f"{sampling.table}.{name} = {value:g}"
+            yield f'{key} does not go with system.engine = "{system.engine}": {why}; leave it out'
+    if not system.engine_kind.served:
+        return
+    if len(set(system.engine_urls)) < len(system.engine_urls):
+        yield "system.engine_urls names a server twice; name each server once"
+    far = [url for url in system.engine_urls if urlsplit(url).hostname not in _LOOPBACK]
+    if far and system.engine_directory is None:
+        yield (
+            f"weights reach {far[0]} through files: set system.engine_directory to a directory that this machine and "
+            "the server's see under the same path"
+        )
+    if system.engine_directory is not None and not system.engine_directory.is_dir():
+        yield f"system.engine_directory = '{system.engine_directory}' is not a directory"
+
+
+def _check_metric(config: RunConfig) -> Iterator[str]:
+    """Refuse an ``eval.metric`` that the run's evaluations do not have."""
+    metric = config.eval.metric
+    if metric is None or config.data.eval is None or isinstance(config, SamplingConfig):
+        return
+    names = [f"eval/{name}" for name in _metrics(config)]
+    if metric not in names:
+        yield f"eval.metric = '{metric}' is not one of this run's metrics.{nearest(metric, names)}"
+
+
+def _metrics(config: RunConfig) -> Iterator[str]:
+    if not isinstance(config, RLConfig):
+        supervised = ("loss", "nll", "teacher_kl") if isinstance(config, OfflineDistillConfig) else ("loss",)
+        yield from supervised if isinstance(config, SFTConfig) else _PREFERENCES
+        return
+    section, reward = config.eval, config.reward
+    yield from _ROLLOUTS
+    powers = [2**n for n in range(section.samples.bit_length())]
+    yield from (f"pass@{k}" for k in (section.pass_at or powers) if section.samples > 1)
+    named = [entry.name for entry in (*reward.models, *reward.remote)]
+    for name in (*reward.functions, *named, *(["environment"] if config.environment.used else [])):
+        yield from (f"reward/{name}", f"reward/{name.rpartition(':')[2]}")

@@ -1,7 +1,7 @@
-"""Rules about settings, stored as data: ``unread.toml``, ``refused.toml``, ``refused_system.toml`` and ``notes.toml``.
+"""Rules about settings, stored as data.
 
-The first describes settings that have no effect, the next two settings that contradict each other or the facts, and the
-last remarks.
+``unread.toml`` describes settings that have no effect; ``refused.toml``, ``refused_system.toml`` and ``vllm.toml``
+settings that contradict each other or the facts; ``notes.toml`` remarks.
 """
 
 from __future__ import annotations
@@ -61,10 +61,15 @@ def told(values: Values, *files: str) -> Iterator[str]:
             yield _filled(rule["text"], values)
 
 
-@cache
 def rules(file: str) -> list[dict[str, Any]]:
     """The rules in a file next to this one."""
-    return tomllib.loads(Path(__file__).with_name(f"{file}.toml").read_text(encoding="utf-8"))["rule"]
+    return read_rules(file)["rule"]
+
+
+@cache
+def read_rules(file: str) -> dict[str, Any]:
+    """A file of rules, and of tables for them, next to this one."""
+    return tomllib.loads(Path(__file__).with_name(f"{file}.toml").read_text(encoding="utf-8"))
 
 
 def applies(rule: Mapping[str, Any], values: Values) -> bool:

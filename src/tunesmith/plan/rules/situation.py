@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import asdict
 from math import ceil
 from typing import Any
 
@@ -21,7 +22,6 @@ from tunesmith.plan.facts.run import Facts
 from tunesmith.plan.processes.devices import compilable, ranks_per_engine
 from tunesmith.plan.processes.roles import has_critic, keeps_frozen, keeps_reference, scores
 from tunesmith.plan.processes.weights import colocated, engines_apart, weights_apart
-from tunesmith.plan.rules.engine import LAUNCH
 from tunesmith.types import altering
 
 MOST_THREADS_PER_CORE = 16
@@ -73,12 +73,12 @@ def resolved_algorithm(config: RLConfig, switch: int | None = None) -> tuple[Alg
 
 def situation(config: RunConfig, facts: Facts | None) -> dict[str, Any]:
     """Values by dotted key, and everything else that a rule may name; unknown values are omitted or None."""
-    system = config.system
+    system, engine = config.system, config.system.engine_kind
     kind, _, number = (known(system, "device") or "").partition(":")
     reward, size, ranks = getattr(config, "reward", None), known(system, "shard_size"), known(system, "trainer_ranks")
     # If no setting determines where engines run, the machine does.
     open_yet = facts is None and system.cluster == "none" and "engine_process" not in system.model_fields_set
-    apart = None if open_yet and not system.served and not engines_apart(config) else engines_apart(config)
+    apart = None if open_yet and not engine.served and not engines_apart(config) else engines_apart(config)
     algorithm: AlgorithmSection | None = None
     if isinstance(config, RLConfig):
         with suppress(ConfigError):  # checks reports it
@@ -91,13 +91,13 @@ def situation(config: RunConfig, facts: Facts | None) -> dict[str, Any]:
         "lora": config.lora.on,
         "device_kind": kind or None,
         "device_number": int(number) if number.isdigit() else None,
-        "served": system.served,
-        "launch": LAUNCH.format(path=config.model.path, port=30000),
+        **{f"engine.{name}": value for name, value in asdict(engine).items()},
+        "launch": engine.launch.format(path=config.model.path, port=30000),
         "engines_apart": apart,
-        "engines_elsewhere": apart or system.served or None,
+        "engines_elsewhere": apart or engine.served or None,
         "engine_process_off": "engine_process" in system.model_fields_set and not system.engine_process,
         "weights_apart": weights_apart(config) or (None if apart is None else False),
-        "whole_weights": system.engine != "local" or system.adapter_sync == "merged",
+        "whole_weights": engine.third_party or system.adapter_sync == "merged",
         "colocated": colocated(config),
         "one_of_each_together": colocated(config) and {known(system, "engines"), ranks} <= {None, 1},
         "ranks_per_engine": ranks_per_engine(config),

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import re
-import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
-from pathlib import Path
 
 from tunesmith.config.schema import RLConfig, RunConfig
 from tunesmith.config.section import known
@@ -17,16 +15,14 @@ from tunesmith.plan.cost.memory import BLOCK, bytes_per_number, longest_sample
 from tunesmith.plan.facts.run import Facts
 from tunesmith.plan.filling import Filling
 from tunesmith.plan.processes.devices import ranks_per_engine
+from tunesmith.plan.rules.rules import Values, read_rules, told
 
 SUPPORTED = (0, 32)
 """The minor version with which the adapter is tested; vLLM's internals change between minor versions."""
-_TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
-OWN_ARGUMENTS: Mapping[str, str] = _TABLES["own"]
+OWN_ARGUMENTS: Mapping[str, str] = read_rules("vllm")["own"]
 """vLLM's engine arguments that have a key in a run file."""
-FIXED_ARGUMENTS: Mapping[str, str] = _TABLES["fixed"]
+FIXED_ARGUMENTS: Mapping[str, str] = read_rules("vllm")["fixed"]
 """vLLM's engine arguments that cannot be changed, and why."""
-LEAST_TEMPERATURE = 0.01
-"""vLLM raises lower positive temperatures to this, and the log-probabilities would then not match."""
 
 
 def version_problem(installed: str) -> str | None:
@@ -48,14 +44,18 @@ def extra_problem(extra: Iterable[str], known: Sequence[str], installed: str) ->
     return None
 
 
-def vllm_problems(config: RunConfig) -> Iterator[str]:
-    """Problems with ``system.engine = "vllm"`` and its settings that can be seen without facts."""
-    if config.system.engine == "vllm":
-        for name in config.system.vllm.extra or {}:
-            if key := OWN_ARGUMENTS.get(name):
-                yield f"system.vllm.extra.{name} is set with {key}"
-            elif why := FIXED_ARGUMENTS.get(name):
-                yield f"system.vllm.extra.{name} cannot be changed: {why}; leave it out"
+def vllm_problems(config: RunConfig, facts: Facts | None, values: Values) -> Iterator[str]:
+    """Contradictions of vLLM's settings, if it is the engine, with each other and with the facts as far as given."""
+    if config.system.engine != "vllm":
+        return
+    yield from told(values, "vllm")
+    for name in config.system.vllm.extra or {}:
+        if key := OWN_ARGUMENTS.get(name):
+            yield f"system.vllm.extra.{name} is set with {key}"
+        elif why := FIXED_ARGUMENTS.get(name):
+            yield f"system.vllm.extra.{name} cannot be changed: {why}; leave it out"
+    if facts:
+        yield from _misfits(config, facts)
 
 
 def vllm_not_installed(config: RunConfig) -> Iterator[str]:
@@ -102,10 +102,8 @@ def derive_vllm(filling: Filling, facts: Facts) -> None:
     filling.fill("system.vllm.eager", on_cpu, why)
 
 
-def vllm_misfits(config: RunConfig, facts: Facts) -> Iterator[str]:
+def _misfits(config: RunConfig, facts: Facts) -> Iterator[str]:
     """Conflicts of vLLM's settings with machine, model and data."""
-    if config.system.engine != "vllm":
-        return
     vllm, on_cpu = config.system.vllm, config.system.device == "cpu"
     ranks, gpus = ranks_per_engine(config), len(facts.hardware.gpus)
     devices = facts.hardware.cores if on_cpu else gpus
