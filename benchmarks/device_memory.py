@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tunesmith.assembly.dry_run import dry_run
-from tunesmith.config.kinds import KINDS
+from tunesmith.config.commands import KINDS
 from tunesmith.config.load import load_config
 from tunesmith.config.schema import RunConfig
 from tunesmith.fake_device.threads import FIRST

@@ -27,7 +27,7 @@ from tunesmith.backends.optimizer import AdamWSettings
 from tunesmith.backends.torch import TorchBackend
 from tunesmith.config.load import load_config
 from tunesmith.config.schema import RLConfig
-from tunesmith.config.sizes import parse_size
+from tunesmith.config.values import parse_size
 from tunesmith.data.batch import Batch
 from tunesmith.engines.local.engine import LocalEngine
 from tunesmith.loop.learner import Learner

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tunesmith.assembly.dry_run import DryPhase, dry_run
-from tunesmith.config.distillation import OfflineDistillConfig
-from tunesmith.config.kinds import KINDS
+from tunesmith.config.commands import KINDS, OfflineDistillConfig
 from tunesmith.config.load import load_config
 from tunesmith.config.schema import RunConfig
 from tunesmith.fake_device.threads import FIRST

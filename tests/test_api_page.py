@@ -15,7 +15,7 @@ import tunesmith
 from documents import ROOT, blocks_of
 from tiny import save_model
 from tiny_runs import sums
-from tunesmith.config.kinds import KINDS
+from tunesmith.config.commands import KINDS
 from tunesmith.config.names.unknown import find
 
 PAGE = ROOT / "docs" / "python.md"

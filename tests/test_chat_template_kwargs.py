@@ -12,7 +12,7 @@ import tunesmith
 from tiny_runs import rl_settings, write_lines
 from tunesmith import assembly
 from tunesmith.assembly.common import load_tokenizer
-from tunesmith.config.generation import GenerateConfig
+from tunesmith.config.commands import GenerateConfig
 from tunesmith.config.load import load_config
 from tunesmith.config.schema import RLConfig, SFTConfig
 from tunesmith.data.preference import load_judged, load_pairs, load_steps

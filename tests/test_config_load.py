@@ -10,15 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tunesmith.config.distillation import DistillConfig
-from tunesmith.config.generation import GenerateConfig, OutputSection
-from tunesmith.config.kinds import all_keys
+from tunesmith.config.commands import DistillConfig, GenerateConfig, OutputSection, all_keys
 from tunesmith.config.load import find_kind, load_config, parse_override
 from tunesmith.config.names.unknown import explain_unknown
 from tunesmith.config.reading.problems import key_lines, line_of
 from tunesmith.config.schema import RLConfig, RunConfig, SFTConfig
-from tunesmith.config.sizes import format_size, parse_size
 from tunesmith.config.toml import toml_key, toml_value
+from tunesmith.config.values import format_size, parse_size
 from tunesmith.errors import ConfigError
 from tunesmith.usercode.loading import load_function
 

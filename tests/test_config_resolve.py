@@ -13,9 +13,7 @@ from typing import Any
 
 import pytest
 
-from tunesmith.config.distillation import DistillConfig, OfflineDistillConfig
-from tunesmith.config.generation import GenerateConfig, RFTConfig
-from tunesmith.config.kinds import KINDS, all_keys
+from tunesmith.config.commands import KINDS, DistillConfig, GenerateConfig, OfflineDistillConfig, RFTConfig, all_keys
 from tunesmith.config.load import load_config
 from tunesmith.config.resolved import Resolved, changes, config_text, print_resolved, save_resolved, settings
 from tunesmith.config.schema import RLConfig, RunConfig, SFTConfig

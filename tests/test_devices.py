@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 
 from seen_gpus import SeenGpus, ended, never, refused
 from tiny import save_model
-from tunesmith.config.generation import GenerateConfig, RFTConfig
+from tunesmith.config.commands import GenerateConfig, RFTConfig
 from tunesmith.config.load import load_config
 from tunesmith.config.schema import RLConfig
-from tunesmith.config.sizes import parse_size
+from tunesmith.config.values import parse_size
 from tunesmith.distributed.local import LocalProcesses
 from tunesmith.engines.far import FarEngine
 from tunesmith.engines.pool import EnginePool

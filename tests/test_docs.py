@@ -25,8 +25,8 @@ from tiny_rewards import save_reward_model
 from tiny_runs import write_lines
 from tunesmith.assembly.environments import check_run_rewards
 from tunesmith.config.choice import Choice
+from tunesmith.config.commands import GenerateConfig, RFTConfig
 from tunesmith.config.engines import ENGINES
-from tunesmith.config.generation import GenerateConfig, RFTConfig
 from tunesmith.config.load import find_kind, load_config, parse_override
 from tunesmith.config.resolved import Resolved
 from tunesmith.config.schema import ModelReward, RemoteReward, RLConfig, Source

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from documents import ROOT, blocks_of
 from foreign_names import counts, fields, frameworks, leaves, listed, options
-from tunesmith.config.kinds import KINDS, all_keys, commands_with
+from tunesmith.config.commands import KINDS, all_keys, commands_with
 from tunesmith.config.load import load_config
 from tunesmith.config.names.foreign import EARLIER, FRAMEWORKS, foreign_values, meanings, meanings_of, value_of
 from tunesmith.config.names.unknown import find

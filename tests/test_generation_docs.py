@@ -12,7 +12,7 @@ import pytest
 import tiny
 from documents import ROOT, blocks_of, key_tables
 from key_tables import check_row
-from tunesmith.config.generation import OutputSection, RFTSection, SamplingSection
+from tunesmith.config.commands import OutputSection, RFTSection, SamplingSection
 from tunesmith.config.section import Section
 from tunesmith.plan.derive.generation import TEMPLATE, profile_values
 

@@ -9,9 +9,16 @@ import pytest
 
 from documents import ROOT
 from tunesmith.algorithms.presets import PRESETS
-from tunesmith.config.distillation import OfflineDistillConfig, SampledDistillConfig
-from tunesmith.config.generation import GenerateConfig, RFTConfig
-from tunesmith.config.preference import DPOConfig, KTOConfig, PRMConfig, RMConfig
+from tunesmith.config.commands import (
+    DPOConfig,
+    GenerateConfig,
+    KTOConfig,
+    OfflineDistillConfig,
+    PRMConfig,
+    RFTConfig,
+    RMConfig,
+    SampledDistillConfig,
+)
 from tunesmith.config.reading.describe import field_at
 from tunesmith.config.schema import RLConfig, SFTConfig
 from tunesmith.doctor.rules import rules

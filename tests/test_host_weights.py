@@ -17,8 +17,7 @@ from test_memory import A100, GB, QWEN_7B, SMALL, on, refusal, resolved
 from tiny import save_model
 from tunesmith.algorithms.objective import SFTObjective
 from tunesmith.backends.torch import TorchBackend
-from tunesmith.config.distillation import OfflineDistillConfig
-from tunesmith.config.preference import DPOConfig
+from tunesmith.config.commands import DPOConfig, OfflineDistillConfig
 from tunesmith.config.schema import RLConfig, SFTConfig
 from tunesmith.data.forest import Packing
 from tunesmith.engines.local.engine import LocalEngine

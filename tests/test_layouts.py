@@ -9,10 +9,8 @@ from typing import Any
 import pytest
 
 from hardware_table import MODELS
-from tunesmith.config.distillation import DistillConfig
-from tunesmith.config.generation import GenerateConfig, RFTConfig
+from tunesmith.config.commands import DistillConfig, DPOConfig, GenerateConfig, RFTConfig, RMConfig
 from tunesmith.config.load import load_config
-from tunesmith.config.preference import DPOConfig, RMConfig
 from tunesmith.config.resolved import Resolved, settings
 from tunesmith.config.schema import RLConfig, SFTConfig
 from tunesmith.errors import CapacityError, ConfigError

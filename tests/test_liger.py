@@ -20,7 +20,7 @@ from tiny import save_model
 from training import difference, forest_of, samples_of
 from tunesmith.assembly.common import load_model, load_tokenizer
 from tunesmith.assembly.dry_run import check_dry_run
-from tunesmith.config.kinds import KINDS
+from tunesmith.config.commands import KINDS
 from tunesmith.config.load import load_config
 from tunesmith.config.schema import LoraSection, RunConfig
 from tunesmith.errors import ConfigError, ModelError

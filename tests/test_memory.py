@@ -21,12 +21,17 @@ from tiny_runs import rl_settings, sft_settings
 from tunesmith import assembly
 from tunesmith.backends.optimizer import AdamWSettings, MasterOptimizer
 from tunesmith.cli.main import app
-from tunesmith.config.distillation import DistillConfig, OfflineDistillConfig
-from tunesmith.config.generation import GenerateConfig, RFTConfig
+from tunesmith.config.commands import (
+    DistillConfig,
+    DPOConfig,
+    GenerateConfig,
+    OfflineDistillConfig,
+    RFTConfig,
+    RMConfig,
+)
 from tunesmith.config.load import load_config
-from tunesmith.config.preference import DPOConfig, RMConfig
 from tunesmith.config.schema import RLConfig, SFTConfig
-from tunesmith.config.sizes import parse_size
+from tunesmith.config.values import parse_size
 from tunesmith.engines.local.kv_memory import KVLayout
 from tunesmith.engines.local.kv_pool import KVPool
 from tunesmith.errors import ConfigError, ModelError

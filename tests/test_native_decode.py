@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 from tiny import save_model
 from tunesmith.assembly.common import load_model, load_tokenizer
-from tunesmith.config.generation import GenerateConfig
+from tunesmith.config.commands import GenerateConfig
 from tunesmith.config.load import load_config
 from tunesmith.config.schema import SFTConfig
 from tunesmith.engines.local import native_decode

@@ -17,7 +17,7 @@ from test_config_resolve import CPU, facts
 from tiny_runs import sft_settings, write_lines
 from training import forest_of
 from tunesmith.assembly import run_sft
-from tunesmith.config.generation import GenerateConfig, RFTConfig
+from tunesmith.config.commands import GenerateConfig, RFTConfig
 from tunesmith.config.load import load_config
 from tunesmith.config.schema import LoraSection, RLConfig, SFTConfig
 from tunesmith.engines.local.engine import LocalEngine

@@ -21,7 +21,7 @@ from transformers import (
 
 import tunesmith
 from tiny import save_model
-from tunesmith.config.generation import GenerateConfig
+from tunesmith.config.commands import GenerateConfig
 from tunesmith.config.load import load_config
 from tunesmith.config.schema import RLConfig
 from tunesmith.engines.local.engine import LocalEngine

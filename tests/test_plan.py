@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 from test_cli import HEAVY, tunesmith
 from tunesmith.assembly.planning import plan_run
 from tunesmith.cli.main import app
+from tunesmith.config.commands import RMConfig
 from tunesmith.config.load import load_config
-from tunesmith.config.preference import RMConfig
 from tunesmith.config.schema import RLConfig, RunConfig, SFTConfig
 from tunesmith.errors import CapacityError, ConfigError
 from tunesmith.plan.cost.layout import PARTS

@@ -12,7 +12,7 @@ from documents import ROOT, Block, blocks_of, key_tables
 from key_tables import check_row
 from tiny import save_model
 from tiny_preferences import RUNS
-from tunesmith.config.preference import DPOSection, KTOSection, PRMSection, RMSection
+from tunesmith.config.commands import DPOSection, KTOSection, PRMSection, RMSection
 
 PAGE = ROOT / "docs" / "preference.md"
 BLOCKS = list(blocks_of(PAGE))

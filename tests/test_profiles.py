@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tunesmith.assembly.checking import facts_of_run
-from tunesmith.config.kinds import KINDS
+from tunesmith.config.commands import KINDS
 from tunesmith.config.load import load_config
 from tunesmith.config.resolved import settings
 from tunesmith.config.schema import RLConfig, RunConfig, SFTConfig

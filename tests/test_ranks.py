@@ -12,7 +12,7 @@ import pytest
 
 from tunesmith.assembly.checking import with_launched_ranks
 from tunesmith.assembly.machines import Machine, check_machines, look
-from tunesmith.config.generation import GenerateConfig
+from tunesmith.config.commands import GenerateConfig
 from tunesmith.config.load import load_config
 from tunesmith.config.schema import RLConfig, RunConfig, SFTConfig
 from tunesmith.config.section import known

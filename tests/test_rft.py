@@ -14,7 +14,7 @@ import pytest
 import tiny
 from tiny_runs import REWARDS, same_tensors, sums, untimed, write_lines
 from tunesmith.backends.torch import TorchBackend
-from tunesmith.config.generation import RFTConfig
+from tunesmith.config.commands import RFTConfig
 from tunesmith.config.load import find_kind, load_config
 from tunesmith.config.resolved import settings
 from tunesmith.config.schema import DataSection

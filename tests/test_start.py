@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 
 from tunesmith.algorithms.presets import PRESETS
 from tunesmith.cli.main import app
+from tunesmith.config.commands import KINDS, all_keys
 from tunesmith.config.documents.reference import settings_of
-from tunesmith.config.kinds import KINDS, all_keys
 from tunesmith.config.load import find_kind, load_config
 from tunesmith.config.system import VllmSection
 from tunesmith.data.prepare import peek

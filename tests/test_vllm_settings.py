@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tunesmith.assembly.engines import engine_settings
-from tunesmith.config.generation import GenerateConfig, RFTConfig
+from tunesmith.config.commands import GenerateConfig, RFTConfig
 from tunesmith.config.load import load_config
 from tunesmith.config.resolved import config_text, settings
 from tunesmith.config.schema import RLConfig, SFTConfig

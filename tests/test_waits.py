@@ -15,7 +15,7 @@ import pytest
 import tiny
 from tiny_runs import sums, write_lines
 from tunesmith.assembly import engines
-from tunesmith.config.generation import GenerateConfig
+from tunesmith.config.commands import GenerateConfig
 from tunesmith.config.load import load_config
 from tunesmith.errors import EngineLostError
 from tunesmith.monitor import waits

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from tunesmith.api_call import ApiCall, Data
-from tunesmith.config.preference import DPOConfig, KTOConfig, PRMConfig, RMConfig
+from tunesmith.config.commands import DPOConfig, KTOConfig, PRMConfig, RMConfig
 from tunesmith.config.schema import RunConfig, SFTConfig
 from tunesmith.loop.callbacks import Callbacks, Metrics
 

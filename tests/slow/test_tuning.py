@@ -16,8 +16,8 @@ import tiny
 from tiny_preferences import preference_settings
 from tiny_runs import rl_settings, sft_settings
 from tunesmith.cli.main import app
+from tunesmith.config.commands import DPOConfig
 from tunesmith.config.load import load_config
-from tunesmith.config.preference import DPOConfig
 from tunesmith.config.schema import RLConfig, RunConfig, SFTConfig
 from tunesmith.plan.filling import with_values
 from tunesmith.tune.arms import Arm, TrialEnded

@@ -24,11 +24,18 @@ from tiny import save_model
 from tiny_runs import REWARDS, sums, write_lines
 from tunesmith.assembly import train
 from tunesmith.assembly.checking import check_run
-from tunesmith.config.distillation import DistillConfig, OfflineDistillConfig
-from tunesmith.config.generation import GenerateConfig, RFTConfig
+from tunesmith.config.commands import (
+    DistillConfig,
+    DPOConfig,
+    GenerateConfig,
+    KTOConfig,
+    OfflineDistillConfig,
+    PRMConfig,
+    RFTConfig,
+    RMConfig,
+)
 from tunesmith.config.load import load_config
 from tunesmith.config.names.unknown import all_keys
-from tunesmith.config.preference import DPOConfig, KTOConfig, PRMConfig, RMConfig
 from tunesmith.config.reading.describe import choices_at, describe_at
 from tunesmith.config.reading.places import placed
 from tunesmith.config.schema import RLConfig, RunConfig, SFTConfig

@@ -11,8 +11,7 @@ from typing import TypeVar
 
 from tunesmith.assembly.environments import check_run_rewards, instances_for, sharing_process
 from tunesmith.assembly.sinks import check_sinks
-from tunesmith.config.distillation import DistillConfig, OfflineDistillConfig
-from tunesmith.config.generation import GenerateConfig, RFTConfig, SamplingConfig
+from tunesmith.config.commands import DistillConfig, GenerateConfig, OfflineDistillConfig, RFTConfig, SamplingConfig
 from tunesmith.config.load import load_config
 from tunesmith.config.reading.places import placed
 from tunesmith.config.resolved import Resolved

@@ -14,8 +14,8 @@ from typing import Any
 
 from tunesmith.assembly.machines import RankHost, written_probe
 from tunesmith.assembly.planes import launched_address
-from tunesmith.config.placement import Role
-from tunesmith.config.sizes import format_size
+from tunesmith.config.system import Role
+from tunesmith.config.values import format_size
 from tunesmith.distributed.far import gather
 from tunesmith.distributed.machines import PACKAGES, own_view
 from tunesmith.distributed.torchrun import LaunchedProcesses, Meeting

@@ -27,10 +27,10 @@ from tunesmith.assembly.rewards import load_reward_model
 from tunesmith.assembly.rl_parts import make_learner_and_engine
 from tunesmith.assembly.supervised_parts import make_parts
 from tunesmith.backends.ranked import RankedBackend
-from tunesmith.config.distillation import DistillConfig
-from tunesmith.config.placement import Role
+from tunesmith.config.commands import DistillConfig
 from tunesmith.config.schema import RLConfig, RunConfig
 from tunesmith.config.section import known
+from tunesmith.config.system import Role
 from tunesmith.errors import ConfigError
 from tunesmith.fake_device.threads import FIRST
 from tunesmith.plan.cost.layout import Price

@@ -11,11 +11,11 @@ from math import ceil
 from typing import TYPE_CHECKING, Any
 
 from tunesmith.assembly.common import limits_of, load_frozen
-from tunesmith.config.generation import SamplingSection
-from tunesmith.config.placement import Role
+from tunesmith.config.commands import SamplingSection
 from tunesmith.config.schema import RolloutSection, RunConfig, SystemSection
 from tunesmith.config.section import known
-from tunesmith.config.sizes import parse_size
+from tunesmith.config.system import Role
+from tunesmith.config.values import parse_size
 from tunesmith.data.chat import end_of_turn_id
 from tunesmith.engines.pool import EnginePool
 from tunesmith.engines.timed import TimedEngine

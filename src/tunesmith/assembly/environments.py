@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tunesmith.config.distillation import DistillConfig
+from tunesmith.config.commands import DistillConfig
 from tunesmith.config.schema import DataSection, RLConfig, RunConfig
 from tunesmith.data.prepare import Prepared, Sources, load_tasks
 from tunesmith.data.prompts import with_system

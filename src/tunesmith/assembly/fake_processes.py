@@ -10,7 +10,7 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
-from tunesmith.config.placement import Role
+from tunesmith.config.system import Role
 from tunesmith.distributed.far import Far, PendingResult
 from tunesmith.distributed.host import Host
 from tunesmith.distributed.local import Processes

@@ -9,7 +9,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tunesmith.config.preference import ScoreConfig
+from tunesmith.config.commands import ScoreConfig
 from tunesmith.config.schema import RLConfig, RunConfig
 from tunesmith.errors import ConfigError
 from tunesmith.monitor.metrics import read_metrics

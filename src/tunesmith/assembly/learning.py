@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any
 
-from tunesmith.config.distillation import DistillConfig
+from tunesmith.config.commands import DistillConfig
 from tunesmith.config.schema import RewardSection, RLConfig, RunConfig
 from tunesmith.data.preference import Comparison
 from tunesmith.data.reading import Prepared

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from tunesmith.assembly.opening import FROM_A_COMMAND, ReadyRun
-from tunesmith.config.preference import DPOConfig, KTOConfig, PRMConfig, RMConfig
+from tunesmith.config.commands import DPOConfig, KTOConfig, PRMConfig, RMConfig
 from tunesmith.config.schema import RLConfig, RunConfig
 from tunesmith.data.loader import Part
 from tunesmith.data.preference import Comparison, Solution

@@ -14,12 +14,11 @@ from tunesmith.assembly.common import load_tokenizer
 from tunesmith.assembly.hub import open_hub
 from tunesmith.assembly.learning import learning_facts, unknown_share
 from tunesmith.assembly.sinks import open_sinks
-from tunesmith.config.generation import SamplingConfig
-from tunesmith.config.preference import RMConfig, ScoreConfig
+from tunesmith.config.commands import RMConfig, SamplingConfig, ScoreConfig
 from tunesmith.config.resolved import Resolved, changes, print_resolved, save_resolved
 from tunesmith.config.schema import DataSection, RLConfig, RunConfig
 from tunesmith.config.section import known
-from tunesmith.config.sizes import parse_size
+from tunesmith.config.values import parse_size
 from tunesmith.data.prepare import Prepared, Sources
 from tunesmith.doctor.learning import LearningWatch
 from tunesmith.doctor.record import write_facts

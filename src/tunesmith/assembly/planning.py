@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from tunesmith.assembly.checking import facts_of_run
-from tunesmith.config.preference import ScoreConfig
+from tunesmith.config.commands import ScoreConfig
 from tunesmith.config.resolved import Resolved
 from tunesmith.config.schema import RLConfig, RunConfig
 from tunesmith.config.section import known

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from tunesmith.assembly.common import load_model, make_backend
 from tunesmith.assembly.critic import make_value_head
 from tunesmith.assembly.teacher import compare_with, load_teacher
-from tunesmith.config.distillation import DistillConfig, SampledDistillConfig
+from tunesmith.config.commands import DistillConfig, SampledDistillConfig
 from tunesmith.config.schema import RLConfig
 
 if TYPE_CHECKING:

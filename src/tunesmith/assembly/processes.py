@@ -13,8 +13,8 @@ from tunesmith.assembly.common import limits_of, load_model, load_tokenizer, sha
 from tunesmith.assembly.engines import local_gpus
 from tunesmith.assembly.machines import Machine, RankHost, check_machines, look
 from tunesmith.assembly.opening import ReadyRun, RunResult
-from tunesmith.config.placement import Role
 from tunesmith.config.schema import ModelReward, RLConfig, RunConfig
+from tunesmith.config.system import Role
 from tunesmith.distributed.far import gather
 from tunesmith.distributed.local import LocalProcesses, Processes
 from tunesmith.distributed.torchrun import Launch, LaunchedProcesses, meeting

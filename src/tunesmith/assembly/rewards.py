@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tunesmith.config.generation import SamplingConfig
+from tunesmith.config.commands import SamplingConfig
 from tunesmith.config.schema import ModelReward, RLConfig
 from tunesmith.errors import ModelError
 from tunesmith.monitor.waits import long_wait

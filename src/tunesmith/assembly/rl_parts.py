@@ -17,7 +17,7 @@ from tunesmith.assembly.opening import ReadyRun
 from tunesmith.assembly.policy import policy_backend
 from tunesmith.assembly.processes import make_policy, remote_reward_model, remote_trainer
 from tunesmith.assembly.rewards import add_rewards
-from tunesmith.config.distillation import SampledDistillConfig
+from tunesmith.config.commands import SampledDistillConfig
 from tunesmith.config.schema import RLConfig
 from tunesmith.engines.base import RolloutEngine, Sampler
 from tunesmith.engines.pool import EnginePool

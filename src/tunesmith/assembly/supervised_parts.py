@@ -16,8 +16,7 @@ from tunesmith.assembly.teacher import compare_with, load_teacher
 from tunesmith.assembly.training_data import label_tokens
 from tunesmith.backends.base import Metrics, TrainBackend
 from tunesmith.backends.torch import TorchBackend
-from tunesmith.config.distillation import OfflineDistillConfig
-from tunesmith.config.preference import DPOConfig, KTOConfig, PRMConfig, RMConfig
+from tunesmith.config.commands import DPOConfig, KTOConfig, OfflineDistillConfig, PRMConfig, RMConfig
 from tunesmith.config.schema import RunConfig, SFTConfig
 from tunesmith.data.batch import Batch
 from tunesmith.data.preference import Comparison, Solution

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from tunesmith.assembly.common import load_frozen, load_tokenizer
-from tunesmith.config.distillation import DistillConfig, OfflineDistillConfig, SampledDistillConfig
+from tunesmith.config.commands import DistillConfig, OfflineDistillConfig, SampledDistillConfig
 from tunesmith.data.forest import Forest, Predictions
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.models.teacher import check_same_vocabulary, predict_with_teacher

@@ -23,9 +23,8 @@ from tunesmith.assembly.opening import (
 )
 from tunesmith.assembly.processes import open_processes, run_with_restarts
 from tunesmith.assembly.training_data import TRAINING_DATA
-from tunesmith.config.distillation import DistillConfig, OfflineDistillConfig
+from tunesmith.config.commands import DistillConfig, DPOConfig, KTOConfig, OfflineDistillConfig, PRMConfig, RMConfig
 from tunesmith.config.load import find_kind
-from tunesmith.config.preference import DPOConfig, KTOConfig, PRMConfig, RMConfig
 from tunesmith.config.schema import RLConfig, RunConfig, SFTConfig
 from tunesmith.environments.loading import EnvironmentSet
 from tunesmith.rewards.reward_set import RewardSet

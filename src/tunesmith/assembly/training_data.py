@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from tunesmith.config.distillation import OfflineDistillConfig
-from tunesmith.config.preference import DPOConfig, KTOConfig, PRMConfig, RMConfig
+from tunesmith.config.commands import DPOConfig, KTOConfig, OfflineDistillConfig, PRMConfig, RMConfig
 from tunesmith.config.schema import DataSection, RunConfig, SFTConfig
 from tunesmith.config.section import known
 from tunesmith.data.batch import Batch

@@ -10,7 +10,7 @@ import typer
 
 def complete_setting(incomplete: str) -> list[str]:
     """A shell's completions of a setting: ``train.l`` → ``train.lr=``."""
-    from tunesmith.config.kinds import KINDS, all_keys
+    from tunesmith.config.commands import KINDS, all_keys
 
     keys = dict.fromkeys(key for kind in KINDS.values() for key in all_keys(kind))
     return [f"{key}=" for key in keys if key.startswith(incomplete)]

@@ -88,7 +88,7 @@ def _unknown(args: Sequence[str], known: set[str]) -> list[tuple[str, list[str]]
 
 def _about_options(command: str, options: Sequence[tuple[str, list[str]]], known: set[str]) -> str:
     """A message with the right setting for each unknown option; ``known`` are the command's own options."""
-    from tunesmith.config.kinds import KINDS
+    from tunesmith.config.commands import KINDS
 
     lines: list[str] = []
     for option, values in options:

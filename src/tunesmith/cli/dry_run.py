@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tunesmith.config.sizes import format_size
+from tunesmith.config.values import format_size
 
 if TYPE_CHECKING:
     from tunesmith.assembly.dry_run import DryPhase

@@ -124,7 +124,7 @@ def _ranks(config: RunConfig, ray: bool, nodes: int, gpus: int) -> int:
 
 
 def _kind(command: str | None, run: Path, overrides: list[str]) -> type[RunConfig]:
-    from tunesmith.config.kinds import KINDS
+    from tunesmith.config.commands import KINDS
     from tunesmith.config.load import find_kind
 
     found = find_kind(run, overrides)

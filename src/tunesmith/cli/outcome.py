@@ -53,7 +53,7 @@ def print_usage(usage: Mapping[str, float], earlier: float, facts: Mapping[str, 
         usage: as counted by ``offline.usage.Usage``.
         earlier: seconds of calls before this one.
     """
-    from tunesmith.config.sizes import format_size
+    from tunesmith.config.values import format_size
     from tunesmith.offline.usage import seconds_of
 
     rows = {"earlier calls": duration(earlier)} if earlier else {}

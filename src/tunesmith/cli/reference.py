@@ -25,8 +25,8 @@ def keys(
 
     Example: tunesmith keys rollout
     """
+    from tunesmith.config.commands import KINDS
     from tunesmith.config.documents.reference import settings_of
-    from tunesmith.config.kinds import KINDS
     from tunesmith.config.names.unknown import find
 
     wanted = what or ""
@@ -45,7 +45,7 @@ def keys(
 
 def print_setting(setting: Setting, *, of_command: bool = False) -> None:
     """Print a setting with its default, type and meaning and, unless ``of_command``, the commands that have it."""
-    from tunesmith.config.kinds import KINDS
+    from tunesmith.config.commands import KINDS
 
     everywhere = of_command or len(setting.commands) == len(KINDS)
     print(setting.key)

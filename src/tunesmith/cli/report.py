@@ -31,7 +31,7 @@ def report(
     """
     import time
 
-    from tunesmith.config.sizes import format_size, parse_size
+    from tunesmith.config.values import format_size, parse_size
     from tunesmith.errors import ConfigError, StorageError, boundary
     from tunesmith.monitor.text import shown_path
     from tunesmith.redact import open_private

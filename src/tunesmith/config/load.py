@@ -16,8 +16,7 @@ from typing import Any, TypeVar, cast
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from tunesmith.config.distillation import DistillConfig, distill_kind
-from tunesmith.config.kinds import KINDS, all_keys
+from tunesmith.config.commands import KINDS, DistillConfig, all_keys, distill_kind
 from tunesmith.config.names.foreign import value_of
 from tunesmith.config.names.unknown import answer, explain_unknown, find
 from tunesmith.config.reading.describe import choices_at, describe_at, field_at, names_of, show, tables_of

@@ -11,7 +11,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Self
 
-from tunesmith.config.placement import Role
+from tunesmith.config.system import Role
 from tunesmith.distributed.child import ChildProcess
 from tunesmith.distributed.far import Far
 from tunesmith.errors import EngineError, TunesmithError

@@ -10,8 +10,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from tunesmith.config.placement import Role
-from tunesmith.config.system import SystemSection
+from tunesmith.config.system import Role, SystemSection
 from tunesmith.distributed.far import PATIENCE, Far
 from tunesmith.distributed.local import Processes
 from tunesmith.errors import ClusterError, ConfigError, EngineError, TunesmithError, boundary, nearest

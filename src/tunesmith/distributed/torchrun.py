@@ -24,7 +24,7 @@ from pathlib import Path
 from tempfile import gettempdir
 from typing import NoReturn
 
-from tunesmith.config.placement import Role
+from tunesmith.config.system import Role
 from tunesmith.distributed.far import PATIENCE, ConnectedFar, Far
 from tunesmith.distributed.host import ignore_signals, serve, serve_parent
 from tunesmith.distributed.local import RANKED, LocalProcesses

@@ -8,7 +8,7 @@ from functools import partial
 
 from tunesmith.algorithms.objective import policy_objective
 from tunesmith.backends.base import Metrics
-from tunesmith.config.distillation import DistillConfig
+from tunesmith.config.commands import DistillConfig
 from tunesmith.errors import RewardError
 from tunesmith.loop.evaluate import evaluate
 from tunesmith.loop.experience import make_experience

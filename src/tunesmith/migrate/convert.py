@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from tunesmith.config.kinds import KINDS
+from tunesmith.config.commands import KINDS
 from tunesmith.config.names.foreign import FRAMEWORKS, Meaning, spelled, value_of
 from tunesmith.config.names.unknown import rule_of
 from tunesmith.config.reading.describe import choices_at

@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from tunesmith.config.kinds import KINDS
+from tunesmith.config.commands import KINDS
 from tunesmith.config.load import load_config
 from tunesmith.errors import ConfigError
 from tunesmith.migrate.convert import ConvertedSetting, Entry, Kind, Migration

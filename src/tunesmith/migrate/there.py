@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tunesmith.config.kinds import KINDS, all_keys
+from tunesmith.config.commands import KINDS, all_keys
 from tunesmith.config.names.foreign import Meaning, meanings_of, spelled
 from tunesmith.migrate.given import ForeignLaunch, Given
 

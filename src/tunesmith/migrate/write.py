@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 
-from tunesmith.config.kinds import KINDS, all_keys
+from tunesmith.config.commands import KINDS, all_keys
 from tunesmith.config.toml import toml_key, toml_value
 from tunesmith.errors import shortened
 from tunesmith.migrate.convert import ConvertedSetting, Entry, Kind, Migration

@@ -10,7 +10,7 @@ from math import inf
 from pathlib import Path
 
 from tunesmith.assembly.opening import announce
-from tunesmith.config.generation import GenerateConfig
+from tunesmith.config.commands import GenerateConfig
 from tunesmith.errors import ConfigError
 from tunesmith.offline.lines import Json, LineWriter, claim, read_lines, records_of, write_whole
 from tunesmith.offline.sampling import answer_tasks, identity, open_sampling, resolve_sampling

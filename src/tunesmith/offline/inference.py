@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from tunesmith.assembly.common import load_model, load_tokenizer, run_async
 from tunesmith.assembly.engines import local_engine_for, make_sampling
-from tunesmith.config.generation import GenerateConfig, SamplingSection
+from tunesmith.config.commands import GenerateConfig, SamplingSection
 from tunesmith.config.schema import DataSection, ModelSection, SystemSection
 from tunesmith.data.prompts import PromptEncoder
 from tunesmith.data.sources import SourceRow

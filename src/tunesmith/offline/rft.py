@@ -15,7 +15,7 @@ from tunesmith.assembly.common import load_tokenizer
 from tunesmith.assembly.opening import FROM_A_COMMAND, SHOWN, Caller, announce, load_trained
 from tunesmith.assembly.sinks import ADAPTERS
 from tunesmith.assembly.train import run_sft
-from tunesmith.config.generation import RFTConfig
+from tunesmith.config.commands import RFTConfig
 from tunesmith.config.reading.files import ADAPTER_CONFIG
 from tunesmith.config.resolved import Resolved, config_text, settings
 from tunesmith.config.schema import DataSection, LoraSection

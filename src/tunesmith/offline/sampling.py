@@ -14,7 +14,7 @@ from tunesmith.assembly.common import load_model, run_async
 from tunesmith.assembly.engines import make_engine, make_sampling
 from tunesmith.assembly.opening import FROM_A_COMMAND, Caller, OpenRun, open_run
 from tunesmith.assembly.rewards import add_rewards
-from tunesmith.config.generation import GenerateConfig, RFTConfig, SamplingConfig
+from tunesmith.config.commands import GenerateConfig, RFTConfig, SamplingConfig
 from tunesmith.config.resolved import Resolved
 from tunesmith.config.schema import RewardSection
 from tunesmith.data.loader import fingerprint_of

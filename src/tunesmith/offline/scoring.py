@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from tunesmith.assembly.common import run_async
 from tunesmith.assembly.rewards import add_rewards
-from tunesmith.config.generation import GenerateConfig
+from tunesmith.config.commands import GenerateConfig
 from tunesmith.data.chat import end_of_turn_id
 from tunesmith.data.formats import Example
 from tunesmith.data.prompts import choose_template

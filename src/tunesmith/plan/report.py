@@ -8,8 +8,8 @@ from typing import Any
 
 from tunesmith.config.resolved import Derived, Resolved, settings
 from tunesmith.config.schema import RunConfig
-from tunesmith.config.sizes import format_size
 from tunesmith.config.toml import toml_value
+from tunesmith.config.values import format_size
 from tunesmith.plan.cost.layout import PARTS, Price
 from tunesmith.plan.cost.memory import planned_devices, planned_roles
 from tunesmith.plan.cost.seconds import step_seconds

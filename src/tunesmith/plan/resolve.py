@@ -6,13 +6,18 @@ from collections.abc import Iterator
 from math import ceil
 from typing import TypeVar
 
-from tunesmith.config.distillation import OfflineDistillConfig, SampledDistillConfig
-from tunesmith.config.generation import SamplingConfig
-from tunesmith.config.preference import DPOConfig, KTOConfig, ScoreConfig
+from tunesmith.config.commands import (
+    DPOConfig,
+    KTOConfig,
+    OfflineDistillConfig,
+    SampledDistillConfig,
+    SamplingConfig,
+    ScoreConfig,
+)
 from tunesmith.config.resolved import Derived, Resolved, settings
 from tunesmith.config.schema import RewardSection, RLConfig, RunConfig
 from tunesmith.config.section import known
-from tunesmith.config.sizes import format_size
+from tunesmith.config.values import format_size
 from tunesmith.errors import CapacityError
 from tunesmith.plan.cost.memory import longest_sample
 from tunesmith.plan.derive.capacity import derive_capacity, derive_device

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tunesmith.config.sizes import megabytes, parse_size
+from tunesmith.config.values import megabytes, parse_size
 
 Values = Mapping[str, Any]
 """Values by dotted key."""

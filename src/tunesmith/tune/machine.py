@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from tunesmith.assembly.probes import Probe
-from tunesmith.config.sizes import format_size
+from tunesmith.config.values import format_size
 from tunesmith.errors import CapacityError, StorageError, boundary
 from tunesmith.plan.cost.phases import Rates, Work, amounts, phase_seconds
 from tunesmith.plan.facts.hardware import Hardware, memory

@@ -23,7 +23,7 @@ from multiprocessing.reduction import send_handle
 from pathlib import Path
 from typing import Any
 
-from tunesmith.config.sizes import parse_size
+from tunesmith.config.values import parse_size
 from tunesmith.distributed.child import Process, ending
 from tunesmith.distributed.far import ConnectedFar
 from tunesmith.errors import DeadlineExceeded, TunesmithError

@@ -18,7 +18,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from tunesmith.config.choice import Choice
-from tunesmith.config.kinds import KINDS, all_keys
+from tunesmith.config.commands import KINDS, all_keys
 from tunesmith.config.reading.describe import describe_at, fields_at, is_section
 from tunesmith.config.section import DERIVED
 from tunesmith.config.toml import toml_value

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
-from tunesmith.config.kinds import KINDS, all_keys, commands_with
+from tunesmith.config.commands import KINDS, all_keys, commands_with
 from tunesmith.config.names.foreign import Meaning, meanings_of, spelled
 from tunesmith.config.reading.describe import field_at, sections_of
 from tunesmith.config.reading.problems import KeyPath, Problem, dotted

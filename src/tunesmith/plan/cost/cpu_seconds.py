@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from math import ceil
 
-from tunesmith.config.preference import DPOConfig, KTOConfig, ScoreConfig
+from tunesmith.config.commands import DPOConfig, KTOConfig, ScoreConfig
 from tunesmith.config.schema import RLConfig, RunConfig
 from tunesmith.config.section import known
-from tunesmith.config.sizes import parse_size
+from tunesmith.config.values import parse_size
 from tunesmith.plan.cost.memory import bytes_per_number, kv_bytes_per_number, longest_sample
 from tunesmith.plan.cost.phases import Work, again_seconds, phase_seconds
 from tunesmith.plan.facts.measured import read_rates

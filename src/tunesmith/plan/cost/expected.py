@@ -11,7 +11,7 @@ from math import ceil
 
 from tunesmith.config.schema import RLConfig, RunConfig
 from tunesmith.config.section import known
-from tunesmith.config.sizes import parse_size
+from tunesmith.config.values import parse_size
 from tunesmith.plan.cost.memory import bytes_per_number, gpu_of, kv_bytes_per_number
 from tunesmith.plan.cost.operations import chunk_rows
 from tunesmith.plan.cost.price import adapter_numbers, copy_bytes

@@ -6,12 +6,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 from math import ceil, inf, sqrt
 
-from tunesmith.config.distillation import DistillConfig
-from tunesmith.config.generation import RFTConfig
-from tunesmith.config.preference import ScoreConfig
+from tunesmith.config.commands import DistillConfig, RFTConfig, ScoreConfig
 from tunesmith.config.schema import RLConfig, RunConfig
 from tunesmith.config.section import known
-from tunesmith.config.sizes import format_size, parse_size
+from tunesmith.config.values import format_size, parse_size
 from tunesmith.plan.cost.layout import Layout, Price
 from tunesmith.plan.cost.price import (
     LIBRARIES,

@@ -13,7 +13,7 @@ from math import ceil
 
 from tunesmith.config.schema import RLConfig, RunConfig
 from tunesmith.config.section import known
-from tunesmith.config.sizes import parse_size
+from tunesmith.config.values import parse_size
 from tunesmith.plan.cost.cpu_seconds import cpu_seconds
 from tunesmith.plan.cost.memory import bytes_per_number, gpu_of, layout_of, longest_sample
 from tunesmith.plan.cost.operations import CostModel

@@ -13,8 +13,7 @@ from typing import Any
 
 from tunesmith.config.schema import RLConfig, RunConfig
 from tunesmith.config.section import known
-from tunesmith.config.sizes import format_size, megabytes
-from tunesmith.config.values import LARGEST_COUNT
+from tunesmith.config.values import LARGEST_COUNT, format_size, megabytes
 from tunesmith.errors import ConfigError
 from tunesmith.plan.cost.memory import (
     bytes_per_token,

@@ -9,10 +9,10 @@ from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import replace
 
-from tunesmith.config.distillation import DistillConfig, OfflineDistillConfig
+from tunesmith.config.commands import DistillConfig, OfflineDistillConfig
 from tunesmith.config.schema import RunConfig
 from tunesmith.config.section import known
-from tunesmith.config.sizes import format_size
+from tunesmith.config.values import format_size
 from tunesmith.plan.cost.memory import (
     LEAST_TOKENS,
     layout_of,

@@ -8,7 +8,7 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
-from tunesmith.config.generation import RFTConfig, SamplingConfig
+from tunesmith.config.commands import RFTConfig, SamplingConfig
 from tunesmith.config.resolved import settings
 from tunesmith.plan.filling import Filling
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tunesmith.config.schema import RLConfig, RunConfig
 from tunesmith.config.section import known
-from tunesmith.config.sizes import format_size
+from tunesmith.config.values import format_size
 from tunesmith.plan.cost.layout import Price
 from tunesmith.plan.cost.memory import MARGIN, host_problem, least_devices
 from tunesmith.plan.facts.run import Facts

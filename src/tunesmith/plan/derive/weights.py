@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tunesmith.config.sizes import format_size
+from tunesmith.config.values import format_size
 from tunesmith.plan.cost.memory import planned_devices
 from tunesmith.plan.facts.run import Facts
 from tunesmith.plan.filling import Filling, with_values

@@ -8,7 +8,7 @@ from typing import Any
 
 from tunesmith.config.resolved import Resolved, settings
 from tunesmith.config.schema import RunConfig
-from tunesmith.config.sizes import megabytes
+from tunesmith.config.values import megabytes
 from tunesmith.errors import ConfigError
 from tunesmith.plan.cost.memory import free_memory, planned_devices
 from tunesmith.plan.cost.seconds import step_seconds

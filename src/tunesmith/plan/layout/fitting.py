@@ -7,13 +7,12 @@ from dataclasses import replace
 from math import ceil
 from typing import Any
 
-from tunesmith.config.generation import SamplingConfig
-from tunesmith.config.preference import DPOConfig, KTOConfig, ScoreConfig
+from tunesmith.config.commands import DPOConfig, KTOConfig, SamplingConfig, ScoreConfig
 from tunesmith.config.resolved import settings
 from tunesmith.config.schema import RunConfig
 from tunesmith.config.section import known
-from tunesmith.config.sizes import format_size
 from tunesmith.config.toml import toml_value
+from tunesmith.config.values import format_size
 from tunesmith.plan.cost.layout import PARTS, Price
 from tunesmith.plan.cost.memory import LEAST_TOKENS, MARGIN, host_problem, layout_of, least_devices, longest_sample
 from tunesmith.plan.cost.price import USUAL_RANK, price

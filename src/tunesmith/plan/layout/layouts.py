@@ -10,7 +10,7 @@ from importlib.metadata import version
 from itertools import product, takewhile
 from typing import TypeVar
 
-from tunesmith.config.generation import RFTConfig
+from tunesmith.config.commands import RFTConfig
 from tunesmith.config.schema import RLConfig, RunConfig
 from tunesmith.config.section import known
 from tunesmith.plan.facts.hardware import Gpu

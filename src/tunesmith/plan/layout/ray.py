@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from tunesmith.config.placement import PlacementSection, Role
 from tunesmith.config.schema import RLConfig
 from tunesmith.config.section import known
+from tunesmith.config.system import PlacementSection, Role
 from tunesmith.plan.cost.memory import LEAST_TOKENS, free_memory, longest_sample, reward_price
 from tunesmith.plan.cost.price import LIBRARIES
 from tunesmith.plan.facts.run import Facts

@@ -5,11 +5,11 @@ from __future__ import annotations
 from itertools import groupby
 from typing import Any, TypeVar
 
-from tunesmith.config.placement import PlacementSection
 from tunesmith.config.resolved import Derived
 from tunesmith.config.schema import RunConfig
 from tunesmith.config.section import known
-from tunesmith.config.sizes import format_size
+from tunesmith.config.system import PlacementSection
+from tunesmith.config.values import format_size
 from tunesmith.errors import ConfigError
 from tunesmith.plan.cost.memory import least_devices, planned_devices
 from tunesmith.plan.cost.seconds import step_seconds

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import get_args
 
-from tunesmith.config.placement import Resources, Role
 from tunesmith.config.schema import RLConfig, RunConfig
 from tunesmith.config.section import known
+from tunesmith.config.system import Resources, Role
 from tunesmith.errors import ConfigError
 from tunesmith.plan.processes.devices import ranks_per_engine
 from tunesmith.plan.processes.roles import (

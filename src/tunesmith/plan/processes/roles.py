@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from tunesmith.config.distillation import DistillConfig, OfflineDistillConfig, SampledDistillConfig
-from tunesmith.config.generation import RFTConfig
-from tunesmith.config.placement import PlacementSection, Role
-from tunesmith.config.preference import DPOConfig, KTOConfig
+from tunesmith.config.commands import (
+    DistillConfig,
+    DPOConfig,
+    KTOConfig,
+    OfflineDistillConfig,
+    RFTConfig,
+    SampledDistillConfig,
+)
 from tunesmith.config.schema import RLConfig, RunConfig
 from tunesmith.config.section import known
+from tunesmith.config.system import PlacementSection, Role
 from tunesmith.plan.processes.devices import on_gpu
 
 

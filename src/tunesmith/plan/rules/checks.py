@@ -13,13 +13,12 @@ from importlib.util import find_spec
 from math import ceil
 from urllib.parse import urlsplit
 
-from tunesmith.config.distillation import OfflineDistillConfig
-from tunesmith.config.generation import SamplingConfig
+from tunesmith.config.commands import OfflineDistillConfig, SamplingConfig
 from tunesmith.config.resolved import settings
 from tunesmith.config.schema import RLConfig, RunConfig, SFTConfig
 from tunesmith.config.section import known
-from tunesmith.config.sizes import format_size, parse_size
 from tunesmith.config.system import SystemSection, VllmSection
+from tunesmith.config.values import format_size, parse_size
 from tunesmith.errors import ConfigError, nearest
 from tunesmith.plan.cost.memory import kv_bytes_per_number
 from tunesmith.plan.facts.run import Facts

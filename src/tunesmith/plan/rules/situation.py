@@ -11,11 +11,11 @@ from typing import Any
 from tunesmith.algorithms.kl import KLInReward
 from tunesmith.algorithms.resolve import Reasons, resolve_algorithm
 from tunesmith.config.algorithm import AlgorithmSection
-from tunesmith.config.generation import GenerateConfig
+from tunesmith.config.commands import GenerateConfig
 from tunesmith.config.resolved import settings
 from tunesmith.config.schema import RLConfig, RunConfig
 from tunesmith.config.section import known
-from tunesmith.config.sizes import format_size, parse_size
+from tunesmith.config.values import format_size, parse_size
 from tunesmith.errors import ConfigError
 from tunesmith.plan.cost.memory import gpu_of, longest_sample
 from tunesmith.plan.facts.run import Facts

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 
 from tunesmith.config.schema import RLConfig, RunConfig
 from tunesmith.config.section import known
-from tunesmith.config.sizes import format_size, parse_size
+from tunesmith.config.values import format_size, parse_size
 from tunesmith.plan.cost.memory import BLOCK, bytes_per_number, longest_sample
 from tunesmith.plan.facts.run import Facts
 from tunesmith.plan.filling import Filling
