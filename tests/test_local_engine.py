@@ -24,8 +24,7 @@ from tunesmith.engines.local import decode_attention
 from tunesmith.engines.local.decode_attention import parts
 from tunesmith.engines.local.engine import LocalEngine, end_of_sequence_ids
 from tunesmith.engines.local.kv_pool import KVPool
-from tunesmith.engines.local.prefill_attention import Piece, split_pieces
-from tunesmith.engines.local.requests import CachedPrompt
+from tunesmith.engines.local.requests import CachedPrompt, Piece, split_pieces
 from tunesmith.engines.local.runner import Runner
 from tunesmith.errors import EngineError, UserError
 from tunesmith.models.causal_lm import CausalLM

@@ -12,18 +12,16 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import count, islice
+from itertools import count
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from tunesmith.data.tokens import decode
 from tunesmith.engines.base import check_sampling
 from tunesmith.engines.local.kv_pool import KVPool
 from tunesmith.engines.local.metering import Meter
-from tunesmith.engines.local.prefill_attention import Piece
-from tunesmith.engines.local.requests import CachedPrompt, LocalRequest, Uniforms
+from tunesmith.engines.local.requests import LocalRequest, StepBatch, Uniforms
 from tunesmith.engines.local.runner import Runner, probe, text_config
 from tunesmith.engines.local.scheduler import Scheduler
 from tunesmith.engines.local.speculation import AssistantDrafter, NgramDrafter, Speculation
@@ -228,82 +226,26 @@ class LocalEngine:
             return False
         started = time.perf_counter()
         with torch.inference_mode():
-            prompts, rows = self._scheduler.admit()
-            ended = self._prefill(prompts, rows, started) if rows else self._decode(started)
+            batch = self._scheduler.schedule()
+            self._draft(batch)
+            hidden = self._runner.run(batch)
+            tokens, logprobs = self._runner.draw(hidden, *batch.states())
+            if any(map(math.isnan, logprobs)):
+                raise EngineError("the model's logits are not finite: the weights may have diverged")
+            ended = batch.append(tokens, logprobs, self.version)
+            self._meter.count(batch, self._pool.used, time.perf_counter() - started)
             self._scheduler.release(list(ended))
         _deliver(ended)
         if ended:
             self._thread.wait_for_callers()
         return self._scheduler.has_work
 
-    def _prefill(
-        self, prompts: Sequence[CachedPrompt], rows: Sequence[LocalRequest], started: float
-    ) -> dict[LocalRequest, FinishReason]:
-        hidden, pieces = self._runner.prefill(prompts, rows)
-        ended = self._append(rows, [[] for _ in rows], hidden)
-        self._meter.prefilled(pieces, len(rows), self._pool.used, time.perf_counter() - started)
-        return ended
-
-    def _decode(self, started: float) -> dict[LocalRequest, FinishReason]:
-        rows = self._scheduler.grow()
-        drafts = self._propose(rows)
-        if any(drafts):
-            pieces = [Piece(r, r.cached, [r.token_ids[-1], *draft]) for r, draft in zip(rows, drafts, strict=True)]
-            hidden = self._runner.read(pieces)
-        else:
-            hidden = self._runner.decode(rows)
-        before = sum(len(r.token_ids) for r in rows)
-        ended = self._append(rows, drafts, hidden)
-        accepted = sum(len(r.token_ids) for r in rows) - before - len(rows)
-        self._meter.decoded(rows, sum(map(len, drafts)), accepted, self._pool.used, time.perf_counter() - started)
-        return ended
-
-    def _propose(self, rows: Sequence[LocalRequest]) -> list[list[int]]:
-        """Draft each request's next tokens, within its length limit and its row."""
-        if self._speculation is None or len(rows) > self._speculation.at_once:
-            return [[] for _ in rows]
-        room = [min(r.kv_length, self._pool.capacity) - r.cached - 1 for r in rows]
-        tokens = self._speculation.tokens
-        return self._drafter.propose(
-            rows, [min(tokens, n, self._rotated_alike(r)) for r, n in zip(rows, room, strict=True)]
-        )
-
-    def _rotated_alike(self, request: LocalRequest) -> int:
-        """Tokens by which the request can grow before its keys have to be recomputed."""
-        assert self._speculation is not None
-        rule, now, most = self._model.lengths, request.length, self._speculation.tokens
-        return (
-            most if rule is None else next((n for n in range(most) if rule.alike(now + n + 1) != rule.alike(now)), most)
-        )
-
-    def _append(
-        self, rows: Sequence[LocalRequest], drafts: Sequence[Sequence[int]], hidden: Tensor
-    ) -> dict[LocalRequest, FinishReason]:
-        """Sample tokens for each request, up to the first that differs from its draft.
-
-        Args:
-            hidden: one state per draft token of each row, plus one.
-
-        Returns:
-            The requests that ended, and why.
-        """
-        requests = [r for r, draft in zip(rows, drafts, strict=True) for _ in range(len(draft) + 1)]
-        read = [draft[:i] for draft in drafts for i in range(len(draft) + 1)]
-        tokens, logprobs = self._runner.draw(hidden, requests, read)
-        if any(map(math.isnan, logprobs)):
-            raise EngineError("the model's logits are not finite: the weights may have diverged")
-        ended: dict[LocalRequest, FinishReason] = {}
-        drawn = zip(tokens, logprobs, strict=True)
-        for request, draft in zip(rows, drafts, strict=True):
-            right = True
-            for guess, (token, logprob) in zip([*draft, None], islice(drawn, len(draft) + 1), strict=True):
-                if right:
-                    reason = request.append(token, logprob, self.version)
-                    if reason is not None:
-                        ended[request] = reason
-                    right = reason is None and token == guess
-            request.cached = len(request.token_ids) - 1
-        return ended
+    def _draft(self, batch: StepBatch) -> None:
+        """Draft the next tokens of a decode step's requests."""
+        speculation, rows = self._speculation, batch.requests
+        if speculation is not None and batch.prefill is None and len(rows) <= speculation.at_once:
+            most = [speculation.most(r, self._pool.capacity, self._model.lengths) for r in rows]
+            batch.drafts = self._drafter.propose(rows, most)
 
     def _fail_running(self, cause: Exception) -> None:
         _fail(self._scheduler.clear(), cause)

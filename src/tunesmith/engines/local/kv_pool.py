@@ -79,10 +79,8 @@ class KVPool:
             The new prompts, which have to be computed.
         """
         self._clock += 1
-        used = self._in_use(requests)
-        fresh = [prompt for prompt in used if prompt.row < 0]
-        rows = len(self.running) + len(requests)
-        self._reserve([*self.prompts, *fresh], set(used), rows, self._length(requests, HEADROOM), waiting)
+        fresh = [prompt for prompt in self._in_use(requests) if prompt.row < 0]
+        self._reserve(requests, self._length(requests, HEADROOM), waiting)
         self.prompts.extend(fresh)
         for request in requests:
             assert request.prompt is not None
@@ -97,10 +95,9 @@ class KVPool:
         length = self._length()
         if length <= self.capacity:
             return True
-        used = self._in_use()
-        if not self._fits(used, len(self.running), length):
+        if not self._fits(self._in_use(), len(self.running), length):
             return False
-        self._reserve(self.prompts, set(used), len(self.running), length, waiting)
+        self._reserve((), length, waiting)
         return True
 
     def release(self, requests: Sequence[LocalRequest]) -> None:
@@ -156,20 +153,16 @@ class KVPool:
     def _fits(self, prompts: Sequence[CachedPrompt], rows: int, length: int) -> bool:
         return len(prompts) * self._padded(max(map(len, prompts))) + rows * self._padded(length) <= self.total
 
-    def _reserve(
-        self,
-        prompts: Sequence[CachedPrompt],
-        used: set[CachedPrompt],
-        rows: int,
-        length: int,
-        waiting: Sequence[LocalRequest],
-    ) -> None:
-        """Resize the banks for these; if they do not fit, evict unused prompts, least recently used first."""
-        wanted = {r.prompt_ids for r in waiting}
+    def _reserve(self, admitted: Sequence[LocalRequest], length: int, waiting: Sequence[LocalRequest]) -> None:
+        """Resize the banks for running and admitted requests, with ``length`` slots per row.
+
+        If they do not fit, unused prompts are evicted, least recently used first.
+        """
+        used, wanted = self._in_use(admitted), {r.prompt_ids for r in waiting}
         unused = sorted((p for p in self.prompts if p not in used), key=lambda p: (p.token_ids in wanted, p.used_at))
-        kept = list(prompts)
-        while not self._fits(kept, rows, length):
-            kept.remove(unused.pop(0))
+        rows = len(self.running) + len(admitted)
+        while not self._fits(kept := [*used, *unused], rows, length):
+            unused.pop(0)
         self._close_gaps(set(self.prompts).difference(kept))
         self._reshape((len(kept), self._padded(max(map(len, kept)))), (rows, self._padded(length)), len(waiting))
 

@@ -6,64 +6,15 @@ itself, ``K`` key/value heads, ``G`` query heads per key/value head, ``D`` head 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from tunesmith.engines.local.kv_memory import KVMemory
-from tunesmith.engines.local.requests import CachedPrompt, LocalRequest
+from tunesmith.engines.local.requests import Piece
 from tunesmith.kernels.attention import AttentionRule
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """Tokens of a prompt, or of a request after its prompt, that are computed together."""
-
-    owner: CachedPrompt | LocalRequest
-    start: int
-    """Number of the owner's tokens before these."""
-    token_ids: Sequence[int]
-
-    def __len__(self) -> int:
-        return len(self.token_ids)
-
-    @property
-    def stop(self) -> int:
-        return self.start + len(self.token_ids)
-
-    @property
-    def prompt(self) -> CachedPrompt:
-        prompt = self.owner.prompt if isinstance(self.owner, LocalRequest) else self.owner
-        assert prompt is not None, "only running requests are computed"
-        return prompt
-
-    @property
-    def prefix(self) -> int:
-        """Length of the prompt before a request's tokens; 0 for a prompt's own piece."""
-        return len(self.prompt) if isinstance(self.owner, LocalRequest) else 0
-
-    @property
-    def positions(self) -> range:
-        return range(self.prefix + self.start, self.prefix + self.stop)
-
-
-def split_pieces(pieces: Sequence[Piece], max_tokens: int) -> Iterator[list[Piece]]:
-    """Forward passes of at most ``max_tokens``; a piece longer than that is cut into chunks."""
-    batch: list[Piece] = []
-    room = max_tokens
-    for piece in pieces:
-        for at in range(0, len(piece), max_tokens):
-            chunk = Piece(piece.owner, piece.start + at, piece.token_ids[at : at + max_tokens])
-            if len(chunk) > room:
-                yield batch
-                batch, room = [], max_tokens
-            batch.append(chunk)
-            room -= len(chunk)
-    if batch:
-        yield batch
 
 
 class PrefillAttention:

@@ -1,8 +1,9 @@
-"""The local engine's requests, and the prompts they share."""
+"""The local engine's requests, the prompts they share, and what one step computes of them."""
 
 from __future__ import annotations
 
 import secrets
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -10,7 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from tunesmith.engines.partial import RunningRequest
-from tunesmith.types import Completion
+from tunesmith.types import Completion, FinishReason
 
 _CHUNK = 256
 
@@ -81,3 +82,93 @@ class LocalRequest(RunningRequest):
     def kv_length(self) -> int:
         """The most slots that its generated tokens may need; the last token is never read."""
         return max(1, self.max_new_tokens - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Tokens of a prompt, or of a request after its prompt, that are computed together."""
+
+    owner: CachedPrompt | LocalRequest
+    start: int
+    """Number of the owner's tokens before these."""
+    token_ids: Sequence[int]
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def stop(self) -> int:
+        return self.start + len(self.token_ids)
+
+    @property
+    def prompt(self) -> CachedPrompt:
+        prompt = self.owner.prompt if isinstance(self.owner, LocalRequest) else self.owner
+        assert prompt is not None, "only running requests are computed"
+        return prompt
+
+    @property
+    def prefix(self) -> int:
+        """Length of the prompt before a request's tokens; 0 for a prompt's own piece."""
+        return len(self.prompt) if isinstance(self.owner, LocalRequest) else 0
+
+    @property
+    def positions(self) -> range:
+        return range(self.prefix + self.start, self.prefix + self.stop)
+
+
+def split_pieces(pieces: Sequence[Piece], max_tokens: int) -> Iterator[list[Piece]]:
+    """Forward passes of at most ``max_tokens``; a piece longer than that is cut into chunks."""
+    batch: list[Piece] = []
+    room = max_tokens
+    for piece in pieces:
+        for at in range(0, len(piece), max_tokens):
+            chunk = Piece(piece.owner, piece.start + at, piece.token_ids[at : at + max_tokens])
+            if len(chunk) > room:
+                yield batch
+                batch, room = [], max_tokens
+            batch.append(chunk)
+            room -= len(chunk)
+    if batch:
+        yield batch
+
+
+@dataclass(slots=True)
+class StepBatch:
+    """What one step computes: the requests that start, or the next tokens of all running ones, by row."""
+
+    requests: Sequence[LocalRequest]
+    prefill: Sequence[Piece] | None = None
+    """Prompts and earlier tokens of the requests that start; None in a decode step."""
+    drafts: list[list[int]] = field(init=False)
+    """For each request, draft tokens that a decode step verifies."""
+    sampled: int = 0
+    """Tokens that were appended to the requests."""
+
+    def __post_init__(self) -> None:
+        self.drafts = [[] for _ in self.requests]
+
+    def states(self) -> tuple[list[LocalRequest], list[list[int]]]:
+        """The request of each hidden state that is sampled from, and the draft tokens that the state has read."""
+        rows = zip(self.requests, self.drafts, strict=True)
+        requests = [request for request, draft in rows for _ in range(len(draft) + 1)]
+        return requests, [draft[:read] for draft in self.drafts for read in range(len(draft) + 1)]
+
+    def append(self, tokens: list[int], logprobs: list[float], version: int) -> dict[LocalRequest, FinishReason]:
+        """Append the tokens sampled from each request's states, up to the first that differs from its draft.
+
+        Returns:
+            The requests that ended, and why.
+        """
+        ended: dict[LocalRequest, FinishReason] = {}
+        first = 0
+        for request, draft in zip(self.requests, self.drafts, strict=True):
+            for state, guess in enumerate([*draft, None], first):
+                self.sampled += 1
+                reason = request.append(tokens[state], logprobs[state], version)
+                if reason is not None:
+                    ended[request] = reason
+                if reason is not None or tokens[state] != guess:
+                    break
+            first += len(draft) + 1
+            request.cached = len(request.token_ids) - 1
+        return ended

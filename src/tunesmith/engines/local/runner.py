@@ -1,4 +1,4 @@
-"""Runs the model for the engine: prefill, decode, and the logits of the next tokens."""
+"""Runs the model for the engine: prefill and decode, and samples the next tokens."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ from tunesmith.engines.local.decode_attention import DecodeAttention, Grouping
 from tunesmith.engines.local.decode_model import DecodeModel
 from tunesmith.engines.local.kv_memory import KVLayout, KVMemory
 from tunesmith.engines.local.native_decode import NativeDecode
-from tunesmith.engines.local.penalties import penalise
-from tunesmith.engines.local.prefill_attention import Piece, PrefillAttention, split_pieces
-from tunesmith.engines.local.requests import CachedPrompt, LocalRequest
-from tunesmith.engines.local.sampler import SamplingPlan, sample
+from tunesmith.engines.local.prefill_attention import PrefillAttention
+from tunesmith.engines.local.requests import CachedPrompt, LocalRequest, Piece, StepBatch, split_pieces
+from tunesmith.engines.local.sampler import SamplingPlan, penalise, sample
 from tunesmith.errors import ModelError
 from tunesmith.kernels.attention import AttentionRule
 from tunesmith.models.causal_lm import CausalLM, logit_scale
@@ -94,25 +93,14 @@ class Runner:
         self._grouping: tuple[list[tuple[int, int]], Grouping] | None = None
         self._plan: tuple[list[LocalRequest], SamplingPlan] | None = None
 
-    def prefill(self, prompts: Sequence[CachedPrompt], admitted: Sequence[LocalRequest]) -> tuple[Tensor, list[Piece]]:
-        """Compute new ``prompts``, and recompute the tokens of preempted requests.
-
-        Returns:
-            The hidden states ``[B, d]`` from which ``admitted`` sample their next tokens, and the computed pieces.
-        """
-        pieces = [Piece(prompt, 0, prompt.token_ids) for prompt in prompts]
-        for request in admitted:
-            request.cached = len(request.token_ids)
-            if request.cached:
-                pieces.append(Piece(request, 0, request.token_ids))
-        resumed: dict[LocalRequest, Tensor] = {}
-        for owner, end in self.fill(pieces):
-            if isinstance(owner, CachedPrompt):
-                owner.last_hidden = end
-            else:
-                resumed[owner] = end
-        states = [resumed.get(r, r.prompt.last_hidden if r.prompt else None) for r in admitted]
-        return torch.stack([s for s in states if s is not None]), pieces
+    def run(self, batch: StepBatch) -> Tensor:
+        """The hidden states ``[N, d]`` from which the batch samples (``StepBatch.states``)."""
+        if batch.prefill is not None:
+            return self._prefill(batch.requests, batch.prefill)
+        if any(batch.drafts):
+            rows = zip(batch.requests, batch.drafts, strict=True)
+            return self.read([Piece(r, r.cached, [r.token_ids[-1], *draft]) for r, draft in rows])
+        return self._decode(batch.requests)
 
     def fill(self, pieces: Sequence[Piece]) -> Iterator[tuple[CachedPrompt | LocalRequest, Tensor]]:
         """Compute the pieces' keys and values; yields the hidden state ``[d]`` at the end of each, chunk by chunk."""
@@ -120,17 +108,6 @@ class Runner:
             ends = torch.tensor([len(piece) for piece in batch], device=self.model.device).cumsum(0) - 1
             for piece, end in zip(batch, self._read(batch, self.model).index_select(0, ends), strict=True):
                 yield piece.owner, end
-
-    def decode(self, running: Sequence[LocalRequest]) -> Tensor:
-        """The hidden states ``[B, d]`` of each request's last token; ``running`` are all requests, by row."""
-        decoder = self._decode_model.decoder()
-        if self._native is not None and decoder.lean is not None and decoder.lean.usable:
-            return self._native.hidden(decoder.lean, running)
-        attention = DecodeAttention(self._memory, self._group(running), [r.cached for r in running])
-        tokens = torch.tensor([r.token_ids[-1] for r in running], device=self.model.device)
-        positions = torch.tensor([len(r.prompt_ids) + r.cached for r in running], device=self.model.device)
-        lengths = [r.prompt.rotary_length for r in running if r.prompt] if self.model.lengths else None
-        return decoder.hidden(tokens, positions, attention, lengths)
 
     def read(self, pieces: Sequence[Piece]) -> Tensor:
         """The hidden states ``[N, d]`` of a few tokens of each piece, in one pass."""
@@ -162,6 +139,26 @@ class Runner:
         self._decode_model.refresh()
         if self._native is not None:
             self._native.refresh()
+
+    def _prefill(self, requests: Sequence[LocalRequest], pieces: Sequence[Piece]) -> Tensor:
+        """The hidden states ``[B, d]`` at the end of each request, or of its prompt."""
+        ends = dict(self.fill(pieces))
+        for owner, end in ends.items():
+            if isinstance(owner, CachedPrompt):
+                owner.last_hidden = end
+        states = [ends.get(r, r.prompt.last_hidden if r.prompt else None) for r in requests]
+        return torch.stack([state for state in states if state is not None])
+
+    def _decode(self, running: Sequence[LocalRequest]) -> Tensor:
+        """The hidden states ``[B, d]`` of each request's last token; ``running`` are all requests, by row."""
+        decoder = self._decode_model.decoder()
+        if self._native is not None and decoder.lean is not None and decoder.lean.usable:
+            return self._native.hidden(decoder.lean, running)
+        attention = DecodeAttention(self._memory, self._group(running), [r.cached for r in running])
+        tokens = torch.tensor([r.token_ids[-1] for r in running], device=self.model.device)
+        positions = torch.tensor([len(r.prompt_ids) + r.cached for r in running], device=self.model.device)
+        lengths = [r.prompt.rotary_length for r in running if r.prompt] if self.model.lengths else None
+        return decoder.hidden(tokens, positions, attention, lengths)
 
     def _logits(self, hidden: Tensor) -> Tensor:
         """``[B, V]`` float32, never rounded to bfloat16: that would change log-probabilities by up to 0.03."""

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from tunesmith.engines.local.kv_pool import KVPool
-from tunesmith.engines.local.requests import CachedPrompt, LocalRequest
+from tunesmith.engines.local.requests import CachedPrompt, LocalRequest, Piece, StepBatch
 from tunesmith.models.rope import LengthRule
 
 
@@ -31,6 +31,14 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         return bool(self.waiting or self.pool.running)
+
+    def schedule(self) -> StepBatch:
+        """The next step: a prefill of the requests that can start; if there are none, a decode step of all running."""
+        prompts, requests = self.admit()
+        if requests:
+            pieces = [Piece(owner, 0, owner.token_ids) for owner in (*prompts, *requests) if owner.token_ids]
+            return StepBatch(requests, pieces)
+        return StepBatch(self.grow())
 
     def admit(self) -> tuple[list[CachedPrompt], list[LocalRequest]]:
         """Start waiting requests, oldest first; returns the prompts to compute for them, and the requests."""

@@ -15,11 +15,11 @@ from itertools import accumulate
 
 import torch
 
-from tunesmith.engines.local.prefill_attention import Piece
-from tunesmith.engines.local.requests import LocalRequest
+from tunesmith.engines.local.requests import LocalRequest, Piece
 from tunesmith.engines.local.runner import Runner
 from tunesmith.errors import UserError
 from tunesmith.models.causal_lm import CausalLM
+from tunesmith.models.rope import LengthRule
 
 NGRAMS = (4, 3, 2)
 """Lengths of the n-grams that are looked up, longest first."""
@@ -38,6 +38,15 @@ class Speculation:
     """A smaller model that drafts; None: n-grams are looked up."""
     at_once: int = MOST_ROWS
     """With more requests decoded at once, nothing is drafted."""
+
+    def most(self, request: LocalRequest, capacity: int, lengths: LengthRule | None) -> int:
+        """Tokens to draft for a request: within its length limit and its row's ``capacity``, and before its keys have
+        to be recomputed; not positive: none."""
+        room = min(self.tokens, min(request.kv_length, capacity) - request.cached - 1)
+        if lengths is None:
+            return room
+        now = lengths.alike(request.length)
+        return next((n for n in range(room) if lengths.alike(request.length + n + 1) != now), room)
 
     def check(self, model: CausalLM) -> None:
         """Refuse an assistant that does not fit the model.
