@@ -38,6 +38,8 @@ def finding(history: Sequence[Metrics], facts: RunFacts) -> Finding | None:
 
 def at_the_end(history: Sequence[Metrics], facts: RunFacts) -> Finding | None:
     """A problem that remains when the run ends, or a loss that is no lower than at the beginning."""
+    if not history:  # a finished run that was resumed takes no step
+        return None
     if problem := finding(history, facts):
         return problem
     quarter = max(1, sum("loss" in step for step in history) // 4)
