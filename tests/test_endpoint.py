@@ -14,7 +14,7 @@ import pytest
 from data_tokenizers import byte_level, template
 from episodes import check_tokens, load, made_task, ok, play
 from tunesmith.environments.endpoint import Endpoint
-from tunesmith.rewards.http_limits import Limits
+from tunesmith.http_server import Limits
 from tunesmith.types import Status
 
 

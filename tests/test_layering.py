@@ -22,6 +22,7 @@ FLOORS = {
     "redact": 0,
     "storage": 0,
     "http_client": 0,
+    "http_server": 0,
     "openmp": 0,
     "config": 1,
     "monitor": 1,

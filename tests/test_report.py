@@ -20,6 +20,7 @@ from tiny_runs import write_lines
 from tunesmith.cli.main import app
 from tunesmith.doctor.record import read_record
 from tunesmith.errors import ConfigError
+from tunesmith.http_server import LIMITS, listening
 from tunesmith.monitor.wilson import wilson
 from tunesmith.report.metrics import MetricsFile, Table, curves, totals
 from tunesmith.report.page import page
@@ -28,7 +29,6 @@ from tunesmith.report.run import embedded_rollouts, model, names, open_run
 from tunesmith.report.server import Watch, make_app
 from tunesmith.report.steps import step_timelines
 from tunesmith.report.trace import read_trace
-from tunesmith.rewards.http_limits import ConnectionLimiter, Limits, listening
 
 
 def test_columns_are_filled_where_lines_lack_them() -> None:
@@ -269,9 +269,9 @@ def test_the_page_holds_any_text_as_data_and_nothing_from_elsewhere() -> None:
 @asynccontextmanager
 async def watching(*paths: Path) -> AsyncGenerator[Callable[..., Awaitable[tuple[int, Any]]]]:
     """Asks a server for paths; None instead of a body that is no JSON."""
-    gate = ConnectionLimiter(Limits())
-    app_of_runs = make_app(Watch([open_run(path) for path in paths], "secret"), gate)
-    async with listening(app_of_runs, gate, "127.0.0.1", 0, shutdown=1) as port, aiohttp.ClientSession() as session:
+    app_of_runs = make_app(Watch([open_run(path) for path in paths], "secret"))
+    serving = listening(app_of_runs, "127.0.0.1", 0, limits=LIMITS, shutdown=1)
+    async with serving as port, aiohttp.ClientSession() as session:
 
         async def ask(path: str, token: str = "secret") -> tuple[int, Any]:
             headers = {"Authorization": f"Bearer {token}"} if token else {}

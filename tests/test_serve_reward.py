@@ -30,8 +30,8 @@ from tunesmith.assembly.serve_reward import ServeOptions, read_token, serve_rewa
 from tunesmith.cli.main import app
 from tunesmith.config.schema import ModelReward, RemoteReward
 from tunesmith.errors import ConfigError
+from tunesmith.http_server import Limits, is_loopback, listen
 from tunesmith.rewards.function import RewardFunction, required_columns
-from tunesmith.rewards.http_limits import ConnectionLimiter, Limits, is_loopback
 from tunesmith.rewards.model import model_reward
 from tunesmith.rewards.remote import remote_reward
 from tunesmith.rewards.reward_set import RewardSet
@@ -48,7 +48,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def service(function: RewardFunction, window: float = 0.0, max_bytes: int = 2**20) -> Iterator[str]:
     rewards = RewardSet({function.name: 1.0}, 60.0)
     rewards.add(function)
-    with running(make_app(RewardService(rewards, window), ConnectionLimiter(Limits()), max_bytes)) as url:
+    with running(make_app(RewardService(rewards, window), max_bytes)) as url:
         yield url
     rewards.close()
 
@@ -363,19 +363,18 @@ def test_a_body_that_does_not_come_is_given_up() -> None:
             return connection.getresponse().status
         return None
 
-    with running(make_app(RewardService(rewards, 0.0), ConnectionLimiter(limits), 2**20)) as url:
+    with running(make_app(RewardService(rewards, 0.0), 2**20, limits)) as url:
         found = (status(urlsplit(url).port) for _ in range(100))
         assert next(filter(None, found)) == 408
     rewards.close()
 
 
-def test_a_gate_closes_what_says_nothing_and_makes_room() -> None:
+def test_a_server_closes_what_says_nothing_and_makes_room() -> None:
     class Silent(asyncio.Protocol):
         pass
 
     async def run() -> list[bytes]:
-        gate = ConnectionLimiter(Limits(head_seconds=0.3, connections=2))
-        server = await gate.listen(Silent, "127.0.0.1", 0)
+        server = await listen(Silent, Limits(head_seconds=0.3, connections=2), "127.0.0.1", 0)
         port = server.sockets[0].getsockname()[1]
         opened = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
         first = await opened[0][0].read()  # closed for the third, long before its time

@@ -16,7 +16,6 @@ from tunesmith import assembly
 from tunesmith.assembly.rewards import make_reward_model
 from tunesmith.config.schema import ModelReward
 from tunesmith.monitor.metrics import read_metrics
-from tunesmith.rewards.http_limits import ConnectionLimiter, Limits
 from tunesmith.rewards.model import model_reward
 from tunesmith.rewards.reward_set import RewardSet
 from tunesmith.rewards.server import RewardService, make_app
@@ -39,7 +38,7 @@ def test_the_reward_rises_by_more_than_half_of_its_spread(tmp_path: Path, seed: 
         model = make_reward_model(entry, dtype="float32", device="cpu", max_tokens=2048, chat=False)
         rewards = RewardSet({"rm": 1.0}, 30.0)
         rewards.add(model_reward("rm", model, exact=False, in_thread=True))
-        with running(make_app(RewardService(rewards, 0.002), ConnectionLimiter(Limits()), 2**20)) as url:
+        with running(make_app(RewardService(rewards, 0.002), 2**20)) as url:
             outcome = assembly.run_rl(None, [*settings, f'reward.remote=[{{urls = ["{url}/reward"], name = "judge"}}]'])
     lines = read_metrics(outcome.run_dir / "metrics.jsonl")
     means = [line["reward/judge/mean"] for line in lines]

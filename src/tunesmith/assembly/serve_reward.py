@@ -47,7 +47,7 @@ def serve_reward(target: str, host: str, port: int, options: ServeOptions) -> No
     """
     is_function = target in BUILTINS or ":" in target or target.endswith(".py")
     rewards = _function(target, options) if is_function else _model(target, options)
-    from tunesmith.rewards.http_limits import ConnectionLimiter, Limits, is_loopback, serve
+    from tunesmith.http_server import is_loopback, serve
     from tunesmith.rewards.server import RewardService, make_app
 
     token, new_token = read_token(options.token_file), None
@@ -61,8 +61,7 @@ def serve_reward(target: str, host: str, port: int, options: ServeOptions) -> No
         print(f"serving {target} at {url}/reward (and {url}/health); Ctrl-C stops it", flush=True)
 
     try:
-        gate = ConnectionLimiter(Limits())
-        asyncio.run(serve(make_app(service, gate, int(options.max_request_mb * 2**20)), gate, host, port, ready))
+        asyncio.run(serve(make_app(service, int(options.max_request_mb * 2**20)), host, port, ready))
     finally:
         rewards.close()
 

@@ -23,9 +23,9 @@ def watch(
     import asyncio
     import secrets
 
+    from tunesmith.http_server import serve
     from tunesmith.report.run import open_run
     from tunesmith.report.server import Watch, make_app
-    from tunesmith.rewards.http_limits import ConnectionLimiter, Limits, serve
 
     watched = Watch([open_run(path) for path in runs], secrets.token_urlsafe(24))
 
@@ -37,5 +37,4 @@ def watch(
 
             webbrowser.open(address)
 
-    gate = ConnectionLimiter(Limits())
-    asyncio.run(serve(make_app(watched, gate), gate, "127.0.0.1", port, ready))
+    asyncio.run(serve(make_app(watched), "127.0.0.1", port, ready))

@@ -20,7 +20,7 @@ from tunesmith.environments.conversation import OutOfRoom
 from tunesmith.environments.openai_answers import Event, chat_events, response_events, text_events
 from tunesmith.environments.openai_api import EpisodeApi
 from tunesmith.errors import EpisodeError, TunesmithError
-from tunesmith.rewards.http_limits import ConnectionLimiter, Limits, bearer_of, guarded, listening
+from tunesmith.http_server import Limits, bearer_of, guarded, listening
 
 T = TypeVar("T")
 
@@ -45,11 +45,10 @@ class Endpoint:
     """Serves ``SERVED``; a streamed answer is sent in one piece."""
 
     def __init__(self, limits: Limits = LIMITS) -> None:
-        self._gate = ConnectionLimiter(limits)
         self._episodes: dict[str, EpisodeApi] = {}
         self._loop, self._serving = asyncio.new_event_loop(), AsyncExitStack()
         threading.Thread(target=self._loop.run_forever, name="endpoint", daemon=True).start()
-        listens = listening(self._app(), self._gate, HOST, 0, shutdown=1.0, cancels=True)
+        listens = listening(self._app(limits), HOST, 0, limits=limits, shutdown=1.0, cancels=True)
         self.port = self._run(self._serving.enter_async_context(listens))
 
     def open(self, api: EpisodeApi) -> tuple[str, str]:
@@ -69,8 +68,8 @@ class Endpoint:
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(START_SECONDS)
 
-    def _app(self) -> web.Application:
-        app = web.Application(client_max_size=LARGEST_BODY, middlewares=[guarded(self._gate, None, refusal=_error)])
+    def _app(self, limits: Limits) -> web.Application:
+        app = web.Application(client_max_size=LARGEST_BODY, middlewares=[guarded(limits, None, refusal=_error)])
         app.on_response_prepare.append(_close_connection)
         for prefix in ("/v1", "/{key}/v1"):
             app.router.add_get(f"{prefix}/models", self._models)

@@ -12,11 +12,11 @@ from typing import Any
 
 from aiohttp import web
 
+from tunesmith.http_server import LIMITS, guarded
 from tunesmith.monitor.run_dir import is_running
 from tunesmith.report.page import json_bytes, page
 from tunesmith.report.rollouts import Query
 from tunesmith.report.run import GrowingRun, group_json, model
-from tunesmith.rewards.http_limits import ConnectionLimiter, guarded
 
 AT_ONCE = 200
 """Maximum groups per answer."""
@@ -80,7 +80,7 @@ class Watch:
         return self.runs[number]
 
 
-def make_app(watch: Watch, gate: ConnectionLimiter) -> web.Application:
+def make_app(watch: Watch) -> web.Application:
     """The page itself needs the token in its address, which opens it; its requests need it in a header."""
 
     async def show(request: web.Request) -> web.Response:
@@ -102,7 +102,7 @@ def make_app(watch: Watch, gate: ConnectionLimiter) -> web.Application:
 
         return handler
 
-    app = web.Application(middlewares=[guarded(gate, watch.token, ("/",))])
+    app = web.Application(middlewares=[guarded(LIMITS, watch.token, ("/",))])
     app.add_routes([web.get("/", show), web.get("/api/model", show_model)])
     app.add_routes([web.get("/api/groups", answering(watch.groups)), web.get("/api/lines", answering(watch.lines))])
     return app

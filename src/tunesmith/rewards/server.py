@@ -15,9 +15,9 @@ from aiohttp import web
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError, model_validator
 
 from tunesmith.errors import EpisodeError
+from tunesmith.http_server import LIMITS, Limits, guarded, has_token
 from tunesmith.rewards.batching import Batcher
 from tunesmith.rewards.function import NOT_COLUMNS, text_of
-from tunesmith.rewards.http_limits import ConnectionLimiter, guarded, has_token
 from tunesmith.rewards.reward_set import RewardSet
 from tunesmith.types import Prompt, Rollout, Status, Task, text_of_content
 
@@ -139,8 +139,8 @@ class RewardService:
         ]
 
 
-def make_app(service: RewardService, gate: ConnectionLimiter, max_bytes: int) -> web.Application:
+def make_app(service: RewardService, max_bytes: int, limits: Limits = LIMITS) -> web.Application:
     """The server's routes. Requests above ``max_bytes`` are rejected with 413, requests without the token with 401."""
-    app = web.Application(client_max_size=max_bytes, middlewares=[guarded(gate, service.token, ("/health",))])
+    app = web.Application(client_max_size=max_bytes, middlewares=[guarded(limits, service.token, ("/health",))])
     app.add_routes([web.post("/reward", service.reward), web.get("/health", service.health)])
     return app

@@ -1,7 +1,7 @@
-"""Protection of an HTTP server (aiohttp): limits on time, size and connections, and a token.
+"""HTTP servers (aiohttp) with limits on time, size and connections, and with a token.
 
-``Gate`` counts connections and closes idle ones. ``guarded`` is the middleware that checks a request before its
-handler runs. ``listening`` serves an application behind both.
+``guarded`` is the middleware that checks a request before its handler runs. ``listening`` serves an application and
+counts its connections. ``serve`` does so until a signal ends the process.
 """
 
 from __future__ import annotations
@@ -50,82 +50,74 @@ class Limits:
     """Open at the same time; at most half of the process's limit of open files."""
 
 
-class ConnectionLimiter:
-    """Limits the number of connections. A new one beyond the limit replaces the one that has been idle longest."""
+LIMITS = Limits()
 
-    def __init__(self, limits: Limits) -> None:
-        self.limits = limits
-        files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]  # negative if unlimited
-        self._most = limits.connections if files < 0 else min(limits.connections, files // 2)
-        self._inside: dict[asyncio.BaseTransport, _Connection] = {}
 
-    async def listen(self, factory: Callable[[], asyncio.Protocol], host: str, port: int) -> asyncio.Server:
-        """Serve with the protocols of ``factory``, counting their connections."""
-        backlog = max(1, min(100, self._most // 4))  # asyncio accepts this many at once, before they are counted
-        loop = asyncio.get_running_loop()
-        return await loop.create_server(lambda: _Connection(self, factory()), host, port, backlog=backlog)
-
-    def timer(self, transport: asyncio.BaseTransport | None) -> Callable[[float | None], None]:
-        """Sets the seconds after which a connection is closed; None: it stays open."""
-        connection = self._inside.get(transport) if transport else None
-        return connection.wait_for if connection else lambda _: None
-
-    def enter(self, transport: asyncio.Transport, connection: _Connection) -> bool:
-        if len(self._inside) >= self._most:
-            waiting = next((t for t, c in self._inside.items() if c.waiting), None)
-            if waiting is None:
-                return False
-            self._inside.pop(waiting)
-            cast("asyncio.Transport", waiting).abort()
-        self._inside[transport] = connection
-        return True
-
-    def leave(self, transport: asyncio.BaseTransport) -> None:
-        self._inside.pop(transport, None)
+async def listen(factory: Callable[[], asyncio.Protocol], limits: Limits, host: str, port: int) -> asyncio.Server:
+    """Serve with the protocols of ``factory``. A connection beyond the limit replaces one that is idle."""
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]  # negative if unlimited
+    most = limits.connections if files < 0 else min(limits.connections, files // 2)
+    opened = dict[_Connection, None]()
+    return await asyncio.get_running_loop().create_server(
+        lambda: _Connection(factory(), limits, opened, most),
+        host,
+        port,
+        backlog=max(1, min(100, most // 4)),  # asyncio accepts this many at once, before they are counted
+    )
 
 
 class _Connection(asyncio.Protocol):
-    """Forwards everything to ``inner``, unless the gate is full."""
+    """Forwards everything to ``inner``, unless too many connections are open.
 
-    def __init__(self, gate: ConnectionLimiter, inner: asyncio.Protocol) -> None:
-        self._gate, self._inner = gate, inner
+    Args:
+        opened: the server's connections, in the order in which they were opened.
+    """
+
+    def __init__(self, inner: asyncio.Protocol, limits: Limits, opened: dict[_Connection, None], most: int) -> None:
+        self._inner, self._limits, self._opened, self._most = inner, limits, opened, most
         self._transport: asyncio.Transport | None = None
         self._timer: asyncio.TimerHandle | None = None
+        """Runs while the connection is idle."""
 
-    @property
-    def waiting(self) -> bool:
-        return self._timer is not None
-
-    def wait_for(self, seconds: float | None) -> None:
+    def close_after(self, seconds: float | None) -> None:
         """Close the connection after ``seconds``; None stops the timer."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
         if seconds is not None and self._transport is not None:
-            self._timer = asyncio.get_running_loop().call_later(seconds, self._transport.abort)
+            self._timer = asyncio.get_running_loop().call_later(seconds, self.abort)
+
+    def abort(self) -> None:
+        assert self._transport is not None, "the connection was made"
+        self._transport.abort()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        opened = cast("asyncio.Transport", transport)
-        if not self._gate.enter(opened, self):
-            opened.write(BUSY)
-            opened.close()
-            return
-        self._transport, inner = opened, self._inner
+        made = cast("asyncio.Transport", transport)
+        if len(self._opened) >= self._most:
+            idle = next((connection for connection in self._opened if connection._timer is not None), None)
+            if idle is None:
+                made.write(BUSY)
+                made.close()
+                return
+            del self._opened[idle]
+            idle.abort()
+        self._opened[self] = None
+        self._transport, inner = made, self._inner
         self.data_received, self.eof_received = inner.data_received, inner.eof_received
         self.pause_writing, self.resume_writing = inner.pause_writing, inner.resume_writing
         inner.connection_made(transport)
-        self.wait_for(self._gate.limits.head_seconds)
+        self.close_after(self._limits.head_seconds)
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._transport is not None:
-            self._gate.leave(self._transport)
+            self._opened.pop(self, None)
             self._inner.connection_lost(exc)
         self._transport = None
-        self.wait_for(None)
+        self.close_after(None)
 
 
 def guarded(
-    gate: ConnectionLimiter,
+    limits: Limits,
     token: str | None,
     open_paths: tuple[str, ...] = (),
     refusal: Callable[[int, str], web.Response] = lambda status, problem: web.json_response(
@@ -145,14 +137,14 @@ def guarded(
                 raise web.HTTPMisdirectedRequest(text=f"this server is not {request.host!a}")
             if token is not None and request.path not in open_paths and not has_token(request, token):
                 raise web.HTTPUnauthorized(text="send the server's token, as Authorization: Bearer TOKEN")
-            close_after = gate.timer(request.transport)
-            close_after(gate.limits.body_seconds + REFUSAL_SECONDS)
+            close_after = _closing_after(request)
+            close_after(limits.body_seconds + REFUSAL_SECONDS)
             try:
-                async with asyncio.timeout(gate.limits.body_seconds):
+                async with asyncio.timeout(limits.body_seconds):
                     await request.read()
             except TimeoutError:
                 raise web.HTTPRequestTimeout(
-                    text=f"the request did not arrive within {gate.limits.body_seconds:g} s"
+                    text=f"the request did not arrive within {limits.body_seconds:g} s"
                 ) from None
             except (web.HTTPException, ConnectionError):
                 raise
@@ -162,7 +154,7 @@ def guarded(
             try:
                 return await handler(request)
             finally:
-                close_after(gate.limits.idle_seconds)
+                close_after(limits.idle_seconds)
         except web.HTTPException as error:
             answer = refusal(error.status, error.text or error.reason)
         except (ConnectionError, asyncio.CancelledError):
@@ -177,9 +169,15 @@ def guarded(
     return middleware
 
 
+def _closing_after(request: web.Request) -> Callable[[float | None], None]:
+    """Sets the seconds after which the request's connection is closed, if ``listen`` opened it."""
+    protocol = request.transport.get_protocol() if request.transport else None
+    return protocol.close_after if isinstance(protocol, _Connection) else lambda _: None
+
+
 @asynccontextmanager
 async def listening(
-    app: web.Application, gate: ConnectionLimiter, host: str, port: int, *, shutdown: float, cancels: bool = False
+    app: web.Application, host: str, port: int, *, limits: Limits, shutdown: float, cancels: bool = False
 ) -> AsyncGenerator[int]:
     """Serve ``app``; yields the port, a free one where ``port`` is 0. Raises OSError: the address cannot be used.
 
@@ -191,7 +189,7 @@ async def listening(
     await runner.setup()
     try:
         assert runner.server is not None
-        server = await gate.listen(runner.server, host, port)
+        server = await listen(runner.server, limits, host, port)
         try:
             yield server.sockets[0].getsockname()[1]
         finally:
@@ -200,10 +198,8 @@ async def listening(
         await runner.cleanup()
 
 
-async def serve(
-    app: web.Application, gate: ConnectionLimiter, host: str, port: int, ready: Callable[[str], None]
-) -> None:
-    """Serve until SIGTERM or Ctrl-C, then finish the requests in progress.
+async def serve(app: web.Application, host: str, port: int, ready: Callable[[str], None]) -> None:
+    """Serve with the usual limits until SIGTERM or Ctrl-C, then finish the requests in progress.
 
     Args:
         port: 0 picks a free one.
@@ -218,7 +214,8 @@ async def serve(
     )
     async with AsyncExitStack() as serving:
         with boundary(ConfigError, f"cannot listen on {host}:{port}; choose another --host or --port", OSError):
-            port = await serving.enter_async_context(listening(app, gate, host, port, shutdown=SHUTDOWN_SECONDS))
+            listens = listening(app, host, port, limits=LIMITS, shutdown=SHUTDOWN_SECONDS)
+            port = await serving.enter_async_context(listens)
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stopped.set)
         ready(f"http://{f'[{host}]' if ':' in host else host}:{port}")
