@@ -47,8 +47,8 @@ class SequenceRanks:
         self.backends = [make(sequence) for _, sequence in found]
         for backend, (group, _) in zip(self.backends, found, strict=True):
             backend.group = backend.passes.group = group
-            if backend.reference_passes is not None:
-                backend.reference_passes.group = group
+            if backend.reference is not None:
+                backend.reference.group = group
 
     def _meet(self, rank: int) -> tuple[RankGroup, SequenceGroup]:
         store = reach_store(HERE, self._store.port)

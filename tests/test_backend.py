@@ -13,8 +13,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, get_scheduler
 
 from tiny import save_model
 from training import whole
-from tunesmith.backends.loss_scale import FIRST, GROWS_AFTER, LEAST, LossScale
-from tunesmith.backends.optimizer import AdamWSettings, MasterOptimizer, learning_rate
+from tunesmith.backends.optimizer import (
+    FIRST,
+    GROWS_AFTER,
+    LEAST,
+    AdamWSettings,
+    LossScale,
+    MasterOptimizer,
+    learning_rate,
+)
 from tunesmith.backends.torch import TorchBackend
 from tunesmith.data.forest import Forest, Packing, Predictions
 from tunesmith.errors import CheckpointError

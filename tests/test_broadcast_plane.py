@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
@@ -39,7 +39,6 @@ from tunesmith.weights import broadcast as module
 from tunesmith.weights.base import NamedTensors, Plane
 from tunesmith.weights.broadcast import BroadcastPlane, take_broadcast
 from tunesmith.weights.far import FarPlane
-from tunesmith.weights.flat import FlatWeights, Row, runs
 from tunesmith.weights.rounds import Link
 from tunesmith.weights.spread import spread
 
@@ -68,27 +67,25 @@ def test_the_sum_of_words_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_runs_are_of_whole_tensors() -> None:
-    table: list[Row] = [
-        ("a", "float32", (4,), 0),
-        ("b", "uint8", (3,), 16),
-        ("c", "float32", (100,), 32),
-        ("none", "float32", (0, 2), 432),
-        ("d", "bfloat16", (8,), 432),
-        ("head", "float32", (4,), 0),
-    ]
-    found = [(run.start, run.stop, [(name, start) for name, *_, start in run.table]) for run in runs(table, 64)]
-    assert found == [
-        (0, 19, [("a", 0), ("head", 0), ("b", 16)]),
+    made = {
+        "a": torch.ones(4),
+        "b": torch.ones(3, dtype=torch.uint8),
+        "c": torch.ones(100),
+        "none": torch.ones(0, 2),
+        "d": torch.ones(8, dtype=torch.bfloat16),
+    }
+    runs = spread((made | {"head": made["a"]}).items(), 64).runs
+    assert [(run.start, run.start + run.size, [(name, start) for name, *_, start in run.table]) for run in runs] == [
+        (0, 19, [("a", 0), ("b", 16), ("head", 0)]),
         (32, 432, [("c", 0)]),
         (432, 448, [("none", 0), ("d", 0)]),
     ]
     named = tensors()
-    flat = spread(named.items(), 900)
     for size in (1, 100, 700, 10_000):
-        parts = [(flat.buffer[run.start : run.stop].clone(), run.table) for run in runs(flat.table, size)]
-        arrived = dict(pair for buffer, rows in parts for pair in FlatWeights(buffer, rows).named())
+        flat = spread(named.items(), size)
+        arrived = dict(pair for number, run in enumerate(flat.runs) for pair in run.named(flat.own[number].clone()))
         assert arrived.keys() == named.keys() and all(arrived[name].equal(t) for name, t in named.items())
-        assert all(len(buffer) <= max(size, 1280) for buffer, _ in parts)
+        assert all(run.size <= max(size, 1280) for run in flat.runs)
 
 
 @dataclass
@@ -138,8 +135,7 @@ def test_nothing_of_the_weights_passes_through_the_host(monkeypatch: pytest.Monk
         assert [place.split()[-1] for place in fake.waits] == ["synchronize"]
         fake.waits.clear()
         assert plane._kept is not None
-        header = {"version": 1, "table": plane._kept.table, "owners": plane._kept.owners}
-        header |= {"bucket_bytes": BUCKET, "device": "cuda"}
+        header = {"version": 1, "runs": [asdict(run) for run in plane._kept.runs], "device": "cuda"}
         link = Link("nccl", wire, header, 60, lambda: None)
         plane._send(link)
         assert len(wire.sent) == 8 + 1 and not fake.waits
@@ -183,12 +179,12 @@ def test_ranks_share_out_whole_tensors_evenly(ranks: int) -> None:
     total, largest = sum(t.nbytes for t in named.values()), 1280
     parts = [spread(named.items(), 900, rank=rank, ranks=ranks) for rank in range(ranks)]
     flat = spread(named.items(), 900)
-    assert all(part.table == flat.table and part.owners == parts[0].owners for part in parts)
-    assert [*parts[0].runs] == [*runs(flat.table, 900)]
+    assert all(part.runs == parts[0].runs for part in parts)
+    assert [run.table for run in parts[0].runs] == [run.table for run in flat.runs]
     arrived: dict[str, Tensor] = {}
-    for number, (run, owner) in enumerate(zip(parts[0].runs, parts[0].owners, strict=True)):
-        assert [number in part.own for part in parts] == [rank == owner for rank in range(ranks)]
-        arrived |= dict(FlatWeights(parts[owner].own[number], run.table).named())
+    for number, run in enumerate(parts[0].runs):
+        assert [number in part.own for part in parts] == [rank == run.owner for rank in range(ranks)]
+        arrived |= dict(run.named(parts[run.owner].own[number]))
     assert all(arrived[name].equal(tensor) for name, tensor in named.items())
     for part in parts:
         assert sum(len(run) for run in part.own.values()) <= total / ranks + largest

@@ -41,15 +41,15 @@ def test_the_average_follows_each_step_in_float32(model: Path, dtype: torch.dtyp
     for _ in range(3):
         weights = step(backend)
         expected = {name: 0.75 * t + 0.25 * weights[name] for name, t in expected.items()}
-    assert all(t.dtype == torch.float32 for t in backend.ema.values())
-    for name, average in backend.ema.items():
+    assert all(t.dtype == torch.float32 for t in backend.optimizer.average.values())
+    for name, average in backend.optimizer.average.items():
         torch.testing.assert_close(average, expected[name])
     module = backend.model.module
     before = {name: t.clone() for name, t in module.state_dict().items()}
     with pytest.raises(KeyError), backend.ema_weights():
         inside = {name: t.clone() for name, t in module.named_parameters()}
         raise KeyError
-    assert all(t.equal(backend.ema[name].to(dtype)) for name, t in inside.items())
+    assert all(t.equal(backend.optimizer.average[name].to(dtype)) for name, t in inside.items())
     assert all(t.equal(before[name]) for name, t in module.state_dict().items()), "bitwise as it was"
 
 

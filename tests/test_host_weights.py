@@ -49,7 +49,7 @@ def backend_of(path: Path, kind: str, *, away: bool) -> TorchBackend[CausalLM]:
 
 def held(backend: TorchBackend[CausalLM]) -> int:
     assert backend.reference is not None
-    return sum(p.untyped_storage().nbytes() for p in backend.reference.module.parameters())
+    return sum(p.untyped_storage().nbytes() for p in backend.reference.model.module.parameters())
 
 
 @pytest.mark.parametrize("kind", ["lean", "hugging face", "bfloat16"])
@@ -79,9 +79,9 @@ def test_scores_are_the_same_and_the_weights_are_gone_afterwards(path: Path, tmp
 
 def test_the_joint_products_are_used_when_the_weights_are_back(path: Path) -> None:
     there = backend_of(path, "lean", away=True)
-    assert there.reference is not None and there.reference.lean is not None and there._host_reference is not None  # pyright: ignore[reportPrivateUsage]
-    with there._host_reference.here():  # pyright: ignore[reportPrivateUsage]
-        assert all(layer.qkv.intact() and layer.gate_up.intact() for layer in there.reference.lean.layers)
+    assert there.reference is not None and there.reference.model.lean is not None
+    with there.reference.here():
+        assert all(layer.qkv.intact() and layer.gate_up.intact() for layer in there.reference.model.lean.layers)
 
 
 def test_weights_do_not_stay_where_not_all_came(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -90,7 +90,7 @@ def test_the_optimizer_in_host_memory_takes_the_same_steps_and_continues(
         assert stepped(continued, 2, 2) == expected
     ours, theirs = here.model.module.state_dict(), there.model.module.state_dict()
     assert all(ours[name].equal(theirs[name]) for name in ours)
-    assert all(here.ema[name].equal(average) for name, average in there.ema.items())
+    assert all(here.optimizer.average[name].equal(average) for name, average in there.optimizer.average.items())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -125,9 +125,9 @@ def test_gradients_of_a_pass_that_failed_are_dropped(model: Path) -> None:
 def test_hybrid_leaves_what_is_in_host_memory_where_it_is(model: Path) -> None:
     there = backend_of(model, offload=True, dtype=torch.bfloat16)
     stepped(there, 1)
-    before = {name: t.data_ptr() for name, t in {**there.optimizer.state(), **there.ema}.items()}
+    before = {name: t.data_ptr() for name, t in {**there.optimizer.state(), **there.optimizer.average}.items()}
     there.offload(), there.reload()
-    assert {name: t.data_ptr() for name, t in {**there.optimizer.state(), **there.ema}.items()} == before
+    assert {name: t.data_ptr() for name, t in {**there.optimizer.state(), **there.optimizer.average}.items()} == before
 
 
 def test_pinned_memory_is_taken_in_powers_of_two_with_little_lost() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -106,7 +105,7 @@ def test_the_same_steps_are_taken(path: Path, kind: str, share: float, activatio
     assert stepped(here, 3) == stepped(there, 3)
     ours, theirs = here.model.module.state_dict(), stored_state(there.model.module)
     assert ours.keys() == theirs.keys() and all(ours[name].equal(theirs[name]) for name in ours)
-    assert all(here.ema[name].equal(average) for name, average in there.ema.items())
+    assert all(here.optimizer.average[name].equal(average) for name, average in there.optimizer.average.items())
 
 
 @pytest.mark.parametrize(
@@ -137,7 +136,7 @@ def test_a_score_model_scores_the_same(path: Path) -> None:
     here, there = (ScoreModel.load(path, streams=flag) for flag in (False, True))
     torch.nn.init.ones_(here.head.weight), torch.nn.init.ones_(there.head.weight)
     sequences = [list(range(5, 5 + n)) for n in (3, 9, 4)]
-    scores = [SequenceScores(Passes(model, ScoreModel.predict), 8, nullcontext)(sequences) for model in (here, there)]
+    scores = [SequenceScores(Passes(model, ScoreModel.predict), 8)(sequences) for model in (here, there)]
     assert scores[0] == scores[1]
 
 

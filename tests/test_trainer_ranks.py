@@ -143,7 +143,7 @@ def samples_of(seed: int, groups: int, size: int = 3) -> list[Sample]:
 
 
 def state_of(backend: TorchBackend[CausalLM]) -> dict[str, Tensor]:
-    averages = {f"average:{name}": tensor for name, tensor in backend.ema.items()}
+    averages = {f"average:{name}": tensor for name, tensor in backend.optimizer.average.items()}
     return {**backend.model.module.state_dict(), **backend.optimizer.state(), **averages}
 
 

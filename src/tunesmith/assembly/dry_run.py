@@ -45,6 +45,7 @@ from tunesmith.plan.processes.weights import weights_apart
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from tunesmith.backends.passes import Passes
     from tunesmith.backends.torch import TorchBackend
     from tunesmith.engines.base import RolloutEngine
     from tunesmith.fake_device.device import FakeDevice
@@ -184,13 +185,13 @@ class DryRun:
         """Record the purpose of the learners' tensors."""
         for learner in learners:
             backend = _backend_here(learner)
-            self.device.assign("optimizer", [*backend.optimizer.state().values(), *backend.ema.values()])
+            self.device.assign("optimizer", backend.optimizer.state().values())
             self.device.assign("weights", [*backend.model.module.parameters(), *backend.model.module.buffers()])
-            reference: Decoder | None = backend.reference
+            reference: Passes[Decoder] | None = backend.reference
             if isinstance(learner.backend, RankedBackend) and learner.backend.references:
-                reference = learner.backend.references[0].get("passes.model")
+                reference = learner.backend.references[0].get("passes")
             if reference is not None:
-                self.device.assign("frozen models", reference.module.parameters())
+                self.device.assign("frozen models", reference.model.module.parameters())
 
     def name_gradients(self, *learners: Learner) -> None:
         """Record the purpose of gradients on the device as soon as they exist; not of those that FSDP copies to host

@@ -21,8 +21,7 @@ from tunesmith.openmp import to_thread
 from tunesmith.plan.cost.layout import Price
 from tunesmith.types import Completion, Sampling
 from tunesmith.weights.base import NamedTensors, Offer, Plane
-from tunesmith.weights.files import FILE_BYTES
-from tunesmith.weights.flat import in_buckets
+from tunesmith.weights.files import FILE_BYTES, in_buckets
 
 if TYPE_CHECKING:
     from tunesmith.fake_device.device import FakeDevice

@@ -155,8 +155,7 @@ class ReferenceHost(FrozenHost):
         from tunesmith.models.causal_lm import CausalLM
 
         model = load_model(CausalLM, config, load_tokenizer(config), frozen=True)
-        self.passes = Passes(model, policy_predict(config))
-        self.passes.group = group
+        self.passes = Passes(model, policy_predict(config), group)
 
     def score(self, packing: Packing, of: Quantity) -> Floats:
         return self.passes.score(packing, of)

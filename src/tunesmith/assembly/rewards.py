@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -115,7 +114,6 @@ def make_reward_model(
     from tunesmith.backends.passes import Passes
     from tunesmith.data.chat import ChatTemplate
     from tunesmith.models.score_model import ScoreModel, is_trained
-    from tunesmith.parallel.host_weights import HostWeights
     from tunesmith.rewards.model import RewardModel
 
     check_reward_model(entry)
@@ -133,8 +131,5 @@ def make_reward_model(
     tokenizer: Any = model.tokenizer
     template = ChatTemplate.of(tokenizer) if chat or (chat is None and tokenizer.chat_template) else None
     stats = read_stats(Path(entry.path)) if entry.normalize else None
-    passes = Passes(model, ScoreModel.predict)
-    passes.group = group
-    weights = HostWeights.of(model.module, model.lean).here if offload else nullcontext
-    scores = SequenceScores(passes, max_tokens, weights)
+    scores = SequenceScores(Passes(model, ScoreModel.predict, group, offload=offload), max_tokens)
     return RewardModel(scores, tokenizer, model.context, template, stats)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from tunesmith.backends.passes import Passes
@@ -22,8 +20,6 @@ class SequenceScores:
     passes: Passes[ScoreModel]
     max_tokens: int
     """Maximum tokens per micro-batch, unless one sequence is longer."""
-    weights: Callable[[], AbstractContextManager[None]]
-    """A context in which the weights are on the device."""
 
     def __call__(self, sequences: list[list[int]]) -> list[float]:
         """The score at the last token of each sequence; 0 for those scored by another process.
@@ -39,8 +35,7 @@ class SequenceScores:
             cap = max(self.max_tokens, longest)
             packing = self.passes.model.pack_sequences(batch, cap, world)
             try:
-                with self.weights():
-                    return self.passes.score(packing.for_rank(rank, world, columns=False), "values").tolist()
+                return self.passes.score(packing.for_rank(rank, world, columns=False), "values").tolist()
             except DeviceMemoryError as failure:
                 self.max_tokens = max(longest, cap // 2)
                 if self.max_tokens == cap:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from tunesmith.backends.loss_scale import LossScale
 from tunesmith.backends.masters import HostSums, Master
 from tunesmith.backends.muon import ShardedMuon, hidden_matrices
 from tunesmith.config.optimizer import Muon
@@ -19,6 +18,39 @@ from tunesmith.errors import CheckpointError
 from tunesmith.parallel.host_memory import host_copies
 from tunesmith.parallel.sharding import in_host_memory
 from tunesmith.parallel.streamed import stored
+
+LOSS_SCALE = "scale:loss"
+FIRST = 2.0**16
+LEAST = 1.0
+GROWS_AFTER = 2000
+"""Consecutive steps without overflow after which the loss scale doubles."""
+
+
+class LossScale:
+    """The factor of the loss in float16, whose smallest positive value is 6e-8.
+
+    It halves when a gradient overflows; that optimizer step is then retried. As in "Mixed Precision Training"
+    (arXiv:1710.03740, section 3.2) and PyTorch's ``GradScaler``.
+    """
+
+    def __init__(self) -> None:
+        self.factor, self.steps = FIRST, 0
+
+    def update(self, finite: bool) -> bool:
+        """Call this after each optimizer step, taken or dropped; returns whether a retry has a smaller factor."""
+        self.steps = self.steps + 1 if finite else 0
+        if self.steps == GROWS_AFTER:
+            self.factor, self.steps = self.factor * 2, 0
+        smaller = not finite and self.factor > LEAST
+        if smaller:
+            self.factor /= 2
+        return smaller
+
+    def state(self) -> Tensor:
+        return torch.tensor([self.factor, self.steps], dtype=torch.float64)
+
+    def load(self, state: Tensor) -> None:
+        self.factor, self.steps = float(state[0]), int(state[1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +70,20 @@ class MasterOptimizer:
 
     Weight decay applies to matrices, not to vectors (norms, biases). A ``head`` is trained along with the module by
     AdamW, without decay, at ``head_lr_ratio`` times its learning rate.
+
+    Args:
+        ema_decay: also keep a float32 average of the weights, ``a ← decay·a + (1 − decay)·w``.
     """
 
     def __init__(
-        self, module: nn.Module, settings: AdamWSettings, head: nn.Module | None = None, head_lr_ratio: float = 1.0
+        self,
+        module: nn.Module,
+        settings: AdamWSettings,
+        head: nn.Module | None = None,
+        head_lr_ratio: float = 1.0,
+        ema_decay: float | None = None,
     ) -> None:
-        self.settings = settings
+        self.settings, self._ema_decay = settings, ema_decay
         self._host = HostSums() if settings.offload else None
         trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
         extra = {f"value_head.{name}": p for name, p in head.named_parameters()} if head else {}
@@ -57,6 +97,8 @@ class MasterOptimizer:
         own = {name: self._all[name] for name in trained}
         beside = [self._all[name] for name in extra]
         self.masters = {name: master.weight for name, master in self._all.items()}
+        averaged = self.masters if ema_decay is not None else {}
+        self.average = {name: weight.detach().clone() for name, weight in averaged.items()}
         self.sharded = {name for name, master in self._all.items() if master.sharded}
         hidden = hidden_matrices(cast(PreTrainedModel, module)) if settings.muon else set[str]()
         groups: list[dict[str, Any]] = [
@@ -151,6 +193,13 @@ class MasterOptimizer:
         return (over_ranks(squares[0]) + squares[1]).sqrt().float()
 
     @torch.no_grad()
+    def update_average(self) -> None:
+        """Called after every step."""
+        if self._ema_decay is not None:
+            for name, average in self.average.items():
+                average.lerp_(self.masters[name], 1.0 - self._ema_decay)
+
+    @torch.no_grad()
     def not_finite(self) -> str | None:
         """The first parameter with a non-finite value. Reads each only once if all are finite and not huge."""
         own = {name: master.rows for name, master in self._all.items()}
@@ -170,7 +219,10 @@ class MasterOptimizer:
 
     @torch.no_grad()
     def move(self, device: torch.device | str) -> None:
-        """Move the moments, and masters that are copies, to a device; a step needs them on the model's."""
+        """Move moments, average, and masters that are copies to a device; a step needs them on the model's."""
+        if self.settings.offload:  # all of it is in host memory
+            return
+        self.average = {name: average.to(device) for name, average in self.average.items()}
         for name, master in self._all.items():
             slot = self.slot(name)
             for key, value in slot.items():
@@ -179,7 +231,9 @@ class MasterOptimizer:
 
     def state(self) -> dict[str, Tensor]:
         """Every tensor needed to continue exactly, by name."""
-        tensors: dict[str, Tensor] = {}
+        tensors = {f"ema:{name}": average for name, average in self.average.items()}
+        if self.loss_scale is not None:
+            tensors[LOSS_SCALE] = self.loss_scale.state()
         for name, master in self._all.items():
             tensors |= {f"{key}:{name}": value for key, value in self.slot(name).items()}
             if master.weight is not master.parameter:  # or its rows
@@ -187,16 +241,34 @@ class MasterOptimizer:
         return tensors
 
     @torch.no_grad()
-    def load_state(self, tensors: dict[str, Tensor]) -> None:
+    def load_state(self, tensors: Mapping[str, Tensor], place: object = "the checkpoint") -> None:
         """Continue from ``state()``. Masters that are not in it, as after float32 training, come from the weights.
 
+        Args:
+            place: where it was read, for messages.
+
         Raises:
-            CheckpointError: it was written by another optimizer.
+            CheckpointError: it is of other weights, without their average, or was written by another optimizer.
         """
+        if missing := [name for name in self.average if f"ema:{name}" not in tensors]:
+            raise CheckpointError(
+                f"{place} holds no average of '{min(missing)}': the run was made without train.ema_decay. "
+                "Resume without it, or start a new run from the checkpoint's model."
+            )
         for master in self._all.values():
             master.refresh()
         for key, value in tensors.items():
             kind, name = key.split(":", 1)
+            if key == LOSS_SCALE:
+                if self.loss_scale is not None:
+                    self.loss_scale.load(value)
+                continue
+            if kind == "ema":
+                if name in self.average:
+                    self.average[name].copy_(value)
+                continue
+            if name not in self.masters:
+                raise CheckpointError(f"{place} holds optimizer state of '{name}', which this run does not train")
             master = self.masters[name]
             if kind == "master":
                 master.copy_(value)

@@ -19,6 +19,7 @@ from tunesmith.distributed.rank_group import RankGroup
 from tunesmith.errors import DeviceMemoryError
 from tunesmith.models.decoder import Decoder
 from tunesmith.monitor import interrupts
+from tunesmith.parallel.host_weights import HostWeights
 from tunesmith.parallel.sharding import run
 
 M = TypeVar("M", bound=Decoder)
@@ -29,14 +30,22 @@ class Passes(Generic[M]):
 
     Args:
         predict: runs the model on a forest.
+        group: the ranks that share the model or its micro-batches.
+        offload: keep the weights of a frozen model in host memory while it does not score; not those of a sharded one.
     """
 
-    def __init__(self, model: M, predict: Callable[[M, Forest], Predictions]) -> None:
+    def __init__(
+        self,
+        model: M,
+        predict: Callable[[M, Forest], Predictions],
+        group: RankGroup | None = None,
+        *,
+        offload: bool = False,
+    ) -> None:
         if model.device.type == "cpu":
             keep_freed_memory()
-        self.model, self._predict = model, predict
-        self.group: RankGroup | None = None
-        """The ranks that train the model together."""
+        self.model, self._predict, self.group = model, predict, group
+        self._host = HostWeights.of(model.module, model.lean) if offload and model.sharding is None else None
         self._lock_step = None
         if model.sharding is not None or model.sequence is not None:
             from tunesmith.parallel.lock_step import LockStep
@@ -115,20 +124,29 @@ class Passes(Generic[M]):
     def _waiting(self) -> AbstractContextManager[None]:
         return self.group.waiting() if self.group else nullcontext()
 
+    def here(self, *, changes: bool = False) -> AbstractContextManager[None]:
+        """A context in which the weights are on the device.
+
+        Args:
+            changes: the weights change inside.
+        """
+        return self._host.here(changes=changes) if self._host else nullcontext()
+
     @torch.no_grad()
     def score(self, packing: Packing, of: Quantity) -> Floats:
         """As ``TrainBackend.score``."""
         self.model.module.eval()
         found: list[Tensor] = []  # read at the end, so that the device never waits for the host
-        for forest in self.over(packing.forests):
-            with self.attempt("scoring a micro-batch", forest):
-                values = getattr(self.predict(forest), of)
-                assert isinstance(values, Tensor), f"the model gives no {of}"
-                found.append(values)
         scores = np.zeros(packing.num_predictions)
-        if found:
-            places = torch.cat([forest.predictions for forest in packing.forests])
-            scores[places.numpy()] = torch.cat(found).double().cpu().numpy()
+        with self.here():
+            for forest in self.over(packing.forests):
+                with self.attempt("scoring a micro-batch", forest):
+                    values = getattr(self.predict(forest), of)
+                    assert isinstance(values, Tensor), f"the model gives no {of}"
+                    found.append(values)
+            if found:
+                places = torch.cat([forest.predictions for forest in packing.forests])
+                scores[places.numpy()] = torch.cat(found).double().cpu().numpy()
         return scores
 
 

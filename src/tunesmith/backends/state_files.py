@@ -48,27 +48,14 @@ class StateFiles:
     def names(self) -> set[str]:
         return set(self._places)
 
-    def tensor(self, name: str) -> Tensor:
-        """A tensor that is not sharded."""
-        with safe_open(self._places[name][0][1], framework="pt") as opened:
-            return opened.get_tensor(name)
-
-    def whole(self, name: str) -> Tensor:
-        """All rows of a tensor."""
-        pieces: list[Tensor] = []
-        for _, file in sorted(self._places[name]):
-            with safe_open(file, framework="pt") as opened:
-                pieces.append(opened.get_tensor(name))
-        return torch.cat(pieces) if len(pieces) > 1 else pieces[0]
-
-    def rows(self, name: str, start: int, count: int) -> Tensor:
-        """Rows of a tensor, from all files that have some of them."""
+    def read(self, name: str, start: int = 0, count: int | None = None) -> Tensor:
+        """Rows of a tensor, from all files that have some of them; by default all. A number is equal in all files."""
         pieces: list[Tensor] = []
         for first, file in sorted(self._places[name]):
             with safe_open(file, framework="pt") as opened:
                 piece = opened.get_slice(name)
-                stop = first + piece.get_shape()[0]
-                a, b = max(start, first), min(start + count, stop)
-                if a < b or (not pieces and not count):
-                    pieces.append(piece[max(a - first, 0) : max(b - first, 0)] if a < b else piece[0:0])
+                if not piece.get_shape():
+                    return opened.get_tensor(name)
+                stop = None if count is None else max(start + count - first, 0)
+                pieces.append(piece[max(start - first, 0) : stop])  # may be empty
         return torch.cat(pieces)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Generator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Generic, TypeVar, cast
 
@@ -15,9 +15,8 @@ from torch.distributed.tensor import DTensor
 
 from tunesmith.algorithms.objective import Objective
 from tunesmith.backends.base import Metrics, Quantity
-from tunesmith.backends.loss_scale import LossScale
 from tunesmith.backends.memory import memory_boundary
-from tunesmith.backends.optimizer import AdamWSettings, MasterOptimizer
+from tunesmith.backends.optimizer import AdamWSettings, LossScale, MasterOptimizer
 from tunesmith.backends.passes import Passes, Sums
 from tunesmith.backends.state_files import OPTIMIZER_FILE, StateFiles, write_state
 from tunesmith.data.batch import Floats
@@ -29,7 +28,6 @@ from tunesmith.models.decoder import Decoder
 from tunesmith.models.loading import read_shards
 from tunesmith.parallel.activations import HostActivations, compute_again
 from tunesmith.parallel.host_memory import stored_state
-from tunesmith.parallel.host_weights import HostWeights
 from tunesmith.parallel.sharding import local
 from tunesmith.parallel.streamed import stored
 from tunesmith.plan.cost.operations import CostModel
@@ -37,7 +35,6 @@ from tunesmith.plan.cost.operations import CostModel
 MODEL_DIRECTORY = "model"
 AVERAGE_DIRECTORY, REFERENCE_DIRECTORY = "ema", "reference"
 HEAD_FILE = "value_head.safetensors"
-LOSS_SCALE = "scale:loss"
 RANDOM_FILE = "random-{rank:05d}.safetensors"
 """Random state of each rank but the first, whose state is with the optimizer's."""
 
@@ -74,18 +71,12 @@ class TorchBackend(Generic[M]):
         offload_reference: bool = False,
         seed: int = 0,
     ) -> None:
-        self.model, self.reference = model, reference
-        self.passes = Passes(model, predict)
-        self.reference_passes = None if reference is None else Passes(reference, predict)
-        self._host_reference = None
-        if reference is not None and offload_reference and reference.sharding is None:
-            self._host_reference = HostWeights.of(reference.module, reference.lean)
-        self.value_head, self.ema_decay = value_head, ema_decay
-        self.optimizer = MasterOptimizer(model.module, settings, value_head, head_lr_ratio)
+        self.model, self.passes = model, Passes(model, predict)
+        self.reference = None if reference is None else Passes(reference, predict, offload=offload_reference)
+        self.value_head = value_head
+        self.optimizer = MasterOptimizer(model.module, settings, value_head, head_lr_ratio, ema_decay)
         if model.dtype == torch.float16:
             self.optimizer.loss_scale = LossScale()
-        masters = self.optimizer.masters if ema_decay is not None else {}
-        self.ema = {name: m.detach().clone() for name, m in masters.items()}
         self.group: RankGroup | None = None
         self._reference_is_new = False
         self.optimizer_steps = 0
@@ -110,8 +101,8 @@ class TorchBackend(Generic[M]):
             group.check_equal((local(p) for p in parameters if isinstance(p, DTensor)), sharding.copies.get_group())
         self.group = self.passes.group = group
         self.optimizer.join(group.waiting)
-        if self.reference_passes is not None:
-            self.reference_passes.group = group
+        if self.reference is not None:
+            self.reference.group = group
         torch.manual_seed(torch.initial_seed() + group.rank)
         self._settled = self._random_state()
 
@@ -120,22 +111,13 @@ class TorchBackend(Generic[M]):
         return training_cost(cast(Any, self.model))
 
     def score(self, packing: Packing, of: Quantity = "logprobs", *, reference: bool = False) -> Floats:
-        passes, inside = self._scored(reference)
-        with inside:
-            return passes.score(packing, of)
-
-    def _scored(self, reference: bool) -> tuple[Passes[M], AbstractContextManager[None]]:
-        """The passes to run and their context: with an adapter, the reference is the same model without the adapter."""
         if not reference:
-            return self.passes, nullcontext()
-        if self.reference_passes is not None:
-            return self.reference_passes, self._reference_here()
+            return self.passes.score(packing, of)
+        if self.reference is not None:
+            return self.reference.score(packing, of)
         assert self.model.adapter is not None, "this run has no reference model"
-        return self.passes, self.model.adapter.reference()
-
-    def _reference_here(self, *, changes: bool = False) -> AbstractContextManager[None]:
-        """A context in which the reference has its weights on its device."""
-        return nullcontext() if self._host_reference is None else self._host_reference.here(changes=changes)
+        with self.model.adapter.reference():  # the same model without the adapter
+            return self.passes.score(packing, of)
 
     def forward_backward(self, packing: Packing, objective: Objective) -> Metrics:
         # A failed backward pass leaves partial gradients, so every call starts without any.
@@ -177,7 +159,7 @@ class TorchBackend(Generic[M]):
             if metrics.get("overflowed"):
                 return metrics
             self._check_finite(lr, metrics["grad_norm"])
-            self._update_ema()
+            self.optimizer.update_average()
         self.optimizer_steps += 1
         self._settled = self._random_state()
         return metrics
@@ -217,12 +199,6 @@ class TorchBackend(Generic[M]):
         self.use_own()
         self._set_random_state(self._settled)
 
-    @torch.no_grad()
-    def _update_ema(self) -> None:
-        if self.ema_decay is not None:
-            for name, average in self.ema.items():
-                average.lerp_(self.optimizer.masters[name], 1.0 - self.ema_decay)
-
     @contextmanager
     def ema_weights(self) -> Generator[None]:
         try:
@@ -233,10 +209,10 @@ class TorchBackend(Generic[M]):
 
     def use_average(self) -> None:
         """Compute with the average of the weights, until ``use_own``."""
-        assert self.ema, "this run keeps no average"
+        assert self.optimizer.average, "this run keeps no average"
         parameters = {name: stored(p) for name, p in self.optimizer.parameters.items()}
         self._held = {name: p.to("cpu", copy=True) for name, p in parameters.items()}
-        self._put(self.ema)
+        self._put(self.optimizer.average)
 
     def use_own(self) -> None:
         """Compute with the model's own weights again."""
@@ -251,24 +227,19 @@ class TorchBackend(Generic[M]):
     @torch.no_grad()
     def refresh_reference(self) -> None:
         assert self.reference is not None, "this run has no reference model"
-        with self._reference_here(changes=True):
-            for ours, theirs in zip(self.model.module.parameters(), self.reference.module.parameters(), strict=True):
+        with self.reference.here(changes=True):
+            frozen = self.reference.model.module.parameters()
+            for ours, theirs in zip(self.model.module.parameters(), frozen, strict=True):
                 local(theirs).copy_(stored(ours))
         self._reference_is_new = True
 
     def offload(self) -> None:
-        self._move("cpu")
+        self.optimizer.move("cpu")
         if self.model.device.type == "cuda":  # gives cached memory to an engine on the same device
             torch.cuda.empty_cache()
 
     def reload(self) -> None:
-        self._move(self.model.device)
-
-    def _move(self, device: torch.device | str) -> None:
-        if self.optimizer.settings.offload:  # all of it is in host memory already
-            return
-        self.optimizer.move(device)
-        self.ema = {name: a.to(device) for name, a in self.ema.items()}
+        self.optimizer.move(self.model.device)
 
     def save(self, directory: Path, *, model_only: bool = False) -> None:
         """See ``TrainBackend``. The first rank writes the ranks' common state, and each its part of sharded state.
@@ -280,17 +251,17 @@ class TorchBackend(Generic[M]):
         first_copy = rank == 0 or (sharding is not None and sharding.first_copy)
         if first_copy:
             self.model.save(directory / MODEL_DIRECTORY)
-            if self.ema:
+            if self.optimizer.average:
                 with self.ema_weights():
                     self.model.save(directory / AVERAGE_DIRECTORY)
             if self._reference_is_new and self.reference is not None and not model_only:
-                with self._reference_here():
-                    self.reference.save(directory / REFERENCE_DIRECTORY)
+                with self.reference.here():
+                    self.reference.model.save(directory / REFERENCE_DIRECTORY)
         if model_only:
             return
         if rank == 0 and self.value_head is not None:
             save_file({n: t.cpu() for n, t in self.value_head.state_dict().items()}, directory / HEAD_FILE)
-        tensors = self.optimizer.state() | {f"ema:{name}": t for name, t in self.ema.items()}
+        tensors = self.optimizer.state()
         sharded = {
             key: first for key in tensors if (first := self.optimizer.first_row(key.split(":", 1)[1])) is not None
         }
@@ -299,16 +270,14 @@ class TorchBackend(Generic[M]):
             tensors = {key: tensors[key] for key in sharded}
         else:
             tensors |= self._random_state()
-            if self.optimizer.loss_scale is not None:
-                tensors[LOSS_SCALE] = self.optimizer.loss_scale.state()
         if tensors and first_copy:
             write_state(directory, tensors, sharded, self.optimizer_steps, rank)
 
     def load(self, directory: Path) -> None:
         load_weights(self.model, directory / MODEL_DIRECTORY)
         if self.reference is not None and (directory / REFERENCE_DIRECTORY).is_dir():
-            with self._reference_here(changes=True):
-                load_weights(self.reference, directory / REFERENCE_DIRECTORY)
+            with self.reference.here(changes=True):
+                load_weights(self.reference.model, directory / REFERENCE_DIRECTORY)
             self._reference_is_new = True
         if self.value_head is not None:
             with boundary(CheckpointError, f"cannot read the value head {directory / HEAD_FILE}", Exception):
@@ -319,32 +288,17 @@ class TorchBackend(Generic[M]):
         self._load_random_state(
             directory, {key: tensors.pop(key) for key in list(tensors) if key.startswith("random:")}
         )
-        scale = tensors.pop(LOSS_SCALE, None)
-        if scale is not None and self.optimizer.loss_scale is not None:
-            self.optimizer.loss_scale.load(scale)
-        averages = {key.split(":", 1)[1]: tensors.pop(key) for key in list(tensors) if key.startswith("ema:")}
-        if unknown := {key.split(":", 1)[1] for key in tensors} - set(self.optimizer.masters):
-            raise CheckpointError(
-                f"{directory} holds optimizer state of '{sorted(unknown)[0]}', which this run does not train"
-            )
-        if missing := self.ema.keys() - averages.keys():
-            raise CheckpointError(
-                f"{directory} holds no average of '{sorted(missing)[0]}': the run was made without train.ema_decay. "
-                "Resume without it, or start a new run from the checkpoint's model."
-            )
-        self.optimizer.load_state(tensors)
-        for name, average in self.ema.items():
-            average.copy_(averages[name])
+        self.optimizer.load_state(tensors, directory)
         self.optimizer_steps = files.version
         self._settled = self._random_state()
 
     def _own_rows(self, files: StateFiles, key: str) -> Tensor:
         """A tensor of a checkpoint, or this rank's rows of it."""
-        kind, name = key.split(":", 1)
+        name = key.split(":", 1)[1]
         master = self.optimizer.masters.get(name)
-        if kind in ("random", "step") or master is None or not master.dim():
-            return files.tensor(key)
-        return files.rows(key, self.optimizer.first_row(name) or 0, len(master))
+        if master is None or not master.dim():
+            return files.read(key)
+        return files.read(key, self.optimizer.first_row(name) or 0, len(master))
 
     def _random_state(self) -> dict[str, Tensor]:
         states = {"random:cpu": torch.get_rng_state()}

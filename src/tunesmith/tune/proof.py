@@ -43,7 +43,7 @@ def compare_gradients(ours: Path, theirs: Path, dtype: str) -> Proof:
     for folder in files:
         a, b = StateFiles(ours / folder), StateFiles(theirs / folder)
         for name in sorted(n for n in a.names if n.startswith(MOMENTS)):
-            one, other = (state.whole(name).double() for state in (a, b))
+            one, other = (state.read(name).double() for state in (a, b))
             apart += float((one - other).square().sum())
             length += float(one.square().sum())
             numbers += one.numel()

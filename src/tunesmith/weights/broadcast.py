@@ -21,7 +21,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -31,10 +31,10 @@ from tunesmith.distributed.checksum import word_sum
 from tunesmith.distributed.process_group import GroupKind
 from tunesmith.errors import EngineError
 from tunesmith.openmp import to_thread
+from tunesmith.plan.processes.weights import BUCKET
 from tunesmith.weights.base import NamedTensors, Offer
-from tunesmith.weights.flat import BUCKET, FlatWeights, runs
 from tunesmith.weights.rounds import LOOPBACK, Link, Rounds, joined, place
-from tunesmith.weights.spread import Spread, spread
+from tunesmith.weights.spread import Run, Spread, spread
 
 
 @dataclass(slots=True)
@@ -85,8 +85,8 @@ class BroadcastPlane:
         """See ``Plane.offer``. If there are several senders, each of the others must ``help`` with the first offer."""
         kept = self._kept
         assert kept is not None and self.rank == 0, "nothing was published"
-        header: dict[str, Any] = {"version": self._version, "table": kept.table, "owners": kept.owners}
-        header |= {"bucket_bytes": self.bucket_bytes, "device": torch.device(self.device).type}
+        runs = [asdict(run) for run in kept.runs]
+        header = {"version": self._version, "runs": runs, "device": torch.device(self.device).type}
         return self._rounds.begin(takers, header, self.patience, self._send)
 
     async def help(self, offer: Offer) -> None:
@@ -117,15 +117,15 @@ class BroadcastPlane:
         kept = self._kept
         assert kept is not None, "a round ends before the plane is closed"
         sums = dict(self._sums)
-        for number, (run, owner) in enumerate(zip(kept.runs, kept.owners, strict=True)):
+        for number, run in enumerate(kept.runs):
             bucket = kept.own.get(number)
             if bucket is None:
-                bucket = torch.empty(run.stop - run.start, dtype=torch.uint8, device=self.device)
+                bucket = torch.empty(run.size, dtype=torch.uint8, device=self.device)
             elif not self.on_device:
                 bucket = bucket.to(self.device)
                 sums[number] = word_sum(bucket)
-            link.broadcast(bucket, owner)
-        for owner, numbers in _shares(kept.owners):
+            link.broadcast(bucket, run.owner)
+        for owner, numbers in _shares(kept.runs):
             own = torch.stack([sums[n] for n in numbers]) if owner == self.rank else None
             link.broadcast(_empty_sums(numbers, self.device) if own is None else own, owner)
 
@@ -151,16 +151,15 @@ def _arriving(offer: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
     to reach the end: others in the round wait, and only then is it known that all tensors were right.
     """
     with joined(offer) as link:
-        owners, device, sums = link.header["owners"], link.header["device"], list[Tensor]()
-        found = runs(link.header["table"], link.header["bucket_bytes"])
-        for run, owner in zip(found, owners, strict=True):
-            bucket = torch.empty(run.stop - run.start, dtype=torch.uint8, device=device)
-            link.broadcast(bucket, owner)
+        runs, device, sums = [Run(**run) for run in link.header["runs"]], link.header["device"], list[Tensor]()
+        for run in runs:
+            bucket = torch.empty(run.size, dtype=torch.uint8, device=device)
+            link.broadcast(bucket, run.owner)
             sums.append(word_sum(bucket))
-            yield from FlatWeights(bucket, run.table).named()
+            yield from run.named(bucket)
             del bucket
         right = torch.ones((), dtype=torch.bool, device=device)
-        for owner, numbers in _shares(owners):
+        for owner, numbers in _shares(runs):
             sent = _empty_sums(numbers, device)
             link.broadcast(sent, owner)
             right &= (torch.stack([sums[n] for n in numbers]) == sent).all()
@@ -168,10 +167,10 @@ def _arriving(offer: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
             raise EngineError(f"{place(offer)}: a checksum is wrong; the weights were damaged on their way")
 
 
-def _shares(owners: Sequence[int]) -> Iterator[tuple[int, list[int]]]:
+def _shares(runs: Sequence[Run]) -> Iterator[tuple[int, list[int]]]:
     """Each rank that keeps runs, with the numbers of its runs."""
-    for owner in sorted({*owners}):
-        yield owner, [number for number, each in enumerate(owners) if each == owner]
+    for owner in sorted({run.owner for run in runs}):
+        yield owner, [number for number, run in enumerate(runs) if run.owner == owner]
 
 
 def _empty_sums(numbers: Sequence[int], device: str) -> Tensor:

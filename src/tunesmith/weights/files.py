@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory, gettempdir
@@ -24,7 +24,6 @@ from tunesmith.errors import EngineError, StorageError, boundary
 from tunesmith.monitor.children import owned_name, remove_at_end, remove_stale
 from tunesmith.openmp import to_thread
 from tunesmith.weights.base import NamedTensors, Offer
-from tunesmith.weights.flat import in_buckets
 
 MEMORY = Path("/dev/shm")
 DTYPES = {
@@ -126,6 +125,24 @@ class FilePlane:
         self._spares = [path.rename(path.with_suffix(".old")) for path in last]
         written = [path.rename(path.with_suffix(".safetensors")) for path in written]
         self._newest = version, written
+
+
+def in_buckets(named: Iterable[tuple[str, Tensor]], size: int) -> Iterator[dict[str, Tensor]]:
+    """Tensors in groups of at most ``size`` bytes; a larger one is by itself.
+
+    A group is emptied when the next one is requested: only one more tensor is held besides it.
+    """
+    bucket: dict[str, Tensor] = {}
+    filled = 0
+    for name, tensor in named:
+        if bucket and filled + tensor.nbytes > size:
+            yield bucket
+            bucket.clear()
+            filled = 0
+        bucket[name] = tensor
+        filled += tensor.nbytes
+    if bucket:
+        yield bucket
 
 
 def _write(path: Path, version: int, tensors: Mapping[str, Tensor]) -> None:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
@@ -14,9 +14,9 @@ from torch import Tensor
 from tunesmith.distributed.checksum import checksum
 from tunesmith.errors import EngineError, boundary
 from tunesmith.openmp import to_thread
+from tunesmith.plan.processes.weights import BUCKET
 from tunesmith.weights.base import NamedTensors, Offer
-from tunesmith.weights.flat import BUCKET, FlatWeights
-from tunesmith.weights.spread import Spread, spread
+from tunesmith.weights.spread import Run, Spread, spread
 
 
 @dataclass(slots=True)
@@ -42,8 +42,8 @@ class IpcPlane:
             "version": version,
             "gpu": str(torch.cuda.get_device_properties(kept.buffer.device).uuid),
             "bytes": kept.buffer.numel(),
-            "table": kept.table,
-            "checksums": [checksum(bucket) for bucket in kept.buffer.split(BUCKET)],
+            "runs": [asdict(run) for run in kept.runs],
+            "checksums": [checksum(run) for run in kept.own.values()],
         }
 
     async def offer(self, takers: int) -> list[Offer]:
@@ -77,11 +77,13 @@ def take_ipc(offer: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
         torch.cuda.init()
         storage: Any = torch.UntypedStorage._new_shared_cuda(found[0], *handle[1:])
         buffer = torch.empty(0, dtype=torch.uint8, device=found[0]).set_(storage)[: offer["bytes"]]
-    flat = FlatWeights(buffer, offer["table"])
-    for number, (bucket, expected) in enumerate(zip(flat.buffer.split(BUCKET), offer["checksums"], strict=True)):
-        if checksum(bucket) != expected:
+    runs = [Run(**run) for run in offer["runs"]]
+    pieces = [buffer[run.start : run.start + run.size] for run in runs]
+    for number, (piece, expected) in enumerate(zip(pieces, offer["checksums"], strict=True)):
+        if checksum(piece) != expected:
             raise EngineError(f"CUDA IPC: bucket {number} of version {offer['version']} is not what was offered")
-    yield from flat.named()
+    for run, piece in zip(runs, pieces, strict=True):
+        yield from run.named(piece)
     torch.cuda.synchronize(found[0])  # until here the trainer's copy is read
 
 

@@ -1,30 +1,55 @@
-"""A copy of weights that is spread over several ranks by whole tensors."""
+"""A copy of weights as runs of bytes, the form in which they are sent; each run is kept by one of several ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from tunesmith.weights.flat import Row, TensorRun, aligned, laid_out, put, runs
+ALIGNMENT = 16
+"""Bytes; every tensor begins at a multiple of it, so that it can be viewed in place."""
+
+Row = tuple[str, str, tuple[int, ...], int]
+"""Name, dtype, shape, and first byte in the run."""
+
+
+@dataclass(slots=True)
+class Run:
+    """Consecutive whole tensors. Tied ones are in it once, and in ``table`` under each of their names.
+
+    Args:
+        owner: the rank that keeps it.
+        start: its first byte in the owner's memory.
+        size: its bytes.
+    """
+
+    owner: int
+    start: int
+    size: int = 0
+    table: list[Row] = field(default_factory=list[Row])
+
+    def named(self, data: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """The tensors, as views of the run's bytes, uint8 ``[size]``."""
+        for name, dtype, shape, start in self.table:
+            kind: torch.dtype = getattr(torch, dtype)
+            piece = data[start : start + prod(shape) * kind.itemsize]
+            yield name, piece.view(kind).view(tuple(shape))
 
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Runs of whole tensors, in the order in which the tensors came.
+    """The runs of all ranks, in the order in which the tensors came, and this rank's memory.
 
     Args:
-        table: rows of all tensors, as if they were stored one after the other.
-        owners: the rank that keeps each run.
-        buffer: this rank's memory.
         own: the bytes of each run that this rank keeps, uint8, by the run's number.
     """
 
-    table: Sequence[Row]
-    runs: Sequence[TensorRun]
-    owners: Sequence[int]
+    runs: Sequence[Run]
     buffer: Tensor
     own: Mapping[int, Tensor]
 
@@ -49,26 +74,42 @@ def spread(
         room: bytes of a new buffer, which grows if needed.
     """
     buffer = torch.zeros(room, dtype=torch.uint8, device=device) if into is None else into
-    table, owners, loads = list[Row](), list[int](), [0] * ranks
-    places: dict[int, int] = {}
-    start = stop = kept = 0
-    for row, tensor in laid_out(named):
-        table.append(row)
-        if tensor is None:
-            continue
-        begin, end = row[3], row[3] + tensor.nbytes
-        if not owners or (begin >= stop and end - start > size):
-            start, owner = begin, loads.index(min(loads))
-            if owner == rank:
-                places[len(owners)] = kept
-            owners.append(owner)
-        stop = max(stop, end)
-        loads[owners[-1]] += tensor.nbytes
-        if owners[-1] == rank:
-            place = places[len(owners) - 1] + begin - start
-            buffer, kept = put(tensor, buffer, place), place + aligned(tensor.nbytes)
+    runs, filled = list[Run](), [0] * ranks
+    places: dict[Any, tuple[weakref.ref[Tensor], Run, int]] = {}
+    for name, tensor in named:
+        place = _place(tensor)
+        there = places.get(place)
+        if there is None or there[0]() is None or not tensor.numel():  # no other live tensor has this memory
+            if not runs or _aligned(runs[-1].size) + tensor.nbytes > size:
+                owner = filled.index(min(filled))
+                runs.append(Run(owner, filled[owner]))
+            run = runs[-1]
+            there = places[place] = weakref.ref(tensor), run, _aligned(run.size)
+            if run.owner == rank:
+                buffer = _put(tensor, buffer, run.start + there[2])
+            run.size = there[2] + tensor.nbytes
+            filled[run.owner] = _aligned(run.start + run.size)
+        _, run, start = there
+        run.table.append((name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), start))
         del tensor
-    found = [*runs(table, size)]
-    assert len(found) == len(owners), "runs are made by one rule"
-    own = {number: buffer[place : place + found[number].stop - found[number].start] for number, place in places.items()}
-    return Spread(table, found, owners, buffer, own)
+    own = {n: buffer[run.start : run.start + run.size] for n, run in enumerate(runs) if run.owner == rank}
+    return Spread(runs, buffer, own)
+
+
+def _place(tensor: Tensor) -> tuple[Any, ...]:
+    """A tensor's storage and its layout there; tensors without data have no address, but a storage."""
+    storage: Any = tensor.untyped_storage()
+    return storage._cdata, tensor.storage_offset(), tensor.dtype, tensor.shape, tensor.stride()
+
+
+def _put(tensor: Tensor, buffer: Tensor, start: int) -> Tensor:
+    """Copy a tensor's bytes into a buffer; returns the buffer, or a larger one if it was too small."""
+    stop = start + tensor.nbytes
+    if stop > buffer.numel():
+        buffer = torch.nn.functional.pad(buffer, (0, max(stop - buffer.numel(), buffer.numel())))
+    buffer[start:stop].view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
+    return buffer
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
