@@ -16,11 +16,11 @@ from hardware_table import GPUS, rows
 from tunesmith.algorithms.presets import NEEDS, PRESETS
 from tunesmith.config.algorithm import AlgorithmSection
 from tunesmith.config.choice import Choice
-from tunesmith.config.documents.reference import settings_of
 from tunesmith.doctor.rules import rules
 from tunesmith.models.families import KNOWN, REFUSED
 from tunesmith.monitor.catalogue import CATALOGUE
 from tunesmith.plan.layout.profiles import system_profiles
+from tunesmith.reference.settings import settings_of
 
 DOCS = Path(__file__).parent.parent / "docs"
 PAGES = tuple(

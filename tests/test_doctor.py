@@ -14,11 +14,11 @@ from typer.testing import CliRunner
 
 from tiny_runs import write_lines
 from tunesmith.cli.main import app
-from tunesmith.config.documents.reference import settings_of
 from tunesmith.doctor.findings import SEVERITIES, diagnose
 from tunesmith.doctor.record import RunFacts, read_record, write_facts
 from tunesmith.doctor.rules import Finding, rules
 from tunesmith.errors import ConfigError
+from tunesmith.reference.settings import settings_of
 
 STEPS = 30
 Column = float | Callable[[int], float]

@@ -15,14 +15,14 @@ from typer.testing import CliRunner
 
 from tunesmith.cli.main import app
 from tunesmith.config.choice import Choice
-from tunesmith.config.documents.advice import advice_about
 from tunesmith.config.load import load_config
 from tunesmith.config.names.foreign import meanings
 from tunesmith.config.resolved import Derived, Resolved, save_resolved
 from tunesmith.config.schema import RLConfig, RunConfig
 from tunesmith.errors import ConfigError
 from tunesmith.monitor.catalogue import CATALOGUE
-from tunesmith.plan.explain import called_elsewhere, explain, meaning_of, metric_in_run, value_in_run
+from tunesmith.reference.advice import advice_about
+from tunesmith.reference.explain import called_elsewhere, explain, meaning_of, metric_in_run, value_in_run
 
 
 def printed(*arguments: str) -> str:
@@ -173,7 +173,7 @@ def test_an_unknown_name_is_answered_with_the_nearest(name: str, near: str) -> N
 
 def test_it_needs_no_torch() -> None:
     code = (
-        "import sys; from tunesmith.plan.explain import *; from tunesmith.config.documents.advice import *; "
+        "import sys; from tunesmith.reference.explain import *; from tunesmith.reference.advice import *; "
         "explain('train.lr'); advice_about('train.lr'); "
         "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     )

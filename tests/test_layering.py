@@ -34,6 +34,7 @@ FLOORS = {
     "distributed": 1,
     "doctor": 1,
     "report": 1,
+    "reference": 1,
     "rewards": 1,
     "environments": 1,
     "fake_device": 1,

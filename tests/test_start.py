@@ -13,7 +13,6 @@ from typer.testing import CliRunner
 from tunesmith.algorithms.presets import PRESETS
 from tunesmith.cli.main import app
 from tunesmith.config.commands import KINDS, all_keys
-from tunesmith.config.documents.reference import settings_of
 from tunesmith.config.load import find_kind, load_config
 from tunesmith.config.system import VllmSection
 from tunesmith.data.prepare import peek
@@ -25,6 +24,7 @@ from tunesmith.plan.facts.model import read_model_facts
 from tunesmith.plan.facts.run import Facts
 from tunesmith.plan.resolve import resolve
 from tunesmith.recipes.start import HELD_OUT, STARTS, TRAIN, make_tiny_model, write_start
+from tunesmith.reference.settings import settings_of
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import typer
 from tunesmith.cli.reference import print_setting, wrapped
 
 if TYPE_CHECKING:
-    from tunesmith.config.documents.reference import Setting
+    from tunesmith.reference.settings import Setting
 
 _MOST = 8
 """Maximum pieces of advice to print."""
@@ -27,8 +27,8 @@ def explain(
 
     Example: tunesmith explain clip_ratio
     """
-    from tunesmith.plan.explain import explain as find
-    from tunesmith.plan.explain import meaning_of, metric_in_run
+    from tunesmith.reference.explain import explain as find
+    from tunesmith.reference.explain import meaning_of, metric_in_run
 
     found = find(name)
     for line in found.foreign:
@@ -47,7 +47,7 @@ def explain(
 
 
 def _explain_setting(setting: Setting, run: Path | None) -> None:
-    from tunesmith.plan.explain import called_elsewhere, value_in_run, without_effect
+    from tunesmith.reference.explain import called_elsewhere, value_in_run, without_effect
 
     print_setting(setting)
     if run:
@@ -62,7 +62,7 @@ def _explain_setting(setting: Setting, run: Path | None) -> None:
 
 def _print_advice(name: str) -> None:
     """Print the documentation's advice, the guides first."""
-    from tunesmith.config.documents.advice import advice_about
+    from tunesmith.reference.advice import advice_about
 
     advice = advice_about(name)
     for one in advice[:_MOST]:

@@ -12,7 +12,7 @@ import typer
 from tunesmith.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
-    from tunesmith.config.documents.reference import Setting
+    from tunesmith.reference.settings import Setting
 
 
 def keys(
@@ -26,8 +26,8 @@ def keys(
     Example: tunesmith keys rollout
     """
     from tunesmith.config.commands import KINDS
-    from tunesmith.config.documents.reference import settings_of
     from tunesmith.config.names.unknown import find
+    from tunesmith.reference.settings import settings_of
 
     wanted = what or ""
     rows = settings_of(wanted)

@@ -7,6 +7,6 @@ and lists the configurations by command. ``engines`` says what each value of ``s
 Sections are built from ``section``, ``choice`` and ``values``.
 
 ``load`` reads a run file and overrides: ``reading`` checks values and paths before the sections do, and writes the
-errors; ``names`` recognizes names from other frameworks; ``documents`` describes each setting. ``resolved`` holds a
-configuration with every value and its reason, and ``toml`` writes it.
+errors; ``names`` recognizes names from other frameworks. ``resolved`` holds a configuration with every value and its
+reason, and ``toml`` writes it.
 """

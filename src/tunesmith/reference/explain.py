@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tunesmith.algorithms.presets import PRESETS
-from tunesmith.config.documents.reference import Setting, settings_of
 from tunesmith.config.names.foreign import FRAMEWORKS, Meaning, meanings, meanings_of, spelled
 from tunesmith.config.names.unknown import find, rule_of
 from tunesmith.config.toml import toml_value
@@ -18,6 +17,7 @@ from tunesmith.monitor.catalogue import CATALOGUE, Metric
 from tunesmith.monitor.catalogue import find as find_metric
 from tunesmith.monitor.metrics import read_metrics
 from tunesmith.plan.rules.rules import is_about, rules
+from tunesmith.reference.settings import Setting, settings_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 
-from tunesmith.config.documents.reference import DOCS
+from tunesmith.reference.settings import DOCS
 
 _FIRST = ("troubleshooting", "choosing", "hardware", "modes", "lora", "engines", "asynchronous")
 """Guides, which come first; the other pages follow by name."""

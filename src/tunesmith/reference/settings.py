@@ -23,7 +23,7 @@ from tunesmith.config.reading.describe import describe_at, fields_at, is_section
 from tunesmith.config.section import DERIVED
 from tunesmith.config.toml import toml_value
 
-DOCS = Path(__file__).parents[2] / "docs"
+DOCS = Path(__file__).parents[1] / "docs"
 _PAGES = ("configuration", "generate", "rft", "preference")
 _HEADINGS = {
     "Top level": ("",),

@@ -1,1 +1,0 @@
-"""What the documentation says about settings."""
