@@ -17,10 +17,9 @@ from tunesmith.assembly.planning import plan_run
 from tunesmith.assembly.probes import Probe, made_up
 from tunesmith.config.load import load_config
 from tunesmith.config.schema import RLConfig, RunConfig, SFTConfig
-from tunesmith.plan.cost.cpu_seconds import cpu_seconds, work_of
 from tunesmith.plan.cost.memory import longest_sample
-from tunesmith.plan.cost.phases import Work, again_seconds, amounts, phase_seconds
-from tunesmith.plan.cost.seconds import step_seconds
+from tunesmith.plan.cost.seconds import again_seconds, cpu_seconds, phase_seconds, step_seconds
+from tunesmith.plan.cost.work import Work, amounts, work_of
 from tunesmith.plan.facts.hardware import read_hardware
 from tunesmith.plan.facts.measured import rates_file, read_rates
 from tunesmith.plan.facts.model import ModelFacts

@@ -23,7 +23,7 @@ from tunesmith.config.resolved import settings
 from tunesmith.config.schema import RLConfig, SFTConfig
 from tunesmith.config.section import known
 from tunesmith.errors import CapacityError, ConfigError
-from tunesmith.plan.cost.expected import expected_seconds
+from tunesmith.plan.cost.seconds import expected_seconds
 from tunesmith.plan.facts.hardware import Hardware
 from tunesmith.plan.facts.measured import remembered
 from tunesmith.plan.facts.model import ModelFacts

@@ -11,8 +11,8 @@ from tunesmith.config.resolved import Resolved
 from tunesmith.config.schema import RLConfig, RunConfig
 from tunesmith.config.section import known
 from tunesmith.errors import CapacityError, ConfigError
-from tunesmith.plan.cost.cpu_seconds import measurable
 from tunesmith.plan.cost.memory import bytes_per_number
+from tunesmith.plan.cost.seconds import measurable
 from tunesmith.plan.facts.machines import THIS, machine
 from tunesmith.plan.facts.measured import read_rates
 from tunesmith.plan.facts.run import Facts

@@ -25,7 +25,7 @@ from tunesmith.fake_device.tokenizer import NoTokenizer
 from tunesmith.kernels.lean import LeanDecoder
 from tunesmith.models.attention import ATTENTION_NAME
 from tunesmith.models.causal_lm import CausalLM
-from tunesmith.plan.cost.phases import Work
+from tunesmith.plan.cost.work import Work
 from tunesmith.plan.rules.situation import resolved_algorithm
 from tunesmith.types import Completion, Sample, Sampling
 

@@ -21,9 +21,10 @@ from numpy.typing import NDArray
 from tunesmith.assembly.probes import Probe
 from tunesmith.config.values import format_size
 from tunesmith.errors import CapacityError, StorageError, boundary
-from tunesmith.plan.cost.phases import Rates, Work, amounts, phase_seconds
+from tunesmith.plan.cost.seconds import phase_seconds
+from tunesmith.plan.cost.work import Work, amounts
 from tunesmith.plan.facts.hardware import Hardware, memory
-from tunesmith.plan.facts.measured import rates_file
+from tunesmith.plan.facts.measured import Rates, rates_file
 from tunesmith.plan.facts.model import ModelFacts
 from tunesmith.storage import write_json
 

@@ -19,9 +19,9 @@ from tunesmith.config.schema import RLConfig, RunConfig
 from tunesmith.errors import CapacityError, ConfigError
 from tunesmith.monitor.children import remove_at_end
 from tunesmith.monitor.interrupts import Interrupted
-from tunesmith.plan.cost.expected import expected_seconds
 from tunesmith.plan.cost.memory import planned_devices
 from tunesmith.plan.cost.operations import chunk_rows
+from tunesmith.plan.cost.seconds import expected_seconds
 from tunesmith.plan.facts.hardware import read_hardware
 from tunesmith.plan.facts.measured import tuned_file
 from tunesmith.plan.facts.run import Facts

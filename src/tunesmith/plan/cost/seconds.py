@@ -1,27 +1,28 @@
-"""Rough duration of a step: on a CPU at measured rates (``cpu_seconds.py``), on a GPU in the table from operations and
-bytes divided by usually attained rates.
+"""The duration of a step: its work (``work.py``), multiplied with seconds per unit of each kind of work.
 
-Assumptions on a GPU: every sample has the maximum length, large matrix products attain ``FLOPS_SHARE`` of the peak
-rate, and decoding attains ``BANDWIDTH_SHARE`` of the memory bandwidth. Not counted: rewards, environments, transfer of
-new weights to engines, kernel launches. These numbers compare layouts with each other; they have not been measured.
+* On a CPU, the rates are those measured on it. Runs that do something else than what was measured are not estimated.
+* On a GPU in the table, large matrix products attain ``FLOPS_SHARE`` of the peak rate, and decoding ``BANDWIDTH_SHARE``
+  of the memory bandwidth. These estimates compare layouts with each other; they have not been measured.
+* To order settings that ``tunesmith tune`` will measure, rates are assumed for every device and more kinds of work.
+
+The first two assume that every sample has the maximum length. Nothing counts rewards, environments and the transfer of
+new weights to engines.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Mapping
 from math import ceil
 
+from tunesmith.config.commands import ScoreConfig
 from tunesmith.config.schema import RLConfig, RunConfig
 from tunesmith.config.section import known
-from tunesmith.config.values import parse_size
-from tunesmith.plan.cost.cpu_seconds import cpu_seconds
-from tunesmith.plan.cost.memory import bytes_per_number, gpu_of, layout_of, longest_sample
-from tunesmith.plan.cost.operations import CostModel
-from tunesmith.plan.cost.price import USUAL_RANK, adapter_numbers, away_of_layer, copy_bytes, price, sent_bytes
-from tunesmith.plan.facts.machines import GpuKind, kind_of
-from tunesmith.plan.facts.model import ModelFacts
+from tunesmith.plan.cost.memory import bytes_per_number, gpu_of, longest_sample
+from tunesmith.plan.cost.work import Amounts, Work, amounts, step_work, work_of
+from tunesmith.plan.facts.machines import kind_of
+from tunesmith.plan.facts.measured import Rates, read_rates
 from tunesmith.plan.facts.run import Facts
-from tunesmith.plan.processes.devices import on_gpu, ranks_per_engine
+from tunesmith.plan.processes.devices import on_gpu
 from tunesmith.plan.processes.roles import has_critic, keeps_reference
 from tunesmith.plan.rules.situation import rollout_samples
 
@@ -32,13 +33,13 @@ TO_THE_HOST = 20e9
 """Bytes per second between a GPU and pinned host memory, in one direction, over PCIe 4 x16."""
 OF_THE_HOST = 25e9
 """Bytes per second of host memory per GPU: eight channels of DDR5 for two processors with eight GPUs."""
-HOST_STEP, HOST_SENT = 28 / 16, 6 / 16
-"""Bytes that an optimizer step on the CPU reads and writes, and bytes that pass between host and GPU, per byte kept on
-the host: of 16, gradients are read, master weights and moments read and written; gradients and weights pass."""
-RECOMPUTED = 1 / 3
-"""Additional share of a layer's products if the backward pass recomputes it."""
-PLAIN_MODULES = 1.1
-"""Factor on the time of products with ``system.zero_stage``, which runs on the model's plain modules."""
+
+CORE_FLOPS = 40e9
+"""Assumed rate of a CPU core in float32; doubled in bfloat16 if it computes that natively."""
+CPU_BANDWIDTH = 10e9
+PASS_SECONDS = {"cpu": 2e-5, "cuda": 2e-4}
+"""Assumed overhead of each layer's forward pass besides its arithmetic: Python calls, kernel launches."""
+UNKNOWN_GPU = (100e12, 1e12, 32e9)
 
 
 def step_seconds(config: RunConfig, facts: Facts) -> dict[str, float]:
@@ -52,100 +53,114 @@ def step_seconds(config: RunConfig, facts: Facts) -> dict[str, float]:
     kind = kind_of(gpu) if gpu else None
     if kind is None or model is None or not model.parameters or not longest or not config.trains:
         return {}
-    if bytes_per_number(config) == 4:
-        return {}
-    phases = _training(config, facts, model, kind, longest)
-    if not isinstance(config, RLConfig):
-        return phases | {"step": sum(phases.values())}
-    if config.system.engine_kind.served:
-        return {}
-    sampling = _sampling(config, model, kind, longest)
-    together = max if config.rollout.max_staleness else sum
-    return {"sampling": sampling, **phases, "step": together((sampling, sum(phases.values())))}
-
-
-def _training(config: RunConfig, facts: Facts, model: ModelFacts, kind: GpuKind, longest: int) -> dict[str, float]:
-    system, ranks = config.system, config.system.trainer_ranks
     rl = isinstance(config, RLConfig)
-    samples = rollout_samples(config) * config.train.passes_per_batch if rl else config.train.batch_size
-    cost = cost_of(model)
-    body, head = samples * cost.prefix(longest), samples * cost.head * (config.new_tokens or longest)
-    scored = (
-        (keeps_reference(config) + has_critic(config) + bool(rl and known(config.algorithm, "decoupled"))) * body / 3
-    )
-    body *= (2 / 3 if config.lora.on else 1.0) * (1 + RECOMPUTED * system.gradient_checkpointing)
-    rate = ranks * kind.flops * FLOPS_SHARE
-    batches = samples // (known(config.train, "batch_size") or samples) or 1
-    layout = layout_of(config, facts)
-    away = layout.offload_frozen and keeps_reference(config)
-    brought = away * copy_bytes(model, bytes_per_number(config)) / TO_THE_HOST
-    phases = {"scoring": scored / rate + (1 if rl else batches) * brought} if scored else {}
-    modules = PLAIN_MODULES if system.zero_stage else 1.0
-    computed = (modules * body * (1 + has_critic(config)) + head) / rate
-    sent = samples * longest * (1 + has_critic(config)) * sent_bytes(model, layout) / ranks
-    groups = ranks / system.sequence_parallel.size
-    micro = ceil(samples * longest / batches / groups / system.max_tokens_per_microbatch)
-    # The layers' weights are copied to the GPU for each micro-batch's forward pass, and again for its backward pass.
-    coming = micro * model.layers * away_of_layer(model, layout) / TO_THE_HOST
-    phases["training"] = max(computed, 2 * sent / TO_THE_HOST + 2 * batches * coming * (1 + has_critic(config)))
-    if scored and coming:
-        phases["scoring"] = max(phases["scoring"], batches * coming)
-    if system.offload_optimizer:
-        plain = replace(layout, offload_frozen=False, offload_parameters=False)
-        host = batches * price(model, plain).host
-        phases["optimizer step on the host"] = host * (HOST_STEP / OF_THE_HOST + HOST_SENT / TO_THE_HOST)
-    if layout.offload_frozen and layout.frozen_parameters:
-        times = batches * micro if layout.teaches == "microbatch" else 1
-        phases["frozen models from the host"] = times * layout.frozen_parameters * layout.bytes_per_number / TO_THE_HOST
-    if ranks > 1:
-        link = min(kind.link, BETWEEN_MACHINES) if ranks > len(facts.hardware.gpus) else kind.link
-        sent = batches * (1 + has_critic(config)) * exchanged(config, model, micro)
-        phases["between GPUs"] = sent * (ranks - 1) / ranks / link
-    return phases
+    if bytes_per_number(config) == 4 or (rl and config.system.engine_kind.served):
+        return {}
+    between_machines = config.system.trainer_ranks > len(facts.hardware.gpus)
+    link = min(kind.link, BETWEEN_MACHINES) if between_machines else kind.link
+    rates = _rates(FLOPS_SHARE * kind.flops, BANDWIDTH_SHARE * kind.bandwidth, link)
+    samples = rollout_samples(config) if rl else config.train.batch_size
+    work = step_work(config, facts, model, samples, longest, shared=False)
+    phases = {phase: max(_seconds(part, rates) for part in parts) for phase, parts in work.items()}
+    return phases | {"step": whole_step(config, phases)}
 
 
-def exchanged(config: RunConfig, model: ModelFacts, micro: int) -> int:
-    """Bytes that each rank sends for one optimizer step of ``micro`` micro-batches.
+def whole_step(config: RunConfig, phases: Mapping[str, float]) -> float:
+    """Seconds of a step on GPUs: those of all phases, of which sampling may be concurrent with the others."""
+    sampling = phases.get("sampling", 0.0)
+    training = sum(seconds for phase, seconds in phases.items() if phase != "sampling")
+    ahead = isinstance(config, RLConfig) and config.rollout.max_staleness > 0
+    return max(sampling, training) if ahead else sampling + training
 
-    Gradients are summed in float32: an all-reduce sends twice their size, a reduce-scatter their size. Weights are
-    gathered in 16 bits, or in quantised form. Every rank has a whole adapter.
+
+def expected_seconds(config: RunConfig, facts: Facts, samples: int, tokens: float) -> float:
+    """Rough seconds per step of a resolved run; 1 if the model's size is unknown. Nothing but an order relies on them.
+
+    Args:
+        samples: samples per step; tokens: mean tokens per sample.
     """
-    summed, gathered = 4 * (model.parameters or 0), copy_bytes(model, 2, config.model.quantize)
-    if config.lora.on:
-        gathers = (0, micro, micro, 2 * micro)[config.system.zero_stage]
-        return 8 * adapter_numbers(model, config.lora.rank or USUAL_RANK) + gathers * gathered
-    match config.system.zero_stage:
-        case 0:
-            return 2 * summed
-        case 1:
-            return summed + micro * gathered
-        case 2:
-            return micro * (summed + gathered)
-        case _:
-            return micro * (summed + 2 * gathered)
+    model, system = facts.model, config.system
+    if model is None or not model.parameters:
+        return 1.0
+    phases: dict[str, float] = {}
+    for phase, parts in step_work(config, facts, model, samples, tokens, shared=True).items():
+        processes = (known(system, "engines") or 1) if phase == "sampling" else system.trainer_ranks
+        rates = _assumed_rates(config, facts, processes)
+        phases[phase] = max(_seconds(part, rates) for part in parts)
+    return whole_step(config, phases)
 
 
-def _sampling(config: RLConfig, model: ModelFacts, kind: GpuKind, longest: int) -> float:
-    system, number = config.system, bytes_per_number(config)
-    ranks, new = ranks_per_engine(config), config.rollout.max_new_tokens
-    per_token = model.kv_bytes_per_token(number)
-    asked = ceil(rollout_samples(config) / system.engines)
-    held = parse_size(system.kv_memory) * ranks // (longest * per_token) if known(system, "kv_memory") else asked
-    together = max(1, min(asked, system.max_running, held))
-    bandwidth = ranks * kind.bandwidth * BANDWIDTH_SHARE
-    middle = longest - new / 2
-    token = (copy_bytes(model, number, config.model.quantize) + together * middle * per_token) / bandwidth
-    prefill = config.rollout.prompts_per_step / system.engines * cost_of(model).prefix(longest - new) / 3
-    return ceil(asked / together) * new * token + prefill / (ranks * kind.flops * FLOPS_SHARE)
+def _assumed_rates(config: RunConfig, facts: Facts, processes: int) -> Mapping[str, float]:
+    """Rates of one of the ``processes`` that compute at once, for more kinds of work than ``step_seconds`` counts."""
+    if on_gpu(config):
+        gpu = gpu_of(config, facts)
+        kind = kind_of(gpu) if gpu else None
+        flops, bandwidth, link = (kind.flops, kind.bandwidth, kind.link) if kind else UNKNOWN_GPU
+        flops, bandwidth, layer = FLOPS_SHARE * flops, BANDWIDTH_SHARE * bandwidth, PASS_SECONDS["cuda"]
+    else:
+        cores, threads = facts.hardware.cores, config.system.threads
+        used = min(threads, cores / processes)
+        crowded = min(1.0, cores / (threads * processes))  # more threads than cores wait for each other
+        wide = 2.0 if bytes_per_number(config) == 2 and facts.hardware.bf16 else 1.0
+        bandwidth = link = CPU_BANDWIDTH / processes
+        flops, layer = used * crowded * wide * CORE_FLOPS, PASS_SECONDS["cpu"]
+    more = {"operations of decoding": 1 / flops, "bytes read again": 1 / bandwidth, "passes": layer}
+    return {**_rates(flops, bandwidth, link), **more}
 
 
-def cost_of(model: ModelFacts) -> CostModel:
-    embeddings = (1 if model.tied else 2) * model.vocab_size * model.hidden_size
-    return CostModel.of_decoder(
-        parameters=(model.parameters or 0) - embeddings,
-        layers=model.layers,
-        heads=model.heads,
-        head_dim=model.head_dim,
-        vocabulary=model.vocab_size,
-        hidden=model.hidden_size,
-    )
+def _rates(flops: float, bandwidth: float, link: float) -> dict[str, float]:
+    """Seconds per unit of work, from operations and bytes per second."""
+    return {
+        "operations": 1 / flops,
+        "bytes read": 1 / bandwidth,
+        "bytes between GPUs": 1 / link,
+        "bytes over PCIe": 1 / TO_THE_HOST,
+        "bytes of the host": 1 / OF_THE_HOST,
+    }
+
+
+def _seconds(does: Amounts, rates: Mapping[str, float]) -> float:
+    """The duration of some work; kinds without a rate are not counted."""
+    return sum(rates.get(kind, 0.0) * amount for kind, amount in does.items())
+
+
+def measurable(config: RunConfig, facts: Facts) -> bool:
+    """Whether a run does what the rates were measured for: training a whole model in one process on a CPU."""
+    system, model = config.system, facts.model
+    if on_gpu(config) or facts.hardware.named or not config.trains or model is None or not model.parameters:
+        return False
+    processes = system.trainer_ranks > 1 or known(system, "engine_process") or system.engine_kind.served
+    other = config.lora.on or config.model.quantize or has_critic(config) or isinstance(config, ScoreConfig)
+    return not processes and not other and system.cluster == "none" and config.command != "distill"
+
+
+def cpu_seconds(config: RunConfig, facts: Facts) -> dict[str, float]:
+    """``step_seconds`` on a CPU; empty if nothing was measured, or the run does something else than was measured."""
+    longest, number = longest_sample(config, facts), bytes_per_number(config)
+    rates = read_rates(facts.hardware, number) if measurable(config, facts) and longest else None
+    if rates is None or not longest or known(config.system, "threads") != facts.hardware.cores:
+        return {}
+    work, rl, passes, decoupled = work_of(config, facts, longest), isinstance(config, RLConfig), 1, False
+    if isinstance(config, RLConfig):
+        passes, decoupled = config.train.passes_per_batch, bool(known(config.algorithm, "decoupled"))
+    batch = known(config.train, "batch_size") or work.samples
+    steps = passes * max(1, ceil(work.samples / batch))
+    found = phase_seconds(work, rates)
+    again = config.system.gradient_checkpointing * again_seconds(work, rates)
+    scored = bool(keeps_reference(config)) + decoupled
+    phases = {name: found[name] for name in ("prefill", "decode", "sync") if rl}
+    phases |= {"scoring": scored * found["scoring"]} if scored else {}
+    phases |= {"forward and backward": passes * (found["forward and backward"] + again)}
+    phases |= {"optimizer": steps * found["optimizer"]}
+    return {**phases, "step": sum(phases.values())}
+
+
+def phase_seconds(work: Work, rates: Rates) -> dict[str, float]:
+    """Seconds of each phase with known rates."""
+    return {phase: _seconds(does, rates[phase]) for phase, does in amounts(work).items() if phase in rates}
+
+
+def again_seconds(work: Work, rates: Rates) -> float:
+    """Seconds to recompute all layers' activations: a forward pass without the head."""
+    forward = amounts(work)["scoring"]
+    return _seconds({kind: n for kind, n in forward.items() if not kind.startswith("head")}, rates["scoring"])

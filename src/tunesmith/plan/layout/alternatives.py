@@ -11,7 +11,7 @@ from tunesmith.config.schema import RunConfig
 from tunesmith.config.values import megabytes
 from tunesmith.errors import ConfigError
 from tunesmith.plan.cost.memory import free_memory, planned_devices
-from tunesmith.plan.cost.seconds import step_seconds
+from tunesmith.plan.cost.seconds import step_seconds, whole_step
 from tunesmith.plan.facts.run import Facts
 from tunesmith.plan.filling import with_values
 from tunesmith.plan.layout.keys import ENGINES, PLACEMENT, TENSOR, Settings
@@ -90,13 +90,10 @@ def limits(config: RunConfig, resolved: Resolved[Any], facts: Facts) -> list[dic
     step = phases.get("step", 0.0)
     if not step or not on_gpu(resolved.config):
         return []
-    overlapped = step < 0.999 * sum(seconds for name, seconds in phases.items() if name != "step")
     found: list[dict[str, Any]] = []
     for what, names in PHASES.items():
         halved = {name: seconds / 2 if name in names else seconds for name, seconds in phases.items() if name != "step"}
-        training = sum(seconds for name, seconds in halved.items() if name != "sampling")
-        sampling = halved.get("sampling", 0.0)
-        found.append({"limit": what, "step": max(training, sampling) if overlapped else training + sampling})
+        found.append({"limit": what, "step": whole_step(resolved.config, halved)})
     room = {"system.device_memory": megabytes(2 * free_memory(resolved.config, facts))}
     with suppress(ConfigError):
         found.append(

@@ -1,0 +1,271 @@
+"""What a step does: how much of each kind of work, by phase. ``seconds.py`` multiplies it by rates.
+
+A run in one process on a CPU is counted as ``Work``, in the kinds whose rates ``tunesmith check machine`` measures with
+small models (``tune/machine.py``). All other runs are counted in operations and bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from math import ceil
+
+from tunesmith.config.commands import DPOConfig, KTOConfig
+from tunesmith.config.schema import RLConfig, RunConfig
+from tunesmith.config.section import known
+from tunesmith.config.values import parse_size
+from tunesmith.plan.cost.memory import bytes_per_number, kv_bytes_per_number, layout_of
+from tunesmith.plan.cost.operations import CostModel, chunk_rows
+from tunesmith.plan.cost.price import USUAL_RANK, adapter_numbers, away_of_layer, copy_bytes, price, sent_bytes
+from tunesmith.plan.facts.model import ModelFacts
+from tunesmith.plan.facts.run import Facts
+from tunesmith.plan.processes.devices import ranks_per_engine
+from tunesmith.plan.processes.roles import has_critic, keeps_reference
+from tunesmith.plan.rules.situation import rollout_samples
+
+Amounts = Mapping[str, float]
+"""Units of each kind of work in a phase."""
+
+HOST_STEP, HOST_SENT = 28 / 16, 6 / 16
+"""Bytes that an optimizer step on the CPU reads and writes, and bytes that pass between host and GPU, per byte kept on
+the host: of 16, gradients are read, master weights and moments read and written; gradients and weights pass."""
+RECOMPUTED = 1 / 3
+"""Additional share of a layer's products if the backward pass recomputes it."""
+PLAIN_MODULES = 1.1
+"""Factor on the operations of products with ``system.zero_stage``, which runs on the model's plain modules."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A step in one process: completions of ``new`` tokens, ``group`` of them for each of ``prompts`` prompts."""
+
+    model: ModelFacts
+    bytes_per_number: int
+    prompts: int
+    group: int
+    prompt: int
+    """Tokens per prompt."""
+    new: int
+    micro: int
+    """Maximum tokens per micro-batch."""
+    share: bool = True
+    """Whether a group's prompt is computed only once in training."""
+    running: int = 256
+    """Maximum number of completions decoded together."""
+
+    @property
+    def samples(self) -> int:
+        return self.prompts * self.group
+
+    @property
+    def outputs(self) -> int:
+        """Elements per token in the outputs of a layer's products."""
+        m = self.model
+        return 2 * (m.heads + m.kv_heads) * m.head_dim + 2 * m.hidden_size + 3 * m.intermediate_size
+
+    @property
+    def layers(self) -> int:
+        """Number of weights in all layers."""
+        m = self.model
+        each = 2 * (m.heads + m.kv_heads) * m.head_dim + 3 * m.intermediate_size
+        return m.layers * m.hidden_size * each
+
+    @property
+    def head(self) -> int:
+        return self.model.vocab_size * self.model.hidden_size
+
+
+def work_of(config: RunConfig, facts: Facts, longest: int) -> Work:
+    """A run's step in one process, in which every sample has ``longest`` tokens."""
+    model, system = facts.model, config.system
+    assert model is not None, "it was checked"
+    micro, number = system.max_tokens_per_microbatch, bytes_per_number(config)
+    if not isinstance(config, RLConfig):
+        each = 2 if isinstance(config, DPOConfig | KTOConfig) else 1
+        length = longest // each
+        return Work(model, number, each * config.train.batch_size, 1, 1, max(1, length - 1), micro, share=False)
+    new, samples = config.rollout.max_new_tokens, rollout_samples(config)
+    work = Work(
+        model, number, config.rollout.prompts_per_step, config.rollout.group_size, max(1, longest - new), new, micro
+    )
+    kept = model.kv_bytes_per_token(kv_bytes_per_number(config, facts)) * longest
+    held = parse_size(system.kv_memory) // kept if known(system, "kv_memory") else samples
+    return replace(work, share=system.share_prompts, running=max(1, min(system.max_running, held)))
+
+
+def amounts(work: Work) -> dict[str, Amounts]:
+    """The work of each phase; matrix products are counted in multiplications, attention in query-key pairs."""
+    forward = _forward(work)
+    return {
+        "sync": {"calls": 1},
+        "prefill": _prefill(work),
+        "decode": _decode(work),
+        "scoring": forward,
+        "forward and backward": forward,
+        "optimizer": {"weights": work.model.parameters or 0, "tensors": 7 * work.model.layers + 2, "calls": 1},
+    }
+
+
+def _forward(work: Work) -> Amounts:
+    """The work of a pass over all samples, in micro-batches; a backward pass does the same kinds of work."""
+    m, learned = work.model, work.samples * work.new
+    prompts = work.prompts if work.share else work.samples
+    tokens = prompts * work.prompt + learned
+    pairs = prompts * work.prompt**2 / 2 + work.samples * work.new * (work.prompt + work.new / 2)
+    micro = ceil(tokens / work.micro)
+    return {
+        "products": tokens * work.layers,
+        "head": learned * work.head,
+        "numbers": tokens * m.layers * work.outputs,
+        "pairs": pairs * m.layers * m.heads,
+        "head weights": micro * work.head,
+        "sequences": (work.samples + prompts) * m.layers,
+        "passes": micro * m.layers,
+        "calls": micro,
+    }
+
+
+def _prefill(work: Work) -> Amounts:
+    return {
+        "products": work.prompts * work.prompt * work.layers,
+        "numbers": work.prompts * work.prompt * work.model.layers * work.outputs,
+        "weights": work.layers,
+        "head weights": work.head,
+        "passes": work.model.layers,
+        "samples": work.samples,
+        "calls": 1,
+    }
+
+
+def _decode(work: Work) -> Amounts:
+    m, rows = work.model, min(work.samples, work.running)
+    steps = ceil(work.samples / rows) * work.new
+    return {
+        "steps": steps,
+        "passes": steps * m.layers,
+        "weights": steps * (work.layers + work.head),
+        "products": steps * rows * work.layers,
+        "head": steps * rows * work.head,
+        "numbers": steps * rows * m.layers * work.outputs,
+        "pairs": steps * rows * (work.prompt + work.new / 2) * m.layers * m.heads,
+        "words": steps * rows * m.vocab_size,
+        "prepared": work.layers + work.head,  # once for new weights
+    }
+
+
+def step_work(
+    config: RunConfig, facts: Facts, model: ModelFacts, samples: int, tokens: float, *, shared: bool
+) -> dict[str, list[Amounts]]:
+    """What each device does in a step of ``samples`` of ``tokens`` tokens: for each phase, all that it does at once.
+
+    Args:
+        shared: count a group's prompt once if training computes it once (``system.share_prompts``).
+    """
+    system, cost, phases, decoupled = config.system, cost_of(model), dict[str, list[Amounts]](), False
+    again, prompt = 0.0, max(0.0, tokens - config.new_tokens)
+    if isinstance(config, RLConfig):
+        if not system.engine_kind.served:
+            phases["sampling"] = [_sampling(config, facts, model, samples, tokens)]
+        samples, decoupled = samples * config.train.passes_per_batch, bool(known(config.algorithm, "decoupled"))
+        if shared and system.share_prompts:
+            again = samples - samples / config.rollout.group_size
+    computed = samples * tokens - again * prompt
+    body = samples * cost.prefix(int(tokens)) - again * cost.prefix(int(prompt))
+    head = samples * cost.head * (config.new_tokens or tokens)
+    layout, ranks, trained_models = layout_of(config, facts), system.trainer_ranks, 1 + has_critic(config)
+    batches = samples // (known(config.train, "batch_size") or samples) or 1
+    groups = ranks / system.sequence_parallel.size
+    micro = max(1, ceil(computed / batches / groups / system.max_tokens_per_microbatch))
+    # The layers' weights are copied to the GPU for each micro-batch's forward pass, and again for its backward pass.
+    coming = batches * micro * model.layers * away_of_layer(model, layout)
+    if passes := keeps_reference(config) + has_critic(config) + decoupled:
+        away = layout.offload_frozen and keeps_reference(config)
+        brought = (batches if config.supervised else 1) * away * copy_bytes(model, layout.bytes_per_number)
+        scoring = {"operations": passes * body / 3 / ranks, "bytes over PCIe": brought}
+        phases["scoring"] = [scoring, {"bytes over PCIe": coming}]
+    recomputed = 1 + RECOMPUTED * system.gradient_checkpointing
+    products = body * (2 / 3 if config.lora.on else 1.0) * recomputed * (PLAIN_MODULES if system.zero_stage else 1.0)
+    sent = samples * tokens * sent_bytes(model, layout) / ranks
+    training = {
+        "operations": (products * trained_models + head) / ranks,
+        "bytes read again": batches * _read_again(config, model, micro, computed / batches / ranks),
+        "passes": 3 * recomputed * batches * micro * model.layers,
+    }
+    phases["training"] = [training, {"bytes over PCIe": 2 * trained_models * (sent + coming)}]
+    if system.offload_optimizer:
+        host = batches * price(model, replace(layout, offload_frozen=False, offload_parameters=False)).host
+        step = {"bytes of the host": HOST_STEP * host, "bytes over PCIe": HOST_SENT * host}
+        phases["optimizer step on the host"] = [step]
+    if layout.offload_frozen and layout.frozen_parameters:
+        times = batches * micro if layout.teaches == "microbatch" else 1
+        frozen = {"bytes over PCIe": times * layout.frozen_parameters * layout.bytes_per_number}
+        phases["frozen models from the host"] = [frozen]
+    if ranks > 1:
+        sent = batches * trained_models * _exchanged(config, model, micro)
+        phases["between GPUs"] = [{"bytes between GPUs": sent * (ranks - 1) / ranks}]
+    return phases
+
+
+def _read_again(config: RunConfig, model: ModelFacts, micro: int, tokens: float) -> float:
+    """Bytes of weights and gradients that a device reads and writes for an optimizer step on ``tokens`` tokens: once
+    per micro-batch, those of the head once per chunk of its rows, and those of the optimizer at the end."""
+    system, number = config.system, bytes_per_number(config)
+    trained = adapter_numbers(model, config.lora.rank or USUAL_RANK) if config.lora.on else model.parameters or 0
+    rows = system.logprob_chunk or chunk_rows(model.vocab_size, system.device.partition(":")[0])
+    head = max(micro, ceil(tokens / rows)) * model.vocab_size * model.hidden_size * (number + 8)
+    weights = 3 * copy_bytes(model, number, config.model.quantize) + 8 * trained
+    return micro * weights + head + 28 * trained / system.trainer_ranks
+
+
+def _exchanged(config: RunConfig, model: ModelFacts, micro: int) -> int:
+    """Bytes that each rank sends for one optimizer step of ``micro`` micro-batches.
+
+    Gradients are summed in float32: an all-reduce sends twice their size, a reduce-scatter their size. Weights are
+    gathered in 16 bits, or in quantised form. Every rank has a whole adapter.
+    """
+    summed, gathered = 4 * (model.parameters or 0), copy_bytes(model, 2, config.model.quantize)
+    if config.lora.on:
+        gathers = (0, micro, micro, 2 * micro)[config.system.zero_stage]
+        return 8 * adapter_numbers(model, config.lora.rank or USUAL_RANK) + gathers * gathered
+    match config.system.zero_stage:
+        case 0:
+            return 2 * summed
+        case 1:
+            return summed + micro * gathered
+        case 2:
+            return micro * (summed + gathered)
+        case _:
+            return micro * (summed + 2 * gathered)
+
+
+def _sampling(config: RLConfig, facts: Facts, model: ModelFacts, samples: int, tokens: float) -> Amounts:
+    """What each device of an engine does to sample its part of a step."""
+    system, ranks = config.system, ranks_per_engine(config)
+    engines, new = known(system, "engines") or 1, min(config.rollout.max_new_tokens, tokens)
+    weights = copy_bytes(model, bytes_per_number(config), config.model.quantize)
+    per_token = model.kv_bytes_per_token(kv_bytes_per_number(config, facts))
+    asked, prompt = ceil(samples / engines), tokens - new
+    held = parse_size(system.kv_memory) * ranks // (tokens * per_token) if known(system, "kv_memory") else asked
+    together = max(1, min(asked, system.max_running, held))
+    steps = ceil(asked / together) * new
+    prompts = samples / config.rollout.group_size / engines
+    prefills = max(1, ceil(prompts * prompt / system.max_prefill_tokens))
+    return {
+        "operations": prompts * cost_of(model).prefix(int(prompt)) / 3 / ranks,
+        "bytes read": steps * (weights + together * (tokens - new / 2) * per_token) / ranks,
+        "operations of decoding": steps * together * 2 * (model.parameters or 0) / ranks,
+        "bytes read again": prefills * weights / ranks,
+        "passes": steps * model.layers,
+    }
+
+
+def cost_of(model: ModelFacts) -> CostModel:
+    embeddings = (1 if model.tied else 2) * model.vocab_size * model.hidden_size
+    return CostModel.of_decoder(
+        parameters=(model.parameters or 0) - embeddings,
+        layers=model.layers,
+        heads=model.heads,
+        head_dim=model.head_dim,
+        vocabulary=model.vocab_size,
+        hidden=model.hidden_size,
+    )
