@@ -22,9 +22,10 @@ from tunesmith.config.load import load_config
 from tunesmith.config.schema import LoraSection, RLConfig, SFTConfig
 from tunesmith.engines.local.engine import LocalEngine
 from tunesmith.errors import ConfigError
-from tunesmith.models.adapters import START, attach
+from tunesmith.models.adapters import attach
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.models.loading import load_module, takes_tf32
+from tunesmith.models.lora import START
 from tunesmith.monitor.metrics import read_metrics
 from tunesmith.offline.generate import run_generate
 from tunesmith.plan.facts.hardware import Gpu

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, Self, cast
+from typing import Any, ClassVar, Self, cast
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tunesmith.data.forest import Forest
-from tunesmith.errors import ModelError
+from tunesmith.errors import ModelError, StorageError, boundary
 from tunesmith.kernels.attention import AttentionContext
 from tunesmith.kernels.lean import LeanDecoder
 from tunesmith.kernels.quantised import Quantize
 from tunesmith.models.attention import ForestAttention
 from tunesmith.models.loading import Differences, load_config, load_module, load_tokenizer
+from tunesmith.models.lora import LoraAdapter, merge_into
 from tunesmith.models.rope import LengthRule, rotate_by_length, rotated_by, split_by_length
 from tunesmith.parallel.activations import HostActivations
 from tunesmith.parallel.host_memory import stored_state
@@ -26,34 +27,6 @@ from tunesmith.parallel.sequence import SequenceGroup
 from tunesmith.parallel.shard_files import save_weights
 from tunesmith.parallel.sharding import Sharding
 from tunesmith.parallel.streamed import StreamedLayers
-
-
-class Adapter(Protocol):
-    """Weights that are trained instead of the module's own (``adapters.LoraAdapter``)."""
-
-    def reference(self) -> AbstractContextManager[None]:
-        """A context in which the model is as it was before training."""
-        ...
-
-    def merged(self) -> PreTrainedModel:
-        """A frozen float32 copy of the model with the adapter merged in."""
-        ...
-
-    def own_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The trained weights, under their names in the module."""
-        ...
-
-    def merged_weights(self, *, in_host_memory: bool = True) -> Iterator[tuple[str, Tensor]]:
-        """The weights of base and adapter together, under the base's names."""
-        ...
-
-    def save(self, directory: Path) -> None: ...
-
-    def load(self, directory: Path) -> None: ...
-
-    def counts(self) -> tuple[int, int]:
-        """The numbers of trained parameters and of all parameters."""
-        ...
 
 
 @dataclass(slots=True)
@@ -69,7 +42,7 @@ class Decoder:
     tokenizer: PreTrainedTokenizerBase
     lean: LeanDecoder | None = field(default=None, repr=False)
     """The decoder in fewer, larger operations, if its family allows it; None: the Hugging Face modules run."""
-    adapter: Adapter | None = field(default=None, repr=False)
+    adapter: LoraAdapter | None = field(default=None, repr=False)
     """Weights trained instead of the module's own; see ``adapters.attach``."""
     sharding: Sharding | None = field(default=None, repr=False)
     """How the weights are sharded over ranks; None: they are whole."""
@@ -238,14 +211,58 @@ class Decoder:
         return forest if self.lengths is None or forest.rotary_lengths else split_by_length(forest, self.lengths)
 
     def save(self, directory: str | Path) -> None:
-        """Write model and tokenizer in Hugging Face format; of a model with an adapter, write only the adapter."""
+        """Write model and tokenizer in Hugging Face format.
+
+        Of a model with an adapter, write only the adapter; with ``save_merged`` also the whole model, to
+        ``<directory>_merged``.
+        """
         if self.sharding is None or self.sharding.rank == 0:
-            self.tokenizer.save_pretrained(directory)  # first: ``LoraAdapter.save`` reads it there if it merges
+            self.tokenizer.save_pretrained(directory)
         if self.adapter is not None:
             if self.sharding is None or self.sharding.rank == 0:  # every rank has the whole adapter
-                self.adapter.save(Path(directory))
+                self._save_adapter(self.adapter, Path(directory))
         elif self.sharding is not None:
             if self.sharding.first_copy:
                 save_weights(self.module, Path(directory), self.dtype, self.sharding)
         else:
             self.module.save_pretrained(directory, state_dict=stored_state(self.module) if self.streamed else None)
+
+    def _save_adapter(self, adapter: LoraAdapter, directory: Path) -> None:
+        adapter.save(directory)
+        if adapter.save_merged:
+            self.merge(
+                str(self.module.name_or_path),
+                directory,
+                directory.with_name(f"{directory.name}_merged"),
+                tokenizer=self.tokenizer,
+                trust_remote_code=adapter.trust_remote_code,
+            )
+
+    @classmethod
+    def merge(
+        cls,
+        base: str,
+        adapter: Path,
+        out: Path,
+        *,
+        dtype: str | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        trust_remote_code: bool = False,
+    ) -> None:
+        """Merge a saved adapter into its base and write the whole model.
+
+        The sum is computed in float32 and rounded to ``dtype``; None: the base's dtype.
+
+        Args:
+            tokenizer: the tokenizer to write; None: the base's.
+
+        Raises:
+            ModelError: the base does not exist, or the adapter does not fit it.
+            StorageError: the model cannot be written.
+        """
+        stored = load_config(base, trust_remote_code=trust_remote_code).dtype
+        model = cls.load(base, tokenizer=tokenizer, trust_remote_code=trust_remote_code)
+        merged: Any = merge_into(model.module, adapter)
+        merged.to(getattr(torch, dtype) if dtype else stored or torch.float32)
+        with boundary(StorageError, f"cannot write {out}", OSError):
+            model.save(out)
