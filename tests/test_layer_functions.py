@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tunesmith.kernels import layer_functions, lean_ops, training_functions
-from tunesmith.kernels.layer_functions import HeadShape, fits, gated, rms_norm, turned_heads
+from tunesmith.kernels.layer_functions import Gated, HeadShape, RmsNorm, TurnedHeads, computed, fits
 from tunesmith.kernels.training_functions import functions
 
 pytestmark = pytest.mark.skipif(
@@ -69,10 +69,10 @@ def exact_norm(x: Tensor, weight: Tensor, offset: bool) -> Tensor:
 def test_norm(rows: int, size: int, offset: bool) -> None:
     x, weight = drawn(rows, size), drawn(size)
     own = [wide(x), wide(weight)]
-    found, exact = rms_norm(x, weight, 1e-6, offset), exact_norm(own[0], own[1], offset)
+    found, exact = computed(RmsNorm, x, weight, 1e-6, offset), exact_norm(own[0], own[1], offset)
     agree(found, exact)
     with torch.no_grad():
-        assert torch.equal(found, rms_norm(x, weight, 1e-6, offset))
+        assert torch.equal(found, computed(RmsNorm, x, weight, 1e-6, offset))
     same_gradients([found], [x, weight], [exact], own)
 
 
@@ -80,8 +80,8 @@ def test_norm_by_hand() -> None:
     """3 and 4 have the root mean square 5 / sqrt(2)."""
     x, weight = torch.tensor([[3.0, 4.0]]).bfloat16(), torch.tensor([2.0, -1.0]).bfloat16()
     root = 5 / 2**0.5
-    agree(rms_norm(x, weight, 0.0, False), torch.tensor([[6 / root, -4 / root]]).double())
-    agree(rms_norm(x, weight, 0.0, True), torch.tensor([[9 / root, 0.0]]).double())
+    agree(computed(RmsNorm, x, weight, 0.0, False), torch.tensor([[6 / root, -4 / root]]).double())
+    agree(computed(RmsNorm, x, weight, 0.0, True), torch.tensor([[9 / root, 0.0]]).double())
 
 
 @pytest.mark.parametrize(("rows", "size"), SIZES)
@@ -89,14 +89,14 @@ def test_gate(rows: int, size: int) -> None:
     x = drawn(rows, 2 * size)
     own = wide(x)
     gate, up = own.chunk(2, -1)
-    found, exact = gated(x), F.silu(gate) * up
+    found, exact = computed(Gated, x), F.silu(gate) * up
     agree(found, exact)
     same_gradients([found], [x], [exact], [own])
 
 
 def test_gate_of_large_numbers_is_finite() -> None:
     x = torch.tensor([[-200.0, 200.0, 0.0, 3.0, 3.0, 3.0]]).bfloat16().requires_grad_()
-    y = gated(x)
+    y = computed(Gated, x)
     assert y.tolist() == [[0.0, 600.0, 0.0]]
     y.sum().backward()
     assert x.grad is not None and x.grad.tolist() == [[0.0, 3.0, 1.5, 0.0, 200.0, 0.0]]
@@ -118,7 +118,7 @@ def test_heads(rows: int, heads: int, kv_heads: int, size: int, norms: int) -> N
     parts = own.view(rows, -1, size).split([heads, kv_heads, kv_heads], 1)
     normed = [exact_norm(p, w, norms == 2) for p, w in zip(parts, own_weights, strict=False)] or parts[:2]
     exact = [p * cos.double() + p.roll(size // 2, -1) * sin.double() for p in normed]
-    found = turned_heads(x, cos, sin, weights, HeadShape(heads, kv_heads, 1e-6, norms == 2))
+    found = computed(TurnedHeads, x, cos, sin, HeadShape(heads, kv_heads, 1e-6, norms == 2), *weights)
     assert [t.shape for t in found] == [(rows, heads, size), *[(rows, kv_heads, size)] * 2]
     for a, b in zip(found, exact, strict=False):
         agree(a, b, roundings=4, sums=2 * ROUNDED)  # what is rotated was rounded
@@ -133,11 +133,11 @@ def test_rows_that_are_apart_and_threads(threads: int) -> None:
     try:
         whole, weight = torch.randn(400, 224).bfloat16(), drawn(96)
         x, grad = whole[:, 3:99].detach().requires_grad_(), whole[:, 100:196]
-        rms_norm(x, weight, 1e-6, False).backward(grad)
+        computed(RmsNorm, x, weight, 1e-6, False).backward(grad)
         once = weight.grad
         alone = x.detach().clone().requires_grad_()
         weight.grad = None
-        rms_norm(alone, weight, 1e-6, False).backward(grad.clone())
+        computed(RmsNorm, alone, weight, 1e-6, False).backward(grad.clone())
         assert once is not None and weight.grad is not None and alone.grad is not None and x.grad is not None
         assert torch.equal(once, weight.grad) and torch.equal(x.grad, alone.grad)
     finally:
@@ -173,9 +173,9 @@ def test_as_pytorch_s_operations_which_serve_all_else(operation: str, monkeypatc
 
 def test_frozen_weights_get_no_gradient() -> None:
     x, weight = drawn(5, 16), drawn(16).detach()
-    rms_norm(x, weight, 1e-6, False).sum().backward()
+    computed(RmsNorm, x, weight, 1e-6, False).sum().backward()
     assert x.grad is not None and weight.grad is None
     y, table = drawn(5, 48), torch.ones(5, 1, 16).bfloat16()
-    q, k, v = turned_heads(y, table, table, [weight, weight], HeadShape(1, 1, 1e-6))
+    q, k, v = computed(TurnedHeads, y, table, table, HeadShape(1, 1, 1e-6), weight, weight)
     (q + k + v).sum().backward()
     assert y.grad is not None and torch.equal(y.grad[:, 32:], torch.ones(5, 16).bfloat16())

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
 from liger_in_torch import LigerInTorch
@@ -25,7 +26,8 @@ from tunesmith.config.load import load_config
 from tunesmith.config.schema import LoraSection, RunConfig
 from tunesmith.errors import ConfigError, ModelError
 from tunesmith.kernels import lean_ops, liger, training_functions
-from tunesmith.kernels.lean_ops import OURS
+from tunesmith.kernels.layer_functions import HeadShape
+from tunesmith.kernels.lean_ops import OURS, Operations
 from tunesmith.kernels.liger import LIGER
 from tunesmith.models import adapters
 from tunesmith.models.causal_lm import CausalLM
@@ -90,6 +92,12 @@ def test_the_gradient_of_a_norm_s_weight_is_a_sum_of_float32_terms(stand_in: Lig
     torch.testing.assert_close(weight.grad.double(), (exact * grad.double()).sum(0), rtol=1e-5, atol=1e-4)
 
 
+def rotate(of: Operations, x: Tensor, heads: int, cos: Tensor, sin: Tensor) -> Tensor:
+    """Queries and keys ``[T, heads, D]``, the first ``heads`` of them queries, rotated."""
+    shape = HeadShape(heads, x.shape[1] - heads)
+    return torch.cat(of.heads(torch.cat((x, x[:, heads:]), 1).flatten(1), (cos, sin), [], shape)[:2], 1)
+
+
 @pytest.mark.parametrize("rows", [1, 5])
 def test_what_others_hold_is_not_written_over(rows: int, stand_in: LigerInTorch) -> None:
     """Each operation beside a residual, whose branches get one gradient; of one row every part is contiguous."""
@@ -99,7 +107,7 @@ def test_what_others_hold_is_not_written_over(rows: int, stand_in: LigerInTorch)
     for ours, theirs in (
         (lambda x: OURS.rms_norm(x, weight, 1e-6, False), lambda x: LIGER.rms_norm(x, weight, 1e-6, False)),
         (lambda x: OURS.gated(x, "silu").repeat(1, 1, 2), lambda x: LIGER.gated(x, "silu").repeat(1, 1, 2)),
-        (lambda x: torch.cat(OURS.rotate(x, 2, cos, sin), 1), lambda x: torch.cat(LIGER.rotate(x, 2, cos, sin), 1)),
+        (lambda x: rotate(OURS, x, 2, cos, sin), lambda x: rotate(LIGER, x, 2, cos, sin)),
     ):
         x, grad = torch.randn(rows, 3, 8), torch.randn(rows, 3, 8)
         found = []
@@ -124,10 +132,8 @@ def test_a_part_of_a_product_and_nothing_at_all(stand_in: LigerInTorch) -> None:
         sin[..., :4].neg_()
         found = []
         for operations in (OURS, LIGER):
-            q, k = qkv[:, :4].split([3, 1], 1)
             weight = torch.arange(1.0, 9, requires_grad=True)
-            q, k = (operations.rms_norm(part, weight, 1e-6, True) for part in (q, k))
-            q, k = operations.rotate(torch.cat((q, k), 1), 3, cos, sin)
+            q, k, _ = operations.heads(qkv.flatten(1), (cos, sin), [weight, weight], HeadShape(3, 1, 1e-6, True))
             assert q.shape == (rows, 3, 8) and k.shape == (rows, 1, 8)
             out = operations.gated(q.flatten(1), "silu").sum() + k.sum()
             found.append((out.detach(), *torch.autograd.grad(out, (qkv, weight))))
@@ -158,8 +164,7 @@ def test_engines_compute_with_ours(tmp_path: Path, stand_in: LigerInTorch) -> No
         model.predict(forest_of(samples_of()))
     assert not stand_in.calls and model.lean is not None
     decoder = model.lean.with_products(lambda weight, bias: lambda x: F.linear(x, weight, bias), torch.float32)
-    assert decoder.norm.operations is OURS and decoder.layers[0].before_mlp.operations is OURS
-    assert decoder.layers[0].operations is OURS and model.lean.layers[0].operations is LIGER
+    assert decoder.operations is OURS and model.lean.operations is LIGER
     with torch.no_grad():
         model.predict(forest_of(samples_of()))
     assert stand_in.calls

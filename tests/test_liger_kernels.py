@@ -18,7 +18,8 @@ from torch.nn import functional as F
 
 from tiny import save_model
 from training import difference, forest_of, samples_of
-from tunesmith.kernels.lean_ops import OURS
+from tunesmith.kernels.layer_functions import HeadShape
+from tunesmith.kernels.lean_ops import OURS, Operations
 from tunesmith.kernels.liger import LIGER, kernels
 from tunesmith.models.causal_lm import CausalLM
 
@@ -126,7 +127,8 @@ def test_rotations(rows: int, heads: int, keys: int, size: int, dtype: torch.dty
     grads = [torch.randn(rows, heads, size), torch.randn(rows, keys, size)]
 
     def rotate(of: Any) -> Callable[..., Any]:
-        return lambda x: of.rotate(x[:, : heads + keys], heads, cos.to(DEVICE, x.dtype), sin.to(DEVICE, x.dtype))
+        shape = HeadShape(heads, keys)
+        return lambda x: of.heads(x.flatten(1), (cos.to(DEVICE, x.dtype), sin.to(DEVICE, x.dtype)), [], shape)[:2]
 
     compare(rotate, [qkv], grads, dtype)
 
@@ -149,10 +151,16 @@ def test_no_rows() -> None:
     """A rank without a sample computes none."""
     x, weight = torch.randn(0, 6, 8, device=DEVICE, requires_grad=True), torch.ones(8, device=DEVICE).requires_grad_()
     cos, sin = (table.float().to(DEVICE) for table in tables(0, 8))
-    q, k = LIGER.rotate(LIGER.rms_norm(x, weight, 1e-6, False), 4, cos, sin)
+    q, k, _ = LIGER.heads(x.flatten(1), (cos, sin), [weight, weight], HeadShape(4, 1, 1e-6))
     out = LIGER.gated(q.flatten(1), "silu").sum() + k.sum()
     grad_x, grad_weight = torch.autograd.grad(out, (x, weight))
     assert grad_x.shape == x.shape and grad_weight.equal(torch.zeros_like(weight))
+
+
+def rotate(of: Operations, x: Tensor, heads: int, cos: Tensor, sin: Tensor) -> Tensor:
+    """Queries and keys ``[T, heads, D]``, the first ``heads`` of them queries, rotated."""
+    shape = HeadShape(heads, x.shape[1] - heads)
+    return torch.cat(of.heads(torch.cat((x, x[:, heads:]), 1).flatten(1), (cos, sin), [], shape)[:2], 1)
 
 
 @pytest.mark.parametrize("rows", [1, 4])
@@ -162,7 +170,7 @@ def test_what_others_hold_is_not_written_over(rows: int) -> None:
     for function in (
         lambda x: LIGER.rms_norm(x, weight, 1e-6, False),
         lambda x: LIGER.gated(x, "silu").repeat(1, 1, 2),
-        lambda x: torch.cat(LIGER.rotate(x, 2, cos, sin), 1),
+        lambda x: rotate(LIGER, x, 2, cos, sin),
     ):
         x, grad = (torch.randn(rows, 3, 8, device=DEVICE) for _ in range(2))
         leaf, given = x.clone().requires_grad_(), grad.clone()

@@ -60,9 +60,8 @@ class CompiledLayers:
         tables = _any_length(cos, sin) if layer.rotates else None
         norms = layer.q_norm and layer.k_norm and (_norm(layer.q_norm), _norm(layer.k_norm))
         (x,) = _any_length(x)
-        q, k, v = self._before(
-            x, _norm(layer.before_attention), _operands(layer.qkv), norms, tables, layer.heads, layer.kv_heads
-        )
+        counts = layer.shape.heads, layer.shape.kv_heads
+        q, k, v = self._before(x, _norm(layer.before_attention), _operands(layer.qkv), norms, tables, *counts)
         seen = attention.attend(layer.index, q, k, v, layer.rule)
         return self._after(
             *_any_length(x, seen),

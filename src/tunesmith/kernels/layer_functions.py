@@ -30,6 +30,26 @@ class HeadShape:
     eps: float = 0.0
     offset: bool = False
 
+    def split(self, product: Tensor, *counts: int) -> tuple[Tensor, ...]:
+        """Parts of so many heads, ``[T, count, D]``, of the joint product ``[T, (H + 2 K) D]``."""
+        every = self.heads + 2 * self.kv_heads
+        return product.view(len(product), every, product.shape[1] // every).split(counts, 1)
+
+
+class _Forgetting:
+    """The context of a forward pass without a backward pass."""
+
+    def save_for_backward(self, *tensors: Tensor | None) -> None:
+        """Save nothing."""
+
+
+def computed(function: Any, *operands: Any) -> Any:
+    """The result of an autograd function, or without gradients of its forward pass alone.
+
+    An autograd function costs as much as a small matrix product.
+    """
+    return function.apply(*operands) if torch.is_grad_enabled() else function.forward(_Forgetting(), *operands)
+
 
 def fits(*tensors: Tensor) -> bool:
     """Whether the compiled functions accept these tensors."""
@@ -39,42 +59,20 @@ def fits(*tensors: Tensor) -> bool:
     )
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: bool) -> Tensor:
+class RmsNorm(torch.autograd.Function):
     """``[T, d]``; see ``lean_ops.rms_norm``."""
-    if torch.is_grad_enabled():
-        return cast(Tensor, _RmsNorm.apply(x, weight, eps, offset))
-    return _norm(_rows(x), weight, eps, offset, None)
 
-
-def turned_heads(
-    x: Tensor, cos: Tensor, sin: Tensor, weights: Sequence[Tensor], shape: HeadShape
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Rotated queries ``[T, H, D]``, rotated keys and values ``[T, K, D]``.
-
-    Args:
-        x: ``[T, (H + 2 K) D]``, queries first.
-        cos: ``[T, 1, D]``.
-        sin: the same; its first half is negated.
-        weights: the weights of the query norm and the key norm, which precede rotation; empty: no norms.
-    """
-    if torch.is_grad_enabled():
-        return cast("tuple[Tensor, Tensor, Tensor]", _Turn.apply(x, cos, sin, shape, *weights))
-    return _turn(_rows(x), cos, sin, weights, shape, None)
-
-
-def gated(x: Tensor) -> Tensor:
-    """``silu(gate) * up`` of ``[T, 2 f]``, gate first."""
-    return cast(Tensor, _Gated.apply(x)) if torch.is_grad_enabled() else _gate(_rows(x))
-
-
-class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, offset: bool) -> Tensor:
         x = _rows(x)
-        scales = torch.empty(len(x))
+        y, scales = torch.empty(x.shape, dtype=x.dtype), torch.empty(len(x))
+        functions().tunesmith_norm(
+            *x.shape, *_operand(x), byref(NormStruct(weight.data_ptr(), eps, offset)), y.data_ptr(), scales.data_ptr(),
+            torch.get_num_threads(),
+        )  # fmt: skip
         ctx.save_for_backward(x, weight, scales)
         ctx.eps, ctx.offset = eps, offset
-        return _norm(x, weight, eps, offset, scales)
+        return y
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -88,17 +86,23 @@ class _RmsNorm(torch.autograd.Function):
         return grad_x, None if grad_weight is None else grad_weight.to(weight.dtype), None, None
 
 
-class _Turn(torch.autograd.Function):
+class TurnedHeads(torch.autograd.Function):
+    """Rotated queries ``[T, H, D]``, rotated keys and values ``[T, K, D]``; see ``lean_ops.heads``."""
+
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, shape: HeadShape, *weights: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        x = _rows(x)
+        x, size = _rows(x).detach(), cos.shape[-1]
+        q, k = (torch.empty(len(x), count, size, dtype=x.dtype) for count in (shape.heads, shape.kv_heads))
         scales = torch.empty(len(x), shape.heads + shape.kv_heads) if weights else None
+        heads, keep = _heads(x, cos, sin, weights, shape)
+        functions().tunesmith_heads(byref(heads), q.data_ptr(), k.data_ptr(), _place(scales), torch.get_num_threads())
+        del keep
         # Without norms the backward pass does not need x.
         ctx.save_for_backward(x if weights else None, cos, sin, scales, *weights)
         ctx.shape = shape
-        return _turn(x.detach(), cos, sin, weights, shape, scales)
+        return q, k, x[:, -shape.kv_heads * size :].unflatten(1, (shape.kv_heads, size))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -119,12 +123,16 @@ class _Turn(torch.autograd.Function):
         return grad_x, None, None, None, *own
 
 
-class _Gated(torch.autograd.Function):
+class Gated(torch.autograd.Function):
+    """``silu(gate) * up`` of ``[T, 2 f]``, gate first."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         x = _rows(x)
+        y = torch.empty(len(x), x.shape[1] // 2, dtype=x.dtype)
+        functions().tunesmith_gate(*y.shape, *_operand(x), y.data_ptr(), torch.get_num_threads())
         ctx.save_for_backward(x)
-        return _gate(x)
+        return y
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -136,26 +144,6 @@ class _Gated(torch.autograd.Function):
         return grad_x
 
 
-def _norm(x: Tensor, weight: Tensor, eps: float, offset: bool, scales: Tensor | None) -> Tensor:
-    y = torch.empty(x.shape, dtype=x.dtype)
-    functions().tunesmith_norm(
-        *x.shape, *_operand(x), byref(NormStruct(weight.data_ptr(), eps, offset)), y.data_ptr(), _place(scales),
-        torch.get_num_threads(),
-    )  # fmt: skip
-    return y
-
-
-def _turn(
-    x: Tensor, cos: Tensor, sin: Tensor, weights: Sequence[Tensor], shape: HeadShape, scales: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    size = cos.shape[-1]
-    q, k = (torch.empty(len(x), count, size, dtype=x.dtype) for count in (shape.heads, shape.kv_heads))
-    heads, keep = _heads(x, cos, sin, weights, shape)
-    functions().tunesmith_heads(byref(heads), q.data_ptr(), k.data_ptr(), _place(scales), torch.get_num_threads())
-    del keep
-    return q, k, x[:, -shape.kv_heads * size :].unflatten(1, (shape.kv_heads, size))
-
-
 def _heads(
     x: Tensor | None, cos: Tensor, sin: Tensor, weights: Sequence[Tensor], shape: HeadShape
 ) -> tuple[Heads, object]:
@@ -165,12 +153,6 @@ def _heads(
     at, step = (None, 0) if x is None else _operand(x)
     tables = (cos.data_ptr(), sin.data_ptr(), ctypes.addressof(norms) if weights else None)
     return Heads(at, *tables, len(cos), step, shape.heads, shape.kv_heads, cos.shape[-1]), (norms, cos, sin)
-
-
-def _gate(x: Tensor) -> Tensor:
-    y = torch.empty(len(x), x.shape[1] // 2, dtype=x.dtype)
-    functions().tunesmith_gate(*y.shape, *_operand(x), y.data_ptr(), torch.get_num_threads())
-    return y
 
 
 def _rows(x: Tensor) -> Tensor:

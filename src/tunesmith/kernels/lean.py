@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tunesmith.kernels.attention import AttentionContext, AttentionRule
-from tunesmith.kernels.layer_functions import HeadShape, fits, turned_heads
+from tunesmith.kernels.layer_functions import HeadShape
 from tunesmith.kernels.lean_ops import OURS, Activation, Operations, embed, linear
 from tunesmith.kernels.products import Prepare, Product
 from tunesmith.kernels.weight_gradients import kept_sums
@@ -105,7 +105,6 @@ class Norm:
         self._own: dict[str, Tensor] = module._parameters
         self.eps: float = module.variance_epsilon if hasattr(module, "variance_epsilon") else module.eps
         self.offset = "Gemma" in type(module).__name__
-        self.operations = OURS
 
     @property
     def weight(self) -> Tensor:
@@ -114,11 +113,11 @@ class Norm:
     def of(self, dtype: torch.dtype) -> Norm:
         """The norm with its current weight in another dtype."""
         norm = copy.copy(self)
-        norm._own, norm.operations = {"weight": self.weight.detach().to(dtype)}, OURS
+        norm._own = {"weight": self.weight.detach().to(dtype)}
         return norm
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return self.operations.rms_norm(x, self.weight, self.eps, self.offset)
+    def __call__(self, x: Tensor, operations: Operations) -> Tensor:
+        return operations.rms_norm(x, self.weight, self.eps, self.offset)
 
 
 class Layer:
@@ -128,7 +127,6 @@ class Layer:
         attention, mlp = module.self_attn, module.mlp
         self.module, self.index = module, index
         self.kind = type(module)
-        self.operations = OURS
         joint = hasattr(attention, "qkv_proj")
         self.qkv: Projection | Product = Projection(
             attention, *(("qkv_proj",) if joint else ("q_proj", "k_proj", "v_proj"))
@@ -139,8 +137,6 @@ class Layer:
             mlp, *(("gate_up_proj",) if joint else ("gate_proj", "up_proj"))
         )
         self.down: Projection | Product = Projection(mlp, "down_proj")
-        self.heads: int = config.num_attention_heads
-        self.kv_heads: int = config.num_key_value_heads
         windowed = config if config.model_type in ("mistral", "phi3") else attention
         # Gemma 3 has the setting too, but its attention does not apply it.
         softcap = config.attn_logit_softcapping if config.model_type == "gemma2" else None
@@ -150,7 +146,9 @@ class Layer:
         self.q_norm, self.k_norm = (
             Norm(getattr(attention, n)) if hasattr(attention, n) else None for n in ("q_norm", "k_norm")
         )
-        self._qk_weight: Tensor | None = None
+        self.shape = HeadShape(config.num_attention_heads, config.num_key_value_heads)
+        if self.q_norm is not None:
+            self.shape = replace(self.shape, eps=self.q_norm.eps, offset=self.q_norm.offset)
         self.before_attention = Norm(module.input_layernorm)
         sandwich = hasattr(module, "pre_feedforward_layernorm")
         self.after_attention = Norm(module.post_attention_layernorm) if sandwich else None
@@ -166,57 +164,26 @@ class Layer:
         for name, value in vars(self).items():
             if isinstance(value, Norm):
                 setattr(layer, name, value.of(dtype))
-        layer._qk_weight, layer.operations = layer._joint_weight(), OURS
         return layer
 
-    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, attention: AttentionContext) -> Tensor:
+    def __call__(
+        self, x: Tensor, cos: Tensor, sin: Tensor, attention: AttentionContext, operations: Operations = OURS
+    ) -> Tensor:
         """``[T, d]`` to ``[T, d]``; ``cos`` and ``sin`` are ``[T, 1, D]``, the first half of ``sin`` negated."""
-        q, k, v = self._heads(self.before_attention(x), cos, sin)
-        seen = attention.attend(self.index, q, k, v, self.rule)
+        tables = (cos, sin) if self.rotates else None
+        weights = [norm.weight for norm in (self.q_norm, self.k_norm) if norm is not None]
+        product = self.qkv(self.before_attention(x, operations))
+        seen = attention.attend(self.index, *operations.heads(product, tables, weights, self.shape), self.rule)
         seen = self.out(seen.flatten(1))
-        x = x + (seen if self.after_attention is None else self.after_attention(seen))
-        y = self.down(self.operations.gated(self.gate_up(self.before_mlp(x)), self.activation))
-        return x + (y if self.after_mlp is None else self.after_mlp(y))
-
-    def _heads(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Rotated queries ``[T, H, D]``, rotated keys and values ``[T, K, D]``."""
-        product = self.qkv(x)
-        norms = [norm for norm in (self.q_norm, self.k_norm) if norm is not None]
-        if self.rotates and self.operations is OURS and fits(product, cos, *(norm.weight for norm in norms)):
-            shape = HeadShape(self.heads, self.kv_heads)
-            if norms:
-                shape = replace(shape, eps=norms[0].eps, offset=norms[0].offset)
-            return turned_heads(product, cos, sin, [norm.weight for norm in norms], shape)
-        heads = product.view(len(x), self.heads + 2 * self.kv_heads, -1)
-        qk, v = heads.split([self.heads + self.kv_heads, self.kv_heads], 1)
-        qk = self._normalized_heads(qk)
-        if self.rotates:
-            return *self.operations.rotate(qk, self.heads, cos, sin), v
-        q, k = qk.split([self.heads, self.kv_heads], 1)
-        return q, k, v
-
-    def _normalized_heads(self, qk: Tensor) -> Tensor:
-        """Queries and keys ``[T, H + K, D]``, after their norms if they have any."""
-        if self.q_norm is None or self.k_norm is None:
-            return qk
-        if not (self.operations.weight_per_head or torch.is_inference_mode_enabled()):
-            q, k = qk.split([self.heads, self.kv_heads], 1)
-            return torch.cat((self.q_norm(q), self.k_norm(k)), 1)
-        weight = self._joint_weight() if self._qk_weight is None else self._qk_weight
-        assert weight is not None
-        return self.operations.rms_norm(qk, weight, self.q_norm.eps, self.q_norm.offset)
+        x = x + (seen if self.after_attention is None else self.after_attention(seen, operations))
+        y = self.down(operations.gated(self.gate_up(self.before_mlp(x, operations)), self.activation))
+        return x + (y if self.after_mlp is None else self.after_mlp(y, operations))
 
     def moved(self) -> None:
         """As ``Projection.moved``, for all."""
         for product in (self.qkv, self.out, self.gate_up, self.down):
             if isinstance(product, Projection):
                 product.moved()
-
-    def _joint_weight(self) -> Tensor | None:
-        """The weights of the query and key norms, ``[H + K, D]``; None if there are none."""
-        if self.q_norm is None or self.k_norm is None:
-            return None
-        return torch.cat((self.q_norm.weight.expand(self.heads, -1), self.k_norm.weight.expand(self.kv_heads, -1)))
 
 
 class LeanDecoder:
@@ -237,6 +204,8 @@ class LeanDecoder:
         """Called with the index of each layer before it runs."""
         self.after_layer: list[Callable[[int, Tensor], None]] = []
         """Called with the index of each layer and its output."""
+        self.operations = OURS
+        """The operations of the layers and the final norm; inference mode has ``OURS``."""
         self.compiled: Callable[[Layer, Tensor, Tensor, Tensor, AttentionContext], Tensor] | None = None
         """Runs a layer in a trainer's passes; see ``compiled``."""
 
@@ -271,15 +240,8 @@ class LeanDecoder:
         """
         decoder = copy.copy(self)
         decoder.layers = [layer.with_products(prepare, dtype) for layer in self.layers]
-        decoder.norm, decoder.rows, decoder.compiled = self.norm.of(dtype), dtype, None
+        decoder.norm, decoder.rows, decoder.compiled, decoder.operations = self.norm.of(dtype), dtype, None, OURS
         return decoder
-
-    def compute_with(self, operations: Operations) -> None:
-        """Make the layers and the final norm run these operations; ``with_products`` keeps ``OURS``."""
-        self.norm.operations = operations
-        for layer in self.layers:
-            for part in (layer, *(value for value in vars(layer).values() if isinstance(value, Norm))):
-                part.operations = operations
 
     def moved(self) -> None:
         """As ``Projection.moved``, for all."""
@@ -297,9 +259,12 @@ class LeanDecoder:
         x = x if self.rows is None else x.to(self.rows)
         tables = {kind: self.rotary(x, position_ids, kind) for kind in dict.fromkeys(self.layer_types)}
         # An engine in this process runs in inference mode, with few rows and its own attention.
-        compiled = None if torch.is_inference_mode_enabled() else self.compiled
+        inference = torch.is_inference_mode_enabled()
+        compiled, operations = (None, OURS) if inference else (self.compiled, self.operations)
         for layer, kind in zip(self.layers, self.layer_types, strict=True):
-            run: Callable[..., Tensor] = layer if compiled is None else partial(compiled, layer)
+            run: Callable[..., Tensor] = partial(layer, operations=operations)
+            if compiled is not None:
+                run = partial(compiled, layer)
             if layer.module.gradient_checkpointing and layer.module.training and torch.is_grad_enabled():
                 run = partial(layer.module._gradient_checkpointing_func, run)
             for begin in self.before_layer:
@@ -307,7 +272,7 @@ class LeanDecoder:
             x = run(x, *tables[kind], attention)
             for end in self.after_layer:
                 end(layer.index, x)
-        return self.norm(x)
+        return self.norm(x, operations)
 
     def _embedded(self, token_ids: Tensor) -> Tensor:
         module = self.model.embed_tokens

@@ -1,6 +1,6 @@
 """The operations of a lean decoder layer, as autograd functions that save little and recompute the rest.
 
-Without gradients they run the plain operations: an autograd function costs as much as a small matrix product.
+Shape legend: ``T`` tokens, ``H`` query heads, ``K`` key/value heads, ``D`` head size, ``f`` feed-forward size.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tunesmith.kernels import layer_functions
+from tunesmith.kernels.layer_functions import HeadShape, computed
 from tunesmith.kernels.weight_gradients import GradientSum, add_product, kept_sums
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]
@@ -41,48 +42,51 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: bool) -> Tensor:
     In bfloat16 the mean is taken in float32 and the normalized ``x`` is rounded before the weight is applied,
     or after it with ``offset``, as the Hugging Face families do.
     """
-    if x.dim() == 2 and layer_functions.fits(x, weight):
-        return layer_functions.rms_norm(x, weight, eps, offset)
-    if torch.is_grad_enabled():
-        return cast(Tensor, _RmsNorm.apply(x, weight, eps, offset))
-    return _normalize(x, weight, eps, offset)[0]
+    compiled = x.dim() == 2 and layer_functions.fits(x, weight)
+    return computed(layer_functions.RmsNorm if compiled else _RmsNorm, x, weight, eps, offset)
 
 
-def rotate(qk: Tensor, heads: int, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Queries ``[T, heads, D]`` and keys (the rest of ``qk``), with rotary embedding.
+def heads(
+    x: Tensor, tables: tuple[Tensor, Tensor] | None, weights: Sequence[Tensor], shape: HeadShape
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries ``[T, H, D]``, keys and values ``[T, K, D]``, with norms and rotary embedding.
 
     Args:
-        cos: ``[T, 1, D]``.
-        sin: the same; its first half is negated.
+        x: their joint product ``[T, (H + 2 K) D]``, queries first.
+        tables: cosines and sines, ``[T, 1, D]`` each, the first half of the sines negated; None: nothing is rotated.
+        weights: the weights of the query norm and the key norm, which precede rotation; empty: no norms.
     """
-    turned = cast(Tensor, _Rotate.apply(qk, cos, sin)) if torch.is_grad_enabled() else _rotated(qk, cos, sin)
-    q, k = turned.split([heads, qk.shape[1] - heads], 1)
-    return q, k
+    if tables is not None and layer_functions.fits(x, tables[0], *weights):
+        return computed(layer_functions.TurnedHeads, x, *tables, shape, *weights)
+    counts = shape.heads, shape.kv_heads
+    qk, v = shape.split(x, sum(counts), shape.kv_heads)
+    if weights:
+        of_heads = [weight.expand(count, -1) for weight, count in zip(weights, counts, strict=True)]
+        qk = rms_norm(qk, torch.cat(of_heads), shape.eps, shape.offset)
+    if tables is not None:
+        qk = computed(_Rotate, qk, *tables)
+    q, k = qk.split(counts, 1)
+    return q, k, v
 
 
 def gated(gate_up: Tensor, activation: Activation) -> Tensor:
     """``activation(gate) * up`` of ``[T, 2 f]``, gate first."""
     if activation == "silu" and layer_functions.fits(gate_up):
-        return layer_functions.gated(gate_up)
-    if torch.is_grad_enabled():
-        return cast(Tensor, _Gated.apply(gate_up, activation))
-    gate, up = gate_up.chunk(2, -1)
-    return activate(gate, activation).mul_(up)
+        return computed(layer_functions.Gated, gate_up)
+    return computed(_Gated, gate_up, activation)
 
 
 @dataclass(frozen=True, slots=True)
 class Operations:
-    """A layer's operations between its products and attention: ``rms_norm``, ``rotate`` and ``gated``, or equivalents
+    """A layer's operations between its products and attention: ``rms_norm``, ``heads`` and ``gated``, or equivalents
     with the same arguments and results."""
 
     rms_norm: Callable[[Tensor, Tensor, float, bool], Tensor]
-    rotate: Callable[[Tensor, int, Tensor, Tensor], tuple[Tensor, Tensor]]
+    heads: Callable[[Tensor, tuple[Tensor, Tensor] | None, Sequence[Tensor], HeadShape], tuple[Tensor, Tensor, Tensor]]
     gated: Callable[[Tensor, Activation], Tensor]
-    weight_per_head: bool = True
-    """Whether ``rms_norm`` takes a weight per head, ``[heads, D]``, in training and scoring too."""
 
 
-OURS = Operations(rms_norm, rotate, gated)
+OURS = Operations(rms_norm, heads, gated)
 
 
 class _Linear(torch.autograd.Function):

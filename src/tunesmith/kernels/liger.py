@@ -19,7 +19,7 @@ the MLP.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from importlib import import_module
 from typing import Any, cast
@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from tunesmith.kernels import lean_ops
+from tunesmith.kernels.layer_functions import HeadShape
 from tunesmith.kernels.lean_ops import Activation, Operations
 
 USED = ("rms_norm", "rope", "swiglu")
@@ -52,27 +53,27 @@ def kernels(name: str) -> Any:
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: bool) -> Tensor:
     """As ``lean_ops.rms_norm``, for rows ``[..., d]`` with one weight ``[d]``."""
-    if torch.is_inference_mode_enabled():
-        return lean_ops.rms_norm(x, weight, eps, offset)
     return cast(Tensor, _RmsNorm.apply(x, weight, eps, offset))
 
 
-def rotate(qk: Tensor, heads: int, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """As ``lean_ops.rotate``; the halves of ``cos`` are equal, and those of ``sin`` equal except for the sign."""
-    if torch.is_inference_mode_enabled():
-        return lean_ops.rotate(qk, heads, cos, sin)
-    q, k = qk.split([heads, qk.shape[1] - heads], 1)
-    return cast("tuple[Tensor, Tensor]", _Rotate.apply(q, k, cos, sin))
+def heads(
+    x: Tensor, tables: tuple[Tensor, Tensor] | None, weights: Sequence[Tensor], shape: HeadShape
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As ``lean_ops.heads``; the halves of the cosines are equal, and those of the sines except for the sign."""
+    q, k, v = shape.split(x, shape.heads, shape.kv_heads, shape.kv_heads)
+    if weights:
+        q, k = (rms_norm(part, w, shape.eps, shape.offset) for part, w in zip((q, k), weights, strict=True))
+    if tables is not None:
+        q, k = cast("tuple[Tensor, Tensor]", _Rotate.apply(q, k, *tables))
+    return q, k, v
 
 
 def gated(gate_up: Tensor, activation: Activation) -> Tensor:
     """As ``lean_ops.gated``."""
-    if activation != "silu" or torch.is_inference_mode_enabled():
-        return lean_ops.gated(gate_up, activation)
-    return cast(Tensor, _Gated.apply(gate_up))
+    return cast(Tensor, _Gated.apply(gate_up)) if activation == "silu" else lean_ops.gated(gate_up, activation)
 
 
-LIGER = Operations(rms_norm, rotate, gated, weight_per_head=False)
+LIGER = Operations(rms_norm, heads, gated)
 
 
 class _RmsNorm(torch.autograd.Function):

@@ -184,7 +184,7 @@ class Decoder:
 
         lean = self._lean_for("system.kernels = 'liger'", "its kernels compute; leave it out")
         liger.check_installed()
-        lean.compute_with(liger.LIGER)
+        lean.operations = liger.LIGER
 
     def _lean_for(self, setting: str, condition: str) -> LeanDecoder:
         if self.lean is None:

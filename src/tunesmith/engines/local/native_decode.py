@@ -226,13 +226,13 @@ class NativeDecode:
     def _step(self, running: Sequence[LocalRequest], numbers: Tensor, layer: Layer, dtype: torch.dtype) -> StepData:
         key = [(r.prompt.row, len(r.prompt)) for r in running if r.prompt is not None]
         if self._rows is None or self._rows.key != key:
-            self._rows = RowsData(key, layer.heads // layer.kv_heads)
+            self._rows = RowsData(key, layer.shape.heads // layer.shape.kv_heads)
         rows, memory, narrow = self._rows, self._memory, torch.bfloat16
         fixed, changing, size = rows.fixed.data_ptr(), numbers.data_ptr(), 8 * len(running)
         return StepData(
             len(running),
-            layer.heads,
-            layer.kv_heads,
+            layer.shape.heads,
+            layer.shape.kv_heads,
             memory.layout.head_dim,
             torch.get_num_threads(),
             dtype == narrow,
