@@ -20,7 +20,6 @@ from tunesmith.models.causal_lm import CausalLM
 from tunesmith.models.score_model import ScoreModel
 from tunesmith.plan.cost.operations import PeakRates
 from tunesmith.plan.cost.price import USUAL_RANK
-from tunesmith.plan.rules.situation import critic_steps
 
 Trained = tuple[TrainBackend, PeakRates]
 """The backend that trains a model, and the peak rates of its devices."""
@@ -62,7 +61,7 @@ def make_critic(
     train = {"ema_decay": None, **{key: getattr(section, key) for key in shared}}
     own = config.model_copy(update={"train": config.train.model_copy(update=train), "lora": _new_adapter(config.lora)})
     backend, limits = remote(own) if remote else (critic_backend(own, tokenizer), limits_of(own))
-    steps = critic_steps(config, config.train.steps)
+    steps = config.critic_steps(config.train.steps)
     tokens = config.system.critic_max_tokens
     learner = make_learner(own, session, backend, "token_mean", steps, limits=limits, max_tokens=tokens)
     return Critic(learner, section.passes_per_batch, clip)

@@ -33,7 +33,6 @@ from tunesmith.loop.rollouts import AsyncRollouts, RolloutSource, SyncRollouts
 from tunesmith.loop.session import Session
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.plan.processes.weights import publishing_ranks, weights_apart
-from tunesmith.plan.rules.situation import optimizer_steps
 from tunesmith.rewards.reward_set import RewardSet
 from tunesmith.types import Sampling, Task
 from tunesmith.weights.far import FarPlane
@@ -113,7 +112,7 @@ def make_learner_and_engine(
         session,
         backend,
         config.algorithm.aggregation,
-        optimizer_steps(config, config.train.steps),
+        config.optimizer_steps(config.train.steps),
         config.rollout.max_new_tokens,
         limits,
     )

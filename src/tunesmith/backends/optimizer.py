@@ -164,7 +164,7 @@ class MasterOptimizer:
         norm = self._norm(over_ranks)
         finite = bool(torch.isfinite(norm))
         if finite:
-            if self.settings.max_grad_norm is not None:
+            if self.settings.max_grad_norm:
                 torch.nn.utils.clip_grads_with_norm_(list(self.masters.values()), self.settings.max_grad_norm, norm)
             for optimizer in self._optimizers:
                 for group in optimizer.param_groups:

@@ -11,8 +11,9 @@ from pydantic import BaseModel, Field
 
 from tunesmith.config.algorithm import AlgorithmSection
 from tunesmith.config.reading.describe import sections_of, tables_of
-from tunesmith.config.schema import PositiveInt, RewardSection, RLConfig, RunConfig, SamplingKeys, SFTConfig, Share
+from tunesmith.config.schema import RewardSection, RLConfig, RunConfig, SamplingKeys, SFTConfig
 from tunesmith.config.section import Section, derived
+from tunesmith.config.values import PositiveInt, Share
 
 # Reward models and preference optimisation
 

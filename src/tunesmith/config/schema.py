@@ -7,6 +7,7 @@ what is kept. Omitted ``derived()`` keys have no value until ``resolve`` fills t
 
 from __future__ import annotations
 
+from math import ceil
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -14,7 +15,7 @@ from pydantic import Field
 
 from tunesmith.config.algorithm import AlgorithmSection, CriticSection
 from tunesmith.config.optimizer import AdamW, Optimizer
-from tunesmith.config.section import Section, derived
+from tunesmith.config.section import Section, derived, known
 from tunesmith.config.system import SystemSection
 from tunesmith.config.values import (
     Beta,
@@ -223,6 +224,11 @@ class RolloutSection(SamplingKeys):
     """With ``max_staleness``, no new prompt starts while this many finished ones wait for training."""
     seed: Seed = derived()
 
+    @property
+    def samples(self) -> int:
+        """Samples in one rollout batch."""
+        return self.prompts_per_step * self.group_size
+
 
 class TrainSection(Section):
     steps: PositiveInt = derived()
@@ -244,7 +250,7 @@ class TrainSection(Section):
     betas: tuple[Beta, Beta] = (0.9, 0.999)
     eps: Annotated[float, Field(gt=0), at_most(1)] = 1e-8
     max_grad_norm: GradNorm = 1.0
-    """Gradients with a larger norm are scaled down to it; 0 in a run file (None here): no clipping."""
+    """Gradients with a larger norm are scaled down to it; 0: no clipping."""
     ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Keep a moving average of the weights, updated by ``1 − ema_decay`` of the difference per optimizer step."""
     seed: Seed = 0
@@ -353,6 +359,10 @@ class RunConfig(Section):
         """Maximum number of tokens in a completion."""
         return self.sampling_settings.max_new_tokens if self.sampling_settings else 0
 
+    def optimizer_steps(self, steps: int) -> int:
+        """Optimizer steps in ``steps`` steps of a run."""
+        return steps
+
 
 class RLConfig(RunConfig):
     command = "rl"
@@ -367,6 +377,18 @@ class RLConfig(RunConfig):
     @property
     def sampling_settings(self) -> SamplingKeys:
         return self.rollout
+
+    def optimizer_steps(self, steps: int) -> int:
+        return max(1, steps - self.critic.freeze_actor_steps) * self.train.passes_per_batch * self._batches
+
+    def critic_steps(self, steps: int) -> int:
+        """Optimizer steps of a critic with its own model in ``steps`` steps of a run."""
+        return steps * (known(self.critic, "passes_per_batch") or self.train.passes_per_batch) * self._batches
+
+    @property
+    def _batches(self) -> int:
+        """Optimizer steps in one pass over a rollout batch."""
+        return ceil(self.rollout.samples / (known(self.train, "batch_size") or self.rollout.samples))
 
 
 class SFTConfig(RunConfig):

@@ -7,7 +7,7 @@ from math import ceil, inf
 from typing import Annotated
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer
+from pydantic import AfterValidator, Field
 
 from tunesmith.errors import nearest
 from tunesmith.redact import redact
@@ -112,17 +112,4 @@ SinkName = Annotated[
 ]
 
 
-def _zero_is_off(value: object) -> object:
-    return None if value == 0 and not isinstance(value, bool) else value
-
-
-def _off_is_zero(value: float | None) -> float:
-    return value or 0.0
-
-
-GradNorm = Annotated[
-    Annotated[float, Field(gt=0)] | None,
-    BeforeValidator(_zero_is_off),
-    PlainSerializer(_off_is_zero),
-    Field(description="a number above 0, or 0 for no clipping"),
-]
+GradNorm = Annotated[float, Field(ge=0, description="a number above 0, or 0 for no clipping")]

@@ -30,7 +30,7 @@ from tunesmith.plan.layout.profiles import derive_profile
 from tunesmith.plan.layout.search import derive_layout
 from tunesmith.plan.rules.checks import check, contradictions, raise_all
 from tunesmith.plan.rules.rules import told, unread_problems
-from tunesmith.plan.rules.situation import optimizer_steps, resolved_algorithm, rollout_samples, situation
+from tunesmith.plan.rules.situation import resolved_algorithm, situation
 from tunesmith.plan.rules.vllm import derive_vllm
 
 C = TypeVar("C", bound=RunConfig)
@@ -115,7 +115,7 @@ def _derive_length(filling: Filling, facts: Facts) -> None:
             filling.fill("rollout.queue_size", ahead * lines, "rollout.max_staleness × rollout.prompts_per_step")
         filling.fill("rollout.seed", config.train.seed, "train.seed")
         reason = "the whole rollout batch: one optimizer step per pass"
-        filling.fill("train.batch_size", rollout_samples(config), reason)
+        filling.fill("train.batch_size", config.rollout.samples, reason)
     else:
         reason = "the usual size" if size is None or size >= SFT_BATCH else "all of the data"
         filling.fill("train.batch_size", min(SFT_BATCH, size or SFT_BATCH), reason)
@@ -130,7 +130,7 @@ def _derive_length(filling: Filling, facts: Facts) -> None:
     if ratio is None and steps is not None:
         filling.fill("train.warmup_steps", 0, "no warm-up unless asked for")
     elif ratio is not None and steps is not None:
-        total = optimizer_steps(filling.config, steps)
+        total = filling.config.optimizer_steps(steps)
         filling.set("train.warmup_steps", round(ratio * total), f"{ratio:g} of {total} optimizer steps")
         filling.clear("train.warmup_ratio")
 

@@ -24,7 +24,6 @@ from tunesmith.plan.facts.measured import Rates, read_rates
 from tunesmith.plan.facts.run import Facts
 from tunesmith.plan.processes.devices import on_gpu
 from tunesmith.plan.processes.roles import has_critic, keeps_reference
-from tunesmith.plan.rules.situation import rollout_samples
 
 FLOPS_SHARE, BANDWIDTH_SHARE = 0.4, 0.6
 BETWEEN_MACHINES = 50e9
@@ -59,7 +58,7 @@ def step_seconds(config: RunConfig, facts: Facts) -> dict[str, float]:
     between_machines = config.system.trainer_ranks > len(facts.hardware.gpus)
     link = min(kind.link, BETWEEN_MACHINES) if between_machines else kind.link
     rates = _rates(FLOPS_SHARE * kind.flops, BANDWIDTH_SHARE * kind.bandwidth, link)
-    samples = rollout_samples(config) if rl else config.train.batch_size
+    samples = config.rollout.samples if rl else config.train.batch_size
     work = step_work(config, facts, model, samples, longest, shared=False)
     phases = {phase: max(_seconds(part, rates) for part in parts) for phase, parts in work.items()}
     return phases | {"step": whole_step(config, phases)}

@@ -21,7 +21,6 @@ from tunesmith.plan.facts.model import ModelFacts
 from tunesmith.plan.facts.run import Facts
 from tunesmith.plan.processes.devices import ranks_per_engine
 from tunesmith.plan.processes.roles import has_critic, keeps_reference
-from tunesmith.plan.rules.situation import rollout_samples
 
 Amounts = Mapping[str, float]
 """Units of each kind of work in a phase."""
@@ -84,7 +83,7 @@ def work_of(config: RunConfig, facts: Facts, longest: int) -> Work:
         each = 2 if isinstance(config, DPOConfig | KTOConfig) else 1
         length = longest // each
         return Work(model, number, each * config.train.batch_size, 1, 1, max(1, length - 1), micro, share=False)
-    new, samples = config.rollout.max_new_tokens, rollout_samples(config)
+    new, samples = config.rollout.max_new_tokens, config.rollout.samples
     work = Work(
         model, number, config.rollout.prompts_per_step, config.rollout.group_size, max(1, longest - new), new, micro
     )

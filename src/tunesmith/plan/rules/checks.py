@@ -25,7 +25,7 @@ from tunesmith.plan.facts.run import Facts
 from tunesmith.plan.processes.cluster import cluster_problems, ray_not_installed
 from tunesmith.plan.processes.devices import device_problems
 from tunesmith.plan.rules.rules import refused_problems, unread_problems
-from tunesmith.plan.rules.situation import resolved_algorithm, rollout_samples, situation
+from tunesmith.plan.rules.situation import resolved_algorithm, situation
 from tunesmith.plan.rules.vllm import vllm_not_installed, vllm_problems
 from tunesmith.types import altering
 
@@ -142,7 +142,7 @@ def _check_kv_memory(config: RunConfig, facts: Facts) -> Iterator[str]:
 
 
 def _check_batch(config: RLConfig) -> Iterator[str]:
-    size, samples = known(config.train, "batch_size"), rollout_samples(config)
+    size, samples = known(config.train, "batch_size"), config.rollout.samples
     if samples > MOST_ROLLOUTS:
         yield (
             f"rollout.prompts_per_step × rollout.group_size = {samples} rollouts per step, and the limit is "

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
-from math import ceil
 from typing import Any
 
 from tunesmith.algorithms.kl import KLInReward
@@ -29,29 +27,6 @@ _LEAST_HEAD = 32
 """vLLM on a CPU supports attention heads of this width and, in steps of 16, wider ones."""
 
 
-def rollout_samples(config: RLConfig) -> int:
-    """Samples in one rollout batch."""
-    return config.rollout.prompts_per_step * config.rollout.group_size
-
-
-def optimizer_steps(config: RunConfig, steps: int) -> int:
-    """Optimizer steps in ``steps`` steps of a run."""
-    if not isinstance(config, RLConfig):
-        return steps
-    return max(1, steps - config.critic.freeze_actor_steps) * config.train.passes_per_batch * _batches(config)
-
-
-def critic_steps(config: RLConfig, steps: int) -> int:
-    """Optimizer steps of a critic with its own model in ``steps`` steps of a run."""
-    return steps * (known(config.critic, "passes_per_batch") or config.train.passes_per_batch) * _batches(config)
-
-
-def _batches(config: RLConfig) -> int:
-    """Optimizer steps in one pass over a rollout batch."""
-    samples = rollout_samples(config)
-    return ceil(samples / (known(config.train, "batch_size") or samples))
-
-
 def resolved_algorithm(config: RLConfig, switch: int | None = None) -> tuple[AlgorithmSection, Reasons]:
     """``[algorithm]`` as it resolves with this ``[rollout]``; see ``resolve_algorithm``.
 
@@ -73,17 +48,13 @@ def resolved_algorithm(config: RLConfig, switch: int | None = None) -> tuple[Alg
 
 def situation(config: RunConfig, facts: Facts | None) -> dict[str, Any]:
     """Values by dotted key, and everything else that a rule may name; unknown values are omitted or None."""
-    system, engine = config.system, config.system.engine_kind
+    system, engine, whole = config.system, config.system.engine_kind, _with_algorithm(config)
     kind, _, number = (known(system, "device") or "").partition(":")
     reward, size, ranks = getattr(config, "reward", None), known(system, "shard_size"), known(system, "trainer_ranks")
     # If no setting determines where engines run, the machine does.
     open_yet = facts is None and system.cluster == "none" and "engine_process" not in system.model_fields_set
     apart = None if open_yet and not engine.served and not engines_apart(config) else engines_apart(config)
-    algorithm: AlgorithmSection | None = None
-    if isinstance(config, RLConfig):
-        with suppress(ConfigError):  # checks reports it
-            algorithm = resolved_algorithm(config)[0]
-    values = settings(config.model_copy(update={"algorithm": algorithm}) if algorithm else config) | {
+    values = settings(whole or config) | {
         "rl": isinstance(config, RLConfig),
         "supervised": config.supervised,
         "trains": config.trains,
@@ -103,24 +74,23 @@ def situation(config: RunConfig, facts: Facts | None) -> dict[str, Any]:
         "ranks_per_engine": ranks_per_engine(config),
         "left_over_ranks": ranks % size if ranks and size else None,
         "ungrouped_ranks": ranks % system.sequence_parallel.size if ranks else None,
-        "keeps_reference": _kept(config, algorithm, keeps_reference),
-        "keeps_frozen": _kept(config, algorithm, keeps_frozen),
         "rewarded": bool(reward and reward.given),
         "reward_models": bool(reward and reward.models),
         "scored_by_model": any(model.weight > 0 for model in (reward.models if reward else ())),
     }
-    if algorithm:
-        values |= {
-            f"needs_{need}": need in algorithm.needs for need in ("critic", "group", "teacher", "reward_weights")
-        }
-        values |= _passes(config.model_copy(update={"algorithm": algorithm}))
+    if whole:
+        passes = {"keeps_reference": keeps_reference, "keeps_frozen": keeps_frozen}
+        passes |= {"scores": scores, "has_critic": has_critic}
+        values |= {name: of(whole) for name, of in passes.items()}
+    if isinstance(whole, RLConfig):
+        algorithm = whole.algorithm
+        for need in ("critic", "group", "teacher", "reward_weights"):
+            values[f"needs_{need}"] = need in algorithm.needs
         values["kl_in_reward"] = algorithm.kl.estimator if isinstance(algorithm.kl, KLInReward) else None
-    elif not isinstance(config, RLConfig):
-        values |= _passes(config)
     if config.sampling_settings:
         values |= config.sampling_settings.model_dump(mode="json") | {"table": config.sampling_settings.table}
     if known(config.train, "steps") is not None:
-        values["optimizer_steps"] = optimizer_steps(config, config.train.steps)
+        values["optimizer_steps"] = config.optimizer_steps(config.train.steps)
     if isinstance(config, GenerateConfig):
         template = config.output.reward_template or ""
         values["whole_template"] = "{prompt}" in template and "{reward}" in template
@@ -129,8 +99,13 @@ def situation(config: RunConfig, facts: Facts | None) -> dict[str, Any]:
     return values | (_of_facts(config, facts) if facts else {})
 
 
-def _passes(config: RunConfig) -> dict[str, bool]:
-    return {"scores": scores(config), "has_critic": has_critic(config)}
+def _with_algorithm(config: RunConfig) -> RunConfig | None:
+    """The run with its algorithm resolved; None if that is impossible, which ``checks`` reports."""
+    if not isinstance(config, RLConfig):
+        return config
+    with suppress(ConfigError):
+        return config.model_copy(update={"algorithm": resolved_algorithm(config)[0]})
+    return None
 
 
 def _of_rl(config: RLConfig) -> dict[str, Any]:
@@ -146,7 +121,7 @@ def _of_rl(config: RLConfig) -> dict[str, Any]:
         "solvable": environment.path is not None or any(weight > 0 for weight in weights),
     }
     if known(config.train, "steps") is not None:
-        values["critic_steps"] = critic_steps(config, config.train.steps)
+        values["critic_steps"] = config.critic_steps(config.train.steps)
     return values
 
 
@@ -193,10 +168,3 @@ def _of_facts(config: RunConfig, facts: Facts) -> dict[str, Any]:
             "odd_heads": model.head_dim if odd else None,
         }
     return values
-
-
-def _kept(config: RunConfig, algorithm: AlgorithmSection | None, kept: Callable[[RunConfig], bool]) -> bool | None:
-    """Whether the run keeps a model, by ``kept``; None if the algorithm cannot be resolved."""
-    if isinstance(config, RLConfig):
-        return kept(config.model_copy(update={"algorithm": algorithm})) if algorithm else None
-    return kept(config)

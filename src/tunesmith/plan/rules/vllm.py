@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from difflib import get_close_matches
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
 from tunesmith.config.schema import RLConfig, RunConfig
 from tunesmith.config.section import known
 from tunesmith.config.values import format_size, parse_size
+from tunesmith.errors import closest
 from tunesmith.plan.cost.memory import BLOCK, bytes_per_number, longest_sample
 from tunesmith.plan.facts.run import Facts
 from tunesmith.plan.filling import Filling
@@ -38,8 +38,8 @@ def extra_problem(extra: Iterable[str], known: Sequence[str], installed: str) ->
     """Why arguments cannot be passed to this version of vLLM; ``known`` lists its ``EngineArgs``."""
     for name in extra:
         if name not in known:
-            near = get_close_matches(name, known, n=1)
-            hint = f"Did you mean '{near[0]}'?" if near else "vLLM's page on engine arguments lists them"
+            near = closest(name, known, 0.6)
+            hint = f"Did you mean '{near}'?" if near else "vLLM's page on engine arguments lists them"
             return f"system.vllm.extra.{name}: vLLM {installed} has no such engine argument. {hint}"
     return None
 
