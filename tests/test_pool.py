@@ -11,8 +11,7 @@ import pytest
 
 from engine_contract import CHECKS, FREE, Subject
 from fake_engine import FakeEngine, numbers
-from tunesmith.engines.pool import EnginePool
-from tunesmith.engines.routing import BLOCK, Prefixes, blocks
+from tunesmith.engines.pool import BLOCK, EnginePool, Prefixes, blocks
 from tunesmith.engines.stats import EngineStats
 from tunesmith.errors import EngineError, EngineLostError
 from tunesmith.types import Completion, Sampling

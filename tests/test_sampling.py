@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tunesmith.engines.local import sampler
 from tunesmith.engines.local.requests import Uniforms
 from tunesmith.engines.local.sampler import SamplingPlan, cut, inverse_cdf, sample
-from tunesmith.engines.stopping import StopStrings
+from tunesmith.engines.partial import StopStrings
 from tunesmith.types import Sampling
 
 CPU = torch.device("cpu")

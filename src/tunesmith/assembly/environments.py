@@ -19,7 +19,7 @@ from tunesmith.environments.base import Environment, SingleTurn
 from tunesmith.environments.conversation import EpisodeSettings
 from tunesmith.environments.loading import SINGLE_TURN, EnvironmentSet, load_environments
 from tunesmith.environments.multi_turn import MultiTurn
-from tunesmith.environments.rendering import ChatRenderer, PlainRenderer
+from tunesmith.environments.rendering import ChatRenderer, Renderer
 from tunesmith.environments.tools import parser_for
 from tunesmith.errors import ConfigError
 from tunesmith.rewards.function import INSTANCES
@@ -146,7 +146,7 @@ def build_environments(
     Raises:
         ConfigError: see ``EnvironmentSet.template``.
     """
-    plain, template = PlainRenderer(tokenizer), environments.template(tokenizer, chat=chat)
+    plain, template = Renderer(tokenizer), environments.template(tokenizer, chat=chat)
     setting = EpisodeSettings(
         renderer=ChatRenderer(template) if template else plain,
         prompt_of=prompt_of,

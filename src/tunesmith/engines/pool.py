@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import count
+from itertools import accumulate, count, takewhile
 from typing import Any
 
 from tunesmith.engines.base import Member, check_sampling
-from tunesmith.engines.routing import Prefixes, blocks
 from tunesmith.engines.stats import EngineStats, add_stats
 from tunesmith.engines.timed import timed
 from tunesmith.errors import EngineError, EngineLostError
@@ -23,9 +23,36 @@ SLACK = 1.5
 """An engine that knows the prompt gets it unless it has this many times the requests of the least busy one ..."""
 SIBLINGS = 16
 """... plus this many, if it knows the whole prompt: the requests of a group."""
+BLOCK, REMEMBERED = 16, 1 << 16
+"""Tokens per block of a prompt, and blocks remembered per engine."""
 
 Start = Callable[[int], Awaitable[Member]]
 """Starts the engine with this number."""
+
+
+class Prefixes:
+    """The prompt prefixes that one engine has read, as ``blocks``; a block's hash covers all tokens before it."""
+
+    def __init__(self) -> None:
+        self._seen: OrderedDict[int, None] = OrderedDict()
+
+    def known(self, blocks: Sequence[int]) -> int:
+        """How many leading blocks the engine has seen."""
+        return sum(1 for _ in takewhile(self._seen.__contains__, blocks))
+
+    def add(self, blocks: Sequence[int]) -> None:
+        for block in blocks:
+            self._seen[block] = None
+            self._seen.move_to_end(block)
+        while len(self._seen) > REMEMBERED:
+            self._seen.popitem(last=False)
+
+
+def blocks(token_ids: Sequence[int]) -> list[int]:
+    """One hash per whole block, of all tokens up to its end; a prompt shorter than a block is one block."""
+    whole = len(token_ids) // BLOCK * BLOCK or len(token_ids)
+    pieces = (token_ids[start : start + BLOCK] for start in range(0, whole, BLOCK))
+    return list(accumulate(pieces, lambda before, piece: hash((before, *piece)), initial=0))[1:]
 
 
 @dataclass(slots=True, eq=False)

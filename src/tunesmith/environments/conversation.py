@@ -20,7 +20,7 @@ from tunesmith.environments.base import Generate
 from tunesmith.environments.rendering import Renderer, Tools
 from tunesmith.environments.tools import BadCall, Parse, ToolCall
 from tunesmith.errors import EpisodeError, shortened
-from tunesmith.types import Completion, FinishReason, Message, Record, Rollout, Task, text_of_content
+from tunesmith.types import Completion, Message, Record, Rollout, Task, text_of_content
 
 TEXT = "text"
 """The key of a place after raw text; conversations of messages cannot continue from there."""
@@ -55,10 +55,6 @@ class Reply:
     calls: list[ToolCall | BadCall]
     prompt_tokens: int
     completion: Completion
-
-    @property
-    def finish_reason(self) -> FinishReason:
-        return self.completion.finish_reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,16 +202,13 @@ class Conversation:
             matches += [(length, self._is_open(place), place) for length in lengths if starts(ids[:length])]
         if not matches:
             return self._begin(renderer.raw(prompt) if isinstance(prompt, str) else list(prompt))
-        length, is_open, place = max(matches, key=lambda match: match[:2])
+        length, _, place = max(matches, key=lambda match: match[:2])
         ids = place.record.token_ids[:length]
         if isinstance(prompt, str):
             rest = renderer.after(ids, prompt[len(renderer.decoded(ids)) :])
         else:
             rest = list(prompt[length:])
-        if length != place.length or not is_open:
-            return self._begin([*ids, *rest])
-        place.record.observe(rest)
-        return place.record
+        return self._continued(place, ids, rest)
 
     def _record_of(
         self, messages: Sequence[Message], tools: Tools, renderer: Renderer, options: Mapping[str, Any] | None
@@ -234,10 +227,14 @@ class Conversation:
         rest = renderer.following(ids, place.messages, new, tools)
         if rest is None:
             return self._begin(renderer.whole(rendered, tools)), rendered
-        if not self._is_open(place):
-            return self._begin([*ids, *rest]), rendered
+        return self._continued(place, ids, rest), rendered
+
+    def _continued(self, place: _Place, ids: list[int], rest: list[int]) -> Record:
+        """The record that holds ``ids``, up to its ``place``, and then ``rest``: appended to, or a fork."""
+        if len(ids) != place.length or not self._is_open(place):
+            return self._begin([*ids, *rest])
         place.record.observe(rest)
-        return place.record, rendered
+        return place.record
 
     def _is_open(self, place: _Place) -> bool:
         """Whether the record can be appended to: it ends at this place, and the policy is not writing to it."""

@@ -56,7 +56,7 @@ def _tokens(reply: Reply, decode: Decode) -> list[tuple[str, float]]:
 
 
 def _finish_reason(reply: Reply) -> str:
-    return "length" if reply.finish_reason == "length" else "stop"
+    return "length" if reply.completion.finish_reason == "length" else "stop"
 
 
 def as_response(request: Mapping[str, Any], chat: Mapping[str, Any]) -> dict[str, Any]:
@@ -113,23 +113,20 @@ def _output(choice: Mapping[str, Any], number: str, status: str) -> list[dict[st
 
 def chat_events(answer: dict[str, Any], request: Mapping[str, Any]) -> Iterator[Event]:
     """Each choice in one chunk, its finish reason in another; then the usage, if requested."""
-    head = {**{k: v for k, v in answer.items() if k != "usage"}, "object": "chat.completion.chunk"}
+    chunks: list[dict[str, Any]] = []
     for choice in answer["choices"]:
         calls = [{"index": index, **call} for index, call in enumerate(choice["message"]["tool_calls"] or ())]
         delta = {**choice["message"], **({"tool_calls": calls} if calls else {})}
         whole = {"index": choice["index"], "delta": delta, "logprobs": choice["logprobs"], "finish_reason": None}
         ended = {"index": choice["index"], "delta": {}, "finish_reason": choice["finish_reason"]}
-        yield from ((None, json.dumps({**head, "choices": [one]})) for one in (whole, ended))
-    yield from _last_events(head, answer, request)
+        chunks += [whole, ended]
+    return text_events({**answer, "object": "chat.completion.chunk", "choices": chunks}, request)
 
 
 def text_events(answer: dict[str, Any], request: Mapping[str, Any]) -> Iterator[Event]:
-    head = {k: v for k, v in answer.items() if k != "usage"}
+    """Each choice in one chunk; then the usage, if requested."""
+    head = {name: value for name, value in answer.items() if name != "usage"}
     yield from ((None, json.dumps({**head, "choices": [choice]})) for choice in answer["choices"])
-    yield from _last_events(head, answer, request)
-
-
-def _last_events(head: dict[str, Any], answer: dict[str, Any], request: Mapping[str, Any]) -> Iterator[Event]:
     options = request.get("stream_options")
     if isinstance(options, dict) and options.get("include_usage"):
         yield None, json.dumps({**head, "choices": [], "usage": answer["usage"]})

@@ -24,11 +24,17 @@ Tools = list[dict[str, Any]] | None
 
 
 class Renderer:
-    """Renders conversations as tokens; ``ends`` are the texts that may end the policy's turn."""
+    """Concatenates the messages' text, for models without a chat template.
 
-    def __init__(self, tokenizer: Tokenizer, ends: tuple[str, ...]) -> None:
+    Args:
+        end: a text that ends the policy's turn, besides the tokenizer's end of sequence.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, end: str = "") -> None:
         self.tokenizer = tokenizer
-        self._ends = tuple(end for end in ends if end)
+        eos = tokenizer.eos_token_id
+        ends = (end, "" if eos is None else str(tokenizer.decode([eos])))
+        self._ends = tuple(text for text in ends if text)
 
     @property
     def end_ids(self) -> set[int]:
@@ -38,7 +44,8 @@ class Renderer:
 
     def whole(self, messages: Sequence[Message], tools: Tools) -> list[int]:
         """Tokens of a conversation up to the start of the policy's turn."""
-        raise NotImplementedError
+        assert not tools, "tools need a chat template"
+        return self.raw(_joined(messages))
 
     def with_options(self, options: Mapping[str, Any]) -> Renderer:
         """The renderer with further variables of its chat template; an EpisodeError if there is no chat template."""
@@ -51,7 +58,8 @@ class Renderer:
 
         None if ``earlier`` is now rendered differently.
         """
-        raise NotImplementedError
+        del earlier, tools
+        return self.after(token_ids, _joined(new))
 
     def text(self, token_ids: Sequence[int]) -> str:
         """The policy's text as in later renderings: without the token that ends its turn."""
@@ -79,7 +87,7 @@ class ChatRenderer(Renderer):
     """Renders through the tokenizer's chat template."""
 
     def __init__(self, template: ChatTemplate) -> None:
-        super().__init__(template.tokenizer, (template.stop_marker.strip(), _eos(template.tokenizer)))
+        super().__init__(template.tokenizer, template.stop_marker.strip())
         self.template = template
 
     def whole(self, messages: Sequence[Message], tools: Tools) -> list[int]:
@@ -109,29 +117,8 @@ class ChatRenderer(Renderer):
                 raise EpisodeError(str(error)) from error
 
 
-class PlainRenderer(Renderer):
-    """Concatenates the messages' text, for models without a chat template."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        super().__init__(tokenizer, (_eos(tokenizer),))
-
-    def whole(self, messages: Sequence[Message], tools: Tools) -> list[int]:
-        assert not tools, "tools need a chat template"
-        return self.raw(_joined(messages))
-
-    def following(
-        self, token_ids: Sequence[int], earlier: Sequence[Message], new: Sequence[Message], tools: Tools
-    ) -> list[int] | None:
-        del earlier, tools
-        return self.after(token_ids, _joined(new))
-
-
 def _joined(messages: Sequence[Message]) -> str:
     return "".join(message["content"] for message in messages)
-
-
-def _eos(tokenizer: Tokenizer) -> str:
-    return "" if tokenizer.eos_token_id is None else str(tokenizer.decode([tokenizer.eos_token_id]))
 
 
 def behind(existing: str, full: str) -> str | None:

@@ -25,7 +25,7 @@ from tunesmith.engines.base import check_sampling
 from tunesmith.engines.http.server import PATIENCE, Continuation, SglangServer
 from tunesmith.engines.partial import RunningRequest, stop_strings, stop_token_ids
 from tunesmith.engines.stats import EngineStats
-from tunesmith.errors import EngineError, TunesmithError, UserError
+from tunesmith.errors import EngineError, UserError
 from tunesmith.types import Completion, FinishReason, Sampling
 from tunesmith.weights.base import Offer
 
@@ -103,8 +103,8 @@ class SglangEngine:
         self._report, self._on_close = report, on_close
         self._longest_prompt, self._longest = served.context - 1, served.context
         self._places = asyncio.Semaphore(max_running)
-        self._opening, self._opened = asyncio.Lock(), False
-        self._unfit: TunesmithError | None = None
+        self._checked: asyncio.Task[None] | None = None
+        """The check of the server, made once: what it raises, every request raises."""
         self._running: dict[asyncio.Task[None], _Request] = {}
         self._state = "awake"
         self._counted, self._peak = Counter[str](), 0
@@ -183,7 +183,7 @@ class SglangEngine:
     async def close(self) -> None:
         self._on_close()
         self._state = "closed"
-        work = list(self._running)
+        work = [*self._running, *([self._checked] if self._checked else [])]
         for task in work:
             task.cancel()
         await asyncio.gather(*work, return_exceptions=True)
@@ -205,16 +205,8 @@ class SglangEngine:
 
     async def _open(self) -> None:
         """Once, before anything else: check that the server answers and serves this model. Raises UserError."""
-        async with self._opening:
-            if self._unfit is not None:
-                raise self._unfit
-            if not self._opened:
-                try:
-                    await self._check_server()
-                except TunesmithError as error:
-                    self._unfit = error
-                    raise
-                self._opened = True
+        self._checked = self._checked or asyncio.create_task(self._check_server())
+        await asyncio.shield(self._checked)
 
     async def _check_server(self) -> None:
         served = self._served

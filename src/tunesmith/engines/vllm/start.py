@@ -55,10 +55,6 @@ class VllmSettings:
     sleeps: bool = False
     """Whether it can release its memory between rollouts, which needs a GPU."""
 
-    @property
-    def ranks(self) -> int:
-        return self.tensor_parallel_size * self.pipeline_parallel_size
-
 
 def start(settings: VllmSettings) -> tuple[Any, int]:
     """Start a vLLM ``LLMEngine`` in this process (several ranks get their own); also returns the model's context.
@@ -136,6 +132,7 @@ def _run_once(worker: Any) -> None:
 
 def engine_arguments(settings: VllmSettings, *, on_cpu: bool = False) -> Mapping[str, Any]:
     """The arguments of vLLM's ``EngineArgs``."""
+    ranks = settings.tensor_parallel_size * settings.pipeline_parallel_size
     optional = {
         "kv_cache_memory_bytes": settings.kv_bytes,
         # With kv_cache_memory_bytes vLLM only checks that this share is free; the trainer may hold the rest.
@@ -147,7 +144,7 @@ def engine_arguments(settings: VllmSettings, *, on_cpu: bool = False) -> Mapping
         "cudagraph_capture_sizes": settings.cuda_graph_sizes and list(settings.cuda_graph_sizes),
         "block_size": _CPU_BLOCK if on_cpu else None,
         # In a Ray actor vLLM would ask Ray for further actors for its ranks.
-        "distributed_executor_backend": "mp" if settings.ranks > 1 else None,
+        "distributed_executor_backend": "mp" if ranks > 1 else None,
     }
     return {
         "model": settings.model,
