@@ -19,10 +19,6 @@ RETRIED = frozenset({408, 425, 429})
 class BadAnswer(TunesmithError, RuntimeError):
     """A server refused, or its answer cannot be used; a retry would not help."""
 
-    def __init__(self, message: str, status: int = 200) -> None:
-        super().__init__(message)
-        self.status = status
-
 
 class Unavailable(TunesmithError, RuntimeError):
     """A server answered that it cannot serve now."""
@@ -51,7 +47,7 @@ async def request_json(
     if response.status >= 500 or response.status in RETRIED:
         raise Unavailable(f"{url} answered {response.status}: {one_line(text)}")
     if response.status != 200:
-        raise BadAnswer(f"{url} answered {response.status}: {one_line(text)}", response.status)
+        raise BadAnswer(f"{url} answered {response.status}: {one_line(text)}")
     try:
         return json.loads(text) if text else None
     except (ValueError, RecursionError):

@@ -13,7 +13,6 @@ from tunesmith.environments.games import Game, make_game
 from tunesmith.environments.loading import load_environments
 from tunesmith.errors import EpisodeError
 from tunesmith.monitor.plain import plain
-from tunesmith.types import Task
 from tunesmith.usercode.calls import RaisedInCall, is_async
 
 
@@ -46,19 +45,15 @@ class EnvironmentProgram:
             return {"error": str(error)}
 
     async def _run(self, method: str, *args: Any) -> Any:
-        match method, args:
-            case "open", (name,):
-                self._game = await make_game(self._loaded[name], InlineCode())
-            case "reset", (task, prompt):
-                return await self._game.reset(Task(*task), prompt)
-            case "step", (text,):
-                step = await self._game.step(text)
+        match method:
+            case "open":
+                self._game = await make_game(self._loaded[args[0]], InlineCode())
+            case "step":
+                step = await self._game.step(*args)
                 return [step.observation, step.reward, step.done, dict(step.metrics)]
-            case "call_tool", (name, arguments):
-                return await self._game.call_tool(self._game.tools[name], arguments)
-            case "finish", ():
-                return await self._game.finish()
-            case _:
+            case "close":
                 await self._game.close()
                 del self._game  # an idle worker keeps no reference to the user's objects
+            case _:
+                return await getattr(self._game, method)(*args)
         return None

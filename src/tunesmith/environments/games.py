@@ -11,13 +11,14 @@
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
 from tunesmith.environments.steps import Observation, StepResult, as_observation, as_reward, as_step
-from tunesmith.environments.tools import Tool, answer_of
+from tunesmith.environments.tools import Tool
 from tunesmith.errors import EpisodeError, shortened
 from tunesmith.types import Message, Task
 from tunesmith.usercode.calls import EpisodeCode, accepted, own_copy
@@ -70,10 +71,11 @@ class Game:
     async def call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
         return await self.code.run(f"{self.name}.{method}", getattr(self.it, method), *args, **kwargs)
 
-    async def call_tool(self, tool: Tool, arguments: Mapping[str, Any]) -> str:
-        """The tool's answer for the policy, or its exception as text."""
+    async def call_tool(self, name: str, arguments: Mapping[str, Any]) -> str:
+        """The tool's answer for the policy: text unchanged, all else as JSON, or its exception as text."""
         try:
-            return answer_of(await self.code.run(f"the tool '{tool.name}'", tool.function, **arguments))
+            result = await self.code.run(f"the tool '{name}'", self.tools[name].function, **arguments)
+            return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
         except (EpisodeError, TypeError, ValueError, RecursionError) as error:  # JSON cannot represent every result
             cause = error.__cause__ or error
             return f"Error: {type(cause).__name__}: {cause}"

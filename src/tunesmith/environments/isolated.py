@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from tunesmith.config.schema import EnvironmentSection
 from tunesmith.environments.games import Game, Loaded
 from tunesmith.environments.steps import Observation, StepResult
-from tunesmith.environments.tools import Tool
 from tunesmith.errors import DeadlineExceeded, EpisodeError
 from tunesmith.types import Message, Task
 from tunesmith.usercode.killable import Worker, WorkerError, Workers, user_program
@@ -46,11 +45,11 @@ class FarGame(Game):
             raise EpisodeError(answer["error"])
         return answer["value"]
 
-    async def call_tool(self, tool: Tool, arguments: Mapping[str, Any]) -> str:
-        return await self.ask("call_tool", tool.name, dict(arguments), what=f"the tool '{tool.name}'")
+    async def call_tool(self, name: str, arguments: Mapping[str, Any]) -> str:
+        return await self.ask("call_tool", name, arguments, what=f"the tool '{name}'")
 
     async def reset(self, task: Task, prompt: list[Message]) -> Observation:
-        return await self.ask("reset", (task.id, task.prompt, (), dict(task.columns)), prompt)
+        return await self.ask("reset", replace(task, prompt_ids=()), prompt)
 
     async def step(self, text: str) -> StepResult:
         return StepResult(*await self.ask("step", text))

@@ -125,7 +125,7 @@ async def _answer(reply: Reply, game: Game) -> tuple[list[Message], int]:
             answers.append({**answer, "content": f"Error: {tool.reason}"})
             continue
         assert not isinstance(call, BadCall)
-        text = await game.call_tool(tool, call.arguments)
+        text = await game.call_tool(tool.name, call.arguments)
         answers.append({**answer, "name": tool.name, "content": text})
     return answers, bad
 

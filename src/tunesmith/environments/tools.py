@@ -174,8 +174,3 @@ def find(call: ToolCall | BadCall, tools: Mapping[str, Tool]) -> Tool | BadCall:
         parameters = ", ".join(inspect.signature(tool.function).parameters)
         return BadCall(f"wrong arguments for {call.name}({parameters}): {error}")
     return tool
-
-
-def answer_of(result: object) -> str:
-    """A tool's result as the policy reads it: text unchanged, all else as JSON."""
-    return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)

@@ -29,14 +29,6 @@ UPDATE = 1800.0
 """Seconds that loading weights may take."""
 
 
-class Refused(EngineError):
-    """The server refused a request, or its answer cannot be used."""
-
-    def __init__(self, message: str, status: int) -> None:
-        super().__init__(message)
-        self.status = status
-
-
 @dataclass(frozen=True, slots=True)
 class Continuation:
     """The server's continuation of some tokens; ``tag`` names its weights."""
@@ -65,13 +57,8 @@ class SglangServer:
         self._aborts: set[asyncio.Task[Any]] = set()
 
     async def info(self, name: str, patience: float | None = None) -> dict[str, Any]:
-        """The server's self-description (``model_info``, ``server_info``); also tries its older name."""
-        try:
-            answer = await self.ask(f"/{name}", patience=patience)
-        except Refused as refused:
-            if refused.status != 404:
-                raise
-            answer = await self.ask(f"/get_{name}")
+        """The server's self-description: ``model_info`` or ``server_info``."""
+        answer = await self.ask(f"/{name}", patience=patience)
         if not isinstance(answer, dict):
             raise EngineError(f"{self.url}/{name} answered {one_line(str(answer))}, which is not a JSON object")
         return cast("dict[str, Any]", answer)
@@ -79,7 +66,7 @@ class SglangServer:
     async def generate(self, input_ids: Sequence[int], settings: dict[str, Any]) -> Continuation:
         """The server's continuation of these tokens; cancelling aborts it there."""
 
-        async def attempt() -> Continuation:
+        async def attempt() -> Any:
             name = uuid.uuid4().hex
             body = {
                 "rid": name,
@@ -90,19 +77,19 @@ class SglangServer:
                 "stream": False,
             }
             try:
-                answer = await self._once("/generate", body)
+                return await self._once("/generate", body)
             except asyncio.CancelledError:
                 task = asyncio.create_task(self._once("/abort_request", {"rid": name}, 10.0))
                 self._aborts.add(task)
                 task.add_done_callback(self._forget)
                 raise
-            try:
-                return _read(answer)
-            except (KeyError, IndexError, TypeError, ValueError, AttributeError):
-                shown = one_line(str(answer))
-                raise EngineError(f"{self.url}/generate answered what SGLang 0.5.23 does not: {shown}") from None
 
-        return await self._persist(attempt)
+        answer = await self._persist(attempt)
+        try:
+            return _read(answer)
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError):
+            shown = one_line(str(answer))
+            raise EngineError(f"{self.url}/generate answered what SGLang 0.5.23 does not: {shown}") from None
 
     async def load(self, directory: Path, tag: str) -> None:
         """Abort all requests and load weights, which the server then reports as ``tag``. It stays paused."""
@@ -156,7 +143,7 @@ class SglangServer:
             async with limit:
                 return await request_json(self._session, self.url + path, data)
         except BadAnswer as error:
-            raise Refused(str(error), error.status) from None
+            raise EngineError(str(error)) from None
         except TimeoutError:
             if not limit.expired():
                 raise
