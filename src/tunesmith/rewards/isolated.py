@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 from tunesmith.errors import ConfigError
-from tunesmith.rewards.function import ItemFailure, Notes, RewardFunction
+from tunesmith.rewards.function import ItemFailure, RewardFunction, Score
 from tunesmith.types import Status
 from tunesmith.usercode.calls import FarFunction, PerLoop, RaisedInCall, Turns
 from tunesmith.usercode.killable import Worker, WorkerError, WorkerLost, Workers, user_program
@@ -22,7 +22,13 @@ ALONE = 4
 
 
 class IsolatedRewards:
-    """Reward functions in one worker process, which is replaced when it is killed or ends."""
+    """Reward functions in one worker process, which is replaced when it is killed or ends.
+
+    It runs calls as ``UserCalls`` does in this process.
+    """
+
+    abandoned = 0
+    """No call runs on after its deadline: its process is killed."""
 
     def __init__(self, references: Sequence[tuple[str, str]], base_dir: Path, memory: str | None) -> None:
         program = user_program(_PROGRAM, "RewardProgram", (list(references), str(base_dir)), memory, alone=True)
@@ -50,8 +56,8 @@ class IsolatedRewards:
             for number, ((name, entry), one) in enumerate(zip(references, description["functions"], strict=True))
         ]
 
-    async def run(self, function: FarFunction, arguments: dict[str, Any], notes: Notes, timeout: float) -> list[Any]:
-        """The scores of a call, whose logged values go into ``notes``.
+    async def run(self, function: Callable[..., Any], arguments: dict[str, Any], timeout: float) -> list[Score]:
+        """The scores of a call. The values that it logs are given to the functions for this in its arguments.
 
         Raises:
             DeadlineExceeded: it ran for more than ``timeout`` seconds; its process is killed, unless it is a coroutine
@@ -59,8 +65,9 @@ class IsolatedRewards:
             RaisedInCall: it raised, or its process ended.
             ValueError: its result is unusable.
         """
+        assert isinstance(function, FarFunction)
         sent = {name: value for name, value in arguments.items() if name not in ("log_extra", "log_metric")}
-        question, coroutine = (function.number, notes.size, sent), function.asynchronous
+        question, coroutine = (function.number, sent), function.asynchronous
         try:
             async with nullcontext() if coroutine else self._turns.turn(function.number, timeout):
                 answer = await self._ask(question, timeout, coroutine=coroutine)
@@ -70,8 +77,10 @@ class IsolatedRewards:
             raise RaisedInCall(None, answer["raised"])
         if "unusable" in answer:
             raise ValueError(answer["unusable"])
-        notes.extras.update(answer["extras"])
-        notes.metrics.extend((name, value) for name, value in answer["metrics"])
+        for column, values in answer["extras"].items():
+            arguments["log_extra"](column, values)
+        for name, value in answer["metrics"]:
+            arguments["log_metric"](name, value)
         scores = answer["scores"]
         for index, reason in answer["failures"]:
             scores[index] = ItemFailure(Status.REWARD_FAILED, reason)

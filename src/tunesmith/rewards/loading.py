@@ -115,22 +115,19 @@ def load_rewards(section: RewardSection, base_dir: Path, *, instances: bool = Fa
     """
     check_rewards(section, base_dir)
     weights = weights_by_name(section)
-    named = list(zip(weights, section.functions, strict=False))
-    own = [(name, entry) for name, entry in named if entry not in BUILTINS]
+    own = [(name, entry) for name, entry in zip(weights, section.functions, strict=False) if entry not in BUILTINS]
     isolated = None
     if own and section.isolation != "thread":
         from tunesmith.rewards.isolated import IsolatedRewards
 
         isolated = IsolatedRewards(own, base_dir, section.memory)
-        functions = isolated.functions
+        functions = iter(isolated.functions)
     else:
-        functions = [
-            user_reward(name, entry, user_code.load_function(entry, base_dir), instances) for name, entry in own
-        ]
-    by_name = {function.name: function for function in functions}
+        loaded = ((name, entry, user_code.load_function(entry, base_dir)) for name, entry in own)
+        functions = (user_reward(*each, instances) for each in loaded)
     rewards = RewardSet(weights, section.timeout, isolated)
-    for name, entry in named:
-        rewards.add(BUILTINS[entry](section) if entry in BUILTINS else by_name[name])
+    for entry in section.functions:
+        rewards.add(BUILTINS[entry](section) if entry in BUILTINS else next(functions))
     return rewards
 
 

@@ -26,7 +26,7 @@ from tunesmith.rewards.function import (
 from tunesmith.rewards.metrics import mean, reward_metrics
 from tunesmith.rewards.trainer_state import TrainerState
 from tunesmith.types import Rollout, Status, Task
-from tunesmith.usercode.calls import FarFunction, RaisedInCall, UserCalls, kept_default_dtype
+from tunesmith.usercode.calls import RaisedInCall, UserCalls, kept_default_dtype
 
 if TYPE_CHECKING:
     from tunesmith.rewards.isolated import IsolatedRewards
@@ -42,10 +42,12 @@ _ASIDE: ContextVar[dict[str, list[float]] | None] = ContextVar("_ASIDE", default
 class RewardSet:
     """The reward functions of a run, with the threads and processes they run in."""
 
-    def __init__(self, weights: dict[str, float], timeout: float, isolated: IsolatedRewards | None = None) -> None:
+    def __init__(
+        self, weights: dict[str, float], timeout: float, calls: UserCalls | IsolatedRewards | None = None
+    ) -> None:
         """``weights`` by reward name; each reward is then added with ``add``.
 
-        ``isolated`` runs the user's functions that are in a worker process.
+        ``calls`` runs the user's functions; None: threads of this process.
         """
         self.functions: tuple[RewardFunction, ...] = ()
         self.weights = weights
@@ -54,8 +56,7 @@ class RewardSet:
         self.hands_instances = False
         """Whether functions get the ``environments`` that played the episodes."""
         self._timeout = timeout
-        self._calls = UserCalls()
-        self._isolated = isolated
+        self._calls = calls or UserCalls()
         self._logged: dict[str, list[float]] = {}
 
     def add(self, function: RewardFunction) -> None:
@@ -133,8 +134,6 @@ class RewardSet:
     def close(self) -> None:
         """End threads and worker processes."""
         self._calls.close()
-        if self._isolated is not None:
-            self._isolated.close()
         for function in self.functions:
             function.close()
 
@@ -147,9 +146,6 @@ class RewardSet:
             return scores_from(await f.function(rollouts, texts, notes), size), notes
         arguments = arguments_for(f, rollouts, texts, self.state, notes, self.hands_instances)
         try:
-            if isinstance(f.function, FarFunction):
-                assert self._isolated is not None
-                return await self._isolated.run(f.function, arguments, notes, self._timeout), notes
             with kept_default_dtype():
                 output = await self._calls.run(f.function, arguments, self._timeout)
             return scores_from(output, size), notes

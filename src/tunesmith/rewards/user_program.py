@@ -15,7 +15,7 @@ from tunesmith.usercode.calls import RaisedInCall, accepted, is_async, parameter
 
 
 class RewardProgram:
-    """Called with a function's number, the size of the call and its arguments; returns an ``answer``.
+    """Called with a function's number and its arguments, always with ``completions``; returns an ``answer``.
 
     Coroutine functions are called by ``later``.
     """
@@ -33,22 +33,22 @@ class RewardProgram:
                 {
                     "columns": sorted(f.columns),
                     "one_of": sorted(f.one_of),
-                    "parameters": parameters_of(f.function),
+                    "parameters": None if (names := parameters_of(f.function)) is None else [*names, "completions"],
                     "asynchronous": is_async(f.function),
                 }
                 for f in self._functions
             ]
         }
 
-    def __call__(self, number: int, size: int, keywords: Mapping[str, Any]) -> dict[str, Any]:
-        notes = Notes(size)
+    def __call__(self, number: int, keywords: Mapping[str, Any]) -> dict[str, Any]:
+        notes = Notes(len(keywords["completions"]))
         try:
             return answer(self._function(number, keywords, notes)(), notes)
         except BaseException as error:
             return {"raised": RaisedInCall(error).trace}
 
-    async def later(self, number: int, size: int, keywords: Mapping[str, Any]) -> dict[str, Any]:
-        notes = Notes(size)
+    async def later(self, number: int, keywords: Mapping[str, Any]) -> dict[str, Any]:
+        notes = Notes(len(keywords["completions"]))
         try:
             return answer(await self._function(number, keywords, notes)(), notes)
         except Exception as error:
