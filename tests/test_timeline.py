@@ -69,7 +69,7 @@ def test_the_mean_of_a_level_is_over_time() -> None:
 
 
 def test_an_engine_is_idle_while_it_has_no_request_and_the_trainer_while_it_waits(hand: Hand) -> None:
-    timeline = Timeline(outside=("eval",), now=hand)
+    timeline = Timeline(now=hand)
     timeline.enter("engine 0")
     with timeline.span("loop", "eval"), timeline.span("engine 0", "generate") as details:
         hand.time += 10  # beside the step: neither time nor tokens count

@@ -28,7 +28,7 @@ from tunesmith.loop.checkpoint import Checkpoints, check_same_model, read_state
 from tunesmith.loop.manifest import check_whole, has_manifest
 from tunesmith.loop.profiling import StepProfiler
 from tunesmith.loop.rollout_log import RolloutLog, examples, read_evaluated
-from tunesmith.loop.session import OUTSIDE_STEPS, Best, Session
+from tunesmith.loop.session import Best, Session
 from tunesmith.monitor.interrupts import handled, keeping
 from tunesmith.monitor.metrics import MetricsLog, is_evaluation, read_metrics
 from tunesmith.monitor.progress import open_progress
@@ -285,7 +285,7 @@ def open_session(run: ReadyRun[Any, Any], checkpoint: Path | None, metric: str) 
             stack.callback(rollouts.close)
         profiler = StepProfiler(run_dir.path / "profile", config.monitor.profile_steps)
         stack.callback(profiler.close)
-        timeline = Timeline(run_dir.traces, config.monitor.trace_steps, outside=OUTSIDE_STEPS)
+        timeline = Timeline(run_dir.traces, config.monitor.trace_steps)
         stack.enter_context(progress)
         if config.monitor.stall_after:
             stack.enter_context(Watchdog(timeline, config.monitor.stall_after, progress.note))

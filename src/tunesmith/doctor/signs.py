@@ -9,6 +9,7 @@ from statistics import StatisticsError, correlation, fmean, median
 from typing import Any
 
 from tunesmith.doctor.record import Metrics, RunRecord
+from tunesmith.monitor.timeline import OUTSIDE_STEPS
 
 LEAST_WINDOW = 3
 SHARE = 5
@@ -88,9 +89,7 @@ def _sampled_as_scored(record: RunRecord) -> bool:
 def _of_time(record: RunRecord, values: Mapping[str, Any]) -> dict[str, Any]:
     """Waiting times, and settings derived from them."""
     found: dict[str, Any] = {}
-    counted = values.get("seconds.sum", 0.0) - sum(
-        values.get(f"seconds/{name}.sum", 0.0) for name in ("setup", "eval", "checkpoint")
-    )
+    counted = values.get("seconds.sum", 0.0) - sum(values.get(f"seconds/{name}.sum", 0.0) for name in OUTSIDE_STEPS)
     for name in ("reward", "environment"):
         if (share := values.get(f"waiting/{name}.mean")) is not None:
             found[f"waited/{name}"] = share * counted

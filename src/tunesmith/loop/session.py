@@ -24,14 +24,8 @@ from tunesmith.monitor.metrics import MetricsLog
 from tunesmith.monitor.progress import Progress, each_once
 from tunesmith.monitor.run_dir import point
 from tunesmith.monitor.text import answers_shown, shown_path
-from tunesmith.monitor.timeline import LOOP, TRAINER, Timeline
+from tunesmith.monitor.timeline import LOOP, OUTSIDE_STEPS, TRAINER, TRAINER_WAITS, Timeline
 from tunesmith.types import RolloutGroup
-
-OUTSIDE_STEPS = ("setup", "eval", "checkpoint")
-"""Phases whose time does not count in a step's rates."""
-TRAINER_WAITS = {"rollout": "the rollouts", "sync": "the engines to take the weights"}
-"""Phases in which the trainer waits, and what it waits for."""
-
 
 Write = Callable[[Path, bool], None]
 """Writes into a checkpoint's directory. Where the second argument is True, it writes the model only."""

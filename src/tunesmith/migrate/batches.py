@@ -48,9 +48,9 @@ def mini_batch(given: Given, there: There) -> Result:
     if "critic" in given.name:
         return Dropped("the critic's batch is the policy's here", off=True)
     group, prompts = there.number("rollout.n"), there.number("data.train_batch_size", "train_batch_size", default=1024)
-    if not isinstance(given.value, int):
+    if not given.count:
         return OFF
-    used = min(given.value, prompts)
+    used = min(given.count, prompts)
     return [Value("train.batch_size", used * group, f"{used} prompts × {group} completions")]
 
 
@@ -59,7 +59,7 @@ def prompts(given: Given, there: There) -> Result:
     if given.value == 0 and there.rl and there.framework == "verl":
         each, batches = there.number("ppo_mini_batch_size", default=256), there.number("async_training.require_batches")
         return [Value("rollout.prompts_per_step", each * batches, f"{each} prompts × {batches} mini-batches")]
-    if not isinstance(given.value, int) or given.value < 1:
+    if not given.count:
         return Dropped("prompts are counted by another setting there", off=True)
     return [Value("rollout.prompts_per_step" if there.rl else "train.batch_size", given.value)]
 
@@ -88,7 +88,7 @@ def steps(given: Given, there: There) -> Result:
 def ahead_steps(given: Given, there: There) -> Result:
     """verl's ``rollout.total_rollout_steps``, in prompts."""
     each = there.number("ppo_mini_batch_size", default=256) * there.number("async_training.require_batches")
-    if not isinstance(given.value, int) or given.value < 1:
+    if not given.count:
         return OFF
     return [Value("train.steps", max(given.value // each, 1), f"{given.value} prompts / {each} per step")]
 
@@ -96,7 +96,7 @@ def ahead_steps(given: Given, there: There) -> Result:
 def episodes(given: Given, there: There) -> Result:
     devices, words = _devices(there)
     batch = there.number("per_device_train_batch_size") * there.number("gradient_accumulation_steps") * devices
-    if not isinstance(given.value, int) or given.value < 1:
+    if not given.count:
         return OFF
     return [Value("train.steps", max(given.value // batch, 1), f"{given.value} episodes / {batch} per step ({words})")]
 
@@ -119,15 +119,14 @@ def length(given: Given, there: There) -> Result:
 
 def ranks(given: Given, there: There) -> Result:
     """Trainer processes: for supervised training the launch's devices, on one machine."""
-    count = given.value if isinstance(given.value, int) and not isinstance(given.value, bool) else 0
     if there.rl:
         return Dropped(
             f"{given.value} GPUs there; which of yours train and which sample: system.trainer_ranks, system.engines"
         )
     nodes = there.number("trainer.nnodes", "nnodes", "num_machines", "num_nodes")
     if nodes > 1:
-        return Dropped(f'{nodes} machines: system.cluster = "ray" with system.trainer_ranks = {nodes * count}')
-    devices = there.launch.devices or count
+        return Dropped(f'{nodes} machines: system.cluster = "ray" with system.trainer_ranks = {nodes * given.count}')
+    devices = there.launch.devices or given.count
     return [Value("system.trainer_ranks", devices)] if devices > 1 else Dropped("1 is the default here too", off=True)
 
 
@@ -144,7 +143,7 @@ def zero_stage(given: Given, there: There) -> Result:
 
 def sequence(given: Given, there: There) -> Result:
     """Ranks that share a sequence."""
-    size = given.value if isinstance(given.value, int) and not isinstance(given.value, bool) else 1
+    size = given.count
     if size < 2:
         return Dropped("each rank has its own sequences here too", off=True)
     if there.rl or (there.launch.devices or 1) % size:
@@ -154,7 +153,7 @@ def sequence(given: Given, there: There) -> Result:
 
 def engines(given: Given, _there: There) -> Result:
     """OpenRLHF's ``vllm_num_engines``."""
-    if not isinstance(given.value, int) or given.value < 1:
+    if not given.count:
         return OFF
     several = [Value("system.engines", given.value), Value("system.engine_process", True)] if given.value > 1 else []
     return [Value("system.engine", "vllm"), *several]
@@ -170,7 +169,7 @@ def of_vllm(given: Given, there: There) -> Result:
     if name not in ("vllm", True, None) and not there.number("vllm_num_engines", "vllm.num_engines", default=0):
         return Dropped("vLLM does not sample", off=True)
     key = next(key for meaning in there.meanings(given) for key in meaning.keys if key.startswith("system.vllm."))
-    ranks = key.endswith("tensor_parallel_size") and isinstance(given.value, int) and given.value > 1
+    ranks = key.endswith("tensor_parallel_size") and given.count > 1
     return [Value(key, given.value), *([Value("system.engine_process", True)] if ranks else [])]
 
 

@@ -27,6 +27,12 @@ class Given:
         """The unknown variables and expressions in the value; empty if all of it is known."""
         return ", ".join(dict.fromkeys(UNKNOWN.findall(self.value))) if isinstance(self.value, str) else ""
 
+    @property
+    def count(self) -> int:
+        """The value, if it is a positive whole number; else 0."""
+        is_count = isinstance(self.value, int) and not isinstance(self.value, bool) and self.value > 0
+        return self.value if is_count else 0
+
 
 @dataclass(frozen=True, slots=True)
 class ForeignLaunch:

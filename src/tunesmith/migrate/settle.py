@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from tunesmith.config.commands import KINDS
@@ -92,16 +93,8 @@ def _take_out(migration: Migration, key: str, text: str) -> None:
         return
     text = re.sub(r"^(run\.toml,? ?)?(line \d+: )?", "", text.strip())
     kind: Kind = "absent" if re.search("no effect|has no key", text) or key.startswith(_HOW_FAST) else "changes"
-    migration.rows[:] = list(_without(migration.rows, entry, key, kind, text))
-
-
-def _without(
-    rows: Sequence[ConvertedSetting], entry: Entry, key: str, kind: Kind, text: str
-) -> Iterator[ConvertedSetting]:
-    for row in rows:
-        if not any(row.given is given for given in entry.of):
-            yield row
-        elif left := tuple(k for k in row.keys if k != key):
-            yield ConvertedSetting(row.given, row.kind, row.text, left)
-        else:
-            yield ConvertedSetting(row.given, "off" if is_off(row.given.value) else kind, text)
+    for number, row in enumerate(migration.rows):
+        if any(row.given is given for given in entry.of):
+            left = tuple(k for k in row.keys if k != key)
+            removed = ConvertedSetting(row.given, "off" if is_off(row.given.value) else kind, text)
+            migration.rows[number] = replace(row, keys=left) if left else removed

@@ -144,7 +144,7 @@ def sinks(given: Given, _there: There) -> Result:
 def samples(given: Given, _there: There) -> Result:
     if given.value is True:
         return Dropped("groups of every step are always written to rollouts.jsonl (monitor.samples)", off=True)
-    return [Value("monitor.samples", given.value)] if isinstance(given.value, int) and given.value > 0 else OFF
+    return [Value("monitor.samples", given.count)] if given.count else OFF
 
 
 def hub(given: Given, there: There) -> Result:

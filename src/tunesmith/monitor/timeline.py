@@ -10,13 +10,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tunesmith.monitor.span import FinishedStep, Span
-from tunesmith.monitor.trace import write_trace
+from tunesmith.monitor.trace import FinishedStep, Span, write_trace
 
 Interval = tuple[float, float]
 """(start, stop)"""
 
 LOOP, TRAINER, REWARD, ROLLOUTS = "loop", "trainer", "reward", "rollouts"
+OUTSIDE_STEPS = ("setup", "eval", "checkpoint")
+"""Phases of the lane ``loop`` whose time does not count in a step's rates and idle shares."""
+TRAINER_WAITS = {"rollout": "the rollouts", "sync": "the engines to take the weights"}
+"""Phases in which the trainer waits, and what it waits for."""
 
 
 def engine_lane(number: int) -> str:
@@ -27,12 +30,11 @@ class Timeline:
     """Records spans and levels of the current step. All methods may be called from any thread.
 
     A lane is idle while it has no open span of work. Idle shares are reported for the trainer and for every engine
-    that takes part. Time in the loop's phases in ``outside`` does not count.
+    that takes part. Time in ``OUTSIDE_STEPS`` does not count.
 
     Args:
         directory: where traces are written; created with the first one.
         steps: the steps whose traces are written.
-        outside: phases of the lane ``loop`` that are not part of a step.
 
     Example:
         >>> with timeline.span("engine 0", "generate", prompt=12) as details:
@@ -46,10 +48,9 @@ class Timeline:
         directory: Path | None = None,
         steps: Collection[int] = (),
         *,
-        outside: Collection[str] = (),
         now: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._directory, self._steps, self._outside = directory, frozenset(steps), frozenset(outside)
+        self._directory, self._steps = directory, frozenset(steps)
         self.now = now
         self._lock = threading.Lock()
         self._spans: list[Span] = []
@@ -117,7 +118,7 @@ class Timeline:
         step, engines = self._cut(number)
         if number in self._steps and self._directory is not None:
             write_trace(step, self._directory)
-        return activity_metrics(step, sorted(engines), self._outside)
+        return activity_metrics(step, sorted(engines))
 
     def _record(self, span: Span) -> None:
         with self._lock:
@@ -147,9 +148,9 @@ class Timeline:
             return step, set(self._engines)
 
 
-def activity_metrics(step: FinishedStep, engines: Sequence[str], outside: Collection[str]) -> dict[str, float]:
+def activity_metrics(step: FinishedStep, engines: Sequence[str]) -> dict[str, float]:
     """See ``Timeline.finish_step``."""
-    excluded = [_ends(s) for s in step.spans if s.lane == LOOP and s.name in outside]
+    excluded = [_ends(s) for s in step.spans if s.lane == LOOP and s.name in OUTSIDE_STEPS]
     left_out = covered(excluded, step.start, step.stop)
     seconds = step.stop - step.start - left_out
 

@@ -1,4 +1,4 @@
-"""A step in Chrome's trace format, which chrome://tracing and ui.perfetto.dev display.
+"""Spans of time, and a step made of them in Chrome's trace format, which chrome://tracing and ui.perfetto.dev display.
 
 Format: Trace Event Format (Google), JSON object with ``traceEvents``; times in microseconds. Spans of one row
 must not overlap, so a lane that does several things at once is a group ("process") of several rows.
@@ -7,16 +7,45 @@ must not overlap, so a lane that does several things at once is a group ("proces
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from tunesmith.errors import StorageError, boundary
-from tunesmith.monitor.span import FinishedStep, Span
 
 Event = dict[str, Any]
 
 _ORDER = ("loop", "trainer", "engine", "reward", "rollouts")
+
+
+@dataclass(slots=True, eq=False)
+class Span:
+    """An activity, with times in seconds of the timeline's clock.
+
+    ``lane`` names the actor; spans of one lane may overlap.
+    """
+
+    lane: str
+    name: str
+    start: float
+    stop: float | None = None
+    """None while it is open."""
+    waits_for: str | None = None
+    """The object of the wait; None for work."""
+    details: dict[str, Any] = field(default_factory=dict[str, Any])
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedStep:
+    """The activities between two calls of ``finish_step``; longer spans are cut at both ends."""
+
+    number: int
+    start: float
+    stop: float
+    spans: tuple[Span, ...]
+    levels: Mapping[str, list[tuple[float, float]]]
+    """(time, value) by name."""
 
 
 def write_trace(step: FinishedStep, directory: Path) -> Path:

@@ -6,14 +6,11 @@ import math
 from collections.abc import Collection
 from typing import Any
 
+from tunesmith.monitor.timeline import OUTSIDE_STEPS, TRAINER_WAITS
 from tunesmith.report.metrics import Table
 
 ORDER = ("setup", "sync", "rollout", "train", "eval", "checkpoint", "other")
 """The phases of a step in the loop's order."""
-WAITS = {"sync": "the engines to take the weights", "rollout": "the rollouts"}
-"""What the trainer waits for in a phase."""
-OUTSIDE = ("setup", "eval", "checkpoint")
-"""Phases that idle shares do not count."""
 
 
 def step_timelines(steps: Table, traced: Collection[int]) -> list[dict[str, Any]]:
@@ -36,9 +33,9 @@ def _timeline(steps: Table, row: int) -> dict[str, Any]:
         starts[name], now = now, now + phases[name]
     lanes: dict[str, list[list[Any]]] = {}
     for name, start in starts.items():
-        lane = "trainer" if name == "train" or name in WAITS else "loop"
-        lanes.setdefault(lane, []).append([name, round(start, 6), round(phases[name], 6), WAITS.get(name)])
-    inside = sum(s for name, s in phases.items() if name not in OUTSIDE)
+        lane = "trainer" if name == "train" or name in TRAINER_WAITS else "loop"
+        lanes.setdefault(lane, []).append([name, round(start, 6), round(phases[name], 6), TRAINER_WAITS.get(name)])
+    inside = sum(s for name, s in phases.items() if name not in OUTSIDE_STEPS)
     begin = starts.get("rollout", 0.0)
     for name, share in sorted(line.items()):
         if name.startswith("idle/engine") and share < 1:

@@ -17,7 +17,7 @@ from typing import Any
 from tunesmith.config.schema import RunConfig
 from tunesmith.distributed.child import Process, ending
 from tunesmith.errors import TunesmithError
-from tunesmith.loop.session import OUTSIDE_STEPS
+from tunesmith.monitor.timeline import OUTSIDE_STEPS
 from tunesmith.storage import read_json
 from tunesmith.tune.trial import Ended, Order
 

@@ -12,10 +12,10 @@ from tunesmith.config.load import load_run
 from tunesmith.config.reading.places import placed
 from tunesmith.config.schema import RLConfig
 from tunesmith.errors import ConfigError
-from tunesmith.loop.session import OUTSIDE_STEPS
 from tunesmith.monitor.children import remove_at_end
 from tunesmith.monitor.costs import largest_costs
 from tunesmith.monitor.metrics import numbers
+from tunesmith.monitor.timeline import OUTSIDE_STEPS
 from tunesmith.tune.arms import Arm, TrialEnded
 from tunesmith.tune.setup import check_tunable, trial_config
 
