@@ -69,7 +69,7 @@ def test_the_first_step_by_hand() -> None:
     add_gradient(module, 1)
     assert module.matrix.grad is not None and module.vector.grad is not None
     signs = module.matrix.grad.sign(), module.vector.grad.sign()
-    MasterOptimizer(module, AdamWSettings(0.5, max_grad_norm=None)).step(0.01)
+    MasterOptimizer(module, AdamWSettings(0.5, max_grad_norm=0.0)).step(0.01)
     torch.testing.assert_close(module.matrix.detach(), before[0] * (1 - 0.01 * 0.5) - 0.01 * signs[0])
     torch.testing.assert_close(module.vector.detach(), before[1] - 0.01 * signs[1])
 
@@ -116,7 +116,7 @@ def test_weights_that_are_not_finite_are_named_and_large_ones_are_not(dtype: tor
 
 def test_bfloat16_weights_have_float32_masters_that_gather_what_rounding_would_lose() -> None:
     module = Two(torch.bfloat16)
-    made = MasterOptimizer(module, AdamWSettings(max_grad_norm=None))
+    made = MasterOptimizer(module, AdamWSettings(max_grad_norm=0.0))
     start = module.matrix.detach().clone()
     for seed in range(40):
         add_gradient(module, 0 * seed)

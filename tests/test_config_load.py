@@ -95,7 +95,7 @@ def test_overrides_win_and_are_typed(folder: Path) -> None:
     assert config.system.share_prompts is False
     assert config.data.system_prompt == "Answer briefly."
     assert config.rollout.stop == ("\\n", "Q:"), "single quotes are literal in TOML"
-    assert config.train.max_grad_norm is None
+    assert config.train.max_grad_norm == 0.0
 
 
 def test_everything_may_come_from_overrides(folder: Path) -> None:

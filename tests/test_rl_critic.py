@@ -98,7 +98,7 @@ def gradient(backend: TorchBackend[Any], batch: Batch, objective: Any, *cut: Any
 def critic_of(path: Path) -> TorchBackend[ScoreModel]:
     critic = ScoreModel.load(path, dtype=torch.float64)
     torch.nn.init.normal_(critic.head.weight, std=0.3, generator=torch.Generator().manual_seed(1))
-    return TorchBackend(critic, AdamWSettings(max_grad_norm=None), ScoreModel.predict)
+    return TorchBackend(critic, AdamWSettings(max_grad_norm=0.0), ScoreModel.predict)
 
 
 def actor_critic_of(path: Path) -> TorchBackend[CausalLM]:
@@ -106,7 +106,7 @@ def actor_critic_of(path: Path) -> TorchBackend[CausalLM]:
     torch.nn.init.normal_(head.weight, std=0.3, generator=torch.Generator().manual_seed(1))
     predict = partial(CausalLM.predict, value_head=head)
     policy = CausalLM.load(path, dtype=torch.float64)
-    return TorchBackend(policy, AdamWSettings(max_grad_norm=None), predict, value_head=head)
+    return TorchBackend(policy, AdamWSettings(max_grad_norm=0.0), predict, value_head=head)
 
 
 POLICY = policy_objective(algorithm(name="ppo", kl="none"))

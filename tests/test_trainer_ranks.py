@@ -222,7 +222,7 @@ def test_sums_by_hand(bucket: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
     def step(group: RankGroup) -> tuple[dict[str, Any], dict[str, Any], float]:
         module, rank = Parts(), group.rank
-        optimizer = MasterOptimizer(module, AdamWSettings(0.5, max_grad_norm=None))
+        optimizer = MasterOptimizer(module, AdamWSettings(0.5, max_grad_norm=0.0))
         loss = (rank + 1) * module.all.sum() + 10**-9 * (rank + 1) * module.wide.sum()
         loss = loss + (256.0 if rank == 0 else 0.5) * module.narrow.sum()
         (loss + 7 * module.first.sum() if rank == 0 else loss).backward()

@@ -24,7 +24,7 @@ Grads = dict[str, Tensor]
 
 
 def backend_of(path: Path, dtype: torch.dtype = torch.float32, **options: Any) -> TorchBackend[CausalLM]:
-    settings = AdamWSettings(max_grad_norm=None)
+    settings = AdamWSettings(max_grad_norm=0.0)
     return TorchBackend(CausalLM.load(path, dtype=dtype), settings, **{"predict": CausalLM.predict, **options})
 
 

@@ -58,7 +58,8 @@ class AdamWSettings:
     weight_decay: float = 0.0
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
-    max_grad_norm: float | None = 1.0
+    max_grad_norm: float = 1.0
+    """0: no clipping."""
     muon: Muon | None = None
     """Trains the matrices of the decoder's layers instead of AdamW."""
     offload: bool = False

@@ -34,14 +34,18 @@ def explain_unknown(kind: type[RunConfig], path: KeyPath, value: object) -> list
 class Equivalent:
     """The equivalent of a name: ``keys`` with the ``meanings`` that lead to them, or the reason ``why`` there are none.
 
-    ``sure`` is false if the match is ambiguous; ``elsewhere`` are keys of other commands.
+    ``elsewhere`` are keys of other commands.
     """
 
     keys: tuple[str, ...] = ()
     meanings: tuple[Meaning, ...] = ()
-    sure: bool = True
     elsewhere: tuple[str, ...] = ()
     why: str = ""
+
+    @property
+    def sure(self) -> bool:
+        """Whether there are not several candidates: keys with the same last word."""
+        return bool(self.meanings) or len(self.keys) < 2
 
 
 def find(kind: type[RunConfig] | None, name: str) -> Equivalent:
@@ -57,9 +61,9 @@ def find(kind: type[RunConfig] | None, name: str) -> Equivalent:
     ours = tuple(dict.fromkeys(key for m in here for key in m.keys if key in keys))
     same = [key for key in keys if key.rpartition(".")[2] == last]
     if "." not in spelling and (related := _related(name, same)):
-        return Equivalent(tuple(related), sure=len(related) == 1)
+        return Equivalent(tuple(related))
     if same and "." not in spelling and not any(key in same for key in ours):
-        return Equivalent(tuple(dict.fromkeys([*same, *ours])), sure=len(same) == 1 and not ours)
+        return Equivalent(tuple(dict.fromkeys([*same, *ours])))
     if here:
         return Equivalent(ours, here)
     reasons = "; or ".join(m.why for m in known if m.why)
