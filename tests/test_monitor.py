@@ -10,6 +10,8 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from hypothesis import given, settings
@@ -157,6 +159,8 @@ def test_a_directory_that_cannot_be_made(folder: Path) -> None:
 HOLD = """
 import sys, time, multiprocessing
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 from tunesmith.monitor.run_dir import open_run_dir
 from tunesmith.monitor.text import one_line, printable
 from tunesmith.monitor.sinks.base import Background
@@ -404,6 +408,7 @@ def test_the_least_seconds_of_a_step_are_summed_and_a_run_faster_than_them_leave
             3, EvalSection(), CheckpointSection(), metrics, Progress(3), Checkpoints(tmp_path, 1),
             Best("eval/loss", False), None,
         )  # fmt: skip
+        session.start(cast("Any", SimpleNamespace(state=lambda: dict, epoch=0)))
         for attainable in (1.0, 1e18, 1.0):
             least = {
                 "attainable_seconds": attainable,

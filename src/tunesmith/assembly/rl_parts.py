@@ -89,7 +89,7 @@ async def make_rl_parts(
             canary=_canary(config, engine, learner, train.items[0].prompt_ids),
             objective=DistillationObjective(1.0) if isinstance(config, SampledDistillConfig) else None,
         )
-        session.restore(parts.load, parts.take)
+        session.start(parts)
         on_failure.pop_all()
     return parts, AsyncRollouts(parts, session, gate) if gate else SyncRollouts(parts, session)
 

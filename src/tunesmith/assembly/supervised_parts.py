@@ -79,7 +79,6 @@ class Setup(Generic[T]):
             objective=objective,
             prepare=prepare,
             evaluate=partial(evaluate, learner, objective, prepare, items, summarise, without) if items else None,
-            evaluation=config.eval,
             summarise=summarise,
         )
 

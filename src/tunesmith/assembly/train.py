@@ -74,7 +74,7 @@ def _train_policy(
             parts, rollouts = runner.run(make_rl_parts(run, session, rewards, environments, processes))
         if run.caller.rollouts is not None:
             rollouts = run.caller.rollouts(rollouts)
-        with kept_on_interrupt(run, lambda: session.keep(parts.write, parts.give_up)):
+        with kept_on_interrupt(run, session.keep):
             runner.run(_run(parts, session, rollouts))
         return run_result(run, session)
 
@@ -111,8 +111,8 @@ def _train_on_data(
     with open_session(run, checkpoint, metric) as session:
         with session.phase("setup"):
             parts = make_parts(run, session, processes)
-            session.restore(parts.learner.backend.load, parts.take)
-        with kept_on_interrupt(run, lambda: session.keep(parts.write, parts.learner.backend.give_up)):
+            session.start(parts, parts.describe)
+        with kept_on_interrupt(run, session.keep):
             supervised.run(parts, session)
         return run_result(run, session)
 

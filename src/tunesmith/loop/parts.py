@@ -24,7 +24,7 @@ from tunesmith.types import Sampling
 
 @dataclass(frozen=True, slots=True)
 class RLParts:
-    """Everything that ``rl.run`` works with; ``tunesmith.assembly`` builds it."""
+    """Everything that ``rl.run`` works with; ``tunesmith.assembly`` builds it. See ``session.Parts``."""
 
     config: RLConfig
     engine: RolloutEngine
@@ -51,18 +51,19 @@ class RLParts:
         critic = self.critic and self.critic.learner.backend
         return [self.backend] if critic is None or critic is self.backend else [self.backend, critic]
 
-    def write(self, directory: Path, model_only: bool) -> None:
-        """Write the models into a checkpoint's directory."""
+    @property
+    def epoch(self) -> int:
+        return self.tasks.epoch
+
+    def write(self, directory: Path, *, model_only: bool) -> None:
         for part in filter(None, (self.backend, self.critic)):
             part.save(directory, model_only=model_only)
 
     def load(self, directory: Path) -> None:
-        """Read what ``write`` wrote."""
         for part in filter(None, (self.backend, self.critic)):
             part.load(directory)
 
     def state(self) -> Callable[[], dict[str, Any]]:
-        """A function that later composes the rest of the state that the loop needs to continue from now."""
         tasks = self.tasks.snapshot()
         rest = {
             **self.learner.caps,
@@ -72,7 +73,6 @@ class RLParts:
         return lambda: {"tasks": tasks(), **rest}
 
     def take(self, state: dict[str, Any]) -> None:
-        """Continue from ``state``."""
         self.tasks.load_state_dict(state["tasks"])
         self.learner.resume(state)
         self.kl.load_state_dict(state["kl"])
@@ -80,6 +80,5 @@ class RLParts:
             self.critic.learner.resume(state["critic"])
 
     def give_up(self) -> None:
-        """Undo the changes of an interrupted step."""
         for backend in self.backends:
             backend.give_up()

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from contextlib import nullcontext
-from functools import partial
 
 from tunesmith.algorithms.objective import policy_objective
 from tunesmith.backends.base import Metrics
 from tunesmith.config.commands import DistillConfig
 from tunesmith.errors import RewardError
-from tunesmith.loop.evaluate import evaluate
+from tunesmith.loop.evaluate import EvaluationPlan, evaluate
 from tunesmith.loop.experience import make_experience
 from tunesmith.loop.parts import RLParts
 from tunesmith.loop.rollouts import RolloutSource
@@ -23,11 +23,7 @@ from tunesmith.types import RolloutGroup
 async def run(parts: RLParts, session: Session, rollouts: RolloutSource) -> None:
     """Train until the configured step; evaluate and save on the way. Closes ``rollouts``."""
     try:
-        session.begin(parts.state(), parts.tasks.epoch)
-        if session.owes_evaluation(parts.config.eval.at_start):
-            await _evaluate(parts, session, rollouts)
-            if session.step and session.evaluated and session.checkpoint_due():
-                session.save(parts.write)
+        await _evaluate_and_save(parts, session, rollouts)  # at the start; or after a resume, if a signal prevented it
         while session.running:
             with session.phase("sync"):
                 await rollouts.sync()
@@ -35,21 +31,18 @@ async def run(parts: RLParts, session: Session, rollouts: RolloutSource) -> None
             with session.phase("rollout"):
                 groups, metrics = await rollouts.next()
             with session.phase("train"):
-                learned = await rollouts.run_training(partial(learn, parts, groups, session.step))
+                async with rollouts.training() as thread:
+                    learned = await asyncio.wrap_future(thread.submit(learn, parts, groups, session.step))
             if not groups:
                 session.note(f"step {session.step + 1} had no group to learn from")
-            session.finish_step(metrics | learned | compared)  # from here on the step counts as done
             reference = parts.config.algorithm.reference
-            if reference and reference.reference_every and session.step % reference.reference_every == 0:
+            if reference and reference.reference_every and (session.step + 1) % reference.reference_every == 0:
+                interrupts.commit()  # a signal waits until the step is counted
                 parts.backend.refresh_reference()
-            session.log_rollouts(groups)
-            session.settle(parts.state(), parts.tasks.epoch)
-            if session.evaluation_due():
-                await _evaluate(parts, session, rollouts)
-            if session.checkpoint_due():
-                session.save(parts.write)
+            session.finish_step(metrics | learned | compared, groups)
+            await _evaluate_and_save(parts, session, rollouts)
         if session.checkpoints.newest() is None:
-            session.save(parts.write)
+            session.save()
     except interrupts.Interrupted:
         interrupts.keep_now()
         raise
@@ -95,13 +88,19 @@ def learn(parts: RLParts, groups: Sequence[RolloutGroup], step: int) -> Metrics:
     return {**metrics, "attainable_seconds/train": sum(least)}
 
 
-async def _evaluate(parts: RLParts, session: Session, rollouts: RolloutSource) -> None:
-    if parts.evaluation is None:
-        return
-    with session.phase("eval"), parts.backend.ema_weights() if parts.config.eval.use_ema else nullcontext():
+async def _evaluate_and_save(parts: RLParts, session: Session, rollouts: RolloutSource) -> None:
+    """Evaluate the policy and write a checkpoint, whichever is due."""
+    if parts.evaluation is not None and session.evaluation_due():
+        await _evaluate(parts, parts.evaluation, session, rollouts)
+    if session.checkpoint_due():
+        session.save()
+
+
+async def _evaluate(parts: RLParts, plan: EvaluationPlan, session: Session, rollouts: RolloutSource) -> None:
+    with session.phase("eval"), parts.backend.ema_weights() if plan.section.use_ema else nullcontext():
         async with rollouts.evaluating() as collector:
             with parts.rewards.apart():
-                metrics, groups = await evaluate(collector, parts.evaluation)
+                metrics, groups = await evaluate(collector, plan)
     failed = [r for g in groups for r in g.rollouts if r.error is not None]
     if metrics["eval/failed"] == 1:
         raise RewardError(f"all {len(failed)} rollouts of the evaluation failed. The first:\n{failed[0].error}")

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from math import ceil
+from typing import Any, TypeVar
 
 from tunesmith.engines.stats import EngineStats, add_stats
 from tunesmith.loop.buffer import Buffer, Started
@@ -21,6 +22,8 @@ from tunesmith.loop.session import Session
 from tunesmith.monitor import interrupts
 from tunesmith.plan.processes.weights import weights_apart
 from tunesmith.types import RolloutGroup, Task
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -57,10 +60,11 @@ class SyncRollouts:
         metrics = step_metrics(parts, played, kept[:wanted], parts.engine.stats().since(counted))
         return kept[:wanted], metrics | {"groups_kept": len(kept) / len(played)}
 
-    async def run_training(self, work: Callable[[], Metrics]) -> Metrics:
-        """Run the trainer's work; meanwhile the engine is idle."""
+    @asynccontextmanager
+    async def training(self) -> AsyncGenerator[Executor]:
+        """The thread for the trainer's work: this one, because the engine is idle meanwhile."""
         await hand_device_to_trainer(self.parts)
-        return work()
+        yield ThisThread()
 
     @asynccontextmanager
     async def evaluating(self) -> AsyncGenerator[Collector]:
@@ -125,14 +129,16 @@ class AsyncRollouts:
         metrics = step_metrics(self.parts, played, batch, stats.since(before))
         return batch, metrics | {"groups_kept": len(batch) / len(played)}
 
-    async def run_training(self, work: Callable[[], Metrics]) -> Metrics:
-        """Run the trainer's work; meanwhile the engine is idle, or continues to sample if it has its own weights."""
-        if not weights_apart(self.parts.config):
+    @asynccontextmanager
+    async def training(self) -> AsyncGenerator[Executor]:
+        """The thread for the trainer's work: another one if the engine has its own weights and continues to sample."""
+        if weights_apart(self.parts.config):
+            with interrupts.elsewhere():
+                yield self._trainer
+        else:
             await self.gate.hold()
             await hand_device_to_trainer(self.parts)
-            return work()
-        with interrupts.elsewhere():
-            return await asyncio.get_running_loop().run_in_executor(self._trainer, work)
+            yield ThisThread()
 
     @asynccontextmanager
     async def evaluating(self) -> AsyncGenerator[Collector]:
@@ -173,6 +179,15 @@ class AsyncRollouts:
     def _ended(self, player: asyncio.Task[None]) -> None:
         if player.cancelled() or player.exception() is None:
             self._players.discard(player)
+
+
+class ThisThread(Executor):
+    """Runs work at once, in the thread that submits it."""
+
+    def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
+        done: Future[T] = Future()
+        done.set_result(fn(*args, **kwargs))
+        return done
 
 
 RolloutSource = SyncRollouts | AsyncRollouts

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import isfinite
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from tunesmith.config.schema import CheckpointSection, EvalSection
 from tunesmith.doctor.learning import LearningWatch
@@ -27,8 +27,31 @@ from tunesmith.monitor.text import answers_shown, shown_path
 from tunesmith.monitor.timeline import LOOP, OUTSIDE_STEPS, TRAINER, TRAINER_WAITS, Timeline
 from tunesmith.types import RolloutGroup
 
-Write = Callable[[Path, bool], None]
-"""Writes into a checkpoint's directory. Where the second argument is True, it writes the model only."""
+
+class Parts(Protocol):
+    """The parts of a run that learn and change: what a checkpoint holds."""
+
+    @property
+    def epoch(self) -> int:
+        """Whole passes over the data."""
+        ...
+
+    def write(self, directory: Path, *, model_only: bool) -> None: ...
+    def load(self, directory: Path) -> None:
+        """Read what ``write`` wrote."""
+        ...
+
+    def state(self) -> Callable[[], dict[str, Any]]:
+        """Returns the rest of the state, as JSON values, as of now, even if called later."""
+        ...
+
+    def take(self, state: dict[str, Any]) -> None:
+        """Continue from ``state``."""
+        ...
+
+    def give_up(self) -> None:
+        """Undo the changes of an interrupted step."""
+        ...
 
 
 class Publisher(Protocol):
@@ -41,8 +64,19 @@ class Publisher(Protocol):
         ...
 
 
-_UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, RuntimeError, AssertionError)
+_UNREADABLE = (
+    OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, RuntimeError, AssertionError, ArithmeticError,
+)  # fmt: skip
 """Errors that libraries raise when they read damaged files."""
+
+
+class Saved(NamedTuple):
+    """When the last checkpoint was written, or the run was started."""
+
+    step: int
+    evaluated: bool
+    epoch: int
+    time: float
 
 
 def due(step: int, every: int | None, total: int) -> bool:
@@ -91,28 +125,23 @@ class Session:
     timeline: Timeline = field(default_factory=Timeline)
     resume_from: Path | None = None
     publisher: Publisher | None = None
-    step: int = 0
-    total_tokens: float = 0.0
-    """Sum of the metric ``tokens`` over all steps."""
-    epoch: int = 0
-    """Whole passes over the data."""
-    evaluated: bool = False
-    """Whether this step has been evaluated."""
     profiler: StepProfiler | None = None
     callbacks: Callbacks = field(default_factory=Callbacks)
-    stopped: bool = False
+    step: int = field(default=0, init=False)
+    total_tokens: float = field(default=0.0, init=False)
+    """Sum of the metric ``tokens`` over all steps."""
+    evaluated: bool = field(default=False, init=False)
+    """Whether this step has been evaluated."""
+    stopped: bool = field(default=False, init=False)
     """Whether a callback asked to end the run."""
-    limit_is_known: bool = True
+    limit_is_known: bool = field(default=True, init=False)
     """Whether the measured speed limit of the device can be trusted."""
-    _record: dict[str, float] = field(default_factory=dict[str, float], init=False)
-    """The metrics of the last step."""
-    _whole: Callable[[], dict[str, Any]] = field(default=dict, init=False)
-    """The loop's state after the last complete step."""
-    _saved: tuple[int, int, float] = field(default=(0, 0, 0.0), init=False)
-    """Step, epoch and time of the last checkpoint, or of the start."""
-
-    def __post_init__(self) -> None:
-        self._saved = 0, 0, self.clock.now()
+    _parts: Parts = field(init=False)
+    _describe: Callable[[Path], None] | None = field(default=None, init=False)
+    _state: Callable[[], dict[str, Any]] = field(init=False)
+    """Returns the parts' state after the last complete step."""
+    _epoch: int = field(default=0, init=False)
+    _saved: Saved = field(init=False)
 
     @property
     def running(self) -> bool:
@@ -133,65 +162,69 @@ class Session:
     def note(self, text: str) -> None:
         self.progress.note(text)
 
-    def begin(self, state: Callable[[], dict[str, Any]], epoch: int) -> None:
-        """Start to take steps. For the arguments see ``settle``."""
-        self._whole, self.epoch = state, epoch
-        self._saved = self.step, epoch, self.clock.now()
-
-    def settle(self, state: Callable[[], dict[str, Any]], epoch: int) -> None:
-        """Complete the step: if a signal ends the run from now on, the step is saved.
+    def start(self, parts: Parts, describe: Callable[[Path], None] | None = None) -> None:
+        """Begin to train ``parts``, or continue from the checkpoint ``resume_from``.
 
         Args:
-            state: returns the loop's state as of now, even if called later.
+            describe: writes measurements of the model into a checkpoint; skipped when a signal ends the run, as it may
+                take long.
+
+        Raises:
+            CheckpointError: the checkpoint is damaged, or belongs to another run.
         """
-        self._whole, self.epoch, self.evaluated = state, epoch, False
-        interrupts.settle()
-        self._call(self.callbacks.on_step, self._record)
+        self._parts, self._describe = parts, describe
+        if self.resume_from is not None:
+            with boundary(CheckpointError, f"cannot continue from {self.resume_from}", _UNREADABLE):
+                state = read_state(self.resume_from)
+                parts.load(self.resume_from)
+                self.step, self.total_tokens = state["step"], state["total_tokens"]
+                self.evaluated = state.get("evaluated", True)
+                self.best.value, self.best.step = state["best"].get(self.best.metric, (None, None))
+                parts.take(state)
+            self.note(f"continuing at step {self.step} from {self.resume_from}")
+            if self.step >= self.total_steps:
+                self.note(f"nothing is left to do: the run has its {self.total_steps} steps (train.steps)")
+        self._state, self._epoch = parts.state(), parts.epoch
+        self._saved = Saved(self.step, self.evaluated, self._epoch, self.clock.now())
 
-    def finish_step(self, metrics: Mapping[str, float]) -> None:
-        """Count a step and record its metrics and its time by phase. ``settle`` completes it.
+    def finish_step(self, metrics: Mapping[str, float], groups: Sequence[RolloutGroup] = ()) -> None:
+        """Count a step, record it, and log the rollouts of its groups.
 
-        ``attainable_seconds`` in ``metrics`` excludes its parts (``attainable_seconds/<part>``), which are added here.
+        If a signal ends the run from now on, this step is saved.
         """
         interrupts.commit()
         self.step += 1
+        record = self._record(metrics)
+        if groups:
+            self.log_rollouts(groups)
+        self._state, self._epoch, self.evaluated = self._parts.state(), self._parts.epoch, False
+        interrupts.settle()
+        self._call(self.callbacks.on_step, record)
+
+    def _record(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Write and show the step's metrics, with its time by phase and its rates."""
         profile = self.profiler and self.profiler.end(self.step)
         seconds = self.clock.lap()
-        times = {f"seconds/{name}": value for name, value in seconds.items()}
-        wall = sum(seconds.values())
-        busy = sum(value for name, value in seconds.items() if name not in OUTSIDE_STEPS)
-        record = {**metrics, **times, **self.timeline.finish_step(self.step), "seconds": wall}
+        record = step_record(metrics, seconds) | self.timeline.finish_step(self.step) | memory_metrics()
         if "tokens" in metrics:
             self.total_tokens += metrics["tokens"]
             record["total_tokens"] = self.total_tokens
-            record["tokens_per_second"] = metrics["tokens"] / busy
-        samples = metrics.get("rollouts", metrics.get("samples"))
-        if samples is not None:
-            record["samples_per_second"] = samples / busy
-        record |= memory_metrics()
-        if "attainable_seconds" in metrics:
-            least = sum(value for name, value in metrics.items() if name.partition("/")[0] == "attainable_seconds")
-            record["attainable_seconds"] = least
-            if self.limit_is_known:
-                record["limit_share"] = least / busy
-                if record["limit_share"] > 1:
-                    self._forget_limit(record)
-        self._record = record
+        share = record.get("limit_share", 0.0)
+        if share > 1 and self.limit_is_known:
+            self.limit_is_known = False
+            self.note(
+                f"step {self.step} took {1 / share:.0%} of the least time that was measured for its work at the start: "
+                "the machine must have been busy then. limit_share is left out from here on"
+            )
+        if not self.limit_is_known:
+            record.pop("limit_share", None)
         self.metrics.write(self.step, record, always=self.step == self.total_steps)
-        self.progress.step(self.step, record, wall - seconds.get("setup", 0.0))
+        self.progress.step(self.step, record, record["seconds"] - seconds.get("setup", 0.0))
         if profile:
             self.note(f"profile of step {self.step}: {shown_path(profile)}")
         if warning := self.learning.step({**record, "step": float(self.step)}):
             self.note(warning)
-
-    def _forget_limit(self, record: dict[str, float]) -> None:
-        """A step faster than the limit shows that the limit was measured on a busy machine."""
-        self.limit_is_known = False
-        share = record.pop("limit_share")
-        self.note(
-            f"step {self.step} took {1 / share:.0%} of the least time that was measured for its work at the start: the "
-            "machine must have been busy then. limit_share is left out from here on"
-        )
+        return record
 
     def finish_evaluation(self, metrics: Mapping[str, float]) -> None:
         """Record an evaluation. The checkpoint of the best one is kept."""
@@ -223,27 +256,24 @@ class Session:
             self.note(answers_shown(*pair))
 
     def evaluation_due(self) -> bool:
-        return due(self.step, self.eval.every, self.total_steps)
-
-    def owes_evaluation(self, at_start: bool) -> bool:
-        """Whether an evaluation is missing before the next step: at the start, or because a signal prevented it."""
-        return not self.evaluated and (self.evaluation_due() if self.step else at_start)
+        """Whether this step has to be evaluated; after a resume, because a signal prevented it."""
+        wanted = due(self.step, self.eval.every, self.total_steps) if self.step else self.eval.at_start
+        return wanted and not self.evaluated
 
     def checkpoint_due(self) -> bool:
         """Whether a checkpoint is due by steps, epochs or time, because the run stops, or after the best evaluation."""
-        is_best = self.best.step == self.step and self.step > 0
-        step, epoch, time = self._saved
-        if self.stopped:
-            return step != self.step
-        every, minutes = self.checkpoint.every, self.checkpoint.minutes
-        if minutes is not None and self.clock.now() - time >= 60 * minutes:
+        saved = self._saved
+        if not self.step or (self.step, self.evaluated) == (saved.step, saved.evaluated):
+            return False
+        is_best, every, minutes = self.best.step == self.step, self.checkpoint.every, self.checkpoint.minutes
+        if self.stopped or is_best or (minutes is not None and self.clock.now() - saved.time >= 60 * minutes):
             return True
         if every == "epoch":
-            return is_best or self.step >= self.total_steps or self.epoch > epoch
-        return is_best or due(self.step, every, self.total_steps)
+            return self.step >= self.total_steps or self._epoch > saved.epoch
+        return due(self.step, every, self.total_steps)
 
-    def save(self, write: Write, *, stopping: bool = False) -> Path:
-        """Write a checkpoint of the last complete step: the loop's state and what ``write`` adds.
+    def save(self, *, stopping: bool = False) -> Path:
+        """Write a checkpoint of the last complete step.
 
         Args:
             stopping: a signal ends the run. The checkpoint can be resumed even with ``model_only``, and is not
@@ -255,14 +285,16 @@ class Session:
         state = {"step": self.step, "best": best, "evaluated": self.evaluated, "total_tokens": self.total_tokens}
         state |= {"model_only": True, "finished": not self.running} if model_only else {}
 
-        def written(directory: Path) -> None:
-            write(directory, model_only)
+        def write(directory: Path) -> None:
+            self._parts.write(directory, model_only=model_only)
+            if self._describe and not stopping:
+                self._describe(directory)
             if self.publisher:
                 self.publisher.describe(directory)
 
         with self.phase("checkpoint"), interrupts.held():
-            path = self.checkpoints.save(self.step, {**state, **self._whole()}, written, self.best.step)
-            self._saved = self.step, self.epoch, self.clock.now()
+            path = self.checkpoints.save(self.step, {**state, **self._state()}, write, self.best.step)
+            self._saved = Saved(self.step, self.evaluated, self._epoch, self.clock.now())
             if self.publisher and not stopping:
                 self.publisher.publish(path, last=not self.running)
         point(path.parent.parent / "model", path / "model")
@@ -274,47 +306,39 @@ class Session:
         if callback is not None and callback(self.step, value) is STOP:
             self.stopped = True
 
-    def keep(self, write: Write, give_up: Callable[[], None]) -> str:
-        """After a signal: save the last complete step. Returns a message that says what was kept.
-
-        Args:
-            give_up: undoes the changes of the interrupted step.
-        """
+    def keep(self) -> str:
+        """After a signal: save the last complete step. Returns a message that says what was kept."""
         newest = self.checkpoints.newest()
         kept = f"the newest checkpoint is {newest}" if newest else "no checkpoint was written yet"
         if interrupts.torn():
             message = f"the step after step {self.step} was half done and is lost; {kept}"
-        elif self._saved[0] == self.step:
+        elif self._saved.step == self.step:
             message = f"no step was finished since; {kept}"
         else:
             try:
-                give_up()
-                path = self.save(write, stopping=True)
+                self._parts.give_up()
+                path = self.save(stopping=True)
                 message = f"stopped after step {self.step} of {self.total_steps}: {path} is written"
             except TunesmithError as error:
                 message = f"step {self.step} could not be saved: {error}; {kept}"
         self.note(message)
         return message
 
-    def restore(self, load: Callable[[Path], None], take: Callable[[dict[str, Any]], None]) -> None:
-        """Continue from the checkpoint ``resume_from``, if there is one.
 
-        Args:
-            load: reads the backend's files.
-            take: restores the loop's state.
+def step_record(metrics: Mapping[str, float], seconds: Mapping[str, float]) -> dict[str, float]:
+    """A step's metrics with its seconds by phase and its rates, which leave out the phases ``OUTSIDE_STEPS``.
 
-        Raises:
-            CheckpointError: it is damaged, or belongs to another run.
-        """
-        if self.resume_from is None:
-            return
-        with boundary(CheckpointError, f"cannot continue from {self.resume_from}", (ArithmeticError, *_UNREADABLE)):
-            state = read_state(self.resume_from)
-            load(self.resume_from)
-            self.step, self.total_tokens = state["step"], state["total_tokens"]
-            self.evaluated = state.get("evaluated", True)
-            self.best.value, self.best.step = state["best"].get(self.best.metric, (None, None))
-            take(state)
-        self.note(f"continuing at step {self.step} from {self.resume_from}")
-        if self.step >= self.total_steps:
-            self.note(f"nothing is left to do: the run has its {self.total_steps} steps (train.steps)")
+    ``attainable_seconds`` in ``metrics`` excludes its parts (``attainable_seconds/<part>``), which are added here.
+    """
+    busy = sum(value for name, value in seconds.items() if name not in OUTSIDE_STEPS)
+    times = {f"seconds/{name}": value for name, value in seconds.items()}
+    record = {**metrics, **times, "seconds": sum(seconds.values())}
+    if "tokens" in metrics:
+        record["tokens_per_second"] = metrics["tokens"] / busy
+    samples = metrics.get("rollouts", metrics.get("samples"))
+    if samples is not None:
+        record["samples_per_second"] = samples / busy
+    if "attainable_seconds" in metrics:
+        least = sum(value for name, value in metrics.items() if name.partition("/")[0] == "attainable_seconds")
+        record |= {"attainable_seconds": least, "limit_share": least / busy}
+    return record

@@ -10,7 +10,6 @@ from typing import Any, Generic, TypeVar
 
 from tunesmith.algorithms.objective import Objective
 from tunesmith.backends.base import Metrics
-from tunesmith.config.schema import EvalSection
 from tunesmith.data.batch import Batch
 from tunesmith.data.loader import Loader
 from tunesmith.loop.learner import Learner
@@ -22,7 +21,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class SupervisedParts(Generic[T]):
-    """The loop's inputs, built by ``tunesmith.assembly``. A ``T`` is one line of data, ready for use."""
+    """Everything that ``run`` works with; ``tunesmith.assembly`` builds it. See ``session.Parts``.
+
+    A ``T`` is one line of data, ready for use.
+    """
 
     items: Loader[T]
     learner: Learner
@@ -31,44 +33,40 @@ class SupervisedParts(Generic[T]):
     """Makes an optimizer batch with every column the objective reads; may run models to score it."""
     evaluate: Callable[[], Metrics] | None
     """Returns the held-out set's metrics, under names that begin with ``eval/``."""
-    evaluation: EvalSection
     summarise: Callable[[Metrics], Metrics] = dict
     """Makes a step's metrics from the objective's, which are sums over micro-batches."""
     save_beside: Callable[[Path], None] | None = None
     """Writes everything else a run needs to continue, after the backend has written the model."""
     describe: Callable[[Path], None] | None = None
-    """Writes measurements of the model; skipped when a signal ends the run, as it may take long."""
+    """Writes measurements of the model into a checkpoint."""
 
-    def write(self, directory: Path, model_only: bool) -> None:
-        """Write the model, and everything else a run needs, into a checkpoint's directory."""
+    @property
+    def epoch(self) -> int:
+        return self.items.epoch
+
+    def write(self, directory: Path, *, model_only: bool) -> None:
         self.learner.backend.save(directory, model_only=model_only)
         if self.save_beside is not None and not model_only:
             self.save_beside(directory)
 
-    def write_and_describe(self, directory: Path, model_only: bool) -> None:
-        """As ``write``, with measurements of the model."""
-        self.write(directory, model_only)
-        if self.describe is not None:
-            self.describe(directory)
+    def load(self, directory: Path) -> None:
+        self.learner.backend.load(directory)
 
     def state(self) -> Callable[[], dict[str, Any]]:
-        """The rest of the state that the loop needs to continue from here."""
         state = {"samples": self.items.state_dict(), **self.learner.caps}
         return lambda: state
 
     def take(self, state: dict[str, Any]) -> None:
-        """Continue from ``state``."""
         self.items.load_state_dict(state["samples"])
         self.learner.resume(state)
+
+    def give_up(self) -> None:
+        self.learner.backend.give_up()
 
 
 def run(parts: SupervisedParts[T], session: Session) -> None:
     """Train until the configured step; evaluate and save on the way."""
-    session.begin(parts.state(), parts.items.epoch)
-    if session.owes_evaluation(parts.evaluation.at_start):
-        _evaluate(parts, session)
-        if session.step and session.evaluated and session.checkpoint_due():
-            session.save(parts.write_and_describe)
+    _evaluate_and_save(parts, session)  # at the start; or after a resume, if a signal prevented it
     while session.running:
         items = parts.items.next_batch()
         with session.phase("train"):
@@ -77,22 +75,20 @@ def run(parts: SupervisedParts[T], session: Session) -> None:
             metrics = parts.summarise(parts.learner.update(batch, parts.objective)) | scored
         tokens, samples, epoch = float(batch.num_tokens), float(batch.num_samples), float(parts.items.epoch)
         session.finish_step(metrics | {"tokens": tokens, "samples": samples, "epoch": epoch})
-        session.settle(parts.state(), parts.items.epoch)
-        if session.evaluation_due():
-            _evaluate(parts, session)
-        if session.checkpoint_due():
-            session.save(parts.write_and_describe)
+        _evaluate_and_save(parts, session)
     if session.checkpoints.newest() is None:
-        session.save(parts.write_and_describe)
+        session.save()
 
 
-def _evaluate(parts: SupervisedParts[T], session: Session) -> None:
-    if parts.evaluate is None:
-        return
-    with session.phase("eval"), parts.learner.backend.ema_weights() if parts.evaluation.use_ema else nullcontext():
-        metrics = parts.evaluate()
-    with interrupts.held():
-        session.finish_evaluation(metrics)
+def _evaluate_and_save(parts: SupervisedParts[T], session: Session) -> None:
+    """Evaluate the model and write a checkpoint, whichever is due."""
+    if parts.evaluate is not None and session.evaluation_due():
+        with session.phase("eval"), parts.learner.backend.ema_weights() if session.eval.use_ema else nullcontext():
+            metrics = parts.evaluate()
+        with interrupts.held():
+            session.finish_evaluation(metrics)
+    if session.checkpoint_due():
+        session.save()
 
 
 def evaluate(
