@@ -32,7 +32,7 @@ from typing import Annotated
 import numpy as np
 from pydantic import Field
 
-from tunesmith.algorithms.advantages import Estimator
+from tunesmith.algorithms.advantages import Estimator, GroupEstimator
 from tunesmith.algorithms.corrections import Correction
 from tunesmith.algorithms.losses import Loss, TokenLoss
 from tunesmith.algorithms.outcomes import Advantages
@@ -81,6 +81,15 @@ class Fading(Loss):
 
     def __call__(self, batch):
         return TokenLoss(-batch.columns["weight"] * batch.advantages * batch.logprobs)
+
+
+class TakesNoRng(Fading):
+    def columns(self, batch):
+        return {}
+
+
+class NoRelative(GroupEstimator):
+    pass
 
 
 PRESET = {"advantage": "mine.py:Plain", "loss": {"type": "mine.py:Scaled", "alpha": 2.0}, "aggregation": "token_mean"}
@@ -198,6 +207,8 @@ def test_another_process_finds_the_class_by_its_reference(folder: Path) -> None:
         ('loss = "mine.py:Half"', ["Half is not a loss"]),
         ('loss = "mine.py:NotCallable"', ["NotCallable has no __call__(self, batch)"]),
         ('loss = "mine.py:TakesTwo"', ["mine.py, line 37", "TakesTwo.__call__ has to take (self, batch)"]),
+        ('loss = "mine.py:TakesNoRng"', ["mine.py, line 57", "TakesNoRng.columns has to take (self, batch, rng)"]),
+        ('advantage = "mine.py:NoRelative"', ["NoRelative has no relative(self, rewards, lengths)"]),
         ('loss = "mine.py:PRESET"', ["is not a class"]),
         ('loss = { type = "mine.py:Scaled", beta = 1 }', ["has no key beta; it has alpha"]),
         ('loss = { type = "mine.py:Scaled", alpha = -1 }', ["algorithm.loss.alpha is -1", "a number of at least 0"]),

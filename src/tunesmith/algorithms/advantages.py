@@ -43,9 +43,9 @@ class Estimator(Choice):
     shaping: ClassVar[str] = ""
     """Why shaping a rollout's reward has no effect; empty if it has an effect."""
 
+    @abstractmethod
     def __call__(self, outcomes: Sequence[Outcome]) -> Advantages:
         """Advantages of a whole batch, one array ``[n]`` per rollout; rewards are finite."""
-        raise NotImplementedError
 
 
 def compute_advantages(estimator: Estimator, outcomes: Sequence[Outcome]) -> Advantages:

@@ -14,6 +14,7 @@ smaller and does not give the rest more weight.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import Annotated, Self
 
 import numpy as np
@@ -29,9 +30,9 @@ class Correction(Choice):
 
     what = "correction"
 
+    @abstractmethod
     def __call__(self, log_weights: Floats) -> Floats:
         """Weights ``[n]`` of a sample's policy tokens, from ``log w [n]``; all finite."""
-        raise NotImplementedError
 
 
 class NoCorrection(Correction):

@@ -82,9 +82,9 @@ class Loss(Choice):
         """
         return {}
 
+    @abstractmethod
     def __call__(self, batch: PolicyBatch) -> TokenLoss:
         """The loss of every token of a micro-batch, with gradient; called once per forward pass."""
-        raise NotImplementedError
 
 
 Bound = Annotated[float, Field(ge=0)]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Mapping
+from inspect import isfunction
 from pathlib import Path
 from typing import Any, ClassVar, Self, cast
 
@@ -112,17 +113,19 @@ class Choice(Section):
 
     @classmethod
     def _problem_of(cls, kind: type[Any], base: str) -> str:
-        """The problem with a user's class (its base, or the signature of its ``__call__``); empty if there is none."""
+        """The problem with a user's class (its base, or one of its methods); empty if there is none."""
         if not issubclass(kind, cls):
             return f"{kind.__name__} is not a {cls.what}; make it a subclass of {base}"
-        wanted = list(inspect.signature(vars(cls)["__call__"]).parameters)
-        call = next(vars(base)["__call__"] for base in kind.__mro__ if "__call__" in vars(base))
-        if call is vars(cls)["__call__"]:
-            return f"{kind.__name__} has no __call__({', '.join(wanted)})"
-        try:
-            inspect.signature(call).bind(*wanted)
-        except TypeError:
-            return f"{kind.__name__}.__call__ has to take ({', '.join(wanted)})"
+        ours = [each for each in kind.__mro__ if issubclass(each, cls) and each.__module__.startswith("tunesmith.")]
+        methods = {name: value for each in reversed(ours) for name, value in vars(each).items() if isfunction(value)}
+        for name, method in methods.items():
+            wanted = list(inspect.signature(method).parameters)
+            if name in kind.__abstractmethods__:
+                return f"{kind.__name__} has no {name}({', '.join(wanted)})"
+            try:
+                inspect.signature(getattr(kind, name)).bind(*wanted)
+            except TypeError:
+                return f"{kind.__name__}.{name} has to take ({', '.join(wanted)})"
         return ""
 
     @classmethod

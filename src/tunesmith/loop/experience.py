@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
 from tunesmith.algorithms.advantages import CriticEstimator, compute_advantages
 from tunesmith.algorithms.columns import prepare_columns
 from tunesmith.algorithms.kl import KLInReward, kl_values
-from tunesmith.algorithms.outcomes import Outcome
+from tunesmith.algorithms.outcomes import Outcome, flat
 from tunesmith.algorithms.shaping import clip_reward, stop_properly
 from tunesmith.config.algorithm import AlgorithmSection
 from tunesmith.data.batch import Batch, Floats
@@ -37,45 +38,33 @@ def make_experience(
     """
     played = [(r, number) for number, group in enumerate(groups) for r in group.usable if r.num_sampled]
     rollouts = [rollout for rollout, _ in played]
+    shaped = partial(_shaped, algorithm=algorithm, max_new_tokens=max_new_tokens)
+    greedy = [group.greedy and shaped(group.greedy) for group in groups]
+    weights = reward_weights or {}
+    outcomes = [
+        Outcome(group, shaped(r), r.num_sampled, r.rewards, weights, greedy_reward=greedy[group]) for r, group in played
+    ]
+    if algorithm.advantage.by_turn:
+        outcomes = [_paid_by_turn(o, rollout) for o, rollout in zip(outcomes, rollouts, strict=True)]
+
     batch = rollout_batch(played)
     if algorithm.decoupled:
         batch.add("old_logprobs", learner.score(batch))
-    rewards = [_shaped(rollout, algorithm, max_new_tokens) for rollout in rollouts]
-    greedy = [group.greedy and _shaped(group.greedy, algorithm, max_new_tokens) for group in groups]
-    paid: list[Floats | None] = [None] * len(rollouts)
-    if algorithm.advantage.by_turn:
-        turns = [np.array([reward for record in r.records for reward in record.token_rewards]) for r in rollouts]
-        paid = [own if own.any() else None for own in turns]
-        rewards = [r - float(t.sum()) for r, t in zip(rewards, turns, strict=True)]
     if algorithm.reference:
         batch.add("ref_logprobs", learner.score(batch, reference=True))
-        if isinstance(algorithm.kl, KLInReward):
-            kl = kl_values(batch.columns["old_logprobs"], batch.columns["ref_logprobs"], algorithm.kl.estimator)
-            # A KL of NaN adds no penalty; the loss leaves that token out.
-            penalty = by_rollout(batch, np.nan_to_num(-kl_coef * kl))
-            paid = [k if p is None else p + k for p, k in zip(paid, penalty, strict=True)]
-    outcomes = [
-        Outcome(
-            group,
-            reward,
-            rollout.num_sampled,
-            rollout.rewards,
-            reward_weights or {},
-            token_rewards,
-            greedy_reward=greedy[group],
-        )
-        for (rollout, group), reward, token_rewards in zip(played, rewards, paid, strict=True)
-    ]
+    if isinstance(algorithm.kl, KLInReward):
+        outcomes = _penalised(outcomes, batch, algorithm.kl.estimator, kl_coef)
     if critic:
         bootstrap = isinstance(algorithm.advantage, CriticEstimator) and algorithm.advantage.bootstrap_truncated
-        outcomes = _valued(batch, outcomes, rollouts, critic, bootstrap)
+        outcomes = _valued(outcomes, batch, rollouts, critic, bootstrap)
+
     estimated = compute_advantages(algorithm.advantage, outcomes)
-    batch.add("advantages", np.concatenate([np.zeros(0), *estimated.advantages]))
+    batch.add("advantages", flat(estimated.advantages))
     if estimated.returns is not None:
-        batch.add("returns", np.concatenate([np.zeros(0), *estimated.returns]))
+        batch.add("returns", flat(estimated.returns))
     masked = np.array([algorithm.mask_truncated and r.finish_reason == "length" for r in rollouts], np.bool_)
-    _note_tokens([r if not left_out else None for r, left_out in zip(rollouts, masked, strict=True)], batch, algorithm)
     batch = batch.take(np.flatnonzero(~masked[batch.rollout]))
+    _note_tokens(rollouts, batch, algorithm)
     prepare_columns(batch, algorithm, seed)
     return batch
 
@@ -94,27 +83,6 @@ def rollout_batch(played: Sequence[tuple[Rollout, int]]) -> Batch:
     return batch
 
 
-def _note_tokens(rollouts: Sequence[Rollout | None], batch: Batch, algorithm: AlgorithmSection) -> None:
-    """Store the batch's values of each rollout's tokens in the rollout; None for rollouts that are not learned from."""
-    columns = batch.columns
-    noted = {"advantage": columns["advantages"]}
-    if algorithm.reference:
-        noted["reference"] = columns["ref_logprobs"]
-    if algorithm.decoupled:
-        noted["ratio"] = np.exp(columns["old_logprobs"] - columns["behaviour_logprobs"])
-    by_token = {name: by_rollout(batch, values) for name, values in noted.items()}
-    for number, rollout in enumerate(rollouts):
-        if rollout:
-            rollout.by_token = {name: values[number] for name, values in by_token.items()}
-            rollout.advantage = float(np.mean(rollout.by_token["advantage"]))
-
-
-def by_rollout(batch: Batch, values: Floats) -> list[Floats]:
-    """``[N]`` as one array per rollout, record after record."""
-    counts = np.bincount(batch.rollout, batch.counts).astype(np.int64)
-    return np.split(values, np.cumsum(counts)[:-1]) if len(counts) else []
-
-
 def _shaped(rollout: Rollout, algorithm: AlgorithmSection, max_new_tokens: int) -> float:
     assert rollout.reward is not None, "a rollout without a reward is not learned from"
     reward = rollout.reward
@@ -126,8 +94,25 @@ def _shaped(rollout: Rollout, algorithm: AlgorithmSection, max_new_tokens: int) 
     return clip_reward(reward, *algorithm.reward_clip) if algorithm.reward_clip else reward
 
 
+def _paid_by_turn(outcome: Outcome, rollout: Rollout) -> Outcome:
+    """The rewards of turns are paid at the ends of their turns, and only the rest at the last token."""
+    turns = np.array([reward for record in rollout.records for reward in record.token_rewards], np.float64)
+    return replace(outcome, reward=outcome.reward - float(turns.sum()), token_rewards=turns)
+
+
+def _penalised(outcomes: Sequence[Outcome], batch: Batch, estimator: str, kl_coef: float) -> list[Outcome]:
+    """Subtract the KL to the reference from the reward of every token."""
+    kl = kl_values(batch.columns["old_logprobs"], batch.columns["ref_logprobs"], estimator)
+    # A KL of NaN adds no penalty; the loss leaves that token out.
+    penalties = by_rollout(batch, np.nan_to_num(-kl_coef * kl))
+    return [
+        replace(o, token_rewards=penalty if o.token_rewards is None else o.token_rewards + penalty)
+        for o, penalty in zip(outcomes, penalties, strict=True)
+    ]
+
+
 def _valued(
-    batch: Batch, outcomes: Sequence[Outcome], rollouts: Sequence[Rollout], critic: Critic, bootstrap: bool
+    outcomes: Sequence[Outcome], batch: Batch, rollouts: Sequence[Rollout], critic: Critic, bootstrap: bool
 ) -> list[Outcome]:
     """Add the critic's values; with ``bootstrap`` also the value of the state in which a limit ended a rollout."""
     values, ends = critic.values(batch, ends=bootstrap)
@@ -138,3 +123,24 @@ def _valued(
         replace(outcome, values=own, final_value=final)
         for outcome, own, final in zip(outcomes, by_rollout(batch, values), finals, strict=True)
     ]
+
+
+def _note_tokens(rollouts: Sequence[Rollout], batch: Batch, algorithm: AlgorithmSection) -> None:
+    """Store the batch's values of each rollout's tokens in the rollout."""
+    columns = batch.columns
+    noted = {"advantage": columns["advantages"]}
+    if algorithm.reference:
+        noted["reference"] = columns["ref_logprobs"]
+    if algorithm.decoupled:
+        noted["ratio"] = np.exp(columns["old_logprobs"] - columns["behaviour_logprobs"])
+    by_token = {name: by_rollout(batch, values) for name, values in noted.items()}
+    for number in np.unique(batch.rollout):
+        rollout = rollouts[number]
+        rollout.by_token = {name: values[number] for name, values in by_token.items()}
+        rollout.advantage = float(np.mean(rollout.by_token["advantage"]))
+
+
+def by_rollout(batch: Batch, values: Floats) -> list[Floats]:
+    """``[N]`` as one array per rollout, record after record."""
+    counts = np.bincount(batch.rollout, batch.counts).astype(np.int64)
+    return np.split(values, np.cumsum(counts)[:-1]) if len(counts) else []
