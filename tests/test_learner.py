@@ -368,7 +368,7 @@ def test_a_step_that_did_not_fit_is_the_step_of_the_lower_cap_bit_by_bit(
     lower = learner_of(backend_of(models["llama"], dtype), 40)
     metrics, expected = learner.update(batch, SFTObjective()), lower.update(batch, SFTObjective())
     assert metrics == expected | {"memory_retries": 1.0}
-    assert learner.max_tokens == 40
+    assert learner.caps["max_tokens"] == 40
     (line,) = told
     assert "did not fit" in line and "max_tokens_per_microbatch" in line and "80 to 40" in line
     second, expected = learner.update(batch, SFTObjective()), lower.update(batch, SFTObjective())
@@ -390,7 +390,7 @@ def test_scoring_halves_too(models: dict[str, Path]) -> None:
     batch = Batch.of(samples_of())
     learner = learner_of(Failing(backend_of(models["llama"]), above=70, where="forward"), 240)
     scored = learner.score(batch)
-    assert learner.max_tokens == 60
+    assert learner.caps["max_tokens"] == 60
     assert scored.tolist() == learner_of(backend_of(models["llama"]), 60).score(batch).tolist()
 
 
@@ -400,7 +400,7 @@ def test_scoring_has_a_cap_of_its_own(models: dict[str, Path]) -> None:
     backend = Failing(backend_of(models["llama"]), above=70, where="forward")
     learner = learner_of(backend, 60, scoring_max_tokens=240)
     scored = learner.score(batch)
-    assert learner.caps == {"max_tokens": 60, "scoring_max_tokens": 60} and learner.max_tokens == 60
+    assert learner.caps == {"max_tokens": 60, "scoring_max_tokens": 60}
     learner = learner_of(backend_of(models["llama"]), 60, scoring_max_tokens=240)
     np.testing.assert_allclose(learner.score(batch), scored, rtol=1e-5)
     learner.update(batch, SFTObjective())
@@ -429,10 +429,10 @@ def test_a_cap_lowered_for_short_sequences_gives_way_to_a_longer_one() -> None:
     backend.limit = 8
     learner = learner_of(backend, 64)
     learn([Sample([i, 2, 3, 4], [False, True, True, True]) for i in range(32)])
-    assert learner.max_tokens == 8
+    assert learner.caps["max_tokens"] == 8
     backend.limit = 64
     learn([Sample([7] * 30, [False] + [True] * 29)])
-    assert learner.max_tokens == 8
+    assert learner.caps["max_tokens"] == 8
     with pytest.raises(SampleTooLong):
         learn([Sample([7] * 65, [False] + [True] * 64)])
 
@@ -453,13 +453,13 @@ def test_other_errors_are_not_taken_for_memory(models: dict[str, Path]) -> None:
     learner = learner_of(backend_of(models["llama"]))
     with pytest.raises(RuntimeError, match="size mismatch"):
         learner.update(Batch.of(samples_of()), broken)
-    assert learner.max_tokens == 4096
+    assert learner.caps["max_tokens"] == 4096
 
 
 def test_a_checkpoints_lower_cap_is_taken_over_and_told() -> None:
     told: list[str] = []
     learner = learner_of(Recorder(), 100, report=told.append)
     learner.resume({"max_tokens": 200})
-    assert learner.max_tokens == 100 and not told
+    assert learner.caps["max_tokens"] == 100 and not told
     learner.resume({"max_tokens": 50})
-    assert learner.max_tokens == 50 and "50 tokens" in told[0]
+    assert learner.caps["max_tokens"] == 50 and "50 tokens" in told[0]

@@ -31,7 +31,7 @@ TOTALS = ("microbatches", "trained_tokens", "attainable_seconds", "skipped_steps
 
 @dataclass(slots=True)
 class Learner:
-    """Takes optimizer steps on batches. The caps shrink when memory runs out and stay shrunk.
+    """Takes optimizer steps on batches. The ``caps`` shrink when memory runs out and stay shrunk.
 
     A sequence longer than a shrunk cap still gets a micro-batch by itself; one longer than the cap at the start is
     refused.
@@ -42,9 +42,9 @@ class Learner:
     max_new_tokens: int | None
     learning_rate: Callable[[int], float]
     max_tokens: int
-    """Tokens per micro-batch."""
+    """Tokens per micro-batch, at the start."""
     scoring_max_tokens: int | None = None
-    """Tokens per micro-batch without gradients; None: the same as ``max_tokens``."""
+    """Tokens per micro-batch without gradients, at the start; None: always the same as with gradients."""
     share_prompts: bool = True
     keep_groups: bool = False
     """Samples of one group share a micro-batch, because the objective compares them."""
@@ -53,8 +53,8 @@ class Learner:
     flops_per_second: float | None = None
     """The rate that the device attains, for ``attainable_seconds``; None leaves that metric out."""
     report: Callable[[str], None] = print
-    _initial: dict[str, int] = field(init=False)
-    """The caps at the start."""
+    caps: dict[str, int] = field(init=False)
+    """The current tokens per micro-batch, by the name of the field that has those at the start."""
     _learned: bool = field(default=False, init=False)
     """Whether an optimizer step has changed the weights."""
     _retries: int = field(default=0, init=False)
@@ -65,19 +65,15 @@ class Learner:
     """Consecutive optimizer steps that have not changed the weights."""
 
     def __post_init__(self) -> None:
-        self._initial = self.caps
-
-    @property
-    def caps(self) -> dict[str, int]:
-        """The current caps, by attribute name."""
-        scoring = {} if self.scoring_max_tokens is None else {SCORING: self.scoring_max_tokens}
-        return {TRAINING: self.max_tokens, **scoring}
+        self.caps = {TRAINING: self.max_tokens}
+        if self.scoring_max_tokens is not None:
+            self.caps[SCORING] = self.scoring_max_tokens
 
     def resume(self, caps: Mapping[str, Any]) -> None:
         """Take over a checkpoint's caps where they are lower, because memory ran out before."""
         for name, cap in self.caps.items():
             if caps.get(name, cap) < cap:
-                setattr(self, name, caps[name])
+                self.caps[name] = caps[name]
                 self.report(f"{SETTINGS[name]} stays at {caps[name]} tokens, as in the checkpoint")
         self._learned = self.backend.optimizer_steps > 0
 
@@ -189,13 +185,13 @@ class Learner:
         """Packings of a batch, to be tried until one fits in memory, each with half the cap of the one before.
 
         Args:
-            name: the cap's.
+            name: the cap's, in ``caps``.
         """
-        name = name if name in self._initial else TRAINING
+        name = name if name in self.caps else TRAINING
         while True:
             longest = self._longest(batch)
             # A longer sequence raises a cap that was lowered on shorter ones.
-            cap = max(self.caps[name], min(self._initial[name], longest))
+            cap = max(self.caps[name], min(getattr(self, name), longest))
             attempt = _Attempt(
                 Packing.of(
                     batch,
@@ -213,8 +209,7 @@ class Learner:
 
     def _halve(self, name: str, failure: str, longest: int, before: int) -> None:
         self._retries += 1
-        lowered = min(self.caps[name], max(longest, before // 2))
-        setattr(self, name, lowered)
+        lowered = self.caps[name] = min(self.caps[name], max(longest, before // 2))
         if max(longest, lowered) >= before:
             raise DeviceMemoryError(
                 f"{failure}, and no micro-batch can be smaller than the longest "

@@ -68,7 +68,7 @@ class RLParts:
         rest = {
             **self.learner.caps,
             "kl": self.kl.state_dict(),
-            "critic": self.critic.learner.caps if self.critic else None,
+            "critic": {**self.critic.learner.caps} if self.critic else None,
         }
         return lambda: {"tasks": tasks(), **rest}
 
