@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from micro import random_batch
-from tunesmith.algorithms.columns import prepare_columns
 from tunesmith.algorithms.corrections import Correction, NoCorrection, correction_weights
+from tunesmith.algorithms.objective import prepare_columns
 from tunesmith.algorithms.resolve import resolve_algorithm
 from tunesmith.config.algorithm import AlgorithmSection
 

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from micro import batch_of, gather, micro_batch, random_batch, random_logprobs
 from tunesmith.algorithms.aggregation import weigh
-from tunesmith.algorithms.columns import prepare_columns
 from tunesmith.algorithms.losses import (
     PPO,
     ClipCov,
@@ -21,7 +20,7 @@ from tunesmith.algorithms.losses import (
     group_logprob,
     value_loss,
 )
-from tunesmith.algorithms.objective import SFTObjective, ValueObjective, policy_objective
+from tunesmith.algorithms.objective import SFTObjective, ValueObjective, policy_objective, prepare_columns
 from tunesmith.algorithms.resolve import resolve_algorithm
 from tunesmith.config.algorithm import AlgorithmSection
 from tunesmith.data.batch import Batch

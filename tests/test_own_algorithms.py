@@ -16,8 +16,7 @@ from tiny import save_model
 from tiny_runs import rl_settings
 from training import backend_of, difference, gradient, learner_of, samples_of
 from tunesmith import assembly
-from tunesmith.algorithms.columns import prepare_columns
-from tunesmith.algorithms.objective import policy_objective
+from tunesmith.algorithms.objective import policy_objective, prepare_columns
 from tunesmith.algorithms.resolve import resolve_algorithm
 from tunesmith.config.algorithm import AlgorithmSection
 from tunesmith.config.load import load_config

@@ -10,8 +10,7 @@ from torch import Tensor
 from trl_trainers import grpo_loss
 from verl_losses import AGGREGATIONS, verl_loss
 
-from tunesmith.algorithms.columns import prepare_columns
-from tunesmith.algorithms.objective import SFTObjective
+from tunesmith.algorithms.objective import SFTObjective, prepare_columns
 
 seeds = pytest.mark.parametrize("seed", SEEDS)
 aggregations = pytest.mark.parametrize("aggregation", sorted(AGGREGATIONS))

@@ -13,9 +13,8 @@ from torch import Tensor
 
 from tunesmith.algorithms.advantages import Estimator, compute_advantages
 from tunesmith.algorithms.aggregation import weigh
-from tunesmith.algorithms.columns import prepare_columns
 from tunesmith.algorithms.losses import Loss
-from tunesmith.algorithms.objective import Objective, policy_objective
+from tunesmith.algorithms.objective import Objective, policy_objective, prepare_columns
 from tunesmith.algorithms.outcomes import Floats, Outcome
 from tunesmith.algorithms.resolve import resolve_algorithm
 from tunesmith.config.algorithm import AlgorithmSection

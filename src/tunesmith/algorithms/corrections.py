@@ -20,8 +20,8 @@ from typing import Annotated, Self
 import numpy as np
 from pydantic import Field, model_validator
 
-from tunesmith.algorithms.advantages import Floats
 from tunesmith.algorithms.losses import MAX_LOG_RATIO
+from tunesmith.algorithms.outcomes import Floats
 from tunesmith.config.choice import Choice
 
 

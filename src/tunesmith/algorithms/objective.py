@@ -20,7 +20,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tunesmith.algorithms.columns import OWN
+import numpy as np
+
+from tunesmith.algorithms.corrections import NoCorrection, correction_weights
 from tunesmith.algorithms.kl import KLInLoss, kl_loss
 from tunesmith.algorithms.losses import Loss, PolicyBatch, TokenLoss, value_loss
 
@@ -28,10 +30,31 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from tunesmith.config.algorithm import AlgorithmSection
+    from tunesmith.data.batch import Batch
     from tunesmith.data.forest import Forest, Predictions
 
 TensorMetrics = dict[str, "Tensor"]
 Objective = Callable[["Forest", "Predictions"], "tuple[Tensor, TensorMetrics]"]
+
+OWN = "loss."
+"""Before the names of the loss's own columns in a batch, so that none replaces a column of the training loop."""
+
+
+def prepare_columns(batch: Batch, algorithm: AlgorithmSection, seed: int) -> None:
+    """Add ``correction``, if the resolved ``algorithm`` has one, and its loss's own columns.
+
+    They depend on whole sequences, groups or the batch, so they are computed before any split.
+
+    Args:
+        batch: a rollout batch with ``advantages``, ``old_logprobs`` and, for a correction, ``behaviour_logprobs``.
+        seed: for a loss that draws at random.
+    """
+    if not isinstance(algorithm.correction, NoCorrection):
+        old, sampler = (batch.split(batch.columns[name]) for name in ("old_logprobs", "behaviour_logprobs"))
+        weights = [correction_weights(algorithm.correction, *pair) for pair in zip(old, sampler, strict=True)]
+        batch.add("correction", np.concatenate([np.zeros(0), *weights]))
+    for name, values in algorithm.loss.columns(batch, np.random.default_rng(seed)).items():
+        batch.add(OWN + name, values)
 
 
 class _Tokens:

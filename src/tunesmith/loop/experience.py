@@ -9,8 +9,8 @@ from functools import partial
 import numpy as np
 
 from tunesmith.algorithms.advantages import CriticEstimator, compute_advantages
-from tunesmith.algorithms.columns import prepare_columns
 from tunesmith.algorithms.kl import KLInReward, kl_values
+from tunesmith.algorithms.objective import prepare_columns
 from tunesmith.algorithms.outcomes import Outcome, flat
 from tunesmith.algorithms.shaping import clip_reward, stop_properly
 from tunesmith.config.algorithm import AlgorithmSection
