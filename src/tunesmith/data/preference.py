@@ -6,7 +6,7 @@ the text that the template writes after it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import cast
 
@@ -16,7 +16,7 @@ from tunesmith.data.chat import Rendered
 from tunesmith.data.formats import Example
 from tunesmith.data.prompts import learned_texts, with_system
 from tunesmith.data.reading import Prepared, Reading, Sources
-from tunesmith.data.tokens import Span, Tokenizer, encode_with_offsets, mask_spans, with_leading
+from tunesmith.data.tokens import Span, Tokenizer, mask_spans, with_leading
 from tunesmith.data.trie import num_forest_tokens
 from tunesmith.errors import DataError
 from tunesmith.types import Prompt, Sample
@@ -111,8 +111,8 @@ def load_steps(
     """
     reading = Reading.of(section, source, tokenizer, "steps")
 
-    def render(example: Example) -> tuple[Example, str, list[Span]]:
-        """The example in steps, its text, and the spans of the separators."""
+    def render(example: Example) -> tuple[Example, list[Rendered]]:
+        """The example in steps, and its text with the spans of the separators."""
         example = with_steps(example, separator, marks)
         assert example.prompt is not None
         text = cast("str", example.prompt)
@@ -122,46 +122,35 @@ def load_steps(
         for step in example.steps:
             text += step + separator
             spans.append((len(text) - len(separator), len(text)))
-        return example, text, spans
+        return example, [Rendered(text, tuple(spans))]
 
-    rendered = reading.each(render)
-    encoded = encode_with_offsets(tokenizer, [text for _, (_, text, _) in rendered])
     items: list[tuple[int, Solution]] = []
-    for (_, (example, text, spans)), joint in zip(rendered, encoded, strict=True):
-        try:
-            bare, inside = mask_spans(tokenizer, text, joint, spans)
-        except DataError as error:
-            reading.report.bad(example.where, str(error))
-            continue
-        ids = bare if reading.template else with_leading(reading.leading, bare)
-        inside = [False] * (len(ids) - len(bare)) + inside
-        last = [here and not after for here, after in zip(inside, [*inside[1:], False], strict=True)]
-        fitted = reading.fit_sample(example, Sample(list(ids), last))
-        if fitted is not None:
+    for example, ((text, joint),) in reading.encoded([found for _, found in reading.each(render)]):
+        with reading.report.line(example.where):
+            bare, inside = mask_spans(tokenizer, text.text, joint, text.spans)
+            ids = bare if reading.template else with_leading(reading.leading, bare)
+            inside = [False] * (len(ids) - len(bare)) + inside
+            last = [here and not after for here, after in zip(inside, [*inside[1:], False], strict=True)]
+            fitted = reading.fit_sample(Sample(list(ids), last))
             places = tuple(place for place, judged in enumerate(fitted.loss_mask) if judged)
             kept = slice(-len(places), None) if section.too_long == "truncate_left" else slice(len(places))
             items.append((example.source, Solution(fitted.token_ids, places, example.labels[kept])))
     return reading.prepared(items)
 
 
-def _answers(reading: Reading) -> Iterator[tuple[Example, list[Sample]]]:
+def _answers(reading: Reading) -> list[tuple[Example, list[Sample]]]:
     """Every usable example with the samples of its answers: one, or the preferred and the rejected one."""
 
     def render(example: Example) -> list[Rendered]:
         answers = [answer for answer in (example.completion, example.rejected) if answer is not None]
         return [_one_text(reading, example, answer) for answer in answers]
 
-    rendered = reading.each(render)
-    encoded = encode_with_offsets(reading.tokenizer, [text.text for _, texts in rendered for text in texts])
-    for example, texts in rendered:
-        joints = [next(encoded) for _ in texts]
-        samples: list[Sample] = []
-        for text, joint in zip(texts, joints, strict=True):
-            if (sample := reading.sample(example, text, joint, ended=True)) is None:
-                break
-            samples.append(sample)
-        else:
-            yield example, samples
+    answered: list[tuple[Example, list[Sample]]] = []
+    for example, texts in reading.encoded(reading.each(render)):
+        with reading.report.line(example.where):
+            samples = [reading.sample(example, text, joint, ended=True) for text, joint in texts]
+            answered.append((example, samples))
+    return answered
 
 
 def _one_text(reading: Reading, example: Example, answer: Prompt) -> Rendered:

@@ -16,7 +16,7 @@ from tunesmith.data.prompts import PromptEncoder, learned_texts, note_turn_end
 from tunesmith.data.reading import Prepared, Reading, Sources, as_sources, check_section, examples_of, weights_of
 from tunesmith.data.report import LoadReport
 from tunesmith.data.sources import on_hub
-from tunesmith.data.tokens import Tokenizer, encode_with_offsets
+from tunesmith.data.tokens import Tokenizer
 from tunesmith.types import Prompt, Sample, Task
 
 TaskSet = Prepared[Task]
@@ -73,13 +73,11 @@ def load_tasks(
     rendered = reading.each(lambda example: encoder.text(cast("Prompt", example.prompt), example.tools))
     tasks: list[tuple[int, Task]] = []
     for (example, _), ids in zip(rendered, encoder.encode([text for _, text in rendered]), strict=True):
-        fitted = reading.fit_prompt(encoder, example, ids)
-        if fitted is None:
-            continue
-        prompt, ids = fitted
-        if isinstance(example.prompt, str) and isinstance(prompt, list):
-            prompt = prompt[-1]["content"]  # rewards get the prompt in the data's own form
-        tasks.append((example.source, Task(example.id, prompt, tuple(ids), example.columns)))
+        with reading.report.line(example.where):
+            prompt, fitted = reading.fit_prompt(encoder, example, ids)
+            if isinstance(example.prompt, str) and isinstance(prompt, list):
+                prompt = prompt[-1]["content"]  # rewards get the prompt in the data's own form
+            tasks.append((example.source, Task(example.id, prompt, tuple(fitted), example.columns)))
     return reading.prepared(tasks)
 
 
@@ -103,13 +101,11 @@ def load_samples(section: DataSection, source: Sources, tokenizer: Tokenizer) ->
             f"{split} conversations became several samples each: the chat template renders earlier turns "
             "differently once a conversation continues. Every assistant turn is learned once, as it is sampled."
         )
-    flat = [(example, text) for example, texts in rendered for text in texts]
     if template is not None:
-        note_turn_end(template, [text for _, text in flat], report)
-    encoded = encode_with_offsets(tokenizer, [text.text for _, text in flat])
-    samples = [
-        (example.source, sample)
-        for (example, text), joint in zip(flat, encoded, strict=True)
-        if (sample := reading.sample(example, text, joint)) is not None
-    ]
+        note_turn_end(template, [text for _, texts in rendered for text in texts], report)
+    samples: list[tuple[int, Sample]] = []
+    for example, texts in reading.encoded(rendered):
+        for text, joint in texts:
+            with report.line(example.where):
+                samples.append((example.source, reading.sample(example, text, joint)))
     return reading.prepared(samples)

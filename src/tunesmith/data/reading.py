@@ -5,7 +5,7 @@ The report (``data.report``) counts and lists every unusable line.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar, cast
 
@@ -14,7 +14,7 @@ from tunesmith.data.chat import ChatTemplate, Rendered
 from tunesmith.data.formats import Example, Format, Goal, convert, detect
 from tunesmith.data.loader import Loader, Part, fingerprint_of
 from tunesmith.data.prompts import PromptEncoder, choose_template, with_system
-from tunesmith.data.report import LoadReport, Skipped
+from tunesmith.data.report import LoadReport, TooLong
 from tunesmith.data.sources import BadLine, SourceRow, read
 from tunesmith.data.tokens import Encoded, Tokenizer, decode, encode_with_offsets, leading_ids, mask_spans, with_leading
 from tunesmith.errors import ConfigError, DataError
@@ -79,7 +79,7 @@ class Reading:
         limit = "max_prompt_tokens" if goal == "rl" else "max_tokens"
         if section.too_long != "error" and getattr(section, limit) is None:
             raise ConfigError(f"data.too_long = '{section.too_long}' needs a limit: set data.{limit}.")
-        sources, report = as_sources(source), LoadReport(skip_bad=section.skip_bad)
+        sources, report = as_sources(source), LoadReport(section.skip_bad, section.too_long == "skip")
         examples: list[Example] = []
         for index, one in enumerate(sources):
             before, seen = len(examples), set[str]()
@@ -106,16 +106,20 @@ class Reading:
                 results.append((example, make(example)))
         return results
 
-    def sample(self, example: Example, text: Rendered, joint: Encoded, *, ended: bool = False) -> Sample | None:
-        """Tokens and mask of a text within the limit; None if it is unusable, which the report records.
+    def encoded(
+        self, rendered: Sequence[tuple[Example, Sequence[Rendered]]]
+    ) -> Iterator[tuple[Example, list[tuple[Rendered, Encoded]]]]:
+        """Every example's texts with their tokens; the texts of all examples are tokenized together."""
+        tokens = encode_with_offsets(self.tokenizer, [text.text for _, texts in rendered for text in texts])
+        for example, texts in rendered:
+            yield example, [(text, next(tokens)) for text in texts]
+
+    def sample(self, example: Example, text: Rendered, joint: Encoded, *, ended: bool = False) -> Sample:
+        """Tokens and mask of a text within the limit; DataError if it is unusable.
 
         Plain text gets the tokenizer's BOS and EOS. With ``ended`` the sample ends at the last learned token.
         """
-        try:
-            ids, mask = mask_spans(self.tokenizer, text.text, joint, text.spans)
-        except DataError as error:
-            self.report.bad(example.where, str(error))
-            return None
+        ids, mask = mask_spans(self.tokenizer, text.text, joint, text.spans)
         if self.template is None or example.text is not None:
             whole = with_leading(self.leading, ids)
             mask = [False] * (len(whole) - len(ids)) + mask
@@ -124,28 +128,25 @@ class Reading:
             mask = mask + [True] * (len(ids) - len(whole))
         mask = [False, *mask[1:]]  # nothing predicts the first token
         if not any(mask):
-            self.report.bad(example.where, "nothing to learn: no token is predicted in the loss")
-            return None
+            raise DataError("nothing to learn: no token is predicted in the loss")
         stop = len(mask) - mask[::-1].index(True) if ended else len(ids)
-        return self.fit_sample(example, Sample(ids[:stop], mask[:stop]))
+        return self.fit_sample(Sample(ids[:stop], mask[:stop]))
 
-    def fit_sample(self, example: Example, sample: Sample) -> Sample | None:
-        """The sample cut to ``data.max_tokens``; None if it is skipped, which the report records."""
+    def fit_sample(self, sample: Sample) -> Sample:
+        """The sample cut to ``data.max_tokens``; DataError if it may not be cut, or if nothing is left to learn."""
         limit, ids = self.section.max_tokens, sample.token_ids
         if limit is None or len(ids) <= limit:
             return sample
         reason = f"{len(ids)} tokens, the limit is {limit} (data.max_tokens)"
-        if self._skipped(example, reason):
-            return None
+        self._check_may_cut(reason)
         mask = [False, *self._cut(sample.loss_mask, ids, limit)[1:]]
         if not any(mask):
-            self.report.bad(example.where, f"{reason}, and truncated to it nothing is left to learn")
-            return None
+            raise DataError(f"{reason}, and truncated to it nothing is left to learn")
         self.report.truncated += 1
         return Sample(self._cut(ids, ids, limit), mask)
 
-    def fit_prompt(self, encoder: PromptEncoder, example: Example, ids: list[int]) -> tuple[Prompt, list[int]] | None:
-        """The policy's prompt within ``data.max_prompt_tokens``; None if it is skipped, which the report records.
+    def fit_prompt(self, encoder: PromptEncoder, example: Example, ids: list[int]) -> tuple[Prompt, list[int]]:
+        """The policy's prompt within ``data.max_prompt_tokens``; DataError if it may not be cut or stays too long.
 
         Plain text is cut by tokens and decoded again. In a conversation the last user message is shortened, so that the
         template around it stays complete.
@@ -155,8 +156,7 @@ class Reading:
         if limit is None or len(ids) <= limit:
             return prompt, ids
         reason = f"the prompt has {len(ids)} tokens, the limit is {limit} (data.max_prompt_tokens)"
-        if self._skipped(example, reason):
-            return None
+        self._check_may_cut(reason)
         if isinstance(prompt, str):
             cut = self._cut(ids, ids, limit)
             fitted = decode(self.tokenizer, cut[self._head(ids) :]), cut
@@ -164,19 +164,13 @@ class Reading:
             left = self.section.too_long == "truncate_left"
             fitted = _fitting(encoder, prompt, example.tools, ids, limit, left)
         if fitted is None:
-            self.report.bad(example.where, f"{reason}, and shortening its last user message does not make it fit")
-        else:
-            self.report.truncated += 1
+            raise DataError(f"{reason}, and shortening its last user message does not make it fit")
+        self.report.truncated += 1
         return fitted
 
-    def _skipped(self, example: Example, reason: str) -> bool:
-        """Whether a line that is too long is skipped; DataError if ``data.too_long`` is "error"."""
-        if self.section.too_long == "error":
-            remedy = "Raise the limit, or set data.too_long to skip, truncate_left or truncate_right."
-            raise DataError(f"{example.where}: {reason}. {remedy}")
-        if self.section.too_long == "skip":
-            self.report.skipped.append(Skipped(example.where, "too_long", reason))
-        return self.section.too_long == "skip"
+    def _check_may_cut(self, reason: str) -> None:
+        if self.section.too_long in ("error", "skip"):
+            raise TooLong(reason)
 
     def _cut(self, values: list[V], ids: list[int], limit: int) -> list[V]:
         """At most ``limit`` of the values, one per token of ``ids``; a cut on the left keeps BOS."""

@@ -17,6 +17,10 @@ from tunesmith.redact import open_private
 SkipKind = Literal["bad", "too_long"]
 
 
+class TooLong(DataError):
+    """A line has more tokens than its limit, and is not to be cut; the reason."""
+
+
 @dataclass(frozen=True, slots=True)
 class Skipped:
     """A skipped line, with its location and the reason."""
@@ -34,6 +38,7 @@ class LoadReport:
     """
 
     skip_bad: bool = False
+    skip_too_long: bool = False
     read: int = 0
     kept: int = 0
     truncated: int = 0
@@ -51,9 +56,18 @@ class LoadReport:
 
     @contextmanager
     def line(self, where: str) -> Generator[None]:
-        """Process one line: a ``DataError`` inside makes it a bad line."""
+        """Process one line: a ``DataError`` inside makes it a bad line or one that is too long.
+
+        Raises:
+            DataError: such lines are not to be skipped.
+        """
         try:
             yield
+        except TooLong as error:
+            if not self.skip_too_long:
+                remedy = "Raise the limit, or set data.too_long to skip, truncate_left or truncate_right."
+                raise DataError(f"{where}: {error}. {remedy}") from None
+            self.skipped.append(Skipped(where, "too_long", str(error)))
         except DataError as error:
             self.bad(where, error.reason if isinstance(error, BadLine) else str(error))
 
