@@ -50,7 +50,7 @@ def test_who_rests_is_saved() -> None:
     tasks, again = curriculum(1), curriculum(1)
     tasks.settle(tasks.next_batch(4))
     rest(tasks, "ac")
-    again.load_state_dict(json.loads(json.dumps(tasks.snapshot()())))
+    again.load_state_dict(json.loads(json.dumps(tasks.state_dict())))
     assert names(tasks.next_batch(6)) == names(again.next_batch(6))
 
 
@@ -61,7 +61,7 @@ def test_where_the_data_lies_now_does_not_matter() -> None:
     tasks.next_batch(2)
     moved = Curriculum(Loader([Task(f"moved/{task.id}", task.id, (5,)) for task in TASKS], shuffle=False), 1)
     # What is read is in the fingerprint of ``data.reading``; of these items their names are too.
-    moved.load_state_dict(json.loads(json.dumps({**tasks.snapshot()(), "fingerprint": moved.loader.fingerprint})))
+    moved.load_state_dict(json.loads(json.dumps({**tasks.state_dict(), "fingerprint": moved.loader.fingerprint})))
     assert names(moved.next_batch(4)) == "moved/dmoved/bmoved/dmoved/a"
 
 
@@ -69,8 +69,8 @@ def test_what_was_drawn_and_not_settled_comes_first_again() -> None:
     tasks, again, third = curriculum(1), curriculum(1), curriculum(1)
     drawn = tasks.next_batch(6)
     tasks.settle(drawn[:2])
-    again.load_state_dict(json.loads(json.dumps(tasks.snapshot()())))
+    again.load_state_dict(json.loads(json.dumps(tasks.state_dict())))
     assert names(again.next_batch(2)) == names(drawn[2:4])
-    third.load_state_dict(again.snapshot()())
+    third.load_state_dict(again.state_dict())
     assert sorted(names(third.next_batch(4))) == sorted(names(drawn[2:6]))
     assert names(third.next_batch(3)) == names(tasks.next_batch(3))

@@ -24,8 +24,9 @@ from tunesmith.data.prepare import Prepared
 from tunesmith.distributed.local import Processes
 from tunesmith.loop import preference
 from tunesmith.loop.learner import Learner
+from tunesmith.loop.parts import SupervisedParts
 from tunesmith.loop.session import Session
-from tunesmith.loop.supervised import SupervisedParts, evaluate
+from tunesmith.loop.supervised import evaluate
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.models.score_model import ScoreModel
 from tunesmith.plan.processes.roles import keeps_reference

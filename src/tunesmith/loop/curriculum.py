@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +24,11 @@ class Curriculum:
     _unsettled: list[Task] = field(default_factory=list[Task], init=False)
     """Tasks drawn, but neither trained on nor rejected yet. A resumed run draws them first."""
     _again: list[Task] = field(default_factory=list[Task], init=False)
+    _place: dict[str, int] = field(init=False)
+    """Each task's position in the data, by task id."""
+
+    def __post_init__(self) -> None:
+        self._place = {task.id: at for at, task in enumerate(self.loader.items)}
 
     def __len__(self) -> int:
         return len(self.loader)
@@ -60,17 +65,11 @@ class Curriculum:
         self._rest_until.pop(task.id, None)
         return task
 
-    def snapshot(self) -> Callable[[], dict[str, Any]]:
-        """A function that returns the state as of now, whenever it is called."""
-        drawn, left, resting = self.loader.state_dict(), [*self._unsettled, *self._again], dict(self._rest_until)
-
-        def state() -> dict[str, Any]:
-            # By position in the data, as in the loader's state: the id of a task may contain a path.
-            place = {task.id: at for at, task in enumerate(self.loader.items)}
-            rest_until = [(place[name], until) for name, until in resting.items()]
-            return {**drawn, "rest_until": rest_until, "unsettled": [place[task.id] for task in left]}
-
-        return state
+    def state_dict(self) -> dict[str, Any]:
+        """The loader's state, and tasks by their position in the data, because the id of a task may contain a path."""
+        rest_until = [(self._place[name], until) for name, until in self._rest_until.items()]
+        unsettled = [self._place[task.id] for task in (*self._unsettled, *self._again)]
+        return {**self.loader.state_dict(), "rest_until": rest_until, "unsettled": unsettled}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.loader.load_state_dict(state)

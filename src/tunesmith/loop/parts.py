@@ -1,16 +1,22 @@
-"""The parts of a run that trains by reinforcement learning."""
+"""The parts of a run, which ``tunesmith.assembly`` builds.
+
+Both kinds have the same methods for checkpoints. ``state`` returns what a run needs to continue besides the files of
+``write``, as JSON values; ``take`` continues from it. ``give_up`` undoes the changes of an interrupted step.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from tunesmith.algorithms.kl import KLController
 from tunesmith.algorithms.objective import Objective
-from tunesmith.backends.base import TrainBackend
+from tunesmith.backends.base import Metrics, TrainBackend
 from tunesmith.config.schema import RLConfig
+from tunesmith.data.batch import Batch
+from tunesmith.data.loader import Loader
 from tunesmith.engines.base import RolloutEngine
 from tunesmith.loop.canary import Canary
 from tunesmith.loop.collect import Collector
@@ -21,10 +27,12 @@ from tunesmith.loop.learner import Learner
 from tunesmith.rewards.reward_set import RewardSet
 from tunesmith.types import Sampling
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True, slots=True)
 class RLParts:
-    """Everything that ``rl.run`` works with; ``tunesmith.assembly`` builds it. See ``session.Parts``."""
+    """Everything that ``rl.run`` works with."""
 
     config: RLConfig
     engine: RolloutEngine
@@ -63,14 +71,13 @@ class RLParts:
         for part in filter(None, (self.backend, self.critic)):
             part.load(directory)
 
-    def state(self) -> Callable[[], dict[str, Any]]:
-        tasks = self.tasks.snapshot()
-        rest = {
+    def state(self) -> dict[str, Any]:
+        return {
+            "tasks": self.tasks.state_dict(),
             **self.learner.caps,
             "kl": self.kl.state_dict(),
             "critic": {**self.critic.learner.caps} if self.critic else None,
         }
-        return lambda: {"tasks": tasks(), **rest}
 
     def take(self, state: dict[str, Any]) -> None:
         self.tasks.load_state_dict(state["tasks"])
@@ -82,3 +89,47 @@ class RLParts:
     def give_up(self) -> None:
         for backend in self.backends:
             backend.give_up()
+
+
+@dataclass(frozen=True, slots=True)
+class SupervisedParts(Generic[T]):
+    """Everything that ``supervised.run`` works with. A ``T`` is one line of data, ready for use."""
+
+    items: Loader[T]
+    learner: Learner
+    objective: Objective
+    prepare: Callable[[Sequence[T]], Batch]
+    """Makes an optimizer batch with every column the objective reads; may run models to score it."""
+    evaluate: Callable[[], Metrics] | None
+    """Returns the held-out set's metrics, under names that begin with ``eval/``."""
+    summarise: Callable[[Metrics], Metrics] = dict
+    """Makes a step's metrics from the objective's, which are sums over micro-batches."""
+    save_beside: Callable[[Path], None] | None = None
+    """Writes everything else a run needs to continue, after the backend has written the model."""
+    describe: Callable[[Path], None] | None = None
+    """Writes measurements of the model into a checkpoint."""
+
+    @property
+    def epoch(self) -> int:
+        return self.items.epoch
+
+    def write(self, directory: Path, *, model_only: bool) -> None:
+        self.learner.backend.save(directory, model_only=model_only)
+        if self.save_beside is not None and not model_only:
+            self.save_beside(directory)
+
+    def load(self, directory: Path) -> None:
+        self.learner.backend.load(directory)
+
+    def state(self) -> dict[str, Any]:
+        return {"samples": self.items.state_dict(), **self.learner.caps}
+
+    def take(self, state: dict[str, Any]) -> None:
+        self.items.load_state_dict(state["samples"])
+        self.learner.resume(state)
+
+    def give_up(self) -> None:
+        self.learner.backend.give_up()
+
+
+Parts = RLParts | SupervisedParts[Any]

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import isfinite
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from tunesmith.config.schema import CheckpointSection, EvalSection
 from tunesmith.doctor.learning import LearningWatch
@@ -27,32 +27,8 @@ from tunesmith.monitor.text import answers_shown, shown_path
 from tunesmith.monitor.timeline import LOOP, OUTSIDE_STEPS, TRAINER, TRAINER_WAITS, Timeline
 from tunesmith.types import RolloutGroup
 
-
-class Parts(Protocol):
-    """The parts of a run that learn and change: what a checkpoint holds."""
-
-    @property
-    def epoch(self) -> int:
-        """Whole passes over the data."""
-        ...
-
-    def write(self, directory: Path, *, model_only: bool) -> None: ...
-    def load(self, directory: Path) -> None:
-        """Read what ``write`` wrote."""
-        ...
-
-    def state(self) -> Callable[[], dict[str, Any]]:
-        """Returns the rest of the state, as JSON values, as of now, even if called later."""
-        ...
-
-    def take(self, state: dict[str, Any]) -> None:
-        """Continue from ``state``."""
-        ...
-
-    def give_up(self) -> None:
-        """Undo the changes of an interrupted step."""
-        ...
-
+if TYPE_CHECKING:
+    from tunesmith.loop.parts import Parts
 
 class Publisher(Protocol):
     """Writes model cards and uploads models."""
@@ -138,8 +114,8 @@ class Session:
     """Whether the measured speed limit of the device can be trusted."""
     _parts: Parts = field(init=False)
     _describe: Callable[[Path], None] | None = field(default=None, init=False)
-    _state: Callable[[], dict[str, Any]] = field(init=False)
-    """Returns the parts' state after the last complete step."""
+    _state: dict[str, Any] = field(init=False)
+    """The parts' state after the last complete step."""
     _epoch: int = field(default=0, init=False)
     _saved: Saved = field(init=False)
 
@@ -293,7 +269,7 @@ class Session:
                 self.publisher.describe(directory)
 
         with self.phase("checkpoint"), interrupts.held():
-            path = self.checkpoints.save(self.step, {**state, **self._state()}, write, self.best.step)
+            path = self.checkpoints.save(self.step, {**state, **self._state}, write, self.best.step)
             self._saved = Saved(self.step, self.evaluated, self._epoch, self.clock.now())
             if self.publisher and not stopping:
                 self.publisher.publish(path, last=not self.running)
