@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tunesmith.data.chat_checks import PROBE, check_options, options_of, with_probes
+from tunesmith.data.chat_checks import PROBE, check_options, with_probes
 from tunesmith.data.tokens import Span, Tokenizer
 from tunesmith.data.trie import common_length
 from tunesmith.errors import ConfigError, DataError, boundary, shortened
@@ -62,7 +62,11 @@ class ChatTemplate:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> ChatTemplate:
-        """The template of ``tokenizer``; ConfigError if it has none or does not read one of its ``options_of``."""
+        """The template of ``tokenizer``, with the variables of ``data.chat_template_kwargs`` that are stored there.
+
+        Raises:
+            ConfigError: it has none, or does not read one of the variables.
+        """
         if not tokenizer.chat_template:
             raise ConfigError(
                 "this tokenizer has no chat template: name a file with model.chat_template, or set data.chat = false"
@@ -70,6 +74,7 @@ class ChatTemplate:
         source = tokenizer.get_chat_template()
         special = {token for token in tokenizer.all_special_tokens if token}
         added: dict[int, Any] = getattr(tokenizer, "added_tokens_decoder", {})
+        options: dict[str, Any] = getattr(tokenizer, "chat_template_kwargs", None) or {}
         special |= {token.content for token in added.values() if token.special}
         template = cls(
             tokenizer,
@@ -77,7 +82,7 @@ class ChatTemplate:
             has_generation_prompt="add_generation_prompt" in source,
             takes_tools="tools" in source,
             special=tuple(sorted(special, key=lambda token: (-len(token), token))),
-            options=check_options(options_of(tokenizer), source, tokenizer.special_tokens_map),
+            options=check_options(options, source, tokenizer.special_tokens_map),
             turn_end=None,
         )
         try:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from tunesmith.data.tokens import Tokenizer
 from tunesmith.errors import ConfigError, boundary, nearest
 from tunesmith.types import Message
 
@@ -64,11 +63,6 @@ def _probed_call(call: Any, probe: Callable[[str], str]) -> Any:
     elif isinstance(arguments, str) and arguments.strip() not in ("", "{}"):
         changed["arguments"] = arguments + probe("a tool call's arguments")
     return {**outer, "function": changed} if inner is not outer else changed
-
-
-def options_of(tokenizer: Tokenizer) -> Mapping[str, Any]:
-    """The variables of ``data.chat_template_kwargs``, which are stored with the tokenizer."""
-    return getattr(tokenizer, "chat_template_kwargs", None) or {}
 
 
 def check_options(options: Mapping[str, Any], source: str, tokens: Iterable[str]) -> Mapping[str, Any]:

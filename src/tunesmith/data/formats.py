@@ -15,14 +15,13 @@ from tunesmith.data.sources import Columns, SourceRow
 from tunesmith.data.trie import common_length
 from tunesmith.data.values import (
     column_names,
-    read_judgement,
     read_margin,
     read_messages,
     read_prompt,
-    read_step_tags,
     read_steps,
     read_text,
     read_tools,
+    read_typed,
 )
 from tunesmith.errors import nearest
 from tunesmith.types import Message, Prompt
@@ -185,7 +184,8 @@ def convert(row: SourceRow, form: Format, goal: Goal) -> Example:
         case "text":
             return replace(example, text=read_text(row, form.column))
         case "tagged":
-            return replace(example, text=read_text(row, form.column), tags=read_step_tags(row, form.completion))
+            tags: str | list[Any] = read_typed(row, form.completion, (str, list), "text or a list")
+            return replace(example, text=read_text(row, form.column), tags=tags)
         case "messages":
             messages = read_messages(row, form.column)
             if goal == "sft":
@@ -205,8 +205,10 @@ def convert(row: SourceRow, form: Format, goal: Goal) -> Example:
             return replace(example, prompt=prompt, steps=steps, labels=labels)
         case _:
             prompt, completion = _prompt(row, form), read_prompt(row, form.completion)
-            desirable = read_judgement(row) if form.kind == "judged" else None
-            return replace(example, prompt=_asked(prompt, completion), completion=completion, desirable=desirable)
+            example = replace(example, prompt=_asked(prompt, completion), completion=completion)
+            if form.kind == "judged":
+                return replace(example, desirable=read_typed(row, "label", bool, "true (desirable) or false"))
+            return example
 
 
 def _asked(prompt: Prompt, answer: Prompt) -> Prompt:

@@ -6,11 +6,13 @@ import json
 from collections.abc import Mapping
 from contextlib import suppress
 from math import isfinite
-from typing import Any
+from typing import Any, TypeVar
 
 from tunesmith.data.sources import SourceRow
 from tunesmith.errors import nearest, shortened
 from tunesmith.types import Message, Prompt
+
+V = TypeVar("V")
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
 SHAREGPT_ROLES = {
@@ -34,6 +36,14 @@ def read_value(row: SourceRow, name: str) -> Any:
     value = row.columns[name]
     if value is None:
         raise row.bad(f"'{name}' is null")
+    return value
+
+
+def read_typed(row: SourceRow, name: str, kind: type[V] | tuple[type[V], ...], needs: str) -> V:
+    """A value of type ``kind``, which ``needs`` says in words."""
+    value = read_value(row, name)
+    if not isinstance(value, kind):
+        raise row.bad(f"'{name}' is {_brief(value)}, needs {needs}")
     return value
 
 
@@ -132,31 +142,16 @@ def read_margin(row: SourceRow) -> float:
     return float(value)
 
 
-def read_judgement(row: SourceRow) -> bool:
-    label = read_value(row, "label")
-    if not isinstance(label, bool):
-        raise row.bad(f"'label' is {_brief(label)}, needs true (desirable) or false")
-    return label
-
-
-def read_step_tags(row: SourceRow, name: str) -> str | list[Any]:
-    tags = read_value(row, name)
-    if not isinstance(tags, str | list):
-        raise row.bad(f"'{name}' is {_brief(tags)}, needs text or a list")
-    return tags
-
-
 def read_steps(row: SourceRow) -> tuple[tuple[str, ...], tuple[float, ...]]:
     """The steps in ``completions``, and the probabilities in ``labels`` that each is good."""
-    steps, labels = read_value(row, "completions"), read_value(row, "labels")
-    if not isinstance(steps, list) or not steps:
+    steps: list[Any] = read_typed(row, "completions", list, "a list of steps")
+    labels: list[Any] = read_typed(row, "labels", list, "a list with a label for each step")
+    if not steps:
         raise row.bad(f"'completions' is {_brief(steps)}, needs a list of steps")
     for number, step in enumerate(steps):
         if not isinstance(step, str) or not step.strip():
             raise row.bad(f"step {number + 1} of 'completions' is {_brief(step)}, needs text")
         _encodable(row, f"completions[{number}]", step)
-    if not isinstance(labels, list):
-        raise row.bad(f"'labels' is {_brief(labels)}, needs a list with a label for each step")
     for number, label in enumerate(labels, 1):
         if not isinstance(label, int | float) or not 0 <= label <= 1:
             raise row.bad(f"label {number} is {_brief(label)}, needs true, false or a number from 0 to 1")

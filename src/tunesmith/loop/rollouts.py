@@ -64,7 +64,7 @@ class SyncRollouts:
     async def training(self) -> AsyncGenerator[Executor]:
         """The thread for the trainer's work: this one, because the engine is idle meanwhile."""
         await hand_device_to_trainer(self.parts)
-        yield ThisThread()
+        yield AtOnce()
 
     @asynccontextmanager
     async def evaluating(self) -> AsyncGenerator[Collector]:
@@ -138,7 +138,7 @@ class AsyncRollouts:
         else:
             await self.gate.hold()
             await hand_device_to_trainer(self.parts)
-            yield ThisThread()
+            yield AtOnce()
 
     @asynccontextmanager
     async def evaluating(self) -> AsyncGenerator[Collector]:
@@ -181,7 +181,7 @@ class AsyncRollouts:
             self._players.discard(player)
 
 
-class ThisThread(Executor):
+class AtOnce(Executor):
     """Runs work at once, in the thread that submits it."""
 
     def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
