@@ -620,15 +620,9 @@ def test_gate_shows_a_rollout_that_was_tried() -> None:
         assert str(error.value).endswith(str((tried if tried in rollouts else pointless).error))
 
 
-def test_gate_does_not_count_what_was_aborted_on_purpose() -> None:
-    check_failed([rollout(), failed(Status.ABORTED)], 0.0)
-    with pytest.raises(RewardError):
-        check_failed([rollout(), failed(Status.ENGINE_FAILED)], 0.0)
-
-
 def test_metrics_by_hand() -> None:
     rewards = [(1.0, 1.0, 1.0), (0.0, 1.0, 0.0), (0.0, 0.0, 0.0)]
-    rollouts = [rollout() for _ in rewards] + [failed(Status.TIMED_OUT), failed(Status.ABORTED)]
+    rollouts = [rollout() for _ in rewards] + [failed(Status.TIMED_OUT)]
     for r, (total, answered, correct) in zip(rollouts, rewards, strict=False):
         r.reward, r.rewards = total, {"f": total, "g": None}
         r.metrics = {"answered": answered, "correct": correct}

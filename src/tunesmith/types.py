@@ -41,7 +41,6 @@ class Status(StrEnum):
     ENVIRONMENT_FAILED = "environment_failed"
     ENGINE_FAILED = "engine_failed"
     TIMED_OUT = "timed_out"
-    ABORTED = "aborted"
 
 
 @dataclass(frozen=True, slots=True)

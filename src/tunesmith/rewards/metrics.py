@@ -13,17 +13,16 @@ from tunesmith.usercode.calls import NOT_TRIED
 
 
 def check_failed(rollouts: Sequence[Rollout], max_share: float) -> None:
-    """Stop the run (``RewardError``) when more than ``max_share`` of the rollouts failed, aborted ones not counted."""
-    counted = [r for r in rollouts if r.status is not Status.ABORTED]
-    failed = [r for r in counted if r.status is not Status.OK]
-    if not failed or len(failed) <= max_share * len(counted):
+    """Stop the run (``RewardError``) when more than ``max_share`` of the rollouts failed."""
+    failed = [r for r in rollouts if r.status is not Status.OK]
+    if not failed or len(failed) <= max_share * len(rollouts):
         return
     shown = next((r for r in failed if NOT_TRIED not in str(r.error)), failed[0])
     kinds = Counter(r.status.value for r in failed)
     counts = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
     raise RewardError(
-        f"{len(failed)} of {len(counted)} rollouts failed ({counts}): "
-        f"{len(failed) / len(counted):.0%}, above reward.max_failed_share = {max_share:.0%}. "
+        f"{len(failed)} of {len(rollouts)} rollouts failed ({counts}): "
+        f"{len(failed) / len(rollouts):.0%}, above reward.max_failed_share = {max_share:.0%}. "
         f"The first, of task {shown.task.id}:\n{shown.error}"
     )
 
@@ -34,13 +33,12 @@ def reward_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     ``applied`` is the share of rollouts that a reward applies to. ``answered`` and ``correct`` are shares of the
     rollouts they were logged for; ``correct_of_answered`` is the accuracy among rollouts with an answer.
     """
-    counted = [r for r in rollouts if r.status is not Status.ABORTED]
-    if not counted:
+    if not rollouts:
         return {}
-    failed = Counter(r.status for r in counted if r.status is not Status.OK)
-    metrics = {"rollouts/failed": failed.total() / len(counted)}
-    metrics |= {f"rollouts/{status.value}": count / len(counted) for status, count in failed.items()}
-    usable = [r for r in counted if r.status is Status.OK]
+    failed = Counter(r.status for r in rollouts if r.status is not Status.OK)
+    metrics = {"rollouts/failed": failed.total() / len(rollouts)}
+    metrics |= {f"rollouts/{status.value}": count / len(rollouts) for status, count in failed.items()}
+    usable = [r for r in rollouts if r.status is Status.OK]
     totals = [r.reward for r in usable if r.reward is not None]
     if totals:
         metrics |= {"reward": fmean(totals), "reward/std": pstdev(totals)}
