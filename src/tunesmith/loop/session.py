@@ -30,6 +30,7 @@ from tunesmith.types import RolloutGroup
 if TYPE_CHECKING:
     from tunesmith.loop.parts import Parts
 
+
 class Publisher(Protocol):
     """Writes model cards and uploads models."""
 
