@@ -62,6 +62,23 @@ class ModelHost(RankHost, Generic[C]):
 
         self.address = own_address(self.config)
 
+    def meet(self, rank: int, world: int, place: tuple[str, int] | None, *, shared: bool) -> RankGroup | None:
+        """Join the other processes.
+
+        Args:
+            place: the result of ``open_store`` on the first rank; None if there are no others.
+            shared: also make torch.distributed's default group, which sharded models use.
+        """
+        from tunesmith.distributed.rank_group import join_default_group
+
+        if place is None:
+            return None
+        device = self.config.system.device
+        group = self.join(rank, world, place, device)
+        if shared:
+            join_default_group(self.store, rank, world, self.address, device)
+        return group
+
 
 @dataclass(slots=True)
 class TrainerHost(ModelHost[RunConfig]):
@@ -79,19 +96,10 @@ class TrainerHost(ModelHost[RunConfig]):
         return look(self.config.model.path, probe)
 
     def build(self, rank: int, world: int, place: tuple[str, int] | None) -> None:
-        """Join the other ranks and load the model.
-
-        Args:
-            place: the result of ``open_store`` on the first rank; None if this is the only rank.
-        """
+        """Join the other ranks and load the model. Args: see ``meet``."""
         from tunesmith.assembly.planes import make_plane, make_publishing
-        from tunesmith.distributed.rank_group import join_default_group
 
-        group, device = None, self.config.system.device
-        if place:
-            group = self.join(rank, world, place, device)
-            if shared_work(self.config):
-                join_default_group(self.store, rank, world, self.address, device)
+        group = self.meet(rank, world, place, shared=shared_work(self.config) is not None)
         with redirect_stdout(None) if rank else nullcontext():  # all ranks would print the same
             self.backend = self.make(self.config, load_tokenizer(self.config))
         if group:
@@ -127,12 +135,8 @@ class FrozenHost(ModelHost[RLConfig]):
             rank: index among ``world`` processes that share the model; those with a whole model are numbered too.
             place: the result of ``open_store`` on the first process that shares it; None if each has the whole model.
         """
-        from tunesmith.distributed.rank_group import join_default_group
-
-        self.rank, group, device = rank, None, self.config.system.device
-        if place:
-            group = self.join(rank, world, place, device)
-            join_default_group(self.store, rank, world, self.address, device)
+        self.rank = rank
+        group = self.meet(rank, world, place, shared=True)
         sequence = self.config.system.sequence_parallel.model_copy(update={"size": 1})
         changed = {"zero_stage": 3, "shard_size": world, "sequence_parallel": sequence}
         config = self.config.model_copy(update={"system": self.config.system.model_copy(update=changed)})

@@ -29,26 +29,30 @@ Encode = Callable[[int, Any, BaseException | None], bytes]
 """Encodes the number of an answer, and its value or error."""
 
 
-class ThisThread(Executor):
+class OneThread(Executor):
     """Runs submitted calls on the thread that calls ``run``, one at a time."""
 
     def __init__(self) -> None:
-        self._work: SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = SimpleQueue()
+        self._work: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         future: Future[Any] = Future()
         self._work.put((future, partial(fn, *args, **kwargs)))
         return future
 
-    def run(self) -> NoReturn:
-        while True:
-            future, work = self._work.get()
+    def stop(self) -> None:
+        """End ``run`` after the current call."""
+        self._work.put(None)
+
+    def run(self) -> None:
+        while (call := self._work.get()) is not None:
+            future, work = call
             if future.set_running_or_notify_cancel():
                 try:
                     future.set_result(work())
                 except BaseException as error:
                     future.set_exception(error)
-            del future, work  # hold no references while waiting
+            del call, future, work  # hold no references while waiting
 
 
 class Host:
@@ -116,7 +120,7 @@ def serve(connection: Connection, target: Any = None, encode: Encode = encode_pi
         target: the object, if ``make`` is not called.
         lost: the exit code when the connection is closed without an ``exit``.
     """
-    worker, loop = ThisThread(), asyncio.new_event_loop()
+    worker, loop = OneThread(), asyncio.new_event_loop()
     host, running = Host(worker, target), dict[int, asyncio.Task[None]]()
 
     async def answer(number: int, do: str, packed: bytes) -> None:
@@ -150,6 +154,7 @@ def serve(connection: Connection, target: Any = None, encode: Encode = encode_pi
     threading.Thread(target=loop.run_forever, name="event loop", daemon=True).start()
     threading.Thread(target=read, name="connection", daemon=True).start()
     worker.run()
+    os._exit(lost)  # not reached: nothing stops the worker
 
 
 def main(descriptor: int, parent: int) -> NoReturn:

@@ -28,8 +28,13 @@ _KEY = "tunesmith/meeting/{attempt}"
 
 def own_address() -> str:
     """This machine's address, as the launch's other machines reach it."""
+    return address_towards(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+
+
+def address_towards(host: str, port: int) -> str:
+    """This machine's address on the route to another."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])))
+        probe.connect((host, port))
         return probe.getsockname()[0]
 
 

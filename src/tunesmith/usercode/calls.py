@@ -23,9 +23,9 @@ from contextlib import asynccontextmanager, contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any, Generic, Self, TypeVar
 
+from tunesmith.distributed.host import OneThread
 from tunesmith.errors import ConfigError, DeadlineExceeded, EpisodeError, nearest
 from tunesmith.usercode.loading import describe_exception
 
@@ -201,8 +201,8 @@ class UserCalls:
             DeadlineExceeded: it ran for more than ``timeout`` seconds, not counting the wait for its turn.
             RaisedInCall: it raised.
         """
-        call = self._run_async if is_async(function) else self._run_plain
-        return await call(function, kwargs, timeout)
+        run = self._run_async if is_async(function) else self._run_plain
+        return await run(function, kwargs, timeout)
 
     def close(self) -> None:
         """End the idle threads; abandoned ones end with their call or with the process."""
@@ -213,7 +213,7 @@ class UserCalls:
     async def _run_plain(self, function: Callable[..., Any], kwargs: dict[str, Any], timeout: float) -> object:
         async with self._turns.turn(id(function), timeout):
             thread = self._thread = self._thread or _Thread()
-            result = thread.submit(functools.partial(function, **kwargs))
+            result = thread.call(function, kwargs)
             try:
                 if not await done_within(result, timeout):
                     raise DeadlineExceeded(f"did not return within {timeout:g} s")
@@ -226,7 +226,7 @@ class UserCalls:
 
     async def _run_async(self, function: Callable[..., Any], kwargs: dict[str, Any], timeout: float) -> object:
         loop = self._loop = self._loop or _LoopThread()
-        result = loop.submit(functools.partial(function, **kwargs))
+        result = loop.call(function, kwargs)
         if await done_within(result, timeout):
             if result.cancelled():
                 raise DeadlineExceeded("was ended, because another call blocked its event loop")
@@ -284,31 +284,21 @@ async def done_within(future: Future[object], timeout: float) -> bool:
             waiting.exception()  # otherwise asyncio logs it as never retrieved
 
 
-class _Thread:
-    """A daemon thread that runs calls one after the other."""
+class _Thread(OneThread):
+    """A daemon thread that calls functions, one after the other."""
 
     def __init__(self) -> None:
-        self._calls: SimpleQueue[tuple[Callable[[], object], Future[object]] | None] = SimpleQueue()
-        threading.Thread(target=self._work, name="reward", daemon=True).start()
+        super().__init__()
+        threading.Thread(target=self.run, name="reward", daemon=True).start()
 
-    def submit(self, work: Callable[[], object]) -> Future[object]:
-        result: Future[object] = Future()
-        self._calls.put((work, result))
-        return result
+    def call(self, function: Callable[..., object], kwargs: dict[str, Any]) -> Future[object]:
+        def call() -> object:
+            try:
+                return function(**kwargs)
+            except BaseException as error:
+                raise RaisedInCall(error) from None
 
-    def stop(self) -> None:
-        """End after the current call."""
-        self._calls.put(None)
-
-    def _work(self) -> None:
-        while (call := self._calls.get()) is not None:
-            work, result = call
-            if result.set_running_or_notify_cancel():
-                try:
-                    result.set_result(work())
-                except BaseException as error:
-                    result.set_exception(RaisedInCall(error))
-            del call, work, result  # an idle thread keeps no reference to the user's objects
+        return self.submit(call)
 
 
 class _LoopThread:
@@ -318,10 +308,10 @@ class _LoopThread:
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._run, name="async-reward", daemon=True).start()
 
-    def submit(self, function: Callable[[], Any]) -> Future[object]:
+    def call(self, function: Callable[..., Any], kwargs: dict[str, Any]) -> Future[object]:
         async def call() -> object:
             try:
-                return await function()
+                return await function(**kwargs)
             except BaseException as error:
                 task = asyncio.current_task()
                 if task is not None and task.cancelling():

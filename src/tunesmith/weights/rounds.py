@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 import threading
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -23,6 +22,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from tunesmith.distributed.machines import address_towards
 from tunesmith.distributed.process_group import GroupKind, open_store, process_group
 from tunesmith.errors import EngineError, boundary
 from tunesmith.openmp import to_thread
@@ -199,7 +199,7 @@ def joined(offer: Mapping[str, Any]) -> Generator[Link]:
         rank = offer["rank"] + (dist.get_rank() if offer["ranks"] > 1 else 0)
         link = None
         try:
-            own = _own_address(offer)
+            own = address_towards(offer["host"], offer["port"])
             group = process_group(offer["group"], store, rank, offer["world"], own, patience, vital=False)
             link = Link(offer["group"], group, header, patience, partial(_fault, store))
             yield link
@@ -233,10 +233,3 @@ def _wait_for_takers(store: dist.Store, offer: Mapping[str, Any]) -> None:
 def place(offer: Mapping[str, Any]) -> str:
     """A description of an offered round."""
     return f"{offer['plane']} broadcast of version {offer['version']} from {offer['host']}:{offer['port']}"
-
-
-def _own_address(offer: Mapping[str, Any]) -> str:
-    """This machine's address on the route to the trainer's."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((offer["host"], offer["port"]))
-        return probe.getsockname()[0]
