@@ -80,7 +80,7 @@ def parts_replaced(device: FakeDevice, engine: Price) -> Generator[None]:
 
 
 @dataclass(slots=True)
-class GatheringPlane:
+class GatheringPlane(Plane):
     """A ``Plane`` that gathers the weights file by file, like planes that write files, but writes none.
 
     Args:
@@ -106,10 +106,6 @@ class GatheringPlane:
 
     async def offer(self, takers: int) -> list[Offer]:
         return [{"plane": "file", "paths": []}] * takers
-
-    async def withdraw(self, offers: Sequence[Offer]) -> None: ...
-
-    async def close(self) -> None: ...
 
 
 @dataclass(slots=True)

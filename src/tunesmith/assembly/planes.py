@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,17 +23,13 @@ if TYPE_CHECKING:
     from tunesmith.weights.broadcast import BroadcastPlane
 
 
-class NoPlane:
+class NoPlane(Plane):
     """The plane for engines that keep the weights with which they were started."""
 
     async def publish(self, version: int) -> None: ...
 
     async def offer(self, takers: int) -> list[Offer]:
         return [{}] * takers
-
-    async def withdraw(self, offers: Sequence[Offer]) -> None: ...
-
-    async def close(self) -> None: ...
 
 
 class PublishingRank(NoPlane):

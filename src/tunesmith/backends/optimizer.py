@@ -95,17 +95,15 @@ class MasterOptimizer:
             copies = dict(zip(rows, host_copies([*rows.values()], wide=True), strict=True))
         self._all = {name: Master(p, self._host, copies.get(name)) for name, p in self.parameters.items()}
         self._away = [master for master in self._all.values() if master.away]
-        own = {name: self._all[name] for name in trained}
-        beside = [self._all[name] for name in extra]
         self.masters = {name: master.weight for name, master in self._all.items()}
         averaged = self.masters if ema_decay is not None else {}
         self.average = {name: weight.detach().clone() for name, weight in averaged.items()}
         self.sharded = {name for name, master in self._all.items() if master.sharded}
         hidden = hidden_matrices(cast(PreTrainedModel, module)) if settings.muon else set[str]()
         groups: list[dict[str, Any]] = [
-            {"params": [m.weight for n, m in own.items() if m.weight.ndim >= 2 and n not in hidden]},
-            {"params": [m.weight for m in own.values() if m.weight.ndim < 2], "weight_decay": 0.0},
-            {"params": [m.weight for m in beside], "weight_decay": 0.0, "lr_ratio": head_lr_ratio},
+            {"params": [self.masters[n] for n, p in trained.items() if p.ndim >= 2 and n not in hidden]},
+            {"params": [self.masters[n] for n, p in trained.items() if p.ndim < 2], "weight_decay": 0.0},
+            {"params": [self.masters[n] for n in extra], "weight_decay": 0.0, "lr_ratio": head_lr_ratio},
         ]
         self.adamw = torch.optim.AdamW(
             [g for g in groups if g["params"]],
@@ -117,7 +115,8 @@ class MasterOptimizer:
         )
         self._optimizers: list[torch.optim.Optimizer] = [self.adamw]
         if settings.muon:
-            self._optimizers.append(_muon([own[name] for name in sorted(hidden)], settings.muon, settings.weight_decay))
+            matrices = [self._all[name] for name in sorted(hidden)]
+            self._optimizers.append(_muon(matrices, settings.muon, settings.weight_decay))
         self.loss_scale: LossScale | None = None
         self._of = {p: o for o in self._optimizers for group in o.param_groups for p in group["params"]}
 

@@ -285,9 +285,12 @@ class TorchBackend(Generic[M]):
         with boundary(CheckpointError, f"cannot read {directory / OPTIMIZER_FILE}", Exception):
             files = StateFiles(directory)
             tensors = {key: self._own_rows(files, key) for key in files.names}
-        self._load_random_state(
-            directory, {key: tensors.pop(key) for key in list(tensors) if key.startswith("random:")}
-        )
+        random = {key: tensors.pop(key) for key in list(tensors) if key.startswith("random:")}
+        if self.group and self.group.rank:
+            file = directory / RANDOM_FILE.format(rank=self.group.rank)
+            with boundary(CheckpointError, f"cannot read {file}", Exception):
+                random = load_file(file) if file.is_file() else {}  # none: fewer ranks wrote the checkpoint
+        self._set_random_state(random)
         self.optimizer.load_state(tensors, directory)
         self.optimizer_steps = files.version
         self._settled = self._random_state()
@@ -306,20 +309,8 @@ class TorchBackend(Generic[M]):
             states["random:cuda"] = torch.cuda.get_rng_state(self.model.device)
         return states
 
-    def _load_random_state(self, directory: Path, first: dict[str, Tensor]) -> None:
-        """Load this rank's state. If the checkpoint has none, as it is of fewer ranks, the current one is kept.
-
-        Args:
-            first: the first rank's.
-        """
-        states = first
-        if self.group and self.group.rank:
-            file = directory / RANDOM_FILE.format(rank=self.group.rank)
-            with boundary(CheckpointError, f"cannot read {file}", Exception):
-                states = load_file(file) if file.is_file() else {}
-        self._set_random_state(states)
-
     def _set_random_state(self, states: dict[str, Tensor]) -> None:
+        """Set the random state; without one, it stays."""
         if "random:cpu" in states:
             torch.set_rng_state(states["random:cpu"])
         if "random:cuda" in states and self.model.device.type == "cuda":

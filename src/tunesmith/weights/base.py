@@ -33,7 +33,10 @@ class Plane(Protocol):
         ...
 
     async def withdraw(self, offers: Sequence[Offer]) -> None:
-        """Call this when an engine that got one of these offers has failed: the others stop waiting for it."""
-        ...
+        """Call this when an engine that got one of these offers has failed: the others stop waiting for it.
 
-    async def close(self) -> None: ...
+        Nothing to do where no engine waits for another.
+        """
+
+    async def close(self) -> None:
+        """Free the published weights."""

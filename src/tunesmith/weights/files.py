@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory, gettempdir
@@ -23,7 +23,7 @@ from tunesmith.distributed.checksum import checksum
 from tunesmith.errors import EngineError, StorageError, boundary
 from tunesmith.monitor.children import owned_name, remove_at_end, remove_stale
 from tunesmith.openmp import to_thread
-from tunesmith.weights.base import NamedTensors, Offer
+from tunesmith.weights.base import NamedTensors, Offer, Plane
 
 MEMORY = Path("/dev/shm")
 DTYPES = {
@@ -67,7 +67,7 @@ def _own_directory(parent: Path | None) -> TemporaryDirectory[str]:
 
 
 @dataclass(slots=True)
-class FilePlane:
+class FilePlane(Plane):
     """Publishes a trainer's weights, each time in different files, which any number of engines may read.
 
     The files of the version before last are overwritten: existing pages take a third of the time of new ones. An engine
@@ -92,9 +92,6 @@ class FilePlane:
         assert self._newest is not None, "nothing was published"
         version, paths = self._newest
         return [{"plane": "file", "version": version, "paths": [str(path) for path in paths]}] * takers
-
-    async def withdraw(self, offers: Sequence[Offer]) -> None:
-        """Nothing to do: no engine waits for another."""
 
     async def close(self) -> None:
         self.directory.cleanup()

@@ -3,7 +3,7 @@
 # pyright: reportPrivateUsage=false
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
@@ -15,12 +15,12 @@ from tunesmith.distributed.checksum import checksum
 from tunesmith.errors import EngineError, boundary
 from tunesmith.openmp import to_thread
 from tunesmith.plan.processes.weights import BUCKET
-from tunesmith.weights.base import NamedTensors, Offer
+from tunesmith.weights.base import NamedTensors, Offer, Plane
 from tunesmith.weights.spread import Run, Spread, spread
 
 
 @dataclass(slots=True)
-class IpcPlane:
+class IpcPlane(Plane):
     """The trainer's side: one copy of the weights on its GPU, which any number of engines on that GPU may read.
 
     Args:
@@ -51,9 +51,6 @@ class IpcPlane:
         storage: Any = self._kept.buffer.untyped_storage()
         # Each taker gets its own handle: the memory counts as in use until that handle is dropped.
         return [{**self._offer, "handle": [_text(part) for part in storage._share_cuda_()]} for _ in range(takers)]
-
-    async def withdraw(self, offers: Sequence[Offer]) -> None:
-        """Nothing to do: no engine waits for another."""
 
     async def close(self) -> None:
         self._kept = None
