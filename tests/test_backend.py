@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, get_scheduler
 from tiny import save_model
 from training import whole
 from tunesmith.backends.optimizer import (
-    FIRST,
+    FIRST_SCALE,
     GROWS_AFTER,
     LEAST,
     AdamWSettings,
@@ -393,7 +393,7 @@ def test_the_factor_grows_after_enough_steps() -> None:
     scale = LossScale()
     for _ in range(GROWS_AFTER):
         assert not scale.update(True)
-    assert (scale.factor, scale.steps) == (2 * FIRST, 0)
+    assert (scale.factor, scale.steps) == (2 * FIRST_SCALE, 0)
     again = [scale.update(False) for _ in range(40)]
     assert scale.factor == LEAST and again == [True] * 17 + [False] * 23
 

@@ -143,7 +143,7 @@ def test_a_step_that_overflows_float16_is_taken_again(
     """From a factor that is far too large the first step finds its own, and nothing is lost."""
     losses = {}
     for dtype, first in (("float32", 1.0), ("float16", 2.0**30)):
-        monkeypatch.setattr("tunesmith.backends.loss_scale.FIRST", first)
+        monkeypatch.setattr("tunesmith.backends.optimizer.FIRST_SCALE", first)
         said = sft_settings(tmp_path, directory, run=dtype, model__dtype=dtype, train__lr=1e-3)
         lines = read_metrics(run_sft(None, said).run_dir / "metrics.jsonl")
         losses[dtype] = [line["loss"] for line in lines]

@@ -282,12 +282,12 @@ def short_of_memory(model: CausalLM, most_tokens: int, *, backward: bool) -> Gen
     def fail(_: Any = None) -> None:
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
 
-    def limited(x: Tensor, *args: Any) -> Tensor:
+    def limited(x: Tensor, *args: Any, **options: Any) -> Tensor:
         if len(x) > most_tokens:
             x.register_hook(fail) if backward else fail()
-        return layer(x, *args)
+        return layer(x, *args, **options)
 
-    limited.module, limited.kind = layer.module, layer.kind  # type: ignore[attr-defined]
+    limited.module, limited.kind, limited.index = layer.module, layer.kind, layer.index  # type: ignore[attr-defined]
     model.lean.layers[1] = limited  # type: ignore[assignment]
     yield
     model.lean.layers[1] = layer

@@ -20,7 +20,7 @@ from tunesmith.parallel.sharding import in_host_memory
 from tunesmith.parallel.streamed import stored
 
 LOSS_SCALE = "scale:loss"
-FIRST = 2.0**16
+FIRST_SCALE = 2.0**16
 LEAST = 1.0
 GROWS_AFTER = 2000
 """Consecutive steps without overflow after which the loss scale doubles."""
@@ -34,7 +34,7 @@ class LossScale:
     """
 
     def __init__(self) -> None:
-        self.factor, self.steps = FIRST, 0
+        self.factor, self.steps = FIRST_SCALE, 0
 
     def update(self, finite: bool) -> bool:
         """Call this after each optimizer step, taken or dropped; returns whether a retry has a smaller factor."""

@@ -7,8 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tunesmith.config.values import format_size
-
 if TYPE_CHECKING:
     from tunesmith.assembly.dry_run import DryPhase
     from tunesmith.plan.cost.layout import Price
@@ -70,6 +68,8 @@ def print_dry_run(run: Path, overrides: Sequence[str], on: str) -> None:
 
 def _rows(gpu: str, price: Price | None, phases: dict[str, DryPhase]) -> list[list[str]]:
     """Bytes by purpose on a GPU: planned (for training on a trainer's GPU), and needed in each phase."""
+    from tunesmith.config.values import format_size
+
     rows = [["memory" if gpu == "trainer" else f"the {gpu}'s GPU", "planned", *phases]]
     for purpose, part in PLANNED.items():
         amounts = [getattr(price, part) if price else 0, *(phase.peak.get(purpose, 0) for phase in phases.values())]
