@@ -109,13 +109,13 @@ def _with_algorithm(config: RunConfig) -> RunConfig | None:
 
 
 def _of_rl(config: RLConfig) -> dict[str, Any]:
-    rollout, reward, environment = config.rollout, config.reward, config.environment
+    reward, environment = config.reward, config.environment
     weights = [
         *(reward.weights or (1.0,) * len(reward.functions)),
         *(e.weight for e in (*reward.models, *reward.remote)),
     ]
     values: dict[str, Any] = {
-        "least_rollout": rollout.max_new_tokens + (config.data.max_prompt_tokens or 1),
+        **_longest_rollout(config, None),
         "tools": bool(environment.tools),
         "several_environments": isinstance(environment.path, dict),
         "solvable": environment.path is not None or any(weight > 0 for weight in weights),
@@ -123,6 +123,14 @@ def _of_rl(config: RLConfig) -> dict[str, Any]:
     if known(config.train, "steps") is not None:
         values["critic_steps"] = config.critic_steps(config.train.steps)
     return values
+
+
+def _longest_rollout(config: RLConfig, prompt: int | None) -> dict[str, Any]:
+    """Args: prompt: tokens of the data's longest prompt, if known; it may be shorter than allowed."""
+    tokens = (prompt or config.data.max_prompt_tokens or 1) + config.rollout.max_new_tokens
+    if (conversation := config.environment.max_tokens or 0) > tokens:
+        return {"sample": conversation, "sample_kind": "rollout (environment.max_tokens)"}
+    return {"sample": tokens, "sample_kind": "rollout (prompt and rollout.max_new_tokens)"}
 
 
 def _of_facts(config: RunConfig, facts: Facts) -> dict[str, Any]:
@@ -142,14 +150,15 @@ def _of_facts(config: RunConfig, facts: Facts) -> dict[str, Any]:
         "train_size": facts.train_size,
         "longest": facts.longest,
         "longest_sample": longest,
-        "sample": longest if isinstance(config, RLConfig) else facts.together or facts.longest,
+        "sample": facts.together or facts.longest,
+        "sample_kind": "sample",
         "instances_for": facts.instances_for,
         "launched": facts.ranks_here is not None,
         "compilable": compilable(config, facts),
         "compiles": machine.compiler is not None,
     }
-    if isinstance(config, RLConfig) and facts.longest:  # the data's prompts may be shorter than allowed
-        values["least_rollout"] = config.rollout.max_new_tokens + facts.longest
+    if isinstance(config, RLConfig):
+        values |= _longest_rollout(config, facts.longest)
     if config.sampling_settings and prompt is not None:
         values["prompt_and_new"] = prompt + config.new_tokens
     if model:
