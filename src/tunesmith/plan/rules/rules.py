@@ -31,10 +31,9 @@ _SIGNS: Mapping[str, Callable[[Any, Any], bool]] = {
 
 def unread_problems(config: RunConfig, values: Values) -> Iterator[str]:
     """One problem for each given setting that nothing reads; ``values`` come from ``situation``."""
-    kinds = {kind.__name__ for kind in type(config).__mro__}
     given = settings(config, given_only=True)
     for rule in rules("unread"):
-        if ("of" in rule and rule["of"] not in kinds) or not applies(rule, values):
+        if not applies(rule, values):
             continue
         harmless = [repr(value) for value in (None, *rule.get("harmless", []))]  # compared as text, because True == 1
         for key, value in given.items():

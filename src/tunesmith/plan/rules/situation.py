@@ -55,6 +55,7 @@ def situation(config: RunConfig, facts: Facts | None) -> dict[str, Any]:
     open_yet = facts is None and system.cluster == "none" and "engine_process" not in system.model_fields_set
     apart = None if open_yet and not engine.served and not engines_apart(config) else engines_apart(config)
     values = settings(whole or config) | {
+        "command": config.command,
         "rl": isinstance(config, RLConfig),
         "supervised": config.supervised,
         "trains": config.trains,
