@@ -130,8 +130,8 @@ def _longest_rollout(config: RLConfig, prompt: int | None) -> dict[str, Any]:
     """Args: prompt: tokens of the data's longest prompt, if known; it may be shorter than allowed."""
     tokens = (prompt or config.data.max_prompt_tokens or 1) + config.rollout.max_new_tokens
     if (conversation := config.environment.max_tokens or 0) > tokens:
-        return {"sample": conversation, "sample_kind": "rollout (environment.max_tokens)"}
-    return {"sample": tokens, "sample_kind": "rollout (prompt and rollout.max_new_tokens)"}
+        return {"sample": conversation, "sample_kind": "rollout", "sample_parts": " (environment.max_tokens)"}
+    return {"sample": tokens, "sample_kind": "rollout", "sample_parts": " (prompt and rollout.max_new_tokens)"}
 
 
 def _of_facts(config: RunConfig, facts: Facts) -> dict[str, Any]:
@@ -153,6 +153,7 @@ def _of_facts(config: RunConfig, facts: Facts) -> dict[str, Any]:
         "longest_sample": longest,
         "sample": facts.together or facts.longest,
         "sample_kind": "sample",
+        "sample_parts": "",
         "instances_for": facts.instances_for,
         "launched": facts.ranks_here is not None,
         "compilable": compilable(config, facts),
