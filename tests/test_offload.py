@@ -27,7 +27,7 @@ from tunesmith.models import adapters
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.parallel.host_memory import packed
 from tunesmith.plan.cost.layout import Layout
-from tunesmith.plan.cost.memory import least_devices
+from tunesmith.plan.cost.memory import planned_devices
 from tunesmith.plan.cost.price import PINNED, price
 from tunesmith.plan.facts.run import Facts
 from tunesmith.plan.filling import with_values
@@ -192,7 +192,7 @@ def test_it_is_not_derived_for_a_run_that_may_fit_without_it() -> None:
     host = 512 * GB
     config = resolved(SFTConfig, on(replace(A100, memory_free=400 * GB), QWEN_7B, memory=host))
     whole = with_values(config, {"system.gradient_checkpointing": True})
-    peak = least_devices(whole, on(A100, QWEN_7B))[0][1].peak
+    peak = planned_devices(whole, on(A100, QWEN_7B), least=True)[0][1].peak
     for share, offload in ((1.0, False), (0.95, False), (0.92, False), (0.9, True)):
         gpu = replace(A100, memory_total=200 * GB, memory_free=int(share * peak))
         found = resolve_sft(on(gpu, QWEN_7B, memory=host))
@@ -202,7 +202,8 @@ def test_it_is_not_derived_for_a_run_that_may_fit_without_it() -> None:
 
 def test_the_ranks_of_a_machine_share_its_memory_and_leave_some() -> None:
     said = ("system.offload_optimizer=true", "train.steps=1")
-    kept = least_devices(resolved(SFTConfig, on(A100, QWEN_7B, memory=512 * GB), *said), on(A100, QWEN_7B))[0][1].host
+    config = resolved(SFTConfig, on(A100, QWEN_7B, memory=512 * GB), *said)
+    kept = planned_devices(config, on(A100, QWEN_7B), least=True)[0][1].host
     assert "128GB" in refusal(SFTConfig, on(A100, QWEN_7B, memory=int(1.02 * kept)), *said)
     assert resolved(SFTConfig, on(A100, QWEN_7B, memory=int(1.06 * kept)), *said).system.offload_optimizer
     ray = (

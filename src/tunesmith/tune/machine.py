@@ -20,13 +20,12 @@ from numpy.typing import NDArray
 
 from tunesmith.assembly.probes import Probe
 from tunesmith.config.values import format_size
-from tunesmith.errors import CapacityError, StorageError, boundary
+from tunesmith.errors import CapacityError
 from tunesmith.plan.cost.seconds import phase_seconds
 from tunesmith.plan.cost.work import Work, amounts
 from tunesmith.plan.facts.hardware import Hardware, memory
-from tunesmith.plan.facts.measured import Rates, rates_file
+from tunesmith.plan.facts.measured import Rates, rates_file, remember
 from tunesmith.plan.facts.model import ModelFacts
-from tunesmith.storage import write_json
 
 SHAPES, ROUNDS = 40, 5
 LEAST, MOST = 2_200_000, 30_000_000
@@ -158,7 +157,5 @@ def measure_machine(machine: Hardware, say: Callable[[str], None]) -> dict[str, 
         "rates": rates,
         "median_error": {phase: float(np.median(each)) for phase, each in off.items()},
     }
-    with boundary(StorageError, f"cannot write {file}", OSError):
-        file.parent.mkdir(parents=True, exist_ok=True)
-    write_json(file, content)
+    remember(file, content)
     return {**content, "file": str(file)}

@@ -78,19 +78,10 @@ def bytes_per_number(config: RunConfig) -> int:
     return 4 if known(config.model, "dtype") == "float32" else 2
 
 
-def bytes_per_token(config: RunConfig, model: ModelFacts, checkpointing: float) -> int:
+def bytes_per_token(model: ModelFacts, layout: Layout) -> int:
     """Bytes per additional token of a micro-batch on each rank that shares it: activations saved for the backward pass,
     and temporaries of a layer's backward pass."""
-    rank = (config.lora.rank or USUAL_RANK) if config.lora.on else None
-    shape = Layout(
-        bytes_per_number(config),
-        lora_rank=rank,
-        zero_stage=config.system.zero_stage,
-        checkpointing=checkpointing,
-        offload_activations=bool(known(config.system, "offload_activations")),
-    )
-    needed = activation_bytes(model, shape) + backward_bytes(model, shape)
-    return ceil(needed / config.system.sequence_parallel.size)
+    return ceil((activation_bytes(model, layout) + backward_bytes(model, layout)) / layout.sequence)
 
 
 def longest_sample(config: RunConfig, facts: Facts) -> int | None:
@@ -141,6 +132,7 @@ def layout_of(config: RunConfig, facts: Facts) -> Layout:
         zero_stage=system.zero_stage,
         has_vocabulary_head=not isinstance(config, ScoreConfig),
         checkpointing=float(known(system, "gradient_checkpointing") or 0),
+        tokens=known(system, "max_tokens_per_microbatch") or longest_sample(config, facts) or LEAST_TOKENS,
         sequence=system.sequence_parallel.size,
         chunk=system.logprob_chunk,
         engines=together if weights_apart(config) else 0,
@@ -165,45 +157,46 @@ def _prepared(config: RunConfig, facts: Facts) -> int:
     return prepared_bytes(model.parameters or 0, facts.hardware.memory_total, copied)
 
 
-def planned(config: RunConfig, facts: Facts) -> Price | None:
-    """Memory of a resolved run on the trainer's or sampler's device; None if the model's size is unknown."""
-    if facts.model is None or facts.model.parameters is None:
-        return None
-    kv = known(config.system, "kv_memory")
-    here = not engines_elsewhere(config, facts)
-    engines = engines_together(config, len(facts.hardware.gpus))
-    kv_bytes = parse_size(kv) * engines if kv is not None and here else 0
-    layout = replace(_with_tokens(config, facts, layout_of(config, facts)), kv_bytes=kv_bytes)
-    return _with_passes(config, facts, layout)
+def planned(config: RunConfig, facts: Facts, *, least: bool = False) -> Price | None:
+    """Memory of a run on the trainer's or sampler's device; None if the model's size is unknown.
 
-
-def _with_passes(config: RunConfig, facts: Facts, layout: Layout, *, caps: bool = True) -> Price:
-    """The price of a layout, including the passes of critic and reward models and passes without gradients.
+    This includes the passes of critic and reward models, and passes without gradients.
 
     Args:
-        caps: these passes have as many tokens as their own settings allow; if False, as many as the layout.
+        least: the minimum, with micro-batches and passes of one sample, and the KV cache of one sequence.
     """
-    assert facts.model is not None, "it was checked"
-    system, found = config.system, price(facts.model, layout)
+    model, system = facts.model, config.system
+    if model is None or model.parameters is None:
+        return None
+    layout = layout_of(config, facts)
+    if least:
+        layout = replace(layout, tokens=(longest_sample(config, facts) or LEAST_TOKENS) if layout.trains else 0)
+    if config.samples and not system.engine_kind.served and not engines_elsewhere(config, facts):
+        engines = engines_together(config, len(facts.hardware.gpus))
+        layout = replace(layout, kv_bytes=engines * _engine_kv(config, facts, model, least))
+    found = price(model, layout)
     critic, scoring, rewarding = (
-        known(system, key) if caps else layout.tokens
+        layout.tokens if least else known(system, key)
         for key in ("critic_max_tokens", "scoring_max_tokens", "reward_max_tokens")
     )
     if layout.trains and layout.models > 1 and critic:
-        own = price(facts.model, replace(layout, tokens=critic, has_vocabulary_head=False))
+        own = price(model, replace(layout, tokens=critic, has_vocabulary_head=False))
         if own.training > found.training:
             found = replace(found, activations=own.activations, head=own.head, host=own.host)
     if layout.trains and scores(config) and scoring:
-        found = replace(found, scored=scoring_bytes(facts.model, replace(layout, tokens=scoring)))
-    if rewarding and rewarded_here(config):
+        found = replace(found, scored=scoring_bytes(model, replace(layout, tokens=scoring)))
+    reward = getattr(config, "reward", None)
+    if rewarding and reward and reward.models and shares_trainer_device(config, "reward"):
         found = replace(found, rewarded=rewarding_bytes(config, facts, rewarding))
     return found
 
 
-def rewarded_here(config: RunConfig) -> bool:
-    """Whether reward models score on the trainer's device."""
-    reward = getattr(config, "reward", None)
-    return bool(reward and reward.models) and shares_trainer_device(config, "reward")
+def _engine_kv(config: RunConfig, facts: Facts, model: ModelFacts, least: bool) -> int:
+    """Bytes of an engine's keys and values on each of its devices: all, or at ``least`` those of the longest sample."""
+    if least:
+        return request_kv(config, facts, model) // ranks_per_engine(config)
+    kv = known(config.system, "kv_memory")
+    return parse_size(kv) if kv else 0
 
 
 def rewarding_bytes(config: RunConfig, facts: Facts, tokens: int) -> int:
@@ -224,30 +217,23 @@ def rewarding_bytes(config: RunConfig, facts: Facts, tokens: int) -> int:
     return scoring_bytes(larger, layout) + (gathered_bytes(larger, layout) if stage else 0)
 
 
-def _with_tokens(config: RunConfig, facts: Facts, layout: Layout) -> Layout:
-    """The layout with the tokens of a micro-batch, as far as known."""
-    tokens = known(config.system, "max_tokens_per_microbatch") or longest_sample(config, facts) or LEAST_TOKENS
-    return replace(layout, tokens=tokens)
-
-
-def planned_elsewhere(config: RunConfig, facts: Facts) -> Price | None:
-    """Memory of each engine on each of its own GPUs; None if engines have no GPUs of their own."""
+def planned_elsewhere(config: RunConfig, facts: Facts, *, least: bool = False) -> Price | None:
+    """Memory of each engine on each of its own GPUs; None if engines have no GPUs of their own. See ``planned``."""
     model = facts.model
     if model is None or model.parameters is None or not engines_elsewhere(config, facts):
         return None
-    kv = parse_size(kv) if (kv := known(config.system, "kv_memory")) else 0
     size = bytes_per_number(config)
-    copy = copy_bytes(model, size, config.model.quantize)
+    copy, kv = copy_bytes(model, size, config.model.quantize), _engine_kv(config, facts, model, least)
     return Price(engine=copy // ranks_per_engine(config), kv=kv, published=bytes_to_take(config, model, size))
 
 
-def planned_devices(config: RunConfig, facts: Facts) -> list[tuple[str, Price, int]]:
-    """Planned and free memory per kind of device, named by its processes; empty if the model's size is unknown."""
-    return _devices(config, facts, planned(config, facts), planned_elsewhere(config, facts))
+def planned_devices(config: RunConfig, facts: Facts, *, least: bool = False) -> list[tuple[str, Price, int]]:
+    """Planned and free memory per kind of device, named by its processes; empty if the model's size is unknown.
 
-
-def _devices(config: RunConfig, facts: Facts, own: Price | None, engines: Price | None) -> list[tuple[str, Price, int]]:
-    """Devices of trainer, engines, and roles with their own GPUs; each process on a GPU also needs CUDA's memory."""
+    These are the devices of trainer, engines, and roles with their own GPUs; each process on a GPU also needs CUDA's
+    memory. See ``planned``.
+    """
+    own, engines = planned(config, facts, least=least), planned_elsewhere(config, facts, least=least)
     if own is None:
         return []
     devices = [("trainer" if config.trains else "engine", own, trainer_memory(config, facts))]
@@ -268,7 +254,6 @@ def _roles_apart(config: RunConfig, facts: Facts) -> Iterator[tuple[str, Price]]
     if config.system.cluster == "none" or not on_gpu(config) or facts.model is None:
         return
     layout = replace(layout_of(config, facts), models=1, references=0, frozen_parameters=0, engines=0, published=0)
-    layout = _with_tokens(config, facts, layout)
     critic, scoring, rewarding = (
         known(config.system, key) or layout.tokens
         for key in ("critic_max_tokens", "scoring_max_tokens", "reward_max_tokens")
@@ -297,7 +282,7 @@ def planned_roles(config: RunConfig, facts: Facts) -> dict[str, Price]:
     if model is None or own is None:
         return {}
     layout = layout_of(config, facts)
-    policy = price(model, replace(_with_tokens(config, facts, layout), models=1, references=0, frozen_parameters=0))
+    policy = price(model, replace(layout, models=1, references=0, frozen_parameters=0))
     policy = replace(policy, engine=0, kv=0, scored=own.scored)
     roles = {"policy": policy}
     if layout.models > 1:
@@ -315,32 +300,6 @@ def planned_roles(config: RunConfig, facts: Facts) -> dict[str, Price]:
     if own.engine or own.kv:
         roles["engines"] = Price(engine=own.engine, kv=own.kv)
     return roles
-
-
-def least(config: RunConfig, facts: Facts) -> Price | None:
-    """The minimum memory a run needs on the trainer's device, with micro-batches of one sample and the KV cache of one
-    sequence; None if the model's size is unknown."""
-    model = facts.model
-    if model is None or model.parameters is None:
-        return None
-    layout, longest = layout_of(config, facts), longest_sample(config, facts) or LEAST_TOKENS
-    samples = config.samples and not engines_elsewhere(config, facts)
-    engines = engines_together(config, len(facts.hardware.gpus))
-    kv = _sequence(config, facts, model) * engines if samples and not config.system.engine_kind.served else 0
-    return _with_passes(config, facts, replace(layout, tokens=longest if layout.trains else 0, kv_bytes=kv), caps=False)
-
-
-def least_devices(config: RunConfig, facts: Facts) -> list[tuple[str, Price, int]]:
-    """As ``planned_devices``, with the minimum memory that each needs."""
-    engines = planned_elsewhere(config, facts)
-    if engines and facts.model:
-        engines = replace(engines, kv=_sequence(config, facts, facts.model))
-    return _devices(config, facts, least(config, facts), engines)
-
-
-def _sequence(config: RunConfig, facts: Facts, model: ModelFacts) -> int:
-    """Bytes of the longest sample's keys and values on each device of an engine."""
-    return request_kv(config, facts, model) // ranks_per_engine(config)
 
 
 def request_kv(config: RunConfig, facts: Facts, model: ModelFacts) -> int:

@@ -192,7 +192,7 @@ def step_work(
     }
     phases["training"] = [training, {"bytes over PCIe": 2 * trained_models * (sent + coming)}]
     if system.offload_optimizer:
-        host = batches * price(model, replace(layout, offload_frozen=False, offload_parameters=False)).host
+        host = batches * price(model, replace(layout, offload_frozen=False, offload_parameters=False, tokens=0)).host
         step = {"bytes of the host": HOST_STEP * host, "bytes over PCIe": HOST_SENT * host}
         phases["optimizer step on the host"] = [step]
     if layout.offload_frozen and layout.frozen_parameters:

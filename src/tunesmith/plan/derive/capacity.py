@@ -23,9 +23,9 @@ from tunesmith.plan.cost.memory import (
     host_tokens,
     kv_bytes_per_number,
     layout_of,
-    least,
-    least_devices,
     longest_sample,
+    planned,
+    planned_devices,
     planned_elsewhere,
     request_kv,
     trainer_memory,
@@ -133,7 +133,7 @@ def _derive_shards(filling: Filling, facts: Facts) -> None:
     if config.system.cluster != "none" and on_gpu(config):  # Ray fills one machine after another
         here = len(facts.hardware.gpus)
     if here is not None and 1 < here < ranks and ranks % here == 0:
-        needed = least(with_values(config, {key: here, "system.gradient_checkpointing": True}), facts)
+        needed = planned(with_values(config, {key: here, "system.gradient_checkpointing": True}), facts, least=True)
         if needed is None or needed.peak <= trainer_memory(config, facts):
             filling.fill(key, here, f"the ranks of one machine; the {ranks // here} machines have a copy each")
         filling.fill(key, ranks, f"all ranks: the {here} of one machine are too few for the model")
@@ -205,10 +205,12 @@ def _derive_checkpointing(filling: Filling, facts: Facts) -> None:
         filling.fill(key, False, "the longest sample's size is not known" if model else "the model's size is not known")
         return
     room, layers = max(0, trainer_memory(config, facts) - _reserved(config, facts, turns=True)), model.layers
-    sizes = [longest * bytes_per_token(config, model, count / layers) for count in range(layers + 1)]
+    layout = layout_of(config, facts)
+    shares = [replace(layout, checkpointing=count / layers) for count in range(layers + 1)]
+    sizes = [longest * bytes_per_token(model, share) for share in shares]
 
     def fits(count: int) -> bool:
-        trainer = least_devices(with_values(config, {key: count / layers}), facts)[:1]
+        trainer = planned_devices(with_values(config, {key: count / layers}), facts, least=True)[:1]
         return sizes[count] <= room // 2 and all(needed.peak <= free for _, needed, free in trainer)
 
     again = next(filter(fits, range(layers)), layers)
@@ -231,7 +233,7 @@ def _derive_hybrid(filling: Filling, facts: Facts) -> None:
         filling.fill(key, True, "engine and trainer share the GPU")
         return
     budget = trainer_memory(config, facts) - _reserved(config, facts, turns=False)
-    per_token = bytes_per_token(config, model, float(config.system.gradient_checkpointing))
+    per_token = bytes_per_token(model, layout_of(config, facts))
     wanted = _wanted_kv(config, facts, model, 1)[1]
     short = wanted > budget // 4 or longest * per_token > budget // 2
     reason = "short for both at once" if short else "enough for both at once"
@@ -244,8 +246,8 @@ def _derive_microbatch(filling: Filling, facts: Facts, budget: int, most: int) -
     if model is None:
         filling.fill(key, max(UNKNOWN_MODEL_TOKENS, longest), "the model's size is not known")
         return
-    per_token = bytes_per_token(config, model, float(known(config.system, "gradient_checkpointing") or 0))
-    needed = least(config, facts)
+    per_token = bytes_per_token(model, layout_of(config, facts))
+    needed = planned(config, facts, least=True)
     beside = needed.kv if needed and not needed.turns else 0
     room, part = min(
         (budget // 2, "half of the free memory"), (budget - beside, "what the KV cache of one request leaves free")

@@ -14,7 +14,7 @@ from typing import Any
 
 from tunesmith.config.resolved import settings
 from tunesmith.config.schema import RunConfig
-from tunesmith.errors import StorageError
+from tunesmith.errors import StorageError, boundary
 from tunesmith.plan.facts.hardware import Hardware
 from tunesmith.plan.facts.model import ModelFacts
 from tunesmith.storage import measured_file, read_json, write_json
@@ -31,17 +31,24 @@ _LEARNED = (
 """Settings on which the best ``[system]`` settings depend."""
 
 
+@dataclass(frozen=True, slots=True)
+class Tuned:
+    """``[system]`` settings measured to be fastest for a run."""
+
+    values: Mapping[str, Any]
+    """Values by dotted key."""
+    reason: str
+    """``tuned on 2026-11-22: 1.84× as fast as the run file that was tuned``."""
+
+
 def tuned_file(config: RunConfig, machine: Hardware, model: ModelFacts | None) -> tuple[Path, dict[str, Any]]:
     """The file for a run, and its subject: machine, model and shape."""
     said = settings(config, given_only=True)
     subject: dict[str, Any] = {
         "machine": {
-            "cpu": machine.cpu,
-            "cores": machine.cores,
+            **_computing(machine),
             "memory": round(machine.memory_total / 2**30),
             "gpus": [gpu.name for gpu in machine.gpus],
-            "torch": version("torch"),
-            "tunesmith": version("tunesmith"),
         },
         "model": asdict(model) if model else config.model.path,
         "shape": {"command": config.command, **{key: said[key] for key in _LEARNED if said.get(key) is not None}},
@@ -70,39 +77,27 @@ def remember(file: Path, content: Mapping[str, Any]) -> None:
     Raises:
         StorageError: it cannot be written.
     """
-    try:
+    with boundary(StorageError, f"cannot write {file}", OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise StorageError(f"cannot write {file}: {error}") from error
     write_json(file, content)
-
-
-@dataclass(frozen=True, slots=True)
-class Tuned:
-    """``[system]`` settings measured to be fastest for a run."""
-
-    values: Mapping[str, Any]
-    """Values by dotted key."""
-    reason: str
-    """``tuned on 2026-11-22: 1.84× as fast as the run file that was tuned``."""
 
 
 def rates_file(machine: Hardware) -> tuple[Path, dict[str, Any]]:
     """The file with a machine's rates, and the properties on which they depend."""
-    subject = {
-        "cpu": machine.cpu,
-        "cores": machine.cores,
-        "torch": version("torch"),
-        "tunesmith": version("tunesmith"),
-    }
+    subject = _computing(machine)
     return measured_file("machines", subject), subject
+
+
+def _computing(machine: Hardware) -> dict[str, Any]:
+    """The processor and the software that computes on it."""
+    software = {name: version(name) for name in ("torch", "tunesmith")}
+    return {"cpu": machine.cpu, "cores": machine.cores, **software}
 
 
 def read_rates(machine: Hardware, bytes_per_number: int) -> Rates | None:
     """Rates measured for elements of this size; None if nothing was measured here or the file is damaged."""
-    path = rates_file(machine)[0]
     try:
-        found = read_json(path)["rates"][str(bytes_per_number)] if path.exists() else None
-        return None if found is None else {p: {k: float(s) for k, s in each.items()} for p, each in found.items()}
-    except (StorageError, KeyError, TypeError, ValueError, AttributeError):
+        found = remembered(rates_file(machine)[0])["rates"][str(bytes_per_number)]
+        return {phase: {kind: float(s) for kind, s in rates.items()} for phase, rates in found.items()}
+    except (KeyError, TypeError, ValueError, AttributeError):
         return None

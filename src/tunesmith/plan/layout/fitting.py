@@ -14,7 +14,7 @@ from tunesmith.config.section import known
 from tunesmith.config.toml import toml_value
 from tunesmith.config.values import format_size
 from tunesmith.plan.cost.layout import PARTS, Price
-from tunesmith.plan.cost.memory import LEAST_TOKENS, MARGIN, host_problem, layout_of, least_devices, longest_sample
+from tunesmith.plan.cost.memory import LEAST_TOKENS, MARGIN, host_problem, layout_of, longest_sample, planned_devices
 from tunesmith.plan.cost.price import USUAL_RANK, price
 from tunesmith.plan.facts.run import Facts
 from tunesmith.plan.filling import with_values
@@ -35,7 +35,7 @@ def memory_problems(config: RunConfig, facts: Facts, given: RunConfig) -> Iterat
         given: the run before its settings were derived.
     """
     free_of_layout = _without_layout(given, config)
-    for place, (name, needed, free) in enumerate(least_devices(config, facts)):
+    for place, (name, needed, free) in enumerate(planned_devices(config, facts, least=True)):
         if needed.peak > MARGIN * free:
             split = place and name == "engine" and config.system.engine_kind.spans_devices
             cure = "split each engine over more GPUs with system.vllm.tensor_parallel_size"
@@ -48,7 +48,7 @@ def memory_problems(config: RunConfig, facts: Facts, given: RunConfig) -> Iterat
 
 
 def memory_notes(config: RunConfig, facts: Facts) -> Iterator[str]:
-    for _, needed, free in least_devices(config, facts):
+    for _, needed, free in planned_devices(config, facts, least=True):
         if free < needed.peak <= MARGIN * free:
             yield f"the run may not fit: it needs about {format_size(needed.peak)}, and {format_size(free)} are free"
 
@@ -82,7 +82,7 @@ def _remedy(config: RunConfig, facts: Facts, free: int, given: RunConfig, free_o
         changes |= without if "lora.rank" in changes else {}  # an adapter needs no reference
         if any(contradictions(with_values(given, told | changes))):
             continue
-        changed = least_devices(with_values(config, always | changes), facts)[0][1]
+        changed = planned_devices(with_values(config, always | changes), facts, least=True)[0][1]
         if changed.peak <= free and not host_problem(config, changed, facts):
             words = " and ".join(f"{key} = {toml_value(plain(value))}" for key, value in (told | changes).items())
             return f"what fits: {words} ({format_size(changed.peak)}){more}"

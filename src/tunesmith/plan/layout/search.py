@@ -11,7 +11,7 @@ from tunesmith.config.section import known
 from tunesmith.config.system import PlacementSection
 from tunesmith.config.values import format_size
 from tunesmith.errors import ConfigError
-from tunesmith.plan.cost.memory import least_devices, planned_devices
+from tunesmith.plan.cost.memory import planned_devices
 from tunesmith.plan.cost.seconds import step_seconds
 from tunesmith.plan.derive.capacity import derive_capacity
 from tunesmith.plan.facts.run import Facts
@@ -106,7 +106,7 @@ def lack(config: RunConfig, facts: Facts, layout: Settings) -> float:
     """The minimum memory that a layout needs, as a share of the free memory; above 1 it does not fit."""
     checkpointing = known(config.system, "gradient_checkpointing")
     always = {"system.gradient_checkpointing": True} if config.trains and checkpointing is None else {}
-    devices = least_devices(with_values(config, {**always, **layout}), facts)
+    devices = planned_devices(with_values(config, {**always, **layout}), facts, least=True)
     return max((needed.peak / max(1, free) for _, needed, free in devices), default=0.0)
 
 
@@ -142,5 +142,6 @@ def _reasons(config: RunConfig, facts: Facts, gpus: int) -> dict[str, str]:
 
 def _least(config: Any, facts: Facts, stage: int) -> str:
     """Needed and free memory of each trainer device: ``143GB of 85GB``."""
-    devices = least_devices(with_values(config, {STAGE: stage, "system.gradient_checkpointing": True}), facts)
+    there = with_values(config, {STAGE: stage, "system.gradient_checkpointing": True})
+    devices = planned_devices(there, facts, least=True)
     return f"{format_size(devices[0][1].peak)} of {format_size(devices[0][2])}" if devices else "an unknown amount"

@@ -20,12 +20,6 @@ def weights_apart(config: RunConfig) -> bool:
     return config.system.engine_kind.third_party or engines_apart(config)
 
 
-def colocated(config: RunConfig) -> bool:
-    """Whether ``system.placement.colocate`` puts an engine and a trainer on one GPU."""
-    placement = config.system.placement
-    return placement is not None and any({"actor", "rollout"} <= set(group) for group in placement.colocate)
-
-
 def loads_model(config: RunConfig) -> bool:
     """Whether a run that only samples loads the model in its own process."""
     return not weights_apart(config) or config.lora.on or config.system.engine_kind.served

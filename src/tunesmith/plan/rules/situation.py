@@ -18,8 +18,8 @@ from tunesmith.errors import ConfigError
 from tunesmith.plan.cost.memory import gpu_of, longest_sample
 from tunesmith.plan.facts.run import Facts
 from tunesmith.plan.processes.devices import compilable, ranks_per_engine
-from tunesmith.plan.processes.roles import has_critic, keeps_frozen, keeps_reference, scores
-from tunesmith.plan.processes.weights import colocated, engines_apart, weights_apart
+from tunesmith.plan.processes.roles import has_critic, keeps_frozen, keeps_reference, placed_together, scores
+from tunesmith.plan.processes.weights import engines_apart, weights_apart
 from tunesmith.types import altering
 
 MOST_THREADS_PER_CORE = 16
@@ -54,6 +54,7 @@ def situation(config: RunConfig, facts: Facts | None) -> dict[str, Any]:
     # If no setting determines where engines run, the machine does.
     open_yet = facts is None and system.cluster == "none" and "engine_process" not in system.model_fields_set
     apart = None if open_yet and not engine.served and not engines_apart(config) else engines_apart(config)
+    colocated = placed_together(config, "actor", "rollout")
     values = settings(whole or config) | {
         "command": config.command,
         "rl": isinstance(config, RLConfig),
@@ -70,8 +71,8 @@ def situation(config: RunConfig, facts: Facts | None) -> dict[str, Any]:
         "engine_process_off": "engine_process" in system.model_fields_set and not system.engine_process,
         "weights_apart": weights_apart(config) or (None if apart is None else False),
         "whole_weights": engine.third_party or system.adapter_sync == "merged",
-        "colocated": colocated(config),
-        "one_of_each_together": colocated(config) and {known(system, "engines"), ranks} <= {None, 1},
+        "colocated": colocated,
+        "one_of_each_together": colocated and {known(system, "engines"), ranks} <= {None, 1},
         "ranks_per_engine": ranks_per_engine(config),
         "left_over_ranks": ranks % size if ranks and size else None,
         "ungrouped_ranks": ranks % system.sequence_parallel.size if ranks else None,
