@@ -31,7 +31,7 @@ IMPORTED = (
     "transformers.models.auto.modeling_auto",
     "transformers.models.llama.modeling_llama",
     "transformers.models.qwen3.modeling_qwen3",
-    "tunesmith.assembly.policy",
+    "tunesmith.assembly.trainers",
     "tunesmith.assembly.processes",
     "tunesmith.engines.far",
     "tunesmith.engines.local.engine",

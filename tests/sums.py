@@ -10,7 +10,7 @@ import pytest
 
 from tiny_runs import write_lines
 from tunesmith import assembly
-from tunesmith.assembly.opening import RunResult
+from tunesmith.assembly.session import RunResult
 from tunesmith.config.toml import toml_value
 from tunesmith.monitor.metrics import read_metrics
 from tunesmith.recipes.arithmetic import make_model

@@ -11,7 +11,7 @@ import tiny
 import tunesmith
 from tiny_runs import rl_settings, write_lines
 from tunesmith import assembly
-from tunesmith.assembly.common import load_tokenizer
+from tunesmith.assembly.models import load_tokenizer
 from tunesmith.config.commands import GenerateConfig
 from tunesmith.config.load import load_config
 from tunesmith.config.schema import RLConfig, SFTConfig

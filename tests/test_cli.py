@@ -14,7 +14,7 @@ import torch
 import typer
 
 import commands
-from tunesmith.assembly.opening import RunResult
+from tunesmith.assembly.session import RunResult
 from tunesmith.cli.guard import guarded
 from tunesmith.cli.outcome import print_outcome
 from tunesmith.distributed.host import portable

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tiny_runs import REWARDS, sums, write_lines
-from tunesmith.cli.show_config import show_config
+from tunesmith.cli.plan import show_config
 from tunesmith.config.load import load_config
 from tunesmith.config.names.unknown import all_keys
 from tunesmith.config.reading.places import placed

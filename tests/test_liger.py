@@ -19,8 +19,8 @@ from liger_in_torch import LigerInTorch
 from test_compiled import FAMILIES, gradients, resolved
 from tiny import save_model
 from training import difference, forest_of, samples_of
-from tunesmith.assembly.common import load_model, load_tokenizer
 from tunesmith.assembly.dry_run import check_dry_run
+from tunesmith.assembly.models import load_model, load_tokenizer
 from tunesmith.config.commands import KINDS
 from tunesmith.config.load import load_config
 from tunesmith.config.schema import LoraSection, RunConfig

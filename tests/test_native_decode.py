@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tiny import save_model
-from tunesmith.assembly.common import load_model, load_tokenizer
+from tunesmith.assembly.models import load_model, load_tokenizer
 from tunesmith.config.commands import GenerateConfig
 from tunesmith.config.load import load_config
 from tunesmith.config.schema import SFTConfig

@@ -25,10 +25,10 @@ from tiny_runs import rl_settings
 from training import learner_of
 from tunesmith.algorithms.aggregation import weigh
 from tunesmith.algorithms.objective import policy_objective
-from tunesmith.assembly.common import load_model, load_tokenizer
 from tunesmith.assembly.engine_host import make_engine_host
-from tunesmith.assembly.policy import policy_backend
-from tunesmith.assembly.processes import make_policy, remote_trainer
+from tunesmith.assembly.models import load_tokenizer
+from tunesmith.assembly.processes import remote_trainer
+from tunesmith.assembly.trainers import make_policy
 from tunesmith.backends.base import TrainBackend
 from tunesmith.config.load import load_config
 from tunesmith.config.schema import RLConfig
@@ -45,10 +45,10 @@ from tunesmith.errors import (
     RewardError,
     TrainerLostError,
 )
-from tunesmith.models.causal_lm import CausalLM
 from tunesmith.plan.facts.hardware import Gpu, read_hardware
 from tunesmith.plan.facts.hub import known_model_facts
 from tunesmith.plan.facts.run import Facts
+from tunesmith.plan.filling import with_values
 from tunesmith.plan.processes.cluster import Bundle, bundles, missing, processes
 from tunesmith.plan.resolve import resolve
 from tunesmith.plan.rules.checks import check
@@ -167,7 +167,7 @@ def test_a_trainer_in_an_actor_takes_the_same_steps(cluster: RayCluster, tmp_pat
     config = resolved(tmp_path, algorithm__kl__coef=0.1, train__ema_decay=0.5)
     assert processes(config) == {"actor": 1, "ref": 1, "rollout": 1}
     tokenizer = load_tokenizer(config)
-    local = policy_backend(config, tokenizer, load_model(CausalLM, config, tokenizer))
+    local = make_policy(with_values(config, {"system.cluster": "none"}), tokenizer)
     there, _ = remote_trainer(cluster, config, make_policy)
     assert there.cost == local.cost
     objective = policy_objective(config.algorithm)
@@ -211,7 +211,7 @@ def test_two_trainer_ranks_take_the_steps_of_one(cluster: RayCluster, tmp_path: 
     """Memory runs out on one at first; then a checkpoint of both goes on in one; then one dies."""
     config = resolved(tmp_path, system__trainer_ranks=2, train__ema_decay=0.5)
     tokenizer = load_tokenizer(config)
-    local = policy_backend(config, tokenizer, load_model(CausalLM, config, tokenizer))
+    local = make_policy(with_values(config, {"system.cluster": "none"}), tokenizer)
     there, limits = remote_trainer(cluster, config, make_policy)
     assert there.ranks == 2 and limits.flops_per_second > 0
     objective, full = policy_objective(config.algorithm), tmp_path / "full"

@@ -20,7 +20,7 @@ from tiny import save_model
 from tunesmith.algorithms.objective import SFTObjective
 from tunesmith.assembly.dry_run import dry_run
 from tunesmith.assembly.planes import published
-from tunesmith.assembly.sequence_scores import SequenceScores
+from tunesmith.assembly.rewards import SequenceScores
 from tunesmith.backends.optimizer import AdamWSettings
 from tunesmith.backends.passes import Passes
 from tunesmith.backends.torch import TorchBackend

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from tunesmith.algorithms.objective import PolicyObjective
     from tunesmith.algorithms.outcomes import Advantages, Outcome
     from tunesmith.api import distill, dpo, kto, prm, rft, rl, rm, sft
-    from tunesmith.assembly.opening import RunResult
+    from tunesmith.assembly.session import RunResult
     from tunesmith.backends.optimizer import AdamWSettings
     from tunesmith.backends.torch import TorchBackend
     from tunesmith.data.batch import Batch
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 _MODULES = {
     "STOP": "loop.callbacks",
     "Generation": "offline.inference",
-    "RunResult": "assembly.opening",
+    "RunResult": "assembly.session",
     "generate": "offline.inference",
     **dict.fromkeys(("distill", "dpo", "kto", "prm", "rft", "rl", "rm", "sft"), "api"),
     "AdamWSettings": "backends.optimizer",

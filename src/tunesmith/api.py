@@ -26,7 +26,7 @@ from tunesmith.config.schema import RunConfig, SFTConfig
 from tunesmith.loop.callbacks import Callbacks, Metrics
 
 if TYPE_CHECKING:
-    from tunesmith.assembly.opening import RunResult
+    from tunesmith.assembly.session import RunResult
     from tunesmith.offline.rft import RFTOutcome
 
 Function = Callable[..., Any]

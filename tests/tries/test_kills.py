@@ -98,8 +98,8 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> list[Case]:
     import torch
 
     import tunesmith.assembly.engine_host
-    import tunesmith.assembly.rl_parts
-    import tunesmith.assembly.supervised_parts
+    import tunesmith.assembly.rl_run
+    import tunesmith.assembly.supervised_run
     import tunesmith.loop.rl  # noqa: F401  (imported before the copies are made)
 
     torch.set_num_threads(1)

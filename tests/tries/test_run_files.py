@@ -162,7 +162,7 @@ def test_random_run_files(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys:
 
     monkeypatch.chdir(folder)
     for module, name in (
-        (train, "open_processes"), (train, "open_session"), (generate, "answer_tasks"), (generate, "score"),
+        (train, "open_processes"), (generate, "answer_tasks"), (generate, "score"),
         (rft._Run, "do"),
     ):  # fmt: skip
         monkeypatch.setattr(module, name, reached)

@@ -4,8 +4,8 @@ Order matters: before a model is loaded, everything that can be refused is refus
 printed and saved.
 """
 
-from tunesmith.assembly.merge import run_merge
-from tunesmith.assembly.opening import RunResult
+from tunesmith.assembly.models import run_merge
+from tunesmith.assembly.session import RunResult
 from tunesmith.assembly.train import run_distill, run_dpo, run_kto, run_prm, run_rl, run_rm, run_sft
 
 __all__ = [

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,8 +10,6 @@ from typing import TypeVar
 from tunesmith.assembly.environments import check_run_rewards, instances_for, sharing_process
 from tunesmith.assembly.sinks import check_sinks
 from tunesmith.config.commands import DistillConfig, GenerateConfig, OfflineDistillConfig, RFTConfig, SamplingConfig
-from tunesmith.config.load import load_config
-from tunesmith.config.reading.places import placed
 from tunesmith.config.resolved import Resolved
 from tunesmith.config.schema import DataSection, RLConfig, RunConfig
 from tunesmith.data.prepare import peek
@@ -32,21 +28,6 @@ from tunesmith.plan.resolve import resolve
 from tunesmith.rewards.loading import check_rewards
 
 C = TypeVar("C", bound=RunConfig)
-
-
-@contextmanager
-def checked(kind: type[C], path: Path | None, overrides: Sequence[str], config: C | None = None) -> Generator[C]:
-    """A context with a run's configuration, after all checks that are possible before anything loads.
-
-    Errors about settings, from here and from inside the context, say where the settings are written.
-
-    Args:
-        config: replaces the run file's settings.
-    """
-    with placed(path, overrides):
-        config = with_launched_ranks(config or load_config(kind, path, overrides))
-        check_run(config, path.parent if path else Path.cwd())
-        yield config
 
 
 def with_launched_ranks(config: C) -> C:
@@ -80,11 +61,12 @@ def check_run(config: C, base_dir: Path, *, hub: bool = True) -> Resolved[C]:
     Raises:
         ConfigError, DataError, ModelError, CheckpointError: the run cannot work.
     """
-    resolved = resolve(config, replace(facts_of_run(config), instances_for=instances_for(config, base_dir)))
+    resolved = resolve(config, facts_of_run(config, base_dir))
     _check_device(resolved.config)
     if isinstance(config, RLConfig):
-        check_run_rewards(sharing_process(config, base_dir), base_dir)
-        check_environment(sharing_process(config, base_dir).environment, base_dir)
+        near = sharing_process(config, base_dir)
+        check_run_rewards(near, base_dir)
+        check_environment(near.environment, base_dir)
         check_agents(config.environment, base_dir)
     elif isinstance(config, SamplingConfig) and config.reward is not None:
         check_rewards(config.reward, base_dir)
@@ -99,15 +81,21 @@ def check_run(config: C, base_dir: Path, *, hub: bool = True) -> Resolved[C]:
     return resolved
 
 
-def facts_of_run(config: RunConfig, hardware: Hardware | None = None) -> Facts:
-    """Facts known before the data is read; ``hardware`` is a machine other than this one."""
+def facts_of_run(config: RunConfig, base_dir: Path | None = None, hardware: Hardware | None = None) -> Facts:
+    """Facts known before the data is read.
+
+    Args:
+        base_dir: the run file's directory, next to which the user's code is read; None: it is not read.
+        hardware: a machine other than this one.
+    """
     frozen, model, launch = frozen_parameters(config), known_model_facts(config.model.path), Launch.of()
     here = launch.local_world if launch else None
     machine = hardware or read_hardware()
     if hardware is None and machine.gpus and config.system.cluster == "ray":
         machine = replace(machine, nodes=_nodes_like(config, len(machine.gpus)))
     tuned = read_tuned(config, machine, model) if config.system.tuned and not machine.named else None
-    return Facts(machine, model, frozen_parameters=frozen, ranks_here=here, tuned=tuned)
+    instances = instances_for(config, base_dir) if base_dir else None
+    return Facts(machine, model, frozen_parameters=frozen, ranks_here=here, tuned=tuned, instances_for=instances)
 
 
 def _nodes_like(config: RunConfig, gpus: int) -> int:

@@ -18,14 +18,13 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from tunesmith.algorithms.kl import KLController
-from tunesmith.assembly.critic import critic_backend, make_critic
-from tunesmith.assembly.fake_parts import KEYS_AND_VALUES, parts_replaced
+from tunesmith.assembly.fake_parts import KEYS_AND_VALUES, groups_of, items_of, parts_replaced, run_with_data
 from tunesmith.assembly.fake_processes import FakeProcesses
-from tunesmith.assembly.made_up import groups_of, items_of, ready_run
 from tunesmith.assembly.processes import remote_reward_model, remote_trainer
 from tunesmith.assembly.rewards import load_reward_model
-from tunesmith.assembly.rl_parts import make_learner_and_engine
-from tunesmith.assembly.supervised_parts import make_parts
+from tunesmith.assembly.rl_run import make_learner_and_engine
+from tunesmith.assembly.supervised_run import make_parts
+from tunesmith.assembly.trainers import critic_backend, make_critic
 from tunesmith.backends.ranked import RankedBackend
 from tunesmith.config.commands import DistillConfig
 from tunesmith.config.schema import RLConfig, RunConfig
@@ -113,7 +112,7 @@ class DryRun:
     def supervised(self) -> None:
         items = items_of(self.config, self.longest, self.tokens)
         with self.phase("load"):
-            parts = make_parts(ready_run(self.config, items), _SESSION, self.processes)
+            parts = make_parts(run_with_data(self.config, items), _SESSION, self.processes)
             self.name(parts.learner)
             self.name_gradients(parts.learner)
         for _ in range(STEPS):
@@ -133,7 +132,7 @@ class DryRun:
 
         groups, processes = groups_of(config, self.longest, self.tokens), self.processes
         with self.phase("load"):
-            run = ready_run(with_values(config, {ENGINES: 1}), [group.task for group in groups])
+            run = run_with_data(with_values(config, {ENGINES: 1}), [group.task for group in groups])
             with self.device.allocating(KEYS_AND_VALUES):  # the others are named next
                 learner, engine = make_learner_and_engine(run, _SESSION, processes)
             self.name(learner)

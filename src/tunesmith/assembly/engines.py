@@ -10,7 +10,7 @@ from functools import partial
 from math import ceil
 from typing import TYPE_CHECKING, Any
 
-from tunesmith.assembly.common import limits_of, load_frozen
+from tunesmith.assembly.models import limits_of, load_frozen
 from tunesmith.config.commands import SamplingSection
 from tunesmith.config.schema import RolloutSection, RunConfig, SystemSection
 from tunesmith.config.section import known

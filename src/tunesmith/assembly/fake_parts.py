@@ -1,25 +1,34 @@
-"""A dry run's substitutes for the parts of a run that need other packages, files or other machines."""
+"""A dry run's made-up data, and its substitutes for parts that need other packages, files or other machines."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from itertools import count
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
 from unittest.mock import patch
 
 import torch
 
-from tunesmith.assembly import engine_host, planes, teacher
-from tunesmith.config.schema import RunConfig
+from tunesmith.assembly import engine_host, planes, trainers
+from tunesmith.assembly.opening import FROM_A_COMMAND, Run
+from tunesmith.config.commands import DPOConfig, KTOConfig, PRMConfig, RMConfig
+from tunesmith.config.schema import RLConfig, RunConfig
+from tunesmith.data.loader import Part
+from tunesmith.data.preference import Comparison, Solution
+from tunesmith.data.prepare import Prepared
+from tunesmith.data.report import LoadReport
 from tunesmith.engines.local.kv_memory import KVMemory
 from tunesmith.engines.stats import EngineStats
 from tunesmith.fake_device.sharded import GATHERED
 from tunesmith.fake_device.tokenizer import NoTokenizer
 from tunesmith.openmp import to_thread
 from tunesmith.plan.cost.layout import Price
-from tunesmith.types import Completion, Sampling
+from tunesmith.types import Completion, Rollout, RolloutGroup, Sample, Sampling, Task
 from tunesmith.weights.base import NamedTensors, Offer, Plane
 from tunesmith.weights.files import FILE_BYTES, in_buckets
 
@@ -37,7 +46,7 @@ def parts_replaced(device: FakeDevice, engine: Price) -> Generator[None]:
     Args:
         engine: memory planned on a GPU with an engine.
     """
-    allocate, local, frozen = KVMemory.allocate, engine_host.ENGINES["local"], teacher.load_frozen
+    allocate, local, frozen = KVMemory.allocate, engine_host.ENGINES["local"], trainers.load_frozen
 
     def allocate_named(memory: KVMemory) -> None:
         with device.allocating(KEYS_AND_VALUES):
@@ -71,7 +80,7 @@ def parts_replaced(device: FakeDevice, engine: Price) -> Generator[None]:
     with (
         patch.object(KVMemory, "allocate", allocate_named),
         patch.dict(engine_host.ENGINES, dict.fromkeys(engine_host.ENGINES, make_planned) | {"local": make_local}),
-        patch.multiple(teacher, load_frozen=load_frozen, load_tokenizer=load_tokenizer),
+        patch.multiple(trainers, load_frozen=load_frozen, load_tokenizer=load_tokenizer),
         patch.multiple(planes, make_plane=make_plane, own_address=own_address),
         patch.dict(os.environ),
     ):
@@ -155,3 +164,50 @@ class PlannedEngine:
 
     async def close(self) -> None:
         self._held.clear()
+
+
+def run_with_data(config: RunConfig, items: list[Any]) -> Run[Any, Any]:
+    """A resolved run with these items as its data."""
+    nowhere = cast(Any, SimpleNamespace(path=None))
+    run = Run(config, Path(), nowhere, None, NoTokenizer(), FROM_A_COMMAND)
+    run.train, run.held_out = Prepared(items, (Part("made up", 0, len(items)),), LoadReport(), ""), None
+    return run
+
+
+def items_of(config: RunConfig, longest: int, tokens: int) -> list[Any]:
+    """About ``tokens`` tokens, in sequences or pairs of ``longest``; all tokens but the first of each are learned."""
+    numbers, least = count(1), max(1, tokens // longest)
+
+    def samples(length: int, learned: int) -> Iterator[Sample]:
+        while True:
+            mask = [False] * (length - learned) + [True] * learned
+            yield Sample([next(numbers)] * length, mask)
+
+    match config:
+        case DPOConfig() | RMConfig():
+            each = samples(longest // 2, 1 if isinstance(config, RMConfig) else longest // 2 - 1)
+            values = {"side": (1.0, -1.0), "margin": (0.0, 0.0)}
+            return [Comparison((next(each), next(each)), values) for _ in range(least)]
+        case KTOConfig():
+            each = samples(longest, longest - 1)
+            return [Comparison((next(each), next(each)), {"side": (1.0, 1.0)}) for _ in range(least)]
+        case PRMConfig():
+            return [Solution([next(numbers)] * (longest - 2), (longest - 3,), (1.0,)) for _ in range(least)]
+        case _:
+            each = samples(longest, longest - 1)
+            return [next(each) for _ in range(least)]
+
+
+def groups_of(config: RLConfig, longest: int, tokens: int) -> list[RolloutGroup]:
+    """About ``tokens`` tokens, in groups of rollouts of ``longest`` tokens, one of which succeeded."""
+    size, new = config.rollout.group_size, min(config.rollout.max_new_tokens, longest - 1)
+    prompt = longest - new
+    groups: list[RolloutGroup] = []
+    for number in range(-(-tokens // (prompt + size * new))):
+        task = Task(str(number), "", (number + 1,) * prompt)
+        rollouts = [Rollout(task, reward=float(not member)) for member in range(size)]
+        for member, rollout in enumerate(rollouts):
+            rollout.observe(task.prompt_ids)
+            rollout.act(Completion([member + 1] * new, [0.0] * new, [0] * new, "stop"))
+        groups.append(RolloutGroup(task, rollouts))
+    return groups

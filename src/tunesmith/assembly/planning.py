@@ -31,7 +31,8 @@ def plan_run(config: RunConfig, on: str) -> tuple[Resolved[Any], Facts]:
         ConfigError: an unknown machine, or settings that contradict each other or the machine.
         CapacityError: the run does not fit.
     """
-    facts, notes = _with_lengths(config, facts_of_run(config, None if on.strip().lower() == THIS else machine(on)))
+    elsewhere = None if on.strip().lower() == THIS else machine(on)
+    facts, notes = _with_lengths(config, facts_of_run(config, hardware=elsewhere))
     hardware = facts.hardware
     if hardware.nodes > 1 and not config.samples:  # torchrun starts as many on each
         facts = replace(facts, ranks_here=len(hardware.gpus))

@@ -9,10 +9,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from tunesmith.assembly.common import limits_of, load_model, load_tokenizer, shared_work
 from tunesmith.assembly.engines import local_gpus
 from tunesmith.assembly.machines import Machine, RankHost, check_machines, look
-from tunesmith.assembly.opening import ReadyRun, RunResult
+from tunesmith.assembly.models import limits_of, load_model, load_tokenizer
+from tunesmith.assembly.opening import Run
+from tunesmith.assembly.session import RunResult
 from tunesmith.config.schema import ModelReward, RLConfig, RunConfig
 from tunesmith.config.system import Role
 from tunesmith.distributed.far import gather
@@ -99,7 +100,8 @@ class TrainerHost(ModelHost[RunConfig]):
         """Join the other ranks and load the model. Args: see ``meet``."""
         from tunesmith.assembly.planes import make_plane, make_publishing
 
-        group = self.meet(rank, world, place, shared=shared_work(self.config) is not None)
+        system = self.config.system
+        group = self.meet(rank, world, place, shared=bool(system.zero_stage) or system.sequence_parallel.size > 1)
         with redirect_stdout(None) if rank else nullcontext():  # all ranks would print the same
             self.backend = self.make(self.config, load_tokenizer(self.config))
         if group:
@@ -154,7 +156,7 @@ class ReferenceHost(FrozenHost):
     passes: Passes[CausalLM] = field(init=False)
 
     def load_model(self, config: RLConfig, group: RankGroup | None) -> None:
-        from tunesmith.assembly.policy import policy_predict
+        from tunesmith.assembly.trainers import policy_predict
         from tunesmith.backends.passes import Passes
         from tunesmith.models.causal_lm import CausalLM
 
@@ -192,14 +194,6 @@ class RewardHost(FrozenHost):
         from tunesmith.assembly.rewards import load_reward_model
 
         self.model = load_reward_model(config, self.entry, group)
-
-
-def make_policy(config: RLConfig, tokenizer: Any) -> TorchBackend[CausalLM]:
-    from tunesmith.assembly.policy import policy_backend
-    from tunesmith.models.causal_lm import CausalLM
-
-    model = load_model(CausalLM, config, tokenizer)
-    return policy_backend(config, tokenizer, model, reference=not reference_apart(config))
 
 
 def _build(fars: Sequence[Far], together: int) -> None:
@@ -284,7 +278,7 @@ def remote_reward_model(
 
 
 def run_with_restarts(
-    attempt: Callable[[Path | None], RunResult], run: ReadyRun[Any, Any], processes: Processes | None
+    attempt: Callable[[Path | None], RunResult], run: Run[Any, Any], processes: Processes | None
 ) -> RunResult:
     """Run, resuming from the newest checkpoint when a trainer, reference or critic process dies.
 

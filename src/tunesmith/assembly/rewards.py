@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tunesmith.assembly.models import sharding_of
 from tunesmith.config.commands import SamplingConfig
 from tunesmith.config.schema import ModelReward, RLConfig
-from tunesmith.errors import ModelError
+from tunesmith.data.batch import Batch
+from tunesmith.errors import DeviceMemoryError, ModelError
 from tunesmith.monitor.waits import long_wait
 from tunesmith.rewards.reward_set import RewardSet
 from tunesmith.rewards.stats import check_reward_model, read_stats
 
 if TYPE_CHECKING:
+    from tunesmith.backends.passes import Passes
     from tunesmith.distributed.rank_group import RankGroup
+    from tunesmith.models.score_model import ScoreModel
     from tunesmith.parallel.sharding import Sharding
     from tunesmith.rewards.model import RewardModel
 
@@ -68,8 +73,6 @@ def load_reward_model(
     config: RLConfig | SamplingConfig, entry: ModelReward, group: RankGroup | None = None
 ) -> RewardModel:
     """Args: group: the processes that share the model, each of which calls this; None: the model is whole here."""
-    from tunesmith.assembly.common import sharding_of
-
     system = config.system
     with long_wait(f"loading {entry.path}"):
         return make_reward_model(
@@ -110,7 +113,6 @@ def make_reward_model(
     """
     import torch
 
-    from tunesmith.assembly.sequence_scores import SequenceScores
     from tunesmith.backends.passes import Passes
     from tunesmith.data.chat import ChatTemplate
     from tunesmith.models.score_model import ScoreModel, is_trained
@@ -133,3 +135,43 @@ def make_reward_model(
     stats = read_stats(Path(entry.path)) if entry.normalize else None
     scores = SequenceScores(Passes(model, ScoreModel.predict, group, offload=offload), max_tokens)
     return RewardModel(scores, tokenizer, model.context, template, stats)
+
+
+@dataclass(slots=True)
+class SequenceScores:
+    """Implements ``RewardModel.score_ids``; processes that share the model get the same sequences at the same time.
+
+    When memory runs out, the token cap shrinks permanently in all of these processes.
+    """
+
+    passes: Passes[ScoreModel]
+    max_tokens: int
+    """Maximum tokens per micro-batch, unless one sequence is longer."""
+
+    def __call__(self, sequences: list[list[int]]) -> list[float]:
+        """The score at the last token of each sequence; 0 for those scored by another process.
+
+        Raises:
+            DeviceMemoryError: the longest sequence by itself does not fit.
+        """
+        from tunesmith.models.score_model import whole_sequence
+
+        group = self.passes.group
+        rank, world = (group.rank, group.world) if group else (0, 1)
+        batch = Batch.of([whole_sequence(ids) for ids in sequences])
+        longest = int(batch.lengths.max(initial=0))
+        while True:
+            cap = max(self.max_tokens, longest)
+            packing = self.passes.model.pack_sequences(batch, cap, world)
+            try:
+                return self.passes.score(packing.for_rank(rank, world, columns=False), "values").tolist()
+            except DeviceMemoryError as failure:
+                self.max_tokens = max(longest, cap // 2)
+                if self.max_tokens == cap:
+                    raise DeviceMemoryError(
+                        f"a reward model: {failure}, and no pass can be smaller than the longest sequence ({longest} "
+                        "tokens). Shorten the sequences, or have more processes share the model: "
+                        "system.placement.reward.shards, on Ray"
+                    ) from None
+                if rank == 0:
+                    print(f"{failure}; system.reward_max_tokens lowered from {cap} to {self.max_tokens}", flush=True)

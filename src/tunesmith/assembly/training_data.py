@@ -79,7 +79,7 @@ class TrainingData:
 
     load: Callable[[Any, Tokenizer, DataSection, Sources], Prepared[Any]]
     sizes: Callable[[Any, Any], tuple[int, int]]
-    """The sizes of an item; see ``make_ready``."""
+    """The sizes of an item; see ``prepare_training``."""
     metric: str = "eval/accuracy"
     """The metric that selects the best checkpoint, unless ``eval.metric`` names another."""
 

@@ -9,28 +9,22 @@ from typing import Annotated
 
 import typer
 
-from tunesmith.cli.bench import bench
 from tunesmith.cli.check import check
 from tunesmith.cli.command import Command, CommandGroup
-from tunesmith.cli.demo import demo
 from tunesmith.cli.doctor import doctor
-from tunesmith.cli.explain import explain
-from tunesmith.cli.generate import generate
 from tunesmith.cli.guard import guarded
-from tunesmith.cli.init import init
 from tunesmith.cli.launch import launch
 from tunesmith.cli.merge import merge
 from tunesmith.cli.migrate import migrate
-from tunesmith.cli.plan import plan
-from tunesmith.cli.reference import keys, models, presets
-from tunesmith.cli.report import report
-from tunesmith.cli.rft import rft
+from tunesmith.cli.offline import generate, rft
+from tunesmith.cli.plan import plan, show_config
+from tunesmith.cli.reference import explain, keys, models, presets
+from tunesmith.cli.report import report, watch
 from tunesmith.cli.runs import runs
 from tunesmith.cli.serve_reward import serve_reward
-from tunesmith.cli.show_config import show_config
+from tunesmith.cli.start import demo, init
 from tunesmith.cli.train import distill, dpo, kto, prm, rl, rm, sft
-from tunesmith.cli.tune import tune
-from tunesmith.cli.watch import watch
+from tunesmith.cli.tune import bench, tune
 from tunesmith.monitor.interrupts import own_process
 
 app = typer.Typer(

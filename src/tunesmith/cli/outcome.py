@@ -11,7 +11,7 @@ from tunesmith.monitor.progress import duration, each_once, print_summary, share
 from tunesmith.monitor.text import shown_path
 
 if TYPE_CHECKING:
-    from tunesmith.assembly.opening import RunResult
+    from tunesmith.assembly.session import RunResult
     from tunesmith.monitor.text import EvalExample
 
 

@@ -1,4 +1,4 @@
-"""``tunesmith plan``: how a run would use a machine, which need not exist."""
+"""``tunesmith config`` and ``plan``: the resolved settings of a run, and how it would use a machine."""
 
 from __future__ import annotations
 
@@ -11,6 +11,22 @@ from tunesmith.cli.arguments import Overrides, RunFile
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+
+def show_config(run: RunFile, overrides: Overrides = None) -> None:
+    """Check a run file as its command does, and print every setting that was given or derived.
+
+    Nothing is loaded. Of the data, it reads each local source's first line. What depends on all of it, such as the
+    number of steps, is derived when the run starts.
+    """
+    from tunesmith.assembly.checking import check_run
+    from tunesmith.config.load import load_run
+    from tunesmith.config.reading.places import placed
+    from tunesmith.config.resolved import print_resolved
+
+    with placed(run, overrides or ()):
+        resolved = check_run(load_run(run, overrides or ()), run.parent, hub=False)
+    print_resolved(resolved)
 
 
 def plan(

@@ -21,7 +21,7 @@ from tunesmith.types import RolloutGroup
 
 
 async def run(parts: RLParts, session: Session, rollouts: RolloutSource) -> None:
-    """Train until the configured step; evaluate and save on the way. Closes ``rollouts``."""
+    """Train until the configured step; evaluate and save on the way. Closes ``rollouts`` and the engine."""
     try:
         await _evaluate_and_save(parts, session, rollouts)  # at the start; or after a resume, if a signal prevented it
         while session.running:
@@ -47,7 +47,10 @@ async def run(parts: RLParts, session: Session, rollouts: RolloutSource) -> None
         interrupts.keep_now()
         raise
     finally:
-        await rollouts.close()
+        try:
+            await rollouts.close()
+        finally:
+            await parts.engine.close()
 
 
 def learn(parts: RLParts, groups: Sequence[RolloutGroup], step: int) -> Metrics:

@@ -9,11 +9,10 @@ from functools import partial
 from math import inf
 from pathlib import Path
 
-from tunesmith.assembly.opening import announce
 from tunesmith.config.commands import GenerateConfig
 from tunesmith.errors import ConfigError
 from tunesmith.offline.lines import Json, LineWriter, claim, read_lines, records_of, write_whole
-from tunesmith.offline.sampling import answer_tasks, identity, open_sampling, resolve_sampling
+from tunesmith.offline.sampling import answer_tasks, identity, open_sampling
 from tunesmith.offline.scoring import score
 from tunesmith.offline.selection import OVERWRITTEN, Selected, best, conditional, level_borders, pair, usable
 from tunesmith.offline.usage import Usage, total_of
@@ -40,25 +39,27 @@ class Generated:
 def run_generate(path: Path | None, overrides: Sequence[str] = ()) -> Generated:
     """``tunesmith generate``; a repeated call continues."""
     usage = Usage()
-    with open_sampling(GenerateConfig, path, overrides) as run:
-        resolved = resolve_sampling(run.config, run.tasks)
-        config, directory, output = resolved.config, run.directory.path, resolved.config.output
+    with open_sampling(GenerateConfig, path, overrides) as (run, rewards):
+        tasks, tokenizer = run.train.items, run.tokenizer
+        run.resolve(train_size=len(tasks), longest=max(len(task.prompt_ids) for task in tasks))
+        config, directory, output = run.config, run.directory.path, run.config.output
         scoring = output.kind == "score"
         out = directory / ("scores.jsonl" if scoring else "completions.jsonl")
-        claim(out, identity(config, run.train.fingerprint, run.tokenizer))
-        announce(resolved, run.directory, run.train)
+        claim(out, identity(config, run.train.fingerprint, tokenizer))
+        run.announce()
         report: Json = {}
         file, done = directory / "report.json", None
         usage.add_earlier({_PART: read_json(file)["usage"]} if file.exists() else {})
         try:
             with usage.phase("scoring" if scoring else "sampling", _PART):
                 if scoring:
-                    score(config, run, out)
+                    assert rewards is not None, "they are all there is to do"
+                    score(config, tokenizer, rewards, tasks, out)
                 else:
-                    decode = partial(run.tokenizer.decode, skip_special_tokens=True)
+                    decode = partial(tokenizer.decode, skip_special_tokens=True)
                     flat, overwritten = config.sampling.n == 1, OVERWRITTEN.get(output.kind, ())
-                    writer = LineWriter(decode, flat, run.rewards is not None, output.logprobs, overwritten)
-                    answer_tasks(config, run, run.tasks, writer, out, usage)
+                    writer = LineWriter(decode, flat, rewards is not None, output.logprobs, overwritten)
+                    answer_tasks(config, tokenizer, rewards, tasks, writer, out, usage)
             with usage.phase("selection", _PART):
                 done = _selected(config, directory, out)
             report = {"output": done.output.name, "lines": done.lines, "counts": done.counts}

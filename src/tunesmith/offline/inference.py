@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from tunesmith.assembly.common import load_model, load_tokenizer, run_async
 from tunesmith.assembly.engines import local_engine_for, make_sampling
+from tunesmith.assembly.event_loop import run_async
+from tunesmith.assembly.models import load_model, load_tokenizer
 from tunesmith.config.commands import GenerateConfig, SamplingSection
 from tunesmith.config.schema import DataSection, ModelSection, SystemSection
 from tunesmith.data.prompts import PromptEncoder

@@ -11,8 +11,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
-from tunesmith.assembly.common import load_tokenizer
-from tunesmith.assembly.opening import FROM_A_COMMAND, SHOWN, Caller, announce, load_trained
+from tunesmith.assembly.checking import facts_of_run
+from tunesmith.assembly.models import load_tokenizer
+from tunesmith.assembly.opening import FROM_A_COMMAND, Caller, Run, limited_data
+from tunesmith.assembly.session import SHOWN, load_trained
 from tunesmith.assembly.sinks import ADAPTERS
 from tunesmith.assembly.train import run_sft
 from tunesmith.config.commands import RFTConfig
@@ -37,11 +39,13 @@ from tunesmith.offline.rounds import (
     fallen,
     select_answers,
 )
-from tunesmith.offline.sampling import SamplingRun, answer_tasks, identity, open_sampling, resolve_sampling
+from tunesmith.offline.sampling import answer_tasks, identity, open_sampling
 from tunesmith.offline.selection import accuracy
 from tunesmith.offline.usage import Usage, total_of
 from tunesmith.plan.derive.generation import SEPARATOR, derive_rft_warmup, profile_values
+from tunesmith.plan.resolve import resolve
 from tunesmith.plan.rules.checks import SAMPLER_KEYS
+from tunesmith.rewards.reward_set import RewardSet
 from tunesmith.storage import read_json, write_json
 from tunesmith.types import Task
 from tunesmith.usercode.loading import located
@@ -80,20 +84,20 @@ def run_rft(
 ) -> RFTOutcome:
     """One step, or with ``run`` all of them; completed work is not repeated."""
     usage = Usage()
-    with open_sampling(RFTConfig, path, overrides, caller) as opened:
-        if step == "evaluate" and opened.config.data.eval is None:
+    with open_sampling(RFTConfig, path, overrides, caller) as (run, rewards):
+        if step == "evaluate" and run.config.data.eval is None:
             raise ConfigError("data.eval is missing: name the questions to evaluate on")
-        run = _begin(opened, usage)
-        run.do(step)
-        return run.outcome()
+        assert rewards is not None, "a run needs a reward"
+        steps = _begin(run, rewards, usage)
+        steps.do(step)
+        return steps.outcome()
 
 
 @dataclass(frozen=True, slots=True)
 class Questions:
     """Tasks to answer, in the tokens of the model that answers them."""
 
-    opened: SamplingRun[RFTConfig]
-    """Uses the tokenizer of that model."""
+    tokenizer: Any
     tasks: Sequence[Task]
     fingerprint: str
     shots: str | None = None
@@ -101,41 +105,45 @@ class Questions:
     separator: str = ""
     """Between worked examples in plain text; sampling stops at it."""
 
+    @property
+    def longest(self) -> int:
+        return max(len(task.prompt_ids) for task in self.tasks)
 
-def _begin(opened: SamplingRun[RFTConfig], usage: Usage) -> _Run:
+
+def _begin(run: Run[RFTConfig, Task], rewards: RewardSet, usage: Usage) -> _Run:
     """Resolve and announce the settings; read the run's existing results."""
-    config, run_dir = opened.config, opened.directory.path
-    first = _first_questions(opened)
-    held_out = opened.held_out.items if opened.held_out else []
-    resolved = resolve_sampling(config, [*first.tasks, *held_out], count=False)
-    announce(resolved, opened.directory, opened.train, opened.held_out)
-    assert opened.rewards is not None, "a run needs a reward"
-    threshold = config.rft.threshold
+    said, run_dir = run.config, run.directory.path
+    first = _first_questions(run)
+    held_out = run.held_out.items if run.held_out else []
+    # The number of questions is not the amount of training, so it is not given as the size of the data.
+    run.resolve(longest=max(first.longest, *(len(task.prompt_ids) for task in held_out)))
+    run.announce()
+    threshold = run.config.rft.threshold
     if threshold is None:
-        threshold = sum(w for w in opened.rewards.weights.values() if w > 0)
-    rounds = [RftRound(run_dir / f"round-{number}") for number in range(1, config.rft.rounds + 1)]
+        threshold = sum(w for w in rewards.weights.values() if w > 0)
+    rounds = [RftRound(run_dir / f"round-{number}") for number in range(1, run.config.rft.rounds + 1)]
     report = run_dir / "report.json"
     earlier: Json = read_json(report).get("usage", {}) if report.exists() else {}
     usage.add_earlier({part: metrics for part, metrics in earlier.items() if part != _TOTAL})
-    return _Run(opened, resolved, threshold, first, RftRound(run_dir / "base"), rounds, usage)
+    return _Run(run, said, rewards, threshold, first, RftRound(run_dir / "base"), rounds, usage)
 
 
-def _first_questions(opened: SamplingRun[RFTConfig]) -> Questions:
+def _first_questions(run: Run[RFTConfig, Task]) -> Questions:
     """The first round's questions, after worked examples, tokenized for ``rft.sampler`` or the model to train."""
-    config, data = opened.config, opened.data
+    config, data, tokenizer, train = run.config, limited_data(run.config), run.tokenizer, run.train
     if config.rft.sampler is not None:
         tokenizer = load_tokenizer(sampling_from(config, config.rft.sampler))
-        opened = replace(opened, tokenizer=tokenizer, train=load_tasks(data, data.train, tokenizer))
-    train, file, separator = opened.train, config.rft.few_shot, config.rft.few_shot_separator
+        train = load_tasks(data, data.train, tokenizer)
+    file, separator = config.rft.few_shot, config.rft.few_shot_separator
     if file is None:
-        return Questions(opened, train.items, train.fingerprint)
-    encoder = PromptEncoder.of(data, opened.tokenizer, [task.prompt for task in train.items], separator or SEPARATOR)
+        return Questions(tokenizer, train.items, train.fingerprint)
+    encoder = PromptEncoder.of(data, tokenizer, [task.prompt for task in train.items], separator or SEPARATOR)
     if encoder.template is not None and separator is not None:
         raise ConfigError("rft.few_shot_separator has no effect on a chat template, which has turns; leave it out")
     shots = read_shots(file)
     tasks = [with_shots(task, encoder, shots, data.max_prompt_tokens) for task in train.items]
     stop = "" if encoder.template else encoder.separator
-    return Questions(opened, tasks, train.fingerprint, file.read_text(encoding="utf-8"), stop)
+    return Questions(tokenizer, tasks, train.fingerprint, file.read_text(encoding="utf-8"), stop)
 
 
 def with_shots(task: Task, encoder: PromptEncoder, shots: Shots, limit: int | None) -> Task:
@@ -153,8 +161,10 @@ def with_shots(task: Task, encoder: PromptEncoder, shots: Shots, limit: int | No
 class _Run:
     """The parts of a run, and its steps."""
 
-    opened: SamplingRun[RFTConfig]
-    resolved: Resolved[RFTConfig]
+    run: Run[RFTConfig, Task]
+    said: RFTConfig
+    """The settings before they were resolved."""
+    rewards: RewardSet
     threshold: float
     """The lowest reward of a correct answer."""
     first: Questions
@@ -164,11 +174,11 @@ class _Run:
 
     @property
     def config(self) -> RFTConfig:
-        return self.resolved.config
+        return self.run.config
 
     def do(self, step: Step) -> None:
         if step == "run":
-            held_out = self.opened.held_out
+            held_out = self.run.held_out
             if held_out and self.config.eval.at_start:
                 self.evaluate(self.base)
             for number, this in enumerate(self.rounds):
@@ -183,7 +193,7 @@ class _Run:
         number = next((i for i, r in enumerate(self.rounds) if r.model is None), None)
         if number is None:
             raise ConfigError(
-                f"all {len(self.rounds)} rounds in {self.opened.directory.path} are trained; raise rft.rounds. To "
+                f"all {len(self.rounds)} rounds in {self.run.directory.path} are trained; raise rft.rounds. To "
                 "train on the same answers with other settings, give another run_dir and "
                 f"rft.answers={self.rounds[-1].samples}"
             )
@@ -196,7 +206,7 @@ class _Run:
         model = next((r.model for r in reversed(self.rounds) if r.model), None)
         newest = next((r for r in reversed(self.rounds) if r.evaluation.exists()), None)
         shown = examples(self.base, newest, SHOWN) if newest and self.base.evaluation.exists() else []
-        report, run_dir = self._report(), self.opened.directory.path
+        report, run_dir = self._report(), self.run.directory.path
         usage = report["usage"][_TOTAL]
         return RFTOutcome(run_dir, model, report["evaluations"], report["yields"], shown, usage, self.usage.earlier)
 
@@ -209,7 +219,7 @@ class _Run:
             "yields": {r.name: read_json(r.yield_report) for r in places if r.yield_report.exists()},
             "usage": {_TOTAL: total_of(parts.values()), **parts},
         }
-        write_json(self.opened.directory.path / "report.json", report)
+        write_json(self.run.directory.path / "report.json", report)
         return report
 
     @contextmanager
@@ -222,20 +232,21 @@ class _Run:
 
     def generate(self, number: int) -> None:
         """Sample answers with the last model, and keep correct ones. Only the first round has worked examples."""
-        this, config, train = self.rounds[number], self.config, self.opened.train
+        this, config, train = self.rounds[number], self.config, self.run.train
         if this.model is not None:
             return
         with self._phase("sampling", this):
             if config.rft.answers is not None:
                 adopt_answers(config.rft.answers, this, train.items)
             elif number:
-                questions = Questions(self.opened, train.items, train.fingerprint)
+                questions = Questions(self.run.tokenizer, train.items, train.fingerprint)
                 self._sample(this.samples, sampling_from(config, self.rounds[number - 1].model), questions)
             elif config.rft.sampler is None:
                 self._sample(this.samples, sampling_from(config, None), self.first)
             else:
-                other = sampling_from(self.opened.config, config.rft.sampler)
-                self._sample(this.samples, resolve_sampling(other, self.first.tasks, count=False).config, self.first)
+                other = sampling_from(self.said, config.rft.sampler)
+                facts = replace(facts_of_run(other), longest=self.first.longest)
+                self._sample(this.samples, resolve(other, facts).config, self.first)
             counts = select_answers(this, config.rft.select, self.threshold, config.sampling.n)
         print(describe_yield(this.name, counts), flush=True)
 
@@ -253,8 +264,8 @@ class _Run:
     def _trained(self, number: int) -> Path:
         this = self.rounds[number]
         data = self._training_data(this)
-        samples = load_samples(data, data.train, self.opened.tokenizer)
-        check_prompts(this.train, samples.items, self.opened.train.items)
+        samples = load_samples(data, data.train, self.run.tokenizer)
+        check_prompts(this.train, samples.items, self.run.train.items)
         run_file = this.directory / "sft.toml"
         values, reasons = self._training_settings(number, data, len(samples))
         with boundary(StorageError, f"cannot write {run_file}", OSError):
@@ -266,7 +277,7 @@ class _Run:
         if state.get("model_only"):  # nothing can resume from this checkpoint
             shutil.rmtree(this.sft)
         _release_memory()
-        done = run_sft(run_file, ['checkpoint.resume="auto"'], Caller(reasons, self.opened.caller.callbacks))
+        done = run_sft(run_file, ['checkpoint.resume="auto"'], Caller(reasons, self.run.caller.callbacks))
         setup = done.seconds.get("setup", 0.0)
         metrics = {"seconds/setup": setup, "seconds/training": -setup}
         # Each training step resets the peak of device memory, so the highest of them counts.
@@ -278,9 +289,10 @@ class _Run:
 
     def evaluate(self, this: RftRound) -> None:
         """Greedy answers of a round's model, or of the base model, to the held-out questions."""
-        held_out, model = self.opened.held_out, this.model
+        held_out, model = self.run.held_out, this.model
         assert held_out is not None
-        questions = Questions(self.opened, held_out.items[: self.config.eval.max_prompts], held_out.fingerprint)
+        tasks = held_out.items[: self.config.eval.max_prompts]
+        questions = Questions(self.run.tokenizer, tasks, held_out.fingerprint)
         with self._phase("evaluation", this):
             self._sample(this.evaluation, sampling_from(self.config, model), questions, greedy=True)
             shares = accuracy(islice(read_lines(this.evaluation), len(questions.tasks)), self.threshold)
@@ -300,7 +312,7 @@ class _Run:
     def _sample(self, out: Path, config: RFTConfig, questions: Questions, *, greedy: bool = False) -> None:
         """Answer questions into ``out``."""
         out.parent.mkdir(parents=True, exist_ok=True)
-        tokenizer, separator = questions.opened.tokenizer, questions.separator
+        tokenizer, separator = questions.tokenizer, questions.separator
         source = identity(config, questions.fingerprint, tokenizer, greedy=greedy)
         if questions.shots is not None:
             source["rft.few_shot"] = [questions.shots, separator]
@@ -312,12 +324,14 @@ class _Run:
             return text.split(separator, 1)[0] if separator else text
 
         writer, stop = LineWriter(decode, flat=False, scored=True), (separator,) if separator else ()
-        answer_tasks(config, questions.opened, questions.tasks, writer, out, self.usage, greedy=greedy, stop=stop)
+        answer_tasks(
+            config, tokenizer, self.rewards, questions.tasks, writer, out, self.usage, greedy=greedy, stop=stop
+        )
 
     def _training_data(self, this: RftRound) -> DataSection:
         """The kept answers; their prompts are those of the data, before the chat template."""
-        data, opened = self.config.data, self.opened
-        encoder = PromptEncoder.of(opened.data, opened.tokenizer, [task.prompt for task in opened.train.items])
+        data, run = self.config.data, self.run
+        encoder = PromptEncoder.of(data, run.tokenizer, [task.prompt for task in run.train.items])
         return DataSection(
             train=str(this.train),
             prompt="prompt",
@@ -331,8 +345,8 @@ class _Run:
 
     def _training_settings(self, number: int, data: DataSection, samples: int) -> tuple[dict[str, Any], dict[str, str]]:
         """The settings of a round's training by dotted key, and the reasons for those that the user did not set."""
-        config, given, name = self.config, self.resolved.given, self.opened.directory.path.name
-        values, reasons = settings(config), {d.key: d.reason for d in self.resolved.derived}
+        config, given, name = self.config, self.run.resolved.given, self.run.directory.path.name
+        values, reasons = settings(config), {d.key: d.reason for d in self.run.resolved.derived}
         # Settings that depend on the machine are derived again: no sampler runs next to the training.
         chosen = {*given, *profile_values(config.rft.profile), *(k for k in reasons if not k.startswith("system."))}
         kept = {k: values[k] for k in values if k in chosen and k.startswith(_TRAINING) and k not in SAMPLER_KEYS}
@@ -348,7 +362,7 @@ class _Run:
             kept["train.warmup_steps"], reasons["train.warmup_steps"] = warmup
         kept |= {f"data.{k}": v for k, v in data.model_dump(mode="json", exclude_unset=True).items()}
         if sinks := config.monitor.sinks:
-            base_dir = self.opened.base_dir
+            base_dir = self.run.base_dir
             kept["monitor.sinks"] = [sink if sink in ADAPTERS else located(sink, base_dir) for sink in sinks]
         kept["run_dir"] = str(self.rounds[number].sft)
         kept["monitor.run_name"] = f"{config.monitor.run_name or name}-round-{number + 1}"

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from contextlib import closing, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from tunesmith.assembly.checking import facts_of_run
-from tunesmith.assembly.common import load_model, run_async
 from tunesmith.assembly.engines import make_engine, make_sampling
-from tunesmith.assembly.opening import FROM_A_COMMAND, Caller, OpenRun, open_run
+from tunesmith.assembly.event_loop import run_async
+from tunesmith.assembly.models import load_model
+from tunesmith.assembly.opening import FROM_A_COMMAND, Caller, Run, open_run
 from tunesmith.assembly.rewards import add_rewards
 from tunesmith.config.commands import GenerateConfig, RFTConfig, SamplingConfig
-from tunesmith.config.resolved import Resolved
 from tunesmith.config.schema import RewardSection
 from tunesmith.data.loader import fingerprint_of
-from tunesmith.data.prepare import Prepared, load_tasks
+from tunesmith.data.prepare import load_tasks
 from tunesmith.engines.base import RolloutEngine
 from tunesmith.engines.stats import EngineStats
 from tunesmith.environments.base import SingleTurn
@@ -28,7 +26,6 @@ from tunesmith.offline.answering import answer, window_of
 from tunesmith.offline.lines import LineWriter, repair
 from tunesmith.offline.usage import Usage
 from tunesmith.plan.processes.weights import loads_model, weights_apart
-from tunesmith.plan.resolve import resolve
 from tunesmith.rewards.loading import load_rewards
 from tunesmith.rewards.reward_set import RewardSet
 from tunesmith.types import RolloutGroup, Task
@@ -36,46 +33,22 @@ from tunesmith.types import RolloutGroup, Task
 C = TypeVar("C", GenerateConfig, RFTConfig)
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingRun(OpenRun[C]):
-    """An open run that samples, with its data read; its ``config`` is not resolved."""
-
-    rewards: RewardSet | None
-    train: Prepared[Task]
-    held_out: Prepared[Task] | None
-
-    @property
-    def tasks(self) -> list[Task]:
-        return [*self.train.items, *(self.held_out.items if self.held_out else [])]
-
-
 @contextmanager
 def open_sampling(
     kind: type[C], path: Path | None, overrides: Sequence[str], caller: Caller = FROM_A_COMMAND
-) -> Generator[SamplingRun[C]]:
-    """Like ``open_run``; also load the rewards and read the data."""
-    with open_run(kind, path, overrides, caller) as run, ExitStack() as stack:
-        rewards = load_rewards(run.config.reward, run.base_dir) if run.config.reward else None
-        if rewards is not None:
-            stack.callback(rewards.close)
-        train, held_out = run.read(lambda data, source: load_tasks(data, source, run.tokenizer))
-        opened = SamplingRun(
-            run.config, run.base_dir, run.directory, None, run.tokenizer, run.caller, rewards, train, held_out
-        )
-        if rewards is not None:
-            rewards.check_tasks(opened.tasks)
-        yield opened
-
-
-def resolve_sampling(config: C, tasks: Sequence[Task], *, count: bool = True) -> Resolved[C]:
-    """Args: count: whether the number of tasks is the amount of work; in RFT it is not the amount of training."""
-    longest = max(len(task.prompt_ids) for task in tasks)
-    return resolve(config, replace(facts_of_run(config), train_size=len(tasks) if count else None, longest=longest))
+) -> Generator[tuple[Run[C, Task], RewardSet | None]]:
+    """Like ``open_run``; also load the rewards, if any, and read the data."""
+    with open_run(kind, path, overrides, caller) as run:
+        section = run.config.reward
+        with closing(load_rewards(section, run.base_dir)) if section else nullcontext() as rewards:
+            run.read(partial(load_tasks, tokenizer=run.tokenizer), rewards and rewards.check_tasks)
+            yield run, rewards
 
 
 def answer_tasks(
     config: SamplingConfig,
-    run: SamplingRun[Any],
+    tokenizer: Any,
+    rewards: RewardSet | None,
     tasks: Sequence[Task],
     writer: LineWriter,
     out: Path,
@@ -98,9 +71,9 @@ def answer_tasks(
     section = config.sampling
     n, temperature = (1, 0.0) if greedy else (section.n, section.temperature)
     with usage.phase("setup"):
-        engine = _load(config, run)
-    sampling = make_sampling(section, run.tokenizer, temperature, stop)
-    collector = Collector(engine.generate, run.rewards, {"single_turn": SingleTurn()}, writer.decode, section.timeout)
+        engine = _load(config, tokenizer, rewards)
+    sampling = make_sampling(section, tokenizer, temperature, stop)
+    collector = Collector(engine.generate, rewards, {"single_turn": SingleTurn()}, writer.decode, section.timeout)
 
     async def produce(place: int, task: Task) -> RolloutGroup:
         [group] = await collector.collect([task], sampling, n, derive_seed(section.seed, place))
@@ -133,15 +106,15 @@ def answer_tasks(
     run_async(write())
 
 
-def _load(config: SamplingConfig, run: SamplingRun[Any]) -> RolloutEngine:
+def _load(config: SamplingConfig, tokenizer: Any, rewards: RewardSet | None) -> RolloutEngine:
     """The engine, with the model that it needs; also loads the reward models."""
     from tunesmith.models.causal_lm import CausalLM
 
     report = partial(print, flush=True)
-    model = load_model(CausalLM, config, run.tokenizer, frozen=True) if loads_model(config) else None
+    model = load_model(CausalLM, config, tokenizer, frozen=True) if loads_model(config) else None
     engine = make_engine(config, model, report)
-    if run.rewards is not None:
-        add_rewards(run.rewards, config, run.tokenizer, report)
+    if rewards is not None:
+        add_rewards(rewards, config, tokenizer, report)
     return engine
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from tunesmith.assembly.common import run_async
+from tunesmith.assembly.event_loop import run_async
 from tunesmith.assembly.rewards import add_rewards
 from tunesmith.config.commands import GenerateConfig
 from tunesmith.data.chat import end_of_turn_id
@@ -16,17 +17,17 @@ from tunesmith.data.tokens import encode
 from tunesmith.errors import DataError
 from tunesmith.offline.answering import BLOCK, answer, window_of
 from tunesmith.offline.lines import Json, repair, scores_of
-from tunesmith.offline.sampling import SamplingRun
+from tunesmith.rewards.reward_set import RewardSet
 from tunesmith.types import Completion, Rollout, RolloutGroup, Task
 
 
-def score(config: GenerateConfig, run: SamplingRun[GenerateConfig], out: Path) -> None:
+def score(config: GenerateConfig, tokenizer: Any, rewards: RewardSet, tasks: Sequence[Task], out: Path) -> None:
     """Append a line with rewards for each line of data that ``out`` lacks.
 
     Each completion is scored as a rollout, with the model's end token unless it was cut off.
     """
-    column, tasks, tokenizer, rewards = config.data.completion, run.tasks, run.tokenizer, run.rewards
-    assert rewards is not None and config.reward is not None
+    column = config.data.completion
+    assert config.reward is not None, "there are rewards"
     for task in tasks:
         given_records(task, column)
     chat = choose_template(config.data, tokenizer, [Example(t.id, t.id, prompt=t.prompt) for t in tasks]) is not None

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tunesmith.assembly import run_rl, run_sft
-from tunesmith.assembly.opening import RunResult
+from tunesmith.assembly.session import RunResult
 from tunesmith.errors import ConfigError
 from tunesmith.monitor.progress import time_table
 from tunesmith.recipes.arithmetic import ANSWER, make_model, problems, write_examples, write_tasks

@@ -1,28 +1,17 @@
-"""Parts common to all runs."""
+"""Loading the models of a run, and merging an adapter into its base. Torch is imported on use."""
 
 from __future__ import annotations
 
-import asyncio
-from contextlib import contextmanager
-from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from tunesmith.config.optimizer import Muon
-from tunesmith.config.schema import RLConfig, RunConfig
-from tunesmith.config.section import known
+from tunesmith.config.reading.files import ADAPTER_CONFIG
+from tunesmith.config.schema import RunConfig
+from tunesmith.errors import ModelError, StorageError
 from tunesmith.monitor.waits import long_wait
 from tunesmith.plan.cost.operations import PeakRates
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Generator
-
-    from torch import nn
-
-    from tunesmith.backends.base import TrainBackend
-    from tunesmith.backends.torch import TorchBackend
-    from tunesmith.data.forest import Forest, Predictions
-    from tunesmith.loop.learner import Learner
-    from tunesmith.loop.session import Session
     from tunesmith.models.causal_lm import CausalLM
     from tunesmith.models.decoder import Decoder
     from tunesmith.parallel.sharding import Sharding
@@ -106,14 +95,6 @@ def sharding_of(config: RunConfig) -> Sharding | None:
     return Sharding.over(system.device.partition(":")[0], system.zero_stage, system.shard_size)
 
 
-def shared_work(config: RunConfig) -> str | None:
-    """The setting because of which a trainer's ranks communicate while they compute, if any."""
-    stage, size = config.system.zero_stage, config.system.sequence_parallel.size
-    if stage:
-        return f"system.zero_stage = {stage}"
-    return f"system.sequence_parallel.size = {size}" if size > 1 else None
-
-
 def _share_sequences(config: RunConfig, model: Decoder) -> None:
     """Make a model on a trainer's rank compute only its part of each micro-batch.
 
@@ -156,102 +137,34 @@ def limits_of(config: RunConfig) -> PeakRates:
     return measure_limits(config.system.device, config.model.dtype)
 
 
-def make_backend(
-    config: RunConfig,
-    model: M,
-    predict: Callable[[M, Forest], Predictions],
-    reference: M | None = None,
-    value_head: nn.Linear | None = None,
-) -> TorchBackend[M]:
-    from tunesmith.backends.optimizer import AdamWSettings
-    from tunesmith.backends.torch import TorchBackend
-
-    train, optimizer = config.train, config.train.optimizer
-    offload = config.system.offload_optimizer
-    muon = optimizer if isinstance(optimizer, Muon) else None
-    head_lr = config.critic.lr if isinstance(config, RLConfig) and value_head is not None else None
-    return TorchBackend(
-        model,
-        AdamWSettings(train.weight_decay, train.betas, train.eps, train.max_grad_norm, muon, offload),
-        predict,
-        reference=reference,
-        value_head=value_head,
-        head_lr_ratio=head_lr / train.lr if head_lr else 1.0,
-        ema_decay=train.ema_decay,
-        gradient_checkpointing=config.system.gradient_checkpointing,
-        offload_activations=config.system.offload_activations,
-        offload_reference=config.system.offload_reference,
-        seed=train.seed,
-    )
-
-
-def make_learner(
-    config: RunConfig,
-    session: Session,
-    backend: TrainBackend,
-    aggregation: str,
-    optimizer_steps: int,
-    max_new_tokens: int | None = None,
-    limits: PeakRates | None = None,
+def run_merge(
+    adapter: Path,
+    out: Path,
     *,
-    keep_groups: bool = False,
-    max_tokens: int | None = None,
-) -> Learner:
-    """A learner for a run.
+    base: str | None = None,
+    dtype: Literal["float32", "bfloat16"] | None = None,
+    trust_remote_code: bool = False,
+) -> str:
+    """Merge a LoRA adapter into its base, write the model to ``out``, and return the base's path.
 
     Args:
-        limits: peak rates of the backend's device; None measures this machine's.
-        max_tokens: tokens per micro-batch, if different from the policy's.
+        adapter: a peft adapter directory, such as a checkpoint's ``model``.
+        base: the base model; None: the one that the adapter names.
+        dtype: dtype of the merged model; None: the base's.
+
+    Raises:
+        ModelError: there is no adapter or base, or they do not fit together.
+        StorageError: ``out`` is not empty, or cannot be written.
     """
-    from tunesmith.backends.optimizer import learning_rate
-    from tunesmith.loop.learner import Learner
+    if not (adapter / ADAPTER_CONFIG).is_file():
+        inside = adapter / "model"
+        hint = f"; did you mean {inside}?" if (inside / ADAPTER_CONFIG).is_file() else ""
+        raise ModelError(f"{adapter} holds no LoRA adapter: there is no {ADAPTER_CONFIG} in it{hint}")
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise StorageError(f"{out} exists already; name a new directory for the merged model")
+    from transformers.utils import logging
 
-    train, system = config.train, config.system
-    return Learner(
-        backend=backend,
-        aggregation=aggregation,
-        max_new_tokens=max_new_tokens,
-        learning_rate=partial(
-            learning_rate,
-            peak=train.lr,
-            total=optimizer_steps,
-            warmup=train.warmup_steps,
-            schedule=train.schedule,
-            min_ratio=train.min_lr_ratio,
-        ),
-        max_tokens=max_tokens or system.max_tokens_per_microbatch,
-        scoring_max_tokens=known(system, "scoring_max_tokens"),
-        share_prompts=system.share_prompts,
-        keep_groups=keep_groups,
-        group_size=config.rollout.group_size if isinstance(config, RLConfig) else 1,
-        flops_per_second=(limits or limits_of(config)).flops_per_second,
-        report=session.note,
-    )
+    from tunesmith.models.adapters import merge
 
-
-T = TypeVar("T")
-
-
-@contextmanager
-def outside_event_loop() -> Generator[None]:
-    """A context in which this thread can run a second event loop while one is already running, as in a notebook."""
-    running = asyncio._get_running_loop()  # pyright: ignore[reportPrivateUsage]
-    if running is None:
-        yield
-        return
-    swap: Any = getattr(asyncio.tasks, "_swap_current_task", None)  # since Python 3.12
-    task = swap(running, None) if swap else None
-    asyncio._set_running_loop(None)  # pyright: ignore[reportPrivateUsage]
-    try:
-        yield
-    finally:
-        asyncio.set_event_loop(running)
-        asyncio._set_running_loop(running)  # pyright: ignore[reportPrivateUsage]
-        if swap:
-            swap(running, task)
-
-
-def run_async(work: Coroutine[Any, Any, T]) -> T:
-    """The result of a coroutine, even if an event loop is already running."""
-    with outside_event_loop():
-        return asyncio.run(work)
+    logging.disable_progress_bar()
+    return merge(adapter, out, base=base, dtype=dtype, trust_remote_code=trust_remote_code)

@@ -1,19 +1,21 @@
-"""Building the parts of ``loop/supervised.py`` for each command that trains on data without rollouts."""
+"""A run that trains on data without rollouts: its parts, for each command, and the loop over them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from tunesmith.algorithms.objective import DistillationObjective, Objective, SFTObjective
 from tunesmith.algorithms.preference import AGGREGATION, DPOObjective, KTOObjective, RewardObjective, StepObjective
-from tunesmith.assembly.common import load_model, make_backend, make_learner
-from tunesmith.assembly.opening import ReadyRun
+from tunesmith.assembly.models import load_model
+from tunesmith.assembly.opening import Run
 from tunesmith.assembly.processes import MakeBackend, remote_trainer
-from tunesmith.assembly.teacher import compare_with, load_teacher
-from tunesmith.assembly.training_data import label_tokens
+from tunesmith.assembly.session import RunResult, kept_on_interrupt, open_session, run_result
+from tunesmith.assembly.trainers import compare_with, load_teacher, make_backend, make_learner
+from tunesmith.assembly.training_data import TRAINING_DATA, label_tokens
 from tunesmith.backends.base import Metrics, TrainBackend
 from tunesmith.backends.torch import TorchBackend
 from tunesmith.config.commands import DPOConfig, KTOConfig, OfflineDistillConfig, PRMConfig, RMConfig
@@ -22,7 +24,7 @@ from tunesmith.data.batch import Batch
 from tunesmith.data.preference import Comparison, Solution
 from tunesmith.data.prepare import Prepared
 from tunesmith.distributed.local import Processes
-from tunesmith.loop import preference
+from tunesmith.loop import preference, supervised
 from tunesmith.loop.learner import Learner
 from tunesmith.loop.parts import SupervisedParts
 from tunesmith.loop.session import Session
@@ -36,11 +38,22 @@ from tunesmith.types import Sample
 T = TypeVar("T")
 
 
+def train_on_data(run: Run[Any, Any], processes: Processes | None, checkpoint: Path | None) -> RunResult:
+    """The run from ``checkpoint`` on, or from the beginning."""
+    with open_session(run, checkpoint, TRAINING_DATA[type(run.config)].metric) as session:
+        with session.phase("setup"):
+            parts = make_parts(run, session, processes)
+            session.start(parts, parts.describe)
+        with kept_on_interrupt(run, session):
+            supervised.run(parts, session)
+        return run_result(run, session)
+
+
 @dataclass(frozen=True, slots=True)
 class Setup(Generic[T]):
     """The inputs for building the parts."""
 
-    run: ReadyRun[Any, T]
+    run: Run[Any, T]
     session: Session
     processes: Processes | None
     """The processes of the trainer's ranks; None: this process trains."""
@@ -84,7 +97,7 @@ class Setup(Generic[T]):
         )
 
 
-def make_parts(run: ReadyRun[Any, Any], session: Session, processes: Processes | None) -> SupervisedParts[Any]:
+def make_parts(run: Run[Any, Any], session: Session, processes: Processes | None) -> SupervisedParts[Any]:
     """Load the model and build everything else that the command needs."""
     return _MAKERS[type(run.config)](Setup(run, session, processes))
 

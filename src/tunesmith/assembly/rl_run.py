@@ -1,27 +1,30 @@
-"""Building the parts of ``loop/rl.py``, in this process or in others."""
+"""A run of reinforcement learning: its parts, in this process or in others, and the loop over them."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from tunesmith.algorithms.kl import KLController
 from tunesmith.algorithms.objective import DistillationObjective
-from tunesmith.assembly.common import load_model, make_learner
-from tunesmith.assembly.critic import critic_backend, make_critic
 from tunesmith.assembly.engines import make_engine, make_engines, make_sampling
 from tunesmith.assembly.environments import make_environments
-from tunesmith.assembly.opening import ReadyRun
-from tunesmith.assembly.policy import policy_backend
-from tunesmith.assembly.processes import make_policy, remote_reward_model, remote_trainer
+from tunesmith.assembly.event_loop import outside_event_loop
+from tunesmith.assembly.opening import Run
+from tunesmith.assembly.processes import remote_reward_model, remote_trainer
 from tunesmith.assembly.rewards import add_rewards
+from tunesmith.assembly.session import RunResult, kept_on_interrupt, open_session, run_result
+from tunesmith.assembly.trainers import critic_backend, make_critic, make_learner, make_policy
 from tunesmith.config.commands import SampledDistillConfig
 from tunesmith.config.schema import RLConfig
+from tunesmith.distributed.local import Processes
 from tunesmith.engines.base import RolloutEngine, Sampler
 from tunesmith.engines.pool import EnginePool
 from tunesmith.environments.loading import EnvironmentSet
+from tunesmith.loop import rl
 from tunesmith.loop.canary import TOLERANCES, Canary
 from tunesmith.loop.collect import Collector
 from tunesmith.loop.curriculum import Curriculum
@@ -31,24 +34,38 @@ from tunesmith.loop.learner import Learner
 from tunesmith.loop.parts import RLParts
 from tunesmith.loop.rollouts import AsyncRollouts, RolloutSource, SyncRollouts
 from tunesmith.loop.session import Session
-from tunesmith.models.causal_lm import CausalLM
 from tunesmith.plan.processes.weights import publishing_ranks, weights_apart
 from tunesmith.rewards.reward_set import RewardSet
 from tunesmith.types import Sampling, Task
 from tunesmith.weights.far import FarPlane
 
-if TYPE_CHECKING:
-    from tunesmith.distributed.local import Processes
+
+def train_policy(
+    run: Run[RLConfig, Task],
+    rewards: RewardSet,
+    environments: EnvironmentSet,
+    processes: Processes | None,
+    checkpoint: Path | None,
+) -> RunResult:
+    """The run from ``checkpoint`` on, or from the beginning."""
+    with open_session(run, checkpoint, "eval/reward") as session, outside_event_loop(), asyncio.Runner() as runner:
+        with session.phase("setup"):
+            parts, rollouts = runner.run(make_rl_parts(run, session, rewards, environments, processes))
+        if run.caller.rollouts is not None:
+            rollouts = run.caller.rollouts(rollouts)
+        with kept_on_interrupt(run, session):
+            runner.run(rl.run(parts, session, rollouts))
+        return run_result(run, session)
 
 
 async def make_rl_parts(
-    run: ReadyRun[RLConfig, Task],
+    run: Run[RLConfig, Task],
     session: Session,
     rewards: RewardSet,
     environments: EnvironmentSet,
     processes: Processes | None,
 ) -> tuple[RLParts, RolloutSource]:
-    """Load the models, start the engine and resume from the session's checkpoint; the caller closes the engine."""
+    """Load the models, start the engine and resume from the session's checkpoint; ``rl.run`` closes the engine."""
     config, tokenizer, train = run.config, run.tokenizer, run.train
     dynamic_filter, rollout = config.algorithm.dynamic_filter, config.rollout
     learner, engine = make_learner_and_engine(run, session, processes)
@@ -95,7 +112,7 @@ async def make_rl_parts(
 
 
 def make_learner_and_engine(
-    run: ReadyRun[RLConfig, Task], session: Session, processes: Processes | None
+    run: Run[RLConfig, Task], session: Session, processes: Processes | None
 ) -> tuple[Learner, RolloutEngine]:
     """The learner that trains the policy and the engine that samples from it, here or in other processes."""
     config, tokenizer = run.config, run.tokenizer
@@ -104,9 +121,8 @@ def make_learner_and_engine(
         publishing = FarPlane(*backend.replicas[: publishing_ranks(config)])
         engine = make_engines(processes, config, publishing, session.note, session.timeline)
     else:
-        model = load_model(CausalLM, config, tokenizer)
-        backend, limits = policy_backend(config, tokenizer, model), None
-        engine = make_engine(config, model, session.note, session.timeline)
+        backend, limits = make_policy(config, tokenizer), None
+        engine = make_engine(config, backend.model, session.note, session.timeline)
     learner = make_learner(
         config,
         session,

@@ -1,0 +1,225 @@
+"""What trains: the policy with its reference or teacher, the critic, and the learners over their backends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from tunesmith.assembly.models import limits_of, load_frozen, load_model, load_tokenizer
+from tunesmith.backends.base import TrainBackend
+from tunesmith.backends.optimizer import AdamWSettings, learning_rate
+from tunesmith.backends.torch import TorchBackend
+from tunesmith.config.commands import DistillConfig, OfflineDistillConfig, SampledDistillConfig
+from tunesmith.config.optimizer import Muon
+from tunesmith.config.schema import LoraSection, RLConfig, RunConfig
+from tunesmith.config.section import known
+from tunesmith.data.forest import Forest, Predictions
+from tunesmith.errors import ConfigError
+from tunesmith.loop.critic import Critic
+from tunesmith.loop.learner import Learner
+from tunesmith.loop.session import Session
+from tunesmith.models.causal_lm import CausalLM
+from tunesmith.models.decoder import Decoder
+from tunesmith.models.score_model import ScoreModel
+from tunesmith.models.teacher import check_same_vocabulary, predict_with_teacher
+from tunesmith.parallel.host_weights import HostWeights
+from tunesmith.plan.cost.operations import PeakRates
+from tunesmith.plan.cost.price import USUAL_RANK
+from tunesmith.plan.processes.roles import reference_apart
+
+M = TypeVar("M", bound=Decoder)
+
+Trained = tuple[TrainBackend, PeakRates]
+"""The backend that trains a model, and the peak rates of its devices."""
+
+
+def make_learner(
+    config: RunConfig,
+    session: Session,
+    backend: TrainBackend,
+    aggregation: str,
+    optimizer_steps: int,
+    max_new_tokens: int | None = None,
+    limits: PeakRates | None = None,
+    *,
+    keep_groups: bool = False,
+    max_tokens: int | None = None,
+) -> Learner:
+    """A learner for a run.
+
+    Args:
+        limits: peak rates of the backend's device; None measures this machine's.
+        max_tokens: tokens per micro-batch, if different from the policy's.
+    """
+    train, system = config.train, config.system
+    return Learner(
+        backend=backend,
+        aggregation=aggregation,
+        max_new_tokens=max_new_tokens,
+        learning_rate=partial(
+            learning_rate,
+            peak=train.lr,
+            total=optimizer_steps,
+            warmup=train.warmup_steps,
+            schedule=train.schedule,
+            min_ratio=train.min_lr_ratio,
+        ),
+        max_tokens=max_tokens or system.max_tokens_per_microbatch,
+        scoring_max_tokens=known(system, "scoring_max_tokens"),
+        share_prompts=system.share_prompts,
+        keep_groups=keep_groups,
+        group_size=config.rollout.group_size if isinstance(config, RLConfig) else 1,
+        flops_per_second=(limits or limits_of(config)).flops_per_second,
+        report=session.note,
+    )
+
+
+def make_backend(
+    config: RunConfig,
+    model: M,
+    predict: Callable[[M, Forest], Predictions],
+    reference: M | None = None,
+    value_head: nn.Linear | None = None,
+) -> TorchBackend[M]:
+    train, optimizer = config.train, config.train.optimizer
+    offload = config.system.offload_optimizer
+    muon = optimizer if isinstance(optimizer, Muon) else None
+    head_lr = config.critic.lr if isinstance(config, RLConfig) and value_head is not None else None
+    return TorchBackend(
+        model,
+        AdamWSettings(train.weight_decay, train.betas, train.eps, train.max_grad_norm, muon, offload),
+        predict,
+        reference=reference,
+        value_head=value_head,
+        head_lr_ratio=head_lr / train.lr if head_lr else 1.0,
+        ema_decay=train.ema_decay,
+        gradient_checkpointing=config.system.gradient_checkpointing,
+        offload_activations=config.system.offload_activations,
+        offload_reference=config.system.offload_reference,
+        seed=train.seed,
+    )
+
+
+def make_policy(config: RLConfig, tokenizer: Any) -> TorchBackend[CausalLM]:
+    """The backend that trains the policy, with a frozen reference, a teacher or a value head if the run has one."""
+    model = load_model(CausalLM, config, tokenizer)
+    # With an adapter, the reference is the same model without it.
+    frozen = config.algorithm.reference is not None and not config.lora.on and not reference_apart(config)
+    teacher = load_teacher(config, tokenizer) if isinstance(config, DistillConfig) else None
+    # Distilling on the student's samples is a KL penalty in the reward: the teacher takes the reference's place.
+    reference_model = teacher or (load_model(CausalLM, config, tokenizer, frozen=True) if frozen else None)
+    head = make_value_head(config, model)
+    predict = policy_predict(config, head)
+    if teacher and isinstance(config, SampledDistillConfig):
+        predict, reference_model = compare_with(teacher, config), None
+    return make_backend(config, model, predict, reference_model, head)
+
+
+def policy_predict(config: RLConfig, value_head: nn.Linear | None = None) -> Callable[[CausalLM, Forest], Predictions]:
+    """The function that runs the policy on a forest."""
+    return partial(
+        CausalLM.predict,
+        temperature=config.rollout.temperature,
+        entropy=bool(config.algorithm.entropy_coef),
+        chunk=config.system.logprob_chunk,
+        value_head=value_head,
+    )
+
+
+def load_teacher(config: DistillConfig | OfflineDistillConfig, tokenizer: Any) -> CausalLM:
+    """The frozen teacher.
+
+    Raises:
+        ModelError: the teacher cannot be loaded, or its vocabulary is not the student's.
+    """
+    path, section = config.teacher.path, config.model
+    there = section.model_copy(update={"path": path, "chat_template": None})
+    theirs = load_tokenizer(config.model_copy(update={"model": there}))
+    check_same_vocabulary(tokenizer, theirs, (section.path, path))
+    return load_frozen(config, path, theirs)
+
+
+def compare_with(
+    teacher: CausalLM, config: SampledDistillConfig | OfflineDistillConfig
+) -> Callable[[CausalLM, Forest], Predictions]:
+    """A function to the student's predictions with its divergence from the teacher."""
+    host = HostWeights.of(teacher.module, teacher.lean) if config.system.offload_reference else None
+    temperature = config.rollout.temperature if isinstance(config, SampledDistillConfig) else 1.0
+    return partial(
+        predict_with_teacher,
+        teacher=teacher,
+        top_k=config.distill.top_k,
+        temperature=temperature,
+        chunk=config.system.logprob_chunk,
+        weights=host.here if host else nullcontext,
+    )
+
+
+def make_value_head(config: RLConfig, model: CausalLM) -> nn.Linear | None:
+    """A head on the policy's trunk, initialised to output 0; None unless the critic shares the trunk."""
+    if not config.critic.shared_trunk:
+        return None
+    wide = torch.promote_types(model.dtype, torch.float32)
+    head = nn.Linear(model.head.in_features, 1, bias=False, dtype=wide, device=model.device)
+    nn.init.zeros_(head.weight)
+    return head
+
+
+def make_critic(
+    config: RLConfig,
+    session: Session,
+    tokenizer: Any,
+    policy: Learner,
+    remote: Callable[[RLConfig], Trained] | None = None,
+) -> Critic | None:
+    """A separate value model, or the value head on the policy's trunk; None if the algorithm needs neither.
+
+    Args:
+        remote: loads the value model elsewhere, given the critic's configuration; None loads it here.
+
+    Raises:
+        ConfigError: the vocabulary of ``critic.path`` differs from the policy's.
+        ModelError: the value model cannot be loaded.
+    """
+    if "critic" not in config.algorithm.needs:
+        return None
+    section, clip = config.critic, config.critic.value_clip or None
+    if section.shared_trunk:
+        return Critic(policy, 0, clip, section.value_coef)
+    _check_tokens(config, tokenizer)
+    shared = ("lr", "schedule", "min_lr_ratio", "warmup_steps", "max_grad_norm", "passes_per_batch")
+    train = {"ema_decay": None, **{key: getattr(section, key) for key in shared}}
+    own = config.model_copy(update={"train": config.train.model_copy(update=train), "lora": _new_adapter(config.lora)})
+    backend, limits = remote(own) if remote else (critic_backend(own, tokenizer), limits_of(own))
+    steps = config.critic_steps(config.train.steps)
+    tokens = config.system.critic_max_tokens
+    learner = make_learner(own, session, backend, "token_mean", steps, limits=limits, max_tokens=tokens)
+    return Critic(learner, section.passes_per_batch, clip)
+
+
+def critic_backend(config: RLConfig, tokenizer: Any) -> TorchBackend[ScoreModel]:
+    """Args: config: the run's, with the critic's ``train`` and ``lora`` sections."""
+    return make_backend(config, load_model(ScoreModel, config, tokenizer, config.critic.path), ScoreModel.predict)
+
+
+def _new_adapter(section: LoraSection) -> LoraSection:
+    """The critic's adapter settings: the policy's, but always for a new adapter, even if the policy continues one."""
+    if section.path is None:
+        return section
+    return section.model_copy(update={"path": None, "rank": section.rank or USUAL_RANK})
+
+
+def _check_tokens(config: RLConfig, tokenizer: Any) -> None:
+    if (path := config.critic.path) is None:
+        return
+    theirs = load_tokenizer(config.model_copy(update={"model": config.model.model_copy(update={"path": path})}))
+    if theirs.get_vocab() != tokenizer.get_vocab():
+        raise ConfigError(
+            f"critic.path: '{path}' has a different vocabulary from the policy, whose tokens it judges. "
+            "Take a model of the policy's family, or leave critic.path out."
+        )
