@@ -35,12 +35,11 @@ from tunesmith.tune.bench import Bench
 from tunesmith.tune.intervals import MOST_PAIRS, interval
 from tunesmith.tune.knobs import Shape, neighbours
 from tunesmith.tune.proof import Proof, compare_gradients
-from tunesmith.tune.result import Journal, Trial
+from tunesmith.tune.result import Journal, Trial, check_output
 from tunesmith.tune.search import Candidate, TrialOutcome, search
 from tunesmith.tune.setup import MANY, pinned_settings, stated, trial_config, tuned_values, without_tuned
 from tunesmith.tune.trial import ended_by
 from tunesmith.tune.tuning import Tuning
-from tunesmith.tune.write import check_output
 
 MODEL = ModelFacts(
     parameters=2_000_000, layers=4, hidden_size=128, intermediate_size=512, heads=4, kv_heads=2, head_dim=32,

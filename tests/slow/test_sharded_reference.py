@@ -15,8 +15,8 @@ import torch
 from sharded_ranks import HERE, short_of_memory
 from tiny import save_model
 from tiny_runs import rl_settings
+from tunesmith.assembly.models import policy_predict
 from tunesmith.assembly.processes import ReferenceHost
-from tunesmith.assembly.trainers import policy_predict
 from tunesmith.backends.passes import Passes
 from tunesmith.config.load import load_config
 from tunesmith.config.schema import RLConfig

@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING, Any
 from tunesmith.algorithms.kl import KLController
 from tunesmith.assembly.fake_parts import KEYS_AND_VALUES, groups_of, items_of, parts_replaced, run_with_data
 from tunesmith.assembly.fake_processes import FakeProcesses
-from tunesmith.assembly.processes import remote_reward_model, remote_trainer
+from tunesmith.assembly.processes import remote_reward_model
 from tunesmith.assembly.rewards import load_reward_model
 from tunesmith.assembly.rl_run import make_learner_and_engine
 from tunesmith.assembly.supervised_run import make_parts
-from tunesmith.assembly.trainers import critic_backend, make_critic
+from tunesmith.assembly.trainers import make_critic
 from tunesmith.backends.ranked import RankedBackend
 from tunesmith.config.commands import DistillConfig
 from tunesmith.config.schema import RLConfig, RunConfig
@@ -136,8 +136,7 @@ class DryRun:
             with self.device.allocating(KEYS_AND_VALUES):  # the others are named next
                 learner, engine = make_learner_and_engine(run, _SESSION, processes)
             self.name(learner)
-            remote = processes and partial(remote_trainer, processes, make=critic_backend, role="critic")
-            critic = make_critic(config, _SESSION, run.tokenizer, learner, remote)
+            critic = make_critic(config, _SESSION, run.tokenizer, learner, processes)
             learners = [learner] if critic is None or critic.learner is learner else [learner, critic.learner]
             with self.device.allocating("frozen models"):
                 models = [*self.reward_models(config)]

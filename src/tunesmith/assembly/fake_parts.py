@@ -15,7 +15,7 @@ from unittest.mock import patch
 import torch
 
 from tunesmith.assembly import engine_host, planes, trainers
-from tunesmith.assembly.opening import FROM_A_COMMAND, Run
+from tunesmith.assembly.opening import FROM_A_COMMAND, OpenRun
 from tunesmith.config.commands import DPOConfig, KTOConfig, PRMConfig, RMConfig
 from tunesmith.config.schema import RLConfig, RunConfig
 from tunesmith.data.loader import Part
@@ -166,10 +166,10 @@ class PlannedEngine:
         self._held.clear()
 
 
-def run_with_data(config: RunConfig, items: list[Any]) -> Run[Any, Any]:
+def run_with_data(config: RunConfig, items: list[Any]) -> OpenRun[Any, Any]:
     """A resolved run with these items as its data."""
     nowhere = cast(Any, SimpleNamespace(path=None))
-    run = Run(config, Path(), nowhere, None, NoTokenizer(), FROM_A_COMMAND)
+    run = OpenRun(config, Path(), nowhere, None, NoTokenizer(), FROM_A_COMMAND)
     run.train, run.held_out = Prepared(items, (Part("made up", 0, len(items)),), LoadReport(), ""), None
     return run
 

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from tunesmith.config.reading.files import ADAPTER_CONFIG
-from tunesmith.config.schema import RunConfig
+from tunesmith.config.schema import RLConfig, RunConfig
 from tunesmith.errors import ModelError, StorageError
 from tunesmith.monitor.waits import long_wait
 from tunesmith.plan.cost.operations import PeakRates
 
 if TYPE_CHECKING:
+    from torch import nn
+
+    from tunesmith.data.forest import Forest, Predictions
     from tunesmith.models.causal_lm import CausalLM
     from tunesmith.models.decoder import Decoder
     from tunesmith.parallel.sharding import Sharding
@@ -129,6 +134,19 @@ def load_frozen(config: RunConfig, path: str, tokenizer: Any = None) -> CausalLM
     model.module.requires_grad_(False)
     _share_sequences(config, model)
     return model
+
+
+def policy_predict(config: RLConfig, value_head: nn.Linear | None = None) -> Callable[[CausalLM, Forest], Predictions]:
+    """The function that runs the policy, or its reference, on a forest."""
+    from tunesmith.models.causal_lm import CausalLM
+
+    return partial(
+        CausalLM.predict,
+        temperature=config.rollout.temperature,
+        entropy=bool(config.algorithm.entropy_coef),
+        chunk=config.system.logprob_chunk,
+        value_head=value_head,
+    )
 
 
 def limits_of(config: RunConfig) -> PeakRates:

@@ -56,7 +56,7 @@ FROM_A_COMMAND = Caller()
 
 
 @dataclass(slots=True)
-class Run(Generic[C, T]):
+class OpenRun(Generic[C, T]):
     """A run whose settings are checked and whose directory is locked; ``read`` and ``resolve`` complete it."""
 
     config: C
@@ -68,9 +68,9 @@ class Run(Generic[C, T]):
     """The checkpoint to resume from, if any."""
     tokenizer: Any
     caller: Caller
-    train: Prepared[T] = field(init=False)
-    held_out: Prepared[T] | None = field(init=False)
-    resolved: Resolved[C] = field(init=False)
+    train: Prepared[T] = field(init=False, repr=False)
+    held_out: Prepared[T] | None = field(init=False, repr=False)
+    resolved: Resolved[C] = field(init=False, repr=False)
 
     def read(
         self,
@@ -122,7 +122,7 @@ class Run(Generic[C, T]):
 @contextmanager
 def open_run(
     kind: type[C], path: Path | None, overrides: Sequence[str], caller: Caller = FROM_A_COMMAND
-) -> Generator[Run[C, Any]]:
+) -> Generator[OpenRun[C, Any]]:
     """Check the settings, lock the run's directory and load the tokenizer.
 
     Errors about settings, from here and from inside the context, say where the settings are written.
@@ -142,11 +142,11 @@ def open_run(
             directory, resume = directory or Path("runs").absolute() / name, False
         with open_run_dir(directory, config.monitor.run_name or name, resume) as run_dir:
             checkpoint = checkpoint_to_resume(config, run_dir)
-            yield Run(config, base_dir, run_dir, checkpoint, load_tokenizer(config), caller)
+            yield OpenRun(config, base_dir, run_dir, checkpoint, load_tokenizer(config), caller)
 
 
 def prepare_training(
-    run: Run[C, T],
+    run: OpenRun[C, T],
     load: Callable[[DataSection, Sources], Prepared[T]],
     sizes: Callable[[T], tuple[int, int]],
     check: Callable[[list[T], str], None] | None = None,
@@ -154,7 +154,7 @@ def prepare_training(
     """Read the data, resolve the settings, announce them, and save what is planned.
 
     Args:
-        load, check: as in ``Run.read``.
+        load, check: as in ``OpenRun.read``.
         sizes: returns an item's longest sequence, and the tokens that have to share a micro-batch.
     """
     run.read(load, check)

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from tunesmith.assembly.engines import local_gpus
 from tunesmith.assembly.machines import Machine, RankHost, check_machines, look
-from tunesmith.assembly.models import limits_of, load_model, load_tokenizer
-from tunesmith.assembly.opening import Run
+from tunesmith.assembly.models import limits_of, load_model, load_tokenizer, policy_predict
+from tunesmith.assembly.opening import OpenRun
 from tunesmith.assembly.session import RunResult
 from tunesmith.config.schema import ModelReward, RLConfig, RunConfig
 from tunesmith.config.system import Role
@@ -156,7 +156,6 @@ class ReferenceHost(FrozenHost):
     passes: Passes[CausalLM] = field(init=False)
 
     def load_model(self, config: RLConfig, group: RankGroup | None) -> None:
-        from tunesmith.assembly.trainers import policy_predict
         from tunesmith.backends.passes import Passes
         from tunesmith.models.causal_lm import CausalLM
 
@@ -278,7 +277,7 @@ def remote_reward_model(
 
 
 def run_with_restarts(
-    attempt: Callable[[Path | None], RunResult], run: Run[Any, Any], processes: Processes | None
+    attempt: Callable[[Path | None], RunResult], run: OpenRun[Any, Any], processes: Processes | None
 ) -> RunResult:
     """Run, resuming from the newest checkpoint when a trainer, reference or critic process dies.
 

@@ -13,11 +13,12 @@ from tunesmith.algorithms.objective import DistillationObjective
 from tunesmith.assembly.engines import make_engine, make_engines, make_sampling
 from tunesmith.assembly.environments import make_environments
 from tunesmith.assembly.event_loop import outside_event_loop
-from tunesmith.assembly.opening import Run
+from tunesmith.assembly.models import limits_of
+from tunesmith.assembly.opening import OpenRun
 from tunesmith.assembly.processes import remote_reward_model, remote_trainer
 from tunesmith.assembly.rewards import add_rewards
 from tunesmith.assembly.session import RunResult, kept_on_interrupt, open_session, run_result
-from tunesmith.assembly.trainers import critic_backend, make_critic, make_learner, make_policy
+from tunesmith.assembly.trainers import make_critic, make_learner, make_policy
 from tunesmith.config.commands import SampledDistillConfig
 from tunesmith.config.schema import RLConfig
 from tunesmith.distributed.local import Processes
@@ -41,7 +42,7 @@ from tunesmith.weights.far import FarPlane
 
 
 def train_policy(
-    run: Run[RLConfig, Task],
+    run: OpenRun[RLConfig, Task],
     rewards: RewardSet,
     environments: EnvironmentSet,
     processes: Processes | None,
@@ -59,7 +60,7 @@ def train_policy(
 
 
 async def make_rl_parts(
-    run: Run[RLConfig, Task],
+    run: OpenRun[RLConfig, Task],
     session: Session,
     rewards: RewardSet,
     environments: EnvironmentSet,
@@ -71,12 +72,10 @@ async def make_rl_parts(
     learner, engine = make_learner_and_engine(run, session, processes)
     async with AsyncExitStack() as on_failure:
         on_failure.push_async_callback(engine.close)
-        remote_reward = remote_value = None
+        remote_reward = None
         if processes and config.system.cluster != "none":
             remote_reward = partial(remote_reward_model, processes, config, report=session.note)
         add_rewards(rewards, config, tokenizer, session.note, remote_reward)
-        if processes:
-            remote_value = partial(remote_trainer, processes, make=critic_backend, role="critic")
         sampling = make_sampling(rollout, tokenizer, rollout.temperature)
         gate = Gate(engine, partial=rollout.partial) if rollout.max_staleness else None
         decode: Callable[[Sequence[int]], str] = partial(tokenizer.decode, skip_special_tokens=True)
@@ -98,7 +97,7 @@ async def make_rl_parts(
                 session.timeline,
             ),
             learner=learner,
-            critic=make_critic(config, session, tokenizer, learner, remote_value),
+            critic=make_critic(config, session, tokenizer, learner, processes),
             kl=KLController.of(config.algorithm.kl),
             evaluation=EvaluationPlan(run.eval_items, sampling, config.eval, rewards.weights, config.train.seed)
             if run.eval_items
@@ -112,25 +111,26 @@ async def make_rl_parts(
 
 
 def make_learner_and_engine(
-    run: Run[RLConfig, Task], session: Session, processes: Processes | None
+    run: OpenRun[RLConfig, Task], session: Session, processes: Processes | None
 ) -> tuple[Learner, RolloutEngine]:
     """The learner that trains the policy and the engine that samples from it, here or in other processes."""
     config, tokenizer = run.config, run.tokenizer
     if processes:
-        backend, limits = remote_trainer(processes, config, make_policy)
+        trained = remote_trainer(processes, config, make_policy)
+        backend, _ = trained
         publishing = FarPlane(*backend.replicas[: publishing_ranks(config)])
         engine = make_engines(processes, config, publishing, session.note, session.timeline)
     else:
-        backend, limits = make_policy(config, tokenizer), None
+        backend = make_policy(config, tokenizer)
+        trained = backend, limits_of(config)
         engine = make_engine(config, backend.model, session.note, session.timeline)
     learner = make_learner(
         config,
         session,
-        backend,
+        trained,
         config.algorithm.aggregation,
         config.optimizer_steps(config.train.steps),
         config.rollout.max_new_tokens,
-        limits,
     )
     return learner, engine
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from tunesmith.assembly.hub import open_hub
 from tunesmith.assembly.learning import learning_facts
-from tunesmith.assembly.opening import Run
+from tunesmith.assembly.opening import OpenRun
 from tunesmith.assembly.sinks import open_sinks
 from tunesmith.config.commands import RMConfig
 from tunesmith.config.schema import RLConfig, RunConfig
@@ -82,7 +82,7 @@ def load_trained(path: Path, *, scores: bool = False, **options: Any) -> tuple[A
 
 
 @contextmanager
-def open_session(run: Run[Any, Any], checkpoint: Path | None, metric: str) -> Generator[Session]:
+def open_session(run: OpenRun[Any, Any], checkpoint: Path | None, metric: str) -> Generator[Session]:
     """The session of a run.
 
     Args:
@@ -126,7 +126,7 @@ def open_session(run: Run[Any, Any], checkpoint: Path | None, metric: str) -> Ge
         )
 
 
-def open_rollout_log(run: Run[Any, Any], step: int | None) -> RolloutLog | None:
+def open_rollout_log(run: OpenRun[Any, Any], step: int | None) -> RolloutLog | None:
     """The rollout log; None in supervised training."""
     monitor, tokenizer = run.config.monitor, run.tokenizer
     if not isinstance(run.config, RLConfig):
@@ -144,12 +144,12 @@ def open_rollout_log(run: Run[Any, Any], step: int | None) -> RolloutLog | None:
     )
 
 
-def kept_on_interrupt(run: Run[Any, Any], session: Session) -> AbstractContextManager[None]:
+def kept_on_interrupt(run: OpenRun[Any, Any], session: Session) -> AbstractContextManager[None]:
     """If a signal ends the code inside, save the progress; say what was kept and how to continue."""
     return keeping(lambda: f"{session.keep()}\n{how_to_continue(run.directory.path)}")
 
 
-def run_result(run: Run[Any, Any], session: Session) -> RunResult:
+def run_result(run: OpenRun[Any, Any], session: Session) -> RunResult:
     run_dir = run.directory
     newest = session.checkpoints.newest()
     assert newest is not None, "a run ends with a checkpoint"

@@ -11,12 +11,12 @@ from typing import Any, Generic, TypeVar
 from tunesmith.algorithms.objective import DistillationObjective, Objective, SFTObjective
 from tunesmith.algorithms.preference import AGGREGATION, DPOObjective, KTOObjective, RewardObjective, StepObjective
 from tunesmith.assembly.models import load_model
-from tunesmith.assembly.opening import Run
-from tunesmith.assembly.processes import MakeBackend, remote_trainer
+from tunesmith.assembly.opening import OpenRun
+from tunesmith.assembly.processes import MakeBackend
 from tunesmith.assembly.session import RunResult, kept_on_interrupt, open_session, run_result
-from tunesmith.assembly.trainers import compare_with, load_teacher, make_backend, make_learner
+from tunesmith.assembly.trainers import compare_with, load_teacher, make_backend, make_learner, make_trainer
 from tunesmith.assembly.training_data import TRAINING_DATA, label_tokens
-from tunesmith.backends.base import Metrics, TrainBackend
+from tunesmith.backends.base import Metrics
 from tunesmith.backends.torch import TorchBackend
 from tunesmith.config.commands import DPOConfig, KTOConfig, OfflineDistillConfig, PRMConfig, RMConfig
 from tunesmith.config.schema import RunConfig, SFTConfig
@@ -38,7 +38,7 @@ from tunesmith.types import Sample
 T = TypeVar("T")
 
 
-def train_on_data(run: Run[Any, Any], processes: Processes | None, checkpoint: Path | None) -> RunResult:
+def train_on_data(run: OpenRun[Any, Any], processes: Processes | None, checkpoint: Path | None) -> RunResult:
     """The run from ``checkpoint`` on, or from the beginning."""
     with open_session(run, checkpoint, TRAINING_DATA[type(run.config)].metric) as session:
         with session.phase("setup"):
@@ -53,21 +53,16 @@ def train_on_data(run: Run[Any, Any], processes: Processes | None, checkpoint: P
 class Setup(Generic[T]):
     """The inputs for building the parts."""
 
-    run: Run[Any, T]
+    run: OpenRun[Any, T]
     session: Session
     processes: Processes | None
     """The processes of the trainer's ranks; None: this process trains."""
 
     def learner(self, make: MakeBackend, aggregation: str = AGGREGATION, *, keep_groups: bool = False) -> Learner:
         """A learner with its model loaded."""
-        config, limits = self.run.config, None
-        if self.processes is None:
-            backend: TrainBackend = make(config, self.run.tokenizer)
-        else:
-            backend, limits = remote_trainer(self.processes, config, make, run_dir=self.run.directory.path)
-        return make_learner(
-            config, self.session, backend, aggregation, config.train.steps, limits=limits, keep_groups=keep_groups
-        )
+        run, config = self.run, self.run.config
+        trained = make_trainer(self.processes, config, make, run.tokenizer, run_dir=run.directory.path)
+        return make_learner(config, self.session, trained, aggregation, config.train.steps, keep_groups=keep_groups)
 
     def parts(
         self,
@@ -97,7 +92,7 @@ class Setup(Generic[T]):
         )
 
 
-def make_parts(run: Run[Any, Any], session: Session, processes: Processes | None) -> SupervisedParts[Any]:
+def make_parts(run: OpenRun[Any, Any], session: Session, processes: Processes | None) -> SupervisedParts[Any]:
     """Load the model and build everything else that the command needs."""
     return _MAKERS[type(run.config)](Setup(run, session, processes))
 

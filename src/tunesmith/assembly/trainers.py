@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-from tunesmith.assembly.models import limits_of, load_frozen, load_model, load_tokenizer
+from tunesmith.assembly.models import limits_of, load_frozen, load_model, load_tokenizer, policy_predict
+from tunesmith.assembly.processes import MakeBackend, remote_trainer
 from tunesmith.backends.base import TrainBackend
 from tunesmith.backends.optimizer import AdamWSettings, learning_rate
 from tunesmith.backends.torch import TorchBackend
@@ -18,7 +20,9 @@ from tunesmith.config.commands import DistillConfig, OfflineDistillConfig, Sampl
 from tunesmith.config.optimizer import Muon
 from tunesmith.config.schema import LoraSection, RLConfig, RunConfig
 from tunesmith.config.section import known
+from tunesmith.config.system import Role
 from tunesmith.data.forest import Forest, Predictions
+from tunesmith.distributed.local import Processes
 from tunesmith.errors import ConfigError
 from tunesmith.loop.critic import Critic
 from tunesmith.loop.learner import Learner
@@ -38,14 +42,27 @@ Trained = tuple[TrainBackend, PeakRates]
 """The backend that trains a model, and the peak rates of its devices."""
 
 
+def make_trainer(
+    processes: Processes | None,
+    config: RunConfig,
+    make: MakeBackend,
+    tokenizer: Any,
+    role: Role = "actor",
+    run_dir: Path | None = None,
+) -> Trained:
+    """The backend that ``make`` builds, in this process or over the ranks in others; see ``remote_trainer``."""
+    if processes is None:
+        return make(config, tokenizer), limits_of(config)
+    return remote_trainer(processes, config, make, role, run_dir)
+
+
 def make_learner(
     config: RunConfig,
     session: Session,
-    backend: TrainBackend,
+    trained: Trained,
     aggregation: str,
     optimizer_steps: int,
     max_new_tokens: int | None = None,
-    limits: PeakRates | None = None,
     *,
     keep_groups: bool = False,
     max_tokens: int | None = None,
@@ -53,10 +70,9 @@ def make_learner(
     """A learner for a run.
 
     Args:
-        limits: peak rates of the backend's device; None measures this machine's.
         max_tokens: tokens per micro-batch, if different from the policy's.
     """
-    train, system = config.train, config.system
+    train, system, (backend, limits) = config.train, config.system, trained
     return Learner(
         backend=backend,
         aggregation=aggregation,
@@ -74,7 +90,7 @@ def make_learner(
         share_prompts=system.share_prompts,
         keep_groups=keep_groups,
         group_size=config.rollout.group_size if isinstance(config, RLConfig) else 1,
-        flops_per_second=(limits or limits_of(config)).flops_per_second,
+        flops_per_second=limits.flops_per_second,
         report=session.note,
     )
 
@@ -118,17 +134,6 @@ def make_policy(config: RLConfig, tokenizer: Any) -> TorchBackend[CausalLM]:
     if teacher and isinstance(config, SampledDistillConfig):
         predict, reference_model = compare_with(teacher, config), None
     return make_backend(config, model, predict, reference_model, head)
-
-
-def policy_predict(config: RLConfig, value_head: nn.Linear | None = None) -> Callable[[CausalLM, Forest], Predictions]:
-    """The function that runs the policy on a forest."""
-    return partial(
-        CausalLM.predict,
-        temperature=config.rollout.temperature,
-        entropy=bool(config.algorithm.entropy_coef),
-        chunk=config.system.logprob_chunk,
-        value_head=value_head,
-    )
 
 
 def load_teacher(config: DistillConfig | OfflineDistillConfig, tokenizer: Any) -> CausalLM:
@@ -175,12 +180,9 @@ def make_critic(
     session: Session,
     tokenizer: Any,
     policy: Learner,
-    remote: Callable[[RLConfig], Trained] | None = None,
+    processes: Processes | None,
 ) -> Critic | None:
     """A separate value model, or the value head on the policy's trunk; None if the algorithm needs neither.
-
-    Args:
-        remote: loads the value model elsewhere, given the critic's configuration; None loads it here.
 
     Raises:
         ConfigError: the vocabulary of ``critic.path`` differs from the policy's.
@@ -195,10 +197,10 @@ def make_critic(
     shared = ("lr", "schedule", "min_lr_ratio", "warmup_steps", "max_grad_norm", "passes_per_batch")
     train = {"ema_decay": None, **{key: getattr(section, key) for key in shared}}
     own = config.model_copy(update={"train": config.train.model_copy(update=train), "lora": _new_adapter(config.lora)})
-    backend, limits = remote(own) if remote else (critic_backend(own, tokenizer), limits_of(own))
+    trained = make_trainer(processes, own, critic_backend, tokenizer, "critic")
     steps = config.critic_steps(config.train.steps)
     tokens = config.system.critic_max_tokens
-    learner = make_learner(own, session, backend, "token_mean", steps, limits=limits, max_tokens=tokens)
+    learner = make_learner(own, session, trained, "token_mean", steps, max_tokens=tokens)
     return Critic(learner, section.passes_per_batch, clip)
 
 

@@ -36,8 +36,8 @@ def tune(
 
     from tunesmith.monitor.interrupts import held
     from tunesmith.storage import write_json
+    from tunesmith.tune.result import check_output, write_run_file
     from tunesmith.tune.tuning import open_tuning
-    from tunesmith.tune.write import check_output, write_run_file
 
     said, file = list(overrides or ()), output or run.with_name("tuned.toml")
     report = file.with_suffix(".json")

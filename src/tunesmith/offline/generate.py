@@ -12,7 +12,7 @@ from pathlib import Path
 from tunesmith.config.commands import GenerateConfig
 from tunesmith.errors import ConfigError
 from tunesmith.offline.lines import Json, LineWriter, claim, read_lines, records_of, write_whole
-from tunesmith.offline.sampling import answer_tasks, identity, open_sampling
+from tunesmith.offline.sampling import answer_tasks, identity, longest_prompt, open_sampling
 from tunesmith.offline.scoring import score
 from tunesmith.offline.selection import OVERWRITTEN, Selected, best, conditional, level_borders, pair, usable
 from tunesmith.offline.usage import Usage, total_of
@@ -41,7 +41,7 @@ def run_generate(path: Path | None, overrides: Sequence[str] = ()) -> Generated:
     usage = Usage()
     with open_sampling(GenerateConfig, path, overrides) as (run, rewards):
         tasks, tokenizer = run.train.items, run.tokenizer
-        run.resolve(train_size=len(tasks), longest=max(len(task.prompt_ids) for task in tasks))
+        run.resolve(train_size=len(tasks), longest=longest_prompt(tasks))
         config, directory, output = run.config, run.directory.path, run.config.output
         scoring = output.kind == "score"
         out = directory / ("scores.jsonl" if scoring else "completions.jsonl")

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from tunesmith.assembly.checking import facts_of_run
 from tunesmith.assembly.models import load_tokenizer
-from tunesmith.assembly.opening import FROM_A_COMMAND, Caller, Run, limited_data
+from tunesmith.assembly.opening import FROM_A_COMMAND, Caller, OpenRun, limited_data
 from tunesmith.assembly.session import SHOWN, load_trained
 from tunesmith.assembly.sinks import ADAPTERS
 from tunesmith.assembly.train import run_sft
@@ -39,7 +39,7 @@ from tunesmith.offline.rounds import (
     fallen,
     select_answers,
 )
-from tunesmith.offline.sampling import answer_tasks, identity, open_sampling
+from tunesmith.offline.sampling import answer_tasks, identity, longest_prompt, open_sampling
 from tunesmith.offline.selection import accuracy
 from tunesmith.offline.usage import Usage, total_of
 from tunesmith.plan.derive.generation import SEPARATOR, derive_rft_warmup, profile_values
@@ -105,18 +105,14 @@ class Questions:
     separator: str = ""
     """Between worked examples in plain text; sampling stops at it."""
 
-    @property
-    def longest(self) -> int:
-        return max(len(task.prompt_ids) for task in self.tasks)
 
-
-def _begin(run: Run[RFTConfig, Task], rewards: RewardSet, usage: Usage) -> _Run:
+def _begin(run: OpenRun[RFTConfig, Task], rewards: RewardSet, usage: Usage) -> _Run:
     """Resolve and announce the settings; read the run's existing results."""
     said, run_dir = run.config, run.directory.path
     first = _first_questions(run)
     held_out = run.held_out.items if run.held_out else []
     # The number of questions is not the amount of training, so it is not given as the size of the data.
-    run.resolve(longest=max(first.longest, *(len(task.prompt_ids) for task in held_out)))
+    run.resolve(longest=longest_prompt([*first.tasks, *held_out]))
     run.announce()
     threshold = run.config.rft.threshold
     if threshold is None:
@@ -128,7 +124,7 @@ def _begin(run: Run[RFTConfig, Task], rewards: RewardSet, usage: Usage) -> _Run:
     return _Run(run, said, rewards, threshold, first, RftRound(run_dir / "base"), rounds, usage)
 
 
-def _first_questions(run: Run[RFTConfig, Task]) -> Questions:
+def _first_questions(run: OpenRun[RFTConfig, Task]) -> Questions:
     """The first round's questions, after worked examples, tokenized for ``rft.sampler`` or the model to train."""
     config, data, tokenizer, train = run.config, limited_data(run.config), run.tokenizer, run.train
     if config.rft.sampler is not None:
@@ -161,7 +157,7 @@ def with_shots(task: Task, encoder: PromptEncoder, shots: Shots, limit: int | No
 class _Run:
     """The parts of a run, and its steps."""
 
-    run: Run[RFTConfig, Task]
+    run: OpenRun[RFTConfig, Task]
     said: RFTConfig
     """The settings before they were resolved."""
     rewards: RewardSet
@@ -245,7 +241,7 @@ class _Run:
                 self._sample(this.samples, sampling_from(config, None), self.first)
             else:
                 other = sampling_from(self.said, config.rft.sampler)
-                facts = replace(facts_of_run(other), longest=self.first.longest)
+                facts = replace(facts_of_run(other), longest=longest_prompt(self.first.tasks))
                 self._sample(this.samples, resolve(other, facts).config, self.first)
             counts = select_answers(this, config.rft.select, self.threshold, config.sampling.n)
         print(describe_yield(this.name, counts), flush=True)

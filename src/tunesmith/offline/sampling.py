@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from tunesmith.assembly.engines import make_engine, make_sampling
 from tunesmith.assembly.event_loop import run_async
 from tunesmith.assembly.models import load_model
-from tunesmith.assembly.opening import FROM_A_COMMAND, Caller, Run, open_run
+from tunesmith.assembly.opening import FROM_A_COMMAND, Caller, OpenRun, open_run
 from tunesmith.assembly.rewards import add_rewards
 from tunesmith.config.commands import GenerateConfig, RFTConfig, SamplingConfig
 from tunesmith.config.schema import RewardSection
@@ -36,13 +36,17 @@ C = TypeVar("C", GenerateConfig, RFTConfig)
 @contextmanager
 def open_sampling(
     kind: type[C], path: Path | None, overrides: Sequence[str], caller: Caller = FROM_A_COMMAND
-) -> Generator[tuple[Run[C, Task], RewardSet | None]]:
+) -> Generator[tuple[OpenRun[C, Task], RewardSet | None]]:
     """Like ``open_run``; also load the rewards, if any, and read the data."""
     with open_run(kind, path, overrides, caller) as run:
         section = run.config.reward
         with closing(load_rewards(section, run.base_dir)) if section else nullcontext() as rewards:
             run.read(partial(load_tasks, tokenizer=run.tokenizer), rewards and rewards.check_tasks)
             yield run, rewards
+
+
+def longest_prompt(tasks: Sequence[Task]) -> int:
+    return max(len(task.prompt_ids) for task in tasks)
 
 
 def answer_tasks(
