@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tunesmith.config.values import format_size
-from tunesmith.plan.cost.layout import Layout
+from tunesmith.plan.cost.device import Layout
 from tunesmith.plan.cost.price import LIBRARIES, price
 from tunesmith.plan.facts.model import ModelFacts
 

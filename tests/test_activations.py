@@ -26,7 +26,7 @@ from tunesmith.models import adapters
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.parallel.activations import compute_again
 from tunesmith.parallel.sharding import decoder_layers
-from tunesmith.plan.cost.layout import Layout
+from tunesmith.plan.cost.device import Layout
 from tunesmith.plan.cost.price import activation_bytes, backward_bytes, layer_bytes, price, recomputed, sent_bytes
 from tunesmith.plan.facts.model import read_model_facts
 from tunesmith.types import Sample

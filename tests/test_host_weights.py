@@ -24,7 +24,7 @@ from tunesmith.engines.local.engine import LocalEngine
 from tunesmith.kernels.lean import LeanDecoder
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.parallel.host_weights import HostWeights
-from tunesmith.plan.cost.layout import Layout
+from tunesmith.plan.cost.device import Layout
 from tunesmith.plan.cost.price import PINNED, price
 from tunesmith.types import Sampling
 

@@ -39,7 +39,7 @@ from tunesmith.models.causal_lm import CausalLM
 from tunesmith.monitor.memory import memory_metrics
 from tunesmith.monitor.metrics import read_metrics
 from tunesmith.parallel.shard_files import WeightFiles, names_in
-from tunesmith.plan.cost.layout import Layout
+from tunesmith.plan.cost.device import Layout
 from tunesmith.plan.cost.memory import MARGIN, planned, request_kv
 from tunesmith.plan.cost.price import activation_bytes, adapter_numbers, copy_bytes, price, recomputed
 from tunesmith.plan.facts import hub

@@ -18,7 +18,7 @@ from tunesmith.config.optimizer import Muon
 from tunesmith.config.schema import SFTConfig
 from tunesmith.errors import CheckpointError, ConfigError
 from tunesmith.models.causal_lm import CausalLM
-from tunesmith.plan.cost.layout import Layout
+from tunesmith.plan.cost.device import Layout
 from tunesmith.plan.cost.price import price
 from tunesmith.plan.facts.model import read_model_facts
 from tunesmith.plan.rules.checks import check

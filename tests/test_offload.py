@@ -26,7 +26,7 @@ from tunesmith.kernels import training_functions
 from tunesmith.models import adapters
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.parallel.host_memory import packed
-from tunesmith.plan.cost.layout import Layout
+from tunesmith.plan.cost.device import Layout
 from tunesmith.plan.cost.memory import planned_devices
 from tunesmith.plan.cost.price import PINNED, price
 from tunesmith.plan.facts.run import Facts

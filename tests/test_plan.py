@@ -17,7 +17,7 @@ from tunesmith.config.commands import RMConfig
 from tunesmith.config.load import load_config
 from tunesmith.config.schema import RLConfig, RunConfig, SFTConfig
 from tunesmith.errors import CapacityError, ConfigError
-from tunesmith.plan.cost.layout import PARTS
+from tunesmith.plan.cost.device import PARTS
 from tunesmith.plan.cost.memory import planned, planned_devices, planned_roles
 from tunesmith.plan.cost.price import adapter_numbers
 from tunesmith.plan.cost.seconds import FLOPS_SHARE, step_seconds

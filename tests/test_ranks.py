@@ -19,7 +19,7 @@ from tunesmith.config.section import known
 from tunesmith.distributed.machines import differences, own_view
 from tunesmith.distributed.torchrun import Launch
 from tunesmith.errors import CapacityError, ConfigError, TunesmithError
-from tunesmith.plan.cost.layout import Layout
+from tunesmith.plan.cost.device import Layout
 from tunesmith.plan.cost.memory import layout_of
 from tunesmith.plan.cost.price import adapter_numbers, price
 from tunesmith.plan.facts.hardware import Gpu, Hardware

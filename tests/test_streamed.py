@@ -35,7 +35,7 @@ from tunesmith.models.score_model import ScoreModel
 from tunesmith.parallel.host_memory import stored_state
 from tunesmith.parallel.sharding import decoder_layers
 from tunesmith.parallel.streamed import StreamedLayers, stored
-from tunesmith.plan.cost.layout import Layout
+from tunesmith.plan.cost.device import Layout
 from tunesmith.plan.cost.price import PINNED, layer_copy, price
 from tunesmith.plan.cost.seconds import TO_THE_HOST, step_seconds
 from tunesmith.plan.facts.machines import machine

@@ -32,7 +32,7 @@ from tunesmith.config.section import known
 from tunesmith.config.system import Role
 from tunesmith.errors import ConfigError
 from tunesmith.fake_device.threads import FIRST
-from tunesmith.plan.cost.layout import Price
+from tunesmith.plan.cost.device import Price
 from tunesmith.plan.cost.memory import LEAST_TOKENS, engines_elsewhere, longest_sample, planned, planned_elsewhere
 from tunesmith.plan.facts.run import Facts
 from tunesmith.plan.filling import with_values

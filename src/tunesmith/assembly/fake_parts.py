@@ -27,7 +27,7 @@ from tunesmith.engines.stats import EngineStats
 from tunesmith.fake_device.sharded import GATHERED
 from tunesmith.fake_device.tokenizer import NoTokenizer
 from tunesmith.openmp import to_thread
-from tunesmith.plan.cost.layout import Price
+from tunesmith.plan.cost.device import Price
 from tunesmith.types import Completion, Rollout, RolloutGroup, Sample, Sampling, Task
 from tunesmith.weights.base import NamedTensors, Offer, Plane
 from tunesmith.weights.files import FILE_BYTES, in_buckets

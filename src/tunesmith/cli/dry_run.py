@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from tunesmith.assembly.dry_run import DryPhase
-    from tunesmith.plan.cost.layout import Price
+    from tunesmith.plan.cost.device import Price
 
 ASSUMED_LINES = 1000
 """Assumed lines of data, which is not read: the learning rate schedule needs an end."""

@@ -10,7 +10,7 @@ from tunesmith.config.resolved import Derived, Resolved, settings
 from tunesmith.config.schema import RunConfig
 from tunesmith.config.toml import toml_value
 from tunesmith.config.values import format_size
-from tunesmith.plan.cost.layout import PARTS, Price
+from tunesmith.plan.cost.device import PARTS, Price
 from tunesmith.plan.cost.memory import planned_devices, planned_roles
 from tunesmith.plan.cost.seconds import step_seconds
 from tunesmith.plan.facts.run import Facts

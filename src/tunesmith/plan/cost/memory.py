@@ -10,11 +10,12 @@ from tunesmith.config.commands import DistillConfig, RFTConfig, ScoreConfig
 from tunesmith.config.schema import RLConfig, RunConfig
 from tunesmith.config.section import known
 from tunesmith.config.values import format_size, parse_size
-from tunesmith.plan.cost.layout import Layout, Price
+from tunesmith.plan.cost.device import Layout, Price
 from tunesmith.plan.cost.price import (
     LIBRARIES,
     USUAL_RANK,
     activation_bytes,
+    adapter_numbers,
     backward_bytes,
     copy_bytes,
     gathered_bytes,
@@ -23,7 +24,6 @@ from tunesmith.plan.cost.price import (
     scoring_bytes,
     sent_bytes,
 )
-from tunesmith.plan.cost.publishing import bytes_to_send, bytes_to_take
 from tunesmith.plan.facts.hardware import Gpu
 from tunesmith.plan.facts.model import ModelFacts
 from tunesmith.plan.facts.run import Facts
@@ -43,7 +43,7 @@ from tunesmith.plan.processes.roles import (
     shares_trainer_device,
     teaches,
 )
-from tunesmith.plan.processes.weights import loads_model, weights_apart
+from tunesmith.plan.processes.weights import BUCKET, loads_model, publishing_ranks, weights_apart
 
 MARGIN = 1.1
 """A run is refused if it needs more than this multiple of the free memory; both numbers are estimates."""
@@ -140,8 +140,33 @@ def layout_of(config: RunConfig, facts: Facts) -> Layout:
         prepared=together * _prepared(config, facts),
         turns=bool(known(system, "hybrid")) or isinstance(config, RFTConfig),
         keeps_base=isinstance(config, RLConfig) and lora and not system.engine_kind.third_party,
-        published=bytes_to_send(config, facts.model, bytes_per_number(config)) if facts.model else 0,
+        published=_bytes_to_send(config, facts.model) if facts.model else 0,
     )
+
+
+def _bytes_to_send(config: RunConfig, model: ModelFacts) -> int:
+    """Bytes that a trainer GPU holds for engines: a copy of the published weights, or a bucket of them in transfer.
+
+    Ranks that shard the model divide the copy among them; a rank may keep one bucket more than another, and needs room
+    for a bucket that another rank sends.
+    """
+    system, senders = config.system, publishing_ranks(config)
+    if not on_gpu(config) or system.weight_plane not in ("nccl", "ipc"):
+        return 0
+    bucket = _bucket_bytes(config, model)
+    if system.weight_plane == "nccl" and known(system, "weight_copy") != "gpu":
+        return bucket
+    whole = copy_bytes(model, bytes_per_number(config))
+    if system.adapter_sync == "adapter":
+        whole = 4 * adapter_numbers(model, config.lora.rank or USUAL_RANK)
+    return whole if senders == 1 else whole // senders + 2 * bucket
+
+
+def _bucket_bytes(config: RunConfig, model: ModelFacts) -> int:
+    """Bytes of the largest bucket: the embedding or a layer's matrix, if larger than the usual bucket."""
+    if config.system.adapter_sync == "adapter":
+        return BUCKET
+    return max(BUCKET, max(model.vocab_size, model.intermediate_size) * model.hidden_size * bytes_per_number(config))
 
 
 def _prepared(config: RunConfig, facts: Facts) -> int:
@@ -222,9 +247,11 @@ def planned_elsewhere(config: RunConfig, facts: Facts, *, least: bool = False) -
     model = facts.model
     if model is None or model.parameters is None or not engines_elsewhere(config, facts):
         return None
-    size = bytes_per_number(config)
-    copy, kv = copy_bytes(model, size, config.model.quantize), _engine_kv(config, facts, model, least)
-    return Price(engine=copy // ranks_per_engine(config), kv=kv, published=bytes_to_take(config, model, size))
+    copy = copy_bytes(model, bytes_per_number(config), config.model.quantize)
+    # With NCCL, the bucket that is being written and the next one are in transfer.
+    arriving = 2 * _bucket_bytes(config, model) if config.system.weight_plane == "nccl" else 0
+    kv = _engine_kv(config, facts, model, least)
+    return Price(engine=copy // ranks_per_engine(config), kv=kv, published=arriving)
 
 
 def planned_devices(config: RunConfig, facts: Facts, *, least: bool = False) -> list[tuple[str, Price, int]]:

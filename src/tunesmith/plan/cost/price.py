@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from tunesmith.plan.cost.layout import Layout, Price
+from tunesmith.plan.cost.device import Layout, Price
 from tunesmith.plan.cost.operations import chunk_rows, chunk_words
 from tunesmith.plan.facts.model import ModelFacts
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from tunesmith.config.schema import RLConfig, RunConfig
 from tunesmith.config.section import known
 from tunesmith.config.values import format_size
-from tunesmith.plan.cost.layout import Price
+from tunesmith.plan.cost.device import Price
 from tunesmith.plan.cost.memory import MARGIN, host_problem, planned_devices
 from tunesmith.plan.facts.run import Facts
 from tunesmith.plan.filling import Filling, with_values

@@ -13,7 +13,7 @@ from tunesmith.config.schema import RunConfig
 from tunesmith.config.section import known
 from tunesmith.config.toml import toml_value
 from tunesmith.config.values import format_size
-from tunesmith.plan.cost.layout import PARTS, Price
+from tunesmith.plan.cost.device import PARTS, Price
 from tunesmith.plan.cost.memory import LEAST_TOKENS, MARGIN, host_problem, layout_of, longest_sample, planned_devices
 from tunesmith.plan.cost.price import USUAL_RANK, price
 from tunesmith.plan.facts.run import Facts
