@@ -210,6 +210,7 @@ def test_a_loss_that_is_no_lower_at_the_end() -> None:
     assert finding(history, RunFacts()) is None
     found = at_the_end(history, RunFacts())
     assert found is not None and found.key == "loss_does_not_fall"
+    assert at_the_end([], RunFacts()) is None, "a finished run that is resumed takes no step"
     falling = [{**step, "loss": 2.0 - step["step"] / 40} for step in history]
     assert at_the_end(falling, RunFacts()) is None
 

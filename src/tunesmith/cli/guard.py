@@ -28,7 +28,7 @@ def guarded(command: Callable[P, None]) -> Callable[P, None]:
     @wraps(command)
     def run(*args: P.args, **kwargs: P.kwargs) -> None:
         try:
-            with lasting_output(), handled(may_exit=True):
+            with lasting_output(), handled():
                 command(*args, **kwargs)
         except TunesmithError as error:
             _report(f"error: {error}", error)

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
-from typing import Any
 
 from tunesmith.doctor.learning import at_the_end
 from tunesmith.doctor.record import RunRecord
 from tunesmith.doctor.rules import Finding, Severity, described, rules
-from tunesmith.doctor.signs import last_steps, signs
+from tunesmith.doctor.signs import signs
 from tunesmith.plan.rules.rules import applies
 
 SEVERITIES: Sequence[Severity] = ("problem", "warning", "note")
@@ -20,7 +19,7 @@ LEARNED = 0.2
 
 def diagnose(record: RunRecord) -> list[Finding]:
     """A run's findings, the worst first. Findings that another one explains are left out."""
-    values: dict[str, Any] = signs(record) | {"last_steps": last_steps(record)}
+    values = signs(record)
     rose = values.get("reward.rise_in_stds", 0.0) > LEARNED
     found = {rule["key"]: described(rule, values) for rule in rules()["rule"] if applies(rule, values)}
     if learned := _nothing_learned(record, rose):

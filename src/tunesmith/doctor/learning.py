@@ -38,8 +38,6 @@ def finding(history: Sequence[Metrics], facts: RunFacts) -> Finding | None:
 
 def at_the_end(history: Sequence[Metrics], facts: RunFacts) -> Finding | None:
     """A problem that remains when the run ends, or a loss that is no lower than at the beginning."""
-    if not history:  # a finished run that was resumed takes no step
-        return None
     if problem := finding(history, facts):
         return problem
     quarter = max(1, sum("loss" in step for step in history) // 4)
@@ -81,9 +79,9 @@ _READ = (
 
 def _first(tables: Sequence[str], steps: Sequence[Metrics], values: Mapping[str, Any]) -> Finding | None:
     """The finding of the first rule that applies."""
-    covered = {"first_step": int(steps[0]["step"]), "last_step": int(steps[-1]["step"])}
     for rule in (rule for table in tables for rule in rules()[table]):
         if applies(rule, values):
+            covered = {"first_step": int(steps[0]["step"]), "last_step": int(steps[-1]["step"])}
             return described({**rule, "severity": "problem", "cause": "nothing is learned"}, {**values, **covered})
     return None
 

@@ -24,8 +24,9 @@ LEAST_PAIRS = 32
 def signs(record: RunRecord) -> dict[str, Any]:
     """Settings by key, statistics of each metric, and values derived from both.
 
-    A metric has ``first`` and ``last`` (means over a fifth of the steps), ``rise`` (last - first), ``times`` (last /
-    first), ``mean``, ``median``, ``max``, ``min``, ``sum``, ``count``, ``max_step`` and ``min_step``.
+    A metric has ``first`` and ``last`` (means over a fifth of the steps; ``last_steps`` names the last ones), ``rise``
+    (last - first), ``times`` (last / first), ``mean``, ``median``, ``max``, ``min``, ``sum``, ``count``, ``max_step``
+    and ``min_step``.
     """
     values = {key: value for key, value in record.settings.items() if value is not None}
     values |= statistics(record.steps, None) | statistics(record.evaluations, 1)
@@ -110,12 +111,6 @@ def _number(record: RunRecord, key: str) -> float:
     return value if isinstance(value, int | float) else 0
 
 
-def last_steps(record: RunRecord) -> str:
-    """The steps over which ``last`` averages, such as ``25-30``."""
-    numbers = [int(line["step"]) for line in record.steps]
-    return f"{numbers[-_window(len(numbers))]}-{numbers[-1]}"
-
-
 def _window(count: int) -> int:
     return min(count, max(LEAST_WINDOW, math.ceil(count / SHARE)))
 
@@ -175,6 +170,7 @@ def _of_run(record: RunRecord) -> dict[str, Any]:
         "steps": len(record.steps),
         "first_step": int(record.steps[0]["step"]),
         "last_step": last,
+        "last_steps": f"{int(record.steps[-_window(len(record.steps))]['step'])}-{last}",
         "device_is_gpu": str(record.settings.get("system.device")).startswith("cuda"),
         "stopped": last < planned and not record.running,
     }

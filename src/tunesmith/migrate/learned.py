@@ -62,13 +62,10 @@ def loss_type(given: Given, there: There) -> Result:
 
 def kl_coef(given: Given, there: There) -> Result:
     """A coefficient counts only if its KL is switched on."""
-    if there.framework == "verl":
-        in_loss, in_reward = there.get("use_kl_loss"), there.get("use_kl_in_reward")
-        mine = in_loss if "loss" in given.name else in_reward
-        if not mine:
-            return Dropped(
-                f"the KL {'term of the loss' if 'loss' in given.name else 'in the reward'} is off there", off=True
-            )
+    if _is_off_in_verl(given, there):
+        return Dropped(
+            f"the KL {'term of the loss' if 'loss' in given.name else 'in the reward'} is off there", off=True
+        )
     if not isinstance(given.value, int | float) or given.value <= 0:
         kl = [Value("algorithm.kl", "none", "a coefficient of 0")]
         return kl if there.framework != "verl" else OFF
@@ -81,12 +78,14 @@ def kl_coef(given: Given, there: There) -> Result:
     return [Value("algorithm.kl.coef", given.value)]
 
 
+def _is_off_in_verl(given: Given, there: There) -> bool:
+    switch = "use_kl_loss" if "loss" in given.name else "use_kl_in_reward"
+    return there.framework == "verl" and not there.get(switch)
+
+
 def kl_estimator(given: Given, there: There) -> Result:
-    if there.framework == "verl" and not (
-        there.get("use_kl_loss") if "loss" in given.name else there.get("use_kl_in_reward")
-    ):
-        return Dropped("the KL that it belongs to is off there", off=True)
-    if there.framework == "openrlhf" and not there.get("kl.init_coef", "init_kl_coef"):
+    without_kl = there.framework == "openrlhf" and not there.get("kl.init_coef", "init_kl_coef")
+    if without_kl or _is_off_in_verl(given, there):
         return Dropped("the KL that it belongs to is off there", off=True)
     if given.value in ("k1", "kl") and there.get("use_kl_loss", "kl.use_loss"):
         return Dropped("as a term of the loss k1 has no gradient; the default estimator stays")

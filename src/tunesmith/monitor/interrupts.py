@@ -50,7 +50,6 @@ class _State:
     keeping: threading.Lock = field(default_factory=threading.Lock)
     kept: bool = False
     closing_since: float | None = None
-    may_exit: bool = False
 
 
 _state = _State()
@@ -165,18 +164,16 @@ def own_process() -> None:
 
 
 @contextmanager
-def handled(*, may_exit: bool = False) -> Generator[None]:
-    """Handle the signals as described above. No effect inside another ``handled`` or outside the main thread.
+def handled() -> Generator[None]:
+    """Handle the signals as described above; only in the command's own process (``own_process``) may they end it.
 
-    Args:
-        may_exit: a signal may end the process, if it belongs to the command (``own_process``).
+    No effect inside another ``handled`` or outside the main thread.
     """
-    may_exit = may_exit and _own
     if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) == _on_signal:
         yield
         return
     global _state
-    _state = _State(may_exit=may_exit)
+    _state = _State()
     before = {n: signal.getsignal(n) for n in SIGNALS}
     taken = [n for n, handler in before.items() if handler is not signal.SIG_IGN]
     reading, writing = os.pipe()
@@ -192,7 +189,7 @@ def handled(*, may_exit: bool = False) -> Generator[None]:
             signal.signal(number, before[number])
         signal.set_wakeup_fd(waker)
         os.close(writing)  # which ends the thread
-        if not may_exit:
+        if not _own:
             _state = _State()  # no thread watches the main thread any more
 
 
@@ -223,7 +220,7 @@ def _watch(reading: int, state: _State) -> None:
             counted += number[0] != signal.SIGHUP or counted == 0  # a terminal that closes sends several
             first = state.asked is None or counted == 1
             _record(state, number[0])
-            if counted > 1 and state.may_exit:
+            if counted > 1 and _own:
                 _exit(state, "ended at once")
             if first:
                 say(f"{signal.Signals(number[0]).name}: stopping; once more ends this at once")
@@ -236,12 +233,12 @@ def _wait_for_main(state: _State) -> None:
         if state is not _state:
             return
         patience = GRACE * (2 if state.committed else 1)
-        if state.may_exit and not (state.held or state.kept) and time.monotonic() - state.since > patience:
+        if _own and not (state.held or state.kept) and time.monotonic() - state.since > patience:
             message = None if state.committed else keep_now()  # the main thread is busy, and changes no weights
             _exit(state, message or "interrupted: the step in progress did not end")
     while time.monotonic() - state.closing_since < TEARDOWN:
         time.sleep(0.1)
-    if state.may_exit and state is _state:
+    if _own and state is _state:
         _exit(state, "interrupted")
 
 

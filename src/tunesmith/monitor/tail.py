@@ -7,6 +7,7 @@ import os
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -26,9 +27,12 @@ class Identity:
 
 def identity(file: BinaryIO) -> Identity | None:
     """None for a file without a whole line."""
-    status, start = os.fstat(file.fileno()), file.read(4096)
+    start = file.read(4096)
     line, end, _ = start.partition(b"\n")
-    return Identity(status.st_dev, status.st_ino, zlib.crc32(line)) if end or len(start) == 4096 else None
+    if not end and len(start) < 4096:
+        return None
+    status = os.fstat(file.fileno())
+    return Identity(status.st_dev, status.st_ino, zlib.crc32(line))
 
 
 @dataclass(slots=True)
@@ -53,8 +57,8 @@ class ReadPosition:
             yield start, line
 
 
-def open_lines(path: Path) -> BinaryIO | None:
-    """The file for reading; None if it does not exist.
+def open_lines(path: Path) -> BinaryIO:
+    """The file for reading; an empty one if it does not exist.
 
     Raises:
         StorageError: it cannot be read.
@@ -63,7 +67,7 @@ def open_lines(path: Path) -> BinaryIO | None:
         try:
             return path.open("rb")
         except FileNotFoundError:
-            return None
+            return BytesIO()
 
 
 def json_object(line: bytes) -> dict[str, Any] | None:

@@ -63,11 +63,7 @@ class MetricsFile:
             StorageError: it cannot be read.
         """
         before = self._file, self._place.read
-        file = open_lines(self.path)
-        if file is None:
-            self._restart(None)
-            return before != (None, 0)
-        with file:
+        with open_lines(self.path) as file:
             key = identity(file)
             if key != self._file or not self._place.is_in(file):
                 self._restart(key)

@@ -89,10 +89,7 @@ class RolloutIndex:
         found: dict[Identity, _File] = {}
         self._paths = {}
         for path in rotated(self.path):
-            file = open_lines(path)
-            if file is None:
-                continue
-            with file:
+            with open_lines(path) as file:
                 key = identity(file)
                 if key is None:
                     continue
@@ -191,10 +188,7 @@ def _head(line: bytes) -> dict[str, Any] | None:
 
 
 def _read(path: Path, key: Identity, group: LineGroup) -> list[dict[str, Any]]:
-    file = open_lines(path)
-    if file is None:
-        return []
-    with file:
+    with open_lines(path) as file:
         if identity(file) != key:
             return []
         file.seek(group.start)

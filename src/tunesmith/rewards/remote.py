@@ -47,7 +47,7 @@ def remote_reward(entry: RemoteReward, label: str, decode: Decode) -> RewardFunc
         label: the column that is sent as OpenRLHF's ``labels``.
         decode: turns a rollout's tokens into OpenRLHF's ``query`` and ``prompts``.
     """
-    client, headers = RewardClient(entry), {"Content-Type": "application/json"}
+    client, headers = RewardClient(entry), dict[str, str]()
     if entry.token_env is not None:
         headers["Authorization"] = f"Bearer {os.environ[entry.token_env].strip()}"
 
