@@ -18,6 +18,13 @@ TURNS = 16
 """Event-loop iterations that callers have to follow a completion with their next request."""
 
 
+def promise() -> Future[Any]:
+    """A future that is not cancelled with the caller who waits for it."""
+    done = Future[Any]()
+    done.set_running_or_notify_cancel()
+    return done
+
+
 class StepThread:
     """Runs an engine's steps one after another, and calls between steps. Used from one event loop at a time.
 
@@ -44,8 +51,7 @@ class StepThread:
         """
         if self._closed:
             raise EngineError("the engine is closed")
-        done: Future[T] = Future()
-        done.set_running_or_notify_cancel()  # cancelling the caller does not cancel the work
+        done: Future[T] = promise()
         self._loop = asyncio.get_running_loop()
         self._calls.append((work, done))
         end_team()  # the caller's team: the caller waits now

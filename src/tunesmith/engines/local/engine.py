@@ -182,7 +182,7 @@ class LocalEngine:
         def end() -> None:
             waiting = list(self._scheduler.waiting)
             self._scheduler.waiting.clear()
-            _fail([*waiting, *self._scheduler.clear()], EngineError("the engine was closed"))
+            _fail([*waiting, *self._pool.clear()], EngineError("the engine was closed"))
 
         await self._thread.close(end)
 
@@ -210,7 +210,6 @@ class LocalEngine:
             id=next(self._ids),
             uniforms=Uniforms(sampling.seed),
         )
-        request.done.set_running_or_notify_cancel()  # cancelling the caller does not cancel this future
         needed, total = self._pool.needed(prompt, request.kv_length), self._pool.total
         if needed > total:
             raise UserError(
@@ -221,7 +220,7 @@ class LocalEngine:
         return request
 
     def _step(self) -> bool:
-        """Prefill the prompts that can be admitted; if there are none, decode for every running request."""
+        """One prefill of the requests that can start; if there are none, one decode step of all running requests."""
         if not (self._whole and self._scheduler.has_work):
             return False
         started = time.perf_counter()
@@ -248,7 +247,7 @@ class LocalEngine:
             batch.drafts = self._drafter.propose(rows, most)
 
     def _fail_running(self, cause: Exception) -> None:
-        _fail(self._scheduler.clear(), cause)
+        _fail(self._pool.clear(), cause)
         try:
             self._pool.allocate()
         except Exception as error:  # nothing can run: the next request tries to allocate again

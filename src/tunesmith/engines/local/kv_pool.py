@@ -117,11 +117,12 @@ class KVPool:
             prompt.stale = True
         self._close_gaps()
 
-    def clear(self) -> None:
-        """Drop everything and free the memory, until ``allocate``."""
-        self.running, self.prompts = [], []
+    def clear(self) -> list[LocalRequest]:
+        """Drop everything and free the memory, until ``allocate``; returns the requests that were running."""
+        running, self.running, self.prompts = self.running, [], []
         for memory in self.memories:
             memory.free()
+        return running
 
     def allocate(self) -> None:
         for memory in self.memories:

@@ -11,6 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from tunesmith.engines.partial import RunningRequest
+from tunesmith.engines.step_thread import promise
 from tunesmith.types import Completion, FinishReason
 
 _CHUNK = 256
@@ -64,7 +65,7 @@ class LocalRequest(RunningRequest):
 
     id: int
     uniforms: Uniforms
-    done: Future[Completion] = field(default_factory=Future[Completion])
+    done: Future[Completion] = field(default_factory=promise)
     prompt: CachedPrompt | None = None
     """Set while it runs."""
     row: int = -1

@@ -70,12 +70,6 @@ class Scheduler:
             self.waiting = deque(r for r in self.waiting if r not in gone)
         self.pool.release([r for r in self.pool.running if r in gone])
 
-    def clear(self) -> list[LocalRequest]:
-        """Drop running requests and all prompts; returns the requests."""
-        running = list(self.pool.running)
-        self.pool.clear()
-        return running
-
     def _choose(self) -> list[LocalRequest]:
         """The requests that start now, each with its prompt."""
         admitted: list[LocalRequest] = []

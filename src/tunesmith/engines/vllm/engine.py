@@ -21,7 +21,7 @@ from tunesmith.data.tokens import decode
 from tunesmith.engines.base import check_sampling
 from tunesmith.engines.partial import PartialCompletion, StopStrings, stop_strings
 from tunesmith.engines.stats import EngineStats, add_stats
-from tunesmith.engines.step_thread import StepThread
+from tunesmith.engines.step_thread import StepThread, promise
 from tunesmith.engines.vllm.start import VllmSettings, kv_bytes, start
 from tunesmith.errors import EngineError, UserError, boundary
 from tunesmith.types import Completion, FinishReason, Sampling
@@ -34,7 +34,7 @@ class _Request(PartialCompletion):
 
     across: StopStrings | None
     """For a continued request: stop strings that may begin before its first token."""
-    done: Future[Completion] = field(default_factory=Future[Completion], init=False)
+    done: Future[Completion] = field(default_factory=promise, init=False)
 
 
 class _Tally:
@@ -104,7 +104,6 @@ class VllmEngine:
         self._check(len(prompt_ids), sampling)
         across = stop_strings(prompt_ids, sampling, self._decode) if sampling.continued else None
         name, request = str(next(self._numbers)), _Request(across)
-        request.done.set_running_or_notify_cancel()  # cancelling the caller does not cancel this future
         self._requests[name] = request
         self._peak = max(self._peak, len(self._requests))
         prompt, parameters = list(prompt_ids), _parameters(sampling)
