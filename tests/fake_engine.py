@@ -8,9 +8,8 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from itertools import count
 
-from tunesmith.engines.base import check_sampling
+from tunesmith.engines.base import EngineStats, check_sampling
 from tunesmith.engines.partial import PartialCompletion, stop_strings, stop_token_ids
-from tunesmith.engines.stats import EngineStats
 from tunesmith.errors import EngineError, UserError
 from tunesmith.types import Completion, Sampling
 

@@ -6,7 +6,7 @@ import os
 import time
 from typing import Any
 
-from tunesmith.engines.stats import EngineStats
+from tunesmith.engines.base import EngineStats
 from tunesmith.errors import UserError
 from tunesmith.types import Completion
 

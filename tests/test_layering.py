@@ -60,7 +60,7 @@ BELOW_MODELS = {"kernels": ("parallel", "models"), "parallel": ("models",)}
 ADAPTER_ROOMS = ("engines", "backends", "weights")
 SHARED = (
     "base", "flat", "loss_scale", "masters", "memory", "muon", "partial", "passes", "rounds", "spread", "state_files",
-    "stats", "step_thread", "timed",
+    "step_thread", "timed",
 )  # fmt: skip
 """Ports of those rooms, and parts that several adapters use."""
 HEAVY = ("torch", "transformers")

@@ -11,8 +11,8 @@ import pytest
 
 from engine_contract import CHECKS, FREE, Subject
 from fake_engine import FakeEngine, numbers
+from tunesmith.engines.base import EngineStats
 from tunesmith.engines.pool import BLOCK, EnginePool, Prefixes, blocks
-from tunesmith.engines.stats import EngineStats
 from tunesmith.errors import EngineError, EngineLostError
 from tunesmith.types import Completion, Sampling
 from tunesmith.weights.base import Offer

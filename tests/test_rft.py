@@ -20,7 +20,7 @@ from tunesmith.config.resolved import settings
 from tunesmith.config.schema import DataSection
 from tunesmith.data.prepare import load_samples, load_tasks
 from tunesmith.data.prompts import PromptEncoder, read_shots
-from tunesmith.engines.stats import EngineStats
+from tunesmith.engines.base import EngineStats
 from tunesmith.errors import ConfigError, DataError
 from tunesmith.monitor.interrupts import Interrupted
 from tunesmith.offline.lines import read_lines

@@ -21,6 +21,7 @@ from tunesmith.assembly import run_rl
 from tunesmith.assembly.engines import _speculation  # pyright: ignore[reportPrivateUsage]
 from tunesmith.config.load import load_config
 from tunesmith.config.schema import RLConfig
+from tunesmith.engines.base import EngineStats
 from tunesmith.engines.local.engine import LocalEngine
 from tunesmith.engines.local.requests import LocalRequest
 from tunesmith.engines.local.speculation import (
@@ -31,7 +32,6 @@ from tunesmith.engines.local.speculation import (
     Speculation,
     look_up,
 )
-from tunesmith.engines.stats import EngineStats
 from tunesmith.errors import ConfigError, UserError
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.plan.rules.checks import check

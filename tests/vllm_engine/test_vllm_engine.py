@@ -19,7 +19,7 @@ from engine_contract import FREE, PROMPT, Subject
 from pool_bench import LAST, each_check
 from test_penalties import by_transformers, requests
 from tiny import save_model
-from tunesmith.engines.stats import EngineStats
+from tunesmith.engines.base import EngineStats
 from tunesmith.engines.vllm.engine import VllmEngine
 from tunesmith.engines.vllm.start import VllmSettings
 from tunesmith.errors import EngineError, ModelError, UserError

@@ -22,8 +22,8 @@ from tunesmith.data.loader import Part
 from tunesmith.data.preference import Comparison, Solution
 from tunesmith.data.prepare import Prepared
 from tunesmith.data.report import LoadReport
+from tunesmith.engines.base import EngineStats
 from tunesmith.engines.local.kv_memory import KVMemory
-from tunesmith.engines.stats import EngineStats
 from tunesmith.fake_device.sharded import GATHERED
 from tunesmith.fake_device.tokenizer import NoTokenizer
 from tunesmith.openmp import to_thread

@@ -9,8 +9,7 @@ from dataclasses import astuple, dataclass
 from typing import Any
 
 from tunesmith.distributed.far import STARTING, Far
-from tunesmith.engines.base import RolloutEngine
-from tunesmith.engines.stats import EngineStats
+from tunesmith.engines.base import EngineStats, RolloutEngine
 from tunesmith.errors import EngineError, EngineLostError, TunesmithError, boundary
 from tunesmith.types import Completion, Sampling
 from tunesmith.weights.base import Offer

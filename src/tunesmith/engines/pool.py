@@ -9,8 +9,7 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate, count, takewhile
 from typing import Any
 
-from tunesmith.engines.base import Member, check_sampling
-from tunesmith.engines.stats import EngineStats, add_stats
+from tunesmith.engines.base import EngineStats, Member, add_stats, check_sampling
 from tunesmith.engines.timed import timed
 from tunesmith.errors import EngineError, EngineLostError
 from tunesmith.monitor.timeline import Timeline, engine_lane

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from tunesmith.engines.stats import EngineStats
+from tunesmith.engines.base import EngineStats
 from tunesmith.loop.collect import all_or_error
 from tunesmith.loop.learner import Metrics
 from tunesmith.loop.parts import RLParts

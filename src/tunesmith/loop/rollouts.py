@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from math import ceil
 from typing import Any, TypeVar
 
-from tunesmith.engines.stats import EngineStats, add_stats
+from tunesmith.engines.base import EngineStats, add_stats
 from tunesmith.loop.buffer import Buffer, Started
 from tunesmith.loop.collect import Collector
 from tunesmith.loop.gate import Gate

@@ -14,7 +14,7 @@ from contextlib import ExitStack, aclosing
 from math import ceil
 from pathlib import Path
 
-from tunesmith.engines.stats import EngineStats
+from tunesmith.engines.base import EngineStats
 from tunesmith.monitor.metrics import JsonLines
 from tunesmith.monitor.progress import open_progress
 from tunesmith.offline.lines import Json, repair

@@ -17,8 +17,7 @@ from tunesmith.config.commands import GenerateConfig, RFTConfig, SamplingConfig
 from tunesmith.config.schema import RewardSection
 from tunesmith.data.loader import fingerprint_of
 from tunesmith.data.prepare import load_tasks
-from tunesmith.engines.base import RolloutEngine
-from tunesmith.engines.stats import EngineStats
+from tunesmith.engines.base import EngineStats, RolloutEngine
 from tunesmith.environments.base import SingleTurn
 from tunesmith.loop.collect import Collector
 from tunesmith.loop.seeds import derive_seed

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 
-from tunesmith.engines.stats import EngineStats
+from tunesmith.engines.base import EngineStats
 from tunesmith.monitor.clock import Clock
 from tunesmith.monitor.memory import memory_metrics
 

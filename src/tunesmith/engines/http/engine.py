@@ -21,10 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from tunesmith.config.engines import ENGINES
-from tunesmith.engines.base import check_sampling
+from tunesmith.engines.base import EngineStats, check_sampling
 from tunesmith.engines.http.server import PATIENCE, Continuation, SglangServer
 from tunesmith.engines.partial import RunningRequest, stop_strings, stop_token_ids
-from tunesmith.engines.stats import EngineStats
 from tunesmith.errors import EngineError, UserError
 from tunesmith.types import Completion, FinishReason, Sampling
 from tunesmith.weights.base import Offer

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from tunesmith.data.tokens import decode
-from tunesmith.engines.base import check_sampling
+from tunesmith.engines.base import EngineStats, check_sampling
 from tunesmith.engines.local.kv_pool import KVPool
 from tunesmith.engines.local.metering import Meter
 from tunesmith.engines.local.requests import LocalRequest, StepBatch, Uniforms
@@ -26,7 +26,6 @@ from tunesmith.engines.local.runner import Runner, probe, text_config
 from tunesmith.engines.local.scheduler import Scheduler
 from tunesmith.engines.local.speculation import AssistantDrafter, NgramDrafter, Speculation
 from tunesmith.engines.partial import stop_strings, stop_token_ids
-from tunesmith.engines.stats import EngineStats
 from tunesmith.engines.step_thread import StepThread
 from tunesmith.errors import EngineError, UserError
 from tunesmith.models.causal_lm import CausalLM
@@ -75,8 +74,6 @@ class LocalEngine:
         self._model, self._kv_bytes, self._speculation = model, kv_bytes, speculation
         self._update, self._weights = update, weights
         self._eos = frozenset(end_of_sequence_ids(model) if eos_token_ids is None else eos_token_ids)
-        layout, cost = probe(model, compiled=compiled)
-        self._meter = Meter(cost, limits)
         self._context: int = text_config(model).max_position_embeddings
         self._vocab_size: int = model.head.out_features
         self.version = 0
@@ -85,18 +82,19 @@ class LocalEngine:
         self._ids = count()
         self._in_flight: set[LocalRequest] = set()
         self._state = "awake"
-        layouts = [layout]
         if speculation is not None:
             speculation.check(model)
-            layouts += [probe(speculation.assistant, compiled=compiled)[0]] if speculation.assistant else []
+        assistant = speculation.assistant if speculation else None
+        models = [model, assistant] if assistant else [model]
+        layouts, costs = zip(*(probe(each, compiled=compiled) for each in models), strict=True)
+        self._meter = Meter(costs[0], limits)
         self._pool = KVPool(layouts, kv_bytes, max_running=max_running, block_size=block_size)
         self._scheduler = Scheduler(self._pool, max_running, max_prefill_tokens, model.lengths)
-        self._runner = Runner(model, self._pool.memories[0], max_prefill_tokens, compiled=compiled)
-        self._drafter: NgramDrafter | AssistantDrafter = NgramDrafter()
-        if speculation is not None and speculation.assistant is not None:
-            assistant, room = speculation.assistant, self._pool.memories[1]
-            drafts = Runner(assistant, room, max_prefill_tokens, compiled=compiled, vocabulary=self._vocab_size)
-            self._drafter = AssistantDrafter(drafts)
+        self._runner, *others = (
+            Runner(each, memory, max_prefill_tokens, compiled=compiled, vocabulary=self._vocab_size)
+            for each, memory in zip(models, self._pool.memories, strict=True)
+        )
+        self._drafter = AssistantDrafter(others[0]) if others else NgramDrafter()
         self._thread = StepThread("local engine", self._step, self._fail_running)
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from tunesmith.engines.base import EngineStats, add_stats
 from tunesmith.engines.local.requests import StepBatch
-from tunesmith.engines.stats import EngineStats, add_stats
 from tunesmith.plan.cost.operations import ForwardCost, PeakRates
 
 

@@ -71,7 +71,7 @@ class Runner:
     """Runs the model on the rows of its memory; caches what depends only on the running rows.
 
     Args:
-        vocabulary: size for the model that this one drafts for: no token beyond it is sampled.
+        vocabulary: size of the engine's model: an assistant samples no token beyond it.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Runner:
         max_prefill_tokens: int,
         *,
         compiled: bool,
-        vocabulary: int | None = None,
+        vocabulary: int,
     ) -> None:
         self._vocabulary = vocabulary
         self.model, self._memory, self._max_prefill_tokens = model, memory, max_prefill_tokens

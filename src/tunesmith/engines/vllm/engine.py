@@ -18,9 +18,8 @@ from typing import Any
 
 from tunesmith.config.engines import ENGINES
 from tunesmith.data.tokens import decode
-from tunesmith.engines.base import check_sampling
+from tunesmith.engines.base import EngineStats, add_stats, check_sampling
 from tunesmith.engines.partial import PartialCompletion, StopStrings, stop_strings
-from tunesmith.engines.stats import EngineStats, add_stats
 from tunesmith.engines.step_thread import StepThread, promise
 from tunesmith.engines.vllm.start import VllmSettings, kv_bytes, start
 from tunesmith.errors import EngineError, UserError, boundary
