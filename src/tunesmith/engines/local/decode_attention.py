@@ -22,36 +22,27 @@ from tunesmith.engines.local.kv_pool import length_class
 from tunesmith.kernels.attention import AttentionRule
 
 
-@dataclass(frozen=True, slots=True)
 class Grouping:
-    """Which rows share a prompt. Rebuilt when the rows change."""
+    """Which rows share a prompt, from ``prompt_places``. Rebuilt when these change."""
 
-    rows: int
-    prompts: int
-    members: int
-    prompt_lengths: list[int]  # B
-    gather: Tensor | None  # [A * K * M] into [B * K]; None where row i has prompt i to itself
-    scatter: Tensor | None  # [B * K] into [A * K * M]
-
-    @classmethod
-    def of(cls, prompt_rows: Sequence[int], prompt_lengths: list[int], kv_heads: int, device: torch.device) -> Grouping:
-        """``prompt_rows[i]`` is the prompt of row ``i``; prompts in use are numbered without gaps."""
-        rows, places = len(prompt_rows), list[int]()
-        groups: list[list[int]] = [[] for _ in range(max(prompt_rows) + 1)]
-        for row, prompt in enumerate(prompt_rows):
-            places.append(len(groups[prompt]))
+    def __init__(self, places: Sequence[tuple[int, int]], kv_heads: int, device: torch.device) -> None:
+        self.places = places
+        self.gather: Tensor | None = None  # [A * K * M] into [B * K]; None where row i has prompt i to itself
+        self.scatter: Tensor | None = None  # [B * K] into [A * K * M]
+        groups: list[list[int]] = [[] for _ in range(max(prompt for prompt, _ in places) + 1)]
+        members: list[int] = []  # [B], the row's number among those of its prompt
+        for row, (prompt, _) in enumerate(places):
+            members.append(len(groups[prompt]))
             groups[prompt].append(row)
-        members = max(map(len, groups))
-        if groups == [[i] for i in range(rows)]:
-            return cls(rows, rows, 1, prompt_lengths, None, None)
-        padded = torch.tensor([group + group[:1] * (members - len(group)) for group in groups])  # [A, M]
-        prompts, place = torch.tensor(prompt_rows).unsqueeze(1), torch.tensor(places).unsqueeze(1)  # [B, 1]
+        self.prompts, most = len(groups), max(map(len, groups))
+        if groups == [[row] for row in range(len(places))]:
+            return
+        padded = torch.tensor([group + group[:1] * (most - len(group)) for group in groups])  # [A, M]
+        prompts = torch.tensor([prompt for prompt, _ in places]).unsqueeze(1)  # [B, 1]
         heads = torch.arange(kv_heads)
         gather = padded.unsqueeze(1) * kv_heads + heads.unsqueeze(1)  # [A, K, M]
-        scatter = (prompts * kv_heads + heads) * members + place  # [B, K]
-        return cls(
-            rows, len(groups), members, prompt_lengths, gather.flatten().to(device), scatter.flatten().to(device)
-        )
+        scatter = (prompts * kv_heads + heads) * most + torch.tensor(members).unsqueeze(1)  # [B, K]
+        self.gather, self.scatter = gather.flatten().to(device), scatter.flatten().to(device)
 
 
 WORTH_A_PART = {"cpu": 1024}
@@ -104,10 +95,10 @@ class DecodeAttention:
         layout = memory.layout
         self._grouping, self._lengths = grouping, lengths
         self._heads, self._dtype, self._device = layout.kv_heads, layout.dtype, layout.device
-        self._longest_prompt = max(grouping.prompt_lengths)
         worth = WORTH_A_PART.get(self._device.type, WORTH_A_PART_ELSEWHERE)
         stretches = parts([n + 1 for n in lengths], worth)
-        heads, prompts = self._heads, grouping.prompt_lengths
+        heads, prompts = self._heads, [length for _, length in grouping.places]
+        self._longest_prompt = max(prompts)
         self._parts = [
             _Part(slice(a * heads, b * heads), lengths[a:b], prompts[a:b], n, _views(memory.completions, a, b, n))
             for a, b, n in stretches

@@ -46,9 +46,8 @@ class KVLayout:
 
 @dataclass(slots=True)
 class Bank:
-    """A rectangle of slots, seen as tensors, at the front or the back of the memory."""
+    """A rectangle of slots, seen as tensors."""
 
-    front: bool
     shape: Shape
     memory: Tensor  # [P, R, K, C, D]
     slots: tuple[Tensor, ...]  # P x [R * K * C, D]
@@ -95,7 +94,7 @@ class KVMemory:
         start = 0 if front else self._memory.shape[1] - size
         heads, dim = self.layout.kv_heads, self.layout.head_dim
         memory = self._memory[:-1, start : start + size].view(self.layout.planes, rows, heads, capacity, dim)
-        return Bank(front, shape, memory, memory.flatten(1, 3).unbind(0))
+        return Bank(shape, memory, memory.flatten(1, 3).unbind(0))
 
     def arranged(self, old: Bank, order: Sequence[int], length: int, shape: Shape) -> Bank:
         """A bank whose row ``i`` has the first ``length`` slots of row ``order[i]`` of ``old``, which it overwrites.
@@ -103,7 +102,7 @@ class KVMemory:
         Rows move through the staging plane; if the shape is unchanged, only rows whose place changes are moved.
         """
         same = shape == old.shape
-        new = old if same else self._bank(shape, front=old.front)
+        new = old if same else self._bank(shape, front=old is self.prompts)
         targets = [i for i, source in enumerate(order) if not same or i != source]
         if not targets or not length:
             return new

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tunesmith.engines.local.kv_memory import Bank, KVMemory
-from tunesmith.engines.local.requests import LocalRequest
+from tunesmith.engines.local.requests import LocalRequest, prompt_places
 from tunesmith.kernels.lean import PRODUCTS, Layer, LeanDecoder, Norm
 from tunesmith.kernels.products import Compiled, ProductData, functions, recorded
 from tunesmith.models.causal_lm import CausalLM
@@ -134,19 +134,19 @@ class _Decoder:
 
 
 class RowsData:
-    """Which rows share a prompt, as the functions read it. Rebuilt when the rows change."""
+    """Which rows share a prompt, from ``prompt_places``, as the functions read it. Rebuilt when these change."""
 
-    def __init__(self, key: Sequence[tuple[int, int]], share: int) -> None:
-        self.key = key
-        prompts = [row for row, _ in key]
-        order = sorted(range(len(key)), key=lambda row: prompts[row])
+    def __init__(self, places: Sequence[tuple[int, int]], share: int) -> None:
+        self.places = places
+        prompts = [row for row, _ in places]
+        order = sorted(range(len(places)), key=lambda row: prompts[row])
         most, starts = max(1, TOGETHER // share), [0]
         for at in range(1, len(order)):
             if prompts[order[at]] != prompts[order[at - 1]] or at - starts[-1] == most:
                 starts.append(at)
         self.blocks = len(starts)
         self.starts = torch.tensor([*starts, len(order)])
-        self.fixed = torch.tensor([order, prompts, [length for _, length in key]])  # [3, B]
+        self.fixed = torch.tensor([order, prompts, [length for _, length in places]])  # [3, B]
 
 
 class NativeDecode:
@@ -224,9 +224,9 @@ class NativeDecode:
         self._functions.tunesmith_add_norm(step, width, x, place, own, norm.address, norm.eps, out)
 
     def _step(self, running: Sequence[LocalRequest], numbers: Tensor, layer: Layer, dtype: torch.dtype) -> StepData:
-        key = [(r.prompt.row, len(r.prompt)) for r in running if r.prompt is not None]
-        if self._rows is None or self._rows.key != key:
-            self._rows = RowsData(key, layer.shape.heads // layer.shape.kv_heads)
+        places = prompt_places(running)
+        if self._rows is None or self._rows.places != places:
+            self._rows = RowsData(places, layer.shape.heads // layer.shape.kv_heads)
         rows, memory, narrow = self._rows, self._memory, torch.bfloat16
         fixed, changing, size = rows.fixed.data_ptr(), numbers.data_ptr(), 8 * len(running)
         return StepData(

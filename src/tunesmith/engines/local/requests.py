@@ -85,6 +85,11 @@ class LocalRequest(RunningRequest):
         return max(1, self.max_new_tokens - 1)
 
 
+def prompt_places(running: Sequence[LocalRequest]) -> list[tuple[int, int]]:
+    """The row and the length of each request's prompt."""
+    return [(r.prompt.row, len(r.prompt)) for r in running if r.prompt is not None]
+
+
 @dataclass(frozen=True, slots=True)
 class Piece:
     """Tokens of a prompt, or of a request after its prompt, that are computed together."""

@@ -14,7 +14,7 @@ from tunesmith.engines.local.decode_model import DecodeModel
 from tunesmith.engines.local.kv_memory import KVLayout, KVMemory
 from tunesmith.engines.local.native_decode import NativeDecode
 from tunesmith.engines.local.prefill_attention import PrefillAttention
-from tunesmith.engines.local.requests import CachedPrompt, LocalRequest, Piece, StepBatch, split_pieces
+from tunesmith.engines.local.requests import CachedPrompt, LocalRequest, Piece, StepBatch, prompt_places, split_pieces
 from tunesmith.engines.local.sampler import SamplingPlan, penalise, sample
 from tunesmith.errors import ModelError
 from tunesmith.kernels.attention import AttentionRule
@@ -90,7 +90,7 @@ class Runner:
         self._decode_model = DecodeModel(model, compiled=compiled)
         functions = native_decode.loaded() if compiled and native_decode.fits(model) else None
         self._native = NativeDecode(functions, model, memory) if functions is not None else None
-        self._grouping: tuple[list[tuple[int, int]], Grouping] | None = None
+        self._grouping: Grouping | None = None
         self._plan: tuple[list[LocalRequest], SamplingPlan] | None = None
 
     def run(self, batch: StepBatch) -> Tensor:
@@ -183,12 +183,10 @@ class Runner:
         return model.hidden(tokens, positions, PrefillAttention(self._memory, pieces), lengths)
 
     def _group(self, running: Sequence[LocalRequest]) -> Grouping:
-        key = [(r.prompt.row, len(r.prompt)) for r in running if r.prompt is not None]
-        if self._grouping is None or self._grouping[0] != key:
-            rows, lengths = [row for row, _ in key], [length for _, length in key]
-            layout = self._memory.layout
-            self._grouping = (key, Grouping.of(rows, lengths, layout.kv_heads, layout.device))
-        return self._grouping[1]
+        places, layout = prompt_places(running), self._memory.layout
+        if self._grouping is None or self._grouping.places != places:
+            self._grouping = Grouping(places, layout.kv_heads, layout.device)
+        return self._grouping
 
     def _sampling_plan(self, requests: Sequence[LocalRequest], logits: Tensor) -> SamplingPlan:
         if self._plan is None or self._plan[0] != list(requests):

@@ -181,16 +181,13 @@ def _random_states() -> Generator[None]:
     """Restore the random states afterwards: vLLM seeds every generator of the process, which may be the trainer's."""
     import numpy as np
 
-    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-    try:
-        yield
-    finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-        torch.set_rng_state(states[2])
-        if devices:
-            torch.cuda.set_rng_state_all(devices)
+    states = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(range(torch.cuda.device_count())):
+        try:
+            yield
+        finally:
+            random.setstate(states[0])
+            np.random.set_state(states[1])
 
 
 def kv_bytes(engine: Any) -> int:
