@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Generic, TypeVar, cast
+from typing import Generic, TypeVar
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -23,7 +23,6 @@ from tunesmith.data.batch import Floats
 from tunesmith.data.forest import Forest, Packing, Predictions
 from tunesmith.distributed.rank_group import RankGroup
 from tunesmith.errors import CheckpointError, DivergedError, ModelError, boundary
-from tunesmith.models.cost import training_cost
 from tunesmith.models.decoder import Decoder
 from tunesmith.models.loading import read_shards
 from tunesmith.parallel.activations import HostActivations, compute_again
@@ -108,7 +107,7 @@ class TorchBackend(Generic[M]):
 
     @property
     def cost(self) -> CostModel:
-        return training_cost(cast(Any, self.model))
+        return self.model.training_cost()
 
     def score(self, packing: Packing, of: Quantity = "logprobs", *, reference: bool = False) -> Floats:
         if not reference:

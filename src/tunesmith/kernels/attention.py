@@ -9,6 +9,7 @@ Shape legend: ``T`` tokens, ``H`` query heads, ``K`` key/value heads, ``D`` head
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import NamedTuple, Protocol
 
 import torch
@@ -56,3 +57,20 @@ class Kernel(Protocol):
     def attend(self, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
         """See ``AttentionContext.attend``."""
         ...
+
+
+def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+    """Add the output of more keys to ``out [..., D]`` and ``lse [...]`` in place, weighted by their log-sum-exp."""
+    share = torch.sigmoid(part_lse - lse)
+    out.lerp_(part.to(out.dtype), share.unsqueeze(-1))
+    torch.logaddexp(lse, part_lse, out=lse)
+
+
+def on_gpu(query: Tensor) -> bool:
+    """Whether 16-bit kernels that need Ampere or later compute this query; without a GPU, they are only counted."""
+    return query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and _ampere(query.device)
+
+
+@cache
+def _ampere(device: torch.device) -> bool:
+    return not torch.cuda.is_available() or torch.cuda.get_device_capability(device) >= (8, 0)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tunesmith.data.forest import Segment, subtree_ends
-from tunesmith.kernels.attention import AttentionRule
+from tunesmith.kernels.attention import AttentionRule, merge
 from tunesmith.kernels.training_functions import Attention, Rows, Segments, functions
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -91,7 +91,7 @@ class _CpuFlash(torch.autograd.Function):
         for a, b, ka, kb in full:
             part, part_lse = _flash(_fold(q[:, :, a:b]), k[:, :, ka:kb], v[:, :, ka:kb], 0.0, False, scale=scale)
             shape = (q.shape[0], groups, b - a)
-            _merge(o[:, :, a:b], lse[:, :, a:b], part.view(*shape, -1), part_lse.view(shape))
+            merge(o[:, :, a:b], lse[:, :, a:b], part.view(*shape, -1), part_lse.view(shape))
         out = out.to(query.dtype)
         ctx.save_for_backward(query, key, value, out, lse)
         ctx.parts, ctx.table, ctx.scale = (causal, full), table, scale
@@ -164,10 +164,3 @@ def _by_group(t: Tensor, groups: int) -> Tensor:
 def _fold(t: Tensor) -> Tensor:
     """The query heads of a group as additional rows: ``[K, G, T, ...]`` to ``[K, 1, G * T, ...]``."""
     return t.flatten(1, 2).unsqueeze(1)
-
-
-def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """Add a part to ``out`` and ``lse`` in place, weighted by their log-sum-exp."""
-    share = torch.sigmoid(part_lse - lse)
-    out.lerp_(part.to(out.dtype), share.unsqueeze(-1))
-    torch.logaddexp(lse, part_lse, out=lse)

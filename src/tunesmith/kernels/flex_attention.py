@@ -19,7 +19,7 @@ from torch.nn.functional import pad
 from torch.utils._triton import has_triton
 
 from tunesmith.data.forest import Segment, subtree_ends
-from tunesmith.kernels.attention import AttentionRule
+from tunesmith.kernels.attention import AttentionRule, on_gpu
 from tunesmith.kernels.inductor import keep_inductors_cache
 
 BLOCK = 128
@@ -41,9 +41,9 @@ class CudaFlex:
     @staticmethod
     def supports(query: Tensor, rule: AttentionRule) -> bool:
         del rule
-        narrow = query.dtype in (torch.bfloat16, torch.float16)
-        fits = narrow and LEAST_HEAD <= query.shape[-1] <= MOST_HEAD and query.shape[-1] % 8 == 0
-        return query.is_cuda and fits and _has_kernel(query.device)
+        dim = query.shape[-1]
+        fits = on_gpu(query) and LEAST_HEAD <= dim <= MOST_HEAD and dim % 8 == 0
+        return fits and (has_triton() or not torch.cuda.is_available())
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
         rows = (t.transpose(0, 1).unsqueeze(0) for t in (query, key, value))
@@ -65,14 +65,6 @@ class CudaFlex:
             rule = {"mask_mod": sees(self.stops, self.positions, window), "seq_lengths": 2 * (len(self.stops),)}
             self.masks[window] = BlockMask.from_kv_blocks(*columns, BLOCK_SIZE=BLOCK, **cast(Any, rule))
         return self.masks[window]
-
-
-@cache
-def _has_kernel(device: torch.device) -> bool:
-    """The kernel needs Triton, and Ampere or later; without a GPU, its tensors are only counted."""
-    if not torch.cuda.is_available():
-        return True
-    return torch.cuda.get_device_capability(device) >= (8, 0) and has_triton()
 
 
 @cache

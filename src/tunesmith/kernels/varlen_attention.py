@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from itertools import accumulate
 from typing import Any, cast
 
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tunesmith.data.forest import Segment, subtree_ends
-from tunesmith.kernels.attention import AttentionRule
+from tunesmith.kernels.attention import AttentionRule, merge, on_gpu
 
 _forward = torch.ops.aten._flash_attention_forward.default
 _backward = torch.ops.aten._flash_attention_backward.default
@@ -104,9 +103,8 @@ class CudaFlash:
 
     @staticmethod
     def supports(query: Tensor, rule: AttentionRule) -> bool:
-        dim, fits = query.shape[-1], query.dtype in (torch.bfloat16, torch.float16)
-        fits = fits and dim % 8 == 0 and dim <= 256 and rule.softcap is None
-        return query.is_cuda and fits and _has_kernel(query.device)
+        dim = query.shape[-1]
+        return on_gpu(query) and dim % 8 == 0 and dim <= 256 and rule.softcap is None
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
         calls = self.calls
@@ -139,12 +137,6 @@ def _whole(query: Tensor, key: Tensor, causal: bool) -> _Call:
     return _Call(None, None, *_both([(0, len(query))], [(0, len(key))], query.device), causal=causal)
 
 
-@cache
-def _has_kernel(device: torch.device) -> bool:
-    """The kernel needs Ampere or later; without a GPU, its operations are only counted."""
-    return not torch.cuda.is_available() or torch.cuda.get_device_capability(device) >= (8, 0)
-
-
 def _rows(t: Tensor, at: Tensor | None) -> Tensor:
     return t.contiguous() if at is None else t.index_select(0, at)
 
@@ -161,10 +153,9 @@ class _Varlen(torch.autograd.Function):
             if call.queries is None:
                 out, lse = part, part_lse.contiguous()
                 continue
-            before, before_lse = out[call.queries], lse[call.queries]
-            share = torch.sigmoid(part_lse - before_lse).unsqueeze(-1)
-            out[call.queries] = before.lerp(part, share)
-            lse[call.queries] = torch.logaddexp(before_lse, part_lse)
+            both, both_lse = out[call.queries], lse[call.queries]
+            merge(both, both_lse, part, part_lse)
+            out[call.queries], lse[call.queries] = both, both_lse
         out = out.to(query.dtype)
         ctx.save_for_backward(query, key, value, out, lse)
         ctx.calls, ctx.scale = calls, scale

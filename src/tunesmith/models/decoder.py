@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any, ClassVar, Self, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tunesmith.data.forest import Forest
 from tunesmith.errors import ModelError, StorageError, boundary
 from tunesmith.kernels.attention import AttentionContext
 from tunesmith.kernels.lean import LeanDecoder
-from tunesmith.kernels.quantised import Quantize
+from tunesmith.kernels.quantised import Quantize, weights_of
 from tunesmith.models.attention import ForestAttention
 from tunesmith.models.loading import Differences, load_config, load_module, load_tokenizer
 from tunesmith.models.lora import LoraAdapter, merge_into
@@ -27,6 +27,7 @@ from tunesmith.parallel.sequence import SequenceGroup
 from tunesmith.parallel.shard_files import save_weights
 from tunesmith.parallel.sharding import Sharding
 from tunesmith.parallel.streamed import StreamedLayers
+from tunesmith.plan.cost.operations import CostModel
 
 
 @dataclass(slots=True)
@@ -130,6 +131,31 @@ class Decoder:
     def dtype(self) -> torch.dtype:
         """The dtype of the computation; the weights of a sharded model that trains are float32."""
         return self.module.dtype if self.sharding is None else cast(torch.dtype, self.module.config.dtype)
+
+    @property
+    def head(self) -> nn.Linear:
+        """From the last hidden states to logits or a score."""
+        raise NotImplementedError
+
+    def training_cost(self) -> CostModel:
+        """Operations of forward and backward per token, per pair and per loss token."""
+        config: Any = self.module.config.get_text_config()
+        embedding = cast(nn.Embedding, self.module.get_input_embeddings()).weight.numel()
+        heads = config.num_attention_heads
+        weights = list(weights_of(self.module.base_model))
+        cost = CostModel.of_decoder(
+            parameters=sum(count for _, count in weights) - embedding,
+            layers=config.num_hidden_layers,
+            heads=heads,
+            head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+            vocabulary=self.head.out_features,
+            hidden=self.head.in_features,
+        )
+        if self.adapter is None:
+            return cost
+        # A frozen weight needs no gradient: two products instead of three.
+        frozen = sum(count for p, count in weights if not p.requires_grad) - embedding
+        return replace(cost, linear=cost.linear - 2.0 * frozen, head=cost.head * 2 / 3)
 
     def hidden(
         self,

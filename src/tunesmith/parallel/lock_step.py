@@ -5,8 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,7 @@ from tunesmith.parallel.sharding import shards
 
 Replay = Callable[[], object]
 Waiting = Callable[[], AbstractContextManager[None]]
+W = TypeVar("W")
 
 
 class LockStep:
@@ -43,9 +45,10 @@ class LockStep:
         self._issued: list[Replay] = []
         self._failed_before: str | None = None
         """``failure`` before the pass that is being recorded."""
+        recorder = _Recorder(self._issued, waiting)
         for part in shards(module):
-            part.set_custom_all_gather(_AllGather(self._issued, waiting))
-            part.set_custom_reduce_scatter(_ReduceScatter(self._issued, waiting))
+            part.set_custom_all_gather(_AllGather(recorder))
+            part.set_custom_reduce_scatter(_ReduceScatter(recorder))
 
     def begin(self, kind: Hashable) -> bool:
         """Whether a pass of this kind has yet to be recorded; the caller then runs one that needs almost no memory."""
@@ -104,40 +107,43 @@ def forget_unsharded_gradients(module: PreTrainedModel) -> None:
                     parameter._unsharded_param.grad = None
 
 
-class _AllGather(DefaultAllGather):
-    """Records how to reissue each operation."""
+@dataclass(frozen=True, slots=True)
+class _Recorder:
+    """Runs collective operations, and records how to reissue each."""
 
-    def __init__(self, issued: list[Replay], waiting: Waiting) -> None:
-        self._issued, self._waiting = issued, waiting
+    issued: list[Replay]
+    waiting: Waiting
+
+    def run(self, collective: Callable[..., W], output: Tensor, given: Tensor, async_op: bool) -> W:
+        def issue(output: Tensor, given: Tensor, async_op: bool = False) -> W:
+            with self.waiting():
+                return collective(output, given, async_op=async_op)
+
+        zero_output, zeros = _like(output), _like(given)
+        self.issued.append(lambda: issue(zero_output(), zeros()))
+        return issue(output, given, async_op)
+
+
+class _AllGather(DefaultAllGather):
+    def __init__(self, recorder: _Recorder) -> None:
+        self._recorder = recorder
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
-        def gather(output: Tensor, given: Tensor, async_op: bool = False) -> dist.Work | None:
-            with self._waiting():
-                return super(_AllGather, self).__call__(output, given, group, async_op)
-
-        output, given = _like(output_tensor), _like(input_tensor)
-        self._issued.append(lambda: gather(output(), given()))
-        return gather(output_tensor, input_tensor, async_op)
+        gather = partial(super().__call__, group=group)
+        return self._recorder.run(gather, output_tensor, input_tensor, async_op)
 
 
 class _ReduceScatter(DefaultReduceScatter):
-    """The same as ``_AllGather``, for reduce-scatter."""
-
-    def __init__(self, issued: list[Replay], waiting: Waiting) -> None:
-        self._issued, self._waiting = issued, waiting
+    def __init__(self, recorder: _Recorder) -> None:
+        self._recorder = recorder
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> dist.Work:
-        def reduce(output: Tensor, given: Tensor, async_op: bool = False) -> dist.Work:
-            with self._waiting():
-                return super(_ReduceScatter, self).__call__(output, given, group, op, async_op)
-
-        output, given = _like(output_tensor), _like(input_tensor)
-        self._issued.append(lambda: reduce(output(), given()))
-        return reduce(output_tensor, input_tensor, async_op)
+        reduce = partial(super().__call__, group=group, op=op)
+        return self._recorder.run(reduce, output_tensor, input_tensor, async_op)
 
 
 def _like(tensor: Tensor) -> Callable[[], Tensor]:

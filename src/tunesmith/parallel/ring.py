@@ -19,7 +19,7 @@ from torch import Tensor
 
 from tunesmith.data.forest import Segment, subtree_ends
 from tunesmith.errors import ModelError
-from tunesmith.kernels.attention import AttentionRule
+from tunesmith.kernels.attention import AttentionRule, merge
 from tunesmith.kernels.cpu_attention import CpuFlash
 from tunesmith.kernels.varlen_attention import CudaFlash
 
@@ -111,9 +111,7 @@ class _Ring(torch.autograd.Function):
             k, v = travelling.unbind(1)
             for a, b, ka, kb, causal in seen:
                 part, part_lse = kernel.forward(query[a:b], k[ka:kb], v[ka:kb], causal, scale)
-                share = torch.sigmoid(part_lse - lse[a:b])
-                out[a:b] = out[a:b].lerp(part.to(exact), share.unsqueeze(-1))
-                lse[a:b] = torch.logaddexp(lse[a:b], part_lse)
+                merge(out[a:b], lse[a:b], part, part_lse)
         out = out.to(query.dtype)
         ctx.save_for_backward(query, key, value, out, lse)
         ctx.ring, ctx.kernel, ctx.scale = ring, kernel, scale

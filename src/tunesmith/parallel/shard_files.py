@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from itertools import groupby
 from pathlib import Path
 from typing import cast
 
 import torch
+from huggingface_hub import split_state_dict_into_shards_factory
+from huggingface_hub.constants import SAFETENSORS_INDEX_FILE, SAFETENSORS_WEIGHTS_FILE_PATTERN
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -20,7 +22,6 @@ from tunesmith.kernels.quantised import QuantisedLinear
 from tunesmith.parallel.sharding import Sharding, first_row, local, whole
 from tunesmith.plan.facts.model import weight_files
 
-INDEX = "model.safetensors.index.json"
 FILE_BYTES = 2 << 30
 """Size of a weight file; a rank holds one at a time while it writes."""
 
@@ -85,43 +86,30 @@ def save_weights(module: PreTrainedModel, directory: Path, dtype: torch.dtype, s
     state, world = module.state_dict(), sharding.mesh.size()
     parameters = dict(module.named_parameters())  # tied ones once
     buffers = [name for name, _ in module.named_buffers() if name in state]
-    groups = _by_size(state, [*parameters, *buffers], dtype)
-    for first in range(0, len(groups), world):
+    split = split_state_dict_into_shards_factory(
+        {name: state[name].numel() * dtype.itemsize for name in (*parameters, *buffers)},
+        get_storage_size=int,
+        filename_pattern=SAFETENSORS_WEIGHTS_FILE_PATTERN,
+        max_shard_size=FILE_BYTES,
+    )
+    files = list(split.filename_to_tensors.items())
+    for first in range(0, len(files), world):
         mine: dict[str, Tensor] = {}
-        for rank, names in enumerate(groups[first : first + world]):
+        for rank, (_, names) in enumerate(files[first : first + world]):
             for name in names:
                 weight = whole(state[name], dtype if name in parameters else None)
                 if rank == sharding.rank:
                     mine[name] = weight.cpu()
         if mine:
             plain = {name: tensor.contiguous() for name, tensor in stored_weights(module, mine.items())}
-            save_file(plain, directory / _file_name(first + sharding.rank, len(groups)), metadata={"format": "pt"})
+            save_file(plain, directory / files[first + sharding.rank][0], metadata={"format": "pt"})
     torch.distributed.barrier(sharding.mesh.get_group())
     if sharding.rank == 0:
         module.config.architectures = [type(module).__name__.removeprefix("FSDP")]
         module.config.save_pretrained(directory)
         if module.can_generate():
             module.generation_config.save_pretrained(directory)  # pyright: ignore[reportOptionalMemberAccess]
-        if len(groups) > 1:
-            files = [_file_name(number, len(groups)) for number in range(len(groups))]
-            index = {name: file for file in files for name in names_in(directory / file)}
-            size = sum((directory / file).stat().st_size for file in files)
-            text = json.dumps({"metadata": {"total_size": size}, "weight_map": index}, indent=2)
-            (directory / INDEX).write_text(text, encoding="utf-8")
-
-
-def _by_size(state: Mapping[str, Tensor], names: list[str], dtype: torch.dtype) -> list[list[str]]:
-    groups: list[list[str]] = [[]]
-    size = 0
-    for name in names:
-        needed = state[name].numel() * dtype.itemsize
-        if groups[-1] and size + needed > FILE_BYTES:
-            groups.append([])
-            size = 0
-        groups[-1].append(name)
-        size += needed
-    return groups
-
-
-def _file_name(number: int, count: int) -> str:
-    return "model.safetensors" if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
+        if split.is_sharded:
+            index = {name: file for file, _ in files for name in names_in(directory / file)}
+            text = json.dumps({"metadata": split.metadata, "weight_map": index}, indent=2)
+            (directory / SAFETENSORS_INDEX_FILE).write_text(text, encoding="utf-8")
