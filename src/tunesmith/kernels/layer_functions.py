@@ -43,12 +43,15 @@ class _Forgetting:
         """Save nothing."""
 
 
+_FORGETTING = _Forgetting()
+
+
 def computed(function: Any, *operands: Any) -> Any:
     """The result of an autograd function, or without gradients of its forward pass alone.
 
     An autograd function costs as much as a small matrix product.
     """
-    return function.apply(*operands) if torch.is_grad_enabled() else function.forward(_Forgetting(), *operands)
+    return function.apply(*operands) if torch.is_grad_enabled() else function.forward(_FORGETTING, *operands)
 
 
 def fits(*tensors: Tensor) -> bool:

@@ -61,8 +61,9 @@ def heads(
     counts = shape.heads, shape.kv_heads
     qk, v = shape.split(x, sum(counts), shape.kv_heads)
     if weights:
-        of_heads = [weight.expand(count, -1) for weight, count in zip(weights, counts, strict=True)]
-        qk = rms_norm(qk, torch.cat(of_heads), shape.eps, shape.offset)
+        of_query, of_key = weights
+        joint = torch.cat((of_query.expand(shape.heads, -1), of_key.expand(shape.kv_heads, -1)))
+        qk = rms_norm(qk, joint, shape.eps, shape.offset)
     if tables is not None:
         qk = computed(_Rotate, qk, *tables)
     q, k = qk.split(counts, 1)

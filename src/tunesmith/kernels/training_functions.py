@@ -76,12 +76,10 @@ def _compiled() -> Any:
     if found is None or not found.tunesmith_trains():
         return None
     numbers, operand = c_int64, (c_void_p, c_int64)
-    found.tunesmith_weight_gradient.argtypes = (numbers, numbers, *operand, *operand, POINTER(Sum), numbers, numbers)
-    found.tunesmith_weight_gradient.restype = None
-    found.tunesmith_attend_backward.argtypes = (POINTER(Segments), POINTER(Attention), numbers)
-    found.tunesmith_attend_backward.restype = None
     rows, whole = (numbers, numbers, *operand), c_void_p  # a first operand; an operand without a stride
     signatures: dict[str, tuple[Any, ...]] = {
+        "weight_gradient": (*rows, *operand, POINTER(Sum), numbers, numbers),
+        "attend_backward": (POINTER(Segments), POINTER(Attention), numbers),
         "norm": (*rows, POINTER(NormStruct), whole, whole, numbers),
         "norm_backward": (*rows, *operand, POINTER(NormStruct), whole, whole, whole, numbers),
         "heads": (POINTER(Heads), whole, whole, whole, numbers),
