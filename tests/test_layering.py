@@ -38,7 +38,6 @@ FLOORS = {
     "rewards": 1,
     "environments": 1,
     "fake_device": 1,
-    "native": 1,
     "kernels": 2,
     "parallel": 2,
     "models": 2,

@@ -30,12 +30,11 @@ from tunesmith.engines.local.engine import LocalEngine
 from tunesmith.engines.local.native_decode import ACTIVATIONS, BankData, LayerData, RowsData, StepData
 from tunesmith.engines.local.runner import probe
 from tunesmith.errors import ConfigError, EngineError
-from tunesmith.kernels import products, training_functions
+from tunesmith.kernels import native, products, training_functions
+from tunesmith.kernels.native import library
 from tunesmith.loop.profiling import StepProfiler
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.monitor.costs import COMPILED_CALL, largest_costs
-from tunesmith.native import build
-from tunesmith.native.build import library
 from tunesmith.plan.facts.hardware import compilers, find_compiler, read_hardware
 from tunesmith.plan.facts.model import read_model_facts
 from tunesmith.plan.facts.run import Facts
@@ -282,7 +281,7 @@ def test_weights_that_are_not_finite_are_noticed(tmp_path: Path) -> None:
         completions(model)
 
 
-PROGRAM = 'from tunesmith.native.build import library; print(library("decode") is not None)'
+PROGRAM = 'from tunesmith.kernels.native import library; print(library("decode") is not None)'
 
 
 @needs_compiler
@@ -301,7 +300,7 @@ def test_processes_that_compile_at_once_keep_one_library(tmp_path: Path) -> None
 def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A library that is compiled at once, for ``library.__wrapped__("small")``, and where it is kept."""
     (tmp_path / "small.cpp").write_text('extern "C" long seven() { return 7; }')
-    monkeypatch.setattr(build, "__file__", str(tmp_path / "build.py"))
+    monkeypatch.setattr(native, "SOURCES", tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache" / "tunesmith" / "native"
 

@@ -98,8 +98,8 @@ class SystemSection(Section):
     threads: PositiveInt = derived()
     compile: bool | Literal["default", "max-autotune"] = derived()
     """True: on a CPU, compile decoding (``engines.local``), and training in bfloat16 with AMX or AVX-512 BF16
-    (``native``). A mode of ``torch.compile``: the same for decoding, and PyTorch compiles the decoder layers of policy,
-    critic and reference for training; ``max-autotune`` also times kernels, without CUDA graphs."""
+    (``kernels``). A mode of ``torch.compile``: the same for decoding, and PyTorch compiles the decoder layers of
+    policy, critic and reference for training; ``max-autotune`` also times kernels, without CUDA graphs."""
     kernels: Literal["torch", "liger"] = "torch"
     """Implementation of the decoder layers' norms, rotations and SwiGLU in training and scoring: PyTorch's operations,
     or Liger's Triton kernels on GPUs (``kernels.liger``)."""

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from tunesmith.kernels.native import library
 from tunesmith.monitor.costs import COMPILED_CALL
-from tunesmith.native.build import library
 
 Product = Callable[[Tensor], Tensor]
 """``[T, K]`` to ``[T, N]``, without gradients."""
@@ -30,7 +30,7 @@ Prepare = Callable[[Tensor, "Tensor | None"], Product]
 """Makes a ``Product`` from a weight ``[N, K]`` and a bias ``[N]``."""
 
 COMPILED = "compiled"
-"""The C++ kind (``native``) that reads the weights as they are."""
+"""The C++ kind (``kernels.native``) that reads the weights as they are."""
 PANELS = "panels"
 """The C++ kind for float32 rows and weights in panels, on CPUs without bfloat16 products."""
 PAIRS = "pairs"

@@ -1,4 +1,4 @@
-"""The compiled functions of a training step (``native/train.cpp``) and their arguments."""
+"""The compiled functions of a training step (``cpp/train.cpp``) and their arguments."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from ctypes import POINTER, Structure, c_float, c_int64, c_void_p
 from functools import cache
 from typing import Any
 
-from tunesmith.native.build import library
+from tunesmith.kernels.native import library
 from tunesmith.plan.facts.hardware import cpu_info
 
 

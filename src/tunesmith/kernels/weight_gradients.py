@@ -1,7 +1,7 @@
 """Weight gradients, added in float32 directly to the optimizer's sum, without a copy in the weights' dtype.
 
 PyTorch's backward pass makes each gradient in the dtype of its weight, then adds it to the sum. On a CPU with AMX or
-AVX-512 BF16 a compiled function (``native``) multiplies in bfloat16 and adds to the sum itself.
+AVX-512 BF16 a compiled function (``kernels.native``) multiplies in bfloat16 and adds to the sum itself.
 
 Shape legend: ``T`` rows, ``N`` outputs, ``K`` inputs.
 """

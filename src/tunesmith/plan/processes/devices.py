@@ -84,7 +84,7 @@ def _apart_on_gpus(config: RunConfig) -> bool:
 
 
 def compilable(config: RunConfig, facts: Facts) -> bool:
-    """Whether there is something to compile: a decode step of the local engine, or a training step (``native``)."""
+    """Whether there is something to compile: a decode step of the local engine, or a training step (``kernels``)."""
     able = facts.hardware.tiles or facts.hardware.pairs
     trains = config.trains and known(config.model, "dtype") == "bfloat16" and able
     return not on_gpu(config) and (_decodes(config, facts) or trains)

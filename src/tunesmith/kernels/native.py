@@ -24,17 +24,18 @@ from tunesmith.plan.facts.hardware import compilers, cpu_info, find_compiler
 from tunesmith.storage import cache_folder
 
 OPTIONS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fopenmp", "-fPIC", "-shared")
+SOURCES = Path(__file__).with_name("cpp")
 SECONDS = 300
 """Time limit of the compiler."""
 
 
 @cache
 def library(name: str) -> ctypes.CDLL | None:
-    """The compiled ``name``.cpp of this folder; None, with a warning, if it cannot be compiled or loaded here."""
+    """The compiled ``name``.cpp of ``SOURCES``; None, with a warning, if it cannot be compiled or loaded here."""
     found = find_compiler()
     if found is None:
         return _without(name, f"there is no C++ compiler ({compilers()})")
-    source = Path(__file__).with_name(f"{name}.cpp")
+    source = SOURCES / f"{name}.cpp"
     try:
         folder, command = _folder(), shlex.split(found)
         key = f"{name}-{_key(command, source)}"
