@@ -39,12 +39,6 @@ _MOST_NUMBERS = 2**31
 """The kernel for many short rows computes tensor offsets in 32 bits."""
 
 
-def check_installed() -> None:
-    """Raises: ImportError: Liger or one of its kernels is not installed."""
-    for name in USED:
-        kernels(name)
-
-
 @cache
 def kernels(name: str) -> Any:
     """A module of ``USED``, imported directly: ``liger_kernel.ops`` substitutes others if the environment says so."""

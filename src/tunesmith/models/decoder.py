@@ -209,7 +209,8 @@ class Decoder:
         from tunesmith.kernels import liger
 
         lean = self._lean_for("system.kernels = 'liger'", "its kernels compute; leave it out")
-        liger.check_installed()
+        for name in liger.USED:  # an import error comes now, not in the first pass
+            liger.kernels(name)
         lean.operations = liger.LIGER
 
     def _lean_for(self, setting: str, condition: str) -> LeanDecoder:
