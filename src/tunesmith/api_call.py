@@ -15,13 +15,14 @@ from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+from tunesmith.assembly.checking import check_directory
 from tunesmith.assembly.opening import Caller
 from tunesmith.config.schema import Source
 from tunesmith.config.toml import toml_value
 from tunesmith.errors import ConfigError, DataError, UserError, shortened
 from tunesmith.loop.callbacks import Callbacks
 from tunesmith.monitor.plain import DEEPEST, LARGEST_INTEGER, plain
-from tunesmith.monitor.run_dir import LATEST, check_run_dir, holds_run, is_running, numbered_directory, point
+from tunesmith.monitor.run_dir import LATEST, holds_run, numbered_directory, point
 from tunesmith.offline.lines import write_whole
 from tunesmith.usercode.loading import PROGRAM, handed_over
 
@@ -95,9 +96,7 @@ class ApiCall:
             directory = Path(run_dir).expanduser().absolute()
             new = not directory.exists()
             resume = self._settings.get("checkpoint.resume", False)
-            check_run_dir(directory, resume if resume in (True, False, "auto") else Path(resume))
-            if is_running(directory):
-                raise ConfigError(f"run_dir = '{directory}' is in use by another process: wait for it to end")
+            check_directory(directory, resume if resume in (True, False, "auto") else Path(resume))
         try:
             for key, rows in self._rows.items():
                 file = directory / "data" / f"{key}.jsonl"

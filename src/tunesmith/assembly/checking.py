@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from tunesmith.assembly.environments import check_run_rewards, instances_for, sharing_process
 from tunesmith.assembly.sinks import check_sinks
@@ -74,11 +74,16 @@ def check_run(config: C, base_dir: Path, *, hub: bool = True) -> Resolved[C]:
     check_interpreter(config)
     _check_data(config, hub)
     if config.run_dir is not None:
-        check_run_dir(config.run_dir, config.checkpoint.resume)
-        if is_running(config.run_dir.resolve()):
-            raise ConfigError(f"run_dir = '{config.run_dir}' is in use by another process: wait for it to end")
+        check_directory(config.run_dir, config.checkpoint.resume)
         checkpoint_to_continue(config, RunDir(config.run_dir))
     return resolved
+
+
+def check_directory(run_dir: Path, resume: bool | Literal["auto"] | Path) -> None:
+    """Reject (UserError) a directory that the run cannot use, or that is in use."""
+    check_run_dir(run_dir, resume)
+    if is_running(run_dir.resolve()):
+        raise ConfigError(f"run_dir = '{run_dir}' is in use by another process: wait for it to end")
 
 
 def facts_of_run(config: RunConfig, base_dir: Path | None = None, hardware: Hardware | None = None) -> Facts:

@@ -18,7 +18,7 @@ from tunesmith.backends.optimizer import AdamWSettings, learning_rate
 from tunesmith.backends.torch import TorchBackend
 from tunesmith.config.commands import DistillConfig, OfflineDistillConfig, SampledDistillConfig
 from tunesmith.config.optimizer import Muon
-from tunesmith.config.schema import LoraSection, RLConfig, RunConfig
+from tunesmith.config.schema import RLConfig, RunConfig
 from tunesmith.config.section import known
 from tunesmith.config.system import Role
 from tunesmith.data.forest import Forest, Predictions
@@ -196,7 +196,10 @@ def make_critic(
     _check_tokens(config, tokenizer)
     shared = ("lr", "schedule", "min_lr_ratio", "warmup_steps", "max_grad_norm", "passes_per_batch")
     train = {"ema_decay": None, **{key: getattr(section, key) for key in shared}}
-    own = config.model_copy(update={"train": config.train.model_copy(update=train), "lora": _new_adapter(config.lora)})
+    lora = config.lora
+    if lora.path is not None:  # the critic's adapter is new, even if the policy continues one
+        lora = lora.model_copy(update={"path": None, "rank": lora.rank or USUAL_RANK})
+    own = config.model_copy(update={"train": config.train.model_copy(update=train), "lora": lora})
     trained = make_trainer(processes, own, critic_backend, tokenizer, "critic")
     steps = config.critic_steps(config.train.steps)
     tokens = config.system.critic_max_tokens
@@ -207,13 +210,6 @@ def make_critic(
 def critic_backend(config: RLConfig, tokenizer: Any) -> TorchBackend[ScoreModel]:
     """Args: config: the run's, with the critic's ``train`` and ``lora`` sections."""
     return make_backend(config, load_model(ScoreModel, config, tokenizer, config.critic.path), ScoreModel.predict)
-
-
-def _new_adapter(section: LoraSection) -> LoraSection:
-    """The critic's adapter settings: the policy's, but always for a new adapter, even if the policy continues one."""
-    if section.path is None:
-        return section
-    return section.model_copy(update={"path": None, "rank": section.rank or USUAL_RANK})
 
 
 def _check_tokens(config: RLConfig, tokenizer: Any) -> None:

@@ -55,14 +55,14 @@ def runs(
         return
     found = find_runs(given[0] if given else Path("runs"))
     if as_json:
-        print(json.dumps([_summary(run) for run in found], indent=2))
+        summaries = [
+            {"path": str(run.path), "state": run.state, "step": run.step, "settings": run.settings, "last": run.last}
+            for run in found
+        ]
+        print(json.dumps(summaries, indent=2))
     else:
         heading = ["run", "state", "step", "of", "model", "algorithm", "result"]
         print(*aligned([heading, *map(_row, found)]), sep="\n")
-
-
-def _summary(run: RunSummary) -> dict[str, Any]:
-    return {"path": str(run.path), "state": run.state, "step": run.step, "settings": run.settings, "last": run.last}
 
 
 def _row(run: RunSummary) -> list[str]:
