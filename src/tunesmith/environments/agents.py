@@ -14,6 +14,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -68,27 +69,22 @@ class Agent:
         task = rollout.task
         conversation = Conversation(rollout, generate, self.setting, self.setting.prompt_of(task), tools_in_data(task))
         api = EpisodeApi(conversation, self.model)
-        key = None
         arguments: dict[str, Any] = {**columns_of(task), "client": PolicyClient(api)}
-        if not OVER_HTTP.isdisjoint(inspect.signature(self.function).parameters):
-            base_url, key = self.endpoint().open(api)
-            arguments |= {"base_url": base_url, "api_key": key}
-        try:
-            with EpisodeCode(math.inf) as code:  # the rollout's deadline applies
-                value = await code.run(self.name, self.function, **accepted(self.function, arguments))
-            if isinstance(value, StepResult):
-                step = as_step(replace(value, done=True), self.name)
-                rollout.metrics.update(step.metrics)
-                value = step.reward
-            rollout.reward = as_reward(value, self.name)
-        except EpisodeError:
-            if conversation.failure is None:
-                raise
-        finally:
-            api.close()
-            if key is not None:
-                self.endpoint().drop(key)
-            conversation.close()
+        with closing(conversation), closing(api), ExitStack() as served:
+            if not OVER_HTTP.isdisjoint(inspect.signature(self.function).parameters):
+                base_url, key = served.enter_context(self.endpoint().open(api))
+                arguments |= {"base_url": base_url, "api_key": key}
+            try:
+                with EpisodeCode(math.inf) as code:  # the rollout's deadline applies
+                    value = await code.run(self.name, self.function, **accepted(self.function, arguments))
+                if isinstance(value, StepResult):
+                    step = as_step(replace(value, done=True), self.name)
+                    rollout.metrics.update(step.metrics)
+                    value = step.reward
+                rollout.reward = as_reward(value, self.name)
+            except EpisodeError:
+                if conversation.failure is None:
+                    raise
         if conversation.failure is not None:
             raise conversation.failure  # the engine failed, even if the agent hid it
         if not rollout.turns:

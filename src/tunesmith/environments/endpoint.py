@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import secrets
 import threading
-from collections.abc import Callable, Coroutine, Iterator, Mapping
-from contextlib import AsyncExitStack
+from collections.abc import Callable, Coroutine, Generator, Iterator, Mapping
+from contextlib import AsyncExitStack, contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
@@ -51,15 +51,15 @@ class Endpoint:
         listens = listening(self._app(limits), HOST, 0, limits=limits, shutdown=1.0, cancels=True)
         self.port = self._run(self._serving.enter_async_context(listens))
 
-    def open(self, api: EpisodeApi) -> tuple[str, str]:
-        """``base_url`` and ``api_key`` of an episode; either one identifies it."""
+    @contextmanager
+    def open(self, api: EpisodeApi) -> Generator[tuple[str, str]]:
+        """Serve an episode; gives its ``base_url`` and ``api_key``, either of which identifies it."""
         key = secrets.token_hex(16)
         self._episodes[key] = api
-        return f"http://{HOST}:{self.port}/{key}/v1", key
-
-    def drop(self, key: str) -> None:
-        """Stop serving the episode."""
-        self._episodes.pop(key, None)
+        try:
+            yield f"http://{HOST}:{self.port}/{key}/v1", key
+        finally:
+            del self._episodes[key]
 
     def close(self) -> None:
         self._run(self._serving.aclose())
