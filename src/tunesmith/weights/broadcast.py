@@ -33,7 +33,7 @@ from tunesmith.errors import EngineError
 from tunesmith.openmp import to_thread
 from tunesmith.plan.processes.weights import BUCKET
 from tunesmith.weights.base import NamedTensors, Offer
-from tunesmith.weights.rounds import LOOPBACK, Link, Rounds, joined, place
+from tunesmith.weights.rounds import LOOPBACK, Link, Round, joined, place
 from tunesmith.weights.spread import Run, Spread, spread
 
 
@@ -46,8 +46,8 @@ class BroadcastPlane:
         on_device: keep the copy on the device; otherwise in host memory, and each bucket is moved there to be sent.
         host: address of this machine that engines can reach.
         room: bytes of this rank's copy.
-        ranks: processes per engine.
-        rank: this rank, of ``senders`` that publish together.
+        ranks: processes per engine. If there are several, each receives by its rank in the engine's default group.
+        rank: this rank, of ``senders`` that publish together; the others join a round as takers do.
         bucket_bytes: bytes of whole tensors sent at a time; a larger tensor is sent by itself.
         patience: seconds that engines may take to join, and one bucket to arrive.
         plane: ``nccl`` or ``gloo``, which tells engines how to receive.
@@ -70,14 +70,12 @@ class BroadcastPlane:
     _kept: Spread | None = field(default=None, init=False)
     _sums: dict[int, Tensor] = field(default_factory=dict[int, Tensor], init=False)
     """The checksum of each run that this rank keeps on the device."""
-    _rounds: Rounds = field(init=False)
+    _rounds: dict[int, Round] = field(default_factory=dict[int, Round], init=False)
+    """The rounds in progress, by the port of their store."""
     _helping: set[asyncio.Task[None]] = field(default_factory=set["asyncio.Task[None]"], init=False)
 
-    def __post_init__(self) -> None:
-        self._rounds = Rounds(self.plane, self.group, self.host, self.ranks, self.senders)
-
     async def publish(self, version: int) -> None:
-        await self._rounds.end()  # rounds read from the copy, which is overwritten
+        await self._end_rounds()  # they read from the copy, which is overwritten
         await asyncio.gather(*self._helping)
         await to_thread(self._copy, version)
 
@@ -87,7 +85,11 @@ class BroadcastPlane:
         assert kept is not None and self.rank == 0, "nothing was published"
         runs = [asdict(run) for run in kept.runs]
         header = {"version": self._version, "runs": runs, "device": torch.device(self.device).type}
-        return self._rounds.begin(takers, header, self.patience, self._send)
+        said: Offer = {"plane": self.plane, "group": self.group, "version": self._version, "host": self.host}
+        said |= {"world": self.senders + takers * self.ranks, "senders": self.senders, "ranks": self.ranks}
+        begun = Round({**said, "patience": self.patience}, header, self._send)
+        self._rounds[begun.store.port] = begun
+        return [{**begun.offer, "rank": self.senders + taker * self.ranks} for taker in range(takers)]
 
     async def help(self, offer: Offer) -> None:
         """Send this rank's part in a round that the first rank has begun."""
@@ -96,11 +98,19 @@ class BroadcastPlane:
         task.add_done_callback(self._helping.discard)
 
     async def withdraw(self, offers: Sequence[Offer]) -> None:
-        self._rounds.withdraw(offers)
+        for offer in offers:
+            if found := self._rounds.get(offer["port"]):
+                found.withdrawn.set()
 
     async def close(self) -> None:
-        await self._rounds.end(now=True)
+        for begun in self._rounds.values():
+            begun.withdrawn.set()
+        await self._end_rounds()
         self._kept = None
+
+    async def _end_rounds(self) -> None:
+        await asyncio.gather(*(begun.work for begun in self._rounds.values()))
+        self._rounds.clear()
 
     def _copy(self, version: int) -> None:
         before = self._kept

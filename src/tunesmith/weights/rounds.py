@@ -12,7 +12,7 @@ import asyncio
 import json
 import threading
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -86,97 +86,63 @@ Send = Callable[[Link], None]
 
 @dataclass(slots=True)
 class Round:
-    """One broadcast to several engines. An engine that arrives late reads its outcome from ``store``."""
+    """One broadcast to several engines, led by the trainer's first rank. It begins at once.
 
-    store: dist.TCPStore
-    others: int
-    """Processes besides this one: the trainer's other ranks that send, and every rank of each engine."""
-    patience: float
-    withdrawn: threading.Event = field(default_factory=threading.Event)
-    work: asyncio.Task[None] | None = None
+    An engine that arrives late reads its outcome from the store.
 
-    def wait(self, what: str) -> str | None:
+    Args:
+        offer: what the offers to all engines say; ``world`` counts the trainer's ranks that send, and every rank of
+            each engine.
+        header: describes the weights to takers; plain values, including a ``version``.
+    """
+
+    offer: Offer
+    header: Mapping[str, Any]
+    send: Send
+    store: dist.TCPStore = field(init=False)
+    withdrawn: threading.Event = field(default_factory=threading.Event, init=False)
+    work: asyncio.Task[None] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.store = open_store(self.offer["host"], self.offer["patience"])
+        self.store.set("header", json.dumps(self.header))
+        self.offer = {**self.offer, "port": self.store.port}
+        self.work = asyncio.create_task(self._run())
+
+    async def _run(self) -> None:
+        try:
+            await to_thread(self._lead)
+        except Exception as error:  # the takers are told, and report it to whoever made the offers
+            for key in ("go", "fault"):
+                self.store.set(key, f"the trainer did not send: {error}")
+
+    def _lead(self) -> None:
+        if fault := self._wait("came"):
+            self.store.set("go", fault)
+            return
+        self.store.set("go", "")
+        kind, host, world, patience = (self.offer[name] for name in ("group", "host", "world", "patience"))
+        group = process_group(kind, self.store, 0, world, host, patience, vital=False)
+        link = Link(kind, group, self.header, patience, self._stopped)
+        try:
+            self.send(link)
+            self._wait("done")  # until then they read the weights
+        finally:
+            link.close()
+
+    def _wait(self, what: str) -> str | None:
         """Wait until all others have reported ``what``; returns the reason if they have not."""
-        deadline = time.monotonic() + self.patience
-        while (count := self.store.add(what, 0)) < self.others:
+        others, patience = self.offer["world"] - 1, self.offer["patience"]
+        deadline = time.monotonic() + patience
+        while (count := self.store.add(what, 0)) < others:
             if self.withdrawn.wait(0.002):
                 return "another engine of this round failed"
             if time.monotonic() > deadline:
-                return f"{count} of {self.others} processes {what} within {self.patience:g} s"
+                return f"{count} of {others} processes {what} within {patience:g} s"
         return None
 
-    def stopped(self) -> str | None:
+    def _stopped(self) -> str | None:
         return "another engine of this round failed" if self.withdrawn.is_set() else _fault(self.store)
-
-
-@dataclass(slots=True)
-class Rounds:
-    """The rounds of a trainer's plane.
-
-    Args:
-        plane: the name of the plane, which tells engines how to receive.
-        host: address of this machine that engines can reach.
-        ranks: processes per engine. If there are several, each receives by its rank in the engine's default group.
-        senders: number of trainer ranks that send; this is the first, and the others join as takers do.
-    """
-
-    plane: str
-    kind: GroupKind
-    host: str
-    ranks: int
-    senders: int = 1
-    _begun: dict[int, Round] = field(default_factory=dict[int, Round], init=False)
-
-    def begin(self, takers: int, header: Mapping[str, Any], patience: float, send: Send) -> list[Offer]:
-        """Begin a round with ``takers`` engines; returns one offer for each.
-
-        Args:
-            header: describes the weights to takers; plain values, including a ``version``.
-            patience: seconds that engines may take to join, and one bucket to arrive.
-        """
-        store = open_store(self.host, patience)
-        store.set("header", json.dumps(header))
-        begun = Round(store, self.senders - 1 + takers * self.ranks, patience)
-        begun.work = asyncio.create_task(self._run(begun, header, send))
-        self._begun[store.port] = begun
-        said = {"plane": self.plane, "group": self.kind, "version": header["version"]}
-        said |= {"host": self.host, "port": store.port, "world": begun.others + 1, "patience": patience}
-        said |= {"senders": self.senders, "ranks": self.ranks}
-        return [{**said, "rank": self.senders + taker * self.ranks} for taker in range(takers)]
-
-    def withdraw(self, offers: Sequence[Offer]) -> None:
-        for offer in offers:
-            if found := self._begun.get(offer["port"]):
-                found.withdrawn.set()
-
-    async def end(self, *, now: bool = False) -> None:
-        """Wait for all rounds to end; with ``now``, end them early."""
-        for begun in self._begun.values() if now else ():
-            begun.withdrawn.set()
-        await asyncio.gather(*(r.work for r in self._begun.values() if r.work))
-        self._begun.clear()
-
-    async def _run(self, begun: Round, header: Mapping[str, Any], send: Send) -> None:
-        try:
-            await to_thread(self._lead, begun, header, send)
-        except Exception as error:  # the takers are told, and report it to whoever made the offers
-            for key in ("go", "fault"):
-                begun.store.set(key, f"the trainer did not send: {error}")
-
-    def _lead(self, begun: Round, header: Mapping[str, Any], send: Send) -> None:
-        store = begun.store
-        if fault := begun.wait("came"):
-            store.set("go", fault)
-            return
-        store.set("go", "")
-        world, patience = begun.others + 1, begun.patience
-        group = process_group(self.kind, store, 0, world, self.host, patience, vital=False)
-        link = Link(self.kind, group, header, patience, begun.stopped)
-        try:
-            send(link)
-            begun.wait("done")  # until then they read the weights
-        finally:
-            link.close()
 
 
 @contextmanager
