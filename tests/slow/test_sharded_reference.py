@@ -50,7 +50,7 @@ class Host(ReferenceHost):
         """What is said where the second process fails in passes over more than 6 tokens."""
         with short_of_memory(self.passes.model.module, 6 if self.rank else None, backward=False):
             try:
-                self.score(packing, "logprobs")
+                self.passes.score(packing, "logprobs")
             except DeviceMemoryError as error:
                 return str(error)
         return ""
@@ -85,7 +85,7 @@ def test_processes_share_weights_and_score_as_one(tmp_path: Path) -> None:
 
         def check(expected: Passes[CausalLM]) -> None:
             parts = gather(
-                far.submit("score", packing.for_rank(rank, PROCESSES, columns=False), "logprobs")
+                far.submit("passes.score", packing.for_rank(rank, PROCESSES, columns=False), "logprobs")
                 for rank, far in enumerate(children)
             )
             np.testing.assert_allclose(np.sum(parts, axis=0), expected.score(packing, "logprobs"), atol=1e-5)

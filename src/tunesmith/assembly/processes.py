@@ -30,12 +30,9 @@ from tunesmith.plan.processes.weights import publishing_ranks
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from tunesmith.backends.base import Quantity
     from tunesmith.backends.passes import Passes
     from tunesmith.backends.ranked import RankedBackend
     from tunesmith.backends.torch import TorchBackend
-    from tunesmith.data.batch import Floats
-    from tunesmith.data.forest import Packing
     from tunesmith.distributed.far import Far
     from tunesmith.distributed.rank_group import RankGroup
     from tunesmith.models.causal_lm import CausalLM
@@ -161,9 +158,6 @@ class ReferenceHost(FrozenHost):
 
         model = load_model(CausalLM, config, load_tokenizer(config), frozen=True)
         self.passes = Passes(model, policy_predict(config), group)
-
-    def score(self, packing: Packing, of: Quantity) -> Floats:
-        return self.passes.score(packing, of)
 
     def take(self, weights: dict[str, Tensor]) -> None:
         from tunesmith.parallel.shard_files import fill

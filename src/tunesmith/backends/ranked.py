@@ -26,8 +26,8 @@ class RankedBackend:
 
     Args:
         replicas: objects with a ``backend``, which have joined one ``RankGroup`` if there are several.
-        references: objects with ``score``, ``take``, ``save`` and ``load``, each with the reference or its share of it,
-            if the reference has its own processes; the micro-batches are split among them.
+        references: objects with ``passes``, ``take``, ``save`` and ``load``, each with the reference or its share of
+            it, if the reference has its own processes; the micro-batches are split among them.
         sequence: how many consecutive ranks share a micro-batch; each of them returns the combined result.
 
     Raises:
@@ -54,7 +54,7 @@ class RankedBackend:
             count = len(self.references)
             shares = (packing.for_rank(n, count, columns=False) for n in range(count))
             asked = zip(self.references, shares, strict=True)
-            return np.sum(self._together(far.submit("score", share, of) for far, share in asked), axis=0)
+            return np.sum(self._together(far.submit("passes.score", share, of) for far, share in asked), axis=0)
         parts = self._parts(packing, "backend.score", of, columns=False, reference=reference)
         return np.sum(parts, axis=0)
 
