@@ -48,7 +48,7 @@ def price(model: ModelFacts, layout: Layout) -> Price:
     trained = numbers if layout.lora_rank is None else adapter_numbers(model, layout.lora_rank)
     adapter = 0 if layout.lora_rank is None else 4 * trained  # float32 for any type of the model
     kept = (8 if wide or layout.lora_rank is not None else 12) + (4 if layout.ema else 0)
-    muon = 4 * (numbers - _outside(model)) if layout.muon and layout.lora_rank is None else 0
+    muon = 4 * (numbers - model.outside_layers) if layout.muon and layout.lora_rank is None else 0
     gradients, optimizer = layout.models * 4 * trained, layout.models * (kept * trained - muon)
     head, backward = _passing(model, layout)
     gone = away_of_layer(model, layout)
@@ -89,7 +89,7 @@ def _sharded(model: ModelFacts, layout: Layout) -> Price:
     Every rank holds a whole adapter.
     """
     numbers, size = model.parameters or 0, layout.bytes_per_number
-    outside = _outside(model)
+    outside = model.outside_layers
     layer = (numbers - outside) // model.layers
     copy, inner = copy_bytes(model, size, layout.quantize), layer_copy(model, layout)
     gathered = gathered_bytes(model, layout) if layout.zero_stage == 3 else copy
@@ -180,8 +180,8 @@ def layer_bytes(model: ModelFacts, layout: Layout) -> int:
     the inputs of products. Hugging Face modules, on which a sharded model runs, save norms in both dtypes and the
     gate's activation.
     """
-    hidden, inner, size = model.hidden_size, model.intermediate_size, layout.bytes_per_number
-    queries, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
+    hidden, inner, queries, keys = model.hidden_size, model.intermediate_size, model.query_width, model.key_width
+    size = layout.bytes_per_number
     scales = 4 * (2 + model.heads)
     adapted = layout.lora_rank is not None and size == 2
     inputs = 4 * (5 * hidden + queries + inner) + 28 * (layout.lora_rank or 0) if adapted else 0
@@ -219,19 +219,19 @@ def copy_bytes(model: ModelFacts, bytes_per_number: int, quantize: str | None = 
     numbers = model.parameters or 0
     if quantize is None:
         return numbers * bytes_per_number
-    whole = min(numbers, _outside(model))
+    whole = min(numbers, model.outside_layers)
     return whole * bytes_per_number + int((numbers - whole) * QUANTISED_BYTES[quantize])
 
 
 def layer_copy(model: ModelFacts, layout: Layout) -> int:
     """Bytes of one layer's weights in the format in which they are kept."""
     each = layout.bytes_per_number if layout.quantize is None else QUANTISED_BYTES[layout.quantize]
-    return int(((model.parameters or 0) - _outside(model)) // model.layers * each)
+    return int(((model.parameters or 0) - model.outside_layers) // model.layers * each)
 
 
 def gathered_bytes(model: ModelFacts, layout: Layout) -> int:
     """Bytes of unsharded weights while a layer computes, in a model sharded with stage 3."""
-    return _outside(model) * layout.bytes_per_number + layer_copy(model, layout)
+    return model.outside_layers * layout.bytes_per_number + layer_copy(model, layout)
 
 
 def dequantised_bytes(model: ModelFacts, layout: Layout) -> int:
@@ -239,15 +239,9 @@ def dequantised_bytes(model: ModelFacts, layout: Layout) -> int:
     return 0 if layout.quantize is None else model.hidden_size * model.intermediate_size * layout.bytes_per_number
 
 
-def _outside(model: ModelFacts) -> int:
-    """Parameters outside the layers: embedding and head."""
-    return (1 if model.tied else 2) * model.vocab_size * model.hidden_size
-
-
 def adapter_numbers(model: ModelFacts, rank: int) -> int:
     """Parameters of an adapter on all linear modules of a Llama-shaped decoder: ``rank`` rows in and out of each."""
-    hidden, inner = model.hidden_size, model.intermediate_size
-    queries, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
+    hidden, inner, queries, keys = model.hidden_size, model.intermediate_size, model.query_width, model.key_width
     widths = 2 * (hidden + queries) + 2 * (hidden + keys) + 3 * (hidden + inner)
     return rank * model.layers * widths
 
@@ -281,7 +275,7 @@ def rounded_up(model: ModelFacts, shards: int) -> float:
     Args:
         shards: number of ranks that share the rows.
     """
-    queries, keys, inner = model.heads * model.head_dim, model.kv_heads * model.head_dim, model.intermediate_size
+    queries, keys, inner = model.query_width, model.key_width, model.intermediate_size
     sizes = [max(1, 4 * model.hidden_size * width // shards) for width in (queries, queries, keys, keys, *[inner] * 3)]
     return sum(1 << (size - 1).bit_length() for size in sizes) / sum(sizes)
 
@@ -313,15 +307,14 @@ def scoring_bytes(model: ModelFacts, layout: Layout) -> int:
         needed = max(needed, tokens * size * model.hidden_size + 2 * 4 * tile)
     if layout.zero_stage != 3:
         return needed
-    outside = (1 if model.tied else 2) * model.vocab_size * model.hidden_size
-    return layer_copy(model, layout) + max(needed, size * outside + tokens * size * model.hidden_size)
+    return layer_copy(model, layout) + max(needed, size * model.outside_layers + tokens * size * model.hidden_size)
 
 
 def _attention(model: ModelFacts, layout: Layout) -> int:
     """Bytes per token: the layer's input, queries, keys and values, the output in float32 twice and rounded; usually
     also queries and keys before rotation, and copies for the kernel. Hugging Face modules, on which a sharded model
     runs, keep the normalised input instead."""
-    size, queries, keys = layout.bytes_per_number, model.heads * model.head_dim, model.kv_heads * model.head_dim
+    size, queries, keys = layout.bytes_per_number, model.query_width, model.key_width
     output = (8 + size) * queries + 2 * size * model.head_dim
     if layout.zero_stage:
         return size * (3 * model.hidden_size + queries + 2 * keys) + output
@@ -331,8 +324,8 @@ def _attention(model: ModelFacts, layout: Layout) -> int:
 def _feed_forward(model: ModelFacts, layout: Layout) -> int:
     """Bytes per token: three vectors of the hidden size, gate and up in one, the activation, and attention tensors that
     the layer's call still holds. An adapter computes up separately from the gate, and its own part in float32."""
-    hidden, inner, size = model.hidden_size, model.intermediate_size, layout.bytes_per_number
-    queries, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
+    hidden, inner, queries, keys = model.hidden_size, model.intermediate_size, model.query_width, model.key_width
+    size = layout.bytes_per_number
     held = size * (4 * hidden if layout.zero_stage else 3 * hidden + 2 * queries + 3 * keys)
     held += 2 * size * model.head_dim
     if layout.lora_rank is None:

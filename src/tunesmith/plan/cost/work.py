@@ -60,14 +60,13 @@ class Work:
     def outputs(self) -> int:
         """Elements per token in the outputs of a layer's products."""
         m = self.model
-        return 2 * (m.heads + m.kv_heads) * m.head_dim + 2 * m.hidden_size + 3 * m.intermediate_size
+        return 2 * (m.query_width + m.key_width) + 2 * m.hidden_size + 3 * m.intermediate_size
 
     @property
     def layers(self) -> int:
         """Number of weights in all layers."""
         m = self.model
-        each = 2 * (m.heads + m.kv_heads) * m.head_dim + 3 * m.intermediate_size
-        return m.layers * m.hidden_size * each
+        return m.layers * m.hidden_size * (2 * (m.query_width + m.key_width) + 3 * m.intermediate_size)
 
     @property
     def head(self) -> int:
@@ -83,13 +82,17 @@ def work_of(config: RunConfig, facts: Facts, longest: int) -> Work:
         each = 2 if isinstance(config, DPOConfig | KTOConfig) else 1
         length = longest // each
         return Work(model, number, each * config.train.batch_size, 1, 1, max(1, length - 1), micro, share=False)
-    new, samples = config.rollout.max_new_tokens, config.rollout.samples
-    work = Work(
-        model, number, config.rollout.prompts_per_step, config.rollout.group_size, max(1, longest - new), new, micro
-    )
-    kept = model.kv_bytes_per_token(kv_bytes_per_number(config, facts)) * longest
-    held = parse_size(system.kv_memory) // kept if known(system, "kv_memory") else samples
-    return replace(work, share=system.share_prompts, running=max(1, min(system.max_running, held)))
+    new, prompts, group = config.rollout.max_new_tokens, config.rollout.prompts_per_step, config.rollout.group_size
+    running = _running(config, facts, model, config.rollout.samples, longest)
+    return Work(model, number, prompts, group, max(1, longest - new), new, micro, system.share_prompts, running)
+
+
+def _running(config: RLConfig, facts: Facts, model: ModelFacts, asked: int, tokens: float) -> int:
+    """How many of the completions that an engine is ``asked`` for it decodes together."""
+    system, kept = config.system, tokens * model.kv_bytes_per_token(kv_bytes_per_number(config, facts))
+    kv = known(system, "kv_memory")
+    held = int(parse_size(kv) * ranks_per_engine(config) // kept) if kv else asked
+    return max(1, min(asked, system.max_running, held))
 
 
 def amounts(work: Work) -> dict[str, Amounts]:
@@ -244,8 +247,7 @@ def _sampling(config: RLConfig, facts: Facts, model: ModelFacts, samples: int, t
     weights = copy_bytes(model, bytes_per_number(config), config.model.quantize)
     per_token = model.kv_bytes_per_token(kv_bytes_per_number(config, facts))
     asked, prompt = ceil(samples / engines), tokens - new
-    held = parse_size(system.kv_memory) * ranks // (tokens * per_token) if known(system, "kv_memory") else asked
-    together = max(1, min(asked, system.max_running, held))
+    together = _running(config, facts, model, asked, tokens)
     steps = ceil(asked / together) * new
     prompts = samples / config.rollout.group_size / engines
     prefills = max(1, ceil(prompts * prompt / system.max_prefill_tokens))
@@ -259,9 +261,8 @@ def _sampling(config: RLConfig, facts: Facts, model: ModelFacts, samples: int, t
 
 
 def cost_of(model: ModelFacts) -> CostModel:
-    embeddings = (1 if model.tied else 2) * model.vocab_size * model.hidden_size
     return CostModel.of_decoder(
-        parameters=(model.parameters or 0) - embeddings,
+        parameters=(model.parameters or 0) - model.outside_layers,
         layers=model.layers,
         heads=model.heads,
         head_dim=model.head_dim,

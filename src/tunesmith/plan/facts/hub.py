@@ -73,12 +73,11 @@ def estimated_parameters(config: dict[str, Any], facts: ModelFacts) -> int:
     """Parameters of a Llama-shaped decoder, including any experts but not biases and routers."""
     config = config.get("text_config") or config
     hidden = facts.hidden_size
-    attention = 2 * hidden * (facts.heads + facts.kv_heads) * facts.head_dim
+    attention = 2 * hidden * (facts.query_width + facts.key_width)
     experts = next((n for name in _EXPERTS if (n := config.get(name))), 1) + (config.get("n_shared_experts") or 0)
     inner = config.get("moe_intermediate_size") or facts.intermediate_size
     layer = attention + 3 * hidden * inner * experts + 2 * hidden
-    embedding = facts.vocab_size * hidden * (1 if facts.tied else 2)
-    return facts.layers * layer + embedding + hidden
+    return facts.layers * layer + facts.outside_layers + hidden
 
 
 def _file(name: str, file: str) -> Path | None:

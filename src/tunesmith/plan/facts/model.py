@@ -54,9 +54,24 @@ class ModelFacts:
         """Whether the model runs as a few large operations (``kernels.lean``)."""
         return self.family in LEAN_FAMILIES and not self.rotates_in_part
 
+    @property
+    def query_width(self) -> int:
+        """Width of the queries of all heads."""
+        return self.heads * self.head_dim
+
+    @property
+    def key_width(self) -> int:
+        """Width of the keys of all heads, which is that of the values."""
+        return self.kv_heads * self.head_dim
+
+    @property
+    def outside_layers(self) -> int:
+        """Parameters of embedding and head."""
+        return (1 if self.tied else 2) * self.vocab_size * self.hidden_size
+
     def kv_bytes_per_token(self, bytes_per_number: int) -> int:
         """Bytes of one token's keys and values in all layers."""
-        return 2 * self.layers * self.kv_heads * self.head_dim * bytes_per_number
+        return 2 * self.layers * self.key_width * bytes_per_number
 
 
 def read_model_facts(directory: Path) -> ModelFacts | None:
