@@ -29,24 +29,22 @@ def read_python(text: str, name: str) -> list[ForeignLaunch]:
         tree = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise ConfigError(f"{name} is not valid Python: {error}") from None
-    constants = _constants(tree) | _loaded(tree) | _options(tree)
+    constants = _constants(tree)
+    constants |= _loaded(tree, constants) | _options(tree)
     defined = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
     functions = {node.name for node in ast.walk(tree) if isinstance(node, defined)}
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     calls.sort(key=lambda node: node.lineno)
-    made = next((c for c in calls if c.keywords and _is_config(_called(c))), None)
-    trainer = next(
-        (c for c in calls if c.keywords and _called(c).endswith("Trainer") and find_program(_called(c))), None
-    )
-    main = made or trainer
-    if main is None:
+    kinds = [_called(call) for call in calls if call.keywords]
+    name_of_program = next(filter(_is_config, kinds), None) or next(filter(_is_trainer, kinds), None)
+    if name_of_program is None:
         return []
-    program = find_program(_called(main))
+    program = find_program(name_of_program)
     assert program is not None
     scope = _Scope(constants, functions, name, program.framework)
     settings = [given for call in calls for given in scope.settings(call)]
     settings += scope.assigned(tree)
-    return [ForeignLaunch(_called(main), program, tuple(settings))]
+    return [ForeignLaunch(name_of_program, program, tuple(settings))]
 
 
 def docstrings(text: str) -> list[tuple[str, int]]:
@@ -76,7 +74,7 @@ class _Scope:
             for word in call.keywords:
                 if word.arg:
                     yield self._given(names.get(word.arg, word.arg), word.value)
-        elif kind.endswith("Trainer") and find_program(kind):
+        elif _is_trainer(kind):
             for word in call.keywords:
                 if word.arg and word.arg not in _PARTS:
                     yield self._given(_TRAINER.get(word.arg, word.arg), word.value)
@@ -125,6 +123,10 @@ def _is_config(kind: str) -> bool:
     return kind.endswith(("Config", "Arguments", "Profile")) and kind not in _CONFIGS and find_program(kind) is not None
 
 
+def _is_trainer(kind: str) -> bool:
+    return kind.endswith("Trainer") and find_program(kind) is not None
+
+
 def _called(call: ast.Call) -> str:
     return call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
 
@@ -154,10 +156,9 @@ def _assigned(node: ast.AST) -> Iterator[tuple[str, ast.expr]]:
             pass
 
 
-def _loaded(tree: ast.Module) -> dict[str, Any]:
+def _loaded(tree: ast.Module, constants: Mapping[str, Any]) -> dict[str, Any]:
     """Names that hold a dataset or a model, with the source that it was loaded from."""
     loaded: dict[str, Any] = {}
-    constants = _constants(tree)
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
             for part in ast.walk(node.value):
