@@ -196,15 +196,15 @@ def test_overrides_without_a_run_file_are_told_apart_from_it() -> None:
 
 
 def test_the_commands_check_what_config_checks(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each command goes through ``checked``, before it makes its directory."""
+    """Each command goes through ``check_run``, before it makes its directory."""
     from tunesmith import assembly
-    from tunesmith.assembly import checking
+    from tunesmith.assembly import opening
     from tunesmith.offline import generate, rft
 
     def stop(*_: Any, **__: Any) -> Any:
         raise ConfigError("checked")
 
-    monkeypatch.setattr(checking, "check_run", stop)
+    monkeypatch.setattr(opening, "check_run", stop)
     texts: dict[Callable[..., Any], str] = {
         assembly.run_rl: RUN,
         assembly.run_sft: '[model]\npath = "model"\n[data]\ntrain = "train.jsonl"\n',
