@@ -113,8 +113,8 @@ class ForkServer:
         if self.forks:
             return self._worker()
         with self._lock:
-            server, self._used = (ForkServer(self._program) if self._used else self), True
-        return server._worker()
+            free, self._used = not self._used, True
+        return (self if free else ForkServer(self._program))._worker()
 
     def _worker(self) -> Worker:
         ours, theirs = Pipe()
