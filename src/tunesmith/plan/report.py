@@ -95,11 +95,10 @@ def memory_of(config: RunConfig, facts: Facts) -> list[dict[str, Any]]:
 def _roles(roles: Mapping[str, Price], whole: Price) -> dict[str, dict[str, int]]:
     """Bytes by role and category; memory that no single role uses counts as the device's."""
     device = {"device": Price(libraries=whole.libraries)} if whole.libraries else {}
-    return {role: _parts(each) for role, each in {**roles, **device}.items()}
-
-
-def _parts(price: Price) -> dict[str, int]:
-    return {part: amount for part in PARTS if (amount := getattr(price, part))}
+    return {
+        role: {part: amount for part in PARTS if (amount := getattr(price, part))}
+        for role, price in {**roles, **device}.items()
+    }
 
 
 def _phases(config: RunConfig, price: Price) -> dict[str, int]:

@@ -73,7 +73,7 @@ def whole_step(config: RunConfig, phases: Mapping[str, float]) -> float:
 
 
 def expected_seconds(config: RunConfig, facts: Facts, samples: int, tokens: float) -> float:
-    """Rough seconds per step of a resolved run; 1 if the model's size is unknown. Nothing but an order relies on them.
+    """Rough seconds per step of a resolved run, which say what is worth measuring; 1 if the model's size is unknown.
 
     Args:
         samples: samples per step; tokens: mean tokens per sample.

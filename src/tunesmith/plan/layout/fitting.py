@@ -40,7 +40,9 @@ def memory_problems(config: RunConfig, facts: Facts, given: RunConfig) -> Iterat
             split = place and name == "engine" and config.system.engine_kind.spans_devices
             cure = "split each engine over more GPUs with system.vllm.tensor_parallel_size"
             cure = cure if split else _remedy(config, facts, free, given, free_of_layout)
-            yield _does_not_fit(config, needed, free, cure, f"the {name}'s GPU" if place else _devices(config))
+            ranks, where = config.system.trainer_ranks, config.system.device
+            where = f"{where}, on each of {ranks} devices" if ranks > 1 else where
+            yield _does_not_fit(config, needed, free, cure, f"the {name}'s GPU" if place else where)
         if problem := host_problem(config, needed, facts):
             keys = ("offload_parameters", "offload_optimizer", "offload_activations", "offload_reference")
             what = " and ".join(f"system.{key} = true" for key in keys if getattr(config.system, key))
@@ -51,11 +53,6 @@ def memory_notes(config: RunConfig, facts: Facts) -> Iterator[str]:
     for _, needed, free in planned_devices(config, facts, least=True):
         if free < needed.peak <= MARGIN * free:
             yield f"the run may not fit: it needs about {format_size(needed.peak)}, and {format_size(free)} are free"
-
-
-def _devices(config: RunConfig) -> str:
-    ranks = config.system.trainer_ranks
-    return f"{config.system.device}, on each of {ranks} devices" if ranks > 1 else config.system.device
 
 
 def _does_not_fit(config: RunConfig, needed: Price, free: int, cure: str, where: str) -> str:
