@@ -30,7 +30,7 @@ from tunesmith.environments.conversation import Conversation, EpisodeSettings, O
 from tunesmith.environments.games import Game
 from tunesmith.environments.rendering import Tools
 from tunesmith.environments.steps import Observation, as_reward
-from tunesmith.environments.tools import BadCall, find
+from tunesmith.environments.tools import BadCall, valid_call
 from tunesmith.errors import TunesmithError
 from tunesmith.types import Message, Rollout, Task
 
@@ -117,16 +117,15 @@ async def _answer(reply: Reply, game: Game) -> tuple[list[Message], int]:
     answers: list[Message] = []
     ids = iter(reply.message.get("tool_calls", ()))
     bad = 0
-    for call in reply.calls:
-        answer = {"role": "tool"} if isinstance(call, BadCall) else {"role": "tool", "tool_call_id": next(ids)["id"]}
-        tool = find(call, game.tools)
-        if isinstance(tool, BadCall):
+    for written in reply.calls:
+        answer = {"role": "tool"} if isinstance(written, BadCall) else {"role": "tool", "tool_call_id": next(ids)["id"]}
+        call = valid_call(written, game.tools)
+        if isinstance(call, BadCall):
             bad += 1
-            answers.append({**answer, "content": f"Error: {tool.reason}"})
-            continue
-        assert not isinstance(call, BadCall)
-        text = await game.call_tool(tool.name, call.arguments)
-        answers.append({**answer, "name": tool.name, "content": text})
+            answers.append({**answer, "content": f"Error: {call.reason}"})
+        else:
+            text = await game.call_tool(call.name, call.arguments)
+            answers.append({**answer, "name": call.name, "content": text})
     return answers, bad
 
 

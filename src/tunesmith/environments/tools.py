@@ -161,8 +161,8 @@ def make_tool(function: Callable[..., Any], reference: str) -> Tool:
     return Tool(schema["function"]["name"], function, schema)
 
 
-def find(call: ToolCall | BadCall, tools: Mapping[str, Tool]) -> Tool | BadCall:
-    """The tool of a call, if it exists and takes these arguments."""
+def valid_call(call: ToolCall | BadCall, tools: Mapping[str, Tool]) -> ToolCall | BadCall:
+    """The call, if its tool exists and takes these arguments."""
     if isinstance(call, BadCall):
         return call
     tool = tools.get(call.name)
@@ -173,4 +173,4 @@ def find(call: ToolCall | BadCall, tools: Mapping[str, Tool]) -> Tool | BadCall:
     except TypeError as error:
         parameters = ", ".join(inspect.signature(tool.function).parameters)
         return BadCall(f"wrong arguments for {call.name}({parameters}): {error}")
-    return tool
+    return call
