@@ -229,7 +229,7 @@ def test_two_trainer_ranks_take_the_steps_of_one(cluster: RayCluster, tmp_path: 
     for part in (batch(), batch().take([0]), batch()):
         ours, theirs = alone.update(part, objective), both.update(part, exhausted)
         assert [theirs[n] for n in ("loss", "grad_norm")] == pytest.approx([ours[n] for n in ("loss", "grad_norm")])
-    assert both.max_tokens == 20 and there.optimizer_steps == 3
+    assert both.caps["max_tokens"] == 20 and there.optimizer_steps == 3
     (tmp_path / "saved").mkdir()
     there.save(tmp_path / "saved")
     assert (tmp_path / "saved/random-00001.safetensors").is_file()
