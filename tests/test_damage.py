@@ -179,7 +179,7 @@ def test_weights_that_are_not_finite_never_become_a_checkpoint(
     tmp_path: Path, model: Path, lr: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They come of the last step, after which nothing else would look at them."""
-    monkeypatch.setattr("tunesmith.backends.optimizer.learning_rate", lambda step, **_: lr if step == 2 else 1e-3)
+    monkeypatch.setattr("tunesmith.assembly.trainers.learning_rate", lambda step, **_: lr if step == 2 else 1e-3)
     with pytest.raises(DivergedError, match="is not finite") as raised:
         assembly.run_sft(None, sft_settings(tmp_path, model, train__steps=3, checkpoint__every=1))
     assert raised.value.exit_code == 2
