@@ -401,12 +401,13 @@ def test_the_least_seconds_of_a_step_are_summed_and_a_run_faster_than_them_leave
 ) -> None:
     from tunesmith.config.schema import CheckpointSection, EvalSection
     from tunesmith.loop.checkpoint import Checkpoints
+    from tunesmith.loop.recorder import Recorder
     from tunesmith.loop.session import Best, Session
 
     with MetricsLog(tmp_path / "metrics.jsonl") as metrics:
         session = Session(
-            3, EvalSection(), CheckpointSection(), metrics, Progress(3), Checkpoints(tmp_path, 1),
-            Best("eval/loss", False), None,
+            3, EvalSection(), CheckpointSection(), Recorder(metrics, Progress(3)), Checkpoints(tmp_path, 1),
+            Best("eval/loss", False),
         )  # fmt: skip
         session.start(cast("Any", SimpleNamespace(state=dict, epoch=0)))
         for attainable in (1.0, 1e18, 1.0):

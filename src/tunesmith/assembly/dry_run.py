@@ -216,7 +216,7 @@ def _silent(text: str) -> None:
     del text
 
 
-_SESSION: Any = SimpleNamespace(note=_silent, timeline=None, resume_from=None)
+_SESSION: Any = SimpleNamespace(note=_silent, recorder=SimpleNamespace(timeline=None), resume_from=None)
 
 
 def check_dry_run(config: RunConfig) -> None:

@@ -94,7 +94,7 @@ async def make_rl_parts(
                 decode,
                 rollout.timeout,
                 config.environment.concurrency if environments.loaded else None,
-                session.timeline,
+                session.recorder.timeline,
             ),
             learner=learner,
             critic=make_critic(config, session, tokenizer, learner, processes),
@@ -119,11 +119,11 @@ def make_learner_and_engine(
         trained = remote_trainer(processes, config, make_policy)
         backend, _ = trained
         publishing = FarPlane(*backend.replicas[: publishing_ranks(config)])
-        engine = make_engines(processes, config, publishing, session.note, session.timeline)
+        engine = make_engines(processes, config, publishing, session.note, session.recorder.timeline)
     else:
         backend = make_policy(config, tokenizer)
         trained = backend, limits_of(config)
-        engine = make_engine(config, backend.model, session.note, session.timeline)
+        engine = make_engine(config, backend.model, session.note, session.recorder.timeline)
     learner = make_learner(
         config,
         session,

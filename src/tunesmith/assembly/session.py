@@ -20,6 +20,7 @@ from tunesmith.doctor.learning import LearningWatch
 from tunesmith.doctor.record import write_facts
 from tunesmith.loop.checkpoint import Checkpoints, read_state
 from tunesmith.loop.profiling import StepProfiler
+from tunesmith.loop.recorder import Recorder
 from tunesmith.loop.rollout_log import RolloutLog, examples, read_evaluated
 from tunesmith.loop.session import Best, Session
 from tunesmith.monitor.interrupts import handled, keeping
@@ -113,14 +114,16 @@ def open_session(run: OpenRun[Any, Any], checkpoint: Path | None, metric: str) -
             eval=config.eval,
             checkpoint=config.checkpoint,
             publisher=open_hub(config, run_dir, progress.note),
-            metrics=stack.enter_context(metrics),
-            progress=progress,
+            recorder=Recorder(
+                stack.enter_context(metrics),
+                progress,
+                rollouts,
+                learning=LearningWatch(facts),
+                timeline=timeline,
+                profiler=profiler,
+            ),
             checkpoints=Checkpoints(run_dir.checkpoints, config.checkpoint.keep),
             best=Best(metric, higher_is_better="loss" not in metric, target=config.eval.target),
-            rollout_log=rollouts,
-            learning=LearningWatch(facts),
-            timeline=timeline,
-            profiler=profiler,
             callbacks=run.caller.callbacks,
             resume_from=checkpoint,
         )
@@ -154,7 +157,7 @@ def run_result(run: OpenRun[Any, Any], session: Session) -> RunResult:
     newest = session.checkpoints.newest()
     assert newest is not None, "a run ends with a checkpoint"
     evaluations = [line for line in read_metrics(run_dir.metrics) if is_evaluation(line)]
-    session.clock.lap()
+    session.recorder.clock.lap()
     kept = session.checkpoints.path(session.best.step) if session.best.step else None
     better = kept is not None and kept != newest and kept.exists()
     best = (
@@ -162,14 +165,14 @@ def run_result(run: OpenRun[Any, Any], session: Session) -> RunResult:
         if kept and better
         else None
     )
-    shown = examples(read_evaluated(run_dir.rollouts), SHOWN) if session.rollout_log else []
+    shown = examples(read_evaluated(run_dir.rollouts), SHOWN) if session.recorder.rollout_log else []
     return RunResult(
         run_dir.path,
         newest / "model",
         evaluations,
-        session.clock.totals,
+        session.recorder.clock.totals,
         best,
-        session.learning.end(),
+        session.recorder.learning.end(),
         shown,
         isinstance(run.config, RMConfig),
     )

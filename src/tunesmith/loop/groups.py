@@ -30,7 +30,7 @@ def update_trainer_state(parts: RLParts, session: Session) -> None:
         best_metric=best.value,
         best_global_step=best.step,
         best_model_checkpoint=str(session.checkpoints.path(best.step)) if best.step else None,
-        metrics_file=session.metrics.path,
+        metrics_file=session.recorder.metrics.path,
     )
 
 

@@ -108,7 +108,6 @@ async def _evaluate(parts: RLParts, plan: EvaluationPlan, session: Session, roll
     if metrics["eval/failed"] == 1:
         raise RewardError(f"all {len(failed)} rollouts of the evaluation failed. The first:\n{failed[0].error}")
     with interrupts.held():
-        session.log_rollouts(groups, "eval")
-        session.finish_evaluation(metrics)
+        session.finish_evaluation(metrics, groups)
     if failed:
         session.note(f"{len(failed)} of {len(groups)} rollouts of the evaluation failed; the first: {failed[0].error}")

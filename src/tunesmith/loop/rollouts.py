@@ -161,8 +161,8 @@ class AsyncRollouts:
             player = asyncio.create_task(self._play(self.buffer.start(version), task))
             self._players.add(player)
             player.add_done_callback(self._ended)
-        self.session.timeline.level("queue", self.buffer.waiting)
-        self.session.timeline.level("playing", self.buffer.playing)
+        self.session.recorder.timeline.level("queue", self.buffer.waiting)
+        self.session.recorder.timeline.level("playing", self.buffer.playing)
 
     async def _play(self, started: Started, task: Task) -> None:
         config = self.parts.config

@@ -1,30 +1,21 @@
-"""The parts that all training loops share: step counter, clock, metrics, progress and checkpoints."""
+"""What all training loops share: the step counter, what is due, and checkpoints."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from tunesmith.config.schema import CheckpointSection, EvalSection
-from tunesmith.doctor.learning import LearningWatch
-from tunesmith.doctor.record import RunFacts
 from tunesmith.errors import CheckpointError, ConfigError, TunesmithError, boundary, nearest
 from tunesmith.loop.callbacks import STOP, Callbacks
 from tunesmith.loop.checkpoint import Checkpoints, read_state
-from tunesmith.loop.profiling import StepProfiler
-from tunesmith.loop.rollout_log import RolloutLog, contrast, summary
+from tunesmith.loop.recorder import Recorder
 from tunesmith.monitor import interrupts
-from tunesmith.monitor.clock import Clock
-from tunesmith.monitor.memory import memory_metrics
-from tunesmith.monitor.metrics import MetricsLog
-from tunesmith.monitor.progress import Progress, each_once
 from tunesmith.monitor.run_dir import point
-from tunesmith.monitor.text import answers_shown, shown_path
-from tunesmith.monitor.timeline import LOOP, OUTSIDE_STEPS, TRAINER, TRAINER_WAITS, Timeline
 from tunesmith.types import RolloutGroup
 
 if TYPE_CHECKING:
@@ -86,33 +77,22 @@ class Best:
 
 @dataclass(slots=True)
 class Session:
-    """A run in progress. Training loops ask it what is due, and report to it what happened."""
+    """A run in progress. Training loops ask it what is due, and tell it what happened."""
 
     total_steps: int
     eval: EvalSection
     checkpoint: CheckpointSection
-    metrics: MetricsLog
-    progress: Progress
+    recorder: Recorder
     checkpoints: Checkpoints
     best: Best
-    rollout_log: RolloutLog | None
-    """None in supervised training."""
-    clock: Clock = field(default_factory=Clock)
-    learning: LearningWatch = field(default_factory=lambda: LearningWatch(RunFacts()))
-    timeline: Timeline = field(default_factory=Timeline)
     resume_from: Path | None = None
     publisher: Publisher | None = None
-    profiler: StepProfiler | None = None
     callbacks: Callbacks = field(default_factory=Callbacks)
     step: int = field(default=0, init=False)
-    total_tokens: float = field(default=0.0, init=False)
-    """Sum of the metric ``tokens`` over all steps."""
     evaluated: bool = field(default=False, init=False)
     """Whether this step has been evaluated."""
     stopped: bool = field(default=False, init=False)
     """Whether a callback asked to end the run."""
-    limit_is_known: bool = field(default=True, init=False)
-    """Whether the measured speed limit of the device can be trusted."""
     _parts: Parts = field(init=False)
     _describe: Callable[[Path], None] | None = field(default=None, init=False)
     _state: dict[str, Any] = field(init=False)
@@ -125,19 +105,12 @@ class Session:
         """Whether there is a step to take: the run is not at its end or stopped, and ``eval.target`` is not reached."""
         return self.step < self.total_steps and not self.best.reached_target and not self.stopped
 
-    @contextmanager
-    def phase(self, name: str) -> Generator[None]:
-        """Time spent inside counts towards the phase ``name``."""
-        self.progress.phase(name)
-        if self.profiler and name not in OUTSIDE_STEPS:
-            self.profiler.begin(self.step + 1)
-        lane = TRAINER if name in ("train", *TRAINER_WAITS) else LOOP
-        waits_for = f"{TRAINER_WAITS[name]} of step {self.step + 1}" if name in TRAINER_WAITS else None
-        with self.clock.phase(name), self.timeline.span(lane, name, waits_for=waits_for):
-            yield
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """Time spent inside counts towards the phase ``name`` of the next step."""
+        return self.recorder.phase(name, self.step + 1)
 
     def note(self, text: str) -> None:
-        self.progress.note(text)
+        self.recorder.progress.note(text)
 
     def start(self, parts: Parts, describe: Callable[[Path], None] | None = None) -> None:
         """Begin to train ``parts``, or continue from the checkpoint ``resume_from``.
@@ -154,7 +127,7 @@ class Session:
             with boundary(CheckpointError, f"cannot continue from {self.resume_from}", _UNREADABLE):
                 state = read_state(self.resume_from)
                 parts.load(self.resume_from)
-                self.step, self.total_tokens = state["step"], state["total_tokens"]
+                self.step, self.recorder.total_tokens = state["step"], state["total_tokens"]
                 self.evaluated = state.get("evaluated", True)
                 self.best.value, self.best.step = state["best"].get(self.best.metric, (None, None))
                 parts.take(state)
@@ -162,7 +135,7 @@ class Session:
             if self.step >= self.total_steps:
                 self.note(f"nothing is left to do: the run has its {self.total_steps} steps (train.steps)")
         self._state, self._epoch = parts.state(), parts.epoch
-        self._saved = Saved(self.step, self.evaluated, self._epoch, self.clock.now())
+        self._saved = Saved(self.step, self.evaluated, self._epoch, self.recorder.clock.now())
 
     def finish_step(self, metrics: Mapping[str, float], groups: Sequence[RolloutGroup] = ()) -> None:
         """Count a step, record it, and log the rollouts of its groups.
@@ -171,66 +144,26 @@ class Session:
         """
         interrupts.commit()
         self.step += 1
-        record = self._record(metrics)
+        record = self.recorder.step(self.step, metrics, last=self.step == self.total_steps)
         if groups:
-            self.log_rollouts(groups)
+            self.recorder.rollouts(self.step, groups, last=self.step == self.total_steps)
         self._state, self._epoch, self.evaluated = self._parts.state(), self._parts.epoch, False
         interrupts.settle()
         self._call(self.callbacks.on_step, record)
 
-    def _record(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Write and show the step's metrics, with its time by phase and its rates."""
-        profile = self.profiler and self.profiler.end(self.step)
-        seconds = self.clock.lap()
-        record = step_record(metrics, seconds) | self.timeline.finish_step(self.step) | memory_metrics()
-        if "tokens" in metrics:
-            self.total_tokens += metrics["tokens"]
-            record["total_tokens"] = self.total_tokens
-        share = record.get("limit_share", 0.0)
-        if share > 1 and self.limit_is_known:
-            self.limit_is_known = False
-            self.note(
-                f"step {self.step} took {1 / share:.0%} of the least time that was measured for its work at the start: "
-                "the machine must have been busy then. limit_share is left out from here on"
-            )
-        if not self.limit_is_known:
-            record.pop("limit_share", None)
-        self.metrics.write(self.step, record, always=self.step == self.total_steps)
-        self.progress.step(self.step, record, record["seconds"] - seconds.get("setup", 0.0))
-        if profile:
-            self.note(f"profile of step {self.step}: {shown_path(profile)}")
-        if warning := self.learning.step({**record, "step": float(self.step)}):
-            self.note(warning)
-        return record
-
-    def finish_evaluation(self, metrics: Mapping[str, float]) -> None:
-        """Record an evaluation. The checkpoint of the best one is kept."""
+    def finish_evaluation(self, metrics: Mapping[str, float], groups: Sequence[RolloutGroup] = ()) -> None:
+        """Record an evaluation, and log its rollouts. The checkpoint of the best one is kept."""
         self.evaluated = True
-        self.metrics.write(self.step, metrics, always=True)
+        if groups:
+            self.recorder.rollouts(self.step, groups, "eval", last=True)
+        self.recorder.evaluation(self.step, metrics)
         if self.best.metric in metrics:
             self.best.update(metrics[self.best.metric], self.step)
         elif self.best.value is None and ("eval/reward" in metrics or "eval/loss" in metrics):
             raise ConfigError(
                 f"eval.metric: no evaluation gives '{self.best.metric}'.{nearest(self.best.metric, metrics)}"
             )
-        numbers = {
-            name.removeprefix("eval/"): f"{value:.3g}"
-            for name, value in metrics.items()
-            if value or name != "eval/failed"
-        }
-        shown = (f"{names} {value}" for names, value in each_once(numbers).items())
-        self.note(f"evaluation after step {self.step}: {'  '.join(shown)}")
         self._call(self.callbacks.on_evaluation, dict(metrics))
-
-    def log_rollouts(self, groups: Sequence[RolloutGroup], kind: str = "train") -> None:
-        """Log some of a step's rollouts, and show a good and a bad one now and then."""
-        assert self.rollout_log is not None, "this run has no rollouts"
-        lines = self.rollout_log.write(self.step, groups, kind)
-        last = self.step == self.total_steps
-        self.metrics.show(self.step, [summary(line) for line in lines], always=last or kind == "eval")
-        # After 1, 2, 4, 8, ... steps: most often at the start, where most can be wrong.
-        if kind == "train" and self.step.bit_count() == 1 and (pair := contrast(lines)):
-            self.note(answers_shown(*pair))
 
     def evaluation_due(self) -> bool:
         """Whether this step has to be evaluated; after a resume, because a signal prevented it."""
@@ -243,7 +176,7 @@ class Session:
         if not self.step or (self.step, self.evaluated) == (saved.step, saved.evaluated):
             return False
         is_best, every, minutes = self.best.step == self.step, self.checkpoint.every, self.checkpoint.minutes
-        if self.stopped or is_best or (minutes is not None and self.clock.now() - saved.time >= 60 * minutes):
+        if self.stopped or is_best or (minutes is not None and self.recorder.clock.now() - saved.time >= 60 * minutes):
             return True
         if every == "epoch":
             return self.step >= self.total_steps or self._epoch > saved.epoch
@@ -258,8 +191,12 @@ class Session:
         """
         wanted = self.checkpoint.model_only
         model_only = not stopping and (wanted is True or (wanted == "last" and not self.running))
-        best = {self.best.metric: [self.best.value, self.best.step]}
-        state = {"step": self.step, "best": best, "evaluated": self.evaluated, "total_tokens": self.total_tokens}
+        state: dict[str, Any] = {
+            "step": self.step,
+            "best": {self.best.metric: [self.best.value, self.best.step]},
+            "evaluated": self.evaluated,
+            "total_tokens": self.recorder.total_tokens,
+        }
         state |= {"model_only": True, "finished": not self.running} if model_only else {}
 
         def write(directory: Path) -> None:
@@ -271,7 +208,7 @@ class Session:
 
         with self.phase("checkpoint"), interrupts.held():
             path = self.checkpoints.save(self.step, {**state, **self._state}, write, self.best.step)
-            self._saved = Saved(self.step, self.evaluated, self._epoch, self.clock.now())
+            self._saved = Saved(self.step, self.evaluated, self._epoch, self.recorder.clock.now())
             if self.publisher and not stopping:
                 self.publisher.publish(path, last=not self.running)
         point(path.parent.parent / "model", path / "model")
@@ -300,22 +237,3 @@ class Session:
                 message = f"step {self.step} could not be saved: {error}; {kept}"
         self.note(message)
         return message
-
-
-def step_record(metrics: Mapping[str, float], seconds: Mapping[str, float]) -> dict[str, float]:
-    """A step's metrics with its seconds by phase and its rates, which leave out the phases ``OUTSIDE_STEPS``.
-
-    ``attainable_seconds`` in ``metrics`` excludes its parts (``attainable_seconds/<part>``), which are added here.
-    """
-    busy = sum(value for name, value in seconds.items() if name not in OUTSIDE_STEPS)
-    times = {f"seconds/{name}": value for name, value in seconds.items()}
-    record = {**metrics, **times, "seconds": sum(seconds.values())}
-    if "tokens" in metrics:
-        record["tokens_per_second"] = metrics["tokens"] / busy
-    samples = metrics.get("rollouts", metrics.get("samples"))
-    if samples is not None:
-        record["samples_per_second"] = samples / busy
-    if "attainable_seconds" in metrics:
-        least = sum(value for name, value in metrics.items() if name.partition("/")[0] == "attainable_seconds")
-        record |= {"attainable_seconds": least, "limit_share": least / busy}
-    return record
