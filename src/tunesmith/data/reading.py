@@ -79,7 +79,8 @@ class Reading:
         limit = "max_prompt_tokens" if goal == "rl" else "max_tokens"
         if section.too_long != "error" and getattr(section, limit) is None:
             raise ConfigError(f"data.too_long = '{section.too_long}' needs a limit: set data.{limit}.")
-        sources, report = as_sources(source), LoadReport(section.skip_bad, section.too_long == "skip")
+        sources = as_sources(source)
+        report = LoadReport(skip_bad=section.skip_bad, skip_too_long=section.too_long == "skip")
         examples: list[Example] = []
         for index, one in enumerate(sources):
             before, seen = len(examples), set[str]()
