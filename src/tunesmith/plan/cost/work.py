@@ -164,25 +164,25 @@ def step_work(
         shared: count a group's prompt once if training computes it once (``system.share_prompts``).
     """
     system, cost, phases, decoupled = config.system, cost_of(model), dict[str, list[Amounts]](), False
-    again, prompt = 0.0, max(0.0, tokens - config.new_tokens)
+    batches, again, prompt = 1, 0.0, max(0.0, tokens - config.new_tokens)
     if isinstance(config, RLConfig):
         if not system.engine_kind.served:
             phases["sampling"] = [_sampling(config, facts, model, samples, tokens)]
         samples, decoupled = samples * config.train.passes_per_batch, bool(known(config.algorithm, "decoupled"))
+        batches = samples // (known(config.train, "batch_size") or samples) or 1
         if shared and system.share_prompts:
             again = samples - samples / config.rollout.group_size
     computed = samples * tokens - again * prompt
     body = samples * cost.prefix(int(tokens)) - again * cost.prefix(int(prompt))
     head = samples * cost.head * (config.new_tokens or tokens)
     layout, ranks, trained_models = layout_of(config, facts), system.trainer_ranks, 1 + has_critic(config)
-    batches = samples // (known(config.train, "batch_size") or samples) or 1
     groups = ranks / system.sequence_parallel.size
     micro = max(1, ceil(computed / batches / groups / system.max_tokens_per_microbatch))
     # The layers' weights are copied to the GPU for each micro-batch's forward pass, and again for its backward pass.
     coming = batches * micro * model.layers * away_of_layer(model, layout)
     if passes := keeps_reference(config) + has_critic(config) + decoupled:
         away = layout.offload_frozen and keeps_reference(config)
-        brought = (batches if config.supervised else 1) * away * copy_bytes(model, layout.bytes_per_number)
+        brought = copy_bytes(model, layout.bytes_per_number) if away else 0
         scoring = {"operations": passes * body / 3 / ranks, "bytes over PCIe": brought}
         phases["scoring"] = [scoring, {"bytes over PCIe": coming}]
     recomputed = 1 + RECOMPUTED * system.gradient_checkpointing
