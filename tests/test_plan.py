@@ -167,6 +167,19 @@ def test_seconds_follow_operations_and_devices() -> None:
     assert step_seconds(half.config, facts)["training"] == pytest.approx((seconds["training"] + whole) / 2)
 
 
+def test_training_computes_a_shared_prompt_once() -> None:
+    """By hand: of 2 groups of 4, 6 samples need no prompt of their own."""
+    said = ("system.gradient_checkpointing=false", "system.zero_stage=0", "data.max_prompt_tokens=100")
+    said += ("rollout.prompts_per_step=2", "rollout.group_size=4", "rollout.max_new_tokens=20")
+    seconds = {}
+    for share in ("true", "false"):
+        found, facts = plan(RLConfig, "H200", *said, f"system.share_prompts={share}")
+        seconds[share] = step_seconds(found.config, facts)["training"]
+    weights, pairs = facts.model.parameters - 2 * 152064 * 3584, 100 * 101 / 2
+    prompt = 6 * weights * 100 + 12 * 28 * 28 * 128 * pairs
+    assert seconds["false"] - seconds["true"] == pytest.approx(6 * prompt / (989e12 * FLOPS_SHARE), rel=1e-3)
+
+
 def test_what_leaves_a_machine_is_slower() -> None:
     said = ["model.path=tiny", 'system.cluster="ray"', "system.trainer_ranks=8", "system.zero_stage=3"]
     said += ["system.engines=8", 'system.placement.colocate=[["actor","rollout"]]']

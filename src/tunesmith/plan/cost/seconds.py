@@ -59,7 +59,7 @@ def step_seconds(config: RunConfig, facts: Facts) -> dict[str, float]:
     link = min(kind.link, BETWEEN_MACHINES) if between_machines else kind.link
     rates = _rates(FLOPS_SHARE * kind.flops, BANDWIDTH_SHARE * kind.bandwidth, link)
     samples = config.rollout.samples if rl else config.train.batch_size
-    work = step_work(config, facts, model, samples, longest, shared=False)
+    work = step_work(config, facts, model, samples, longest)
     phases = {phase: max(_seconds(part, rates) for part in parts) for phase, parts in work.items()}
     return phases | {"step": whole_step(config, phases)}
 
@@ -82,7 +82,7 @@ def expected_seconds(config: RunConfig, facts: Facts, samples: int, tokens: floa
     if model is None or not model.parameters:
         return 1.0
     phases: dict[str, float] = {}
-    for phase, parts in step_work(config, facts, model, samples, tokens, shared=True).items():
+    for phase, parts in step_work(config, facts, model, samples, tokens).items():
         processes = (known(system, "engines") or 1) if phase == "sampling" else system.trainer_ranks
         rates = _assumed_rates(config, facts, processes)
         phases[phase] = max(_seconds(part, rates) for part in parts)

@@ -156,13 +156,9 @@ def _decode(work: Work) -> Amounts:
 
 
 def step_work(
-    config: RunConfig, facts: Facts, model: ModelFacts, samples: int, tokens: float, *, shared: bool
+    config: RunConfig, facts: Facts, model: ModelFacts, samples: int, tokens: float
 ) -> dict[str, list[Amounts]]:
-    """What each device does in a step of ``samples`` of ``tokens`` tokens: for each phase, all that it does at once.
-
-    Args:
-        shared: count a group's prompt once if training computes it once (``system.share_prompts``).
-    """
+    """What each device does in a step of ``samples`` of ``tokens`` tokens: for each phase, all that it does at once."""
     system, cost, phases, decoupled = config.system, cost_of(model), dict[str, list[Amounts]](), False
     batches, again, prompt = 1, 0.0, max(0.0, tokens - config.new_tokens)
     if isinstance(config, RLConfig):
@@ -170,7 +166,7 @@ def step_work(
             phases["sampling"] = [_sampling(config, facts, model, samples, tokens)]
         samples, decoupled = samples * config.train.passes_per_batch, bool(known(config.algorithm, "decoupled"))
         batches = samples // (known(config.train, "batch_size") or samples) or 1
-        if shared and system.share_prompts:
+        if system.share_prompts:
             again = samples - samples / config.rollout.group_size
     computed = samples * tokens - again * prompt
     body = samples * cost.prefix(int(tokens)) - again * cost.prefix(int(prompt))
@@ -187,7 +183,7 @@ def step_work(
         phases["scoring"] = [scoring, {"bytes over PCIe": coming}]
     recomputed = 1 + RECOMPUTED * system.gradient_checkpointing
     products = body * (2 / 3 if config.lora.on else 1.0) * recomputed * (PLAIN_MODULES if system.zero_stage else 1.0)
-    sent = samples * tokens * sent_bytes(model, layout) / ranks
+    sent = computed * sent_bytes(model, layout) / ranks
     training = {
         "operations": (products * trained_models + head) / ranks,
         "bytes read again": batches * _read_again(config, model, micro, computed / batches / ranks),
