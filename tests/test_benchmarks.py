@@ -22,6 +22,7 @@ if str(ROOT) not in sys.path:
 from benchmarks import (  # noqa: E402
     compiled,
     ours,
+    packing,
     peer_generate,
     peers,
     phase_times,
@@ -327,3 +328,8 @@ def test_the_page_has_the_recorded_seconds_of_phases() -> None:
     assert rest.partition(phase_times.END)[0].strip() == phase_times.table(recorded)
     steps = [each for each in recorded["predictions"] if each["phase"] == "step"]
     assert len(steps) == recorded["checked"] and {each["dtype"] for each in steps} == {"float32", "bfloat16"}
+
+
+def test_balancing_saves_operations_where_ranks_wait_for_each_other() -> None:
+    assert all(share == 0 for share in packing.saved(1).values())
+    assert all(share > 0 for share in packing.saved(2).values())
