@@ -119,7 +119,7 @@ class GatheringPlane(Plane):
 
 @dataclass(slots=True)
 class PlannedEngine:
-    """A ``RolloutEngine`` instead of vLLM: it holds memory while awake, and its completions are zeros.
+    """A ``RolloutEngine`` instead of a third-party one: it holds memory while awake, and its completions are zeros.
 
     Args:
         planned: bytes by purpose.

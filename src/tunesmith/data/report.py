@@ -18,7 +18,7 @@ SkipKind = Literal["bad", "too_long"]
 
 
 class TooLong(DataError):
-    """A line has more tokens than its limit, and is not to be cut; the reason."""
+    """A line has more tokens than allowed and may not be cut. The message is the reason, without the place."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The protocols that every engine implements: in-process, vLLM, SGLang or fake; and its counters."""
+"""The protocols that every engine implements: in-process, vLLM, SGLang or fake; and an engine's counters."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """The parts of a run, which ``tunesmith.assembly`` builds.
 
 Both kinds have the same methods for checkpoints. ``state`` returns what a run needs to continue besides the files of
-``write``, as JSON values; ``take`` continues from it. ``give_up`` undoes the changes of an interrupted step.
+``write``, as JSON values; ``load`` reads those files, and ``take`` continues from the state. ``give_up`` undoes the
+changes of an interrupted step.
 """
 
 from __future__ import annotations

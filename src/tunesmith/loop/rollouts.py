@@ -182,7 +182,7 @@ class AsyncRollouts:
 
 
 class AtOnce(Executor):
-    """Runs work at once, in the thread that submits it."""
+    """Runs work at once, in the thread that submits it; ``submit`` raises what the work raises."""
 
     def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
         done: Future[T] = Future()

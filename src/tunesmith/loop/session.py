@@ -166,7 +166,7 @@ class Session:
         self._call(self.callbacks.on_evaluation, dict(metrics))
 
     def evaluation_due(self) -> bool:
-        """Whether this step has to be evaluated; after a resume, because a signal prevented it."""
+        """Whether this step still has to be evaluated. After a resume it does if a signal prevented it."""
         wanted = due(self.step, self.eval.every, self.total_steps) if self.step else self.eval.at_start
         return wanted and not self.evaluated
 

@@ -103,7 +103,7 @@ class SglangEngine:
         self._longest_prompt, self._longest = served.context - 1, served.context
         self._places = asyncio.Semaphore(max_running)
         self._checked: asyncio.Task[None] | None = None
-        """The check of the server, made once: what it raises, every request raises."""
+        """The check of the server, made once; if it fails, every request raises its error."""
         self._running: dict[asyncio.Task[None], _Request] = {}
         self._state = "awake"
         self._counted, self._peak = Counter[str](), 0
@@ -205,7 +205,10 @@ class SglangEngine:
     async def _open(self) -> None:
         """Once, before anything else: check that the server answers and serves this model. Raises UserError."""
         self._checked = self._checked or asyncio.create_task(self._check_server())
-        await asyncio.shield(self._checked)
+        await asyncio.wait([self._checked])  # which goes on if this request is cancelled
+        if self._checked.cancelled():
+            raise EngineError("the engine was closed")
+        self._checked.result()
 
     async def _check_server(self) -> None:
         served = self._served

@@ -8,7 +8,7 @@ kept together at the front of their bank, so that a step reads one view of each.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TypeVar
 
 from tunesmith.engines.local.kv_memory import KVLayout, KVMemory, Shape
@@ -140,18 +140,18 @@ class KVPool:
         """Slots of the blocks that ``tokens`` occupy."""
         return -(-tokens // self.block_size) * self.block_size
 
-    def _in_use(self, admitted: Sequence[LocalRequest] = ()) -> list[CachedPrompt]:
-        """Prompts that running or admitted requests use, which must not be evicted."""
-        used = {p: None for p in self.prompts if p.running}
+    def _in_use(self, admitted: Sequence[LocalRequest] = ()) -> dict[CachedPrompt, None]:
+        """Prompts that running or admitted requests use, which must not be evicted; a set that keeps its order."""
+        used: dict[CachedPrompt, None] = {p: None for p in self.prompts if p.running}
         used.update({r.prompt: None for r in admitted if r.prompt is not None})
-        return list(used)
+        return used
 
     def _length(self, admitted: Sequence[LocalRequest] = (), headroom: int = 1) -> int:
         """Slots per row for the next ``headroom`` tokens."""
         rows = [(len(r.token_ids), r) for r in admitted] + [(r.cached, r) for r in self.running]
         return max(min(n + headroom, r.kv_length) for n, r in rows)
 
-    def _fits(self, prompts: Sequence[CachedPrompt], rows: int, length: int) -> bool:
+    def _fits(self, prompts: Collection[CachedPrompt], rows: int, length: int) -> bool:
         return len(prompts) * self._padded(max(map(len, prompts))) + rows * self._padded(length) <= self.total
 
     def _reserve(self, admitted: Sequence[LocalRequest], length: int, waiting: Sequence[LocalRequest]) -> None:
