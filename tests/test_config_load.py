@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tunesmith.config.commands import DistillConfig, GenerateConfig, OutputSection, all_keys
+from tunesmith.config.commands import DistillConfig, DPOConfig, GenerateConfig, OutputSection, all_keys
 from tunesmith.config.load import find_kind, load_config, parse_override
 from tunesmith.config.names.unknown import explain_unknown
 from tunesmith.config.reading.problems import key_lines, line_of
@@ -258,6 +258,7 @@ def test_a_reward_has_no_meaning_for_supervised_training(folder: Path) -> None:
     assert find_kind(folder / "run.toml") is RLConfig
     (folder / "run.toml").write_text('[model]\npath = "x"\n[data]\ntrain = "t"\n')
     assert find_kind(folder / "run.toml") is SFTConfig
+    assert find_kind(folder / "run.toml", ["dpo.beta=0.1", "rollout.group_size=4"]) is DPOConfig
 
 
 @pytest.mark.parametrize(
@@ -299,6 +300,14 @@ def test_files_that_are_not_there(folder: Path) -> None:
     (folder / "empty.jsonl").touch()
     assert "empty.jsonl is empty" in refused(folder, "data.train=empty.jsonl")
     assert load(folder, "data.train=openai/gsm8k").data.train == "openai/gsm8k"
+
+
+def test_files_of_environments_whose_names_have_a_dot(folder: Path) -> None:
+    (folder / "env.py").write_text("class Game: ...\n")
+    found = load(folder, 'environment.path={"tic.tac" = "env.py:Game"}')
+    assert found.environment.path == {"tic.tac": f"{folder / 'env.py'}:Game"}
+    said = refused(folder, 'environment.path={"missing.one" = "nothere.py:Game"}')
+    assert "environment.path.missing.one" in said and "nothere.py does not exist" in said
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -213,6 +214,13 @@ def test_a_loss_that_is_no_lower_at_the_end() -> None:
     assert at_the_end([], RunFacts()) is None, "a finished run that is resumed takes no step"
     falling = [{**step, "loss": 2.0 - step["step"] / 40} for step in history]
     assert at_the_end(falling, RunFacts()) is None
+
+
+def test_infinities_of_both_signs_end_no_run() -> None:
+    watch = LearningWatch(RunFacts())
+    for step, loss in zip(steps_of(30), [math.inf, -math.inf, *[1.0] * 27, math.inf], strict=True):
+        watch.step({**step, "loss": loss})
+    watch.end()
 
 
 def test_a_finding_is_told_again_only_after_it_was_gone() -> None:

@@ -188,6 +188,15 @@ def test_presets_of_their_own(folder: Path, preset: str, estimator: str) -> None
     assert algorithm(folder, f'name = "{preset}"\nloss = "ppo"').loss.name == "ppo"
 
 
+def test_a_users_class_may_have_static_and_class_methods(folder: Path) -> None:
+    (folder / "static.py").write_text(
+        "from tunesmith.algorithms.losses import PPO\n\n\nclass Static(PPO):\n    @staticmethod\n"
+        "    def clipped(ratio, advantages):\n        return ratio * advantages\n\n    @classmethod\n"
+        "    def columns(cls, batch, rng):\n        return {}\n"
+    )
+    assert algorithm(folder, 'loss = "static.py:Static"').loss.name.endswith("static.py:Static")
+
+
 def test_another_process_finds_the_class_by_its_reference(folder: Path) -> None:
     objective = policy_objective(algorithm(folder, 'loss = { type = "mine.py:Scaled", alpha = 0.3 }'))
     (folder / "objective").write_bytes(pickle.dumps(objective))

@@ -248,7 +248,7 @@ class MasterOptimizer:
             place: where it was read, for messages.
 
         Raises:
-            CheckpointError: it is of other weights, without their average, or was written by another optimizer.
+            CheckpointError: it is of other weights, lacks the average that this run keeps, or is of another optimizer.
         """
         if missing := [name for name in self.average if f"ema:{name}" not in tensors]:
             raise CheckpointError(

@@ -31,7 +31,7 @@ class Passes(Generic[M]):
     Args:
         predict: runs the model on a forest.
         group: the ranks that share the model or its micro-batches.
-        offload: keep the weights of a frozen model in host memory while it does not score; not those of a sharded one.
+        offload: keep the weights of a frozen model in host memory while it does not score; ignored for a sharded one.
     """
 
     def __init__(

@@ -49,7 +49,7 @@ class StateFiles:
         return set(self._places)
 
     def read(self, name: str, start: int = 0, count: int | None = None) -> Tensor:
-        """Rows of a tensor, from all files that have some of them; by default all. A number is equal in all files."""
+        """Rows of a tensor, by default all, from the files that have some; a tensor without rows is in every file."""
         pieces: list[Tensor] = []
         for first, file in sorted(self._places[name]):
             with safe_open(file, framework="pt") as opened:

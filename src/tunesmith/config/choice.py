@@ -119,11 +119,14 @@ class Choice(Section):
         ours = [each for each in kind.__mro__ if issubclass(each, cls) and each.__module__.startswith("tunesmith.")]
         methods = {name: value for each in reversed(ours) for name, value in vars(each).items() if isfunction(value)}
         for name, method in methods.items():
+            if name.startswith("_") and name != "__call__":
+                continue
             wanted = list(inspect.signature(method).parameters)
             if name in kind.__abstractmethods__:
                 return f"{kind.__name__} has no {name}({', '.join(wanted)})"
+            bound = isinstance(inspect.getattr_static(kind, name), staticmethod | classmethod)
             try:
-                inspect.signature(getattr(kind, name)).bind(*wanted)
+                inspect.signature(getattr(kind, name)).bind(*wanted[bound:])
             except TypeError:
                 return f"{kind.__name__}.{name} has to take ({', '.join(wanted)})"
         return ""

@@ -21,7 +21,7 @@ class EngineKind:
     """Servers that were started separately: the run allocates no memory for them, and sends them files of weights."""
     third_party: bool = False
     """It does not compute with the trainer's model: it always has its own copy of the weights, takes them whole and
-    under the names of the model's files (no adapters, no quantised base), and the same rotary frequencies for all
+    under the names of the model's files (no adapters, no quantised base), and uses the same rotary frequencies for all
     lengths. It also has its own formats of weights and of keys and values."""
     spans_devices: bool = False
     """One engine may be several ranks, each with a device of its own (``system.vllm`` has their numbers)."""

@@ -9,6 +9,7 @@ import datetime
 import json
 import re
 import tomllib
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -67,9 +68,16 @@ def load_config(kind: type[C], path: Path | None, overrides: Sequence[str] = (),
 
 
 def find_kind(path: Path | None, overrides: Sequence[str] = ()) -> type[RunConfig]:
-    """The configuration class that has the most of the file's sections; ``SFTConfig`` if others have no more."""
+    """The configuration class that has the most of the file's sections, and of several the one that alone has one of
+    them; ``SFTConfig`` if others have no more."""
     data, _ = read_tree(path, overrides)
-    kind = max((SFTConfig, *KINDS.values()), key=lambda kind: len(kind.model_fields.keys() & data.keys()))
+    having = Counter(section for kind in KINDS.values() for section in kind.model_fields)
+
+    def fit(kind: type[RunConfig]) -> tuple[int, int]:
+        sections = kind.model_fields.keys() & data.keys()
+        return len(sections), sum(having[section] == 1 for section in sections)
+
+    kind = max((SFTConfig, *KINDS.values()), key=fit)
     return distill_kind(data) if kind is DistillConfig else kind
 
 

@@ -180,7 +180,7 @@ class Far(ABC):
 
     @abstractmethod
     def _kill(self) -> None:
-        """End the process, and wait until it has ended."""
+        """End the process, and wait until it has ended, unless another process waits for it."""
 
 
 def _waited(future: Future[Any], seconds: float, hurried: float) -> bool:

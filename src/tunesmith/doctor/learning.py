@@ -90,7 +90,7 @@ def _signs(history: Sequence[Metrics], facts: RunFacts) -> dict[str, Any]:
     """The facts, statistics of the last ``STEPS`` steps, and values derived from both."""
     last = history[-STEPS:]
     values: dict[str, Any] = asdict(facts) | {"rl": facts.rollouts, "grad_norm.mean": 0.0, "loss.mean": 0.0}
-    values |= statistics(last, None)
+    values |= (signs := statistics(last, None))
     first, loss, full = history[0].get("loss"), values["loss.mean"], facts.full_reward
     reward, correct, entropy = (values.get(f"{name}.mean") for name in ("reward", "correct", "entropy"))
     differing = [step for step in history[: 1 - STEPS] if "reward" in step and step.get("reward/std")]
@@ -98,7 +98,8 @@ def _signs(history: Sequence[Metrics], facts: RunFacts) -> dict[str, Any]:
         best = max(differing, key=lambda step: step["reward"])
         values |= {"best": best["reward"], "best_step": best["step"]}
         values["ruined"] = best["reward"] - reward >= 0.5 * max(abs(best["reward"]), best["reward/std"])
-    rises = len(history) >= 2 * STEPS and first is not None and loss > first + max(1.0, abs(first) / 2)
+    both = len(history) >= 2 * STEPS and first is not None and "loss.mean" in signs
+    rises = both and loss > first + max(1.0, abs(first) / 2)
     right = correct == 1 or (full is not None and reward is not None and reward >= full - 1e-9)
     return values | {
         "first_loss": first,

@@ -126,12 +126,12 @@ def statistics(lines: Sequence[Metrics], width: int | None) -> dict[str, float]:
     for name, column in columns.items():
         numbers = [value for value, _ in column]
         part = width or _window(len(numbers))
-        first, last = fmean(numbers[:part]), fmean(numbers[-part:])
+        first, last = _mean(numbers[:part]), _mean(numbers[-part:])
         found = {
             "first": first,
             "last": last,
             "rise": last - first,
-            "mean": fmean(numbers),
+            "mean": _mean(numbers),
             "median": median(numbers),
             "max": max(numbers),
             "min": min(numbers),
@@ -144,6 +144,11 @@ def statistics(lines: Sequence[Metrics], width: int | None) -> dict[str, float]:
             found["times"] = last / first
         values |= {f"{name}.{key}": value for key, value in found.items()}
     return values
+
+
+def _mean(numbers: Sequence[float]) -> float:
+    """Also of infinities of both signs (NaN), which ``fmean`` refuses."""
+    return sum(numbers) / len(numbers)
 
 
 def _jump(lines: Sequence[Metrics], name: str) -> dict[str, float]:

@@ -214,7 +214,7 @@ class LeanDecoder:
         """The lean form of a Hugging Face decoder; None if it has another shape.
 
         Args:
-            modules: its layers, each with its weights until the next is requested; None: all have them.
+            modules: its layers, each on the device only until the next is requested; None: all are there.
         """
         config = model.config
         if config.model_type not in LEAN_FAMILIES or not hasattr(model, "layers"):

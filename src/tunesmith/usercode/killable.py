@@ -139,7 +139,14 @@ class ForkServer:
         return code
 
     def close(self) -> None:
-        """End the workers and the server."""
+        """End the workers and the server; one that does not answer for ``ENDING_SECONDS`` is killed."""
+        for number in [number for number, code in list(self._codes.items()) if code is None]:
+            with suppress(ProcessLookupError):
+                os.kill(number, signal.SIGKILL)
+        if self._lock.acquire(timeout=ENDING_SECONDS):
+            self._lock.release()
+        else:
+            self._process.kill()  # the request in progress then fails, and its thread frees the lock
         for number in list(self._codes):
             self.end(number)
         with self._lock:
@@ -151,7 +158,7 @@ class ForkServer:
 
         Raises:
             WorkerLost: the process has ended.
-            WorkerError: with the text ``late``, if it did not answer in time; it is then killed.
+            WorkerError: with the text ``late``, if it did not answer in time; it is then killed, and its forks end.
         """
         try:
             self._pipe.send_bytes(pickle.dumps(request))
@@ -168,7 +175,7 @@ class ForkServer:
 class Worker(ConnectedFar):
     """One process that holds the program's function. Requests are pickled; answers are JSON, which cannot run code.
 
-    No watchdog supervises it: the caller sets a deadline and closes it. When it ends, its calls raise WorkerLost.
+    No watchdog supervises it: each call has a deadline. When it ends, its calls raise WorkerLost.
     """
 
     def __init__(self, server: ForkServer, pid: int, connection: Connection) -> None:

@@ -21,7 +21,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -83,7 +83,7 @@ class BroadcastPlane:
         """See ``Plane.offer``. If there are several senders, each of the others must ``help`` with the first offer."""
         kept = self._kept
         assert kept is not None and self.rank == 0, "nothing was published"
-        runs = [asdict(run) for run in kept.runs]
+        runs = [{f.name: getattr(run, f.name) for f in fields(run)} for run in kept.runs]  # tables are not copied
         header = {"version": self._version, "runs": runs, "device": torch.device(self.device).type}
         said: Offer = {"plane": self.plane, "group": self.group, "version": self._version, "host": self.host}
         said |= {"world": self.senders + takers * self.ranks, "senders": self.senders, "ranks": self.ranks}

@@ -46,8 +46,9 @@ def locate_files(data: Tree, run_directory: Path | None, is_override: Callable[[
 
 def _finder(path: KeyPath) -> Find | None:
     """The function that locates the file at a path of keys, if it may hold one."""
-    keys = ".".join("[]" if isinstance(part, int) else part for part in path)
-    return _FILES.get(keys) or _FILES.get(f"{keys.rpartition('.')[0]}.{{}}")
+    keys = ["[]" if isinstance(part, int) else part for part in path]
+    named = [*keys[:-1], "{}"] if isinstance(path[-1], str) else keys
+    return _FILES.get(".".join(keys)) or _FILES.get(".".join(named))
 
 
 def _search(text: str, bases: list[Path]) -> Path | None:
