@@ -98,8 +98,9 @@ def _signs(history: Sequence[Metrics], facts: RunFacts) -> dict[str, Any]:
         best = max(differing, key=lambda step: step["reward"])
         values |= {"best": best["reward"], "best_step": best["step"]}
         values["ruined"] = best["reward"] - reward >= 0.5 * max(abs(best["reward"]), best["reward/std"])
-    both = len(history) >= 2 * STEPS and first is not None and "loss.mean" in signs
-    rises = both and loss > first + max(1.0, abs(first) / 2)
+    rises = False
+    if len(history) >= 2 * STEPS and first is not None and "loss.mean" in signs:
+        rises = loss > first + max(1.0, abs(first) / 2)
     right = correct == 1 or (full is not None and reward is not None and reward >= full - 1e-9)
     return values | {
         "first_loss": first,
