@@ -9,7 +9,6 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Mapping
-from inspect import isfunction
 from pathlib import Path
 from typing import Any, ClassVar, Self, cast
 
@@ -117,7 +116,9 @@ class Choice(Section):
         if not issubclass(kind, cls):
             return f"{kind.__name__} is not a {cls.what}; make it a subclass of {base}"
         ours = [each for each in kind.__mro__ if issubclass(each, cls) and each.__module__.startswith("tunesmith.")]
-        methods = {name: value for each in reversed(ours) for name, value in vars(each).items() if isfunction(value)}
+        methods = {
+            name: value for each in reversed(ours) for name, value in vars(each).items() if inspect.isfunction(value)
+        }
         for name, method in methods.items():
             if name.startswith("_") and name != "__call__":
                 continue

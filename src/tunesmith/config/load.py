@@ -68,8 +68,8 @@ def load_config(kind: type[C], path: Path | None, overrides: Sequence[str] = (),
 
 
 def find_kind(path: Path | None, overrides: Sequence[str] = ()) -> type[RunConfig]:
-    """The configuration class that has the most of the file's sections, and of several the one that alone has one of
-    them; ``SFTConfig`` if others have no more."""
+    """The configuration class with most of the file's sections; among equals, the one with most sections that no other
+    command has, and ``SFTConfig`` before all others."""
     data, _ = read_tree(path, overrides)
     having = Counter(section for kind in KINDS.values() for section in kind.model_fields)
 
