@@ -162,8 +162,9 @@ def test_best_and_due() -> None:
     assert (best.value, best.step) == (1.0, 4) and not best.reached_target
     best.update(0.5, 9)
     assert best.reached_target
-    assert [due(s, 2, 5) for s in range(1, 6)] == [False, True, False, True, True]
-    assert [due(s, None, 5) for s in range(1, 6)] == [False] * 4 + [True]
+    assert [due(s, 2, 5, True) for s in range(1, 6)] == [False, True, False, True, True]
+    assert [due(s, None, 5, True) for s in range(1, 6)] == [False] * 4 + [True]
+    assert [due(s, "epoch", 5, s == 3) for s in range(1, 6)] == [False, False, True, False, True]
 
 
 @pytest.fixture(scope="module")

@@ -111,7 +111,9 @@ def test_config_shows_what_a_run_file_resolves_to(folder: Path) -> None:
     rows = {line.split()[0]: line for line in ended.stdout.splitlines() if line.strip()}
     assert "as you said" in rows["train.steps"]
     assert "4" in rows["train.warmup_steps"] and "0.1 of 40 optimizer steps" in rows["train.warmup_steps"]
-    assert "preset grpo" in rows["algorithm.advantage"]
+    assert "preset grpo" in rows["algorithm.advantage"] and "algorithm.kl" not in rows
+    everything, _ = tunesmith(folder, "config", "-v", "run.toml")
+    assert "algorithm.kl" in everything.stdout and "monitor.verbose" in everything.stdout
 
 
 def ending(error: BaseException | None, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:

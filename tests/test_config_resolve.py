@@ -372,12 +372,26 @@ def test_saving_where_nothing_can_be_written(tmp_path: Path) -> None:
 
 
 def test_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    print_resolved(resolve(rl("rollout.top_p=0.9", "rollout.prompts_per_step=8"), facts(train_size=5)))
+    made = resolve(rl("rollout.top_p=0.9", "rollout.prompts_per_step=8"), facts(train_size=5))
+    print_resolved(made, all_of_it=False)
     shown = capsys.readouterr().out
     assert "rollout.top_p" in shown and "as you said" in shown
     assert "one pass over 5 prompts, 8 to a step" in shown
     assert "algorithm.decoupled" in shown and "rollout.top_p alters" in shown
     assert "note: a step takes 8 prompts" in shown
+    rows = {line.split()[0] for line in shown.splitlines()}
+    off = {d.key for d in made.derived if d.value in (None, False, 0, "none")}
+    assert off and not off & rows and {d.key for d in made.derived} - off <= rows
+    assert f"{len(off)} more are off" in shown and "-v" in shown
+    print_resolved(made, all_of_it=True)
+    everything = capsys.readouterr().out
+    assert {d.key for d in made.derived} <= {line.split()[0] for line in everything.splitlines()}
+
+
+def test_a_said_value_is_shown_though_it_switches_something_off(capsys: pytest.CaptureFixture[str]) -> None:
+    print_resolved(resolve(rl("train.seed=0", "system.compile=false"), facts()), all_of_it=False)
+    rows = {line.split()[0] for line in capsys.readouterr().out.splitlines()}
+    assert {"train.seed", "system.compile"} <= rows
 
 
 def test_model_facts_without_torch(tmp_path: Path) -> None:
@@ -533,7 +547,7 @@ def test_keys_values_and_reasons_are_whole(
     monkeypatch.setattr(
         rich.console, "Console", lambda: plain(force_terminal=terminal, width=80, color_system=None, file=sys.stdout)
     )
-    print_resolved(made)
+    print_resolved(made, all_of_it=True)
     lines = capsys.readouterr().out.splitlines()
     keys = [line.split()[0] for line in lines if not line.startswith((" ", "note"))]
     assert {d.key for d in made.derived} <= set(keys)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 import sys
@@ -272,6 +273,19 @@ def test_a_checkpoint_is_due_by_time_and_by_passes_over_the_data(tmp_path: Path,
     timed = sft_settings(tmp_path, model, "timed", checkpoint__minutes=1e-9, checkpoint__keep=9)
     outcome = assembly.run_sft(None, timed)
     assert Checkpoints(outcome.run_dir / "checkpoints", 9).steps() == [1, 2, 3, 4, 5, 6]
+
+
+def test_an_evaluation_is_due_after_each_pass_also_after_an_interruption(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = sft_settings(tmp_path, model, train__steps=7, eval__every="epoch")
+    said.append(f"data.eval={tmp_path / 'examples.jsonl'}")
+    with monkeypatch.context() as patched, pytest.raises(Interrupted):
+        at_call(patched, TorchBackend, "step", 3, after=True)  # before the evaluation of the first pass
+        assembly.run_sft(None, said)
+    outcome = assembly.run_sft(None, [*said, "checkpoint.resume=true"])
+    lines = map(json.loads, (outcome.run_dir / "metrics.jsonl").read_text().splitlines())
+    assert [line["step"] for line in lines if "eval/loss" in line] == [0, 3, 6, 7]  # 24 lines, 8 to a step
 
 
 def test_auto_needs_a_directory_and_begins_where_there_is_nothing_to_continue(tmp_path: Path, model: Path) -> None:

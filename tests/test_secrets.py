@@ -36,7 +36,7 @@ def clean(text: str) -> bool:
 def test_settings_are_shown_and_saved_without_secrets(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     resolved = resolve(load_config(RLConfig, None, SETTINGS), Facts(read_hardware()))
     assert resolved.config.reward.remote[0].urls == (URL,)  # the run has the real one
-    print_resolved(resolved)
+    print_resolved(resolved, all_of_it=True)
     save_resolved(resolved, tmp_path)
     told = capsys.readouterr().out
     assert "http://***@host:80/r?key=***" in told and clean(told)

@@ -40,3 +40,17 @@ def test_a_reader_that_goes_away_is_said_once() -> None:
         said = process.stderr.read()
     assert process.returncode == 0 and said.splitlines()[-1] == "went on"
     assert said.count("standard output") == 1 and "Traceback" not in said
+
+
+@pytest.mark.parametrize("seconds", [0, 3])
+def test_a_command_that_is_silent_for_long_says_that_it_starts(seconds: int) -> None:
+    program = (
+        "import time\n"
+        "from tunesmith.cli import standard_output as out\n"
+        "out.FIRST_WORDS = (1.0,)\n"
+        "out.report_start()\n"
+        f"with out.lasting_output():\n    time.sleep({seconds})\n    print('a word', flush=True)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=600)
+    assert done.stdout == "a word\n"
+    assert done.stderr.startswith("starting") == bool(seconds)

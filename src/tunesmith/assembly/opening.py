@@ -105,7 +105,7 @@ class OpenRun(Generic[C, T]):
         folder, reports = self.directory.path, [data.report for data in (self.train, self.held_out) if data]
         for report in reports:
             print(report.summary())
-        print_resolved(self.resolved)
+        print_resolved(self.resolved, all_of_it=self.config.monitor.verbose)
         if changed := changes(self.resolved, folder):
             print("\n  ".join(["the run that is continued was begun with other settings:", *changed]))
         save_resolved(self.resolved, folder)

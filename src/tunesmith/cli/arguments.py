@@ -21,7 +21,7 @@ Overrides = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="[section.key=value]...",
-        help="Settings that replace the file's.",
+        help="Settings that replace the file's; -v is monitor.verbose=true.",
         show_default=False,
         autocompletion=complete_setting,
     ),

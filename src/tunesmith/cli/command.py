@@ -35,10 +35,12 @@ class Command(TyperCommand):
     """A command with help for unknown options and a missing run file; its description is not cut."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        known = {option for p in self.get_params(ctx) for option in (*p.opts, *p.secondary_opts)}
+        known = {option for p in self.get_params(ctx) for option in (*p.opts, *p.secondary_opts)} | {"--verbose"}
         settings = any(p.name == "overrides" for p in self.params)
         if settings and (unknown := _unknown(args, known)):
             ctx.fail(_about_options(str(self.name), unknown, known))
+        if settings and (verbose := {"-v", "--verbose"}.intersection(args)):
+            args = [*(arg for arg in args if arg not in verbose), "monitor.verbose=true"]
         rest = super().parse_args(ctx, args)
         run = ctx.params.get("run")
         if run is not None and "=" in str(run) and not run.exists():

@@ -51,7 +51,7 @@ def print_dry_run(run: Path, overrides: Sequence[str], on: str) -> None:
         config = load_run(run, overrides)
         resolved, facts = plan_run(config, on)
         check_dry_run(resolved.config)
-    print_resolved(layout_of_run(resolved))
+    print_resolved(layout_of_run(resolved), all_of_it=True)
     prices = {name: price for name, price, _ in planned_devices(resolved.config, facts)}
     gpus = dry_run(resolve(config, replace(facts, train_size=facts.train_size or ASSUMED_LINES)).config, facts)
     waits: dict[str, None] = {}

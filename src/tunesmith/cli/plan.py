@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def show_config(run: RunFile, overrides: Overrides = None) -> None:
-    """Check a run file as its command does, and print every setting that was given or derived.
+    """Check a run file as its command does, and print the settings that were given or derived.
 
     Nothing is loaded. Of the data, it reads each local source's first line. What depends on all of it, such as the
     number of steps, is derived when the run starts.
@@ -26,7 +26,7 @@ def show_config(run: RunFile, overrides: Overrides = None) -> None:
 
     with placed(run, overrides or ()):
         resolved = check_run(load_run(run, overrides or ()), run.parent, hub=False)
-    print_resolved(resolved)
+    print_resolved(resolved, all_of_it=resolved.config.monitor.verbose)
 
 
 def plan(
@@ -67,7 +67,7 @@ def plan(
     if as_json:
         print(json.dumps({"fits": True, **found}, indent=2))
         return
-    print_resolved(layout_of_run(resolved))
+    print_resolved(layout_of_run(resolved), all_of_it=True)
     _print_table(memory_rows(memory_of(resolved.config, facts)))
     _print_table(seconds_rows(step_seconds(resolved.config, facts)))
     _print_table(other_rows(found))

@@ -4,9 +4,30 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
+import time
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager, suppress
 from typing import Any, TextIO, cast
+
+FIRST_WORDS = (0.8, 10.0, 30.0, 60.0)
+"""Seconds after its start at which a command that has printed nothing says that it is starting."""
+_WRITTEN = threading.Event()
+
+
+def report_start() -> None:
+    """Report on standard error that the command is starting, unless it soon writes something itself."""
+    if os.environ.get("RANK", "0") == "0":
+        threading.Thread(target=_report_start, name="start", daemon=True).start()
+
+
+def _report_start() -> None:
+    begun = time.monotonic()
+    for moment in FIRST_WORDS:
+        if _WRITTEN.wait(begun + moment - time.monotonic()):
+            return
+        with suppress(OSError, ValueError, AttributeError):
+            print(f"starting: loading Python packages ({moment:g} s)", file=sys.stderr, flush=True)
 
 
 class LastingOutput:
@@ -19,6 +40,7 @@ class LastingOutput:
         self._broken = False
 
     def write(self, text: str, /) -> int:
+        _WRITTEN.set()
         self._try(self._stream.write, text)
         return len(text)
 

@@ -22,6 +22,9 @@ from tunesmith.redact import open_private, redact_values
 
 C = TypeVar("C", bound=RunConfig)
 
+OFF = (None, False, 0, "none")
+"""Values of derived settings with which nothing happens."""
+
 
 @dataclass(frozen=True, slots=True)
 class Derived:
@@ -84,15 +87,21 @@ def _holds_tables(section: BaseModel) -> bool:
     return any(isinstance(value, BaseModel) for value in vars(section).values())
 
 
-def print_resolved(resolved: Resolved[Any]) -> None:
-    """Print given settings, then derived settings with their reasons; defaults are in ``resolved.json``."""
+def print_resolved(resolved: Resolved[Any], *, all_of_it: bool) -> None:
+    """Print given settings, then derived settings with their reasons; defaults are in ``resolved.json``.
+
+    Args:
+        all_of_it: print derived settings too that switch something off, such as offloading without a GPU; otherwise
+            they are counted.
+    """
     from rich.console import Console
     from rich.text import Text
 
     changed = {d.key for d in resolved.derived}
     given = ((key, value) for key, value in resolved.given.items() if key not in changed)
+    acting = [d for d in resolved.derived if all_of_it or d.key in resolved.given or d.value not in OFF]
     rows = [(key, value, resolved.reasons.get(key, "as you said")) for key, value in given]
-    rows += [(entry.key, entry.value, entry.reason) for entry in resolved.derived]
+    rows += [(entry.key, entry.value, entry.reason) for entry in acting]
     shown = [(key, printable(_shown(value, shown_path)), printable(reason)) for key, value, reason in rows]
     keys, values = (max((len(row[i]) for row in shown), default=0) for i in (0, 1))
     console = Console()
@@ -104,6 +113,8 @@ def print_resolved(resolved: Resolved[Any]) -> None:
         line.stylize("bold", keys + 2, keys + 2 + len(value))
         line.stylize("dim", keys + 2 + len(value))
         console.print(line, soft_wrap=True)
+    if hidden := len(resolved.derived) - len(acting):
+        console.print(Text(f"{hidden} more are off or 0 here (-v prints them)", style="dim"), soft_wrap=True)
     for note in resolved.notes:
         console.print(Text(printable(f"note: {note}"), style="yellow"), soft_wrap=True)
 

@@ -257,8 +257,8 @@ class TrainSection(Section):
 
 
 class EvalSection(Section):
-    every: PositiveInt | None = None
-    """Steps between evaluations; None: only at the end, if there is an eval set."""
+    every: PositiveInt | Literal["epoch"] | None = None
+    """Steps between evaluations, or one after each pass over the data; None: only at the end."""
     at_start: bool = True
     samples: PositiveInt = 1
     """Completions per prompt; 1 is greedy, more than 1 give pass@k."""
@@ -290,6 +290,8 @@ class MonitorSection(Section):
     """Whether to show progress as a live display; None: if standard output is a terminal."""
     every: PositiveInt = 1
     """Steps between plain progress lines and between points in the sinks; metrics.jsonl has every step."""
+    verbose: bool = False
+    """Whether to print derived settings too that switch something off; ``-v`` on the command line."""
     samples: Count = 2
     """Groups per step whose rollouts are kept in rollouts.jsonl; of each evaluation, four times as many prompts."""
     tokens: bool = True

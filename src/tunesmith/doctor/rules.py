@@ -37,10 +37,16 @@ def rules() -> dict[str, list[dict[str, Any]]]:
 def described(rule: Mapping[str, Any], values: Mapping[str, Any]) -> Finding:
     """The finding of a rule that applies to these values."""
     texts = {name: _filled(rule.get(name, ""), values) for name in ("numbers", "cause", "effect")}
-    known = [text for text in rule.get("change", ()) if all(p[1] in values for p in _PLACE.finditer(text))]
+    known = [text for text in rule.get("change", ()) if all(_can_fill(p, values) for p in _PLACE.finditer(text))]
     change = tuple(_filled(text, values) for text in known)
     steps = values["last_steps"] if rule.get("over") == "last" else f"{values['first_step']}-{values['last_step']}"
     return Finding(key=rule["key"], severity=rule["severity"], change=change, steps=steps, **texts)
+
+
+def _can_fill(place: re.Match[str], values: Mapping[str, Any]) -> bool:
+    """Whether a place's value is known and, if it is multiplied, a number."""
+    value = values.get(place[1])
+    return value is not None and not (place[2] and isinstance(value, str))
 
 
 def _filled(text: str, values: Mapping[str, Any]) -> str:

@@ -25,7 +25,7 @@ def update_trainer_state(parts: RLParts, session: Session) -> None:
         max_steps=session.total_steps,
         epoch=float(parts.tasks.epoch),
         logging_steps=config.monitor.every,
-        eval_steps=config.eval.every,
+        eval_steps=config.eval.every if isinstance(config.eval.every, int) else None,
         save_steps=config.checkpoint.every if isinstance(config.checkpoint.every, int) else None,
         best_metric=best.value,
         best_global_step=best.step,

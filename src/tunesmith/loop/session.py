@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from math import isfinite
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from tunesmith.config.schema import CheckpointSection, EvalSection
 from tunesmith.errors import CheckpointError, ConfigError, TunesmithError, boundary, nearest
@@ -47,8 +47,10 @@ class Saved(NamedTuple):
     time: float
 
 
-def due(step: int, every: int | None, total: int) -> bool:
+def due(step: int, every: int | Literal["epoch"] | None, total: int, pass_ended: bool) -> bool:
     """Whether an action is due that happens every ``every`` steps and at the end (None: only at the end)."""
+    if every == "epoch":
+        return step >= total or pass_ended
     return step >= total or (every is not None and step % every == 0)
 
 
@@ -98,6 +100,8 @@ class Session:
     _state: dict[str, Any] = field(init=False)
     """The parts' state after the last complete step."""
     _epoch: int = field(default=0, init=False)
+    _pass_ended: bool = field(default=False, init=False)
+    """Whether a pass over the data ended with the last step."""
     _saved: Saved = field(init=False)
 
     @property
@@ -129,6 +133,7 @@ class Session:
                 parts.load(self.resume_from)
                 self.step, self.recorder.total_tokens = state["step"], state["total_tokens"]
                 self.evaluated = state.get("evaluated", True)
+                self._pass_ended = state.get("pass_ended", False)
                 self.best.value, self.best.step = state["best"].get(self.best.metric, (None, None))
                 parts.take(state)
             self.note(f"continuing at step {self.step} from {self.resume_from}")
@@ -147,6 +152,7 @@ class Session:
         record = self.recorder.step(self.step, metrics, last=self.step == self.total_steps)
         if groups:
             self.recorder.rollouts(self.step, groups, last=self.step == self.total_steps)
+        self._pass_ended = self._parts.epoch > self._epoch
         self._state, self._epoch, self.evaluated = self._parts.state(), self._parts.epoch, False
         interrupts.settle()
         self._call(self.callbacks.on_step, record)
@@ -167,8 +173,11 @@ class Session:
 
     def evaluation_due(self) -> bool:
         """Whether this step still has to be evaluated. After a resume it does if a signal prevented it."""
-        wanted = due(self.step, self.eval.every, self.total_steps) if self.step else self.eval.at_start
-        return wanted and not self.evaluated
+        if self.evaluated:
+            return False
+        if not self.step:
+            return self.eval.at_start
+        return due(self.step, self.eval.every, self.total_steps, self._pass_ended)
 
     def checkpoint_due(self) -> bool:
         """Whether a checkpoint is due by steps, epochs or time, because the run stops, or after the best evaluation."""
@@ -178,9 +187,7 @@ class Session:
         is_best, every, minutes = self.best.step == self.step, self.checkpoint.every, self.checkpoint.minutes
         if self.stopped or is_best or (minutes is not None and self.recorder.clock.now() - saved.time >= 60 * minutes):
             return True
-        if every == "epoch":
-            return self.step >= self.total_steps or self._epoch > saved.epoch
-        return due(self.step, every, self.total_steps)
+        return due(self.step, every, self.total_steps, self._epoch > saved.epoch)
 
     def save(self, *, stopping: bool = False) -> Path:
         """Write a checkpoint of the last complete step.
@@ -195,6 +202,7 @@ class Session:
             "step": self.step,
             "best": {self.best.metric: [self.best.value, self.best.step]},
             "evaluated": self.evaluated,
+            "pass_ended": self._pass_ended,
             "total_tokens": self.recorder.total_tokens,
         }
         state |= {"model_only": True, "finished": not self.running} if model_only else {}

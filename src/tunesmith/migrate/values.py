@@ -56,9 +56,7 @@ def every(given: Given, there: There) -> Result:
     key = "eval.every" if re.search(r"eval|test_freq", given.name) else "checkpoint.every"
     value = given.value
     if value == "epoch":
-        if key == "checkpoint.every":
-            return [Value(key, "epoch")]
-        return Dropped("evaluations go by steps here: set eval.every to the steps of an epoch")
+        return [Value(key, "epoch")]
     if value in ("steps", "no") or is_off(value):
         return Dropped(
             "nothing is done during training there" if value != "steps" else "the steps are given as well", off=True
