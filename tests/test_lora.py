@@ -304,7 +304,7 @@ def test_paths_that_hold_something_else_are_told(tmp_path: Path, base: Path) -> 
         run(sft_settings(tmp_path, base, lora__path=str(tmp_path / "adapter"), lora__rank=8), "sft")
     with pytest.raises(StorageError, match="exists already"):
         assembly.run_merge(tmp_path / "adapter", base)
-    with pytest.raises(ModelError, match="adapter_config"):
+    with pytest.raises(ConfigError, match="adapter_config"):
         assembly.run_merge(base, tmp_path / "merged")
     other = save_model(tmp_path / "other", hidden_size=16)
     with pytest.raises(ModelError, match="does not fit"):

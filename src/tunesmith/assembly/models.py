@@ -7,9 +7,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from tunesmith.config.reading.files import ADAPTER_CONFIG
+from tunesmith.config.reading.files import adapter_directory
 from tunesmith.config.schema import RLConfig, RunConfig
-from tunesmith.errors import ModelError, StorageError
+from tunesmith.errors import StorageError
 from tunesmith.monitor.waits import long_wait
 from tunesmith.plan.cost.operations import PeakRates
 
@@ -166,18 +166,16 @@ def run_merge(
     """Merge a LoRA adapter into its base, write the model to ``out``, and return the base's path.
 
     Args:
-        adapter: a peft adapter directory, such as a checkpoint's ``model``.
+        adapter: a peft adapter directory, or a directory with just one, such as a checkpoint.
         base: the base model; None: the one that the adapter names.
         dtype: dtype of the merged model; None: the base's.
 
     Raises:
-        ModelError: there is no adapter or base, or they do not fit together.
+        ConfigError: there is no adapter.
+        ModelError: there is no base, or the two do not fit together.
         StorageError: ``out`` is not empty, or cannot be written.
     """
-    if not (adapter / ADAPTER_CONFIG).is_file():
-        inside = adapter / "model"
-        hint = f"; did you mean {inside}?" if (inside / ADAPTER_CONFIG).is_file() else ""
-        raise ModelError(f"{adapter} holds no LoRA adapter: there is no {ADAPTER_CONFIG} in it{hint}")
+    adapter = adapter_directory(adapter)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise StorageError(f"{out} exists already; name a new directory for the merged model")
     from transformers.utils import logging

@@ -3,26 +3,47 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from torch import nn
+from peft.tuners.lora import LoraLayer
+from safetensors import safe_open
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.pytorch_utils import Conv1D
 
+from tunesmith.config.reading.files import ADAPTER_CONFIG, WEIGHTS
 from tunesmith.config.schema import LoraSection
 from tunesmith.errors import ConfigError, ModelError, boundary, nearest
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.models.decoder import Decoder
 from tunesmith.models.loading import load_config
-from tunesmith.models.lora import ANY_OF_PEFT, START, TRAINED, LoraAdapter, check_weights, read_config
+from tunesmith.models.lora import (
+    ANY_OF_PEFT,
+    START,
+    TRAINED,
+    LoraAdapter,
+    check_weights,
+    read_config,
+    stored_embeddings,
+)
 from tunesmith.models.score_model import ScoreModel
-from tunesmith.parallel.sharding import unshard_trained
+from tunesmith.parallel.sharding import unshard_trained, whole
 
-_EXTENSIONS = ("use_dora", "bias", "lora_bias", "trainable_token_indices", "target_parameters", "layer_replication")
-"""peft settings that go beyond two matrices per linear module."""
+_CONTINUED = frozenset(
+    {
+        *("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "lora_dropout", "fan_in_fan_out"),
+        *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "init_lora_weights"),
+        *("base_model_name_or_path", "revision", "task_type", "peft_type", "peft_version", "auto_mapping"),
+        *("inference_mode", "modules_to_save", "runtime_config"),
+    }
+)
+"""peft's settings of plain LoRA: two matrices beside linear modules of the decoder, whatever their ranks and scales."""
+_PLAIN_STARTS = (True, False, "gaussian", "orthogonal", "eva")
+"""Initial values of the matrices (``init_lora_weights``) that leave the base's weights as they are."""
 
 
 def attach(
@@ -69,25 +90,63 @@ def _fresh(model: Decoder, section: LoraSection, kind: str) -> PeftModel:
 
 def _continued(model: Decoder, section: LoraSection, kind: str, path: Path, frozen: bool) -> PeftModel:
     config = read_config(path)
-    if config.task_type != kind:
+    if config.task_type not in (kind, None):
         raise ModelError(f"{path} is an adapter for {config.task_type}, and this model is a {kind}")
-    plain, heads = LoraConfig(), {"score", "classifier"}  # peft adds both to every adapter of a score model
-    extensions = [name for name in _EXTENSIONS if getattr(config, name) != getattr(plain, name)]
-    if extensions or not heads.issuperset(config.modules_to_save or ()):
+    if extensions := beyond_plain(config):
         raise ModelError(
-            f"{path} is not plain LoRA: it uses {', '.join(extensions or ['modules_to_save'])}. "
+            f"{path / ADAPTER_CONFIG}: {', '.join(extensions)} changes more than two matrices beside linear modules of "
+            "an unchanged base, which is what training continues. "
             f"Merge it with its base: tunesmith merge {path} OUT_DIR"
         )
+    _check_embeddings(path, model)
     config.lora_dropout = section.dropout
     with boundary(ModelError, f"the adapter {path} does not fit the model", ANY_OF_PEFT):
         name = {"adapter_name": TRAINED, "is_trainable": not frozen}
         peft = PeftModel.from_pretrained(model.module, path, config=config, **cast(Any, name))
         check_weights(path, peft)
+        _check_adapted(path, peft)
         if frozen:
             return peft
         peft.load_adapter(str(path), START, is_trainable=False)
         peft.set_adapter(TRAINED)
     return peft
+
+
+def beyond_plain(config: Any) -> list[str]:
+    """The settings of an adapter that make it more than plain LoRA."""
+    plain, heads = LoraConfig(), {"score", "classifier"}  # peft adds both to every adapter of a score model
+    set_by_user = {f.name for f in fields(config) if getattr(config, f.name) != getattr(plain, f.name, None)}
+    found = sorted(set_by_user - _CONTINUED)
+    if config.init_lora_weights not in _PLAIN_STARTS:
+        found.append("init_lora_weights")
+    if not heads.issuperset(config.modules_to_save or ()):
+        found.append("modules_to_save")
+    return found
+
+
+def _check_embeddings(path: Path, model: Decoder) -> None:
+    """Refuse an adapter whose file holds another embedding or head than the base: training would not save it."""
+    for name, key in stored_embeddings(model.module, path).items():
+        base = whole(cast(Tensor, model.module.get_submodule(name).weight))
+        with safe_open(path / WEIGHTS, framework="pt", device=str(base.device)) as file:
+            saved = file.get_tensor(key)
+        if saved.shape != base.shape or not (saved.equal(base.to(saved.dtype)) or saved.to(base.dtype).equal(base)):
+            raise ModelError(
+                f"{path / WEIGHTS}: '{key}' {list(saved.shape)} differs from the base's {name} {list(base.shape)}, and "
+                f"an adapter is trained on an unchanged base. Merge the two: tunesmith merge {path} OUT_DIR"
+            )
+
+
+def _check_adapted(path: Path, peft: PeftModel) -> None:
+    """Refuse an adapter on another module than a linear one of the decoder."""
+    module = cast(Any, peft.get_base_model())
+    linear = {id(part) for part in linear_modules(module.base_model).values()}
+    for name, part in module.named_modules():
+        if isinstance(part, LoraLayer) and id(part.get_base_layer()) not in linear:
+            raise ModelError(
+                f"{path / ADAPTER_CONFIG}: target_modules adapts '{name}', and only the decoder's linear modules can "
+                f"be trained with an adapter. Merge it with its base: tunesmith merge {path} OUT_DIR"
+            )
 
 
 def check_targets(base: str | Path, section: LoraSection, *, trust_remote_code: bool = False) -> None:

@@ -243,11 +243,17 @@ def check_names(
         (unexpected, differences[1], "hold weights that its architecture does not have", "they would be ignored"),
     ):
         if wrong := sorted(name for name in names if not name.startswith(allowed)):
-            listed = ", ".join(f"'{name}'" for name in wrong[:3]) + (" ..." if len(wrong) > 3 else "")
             raise ModelError(
-                f"the files of {model} {problem}: {listed} ({len(wrong)} in all), and {effect}. "
+                f"the files of {model} {problem}: {listed(wrong)}, and {effect}. "
                 "config.json and the files do not belong together, or a file is incomplete: download the model again"
             )
+
+
+def listed(names: Iterable[str]) -> str:
+    """The first names and their number, for a message."""
+    ordered = sorted(names)
+    first = ", ".join(f"'{name}'" for name in ordered[:3])
+    return f"{first}{' ...' if len(ordered) > 3 else ''} ({len(ordered)} in all)"
 
 
 def takes_tf32(dtype: torch.dtype, device: str | torch.device) -> bool:

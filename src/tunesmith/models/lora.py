@@ -11,7 +11,7 @@ would differ from the sampler's.
 from __future__ import annotations
 
 import copy
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,20 +21,19 @@ import torch
 from peft import LoraConfig, PeftConfig, PeftModel
 from peft.tuners.lora import LoraLayer
 from peft.utils import get_peft_model_state_dict, set_peft_model_state_dict
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from tunesmith.config.reading.files import ADAPTER_CONFIG
+from tunesmith.config.reading.files import ADAPTER_CONFIG, WEIGHTS
 from tunesmith.errors import CheckpointError, ModelError, boundary
 from tunesmith.kernels.quantised import weights_of
-from tunesmith.models.loading import check_names
+from tunesmith.models.loading import listed
 from tunesmith.parallel.host_memory import stored_state
 from tunesmith.parallel.sharding import whole
 
-WEIGHTS = "adapter_model.safetensors"
 TRAINED, START = "default", "start"
 """Names of peft adapters: the trained one, and the frozen copy of a saved one that training continues."""
 ANY_OF_PEFT = (OSError, ValueError, KeyError, TypeError, RuntimeError, AttributeError, SafetensorError)
@@ -135,28 +134,115 @@ class LoraAdapter:
 def merge_into(module: PreTrainedModel, adapter: Path) -> PreTrainedModel:
     """Merge an adapter into a module, its base, and return the module.
 
+    If the adapter changes only one of a tied embedding and head, they are untied.
+
     Raises:
-        ModelError: they do not fit together.
+        ModelError: they do not fit together, or no weights of the base alone compute the same.
     """
+    config = read_config(adapter)
+    if config.alora_invocation_tokens:
+        raise ModelError(
+            f"{adapter / ADAPTER_CONFIG}: alora_invocation_tokens is set, so the adapter acts only after these tokens, "
+            "and no merged weight can do that"
+        )
+    tied = module.config.get_text_config().tie_word_embeddings
     with boundary(ModelError, f"the adapter {adapter} does not fit {module.name_or_path}", ANY_OF_PEFT):
+        _resize(module, adapter)
         peft = PeftModel.from_pretrained(module, adapter)
         check_weights(adapter, peft)
-        return cast(PreTrainedModel, cast(Any, peft).merge_and_unload(safe_merge=True))
+        _separate(peft)
+    with boundary(ModelError, f"the adapter {adapter} cannot be merged", ANY_OF_PEFT):
+        merged = cast(PreTrainedModel, cast(Any, peft).merge_and_unload(safe_merge=True))
+    _repeat_layers(merged, config.layer_replication)
+    if tied:
+        one, other = (
+            cast(Any, part).weight for part in (merged.get_input_embeddings(), merged.get_output_embeddings())
+        )
+        merged.config.tie_word_embeddings = merged.config.get_text_config().tie_word_embeddings = one.equal(other)
+        merged.all_tied_weights_keys = merged.get_expanded_tied_weights_keys(all_submodels=True)
+        merged.tie_weights()
+    return merged
+
+
+def _separate(module: nn.Module) -> None:
+    """Give each module its own parameters: merged in place, a change of one would land in all that share its weight."""
+    seen = set[int]()
+    for part in module.modules():
+        for name, parameter in part.named_parameters(recurse=False):
+            if id(parameter) in seen:
+                setattr(part, name, nn.Parameter(parameter.detach().clone(), parameter.requires_grad))
+            seen.add(id(parameter))
+
+
+def _repeat_layers(module: PreTrainedModel, ranges: Sequence[tuple[int, int]] | None) -> None:
+    """Describe in the configuration the layers that ``layer_replication`` has repeated."""
+    if ranges:
+        config: Any = module.config.get_text_config()
+        layers = [layer for start, stop in ranges for layer in range(start, stop)]
+        config.num_hidden_layers = len(layers)
+        if getattr(config, "layer_types", None):
+            config.layer_types = [config.layer_types[layer] for layer in layers]
+
+
+def stored_embeddings(module: PreTrainedModel, adapter: Path) -> dict[str, str]:
+    """The names of the embedding and the head, those that an adapter's file holds whole, and their keys in it."""
+    parts = {id(part) for part in (module.get_input_embeddings(), module.get_output_embeddings())}
+    names = [name for name, part in module.named_modules() if id(part) in parts]
+    with safe_open(adapter / WEIGHTS, framework="pt") as file:
+        keys = [key for key in file.keys() if key.endswith("weight") and ".lora_" not in key]  # noqa: SIM118
+    return {name: key for name in names for key in keys if f".{name}." in key}
+
+
+def _resize(module: PreTrainedModel, adapter: Path) -> None:
+    """Give embedding and head as many rows as the adapter's file holds: a trainer may have added tokens.
+
+    Raises:
+        ModelError: the file has new rows for one of the two only.
+    """
+    stored = stored_embeddings(module, adapter)
+    with safe_open(adapter / WEIGHTS, framework="pt") as file:
+        rows = {name: file.get_slice(key).get_shape()[0] for name, key in stored.items()}
+    current = cast(Any, module.get_input_embeddings()).weight.shape[0]
+    if not rows or set(rows.values()) == {current}:
+        return
+    if len(set(rows.values())) > 1 or len(rows) + module.config.get_text_config().tie_word_embeddings < 2:
+        found = " and ".join(f"{count} for {name}" for name, count in rows.items())
+        raise ModelError(f"{adapter / WEIGHTS} has as rows of the vocabulary {found}, and the base has {current}")
+    module.resize_token_embeddings(max(rows.values()), mean_resizing=False)
 
 
 def check_weights(path: Path, peft: PeftModel) -> None:
-    """Refuse an adapter's file with missing or extra weights: peft only warns."""
-    if (path / WEIGHTS).is_file():
-        saved = load_file(path / WEIGHTS).keys()
-        current = get_peft_model_state_dict(peft, adapter_name=TRAINED, save_embedding_layers=False).keys()
-        check_names(f"the adapter {path}", current - saved, saved - current)
+    """Refuse an adapter's file with missing or extra weights: peft only warns.
+
+    The file may also hold the base's embedding and head, which peft adds if they are adapted or have another size.
+
+    Raises:
+        ModelError: names the weights and the file.
+    """
+    with safe_open(path / WEIGHTS, framework="pt") as file:
+        saved = set(file.keys())
+    own, whole = (
+        get_peft_model_state_dict(peft, adapter_name=TRAINED, save_embedding_layers=base).keys()
+        for base in (False, True)
+    )
+    for names, problem, effect in (
+        (own - saved, f"lacks weights that {ADAPTER_CONFIG} beside it describes", "they would be random numbers"),
+        (saved - own - whole, f"holds weights that {ADAPTER_CONFIG} beside it does not describe", "they have no place"),
+    ):
+        if names:
+            raise ModelError(
+                f"{path / WEIGHTS} {problem}: {listed(names)}, and {effect}. The two files are not of one adapter, or "
+                "the base is another model; save the adapter again with peft's save_pretrained, or name its base"
+            )
 
 
 def read_config(path: Path) -> Any:
+    """The configuration of a LoRA adapter; ModelError if the directory does not hold one as safetensors."""
     if not (path / ADAPTER_CONFIG).is_file():
         raise ModelError(f"{path} holds no LoRA adapter: it has no {ADAPTER_CONFIG}")
     with boundary(ModelError, f"cannot read {path / ADAPTER_CONFIG}", ANY_OF_PEFT):
         config = cast(Any, PeftConfig.from_pretrained(str(path)))
     if not isinstance(config, LoraConfig):
         raise ModelError(f"{path} is an adapter of type {config.peft_type}; only LoRA adapters work here")
-    return config
+    with boundary(ModelError, f"cannot read {path / WEIGHTS}", ANY_OF_PEFT), safe_open(path / WEIGHTS, framework="pt"):
+        return config

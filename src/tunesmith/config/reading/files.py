@@ -13,7 +13,7 @@ from tunesmith.config.reading.user_functions import check_defined
 from tunesmith.errors import ConfigError, closest, shortened
 
 DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
-ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 Tree = dict[str, Any]
 Find = Callable[[str, list[Path]], str]
@@ -98,17 +98,30 @@ def _newest_model(directory: Path) -> Path | None:
 
 
 def _adapter(text: str, bases: list[Path]) -> str:
-    directory = Path(_existing(text, bases))
-    if not (directory / ADAPTER_CONFIG).exists():
+    return str(adapter_directory(Path(_existing(text, bases))))
+
+
+def adapter_directory(directory: Path) -> Path:
+    """The directory of the adapter in ``directory``: itself, a run's newest, or the only one that has its own folder.
+
+    Raises:
+        ConfigError: there is none, there are several, or its weights are pickled.
+    """
+    if not (directory / ADAPTER_CONFIG).is_file():
         directory = _newest_model(directory) or directory
     if not (directory / ADAPTER_CONFIG).is_file():
-        raise ConfigError(f"{directory} holds no LoRA adapter: there is no {ADAPTER_CONFIG} in it")
-    if not any(directory.glob("*.safetensors")):
+        inside = sorted(found.parent for found in directory.glob(f"*/{ADAPTER_CONFIG}"))
+        if len(inside) != 1:
+            several = f"; name one of those in it: {', '.join(path.name for path in inside)}" if inside else ""
+            raise ConfigError(f"{directory} holds no LoRA adapter: there is no {ADAPTER_CONFIG} in it{several}")
+        directory = inside[0]
+    if not (directory / WEIGHTS).is_file():
         raise ConfigError(
-            f"{directory} holds no adapter weights as safetensors; pickled ones can run code when loaded. Save them "
-            "with peft's save_pretrained"
+            f"{directory} holds no {WEIGHTS}; pickled weights can run code when loaded. Save the adapter with peft's "
+            "save_pretrained, or convert adapter_model.bin: "
+            f'safetensors.torch.save_file(torch.load("adapter_model.bin", weights_only=True), "{WEIGHTS}")'
         )
-    return str(directory)
+    return directory
 
 
 def _checkpoint(text: str, bases: list[Path]) -> str:
