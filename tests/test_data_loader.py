@@ -41,12 +41,12 @@ def test_a_restored_loader_continues_exactly(
 ) -> None:
     straight = loader(sizes, weights, shuffle=shuffle, seed=seed)
     for n in before:
-        straight.next_batch(n)
+        straight.take(n)
     saved = json.loads(json.dumps(straight.state_dict()))
     resumed = loader(sizes, weights, shuffle=shuffle, seed=seed)
-    resumed.next_batch(3)
+    resumed.take(3)
     resumed.load_state_dict(saved)
-    assert [resumed.next_batch(n) for n in after] == [straight.next_batch(n) for n in after]
+    assert [resumed.take(n) for n in after] == [straight.take(n) for n in after]
     assert resumed.state_dict() == straight.state_dict()
 
 
@@ -54,7 +54,7 @@ def test_a_restored_loader_continues_exactly(
 @settings(max_examples=40, deadline=None)
 def test_each_part_gives_each_of_its_items_once_an_epoch(sizes: list[int], shuffle: bool, seed: int) -> None:
     made = loader(sizes, shuffle=shuffle, seed=seed)
-    drawn = made.next_batch(60)
+    drawn = made.take(60)
     for part in made.parts:
         own = [item for item in drawn if part.start <= item < part.stop]
         for start in range(0, len(own) - len(part) + 1, len(part)):
@@ -63,29 +63,29 @@ def test_each_part_gives_each_of_its_items_once_an_epoch(sizes: list[int], shuff
 
 def test_order_without_shuffling_and_epochs() -> None:
     made = loader([3], shuffle=False, batch_size=2)
-    assert [made.next_batch() for _ in range(3)] == [[0, 1], [2, 0], [1, 2]]
-    assert (made.epoch, made.drawn, made.state_dict()["taken"]) == (2, 6, [6])
+    assert [made.next_batch() for _ in range(3)] == [[0, 1], [2], [0, 1]]
+    assert (made.epoch, made.drawn, made.state_dict()["taken"]) == (1, 5, [5])
 
 
 def test_shuffling_differs_by_seed_and_epoch_and_ignores_global_randomness() -> None:
     random.seed(1)
     before = random.getstate()
     made = loader([50], seed=3)
-    first, second = made.next_batch(50), made.next_batch(50)
+    first, second = made.take(50), made.take(50)
     assert random.getstate() == before
     assert first != second and sorted(first) == sorted(second) != first
     random.seed(2)
-    assert loader([50], seed=3).next_batch(50) == first != loader([50], seed=4).next_batch(50)
+    assert loader([50], seed=3).take(50) == first != loader([50], seed=4).take(50)
 
 
 def test_the_order_is_pinned() -> None:
     """A checkpoint made by an earlier version must continue in the same order."""
-    assert loader([6], seed=7).next_batch(12) == [2, 3, 5, 0, 1, 4, 0, 2, 5, 3, 4, 1]
+    assert loader([6], seed=7).take(12) == [2, 3, 5, 0, 1, 4, 0, 2, 5, 3, 4, 1]
 
 
 def test_weights_are_shares_of_the_draws() -> None:
     made = loader([10, 1000], weights=[3.0, 1.0], seed=0)
-    counts = Counter(item < 10 for item in made.next_batch(8000))
+    counts = Counter(item < 10 for item in made.take(8000))
     assert counts[True] / 8000 == pytest.approx(0.75, abs=0.02)  # four standard deviations
     assert made.state_dict()["taken"][0] == counts[True] and made.epoch == 2000 // 1000
 

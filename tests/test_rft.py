@@ -282,7 +282,7 @@ def test_the_training_of_a_round_shows_as_said_only_what_was_said(
     reasons = {line.split()[0]: line.partition("  ")[2].strip() for line in training if "." in line.split("  ")[0]}
     as_said = {key for key, rest in reasons.items() if rest.endswith("as you said")}
     assert as_said == {"model.path", "model.dtype", "data.chat", "train.epochs", "train.lr", "system.threads"}
-    assert "profile balanced" in reasons["train.batch_size"] and "profile balanced" in reasons["checkpoint.keep"]
+    assert "lowered from 64" in reasons["train.batch_size"] and "profile balanced" in reasons["checkpoint.keep"]
     assert reasons["train.warmup_steps"].endswith("no more than a tenth of 1 steps")
     for key in ("data.train", "data.prompt", "monitor.run_name", "checkpoint.resume"):
         assert reasons[key].endswith("round 1 of tunesmith rft")

@@ -14,6 +14,7 @@ from tunesmith.data.reading import Prepared
 from tunesmith.doctor.record import RunFacts
 from tunesmith.plan.derive.capacity import computing_threads
 from tunesmith.plan.facts.hardware import usable_cpus
+from tunesmith.plan.length import optimizer_steps
 from tunesmith.types import Task
 
 LAST = 64
@@ -27,7 +28,7 @@ def learning_facts(config: RunConfig, tokenizer: Any, data: Prepared[Any], held_
     items, counts = data.items, data.report.counts
     train, kinds, tested = config.train, {_content(item) for item in items}, list(map(_content, held_out))
     facts = RunFacts(
-        reach=train.lr * config.optimizer_steps(train.steps),
+        reach=train.lr * optimizer_steps(config, len(items)),
         lr=train.lr,
         unknown=unknown_share(tokenizer, items),
         train_size=len(items),

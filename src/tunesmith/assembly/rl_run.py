@@ -35,6 +35,7 @@ from tunesmith.loop.learner import Learner
 from tunesmith.loop.parts import RLParts
 from tunesmith.loop.rollouts import AsyncRollouts, RolloutSource, SyncRollouts
 from tunesmith.loop.session import Session
+from tunesmith.plan.length import optimizer_steps
 from tunesmith.plan.processes.weights import publishing_ranks, weights_apart
 from tunesmith.rewards.reward_set import RewardSet
 from tunesmith.types import Sampling, Task
@@ -97,7 +98,7 @@ async def make_rl_parts(
                 session.recorder.timeline,
             ),
             learner=learner,
-            critic=make_critic(config, session, tokenizer, learner, processes),
+            critic=make_critic(config, session, tokenizer, learner, processes, len(train)),
             kl=KLController.of(config.algorithm.kl),
             evaluation=EvaluationPlan(run.eval_items, sampling, config.eval, rewards.weights, config.train.seed)
             if run.eval_items
@@ -129,7 +130,7 @@ def make_learner_and_engine(
         session,
         trained,
         config.algorithm.aggregation,
-        config.optimizer_steps(config.train.steps),
+        optimizer_steps(config, len(run.train)),
         config.rollout.max_new_tokens,
     )
     return learner, engine

@@ -31,6 +31,7 @@ from tunesmith.loop.session import Session
 from tunesmith.loop.supervised import evaluate
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.models.score_model import ScoreModel
+from tunesmith.plan.length import draws
 from tunesmith.plan.processes.roles import keeps_reference
 from tunesmith.rewards.stats import STATS_FILE
 from tunesmith.types import Sample
@@ -81,9 +82,11 @@ class Setup(Generic[T]):
             without: name prefixes of metrics that evaluations omit.
         """
         config: RunConfig = self.run.config
-        items, data = held_out or self.run.eval_items, config.data
+        items, data, train = held_out or self.run.eval_items, config.data, train or self.run.train
         return SupervisedParts(
-            items=(train or self.run.train).loader(config.train.batch_size, shuffle=data.shuffle, seed=data.seed),
+            items=train.loader(
+                config.train.batch_size, shuffle=data.shuffle, seed=data.seed, draws=draws(config, len(train))
+            ),
             learner=learner,
             objective=objective,
             prepare=prepare,

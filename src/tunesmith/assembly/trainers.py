@@ -34,6 +34,7 @@ from tunesmith.models.teacher import check_same_vocabulary, predict_with_teacher
 from tunesmith.parallel.host_weights import HostWeights
 from tunesmith.plan.cost.operations import PeakRates
 from tunesmith.plan.cost.price import USUAL_RANK
+from tunesmith.plan.length import critic_steps
 from tunesmith.plan.processes.roles import reference_apart
 
 M = TypeVar("M", bound=Decoder)
@@ -181,8 +182,12 @@ def make_critic(
     tokenizer: Any,
     policy: Learner,
     processes: Processes | None,
+    size: int | None = None,
 ) -> Critic | None:
     """A separate value model, or the value head on the policy's trunk; None if the algorithm needs neither.
+
+    Args:
+        size: the number of training prompts, on which the length of the last step depends.
 
     Raises:
         ConfigError: the vocabulary of ``critic.path`` differs from the policy's.
@@ -201,7 +206,7 @@ def make_critic(
         lora = lora.model_copy(update={"path": None, "rank": lora.rank or USUAL_RANK})
     own = config.model_copy(update={"train": config.train.model_copy(update=train), "lora": lora})
     trained = make_trainer(processes, own, critic_backend, tokenizer, "critic")
-    steps = config.critic_steps(config.train.steps)
+    steps = critic_steps(config, size)
     tokens = config.system.critic_max_tokens
     learner = make_learner(own, session, trained, "token_mean", steps, max_tokens=tokens)
     return Critic(learner, section.passes_per_batch, clip)

@@ -7,7 +7,6 @@ what is kept. Omitted ``derived()`` keys have no value until ``resolve`` fills t
 
 from __future__ import annotations
 
-from math import ceil
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -15,7 +14,7 @@ from pydantic import Field
 
 from tunesmith.config.algorithm import AlgorithmSection, CriticSection
 from tunesmith.config.optimizer import AdamW, Optimizer
-from tunesmith.config.section import Section, derived, known
+from tunesmith.config.section import Section, derived
 from tunesmith.config.system import SystemSection
 from tunesmith.config.values import (
     Beta,
@@ -234,6 +233,7 @@ class TrainSection(Section):
     steps: PositiveInt = derived()
     """Rollout batches (RL) or optimizer steps (supervised); None: derived from ``epochs``."""
     epochs: Annotated[float, Field(gt=0)] | None = None
+    """Passes over the data; None: one, unless ``steps`` is given."""
     batch_size: PositiveInt = derived()
     """Samples per optimizer step; None: the whole rollout batch (RL) or 32 (supervised)."""
     passes_per_batch: PositiveInt = 1
@@ -361,10 +361,6 @@ class RunConfig(Section):
         """Maximum number of tokens in a completion."""
         return self.sampling_settings.max_new_tokens if self.sampling_settings else 0
 
-    def optimizer_steps(self, steps: int) -> int:
-        """Optimizer steps in ``steps`` steps of a run."""
-        return steps
-
 
 class RLConfig(RunConfig):
     command = "rl"
@@ -379,18 +375,6 @@ class RLConfig(RunConfig):
     @property
     def sampling_settings(self) -> SamplingKeys:
         return self.rollout
-
-    def optimizer_steps(self, steps: int) -> int:
-        return max(1, steps - self.critic.freeze_actor_steps) * self.train.passes_per_batch * self._batches
-
-    def critic_steps(self, steps: int) -> int:
-        """Optimizer steps of a critic with its own model in ``steps`` steps of a run."""
-        return steps * (known(self.critic, "passes_per_batch") or self.train.passes_per_batch) * self._batches
-
-    @property
-    def _batches(self) -> int:
-        """Optimizer steps in one pass over a rollout batch."""
-        return ceil(self.rollout.samples / (known(self.train, "batch_size") or self.rollout.samples))
 
 
 class SFTConfig(RunConfig):

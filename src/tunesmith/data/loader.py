@@ -28,7 +28,7 @@ class Part:
 
 
 class Loader(Generic[T]):
-    """Draws items endlessly, epoch after epoch.
+    """Draws items epoch after epoch.
 
     Each part is shuffled in each epoch by ``(seed, part, epoch)``. With several parts, draw ``k`` is from a part chosen
     by ``(seed, k)`` with probability ``weight / sum of weights``. The order is a function of the seed and the position,
@@ -37,7 +37,7 @@ class Loader(Generic[T]):
     Example:
         >>> loader = Loader(["a", "b", "c"], batch_size=2, shuffle=False)
         >>> loader.next_batch(), loader.next_batch(), loader.epoch
-        (['a', 'b'], ['c', 'a'], 1)
+        (['a', 'b'], ['c'], 1)
     """
 
     def __init__(
@@ -49,9 +49,11 @@ class Loader(Generic[T]):
         seed: int = 0,
         parts: Sequence[Part] | None = None,
         fingerprint: str | None = None,
+        draws: int | None = None,
     ) -> None:
-        """``fingerprint`` identifies the data; None computes it from the items."""
+        """``fingerprint`` identifies the data; None computes it. ``draws`` items are batched in all; None: no end."""
         self.items, self.batch_size, self.shuffle, self.seed = items, batch_size, shuffle, seed
+        self.draws = draws
         self.parts = tuple(parts) if parts else (Part("data", 0, len(items)),)
         self.fingerprint = fingerprint_of(items) if fingerprint is None else fingerprint
         self._taken = [0] * len(self.parts)
@@ -73,9 +75,19 @@ class Loader(Generic[T]):
         """Complete passes so far over the slowest part of the mixture."""
         return min(taken // len(part) for taken, part in zip(self._taken, self.parts, strict=True))
 
-    def next_batch(self, n: int | None = None) -> list[T]:
-        """The next ``n`` items (``batch_size`` by default). A batch may extend into the next epoch."""
-        return [self._draw() for _ in range(self.batch_size if n is None else n)]
+    def next_batch(self) -> list[T]:
+        """The next ``batch_size`` items, or those that are left of the epoch, or of ``draws``.
+
+        The draws of a weighted mixture have no epoch in common, so its batches are always full.
+        """
+        left = [] if self.draws is None else [max(0, self.draws - self.drawn)]
+        if len(self.parts) == 1:
+            left.append(len(self) - self.drawn % len(self))
+        return self.take(min(self.batch_size, *left))
+
+    def take(self, n: int) -> list[T]:
+        """The next ``n`` items, also from the next epoch."""
+        return [self._draw() for _ in range(n)]
 
     def _draw(self) -> T:
         index = 0

@@ -41,10 +41,18 @@ class Prepared(Generic[T]):
     def __len__(self) -> int:
         return len(self.items)
 
-    def loader(self, batch_size: int = 1, *, shuffle: bool = True, seed: int = 0) -> Loader[T]:
-        """A loader over the items, mixed by the sources' weights."""
+    def loader(
+        self, batch_size: int = 1, *, shuffle: bool = True, seed: int = 0, draws: int | None = None
+    ) -> Loader[T]:
+        """A loader over the items, mixed by the sources' weights; ``draws`` as in ``Loader``."""
         return Loader(
-            self.items, batch_size, shuffle=shuffle, seed=seed, parts=self.parts, fingerprint=self.fingerprint
+            self.items,
+            batch_size,
+            shuffle=shuffle,
+            seed=seed,
+            parts=self.parts,
+            fingerprint=self.fingerprint,
+            draws=draws,
         )
 
 

@@ -45,6 +45,8 @@ class Buffer:
     """Number of finished groups after which a batch may stay short, because the others were rejected."""
     batches: int = 0
     """Batches taken so far."""
+    total: int | None = None
+    """Groups that all batches have together; None: every batch is full."""
     finished: list[RolloutGroup] = field(default_factory=list[RolloutGroup], init=False)
     """Groups that finished since the last batch."""
     _rejected: list[RolloutGroup] = field(default_factory=list[RolloutGroup], init=False)
@@ -93,9 +95,9 @@ class Buffer:
 
         A short batch counts as complete once ``enough`` groups have finished and waiting for more could not fill it.
         """
-        while len(self._batch) < self.batch_size and (oldest := self._next(version)) is not None:
+        while len(self._batch) < self._wanted and (oldest := self._next(version)) is not None:
             self._batch.append(self._waiting.pop(oldest))
-        if len(self._batch) < self.batch_size and not self._exhausted(version):
+        if len(self._batch) < self._wanted and not self._exhausted(version):
             return None
         taken = self._batch, self._rejected
         self._batch, self._rejected, self.finished = [], [], []
@@ -103,12 +105,19 @@ class Buffer:
         return taken
 
     @property
+    def _wanted(self) -> int:
+        """Groups of the current batch."""
+        if self.total is None:
+            return self.batch_size
+        return max(1, min(self.batch_size, self.total - self.batch_size * self.batches))
+
+    @property
     def _tried_enough(self) -> bool:
         return len(self.finished) >= self.enough
 
     def _next(self, version: int) -> Started | None:
         """The oldest finished group that this batch may have; None if it must wait for an older one."""
-        newest = self._newest_start(version, [*self._playing, *self._waiting], self.batch_size - len(self._batch))
+        newest = self._newest_start(version, [*self._playing, *self._waiting], self._wanted - len(self._batch))
         fitting = [started for started in self._waiting if started.version <= newest]
         return min(fitting, key=lambda started: started.version, default=None)
 

@@ -57,11 +57,11 @@ class Curriculum:
             self._rest_until |= {g.task.id: self.epoch + 1 + self.rest_epochs for g in groups}
 
     def _next(self) -> Task:
-        task = self.loader.next_batch(1)[0]
+        task = self.loader.take(1)[0]
         for _ in range(len(self.loader)):  # if all tasks rest, none does
             if self._rest_until.get(task.id, 0) <= self.epoch:
                 break
-            task = self.loader.next_batch(1)[0]
+            task = self.loader.take(1)[0]
         self._rest_until.pop(task.id, None)
         return task
 

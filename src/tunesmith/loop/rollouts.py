@@ -20,6 +20,7 @@ from tunesmith.loop.parts import RLParts
 from tunesmith.loop.seeds import derive_seed
 from tunesmith.loop.session import Session
 from tunesmith.monitor import interrupts
+from tunesmith.plan.length import draws, prompts_of
 from tunesmith.plan.processes.weights import weights_apart
 from tunesmith.types import RolloutGroup, Task
 
@@ -45,7 +46,7 @@ class SyncRollouts:
         once, so that fewer rounds are needed; surplus groups are not trained on.
         """
         parts, config = self.parts, self.parts.config
-        wanted, counted = config.rollout.prompts_per_step, parts.engine.stats()
+        wanted, counted = prompts_of(config, self.session.step, len(parts.tasks)), parts.engine.stats()
         update_trainer_state(parts, self.session)
         played: list[RolloutGroup] = []
         kept: list[RolloutGroup] = []
@@ -105,6 +106,7 @@ class AsyncRollouts:
             max_waiting=rollout.queue_size,
             enough=max(rollout.prompts_per_step, len(self.parts.tasks)),
             batches=self.session.step,
+            total=draws(self.parts.config, len(self.parts.tasks)),
         )
 
     async def sync(self) -> None:

@@ -34,6 +34,7 @@ from tunesmith.offline.rounds import (
     adopt_answers,
     check_prompts,
     describe,
+    describe_shortage,
     describe_yield,
     examples,
     fallen,
@@ -245,6 +246,8 @@ class _Run:
                 self._sample(this.samples, resolve(other, facts).config, self.first)
             counts = select_answers(this, config.rft.select, self.threshold, config.sampling.n)
         print(describe_yield(this.name, counts), flush=True)
+        if counts["kept"] < config.train.batch_size:
+            print(describe_shortage(counts, config.train.batch_size), flush=True)
 
     def train(self, number: int) -> None:
         """Run ``tunesmith sft`` on the answers that a round kept."""

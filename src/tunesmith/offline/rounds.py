@@ -161,3 +161,12 @@ def describe_yield(name: str, report: Mapping[str, Any]) -> str:
         f"{report['questions']:,} questions are solved, {report['kept']:,} answers are kept ({report['select']})"
     )
     return "\n".join([totals, *bars])
+
+
+def describe_shortage(report: Mapping[str, Any], batch_size: int) -> str:
+    """The warning about a yield that does not fill one optimizer batch."""
+    return (
+        f"warning: {report['kept']:,} answers from {report['solved']:,} of {report['questions']:,} questions are less "
+        f"than one batch (train.batch_size = {batch_size}): the model would memorise them. Give examples with "
+        "rft.few_shot, raise sampling.n, or train by example first: tunesmith sft"
+    )

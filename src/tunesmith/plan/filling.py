@@ -36,8 +36,20 @@ class Filling:
         self.config = with_values(self.config, {key: value})
         self.derived.append(Derived(key, value, reason))
 
+    def replace(self, key: str, value: Any, reason: str) -> None:
+        """Set a key that was derived, in place of that entry, or set."""
+        self.derived = [entry for entry in self.derived if entry.key != key]
+        self.set(key, value, reason)
+
+    def assume(self, key: str, value: Any) -> None:
+        """Give a key a value that does not count as given: ``train.epochs`` next to the steps that it determines."""
+        section, _, name = key.rpartition(".")
+        inner: BaseModel = attrgetter(section)(self.config).model_copy(update={name: value})
+        inner.model_fields_set.discard(name)
+        self.config = with_values(self.config, {section: inner})
+
     def clear(self, key: str) -> None:
-        """Clear a key that another one now determines exactly, such as epochs once the steps are known."""
+        """Clear a key that another one now determines, such as a ratio once the steps are known."""
         self.config = with_values(self.config, {key: None})
 
 

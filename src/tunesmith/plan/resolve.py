@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from math import ceil
 from typing import TypeVar
 
 from tunesmith.config.commands import (
@@ -28,6 +27,7 @@ from tunesmith.plan.filling import Filling
 from tunesmith.plan.layout.fitting import memory_notes, memory_problems
 from tunesmith.plan.layout.profiles import derive_profile
 from tunesmith.plan.layout.search import derive_layout
+from tunesmith.plan.length import optimizer_steps, steps_of_epochs
 from tunesmith.plan.rules.checks import check, contradictions, raise_all
 from tunesmith.plan.rules.rules import told, unread_problems
 from tunesmith.plan.rules.situation import resolved_algorithm, situation
@@ -110,29 +110,38 @@ def _derive_length(filling: Filling, facts: Facts) -> None:
     config, size = filling.config, facts.train_size
     filling.fill("data.seed", config.train.seed, "train.seed")
     if isinstance(config, RLConfig):
-        lines, unit = config.rollout.prompts_per_step, "prompts"
+        lines, unit = _at_most_all(filling, "rollout.prompts_per_step", size, "prompts"), "prompts"
         if ahead := config.rollout.max_staleness:
             filling.fill("rollout.queue_size", ahead * lines, "rollout.max_staleness × rollout.prompts_per_step")
         filling.fill("rollout.seed", config.train.seed, "train.seed")
         reason = "the whole rollout batch: one optimizer step per pass"
-        filling.fill("train.batch_size", config.rollout.samples, reason)
+        filling.fill("train.batch_size", lines * config.rollout.group_size, reason)
     else:
         reason = "the usual size" if size is None or size >= SFT_BATCH else "all of the data"
         filling.fill("train.batch_size", min(SFT_BATCH, size or SFT_BATCH), reason)
-        lines, unit = filling.get("train.batch_size"), "samples"
+        lines, unit = _at_most_all(filling, "train.batch_size", size, "samples"), "samples"
     if size is not None and filling.get("train.steps") is None:
         epochs = config.train.epochs or 1.0
-        steps = max(1, ceil(epochs * size / lines))
+        filling.assume("train.epochs", epochs)
+        steps, last = steps_of_epochs(filling.config, size, lines)
         passes = "one pass" if epochs == 1 else f"{epochs:g} passes"
-        filling.set("train.steps", steps, f"{passes} over {size} {unit}, {lines} to a step")
-        filling.clear("train.epochs")
+        filling.set("train.steps", steps, f"{passes} over {size} {unit}, {lines} to a step{last}")
     steps, ratio = filling.get("train.steps"), config.train.warmup_ratio
     if ratio is None and steps is not None:
         filling.fill("train.warmup_steps", 0, "no warm-up unless asked for")
     elif ratio is not None and steps is not None:
-        total = filling.config.optimizer_steps(steps)
+        total = optimizer_steps(filling.config, size)
         filling.set("train.warmup_steps", round(ratio * total), f"{ratio:g} of {total} optimizer steps")
         filling.clear("train.warmup_ratio")
+
+
+def _at_most_all(filling: Filling, key: str, size: int | None, unit: str) -> int:
+    """Lower a step's items to all that the data has, so that no step has an item twice; return them."""
+    each: int = filling.get(key)
+    if size is None or each <= size:
+        return each
+    filling.replace(key, size, f"lowered from {each}: the data has {size} {unit}")
+    return size
 
 
 def _derive_lr(filling: Filling, facts: Facts) -> None:

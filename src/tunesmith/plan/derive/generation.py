@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
-from math import ceil
 from pathlib import Path
 from typing import Any
 
 from tunesmith.config.commands import RFTConfig, SamplingConfig
 from tunesmith.config.resolved import settings
 from tunesmith.plan.filling import Filling
+from tunesmith.plan.length import draws, steps_of_passes
 
 TEMPLATE = "{prompt} <rm_score>: {reward} "
 SEPARATOR = "\n\n"
@@ -61,7 +61,7 @@ def derive_rft_warmup(config: RFTConfig, given: Mapping[str, Any], samples: int)
     train, warmed = config.train, {"train.warmup_steps", "train.warmup_ratio"} & given.keys()
     if config.rft.profile == "conservative" or warmed or "train.schedule" in given:
         return None
-    steps = ceil((train.epochs or 1.0) * samples / train.batch_size)
+    steps = steps_of_passes(draws(config, samples) or samples, samples, train.batch_size)
     if steps >= 10 * WARMUP:
         return WARMUP, f"profile {config.rft.profile}"
     return steps // 10, f"profile {config.rft.profile}: {WARMUP}, but no more than a tenth of {steps} steps"

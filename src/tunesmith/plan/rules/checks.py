@@ -89,7 +89,7 @@ def contradictions(config: RunConfig, facts: Facts | None = None) -> Iterator[st
     yield from vllm_problems(config, facts, values)
     yield from cluster_problems(config)
     if isinstance(config, RLConfig):
-        yield from _check_batch(config)
+        yield from _check_batch(config, facts)
         try:
             resolved_algorithm(config)
         except ConfigError as error:
@@ -141,14 +141,16 @@ def _check_kv_memory(config: RunConfig, facts: Facts) -> Iterator[str]:
         )
 
 
-def _check_batch(config: RLConfig) -> Iterator[str]:
+def _check_batch(config: RLConfig, facts: Facts | None) -> Iterator[str]:
     size, samples = known(config.train, "batch_size"), config.rollout.samples
+    # Where the data has fewer prompts than were asked for, the last optimizer batch of a step is short.
+    lowered = facts is not None and facts.train_size == config.rollout.prompts_per_step
     if samples > MOST_ROLLOUTS:
         yield (
             f"rollout.prompts_per_step × rollout.group_size = {samples} rollouts per step, and the limit is "
             f"{MOST_ROLLOUTS}; lower one of them"
         )
-    elif size is not None and samples % size:
+    elif size is not None and samples % size and not lowered:
         fitting = [n for n in range(1, samples + 1) if samples % n == 0]
         below = max((n for n in fitting if n < size), default=1)
         above = min((n for n in fitting if n > size), default=samples)

@@ -17,6 +17,7 @@ from tunesmith.config.values import format_size, parse_size
 from tunesmith.errors import ConfigError
 from tunesmith.plan.cost.memory import gpu_of, longest_sample
 from tunesmith.plan.facts.run import Facts
+from tunesmith.plan.length import critic_steps, optimizer_steps
 from tunesmith.plan.processes.devices import compilable, ranks_per_engine
 from tunesmith.plan.processes.roles import has_critic, keeps_frozen, keeps_reference, placed_together, scores
 from tunesmith.plan.processes.weights import engines_apart, weights_apart
@@ -60,6 +61,7 @@ def situation(config: RunConfig, facts: Facts | None) -> dict[str, Any]:
         "rl": isinstance(config, RLConfig),
         "supervised": config.supervised,
         "trains": config.trains,
+        "epochs_given": config.train.epochs is not None and "epochs" in config.train.model_fields_set,
         "samples": config.samples,
         "lora": config.lora.on,
         "device_kind": kind or None,
@@ -92,12 +94,12 @@ def situation(config: RunConfig, facts: Facts | None) -> dict[str, Any]:
     if config.sampling_settings:
         values |= config.sampling_settings.model_dump(mode="json") | {"table": config.sampling_settings.table}
     if known(config.train, "steps") is not None:
-        values["optimizer_steps"] = config.optimizer_steps(config.train.steps)
+        values["optimizer_steps"] = optimizer_steps(config, facts.train_size if facts else None)
     if isinstance(config, GenerateConfig):
         template = config.output.reward_template or ""
         values["whole_template"] = "{prompt}" in template and "{reward}" in template
     if isinstance(config, RLConfig):
-        values |= _of_rl(config)
+        values |= _of_rl(config, facts)
     return values | (_of_facts(config, facts) if facts else {})
 
 
@@ -110,7 +112,7 @@ def _with_algorithm(config: RunConfig) -> RunConfig | None:
     return None
 
 
-def _of_rl(config: RLConfig) -> dict[str, Any]:
+def _of_rl(config: RLConfig, facts: Facts | None) -> dict[str, Any]:
     reward, environment = config.reward, config.environment
     weights = [
         *(reward.weights or (1.0,) * len(reward.functions)),
@@ -123,7 +125,7 @@ def _of_rl(config: RLConfig) -> dict[str, Any]:
         "solvable": environment.path is not None or any(weight > 0 for weight in weights),
     }
     if known(config.train, "steps") is not None:
-        values["critic_steps"] = config.critic_steps(config.train.steps)
+        values["critic_steps"] = critic_steps(config, facts.train_size if facts else None)
     return values
 
 
