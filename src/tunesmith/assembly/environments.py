@@ -19,7 +19,8 @@ from tunesmith.environments.base import Environment, SingleTurn
 from tunesmith.environments.conversation import EpisodeSettings
 from tunesmith.environments.loading import SINGLE_TURN, EnvironmentSet, load_environments
 from tunesmith.environments.multi_turn import MultiTurn
-from tunesmith.environments.rendering import ChatRenderer, Renderer
+from tunesmith.environments.rendering import NO_GUARD, ChatRenderer, Renderer
+from tunesmith.environments.token_guard import TokenGuard
 from tunesmith.environments.tools import parser_for
 from tunesmith.errors import ConfigError
 from tunesmith.rewards.function import INSTANCES
@@ -146,9 +147,12 @@ def build_environments(
     Raises:
         ConfigError: see ``EnvironmentSet.template``.
     """
-    plain, template = Renderer(tokenizer), environments.template(tokenizer, chat=chat)
+    template = environments.template(tokenizer, chat=chat)
+    guard = NO_GUARD
+    if environments.section.split_special_tokens:
+        guard = TokenGuard.of(tokenizer, template.turns() if template else "")
     setting = EpisodeSettings(
-        renderer=ChatRenderer(template) if template else plain,
+        renderer=ChatRenderer(template, guard) if template else Renderer(tokenizer, guard=guard),
         prompt_of=prompt_of,
         section=environments.section,
         max_tokens=max_tokens,
@@ -159,7 +163,7 @@ def build_environments(
     def text_alone(task: Task) -> list[Message]:
         return [{"role": "user", "content": decode(tokenizer, task.prompt_ids)}]
 
-    verbatim = replace(setting, renderer=plain, prompt_of=text_alone, parse=None)
+    verbatim = replace(setting, renderer=Renderer(tokenizer), prompt_of=text_alone, parse=None)
     by_name: dict[str, Environment] = {SINGLE_TURN: SingleTurn()}
     for one in environments.loaded:
         if one.kind == "agent":

@@ -177,6 +177,9 @@ class EnvironmentSection(Section):
     """Episodes played concurrently."""
     bad_call: Literal["tell", "end"] = "tell"
     """After a bad tool call: tell the policy what was wrong, or end the episode."""
+    split_special_tokens: bool = True
+    """Whether texts of special tokens in what environments and tools answer stay ordinary text, so that no tool can
+    forge a turn."""
 
     @property
     def used(self) -> bool:

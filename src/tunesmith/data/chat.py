@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -153,6 +153,13 @@ class ChatTemplate:
                     f"the chat template leaves out {what} of message {number} ({messages[number - 1]['role']}); name "
                     "a template that writes it with model.chat_template, or put it into the message's content"
                 )
+
+    def turns(self) -> str:
+        """A short conversation as text: the markers of turns, if the template renders it."""
+        messages = [{"role": role, "content": "x"} for role in ("user", "assistant", "user")]
+        with suppress(DataError):
+            return self.render(messages, prompt=True)
+        return ""
 
     @property
     def stop_marker(self) -> str:

@@ -217,17 +217,31 @@ class Conversation:
         key = _key(messages, tools, options)
         held = [p for p in self._places if key[: len(p.key)] == p.key]
         if not held:
-            rendered = tuple(map(for_template, messages))
+            rendered = self._for_template(messages, 0)
             return self._begin(renderer.whole(rendered, tools)), rendered
         # The longest; among equally long ones (the same conversation twice), one that can still be appended to.
         place = max(held, key=lambda p: (len(p.key), self._is_open(p)))
-        new = tuple(map(for_template, messages[len(place.messages) :]))
+        new = self._for_template(messages, len(place.messages))
         rendered = (*place.messages, *new)
         ids = place.record.token_ids[: place.length]
         rest = renderer.following(ids, place.messages, new, tools)
         if rest is None:
             return self._begin(renderer.whole(rendered, tools)), rendered
         return self._continued(place, ids, rest), rendered
+
+    def _for_template(self, messages: Sequence[Message], start: int) -> tuple[Message, ...]:
+        """The messages from ``start`` on as chat templates expect them, with special tokens in observations hidden.
+
+        The task's own prompt and the assistant's turns keep theirs.
+        """
+        own = _key(messages[: len(self.prompt)], None) == _key(self.prompt, None)
+        trusted = len(self.prompt) if own else 0
+        cleaned: list[Message] = []
+        for place, message in enumerate(map(for_template, messages[start:]), start):
+            if place >= trusted and message.get("role") != "assistant":
+                message["content"] = self.setting.renderer.guard.hide(message["content"])
+            cleaned.append(message)
+        return tuple(cleaned)
 
     def _continued(self, place: _Place, ids: list[int], rest: list[int]) -> Record:
         """The record that holds ``ids``, up to its ``place``, and then ``rest``: appended to, or a fork."""

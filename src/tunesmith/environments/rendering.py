@@ -12,12 +12,15 @@ from itertools import islice, takewhile
 from typing import Any
 
 from tunesmith.data.chat import ChatTemplate
-from tunesmith.data.tokens import Tokenizer, decode, encode, encode_after, leading_ids, with_leading
+from tunesmith.data.tokens import Tokenizer, decode, encode, leading_ids, with_leading
+from tunesmith.environments.token_guard import TokenGuard
 from tunesmith.errors import ConfigError, DataError, EpisodeError, boundary
 from tunesmith.types import Message
 
 TAIL = 16
 """Existing tokens that are decoded as context when text is appended to them."""
+
+NO_GUARD = TokenGuard()
 
 Tools = list[dict[str, Any]] | None
 """JSON schemas, as chat templates take them."""
@@ -28,10 +31,11 @@ class Renderer:
 
     Args:
         end: a text that ends the policy's turn, besides the tokenizer's end of sequence.
+        guard: hides special tokens in observations; messages come with them hidden.
     """
 
-    def __init__(self, tokenizer: Tokenizer, end: str = "") -> None:
-        self.tokenizer = tokenizer
+    def __init__(self, tokenizer: Tokenizer, end: str = "", guard: TokenGuard = NO_GUARD) -> None:
+        self.tokenizer, self.guard = tokenizer, guard
         eos = tokenizer.eos_token_id
         ends = (end, "" if eos is None else str(tokenizer.decode([eos])))
         self._ends = tuple(text for text in ends if text)
@@ -72,11 +76,11 @@ class Renderer:
 
     def raw(self, text: str) -> list[int]:
         """Tokens of a text that skips the chat template."""
-        return with_leading(leading_ids(self.tokenizer), encode(self.tokenizer, [text])[0])
+        return with_leading(leading_ids(self.tokenizer), self.guard.encode(self.tokenizer, text))
 
     def after(self, token_ids: Sequence[int], text: str) -> list[int]:
         """Tokens of ``text`` as a continuation of ``token_ids``."""
-        return encode_after(self.tokenizer, decode(self.tokenizer, token_ids[-TAIL:]), text) if text else []
+        return self.guard.encode_after(self.tokenizer, decode(self.tokenizer, token_ids[-TAIL:]), text)
 
     def plain(self, token_ids: Sequence[int]) -> str:
         """The text of tokens, without special tokens."""
@@ -86,26 +90,29 @@ class Renderer:
 class ChatRenderer(Renderer):
     """Renders through the tokenizer's chat template."""
 
-    def __init__(self, template: ChatTemplate) -> None:
-        super().__init__(template.tokenizer, template.stop_marker.strip())
+    def __init__(self, template: ChatTemplate, guard: TokenGuard = NO_GUARD) -> None:
+        super().__init__(template.tokenizer, template.stop_marker.strip(), guard)
         self.template = template
 
     def whole(self, messages: Sequence[Message], tools: Tools) -> list[int]:
-        return encode(self.tokenizer, [self._render(messages, tools)])[0]
+        return self.guard.encode(self.tokenizer, self._render(messages, tools))
 
     def following(
         self, token_ids: Sequence[int], earlier: Sequence[Message], new: Sequence[Message], tools: Tools
     ) -> list[int] | None:
         if not new:
             return []
-        existing = decode(self.tokenizer, token_ids)
-        rest = behind(existing, self._render([*earlier, *new], tools))
-        return None if rest is None else encode_after(self.tokenizer, decode(self.tokenizer, token_ids[-1:]), rest)
+        hidden = self._render([*earlier, *new], tools)
+        rest = behind(decode(self.tokenizer, token_ids), self.guard.reveal(hidden))
+        if rest is None:
+            return None
+        last = decode(self.tokenizer, token_ids[-1:])
+        return self.guard.encode_after(self.tokenizer, last, self.guard.tail(hidden, len(rest)))
 
     def with_options(self, options: Mapping[str, Any]) -> Renderer:
         with boundary(EpisodeError, "chat_template_kwargs", Exception):
             try:
-                return ChatRenderer(self.template.with_options(options))
+                return ChatRenderer(self.template.with_options(options), self.guard)
             except ConfigError as error:  # the request is wrong, not the run
                 raise EpisodeError(str(error)) from error
 
