@@ -8,6 +8,8 @@ from pathlib import Path
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from tunesmith.data.chat import HERMES
+
 TEMPLATES = Path(__file__).parent / "templates"
 
 SPECIAL = [
@@ -36,7 +38,9 @@ PRETOKENS = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]
 
 
 def template(name: str) -> str:
-    return (TEMPLATES / f"{name}.jinja").read_text().rstrip("\n")
+    """A public chat format's template, or the one that the package ships."""
+    file = HERMES if name == "hermes" else TEMPLATES / f"{name}.jinja"
+    return file.read_text().rstrip("\n")
 
 
 def _finish(core: Tokenizer, chat_template: str | None) -> PreTrainedTokenizerFast:

@@ -22,6 +22,7 @@ THINK = "<think>\n\n</think>\n\n"
 # What each format has the assistant write for a turn, given its content.
 FAMILIES: dict[str, Callable[[str], str]] = {
     "chatml": lambda c: c + "<|im_end|>",
+    "hermes": lambda c: c + "<|im_end|>",
     "smollm2": lambda c: c + "<|im_end|>",
     "smollm3_marked": lambda c: c + "<|im_end|>",
     "qwen2": lambda c: c + "<|im_end|>",

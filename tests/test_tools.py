@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer, models
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from data_tokenizers import byte_level, template
 from episodes import check_tokens, load, made_task, ok, play
 from tool_calls import call, said
+from tunesmith.data.chat import ChatTemplate
+from tunesmith.data.chat_checks import check_chatml
 from tunesmith.environments.tools import (
     BadCall,
     Parse,
@@ -233,3 +238,51 @@ def test_a_template_without_a_place_for_tools_is_refused(tmp_path: Path) -> None
     environments = load(tmp_path, TOOLS, tools=ALL)
     with pytest.raises(ConfigError, match="the chat template does not take tools"):
         play(environments, plain, [made_task(plain)], said([]))
+
+
+def named_templates(path: Path) -> Any:
+    """A ChatML tokenizer as checkpoints save it whose tools have a template of their own."""
+    tokenizer = byte_level(None)
+    tokenizer.chat_template = {"default": template("chatml"), "tool_use": template("qwen2")}
+    tokenizer.save_pretrained(path)
+    assert (path / "additional_chat_templates" / "tool_use.jinja").is_file()
+    return AutoTokenizer.from_pretrained(path)
+
+
+@pytest.mark.parametrize("kind", ["hermes", "tool_use"])
+def test_templates_with_a_place_for_tools_play_episodes(kind: str, tmp_path: Path) -> None:
+    tokenizer = byte_level(template("hermes")) if kind == "hermes" else named_templates(tmp_path / "model")
+    environments = load(tmp_path, TOOLS, tools=ALL)
+    policy = said([call("add", a=3, b=4), "So. " + call("divide", a=1, b=4) + call("add", a=1, b=1)])
+    (rollout,), engine = play(environments, tokenizer, [made_task(tokenizer)], policy)
+    check_tokens(ok(rollout), engine)
+    assert rollout.metrics["bad_calls"] == 0 and rollout.metrics["forks"] == 0
+    answers = [m["content"] for m in rollout.messages or () if m["role"] == "tool"]
+    assert answers == ["7", '{"quotient": 0.25}', "2"]
+
+
+def test_what_the_hermes_template_writes_is_what_its_parser_reads() -> None:
+    written = {"name": ADD.name, "arguments": ADD.arguments}
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "1+2?"},
+        {"role": "assistant", "content": "So.", "tool_calls": [{"type": "function", "function": written}] * 2},
+        {"role": "tool", "content": "3"},
+        {"role": "assistant", "content": "3"},
+    ]
+    chat = ChatTemplate.of(byte_level(template("hermes")))
+    schema = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+    rendered = chat.learned(messages, [schema])
+    (text,) = {one.text for one in rendered}
+    turns = [text[a:b] for one in rendered for a, b in one.spans]
+    assert parse_hermes(turns[0], turns[0])[1] == [ADD] * 2
+    assert turns[1] == "3<|im_end|>"
+    assert text.count("<|im_start|>system") == 1 and "Be brief." in text and json.dumps(schema) in text
+    alone = chat.render(messages[1:2], prompt=True)
+    assert alone == "<|im_start|>user\n1+2?<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_the_hermes_template_is_refused_where_its_tokens_are_missing() -> None:
+    check_chatml(byte_level())
+    with pytest.raises(ConfigError, match=r"<\|im_start\|>.*<\|im_end\|>"):
+        check_chatml(PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE())))

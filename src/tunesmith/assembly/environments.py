@@ -156,7 +156,7 @@ def build_environments(
         prompt_of=prompt_of,
         section=environments.section,
         max_tokens=max_tokens,
-        parse=parser_for(tokenizer.get_chat_template()) if template else None,
+        parse=parser_for(tokenizer.get_chat_template(tools=[])) if template else None,
     )
 
     # OpenRLHF's feedback includes the template's markers, so its conversations are plain text.

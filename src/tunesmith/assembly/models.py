@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from tunesmith.config.reading.files import adapter_directory
 from tunesmith.config.schema import RLConfig, RunConfig
+from tunesmith.data.chat import HERMES
+from tunesmith.data.chat_checks import check_chatml
 from tunesmith.errors import StorageError
 from tunesmith.monitor.waits import long_wait
 from tunesmith.plan.cost.operations import PeakRates
@@ -32,10 +34,13 @@ def load_tokenizer(config: RunConfig) -> Any:
     logging.disable_progress_bar()  # its bars would be drawn over ours
 
     section = config.model
+    template = HERMES if section.chat_template == "hermes" else section.chat_template
     with long_wait(f"loading the tokenizer of {section.path}"):
         tokenizer: Any = loading.load_tokenizer(
-            section.path, trust_remote_code=section.trust_remote_code, chat_template=section.chat_template
+            section.path, trust_remote_code=section.trust_remote_code, chat_template=template
         )
+    if section.chat_template == "hermes":
+        check_chatml(tokenizer)
     tokenizer.chat_template_kwargs = config.data.chat_template_kwargs
     return tokenizer
 

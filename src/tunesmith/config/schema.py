@@ -39,8 +39,8 @@ class ModelSection(Section):
     """Dtype of the computation. With 16 bits the optimizer keeps float32 master weights; with float16 the loss is
     scaled too."""
     trust_remote_code: bool = False
-    chat_template: Path | None = None
-    """A Jinja file that replaces the tokenizer's own template."""
+    chat_template: Literal["hermes"] | Path | None = None
+    """A Jinja file that replaces the tokenizer's own template, or "hermes": ChatML with tools."""
     quantize: Literal["int8", "nf4"] | None = None
     """Store the frozen weights of an adapter's base in 8 or 4 bits (bitsandbytes); needs ``lora``."""
 

@@ -12,6 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from tunesmith.data.chat_checks import PROBE, check_options, with_probes
@@ -28,6 +29,8 @@ REMEDY = (
     "Name a template with {% generation %} tags with model.chat_template, or give prompt and completion as text with "
     "data.chat = false"
 )
+HERMES = Path(__file__).with_name("templates") / "hermes.jinja"
+"""ChatML with tools, in the notation of the Hermes models; ``model.chat_template = "hermes"``."""
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -71,7 +74,7 @@ class ChatTemplate:
             raise ConfigError(
                 "this tokenizer has no chat template: name a file with model.chat_template, or set data.chat = false"
             )
-        source = tokenizer.get_chat_template()
+        source, with_tools = tokenizer.get_chat_template(), tokenizer.get_chat_template(tools=[])
         special = {token for token in tokenizer.all_special_tokens if token}
         added: dict[int, Any] = getattr(tokenizer, "added_tokens_decoder", {})
         options: dict[str, Any] = getattr(tokenizer, "chat_template_kwargs", None) or {}
@@ -80,7 +83,7 @@ class ChatTemplate:
             tokenizer,
             marks_assistant=_GENERATION.search(source) is not None,
             has_generation_prompt="add_generation_prompt" in source,
-            takes_tools="tools" in source,
+            takes_tools="tools" in with_tools,
             special=tuple(sorted(special, key=lambda token: (-len(token), token))),
             options=check_options(options, source, tokenizer.special_tokens_map),
             turn_end=None,
@@ -103,7 +106,10 @@ class ChatTemplate:
             DataError: the template refuses the conversation or does not render tools.
         """
         if tools and not self.takes_tools:
-            raise DataError("the chat template has no place for tools; name one that has with model.chat_template")
+            raise DataError(
+                "the chat template has no place for tools: name one that has with model.chat_template, such as "
+                "'hermes' for ChatML models"
+            )
         with _refusal(messages):
             return self.tokenizer.apply_chat_template(
                 list(messages), tools, add_generation_prompt=prompt, tokenize=False, **self.options

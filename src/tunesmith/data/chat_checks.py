@@ -14,6 +14,7 @@ PROBE = "Zq7Probe"
 TOOL_ROLES = ("tool", "function", "ipython")
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 """Keys that hold the assistant's thinking in various vendors' data."""
+CHATML = ("<|im_start|>", "<|im_end|>")
 GIVEN = (
     "messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now",
     "continue_final_message",
@@ -85,3 +86,13 @@ def check_options(options: Mapping[str, Any], source: str, tokens: Iterable[str]
                 f"data.chat_template_kwargs: the chat template does not read '{name}'.{nearest(name, free)} {known}"
             )
     return options
+
+
+def check_chatml(tokenizer: Any) -> None:
+    """Raise ConfigError if the tokens that ChatML's turns are made of are not in the vocabulary."""
+    known = tokenizer.get_vocab()
+    if missing := [token for token in CHATML if token not in known]:
+        raise ConfigError(
+            f"model.chat_template = 'hermes' writes {', '.join(missing)}, which the tokenizer does not have as a "
+            "token: the template is for models whose turns are ChatML's. Name a template of the model's own tokens"
+        )

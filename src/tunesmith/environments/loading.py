@@ -204,7 +204,7 @@ class EnvironmentSet:
             if template is not None and one.schemas and not template.takes_tools:
                 raise ConfigError(
                     f"'{one.reference}' has tools, and the chat template does not take tools: name one that does "
-                    "with model.chat_template."
+                    "with model.chat_template, such as 'hermes' for ChatML models."
                 )
         return template
 

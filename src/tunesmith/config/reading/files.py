@@ -212,7 +212,7 @@ def _code(text: str, bases: list[Path]) -> str:
 _FILES: dict[str, Find] = {
     "run_dir": lambda text, _: str(Path(text).expanduser().absolute()),
     "model.path": _model,
-    "model.chat_template": _existing,
+    "model.chat_template": lambda text, bases: text if text == "hermes" else _existing(text, bases),
     "critic.path": _model,
     "teacher.path": _model,
     "lora.path": _adapter,
