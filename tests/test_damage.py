@@ -263,12 +263,3 @@ def test_deleted_files_of_a_running_run_are_told_and_begun_again(
     lines = [json.loads(line) for line in (tmp_path / "sft/metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [3, 4]
     assert "was deleted or replaced" in capsys.readouterr().out
-
-
-def test_a_link_in_a_new_run_s_directory_is_not_followed(tmp_path: Path, model: Path) -> None:
-    mine = tmp_path / "mine.txt"
-    mine.write_text("kept")
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run/rollouts.jsonl").symlink_to(mine)
-    assembly.run_rl(None, rl_settings(tmp_path, model, train__steps=1))
-    assert mine.read_text() == "kept"

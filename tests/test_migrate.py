@@ -557,7 +557,7 @@ def test_the_command_writes_a_run_file_that_is_checked(tmp_path: Path) -> None:
     assert "train.batch_size = 64" in result.output
     check(load_config(find_kind(out), out))
     again = CliRunner().invoke(app, ["migrate", str(tmp_path / "dpo.sh"), "-o", str(out)])
-    assert again.exit_code == 2 and "exists" in again.output
+    assert again.exit_code == 2 and "already" in again.output
     wrong = CliRunner().invoke(app, ["migrate", str(tmp_path / "dpo.sh"), "no assignment"])
     assert wrong.exit_code == 2 and "NAME=value" in wrong.output
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -24,7 +25,9 @@ def test_a_user_without_a_home_has_a_cache(monkeypatch: pytest.MonkeyPatch, tmp_
 def test_a_file_is_replaced_at_the_end(tmp_path: Path, durable: bool) -> None:
     path = tmp_path / "a.txt"
     path.write_text("old")
-    (tmp_path / ".a.txt.unfinished").mkdir()  # a killed process left it
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    (tmp_path / f".a.txt.{gone.pid}-01234567.unfinished").mkdir()  # a killed process left it
     with replacing(path, durable=durable) as unfinished:
         unfinished.write_text("new")
         assert path.read_text() == "old"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 import shutil
 import sys
@@ -19,10 +20,10 @@ from tunesmith.assembly.checking import check_directory
 from tunesmith.assembly.opening import Caller
 from tunesmith.config.schema import Source
 from tunesmith.config.toml import toml_value
-from tunesmith.errors import ConfigError, DataError, UserError, shortened
+from tunesmith.errors import ConfigError, DataError, StorageError, UserError, boundary, shortened
 from tunesmith.loop.callbacks import Callbacks
 from tunesmith.monitor.plain import DEEPEST, LARGEST_INTEGER, plain
-from tunesmith.monitor.run_dir import LATEST, holds_run, numbered_directory, point
+from tunesmith.monitor.run_dir import LATEST, LOCK, holds_run, numbered_directory, point
 from tunesmith.offline.lines import write_whole
 from tunesmith.usercode.loading import PROGRAM, handed_over
 
@@ -97,10 +98,15 @@ class ApiCall:
             new = not directory.exists()
             resume = self._settings.get("checkpoint.resume", False)
             check_directory(directory, resume if resume in (True, False, "auto") else Path(resume))
+        files = {key: directory / "data" / f"{key}.jsonl" for key in self._rows}
+        others = [] if (directory / LOCK).exists() else [str(f) for f in files.values() if os.path.lexists(f)]
+        if others:
+            raise ConfigError(f"{', '.join(others)} is there already, and no run wrote it; choose another run_dir")
         try:
             for key, rows in self._rows.items():
-                file = directory / "data" / f"{key}.jsonl"
-                file.parent.mkdir(parents=True, exist_ok=True)
+                file = files[key]
+                with boundary(StorageError, f"cannot write {file}", OSError):
+                    file.parent.mkdir(parents=True, exist_ok=True)
                 if not write_whole(file, _checked(key, rows)):
                     raise DataError(f"{key} has no rows")
                 self._settings[f"data.{key}"] = file
@@ -110,6 +116,9 @@ class ApiCall:
                 point(latest, directory)
             yield
         except UserError:
+            if not (directory / LOCK).exists():
+                for file in files.values():
+                    file.unlink(missing_ok=True)
             if new and not holds_run(directory):
                 shutil.rmtree(directory, ignore_errors=True)
                 if run_dir is None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -11,7 +13,7 @@ from tunesmith.config.reading.files import adapter_directory
 from tunesmith.config.schema import RLConfig, RunConfig
 from tunesmith.data.chat import HERMES
 from tunesmith.data.chat_checks import check_chatml
-from tunesmith.errors import StorageError
+from tunesmith.errors import StorageError, boundary
 from tunesmith.monitor.waits import long_wait
 from tunesmith.plan.cost.operations import PeakRates
 
@@ -181,11 +183,18 @@ def run_merge(
         StorageError: ``out`` is not empty, or cannot be written.
     """
     adapter = adapter_directory(adapter)
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise StorageError(f"{out} exists already; name a new directory for the merged model")
+    with boundary(StorageError, f"cannot write to {out}", OSError):
+        if os.path.lexists(out) and (not out.is_dir() or any(out.iterdir())):
+            raise StorageError(f"{out} exists already; name a new directory for the merged model")
+        out.mkdir(parents=True, exist_ok=True)
     from transformers.utils import logging
 
     from tunesmith.models.adapters import merge
 
     logging.disable_progress_bar()
-    return merge(adapter, out, base=base, dtype=dtype, trust_remote_code=trust_remote_code)
+    try:
+        return merge(adapter, out, base=base, dtype=dtype, trust_remote_code=trust_remote_code)
+    except BaseException:
+        with suppress(OSError):
+            out.rmdir()  # only if nothing was written to it
+        raise

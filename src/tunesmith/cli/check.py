@@ -65,6 +65,8 @@ def _check_cluster(shared: Path, bandwidth: float | None) -> None:
     from tunesmith.distributed.torchrun import meeting
 
     with boundary(StorageError, f"cannot write to {shared}", OSError):
+        if not shared.is_dir():
+            raise ConfigError(f"--shared {shared} is not a directory")
         report = examine(meeting(), shared)
     print("\n".join(report.lines()), flush=True)
     if problems := report.problems(bandwidth):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import sys
 import traceback
 from collections.abc import Callable
@@ -11,12 +13,17 @@ from typing import ParamSpec
 import typer
 
 from tunesmith.cli.standard_output import lasting_output
-from tunesmith.errors import DeviceMemoryError, TunesmithError
+from tunesmith.errors import DeviceMemoryError, StorageError, TunesmithError, boundary, shortened
 from tunesmith.monitor.interrupts import Interrupted, handled
 from tunesmith.monitor.text import printable
 from tunesmith.redact import redact
 
 P = ParamSpec("P")
+_OF_THE_SYSTEM = {
+    errno.ENAMETOOLONG, errno.ELOOP, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE,
+    errno.EMFILE, errno.ENFILE,
+}  # fmt: skip
+"""Errors that a path of the user or the machine causes, wherever they rise: a full disk, too many open files."""
 
 
 def guarded(command: Callable[P, None]) -> Callable[P, None]:
@@ -29,6 +36,8 @@ def guarded(command: Callable[P, None]) -> Callable[P, None]:
     def run(*args: P.args, **kwargs: P.kwargs) -> None:
         try:
             with lasting_output(), handled():
+                with boundary(StorageError, "the working directory cannot be read; change to another", OSError):
+                    os.getcwd()
                 command(*args, **kwargs)
         except TunesmithError as error:
             _report(f"error: {error}", error)
@@ -45,6 +54,9 @@ def guarded(command: Callable[P, None]) -> Callable[P, None]:
                 )
                 _report(f"error: memory ran out: {str(error) or type(error).__name__}. {advice}", error)
                 raise typer.Exit(DeviceMemoryError.exit_code) from None
+            if isinstance(error, OSError) and error.errno in _OF_THE_SYSTEM:
+                _report(f"error: {shortened(str(error), 400)}", error)
+                raise typer.Exit(StorageError.exit_code) from None
             print(redact(traceback.format_exc()), end="", file=sys.stderr)
             raise typer.Exit(1) from None
 

@@ -16,6 +16,8 @@ import typer
 
 from tunesmith.cli.arguments import Overrides, RunFile
 from tunesmith.errors import ConfigError, StorageError, boundary, nearest
+from tunesmith.monitor.run_dir import shown_command
+from tunesmith.storage import check_output, write_output
 
 if TYPE_CHECKING:
     from tunesmith.config.schema import RunConfig
@@ -53,6 +55,8 @@ def launch(
     from tunesmith.config.load import load_config
 
     overrides = list(overrides or ())
+    if output is not None:
+        check_output(output, "--output", "# Written by tunesmith launch")
     kind = _kind(command, run, overrides)
     config = load_config(kind, run, overrides)
     ray = _on_ray(config, ray, nodes)
@@ -80,7 +84,7 @@ def launch(
             "cpus": str(cpus),
         },
     )
-    _deliver(script, output)
+    _deliver(script, output, secret=shown_command(overrides) != shlex.join(overrides))
 
 
 def _resources(nodes: int, cpus: int, gpus: int) -> list[str]:
@@ -89,12 +93,15 @@ def _resources(nodes: int, cpus: int, gpus: int) -> list[str]:
     return [*found, f"--gpus-per-node={gpus}"] if gpus else found
 
 
-def _deliver(script: str, output: Path | None) -> None:
+def _deliver(script: str, output: Path | None, secret: bool) -> None:
     if output is None:
         print(script, end="")
         return
-    with boundary(StorageError, f"cannot write {output}", OSError):
-        output.write_text(script, encoding="utf-8")
+    write_output(output, script.encode(), private=secret)
+    if secret and output.is_file():
+        with boundary(StorageError, f"cannot make {output} private", OSError):
+            output.chmod(0o600)
+        print(f"note: {output} holds secrets of the settings, which the job needs; only this user can read it")
     print(f"wrote {output}; submit it with: sbatch {output}")
 
 

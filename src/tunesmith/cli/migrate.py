@@ -8,7 +8,8 @@ from typing import Annotated
 
 import typer
 
-from tunesmith.errors import ConfigError, StorageError, boundary
+from tunesmith.errors import ConfigError
+from tunesmith.storage import check_output, write_output
 
 
 def migrate(
@@ -43,8 +44,8 @@ def migrate(
     from tunesmith.migrate.settle import OF_THE_MACHINE, settle
     from tunesmith.migrate.write import account, run_file
 
-    if output is not None and output.exists():
-        raise ConfigError(f"{output} exists; remove it, or name another file")
+    if output is not None:
+        check_output(output, "--output", None)
     launches = read_source(source, dict(_assignment(text) for text in variables or ()))
     if which > len(launches):
         raise ConfigError(f"--which {which}: {source} starts {len(launches)} programs")
@@ -55,8 +56,7 @@ def migrate(
     problems = settle(migration)
     text = run_file(migration, str(source))
     if output is not None:
-        with boundary(StorageError, f"cannot write {output}", OSError):
-            output.write_text(text, encoding="utf-8")
+        write_output(output, text.encode(), private=False)
     else:
         print(text, end="")
     report = sys.stdout if output is not None else sys.stderr

@@ -32,26 +32,21 @@ def report(
     import time
 
     from tunesmith.config.values import format_size, parse_size
-    from tunesmith.errors import ConfigError, StorageError, boundary
+    from tunesmith.errors import ConfigError, boundary
     from tunesmith.monitor.text import shown_path
-    from tunesmith.redact import open_private
-    from tunesmith.report.page import page
+    from tunesmith.report.page import MARK, page
     from tunesmith.report.run import embedded_rollouts, model, open_run
-    from tunesmith.storage import replacing
+    from tunesmith.storage import check_output, write_output
 
     with boundary(ConfigError, "--rollouts", ValueError):
         most = parse_size(rollouts) // len(runs)
     opened = [open_run(path) for path in runs]
+    path = (out or runs[0] / "report.html").absolute()
+    check_output(path, "--out", MARK)
     sampled = [embedded_rollouts(run, most) for run in opened]
     written = time.strftime("%Y-%m-%d %H:%M")
     document = page({"live": False, "written": written, "model": model(opened), "rollouts": sampled})
-    path = (out or runs[0] / "report.html").absolute()
-    with (
-        boundary(StorageError, f"cannot write {path}", OSError),
-        replacing(path) as unfinished,
-        open(unfinished, "wb", opener=open_private) as file,
-    ):
-        file.write(document)
+    write_output(path, document, private=True)
     held = "; ".join(
         f"{len(groups)} of {len(run.rollouts.groups())} groups of rollouts of {shown_path(run.path)}"
         for run, groups in zip(opened, sampled, strict=True)

@@ -1,6 +1,8 @@
 #!/bin/bash
 @options@
 #
+# Written by tunesmith launch.
+#
 # torchrun on each of the job's machines, and one run on all of them. All machines must see the run directory. A job that
 # Slurm starts again, or that is submitted again, continues from the run's newest checkpoint.
 set -euo pipefail

@@ -18,7 +18,8 @@ from tunesmith.config.schema import RunConfig
 from tunesmith.config.toml import toml_key, toml_value
 from tunesmith.errors import StorageError, boundary
 from tunesmith.monitor.text import beside_or_below, printable, shown_path
-from tunesmith.redact import open_private, redact_values
+from tunesmith.redact import redact_values
+from tunesmith.storage import write_output
 
 C = TypeVar("C", bound=RunConfig)
 
@@ -138,8 +139,7 @@ def save_resolved(resolved: Resolved[Any], directory: Path) -> None:
         saved = {"settings": _entries(resolved), "notes": list(resolved.notes)}
         document = json.dumps(saved, indent=2, ensure_ascii=False) + "\n"
         for file, content in ((config, text), (directory / "resolved.json", document)):
-            with open(file, "w", encoding="utf-8", opener=open_private) as out:
-                out.write(content)
+            write_output(file, content.encode(), private=True)
 
 
 def changes(resolved: Resolved[Any], directory: Path) -> list[str]:

@@ -12,7 +12,7 @@ from typing import Literal
 
 from tunesmith.data.sources import BadLine
 from tunesmith.errors import DataError
-from tunesmith.redact import open_private
+from tunesmith.storage import write_output
 
 SkipKind = Literal["bad", "too_long"]
 
@@ -102,5 +102,5 @@ class LoadReport:
     def write_skipped(self, path: Path) -> None:
         """Write skipped lines as JSON Lines (``where``, ``kind``, ``reason``); no file is written if there are none."""
         if self.skipped:
-            with open(path, "w", encoding="utf-8", opener=open_private) as file:
-                file.writelines(json.dumps(asdict(skip)) + "\n" for skip in self.skipped)
+            text = "".join(json.dumps(asdict(skip)) + "\n" for skip in self.skipped)
+            write_output(path, text.encode(), private=True)

@@ -27,6 +27,7 @@ import os
 import re
 import shlex
 import socket
+import stat
 import sys
 import tomllib
 from collections.abc import Generator, Sequence
@@ -43,6 +44,15 @@ from tunesmith.redact import redact, redact_values
 PLAN_FILE = "plan.json"
 LATEST = "latest"
 """A link in ``runs/`` to the newest directory there."""
+
+LOCK = "run.lock"
+_OURS = (
+    "config.toml", "resolved.json", "plan.json", "facts.json", "metrics.jsonl", "rollouts.jsonl",
+    "rollouts-older.jsonl", "sinks.json", "skipped.jsonl", "checkpoints", "trace", "profile", "tensorboard",
+    "completions.jsonl", "scores.jsonl", "best.jsonl", "pairs.jsonl", "conditional.jsonl", "report.json",
+    "report.html", "base", "round-1",
+)  # fmt: skip
+"""What runs write into their directories."""
 
 _locked_here: set[Path] = set()
 """Directories that this process has locked; record locks do not exclude the process that holds them."""
@@ -151,7 +161,7 @@ def check_run_dir(run_dir: Path, resume: bool | Path | Literal["auto"]) -> None:
     """
     if resume is True and not run_dir.is_dir():
         raise CheckpointError(f"checkpoint.resume = true: there is no run to resume: {run_dir} is not a directory")
-    with boundary(ConfigError, f"run_dir = '{run_dir}' cannot be used", (OSError, ValueError)):
+    with boundary(ConfigError, f"run_dir = '{run_dir}' cannot be used", (OSError, ValueError, RuntimeError)):
         above = next(p for p in (run_dir.absolute(), *run_dir.absolute().parents) if p.exists())
         if not above.is_dir():
             raise ConfigError(f"run_dir = '{run_dir}' cannot be a directory: {above} is a file")
@@ -165,6 +175,14 @@ def _refuse_another_run(path: Path, resume: bool | Path | Literal["auto"]) -> No
     if not continued and holds_run(path):
         raise ConfigError(
             f"{path} already holds a run. Continue it with checkpoint.resume=true, choose another run_dir, or delete it"
+        )
+    if continued or os.path.lexists(path / LOCK):
+        return
+    found = [name for name in _OURS if os.path.lexists(path / name)]
+    if found or (path / "model").is_symlink():
+        raise ConfigError(
+            f"{path} has {', '.join(found or ['a link model'])}, which no run wrote there, and a run would write over; "
+            "choose another run_dir"
         )
 
 
@@ -215,12 +233,39 @@ def is_running(path: Path) -> bool:
     path = path.absolute()
     if path in _locked_here:  # opening the file here, and closing it, would drop the lock
         return True
-    with suppress(OSError), open(path / "run.lock", "rb") as lock:
-        try:
-            fcntl.lockf(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except OSError as error:
-            return error.errno in (errno.EACCES, errno.EAGAIN)
+    try:
+        lock = os.open(path / LOCK, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.lockf(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.errno in (errno.EACCES, errno.EAGAIN)
+    finally:
+        os.close(lock)
     return False
+
+
+def _open_lock(lock: Path) -> int:
+    """Open or create the lock; anything else of that name is left alone.
+
+    Raises:
+        OSError: it cannot be opened.
+        ConfigError: it is not a lock.
+    """
+    try:
+        handle = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+        content = os.pread(handle, 200, 0) if stat.S_ISREG(os.fstat(handle).st_mode) else None
+    except OSError:
+        if not (lock.is_symlink() or (lock.exists() and not lock.is_file())):
+            raise
+        handle = content = None
+    if content is None or not (content == b"" or content.startswith(b"process ")):
+        if handle is not None:
+            os.close(handle)
+        raise ConfigError(f"{lock} is there already and is not the lock of a run; choose another run_dir, or remove it")
+    assert handle is not None
+    return handle
 
 
 @contextmanager
@@ -231,9 +276,9 @@ def _locked(path: Path) -> Generator[None]:
     """
     if path in _locked_here:
         raise ConfigError(f"this process already writes to {path}")
-    lock = path / "run.lock"
+    lock = path / LOCK
     with boundary(StorageError, f"cannot write to the run directory {path}", OSError):
-        handle = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        handle = _open_lock(lock)
     try:
         fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:

@@ -24,7 +24,7 @@ from tunesmith.config.schema import DataSection, LoraSection
 from tunesmith.data.prepare import load_samples, load_tasks
 from tunesmith.data.prompts import PromptEncoder, Shots, read_shots
 from tunesmith.environments.multi_turn import tools_in_data
-from tunesmith.errors import ConfigError, DataError, StorageError, boundary
+from tunesmith.errors import ConfigError, DataError
 from tunesmith.loop.checkpoint import Checkpoints, read_state
 from tunesmith.monitor.metrics import read_metrics
 from tunesmith.monitor.text import EvalExample
@@ -47,7 +47,7 @@ from tunesmith.plan.derive.generation import SEPARATOR, derive_rft_warmup, profi
 from tunesmith.plan.resolve import resolve
 from tunesmith.plan.rules.checks import SAMPLER_KEYS
 from tunesmith.rewards.reward_set import RewardSet
-from tunesmith.storage import read_json, write_json
+from tunesmith.storage import read_json, write_json, write_output
 from tunesmith.types import Task
 from tunesmith.usercode.loading import located
 
@@ -267,8 +267,7 @@ class _Run:
         check_prompts(this.train, samples.items, self.run.train.items)
         run_file = this.directory / "sft.toml"
         values, reasons = self._training_settings(number, data, len(samples))
-        with boundary(StorageError, f"cannot write {run_file}", OSError):
-            run_file.write_text(config_text(Resolved(self.config, values, ())), encoding="utf-8")
+        write_output(run_file, config_text(Resolved(self.config, values, ())).encode(), private=True)
         newest = Checkpoints(this.sft / "checkpoints", 1).newest()
         state = read_state(newest) if newest else {}
         if newest and state.get("finished"):  # an earlier call ended before it recorded the model

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from tunesmith.assembly import run_rl, run_sft
 from tunesmith.assembly.session import RunResult
-from tunesmith.errors import ConfigError
+from tunesmith.errors import ConfigError, StorageError, boundary
 from tunesmith.monitor.progress import time_table
 from tunesmith.recipes.arithmetic import ANSWER, make_model, problems, write_examples, write_tasks
 
@@ -41,9 +41,10 @@ def run_demo(directory: Path, seed: int, sft_steps: int = 500, rl_steps: int = 4
         ConfigError: the directory is not empty.
     """
     started = time.perf_counter()
-    if directory.is_dir() and any(directory.iterdir()):
-        raise ConfigError(f"{directory} is not empty: choose another --dir, or delete it")
-    directory.mkdir(parents=True, exist_ok=True)
+    with boundary(StorageError, f"cannot write to {directory}", OSError):
+        if directory.is_dir() and any(directory.iterdir()):
+            raise ConfigError(f"{directory} is not empty: choose another --dir, or delete it")
+        directory.mkdir(parents=True, exist_ok=True)
     train, held_out = problems(seed, TRAIN, HELD_OUT)
     make_model(directory / "model", seed)
     write_examples(directory / "examples.jsonl", train, WORKED_SHARE, seed)

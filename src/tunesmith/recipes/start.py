@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import shutil
 import string
@@ -73,7 +74,7 @@ def write_start(task: str, directory: Path, model: str | None, tiny: bool) -> li
     texts |= {name: (_FILES / source).read_text(encoding="utf-8") for name, source in start.code.items()}
     texts |= _data(start.columns)
     wanted = [*(directory / name for name in texts), *([directory / "model"] if tiny else [])]
-    if existing := [str(file) for file in wanted if file.exists()]:
+    if existing := [str(file) for file in wanted if os.path.lexists(file)]:
         raise ConfigError(f"already there: {', '.join(existing)}; choose another directory")
     with boundary(StorageError, f"cannot write to {directory}", OSError):
         directory.mkdir(parents=True, exist_ok=True)
@@ -97,10 +98,10 @@ def copy_example(name: str, directory: Path) -> list[Path]:
         ConfigError: the directory is not empty.
         StorageError: a file cannot be written.
     """
-    if directory.exists() and any(directory.iterdir()):
-        raise ConfigError(f"{directory} is not empty; choose another directory")
     written: list[Path] = []
     with boundary(StorageError, f"cannot write to {directory}", OSError):
+        if directory.exists() and any(directory.iterdir()):
+            raise ConfigError(f"{directory} is not empty; choose another directory")
         directory.mkdir(parents=True, exist_ok=True)
         for file in sorted((_EXAMPLES / name).iterdir()):
             if file.suffix in (".py", ".toml", ".md"):

@@ -9,6 +9,9 @@ from collections.abc import Mapping
 from importlib.resources import files
 from typing import Any
 
+MARK = "<title>Tunesmith</title>"
+"""In every page, by which a report is known to be one."""
+
 
 def page(data: Mapping[str, Any]) -> bytes:
     """The document, in UTF-8.

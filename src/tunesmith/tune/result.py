@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import date
@@ -10,13 +9,13 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
+from tunesmith import storage
 from tunesmith.config.load import load_run
 from tunesmith.config.resolved import Resolved, config_text, settings
 from tunesmith.config.toml import toml_value
-from tunesmith.errors import ConfigError, StorageError, boundary
+from tunesmith.errors import ConfigError
 from tunesmith.plan.facts.measured import remember, remembered
 from tunesmith.plan.filling import with_values
-from tunesmith.redact import open_private
 from tunesmith.tune.intervals import Interval
 from tunesmith.tune.knobs import Values
 from tunesmith.tune.proof import Proof
@@ -161,13 +160,9 @@ def _trial_of(entry: Mapping[str, Any]) -> Trial:
 
 def check_output(file: Path, report: Path) -> None:
     """Reject (ConfigError) files that cannot be written, or were not written by ``tunesmith tune``."""
-    if not os.access(file.parent, os.W_OK | os.X_OK):
-        raise ConfigError(f"--output {file}: {file.parent} is not a writable directory; name another one")
-    if file.is_dir():
-        raise ConfigError(f"--output {file} is a directory; name a file")
-    if file.exists() and not file.read_text(encoding="utf-8", errors="replace").startswith(FIRST_LINE):
-        raise ConfigError(f"{file} is there already, and was not written by tunesmith tune; name another --output")
-    if report.exists() and not {"trials", "derived"} <= remembered(report).keys():
+    storage.check_output(file, "--output", FIRST_LINE, streams=False)
+    storage.check_output(report, "--output, whose report is", "", streams=False)
+    if report.exists() and report.stat().st_size and not {"trials", "derived"} <= remembered(report).keys():
         raise ConfigError(
             f"{report}, where the report would go, is there already, and was not written by tunesmith tune; "
             "name another --output"
@@ -186,8 +181,4 @@ def write_run_file(result: Result, run: Path, overrides: list[str], file: Path) 
     why = [f"{FIRST_LINE}: {run.name} as it was {result.reason}.", *map(told, result.brought)]
     header = "\n".join(f"# {line}" if not line.startswith("#") else line for line in why)
     text = config_text(Resolved(tuned, given, ()), lambda value: value)
-    with (
-        boundary(StorageError, f"cannot write {file}", OSError),
-        open(file, "w", encoding="utf-8", opener=open_private) as out,
-    ):
-        out.write(f"{header}\n{text}")
+    storage.write_output(file, f"{header}\n{text}".encode(), private=True)
