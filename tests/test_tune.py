@@ -35,7 +35,7 @@ from tunesmith.tune.bench import Bench
 from tunesmith.tune.intervals import MOST_PAIRS, interval
 from tunesmith.tune.knobs import Shape, neighbours
 from tunesmith.tune.proof import Proof, compare_gradients
-from tunesmith.tune.result import Journal, Trial, check_output
+from tunesmith.tune.result import Journal, Trial, check_files
 from tunesmith.tune.search import Candidate, TrialOutcome, search
 from tunesmith.tune.setup import MANY, pinned_settings, stated, trial_config, tuned_values, without_tuned
 from tunesmith.tune.trial import ended_by
@@ -400,18 +400,18 @@ def test_running_out_of_memory_is_told_from_failing(error: Exception, status: st
 
 def test_files_of_others_are_not_replaced(tmp_path: Path) -> None:
     run, report = tmp_path / "train.toml", tmp_path / "train.json"
-    check_output(run, report)
+    check_files(run, report)
     with pytest.raises(ConfigError, match="nowhere"):
-        check_output(tmp_path / "nowhere" / "train.toml", tmp_path / "nowhere" / "train.json")
+        check_files(tmp_path / "nowhere" / "train.toml", tmp_path / "nowhere" / "train.json")
     for text in ("[]", '{"rows": 1}', "not JSON"):
         report.write_text(text)
         with pytest.raises(ConfigError, match=r"train\.json"):
-            check_output(run, report)
+            check_files(run, report)
     report.write_text('{"trials": [], "derived": {}}')
-    check_output(run, report)
+    check_files(run, report)
     run.write_text("[model]")
     with pytest.raises(ConfigError, match=r"train\.toml"):
-        check_output(run, report)
+        check_files(run, report)
 
 
 def test_trials_are_remembered(tmp_path: Path) -> None:

@@ -36,12 +36,12 @@ def tune(
 
     from tunesmith.monitor.interrupts import held
     from tunesmith.storage import write_json
-    from tunesmith.tune.result import check_output, write_run_file
+    from tunesmith.tune.result import check_files, write_run_file
     from tunesmith.tune.tuning import open_tuning
 
     said, file = list(overrides or ()), output or run.with_name("tuned.toml")
     report = file.with_suffix(".json")
-    check_output(file, report)
+    check_files(file, report)
 
     def say(text: str) -> None:
         print(text, file=sys.stderr if as_json else sys.stdout, flush=True)

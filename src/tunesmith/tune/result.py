@@ -9,13 +9,13 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from tunesmith import storage
 from tunesmith.config.load import load_run
 from tunesmith.config.resolved import Resolved, config_text, settings
 from tunesmith.config.toml import toml_value
 from tunesmith.errors import ConfigError
 from tunesmith.plan.facts.measured import remember, remembered
 from tunesmith.plan.filling import with_values
+from tunesmith.storage import check_output, write_output
 from tunesmith.tune.intervals import Interval
 from tunesmith.tune.knobs import Values
 from tunesmith.tune.proof import Proof
@@ -158,10 +158,10 @@ def _trial_of(entry: Mapping[str, Any]) -> Trial:
     return Trial(entry["best"], entry["values"], entry["settings"], outcome)
 
 
-def check_output(file: Path, report: Path) -> None:
+def check_files(file: Path, report: Path) -> None:
     """Reject (ConfigError) files that cannot be written, or were not written by ``tunesmith tune``."""
-    storage.check_output(file, "--output", FIRST_LINE, streams=False)
-    storage.check_output(report, "--output, whose report is", "", streams=False)
+    check_output(file, "--output", FIRST_LINE, streams=False)
+    check_output(report, "--output, whose report is", "", streams=False)
     if report.exists() and report.stat().st_size and not {"trials", "derived"} <= remembered(report).keys():
         raise ConfigError(
             f"{report}, where the report would go, is there already, and was not written by tunesmith tune; "
@@ -181,4 +181,4 @@ def write_run_file(result: Result, run: Path, overrides: list[str], file: Path) 
     why = [f"{FIRST_LINE}: {run.name} as it was {result.reason}.", *map(told, result.brought)]
     header = "\n".join(f"# {line}" if not line.startswith("#") else line for line in why)
     text = config_text(Resolved(tuned, given, ()), lambda value: value)
-    storage.write_output(file, f"{header}\n{text}".encode(), private=True)
+    write_output(file, f"{header}\n{text}".encode(), private=True)
