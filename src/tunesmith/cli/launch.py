@@ -55,8 +55,6 @@ def launch(
     from tunesmith.config.load import load_config
 
     overrides = list(overrides or ())
-    if output is not None:
-        check_output(output, "--output", "# Written by tunesmith launch")
     kind = _kind(command, run, overrides)
     config = load_config(kind, run, overrides)
     ray = _on_ray(config, ray, nodes)
@@ -84,7 +82,7 @@ def launch(
             "cpus": str(cpus),
         },
     )
-    _deliver(script, output, secret=shown_command(overrides) != shlex.join(overrides))
+    _deliver(script, output, overrides)
 
 
 def _resources(nodes: int, cpus: int, gpus: int) -> list[str]:
@@ -93,10 +91,12 @@ def _resources(nodes: int, cpus: int, gpus: int) -> list[str]:
     return [*found, f"--gpus-per-node={gpus}"] if gpus else found
 
 
-def _deliver(script: str, output: Path | None, secret: bool) -> None:
+def _deliver(script: str, output: Path | None, overrides: list[str]) -> None:
     if output is None:
         print(script, end="")
         return
+    secret = shown_command(overrides) != shlex.join(overrides)
+    check_output(output, "--output", "# Written by tunesmith launch")
     write_output(output, script.encode(), private=secret)
     if secret and output.is_file():
         with boundary(StorageError, f"cannot make {output} private", OSError):
