@@ -361,3 +361,103 @@ def test_peek_says_the_format_and_refuses_early_without_a_tokenizer(tmp_path: Pa
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "[]"
+
+
+MAP = """
+import json
+def chat(row):
+    return {"prompt": row["question"] + " Think.", "answer": row["answer"].zfill(3)}
+def odd(row):
+    return row if row["level"] % 2 else None
+def adds(row):
+    row["question"] += "!"
+    return row
+def breaks(row):
+    return {"prompt": row["question"], "level": 1 / (row["level"] - 3)}
+def exits(row):
+    raise SystemExit(1)
+def lists(row):
+    return [row]
+def two(a, b):
+    return a
+async def later(row):
+    return row
+def every(row):
+    yield row
+def none(row):
+    return None
+"""
+
+
+@pytest.fixture
+def prep(tmp_path: Path) -> str:
+    (tmp_path / "prep.py").write_text(MAP)
+    return str(tmp_path / "prep.py")
+
+
+def test_rows_are_mapped_before_their_format_is_detected(tmp_path: Path, prep: str) -> None:
+    path, tok = put(tmp_path / "a.jsonl", SUMS), tiny.tokenizer()
+    task = tasks(path, tok, map=f"{prep}:chat").items[2]
+    assert task.prompt == "2+2? Think." and task.id == f"{path}:3"
+    assert task.columns == {"question": "2+2?", "answer": "004", "level": 2}, "the other columns stay"
+    made = tasks(path, tok, map=f"{prep}:odd")
+    assert [t.columns["level"] for t in made.items] == [1, 3, 5]
+    assert made.report.counts["read"] == 6 and any("3 rows" in note for note in made.report.notes)
+    assert made.fingerprint != tasks(path, tok).fingerprint
+    sample = samples(path, tok, map=f"{prep}:adds").items[0]
+    assert "0+0?!" in tok.decode(sample.token_ids)
+
+
+@pytest.mark.parametrize(
+    ("name", "line", "word"),
+    [("breaks", 4, "ZeroDivisionError"), ("exits", 1, "SystemExit"), ("lists", 1, "list"), ("none", 0, "")],
+)
+def test_a_row_that_cannot_be_mapped_is_a_bad_line(tmp_path: Path, prep: str, name: str, line: int, word: str) -> None:
+    path, tok = put(tmp_path / "a.jsonl", SUMS), tiny.tokenizer()
+    with pytest.raises(DataError) as caught:
+        tasks(path, tok, map=f"{prep}:{name}")
+    assert (f"{path}:{line}: " if line else path) in str(caught.value) and word in str(caught.value)
+    if name == "breaks":
+        assert f"{prep}, line 11" in str(caught.value)
+        assert tasks(path, tok, map=f"{prep}:breaks", skip_bad=True).report.counts["bad"] == 1
+
+
+@pytest.mark.parametrize("name", ["two", "later", "every", "missing"])
+def test_a_function_that_maps_no_row_is_refused(tmp_path: Path, prep: str, name: str) -> None:
+    with pytest.raises(ConfigError, match=name):
+        tasks(put(tmp_path / "a.jsonl", SUMS), tiny.tokenizer(), map=f"{prep}:{name}")
+
+
+def test_peek_does_not_run_the_function(tmp_path: Path, prep: str) -> None:
+    path = put(tmp_path / "a.jsonl", SUMS)
+    section = DataSection(train=path, map=f"{prep}:exits")
+    assert peek(section, path, "rl") == [f"{path}: its rows go through {prep}:exits"]
+
+
+@pytest.mark.parametrize(
+    ("split", "levels"),
+    [
+        ("train[:2]", [0, 1]), ("train[4:]", [4, 5]), ("train[-2:]", [4, 5]), ("train[:-4]", [0, 1]),
+        ("train[:50%]", [0, 1, 2]), ("train[50%:]", [3, 4, 5]), ("train[2:4]", [2, 3]), ("train[ : 33.4% ]", [0, 1]),
+        ("train", [0, 1, 2, 3, 4, 5]),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("kind", ["file", "directory", "saved"])
+def test_a_part_of_a_split(tmp_path: Path, kind: str, split: str, levels: list[int]) -> None:
+    path = tmp_path / "rows"
+    if kind == "saved":
+        datasets = pytest.importorskip("datasets")
+        datasets.Dataset.from_list(SUMS).save_to_disk(str(path))
+    elif kind == "directory":
+        path.mkdir()
+        put(path / "train.jsonl", SUMS)
+    else:
+        path = Path(put(tmp_path / "rows.jsonl", SUMS))
+    made = tasks({"path": str(path), "split": split}, tiny.tokenizer())
+    assert [task.columns["level"] for task in made.items] == levels
+    assert made.items[0].id.endswith(f":{levels[0] + 1}"), "a row keeps its number"
+
+
+def test_a_part_without_rows_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError):
+        tasks({"path": put(tmp_path / "a.jsonl", SUMS), "split": "train[6:]"}, tiny.tokenizer())

@@ -55,6 +55,8 @@ class ApiCall:
         for key, data in (("train", train), ("eval", held_out)):
             if data is not None:
                 self._settings[f"data.{key}"] = self._source(key, data)
+        if "data.map" in self._settings:
+            self._settings["data.map"] = self._reference("data.map", self._settings["data.map"])
         for section, keys in _CODE.items():
             self._refer_to_code(section, keys)
 

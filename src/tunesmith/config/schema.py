@@ -71,6 +71,7 @@ class Source(Section):
     weight: Annotated[float, Field(gt=0)] | None = None
     """Share of the draws, relative to the other sources' weights; None for all sources: proportional to size."""
     split: Text = "train"
+    """A split, or a part of one: ``train[:200]``, ``train[:90%]``."""
     subset: Text | None = None
 
 
@@ -80,6 +81,8 @@ Sources = Annotated[tuple[str | Source, ...], Field(min_length=1)]
 class DataSection(Section):
     train: str | Source | Sources
     eval: str | Source | Sources | None = None
+    map: Text | None = None
+    """``file.py:function``, which gets each row first and returns its columns, or None to leave it out."""
     prompt: Text | None = None
     """Name of the prompt column; None: detected (``prompt``, ``question``, ``instruction``, ``messages``)."""
     completion: Text | None = None

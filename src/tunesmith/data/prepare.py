@@ -15,7 +15,7 @@ from tunesmith.data.formats import Example, Goal
 from tunesmith.data.prompts import PromptEncoder, learned_texts, note_turn_end
 from tunesmith.data.reading import Prepared, Reading, Sources, as_sources, check_section, examples_of, weights_of
 from tunesmith.data.report import LoadReport
-from tunesmith.data.sources import on_hub
+from tunesmith.data.sources import on_hub, read
 from tunesmith.data.tokens import Tokenizer
 from tunesmith.types import Prompt, Sample, Task
 
@@ -38,6 +38,11 @@ def peek(section: DataSection, source: Sources, goal: Goal, *, hub: bool = True)
     sentences: list[str] = []
     for one in as_sources(source):
         if not hub and on_hub(one):
+            continue
+        if section.map:  # the user's code only runs in the run itself
+            if next(iter(read(one)), None) is None:
+                raise LoadReport().nothing_left(one.path)
+            sentences.append(f"{one.path}: its rows go through {section.map}")
             continue
         report = LoadReport(skip_bad=section.skip_bad)
         if next(examples_of(section, one, goal, report), None) is None:

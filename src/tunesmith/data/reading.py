@@ -13,6 +13,7 @@ from tunesmith.config.schema import DataSection, Source
 from tunesmith.data.chat import ChatTemplate, Rendered
 from tunesmith.data.formats import Example, Format, Goal, convert, detect
 from tunesmith.data.loader import Loader, Part, fingerprint_of
+from tunesmith.data.mapping import mapped
 from tunesmith.data.prompts import PromptEncoder, choose_template, with_system
 from tunesmith.data.report import LoadReport, TooLong
 from tunesmith.data.sources import BadLine, SourceRow, read
@@ -232,8 +233,12 @@ def check_section(section: DataSection, goal: Goal) -> None:
 def examples_of(section: DataSection, source: Source, goal: Goal, report: LoadReport) -> Iterator[Example]:
     """The usable lines of one source; a file's first usable line determines its format."""
     formats: dict[str, Format] = {}
-    for row in read(source):
+    left_out = 0
+    for row in mapped(read(source), section.map) if section.map else read(source):
         report.read += 1
+        if row is None:
+            left_out += 1
+            continue
         with report.line(row.where):
             if isinstance(row, BadLine):
                 raise row
@@ -243,6 +248,8 @@ def examples_of(section: DataSection, source: Source, goal: Goal, report: LoadRe
                 formats[row.file] = form
                 report.formats.append(f"{row.file}: {form.describe(goal)}")
             yield example
+    if left_out:
+        report.note(f"{source.path}: data.map leaves {left_out} rows out.")
 
 
 def _detect(section: DataSection, row: SourceRow, goal: Goal) -> Format:

@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 
 from tunesmith.config.reading.files import is_hub_name
 from tunesmith.config.schema import Source
+from tunesmith.data.splits import Cut, parse_split
 from tunesmith.errors import ConfigError, DataError, boundary, nearest
 
 Columns = dict[str, Any]
@@ -60,20 +61,29 @@ def read(source: Source) -> Rows:
         ConfigError: ``split`` or ``subset`` is set for a source that has none.
     """
     path = Path(source.path).expanduser()
+    split, cut = parse_split(source.split)
     if not path.exists():
         if not is_hub_name(source.path, "datasets"):
             raise DataError(f"data file not found: {path}.{_neighbours(path)}")
-        yield from _read_hub(source)
-        return
-    if source.subset is not None:
+        yield from _read_hub(source, split, cut)
+    elif source.subset is not None:
         raise ConfigError(f"{source.path}: 'subset' is for data sets of the hub; leave it out for files.")
-    if (path / "dataset_info.json").exists() or (path / "dataset_dict.json").exists():
-        yield from _read_saved(path, source.split)
-    elif path.is_dir():
-        for file in directory_files(path, source.split):
+    elif (path / "dataset_info.json").exists() or (path / "dataset_dict.json").exists():
+        yield from _read_saved(path, split, cut)
+    elif cut is None:
+        yield from _read_files(path, split)
+    else:
+        rows = list(_read_files(path, split))
+        yield from rows[cut.rows(len(rows))]
+
+
+def _read_files(path: Path, split: str) -> Rows:
+    """The rows of a file, or of a directory's files of a split."""
+    if path.is_dir():
+        for file in directory_files(path, split):
             yield from READERS[file.suffix.lower()](file)
-    elif source.split != "train":
-        raise ConfigError(f"{path}: a plain file has no split '{source.split}'; leave 'split' out.")
+    elif split != "train":
+        raise ConfigError(f"{path}: a plain file has no split '{split}'; leave 'split' out.")
     elif path.suffix.lower() not in READERS:
         raise DataError(f"{path}: unknown kind of file '{path.suffix}'. Valid: {', '.join(READERS)}.")
     else:
@@ -248,7 +258,7 @@ READERS: Mapping[str, Callable[[Path], Rows]] = {
 }
 
 
-def _read_saved(path: Path, split: str) -> Rows:
+def _read_saved(path: Path, split: str, cut: Cut | None) -> Rows:
     import datasets
 
     with boundary(DataError, f"cannot load the saved data set {path}", Exception):
@@ -260,21 +270,29 @@ def _read_saved(path: Path, split: str) -> Rows:
     elif split != "train":
         raise ConfigError(f"{path}: a single saved data set has no split '{split}'; leave it out.")
     with boundary(DataError, f"cannot read {path}", Exception):  # a damaged table is only noticed while reading
-        yield from _rows_of_table(str(path), loaded)
+        yield from _rows_of_table(str(path), *_part(loaded, cut))
 
 
-def _read_hub(source: Source) -> Rows:
+def _read_hub(source: Source, split: str, cut: Cut | None) -> Rows:
     import datasets
 
     what = f"'{source.path}' is not a file here, and loading it as a data set of the hub failed"
     with boundary(DataError, what, Exception):
-        loaded = datasets.load_dataset(source.path, source.subset, split=source.split)
-        yield from _rows_of_table(f"{source.path}[{source.split}]", loaded)
+        loaded = datasets.load_dataset(source.path, source.subset, split=split)
+        yield from _rows_of_table(f"{source.path}[{split}]", *_part(loaded, cut))
 
 
-def _rows_of_table(name: str, rows: Iterable[Any]) -> Rows:
+def _part(table: Any, cut: Cut | None) -> tuple[Any, int]:
+    """The part of a table, and the number of its first row."""
+    if cut is None:
+        return table, 1
+    rows = range(len(table))[cut.rows(len(table))]
+    return table.select(rows), rows.start + 1
+
+
+def _rows_of_table(name: str, rows: Iterable[Any], first: int = 1) -> Rows:
     """Rows of a table, where keys absent from a message or tool are null: all rows share one type."""
-    for number, columns in enumerate(rows, 1):
+    for number, columns in enumerate(rows, first):
         kept = {k: _without_null(v) if k == "tools" or _is_conversation(v) else v for k, v in columns.items()}
         yield SourceRow(name, f"{name}:{number}", kept)
 

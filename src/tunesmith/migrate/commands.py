@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from tunesmith.config.names.foreign import spelled
 from tunesmith.migrate.given import ForeignLaunch, Given
 from tunesmith.migrate.programs import find_program
 from tunesmith.migrate.python import read_python
@@ -18,27 +19,32 @@ from tunesmith.migrate.trees import accelerate_settings, read_tree_file, tree_se
 _LAUNCHERS = {"accelerate": "accelerate", "torchrun": "accelerate", "deepspeed": "accelerate", "ray": "openrlhf"}
 _DEVICES = ("num_processes", "nproc_per_node", "num_gpus")
 _NODES = ("nnodes", "num_nodes")
+_LARGEST = 2_000_000
+"""Size in bytes of the largest script that is read."""
 _MENTIONS = re.compile(r"openrlhf\.cli\.|verl\.trainer|\btrl (sft|dpo|grpo|kto|reward|rloo)\b|trl/scripts/")
 
 
-def read_shell(text: str, variables: Mapping[str, str], folder: Path, line: int = 1) -> list[ForeignLaunch]:
+def read_shell(
+    text: str, variables: Mapping[str, str], folder: Path, line: int = 1, script: tuple[str, str] = ("", "")
+) -> list[ForeignLaunch]:
     """Every known program that a script starts, including in files that it sources.
 
     Args:
         variables: values for variables that the script does not set.
         folder: searched for files that the script names, after the working directory.
+        script: the text and name of the Python script whose docstring this is.
     """
-    script = read_script(text, variables, line)
+    shell = read_script(text, variables, line)
     launches: list[ForeignLaunch] = []
-    for words in script.commands:
+    for words in shell.commands:
         inner = [w for w in words if re.search(r"\s", w.text) and _MENTIONS.search(w.text)]
         if inner and not _program(words):
-            known = {k: v for k, v in script.variables.items() if isinstance(v, str)}
+            known = {k: v for k, v in shell.variables.items() if isinstance(v, str)}
             for word in inner:
                 text = word.text.replace("\\'", "'").replace('\\"', '"')
                 launches += read_shell(text, known | dict(variables), folder, word.line)
         elif found := _program(words):
-            launches += _launch(*found, words, folder)
+            launches += _launch(*found, words, folder, script)
         elif len(words) > 1 and words[0].text in ("source", ".") and (folder / words[1].text).is_file():
             sourced = (folder / words[1].text).read_text(encoding="utf-8", errors="replace")
             launches += read_shell(sourced, variables, folder) if sourced != text else []
@@ -61,17 +67,18 @@ def _program(words: Sequence[Word]) -> tuple[int, str] | None:
     return None
 
 
-def _launch(start: int, name: str, words: Sequence[Word], folder: Path) -> Iterator[ForeignLaunch]:
+def _launch(
+    start: int, name: str, words: Sequence[Word], folder: Path, script: tuple[str, str]
+) -> Iterator[ForeignLaunch]:
     """A launch, also of a program that does not train or sample."""
     program = find_program(name)
     before, after = words[: start - 1], words[start:]
+    text, file = _script(name, folder, script) if name.endswith(".py") else ("", "")
     if program is None:
-        file = next((f for f in (Path(name), folder / Path(name).name) if f.is_file()), None)
-        if file is None or file.stat().st_size > 2_000_000:
-            return
-        for launch in read_python(file.read_text(encoding="utf-8", errors="replace"), file.name):
-            own = tuple(options(after, launch.program.framework))
-            yield replace(launch, settings=(*launch.settings, *own), devices=_devices(before))
+        said = {spelled(given.name): given.value for given in options(after, "trl")}
+        for launch in read_python(text, file, said):
+            own = (*_launcher(before, folder, launch.program.framework), *options(after, launch.program.framework))
+            yield replace(launch, settings=(*launch.settings, *own), devices=_devices(before, own))
         return
     if not program.command:
         yield ForeignLaunch(name, program)
@@ -79,7 +86,25 @@ def _launch(start: int, name: str, words: Sequence[Word], folder: Path) -> Itera
     read = _hydra if program.framework == "verl" else _options_with_config
     settings, notes = read(after, program.framework, folder)
     launcher = list(_launcher(before, folder, program.framework))
-    yield ForeignLaunch(name, program, (*launcher, *settings), _devices(before, launcher), tuple(notes))
+    launch = ForeignLaunch(name, program, (*launcher, *settings), _devices(before, launcher), tuple(notes))
+    yield _with_own_settings(launch, text, file) if text else launch
+
+
+def _script(name: str, folder: Path, other: tuple[str, str]) -> tuple[str, str]:
+    """The text and the name of a script that is here; those of ``other`` if it is not."""
+    file = next((f for f in (Path(name), folder / name, folder / Path(name).name) if f.is_file()), None)
+    if file is None or file.stat().st_size > _LARGEST:
+        return other
+    return file.read_text(encoding="utf-8", errors="replace"), file.name
+
+
+def _with_own_settings(command: ForeignLaunch, text: str, name: str) -> ForeignLaunch:
+    """A command that starts a script, with what the script itself says when it is started so."""
+    options = {spelled(given.name): given.value for given in command.settings}
+    found = read_python(text, name, options)
+    own = [g for launch in found for g in launch.settings if not g.unknown or g.name.endswith("_dataset")]
+    notes = [note for launch in found for note in launch.notes]
+    return replace(command, settings=(*own, *command.settings), notes=(*command.notes, *notes))
 
 
 def options(words: Sequence[Word], framework: str) -> Iterator[Given]:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from tunesmith.config.commands import KINDS
 from tunesmith.config.names.foreign import FRAMEWORKS, Meaning, spelled, value_of
 from tunesmith.config.names.unknown import rule_of
 from tunesmith.config.reading.describe import choices_at
+from tunesmith.data.splits import parse_split
+from tunesmith.errors import ConfigError
 from tunesmith.migrate.given import UNKNOWN, ForeignLaunch, Given
+from tunesmith.migrate.script.data import Origin
 from tunesmith.migrate.there import ROLES, Dropped, NotKnownError, There, Value, is_off
 from tunesmith.migrate.values import CONVERSIONS
 
@@ -70,7 +73,38 @@ def convert(launch: ForeignLaunch) -> Migration:
     for key in [key for key, entry in migration.entries.items() if entry.value is False]:
         for inner in [inner for inner in migration.entries if inner.startswith(f"{key}.")]:
             del migration.entries[inner]  # a table that is off has no keys
+    _check_held_out(migration)
     return migration
+
+
+def _check_held_out(migration: Migration) -> None:
+    """
+    Raises:
+        ConfigError: the run file would train on rows that it evaluates on.
+    """
+    entries = migration.entries
+    if "data.train" not in entries or "data.eval" not in entries:
+        return
+    train, held_out = entries["data.train"], entries["data.eval"]
+    for origin in _origins(train.value):
+        if any(origin.overlaps(other) for other in _origins(held_out.value)):
+            places = " and ".join(f"{g.text} (line {g.line})" for entry in (train, held_out) for g in entry.of)
+            part = "".join(map(str, origin.cuts))
+            raise ConfigError(
+                f"the run file would train on rows that it evaluates on: {origin.path}, split {origin.split}{part}, is "
+                f"part of both data.train and data.eval ({places}). Rows that a script sets apart by its own code are "
+                "not told apart here: write each part to a file, and name the files in the source"
+            )
+
+
+def _origins(value: Any) -> list[Origin]:
+    """The sources in a value of ``data.train`` or ``data.eval``."""
+    origins: list[Origin] = []
+    for item in cast("list[Any]", value) if isinstance(value, list) else [value]:
+        table = cast("dict[str, Any]", item) if isinstance(item, dict) else {"path": item}
+        split, cut = parse_split(table.get("split", "train"))
+        origins.append(Origin(table["path"], table.get("subset"), split, (cut,) if cut else ()))
+    return origins
 
 
 def _account(given: Given, there: There, migration: Migration, *, is_default: bool = False) -> ConvertedSetting:
@@ -78,7 +112,8 @@ def _account(given: Given, there: There, migration: Migration, *, is_default: bo
     meanings = there.meanings(given)
     keys = tuple(key for m in meanings for key in m.keys if key in there.keys)[:1]
     if given.unknown and keys:  # without a key, its value does not matter
-        return _computed(given, f"its value is computed when the source runs ({given.unknown})", keys)
+        why = given.why or f"its value is computed when the source runs ({given.unknown})"
+        return _computed(given, why, keys)
     if isinstance(given.value, float) and not math.isfinite(given.value):
         return ConvertedSetting(given, "by hand", "it is not a finite number", keys)
     if not meanings:

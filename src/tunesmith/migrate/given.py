@@ -21,6 +21,8 @@ class Given:
     line: int
     framework: str
     text: str = ""
+    why: str = ""
+    """Why the value is unknown, if more is known than that the source computes it."""
 
     @property
     def unknown(self) -> str:

@@ -1,26 +1,62 @@
-"""Reads Python scripts of TRL, transformers and StateSet Agents, by parsing, never running them."""
+"""Reads Python scripts of TRL, transformers and StateSet Agents, by following their values, never running them."""
 
 from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, cast
 
 from tunesmith.errors import ConfigError
 from tunesmith.migrate.given import ForeignLaunch, Given
-from tunesmith.migrate.programs import find_program
+from tunesmith.migrate.programs import ForeignProgram, find_program
+from tunesmith.migrate.script.data import Data, Splits, Step, Unknown, all_data, whole
+from tunesmith.migrate.script.statements import Flow
+from tunesmith.migrate.script.values import Function, Named, Object
 
 _PEFT = {"r": "lora_r", "target_modules": "lora_target_modules", "modules_to_save": "lora_modules_to_save"}
 """Names in ``LoraConfig`` → names in TRL's ``ModelConfig``."""
-_TRAINER = {"model": "model_name_or_path"}
-_PARTS = ("args", "peft_config", "processing_class", "tokenizer", "quantization_config", "callbacks", "data_collator")
-"""Arguments of a trainer that are objects, whose settings are read from their constructors."""
-_CONFIGS = ("LoraConfig", "BitsAndBytesConfig", "ModelConfig", "ScriptArguments", "AgentConfig")
+_PARTS = (
+    "args", "config", "peft_config", "processing_class", "tokenizer", "quantization_config", "callbacks",
+    "data_collator", "optimizers", "compute_metrics", "reward_processing_classes",
+)  # fmt: skip
+"""Arguments of a trainer that are objects, whose settings are read where they are made."""
+_SUPPORT = ("LoraConfig", "BitsAndBytesConfig", "ModelConfig", "ScriptArguments", "AgentConfig", "get_peft_model")
+"""What is made beside a configuration and holds settings of its own."""
+_ALONE = ("AgentConfig", "create_vllm_backend")
+"""What is a program where no configuration and no trainer is made."""
+_OF_MODEL = (
+    "torch_dtype", "dtype", "attn_implementation", "load_in_4bit", "load_in_8bit", "trust_remote_code",
+    "max_seq_length",
+)  # fmt: skip
+"""Arguments of ``from_pretrained`` that are settings."""
+_PATHS = ("pretrained_model_name_or_path", "model_name", "model_name_or_path")
+_SWITCHES = {
+    "allow_tf32": "tf32", "set_float32_matmul_precision": "tf32", "compile": "torch_compile",
+    "gradient_checkpointing_enable": "gradient_checkpointing",
+}  # fmt: skip
+"""Calls and assignments that are settings of TRL's and transformers' configurations."""
+_START = ("model", "args", "data_collator", "train_dataset", "eval_dataset")
+_PLACES: Mapping[str, Sequence[str]] = {
+    "GRPOTrainer": ("model", "reward_funcs", "args", "train_dataset", "eval_dataset"),
+    "RLOOTrainer": ("model", "reward_funcs", "args", "train_dataset", "eval_dataset"),
+    "DPOTrainer": ("model", "ref_model", *_START[1:]),
+    "KTOTrainer": ("model", "ref_model", *_START[1:]),
+    "GKDTrainer": ("model", "teacher_model", *_START[1:]),
+    "PPOTrainer": (
+        "args", "processing_class", "model", "ref_model", "reward_model", "train_dataset", "value_model",
+        "data_collator", "eval_dataset",
+    ),
+}  # fmt: skip
+"""Names of positional arguments of TRL's trainers; of the other ones ``_START``."""
 
 
-def read_python(text: str, name: str) -> list[ForeignLaunch]:
-    """The training in a script: one launch, or none if it creates no known configuration.
+def read_python(text: str, name: str, options: Mapping[str, Any] | None = None) -> list[ForeignLaunch]:
+    """The training in a script: a launch per trainer, or none if it creates no known configuration.
+
+    Args:
+        options: what its command line says, by name.
 
     Raises:
         ConfigError: the text is not Python.
@@ -29,22 +65,20 @@ def read_python(text: str, name: str) -> list[ForeignLaunch]:
         tree = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise ConfigError(f"{name} is not valid Python: {error}") from None
-    constants = _constants(tree)
-    constants |= _loaded(tree, constants) | _options(tree)
-    defined = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-    functions = {node.name for node in ast.walk(tree) if isinstance(node, defined)}
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    calls.sort(key=lambda node: node.lineno)
-    kinds = [_called(call) for call in calls if call.keywords]
-    name_of_program = next(filter(_is_config, kinds), None) or next(filter(_is_trainer, kinds), None)
-    if name_of_program is None:
-        return []
-    program = find_program(name_of_program)
-    assert program is not None
-    scope = _Scope(constants, functions, name, program.framework)
-    settings = [given for call in calls for given in scope.settings(call)]
-    settings += scope.assigned(tree)
-    return [ForeignLaunch(name_of_program, program, tuple(settings))]
+    flow = Flow(tree, name, options or {})
+    trainers = {(made.line, made.kind): made for made in flow.made if _is_trainer(made.kind)}  # the last call of each
+    configs = [made for made in flow.made if _is_config(made.kind)]
+    if not trainers:
+        first = next(iter(configs), None) or next((m for m in flow.made if _last(m.kind) in _ALONE), None)
+        return [_launch(flow, None, configs or [first], first.kind)] if first else []
+    used = {id(config): trainer for trainer in trainers.values() if (config := _config_of(trainer))}
+    launches: list[ForeignLaunch] = []
+    for trainer in trainers.values():
+        own = _config_of(trainer)
+        shared = [config for config in configs if id(config) not in used]
+        held = [own] if own and own in configs else shared
+        launches.append(_launch(flow, trainer, held, held[0].kind if held else trainer.kind))
+    return launches
 
 
 def docstrings(text: str) -> list[tuple[str, int]]:
@@ -60,123 +94,157 @@ def docstrings(text: str) -> list[tuple[str, int]]:
     ]
 
 
-class _Scope:
-    """The values of names in one script."""
+def _launch(flow: Flow, trainer: Object | None, configs: Sequence[Object], kind: str) -> ForeignLaunch:
+    program = _program(kind, trainer)
+    reading = _Reading(flow, program.framework)
+    made = [*configs, *(m for m in flow.made if _last(m.kind) in _SUPPORT and m not in configs)]
+    settings = [given for one in made for given in reading.settings(one)]
+    settings += [given for one in flow.made for given in reading.switches(one)]
+    settings += reading.of_trainer(trainer) if trainer else []
+    settings.sort(key=lambda given: given.line)
+    used = [data for given in settings for data in all_data(given.value) if given.name.endswith("_dataset")]
+    paths = {origin.path for data in used for origin in data.origins}
+    unused = {(o.path, data.line): None for data in flow.loaded for o in data.origins if o.path not in paths}
+    notes = [f"line {line}: {path} is loaded, and not passed to the trainer as data" for path, line in unused]
+    return ForeignLaunch(_last(kind), program, tuple(settings), notes=tuple(notes))
 
-    def __init__(self, constants: Mapping[str, Any], functions: set[str], file: str, framework: str) -> None:
-        self.constants, self.functions, self.file, self.framework = constants, functions, file, framework
 
-    def settings(self, call: ast.Call) -> Iterator[Given]:
-        """The settings in one call that creates a configuration, a trainer, an adapter or a dataset."""
-        kind = _called(call)
-        if _is_config(kind) or kind in _CONFIGS:
-            names = _PEFT if kind == "LoraConfig" else {}
-            for word in call.keywords:
-                if word.arg:
-                    yield self._given(names.get(word.arg, word.arg), word.value)
-        elif _is_trainer(kind):
-            for word in call.keywords:
-                if word.arg and word.arg not in _PARTS:
-                    yield self._given(_TRAINER.get(word.arg, word.arg), word.value)
-        elif kind == "load_dataset" and call.args:
-            yield self._given("dataset_name", call.args[0])
-            if len(call.args) > 1:
-                yield self._given("dataset_config", call.args[1])
-            for word in call.keywords:
-                if word.arg in ("name", "split"):
-                    yield self._given({"name": "dataset_config", "split": "dataset_train_split"}[word.arg], word.value)
-        elif kind == "from_pretrained" and call.args and "CausalLM" in ast.unparse(call.func):
-            yield self._given("model_name_or_path", call.args[0])
+def _program(kind: str, trainer: Object | None) -> ForeignProgram:
+    """The program of a configuration; if the trainer is one for another command, that one's, with these defaults."""
+    program = _find(kind)
+    of_trainer = _find(trainer.kind) if trainer else None
+    assert program is not None
+    if of_trainer is None or of_trainer.command == program.command or program.framework != "transformers":
+        return program
+    return replace(of_trainer, defaults={**of_trainer.defaults, **program.defaults})
 
-    def assigned(self, tree: ast.Module) -> Iterator[Given]:
-        """``training_args.learning_rate = 1e-6``."""
-        for node in ast.walk(tree):
-            match node:
-                case ast.Assign(targets=[ast.Attribute(value=ast.Name(id=name), attr=key)]) if name.endswith("args"):
-                    yield self._given(key, node.value)
-                case _:
-                    pass
 
-    def _given(self, name: str, node: ast.expr) -> Given:
-        value, text = self.value(node), f"{name}={ast.unparse(node)}"
-        return Given(name, value, node.lineno, self.framework, text if len(text) < 100 else f"{text[:97]}...")
+class _Reading:
+    """The settings in what a script makes."""
 
-    def value(self, node: ast.expr) -> Any:
-        """The value of an expression; ``${expression}`` if only running the script would tell."""
-        if isinstance(node, ast.Name) and node.id in self.functions:
-            return f"{self.file}:{node.id}"
-        if isinstance(node, ast.Name | ast.Attribute) and (key := ast.unparse(node)) in self.constants:
-            return self.constants[key]
-        if isinstance(node, ast.Subscript) and ast.unparse(node.value) in self.constants:
-            return self.constants[ast.unparse(node.value)]
-        if isinstance(node, ast.List | ast.Tuple):
-            return [self.value(item) for item in node.elts]
-        if isinstance(node, ast.Attribute) and ast.unparse(node).startswith("torch."):
-            return ast.unparse(node)
-        try:
-            return ast.literal_eval(node)
-        except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
-            return "${" + re.sub(r"[{}]", "", ast.unparse(node))[:80] + "}"
+    def __init__(self, flow: Flow, framework: str) -> None:
+        self.flow, self.framework = flow, framework
+
+    def settings(self, made: Object) -> Iterator[Given]:
+        names = _PEFT if _last(made.kind) in ("LoraConfig", "get_peft_model") else {}
+        for name, value in made.fields.items():
+            if name in made.texts and name not in ("model", "peft_config"):
+                yield self.given(names.get(name, name), value, *made.texts[name])
+
+    def switches(self, made: Object) -> Iterator[Given]:
+        """``torch.compile(model)``, ``torch.backends.cuda.matmul.allow_tf32 = True`` and the like."""
+        name = _SWITCHES.get(_last(made.kind))
+        if name is None or (name in ("tf32", "torch_compile") and not made.kind.startswith("torch.")):
+            return
+        mode = made.fields.get("mode")
+        value = made.args[0] if _last(made.kind) == "allow_tf32" and made.args else True
+        yield self.given(
+            name, mode if name == "torch_compile" and isinstance(mode, str) else value, made.text, made.line
+        )
+
+    def of_trainer(self, trainer: Object) -> Iterator[Given]:
+        for name, (value, text, line) in _arguments(trainer).items():
+            if name in ("train_dataset", "eval_dataset"):
+                yield self.data(name, value, text, line)
+            elif name == "model":
+                yield from self.model(value, text, line)
+            elif name not in _PARTS and not (name == "ref_model" and value is None):
+                yield self.given(name, value, text, line)
+        yield from self.steps(trainer)
+
+    def data(self, name: str, value: Any, text: str, line: int) -> Given:
+        held = list(cast("dict[str, Any]", value).values()) if isinstance(value, dict) else whole(value)
+        if isinstance(held, Splits):
+            held = Unknown(text.partition("=")[2], line, "which of its splits is not said")
+        return self.given(name, held, text, line)
+
+    def model(self, value: Any, text: str, line: int) -> Iterator[Given]:
+        models = [made for made in self.flow.made if made.is_model and "CausalLM" in made.kind]
+        held = models[0] if len(models) == 1 and not isinstance(value, str | Object) else value
+        yield self.given("model_name_or_path", held, text, line)
+        if isinstance(held, Object) and held.is_model:
+            for name in _OF_MODEL:
+                if name in held.fields:
+                    yield self.given(name, held.fields[name], *held.texts.get(name, (name, held.line)))
+
+    def steps(self, trainer: Object) -> Iterator[Given]:
+        """What the script does to its rows: the steps of the training data, then those of the held-out data alone."""
+        held = _arguments(trainer)
+        values = [held.get(name, (None,))[0] for name in ("train_dataset", "eval_dataset")]
+        train, held_out = ([s for data in all_data(whole(value)) for s in data.steps] for value in values)
+        seen = {_what(step) for step in train}
+        steps = dict.fromkeys([*train, *(step for step in held_out if _what(step) not in seen)])
+        for number, step in enumerate(steps):
+            same = not held_out or {_what(one) for one in held_out} == seen
+            value = step.function if same and len({_what(s) for s in train}) == 1 else ""
+            if step is next((s for s in train if _what(s) == _what(step)), step):  # once, where both have it
+                yield Given(f"{number}.dataset.{step.name}", value, step.line, self.framework, step.text)
+
+    def given(self, name: str, value: Any, text: str, line: int) -> Given:
+        why = value.why if isinstance(value, Unknown) else ""
+        return Given(name, self.plain(value), line, self.framework, text if len(text) < 100 else f"{text[:97]}...", why)
+
+    def plain(self, value: Any) -> Any:
+        """The value as in a configuration file; ``${expression}`` if only running the script would tell."""
+        if isinstance(value, Function):
+            return value.reference or _placeholder(ast.unparse(value.node))
+        if isinstance(value, Named):
+            return value.dotted if value.dotted.startswith(("torch.", "trl.rewards.")) else _placeholder(value.dotted)
+        if isinstance(value, Object):
+            return self.plain(_path_of(value)) if value.is_model else _placeholder(f"{value.kind}(...)")
+        if isinstance(value, Unknown):
+            return _placeholder(value.text)
+        if isinstance(value, list | tuple):
+            return [self.plain(item) for item in cast("Sequence[Any]", value)]
+        if isinstance(value, dict):
+            return {str(key): self.plain(item) for key, item in cast("dict[Any, Any]", value).items()}
+        return value if isinstance(value, str | int | float | None | Data) else _placeholder(str(value))
+
+
+def _placeholder(text: str) -> str:
+    return "${" + re.sub(r"[{}]", "", text)[:80] + "}"
+
+
+def _what(step: Step) -> str:
+    """A step without the data set that it is a method of."""
+    return step.function or step.text
+
+
+def _path_of(model: Object) -> Any:
+    named = [model.fields[name] for name in _PATHS if name in model.fields]
+    return next(iter([*model.args[:1], *named]), Unknown(f"{model.kind}(...)", model.line))
+
+
+def _arguments(trainer: Object) -> dict[str, tuple[Any, str, int]]:
+    """By name: the value, the text and the line of each argument, positional ones included."""
+    places = _PLACES.get(_last(trainer.kind), _START)
+    found: dict[str, tuple[Any, str, int]] = {}
+    for name, value, (text, line) in zip(places, trainer.args, trainer.arg_texts, strict=False):
+        found[name] = (value, f"{name}={text}", line)
+    for name, value in trainer.fields.items():
+        found[name] = (value, *trainer.texts.get(name, (name, trainer.line)))
+    return found
+
+
+def _config_of(trainer: Object) -> Object | None:
+    held = _arguments(trainer)
+    value = next((held[name][0] for name in ("args", "config") if name in held), None)
+    return value if isinstance(value, Object) and _is_config(value.kind) else None
+
+
+def _last(kind: str) -> str:
+    return kind.rpartition(".")[2]
 
 
 def _is_config(kind: str) -> bool:
-    return kind.endswith(("Config", "Arguments", "Profile")) and kind not in _CONFIGS and find_program(kind) is not None
+    name = _last(kind)
+    return name.endswith(("Config", "Arguments", "Profile")) and name not in _SUPPORT and _find(kind) is not None
 
 
 def _is_trainer(kind: str) -> bool:
-    return kind.endswith("Trainer") and find_program(kind) is not None
+    return _last(kind).endswith("Trainer") and _find(kind) is not None
 
 
-def _called(call: ast.Call) -> str:
-    return call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
-
-
-def _constants(tree: ast.Module) -> dict[str, Any]:
-    """Names that are assigned exactly once."""
-    values: dict[str, Any] = {}
-    several: set[str] = set()
-    for node in ast.walk(tree):
-        for target, value in _assigned(node):
-            several |= {target} & values.keys()
-            try:
-                values[target] = ast.literal_eval(value)
-            except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
-                several.add(target)
-    return {name: value for name, value in values.items() if name not in several}
-
-
-def _assigned(node: ast.AST) -> Iterator[tuple[str, ast.expr]]:
-    """``a = 1`` and ``a, b = 1, 2``."""
-    match node:
-        case ast.Assign(targets=[ast.Name(id=name)], value=value):
-            yield name, value
-        case ast.Assign(targets=[ast.Tuple(elts=targets)], value=ast.Tuple(elts=values)) if len(targets) == len(values):
-            yield from ((t.id, v) for t, v in zip(targets, values, strict=True) if isinstance(t, ast.Name))
-        case _:
-            pass
-
-
-def _loaded(tree: ast.Module, constants: Mapping[str, Any]) -> dict[str, Any]:
-    """Names that hold a dataset or a model, with the source that it was loaded from."""
-    loaded: dict[str, Any] = {}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-            for part in ast.walk(node.value):
-                if isinstance(part, ast.Call) and part.args and _called(part) in ("load_dataset", "from_pretrained"):
-                    first = part.args[0]
-                    value = first.value if isinstance(first, ast.Constant) else constants.get(ast.unparse(first))
-                    if isinstance(value, str):
-                        loaded[node.targets[0].id] = value
-    return loaded
-
-
-def _options(tree: ast.Module) -> dict[str, Any]:
-    """``args.NAME`` for the options of a script's own parser that have a default."""
-    found: dict[str, Any] = {}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and _called(node) == "add_argument" and node.args:
-            flag = node.args[-1]
-            default = next((word.value for word in node.keywords if word.arg == "default"), None)
-            if isinstance(flag, ast.Constant) and isinstance(flag.value, str) and isinstance(default, ast.Constant):
-                found[f"args.{flag.value.lstrip('-').replace('-', '_')}"] = default.value
-    return found
+def _find(kind: str) -> ForeignProgram | None:
+    """The program of a class, by its full name, so that classes of one name in several frameworks are told apart."""
+    return find_program(kind) or find_program(_last(kind))

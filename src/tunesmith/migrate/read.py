@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -89,9 +89,12 @@ def _of_python(text: str, path: Path, variables: Mapping[str, str]) -> list[Fore
     found = read_python(text, path.name)
     if any(launch.name.endswith(("Config", "Arguments")) for launch in found):
         return found
-    commands = [launch for part, line in docstrings(text) for launch in read_shell(part, variables, path.parent, line)]
-    own = tuple(given for launch in found for given in launch.settings if not given.unknown)
-    return [replace(launch, settings=(*own, *launch.settings)) for launch in commands] or found
+    script, folder = (text, path.name), path.parent
+    commands = [c for part, line in docstrings(text) for c in read_shell(part, variables, folder, line, script)]
+    if not found and not commands and "zero_optimization" in text:  # DeepSpeed's, in a block of Python
+        tree = read_tree_text(text, path.name)
+        return _of_tree(cast(Mapping[str, Any], tree), text, path, variables) if isinstance(tree, Mapping) else []
+    return commands or found
 
 
 def _of_tree(tree: Mapping[str, Any], text: str, path: Path, variables: Mapping[str, str]) -> list[ForeignLaunch]:
@@ -138,11 +141,22 @@ def _located(settings: Iterable[Given], text: str) -> list[Given]:
 
 
 def _cells(text: str, name: str) -> str:
-    """The code of a notebook, without its shell lines."""
+    """The code of a notebook, without its shell lines and the cells that are not Python."""
     try:
         cells = json.loads(text)["cells"]
         sources = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
     except (ValueError, KeyError, TypeError, RecursionError):
         raise ConfigError(f"{name} is not a notebook") from None
-    code = "\n".join(sources)
-    return re.sub(r"^(\s*)[%!].*$", r"\1pass", code, flags=re.MULTILINE)
+    return "\n".join(map(_python_of_cell, sources))
+
+
+def _python_of_cell(source: str) -> str:
+    """The cell with as many lines; blank if it is another language's, or cannot be parsed."""
+    code = re.sub(
+        r"^(\s*)[%!].*(?:\\\n.*)*$", lambda m: m[1] + "pass" + "\n" * m[0].count("\n"), source, flags=re.MULTILINE
+    )
+    try:
+        compile(code, "cell", "exec", ast.PyCF_ONLY_AST | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        code = ""
+    return code if code and not source.startswith("%%") else "\n" * source.count("\n")

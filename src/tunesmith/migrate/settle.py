@@ -44,7 +44,9 @@ def _fill_in(migration: Migration) -> None:
     """Add settings that a run file requires and the source lacks."""
     entries, missing = migration.entries, "not in the source: fill it in"
     entries.setdefault("model.path", Entry("MODEL", note=missing))
-    entries.setdefault("data.train", Entry("DATA", note=missing))
+    asked = next((row for row in migration.rows if "data.train" in row.keys and row.kind != "mapped"), None)
+    why = f"{asked.given.text} (line {asked.given.line}): {asked.text}" if asked else missing
+    entries.setdefault("data.train", Entry("DATA", note=why))
     if migration.command == "distill":
         entries.setdefault("teacher.path", Entry("TEACHER", note=missing))
     if migration.command == "rl" and not any(key.startswith(("reward.", "environment.path")) for key in entries):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 from tunesmith.config.values import SINKS
 from tunesmith.migrate.given import UNKNOWN, Given
+from tunesmith.migrate.script.data import Data, all_data, written_split
 from tunesmith.migrate.there import OFF, Dropped, Result, There, Value
 
 _TRAIN = (
@@ -21,10 +23,14 @@ _EVAL = ("eval_dataset", "eval.dataset", "val_files", "validation_data")
 _EVAL_SPLITS = ("dataset_test_split", "eval.split", "eval_split", "val_split", "test_split")
 _MANAGERS = ("naive", "batch", "prime", "dapo")
 """verl's reward managers, which call the function that a line's ``data_source`` selects."""
+_BUILT_IN = {"trl.rewards.accuracy_reward": "math"}
+"""Functions that TRL ships, and those of a run file that do the same."""
 
 
 def train_data(_given: Given, there: There) -> Result:
     """A path or a name; a table if it has a split, a subset or weights; a list if there are several."""
+    if isinstance(held := there.get("train_dataset"), Data):
+        return _followed("data.train", held)
     paths = _listed(there.get(*_TRAIN))
     if not paths:
         return Dropped("no data set is given with it")
@@ -42,18 +48,45 @@ def train_data(_given: Given, there: There) -> Result:
 
 def eval_data(_given: Given, there: There) -> Result:
     """The held-out data; a split without a path belongs to the training data."""
+    held = there.get("eval_dataset")
+    if isinstance(held, Data | list) and all_data(held):
+        origins = tuple(origin for data in all_data(held) for origin in data.origins)
+        return _followed("data.eval", replace(all_data(held)[0], origins=origins))
     paths, split = _listed(there.get(*_EVAL)), there.get(*_EVAL_SPLITS)
     if there.framework in ("trl", "transformers") and there.get(
         "eval_strategy", "evaluation_strategy", default="no"
     ) in ("no", False):
         return Dropped("nothing is evaluated there: eval_strategy is no", off=True)
+    subset = None
     if not paths and split:
-        paths = _listed(there.get(*_TRAIN))[:1]
+        paths, subset = _listed(there.get(*_TRAIN))[:1], there.get("dataset_config")
     if not paths:
         return Dropped("no data set is given with it", off=True)
-    return [
-        Value("data.eval", _plain([{"path": path, "split": None if split == "train" else split} for path in paths]))
-    ]
+    split = None if split == "train" else split
+    return [Value("data.eval", _plain([{"path": path, "split": split, "subset": subset} for path in paths]))]
+
+
+def _followed(key: str, data: Data) -> Result:
+    """The data set that a script passes to its trainer."""
+    tables: list[dict[str, Any]] = []
+    for origin in data.origins:
+        split = written_split(origin)
+        if split is None:
+            parts = "".join(map(str, origin.cuts))
+            return Dropped(f"a part of a part, {origin.path}{parts}, has no line here; write its rows to a file")
+        subset = {"subset": origin.subset, "weight": origin.weight}
+        tables.append({"path": origin.path, "split": None if split == "train" else split, **subset})
+    return [Value(key, _plain(tables), "; ".join(dict.fromkeys(data.notes)))]
+
+
+def rows(given: Given, _there: There) -> Result:
+    """``dataset.map(function)`` and what else a script does to its rows."""
+    if ".py:" in given.value:
+        return [Value("data.map", given.value, "move it to a separate file that only defines it")]
+    return Dropped(
+        f"{given.text} is not followed: write it as a function of one row that returns its columns, or None to leave "
+        'it out: data.map = "file.py:function"'
+    )
 
 
 def _listed(value: Any) -> list[str]:
@@ -78,9 +111,11 @@ def functions(given: Given, there: There) -> Result:
         name = there.get("custom_reward_function.name", default="compute_score")
         return [Value("reward.functions", [f"{path}:{name}"])]
     items = [str(v) for v in (given.value if isinstance(given.value, list) else [given.value]) if v]
-    known = [item for item in items if ".py:" in item]
+    known = [_BUILT_IN.get(item, item) for item in items if ".py:" in item or item in _BUILT_IN]
     if known and len(known) == len(items):
-        return [Value("reward.functions", known, "move them to a separate file that only defines them")]
+        column = [Value("reward.answer", "solution", "the column that it reads there")] if "math" in known else []
+        own = "move them to a separate file that only defines them" if len(set(known) - {"math"}) else ""
+        return [Value("reward.functions", known, own), *column]
     if all(item in _MANAGERS for item in items):
         return Dropped("the reward manager that calls the functions of the data; none is needed here", off=True)
     names = ", ".join(UNKNOWN.sub(lambda m: m[0][2:-1], item) for item in items)
@@ -156,4 +191,4 @@ def hub(given: Given, there: There) -> Result:
     return [Value("checkpoint.push_to_hub", name)]
 
 
-SOURCES = (train_data, eval_data, functions, tools, environment, models, remote, sinks, samples, hub)
+SOURCES = (train_data, eval_data, rows, functions, tools, environment, models, remote, sinks, samples, hub)

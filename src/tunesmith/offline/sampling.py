@@ -133,7 +133,7 @@ def identity(config: SamplingConfig, data: str, tokenizer: Any, *, greedy: bool 
     values |= {"data": data, "chat template (digest)": template and fingerprint_of([template])}
     if config.lora.path is not None:
         values["lora.path"] = str(config.lora.path)
-    for key in ("system_prompt", "chat", "chat_template_kwargs", "too_long", "max_prompt_tokens"):
+    for key in ("map", "system_prompt", "chat", "chat_template_kwargs", "too_long", "max_prompt_tokens"):
         values[f"data.{key}"] = getattr(config.data, key)
     if config.sampling_settings:
         unread = {"timeout", "n", "temperature", "top_p", "top_k", "min_p", "seed"} if greedy else {"timeout"}

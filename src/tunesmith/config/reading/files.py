@@ -221,6 +221,7 @@ _FILES: dict[str, Find] = {
     "rft.few_shot": _existing,
     "checkpoint.resume": _checkpoint,
     **{f"data.{name}{inner}": _data for name in ("train", "eval") for inner in ("", ".path", ".[]", ".[].path")},
+    "data.map": _code,
     "algorithm.name": _preset,
     **{
         f"algorithm.{key}{inner}": _reference("class")
