@@ -124,7 +124,7 @@ def test_tools_are_read_and_passed_on() -> None:
             "answer, solution could.*data.completion",
         ),
         ({"prompt": None}, "rl", {}, "'prompt' is null"),
-        ({"prompt": 5}, "rl", {}, r"'prompt' is int \(5\), needs text"),
+        ({"prompt": True}, "rl", {}, r"'prompt' is bool \(True\), needs text"),
         ({"prompt": ""}, "rl", {}, "'prompt' is empty"),
         ({"prompt": "x\ud800"}, "rl", {}, "surrogate pair at character 1"),
         ({"prompt": []}, "rl", {}, "'prompt' is empty"),
@@ -167,3 +167,78 @@ def test_arguments_of_calls_are_objects_as_in_an_episode() -> None:
 
     assert read('{"a": 1}') == read({"a": 1}) == {"a": 1}
     assert read('{"a": ') == '{"a": ', "what is no JSON stays as it is"
+
+
+LINE = {"prompt": "1+1?", "completion": "2"}
+TALK = {"messages": [USER, ASSISTANT]}
+
+
+@pytest.mark.parametrize("goal", ["rl", "sft", "judged"])
+@pytest.mark.parametrize(
+    "column",
+    [
+        {"images": ["a.png"]}, {"image": {"bytes": "x"}}, {"video": "v.mp4"}, {"audio": {"path": "a.wav"}},
+        {"chat_template_kwargs": {"enable_thinking": False}},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_column_that_would_change_the_line_and_is_not_read_is_refused(column: dict[str, Any], goal: Goal) -> None:
+    (name,) = column
+    with pytest.raises(BadLine, match=f"^a.jsonl:7: the column '{name}'"):
+        made({**LINE, "label": True, **column}, goal)
+    for empty in (None, [], "", {}):
+        assert made({**LINE, "label": True, name: empty}, goal).prompt == "1+1?"
+
+
+@pytest.mark.parametrize(
+    ("columns", "goal", "name"),
+    [
+        ({**LINE, "weight": 0.5}, "sft", "weight"),
+        ({**LINE, "sample_weight": 2}, "sft", "sample_weight"),
+        ({**LINE, "label": True, "weight": 0}, "judged", "weight"),
+        ({"prompt": "p", "chosen": "a", "rejected": "b", "weight": 3.0}, "pairs", "weight"),
+        ({**LINE, "label": False}, "sft", "label"),
+        ({**TALK, "label": False}, "sft", "label"),
+        ({"text": "x", "tools": [{"type": "function"}]}, "sft", "tools"),
+    ],
+)
+def test_weights_labels_and_tools_that_are_not_read_are_refused(columns: dict[str, Any], goal: Goal, name: str) -> None:
+    with pytest.raises(BadLine, match=f"^a.jsonl:7: the column '{name}'"):
+        made(columns, goal)
+
+
+@pytest.mark.parametrize(
+    ("columns", "goal"),
+    [
+        ({**LINE, "weight": 1}, "sft"), ({**LINE, "weight": 1.0, "label": True}, "sft"),
+        ({"text": "x", "label": 0}, "sft"), ({"prompt": "p", "weight": 70}, "rl"), ({"prompt": "p", "label": False}, "rl"),
+    ],
+)  # fmt: skip
+def test_columns_without_an_effect_on_the_line_are_left_alone(columns: dict[str, Any], goal: Goal) -> None:
+    made(columns, goal)
+
+
+@pytest.mark.parametrize(("number", "text"), [(4, "4"), (-3, "-3"), (2.5, "2.5"), (4.0, "4.0")])
+def test_a_number_is_the_text_of_it(number: float, text: str) -> None:
+    assert made({"question": "2+2?", "answer": number}, "sft").completion == text
+    with pytest.raises(BadLine, match="needs text"):
+        made({"question": "2+2?", "answer": float("nan")}, "sft")
+
+
+@pytest.mark.parametrize(
+    ("call", "good"),
+    [
+        ({"name": "add", "arguments": {"a": 1}}, True),
+        ({"id": "c", "name": "add", "arguments": '{"a": 1}'}, True),
+        ({"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}, True),
+        ({"type": "function"}, False), ({"function": {"arguments": {}}}, False), ("add(1)", False), ({}, False),
+    ],
+)  # fmt: skip
+def test_calls_are_in_the_form_of_openai_or_refused(call: Any, good: bool) -> None:
+    row = {"messages": [USER, {"role": "assistant", "content": "", "tool_calls": [call]}]}
+    if not good:
+        with pytest.raises(BadLine, match=r"messages\[1\] has the tool call"):
+            made(row, "sft")
+        return
+    [_, answer] = made(row, "sft").completion
+    assert answer["tool_calls"][0]["function"] == {"name": "add", "arguments": {"a": 1}}

@@ -155,7 +155,7 @@ def test_an_empty_file_is_refused(tmp_path: Path, name: str) -> None:
 
 
 def test_nothing_usable_is_refused_with_the_reasons(tmp_path: Path) -> None:
-    path = put(tmp_path / "a.jsonl", [{"question": None}, {"question": 3}])
+    path = put(tmp_path / "a.jsonl", [{"question": None}, {"question": True}])
     with pytest.raises(DataError, match=r"(?s)no usable line.*0 of 2 lines used, 2 bad.*'question' is null"):
         tasks(path, tiny.tokenizer(), skip_bad=True)
     long = put(tmp_path / "b.jsonl", SUMS)

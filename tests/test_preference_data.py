@@ -169,7 +169,7 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("pairs", {"prompt": "q", "chosen": "a", "rejected": ""}, "'rejected' is empty"),
     ("pairs", {"prompt": "q", "chosen": " \n", "rejected": "a"}, "'chosen' is empty"),
     ("pairs", {"prompt": "q", "chosen": "a", "rejected": "a"}, "the same, so nothing is preferred"),
-    ("pairs", {"prompt": "q", "chosen": "a", "rejected": 3}, "'rejected' is int"),
+    ("pairs", {"prompt": "q", "chosen": "a", "rejected": {}}, "'rejected' is dict"),
     ("pairs", {"prompt": "q", "chosen": "a", "rejected": [assistant("b")]}, "text and the other a conversation"),
     ("pairs", {"prompt": "q", "chosen": "a", "rejected": "b", "margin": "x"}, "'margin' is 'x'"),
     ("pairs", {"prompt": "q", "chosen": [assistant("a")], "rejected": [assistant(" ")]}, "'rejected' is empty"),

@@ -23,7 +23,7 @@ from tunesmith.environments.rendering import NO_GUARD, ChatRenderer, Renderer
 from tunesmith.environments.token_guard import TokenGuard
 from tunesmith.environments.tools import parser_for
 from tunesmith.errors import ConfigError
-from tunesmith.rewards.function import INSTANCES
+from tunesmith.rewards.function import INSTANCES, RESERVED
 from tunesmith.rewards.loading import INSTANCES_NEED, check_rewards, load_rewards
 from tunesmith.rewards.reward_set import RewardSet
 from tunesmith.types import Message, Rollout, Status, Task
@@ -115,6 +115,10 @@ def load_run_tasks(
     loaded = load_tasks(section, source, tokenizer, environments.tools_of)
     chat, _ = _prompts(section, tokenizer, loaded)
     environments.template(tokenizer, chat=chat)
+    for name in sorted(RESERVED & {name for task in loaded.items for name in task.columns}):
+        loaded.report.note(
+            f"The column '{name}' reaches no reward function: '{name}' is what the run passes to it; rename the column."
+        )
     loaded.items[:] = environments.route(loaded.items)
     return loaded
 

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from tunesmith.data.sources import Columns, SourceRow
 from tunesmith.data.trie import common_length
+from tunesmith.data.unread import check_unread
 from tunesmith.data.values import (
     column_names,
     read_margin,
@@ -176,6 +177,7 @@ def convert(row: SourceRow, form: Format, goal: Goal) -> Example:
     Raises:
         BadLine: a column is missing, empty or of the wrong type.
     """
+    check_unread(row, goal, form.kind)
     identity = row.columns.get("id")
     identity = str(identity) if isinstance(identity, str | int) and str(identity) else row.where
     columns = {name: value for name, value in row.columns.items() if name != "prompt"}

@@ -10,6 +10,7 @@ from typing import Any, cast
 
 from tunesmith.config.schema import DataSection, Source
 from tunesmith.data.chat import ChatTemplate, Rendered, is_learned
+from tunesmith.data.chat_checks import THOUGHTS
 from tunesmith.data.formats import Example, convert, detect
 from tunesmith.data.report import LoadReport
 from tunesmith.data.sources import BadLine, read
@@ -92,6 +93,9 @@ def learned_texts(section: DataSection, example: Example, template: ChatTemplate
         first = turns[-1] if turns else 0
     if not turns or turns[-1] < first:
         raise DataError("no assistant turn to learn")
+    for i in turns:
+        if i >= first and not any(messages[i].get(part) for part in ("content", "tool_calls", *THOUGHTS)):
+            raise DataError(f"message {i + 1}, an assistant's turn, is empty; leave it out, or give it weight 0")
     return template.learned(messages, example.tools, first)
 
 

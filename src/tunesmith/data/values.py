@@ -48,7 +48,10 @@ def read_typed(row: SourceRow, name: str, kind: type[V] | tuple[type[V], ...], n
 
 
 def read_text(row: SourceRow, name: str) -> str:
+    """A text; a number is read as the text that JSON writes for it."""
     value = read_value(row, name)
+    if isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value):
+        value = json.dumps(value)
     if not isinstance(value, str):
         raise row.bad(f"'{name}' is {type(value).__name__} ({_brief(value)}), needs text")
     if not value:
@@ -112,8 +115,20 @@ def _message(row: SourceRow, place: str, item: Any) -> Message:
     if not isinstance(content, str):
         raise row.bad(f"{place} has no text in 'content', found: {', '.join(message)}")
     if isinstance(calls := message.get("tool_calls"), list):
-        message["tool_calls"] = [with_object_arguments(call) for call in calls]
+        message["tool_calls"] = [with_object_arguments(_call(row, place, call)) for call in calls]
     return {**message, "content": _encodable(row, f"{place}.content", content)}
+
+
+def _call(row: SourceRow, place: str, call: Any) -> Any:
+    """A tool call in OpenAI's form; ``{"name": ..., "arguments": ...}`` alone is put into it."""
+    if isinstance(call, Mapping) and "function" not in call and isinstance(call.get("name"), str):
+        inner = {"name": call["name"], "arguments": call.get("arguments", {})}
+        rest = {key: value for key, value in call.items() if key not in inner}
+        return {"type": "function", **rest, "function": inner}
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise row.bad(f"{place} has the tool call {_brief(call)}, needs a 'function' with a name and arguments")
+    return call
 
 
 def with_object_arguments(call: Any) -> Any:
