@@ -211,7 +211,8 @@ def test_weights_labels_and_tools_that_are_not_read_are_refused(columns: dict[st
     ("columns", "goal"),
     [
         ({**LINE, "weight": 1}, "sft"), ({**LINE, "weight": 1.0, "label": True}, "sft"),
-        ({"text": "x", "label": 0}, "sft"), ({"prompt": "p", "weight": 70}, "rl"), ({"prompt": "p", "label": False}, "rl"),
+        ({"text": "x", "label": 0}, "sft"), ({"prompt": "p", "weight": 70}, "rl"),
+        ({"prompt": "p", "label": False}, "rl"),
     ],
 )  # fmt: skip
 def test_columns_without_an_effect_on_the_line_are_left_alone(columns: dict[str, Any], goal: Goal) -> None:
