@@ -178,3 +178,9 @@ def test_it_needs_no_torch() -> None:
         "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("name", ["--micro_train_batch_size", "--ds.zero_stage", "--train.lr", "--bf16"])
+def test_a_name_may_have_the_dashes_of_an_option(name: str) -> None:
+    result = CliRunner().invoke(app, ["explain", name])
+    assert result.exit_code == 0 and "No such option" not in result.output, result.output

@@ -133,6 +133,10 @@ MEANT = {
     "ulysses_sequence_parallel_size": "system.sequence_parallel.size",
     "ds.ring_attn_size": "system.sequence_parallel.size",
     "zero_optimization.stage": "system.zero_stage",
+    "fp16": "model.dtype",
+    "fp16.enabled": "model.dtype",
+    "train.max_tokens_per_gpu": "system.max_tokens_per_microbatch",
+    "rollout.max_tokens_per_gpu": "system.scoring_max_tokens",
 }
 ABSENT = {
     "fsdp": "system.zero_stage",
@@ -152,6 +156,9 @@ ABSENT = {
     "disable_log_stats": "engines",
     "actor_rollout_ref.actor.megatron.tensor_model_parallel_size": "Megatron",
     "actor_init_on_gpu": "host memory",
+    "overlap_comm": "backward pass",
+    "loss_scale": "float16",
+    "fp16_full_eval": "model.dtype",
 }
 
 

@@ -613,3 +613,194 @@ def test_aliases_without_end_are_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "verl.yaml").write_text(text)
     with pytest.raises(ConfigError, match="aliases"):
         read_source(tmp_path / "verl.yaml", {})
+
+
+DEEPSPEED = """
+# deepspeed_config.json
+{
+    "zero_optimization": {
+        "stage": 2,  // shards optimizer and gradients
+        "offload_optimizer": {"device": "cpu", "pin_memory": true}
+    },
+    "bf16": {"enabled": true},
+    "gradient_clipping": 0.5
+}
+"""
+WITHOUT_COMMENTS = DEEPSPEED.replace("  // shards optimizer and gradients", "")
+
+
+@pytest.mark.parametrize(
+    "text", [WITHOUT_COMMENTS, WITHOUT_COMMENTS.replace("# deepspeed_config.json", "// a comment")]
+)
+@pytest.mark.parametrize("name", ["ds.json", "block.py"])
+def test_deepspeed_s_file_may_have_comments(text: str, name: str, tmp_path: Path) -> None:
+    if name.endswith(".py") and "//" in text:
+        return
+    run = values(migrated(text, name, devices=8), tmp_path)
+    assert (run["system.zero_stage"], run["system.trainer_ranks"]) == (2, 8)
+    assert run["system.offload_optimizer"] is True and run["train.max_grad_norm"] == 0.5
+    alone = migrated(text, name)
+    assert row_of(alone, "stage").kind == "by hand" and "--devices" in row_of(alone, "stage").text
+    assert alone.entries["system.offload_optimizer"].value is True
+
+
+def test_the_file_of_deepspeed_that_a_script_names_is_read(tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text(DEEPSPEED.replace("  // shards optimizer and gradients", ""))
+    (tmp_path / "train.py").write_text(
+        "from trl import SFTConfig, SFTTrainer\nSFTTrainer('org/m', SFTConfig(output_dir='o', deepspeed='ds.json', "
+        "max_grad_norm=0.7), train_dataset='org/d')\n"
+    )
+    (tmp_path / "run.sh").write_text("accelerate launch --num_processes 4 --use_deepspeed train.py\n")
+    for source in ("train.py", "run.sh"):
+        [launch] = read_source(tmp_path / source, {})
+        entries = convert(launch).entries
+        assert entries["system.offload_optimizer"].value is True and entries["model.dtype"].value == "bfloat16"
+        assert entries["train.max_grad_norm"].value == 0.7, "the script's own wins"
+    assert entries["system.trainer_ranks"].value == 4 and entries["system.zero_stage"].value == 2
+    assert {"--num_processes 4", "--use_deepspeed"} <= {row.given.text for row in convert(launch).rows}
+    (tmp_path / "ds.json").unlink()
+    [launch] = read_source(tmp_path / "train.py", {})
+    assert any("ds.json" in note and "line 2" in note for note in launch.notes)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (
+            "--train.max_tokens_per_gpu 16384 --rollout.max_tokens_per_gpu 32768",
+            {"system.max_tokens_per_microbatch": 16384, "system.scoring_max_tokens": 32768},
+        ),
+        (
+            "--train_max_tokens_per_gpu 16384 --rollout_max_tokens_per_gpu 32768",
+            {"system.max_tokens_per_microbatch": 16384, "system.scoring_max_tokens": 32768},
+        ),
+        ("--adam_offload", {"system.offload_optimizer": True}),
+        ("--ds.adam_offload --actor.optim muon", {"system.offload_optimizer": None}),
+        ("--fp16", {"model.dtype": "float16"}),
+        ("--bf16", {"model.dtype": "bfloat16"}),
+        ("--fp16 --bf16", {"model.dtype": "bfloat16"}),
+    ],
+)
+def test_settings_of_openrlhf_s_trainer(options: str, expected: dict[str, Any]) -> None:
+    text = f"python -m openrlhf.cli.train_ppo_ray --pretrain org/m --prompt_data org/d --remote_rm_url r.py {options}"
+    migration = migrated(text)
+    for key, value in expected.items():
+        entry = migration.entries.get(key)
+        assert (entry and entry.value) == value
+    if "muon" in options:
+        assert "Muon" in row_of(migration, "adam_offload").text
+
+
+def test_a_job_of_ray_is_a_run_on_ray() -> None:
+    command = (
+        "python3 -m openrlhf.cli.train_ppo_ray --pretrain org/m --prompt_data org/d --remote_rm_url r.py "
+        "--vllm_num_engines 4 --vllm_tensor_parallel_size 2 --async_train"
+    )
+    on_ray = migrated(f'ray job submit --address="http://127.0.0.1:8265" -- {command}').entries
+    assert on_ray["system.cluster"].value == "ray" and "system.engine_process" not in on_ray
+    assert on_ray["system.ray_address"].value == "http://127.0.0.1:8265" and on_ray["system.engines"].value == 4
+    alone = migrated(command).entries
+    assert "system.cluster" not in alone and alone["system.engine_process"].value is True
+
+
+def test_openrlhf_s_inference_with_vllm() -> None:
+    text = (
+        "python -m openrlhf.cli.batch_inference --eval_task generate_vllm --pretrain org/m --dataset org/d --tp_size 2 "
+        "--output_path out.jsonl"
+    )
+    entries = migrated(text).entries
+    assert entries["system.engine"].value == "vllm" and entries["system.vllm.tensor_parallel_size"].value == 2
+
+
+@pytest.mark.parametrize(
+    ("line", "key", "value"),
+    [
+        ("model = torch.compile(model)", "system.compile", "default"),
+        ("model = torch.compile(model, mode='max-autotune')", "system.compile", "max-autotune"),
+        ("torch.backends.cuda.matmul.allow_tf32 = True", "", None),
+        ("torch.set_float32_matmul_precision('high')", "", None),
+        ("model.gradient_checkpointing_enable()", "system.gradient_checkpointing", True),
+    ],
+)
+def test_switches_of_torch_are_accounted_for(line: str, key: str, value: Any) -> None:
+    text = (
+        "import torch\nfrom transformers import AutoModelForCausalLM\nfrom trl import SFTConfig, SFTTrainer\n"
+        "model = AutoModelForCausalLM.from_pretrained('org/m', torch_dtype=torch.bfloat16)\n"
+        f"{line}\nSFTTrainer(model=model, args=SFTConfig(output_dir='o'), train_dataset='org/d')\n"
+    )
+    migration = migrated(text, "train.py")
+    [row] = [row for row in migration.rows if row.given.line == 5]
+    assert row.given.text in line and row.kind != "unknown"
+    assert migration.entries["model.path"].value == "org/m" and migration.entries["model.dtype"].value == "bfloat16"
+    if key:
+        assert migration.entries[key].value == value
+
+
+@pytest.mark.parametrize(
+    ("text", "framework", "command", "key", "value"),
+    [
+        ("from stateset_agents.training.trainer import GRPOTrainer\nGRPOTrainer(config=c, learning_rate=1e-5)",
+         "stateset-agents", "rl", "train.lr", 1e-5),
+        ("from stateset_agents import training\ntraining.GRPOTrainer(config=c)",
+         "stateset-agents", "rl", "train.lr", None),
+        ("from trl import GRPOTrainer\nGRPOTrainer(model='org/m', reward_funcs=f)", "trl", "rl", "train.lr", 1e-6),
+        ("from stateset_agents.core.agent import AgentConfig\nAgentConfig(model_name='org/m', use_4bit=True)",
+         "stateset-agents", "rl", "model.path", "org/m"),
+        ("from stateset_agents.core.agent_backends import create_vllm_backend\n"
+         "create_vllm_backend(model_name='org/m', tensor_parallel_size=2, max_num_seqs=256)",
+         "stateset-agents", "generate", "system.max_running", 256),
+    ],
+)  # fmt: skip
+def test_classes_of_one_name_are_told_apart_by_their_import(
+    text: str, framework: str, command: str, key: str, value: Any
+) -> None:
+    migration = migrated(text, "train.py")
+    assert (migration.launch.program.framework, migration.command) == (framework, command)
+    entry = migration.entries.get(key)
+    assert (entry and entry.value) == value
+
+
+GROWING = {
+    "values": "x0=aaaaaaaaaa\n" + "".join(f"x{n}={f'$x{n - 1}' * 10}\n" for n in range(1, 25)),
+    "arrays": "a=(1 2)\n" + 'a=("${a[@]}" "${a[@]}")\n' * 40,
+    "defaults": "x0=aaaaaaaaaa\n" + "".join(f'x{n}="${{x{n - 1}:-b}}${{x{n - 1}}}"\n' for n in range(1, 40)),
+}
+
+
+@pytest.mark.parametrize("lines", GROWING.values(), ids=GROWING)
+def test_variables_that_grow_without_end_are_refused(lines: str, tmp_path: Path) -> None:
+    (tmp_path / "run.sh").write_text(f"{lines}{ACCELERATED}")
+    result = CliRunner().invoke(app, ["migrate", str(tmp_path / "run.sh")])
+    assert result.exit_code == 2 and "longer than" in result.output
+
+
+def test_numbers_that_grow_without_end_are_unknown() -> None:
+    growing = "x=10\n" + "x=$((x * x))\n" * 60
+    migration = migrated(growing + VERL.replace("data.train_batch_size=128", "data.train_batch_size=$x"))
+    assert migration.entries["rollout.group_size"].value == 8
+    assert row_of(migration, "data.train_batch_size").kind == "computed"
+
+
+ODD = {
+    "date.yaml": "output_dir: o\nlearning_rate: 1e-4\nper_device_train_batch_size: 2\nrun_name: 2024-01-01\n",
+    "time.yaml": "output_dir: o\nlearning_rate: 1e-4\nper_device_train_batch_size: 2\nrun_name: 2024-01-01T10:00:00Z\n",
+    "set.yaml": "output_dir: o\nlearning_rate: 1e-4\nper_device_train_batch_size: 2\nreport_to: !!set {wandb}\n",
+    "binary.yaml": "output_dir: o\nlearning_rate: 1e-4\nper_device_train_batch_size: 2\nrun_name: !!binary aGVsbG8=\n",
+    "keys.yaml": "output_dir: o\nlearning_rate: 1e-4\nper_device_train_batch_size: 2\n1: 2\nnull: 3\n2020-01-01: 4\n",
+    "half.json": '{"output_dir": "\\ud800", "learning_rate": 1e-4, "per_device_train_batch_size": 2}',
+    "half.py": "from trl import SFTConfig\nSFTConfig(output_dir='\\ud800', learning_rate=1e-4)\n",
+    "half.yaml": 'output_dir: "\\ud800"\nlearning_rate: 1e-4\nper_device_train_batch_size: 2\n',
+    "list.py": "from trl import SFTConfig\nSFTConfig(output_dir='o', learning_rate=1e-4, "
+    "report_to={'wandb'}, x=1j, y=b'')\n",
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_odd_values_end_in_no_traceback(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(ODD[name])
+    out = tmp_path / "run.toml"
+    result = CliRunner().invoke(app, ["migrate", str(tmp_path / name), "-o", str(out)])
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    assert result.exit_code in (0, 2), result.output
+    if result.exit_code == 0:
+        assert tomllib.loads(out.read_text(encoding="utf-8"))["train"]["lr"] == 1e-4

@@ -42,7 +42,10 @@ COMMANDS: list[Callable[..., None]] = [
 ]  # fmt: skip
 _NAMES = {"show_config": "config", "serve_reward": "serve-reward"}
 for command in COMMANDS:
-    app.command(_NAMES.get(command.__name__, command.__name__), cls=Command)(guarded(command))
+    any_name = {"ignore_unknown_options": True} if command is explain else None  # --micro_train_batch_size is a name
+    app.command(_NAMES.get(command.__name__, command.__name__), cls=Command, context_settings=any_name)(
+        guarded(command)
+    )
 
 
 def _print_version(wanted: bool) -> None:

@@ -135,10 +135,14 @@ def zero_stage(given: Given, there: There) -> Result:
     if not isinstance(given.value, int) or isinstance(given.value, bool) or not 0 <= given.value <= 3:
         return OFF
     if there.rl or devices < 2:
+        how = "with" if there.rl else "give the number of devices (--devices), or set"
         return Dropped(
-            f"sharding needs several ranks: with system.trainer_ranks also system.zero_stage = {given.value}"
+            f"sharding needs several ranks: {how} system.trainer_ranks also system.zero_stage = {given.value}"
         )
-    return [Value("system.zero_stage", given.value)]
+    ranks = (
+        [] if there.given("num_processes", "nproc_per_node", "num_gpus") else [Value("system.trainer_ranks", devices)]
+    )
+    return [*ranks, Value("system.zero_stage", given.value)]
 
 
 def sequence(given: Given, there: There) -> Result:
@@ -151,11 +155,11 @@ def sequence(given: Given, there: There) -> Result:
     return [Value("system.sequence_parallel.size", size)]
 
 
-def engines(given: Given, _there: There) -> Result:
+def engines(given: Given, there: There) -> Result:
     """OpenRLHF's ``vllm_num_engines``."""
     if not given.count:
         return OFF
-    several = [Value("system.engines", given.value), Value("system.engine_process", True)] if given.value > 1 else []
+    several = [Value("system.engines", given.value), *_process(there)] if given.value > 1 else []
     return [Value("system.engine", "vllm"), *several]
 
 
@@ -170,16 +174,21 @@ def of_vllm(given: Given, there: There) -> Result:
         return Dropped("vLLM does not sample", off=True)
     key = next(key for meaning in there.meanings(given) for key in meaning.keys if key.startswith("system.vllm."))
     ranks = key.endswith("tensor_parallel_size") and given.count > 1
-    return [Value(key, given.value), *([Value("system.engine_process", True)] if ranks else [])]
+    return [Value(key, given.value), *(_process(there) if ranks else [])]
 
 
-def ahead(given: Given, _there: There) -> Result:
+def _process(there: There) -> list[Value]:
+    """Engines in processes of their own, which on Ray they always are."""
+    return [] if there.given("ray_job_submit") else [Value("system.engine_process", True)]
+
+
+def ahead(given: Given, there: There) -> Result:
     """Asynchronous training becomes a bound on staleness."""
     if given.value in (False, None, 0, "sync", "synchronous"):
         return OFF
     if given.value is True or not isinstance(given.value, int | float):
-        return [Value("rollout.max_staleness", 1), Value("system.engine_process", True)]
-    return [Value("rollout.max_staleness", max(int(given.value), 1)), Value("system.engine_process", True)]
+        return [Value("rollout.max_staleness", 1), *_process(there)]
+    return [Value("rollout.max_staleness", max(int(given.value), 1)), *_process(there)]
 
 
 def queue(given: Given, there: There) -> Result:

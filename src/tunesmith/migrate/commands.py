@@ -165,6 +165,8 @@ def _launcher(words: Sequence[Word], folder: Path, framework: str) -> Iterator[G
     if not which:
         return
     own = framework if _LAUNCHERS[which] == "openrlhf" else "accelerate"
+    if which == "ray" and (job := next((w for w in words if w.text == "submit"), None)):
+        yield Given("ray_job_submit", True, job.line, "openrlhf", "ray job submit")
     for given in options([w for w in words if w.text not in ("-m", "--module", "--", "-i", "-u")], own):
         if given.name == "config_file" and (tree := read_tree_file(str(given.value), folder)):
             yield from accelerate_settings(tree, given.line)

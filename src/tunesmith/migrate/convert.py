@@ -13,7 +13,7 @@ from tunesmith.config.names.unknown import rule_of
 from tunesmith.config.reading.describe import choices_at
 from tunesmith.data.splits import parse_split
 from tunesmith.errors import ConfigError
-from tunesmith.migrate.given import UNKNOWN, ForeignLaunch, Given
+from tunesmith.migrate.given import UNKNOWN, ForeignLaunch, Given, is_text
 from tunesmith.migrate.script.data import Origin
 from tunesmith.migrate.there import ROLES, Dropped, NotKnownError, There, Value, is_off
 from tunesmith.migrate.values import CONVERSIONS
@@ -114,6 +114,8 @@ def _account(given: Given, there: There, migration: Migration, *, is_default: bo
     if given.unknown and keys:  # without a key, its value does not matter
         why = given.why or f"its value is computed when the source runs ({given.unknown})"
         return _computed(given, why, keys)
+    if not is_text(str(given.value)):
+        return ConvertedSetting(given, "by hand", "it has characters that no file can hold", keys)
     if isinstance(given.value, float) and not math.isfinite(given.value):
         return ConvertedSetting(given, "by hand", "it is not a finite number", keys)
     if not meanings:

@@ -12,6 +12,11 @@ UNKNOWN = re.compile(r"\$\{[^{}]*\}|\$\([^()]*\)")
 """The placeholder of a shell variable or a command whose value is unknown."""
 
 
+def is_text(value: str) -> bool:
+    """Whether a text can be written to a file; half of a character, as in ``\\ud800``, cannot."""
+    return not re.search("[\ud800-\udfff]", value)
+
+
 @dataclass(frozen=True, slots=True)
 class Given:
     """One setting: ``name`` as written in the source, without dashes; ``text`` as a person would write it."""

@@ -6,6 +6,7 @@ import ast
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,7 +16,7 @@ from tunesmith.migrate.commands import read_shell
 from tunesmith.migrate.given import ForeignLaunch, Given
 from tunesmith.migrate.programs import find_program
 from tunesmith.migrate.python import docstrings, read_python
-from tunesmith.migrate.trees import accelerate_settings, read_tree_text, tree_settings
+from tunesmith.migrate.trees import accelerate_settings, read_tree_file, read_tree_text, tree_settings
 
 _LARGEST = 5_000_000
 _VERL = {"actor_rollout_ref", "algorithm", "critic", "reward_model", "trainer", "rollout", "async_training"}
@@ -23,6 +24,8 @@ _ACCELERATE = {
     "compute_environment", "distributed_type", "num_processes", "num_machines", "fsdp_config", "deepspeed_config",
 }  # fmt: skip
 _DEEPSPEED = {"zero_optimization", "train_micro_batch_size_per_gpu", "fp16", "bf16", "zero_allow_untested_optimizer"}
+_NAMES_OF_DEEPSPEED = ("deepspeed", "deepspeed_config", "deepspeed_config_file")
+"""Settings of TRL, transformers and accelerate that name a file of DeepSpeed."""
 _KINDS = {
     "num_generations": "GRPOConfig", "max_completion_length": "GRPOConfig", "reward_funcs": "GRPOConfig",
     "desirable_weight": "KTOConfig", "undesirable_weight": "KTOConfig", "precompute_ref_log_probs": "DPOConfig",
@@ -69,7 +72,21 @@ def read_text(text: str, path: Path, variables: Mapping[str, str]) -> list[Forei
         raise ConfigError(f"{path.name} has brackets or quotes that are nested too deeply") from None
     if launches and not any(launch.program.command for launch in launches):
         raise ConfigError(f"{path.name} starts {launches[0].name}: {launches[0].program.why}")
-    return [launch for launch in launches if launch.program.command]
+    return [_with_deepspeed(launch, path.parent) for launch in launches if launch.program.command]
+
+
+def _with_deepspeed(launch: ForeignLaunch, folder: Path) -> ForeignLaunch:
+    """The launch with the settings of DeepSpeed's file that it names; its own win."""
+    settings, notes = list[Given](), list[str]()
+    for given in launch.settings:
+        if given.name not in _NAMES_OF_DEEPSPEED or given.unknown or not given.value:
+            continue
+        tree = given.value if isinstance(given.value, Mapping) else read_tree_file(str(given.value), folder)
+        if tree is None:
+            notes.append(f"line {given.line}: {given.text} was not found; migrate it as well")
+        else:
+            settings += tree_settings(cast(Mapping[str, Any], tree), "deepspeed", given.line)
+    return replace(launch, settings=(*settings, *launch.settings), notes=(*launch.notes, *notes))
 
 
 def _read(text: str, path: Path, variables: Mapping[str, str]) -> list[ForeignLaunch]:
@@ -92,7 +109,7 @@ def _of_python(text: str, path: Path, variables: Mapping[str, str]) -> list[Fore
     script, folder = (text, path.name), path.parent
     commands = [c for part, line in docstrings(text) for c in read_shell(part, variables, folder, line, script)]
     if not found and not commands and "zero_optimization" in text:  # DeepSpeed's, in a block of Python
-        tree = read_tree_text(text, path.name)
+        tree = read_tree_text(text, f"{path.name}.json")
         return _of_tree(cast(Mapping[str, Any], tree), text, path, variables) if isinstance(tree, Mapping) else []
     return commands or found
 

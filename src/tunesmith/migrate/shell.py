@@ -12,14 +12,19 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
+from tunesmith.errors import ConfigError
+
+V = TypeVar("V", str, "list[Word]")
 _ASSIGN = re.compile(r"(?:(?:export|readonly|local|declare)\s+(?:-\w+\s+)*)?([A-Za-z_]\w*)(\+?)=")
 _OPENING = ("if", "elif", "while", "until", "then", "do", "else", "{", "(", "time", "nohup", "exec", "!")
 _ARITHMETIC: Mapping[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.floordiv,
     ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod,
 }  # fmt: skip
+_LONGEST = 200_000
+"""Maximum length of a value in characters, and of an array in words."""
 _EMPTY = "\x00"
 """A quoted empty string, which is a word, unlike an empty variable."""
 
@@ -108,9 +113,20 @@ def _do(raw: str, line: int, script: Script, fixed: Mapping[str, str]) -> None:
         script.commands.append(_words(raw, line, script))
 
 
+def bounded(value: V) -> V:
+    """
+    Raises:
+        ConfigError: variables that contain each other make it too long.
+    """
+    if len(value) > _LONGEST:
+        raise ConfigError(f"a variable of the script becomes longer than {_LONGEST} characters or words")
+    return value
+
+
 def _words(raw: str, line: int, script: Script) -> list[Word]:
     words: list[Word] = []
     for start, stop in _spans(raw):
+        bounded(words)
         number, text = line + raw.count("\n", 0, start), raw[start:stop]
         array = re.fullmatch(r'"?\$\{(\w+)\[[@*]\]\}"?', text)
         bare = re.fullmatch(r"\$\{?(\w+)\}?", text)
@@ -148,7 +164,7 @@ def expand(text: str, script: Script, *, whole: bool = False) -> list[str]:
         elif char in "$`":
             value, position = _value(text, position, script)
             split |= not whole and not quote and bool(re.search(r"\s", value)) and not value.startswith("$")
-            out += value
+            out = bounded(out + value)
         else:
             out, position = out + char, position + 1
     if split:
@@ -237,7 +253,10 @@ def _number(node: ast.expr) -> int:
         case ast.Constant(value=int(value)):
             return value
         case ast.BinOp(left=left, op=sign, right=right) if type(sign) in _ARITHMETIC:
-            return _ARITHMETIC[type(sign)](_number(left), _number(right))
+            result: int = _ARITHMETIC[type(sign)](_number(left), _number(right))
+            if abs(result) >= 1 << 63:  # bash has 64 bits
+                raise OverflowError(sign)
+            return result
         case ast.UnaryOp(op=ast.USub(), operand=operand):
             return -_number(operand)
         case _:

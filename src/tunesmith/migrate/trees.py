@@ -26,10 +26,13 @@ _STEPS = 5
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML with ``1e-6`` as a number, and the line of every key."""
+    """YAML with ``1e-6`` as a number and dates as text."""
 
 
-_Loader.yaml_implicit_resolvers = {k: list(v) for k, v in yaml.SafeLoader.yaml_implicit_resolvers.items()}
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:timestamp"]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$"), list("-+.0123456789")
 )
@@ -42,9 +45,20 @@ def read_tree_text(text: str, name: str) -> Any:
         ConfigError: the text is neither.
     """
     try:
-        return json.loads(text) if name.endswith(".json") else _bounded(yaml.load(text, _Loader))
+        return _read_json(text) if name.endswith(".json") else _bounded(yaml.load(text, _Loader))
     except (ValueError, yaml.YAMLError, RecursionError) as error:
         raise ConfigError(f"{name} is not valid: {shortened(' '.join(str(error).split()), 200)}") from None
+
+
+def _read_json(text: str) -> Any:
+    """JSON, which may have comments, as DeepSpeed's documentation writes it: then it is read as YAML."""
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        without = re.sub(r"^\s*(//|#).*$", "", text, flags=re.MULTILINE)
+        if without == text:
+            raise error
+        return _bounded(yaml.load(without, _Loader))
 
 
 def _bounded(tree: Any) -> Any:
@@ -102,7 +116,8 @@ def _leaves(tree: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
         if isinstance(value, Mapping) and value:
             yield from _leaves(cast(Mapping[str, Any], value), f"{prefix}{key}.")
         else:
-            yield f"{prefix}{key}", value
+            plain = value is None or isinstance(value, str | int | float)
+            yield f"{prefix}{key}", value if plain else json.loads(json.dumps(value, default=str, skipkeys=True))
 
 
 def _short(value: Any) -> str:

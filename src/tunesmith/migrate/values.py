@@ -76,6 +76,30 @@ def adapter(given: Given, there: There) -> Result:
     return [Value("lora.rank", there.get("lora_r", "lora.rank", default=16))] if given.value else OFF
 
 
+def half(given: Given, there: There) -> Result:
+    """A switch for float16, beside one for bfloat16."""
+    if given.value not in (True, "true", "True", 1):
+        return Dropped("it is off there", off=True)
+    if there.get("bf16", "bf16.enabled") is True:
+        return Dropped("bfloat16 is on as well: set model.dtype to one of them")
+    return [Value("model.dtype", "float16")]
+
+
+def offloaded(given: Given, there: There) -> Result:
+    """A switch, or the device that weights or activations are kept on."""
+    if is_off(given.value) or given.value == "false":
+        return OFF
+    if given.value == "nvme":
+        return Dropped("they are kept in host memory here, not on a drive: true or false")
+    key = there.meanings(given)[0].keys[0]
+    if (
+        key != "system.offload_activations"
+        and "muon" in str(there.get("actor.optim", "optim", "optimizer.type")).lower()
+    ):
+        return Dropped("Muon's products of matrices would run on the CPU: leave it out, or use AdamW")
+    return [Value(key, True)]
+
+
 def ema(_given: Given, there: There) -> Result:
     on = there.get("enable_ema", "train.enable_ema")
     return [Value("train.ema_decay", there.get("ema_beta", "train.ema_beta", default=0.992))] if on else OFF
@@ -111,6 +135,6 @@ CONVERSIONS: Mapping[str, Callable[[Given, There], Result]] = {
     conversion.__name__: conversion
     for conversion in (
         *(*BATCHES, *SOURCES, *LEARNED),
-        *(last_rate, warmup, betas, every, adapter, ema, too_long, muon_rate, compiled),
+        *(last_rate, warmup, betas, every, adapter, half, offloaded, ema, too_long, muon_rate, compiled),
     )
 }

@@ -94,7 +94,8 @@ def _comment(text: str) -> str:
 
 def _clean(text: str) -> str:
     """The text on one line, without control characters and secrets."""
-    return shortened(printable(redact(re.sub(r"\s+", " ", text))), _LONGEST)
+    whole = text.encode("utf-8", "backslashreplace").decode("utf-8")
+    return shortened(printable(redact(re.sub(r"\s+", " ", whole))), _LONGEST)
 
 
 def _placed(key: str) -> tuple[str, str]:
