@@ -87,6 +87,21 @@ def test_hand_computed() -> None:
     assert entropy is not None and entropy.item() == pytest.approx(0.636514, abs=1e-6)
 
 
+@pytest.mark.parametrize("words", [1, 10, 4096])
+@pytest.mark.parametrize("sharpness", [0.01, 1.0, 3.0, 6.0, 12.0])
+def test_the_entropy_of_a_sharp_distribution_does_not_cancel(
+    sharpness: float, words: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Entropies from log V down to 0, in float32: logsumexp minus the mean logit is off by 1e-5 and more."""
+    monkeypatch.setitem(WORDS, "cpu", words)
+    hidden, weight, bias, targets = inputs(torch.float32)
+    exact = [t.detach().double() * s for t, s in ((hidden, sharpness), (weight, 1), (bias, 1))]
+    want = plain(exact[0], exact[1], exact[2], targets, 1.0, None, 1.0)[1]
+    _, got = fused_logprobs(hidden * sharpness, Head(weight, bias, chunk=7), targets, entropy=True)
+    assert got is not None
+    torch.testing.assert_close(got.double(), want, rtol=2e-5, atol=1e-6)
+
+
 def test_entropy_alone_has_a_gradient() -> None:
     hidden, weight, _, targets = inputs(torch.float64)
     _, entropy = fused_logprobs(hidden, Head(weight, chunk=10), targets, entropy=True)

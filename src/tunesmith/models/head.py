@@ -18,6 +18,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from tunesmith.kernels.products import bfloat16_operands
 from tunesmith.kernels.weight_gradients import add_product, kept_sums, multiplies
@@ -107,7 +108,7 @@ class _FusedLogprobs(torch.autograd.Function):
         exact = torch.promote_types(hidden.dtype, torch.float32)
         picked = torch.zeros(tokens.shape, dtype=exact, device=hidden.device)
         total = picked.new_full((len(hidden),), -torch.inf)  # logsumexp over the vocabulary so far
-        mean = torch.zeros_like(total) if entropy else None  # expected logit over the vocabulary so far
+        entropies = torch.zeros_like(total) if entropy else None  # over the vocabulary so far
         with _bfloat16_inputs(hidden):
             h = _operand(hidden, exact)
             for words in head.words():
@@ -116,12 +117,13 @@ class _FusedLogprobs(torch.autograd.Function):
                     z = _logits(h[at], w, b, head.scale)
                     index, here = _among(tokens[at], words)
                     picked[at] += z.gather(1, index).mul_(here)
-                    part = z.logsumexp(-1)
-                    if mean is not None:
-                        p = (z - part[:, None]).exp_()
-                        mean[at].lerp_(torch.linalg.vecdot(p, z), torch.sigmoid(part - total[at]))
+                    if entropies is None:
+                        part = z.logsumexp(-1)
+                    else:
+                        part, of_part = _sum_and_entropy(z)
+                        share = _log_odds(part, total[at])
+                        entropies[at].lerp_(of_part, share.sigmoid()).add_(_binary_entropy(share))
                     torch.logaddexp(total[at], part, out=total[at])
-        entropies = None if mean is None else total - mean
         ctx.save_for_backward(hidden, weight, bias, tokens, total, entropies)
         ctx.head = head
         ctx.set_materialize_grads(False)
@@ -209,6 +211,30 @@ def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, scale: LogitSca
         return z.mul_(scale.factor / scale.softcap).tanh_().mul_(scale.softcap / scale.temperature)
     factor = scale.factor / scale.temperature
     return z if factor == 1 else z.mul_(factor)
+
+
+def _sum_and_entropy(z: Tensor) -> tuple[Tensor, Tensor]:
+    """``logsumexp(z)`` and the entropy of ``softmax(z)``, both ``[c]``; overwrites the logits ``[c, v]``.
+
+    With ``s`` the sum of ``exp(z - max)``, the entropy is ``log s`` plus the mean of ``max - z``: both are small where
+    the entropy is. Logsumexp minus the mean logit is the same, but cancels for a distribution with one likely token.
+    """
+    most = z.amax(-1, keepdim=True)
+    weights = z.sub_(most).exp()
+    whole = weights.sum(-1)
+    log = whole.log()
+    return most[:, 0] + log, log - torch.linalg.vecdot(weights, z) / whole
+
+
+def _log_odds(part: Tensor, rest: Tensor) -> Tensor:
+    """Of a part of the vocabulary, from its logsumexp and the rest's, which is -inf before the first part."""
+    return (part - rest).clamp_(-100, 100)
+
+
+def _binary_entropy(log_odds: Tensor) -> Tensor:
+    """The entropy of which of two parts a token is in: ``softplus(-a) + a sigmoid(-a)``, for ``a >= 0``."""
+    a = log_odds.abs()
+    return F.softplus(-a) + a * torch.sigmoid(-a)
 
 
 def _grad_logits(
