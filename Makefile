@@ -10,7 +10,7 @@ VLLM_INSTALLED := $(VLLM)/.installed
 # Keep compiled modules, also where an image says not to: every worker and child would compile tests and package anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: install vllm demo test test-slow test-long test-devices test-peers test-vllm test-tries docs lint bench bench-quick clean
+.PHONY: install vllm demo test test-slow test-long test-devices test-peers test-vllm test-tries test-kinds docs lint bench bench-quick clean
 
 install: $(INSTALLED)
 
@@ -36,6 +36,11 @@ test-slow: $(INSTALLED)
 test-long: $(INSTALLED) $(VLLM_INSTALLED)
 	OMP_NUM_THREADS=1 $(RUN)/pytest -n 2 --dist loadgroup -m long
 	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -m long tests/vllm_engine
+
+# The tests that compute, as on other kinds of CPU (tests/kinds.py); KINDS=avx2 for one of them.
+KINDS ?=
+test-kinds: $(INSTALLED)
+	$(RUN)/python tests/kinds.py $(KINDS)
 
 # Steps on GPUs that are not there: operations, waits and memory.
 test-devices: $(INSTALLED)

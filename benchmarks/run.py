@@ -26,7 +26,8 @@ from benchmarks.protocol import Measure, ask
 from benchmarks.report import show, summarise
 from benchmarks.workload import WORKLOADS, build_model
 from tunesmith.backends.limits import measure_limits
-from tunesmith.plan.facts.hardware import cpu_info, read_hardware
+from tunesmith.plan.facts.hardware import read_hardware
+from tunesmith.plan.facts.instructions import cpu_info
 
 RESULTS = Path(__file__).with_name("results")
 TABLES: dict[str, dict[str, Any]] = {

@@ -121,7 +121,8 @@ def completed(model: CausalLM, prompts: list[list[int]]) -> list[Completion]:
 def test_company_changes_a_greedy_completion_only_where_two_tokens_are_about_as_likely(
     directory: Path, dtype: torch.dtype
 ) -> None:
-    """Without compiled products up to 12 rows of a bfloat16 model decode in float32, more in bfloat16."""
+    """Without compiled products up to 12 rows of a bfloat16 model decode in float32, and more in bfloat16 where the CPU
+    has such products; elsewhere nothing changes. In float32 nothing changes anywhere."""
     rng = random.Random(0)
     prompts = [[rng.randrange(5, 260) for _ in range(4 + i % 7)] for i in range(ROWS)]
     model = CausalLM.load(directory, dtype=dtype)
@@ -134,7 +135,7 @@ def test_company_changes_a_greedy_completion_only_where_two_tokens_are_about_as_
         assert one.logprobs[: same + 1] == pytest.approx(other.logprobs[: same + 1], abs=rounding)
         assert same == len(one.token_ids) or dtype == torch.bfloat16
     changed = [a.logprobs != pytest.approx(b.logprobs, abs=1e-4) for a, b in zip(together, alone, strict=True)]
-    assert any(changed) is (dtype == torch.bfloat16)
+    assert not any(changed) or dtype == torch.bfloat16
 
 
 def test_a_step_that_overflows_float16_is_taken_again(

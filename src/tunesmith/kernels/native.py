@@ -20,10 +20,11 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
-from tunesmith.plan.facts.hardware import compilers, cpu_info, find_compiler
+from tunesmith.plan.facts.hardware import compilers, find_compiler
+from tunesmith.plan.facts.instructions import compiler_options, cpu_info
 from tunesmith.storage import cache_folder
 
-OPTIONS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fopenmp", "-fPIC", "-shared")
+OPTIONS = ("-std=c++17", "-O3", "-fno-math-errno", "-fopenmp", "-fPIC", "-shared")
 SOURCES = Path(__file__).with_name("cpp")
 SECONDS = 300
 """Time limit of the compiler."""
@@ -45,7 +46,7 @@ def library(name: str) -> ctypes.CDLL | None:
             kept.unlink(missing_ok=True)  # loading a partial library would crash the process
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
             mine = Path(scratch) / f"{name}.so"
-            _run(*command, *OPTIONS, "-o", str(mine), str(source))
+            _run(*command, *OPTIONS, *compiler_options(), "-o", str(mine), str(source))
             loaded = ctypes.CDLL(str(mine))
             if folder is not None:
                 mine.replace(folder / _name(key, mine))
@@ -68,7 +69,8 @@ def _name(key: str, file: Path) -> str:
 
 def _key(command: Sequence[str], source: Path) -> str:
     cpu = cpu_info()
-    facts = (cpu.get("model name"), cpu.get("flags") or cpu.get("Features"), platform.platform(), OPTIONS, command)
+    options = (*OPTIONS, *compiler_options())
+    facts = (cpu.get("model name"), cpu.get("flags") or cpu.get("Features"), platform.platform(), options, command)
     version = _run(*command, "--version")
     text = source.read_bytes() + b"".join(header.read_bytes() for header in sorted(source.parent.glob("*.h")))
     return hashlib.sha256(repr((*facts, version)).encode() + text).hexdigest()[:16]

@@ -7,7 +7,7 @@ from functools import cache
 from typing import Any
 
 from tunesmith.kernels.native import library
-from tunesmith.plan.facts.hardware import cpu_info
+from tunesmith.plan.facts.instructions import cpu_flags
 
 
 class Sum(Structure):
@@ -70,7 +70,7 @@ def functions() -> Any:
 
 @cache
 def _compiled() -> Any:
-    if not {"amx_bf16", "avx512_bf16"} & {*cpu_info().get("flags", "").split()}:
+    if not {"amx_bf16", "avx512_bf16"} & cpu_flags():
         return None
     found: Any = library("train")
     if found is None or not found.tunesmith_trains():

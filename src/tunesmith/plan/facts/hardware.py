@@ -14,6 +14,8 @@ from pathlib import Path
 
 import psutil
 
+from tunesmith.plan.facts.instructions import cpu_flags, cpu_info
+
 _NATIVE_BF16_FLAGS = frozenset({"amx_bf16", "avx512_bf16", "avx_ne_convert", "bf16"})
 _NO_LIMIT = 2**60
 _GROUPS, _OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
@@ -39,8 +41,8 @@ class Gpu:
 class Hardware:
     """A machine: memory in bytes, within the limits of container and process.
 
-    ``cores`` counts the physical cores this process may use; ``bf16``: the CPU computes bfloat16 natively; ``tiles``:
-    it multiplies tiles of bfloat16 (AMX); ``nodes``: the total number of machines like this one.
+    ``cores`` counts the physical cores this process may use; ``bf16``: the CPU computes bfloat16 natively; ``nodes``:
+    the total number of machines like this one. What the CPU can do is within the limits of ``instructions``.
     """
 
     cpu: str
@@ -64,12 +66,10 @@ class Hardware:
 
 def read_hardware() -> Hardware:
     """Facts about this machine; takes milliseconds, or a tenth of a second with ``nvidia-smi``."""
-    cpu = cpu_info()
-    total, available = memory()
-    flags = set((cpu.get("flags") or cpu.get("Features") or "").split())
+    flags, (total, available) = cpu_flags(), memory()
     gpus, visible = read_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES", "").strip()
     return Hardware(
-        cpu=cpu.get("model name", "CPU"),
+        cpu=cpu_info().get("model name", "CPU"),
         cores=_cores(),
         memory_total=total,
         memory_available=available,
@@ -166,16 +166,6 @@ def _parts(listing: str, whole: Mapping[str, Gpu]) -> dict[str, tuple[str, Gpu]]
             size = int(part[2]) * 10**9
             found[uuid] = uuid, replace(above, name=f"{above.name} MIG {part[1]}", memory_total=size, memory_free=size)
     return found
-
-
-def cpu_info() -> dict[str, str]:
-    """The first processor in ``/proc/cpuinfo``; empty if there is none."""
-    try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return {}
-    pairs = (line.split(":", 1) for line in text.split("\n\n")[0].splitlines() if ":" in line)
-    return {key.strip(): value.strip() for key, value in pairs}
 
 
 def _cores() -> int:
