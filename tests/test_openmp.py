@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tunesmith.openmp import to_thread
+from tunesmith.openmp import SPINS, spin_briefly, to_thread
 
 TASKS = Path("/proc/self/task")
 PROGRAM = """
@@ -56,3 +56,26 @@ def test_nothing_is_ended_without_torch() -> None:
 def test_what_work_raises_is_raised() -> None:
     with pytest.raises(ZeroDivisionError):
         asyncio.run(to_thread(lambda: 1 / 0))
+
+
+@pytest.mark.parametrize(
+    ("said", "spins"),
+    [({}, str(SPINS)), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, None)],
+)
+def test_workers_spin_briefly_unless_the_environment_says_how_they_wait(
+    said: dict[str, str], spins: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "environ", dict(said))
+    spin_briefly()
+    assert os.environ.get("GOMP_SPINCOUNT") == spins
+
+
+def test_the_command_sets_it_before_torch_is_loaded() -> None:
+    program = (
+        "import os, sys; sys.argv = ['tunesmith', '--version']; from tunesmith.cli.main import main\n"
+        "try: main()\n"
+        "except SystemExit: print(os.environ['GOMP_SPINCOUNT'], 'torch' in sys.modules)"
+    )
+    environment = {k: v for k, v in os.environ.items() if k not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == f"{SPINS} False"

@@ -1,4 +1,7 @@
-"""Ends idle OpenMP teams: GNU OpenMP gives each thread that computes a team of workers.
+"""Idle OpenMP workers: GNU OpenMP gives each thread that computes a team, which spins while it has nothing to do.
+
+By default a worker spins for some milliseconds before it sleeps. While other programs use the cores, it takes the time
+of those it waits for: training with two threads on two busy cores then takes many times as long as with one.
 
 While a process has more OpenMP threads than there are cores, libgomp no longer spins at the end of a parallel region
 but sleeps, and a small operation takes two to four times as long. So a thread that hands over to another ends its team;
@@ -9,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import os
 import sys
 from collections.abc import Callable
 from functools import cache
@@ -18,6 +22,19 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 SOFT = 1
 """``omp_pause_soft``: keep the settings, such as the number of threads."""
+
+
+SPINS = 1000
+"""Some 50 µs: longer than the pauses between the operations of a step, shorter than a scheduler's time slice."""
+
+
+def spin_briefly() -> None:
+    """Let workers sleep soon, in this process and its children, unless the environment says how they wait.
+
+    GNU OpenMP reads it when it is loaded: call this before torch is imported.
+    """
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", str(SPINS))
 
 
 def end_team() -> None:

@@ -26,6 +26,7 @@ from tunesmith.cli.start import demo, init
 from tunesmith.cli.train import distill, dpo, kto, prm, rl, rm, sft
 from tunesmith.cli.tune import bench, tune
 from tunesmith.monitor.interrupts import own_process
+from tunesmith.openmp import spin_briefly
 
 app = typer.Typer(
     name="tunesmith",
@@ -67,6 +68,7 @@ def root(
 def main() -> None:
     """Entry point of the ``tunesmith`` script."""
     own_process()
+    spin_briefly()
     if "RANK" in os.environ:  # started by torchrun or accelerate
         from tunesmith.distributed.torchrun import join_launch
 
