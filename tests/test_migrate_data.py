@@ -12,7 +12,7 @@ import pytest
 
 from tunesmith.errors import ConfigError
 from tunesmith.migrate.convert import Migration, convert
-from tunesmith.migrate.read import read_text
+from tunesmith.migrate.read import read_source, read_text
 from tunesmith.migrate.settle import settle
 from tunesmith.migrate.write import account, run_file
 
@@ -99,7 +99,7 @@ TRAINERS = {
 }
 
 
-@pytest.mark.parametrize(("loaded", "passed", "trainer"), itertools.product(LOADED, PASSED, TRAINERS))
+@pytest.mark.parametrize(("loaded", "passed", "trainer"), list(itertools.product(LOADED, PASSED, TRAINERS)))
 def test_the_data_is_the_same_however_it_is_loaded_and_passed(loaded: str, passed: str, trainer: str) -> None:
     config = f"{trainer}Config(output_dir='o')"
     made = PASSED[passed].format(
@@ -170,6 +170,9 @@ UNKNOWN = {
     "an imported function": "from mine import load\na = load('train')",
     "another kind of file": "a = load_dataset('text', data_files='a.txt', split='train')",
     "a shard": "a = load_dataset('org/d', split='train').shard(4, 0)",
+    "words that are updated": "w = {'path': 'org/d', 'split': 'train'}\nw.update(chosen())\na = load_dataset(**w)",
+    "words under a condition": "w = {'path': 'org/d', 'split': 'train'}\nif chosen():\n    w['split'] = 'test'\n"
+    "a = load_dataset(**w)",
     "a recursive function": "def f(n):\n    return f(n)\na = f(1)",
 }
 
@@ -274,3 +277,23 @@ def test_a_script_that_calls_itself_without_end_is_refused() -> None:
     doubling = ["def f0(): return 1", *(f"def f{n}(): return f{n - 1}(), f{n - 1}()" for n in range(1, 40)), "f39()"]
     with pytest.raises(ConfigError, match="too often"):
         migrated(script("a = b = None\n" + "\n".join(doubling)))
+
+
+def test_a_command_s_options_and_its_file_are_the_script_s_defaults(tmp_path: Path) -> None:
+    (tmp_path / "learn.py").write_text(
+        "from dataclasses import dataclass\nfrom datasets import load_dataset\n"
+        "from trl import GRPOConfig, GRPOTrainer, ModelConfig, TrlParser\n"
+        "@dataclass\nclass Rows:\n    rows_name: str = 'org/default'\n    rows_split: str = 'train'\n"
+        "model, rows, args = TrlParser((ModelConfig, Rows, GRPOConfig)).parse_args_and_config()\n"
+        "data = load_dataset(rows.rows_name, split=rows.rows_split)\n"
+        "GRPOTrainer(model=model.model_name_or_path, reward_funcs=[f], args=args, train_dataset=data)\n"
+    )
+    (tmp_path / "recipe.yaml").write_text("model_name_or_path: org/m\nrows_name: org/mine\nlearning_rate: 3.0e-6\n")
+    (tmp_path / "run.sh").write_text(
+        "accelerate launch --num_processes 2 learn.py --config recipe.yaml --rows_split train[:1%]\n"
+    )
+    [launch] = read_source(tmp_path / "run.sh", {})
+    entries = convert(launch).entries
+    assert entries["data.train"].value == {"path": "org/mine", "split": "train[:1%]"}
+    assert entries["model.path"].value == "org/m" and entries["train.lr"].value == 3e-6
+    assert launch.devices == 2

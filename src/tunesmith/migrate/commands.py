@@ -75,10 +75,11 @@ def _launch(
     before, after = words[: start - 1], words[start:]
     text, file = _script(name, folder, script) if name.endswith(".py") else ("", "")
     if program is None:
-        said = {spelled(given.name): given.value for given in options(after, "trl")}
-        for launch in read_python(text, file, said):
-            own = (*_launcher(before, folder, launch.program.framework), *options(after, launch.program.framework))
-            yield replace(launch, settings=(*launch.settings, *own), devices=_devices(before, own))
+        said, notes = _options_with_config(after, "trl", folder)
+        for launch in read_python(text, file, {spelled(given.name): given.value for given in said}):
+            launcher = list(_launcher(before, folder, launch.program.framework))
+            settings, notes = (*launch.settings, *launcher, *said), [*launch.notes, *notes]
+            yield replace(launch, settings=settings, devices=_devices(before, launcher), notes=tuple(notes))
         return
     if not program.command:
         yield ForeignLaunch(name, program)

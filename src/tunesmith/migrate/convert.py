@@ -93,7 +93,7 @@ def _check_held_out(migration: Migration) -> None:
             raise ConfigError(
                 f"the run file would train on rows that it evaluates on: {origin.path}, split {origin.split}{part}, is "
                 f"part of both data.train and data.eval ({places}). Rows that a script sets apart by its own code are "
-                "not told apart here: write each part to a file, and name the files in the source"
+                "not told apart here: in the source name a file for each part, or take the evaluation out"
             )
 
 

@@ -242,7 +242,8 @@ def _is_config(kind: str) -> bool:
 
 
 def _is_trainer(kind: str) -> bool:
-    return _last(kind).endswith("Trainer") and _find(kind) is not None
+    program = _find(kind) if _last(kind).endswith("Trainer") else None
+    return program is not None and program.framework in ("trl", "transformers", "stateset-agents")
 
 
 def _find(kind: str) -> ForeignProgram | None:

@@ -71,7 +71,7 @@ class Calls(Expressions):
         if isinstance(holder, str) and name in _OF_TEXT and is_known(args):
             return self._plain(getattr(holder, name), node, call)
         if isinstance(holder, dict | list):
-            return self._of_container(cast("Any", holder), name, args, node)
+            return self._of_container(cast("Any", holder), name, node, call)
         if isinstance(holder, Object):
             return self._of_object(holder, name, node, call)
         if isinstance(callee, Named):
@@ -101,15 +101,17 @@ class Calls(Expressions):
             made.fields = {**fields, **dict(zip(fields, call.args, strict=False)), **call.keywords}
         return made
 
-    def _of_container(self, holder: Any, name: str, args: Sequence[Any], node: ast.Call) -> Any:
-        added: Any = args[0] if args else None
-        unsure = self.undecided > 0
+    def _of_container(self, holder: Any, name: str, node: ast.Call, call: Call) -> Any:
+        args: Any = call.args
+        added, unsure = args[0] if args else None, self.undecided > 0
         if isinstance(holder, list) and name in ("append", "extend"):
             several = items_of(added) if name == "extend" and not unsure else None
             holder += [added] if name == "append" and not unsure else several or [self.unknown(node)]
             return None
         if isinstance(holder, dict) and name == "update":
-            holder |= {key: self.unknown(node) for key in added} if unsure else added if isinstance(added, dict) else {}
+            changed = {**call.keywords, **added} if isinstance(added, dict) else {**holder, **call.keywords}
+            sure = not unsure and (isinstance(added, dict) or added is None)
+            holder |= changed if sure else dict.fromkeys(changed, self.unknown(node))
             return None
         if isinstance(holder, dict) and name in ("get", "pop", "copy") and len(args) < 3 and is_known(list(args[:1])):
             return holder.copy() if name == "copy" else holder.get(*args)
