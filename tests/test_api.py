@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import builtins
 import json
 from collections.abc import Sequence
 from datetime import date, datetime, timedelta
@@ -330,3 +331,21 @@ def test_values_of_a_program_become_toml() -> None:
     assert toml_value(value) == '{a = "x", b = 0.5, c = [2, true]}'
     with pytest.raises(TypeError):
         toml_value({"a": object()})
+
+
+def test_results_print_short(model: Path) -> None:
+    result = tunesmith.sft(model, EXAMPLES, eval=EXAMPLES, **{**SFT, "train__steps": 3, "eval__every": 1})
+    assert len(result.evaluations) == 4 and len(repr(result)) < 300 and "run_dir" in repr(result)
+    (answer,) = tunesmith.generate(model, ["a" * 50], n=5, max_new_tokens=200, chat=False)
+    assert len(repr(answer)) < 500 and "2 more" in repr(answer)
+
+
+def test_a_notebook_gets_plain_output(model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
+    """Rich writes every line as an output of its own where it finds the kernel of a notebook."""
+
+    class ZMQInteractiveShell: ...
+
+    monkeypatch.setattr(builtins, "get_ipython", ZMQInteractiveShell, raising=False)
+    monkeypatch.setattr("rich.jupyter.display", lambda *_: pytest.fail("an output beside the text"))
+    tunesmith.sft(model, EXAMPLES, **{**SFT, "train__steps": 1})
+    assert {"train.steps", "step"} <= {line.split(" ")[0] for line in capsys.readouterr().out.splitlines()}

@@ -544,7 +544,9 @@ def test_keys_values_and_reasons_are_whole(
     made = resolve(rl("rollout.top_p=0.9", f"run_dir={path}"), facts())
     plain = rich.console.Console
     monkeypatch.setattr(
-        rich.console, "Console", lambda: plain(force_terminal=terminal, width=80, color_system=None, file=sys.stdout)
+        rich.console,
+        "Console",
+        lambda **_: plain(force_terminal=terminal, width=80, color_system=None, file=sys.stdout),
     )
     print_resolved(made, all_of_it=True)
     lines = capsys.readouterr().out.splitlines()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -42,15 +42,15 @@ class RunResult:
     run_dir: Path
     checkpoint: Path
     """The last checkpoint's model, in Hugging Face format."""
-    evaluations: list[dict[str, Any]]
+    evaluations: list[dict[str, Any]] = field(repr=False)
     """One entry per evaluation, first to last."""
-    seconds: dict[str, float]
+    seconds: dict[str, float] = field(repr=False)
     """Seconds by phase."""
     best: str | None = None
     """The best evaluation and its checkpoint, if not the last one."""
     warning: str | None = None
     """Why the run learned nothing, if so."""
-    examples: Sequence[EvalExample] = ()
+    examples: Sequence[EvalExample] = field(default=(), repr=False)
     """Held-out prompts, with answers from before and after training."""
     scores: bool = False
     """Whether the model is a reward model."""

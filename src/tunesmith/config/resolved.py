@@ -105,7 +105,7 @@ def print_resolved(resolved: Resolved[Any], *, all_of_it: bool) -> None:
     rows += [(entry.key, entry.value, entry.reason) for entry in acting]
     shown = [(key, printable(_shown(value, shown_path)), printable(reason)) for key, value, reason in rows]
     keys, values = (max((len(row[i]) for row in shown), default=0) for i in (0, 1))
-    console = Console()
+    console = Console(force_jupyter=False)  # in a notebook all lines are one output
     columns = console.width if console.is_terminal else None
     for key, value, reason in shown:
         # Align values in a column as long as that leaves room for the reasons.

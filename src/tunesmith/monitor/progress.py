@@ -199,19 +199,12 @@ def open_progress(
     """A display for steps ``start + 1 ... total``.
 
     Args:
-        live: True for a live panel, False for lines, None for a panel in a terminal or a notebook.
+        live: True for a live panel, False for lines, None for a panel in a terminal.
         every: steps between lines.
     """
-    if live if live is not None else sys.stdout.isatty() or in_notebook():
+    if live if live is not None else sys.stdout.isatty():
         return LivePanel(total, start, console)
     return Progress(total, start, every)
-
-
-def in_notebook() -> bool:
-    """Whether this process is the kernel of a notebook."""
-    ipython = sys.modules.get("IPython")
-    shell = ipython and ipython.get_ipython()
-    return shell is not None and "IPKernelApp" in shell.config
 
 
 def time_table(totals: Mapping[str, float]) -> list[str]:

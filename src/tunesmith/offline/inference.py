@@ -17,7 +17,7 @@ from tunesmith.config.schema import DataSection, ModelSection, SystemSection
 from tunesmith.data.prompts import PromptEncoder
 from tunesmith.data.sources import SourceRow
 from tunesmith.data.values import read_prompt
-from tunesmith.errors import UserError, boundary
+from tunesmith.errors import UserError, boundary, shortened
 from tunesmith.loop.seeds import derive_seed
 from tunesmith.offline.answering import window_of
 from tunesmith.plan.facts.hardware import read_hardware
@@ -45,6 +45,11 @@ class Generation:
     def text(self) -> str:
         """The first completion."""
         return self.texts[0]
+
+    def __repr__(self) -> str:
+        shown = ", ".join(repr(shortened(text)) for text in self.texts[:3])
+        more = f", and {len(self.texts) - 3} more" if len(self.texts) > 3 else ""
+        return f"Generation({shown}{more}; {', '.join(sorted({*self.finish_reasons}))})"
 
 
 def generate(

@@ -66,11 +66,11 @@ class RFTOutcome:
     evaluations: dict[str, Json]
     """By ``base``, ``round-1``, ...: shares as ``[share, low, high]``."""
     yields: dict[str, Json]
-    examples: list[EvalExample]
+    examples: list[EvalExample] = field(repr=False)
     """Held-out questions, answered by the base model and by the last one."""
-    usage: dict[str, float] = field(default_factory=dict[str, float], compare=False)
+    usage: dict[str, float] = field(default_factory=dict[str, float], compare=False, repr=False)
     """Seconds by phase and peak memory of all calls and rounds, by the names of metrics; see ``Usage``."""
-    earlier: float = field(default=0.0, compare=False)
+    earlier: float = field(default=0.0, compare=False, repr=False)
     """Seconds that calls before this one took."""
 
     def load(self, **options: Any) -> tuple[Any, Any]:
