@@ -109,8 +109,16 @@ def test_advice_is_what_the_guides_say() -> None:
 
 
 def test_both_meanings_of_a_name_are_printed() -> None:
-    text = printed("lr")
+    text = printed("lr", "-v")
     assert "train.lr" in text and "a metric" in text and "halve it when the reward falls" in text
+    brief = printed("lr")
+    assert "train.lr" in brief and "a metric" in brief and "-v" in brief and "halve" not in brief
+
+
+def test_a_setting_is_explained_in_a_few_lines() -> None:
+    for name in ("rollout.temperature", "train.lr", "temperature", "system.zero_stage"):
+        lines = CliRunner().invoke(app, ["explain", name]).output.splitlines()
+        assert len(lines) <= 16, lines
 
 
 PLACED = "system.placement.reward.shards=4"

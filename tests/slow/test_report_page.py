@@ -80,7 +80,9 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
 async def test_every_tab_shows_two_runs_without_an_error_or_a_request(report: Path) -> None:
     async with browser() as page:
         await page.open(report.as_uri())
-        assert await page.run("document.querySelector('[data-metric=reward] figcaption').textContent") == "one 4; two 2"
+        caption = "document.querySelector('[data-metric=reward] figcaption')"
+        assert (await page.run(f"{caption}.textContent")).split() == ["one", "4", "two", "2"]
+        assert await page.run(f"{caption}.querySelectorAll('.swatch').length") == 2
         painted = (
             "document.querySelector('[data-metric=reward] canvas').getContext('2d').getImageData(0, 0, 300, 150).data"
         )
@@ -89,7 +91,7 @@ async def test_every_tab_shows_two_runs_without_an_error_or_a_request(report: Pa
         )
         assert await page.run("document.querySelectorAll('#runs input:checked').length") == 2
         await page.run("document.querySelector('#runs input').click()")
-        assert await page.run("document.querySelector('[data-metric=reward] figcaption').textContent") == "2"
+        assert await page.run(f"{caption}.textContent") == "2"
         await page.run("document.querySelector('#runs input').click()")
         for tab, text in (
             ("Time", "Step 40, from its metrics"), ("Evaluations", "answer 5"), ("Settings", "0.000002"),
@@ -98,6 +100,9 @@ async def test_every_tab_shows_two_runs_without_an_error_or_a_request(report: Pa
         ):  # fmt: skip
             await open_tab(page, tab)
             assert text in await page.run("document.querySelector('#body').textContent"), tab
+        await open_tab(page, "Evaluations")
+        headings = await page.run("[...document.querySelectorAll('#body th')].map((cell) => cell.textContent)")
+        assert headings[:3] == ["metric", "step 0", "step 40"] and all(headings)
         await open_tab(page, "Settings")
         await choose(page, "Show", "differ")
         rows = await page.run(
@@ -105,6 +110,20 @@ async def test_every_tab_shows_two_runs_without_an_error_or_a_request(report: Pa
         )
         assert rows == ["train.steps", "train.lr"]
         assert not page.errors and page.requests == [report.as_uri()]
+
+
+async def test_charts_outside_of_the_view_are_drawn_and_a_phone_sees_them_at_once(report: Path) -> None:
+    async with browser() as page:
+        await page.call("Emulation.setDeviceMetricsOverride", width=390, height=844, deviceScaleFactor=1, mobile=True)
+        await page.open(report.as_uri())
+        blank = (
+            "[...document.querySelectorAll('details[open] canvas')].filter((one) => "
+            "!one.getContext('2d').getImageData(0, 0, one.width, one.height).data.some(Boolean)).length"
+        )
+        await page.until(f"document.querySelectorAll('canvas').length > 4 && {blank} === 0")
+        first = "document.querySelector('figure').getBoundingClientRect().top"
+        assert await page.run(first) < 844 * 0.25
+        assert not page.errors
 
 
 async def test_a_constant_is_drawn_in_the_middle_also_smoothed(report: Path) -> None:

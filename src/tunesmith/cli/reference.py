@@ -107,8 +107,11 @@ def explain(
         Path | None,
         typer.Option(help="The directory of a run: also print the value there, and why.", show_default=False),
     ] = None,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Also print when to touch it, and what others call it.")
+    ] = False,
 ) -> None:
-    """Say what a setting, a metric or a name of another framework is, when to touch it and what others call it.
+    """Say what a setting, a metric or a name of another framework is.
 
     Example: tunesmith explain clip_ratio
     """
@@ -119,7 +122,7 @@ def explain(
     for line in found.foreign:
         wrapped(line, 0)
     for setting in found.settings:
-        _explain_setting(setting, run)
+        _explain_setting(setting, run, verbose=verbose)
     for metric in found.metrics:
         print(metric.name)
         wrapped(f"a metric, the {metric.form} of a step{f'; in {metric.unit}' if metric.unit else ''}", 4)
@@ -128,16 +131,21 @@ def explain(
             wrapped(f"called elsewhere, and in sinks too: {', '.join(metric.aliases)}", 4)
         for line in metric_in_run(run, metric) if run else ():
             wrapped(f"in {run}: {line}", 4)
-        _print_advice(metric.name)
+        if verbose:
+            _print_advice(metric.name)
+    if not verbose:
+        print("-v also prints advice, and the names in other frameworks")
 
 
-def _explain_setting(setting: Setting, run: Path | None) -> None:
+def _explain_setting(setting: Setting, run: Path | None, *, verbose: bool) -> None:
     from tunesmith.reference.explain import called_elsewhere, value_in_run, without_effect
 
     print_setting(setting)
     if run:
         value = value_in_run(run, setting.key)
         wrapped(f"in {run}: {value or 'this run has no such setting'}", 4)
+    if not verbose:
+        return
     _print_advice(setting.key)
     for why in without_effect(setting.key):
         wrapped(f"- without effect {why}", 4)

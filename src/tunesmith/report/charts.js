@@ -76,7 +76,8 @@ function colourOf(name) {
   return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 }
 
-// A canvas that is drawn when it comes into view or changes its size. `draw(context, width, height)`.
+// A canvas that is drawn when it gets or changes its size, also outside of the view: prints and pictures have all of the page.
+// `draw(context, width, height)`.
 function canvas(draw, label) {
   const element = make("canvas", { role: "img", "aria-label": label });
   const paint = () => {
@@ -89,12 +90,7 @@ function canvas(draw, label) {
     context.font = "11px system-ui, sans-serif";
     draw(context, width, height);
   };
-  let visible = false;
-  new IntersectionObserver((entries) => {
-    visible = entries[entries.length - 1].isIntersecting;
-    if (visible) paint();
-  }, { rootMargin: "200px" }).observe(element);
-  new ResizeObserver(() => visible && paint()).observe(element);
+  new ResizeObserver(paint).observe(element);
   element.paint = paint;
   return element;
 }
@@ -143,8 +139,12 @@ function lineChart(title, series, { unit = "", meaning = "", weight = 0, log = f
   const everyY = known.flatMap((one) => [...(weight && !one.low ? one.line : one.mean), ...(one.low || []), ...(one.high || [])]).filter((v) => v !== null && (!log || v > 0));
   const x = [Math.min(...everyX), Math.max(...everyX)];
   const y = [everyY.reduce((a, b) => Math.min(a, b), Infinity), everyY.reduce((a, b) => Math.max(a, b), -Infinity)];
-  const last = known.map((one) => `${known.length > 1 ? one.name + " " : ""}${withUnit(one.line[one.line.length - 1], unit)}`).join("; ");
-  const caption = make("figcaption", {}, last);
+  const values = known.map((one) => withUnit(one.line[one.line.length - 1], unit));
+  const last = known.map((one, n) => `${known.length > 1 ? one.name + " " : ""}${values[n]}`).join("; ");
+  const caption = make("figcaption", {});
+  const rest = () => caption.replaceChildren(...(known.length > 1
+    ? known.flatMap((one, n) => [swatch(one.colour), ` ${printable(one.name)} ${values[n]}  `]) : [last]));
+  rest();
   let pointer = null;
   const element = canvas((context, width, height) => {
     if (!known.length || !everyY.length) return;
@@ -189,7 +189,7 @@ function lineChart(title, series, { unit = "", meaning = "", weight = 0, log = f
     }).join("; ");
     element.paint();
   });
-  element.addEventListener("pointerleave", () => { pointer = null; caption.textContent = last; element.paint(); });
+  element.addEventListener("pointerleave", () => { pointer = null; rest(); element.paint(); });
   return make("figure", { "data-metric": title }, make("h3", { title: meaning }, title), element, caption);
 }
 

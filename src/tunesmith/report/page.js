@@ -171,8 +171,10 @@ function bar(share) {
   return element;
 }
 
-function table(title, rows) {
-  return make("div", { class: "scroll" }, make("h2", {}, title), make("table", {}, ...rows.map(([name, ...cells]) =>
+function table(title, rows, headings = []) {
+  const [first, ...others] = headings;
+  const head = first ? make("tr", {}, make("th", {}, first), ...others.map((text) => make("th", { class: "number" }, text))) : null;
+  return make("div", { class: "scroll" }, title ? make("h2", {}, title) : null, make("table", {}, head, ...rows.map(([name, ...cells]) =>
     make("tr", {}, make("td", {}, name), ...cells.map((cell) => make("td", { class: "number" }, cell))))));
 }
 
@@ -352,9 +354,9 @@ function evaluationsBody() {
     ...visibleRuns().flatMap((run) => [
       make("h2", {}, `${run.name}: first and last`),
       table("", names.filter((name) => run.evaluations.metrics[name]).map((name) => {
-        const curve = run.evaluations.metrics[name], last = curve.mean.length - 1;
-        return [name, ...[...new Set([0, last])].map((i) => withInterval(curve, i, model.metrics[name].unit))];
-      })),
+        const curve = run.evaluations.metrics[name];
+        return [name, ...firstAndLast(curve.mean).map((i) => withInterval(curve, i, model.metrics[name].unit))];
+      }), ["metric", ...firstAndLast(run.evaluations.step).map((i) => `step ${run.evaluations.step[i]}`)]),
       run.examples.length ? make("h2", {}, `${run.name}: answers before and after`) : null,
       ...run.examples.map((pair) => make("article", { class: "rollout" }, make("div", { class: "text prompt" }, ...promptShown(pair.before.prompt)),
         make("div", { class: "group" }, ...["before", "after"].map((when) => make("div", {},
@@ -362,6 +364,8 @@ function evaluationsBody() {
     ]).filter(Boolean),
   ];
 }
+
+const firstAndLast = (values) => [...new Set([0, values.length - 1])].filter((i) => i >= 0);
 
 function withInterval(curve, i, unit) {
   const value = withUnit(curve.mean[i], unit);
