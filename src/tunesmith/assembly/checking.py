@@ -12,6 +12,8 @@ from tunesmith.assembly.sinks import check_sinks
 from tunesmith.config.commands import DistillConfig, GenerateConfig, OfflineDistillConfig, RFTConfig, SamplingConfig
 from tunesmith.config.resolved import Resolved
 from tunesmith.config.schema import DataSection, RLConfig, RunConfig
+from tunesmith.data.embedding_rows import added_without_row, check_texts, texts_in
+from tunesmith.data.formats import Example
 from tunesmith.data.prepare import peek
 from tunesmith.data.prompts import read_shots
 from tunesmith.distributed.torchrun import Launch
@@ -23,6 +25,7 @@ from tunesmith.monitor.run_dir import RunDir, check_run_dir, is_running
 from tunesmith.plan.facts.hardware import Hardware, read_hardware
 from tunesmith.plan.facts.hub import known_model_facts, known_parameters
 from tunesmith.plan.facts.measured import read_tuned
+from tunesmith.plan.facts.model import ModelFacts
 from tunesmith.plan.facts.run import Facts
 from tunesmith.plan.resolve import resolve
 from tunesmith.rewards.loading import check_rewards
@@ -61,7 +64,8 @@ def check_run(config: C, base_dir: Path, *, hub: bool = True) -> Resolved[C]:
     Raises:
         ConfigError, DataError, ModelError, CheckpointError: the run cannot work.
     """
-    resolved = resolve(config, facts_of_run(config, base_dir))
+    facts = facts_of_run(config, base_dir)
+    resolved = resolve(config, facts)
     _check_device(resolved.config)
     if isinstance(config, RLConfig):
         near = sharing_process(config, base_dir)
@@ -72,7 +76,7 @@ def check_run(config: C, base_dir: Path, *, hub: bool = True) -> Resolved[C]:
         check_rewards(config.reward, base_dir)
     check_sinks(config.monitor.sinks, base_dir)
     check_interpreter(config)
-    _check_data(config, hub)
+    _check_data(config, hub, facts.model)
     if config.run_dir is not None:
         check_directory(config.run_dir, config.checkpoint.resume)
         checkpoint_to_continue(config, RunDir(config.run_dir))
@@ -149,13 +153,19 @@ def task_data(config: SamplingConfig) -> DataSection:
     return config.data.model_copy(update={"completion": None, "loss_on": None, "max_tokens": None})
 
 
-def _check_data(config: RunConfig, hub: bool) -> None:
-    """Read each source up to its first usable line."""
+def _check_data(config: RunConfig, hub: bool, model: ModelFacts | None) -> None:
+    """Read each source up to its first usable line, whose tokens must be in the model's embedding."""
+    added = added_without_row(Path(config.model.path).expanduser(), model.vocab_size) if model else {}
+
+    def check(example: Example) -> None:
+        texts = texts_in([example.text, example.prompt, example.completion, example.rejected, example.steps])
+        check_texts([*texts, data.system_prompt or ""], added, model.vocab_size if model else 0)
+
     sampling = isinstance(config, SamplingConfig)
     data, goal = (task_data(config), "rl") if sampling else (config.data, config.goal)
     for source in (data.train, data.eval):
         if source is not None:
-            peek(data, source, goal, hub=hub)
+            peek(data, source, goal, hub=hub, check=check)
     if isinstance(config, RFTConfig) and config.rft.few_shot is not None:
         read_shots(config.rft.few_shot)
 

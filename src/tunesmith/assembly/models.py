@@ -13,9 +13,11 @@ from tunesmith.config.reading.files import adapter_directory
 from tunesmith.config.schema import RLConfig, RunConfig
 from tunesmith.data.chat import HERMES
 from tunesmith.data.chat_checks import check_chatml
+from tunesmith.data.embedding_rows import check_end, set_rows
 from tunesmith.errors import StorageError, boundary
 from tunesmith.monitor.waits import long_wait
 from tunesmith.plan.cost.operations import PeakRates
+from tunesmith.plan.facts.hub import known_model_facts
 
 if TYPE_CHECKING:
     from torch import nn
@@ -44,6 +46,9 @@ def load_tokenizer(config: RunConfig) -> Any:
     if section.chat_template == "hermes":
         check_chatml(tokenizer)
     tokenizer.chat_template_kwargs = config.data.chat_template_kwargs
+    facts = known_model_facts(section.path)
+    set_rows(tokenizer, facts.vocab_size if facts else None)
+    check_end(section.path, tokenizer)
     return tokenizer
 
 

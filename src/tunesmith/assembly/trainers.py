@@ -21,6 +21,7 @@ from tunesmith.config.optimizer import Muon
 from tunesmith.config.schema import RLConfig, RunConfig
 from tunesmith.config.section import known
 from tunesmith.config.system import Role
+from tunesmith.data.embedding_rows import enough_rows
 from tunesmith.data.forest import Forest, Predictions
 from tunesmith.distributed.local import Processes
 from tunesmith.errors import ConfigError
@@ -221,7 +222,7 @@ def _check_tokens(config: RLConfig, tokenizer: Any) -> None:
     if (path := config.critic.path) is None:
         return
     theirs = load_tokenizer(config.model_copy(update={"model": config.model.model_copy(update={"path": path})}))
-    if theirs.get_vocab() != tokenizer.get_vocab():
+    if theirs.get_vocab() != tokenizer.get_vocab() or not enough_rows(tokenizer, theirs):
         raise ConfigError(
             f"critic.path: '{path}' has a different vocabulary from the policy, whose tokens it judges. "
             "Take a model of the policy's family, or leave critic.path out."

@@ -11,6 +11,7 @@ from tunesmith.config.commands import DPOConfig, KTOConfig, OfflineDistillConfig
 from tunesmith.config.schema import DataSection, RunConfig, SFTConfig
 from tunesmith.config.section import known
 from tunesmith.data.batch import Batch
+from tunesmith.data.embedding_rows import without_row
 from tunesmith.data.preference import Comparison, Solution, load_judged, load_pairs, load_steps
 from tunesmith.data.prepare import Prepared, Sources, load_samples
 from tunesmith.data.tokens import Tokenizer, encode
@@ -46,12 +47,14 @@ def label_tokens(config: PRMConfig, tokenizer: Tokenizer) -> tuple[int, int]:
     """The token ids of ``prm.good`` and ``prm.bad``.
 
     Raises:
-        ConfigError: one of them is not a single token.
+        ConfigError: one of them is not a single token, or has no row in the model's embedding.
     """
     ids = encode(tokenizer, [config.prm.good, config.prm.bad])
     for key, text, tokens in zip(("good", "bad"), (config.prm.good, config.prm.bad), ids, strict=True):
         if len(tokens) != 1:
             raise ConfigError(f"prm.{key} = '{text}' is {len(tokens)} tokens of this tokenizer; it has to be one")
+        if problem := without_row(tokenizer, tokens):
+            raise ConfigError(f"prm.{key}: {problem}")
     return ids[0][0], ids[1][0]
 
 

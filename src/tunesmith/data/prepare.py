@@ -23,11 +23,19 @@ TaskSet = Prepared[Task]
 SampleSet = Prepared[Sample]
 
 
-def peek(section: DataSection, source: Sources, goal: Goal, *, hub: bool = True) -> list[str]:
+def peek(
+    section: DataSection,
+    source: Sources,
+    goal: Goal,
+    *,
+    hub: bool = True,
+    check: Callable[[Example], None] = lambda _: None,
+) -> list[str]:
     """A sentence about each source's format, from its first usable line; needs no tokenizer.
 
     Args:
         hub: also fetch data sets from the hub.
+        check: raises a DataError for a line that cannot be used.
 
     Raises:
         DataError: a source is missing, empty or has no usable line.
@@ -45,7 +53,11 @@ def peek(section: DataSection, source: Sources, goal: Goal, *, hub: bool = True)
             sentences.append(f"{one.path}: its rows go through {section.map}")
             continue
         report = LoadReport(skip_bad=section.skip_bad)
-        if next(examples_of(section, one, goal, report), None) is None:
+        for example in examples_of(section, one, goal, report):
+            with report.line(example.where):
+                check(example)
+                break
+        else:
             raise report.nothing_left(one.path)
         sentences += report.formats
     return sentences

@@ -11,6 +11,7 @@ from typing import Any, cast
 from tunesmith.config.schema import DataSection, Source
 from tunesmith.data.chat import ChatTemplate, Rendered, is_learned
 from tunesmith.data.chat_checks import THOUGHTS
+from tunesmith.data.embedding_rows import without_row
 from tunesmith.data.formats import Example, convert, detect
 from tunesmith.data.report import LoadReport
 from tunesmith.data.sources import BadLine, read
@@ -143,8 +144,12 @@ class PromptEncoder:
         return self.template.whole([*system, *turns, *messages[len(system) :]], tools, prompt=True)
 
 
-def read_shots(path: Path) -> Shots:
-    """The worked examples in a data file whose lines have a prompt and a completion as text; DataError if not."""
+def read_shots(path: Path, tokenizer: Tokenizer | None = None) -> Shots:
+    """The worked examples in a data file whose lines have a prompt and a completion as text; DataError if not.
+
+    Args:
+        tokenizer: if given, the model's embedding must have a row for each token.
+    """
     shots: list[tuple[str, str]] = []
     for row in read(Source(path=str(path))):
         if isinstance(row, BadLine):
@@ -152,6 +157,10 @@ def read_shots(path: Path) -> Shots:
         example = convert(row, detect(row, "sft"), "sft")
         if not (isinstance(example.prompt, str) and isinstance(example.completion, str)):
             raise row.bad("a worked example (rft.few_shot) is a prompt and a completion, both text")
+        if tokenizer is not None:
+            ids = encode(tokenizer, [example.prompt + example.completion])[0]
+            if problem := without_row(tokenizer, ids):
+                raise row.bad(problem)
         shots.append((example.prompt, example.completion))
     if not shots:
         raise DataError(f"{path} (rft.few_shot) holds no example")

@@ -11,6 +11,7 @@ from typing import Any, Generic, TypeVar, cast
 
 from tunesmith.config.schema import DataSection, Source
 from tunesmith.data.chat import ChatTemplate, Rendered
+from tunesmith.data.embedding_rows import unused_note, without_row
 from tunesmith.data.formats import Example, Format, Goal, convert, detect
 from tunesmith.data.loader import Loader, Part, fingerprint_of
 from tunesmith.data.mapping import mapped
@@ -106,6 +107,8 @@ class Reading:
         options = section.chat_template_kwargs
         fingerprint = fingerprint_of([*lines, options] if options else lines)
         template = choose_template(section, tokenizer, examples)
+        if note := unused_note(tokenizer):
+            report.note(note)
         return cls(section, sources, tokenizer, examples, report, fingerprint, template, leading_ids(tokenizer))
 
     def each(self, make: Callable[[Example], U]) -> list[tuple[Example, U]]:
@@ -143,8 +146,13 @@ class Reading:
         return self.fit_sample(Sample(ids[:stop], mask[:stop]))
 
     def fit_sample(self, sample: Sample) -> Sample:
-        """The sample cut to ``data.max_tokens``; DataError if it may not be cut, or if nothing is left to learn."""
+        """The sample cut to ``data.max_tokens``.
+
+        Raises:
+            DataError: it may not be cut, nothing is left to learn, or a token has no row in the model's embedding.
+        """
         limit, ids = self.section.max_tokens, sample.token_ids
+        self._check_rows(ids)
         if limit is None or len(ids) <= limit:
             return sample
         reason = f"{len(ids)} tokens, the limit is {limit} (data.max_tokens)"
@@ -156,11 +164,15 @@ class Reading:
         return Sample(self._cut(ids, ids, limit), mask)
 
     def fit_prompt(self, encoder: PromptEncoder, example: Example, ids: list[int]) -> tuple[Prompt, list[int]]:
-        """The policy's prompt within ``data.max_prompt_tokens``; DataError if it may not be cut or stays too long.
+        """The policy's prompt within ``data.max_prompt_tokens``.
 
         Plain text is cut by tokens and decoded again. In a conversation the last user message is shortened, so that the
         template around it stays complete.
+
+        Raises:
+            DataError: it may not be cut, stays too long, or has a token without a row in the model's embedding.
         """
+        self._check_rows(ids)
         prompt, limit = cast("Prompt", example.prompt), self.section.max_prompt_tokens
         prompt = with_system(self.section, prompt) if self.template else prompt
         if limit is None or len(ids) <= limit:
@@ -177,6 +189,12 @@ class Reading:
             raise DataError(f"{reason}, and shortening its last user message does not make it fit")
         self.report.truncated += 1
         return fitted
+
+    def _check_rows(self, ids: list[int]) -> None:
+        template = str(self.tokenizer.chat_template) if self.template else None
+        origins = {"data.system_prompt": self.section.system_prompt, "the chat template": template}
+        if problem := without_row(self.tokenizer, ids, origins):
+            raise DataError(problem)
 
     def _check_may_cut(self, reason: str) -> None:
         if self.section.too_long in ("error", "skip"):

@@ -15,6 +15,7 @@ from itertools import dropwhile
 from typing import Any
 
 from tunesmith.config.schema import EnvironmentSection
+from tunesmith.data.embedding_rows import without_row
 from tunesmith.data.values import with_object_arguments
 from tunesmith.environments.base import Generate
 from tunesmith.environments.rendering import Renderer, Tools
@@ -170,6 +171,8 @@ class Conversation:
                 f"the conversation has {len(record.token_ids)} tokens and leaves no room for a turn: "
                 f"the limit is {limit} (environment.max_tokens)"
             )
+        if problem := without_row(self.setting.renderer.tokenizer, record.token_ids):
+            raise EpisodeError(problem)
         self.turns += 1
         self._writing.add(id(record))
         try:

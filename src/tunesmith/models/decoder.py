@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from tunesmith.data.embedding_rows import rows_of, set_rows
 from tunesmith.data.forest import Forest
 from tunesmith.errors import ModelError, StorageError, boundary
 from tunesmith.kernels.attention import AttentionContext
@@ -109,6 +110,8 @@ class Decoder:
             streamed.take(module, lean)
         model = cls(module, tokenizer, lean, sharding=sharding, streamed=streamed)
         model.complete(config)
+        if rows_of(tokenizer) is None:
+            set_rows(tokenizer, module.get_input_embeddings().weight.shape[0])
         return model
 
     @classmethod

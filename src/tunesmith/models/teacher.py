@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from tunesmith.data.embedding_rows import enough_rows, rows_of
 from tunesmith.data.forest import Forest, Predictions
 from tunesmith.errors import ModelError
 from tunesmith.models.causal_lm import CausalLM
@@ -92,10 +93,13 @@ def check_same_vocabulary(
         ModelError: with the first difference.
     """
     ours, theirs = student.get_vocab(), teacher.get_vocab()
-    if ours == theirs:
-        return
     problem = f"the teacher '{names[1]}' has other tokens than the student '{names[0]}'"
     remedy = "Distillation compares probabilities token by token: use a teacher of the student's family."
+    if not enough_rows(student, teacher):
+        rows = f"{rows_of(teacher)} rows in its embedding, and the student {rows_of(student)}"
+        raise ModelError(f"{problem}: it has {rows}. {remedy}")
+    if ours == theirs:
+        return
     if missing := sorted(ours.keys() ^ theirs.keys(), key=lambda t: (ours.get(t, theirs.get(t, 0)), t)):
         owner = "student" if missing[0] in ours else "teacher"
         difference = f"{len(ours)} and {len(theirs)}; only the {owner} has '{missing[0]}'"

@@ -14,6 +14,7 @@ from tunesmith.assembly.event_loop import run_async
 from tunesmith.assembly.models import load_model, load_tokenizer
 from tunesmith.config.commands import GenerateConfig, SamplingSection
 from tunesmith.config.schema import DataSection, ModelSection, SystemSection
+from tunesmith.data.embedding_rows import without_row
 from tunesmith.data.prompts import PromptEncoder
 from tunesmith.data.sources import SourceRow
 from tunesmith.data.values import read_prompt
@@ -134,6 +135,9 @@ def _generate(config: GenerateConfig, model: str | Path | CausalLM, prompts: Seq
         tokenizer.chat_template_kwargs = config.data.chat_template_kwargs
     encoder = PromptEncoder.of(config.data, tokenizer, prompts)
     prompt_ids = [encoder.ids(prompt) for prompt in prompts]
+    for place, ids in enumerate(prompt_ids):
+        if problem := without_row(tokenizer, ids):
+            raise UserError(f"prompts[{place}]: {problem}")
     longest = max(map(len, prompt_ids)) + section.max_new_tokens
     engine = local_engine_for(loaded, config.system, longest, len(prompts) * section.n)
     sampling = make_sampling(section, tokenizer, section.temperature)

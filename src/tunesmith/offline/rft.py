@@ -137,7 +137,7 @@ def _first_questions(run: OpenRun[RFTConfig, Task]) -> Questions:
     encoder = PromptEncoder.of(data, tokenizer, [task.prompt for task in train.items], separator or SEPARATOR)
     if encoder.template is not None and separator is not None:
         raise ConfigError("rft.few_shot_separator has no effect on a chat template, which has turns; leave it out")
-    shots = read_shots(file)
+    shots = read_shots(file, tokenizer)
     tasks = [with_shots(task, encoder, shots, data.max_prompt_tokens) for task in train.items]
     stop = "" if encoder.template else encoder.separator
     return Questions(tokenizer, tasks, train.fingerprint, file.read_text(encoding="utf-8"), stop)

@@ -11,6 +11,7 @@ from tunesmith.assembly.event_loop import run_async
 from tunesmith.assembly.rewards import add_rewards
 from tunesmith.config.commands import GenerateConfig
 from tunesmith.data.chat import end_of_turn_id
+from tunesmith.data.embedding_rows import without_row
 from tunesmith.data.formats import Example
 from tunesmith.data.prompts import choose_template
 from tunesmith.data.tokens import encode
@@ -29,7 +30,10 @@ def score(config: GenerateConfig, tokenizer: Any, rewards: RewardSet, tasks: Seq
     column = config.data.completion
     assert config.reward is not None, "there are rewards"
     for task in tasks:
-        given_records(task, column)
+        records = given_records(task, column)
+        for ids in encode(tokenizer, [record["completion"] for record in records]):
+            if problem := without_row(tokenizer, ids):
+                raise DataError(f"task {task.id}: in its completion, {problem}")
     chat = choose_template(config.data, tokenizer, [Example(t.id, t.id, prompt=t.prompt) for t in tasks]) is not None
     end = end_of_turn_id(tokenizer) if chat else tokenizer.eos_token_id
 

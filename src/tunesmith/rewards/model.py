@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tunesmith.data.chat import ChatTemplate
+from tunesmith.data.embedding_rows import enough_rows, without_row
 from tunesmith.data.tokens import Tokenizer, encode, leading_ids, with_leading
 from tunesmith.errors import DataError
 from tunesmith.openmp import to_thread
@@ -45,8 +46,15 @@ class RewardModel:
         """A prompt and its completion as this model's tokens; a finished completion ends as in training.
 
         Raises:
-            DataError: the prompt is a conversation that the tokenizer has no template for, or the template refuses.
+            DataError: the prompt is a conversation that the tokenizer has no template for, the template refuses, or a
+                token has no row in the model's embedding.
         """
+        ids = self._encoded(prompt, completion, finished)
+        if problem := without_row(self.tokenizer, ids):
+            raise DataError(problem)
+        return ids
+
+    def _encoded(self, prompt: Prompt, completion: str, finished: bool) -> list[int]:
         if self.template is not None:
             end = self.template.stop_marker if finished else ""
             return encode(self.tokenizer, [self.template.whole(_messages(prompt), prompt=True) + completion + end])[0]
@@ -111,7 +119,7 @@ def _messages(prompt: Prompt) -> list[Message]:
 
 def same_tokens(a: Any, b: Any) -> bool:
     """Whether two tokenizers produce the same token ids: they have the same vocabulary and chat template."""
-    return a.get_vocab() == b.get_vocab() and a.chat_template == b.chat_template
+    return a.get_vocab() == b.get_vocab() and a.chat_template == b.chat_template and enough_rows(a, b)
 
 
 def _unfit(length: int, context: int | None) -> ItemFailure | None:

@@ -85,6 +85,7 @@ def read_model_facts(directory: Path) -> ModelFacts | None:
         whole: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         _check_sizes(path, whole.get("text_config") or whole)
     facts = facts_of(whole)
+    _check_end(directory, facts)
     return replace(facts, parameters=count_parameters(directory)) if facts else None
 
 
@@ -191,6 +192,22 @@ def _check_sizes(path: Path, config: Mapping[str, Any]) -> None:
         raise ModelError(f"{path}: hidden_size = {hidden} is not divisible by {heads} attention heads")
     if heads and kv_heads and heads % kv_heads:
         raise ModelError(f"{path}: {heads} attention heads are not divisible by num_key_value_heads = {kv_heads}")
+
+
+def _check_end(directory: Path, facts: ModelFacts | None) -> None:
+    """Raise ModelError for an end-of-sequence token without a row in the embedding: the model could never stop."""
+    for path in (directory / "config.json", directory / "generation_config.json"):
+        if facts is None or not path.is_file():
+            continue
+        with boundary(ModelError, f"cannot read {path}", (OSError, ValueError, AttributeError, RecursionError)):
+            whole: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+            ends: Any = whole.get("eos_token_id", (whole.get("text_config") or {}).get("eos_token_id"))
+        for end in ends if isinstance(ends, list) else [ends]:
+            if isinstance(end, int) and not -1 <= end < facts.vocab_size:
+                raise ModelError(
+                    f"{path}: eos_token_id is {end}, and the embedding has {facts.vocab_size} rows (vocab_size), so "
+                    "the model could never stop. Correct the id, or use the file that belongs to the model"
+                )
 
 
 def _first(config: Mapping[str, Any], *names: str) -> int | None:

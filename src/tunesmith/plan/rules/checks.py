@@ -97,6 +97,7 @@ def contradictions(config: RunConfig, facts: Facts | None = None) -> Iterator[st
     if facts is not None:
         yield from device_problems(config, len(facts.hardware.gpus))
         yield from _check_kv_memory(config, facts)
+        yield from _check_stop_tokens(config, facts)
 
 
 def _not_installed(config: RunConfig) -> Iterator[str]:
@@ -138,6 +139,19 @@ def _check_kv_memory(config: RunConfig, facts: Facts) -> Iterator[str]:
         yield (
             f"system.kv_memory = {kv} does not hold one prompt of {facts.longest} tokens with {new} new ones, which "
             f"takes {format_size(needed)}; raise it, leave it out, or lower max_new_tokens"
+        )
+
+
+def _check_stop_tokens(config: RunConfig, facts: Facts) -> Iterator[str]:
+    """A problem if a token at which sampling is to stop is none of the model's."""
+    section = config.sampling_settings
+    if section is None or facts.model is None:
+        return
+    rows = facts.model.vocab_size
+    if wrong := [token for token in section.stop_token_ids if not 0 <= token < rows]:
+        yield (
+            f"{section.table}.stop_token_ids has {wrong[0]}, and the model's embedding has {rows} rows: it never "
+            f"samples that token. Valid: 0 to {rows - 1}"
         )
 
 
