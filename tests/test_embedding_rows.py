@@ -194,7 +194,7 @@ class Echo:
 
 def test_what_an_environment_writes_fails_its_own_episode_only(tmp_path: Path) -> None:
     tokenizer = tiny.tokenizer()
-    tokenizer.add_tokens([NEW], special_tokens=True)
+    tokenizer.add_tokens([NEW])  # special ones are ordinary text in an answer
     set_rows(tokenizer, ROWS)
     environments = load(tmp_path, ECHO, path="env.py:Echo", max_turns=2)
     tasks = [made_task(tokenizer, identity=how, how=how) for how in ("fine", f"see {NEW}")]

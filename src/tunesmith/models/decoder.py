@@ -111,7 +111,7 @@ class Decoder:
         model = cls(module, tokenizer, lean, sharding=sharding, streamed=streamed)
         model.complete(config)
         if rows_of(tokenizer) is None:
-            set_rows(tokenizer, module.get_input_embeddings().weight.shape[0])
+            set_rows(tokenizer, cast(nn.Embedding, module.get_input_embeddings()).num_embeddings)
         return model
 
     @classmethod
