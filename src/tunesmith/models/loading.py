@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
 from functools import cache, partial
 from pathlib import Path
@@ -23,17 +23,20 @@ from transformers import (
 )
 from transformers.initialization import no_init_weights
 
-from tunesmith.config.reading.files import ADAPTER_CONFIG, is_hub_name
+from tunesmith.config.reading.files import is_hub_name
 from tunesmith.errors import ConfigError, ModelError, boundary
 from tunesmith.fake_device.tokenizer import NoTokenizer
 from tunesmith.kernels.quantised import Quantize, quantise
 from tunesmith.models.attention import ATTENTION_NAME
 from tunesmith.models.families import check_family
-from tunesmith.parallel.shard_files import WeightFiles, fill
+from tunesmith.parallel.shard_files import WeightFiles, fill, is_finite, shapes_of
 from tunesmith.parallel.sharding import Sharding, materialise
+from tunesmith.plan.facts.model_files import INDEX, ONE, check_files, weight_files, weights_in
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 HUB_SECONDS = 5.0
+ROWS_AT_ONCE = 4096
+"""Rows of the vocabulary that are compared at once."""
 Differences = tuple[tuple[str, ...], tuple[str, ...]]
 ANY_ERROR = Exception
 """A damaged file or an unusual configuration can raise any exception in transformers."""
@@ -117,8 +120,9 @@ def load_module(
 
     def read() -> PreTrainedModel:
         with boundary(ModelError, f"cannot load the weights of model '{path}'", ANY_ERROR):
-            files = {"use_safetensors": True, "output_loading_info": True}
+            files = {"use_safetensors": True, "output_loading_info": True, "ignore_mismatched_sizes": True}
             loaded, info = auto.from_pretrained(path, dtype=dtype, **options, **files)
+        _check_shapes(path, info["mismatched_keys"])
         check_names(f"model '{path}'", info["missing_keys"], info["unexpected_keys"], differences)
         return cast(PreTrainedModel, loaded)
 
@@ -126,6 +130,7 @@ def load_module(
         module = made(dtype)  # a fake device holds no data
     elif not one_by_one:
         module = read()
+        _check_values(path, [name for name, tensor in module.state_dict().items() if not is_finite(tensor)])
         with _usable(device):
             cast(nn.Module, module).to(device)
     else:
@@ -133,7 +138,8 @@ def load_module(
             module = made(torch.float32 if sharding and trains and dtype.itemsize == 2 else dtype)
         _place(module, dtype, device, sharding, quantize)
         if not detect_fake_mode():
-            read_shards(module, path, read, differences)
+            read_shards(module, path, read, differences, sharding)
+    _check_tie(path, module)
     _disable_dropout(module, dropouts)
     return module.eval()
 
@@ -198,15 +204,16 @@ def read_shards(
     path: str | Path,
     read: Callable[[], PreTrainedModel] | None = None,
     differences: Differences = ((), ()),
+    sharding: Sharding | None = None,
 ) -> None:
     """Read a model, or this rank's rows of a sharded one, from the files of a model, one weight at a time.
 
     Args:
         read: loads the whole model if the names in its files differ from the module's (as for fused experts).
-        differences: as ``load_module``.
+        differences, sharding: as ``load_module``.
 
     Raises:
-        ModelError: the files hold another model.
+        ModelError: the files hold another model, or values that are not finite.
     """
     directory = Path(path).expanduser()
     if not directory.is_dir():
@@ -216,13 +223,64 @@ def read_shards(
     wanted = {name for name, _ in (*module.named_parameters(), *module.named_buffers())} & known
     missing = [name for name in wanted - files.names if not name.startswith(differences[0])]
     unexpected = [name for name in files.names - known if not name.startswith(differences[1])]
+    if not missing and not unexpected:  # else the module's weights are made of others
+        stored = {
+            name: (weight.shape, shape) for name, shape in shapes_of(module) if (weight := files.weights.get(name))
+        }
+        _check_shapes(path, [(name, *both) for name, both in stored.items() if both[0] != both[1]])
     with boundary(ModelError, f"cannot read the weights of model '{path}'", ANY_ERROR):
         if missing or unexpected:
             load = read or partial(type(module).from_pretrained, path, dtype=module.config.dtype)
             weights = load().state_dict()
-            fill(module, lambda name, start, count: weights[name][start : start + count], wanted & weights.keys())
+            wrong = fill(module, lambda name, at, count: weights[name][at : at + count], wanted & weights.keys())
         else:
-            fill(module, files.rows, wanted & files.names)
+            wrong = fill(module, files.rows, wanted & files.names)
+    _check_values(path, wrong if sharding is None else sharding.any_of(wrong))
+
+
+def _check_shapes(path: str | Path, different: Iterable[tuple[str, Sequence[int], Sequence[int]]]) -> None:
+    """Refuse weights of other shapes than the configuration describes, each given as name, stored and described."""
+    for name, stored, described in sorted(different):
+        raise ModelError(
+            f"{_place_of(path, name)} has the shape {list(stored)}, and config.json describes {list(described)}: "
+            "the two do not belong together"
+        )
+
+
+def _check_values(path: str | Path, names: Iterable[str]) -> None:
+    """Refuse weights that are not finite: every output would be, and training would be blamed for it."""
+    for name in sorted(names):
+        raise ModelError(
+            f"{_place_of(path, name)} holds values that are not finite (nan or infinite): nothing can be computed with "
+            "this model. Take a copy, or a checkpoint, from before the weights diverged"
+        )
+
+
+def _check_tie(path: str | Path, module: PreTrainedModel) -> None:
+    """Refuse a head of its own in the files of a model whose configuration ties it to the embedding."""
+    directory = Path(path).expanduser()
+    if not module.config.get_text_config().tie_word_embeddings or not directory.is_dir() or detect_fake_mode():
+        return
+    parts = (module.get_input_embeddings(), module.get_output_embeddings())
+    ours = [f"{name}.weight" for part in parts for name, each in module.named_modules() if each is part]
+    files = WeightFiles(directory)
+    if len(ours) < 2 or not files.names.issuperset(ours):
+        return
+    rows = files.weights[ours[0]].shape[0]
+    for start in range(0, rows, ROWS_AT_ONCE):
+        one, other = (files.rows(name, start, min(ROWS_AT_ONCE, rows - start)) for name in ours)
+        if not one.equal(other):
+            raise ModelError(
+                f"{directory / 'config.json'}: tie_word_embeddings is true, and {_place_of(path, ours[1])} differs "
+                f"from '{ours[0]}'. Set it to false if the head is the model's own; otherwise delete that weight"
+            )
+
+
+def _place_of(path: str | Path, name: str) -> str:
+    """A weight and, in a local directory, its file."""
+    directory = Path(path).expanduser()
+    found = weights_in(directory).get(name) if directory.is_dir() else None
+    return f"{found.file if found else path}: '{name}'"
 
 
 def check_names(
@@ -293,10 +351,7 @@ def check_directory(path: str | Path) -> None:
         raise ModelError(f"there is no model directory '{path}', and on the hub names have an owner: Qwen/Qwen3-0.6B")
     if not directory.is_dir():
         raise ModelError(f"'{path}' is a file; give the directory of a model in Hugging Face format")
-    if not (directory / "config.json").exists():
-        if (directory / ADAPTER_CONFIG).exists():
-            raise ModelError(f"'{path}' is a LoRA adapter, not a whole model; merge it with its base: tunesmith merge")
-        raise ModelError(f"'{path}' has no config.json: it is not a model in Hugging Face format")
+    check_files(directory)
     if detect_fake_mode():
         return
     if not any((directory / name).exists() for name in TOKENIZER_FILES):
@@ -304,11 +359,10 @@ def check_directory(path: str | Path) -> None:
             f"'{path}' has no tokenizer (none of {', '.join(TOKENIZER_FILES)}): "
             "save the model's tokenizer into it with tokenizer.save_pretrained"
         )
-    suffixes = {file.suffix for file in directory.iterdir()}
-    if ".safetensors" not in suffixes:
-        pickled = suffixes & {".bin", ".pt", ".pth"}
+    if not weight_files(directory):
+        pickled = {file.suffix for file in directory.iterdir()} & {".bin", ".pt", ".pth"}
         content = "only pickled weights, which can run code when loaded" if pickled else "no weights"
         raise ModelError(
-            f"'{path}' has {content}; save it as safetensors: "
+            f"'{path}' has {content} (no {ONE}, and no {INDEX}); save it as safetensors: "
             "AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)"
         )

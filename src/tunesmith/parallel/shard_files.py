@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from itertools import groupby
 from pathlib import Path
 from typing import cast
@@ -20,7 +20,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from tunesmith.kernels.quantised import QuantisedLinear
 from tunesmith.parallel.sharding import Sharding, first_row, local, whole
-from tunesmith.plan.facts.model import weight_files
+from tunesmith.plan.facts.model_files import weights_in
 
 FILE_BYTES = 2 << 30
 """Size of a weight file; a rank holds one at a time while it writes."""
@@ -30,14 +30,14 @@ class WeightFiles:
     """The safetensors files of a model's directory, from which single rows can be read."""
 
     def __init__(self, directory: Path) -> None:
-        self._file = {name: file for file in weight_files(directory) for name in names_in(file)}
+        self.weights = weights_in(directory)
 
     @property
     def names(self) -> set[str]:
-        return set(self._file)
+        return set(self.weights)
 
     def rows(self, name: str, start: int, count: int) -> Tensor:
-        with safe_open(self._file[name], framework="pt") as opened:
+        with safe_open(self.weights[name].file, framework="pt") as opened:
             piece = opened.get_slice(name)
             return piece[start : start + count] if piece.get_shape() else opened.get_tensor(name)
 
@@ -48,11 +48,13 @@ def names_in(file: Path) -> list[str]:
 
 
 @torch.no_grad()
-def fill(module: nn.Module, rows: Callable[[str, int, int], Tensor], names: set[str]) -> None:
+def fill(module: nn.Module, rows: Callable[[str, int, int], Tensor], names: set[str]) -> list[str]:
     """Read this rank's rows of each parameter and persistent buffer in ``names``.
 
     Weights that are to be quantised are read whole, one at a time, because their scales share second-level scales.
+    Returns the names of those with values that are not finite.
     """
+    wrong: list[str] = []
     quantised = {f"{name}.weight": part for name, part in module.named_modules() if isinstance(part, QuantisedLinear)}
     for name, tensor in module.state_dict().items():
         if name not in names:
@@ -60,9 +62,30 @@ def fill(module: nn.Module, rows: Callable[[str, int, int], Tensor], names: set[
         own, first = local(tensor), first_row(tensor)
         if name in quantised:
             part = quantised[name]
-            own.copy_(part.quantised(rows(name, 0, part.rows).to(own.device, part.dtype))[first : first + len(own)])
+            read = rows(name, 0, part.rows).to(own.device, part.dtype)
+            own.copy_(part.quantised(read)[first : first + len(own)])
         else:
-            own.copy_(rows(name, first, len(own) if own.dim() else 1))
+            read = own.copy_(rows(name, first, len(own) if own.dim() else 1))
+        if not is_finite(read):
+            wrong.append(name)
+    return wrong
+
+
+def shapes_of(module: nn.Module) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """The weights of a module with their shapes in a model's files."""
+    quantised = {f"{name}.weight": part for name, part in module.named_modules() if isinstance(part, QuantisedLinear)}
+    for name, tensor in module.state_dict().items():
+        if part := quantised.get(name):
+            yield name, (part.rows, part.in_features * part.out_features // part.rows)
+        else:
+            yield name, tuple(tensor.shape)
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Whether all values are finite; read once, and nothing of the tensor's size is allocated."""
+    if tensor.is_meta or not tensor.numel() or not tensor.is_floating_point():
+        return True
+    return all(bound.isfinite() for bound in tensor.aminmax())
 
 
 def stored_weights(module: PreTrainedModel, named: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:

@@ -116,6 +116,12 @@ class Sharding:
         for parameter in rows:
             setattr(parameter, _AWAY, True)
 
+    def any_of(self, found: list[str]) -> list[str]:
+        """What any rank of this copy has found; they call this together, so that all refuse and none waits."""
+        all_found: list[Any] = [None] * self.mesh.size()
+        torch.distributed.all_gather_object(all_found, found, self.mesh.get_group())
+        return sorted({name for each in all_found for name in each})
+
     def set_gradient_sync(self, module: PreTrainedModel, *, last: bool) -> bool:
         """Set and return whether the next backward pass sums gradients over the ranks, rather than only adding them up.
 

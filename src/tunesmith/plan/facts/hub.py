@@ -10,11 +10,13 @@ from threading import Thread
 from typing import Any
 
 from tunesmith.errors import ModelError, boundary
-from tunesmith.plan.facts.model import ModelFacts, count_parameters, facts_of, read_model_facts
+from tunesmith.plan.facts.model import ModelFacts, facts_of, read_model_facts
+from tunesmith.plan.facts.model_files import INDEX, count_parameters
+from tunesmith.plan.facts.model_files import ONE as WEIGHTS
 
 PATIENCE = 5.0
 """Seconds to wait for the hub, after which the run continues without the model's size."""
-CONFIG, INDEX, WEIGHTS = "config.json", "model.safetensors.index.json", "model.safetensors"
+CONFIG = "config.json"
 _BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import math
-import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from tunesmith.errors import ModelError, boundary
+from tunesmith.plan.facts.model_files import check_files, count_parameters
 
-_LFS_POINTER = b"version "
 _HEAD_NORMS = (
     *("apertus", "exaone4", "gemma3", "gemma3_text", "hunyuan_v1_dense", "minimax_m2", "nanochat"),
     *("olmo2", "olmo3", "qwen3", "qwen3_moe"),
@@ -81,6 +79,7 @@ def read_model_facts(directory: Path) -> ModelFacts | None:
         ModelError: ``config.json`` or a weight file is missing or damaged.
     """
     path = directory / "config.json"
+    check_files(directory)
     with boundary(ModelError, f"cannot read {path}", (OSError, ValueError, AttributeError, RecursionError)):
         whole: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         _check_sizes(path, whole.get("text_config") or whole)
@@ -133,40 +132,6 @@ def _switch(config: Mapping[str, Any]) -> int | None:
     switching = [kind for kind in kinds if (kind.get("rope_type") or kind.get("type")) in ("longrope", "su")]
     name = "original_max_position_embeddings"
     return min((n for kind in switching if (n := _first(config, name) or _first(kind, name))), default=None)
-
-
-def count_parameters(directory: Path) -> int | None:
-    """Parameters in a model's safetensors files, from their headers only; None without such files."""
-    files = weight_files(directory)
-    return sum(map(_count_in_file, files)) if files else None
-
-
-def weight_files(directory: Path) -> list[Path]:
-    """The safetensors files that transformers reads; a directory may also hold the weights in another layout.
-
-    Raises:
-        ModelError: their index is damaged.
-    """
-    one, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
-    if one.is_file() or not index.is_file():
-        return [one] if one.is_file() else sorted(directory.glob("*.safetensors"))
-    with boundary(ModelError, f"cannot read {index}", (OSError, ValueError, KeyError, TypeError, AttributeError)):
-        names: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        return [directory / name for name in sorted(set(names.values()))]
-
-
-def _count_in_file(path: Path) -> int:
-    """Parameters in one file, which starts with the header's length (8 bytes, little-endian) and the header (JSON)."""
-    damaged = (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error)
-    with boundary(ModelError, f"cannot read {path}", damaged), path.open("rb") as file:
-        start = file.read(8)
-        (length,) = struct.unpack("<Q", start)
-        if start == _LFS_POINTER:
-            raise ValueError("it is a Git LFS pointer instead of weights; fetch them with: git lfs pull")
-        if length > path.stat().st_size:
-            raise ValueError("it is damaged, or not a safetensors file")
-        header: dict[str, Any] = json.loads(file.read(length))
-        return sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
 
 
 _SIZES = {

@@ -1,0 +1,123 @@
+"""What a model's directory holds: which of its files are the weights, and what they say of themselves.
+
+Every loader and the planner read a directory through these functions, so they accept and refuse the same ones.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tunesmith.config.reading.files import ADAPTER_CONFIG
+from tunesmith.errors import ModelError, boundary
+
+ONE, INDEX = "model.safetensors", "model.safetensors.index.json"
+_LFS_POINTER = b"version "
+_DAMAGED = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, struct.error)
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A weight in a file, as its header describes it."""
+
+    file: Path
+    shape: tuple[int, ...]
+    dtype: str
+    """In safetensors' spelling, such as ``BF16``."""
+
+
+def check_files(directory: Path) -> None:
+    """Refuse a directory that other programs may read as another model, or that is damaged.
+
+    Raises:
+        ModelError: names the file.
+    """
+    adapted = (directory / ADAPTER_CONFIG).is_file()
+    if not (directory / "config.json").exists():
+        if adapted:
+            raise ModelError(
+                f"'{directory}' is a LoRA adapter, not a whole model; merge it with its base: tunesmith merge"
+            )
+        raise ModelError(f"'{directory}' has no config.json: it is not a model in Hugging Face format")
+    if adapted:
+        raise ModelError(
+            f"'{directory}' holds a whole model and an adapter, {ADAPTER_CONFIG}: some programs apply the adapter and "
+            "others do not. Move the adapter to a directory of its own (for lora.path), or delete it"
+        )
+    for name in ("config.json", "generation_config.json"):
+        if (directory / name).is_file():
+            with boundary(ModelError, f"cannot read {directory / name}", _DAMAGED):
+                settings: dict[str, Any] = json.loads((directory / name).read_text(encoding="utf-8"))
+                quantised: dict[str, Any] = settings.get("quantization_config") or {}
+            if quantised:
+                raise ModelError(
+                    f"{directory / name}: quantization_config: the weights are quantised by "
+                    f"'{quantised.get('quant_method')}'. Name the model they were made from; model.quantize keeps its "
+                    "weights in 8 or 4 bits"
+                )
+    weights_in(directory)
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """The safetensors files that are the model's weights; empty if there are none.
+
+    A directory may also hold weights of another layout or number format (``consolidated.safetensors``,
+    ``model.fp16.safetensors``, ``original/``), which nothing reads.
+
+    Raises:
+        ModelError: the index is damaged, or there are two sets of weights.
+    """
+    one, index = directory / ONE, directory / INDEX
+    if not index.is_file():
+        return [one] if one.is_file() else []
+    with boundary(ModelError, f"cannot read {index}", _DAMAGED):
+        names: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        files = [directory / name for name in sorted(set(names.values()))]
+    if one.is_file() and any(file.is_file() for file in files if file != one):
+        raise ModelError(
+            f"'{directory}' holds {ONE} and also the shards of {INDEX}: programs read one or the other. "
+            "Delete those that are not this model's"
+        )
+    return [one] if one.is_file() else files
+
+
+def weights_in(directory: Path) -> dict[str, Stored]:
+    """The weights of a model by name, from the headers of its files.
+
+    Raises:
+        ModelError: a file is missing, damaged, or does not hold numbers that a model computes with.
+    """
+    return {name: weight for file in weight_files(directory) for name, weight in _header(file).items()}
+
+
+def count_parameters(directory: Path) -> int | None:
+    """Parameters in a model's safetensors files, from their headers only; None without such files."""
+    weights = weights_in(directory)
+    return sum(math.prod(weight.shape) for weight in weights.values()) if weights else None
+
+
+def _header(path: Path) -> dict[str, Stored]:
+    """The weights of a file, which starts with the header's length (8 bytes, little-endian) and the header (JSON)."""
+    with boundary(ModelError, f"cannot read {path}", _DAMAGED), path.open("rb") as file:
+        start, size = file.read(8), path.stat().st_size
+        if start == _LFS_POINTER:
+            raise ValueError("it is a Git LFS pointer instead of weights; fetch them with: git lfs pull")
+        (length,) = struct.unpack("<Q", start)
+        if length > size:
+            raise ValueError("it is damaged, or not a safetensors file")
+        header: dict[str, Any] = json.loads(file.read(length))
+        header.pop("__metadata__", None)
+        end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
+        if 8 + length + end != size:
+            raise ValueError(f"it has {size} bytes and its header describes {8 + length + end}: it is incomplete")
+        found = {name: Stored(path, tuple(entry["shape"]), entry["dtype"]) for name, entry in header.items()}
+    for name, weight in found.items():
+        if weight.dtype.startswith(("I", "U", "BOOL")) and name.endswith((".weight", ".bias")):
+            raise ModelError(
+                f"{path}: '{name}' holds whole numbers ({weight.dtype}); weights are float32, bfloat16 or float16"
+            )
+    return found
