@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -322,6 +323,6 @@ def test_what_transformers_raises_of_an_odd_configuration_is_told_as_the_models(
 
     (folder / "model/config.json").write_text(json.dumps({**MODEL, key: value}))
     (folder / "model/tokenizer.json").touch()
-    (folder / "model/model.safetensors").touch()
+    (folder / "model/model.safetensors").write_bytes(struct.pack("<Q", 2) + b"{}")
     with pytest.raises(ModelError, match="cannot read the configuration of model"):
         loading.load_config("model")

@@ -122,15 +122,12 @@ def load_module(
         with boundary(ModelError, f"cannot load the weights of model '{path}'", ANY_ERROR):
             files = {"use_safetensors": True, "output_loading_info": True, "ignore_mismatched_sizes": True}
             loaded, info = auto.from_pretrained(path, dtype=dtype, **options, **files)
-        _check_shapes(path, info["mismatched_keys"])
-        check_names(f"model '{path}'", info["missing_keys"], info["unexpected_keys"], differences)
-        return cast(PreTrainedModel, loaded)
+        return _checked(path, cast(PreTrainedModel, loaded), info, differences)
 
     if not one_by_one and detect_fake_mode():
         module = made(dtype)  # a fake device holds no data
     elif not one_by_one:
         module = read()
-        _check_values(path, [name for name, tensor in module.state_dict().items() if not is_finite(tensor)])
         with _usable(device):
             cast(nn.Module, module).to(device)
     else:
@@ -236,6 +233,20 @@ def read_shards(
         else:
             wrong = fill(module, files.rows, wanted & files.names)
     _check_values(path, wrong if sharding is None else sharding.any_of(wrong))
+
+
+def _checked(
+    path: str | Path, module: PreTrainedModel, info: Mapping[str, Any], differences: Differences
+) -> PreTrainedModel:
+    """A module that transformers has loaded, if all of it comes from its files and is finite.
+
+    Args:
+        info: transformers' loading info.
+    """
+    _check_shapes(path, info["mismatched_keys"])
+    check_names(f"model '{path}'", info["missing_keys"], info["unexpected_keys"], differences)
+    _check_values(path, [name for name, tensor in module.state_dict().items() if not is_finite(tensor)])
+    return module
 
 
 def _check_shapes(path: str | Path, different: Iterable[tuple[str, Sequence[int], Sequence[int]]]) -> None:

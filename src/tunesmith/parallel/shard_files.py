@@ -66,8 +66,8 @@ def fill(module: nn.Module, rows: Callable[[str, int, int], Tensor], names: set[
             own.copy_(part.quantised(read)[first : first + len(own)])
         else:
             read = own.copy_(rows(name, first, len(own) if own.dim() else 1))
-        if not is_finite(read):
-            wrong.append(name)
+        wrong += [] if is_finite(read) else [name]
+        del read  # before the next one is read
     return wrong
 
 
