@@ -27,7 +27,7 @@ from tunesmith.models import adapters
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.parallel.host_memory import packed
 from tunesmith.plan.cost.device import Layout
-from tunesmith.plan.cost.memory import planned_devices
+from tunesmith.plan.cost.memory import LIMIT, planned_devices
 from tunesmith.plan.cost.price import PINNED, price
 from tunesmith.plan.facts.run import Facts
 from tunesmith.plan.filling import with_values
@@ -146,8 +146,8 @@ def test_pinned_memory_is_taken_in_powers_of_two_with_little_lost() -> None:
             assert sum(pieces) <= PINNED * sum(sizes)
 
 
-def resolve_sft(facts: Facts) -> Resolved[SFTConfig]:
-    return resolve(load_config(SFTConfig, None, ["model.path=org/m", "data.train=org/d"]), facts)
+def resolve_sft(facts: Facts, *said: str) -> Resolved[SFTConfig]:
+    return resolve(load_config(SFTConfig, None, ["model.path=org/m", "data.train=org/d", *said]), facts)
 
 
 def test_its_price_by_hand() -> None:
@@ -188,20 +188,21 @@ def test_it_is_derived_where_a_gpu_needs_it_and_the_host_has_room() -> None:
 
 
 def test_it_is_not_derived_for_a_run_that_may_fit_without_it() -> None:
-    """Such a run only gets a note; its optimizer would step on the CPU, which takes far longer."""
+    """A run gets a note only if nothing fits below the limit: the host has too little memory, or it was refused."""
     host = 512 * GB
     config = resolved(SFTConfig, on(replace(A100, memory_free=400 * GB), QWEN_7B, memory=host))
     whole = with_values(config, {"system.gradient_checkpointing": True})
     peak = planned_devices(whole, on(A100, QWEN_7B), least=True)[0][1].peak
-    for share, offload in ((1.0, False), (0.95, False), (0.92, False), (0.9, True)):
+    for share in (1.2, 1.0, 0.95):
         gpu = replace(A100, memory_total=200 * GB, memory_free=int(share * peak))
-        found = resolve_sft(on(gpu, QWEN_7B, memory=host))
-        assert found.config.system.offload_optimizer is offload, share
-        assert bool(found.notes) == (0.9 < share < 1)
+        assert not resolve_sft(on(gpu, QWEN_7B, memory=host)).notes
+        short = resolve_sft(on(gpu, QWEN_7B, memory=8 * GB))
+        assert not short.config.system.offload_optimizer and bool(short.notes) == (share < 1 / LIMIT), share
+    assert resolve_sft(on(gpu, QWEN_7B, memory=host)).config.system.offload_optimizer
 
 
 def test_the_ranks_of_a_machine_share_its_memory_and_leave_some() -> None:
-    said = ("system.offload_optimizer=true", "train.steps=1")
+    said = ("system.offload_optimizer=true", "system.offload_activations=false", "train.steps=1")
     config = resolved(SFTConfig, on(A100, QWEN_7B, memory=512 * GB), *said)
     kept = planned_devices(config, on(A100, QWEN_7B), least=True)[0][1].host
     assert "128GB" in refusal(SFTConfig, on(A100, QWEN_7B, memory=int(1.02 * kept)), *said)
@@ -217,7 +218,7 @@ def test_the_ranks_of_a_machine_share_its_memory_and_leave_some() -> None:
 
 
 def test_the_reason_is_given() -> None:
-    found = resolve_sft(on(A100, QWEN_7B, memory=512 * GB))
+    found = resolve_sft(on(A100, QWEN_7B, memory=512 * GB), "system.offload_activations=false")
     [derived] = [d for d in found.derived if d.key == "system.offload_optimizer"]
     assert derived.value is True and "128GB" in derived.reason
 

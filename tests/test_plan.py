@@ -20,7 +20,7 @@ from tunesmith.errors import CapacityError, ConfigError
 from tunesmith.plan.cost.device import PARTS
 from tunesmith.plan.cost.memory import planned, planned_devices, planned_roles
 from tunesmith.plan.cost.price import adapter_numbers
-from tunesmith.plan.cost.seconds import FLOPS_SHARE, step_seconds
+from tunesmith.plan.cost.seconds import BANDWIDTH_SHARE, FLOPS_SHARE, PASS_SECONDS, step_seconds
 from tunesmith.plan.processes.weights import publishing_ranks
 from tunesmith.plan.report import plan_of
 
@@ -143,18 +143,24 @@ def test_roles_of_a_cluster_have_devices_of_their_own() -> None:
 
 
 def test_seconds_follow_operations_and_devices() -> None:
-    """By hand: 6 operations for each parameter and token, at a share of the peak rate; a third more to recompute."""
+    """By hand: 6 operations for each parameter and token, at a share of the peak rate; a third more to recompute;
+    weights and gradients are read again for each micro-batch, and kernels of each layer's three passes are launched.
+    """
     said = ("system.gradient_checkpointing=false", "train.batch_size=4", "data.max_tokens=100")
     found, facts = plan(SFTConfig, "H200", *said)
     seconds = step_seconds(found.config, facts)
     weights, pairs = facts.model.parameters - 152064 * 3584, 100 * 101 / 2
     flops = 4 * (6 * weights * 100 + 12 * 28 * 28 * 128 * pairs)
-    assert seconds["training"] == pytest.approx(flops / (989e12 * FLOPS_SHARE), rel=1e-3)
+    read = (3 * 2 + 8 + 28) * facts.model.parameters + 152064 * 3584 * (2 + 8)
+    launched = 3 * 28 * PASS_SECONDS["cuda"]
+    beside = read / (4.8e12 * BANDWIDTH_SHARE) + launched
+    assert seconds["training"] == pytest.approx(flops / (989e12 * FLOPS_SHARE) + beside, rel=1e-3)
     assert seconds["step"] == seconds["training"]
     assert found.config.system.zero_stage == 0
     two, facts = plan(SFTConfig, "2xH200", *said, "system.zero_stage=0", 'system.device_memory="999GB"')
     seconds_of_two = step_seconds(two.config, facts)
-    assert seconds_of_two["training"] == pytest.approx(seconds["training"] / 2)
+    spared = flops / (989e12 * FLOPS_SHARE) + 28 * facts.model.parameters / (4.8e12 * BANDWIDTH_SHARE)
+    assert seconds_of_two["training"] == pytest.approx(seconds["training"] - spared / 2, rel=1e-3)
     assert seconds_of_two["between GPUs"] == pytest.approx(8 * facts.model.parameters / 2 / 450e9)
     lora, facts = plan(SFTConfig, "2xH200", *said, "lora.rank=2", "system.trainer_ranks=2", "system.zero_stage=0")
     assert step_seconds(lora.config, facts)["between GPUs"] == pytest.approx(
@@ -171,6 +177,7 @@ def test_training_computes_a_shared_prompt_once() -> None:
     """By hand: of 2 groups of 4, 6 samples need no prompt of their own."""
     said = ("system.gradient_checkpointing=false", "system.zero_stage=0", "data.max_prompt_tokens=100")
     said += ("rollout.prompts_per_step=2", "rollout.group_size=4", "rollout.max_new_tokens=20")
+    said += ('system.device_memory="400GB"',)
     seconds = {}
     for share in ("true", "false"):
         found, facts = plan(RLConfig, "H200", *said, f"system.share_prompts={share}")
@@ -183,10 +190,12 @@ def test_training_computes_a_shared_prompt_once() -> None:
 def test_what_leaves_a_machine_is_slower() -> None:
     said = ["model.path=tiny", 'system.cluster="ray"', "system.trainer_ranks=8", "system.zero_stage=3"]
     said += ["system.engines=8", 'system.placement.colocate=[["actor","rollout"]]']
-    for on, rate in (("2x8xH100", 450e9), ("2x4xH100", 50e9)):
-        resolved, facts = plan(RLConfig, on, *said)
-        sent = 8 * facts.model.parameters * 7 / 8
-        assert step_seconds(resolved.config, facts)["between GPUs"] == pytest.approx(sent / rate, rel=1e-3)
+    for size in (8, 4):
+        resolved, facts = plan(RLConfig, f"2x{size}xH100", *said)
+        within = 8 * facts.model.parameters * (size - 1) / size / 450e9  # gathered twice, and summed in float32
+        among = 8 * facts.model.parameters / 4 / 2 / 50e9 if size == 4 else 0.0  # the sums of two copies' rows
+        assert resolved.config.system.shard_size == size
+        assert step_seconds(resolved.config, facts)["between GPUs"] == pytest.approx(within + among, rel=1e-3)
 
 
 def test_working_at_once_takes_the_longer_phase() -> None:
@@ -249,11 +258,12 @@ def test_twice_the_memory_ends_what_memory_takes() -> None:
     assert resolved.config.system.gradient_checkpointing
     memory = next(each for each in plan_of(config, resolved, facts)["limits"] if each["limit"] == "the GPUs' memory")
     without, facts = plan(SFTConfig, "H200", "system.gradient_checkpointing=false", 'system.device_memory="400GB"')
-    assert memory["step"] == pytest.approx(step_seconds(without.config, facts)["step"])
+    assert memory["step"] == pytest.approx(step_seconds(without.config, facts)["step"], rel=0.02)
 
 
 def test_an_optimizer_step_on_the_host_takes_time() -> None:
-    said = ("lora.rank=16", "system.offload_optimizer=true")
+    said = ("lora.rank=16", "system.offload_optimizer=true", "system.offload_activations=false")
+    said += ("system.offload_parameters=false",)
     found, facts = plan(SFTConfig, "H200", *said)
     host = planned(found.config, facts).host
     assert step_seconds(found.config, facts)["optimizer step on the host"] == pytest.approx(
@@ -322,8 +332,8 @@ def test_what_nccl_sends_is_copied_on_the_gpu_where_that_has_room(on: str, said:
     assert devices["engine"][0].published == 2 * embedding, "the one that is written, and the next one"
     assert devices["trainer"][0].peak <= devices["trainer"][1]
     if place == "host":
-        with pytest.raises(CapacityError, match=r'What fits: system.weight_copy = "host"'):
-            plan(RLConfig, on, *given, 'system.weight_copy="gpu"')
+        said_so, _ = plan(RLConfig, on, *given, 'system.weight_copy="gpu"')
+        assert said_so.config.system.weight_copy == "gpu", "something else goes to the host instead"
 
 
 def test_an_adapter_alone_takes_no_embedding_to_send() -> None:

@@ -92,8 +92,9 @@ def test_what_is_derived_fits_the_machines_and_their_memory(
 
 
 def test_an_engine_of_several_gpus_shares_its_places_with_as_many_ranks() -> None:
-    config = resolved("6x8xA100-80GB", LLAMA_70B, *VLLM, "algorithm.kl.coef=0.01").config
-    assert config.system.vllm.tensor_parallel_size == 2 and config.system.zero_stage == 3
+    said = ("algorithm.kl.coef=0.01", "system.vllm.tensor_parallel_size=2", "system.hybrid=true")
+    config = resolved("6x8xA100-80GB", LLAMA_70B, *VLLM, *said).config
+    assert config.system.zero_stage == 3
     counted = Counter((bundle.roles, bundle.gpus) for bundle in bundles(config))
     assert counted == {(("actor", "actor", "rollout"), 2.0): 24}
     assert processes(config) == {"actor": 48, "rollout": 24}
@@ -212,9 +213,9 @@ def test_the_plan_shows_places_and_their_reason() -> None:
 
 def test_what_does_not_fit_is_refused_with_what_does(tmp_path: Path) -> None:
     system = resolved("8xA100-80GB", LLAMA_70B, *VLLM).config.system
-    assert (system.zero_stage, system.offload_parameters, system.offload_optimizer) == (3, True, True)
-    with pytest.raises(CapacityError, match=r"offload_parameters = true .* 32 such GPUs with system\.zero_stage = 3"):
-        resolved("8xA100-80GB", LLAMA_70B, *VLLM, "system.offload_parameters=false")
+    assert (system.zero_stage, system.offload_optimizer) == (3, True)
+    with pytest.raises(CapacityError, match=r"offload_optimizer = true .* 16 such GPUs with system\.zero_stage = 3"):
+        resolved("8xA100-80GB", LLAMA_70B, *VLLM, "system.offload_optimizer=false")
     config = load_config(
         RLConfig, None, [*BASE[1:], f"model.path={save_model(tmp_path / 'model')}", "system.cluster=ray",
                          "system.trainer_ranks=12", "system.engines=5", "rollout.max_new_tokens=64"]

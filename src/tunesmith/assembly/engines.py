@@ -22,7 +22,8 @@ from tunesmith.engines.timed import TimedEngine
 from tunesmith.errors import EngineLostError
 from tunesmith.monitor.timeline import Timeline
 from tunesmith.monitor.waits import long_wait
-from tunesmith.plan.derive.capacity import LEAST_KV_BYTES, engine_threads
+from tunesmith.plan.derive.capacity import engine_threads
+from tunesmith.plan.derive.sizes import LEAST_KV_BYTES
 from tunesmith.plan.facts.hardware import read_hardware
 from tunesmith.plan.processes.devices import device_problems, own_devices, visible_names
 from tunesmith.plan.processes.weights import engines_apart

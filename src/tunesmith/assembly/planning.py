@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from tunesmith.assembly.checking import facts_of_run
 from tunesmith.config.commands import ScoreConfig
-from tunesmith.config.resolved import Resolved
+from tunesmith.config.engines import FASTEST_ENGINE
+from tunesmith.config.resolved import Derived, Resolved
 from tunesmith.config.schema import RLConfig, RunConfig
 from tunesmith.config.section import known
 from tunesmith.errors import CapacityError, ConfigError
@@ -16,9 +17,17 @@ from tunesmith.plan.cost.seconds import measurable
 from tunesmith.plan.facts.machines import THIS, machine
 from tunesmith.plan.facts.measured import read_rates
 from tunesmith.plan.facts.run import Facts
+from tunesmith.plan.filling import with_values
+from tunesmith.plan.layout.alternatives import costly
 from tunesmith.plan.layout.fitting import layout_that_fits
 from tunesmith.plan.processes.cluster import bundles, missing
 from tunesmith.plan.resolve import resolve, sequence_limits
+from tunesmith.plan.rules.checks import contradictions
+from tunesmith.plan.rules.rules import unread_problems
+from tunesmith.plan.rules.situation import situation
+
+C = TypeVar("C", bound=RunConfig)
+ENGINE = "system.engine"
 
 ASSUMED_SAMPLE, ASSUMED_PROMPT = 2048, 1024
 """Assumed tokens of the longest sample and prompt if no setting limits them, because the data is not read."""
@@ -32,6 +41,7 @@ def plan_run(config: RunConfig, on: str) -> tuple[Resolved[Any], Facts]:
         CapacityError: the run does not fit.
     """
     elsewhere = None if on.strip().lower() == THIS else machine(on)
+    said, config = config, _with_planned_engine(config) if elsewhere and elsewhere.gpus else config
     facts, notes = _with_lengths(config, facts_of_run(config, hardware=elsewhere))
     hardware = facts.hardware
     if hardware.nodes > 1 and not config.samples:  # torchrun starts as many on each
@@ -53,7 +63,22 @@ def plan_run(config: RunConfig, on: str) -> tuple[Resolved[Any], Facts]:
         )
     if measurable(resolved.config, facts) and not read_rates(facts.hardware, bytes_per_number(resolved.config)):
         notes.append("how long a step takes on this CPU is not known yet: tunesmith check machine measures its rates")
+    notes += costly(config, resolved, facts)
+    if config is not said:
+        given = {key: value for key, value in resolved.given.items() if key != ENGINE}
+        derived = (*resolved.derived, Derived(ENGINE, config.system.engine, "planned, as it samples fastest on GPUs"))
+        resolved = replace(resolved, given=given, derived=derived)
+        notes.append(f'{ENGINE} = "{config.system.engine}" is planned; a run does not choose it, so write it there')
     return replace(resolved, notes=(*notes, *resolved.notes)), facts
+
+
+def _with_planned_engine(config: C) -> C:
+    """The run with vLLM, as a machine that is only named may have it, if no engine was set and vLLM is able to do it."""
+    if "engine" in config.system.model_fields_set or not config.samples:
+        return config
+    other = with_values(config, {ENGINE: FASTEST_ENGINE})
+    refused = [*contradictions(other), *unread_problems(other, situation(other, None))]
+    return config if set(refused) - {*contradictions(config)} else other
 
 
 def _with_lengths(config: RunConfig, facts: Facts) -> tuple[Facts, list[str]]:

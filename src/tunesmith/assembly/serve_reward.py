@@ -11,7 +11,7 @@ from typing import Any
 
 from tunesmith.config.schema import ModelReward, RewardSection
 from tunesmith.errors import ConfigError, boundary, nearest
-from tunesmith.plan.derive.capacity import MOST_TOKENS
+from tunesmith.plan.derive.sizes import MOST_TOKENS
 from tunesmith.rewards.builtin import BUILTINS
 from tunesmith.rewards.loading import load_rewards
 from tunesmith.rewards.reward_set import RewardSet

@@ -35,6 +35,9 @@ class EngineKind:
     """The command that starts a server of ``{path}`` on ``{port}``."""
 
 
+FASTEST_ENGINE: EngineName = "vllm"
+"""What samples fastest on GPUs, where it is installed."""
+
 ENGINES: Mapping[EngineName, EngineKind] = {
     "local": EngineKind("Tunesmith's engine"),
     "vllm": EngineKind("vLLM", third_party=True, spans_devices=True, speculates_elsewhere=True, least_temperature=0.01),

@@ -14,6 +14,7 @@ from tunesmith.plan.cost.device import PARTS, Price
 from tunesmith.plan.cost.memory import planned_devices, planned_roles
 from tunesmith.plan.cost.seconds import step_seconds
 from tunesmith.plan.facts.run import Facts
+from tunesmith.plan.filling import with_values
 from tunesmith.plan.layout.alternatives import cost, limits, next_best
 
 LAYOUT = (
@@ -45,6 +46,8 @@ def plan_of(config: RunConfig, resolved: Resolved[Any], facts: Facts, price: flo
         price: the price of one GPU for an hour.
     """
     machine, model, layout = facts.hardware, facts.model, layout_of_run(resolved)
+    if config.system.engine != resolved.config.system.engine:
+        config = with_values(config, {"system.engine": resolved.config.system.engine})
     told = {key: {"value": value, "reason": "given"} for key, value in layout.given.items()}
     told |= {d.key: {"value": d.value, "reason": d.reason} for d in layout.derived}
     gpus = [gpu.name for gpu in machine.gpus]

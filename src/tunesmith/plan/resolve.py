@@ -21,7 +21,7 @@ from tunesmith.errors import CapacityError
 from tunesmith.plan.cost.memory import longest_sample
 from tunesmith.plan.derive.capacity import derive_capacity, derive_device
 from tunesmith.plan.derive.generation import derive_sampling
-from tunesmith.plan.derive.weights import derive_weight_copy, derive_weights
+from tunesmith.plan.derive.weights import derive_weights, fill_weight_copy
 from tunesmith.plan.facts.run import Facts
 from tunesmith.plan.filling import Filling
 from tunesmith.plan.layout.fitting import memory_notes, memory_problems
@@ -82,7 +82,7 @@ def resolve(config: C, facts: Facts) -> Resolved[C]:
     derive_layout(filling, facts)
     derive_capacity(filling, facts)
     derive_weights(filling)
-    derive_weight_copy(filling, facts)
+    fill_weight_copy(filling)
     derive_vllm(filling, facts)
     if config.trains:
         _derive_limits(filling, facts)

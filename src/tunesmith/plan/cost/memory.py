@@ -45,8 +45,10 @@ from tunesmith.plan.processes.roles import (
 )
 from tunesmith.plan.processes.weights import BUCKET, loads_model, publishing_ranks, weights_apart
 
+LIMIT = 0.95
+"""A run fits a GPU if it needs at most this share of the free memory; the rest is for what no estimate counts."""
 MARGIN = 1.1
-"""A run is refused if it needs more than this multiple of the free memory; both numbers are estimates."""
+"""A run that fits in no layout is refused if it needs more than this multiple of the free memory."""
 HOST_SHARE = 0.95
 """Usable share of the free host memory; the rest is for Python and its libraries."""
 BLOCK = 32
@@ -198,7 +200,7 @@ def planned(config: RunConfig, facts: Facts, *, least: bool = False) -> Price | 
         layout = replace(layout, tokens=(longest_sample(config, facts) or LEAST_TOKENS) if layout.trains else 0)
     if config.samples and not system.engine_kind.served and not engines_elsewhere(config, facts):
         engines = engines_together(config, len(facts.hardware.gpus))
-        layout = replace(layout, kv_bytes=engines * _engine_kv(config, facts, model, least))
+        layout = replace(layout, kv_bytes=engines * engine_kv(config, facts, model, least=least))
     found = price(model, layout)
     critic, scoring, rewarding = (
         layout.tokens if least else known(system, key)
@@ -216,8 +218,16 @@ def planned(config: RunConfig, facts: Facts, *, least: bool = False) -> Price | 
     return found
 
 
-def _engine_kv(config: RunConfig, facts: Facts, model: ModelFacts, least: bool) -> int:
-    """Bytes of an engine's keys and values on each of its devices: all, or at ``least`` those of the longest sample."""
+def engine_kv(config: RunConfig, facts: Facts, model: ModelFacts, *, least: bool = False) -> int:
+    """Bytes of an engine's keys and values on each of its devices: all, or at ``least`` those of the longest sample.
+
+    With ``system.vllm.memory_share`` they take what the weights leave of that share of the whole GPU.
+    """
+    share, gpu = config.system.vllm.memory_share, gpu_of(config, facts)
+    if share is not None and gpu is not None:
+        copy = copy_bytes(model, bytes_per_number(config), config.model.quantize)
+        left = int(share * gpu.memory_total) - LIBRARIES - copy // ranks_per_engine(config)
+        return max(request_kv(config, facts, model) // ranks_per_engine(config), left)
     if least:
         return request_kv(config, facts, model) // ranks_per_engine(config)
     kv = known(config.system, "kv_memory")
@@ -242,6 +252,13 @@ def rewarding_bytes(config: RunConfig, facts: Facts, tokens: int) -> int:
     return scoring_bytes(larger, layout) + (gathered_bytes(larger, layout) if stage else 0)
 
 
+def fits(config: RunConfig, name: str, needed: Price, free: int) -> bool:
+    """Whether a kind of device of ``planned_devices`` has room: for ``LIMIT``, or for the engines' share as it was
+    given."""
+    exact = name == "engine" and config.trains and config.system.vllm.memory_share is not None
+    return needed.peak <= (1.0 if exact else LIMIT) * free
+
+
 def planned_elsewhere(config: RunConfig, facts: Facts, *, least: bool = False) -> Price | None:
     """Memory of each engine on each of its own GPUs; None if engines have no GPUs of their own. See ``planned``."""
     model = facts.model
@@ -250,7 +267,7 @@ def planned_elsewhere(config: RunConfig, facts: Facts, *, least: bool = False) -
     copy = copy_bytes(model, bytes_per_number(config), config.model.quantize)
     # With NCCL, the bucket that is being written and the next one are in transfer.
     arriving = 2 * _bucket_bytes(config, model) if config.system.weight_plane == "nccl" else 0
-    kv = _engine_kv(config, facts, model, least)
+    kv = engine_kv(config, facts, model, least=least)
     return Price(engine=copy // ranks_per_engine(config), kv=kv, published=arriving)
 
 
@@ -351,22 +368,31 @@ def host_tokens(config: RunConfig, facts: Facts, model: ModelFacts) -> float:
     """Tokens of a micro-batch whose activations fit in host memory, with ``system.offload_activations``."""
     layout = layout_of(config, facts)
     sent = layout.models * sent_bytes(model, layout) / layout.sequence
-    if not sent or config.system.cluster != "none":
+    if not sent or _host_unknown(config, facts):
         return inf
     return (_host_memory(config, facts) - price(model, replace(layout, tokens=0)).host) / sent
 
 
 def _host_memory(config: RunConfig, facts: Facts) -> float:
     """Bytes of its machine's memory that each rank may use."""
-    return HOST_SHARE * facts.hardware.memory_available / (facts.ranks_here or config.system.trainer_ranks)
+    return HOST_SHARE * facts.hardware.memory_available / _ranks_on_a_machine(config, facts)
+
+
+def _ranks_on_a_machine(config: RunConfig, facts: Facts) -> int:
+    """Trainer ranks that share a machine's memory; with Ray each of its GPUs has one."""
+    if config.system.cluster != "none":
+        return max(1, min(config.system.trainer_ranks, len(facts.hardware.gpus)))
+    return facts.ranks_here or config.system.trainer_ranks
+
+
+def _host_unknown(config: RunConfig, facts: Facts) -> bool:
+    """Whether ranks are on machines of a Ray cluster, whose memory is not known here."""
+    return config.system.cluster != "none" and not facts.hardware.named
 
 
 def host_problem(config: RunConfig, needed: Price, facts: Facts) -> str | None:
-    """Why offloaded data does not fit in host memory, which the ranks of a machine share; None if it fits. With Ray the
-    ranks are on other machines, whose memory is not known here."""
-    if config.system.cluster != "none":
-        return None
-    ranks, each = facts.ranks_here or config.system.trainer_ranks, _host_memory(config, facts)
-    if needed.host <= each:
+    """Why offloaded data does not fit in host memory, which the ranks of a machine share; None if it fits."""
+    ranks, each = _ranks_on_a_machine(config, facts), _host_memory(config, facts)
+    if needed.host <= each or _host_unknown(config, facts):
         return None
     return f"{format_size(needed.host * ranks)} of host memory, and {format_size(each * ranks)} are free"

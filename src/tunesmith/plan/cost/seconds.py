@@ -5,8 +5,8 @@
   of the memory bandwidth. These estimates compare layouts with each other; they have not been measured.
 * To order settings that ``tunesmith tune`` will measure, rates are assumed for every device and more kinds of work.
 
-The first two assume that every sample has the maximum length. Nothing counts rewards, environments and the transfer of
-new weights to engines.
+The first two assume that every sample has the maximum length. Nothing counts rewards and environments; on a CPU nothing
+counts the transfer of new weights to engines in other processes.
 """
 
 from __future__ import annotations
@@ -32,12 +32,18 @@ TO_THE_HOST = 20e9
 """Bytes per second between a GPU and pinned host memory, in one direction, over PCIe 4 x16."""
 OF_THE_HOST = 25e9
 """Bytes per second of host memory per GPU: eight channels of DDR5 for two processors with eight GPUs."""
+THROUGH_THE_HOST = {"memory": 1.2e-9, "disk": 1.2e-9, "gloo": 2.8e-9}
+"""Seconds per byte of new weights on their way to engines through the host, measured between processes on a CPU
+(``benchmarks/results/sync-cpu-2-core.json``)."""
 
 CORE_FLOPS = 40e9
 """Assumed rate of a CPU core in float32; doubled in bfloat16 if it computes that natively."""
 CPU_BANDWIDTH = 10e9
 PASS_SECONDS = {"cpu": 2e-5, "cuda": 2e-4}
 """Assumed overhead of each layer's forward pass besides its arithmetic: Python calls, kernel launches."""
+ENGINE_SECONDS = {"waits": 2e-4, "tokens handled": 3e-5}
+"""Assumed seconds for which the GPUs of a split engine wait for each other, twice per layer, and in which an engine's
+process handles a new token. They make more engines faster than larger ones, as in OpenRLHF's and verl's guides."""
 UNKNOWN_GPU = (100e12, 1e12, 32e9)
 
 
@@ -55,9 +61,8 @@ def step_seconds(config: RunConfig, facts: Facts) -> dict[str, float]:
     rl = isinstance(config, RLConfig)
     if bytes_per_number(config) == 4 or (rl and config.system.engine_kind.served):
         return {}
-    between_machines = config.system.trainer_ranks > len(facts.hardware.gpus)
-    link = min(kind.link, BETWEEN_MACHINES) if between_machines else kind.link
-    rates = _rates(FLOPS_SHARE * kind.flops, BANDWIDTH_SHARE * kind.bandwidth, link)
+    rates = _rates(FLOPS_SHARE * kind.flops, BANDWIDTH_SHARE * kind.bandwidth, kind.link)
+    rates |= {"bytes read again": rates["bytes read"], "passes": PASS_SECONDS["cuda"], **ENGINE_SECONDS}
     samples = config.rollout.samples if rl else config.train.batch_size
     work = step_work(config, facts, model, samples, longest)
     phases = {phase: max(_seconds(part, rates) for part in parts) for phase, parts in work.items()}
@@ -89,6 +94,15 @@ def expected_seconds(config: RunConfig, facts: Facts, samples: int, tokens: floa
     return whole_step(config, phases)
 
 
+def compared_seconds(config: RunConfig, facts: Facts) -> float:
+    """Seconds of a step, with which layouts are compared: as in the plan, or else with assumed rates."""
+    known_seconds, longest = step_seconds(config, facts).get("step"), longest_sample(config, facts)
+    if known_seconds or not longest or not config.trains:
+        return known_seconds or 0.0
+    samples = config.rollout.samples if isinstance(config, RLConfig) else config.train.batch_size
+    return expected_seconds(config, facts, samples, longest)
+
+
 def _assumed_rates(config: RunConfig, facts: Facts, processes: int) -> Mapping[str, float]:
     """Rates of one of the ``processes`` that compute at once, for more kinds of work than ``step_seconds`` counts."""
     if on_gpu(config):
@@ -109,10 +123,15 @@ def _assumed_rates(config: RunConfig, facts: Facts, processes: int) -> Mapping[s
 
 def _rates(flops: float, bandwidth: float, link: float) -> dict[str, float]:
     """Seconds per unit of work, from operations and bytes per second."""
+    between_machines = 1 / min(link, BETWEEN_MACHINES)
     return {
         "operations": 1 / flops,
         "bytes read": 1 / bandwidth,
         "bytes between GPUs": 1 / link,
+        "bytes between machines": between_machines,
+        "bytes by nccl": between_machines,
+        "bytes by ipc": 2 / bandwidth,
+        **{f"bytes by {plane}": seconds for plane, seconds in THROUGH_THE_HOST.items()},
         "bytes over PCIe": 1 / TO_THE_HOST,
         "bytes of the host": 1 / OF_THE_HOST,
     }

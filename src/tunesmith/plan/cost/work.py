@@ -13,14 +13,14 @@ from math import ceil
 from tunesmith.config.commands import DPOConfig, KTOConfig
 from tunesmith.config.schema import RLConfig, RunConfig
 from tunesmith.config.section import known
-from tunesmith.config.values import parse_size
-from tunesmith.plan.cost.memory import bytes_per_number, kv_bytes_per_number, layout_of
+from tunesmith.plan.cost.memory import bytes_per_number, engine_kv, kv_bytes_per_number, layout_of
 from tunesmith.plan.cost.operations import CostModel, chunk_rows
 from tunesmith.plan.cost.price import USUAL_RANK, adapter_numbers, away_of_layer, copy_bytes, price, sent_bytes
 from tunesmith.plan.facts.model import ModelFacts
 from tunesmith.plan.facts.run import Facts
 from tunesmith.plan.processes.devices import ranks_per_engine
 from tunesmith.plan.processes.roles import has_critic, keeps_reference
+from tunesmith.plan.processes.weights import publishing_ranks, weights_apart
 
 Amounts = Mapping[str, float]
 """Units of each kind of work in a phase."""
@@ -32,6 +32,8 @@ RECOMPUTED = 1 / 3
 """Additional share of a layer's products if the backward pass recomputes it."""
 PLAIN_MODULES = 1.1
 """Factor on the operations of products with ``system.zero_stage``, which runs on the model's plain modules."""
+GRAPH_LAYERS = 8
+"""Layers whose kernel launches take as long as those of a decoding step with CUDA graphs, scheduling included."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +92,8 @@ def work_of(config: RunConfig, facts: Facts, longest: int) -> Work:
 def _running(config: RLConfig, facts: Facts, model: ModelFacts, asked: int, tokens: float) -> int:
     """How many of the completions that an engine is ``asked`` for it decodes together."""
     system, kept = config.system, tokens * model.kv_bytes_per_token(kv_bytes_per_number(config, facts))
-    kv = known(system, "kv_memory")
-    held = int(parse_size(kv) * ranks_per_engine(config) // kept) if kv else asked
+    kv = engine_kv(config, facts, model)
+    held = int(kv * ranks_per_engine(config) // kept) if kv else asked
     return max(1, min(asked, system.max_running, held))
 
 
@@ -194,14 +196,50 @@ def step_work(
         host = batches * price(model, replace(layout, offload_frozen=False, offload_parameters=False, tokens=0)).host
         step = {"bytes of the host": HOST_STEP * host, "bytes over PCIe": HOST_SENT * host}
         phases["optimizer step on the host"] = [step]
+    if layout.turns and config.samples:
+        away = price(model, replace(layout, tokens=0)).optimizer
+        phases["taking turns"] = [{"bytes over PCIe": 2 * away}]
     if layout.offload_frozen and layout.frozen_parameters:
         times = batches * micro if layout.teaches == "microbatch" else 1
         frozen = {"bytes over PCIe": times * layout.frozen_parameters * layout.bytes_per_number}
         phases["frozen models from the host"] = [frozen]
     if ranks > 1:
-        sent = batches * trained_models * _exchanged(config, model, micro)
-        phases["between GPUs"] = [{"bytes between GPUs": sent * (ranks - 1) / ranks}]
+        sent = _exchanged(config, facts, model, micro)
+        sent = {kind: batches * trained_models * number for kind, number in sent.items()}
+        shared = trained_models * computed / ranks * _shared_sequences(config, model)
+        sent["bytes between GPUs"] += shared
+        passes = 2 + float(system.gradient_checkpointing)
+        sent["waits"] = 4 * passes * batches * micro * model.layers * (system.sequence_parallel.size > 1)
+        phases["between GPUs"] = [sent]
+    if isinstance(config, RLConfig) and weights_apart(config):
+        phases["new weights"] = [_new_weights(config, model)]
     return phases
+
+
+def _new_weights(config: RLConfig, model: ModelFacts) -> Amounts:
+    """Bytes of new weights for each engine, by the way that they take."""
+    system = config.system
+    plane = system.weight_plane or ("gloo" if system.cluster == "ray" else "memory")
+    alone = config.lora.on and (system.adapter_sync or "adapter") == "adapter" and not system.engine_kind.third_party
+    sent = copy_bytes(model, bytes_per_number(config))
+    if alone:
+        sent = 4 * adapter_numbers(model, config.lora.rank or USUAL_RANK)
+    through_host = plane == "nccl" and known(system, "weight_copy") != "gpu"
+    return {f"bytes by {plane}": sent, "bytes over PCIe": sent / publishing_ranks(config) * through_host}
+
+
+def _shared_sequences(config: RunConfig, model: ModelFacts) -> float:
+    """Bytes that a rank sends for each of its tokens if ranks share sequences, in forward and backward passes.
+
+    With Ulysses queries, keys, values and the attention's output change ranks in each pass; in a ring keys and values
+    visit all other ranks, and in the backward pass their float32 gradients too.
+    """
+    sequence, number = config.system.sequence_parallel, bytes_per_number(config)
+    others, again = sequence.size - 1, float(config.system.gradient_checkpointing)
+    if sequence.type == "ring":
+        return model.layers * 2 * model.key_width * others * (number * (2 + again) + 4)
+    widths = 2 * model.query_width + 2 * model.key_width
+    return model.layers * widths * number * (2 + again) * others / sequence.size
 
 
 def _read_again(config: RunConfig, model: ModelFacts, micro: int, tokens: float) -> float:
@@ -215,25 +253,32 @@ def _read_again(config: RunConfig, model: ModelFacts, micro: int, tokens: float)
     return micro * weights + head + 28 * trained / system.trainer_ranks
 
 
-def _exchanged(config: RunConfig, model: ModelFacts, micro: int) -> int:
-    """Bytes that each rank sends for one optimizer step of ``micro`` micro-batches.
+def _exchanged(config: RunConfig, facts: Facts, model: ModelFacts, micro: int) -> dict[str, float]:
+    """Bytes that each rank sends for one optimizer step of ``micro`` micro-batches, inside its machine and beyond.
 
     Gradients are summed in float32: an all-reduce sends twice their size, a reduce-scatter their size. Weights are
-    gathered in 16 bits, or in quantised form. Every rank has a whole adapter.
+    gathered in 16 bits, or in quantised form. Every rank has a whole adapter. Copies of a sharded model sum the
+    gradients of their rows at the end.
     """
+    ranks, stage = config.system.trainer_ranks, config.system.zero_stage
+    shards = (known(config.system, "shard_size") or ranks) if stage else 1
     summed, gathered = 4 * (model.parameters or 0), copy_bytes(model, 2, config.model.quantize)
+    among, within = 0.0, 0.0
     if config.lora.on:
-        gathers = (0, micro, micro, 2 * micro)[config.system.zero_stage]
-        return 8 * adapter_numbers(model, config.lora.rank or USUAL_RANK) + gathers * gathered
-    match config.system.zero_stage:
-        case 0:
-            return 2 * summed
-        case 1:
-            return summed + micro * gathered
-        case 2:
-            return micro * (summed + gathered)
-        case _:
-            return micro * (summed + 2 * gathered)
+        among = 8 * adapter_numbers(model, config.lora.rank or USUAL_RANK) * (ranks - 1) / ranks
+        within = (0, micro, micro, 2 * micro)[stage] * gathered
+    elif stage == 0:
+        among = 2 * summed * (ranks - 1) / ranks
+    else:
+        among = 2 * summed / shards * (ranks - shards) / ranks
+        within = {1: summed + micro * gathered, 2: micro * (summed + gathered)}.get(
+            stage, micro * (summed + 2 * gathered)
+        )
+    found = {"bytes between GPUs": 0.0, "bytes between machines": 0.0}
+    each = len(facts.hardware.gpus) or ranks
+    found["bytes between machines" if ranks > each else "bytes between GPUs"] += among
+    found["bytes between machines" if shards > each else "bytes between GPUs"] += within * (shards - 1) / shards
+    return found
 
 
 def _sampling(config: RLConfig, facts: Facts, model: ModelFacts, samples: int, tokens: float) -> Amounts:
@@ -244,15 +289,18 @@ def _sampling(config: RLConfig, facts: Facts, model: ModelFacts, samples: int, t
     per_token = model.kv_bytes_per_token(kv_bytes_per_number(config, facts))
     asked, prompt = ceil(samples / engines), tokens - new
     together = _running(config, facts, model, asked, tokens)
-    steps = ceil(asked / together) * new
+    steps = max(1.0, asked / together) * new  # a request that ends makes room for the next one
     prompts = samples / config.rollout.group_size / engines
     prefills = max(1, ceil(prompts * prompt / system.max_prefill_tokens))
+    graphs = system.engine_kind.spans_devices and not known(system.vllm, "eager")
     return {
         "operations": prompts * cost_of(model).prefix(int(prompt)) / 3 / ranks,
         "bytes read": steps * (weights + together * (tokens - new / 2) * per_token) / ranks,
         "operations of decoding": steps * together * 2 * (model.parameters or 0) / ranks,
         "bytes read again": prefills * weights / ranks,
-        "passes": steps * model.layers,
+        "passes": steps * (GRAPH_LAYERS if graphs else model.layers),
+        "waits": 2 * steps * model.layers * (ranks > 1),
+        "tokens handled": steps * together,
     }
 
 

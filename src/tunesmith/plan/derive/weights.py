@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from tunesmith.config.values import format_size
-from tunesmith.plan.cost.memory import planned_devices
-from tunesmith.plan.facts.run import Facts
-from tunesmith.plan.filling import Filling, with_values
+from tunesmith.plan.filling import Filling
 from tunesmith.plan.processes.weights import engines_apart
 
 
@@ -23,17 +20,7 @@ def derive_weights(filling: Filling) -> None:
         filling.fill("system.adapter_sync", "merged", f"{config.system.engine} takes whole weights")
 
 
-def derive_weight_copy(filling: Filling, facts: Facts) -> None:
-    """Keep the copy on the trainer's GPU if it has room besides everything derived so far; else in host memory."""
-    config, key = filling.config, "system.weight_copy"
-    if config.system.weight_plane != "nccl":
-        return
-    devices = planned_devices(with_values(config, {key: "gpu"}), facts)
-    if not devices:
-        filling.fill(key, "host", "the model's size is not known")
-        return
-    _, needed, free = devices[0]
-    copy = format_size(needed.published)
-    if needed.peak <= free:
-        filling.fill(key, "gpu", f"the trainer's GPU has room for {copy} more, which then never pass through the host")
-    filling.fill(key, "host", f"the trainer's GPU has no room for {copy} more")
+def fill_weight_copy(filling: Filling) -> None:
+    """Keep the copy that NCCL sends in host memory, if nothing is known of the memory that it takes on a GPU."""
+    if filling.config.system.weight_plane == "nccl":
+        filling.fill("system.weight_copy", "host", "the model's size is not known")

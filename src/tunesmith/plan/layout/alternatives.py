@@ -8,19 +8,28 @@ from typing import Any
 
 from tunesmith.config.resolved import Resolved, settings
 from tunesmith.config.schema import RunConfig
+from tunesmith.config.toml import toml_value
 from tunesmith.config.values import megabytes
 from tunesmith.errors import ConfigError
-from tunesmith.plan.cost.memory import free_memory, planned_devices
+from tunesmith.plan.cost.memory import fits, free_memory, planned_devices
 from tunesmith.plan.cost.seconds import step_seconds, whole_step
 from tunesmith.plan.facts.run import Facts
 from tunesmith.plan.filling import with_values
 from tunesmith.plan.layout.keys import ENGINES, PLACEMENT, TENSOR, Settings
-from tunesmith.plan.layout.layouts import layouts
-from tunesmith.plan.processes.devices import on_gpu, ranks_per_engine
+from tunesmith.plan.layout.layouts import layouts, with_given_system
+from tunesmith.plan.layout.search import fastest, on_all_gpus
+from tunesmith.plan.processes.devices import on_gpu
 from tunesmith.plan.resolve import resolve
 
 LEAST_GAIN = 1.01
 """Minimum speedup for which something is reported as limiting the speed."""
+COSTLY = 1.25
+"""How many times as long a step has to take with a given setting to be remarked on."""
+MAY_COST = (
+    *("kernels", "compile", "zero_stage", "hybrid", "weight_plane", "gradient_checkpointing"),
+    *("offload_optimizer", "offload_parameters", "offload_activations", "max_tokens_per_microbatch"),
+)
+"""Keys of ``[system]`` that may exclude a much faster layout."""
 NEXT = 3
 """Number of alternative layouts reported besides the one that a run gets."""
 CHECKPOINTING, OFFLOAD = "system.gradient_checkpointing", "system.offload_optimizer"
@@ -36,6 +45,7 @@ PHASES = {
     "the GPUs' arithmetic": ("training", "scoring"),
     "the bandwidth of the GPUs' memory": ("sampling",),
     "the links between GPUs": ("between GPUs",),
+    "the way of new weights to engines": ("new weights",),
 }
 """The phases that each resource limits."""
 
@@ -49,32 +59,31 @@ def next_best(config: RunConfig, resolved: Resolved[Any], facts: Facts) -> list[
     if not (ours := step_seconds(resolved.config, facts).get("step")):
         return []
     chosen = _layout(resolved.config)
-    seen, found = [chosen], list[tuple[tuple[float, ...], dict[str, Any]]]()
+    seen, found = [chosen], list[dict[str, Any]]()
     for changes in _others(config, resolved, facts):
         with suppress(ConfigError):
             other = resolve(with_values(config, changes), facts).config
             layout, devices = _layout(other), planned_devices(other, facts)
             seconds = step_seconds(other, facts).get("step")
-            split = (other.system.sequence_parallel.size, ranks_per_engine(other))  # prefer fewer GPUs per split
-            share = max((needed.peak / max(1, free) for _, needed, free in devices), default=0.0)
-            if layout not in seen and seconds and share <= 1:
+            if layout not in seen and seconds and all(fits(other, *device) for device in devices):
                 seen.append(layout)
                 stated = changes.keys() & {CHECKPOINTING, OFFLOAD}  # which might otherwise be derived
                 differs = {key: value for key, value in layout.items() if chosen.get(key) != value or key in stated}
-                told = {"layout": differs, "step": seconds, "times": seconds / ours, "share": share}
-                found.append(((*split, seconds), told))
-    return [told for _, told in sorted(found, key=lambda each: each[0])][:NEXT]
+                share = max((needed.peak / max(1, free) for _, needed, free in devices), default=0.0)
+                found.append({"layout": differs, "step": seconds, "times": seconds / ours, "share": share})
+    return sorted(found, key=lambda each: each["step"])[:NEXT]
 
 
 def _others(config: RunConfig, resolved: Resolved[Any], facts: Facts) -> Iterator[Settings]:
-    """Settings of other layouts: other processes, or another tradeoff of memory and time."""
-    said = settings(config, given_only=True)
-    device = config.model_copy(update={"system": with_values(config, {"system.device": "cuda"}).system})
-    for layout in layouts(device if on_gpu(resolved.config) else config, facts):
-        unread = {
-            *(() if config.system.engine_kind.spans_devices else (TENSOR,)),
-            *(() if config.samples else (ENGINES,)),
-        }
+    """Settings of the fastest other layouts: other processes, or another tradeoff of memory and time."""
+    said, there = settings(config, given_only=True), with_given_system(config, resolved.config)
+    unread = {
+        *(() if config.system.engine_kind.spans_devices else (TENSOR,)),
+        *(() if config.samples else (ENGINES,)),
+    }
+    choices = [*layouts(there, facts)]
+    choices = on_all_gpus(there, choices) or choices
+    for _, layout, _ in fastest(there, facts, choices, count=NEXT + 1):
         yield {key: value for key, value in layout.items() if key not in unread and not (key == ENGINES and value == 1)}
     yield from (changes for changes in ELSE if not changes.keys() & said.keys())
 
@@ -104,6 +113,24 @@ def limits(config: RunConfig, resolved: Resolved[Any], facts: Facts) -> list[dic
         )
     ranked = [{**each, "times": step / each["step"]} for each in found if step > LEAST_GAIN * each["step"]]
     return sorted(ranked, key=lambda each: each["step"])
+
+
+def costly(config: RunConfig, resolved: Resolved[Any], facts: Facts) -> list[str]:
+    """Remarks on given settings without which a step would be much faster.
+
+    Args:
+        config: the run before its settings were derived.
+    """
+    step, notes = step_seconds(resolved.config, facts).get("step"), list[str]()
+    for key in (key for key in MAY_COST if step and key in config.system.model_fields_set):
+        said = config.system.model_dump(exclude_unset=True, exclude={key})
+        other = config.model_copy(update={"system": type(config.system).model_validate(said)})
+        with suppress(ConfigError):
+            seconds = step_seconds(resolve(other, facts).config, facts).get("step")
+            if step and seconds and step > COSTLY * seconds:
+                value = toml_value(settings(config)[f"system.{key}"])
+                notes.append(f"system.{key} = {value}: a step takes about {step:.3g} s, and {seconds:.3g} s without it")
+    return notes
 
 
 def cost(resolved: Resolved[Any], facts: Facts, price: float) -> dict[str, float]:

@@ -14,13 +14,22 @@ from tunesmith.config.section import known
 from tunesmith.config.toml import toml_value
 from tunesmith.config.values import format_size
 from tunesmith.plan.cost.device import PARTS, Price
-from tunesmith.plan.cost.memory import LEAST_TOKENS, MARGIN, host_problem, layout_of, longest_sample, planned_devices
+from tunesmith.plan.cost.memory import (
+    LEAST_TOKENS,
+    LIMIT,
+    MARGIN,
+    host_problem,
+    layout_of,
+    longest_sample,
+    planned_devices,
+)
 from tunesmith.plan.cost.price import USUAL_RANK, price
+from tunesmith.plan.derive.savings import fits_somehow
 from tunesmith.plan.facts.run import Facts
 from tunesmith.plan.filling import with_values
 from tunesmith.plan.layout.keys import PLACEMENT, plain
-from tunesmith.plan.layout.layouts import layouts, without_layout
-from tunesmith.plan.layout.search import fastest_layout, lack
+from tunesmith.plan.layout.layouts import layouts, with_given_system, without_layout
+from tunesmith.plan.layout.search import fastest_layout
 from tunesmith.plan.processes.devices import on_gpu
 from tunesmith.plan.processes.roles import has_critic, keeps_frozen, keeps_reference
 from tunesmith.plan.rules.checks import contradictions
@@ -34,11 +43,13 @@ def memory_problems(config: RunConfig, facts: Facts, given: RunConfig) -> Iterat
     Args:
         given: the run before its settings were derived.
     """
-    free_of_layout = _without_layout(given, config)
+    free_of_layout = without_layout(with_given_system(given, config))
     for place, (name, needed, free) in enumerate(planned_devices(config, facts, least=True)):
         if needed.peak > MARGIN * free:
             split = place and name == "engine" and config.system.engine_kind.spans_devices
             cure = "split each engine over more GPUs with system.vllm.tensor_parallel_size"
+            if split and config.system.vllm.memory_share is not None:
+                cure += ", or lower system.vllm.memory_share"
             cure = cure if split else _remedy(config, facts, free, given, free_of_layout)
             ranks, where = config.system.trainer_ranks, config.system.device
             where = f"{where}, on each of {ranks} devices" if ranks > 1 else where
@@ -51,7 +62,7 @@ def memory_problems(config: RunConfig, facts: Facts, given: RunConfig) -> Iterat
 
 def memory_notes(config: RunConfig, facts: Facts) -> Iterator[str]:
     for _, needed, free in planned_devices(config, facts, least=True):
-        if free < needed.peak <= MARGIN * free:
+        if LIMIT * free < needed.peak <= MARGIN * free:
             yield f"the run may not fit: it needs about {format_size(needed.peak)}, and {format_size(free)} are free"
 
 
@@ -97,15 +108,9 @@ def layout_that_fits(given: RunConfig, config: RunConfig, facts: Facts) -> str:
     Args:
         given: the run before its settings were derived; ``config`` is the run afterwards.
     """
-    fastest, values = fastest_layout(_without_layout(given, config), facts) or {}, settings(config)
+    fastest, values = fastest_layout(without_layout(with_given_system(given, config)), facts) or {}, settings(config)
     words = [f"{key} = {toml_value(plain(value))}" for key, value in fastest.items() if values[key] != plain(value)]
     return f". What fits: {', '.join(words)}" if words else ""
-
-
-def _without_layout(given: RunConfig, config: RunConfig) -> RunConfig:
-    """The resolved run with the given ``[system]`` on the resolved device, without the settings of a layout."""
-    system = given.system.model_copy(update={"device": config.system.device})
-    return without_layout(config.model_copy(update={"system": system}))
 
 
 def _more_gpus(config: RunConfig, facts: Facts) -> str | None:
@@ -119,7 +124,7 @@ def _more_gpus(config: RunConfig, facts: Facts) -> str | None:
         larger = replace(machine, gpus=machine.gpus[:1] * (count // nodes), nodes=nodes)
         there = replace(facts, hardware=larger, ranks_here=None)
         for layout in layouts(config, there):
-            if lack(config, there, layout) <= 1:
+            if fits_somehow(with_values(config, layout), there):
                 stage = layout["system.zero_stage"]
                 return f"{count} such GPUs" + (f" with system.zero_stage = {stage}" if stage else "")
     return None
@@ -128,6 +133,8 @@ def _more_gpus(config: RunConfig, facts: Facts) -> str | None:
 def _changes(config: RunConfig, facts: Facts, layout: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Changes that need less memory, the nearest first; ``layout`` is another layout that fits."""
     muon = config.train.optimizer.name == "muon"  # unavailable for adapters and on the host
+    if (memory := config.system.vllm.memory_share) is not None:
+        yield from ({"system.vllm.memory_share": round(n / 20, 2)} for n in range(ceil(20 * memory) - 1, 1, -1))
     if config.system.weight_copy == "gpu":
         yield {"system.weight_copy": "host"}
     if config.trains:

@@ -43,7 +43,7 @@ def layouts(config: RunConfig, facts: Facts) -> Iterator[Settings]:
     Sampling and training use all GPUs in turn, or half of them each if they run concurrently.
     """
     gpus = gpus_of_run(config, facts)
-    shapes = _shapes(config, gpus)
+    shapes = _shapes(config, gpus, len(facts.hardware.gpus))
     if gpus > 1 and config.system.cluster == "ray" and isinstance(config, RLConfig):
         shapes = ray_shapes(config, facts, gpus, _tensor_sizes(config, len(facts.hardware.gpus)))
     for shape in shapes:
@@ -71,6 +71,15 @@ def without_layout(config: C) -> C:
     return config.model_copy(update={"system": type(config.system).model_validate({**system, "vllm": vllm})})
 
 
+def with_given_system(given: C, resolved: C) -> C:
+    """The resolved run with ``[system]`` as it was given, on the resolved device.
+
+    Layouts depend on derived settings elsewhere, such as whether the algorithm has a critic.
+    """
+    system = given.system.model_copy(update={"device": resolved.system.device})
+    return resolved.model_copy(update={"system": system})
+
+
 def gpus_of_run(config: RunConfig, facts: Facts) -> int:
     """The number of GPUs over which the run may spread: the first one and those after it that are alike.
 
@@ -91,8 +100,12 @@ def _alike(gpu: Gpu, first: Gpu) -> bool:
     return gpu.name == first.name and gpu.memory_free >= 0.9 * first.memory_free
 
 
-def _shapes(config: RunConfig, gpus: int) -> Iterator[Settings]:
-    """Numbers of processes, and whether engines and trainer share GPUs."""
+def _shapes(config: RunConfig, gpus: int, found: int) -> Iterator[Settings]:
+    """Numbers of processes, and whether engines and trainer share GPUs.
+
+    Args:
+        gpus: the number over which the run may spread; ``found``: that of the machine.
+    """
     ranks = given(config, RANKS)
     size = given(config, SEQUENCE) or 1
     together = ranks or max(1, min(gpus // size, known(config.train, "batch_size") or gpus) * size)
@@ -113,9 +126,19 @@ def _shapes(config: RunConfig, gpus: int) -> Iterator[Settings]:
                 yield {**trainer, **engines, TURNS: True}
         if isinstance(config, RLConfig):
             yield from _apart(config, gpus)
-    engines = given(config, ENGINES) or 1
+    engines, tensor = given(config, ENGINES) or 1, given(config, TENSOR) or 1
     if config.samples and (engines == 1 or gpus == 1 or in_process):
-        yield {RANKS: ranks or 1, ENGINES: engines, TENSOR: given(config, TENSOR) or 1}
+        each = tensor * config.system.vllm.pipeline_parallel_size
+        turns = gpus == 1 and _only_in_turn(config, found - engines * each, ranks or 1)
+        yield {RANKS: ranks or 1, ENGINES: engines, TENSOR: tensor, **({TURNS: True} if turns else {})}
+
+
+def _only_in_turn(config: RunConfig, left: int, ranks: int) -> bool:
+    """Whether engine processes and ``ranks`` fit the GPUs only in turn, if engines alone leave ``left`` of them."""
+    if not isinstance(config, RLConfig) or not on_gpu(config) or not config.system.engine_process:
+        return False
+    able = config.system.cluster == "none" and config.system.weight_plane != "nccl"
+    return able and not config.rollout.max_staleness and 0 <= left < ranks
 
 
 def _apart(config: RunConfig, gpus: int) -> Iterator[Settings]:

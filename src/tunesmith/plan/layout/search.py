@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import groupby
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
 from tunesmith.config.resolved import Derived
@@ -11,9 +11,10 @@ from tunesmith.config.section import known
 from tunesmith.config.system import PlacementSection
 from tunesmith.config.values import format_size
 from tunesmith.errors import ConfigError
-from tunesmith.plan.cost.memory import planned_devices
-from tunesmith.plan.cost.seconds import step_seconds
+from tunesmith.plan.cost.memory import fits, planned_devices
+from tunesmith.plan.cost.seconds import compared_seconds
 from tunesmith.plan.derive.capacity import derive_capacity
+from tunesmith.plan.derive.savings import fits_somehow, least_seconds, least_share
 from tunesmith.plan.facts.run import Facts
 from tunesmith.plan.filling import Filling, with_values
 from tunesmith.plan.layout.keys import (
@@ -64,29 +65,38 @@ def fastest_layout(config: RunConfig, facts: Facts) -> Settings | None:
     """The layout with the shortest step among those that fit and are not refused; None if there is none.
 
     If durations are unknown it is the first of them. On one device nothing is compared.
-
-    Sequences and engines are split over as few GPUs as can hold them: the seconds ignore communication between the
-    parts, and the guides of OpenRLHF and verl find more engines faster than larger ones.
     """
     choices = [*layouts(config, facts)]
     if len(choices) == 1 and gpus_of_run(config, facts) == 1:
         return choices[0]
-    choices.sort(key=_parts)
-    for _, alike in groupby(choices, key=_parts):
-        found: list[tuple[float, Settings, RunConfig]] = []
-        for layout in alike:
-            whole = _with_capacity(config, facts, layout) if lack(config, facts, layout) <= 1 else None
-            if whole and all(needed.peak <= free for _, needed, free in planned_devices(whole, facts)):
-                found.append((step_seconds(whole, facts).get("step", 0.0), layout, whole))
-        found.sort(key=lambda each: each[0])
-        for _, layout, whole in found:
-            if not any(contradictions(whole, facts)):
-                return layout
-    return None
+    best = next(fastest(config, facts, on_all_gpus(config, choices)), None) or next(
+        fastest(config, facts, choices), None
+    )
+    return best[1] if best else None
 
 
-def _parts(layout: Settings) -> tuple[int, int]:
-    return layout[SEQUENCE], layout[TENSOR]
+def on_all_gpus(config: RunConfig, choices: Sequence[Settings]) -> list[Settings]:
+    """The layouts with more than one process: a run uses all GPUs if it can."""
+    return [each for each in choices if each.get(PROCESS) or PLACEMENT in each or not config.samples]
+
+
+def fastest(
+    config: C, facts: Facts, choices: Sequence[Settings], count: int = 1
+) -> Iterator[tuple[float, Settings, C]]:
+    """The ``count`` fastest of the choices that fit and are not refused, each with its seconds and the whole run."""
+    found: list[tuple[float, int, C]] = []
+    bounds = [least_seconds(with_values(config, layout), facts) for layout in choices]
+    for bound, place in sorted((bound, place) for place, bound in enumerate(bounds)):
+        if len(found) == count and bound >= found[-1][0]:
+            break
+        possible = fits_somehow(with_values(config, choices[place]), facts)
+        whole = _with_capacity(config, facts, choices[place]) if possible else None
+        if whole is None or not all(fits(whole, *device) for device in planned_devices(whole, facts)):
+            continue
+        seconds = compared_seconds(whole, facts)
+        if (len(found) < count or seconds < found[-1][0]) and not any(contradictions(whole, facts)):
+            found = sorted([*found, (seconds, place, whole)], key=lambda each: each[:2])[:count]
+    yield from ((seconds, choices[place], whole) for seconds, place, whole in found)
 
 
 def _nearest_layout(config: RunConfig, facts: Facts) -> Settings:
@@ -99,15 +109,12 @@ def _nearest_layout(config: RunConfig, facts: Facts) -> Settings:
     on_ray = config.system.cluster != "none"
     if gpus > 1 and not on_ray and max(as_said[ENGINES], as_said[TENSOR]) > 1 and given(config, PROCESS) is None:
         as_said[PROCESS] = True
-    return min(found, key=lambda layout: lack(config, facts, layout), default=as_said)
+    return min(found, key=lambda layout: least_share(with_values(config, layout), facts, enough=0), default=as_said)
 
 
 def lack(config: RunConfig, facts: Facts, layout: Settings) -> float:
     """The minimum memory that a layout needs, as a share of the free memory; above 1 it does not fit."""
-    checkpointing = known(config.system, "gradient_checkpointing")
-    always = {"system.gradient_checkpointing": True} if config.trains and checkpointing is None else {}
-    devices = planned_devices(with_values(config, {**always, **layout}), facts, least=True)
-    return max((needed.peak / max(1, free) for _, needed, free in devices), default=0.0)
+    return least_share(with_values(config, layout), facts)
 
 
 def _with_capacity(config: C, facts: Facts, layout: Settings) -> C | None:
@@ -133,8 +140,8 @@ def _reasons(config: RunConfig, facts: Facts, gpus: int) -> dict[str, str]:
         RANKS: f"{'all' if ranks == gpus else f'{ranks} of the'} {gpus} GPUs{alike} train{others}",
         STAGE: f"{need} whole and {_least(config, facts, stage)} sharded; the fastest that fits" if stage else need,
         ENGINES: f"on {'all GPUs' if turns or not config.trains else 'the GPUs that do not train'}",
-        SEQUENCE: "the fewest GPUs that hold the longest sample together",
-        TENSOR: "the fewest GPUs that hold an engine",
+        SEQUENCE: "GPUs that share each sequence: the fastest step that fits",
+        TENSOR: "GPUs that share an engine: the fastest step that fits",
         PLACEMENT: f"of those that fit, the one with the fastest step; other roles have their own GPUs{shared}",
         TURNS: "engines and trainer take turns on all GPUs" if turns else "engines have their own GPUs",
     }
