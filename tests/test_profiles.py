@@ -64,9 +64,8 @@ def test_each_value_is_set_where_it_can_be() -> None:
     assert not here["system.offload_optimizer"] and not here["system.hybrid"]
     fast, _ = found(RLConfig, "H100-80GB", "system.profile=fast")
     assert fast["system.gradient_checkpointing"] is False
-    long, reasons = found(
-        SFTConfig, "A10G", "system.profile=fast", "lora.rank=8", "system.offload_activations=false", longest=8192
-    )
+    said = ("system.profile=fast", "lora.rank=8", "system.offload_activations=false")
+    long, reasons = found(SFTConfig, "A10G", *said, longest=8192)
     assert long["system.gradient_checkpointing"] and "profile" not in reasons["system.gradient_checkpointing"]
 
 

@@ -73,7 +73,7 @@ def plan_run(config: RunConfig, on: str) -> tuple[Resolved[Any], Facts]:
 
 
 def _with_planned_engine(config: C) -> C:
-    """The run with vLLM, as a machine that is only named may have it, if no engine was set and vLLM is able to do it."""
+    """The run with vLLM, which a named machine may have, if no engine was set and vLLM is able to do it."""
     if "engine" in config.system.model_fields_set or not config.samples:
         return config
     other = with_values(config, {ENGINE: FASTEST_ENGINE})

@@ -149,7 +149,7 @@ def best_choice(config: RunConfig, facts: Facts) -> Choice:
                 best = choice
     if best is not None:
         return best
-    smallest = [Choice(_recomputed(each, 1.0), facts) for each in options]
+    smallest = [Choice(lean, facts) for each in options for lean in _lean(each, facts)]
     fitting = [each for each in smallest if each.share <= MARGIN and each.refused <= allowed.refused]
     return min(fitting, key=lambda each: each.share, default=smallest[0])
 
@@ -158,7 +158,8 @@ def fits_somehow(config: RunConfig, facts: Facts) -> bool:
     """Whether some choice takes at most ``LIMIT``; a run without a trainer on a GPU has no choice to make."""
     if not config.trains or not on_gpu(config) or planned(config, facts) is None:
         return True
-    return any(_fits(_recomputed(with_values(config, values), 1.0), facts) for values in _options(config, facts))
+    options = (with_values(config, values) for values in _options(config, facts))
+    return any(_fits(lean, facts) for each in options for lean in _lean(each, facts))
 
 
 def least_share(config: RunConfig, facts: Facts, *, enough: float = LIMIT) -> float:
@@ -170,7 +171,8 @@ def least_share(config: RunConfig, facts: Facts, *, enough: float = LIMIT) -> fl
     if not config.trains or not on_gpu(config) or planned(config, facts) is None:
         given = _given(config, CHECKPOINTING)
         return share_of(config if given is not None or not config.trains else _recomputed(config, 1.0), facts)
-    choices = [Choice(_recomputed(with_values(config, values), 1.0), facts) for values in _options(config, facts)]
+    options = (with_values(config, values) for values in _options(config, facts))
+    choices = [Choice(lean, facts) for each in options for lean in _lean(each, facts)]
     least = inf
     for choice in choices:
         if choice.share < least and choice.refused <= choices[0].refused:
@@ -187,7 +189,9 @@ def least_seconds(config: RunConfig, facts: Facts) -> float:
     if config.samples and facts.model and on_gpu(config) and config.system.vllm.memory_share is None:
         copy = copy_bytes(facts.model, bytes_per_number(config), config.model.quantize) // ranks_per_engine(config)
         free[KV] = f"{max(1, free_memory(config, facts) - copy)}B"
-    return compared_seconds(with_values(config, {k: v for k, v in free.items() if _given(config, k) is None}), facts)
+    open_yet = {key: value for key, value in free.items() if _given(config, key) is None}
+    # Fewer activations travel to the host if more layers are recomputed.
+    return compared_seconds(with_values(config, {**open_yet, ACTIVATIONS: False}), facts)
 
 
 def _given(config: RunConfig, key: str) -> Any:
@@ -232,18 +236,35 @@ def _with_activations(config: RunConfig, facts: Facts) -> Iterator[Choice]:
     """The choices that fit with different numbers of recomputed layers, from the fewest to all."""
     assert facts.model is not None, "it was checked"
     layers, most = facts.model.layers, most_tokens(config) * config.system.sequence_parallel.size
-    if not _fits(_recomputed(config, 1.0), facts):
+    if not any(_fits(lean, facts) for lean in _lean(config, facts)):
         return
     counts = [0]
     if _given(config, CHECKPOINTING) is None:
-        first = bisect_left(range(layers), True, key=lambda n: _fits(_recomputed(config, n / layers), facts))
-        counts = sorted({first + ceil(part * (layers - first) / 8) for part in range(9)})
+        grid = sorted({ceil(part * layers / 8) for part in range(9)})
+        fitting = [count for count in grid if _fits(_recomputed(config, count / layers), facts)] or [layers - 1]
+        below = max((count for count in grid if count < fitting[0]), default=0)
+        between = range(below, fitting[0])
+        first = below + bisect_left(between, True, key=lambda n: _fits(_recomputed(config, n / layers), facts))
+        counts = sorted({first, *fitting})
     for count in counts:
         filling = Filling(_recomputed(config, count / layers))
         derive_sizes(filling, facts)
         yield Choice(filling.config, facts)
         if filling.config.system.max_tokens_per_microbatch >= most and not config.system.offload_activations:
             return  # what more layers would save has no use
+
+
+def _lean(config: RunConfig, facts: Facts) -> list[RunConfig]:
+    """The run with those shares of recomputed layers of which one takes the least memory.
+
+    If all are recomputed, a layer's activations come on top of the inputs of all; with activations in host memory a
+    layer that is kept takes less than one that is recomputed.
+    """
+    layers = facts.model.layers if facts.model else 1
+    if _given(config, CHECKPOINTING) is not None:
+        return [config]
+    shares = (1.0, (layers - 1) / layers, *((0.0,) if known(config.system, "offload_activations") else ()))
+    return [_recomputed(config, share) for share in shares]
 
 
 def _recomputed(config: RunConfig, share: float) -> RunConfig:
