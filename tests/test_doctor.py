@@ -103,6 +103,7 @@ CASES: dict[str, tuple[dict[str, Column], dict[str, Any]]] = {
         {"sft": True},
     ),
     "stopped_early": ({}, {"train.steps": 100}),
+    "far_from_limit": ({"limit_share": 0.05}, {}),
     "stragglers": ({"seconds/rollout": 8, "completion_tokens_max": 200}, {}),
     "slow_reward": ({"waiting/reward": 0.4}, {}),
     "slow_environment": ({"waiting/environment": 0.4}, {}),

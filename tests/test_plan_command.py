@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from test_clusters import SIZES, cases
 from tunesmith.cli.main import app
 from tunesmith.config.commands import KINDS
 from tunesmith.config.load import find_kind
+from tunesmith.errors import LESS_MEMORY
 
 SIZED, UNKNOWN, JUDGE = "meta-llama/Llama-3.1-8B-Instruct", "org/gated", "Skywork/Skywork-Reward-Llama-3.1-8B"
 RL = ['reward.functions=["math"]', "algorithm.name=grpo"]
@@ -97,3 +99,13 @@ def test_a_run_on_ray_with_a_critic_has_other_layouts(tmp_path: Path) -> None:
     said = [f"model.path={SIZED}", "data.train=org/d", *PPO, "system.cluster=ray"]
     code, output = planned(str(tmp_path / "run.toml"), *said, "--on", "2x8xA100-80GB")
     assert code == 0 and json.loads(output)["next_best"]
+
+
+def test_the_list_of_what_takes_less_memory_is_the_documents() -> None:
+    text = (ROOT / "docs" / "troubleshooting.md").read_text()
+    section = text[text.index("## It runs out of memory") :]
+    rows = re.findall(r"^\d+\. (.*)$", section[: section.index("\n## ", 1)], re.MULTILINE)
+    keys = [set(re.findall(r"(?:system|lora|model|rollout|data)\.[\w.]*\w", said)) for said in LESS_MEMORY]
+    assert len(rows) == len(keys)
+    for row, named in zip(rows, keys, strict=True):
+        assert all(f"`{key}" in row for key in named), row

@@ -75,6 +75,23 @@ class DeviceMemoryError(TunesmithError, MemoryError):
     exit_code = 3
 
 
+LESS_MEMORY = (
+    "system.gradient_checkpointing = true",
+    "system.offload_activations = true",
+    "system.offload_optimizer = true",
+    "system.zero_stage = 3 with several GPUs",
+    "system.offload_parameters = true",
+    "system.sequence_parallel.size = 2 or more with several GPUs",
+    "system.hybrid = true, or engines and other roles on GPUs of their own",
+    "shorter sequences (rollout.max_new_tokens, data.max_tokens)",
+    "a smaller system.kv_memory",
+    "lora.rank = 16",
+    'model.quantize = "nf4" with it',
+    "a smaller system.logprob_chunk",
+)
+"""What makes a run take less memory, in the order in which to try it: what costs least comes first."""
+
+
 class DivergedError(TunesmithError, ArithmeticError):
     """Weights, loss or gradients are not finite, so training cannot continue."""
 

@@ -13,7 +13,7 @@ from typing import ParamSpec
 import typer
 
 from tunesmith.cli.standard_output import lasting_output
-from tunesmith.errors import DeviceMemoryError, StorageError, TunesmithError, boundary, shortened
+from tunesmith.errors import LESS_MEMORY, DeviceMemoryError, StorageError, TunesmithError, boundary, shortened
 from tunesmith.monitor.interrupts import Interrupted, handled
 from tunesmith.monitor.text import printable
 from tunesmith.redact import redact
@@ -49,9 +49,7 @@ def guarded(command: Callable[P, None]) -> Callable[P, None]:
             raise
         except Exception as error:
             if _out_of_memory(error):
-                advice = (
-                    "tunesmith plan says what takes it; lower system.kv_memory or system.device_memory, for example"
-                )
+                advice = f"tunesmith plan says what takes it. Try, in this order: {'; '.join(LESS_MEMORY)}"
                 _report(f"error: memory ran out: {str(error) or type(error).__name__}. {advice}", error)
                 raise typer.Exit(DeviceMemoryError.exit_code) from None
             if isinstance(error, OSError) and error.errno in _OF_THE_SYSTEM:

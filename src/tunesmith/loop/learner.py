@@ -17,7 +17,7 @@ from tunesmith.backends.base import Metrics, Quantity, TrainBackend
 from tunesmith.data.batch import Batch, Floats, Ints
 from tunesmith.data.forest import Packing, forest_cost
 from tunesmith.data.packing import group_tokens
-from tunesmith.errors import DeviceMemoryError, DivergedError
+from tunesmith.errors import LESS_MEMORY, DeviceMemoryError, DivergedError
 from tunesmith.monitor import interrupts
 
 TRAINING, SCORING = "max_tokens", "scoring_max_tokens"
@@ -214,7 +214,7 @@ class Learner:
             raise DeviceMemoryError(
                 f"{failure}, and no micro-batch can be smaller than the longest "
                 f"{'group' if self.keep_groups else 'sequence'} ({longest} tokens). "
-                "Set system.gradient_checkpointing=true, lower system.logprob_chunk or shorten the sequences."
+                f"Try, in this order: {'; '.join(LESS_MEMORY)}"
             )
         self.report(f"{failure}; {SETTINGS[name]} lowered from {before} to {lowered} and kept")
 

@@ -194,6 +194,20 @@ def least_seconds(config: RunConfig, facts: Facts) -> float:
     return compared_seconds(with_values(config, {**open_yet, ACTIVATIONS: False}), facts)
 
 
+def lacking_on_the_host(config: RunConfig, facts: Facts) -> str | None:
+    """The host memory that is missing for a choice with which the GPUs have room, in words; None if there is none."""
+    if not config.trains or not on_gpu(config) or planned(config, facts) is None:
+        return None
+    options = (with_values(config, values) for values in _options(config, facts))
+    for lean in (each for option in options for each in _lean(option, facts)):
+        devices = planned_devices(lean, facts, least=True)
+        problem = host_problem(lean, devices[0][1], facts)
+        if problem and all(fits(lean, *device) for device in devices) and not Choice(lean, facts).refused:
+            keys = [f"{key} = true" for key in IN_HOST_MEMORY if _given(lean, key)]
+            return f"with {' and '.join(keys)} it takes {problem}"
+    return None
+
+
 def _given(config: RunConfig, key: str) -> Any:
     return known(config.system, key.rpartition(".")[2])
 

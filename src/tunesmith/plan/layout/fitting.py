@@ -24,7 +24,7 @@ from tunesmith.plan.cost.memory import (
     planned_devices,
 )
 from tunesmith.plan.cost.price import USUAL_RANK, price
-from tunesmith.plan.derive.savings import fits_somehow
+from tunesmith.plan.derive.savings import IN_HOST_MEMORY, fits_somehow, lacking_on_the_host
 from tunesmith.plan.facts.run import Facts
 from tunesmith.plan.filling import with_values
 from tunesmith.plan.layout.keys import PLACEMENT, plain
@@ -51,6 +51,8 @@ def memory_problems(config: RunConfig, facts: Facts, given: RunConfig) -> Iterat
             if split and config.system.vllm.memory_share is not None:
                 cure += ", or lower system.vllm.memory_share"
             cure = cure if split else _remedy(config, facts, free, given, free_of_layout)
+            host = "" if place else lacking_on_the_host(_savings_open(config, given), facts)
+            cure += f". The GPUs have room for it, but {host}" if host else ""
             ranks, where = config.system.trainer_ranks, config.system.device
             where = f"{where}, on each of {ranks} devices" if ranks > 1 else where
             yield _does_not_fit(config, needed, free, cure, f"the {name}'s GPU" if place else where)
@@ -58,6 +60,12 @@ def memory_problems(config: RunConfig, facts: Facts, given: RunConfig) -> Iterat
             keys = ("offload_parameters", "offload_optimizer", "offload_activations", "offload_reference")
             what = " and ".join(f"system.{key} = true" for key in keys if getattr(config.system, key))
             yield f"{what}: this takes {problem}. Leave it out, shard the model or set lora.rank"
+
+
+def _savings_open(config: RunConfig, given: RunConfig) -> RunConfig:
+    """The resolved run in its layout, with the settings that save memory as they were given."""
+    keys = (*IN_HOST_MEMORY, "system.gradient_checkpointing")
+    return with_values(config, {key: known(given.system, key.rpartition(".")[2]) for key in keys})
 
 
 def memory_notes(config: RunConfig, facts: Facts) -> Iterator[str]:
