@@ -89,7 +89,7 @@ def _foreign(name: str) -> str:
 
 def hardware() -> str:
     """What fits which GPU."""
-    return _table(("model", "training", "takes", *GPUS), rows())
+    return _table(("model", "training", "takes", "in host memory", *GPUS), rows())
 
 
 def families() -> str:

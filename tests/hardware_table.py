@@ -6,7 +6,9 @@ from dataclasses import replace
 
 from tunesmith.config.values import format_size
 from tunesmith.plan.cost.device import Layout
+from tunesmith.plan.cost.memory import HOST_SHARE
 from tunesmith.plan.cost.price import LIBRARIES, price
+from tunesmith.plan.facts.machines import gpu_kinds
 from tunesmith.plan.facts.model import ModelFacts
 
 MODELS = {
@@ -41,6 +43,14 @@ GPUS = {
     "H200": 149e9,
 }
 """Bytes that are free before a run."""
+MACHINES = {
+    "T4": "T4-16GB",
+    "A10G, L4": "A10G-24GB",
+    "A100 40": "A100-40GB",
+    "A100 80, H100": "A100-80GB",
+    "H200": "H200-141GB",
+}
+"""The kind in ``machines.toml`` with the least host memory for each GPU."""
 
 
 def needed(model: ModelFacts, layout: Layout) -> int:
@@ -50,11 +60,23 @@ def needed(model: ModelFacts, layout: Layout) -> int:
 
 def rows() -> list[tuple[str, ...]]:
     return [
-        (name, way, format_size(needed(model, layout)), *("yes" if fits(model, layout, gpu) else "–" for gpu in GPUS))
+        (
+            name,
+            way,
+            format_size(needed(model, layout)),
+            _on_the_host(model, layout),
+            *("yes" if fits(model, layout, gpu) else "–" for gpu in GPUS),
+        )
         for name, model in MODELS.items()
         for way, layout in WAYS.items()
     ]
 
 
 def fits(model: ModelFacts, layout: Layout, gpu: str) -> bool:
-    return needed(model, layout) <= GPUS[gpu]
+    host = gpu_kinds()[MACHINES[gpu]].host_memory
+    return needed(model, layout) <= GPUS[gpu] and price(model, layout).host <= HOST_SHARE * host
+
+
+def _on_the_host(model: ModelFacts, layout: Layout) -> str:
+    kept = price(model, layout).host
+    return format_size(kept) if kept else "–"

@@ -65,7 +65,7 @@ def next_best(config: RunConfig, resolved: Resolved[Any], facts: Facts) -> list[
             other = resolve(with_values(config, changes), facts).config
             layout, devices = _layout(other), planned_devices(other, facts)
             seconds = step_seconds(other, facts).get("step")
-            if layout not in seen and seconds and all(fits(other, *device) for device in devices):
+            if layout not in seen and seconds and seconds >= ours and all(fits(other, *device) for device in devices):
                 seen.append(layout)
                 stated = changes.keys() & {CHECKPOINTING, OFFLOAD}  # which might otherwise be derived
                 differs = {key: value for key, value in layout.items() if chosen.get(key) != value or key in stated}
