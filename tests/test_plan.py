@@ -338,6 +338,7 @@ def test_what_nccl_sends_is_copied_on_the_gpu_where_that_has_room(on: str, said:
 
 def test_an_adapter_alone_takes_no_embedding_to_send() -> None:
     said = ("lora.rank=8", 'system.weight_plane="nccl"', "rollout.max_staleness=1", "system.trainer_ranks=1")
+    said += ("system.engine=local",)
     resolved, facts = plan(RLConfig, "2xH100-80GB", *said)
     devices = {name: planned for name, planned, _ in planned_devices(resolved.config, facts)}
     assert devices["trainer"].published == 4 * adapter_numbers(facts.model, 8)

@@ -86,7 +86,7 @@ def test_every_run_is_planned_or_refused(command: str, cluster: str, on: str, tm
     assert cluster != "none" or 0 in codes
 
 
-@pytest.mark.parametrize("size", ["known", "unknown"])
+@pytest.mark.parametrize("size", [pytest.param("known", marks=pytest.mark.slow), "unknown"])
 @pytest.mark.parametrize("command", [command for command, expected in cases() if "does not" not in "".join(expected)])
 def test_every_recipe_is_planned(command: str, size: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
@@ -94,11 +94,18 @@ def test_every_recipe_is_planned(command: str, size: str, monkeypatch: pytest.Mo
     assert planned(*shlex.split(command), *unknown)[0] == 0
 
 
+@pytest.mark.slow
 def test_a_run_on_ray_with_a_critic_has_other_layouts(tmp_path: Path) -> None:
     (tmp_path / "run.toml").touch()
     said = [f"model.path={SIZED}", "data.train=org/d", *PPO, "system.cluster=ray"]
     code, output = planned(str(tmp_path / "run.toml"), *said, "--on", "2x8xA100-80GB")
     assert code == 0 and json.loads(output)["next_best"]
+
+
+def test_a_small_run_on_ray_is_planned(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").touch()
+    said = [f"model.path={SIZED}", "data.train=org/d", *RL, "system.cluster=ray", "system.trainer_ranks=2"]
+    assert planned(str(tmp_path / "run.toml"), *said, "lora.rank=16", "--on", "4xH100-80GB")[0] == 0
 
 
 def test_the_list_of_what_takes_less_memory_is_the_documents() -> None:

@@ -214,7 +214,7 @@ def test_the_plan_shows_places_and_their_reason() -> None:
 def test_what_does_not_fit_is_refused_with_what_does(tmp_path: Path) -> None:
     system = resolved("8xA100-80GB", LLAMA_70B, *VLLM).config.system
     assert (system.zero_stage, system.offload_optimizer) == (3, True)
-    with pytest.raises(CapacityError, match=r"offload_optimizer = true .* 16 such GPUs with system\.zero_stage = 3"):
+    with pytest.raises(CapacityError, match=r"offload_optimizer = true .* 32 such GPUs with system\.zero_stage = 3"):
         resolved("8xA100-80GB", LLAMA_70B, *VLLM, "system.offload_optimizer=false")
     config = load_config(
         RLConfig, None, [*BASE[1:], f"model.path={save_model(tmp_path / 'model')}", "system.cluster=ray",

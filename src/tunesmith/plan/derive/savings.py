@@ -173,13 +173,13 @@ def least_share(config: RunConfig, facts: Facts, *, enough: float = LIMIT) -> fl
         return share_of(config if given is not None or not config.trains else _recomputed(config, 1.0), facts)
     options = (with_values(config, values) for values in _options(config, facts))
     choices = [Choice(lean, facts) for each in options for lean in _lean(each, facts)]
-    least = inf
-    for choice in choices:
-        if choice.share < least and choice.refused <= choices[0].refused:
-            least = choice.share
-        if least <= enough:
-            break
-    return least
+    fitting = next((each for each in choices if each.share <= enough), None)
+    if fitting is not None and fitting.refused <= choices[0].refused:
+        return fitting.share
+    allowed = (
+        each.share for each in sorted(choices, key=lambda each: each.share) if each.refused <= choices[0].refused
+    )
+    return next(allowed, choices[0].share)
 
 
 def least_seconds(config: RunConfig, facts: Facts) -> float:

@@ -14,7 +14,7 @@ from tunesmith.errors import ConfigError
 from tunesmith.plan.cost.memory import fits, planned_devices
 from tunesmith.plan.cost.seconds import compared_seconds
 from tunesmith.plan.derive.capacity import derive_capacity
-from tunesmith.plan.derive.savings import fits_somehow, least_seconds, least_share
+from tunesmith.plan.derive.savings import IN_HOST_MEMORY, fits_somehow, least_seconds, least_share
 from tunesmith.plan.facts.run import Facts
 from tunesmith.plan.filling import Filling, with_values
 from tunesmith.plan.layout.keys import (
@@ -69,10 +69,11 @@ def fastest_layout(config: RunConfig, facts: Facts) -> Settings | None:
     choices = [*layouts(config, facts)]
     if len(choices) == 1 and gpus_of_run(config, facts) == 1:
         return choices[0]
-    best = next(fastest(config, facts, on_all_gpus(config, choices)), None) or next(
-        fastest(config, facts, choices), None
-    )
-    return best[1] if best else None
+    first = on_all_gpus(config, choices)
+    for some in (first, [each for each in choices if each not in first]):
+        for _, layout, _ in fastest(config, facts, some):
+            return layout
+    return None
 
 
 def on_all_gpus(config: RunConfig, choices: Sequence[Settings]) -> list[Settings]:
@@ -109,7 +110,12 @@ def _nearest_layout(config: RunConfig, facts: Facts) -> Settings:
     on_ray = config.system.cluster != "none"
     if gpus > 1 and not on_ray and max(as_said[ENGINES], as_said[TENSOR]) > 1 and given(config, PROCESS) is None:
         as_said[PROCESS] = True
-    return min(found, key=lambda layout: least_share(with_values(config, layout), facts, enough=0), default=as_said)
+    open_yet = with_values(config, dict.fromkeys((*IN_HOST_MEMORY, "system.gradient_checkpointing"), None))
+
+    shares = [least_share(with_values(config, layout), facts, enough=0) for layout in found]
+    equal = [layout for share, layout in zip(shares, found, strict=True) if share == min(shares)]
+    # Among equals, a remedy has most to change in the one that might need the least.
+    return min(equal, key=lambda layout: least_share(with_values(open_yet, layout), facts, enough=0), default=as_said)
 
 
 def lack(config: RunConfig, facts: Facts, layout: Settings) -> float:
