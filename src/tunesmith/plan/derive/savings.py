@@ -56,7 +56,7 @@ IN_HOST_MEMORY = {
 
 
 @dataclass(frozen=True)
-class Choice:
+class Saving:
     """A run with values for everything that takes or saves memory on its trainer's GPU; costly facts are kept."""
 
     config: RunConfig
@@ -132,15 +132,15 @@ def fill_shards(filling: Filling, facts: Facts) -> None:
             filling.fill(SHARDS, size, _why_shards(config, facts, size))
 
 
-def best_choice(config: RunConfig, facts: Facts) -> Choice:
+def best_choice(config: RunConfig, facts: Facts) -> Saving:
     """The fastest choice that agrees with a run's settings and takes at most ``LIMIT`` of the free memory.
 
     Otherwise the one that takes the least, if it may fit (``MARGIN``); else nothing is in host memory.
     """
     options = [with_values(config, values) for values in _options(config, facts)]
-    allowed = Choice(_recomputed(options[0], 1.0), facts)  # what it contradicts, no choice mends
+    allowed = Saving(_recomputed(options[0], 1.0), facts)  # what it contradicts, no choice mends
     bounds = [least_seconds(each, facts) for each in options]
-    best: Choice | None = None
+    best: Saving | None = None
     for bound, place in sorted((bound, place) for place, bound in enumerate(bounds)):
         if best is not None and bound >= best.seconds:
             break
@@ -149,7 +149,7 @@ def best_choice(config: RunConfig, facts: Facts) -> Choice:
                 best = choice
     if best is not None:
         return best
-    smallest = [Choice(lean, facts) for each in options for lean in _lean(each, facts)]
+    smallest = [Saving(lean, facts) for each in options for lean in _lean(each, facts)]
     fitting = [each for each in smallest if each.share <= MARGIN and each.refused <= allowed.refused]
     return min(fitting, key=lambda each: each.share, default=smallest[0])
 
@@ -172,7 +172,7 @@ def least_share(config: RunConfig, facts: Facts, *, enough: float = LIMIT) -> fl
         given = _given(config, CHECKPOINTING)
         return share_of(config if given is not None or not config.trains else _recomputed(config, 1.0), facts)
     options = (with_values(config, values) for values in _options(config, facts))
-    choices = [Choice(lean, facts) for each in options for lean in _lean(each, facts)]
+    choices = [Saving(lean, facts) for each in options for lean in _lean(each, facts)]
     fitting = next((each for each in choices if each.share <= enough), None)
     if fitting is not None and fitting.refused <= choices[0].refused:
         return fitting.share
@@ -202,7 +202,7 @@ def lacking_on_the_host(config: RunConfig, facts: Facts) -> str | None:
     for lean in (each for option in options for each in _lean(option, facts)):
         devices = planned_devices(lean, facts, least=True)
         problem = host_problem(lean, devices[0][1], facts)
-        if problem and all(fits(lean, *device) for device in devices) and not Choice(lean, facts).refused:
+        if problem and all(fits(lean, *device) for device in devices) and not Saving(lean, facts).refused:
             keys = [f"{key} = true" for key in IN_HOST_MEMORY if _given(lean, key)]
             return f"with {' and '.join(keys)} it takes {problem}"
     return None
@@ -246,7 +246,7 @@ def _shard_sizes(config: RunConfig, facts: Facts) -> list[int | None]:
     return [here, ranks] if here is not None and 1 < here < ranks and ranks % here == 0 else [ranks]
 
 
-def _with_activations(config: RunConfig, facts: Facts) -> Iterator[Choice]:
+def _with_activations(config: RunConfig, facts: Facts) -> Iterator[Saving]:
     """The choices that fit with different numbers of recomputed layers, from the fewest to all."""
     assert facts.model is not None, "it was checked"
     layers, most = facts.model.layers, most_tokens(config) * config.system.sequence_parallel.size
@@ -263,7 +263,7 @@ def _with_activations(config: RunConfig, facts: Facts) -> Iterator[Choice]:
     for count in counts:
         filling = Filling(_recomputed(config, count / layers))
         derive_sizes(filling, facts)
-        yield Choice(filling.config, facts)
+        yield Saving(filling.config, facts)
         if filling.config.system.max_tokens_per_microbatch >= most and not config.system.offload_activations:
             return  # what more layers would save has no use
 
