@@ -21,7 +21,7 @@ from tunesmith.backends.torch import TorchBackend
 from tunesmith.cli.main import app
 from tunesmith.errors import CheckpointError, DivergedError, ModelError
 from tunesmith.loop.checkpoint import Checkpoints, read_state
-from tunesmith.loop.manifest import damages, has_manifest
+from tunesmith.loop.manifest import damages
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.models.score_model import ScoreModel
 
@@ -98,28 +98,12 @@ def test_the_command_says_what_is_whole(tmp_path: Path, finished: tuple[Path, li
     assert CliRunner().invoke(app, ["check", str(tmp_path)]).exit_code == 2
 
 
-def test_a_checkpoint_of_an_earlier_version_has_no_checksums_and_is_told_so(
-    tmp_path: Path, finished: tuple[Path, list[str]], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_checkpoint_without_its_checksums_is_refused(tmp_path: Path, finished: tuple[Path, list[str]]) -> None:
     run_dir, said = finished
     old = shutil.copytree(run_dir / "checkpoints/step-000001", tmp_path / "step-000001")
     (old / "manifest.json").unlink()
-    assert not has_manifest(old)
     here = [word for word in said if not word.startswith("run_dir=")] + [f'run_dir="{tmp_path / "on"}"']
-    assembly.run_sft(None, [*here, f'checkpoint.resume="{old}"'])
-    assert "has no checksums" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(("name", "content"), [("state.json", "[]"), ("model/config.json", ""), ("state.json", "\xff")])
-def test_without_checksums_damage_is_an_error_too(
-    tmp_path: Path, finished: tuple[Path, list[str]], name: str, content: str
-) -> None:
-    run_dir, said = finished
-    old = shutil.copytree(run_dir / "checkpoints/step-000001", tmp_path / "step-000001")
-    (old / "manifest.json").unlink()
-    (old / name).write_bytes(content.encode("latin-1"))
-    here = [word for word in said if not word.startswith("run_dir=")] + [f'run_dir="{tmp_path / "on"}"']
-    with pytest.raises(CheckpointError, match=name):
+    with pytest.raises(CheckpointError, match=r"manifest\.json"):
         assembly.run_sft(None, [*here, f'checkpoint.resume="{old}"'])
 
 

@@ -19,7 +19,7 @@ from tunesmith.config.load import load_config
 from tunesmith.config.names.foreign import meanings
 from tunesmith.config.resolved import Derived, Resolved, save_resolved
 from tunesmith.config.schema import RLConfig, RunConfig
-from tunesmith.errors import ConfigError
+from tunesmith.errors import StorageError
 from tunesmith.monitor.catalogue import CATALOGUE
 from tunesmith.reference.advice import advice_about
 from tunesmith.reference.explain import called_elsewhere, explain, meaning_of, metric_in_run, value_in_run
@@ -151,7 +151,7 @@ def test_the_metric_of_a_run_is_summed_up(run_dir: Path) -> None:
 @pytest.mark.parametrize("damage", ["{", "[]", '{"settings": 3}', '{"settings": {"train.lr": 1}}'])
 def test_a_damaged_run_is_refused(run_dir: Path, damage: str) -> None:
     (run_dir / "resolved.json").write_text(damage)
-    with pytest.raises(ConfigError, match=r"resolved\.json"):
+    with pytest.raises(StorageError, match=r"resolved\.json"):
         value_in_run(run_dir, "train.lr")
 
 

@@ -327,3 +327,39 @@ def test_a_signal_waits_until_all_ranks_are_asked() -> None:
     with pytest.raises(Interrupted), interrupts.handled():
         gather(ask(rank) for rank in range(3))
     assert asked == [0, 1, 2]
+
+
+IN_A_TASK = """
+import asyncio, gc, os, signal, sys
+from tunesmith.assembly.event_loop import event_loop
+from tunesmith.loop.collect import all_or_error
+from tunesmith.monitor.interrupts import Interrupted, handled
+
+async def play(number, depth):
+    if depth:
+        return await all_or_error([play(4 * number + member, depth - 1) for member in range(4)])
+    try:
+        await asyncio.sleep(0)
+        if number == int(sys.argv[1]):
+            os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.sleep(60)
+    finally:
+        await asyncio.sleep(0)  # as what closes an episode
+
+with handled():
+    try:
+        with event_loop() as runner:
+            runner.run(play(0, 3))
+    except Interrupted as interrupt:
+        print(interrupt)
+gc.collect()
+"""
+
+
+@pytest.mark.parametrize(
+    "place", [17, pytest.param(0, marks=pytest.mark.slow), pytest.param(63, marks=pytest.mark.slow)]
+)
+def test_a_signal_inside_a_task_ends_all_tasks_quietly(place: int) -> None:
+    done = subprocess.run([sys.executable, "-c", IN_A_TASK, str(place)], capture_output=True, text=True, timeout=60)
+    told = [line for line in done.stderr.splitlines() if "SIGTERM: stopping" not in line]
+    assert (done.returncode, done.stdout, told) == (0, "SIGTERM\n", [])

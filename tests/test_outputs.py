@@ -164,6 +164,7 @@ def test_no_output_replaces_what_is_not_ours(made: Path, tmp_path: Path) -> None
     assert len(received) == 3 and b"<title>Tunesmith" in received[pipes[0]] and b"#SBATCH" in received[pipes[1]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("writer", ["report", "launch", "migrate"])
 def test_links_stay_and_files_keep_mode_and_owner(made: Path, tmp_path: Path, writer: str) -> None:
     command, again = WRITERS[writer], writer != "migrate"  # a migrated run file is not written over
@@ -187,6 +188,7 @@ def test_links_stay_and_files_keep_mode_and_owner(made: Path, tmp_path: Path, wr
     assert (stat.S_IMODE(now.st_mode), now.st_uid, now.st_gid) == (0o660, *owner)
 
 
+@pytest.mark.slow
 def test_standard_output_by_its_name_is_written_through(made: Path, tmp_path: Path) -> None:
     """Where the shell has redirected it to a file, that file keeps what others write to it."""
     program = "from tunesmith.cli.main import main; main()"

@@ -16,6 +16,11 @@ from tunesmith.redact import redact, redact_values
         "http://a@b:S3CRETVALUE@host/r",
         "urls = [\"http://host/?sig=S3CRETVALUE\", 'ws://u:S3CRETVALUE@h']",
         "Authorization: Bearer S3CRETVALUE",
+        "http://user:a b S3CRETVALUE@host/r",
+        "http://user:a'S3CRETVALUE@host/r",
+        'http://user:"S3CRETVALUE@host/r',
+        "http://host/r?S3CRETVALUE",
+        "http://host/r#token=S3CRETVALUE",
         "hf_S3CRETVALUES3CRETVALUE and sk-S3CRETVALUES3CRETVALUE",
     ],
 )
@@ -30,6 +35,7 @@ def test_no_secret_is_left(text: str) -> None:
         "https://host/a/b#c is fine; x@y.z wrote to /path?",
         "the token 'abc' of the tokenizer has no key = value",
         "a bearer of news",
+        "http://host:80 is down, as x@y.z said",
     ],
 )
 def test_all_else_stays(text: str) -> None:

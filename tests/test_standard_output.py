@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -54,3 +55,21 @@ def test_a_command_that_is_silent_for_long_says_that_it_starts(seconds: int) -> 
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=600)
     assert done.stdout == "a word\n"
     assert done.stderr.startswith("starting") == bool(seconds)
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&-", ">&- 2>&- <&-"])
+def test_commands_work_without_standard_streams(closed: str, tmp_path: Path) -> None:
+    """And no file that they open gets the number of one, into which libraries print."""
+    program = (
+        "import os, sys; from tunesmith.cli.main import main; sys.argv[1:] = ['init', 'rl', 'new']\n"
+        "try:\n    main()\nexcept SystemExit as ended:\n    code = ended.code\n"
+        "print('printed', file=sys.stderr)\nos.write(1, b'printed'); os.write(2, b'printed'); sys.stdin.read()\n"
+        "open('code', 'w').write(f'{code} {os.dup(0) > 2}')\n"
+    )
+    (tmp_path / "program.py").write_text(program)
+    subprocess.run(
+        ["/bin/sh", "-c", f"{sys.executable} program.py {closed}"],
+        cwd=tmp_path, stdin=subprocess.DEVNULL, capture_output=True, timeout=60, check=True,
+    )  # fmt: skip
+    assert (tmp_path / "code").read_text() == "0 True"
+    assert (tmp_path / "new" / "run.toml").exists() and "printed" not in (tmp_path / "new" / "run.toml").read_text()

@@ -140,8 +140,14 @@ def boundary(
         raise error(f"{message}: {cause}") from cause
 
 
+_LONGEST_WORD = 200
+"""Longer ones resemble no name, and comparing takes time that grows with the square of the length."""
+
+
 def closest(word: str, choices: Iterable[str], least: float) -> str | None:
     """The choice most similar to a word, with a similarity of at least ``least`` (0 to 1); case is ignored."""
+    if len(word) > _LONGEST_WORD:
+        return None
     lower = {choice.lower(): choice for choice in choices}
     found = difflib.get_close_matches(word.lower(), lower, n=1, cutoff=least)
     return lower[found[0]] if found else None

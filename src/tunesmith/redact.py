@@ -9,8 +9,10 @@ from typing import Any
 
 HIDDEN = "***"
 
+_WITH_SPACES = re.compile(r"(?<=://)[^/\s?#'\"<>@:]*:(?!\d{1,5}(?:[\s/?#'\"]|$))[^/?#\n]{0,200}@")
 _USER = re.compile(r"(?<=://)[^/\s?#'\"<>]*@")
-_QUERY = re.compile(r"(?<=[?&;])([\w.~%\[\]-]+)=[^&;#\s'\"<>]+")
+_QUERY = re.compile(r"(?<=[?&;#])([\w.~%\[\]-]+)=[^&;#\s'\"<>]+")
+_BARE_QUERY = re.compile(r"(?<=[?])[^=&;#\s'\"<>]+(?=$|[&;#])")
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s'\"<>]+")
 _BEARER = re.compile(r"(?i)\b(bearer|basic)\s+[\w.~+/=-]{8,}")
 _TOKEN = re.compile(r"\b(hf_|sk-|ghp_|github_pat_|xox[abp]-|AKIA|glpat-)[\w-]{12,}")
@@ -29,9 +31,14 @@ def redact(text: str) -> str:
         >>> redact("http://me:pw@host:80/r?key=abc is down")
         'http://***@host:80/r?key=*** is down'
     """
-    text = _URL.sub(lambda url: _QUERY.sub(rf"\1={HIDDEN}", _USER.sub(f"{HIDDEN}@", url[0])), text)
+    text = _WITH_SPACES.sub(f"{HIDDEN}@", text)
+    text = _URL.sub(lambda url: _without_values(_USER.sub(f"{HIDDEN}@", url[0])), text)
     text = _BEARER.sub(rf"\1 {HIDDEN}", text)
     return _TOKEN.sub(rf"\1{HIDDEN}", text)
+
+
+def _without_values(url: str) -> str:
+    return _QUERY.sub(rf"\1={HIDDEN}", _BARE_QUERY.sub(HIDDEN, url))
 
 
 def redact_values(value: Any, name: str = "") -> Any:
@@ -50,7 +57,7 @@ def redact_values(value: Any, name: str = "") -> Any:
 
 def is_redacted(text: str) -> bool:
     """Whether a text has been redacted, so that it is not the real value."""
-    return text == HIDDEN or f"//{HIDDEN}@" in text or f"={HIDDEN}" in text
+    return text == HIDDEN or f"//{HIDDEN}@" in text or f"={HIDDEN}" in text or f"?{HIDDEN}" in text
 
 
 def open_private(path: str, flags: int) -> int:

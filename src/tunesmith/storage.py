@@ -14,7 +14,7 @@ from collections.abc import Generator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import gettempdir
-from typing import Any
+from typing import Any, BinaryIO, cast
 
 from tunesmith.errors import ConfigError, StorageError, boundary
 from tunesmith.redact import open_private
@@ -138,13 +138,28 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON file.
+    """Read the JSON object in a file.
 
     Raises:
-        StorageError: it cannot be read, or is not JSON.
+        StorageError: it cannot be read, or is no JSON object.
     """
-    with boundary(StorageError, f"cannot read {path}", (OSError, ValueError)):
-        return json.loads(path.read_text(encoding="utf-8"))
+    damaged = (OSError, ValueError, RecursionError)
+    with boundary(StorageError, f"cannot read {path}", damaged), open_file(path) as file:
+        found = json.loads(file.read().decode("utf-8"))
+        if not isinstance(found, dict):
+            raise ValueError("it holds no JSON object")
+        return cast("dict[str, Any]", found)
+
+
+def open_file(path: Path) -> BinaryIO:
+    """Open a file for reading; unlike ``open``, a named pipe is refused instead of waited for.
+
+    Raises:
+        OSError: it cannot be opened, or is not a file.
+    """
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise OSError(errno.EINVAL, "it is not a file", str(path))
+    return path.open("rb")
 
 
 def _status(path: Path) -> os.stat_result | None:

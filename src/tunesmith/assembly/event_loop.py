@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Coroutine, Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+
+ENDING = 5.0
+"""Seconds for the tasks to end after a signal."""
 
 
 @contextmanager
@@ -29,7 +33,37 @@ def outside_event_loop() -> Generator[None]:
             swap(running, task)
 
 
+@contextmanager
+def event_loop() -> Generator[asyncio.Runner]:
+    """A runner whose tasks end quietly if a signal interrupts one of them.
+
+    ``Interrupted`` rises in whichever task the signal meets. That task's group raises it again when the group ends, in
+    the task above, and so on: each time it leaves the loop, which then has to run on until no task is left.
+    """
+    with asyncio.Runner() as runner:
+        try:
+            yield runner
+        except KeyboardInterrupt:
+            _end_tasks(runner.get_loop())
+            raise
+
+
+def _end_tasks(loop: asyncio.AbstractEventLoop) -> None:
+    loop.set_exception_handler(_say_nothing)  # what a task raises while it ends is not news
+    ends, told = time.monotonic() + ENDING, set[asyncio.Task[Any]]()
+    while (tasks := asyncio.all_tasks(loop)) and time.monotonic() < ends:
+        for task in tasks - told:
+            task.cancel()
+        told |= tasks
+        with suppress(KeyboardInterrupt):
+            loop.run_until_complete(asyncio.wait(tasks, timeout=1.0))
+
+
+def _say_nothing(_: asyncio.AbstractEventLoop, what: dict[str, Any]) -> None:
+    del what
+
+
 def run_async(work: Coroutine[Any, Any, T]) -> T:
     """The result of a coroutine, even if an event loop is already running."""
-    with outside_event_loop():
-        return asyncio.run(work)
+    with outside_event_loop(), event_loop() as runner:
+        return runner.run(work)

@@ -24,7 +24,7 @@ from tunesmith.data.prepare import Prepared, Sources
 from tunesmith.errors import CheckpointError
 from tunesmith.loop.callbacks import Callbacks
 from tunesmith.loop.checkpoint import Checkpoints, check_same_model, read_state
-from tunesmith.loop.manifest import check_whole, has_manifest
+from tunesmith.loop.manifest import check_whole
 from tunesmith.monitor.run_dir import PLAN_FILE, RunDir, open_run_dir
 from tunesmith.monitor.text import shown_path
 from tunesmith.monitor.waits import long_wait
@@ -179,8 +179,6 @@ def checkpoint_to_resume(config: RunConfig, run_dir: RunDir) -> Path | None:
     if checkpoint is None:
         return None
     check_whole(checkpoint, Checkpoints(run_dir.checkpoints, config.checkpoint.keep).newest_first())
-    if not has_manifest(checkpoint):
-        print(f"{checkpoint} is of an earlier version and has no checksums: damage in it would not be noticed")
     if read_state(checkpoint).get("model_only"):
         raise CheckpointError(
             f"{checkpoint} holds the model alone (checkpoint.model_only), and cannot be resumed. Start another "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
@@ -12,7 +11,7 @@ from tunesmith.algorithms.kl import KLController
 from tunesmith.algorithms.objective import DistillationObjective
 from tunesmith.assembly.engines import make_engine, make_engines, make_sampling
 from tunesmith.assembly.environments import make_environments
-from tunesmith.assembly.event_loop import outside_event_loop
+from tunesmith.assembly.event_loop import event_loop, outside_event_loop
 from tunesmith.assembly.models import limits_of
 from tunesmith.assembly.opening import OpenRun
 from tunesmith.assembly.processes import remote_reward_model, remote_trainer
@@ -50,7 +49,7 @@ def train_policy(
     checkpoint: Path | None,
 ) -> RunResult:
     """The run from ``checkpoint`` on, or from the beginning."""
-    with open_session(run, checkpoint, "eval/reward") as session, outside_event_loop(), asyncio.Runner() as runner:
+    with open_session(run, checkpoint, "eval/reward") as session, outside_event_loop(), event_loop() as runner:
         with session.phase("setup"):
             parts, rollouts = runner.run(make_rl_parts(run, session, rewards, environments, processes))
         if run.caller.rollouts is not None:

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import sys
 from collections.abc import Generator
 from contextlib import contextmanager
 
 import torch
 
-from tunesmith.errors import DeviceMemoryError
+from tunesmith.errors import DeviceMemoryError, TunesmithError
 
-_CPU_ALLOCATOR_WORDS = ("can't allocate memory", "not enough memory", "bad_alloc", "cannot allocate memory")
+_CPU_ALLOCATOR_WORDS = (
+    "can't allocate memory",
+    "not enough memory",
+    "bad_alloc",
+    "cannot allocate memory",
+    "can't start new thread",
+)
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # from malloc.h
 _LARGE = 32 << 20
@@ -33,6 +40,8 @@ def is_out_of_memory(error: BaseException) -> bool:
     """True for CUDA's own error and for the untyped ones that the CPU allocator and oneDNN raise."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
+    if isinstance(error, OSError) and not isinstance(error, TunesmithError):
+        return error.errno == errno.ENOMEM
     words = str(error).lower()
     return isinstance(error, RuntimeError) and any(phrase in words for phrase in _CPU_ALLOCATOR_WORDS)
 
@@ -42,7 +51,7 @@ def memory_boundary(what: str) -> Generator[None]:
     """Raise ``DeviceMemoryError`` if ``what`` did not fit; let other errors pass."""
     try:
         yield
-    except (RuntimeError, MemoryError) as error:
+    except (RuntimeError, MemoryError, OSError) as error:
         if isinstance(error, DeviceMemoryError) or not is_out_of_memory(error):
             raise
         # The chain is cut: its traceback would keep the failed forward's activations alive.

@@ -63,7 +63,8 @@ def guarded(command: Callable[P, None]) -> Callable[P, None]:
 
 def _out_of_memory(error: Exception) -> bool:
     if "torch" not in sys.modules:
-        return isinstance(error, MemoryError)
+        no_memory = isinstance(error, OSError) and error.errno == errno.ENOMEM
+        return isinstance(error, MemoryError) or no_memory or "can't start new thread" in str(error)
     from tunesmith.backends.memory import is_out_of_memory
 
     return is_out_of_memory(error)

@@ -22,6 +22,7 @@ from tunesmith.cli.reference import explain, keys, models, presets
 from tunesmith.cli.report import report, watch
 from tunesmith.cli.runs import runs
 from tunesmith.cli.serve_reward import serve_reward
+from tunesmith.cli.standard_output import open_standard_streams
 from tunesmith.cli.start import demo, init
 from tunesmith.cli.train import distill, dpo, kto, prm, rl, rm, sft
 from tunesmith.cli.tune import bench, tune
@@ -67,6 +68,7 @@ def root(
 
 def main() -> None:
     """Entry point of the ``tunesmith`` script."""
+    open_standard_streams()
     own_process()
     spin_briefly()
     if "RANK" in os.environ:  # started by torchrun or accelerate

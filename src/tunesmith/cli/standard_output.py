@@ -30,6 +30,25 @@ def _report_start() -> None:
             print(f"starting: loading Python packages ({moment:g} s)", file=sys.stderr, flush=True)
 
 
+def open_standard_streams() -> None:
+    """Open the null device as each standard stream that the shell has closed (``>&-``).
+
+    A file that the command opens would otherwise get the stream's number, and with it what libraries print.
+    """
+    for number in (0, 1, 2):
+        try:
+            os.fstat(number)
+        except OSError:
+            opened = os.open(os.devnull, os.O_RDWR)  # the lowest free number, which is this one
+            if opened != number:
+                os.dup2(opened, number)
+                os.close(opened)
+            os.set_inheritable(number, True)
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115  (as long as the process)
+
+
 class LastingOutput:
     """Writes to ``stream`` while that is possible; then reports it once on standard error and drops the rest."""
 

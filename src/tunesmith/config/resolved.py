@@ -19,7 +19,7 @@ from tunesmith.config.toml import toml_key, toml_value
 from tunesmith.errors import StorageError, boundary
 from tunesmith.monitor.text import beside_or_below, printable, shown_path
 from tunesmith.redact import redact_values
-from tunesmith.storage import write_output
+from tunesmith.storage import read_json, write_output
 
 C = TypeVar("C", bound=RunConfig)
 
@@ -150,15 +150,20 @@ def changes(resolved: Resolved[Any], directory: Path) -> list[str]:
     file = directory / "resolved.json"
     if not file.exists():
         return []
-    with boundary(StorageError, f"cannot read {file}", (OSError, ValueError, KeyError)):
-        before = json.loads(file.read_text(encoding="utf-8"))["settings"]
+    try:
+        before = {key: (entry["value"], entry["source"]) for key, entry in read_json(file)["settings"].items()}
+    except (StorageError, KeyError, TypeError, AttributeError) as error:
+        raise StorageError(
+            f"{file} is damaged, so that the settings cannot be compared with those of the run that is continued: "
+            f"{error}. To continue without comparing, delete it"
+        ) from error
     return [
-        f"{key}: {_shown(before[key]['value'])} → {_shown(entry['value'])}"
+        f"{key}: {_shown(before[key][0])} → {_shown(entry['value'])}"
         for key, entry in json.loads(json.dumps(_entries(resolved))).items()
         if key in before
-        and same_path(before[key]["value"]) != same_path(entry["value"])
+        and same_path(before[key][0]) != same_path(entry["value"])
         and not key.startswith(("checkpoint.", "monitor."))
-        and not (key.startswith("system.") and before[key]["source"] == entry["source"] == "derived")
+        and not (key.startswith("system.") and before[key][1] == entry["source"] == "derived")
     ]
 
 

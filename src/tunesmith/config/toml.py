@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import tomllib
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
+
+from tunesmith.redact import redact, redact_values
 
 
 def toml_value(value: Any) -> str:
@@ -39,3 +43,17 @@ def toml_key(key: str) -> str:
     """A key, bare where TOML allows it, else quoted."""
     bare = key.isascii() and key.replace("-", "").replace("_", "").isalnum()
     return key if bare else toml_value(key)
+
+
+def without_secrets(word: str) -> str:
+    """An argument of a command, such as an override, without secrets in its value."""
+    key, equals, text = word.partition("=")
+    value: Any = text
+    if equals and text.lstrip().startswith(("{", "[")):
+        with suppress(tomllib.TOMLDecodeError):
+            value = tomllib.loads(f"value = {text}")["value"]
+    *tables, name = key.split(".")
+    hidden = redact_values({name: value}, "env_vars" if "env_vars" in tables else "")[name]
+    if hidden == value:
+        return redact(word)
+    return f"{key}={hidden if isinstance(hidden, str) else toml_value(hidden)}"

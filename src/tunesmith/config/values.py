@@ -50,15 +50,24 @@ def checked_size(text: str) -> str:
     return text
 
 
+_NOT_IN_A_URL = re.compile(r"[\s'\"<>#]")
+"""Must be percent-encoded; and what follows a # is not sent."""
+
+
 def checked_url(text: str) -> str:
     """Return the text unchanged; ValueError if it is not an HTTP URL with a host."""
     try:
         parts = urlsplit(text)
         valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        valid = valid and not _NOT_IN_A_URL.search(text)
     except ValueError:  # a port that is not a number
         valid = False
     if not valid:
-        raise ValueError(f"{redact(text)!r} is not a URL; write it in full, such as 'http://127.0.0.1:8100/reward'")
+        shown = redact(text.partition("#")[0])
+        raise ValueError(
+            f"{shown!r} is not a URL; write it in full, such as 'http://127.0.0.1:8100/reward', with spaces and quotes "
+            "percent-encoded, and without #"
+        )
     return text
 
 

@@ -50,11 +50,15 @@ class Launch:
     @classmethod
     def of(cls, environment: Mapping[str, str] = os.environ) -> Launch | None:
         """None if this process is the only one, or was not started by a launcher."""
-        world = int(environment.get("WORLD_SIZE", "1"))
-        if world == 1 or "RANK" not in environment:
+        names = ("WORLD_SIZE", "RANK", "LOCAL_WORLD_SIZE", "LOCAL_RANK")
+        said = {name: environment[name] for name in names if name in environment}
+        if wrong := [f"{name}={value}" for name, value in said.items() if not value.isdecimal()]:
+            raise ConfigError(f"the environment has {wrong[0]}, and a launcher such as torchrun sets a number there")
+        world = int(said.get("WORLD_SIZE", "1"))
+        if world <= 1 or "RANK" not in said:
             return None
-        here, rank = int(environment.get("LOCAL_WORLD_SIZE", world)), int(environment["RANK"])
-        return cls(rank, world, here, int(environment.get("LOCAL_RANK", rank)))
+        here, rank = int(said.get("LOCAL_WORLD_SIZE", world)), int(said["RANK"])
+        return cls(rank, world, here, int(said.get("LOCAL_RANK", rank)))
 
     @property
     def several_machines(self) -> bool:

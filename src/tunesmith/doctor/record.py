@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from tunesmith.errors import ConfigError, StorageError
 from tunesmith.monitor.metrics import is_evaluation, newest_objects, numbers
 from tunesmith.monitor.run_dir import is_running
@@ -105,6 +107,8 @@ def write_facts(facts: RunFacts, run_dir: Path) -> None:
 
 def read_facts(run_dir: Path) -> RunFacts | None:
     """Read the facts; None if they are missing or of another version."""
-    with suppress(StorageError, TypeError):
-        return RunFacts(**read_json(run_dir / FACTS_FILE))
+    with suppress(StorageError, TypeError, ValueError):
+        found = read_json(run_dir / FACTS_FILE)
+        RunFacts(**found)  # refuses other keys, and the adapter other types
+        return TypeAdapter(RunFacts).validate_python(found)
     return None

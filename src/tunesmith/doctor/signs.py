@@ -9,6 +9,7 @@ from statistics import StatisticsError, correlation, fmean, median
 from typing import Any
 
 from tunesmith.doctor.record import Metrics, RunRecord
+from tunesmith.monitor.metrics import numbers
 from tunesmith.monitor.timeline import OUTSIDE_STEPS
 
 LEAST_WINDOW = 3
@@ -108,7 +109,7 @@ def _of_time(record: RunRecord, values: Mapping[str, Any]) -> dict[str, Any]:
 def _number(record: RunRecord, key: str) -> float:
     """A setting; 0 if it is None or not a number, because another version or a person may have written it."""
     value = record.settings.get(key)
-    return value if isinstance(value, int | float) else 0
+    return value if isinstance(value, int | float) and -1e300 < value < 1e300 else 0
 
 
 def _window(count: int) -> int:
@@ -213,8 +214,9 @@ def _length_and_reward(rollouts: Iterable[Mapping[str, Any]]) -> float | None:
     """Correlation of length and reward within groups; None if there is too little to tell."""
     groups: defaultdict[tuple[Any, Any], list[tuple[float, float]]] = defaultdict(list)
     for row in rollouts:
-        if isinstance(row.get("tokens"), int) and isinstance(row.get("reward"), int | float):
-            groups[row.get("step"), row.get("group")].append((row["tokens"], row["reward"]))
+        found = numbers(row)
+        if found.keys() >= {"tokens", "reward", "step", "group"}:
+            groups[found["step"], found["group"]].append((found["tokens"], found["reward"]))
     lengths: list[float] = []
     rewards: list[float] = []
     for pairs in groups.values():

@@ -58,7 +58,7 @@ def has_manifest(checkpoint: Path) -> bool:
 
 
 def check_whole(checkpoint: Path, others: Sequence[Path]) -> None:
-    """Refuse a damaged checkpoint. One without checksums, from an earlier version, passes.
+    """Refuse a damaged checkpoint; one without ``manifest.json`` is one.
 
     Args:
         others: checkpoints of the same run, newest first; the error names the first whole one.
@@ -66,9 +66,9 @@ def check_whole(checkpoint: Path, others: Sequence[Path]) -> None:
     Raises:
         CheckpointError: the checkpoint is damaged; the message names each damaged file.
     """
-    if not (has_manifest(checkpoint) and (problems := damages(checkpoint))):
+    if not (problems := damages(checkpoint)):
         return
-    whole = next((c for c in others if c != checkpoint and has_manifest(c) and not damages(c)), None)
+    whole = next((c for c in others if c != checkpoint and not damages(c)), None)
     offered = f"The newest whole one is {whole}: checkpoint.resume={whole}" if whole else "The run has no whole one."
     raise CheckpointError("\n  ".join([f"{checkpoint} is damaged:", *problems]) + f"\n{offered}")
 

@@ -17,6 +17,7 @@ from tunesmith.monitor.plain import plain
 from tunesmith.monitor.sinks.base import Background, Row
 from tunesmith.monitor.tail import json_object
 from tunesmith.redact import open_private
+from tunesmith.storage import open_file
 
 
 class JsonLines:
@@ -153,7 +154,7 @@ def newest_objects(file: Path, most_bytes: int | None) -> list[dict[str, Any]]:
     """
     if not file.exists():
         return []
-    with boundary(StorageError, f"cannot read {file}", OSError), file.open("rb") as lines:
+    with boundary(StorageError, f"cannot read {file}", OSError), open_file(file) as lines:
         lines.seek(0 if most_bytes is None else max(0, file.stat().st_size - most_bytes))
         return [value for value in map(json_object, lines.read().splitlines()) if value is not None]
 

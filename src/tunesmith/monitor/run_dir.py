@@ -29,17 +29,15 @@ import shlex
 import socket
 import stat
 import sys
-import tomllib
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-from tunesmith.config.toml import toml_value
+from tunesmith.config.toml import without_secrets
 from tunesmith.errors import CheckpointError, ConfigError, StorageError, boundary
 from tunesmith.monitor.interrupts import Interrupted
-from tunesmith.redact import redact, redact_values
 
 PLAN_FILE = "plan.json"
 LATEST = "latest"
@@ -136,20 +134,7 @@ def own_command() -> list[str] | None:
 
 def shown_command(words: Sequence[str]) -> str:
     """A command as one would type it in a shell, with secrets hidden."""
-    return shlex.join(map(_without_secret, words))
-
-
-def _without_secret(word: str) -> str:
-    key, equals, text = word.partition("=")
-    value: Any = text
-    if equals and text.lstrip().startswith(("{", "[")):
-        with suppress(tomllib.TOMLDecodeError):
-            value = tomllib.loads(f"value = {text}")["value"]
-    *tables, name = key.split(".")
-    hidden = redact_values({name: value}, "env_vars" if "env_vars" in tables else "")[name]
-    if hidden == value:
-        return redact(word)
-    return f"{key}={hidden if isinstance(hidden, str) else toml_value(hidden)}"
+    return shlex.join(map(without_secrets, words))
 
 
 def check_run_dir(run_dir: Path, resume: bool | Path | Literal["auto"]) -> None:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from tunesmith.errors import ConfigError
-from tunesmith.monitor.metrics import is_evaluation, newest_objects
+from tunesmith.errors import ConfigError, StorageError, TunesmithError, boundary
+from tunesmith.monitor.metrics import is_evaluation, newest_objects, numbers
 from tunesmith.monitor.run_dir import LATEST, holds_run, is_running
+from tunesmith.storage import read_json
 
 END_BYTES = 1 << 16
 """Bytes read from the end of the metrics to learn a run's progress."""
@@ -27,6 +27,7 @@ class RunSummary:
     settings: Mapping[str, Any]
     last: Mapping[str, Any]
     running: bool
+    readable: bool = True
 
     @property
     def step(self) -> int:
@@ -34,7 +35,8 @@ class RunSummary:
 
     @property
     def state(self) -> str:
-        return state_of(self.running, self.step, self.settings.get("train.steps"))
+        done = state_of(self.running, self.step, self.settings.get("train.steps"))
+        return done if self.readable else "cannot be read"
 
 
 def state_of(running: bool, step: int, total: object) -> str:
@@ -48,10 +50,27 @@ def find_runs(directory: Path) -> list[RunSummary]:
     Raises:
         ConfigError: there is none.
     """
-    paths = [p for p in directory.iterdir() if not p.is_symlink() and holds_run(p)] if directory.is_dir() else []
+    with boundary(ConfigError, f"cannot read {directory}", OSError):
+        inside = list(directory.iterdir()) if directory.is_dir() else []
+    paths = [path for path in inside if not path.is_symlink() and _may_hold_run(path)]
     if not paths:
         raise ConfigError(f"{directory} holds no runs. Name a directory with: tunesmith runs list DIRECTORY")
-    return [read_run(path) for path in sorted(paths, key=_changed, reverse=True)]
+    return [_listed(path) for path in sorted(paths, key=_changed, reverse=True)]
+
+
+def _may_hold_run(path: Path) -> bool:
+    try:
+        return holds_run(path)
+    except OSError:
+        return False
+
+
+def _listed(path: Path) -> RunSummary:
+    """A run, without its settings and metrics if they cannot be read, so that the others are listed."""
+    try:
+        return read_run(path)
+    except TunesmithError:
+        return RunSummary(path, {}, {}, is_running(path), readable=False)
 
 
 def read_run(path: Path) -> RunSummary:
@@ -79,9 +98,9 @@ def check_holds(path: Path, files: Sequence[str]) -> None:
 def read_settings(path: Path) -> dict[str, Any]:
     """The settings of ``resolved.json`` by dotted key; none if it is missing or of another version."""
     try:
-        entries = json.loads((path / "resolved.json").read_text(encoding="utf-8"))["settings"]
+        entries = read_json(path / "resolved.json")["settings"]
         return {key: entry["value"] for key, entry in entries.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (StorageError, KeyError, TypeError, AttributeError):
         return {}
 
 
@@ -100,19 +119,19 @@ def differences(runs: Sequence[RunSummary]) -> dict[str, list[Any]]:
 
 def late_means(path: Path) -> dict[str, float]:
     """Each metric's mean over the last fifth of the steps; for evaluations the last value."""
-    lines = last_lines(path, None)
+    lines = [numbers(line) for line in last_lines(path, None)]
     steps = [line for line in lines if not is_evaluation(line)]
     late = steps[-max(1, len(steps) // 5) :]
     means = {
         name: fmean(values)
         for name in dict.fromkeys(name for line in late for name in line if name not in NOT_COMPARED)
-        if (values := [line[name] for line in late if isinstance(line.get(name), int | float)])
+        if (values := [line[name] for line in late if name in line])
     }
     evaluated = (line for line in lines if is_evaluation(line))
-    last = {name: v for line in evaluated for name, v in line.items() if isinstance(v, int | float)}
+    last = {name: value for line in evaluated for name, value in line.items()}
     return means | {name: value for name, value in last.items() if name not in NOT_COMPARED}
 
 
 def _changed(path: Path) -> float:
     files = [path / "metrics.jsonl", path / "resolved.json", path]
-    return next(file.stat().st_mtime for file in files if file.exists())
+    return next((file.stat().st_mtime for file in files if file.exists()), 0.0)

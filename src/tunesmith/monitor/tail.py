@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from tunesmith.errors import StorageError, boundary
+from tunesmith.storage import open_file
 
 _ENDING = 64
 
@@ -65,7 +66,7 @@ def open_lines(path: Path) -> BinaryIO:
     """
     with boundary(StorageError, f"cannot read {path}", OSError):
         try:
-            return path.open("rb")
+            return open_file(path)
         except FileNotFoundError:
             return BytesIO()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,12 +11,14 @@ from tunesmith.algorithms.presets import PRESETS
 from tunesmith.config.names.foreign import FRAMEWORKS, Meaning, meanings, meanings_of, spelled
 from tunesmith.config.names.unknown import find, rule_of
 from tunesmith.config.toml import toml_value
-from tunesmith.errors import ConfigError, boundary, closest
+from tunesmith.errors import ConfigError, StorageError, boundary, closest
 from tunesmith.monitor.catalogue import CATALOGUE, Metric
 from tunesmith.monitor.catalogue import find as find_metric
-from tunesmith.monitor.metrics import read_metrics
+from tunesmith.monitor.metrics import numbers
+from tunesmith.monitor.runs import last_lines
 from tunesmith.plan.rules.rules import is_about, rules
 from tunesmith.reference.settings import Setting, settings_of
+from tunesmith.storage import read_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,13 +75,14 @@ def value_in_run(run_dir: Path, key: str) -> str | None:
     A key of tables that ``resolved.json`` holds as one value, as a placement or a list, has all of that value.
 
     Raises:
-        ConfigError: there is no such file, or it is damaged.
+        ConfigError: there is no such file.
+        StorageError: it is damaged.
     """
     file = run_dir / "resolved.json"
     if not run_dir.is_dir() or not file.exists():
         raise ConfigError(f"{run_dir} is not a run directory: it has no resolved.json")
-    with boundary(ConfigError, f"cannot read {file}", (OSError, ValueError, KeyError, TypeError, AttributeError)):
-        entries, above = json.loads(file.read_text(encoding="utf-8"))["settings"], key
+    with boundary(StorageError, f"cannot read {file}", (ValueError, KeyError, TypeError, AttributeError)):
+        entries, above = read_json(file)["settings"], key
         while above not in entries or (above != key and not isinstance(entries[above]["value"], dict | list)):
             if not (above := above.rpartition(".")[0]):
                 return None
@@ -99,9 +101,9 @@ def metric_in_run(run_dir: Path, metric: Metric) -> Iterator[str]:
     file, found = run_dir / "metrics.jsonl", dict[str, list[tuple[int, float]]]()
     if not file.exists():
         raise ConfigError(f"{run_dir} is not a run directory: it has no metrics.jsonl")
-    for row in read_metrics(file):
-        for name, value in row.items():
-            if find_metric(name) is metric and isinstance(value, int | float):
+    for row in last_lines(run_dir, None):
+        for name, value in numbers(row).items():
+            if find_metric(name) is metric:
                 found.setdefault(name, []).append((row["step"], value))
     for name, points in found.items():
         (first, start), (last, end) = points[0], points[-1]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ from tunesmith.report.metrics import MetricsFile, curves, totals
 from tunesmith.report.rollouts import RolloutIndex, sample
 from tunesmith.report.steps import step_timelines
 from tunesmith.report.trace import read_traces
+from tunesmith.storage import read_json
 
 Json = dict[str, Any]
 
@@ -118,13 +118,13 @@ def run_json(run: GrowingRun, name: str) -> Json:
 
 def read_settings(path: Path) -> tuple[dict[str, Json], list[str], list[str]]:
     """Settings by dotted key, each with ``value``, ``source`` and ``reason``; notes on them; problems of the file."""
+    if not path.exists():
+        return {}, [], [f"{path.name} is missing: the settings are not known"]
     try:
-        saved = json.loads(path.read_text(encoding="utf-8"))
+        saved = read_json(path)
         kept = {key: dict(entry) for key, entry in saved["settings"].items() if "value" in entry}
         return kept, [str(note) for note in saved.get("notes", ())], []
-    except FileNotFoundError:
-        return {}, [], [f"{path.name} is missing: the settings are not known"]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (StorageError, ValueError, KeyError, TypeError, AttributeError) as error:
         problem = f"{path.name} cannot be read, or is of another version: {type(error).__name__}: {error}"
         return {}, [], [problem]
 
@@ -132,9 +132,9 @@ def read_settings(path: Path) -> tuple[dict[str, Json], list[str], list[str]]:
 def read_plan(path: Path) -> Json | None:
     """The plan made when the run began; None if there is no readable plan."""
     try:
-        plan = json.loads((path / PLAN_FILE).read_text(encoding="utf-8"))
+        plan = read_json(path / PLAN_FILE)
         return {"memory": list(plan["memory"]), "seconds": dict(plan["seconds"])}
-    except (OSError, ValueError, KeyError, TypeError):
+    except (StorageError, ValueError, KeyError, TypeError):
         return None
 
 

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from math import isfinite
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from tunesmith.config.schema import RewardSection
 from tunesmith.errors import ConfigError, nearest
@@ -62,6 +63,11 @@ def check_rewards(section: RewardSection, base_dir: Path) -> None:
     for entry in section.remote:
         if not entry.urls:
             raise ConfigError(f"reward.remote '{entry.name}': urls is empty; give the addresses that serve it.")
+        if entry.token_env is not None and any(urlsplit(url).username is not None for url in entry.urls):
+            raise ConfigError(
+                f"reward.remote '{entry.name}': token_env and a user in an address of urls both set the Authorization "
+                "header; leave one of them out."
+            )
         if entry.token_env is not None and not os.environ.get(entry.token_env, "").strip():
             raise ConfigError(
                 f"reward.remote '{entry.name}': the environment variable {entry.token_env} (token_env) is not set; "

@@ -8,6 +8,7 @@ written as they are gathered, a file at a time.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -53,7 +54,8 @@ def shared_directory(num_bytes: int, parent: Path | None = None) -> TemporaryDir
             parent.mkdir(parents=True, exist_ok=True)
             remove_stale(parent, PREFIX)
             return _own_directory(parent)
-    places = [place for place in (MEMORY, Path(gettempdir())) if place.is_dir()]
+    every = (MEMORY, Path(gettempdir()))
+    places = [place for place in every if place.is_dir() and os.access(place, os.W_OK | os.X_OK)]
     for place in places:
         remove_stale(place, PREFIX)
     roomy = MEMORY in places and shutil.disk_usage(MEMORY).free > ROOM * num_bytes

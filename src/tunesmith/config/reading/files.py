@@ -174,7 +174,7 @@ def is_hub_name(text: str, kind: Literal["models", "datasets"]) -> bool:
     return (Path(cache).expanduser() / f"{kind}--{text}").is_dir()
 
 
-_HUB_NAME = re.compile(r"(\w[\w.-]{0,95}/)?\w[\w.-]{0,95}")
+_HUB_NAME = re.compile(r"(\w[\w.-]{0,95}/)?\w[\w.-]{0,95}", re.ASCII)
 _BARE_MODELS = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "distilgpt2")
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
+from tunesmith.config.toml import without_secrets
 from tunesmith.errors import ConfigError
 
 KeyPath = tuple[str | int, ...]
@@ -46,7 +47,7 @@ class Origins:
     def place(self, path: KeyPath) -> tuple[int, str]:
         """A sort key and a description: ``line 4``, ``override 'train.lr=x'`` or nothing."""
         if (override := self._override(path)) is not None:
-            return 10**9, f"override '{override}'"
+            return 10**9, f"override '{without_secrets(override)}'"
         line = line_of(path, self.lines)
         return (0, "") if line is None else (line, f"line {line}")
 

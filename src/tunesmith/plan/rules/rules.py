@@ -17,6 +17,7 @@ from typing import Any, cast
 from tunesmith.config.resolved import settings
 from tunesmith.config.schema import RunConfig
 from tunesmith.config.toml import toml_value
+from tunesmith.redact import redact_values
 
 Values = Mapping[str, Any]
 _NUMBER = re.compile(r"-?\d+(\.\d+)?")
@@ -95,7 +96,7 @@ def _filled(text: str, values: Values) -> str:
     """The text with values for ``{key}`` (as TOML) and ``{key:s}`` (as is); other braces stay."""
 
     def shown(place: re.Match[str]) -> str:
-        value = values.get(place[1])
+        value = redact_values(values.get(place[1]), place[1])
         return place[0] if value is None else str(value) if place[2] else toml_value(value)
 
     return re.sub(r"\{([\w.]+)(:s)?\}", shown, text)
