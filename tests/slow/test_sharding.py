@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import training
+from odd_models import ONE, UP, change
 from sharded_ranks import Ranks, limited_activations, sent_by
 from tiny import save_model
 from tunesmith.algorithms.objective import SFTObjective
@@ -18,7 +19,7 @@ from tunesmith.backends.optimizer import AdamWSettings
 from tunesmith.backends.torch import TorchBackend
 from tunesmith.config.optimizer import Muon
 from tunesmith.data.forest import Packing
-from tunesmith.errors import DeviceMemoryError
+from tunesmith.errors import DeviceMemoryError, ModelError
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.types import Sample
 
@@ -42,6 +43,14 @@ def start(model: Path) -> Iterator[Start]:
     yield start
     for ranks in started:
         ranks.close()
+
+
+@pytest.mark.parametrize("row", [0, 63])
+def test_a_value_that_is_not_finite_in_one_rank_s_rows_is_refused(tmp_path: Path, start: Start, row: int) -> None:
+    path = save_model(tmp_path / "model")
+    change(path, lambda weights: weights[UP][row].fill_(float("nan")))
+    with pytest.raises(ModelError, match=rf"{ONE}.*{UP}"):
+        start(2, 3, path)
 
 
 def packing(max_tokens: int = 40, groups: int = 4) -> Packing:
