@@ -274,7 +274,7 @@ def test_refused_by_setting(model_type: str, setting: dict[str, Any], reason: st
     [
         ("config.json", "has no config.json"),
         ("tokenizer*", "has no tokenizer .*save_pretrained"),
-        ("*.safetensors", "has no weights; save it as safetensors"),
+        ("*.safetensors", "has no weights"),
     ],
 )
 def test_a_directory_that_lacks_something(tmp_path: Path, remove: str, message: str) -> None:
@@ -295,7 +295,7 @@ def test_bad_models(tmp_path: Path) -> None:
     weights = path / "model.safetensors"
     content = weights.read_bytes()
     weights.write_bytes(content[: len(content) // 2])
-    with pytest.raises(ModelError, match="cannot load the weights"):
+    with pytest.raises(ModelError, match=r"model\.safetensors"):
         CausalLM.load(path)
     weights.unlink()
     torch.save({}, path / "pytorch_model.bin")
