@@ -1,7 +1,7 @@
-"""Three-digit addition, with an untrained tiny model and its tokenizer.
+"""Two-digit addition, with an untrained tiny model and its tokenizer.
 
-An example's answer is direct (``378+594=`` → ``:972``), which is hard for a tiny model, or worked digit by digit
-(``;8+4+0=12;7+9+1=17;3+5+1=09;972``), which is easy.
+An example's answer is direct (``37+58=`` → ``:95``), which is hard for a tiny model, or worked digit by digit
+(``;7+8+0=15;3+5+1=09;95``), which is easy.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 ALPHABET = "0123456789+=:;"
 ANSWER = r"(\d+)$"
 """The pattern of the answer in a completion: the number at its end."""
-DIGITS = 3
+DIGITS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +32,8 @@ def problem(a: int, b: int) -> SumProblem:
     """``a + b``, digit by digit from the right.
 
     Example:
-        >>> problem(378, 594)
-        Problem(prompt='378+594=', answer='972', direct=':972', worked=';8+4+0=12;7+9+1=17;3+5+1=09;972')
+        >>> problem(37, 58)
+        SumProblem(prompt='37+58=', answer='95', direct=':95', worked=';7+8+0=15;3+5+1=09;95')
     """
     steps, carry = "", 0
     for place in range(DIGITS):

@@ -1,0 +1,33 @@
+"""How much the demo trains on machines of any speed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tunesmith.recipes.arithmetic import make_model
+from tunesmith.recipes.demo import BUSY_SECONDS, LEAST, RL_COST, RL_STEPS, SECONDS, SFT_STEPS, Pace, measure
+
+STEPS = SFT_STEPS + RL_COST * RL_STEPS
+
+
+@pytest.mark.parametrize(
+    ("computing", "clock", "share"),
+    [
+        (0.05, 0.05, 1.0),
+        (0.19, 0.19, 1.0),
+        (0.19, 0.38, 1.0),  # beside another process on each core
+        (0.26, 0.26, SECONDS / 0.26 / STEPS),
+        (0.1, 0.5, BUSY_SECONDS / 0.5 / STEPS),
+        (5.0, 5.0, LEAST),
+        (0.0, 0.0, 1.0),
+    ],
+)
+def test_it_trains_less_where_time_is_short(computing: float, clock: float, share: float) -> None:
+    assert Pace(computing, clock).share(STEPS) == pytest.approx(share)
+
+
+def test_the_pace_is_measured(tmp_path: Path) -> None:
+    pace = measure(make_model(tmp_path, 0, hidden=16, layers=1), steps=1)
+    assert 0 < pace.computing <= pace.clock + 0.01
