@@ -33,7 +33,7 @@ from tunesmith.monitor.progress import (
     sparkline,
     time_table,
 )
-from tunesmith.monitor.run_dir import open_run_dir
+from tunesmith.monitor.run_dir import how_to_continue, open_run_dir
 from tunesmith.monitor.sinks.base import Background
 from tunesmith.monitor.text import one_line, printable
 
@@ -211,6 +211,15 @@ def test_an_interrupted_run_says_how_to_go_on(folder: Path, monkeypatch: pytest.
     with pytest.raises(KeyboardInterrupt) as caught, open_run_dir(folder / "new", "", False):
         raise KeyboardInterrupt
     assert not hasattr(caught.value, "__notes__"), "there is nothing to go on from"
+
+
+def test_a_stage_of_the_demo_continues_as_a_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the run file that the demo wrote: ``tunesmith demo`` takes no settings."""
+    monkeypatch.setattr(sys, "argv", ["tunesmith", "demo", "--json", "--dir", str(folder)])
+    (folder / "sft" / "checkpoints" / "step-000001").mkdir(parents=True)
+    assert how_to_continue(folder / "sft") == (
+        f"Continue with: tunesmith sft {folder / 'sft.toml'} run_dir={folder / 'sft'} checkpoint.resume=true"
+    )
 
 
 class FakeTime:

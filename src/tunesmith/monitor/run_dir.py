@@ -122,6 +122,8 @@ def how_to_continue(path: Path) -> str:
         return f"Continue with the same command and run_dir={shlex.quote(str(path))} {resume}"
     if words[1:2] in (["rft"], ["generate"]):  # these commands continue by themselves
         return f"Continue with: {shown_command(words)}"
+    if words[1:2] == ["demo"]:  # its stages are commands on run files beside their run directories
+        words = ["tunesmith", path.name, str(path.with_suffix(".toml"))]
     kept = [word for word in words if not word.startswith(("run_dir=", "checkpoint.resume="))]
     return f"Continue with: {shown_command([*kept, f'run_dir={path}', resume])}"
 
