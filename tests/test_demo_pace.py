@@ -18,7 +18,7 @@ STEPS = SFT_STEPS + RL_COST * RL_STEPS
         (0.05, 0.05, 1.0),
         (0.19, 0.19, 1.0),
         (0.19, 0.38, 1.0),  # beside another process on each core
-        (0.26, 0.26, SECONDS / 0.26 / STEPS),
+        (0.3, 0.3, SECONDS / 0.3 / STEPS),
         (0.1, 0.5, BUSY_SECONDS / 0.5 / STEPS),
         (5.0, 5.0, LEAST),
         (0.0, 0.0, 1.0),

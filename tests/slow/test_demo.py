@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 pytestmark = pytest.mark.slow
 
 
-def test_accuracy_rises_from_below_075_to_above_090(tmp_path: Path) -> None:
+def test_accuracy_rises_from_below_060_to_above_090(tmp_path: Path) -> None:
     """Where the machine is too slow or busy for all steps, it says so and rises less."""
     command = [
         sys.executable,
@@ -31,7 +31,7 @@ def test_accuracy_rises_from_below_075_to_above_090(tmp_path: Path) -> None:
     assert result.keys() == {"accuracy_before", "accuracy_after", "seconds", "checkpoint", "share"}
     assert ("slow or busy" in done.stdout) == (result["share"] < 1)
     if result["share"] == 1:
-        assert result["accuracy_before"] < 0.75 and result["accuracy_after"] > 0.9
+        assert result["accuracy_before"] < 0.6 and result["accuracy_after"] > 0.9
     assert result["accuracy_after"] > result["accuracy_before"]
     assert greedy_accuracy(result["checkpoint"], tmp_path / "demo" / "held_out.jsonl") == result["accuracy_after"]
 

@@ -19,9 +19,9 @@ from tunesmith.monitor.progress import time_table
 from tunesmith.recipes.arithmetic import ANSWER, make_model, problems, write_examples, write_tasks
 
 TRAIN, HELD_OUT = 6000, 200
-WORKED_SHARE = 0.5
+WORKED_SHARE = 0.45
 HIDDEN, LAYERS = 64, 3
-SFT_STEPS, RL_STEPS = 500, 24
+SFT_STEPS, RL_STEPS = 450, 24
 RL_COST = 7
 """A step of reinforcement learning takes as long as this many supervised ones."""
 SECONDS, BUSY_SECONDS = 130, 260
