@@ -73,3 +73,19 @@ def test_commands_work_without_standard_streams(closed: str, tmp_path: Path) -> 
     )  # fmt: skip
     assert (tmp_path / "code").read_text() == "0 True"
     assert (tmp_path / "new" / "run.toml").exists() and "printed" not in (tmp_path / "new" / "run.toml").read_text()
+
+
+@pytest.mark.parametrize(("command", "reports"), [("explain", False), ("rl", True)])
+def test_a_command_that_only_prints_says_nothing_when_its_reader_goes_away(command: str, reports: bool) -> None:
+    program = (
+        "from tunesmith.cli.guard import guarded\n"
+        f"def {command}():\n    for number in range(50_000):\n        print('line', number, flush=True)\n"
+        f"guarded({command})()\n"
+    )
+    arguments = [sys.executable, "-c", program]
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.readline()
+        process.stdout.close()
+        said = process.stderr.read()
+    assert process.returncode == 0 and ("standard output" in said) == reports and "Traceback" not in said

@@ -26,6 +26,10 @@ _OF_THE_SYSTEM = {
 """Errors that a path of the user or the machine causes, wherever they rise: a full disk, too many open files."""
 
 
+_PRINTS = {"explain", "keys", "presets", "models", "show_config", "plan", "runs", "doctor"}
+"""Commands that only print: ``| head`` is the end of what they are asked for."""
+
+
 def guarded(command: Callable[P, None]) -> Callable[P, None]:
     """Make a command end with an exit code: 2 or 3 for problems the user can fix, 1 for ours, 128 + n for signal n.
 
@@ -35,7 +39,7 @@ def guarded(command: Callable[P, None]) -> Callable[P, None]:
     @wraps(command)
     def run(*args: P.args, **kwargs: P.kwargs) -> None:
         try:
-            with lasting_output(), handled():
+            with lasting_output(report=command.__name__ not in _PRINTS), handled():
                 with boundary(StorageError, "the working directory cannot be read; change to another", OSError):
                     os.getcwd()
                 command(*args, **kwargs)

@@ -50,13 +50,14 @@ def open_standard_streams() -> None:
 
 
 class LastingOutput:
-    """Writes to ``stream`` while that is possible; then reports it once on standard error and drops the rest."""
+    """Writes to ``stream`` while that is possible, then drops the rest; with ``report`` it says so on stderr."""
 
     closed = False
 
-    def __init__(self, stream: TextIO) -> None:
+    def __init__(self, stream: TextIO, *, report: bool = True) -> None:
         self._stream = stream
         self._broken = False
+        self._report = report
 
     def write(self, text: str, /) -> int:
         _WRITTEN.set()
@@ -87,12 +88,14 @@ class LastingOutput:
             self._try(action, *(text.encode("ascii", "backslashreplace").decode() for text in args))
         except (OSError, ValueError) as error:
             self._broken = True
+            if not self._report:
+                return
             with suppress(OSError, ValueError):
                 print(f"standard output can no longer be written ({error}); the command continues", file=sys.stderr)
 
 
 @contextmanager
-def lasting_output() -> Generator[None]:
+def lasting_output(*, report: bool = True) -> Generator[None]:
     """Within this context, ``sys.stdout`` is a ``LastingOutput``, on its own file descriptor if there is one."""
     before = sys.stdout
     try:
@@ -101,7 +104,7 @@ def lasting_output() -> Generator[None]:
         own = None
     with suppress(OSError, ValueError):
         before.flush()
-    lasting = LastingOutput(own or before)
+    lasting = LastingOutput(own or before, report=report)
     sys.stdout = cast(TextIO, lasting)
     try:
         yield
