@@ -263,3 +263,17 @@ def test_an_engine_of_several_stages_takes_as_many_gpus() -> None:
     assert layout(GenerateConfig, "8xH100", QWEN_7B, *VLLM, stages)["engines"] == 4
     found = layout(RLConfig, "8xH100", SMALL, *VLLM, stages, "rollout.max_staleness=1")
     assert (found["trainer_ranks"], found["engines"], found["tensor"]) == (4, 2, 1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "said", "where"),
+    [
+        (RLConfig, (), "on all GPUs"),
+        (RLConfig, ("rollout.max_staleness=1",), "on the GPUs that do not train"),
+        (RFTConfig, (), "on all GPUs"),
+        (GenerateConfig, (), "on all GPUs"),
+    ],
+)
+def test_reasons_say_where_engines_are(kind: Any, said: tuple[str, ...], where: str) -> None:
+    reasons = {each.key: each.reason for each in resolved(kind, "8xH100", SMALL, *said).derived}
+    assert reasons["system.engines"] == where

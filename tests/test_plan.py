@@ -343,3 +343,30 @@ def test_an_adapter_alone_takes_no_embedding_to_send() -> None:
     devices = {name: planned for name, planned, _ in planned_devices(resolved.config, facts)}
     assert devices["trainer"].published == 4 * adapter_numbers(facts.model, 8)
     assert devices["engine"].published == 2 * (64 << 20)
+
+
+def test_a_setting_that_excludes_a_much_faster_layout_is_named() -> None:
+    """Liger's kernels and compiled layers exclude sharding, and what does not fit whole goes to the host."""
+    for key, value in (("compile", '"default"'), ("offload_optimizer", "true")):
+        said, _ = plan(SFTConfig, "8xH100-80GB", f"system.{key}={value}")
+        assert sum(f"system.{key} = " in note and " s without it" in note for note in said.notes) == 1, key
+    plain, _ = plan(SFTConfig, "8xH100-80GB", "system.zero_stage=3")
+    assert not any("without it" in note for note in plain.notes)
+
+
+def test_a_share_of_memory_for_vllm_is_planned() -> None:
+    free = {"system.vllm.memory_share=0.5": True, "system.vllm.memory_share=0.95": False}
+    for said, room in free.items():
+        found, facts = plan(RLConfig, "8xA100-80GB", "system.engine=vllm", "system.hybrid=true", said)
+        [(_, needed, _)] = planned_devices(found.config, facts)
+        share, total = float(said.partition("=")[2]), facts.hardware.gpus[0].memory_total
+        assert needed.engine + needed.kv + 10**9 == pytest.approx(share * total, rel=1e-3)
+        assert any("may not fit" in note for note in found.notes) != room
+
+
+def test_a_machine_that_is_named_is_planned_with_vllm() -> None:
+    large, _ = plan(RLConfig, "8x8xH100-80GB", "model.path=72b", "system.cluster=ray")
+    assert large.config.system.engine == "vllm" and any("system.engine" in note for note in large.notes)
+    for said in (("system.engine=local",), ("lora.rank=8", "model.quantize=nf4")):
+        own, _ = plan(RLConfig, "8xH100-80GB", *said)
+        assert own.config.system.engine == "local" and not any("system.engine" in note for note in own.notes)

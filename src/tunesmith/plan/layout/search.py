@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
 from tunesmith.config.resolved import Derived
-from tunesmith.config.schema import RunConfig
+from tunesmith.config.schema import RLConfig, RunConfig
 from tunesmith.config.section import known
 from tunesmith.config.system import PlacementSection
 from tunesmith.config.values import format_size
@@ -136,7 +136,8 @@ def _with_capacity(config: C, facts: Facts, layout: Settings) -> C | None:
 def _reasons(config: RunConfig, facts: Facts, gpus: int) -> dict[str, str]:
     """The reasons for a layout's values, which ``config`` has."""
     ranks, stage, turns = config.system.trainer_ranks, config.system.zero_stage, known(config.system, "hybrid")
-    others = ", and engines use the others" if config.samples and not turns and ranks < gpus else ""
+    apart = isinstance(config, RLConfig) and not turns  # other runs sample before they train, on the same GPUs
+    others = ", and engines use the others" if apart and ranks < gpus else ""
     alike = " that are identical and free" if gpus < len(facts.hardware.gpus) else ""
     need = f"the model and its optimizer take at least {_least(config, facts, 0)}"
     shared = (
@@ -145,7 +146,7 @@ def _reasons(config: RunConfig, facts: Facts, gpus: int) -> dict[str, str]:
     return {
         RANKS: f"{'all' if ranks == gpus else f'{ranks} of the'} {gpus} GPUs{alike} train{others}",
         STAGE: f"{need} whole and {_least(config, facts, stage)} sharded; the fastest that fits" if stage else need,
-        ENGINES: f"on {'all GPUs' if turns or not config.trains else 'the GPUs that do not train'}",
+        ENGINES: f"on {'the GPUs that do not train' if apart else 'all GPUs'}",
         SEQUENCE: "GPUs that share each sequence: the fastest step that fits",
         TENSOR: "GPUs that share an engine: the fastest step that fits",
         PLACEMENT: f"of those that fit, the one with the fastest step; other roles have their own GPUs{shared}",
