@@ -30,7 +30,7 @@ KINDS = (
 )  # fmt: skip
 GUIDES = [ROOT / "docs" / f"{name}.md" for name in ("start", "choosing", "curves", "troubleshooting", "models", "runs")]
 KEY = re.compile(r"`([a-z]+(?:\.[a-z_]+)+)(?: = [^`]+|=[^`]+)?`")
-NOT_KEYS = re.compile(r"\.(jsonl|toml|json|py|md)$|^pytorch\.org$")
+NOT_KEYS = re.compile(r"\.(jsonl|toml|json|py|md|safetensors)$|^(pytorch\.org|torch\.compile)$")
 METRIC = re.compile(r"`([a-z]+(?:[_/][a-z@_]+)+)`")
 
 
