@@ -105,11 +105,11 @@ def families_refused() -> str:
     return _table(("architectures", "why"), [(", ".join(names), reason) for reason, names in reasons.items()])
 
 
-def doctor() -> str:
+def doctor(table: str = "rule") -> str:
     """Every finding, with the settings that it names."""
     cells = [
         (f"`{rule['key']}`", rule["severity"], _cell(rule["cause"]), ", ".join(_key(c) for c in rule.get("change", ())))
-        for rule in rules()["rule"]
+        for rule in rules()[table]
     ]
     return _table(("finding", "severity", "cause", "settings to change"), cells)
 
@@ -139,6 +139,7 @@ def _condition(entry: Mapping[str, Any]) -> str:
 
 TABLES: Mapping[str, Callable[[], str]] = {
     "profiles": profiles,
+    "doctor_answers": partial(doctor, "answers"),
     **{made.__name__: made for made in (presets, families, families_refused, hardware, doctor)},
     **{f"types_{key}": partial(choices, family) for key, family in AlgorithmSection.families.items()},
     "muon": partial(keys, "optimizer", "train"),

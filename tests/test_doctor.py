@@ -14,10 +14,12 @@ from typer.testing import CliRunner
 
 from tiny_runs import write_lines
 from tunesmith.cli.main import app
-from tunesmith.doctor.findings import SEVERITIES, diagnose
+from tunesmith.doctor.answers import yield_findings
+from tunesmith.doctor.findings import diagnose
 from tunesmith.doctor.record import RunFacts, read_record, write_facts
-from tunesmith.doctor.rules import Finding, rules
+from tunesmith.doctor.rules import SEVERITIES, Finding, rules
 from tunesmith.errors import ConfigError
+from tunesmith.monitor.standing import Standing
 from tunesmith.reference.settings import settings_of
 
 STEPS = 30
@@ -102,6 +104,7 @@ CASES: dict[str, tuple[dict[str, Column], dict[str, Any]]] = {
         {"accuracy": 0.9, "margin": 2, "rewards/chosen": rising(0, -4), "rewards/rejected": rising(0, -6)},
         {"sft": True},
     ),
+    "greedy_differs": ({"correct": 0.1}, {"eval/accuracy": [0.8, 0.8], "eval.samples": 1}),
     "stopped_early": ({}, {"train.steps": 100}),
     "far_from_limit": ({"limit_share": 0.05}, {}),
     "stragglers": ({"seconds/rollout": 8, "completion_tokens_max": 200}, {}),
@@ -120,6 +123,80 @@ CASES: dict[str, tuple[dict[str, Column], dict[str, Any]]] = {
     "host_memory_grows": ({"memory/host_peak": rising(2e9, 9e9)}, {}),
     "kv_unused": ({"kv_used": 0.02}, {}),
 }  # fmt: skip
+
+
+YIELD = {"questions": 200, "solved": 150, "samples": 800, "correct": 300, "kept": 250, "correct_share": [0.375]}
+"""The counts of a healthy round."""
+ANSWERS: dict[str, dict[str, Any]] = {
+    "run_failed": {"state": "failed", "error": "RewardError: no"},
+    "run_stopped": {"state": "stopped"},
+    "few_kept": {"yield": {"solved": 3, "correct": 4, "kept": 4}},
+    "low_yield": {"yield": {"solved": 80, "correct": 80, "kept": 80}},
+    "nearly_all_right": {"yield": {"correct": 799}},
+    "answers_not_found": {"yield": {"answered_share": [0.2, 0.1, 0.3]}},
+    "accuracy_fell": {"before": [0.5, 0.45, 0.55], "after": [0.3, 0.25, 0.35]},
+    "greedy_answers_differ": {"before": [0.8, 0.75, 0.85]},
+    "answers_fail": {"rollouts/failed": 0.05},
+    "answers_cut_off": {"truncated": 0.4},
+}
+"""What is wrong with runs of batch inference and RFT."""
+
+
+def write_answers(path: Path, case: Mapping[str, Any]) -> Path:
+    """The directory of an RFT run of 200 questions with 4 samples each."""
+    columns = {name: case.get(name, 0.0) for name in ("rollouts/failed", "truncated")}
+    path.mkdir(exist_ok=True)
+    write_lines(path / "metrics.jsonl", [{"step": n, "completions": 40, **columns} for n in range(10, 201, 10)])
+    settings = {"sampling.n": 4, "sampling.max_new_tokens": 64, "train.batch_size": 64, "train.lr": 1e-5}
+    document = {"settings": {key: {"value": value, "source": "said"} for key, value in settings.items()}}
+    (path / "resolved.json").write_text(json.dumps(document))
+    standing = Standing("rft", case.get("state", "done"), 200, 200, case.get("error"))
+    (path / "state.json").write_text(json.dumps(asdict(standing)))
+    made = {"base/evaluation": {"accuracy": case["before"]} if "before" in case else None}
+    made["round-1/yield"] = {**YIELD, **case.get("yield", {})}
+    made["round-1/evaluation"] = {"accuracy": case["after"]} if "after" in case else None
+    for name, content in made.items():
+        if content is not None:
+            (path / name).parent.mkdir(exist_ok=True)
+            (path / f"{name}.json").write_text(json.dumps(content))
+    return path
+
+
+@pytest.mark.parametrize("key", ANSWERS)
+def test_what_is_wrong_with_answers_is_found(tmp_path: Path, key: str) -> None:
+    [finding] = found(write_answers(tmp_path, ANSWERS[key])).values()
+    assert finding.key == key and finding.cause and finding.effect
+    assert not re.search(r"[{}?]", finding.numbers + finding.cause + finding.effect + "".join(finding.change))
+
+
+def test_healthy_answers(tmp_path: Path) -> None:
+    assert found(write_answers(tmp_path, {})) == {}
+    assert list(ANSWERS) == [rule["key"] for rule in rules()["answers"]]
+
+
+def test_answers_without_a_line_of_metrics_are_judged_too(tmp_path: Path) -> None:
+    path = write_answers(tmp_path, ANSWERS["run_failed"])
+    (path / "metrics.jsonl").unlink()
+    assert list(found(path)) == ["run_failed"]
+
+
+@pytest.mark.parametrize(
+    ("correct", "kept", "keys", "advised"),
+    [
+        (4, 4, ["few_kept"], None),  # 1.7 % of 240: hundreds of samples per question would be needed
+        (60, 60, ["few_kept"], 5),
+        (64, 64, [], None),
+        (200, 64, [], None),
+    ],
+)
+def test_a_yield_is_judged_by_batch_and_questions(
+    correct: int, kept: int, keys: list[str], advised: int | None
+) -> None:
+    counts = {"questions": 60, "solved": min(correct, 50), "samples": 240, "correct": correct, "kept": kept}
+    findings = yield_findings(counts, 4, 64, "round-1")
+    assert [finding.key for finding in findings] == keys
+    changes = [change for finding in findings for change in finding.change]
+    assert changes == ([] if advised is None else [f"sampling.n = {advised}"])
 
 
 def write_run(path: Path, columns: Mapping[str, Column], sft: bool = False, **changed: Any) -> Path:
@@ -171,7 +248,7 @@ def test_a_healthy_run(tmp_path: Path, sft: bool) -> None:
 
 def test_changes_are_settings() -> None:
     known = {setting.key for setting in settings_of("")}
-    for rule in rules()["rule"]:
+    for rule in (*rules()["rule"], *rules()["answers"]):
         for change in rule.get("change", ()):
             key = change.partition(" = ")[0]
             assert key in known or key.rpartition(".")[0] in known, (rule["key"], key)

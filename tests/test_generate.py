@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,17 +24,20 @@ from tiny_runs import REWARDS, sums, write_lines
 from tunesmith.config.schema import LoraSection
 from tunesmith.config.toml import toml_value
 from tunesmith.environments.base import SingleTurn
-from tunesmith.errors import ConfigError, DataError, RewardError, UserError
+from tunesmith.errors import ConfigError, DataError, EngineError, RewardError, UserError
 from tunesmith.loop.collect import Collector
 from tunesmith.loop.seeds import derive_seed
 from tunesmith.models.adapters import attach
 from tunesmith.models.causal_lm import CausalLM
+from tunesmith.monitor.interrupts import Interrupted, handled
 from tunesmith.offline.answering import answer
 from tunesmith.offline.generate import Generated, run_generate
-from tunesmith.offline.lines import LineWriter, read_lines, repair
+from tunesmith.offline.lines import LineWriter, read_lines, repair, unfinished_file
 from tunesmith.offline.scoring import given_records
 from tunesmith.offline.selection import OVERWRITTEN
+from tunesmith.offline.unfinished import Unfinished
 from tunesmith.offline.usage import seconds_of
+from tunesmith.offline.watch import Watch
 from tunesmith.types import Completion, Rollout, RolloutGroup, Sampling, Task
 
 
@@ -101,10 +105,12 @@ def answered(path: Path, tasks: Sequence[Task], engine: Any, window: int, n: int
     collector = Collector(engine.generate, None, {"single_turn": SingleTurn()}, numbers, 60.0)
     writer = LineWriter(numbers, flat=False, scored=False, logprobs=True)
 
-    async def produce(place: int, task: Task) -> RolloutGroup:
-        return (await collector.collect([task], Sampling(5), n, derive_seed(0, place)))[0]
+    async def produce(place: int, task: Task, unfinished: Unfinished) -> RolloutGroup:
+        alone = replace(collector, complete=unfinished.completing(place, engine.generate))
+        return (await alone.collect([task], Sampling(5), n, derive_seed(0, place)))[0]
 
-    asyncio.run(answer(path, tasks, produce, writer.line, window=window, max_failed_share=0.1, live=False))
+    watch = Watch(path.parent, "completions", len(tasks), samples=n, live=False)
+    answer(path, tasks, produce, writer.line, window=window, max_failed_share=0.1, watch=watch)
     return lines_of(path)
 
 
@@ -122,6 +128,55 @@ def test_lines_come_in_order_whatever_is_in_flight_and_wherever_it_was_cut(tmp_p
         assert (tmp_path / "b.jsonl").read_bytes() == whole
 
 
+@pytest.mark.parametrize(
+    ("finished", "interrupted"),
+    [(0, True), (1, True), (37, True), (158, True), (0, False), (1, False), (37, False)],
+)
+def test_no_finished_completion_is_sampled_again(tmp_path: Path, finished: int, interrupted: bool) -> None:
+    """Completions finish in another order than that of the data, and the run ends after some of them."""
+    calls: list[int | None] = []
+
+    class Ending(FakeEngine):
+        most = 10**6
+
+        async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
+            completion = await super().generate(prompt_ids, sampling)
+            for _ in range((sampling.seed or 0) % 7):
+                await asyncio.sleep(0)
+            if len(calls) >= self.most and not interrupted:
+                raise EngineError("out")
+            if len(calls) == self.most:
+                signal.raise_signal(signal.SIGTERM)
+            calls.append(sampling.seed)
+            return completion
+
+    tasks, engine = tasks_of(80), Ending()
+    answered(tmp_path / "straight.jsonl", tasks, engine, window=7)
+    calls.clear()
+    engine.most, out = finished, tmp_path / "cut.jsonl"
+    with pytest.raises((Interrupted, RewardError)) as caught, handled():
+        answered(out, tasks, engine, window=7)
+    assert "of 80 lines" in "".join(caught.value.__notes__)
+    engine.most = 10**6
+    answered(out, tasks, engine, window=7)
+    assert out.read_bytes() == (tmp_path / "straight.jsonl").read_bytes()
+    assert len(calls) == len(set(calls)) == 160
+    assert {p.name for p in tmp_path.iterdir() if "unfinished" in p.name} == set()
+
+
+def test_the_file_of_unfinished_work_stays_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tunesmith.offline.unfinished.LEAST_BYTES", 4000)
+    out, sizes = tmp_path / "a.jsonl", list[int]()
+
+    class Looking(FakeEngine):
+        async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
+            sizes.append(unfinished_file(out).stat().st_size)
+            return await super().generate(prompt_ids, sampling)
+
+    answered(out, tasks_of(200), Looking(), window=3)
+    assert max(sizes) < 10_000 < out.stat().st_size
+
+
 def test_no_more_than_the_window_is_in_flight(tmp_path: Path) -> None:
     engine = FakeEngine()
     answered(tmp_path / "a.jsonl", tasks_of(40), engine, window=3)
@@ -137,7 +192,7 @@ def test_too_many_failures_stop_the_run_before_their_lines_are_written(tmp_path:
 
     with pytest.raises(RewardError, match="failed"):
         answered(tmp_path / "a.jsonl", tasks_of(80), Failing(), window=7)
-    assert [line["row"] for line in lines_of(tmp_path / "a.jsonl")] == list(range(32))
+    assert [line["row"] for line in lines_of(tmp_path / "a.jsonl")] == list(range(45))
 
 
 def test_a_short_last_block_is_judged_with_what_was_written_before_it(tmp_path: Path) -> None:
@@ -152,7 +207,7 @@ def test_a_short_last_block_is_judged_with_what_was_written_before_it(tmp_path: 
     tasks, first = tasks_of(80), 79
     with pytest.raises(RewardError, match="7 of 64 rollouts failed"):
         answered(tmp_path / "b.jsonl", tasks, Failing(), 7, n=1)
-    assert len(lines_of(tmp_path / "b.jsonl")) == 64
+    assert len(lines_of(tmp_path / "b.jsonl")) == 73
 
 
 def test_data_that_the_output_would_write_over_is_refused() -> None:

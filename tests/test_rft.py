@@ -24,7 +24,8 @@ from tunesmith.engines.base import EngineStats
 from tunesmith.errors import ConfigError, DataError
 from tunesmith.monitor.interrupts import Interrupted
 from tunesmith.offline.lines import read_lines
-from tunesmith.offline.rft import RFTOutcome, run_rft, with_shots
+from tunesmith.offline.questions import with_shots
+from tunesmith.offline.rft import RFTOutcome, run_rft
 from tunesmith.offline.rounds import check_prompts
 from tunesmith.offline.usage import Usage, seconds_of, total_of
 from tunesmith.plan.derive.generation import derive_rft_warmup

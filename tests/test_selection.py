@@ -107,7 +107,7 @@ def test_wilson_intervals() -> None:
     assert interval(8, 10) == pytest.approx([0.8, 0.4901625, 0.9433178], abs=1e-6)
     assert interval(0, 20) == pytest.approx([0.0, 0.0, 0.1611252], abs=1e-6)
     assert interval(20, 20) == pytest.approx([1.0, 0.8388748, 1.0], abs=1e-6)
-    assert interval(0, 0) == [0.0, 0.0, 0.0]
+    assert interval(0, 0) is None
 
 
 @given(st.integers(1, 500), st.data())

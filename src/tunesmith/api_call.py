@@ -16,7 +16,7 @@ from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from tunesmith.assembly.checking import check_directory
+from tunesmith.assembly.checking import check_directory, resumes
 from tunesmith.assembly.opening import Caller
 from tunesmith.config.schema import Source
 from tunesmith.config.toml import toml_value
@@ -99,7 +99,8 @@ class ApiCall:
             directory = Path(run_dir).expanduser().absolute()
             new = not directory.exists()
             resume = self._settings.get("checkpoint.resume", False)
-            check_directory(directory, resume if resume in (True, False, "auto") else Path(resume))
+            resume = resume if resume in (True, False, "auto") else Path(resume)
+            check_directory(directory, resumes(self._command, resume, directory))
         files = {key: directory / "data" / f"{key}.jsonl" for key in self._rows}
         others = [] if (directory / LOCK).exists() else [str(f) for f in files.values() if os.path.lexists(f)]
         if others:

@@ -22,8 +22,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import tiny
 from documents import ROOT
 from forks import popen
-from tiny_runs import sums, write_lines
+from tiny_runs import REWARDS, sums, write_lines
 from tunesmith.assembly.train import run_sft
+from tunesmith.monitor.runs import progress_of
 from tunesmith.offline.rft import run_rft
 
 pytestmark = pytest.mark.slow
@@ -81,6 +82,43 @@ def test_killed_again_and_again_it_writes_what_it_would_have_written_at_once(tmp
     straight = (tmp_path / "straight" / "completions.jsonl").read_bytes()
     assert out.read_bytes() == straight
     assert [json.loads(line)["answer"] for line in straight.splitlines()] == [s["answer"] for s in sums(400)]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_a_signal_leaves_what_is_finished_and_says_how_to_go_on(tmp_path: Path, number: signal.Signals) -> None:
+    tiny.save_model(tmp_path / "model")
+    write_lines(tmp_path / "in.jsonl", sums(60))
+    (tmp_path / "rewards.py").write_text(REWARDS)
+    (tmp_path / "run.toml").write_text(
+        '[model]\npath = "model"\ndtype = "float32"\n[data]\ntrain = "in.jsonl"\neval = "in.jsonl"\nchat = false\n'
+        '[reward]\nfunctions = ["rewards.py:share"]\nisolation = "thread"\n[rft]\nthreshold = 0.05\n'
+        "[sampling]\nn = 4\nmax_new_tokens = 200\n[system]\nthreads = 1\nmax_running = 16\n"
+    )
+
+    def start(name: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "tunesmith", "rft", "generate", "run.toml", f"run_dir={name}"]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        return popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment, text=True)
+
+    assert start("straight").wait(600) == 0
+    process, folder = start("cut"), tmp_path / "cut" / "round-1"
+    files = [folder / "samples.jsonl", folder / ".samples.unfinished.jsonl"]
+    while not any(file.exists() and file.stat().st_size for file in files):
+        assert process.poll() is None
+        time.sleep(0.005)
+    process.send_signal(number)
+    _, told = process.communicate(timeout=600)
+    seen = progress_of(tmp_path / "cut", {}, 0)
+    assert seen.state == "stopped" and seen.total == 180 and seen.command == "rft"
+    if number == signal.SIGKILL:
+        assert process.returncode == -9
+    else:
+        assert process.returncode == 128 + number, told
+        assert "of 60 lines" in told and told.count("Continue with: tunesmith rft generate run.toml") == 1
+    assert start("cut").wait(600) == 0
+    name = "round-1/samples.jsonl"
+    assert (tmp_path / "cut" / name).read_bytes() == (tmp_path / "straight" / name).read_bytes()
+    assert progress_of(tmp_path / "cut", {}, 0).state == "done" and not files[1].exists()
 
 
 def test_the_ablation_runs(tmp_path: Path) -> None:

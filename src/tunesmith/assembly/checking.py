@@ -22,6 +22,7 @@ from tunesmith.environments.loading import check_agents, check_environment
 from tunesmith.errors import CheckpointError, ConfigError
 from tunesmith.loop.checkpoint import Checkpoints
 from tunesmith.monitor.run_dir import RunDir, check_run_dir, is_running
+from tunesmith.monitor.standing import read_standing
 from tunesmith.plan.facts.hardware import Hardware, read_hardware
 from tunesmith.plan.facts.hub import known_model_facts, known_parameters
 from tunesmith.plan.facts.measured import read_tuned
@@ -31,6 +32,7 @@ from tunesmith.plan.resolve import resolve
 from tunesmith.rewards.loading import check_rewards
 
 C = TypeVar("C", bound=RunConfig)
+Resume = bool | Literal["auto"] | Path
 
 
 def with_launched_ranks(config: C) -> C:
@@ -78,12 +80,18 @@ def check_run(config: C, base_dir: Path, *, hub: bool = True) -> Resolved[C]:
     check_interpreter(config)
     _check_data(config, hub, facts.model)
     if config.run_dir is not None:
-        check_directory(config.run_dir, config.checkpoint.resume)
+        check_directory(config.run_dir, resumes(config.command, config.checkpoint.resume, config.run_dir))
         checkpoint_to_continue(config, RunDir(config.run_dir))
     return resolved
 
 
-def check_directory(run_dir: Path, resume: bool | Literal["auto"] | Path) -> None:
+def resumes(command: str, resume: Resume, run_dir: Path) -> Resume:
+    """``checkpoint.resume``; a command that answers prompts always finds the remaining work of its own runs."""
+    standing = read_standing(run_dir)
+    return "auto" if standing and standing.command == command else resume
+
+
+def check_directory(run_dir: Path, resume: Resume) -> None:
     """Reject (UserError) a directory that the run cannot use, or that is in use."""
     check_run_dir(run_dir, resume)
     if is_running(run_dir.resolve()):

@@ -11,7 +11,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from tunesmith.assembly.checking import check_run, checkpoint_to_continue, facts_of_run, task_data, with_launched_ranks
+from tunesmith.assembly.checking import (
+    check_run,
+    checkpoint_to_continue,
+    facts_of_run,
+    resumes,
+    task_data,
+    with_launched_ranks,
+)
 from tunesmith.assembly.learning import unknown_share
 from tunesmith.assembly.models import load_tokenizer
 from tunesmith.config.commands import SamplingConfig, ScoreConfig
@@ -137,9 +144,12 @@ def open_run(
     with placed(path, overrides):
         config: C = with_launched_ranks(caller.config or load_config(kind, path, overrides))
         check_run(config, base_dir)
-        directory, resume = config.run_dir, config.checkpoint.resume
+        directory = config.run_dir
         if isinstance(config, SamplingConfig):  # if called again, these commands find the remaining work
-            directory, resume = directory or Path("runs").absolute() / name, False
+            directory = directory or Path("runs").absolute() / name
+        resume = config.checkpoint.resume
+        if directory is not None:
+            resume = resumes(config.command, resume, directory)
         with open_run_dir(directory, config.monitor.run_name or name, resume) as run_dir:
             checkpoint = checkpoint_to_resume(config, run_dir)
             yield OpenRun(config, base_dir, run_dir, checkpoint, load_tokenizer(config), caller)

@@ -71,8 +71,10 @@ def _row(run: RunSummary) -> list[str]:
 
     values = {name: run.last[name] for name in LEARNED if isinstance(run.last.get(name), int | float)}
     result = ", ".join(f"{name} {number(value)}" for name, value in values.items())
-    steps, model, algorithm = (run.settings.get(key) or "" for key in ("train.steps", "model.path", "algorithm.name"))
-    return [run.path.name, run.state, str(run.step), str(steps), Path(str(model)).name, str(algorithm), result]
+    model = run.settings.get("model.path") or ""
+    algorithm = run.progress.command or run.settings.get("algorithm.name") or ""
+    total = "" if run.progress.total is None else str(run.progress.total)
+    return [run.path.name, run.state, str(run.step), total, Path(str(model)).name, str(algorithm), result]
 
 
 def _compare(found: Sequence[RunSummary], as_json: bool) -> None:
@@ -114,9 +116,10 @@ def _tail(run: RunSummary, last: int, follow: bool) -> None:
 
 
 def _line(metrics: Mapping[str, Any]) -> str:
-    from tunesmith.monitor.progress import COLUMNS, number
+    from tunesmith.monitor.progress import COLUMNS, SAMPLING, number
 
+    columns = SAMPLING if "completions" in metrics else COLUMNS
     values = {name: value for name, value in metrics.items() if isinstance(value, int | float)}
-    texts = [f"{label} {show(values[name])}" for name, (label, show) in COLUMNS.items() if name in values]
+    texts = [f"{label} {show(values[name])}" for name, (label, show) in columns.items() if name in values]
     texts += [f"{name} {number(value)}" for name, value in values.items() if name.startswith("eval/")]
     return f"step {metrics['step']}: {', '.join(texts)}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from tunesmith.errors import ConfigError, StorageError
 from tunesmith.monitor.metrics import is_evaluation, newest_objects, numbers
 from tunesmith.monitor.run_dir import is_running
 from tunesmith.monitor.runs import check_holds, read_settings
+from tunesmith.monitor.standing import STATE_FILE, Standing, read_standing
 from tunesmith.storage import read_json, write_json
 
 FACTS_FILE = "facts.json"
@@ -74,6 +75,10 @@ class RunRecord:
     """The newest rollouts that training kept."""
     facts: RunFacts | None
     running: bool
+    standing: Standing | None = None
+    """How far a run of batch inference or RFT has come; None for other runs."""
+    rounds: Mapping[str, Mapping[str, Any]] = field(default_factory=dict[str, "Mapping[str, Any]"])
+    """``base``, ``round-1``, ... of RFT: ``yield`` and ``evaluation``, as far as they are known."""
 
 
 def read_record(path: Path) -> RunRecord:
@@ -82,12 +87,13 @@ def read_record(path: Path) -> RunRecord:
     Raises:
         ConfigError: it is not a run's directory, or the run has not completed a step.
     """
-    check_holds(path, ["metrics.jsonl"])
+    check_holds(path, ["metrics.jsonl", STATE_FILE])
+    standing, running = read_standing(path), is_running(path)
     finite = [numbers(line) for line in newest_objects(path / "metrics.jsonl", MOST_BYTES)]
     finite = [line for line in finite if "step" in line]
     evaluations = [line for line in finite if is_evaluation(line)]
     steps = [line for line in finite if not is_evaluation(line)]
-    if not steps:
+    if not steps and not standing:
         raise ConfigError(f"{path} has no completed step yet, so that there is nothing to judge")
     return RunRecord(
         path=path,
@@ -96,8 +102,22 @@ def read_record(path: Path) -> RunRecord:
         evaluations=evaluations,
         rollouts=[row for row in newest_objects(path / "rollouts.jsonl", MOST_BYTES) if row.get("kind") == "train"],
         facts=read_facts(path),
-        running=is_running(path),
+        running=running,
+        standing=standing and standing.seen(running=running),
+        rounds=_read_rounds(path),
     )
+
+
+def _read_rounds(path: Path) -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = {}
+    folders = [path / "base", *sorted(path.glob("round-*"), key=lambda p: (len(p.name), p.name))]
+    for folder in folders:
+        parts: dict[str, Any] = {}
+        for name in ("yield", "evaluation"):
+            with suppress(StorageError):
+                parts[name] = read_json(folder / f"{name}.json")
+        found |= {folder.name: parts} if parts else {}
+    return found
 
 
 def write_facts(facts: RunFacts, run_dir: Path) -> None:

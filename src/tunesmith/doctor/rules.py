@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
+from tunesmith.plan.rules.rules import applies
+
 Severity = Literal["problem", "warning", "note"]
+SEVERITIES: Sequence[Severity] = ("problem", "warning", "note")
 _PLACE = re.compile(r"\{([^{}*:]+)(?:\*([\d.]+))?(?::([^{}]*))?\}")
 
 
@@ -30,8 +34,23 @@ class Finding:
 
 @cache
 def rules() -> dict[str, list[dict[str, Any]]]:
-    """The tables of the file: ``rule``, ``harmful``, ``nothing_learned`` and ``at_the_end``."""
+    """The tables of the file: ``rule``, ``answers``, ``harmful``, ``nothing_learned`` and ``at_the_end``."""
     return tomllib.loads(Path(__file__).with_name("rules.toml").read_text(encoding="utf-8"))
+
+
+def applied(table: str, values: Mapping[str, Any], first: Finding | None = None) -> list[Finding]:
+    """The findings of a table, the worst first, without those that another one explains.
+
+    Args:
+        first: a finding in addition; it replaces one with the same key.
+    """
+    found = {first.key: first} if first else dict[str, Finding]()
+    for rule in rules()[table]:
+        if applies(rule, values):
+            found.setdefault(rule["key"], described(rule, values))
+    explained = {key for rule in chain(*rules().values()) if rule["key"] in found for key in rule.get("explains", ())}
+    kept = [finding for key, finding in found.items() if key not in explained]
+    return sorted(kept, key=lambda finding: SEVERITIES.index(finding.severity))
 
 
 def described(rule: Mapping[str, Any], values: Mapping[str, Any]) -> Finding:

@@ -56,6 +56,8 @@ def _of_change(record: RunRecord, values: Mapping[str, Any]) -> dict[str, Any]:
             found[f"right.{end}"] = values[f"reward.{end}"] / full
     if record.facts is not None:
         found["reach"] = record.facts.reach
+    if "eval/accuracy.first" in values and "right.first" in found:
+        found["greedy_gap"] = values["eval/accuracy.first"] - found["right.first"]
     return found
 
 

@@ -58,15 +58,18 @@ class RolloutLog:
             drop_after(file, -1 if resume_step is None else resume_step)
         self._lines = JsonLines(path, private=True)
 
-    def write(self, step: int, groups: Sequence[RolloutGroup], kind: str = "train") -> list[Json]:
+    def write(self, step: int, groups: Sequence[RolloutGroup], kind: str = "train", first: int = 0) -> list[Json]:
         """Append all rollouts of the first groups and the failed ones of the others. Returns the lines.
+
+        Args:
+            first: the number of the first group among those of the step.
 
         Raises:
             StorageError: the disk is full.
         """
         kept = self._groups if kind == "train" else self._groups * EVALUATED
         lines = [
-            {"step": step, "kind": kind, "group": number, **self._line(rollout, kind)}
+            {"step": step, "kind": kind, "group": first + number, **self._line(rollout, kind)}
             for number, group in enumerate(groups)
             for rollout in group.rollouts
             if number < kept or rollout.error is not None

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 _BARS = "▁▂▃▄▅▆▇█"
 _HISTORY = 50
 _LONGEST_BAR = 24
+LINE_SECONDS = 10.0
+"""Seconds between plain lines about sampling."""
 
 
 def number(value: float) -> str:
@@ -59,6 +61,16 @@ COLUMNS: Mapping[str, tuple[str, Callable[[float], str]]] = {
     "lr": ("lr", number),
 }
 """The metrics shown if a step has them: label and format."""
+SAMPLING: Mapping[str, tuple[str, Callable[[float], str]]] = {
+    "total_tokens": ("tokens", "{:,.0f}".format),
+    "tokens_per_second": ("tok/s", count),
+    "limit_share": ("of limit", share),
+    "reward": ("reward", number),
+    "answered": ("answered", share),
+    "right": ("right", share),
+    "accepted": ("accepted", "{:,.0f}".format),
+}
+"""The same for batch inference and RFT."""
 WATCHED = ("reward", "loss")
 """The sparkline follows the first of these."""
 
@@ -71,9 +83,11 @@ def each_once(values: Mapping[str, str]) -> dict[str, str]:
     return {", ".join(sharing): value for value, sharing in names.items()}
 
 
-def _shown(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
+def _shown(
+    metrics: Mapping[str, float], columns: Mapping[str, tuple[str, Callable[[float], str]]] = COLUMNS
+) -> list[tuple[str, str]]:
     """Label and text of every column that the metrics have a value for."""
-    return [(label, show(metrics[name])) for name, (label, show) in COLUMNS.items() if name in metrics]
+    return [(label, show(metrics[name])) for name, (label, show) in columns.items() if name in metrics]
 
 
 def sparkline(values: Sequence[float]) -> str:
@@ -86,17 +100,23 @@ def sparkline(values: Sequence[float]) -> str:
     return "".join(_BARS[round((v - low) * scale)] if abs(v) < float("inf") else " " for v in values)
 
 
+def _eta(left: float | None, at_most: bool) -> list[str]:
+    return [] if left is None else [f"ETA {'at most ' if at_most else ''}{duration(left)}"]
+
+
 class Progress:
     """Shows steps ``start + 1 ... total`` of a run, one line per step. Use it as a context manager.
 
     Args:
+        unit: what is counted.
         every: steps between lines; the first and the last are always shown.
     """
 
-    def __init__(self, total: int, start: int = 0, every: int = 1) -> None:
-        self.total, self.done = total, start
+    def __init__(self, total: int, start: int = 0, every: int = 1, unit: str = "step") -> None:
+        self.total, self.done, self._unit = total, start, unit
         self._first, self._every = start + 1, every
         self._seconds: deque[float] = deque(maxlen=20)
+        self._began = self._reported = time.monotonic()
 
     @property
     def remaining(self) -> float | None:
@@ -113,7 +133,22 @@ class Progress:
         if step % self._every == 0 or step in (self._first, self.total):
             parts = [f"{label} {text}" for label, text in _shown(metrics)]
             times = [duration(seconds), f"ETA {duration(self.remaining or 0)}"]
-            print("  ".join([f"step {step}/{self.total}", *parts, *times]), flush=True)
+            print("  ".join([f"{self._unit} {step}/{self.total}", *parts, *times]), flush=True)
+
+    def update(self, done: int, metrics: Mapping[str, float], left: float | None, *, at_most: bool = False) -> None:
+        """Show how far sampling has come, in a line every ``LINE_SECONDS`` and at the end.
+
+        Args:
+            metrics: those of ``SAMPLING`` are shown.
+            left: seconds left, if that is known; ``at_most``: it is only an upper bound.
+        """
+        now, ended = time.monotonic(), done == self.total and self.done < done
+        self.done = done
+        if now - self._reported >= LINE_SECONDS or ended:
+            self._reported = now
+            parts = [f"{label} {text}" for label, text in _shown(metrics, SAMPLING)]
+            times = [duration(now - self._began), *([] if ended else _eta(left, at_most))]
+            print("  ".join([f"{self._unit} {done:,}/{self.total:,}", *parts, *times]), flush=True)
 
     def note(self, text: str) -> None:
         """Show a message: an evaluation, a checkpoint, a smaller micro-batch."""
@@ -129,12 +164,13 @@ class Progress:
 class LivePanel(Progress):
     """A bar, the latest metrics and the reward's curve, redrawn in place; notes scroll above."""
 
-    def __init__(self, total: int, start: int = 0, console: Console | None = None) -> None:
+    def __init__(self, total: int, start: int = 0, console: Console | None = None, unit: str = "step") -> None:
         from rich.console import Console
         from rich.live import Live
 
-        super().__init__(total, start)
+        super().__init__(total, start, unit=unit)
         self._metrics: Mapping[str, float] = {}
+        self._columns, self._eta = COLUMNS, list[str]()
         self._watched: str | None = None
         self._phase, self._since = "starting", time.monotonic()
         self._course: deque[float] = deque(maxlen=_HISTORY)
@@ -155,6 +191,11 @@ class LivePanel(Progress):
         if self._watched:
             self._course.append(metrics[self._watched])
 
+    def update(self, done: int, metrics: Mapping[str, float], left: float | None, *, at_most: bool = False) -> None:
+        if self._columns is not SAMPLING:
+            self._columns, self._phase, self._since = SAMPLING, "", self._began
+        self.done, self._metrics, self._eta = done, metrics, _eta(left, at_most)
+
     def note(self, text: str) -> None:
         self._console.print(printable(text), markup=False, highlight=False, soft_wrap=True)
 
@@ -164,17 +205,17 @@ class LivePanel(Progress):
         from rich.table import Table
         from rich.text import Text
 
-        left = "" if self.remaining is None else f"  {duration(self.remaining)} left"
-        busy = f"{self._phase} {duration(time.monotonic() - self._since)}"
+        left = "".join(self._eta) if self.remaining is None else f"{duration(self.remaining)} left"
+        busy = f"{self._phase} {duration(time.monotonic() - self._since)}".lstrip()
         top = Table.grid(padding=(0, 1))
         top.add_row(
-            Text(f"step {self.done}/{self.total}", style="bold"),
+            Text(f"{self._unit} {self.done:,}/{self.total:,}", style="bold"),
             ProgressBar(total=self.total, completed=self.done, width=30),
-            Text(left + "  "),
+            Text(f"  {left}  "),
             Text(busy, style="dim"),
         )
         numbers = Text()
-        for label, shown in _shown(self._metrics):
+        for label, shown in _shown(self._metrics, self._columns):
             numbers.append(f"{label}\xa0", style="dim").append(shown, style="bold").append("   ")  # wraps between two
         course = Text()
         if self._watched is not None and len(self._course) > 1:
@@ -194,17 +235,23 @@ class LivePanel(Progress):
 
 
 def open_progress(
-    total: int, *, start: int = 0, live: bool | None = None, every: int = 1, console: Console | None = None
+    total: int,
+    *,
+    start: int = 0,
+    live: bool | None = None,
+    every: int = 1,
+    unit: str = "step",
+    console: Console | None = None,
 ) -> Progress:
-    """A display for steps ``start + 1 ... total``.
+    """A display for steps ``start + 1 ... total``, or for as many of another ``unit``.
 
     Args:
         live: True for a live panel, False for lines, None for a panel in a terminal.
         every: steps between lines.
     """
     if live if live is not None else sys.stdout.isatty():
-        return LivePanel(total, start, console)
-    return Progress(total, start, every)
+        return LivePanel(total, start, console, unit)
+    return Progress(total, start, every, unit)
 
 
 def time_table(totals: Mapping[str, float]) -> list[str]:

@@ -10,6 +10,7 @@
         metrics.jsonl     one object per step
         rollouts.jsonl    some groups of each step
         rollouts-older.jsonl
+        state.json        how far a run of generate or rft has come
         sinks.json        ids of the run in W&B, trackio and MLflow
         checkpoints/      step-000010, ...
         model             a link to the newest checkpoint's model
@@ -36,8 +37,9 @@ from pathlib import Path
 from typing import Literal
 
 from tunesmith.config.toml import without_secrets
-from tunesmith.errors import CheckpointError, ConfigError, StorageError, boundary
+from tunesmith.errors import CheckpointError, ConfigError, StorageError, UserError, boundary
 from tunesmith.monitor.interrupts import Interrupted
+from tunesmith.monitor.standing import STATE_FILE, read_standing
 
 PLAN_FILE = "plan.json"
 LATEST = "latest"
@@ -108,24 +110,32 @@ def open_run_dir(run_dir: Path | None, name: str, resume: bool | Literal["auto"]
         except BaseException as error:
             newest = newest_checkpoint(path)
             begun = newest or (isinstance(error, Interrupted) and holds_run(path))
-            if begun and not isinstance(error, CheckpointError):
+            if (begun or _goes_on(path, error)) and not isinstance(error, CheckpointError):
                 if newest and isinstance(error, StorageError) and "last good checkpoint" not in str(error):
                     error.add_note(f"the last good checkpoint is {newest}")
-                error.add_note(how_to_continue(path))
+                if (how := how_to_continue(path)) not in getattr(error, "__notes__", ()):  # by a run inside this one
+                    error.add_note(how)
             raise
+
+
+def _goes_on(path: Path, error: BaseException) -> bool:
+    """Whether the command that failed answers prompts, and continues where it ended."""
+    return read_standing(path) is not None and not isinstance(error, UserError)
 
 
 def how_to_continue(path: Path) -> str:
     """How to continue the run in a directory. Without a checkpoint, ``resume=auto`` restarts it."""
-    resume = f"checkpoint.resume={'true' if newest_checkpoint(path) else 'auto'}"
+    resume = f" checkpoint.resume={'true' if newest_checkpoint(path) else 'auto'}"
+    by_itself = read_standing(path) is not None
     if (words := own_command()) is None:
-        return f"Continue with the same command and run_dir={shlex.quote(str(path))} {resume}"
-    if words[1:2] in (["rft"], ["generate"]):  # these commands continue by themselves
+        resume = "" if by_itself else resume
+        return f"Continue with the same command and run_dir={shlex.quote(str(path))}{resume}"
+    if by_itself or words[1:2] in (["rft"], ["generate"]):
         return f"Continue with: {shown_command(words)}"
     if words[1:2] == ["demo"]:  # its stages are commands on run files beside their run directories
         words = ["tunesmith", path.name, str(path.with_suffix(".toml"))]
     kept = [word for word in words if not word.startswith(("run_dir=", "checkpoint.resume="))]
-    return f"Continue with: {shown_command([*kept, f'run_dir={path}', resume])}"
+    return f"Continue with: {shown_command([*kept, f'run_dir={path}', resume.strip()])}"
 
 
 def own_command() -> list[str] | None:
@@ -192,9 +202,13 @@ def newest_checkpoint(path: Path) -> Path | None:
 
 
 def holds_run(path: Path) -> bool:
-    """Whether a directory has metrics or a checkpoint."""
+    """Whether a directory has metrics, a checkpoint or answers."""
     metrics = path / "metrics.jsonl"
-    return newest_checkpoint(path) is not None or (metrics.exists() and metrics.stat().st_size > 0)
+    return (
+        (path / STATE_FILE).exists()
+        or newest_checkpoint(path) is not None
+        or (metrics.exists() and metrics.stat().st_size > 0)
+    )
 
 
 def numbered_directory(parent: Path, name: str) -> Path:

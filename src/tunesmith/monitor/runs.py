@@ -11,11 +11,12 @@ from typing import Any
 from tunesmith.errors import ConfigError, StorageError, TunesmithError, boundary
 from tunesmith.monitor.metrics import is_evaluation, newest_objects, numbers
 from tunesmith.monitor.run_dir import LATEST, holds_run, is_running
+from tunesmith.monitor.standing import read_standing
 from tunesmith.storage import read_json
 
 END_BYTES = 1 << 16
 """Bytes read from the end of the metrics to learn a run's progress."""
-LEARNED = ("reward", "loss", "accuracy", "margin")
+LEARNED = ("reward", "loss", "accuracy", "margin", "sampled_right", "accepted", "eval/accuracy")
 NOT_COMPARED = ("step", "time")
 
 
@@ -26,22 +27,44 @@ class RunSummary:
     path: Path
     settings: Mapping[str, Any]
     last: Mapping[str, Any]
-    running: bool
-    readable: bool = True
+    progress: RunProgress
 
     @property
     def step(self) -> int:
-        return int(self.last.get("step", 0))
+        return self.progress.step
 
     @property
     def state(self) -> str:
-        done = state_of(self.running, self.step, self.settings.get("train.steps"))
-        return done if self.readable else "cannot be read"
+        return self.progress.state
 
 
-def state_of(running: bool, step: int, total: object) -> str:
-    """``running``, ``done``, or ``stopped`` before the last step."""
-    return "running" if running else "done" if isinstance(total, int) and step >= total else "stopped"
+@dataclass(frozen=True, slots=True)
+class RunProgress:
+    """How far a run has come: steps, or prompts of batch inference and RFT.
+
+    ``state`` is ``running``, ``done``, ``stopped`` before the last step or, if that is known, ``failed``.
+    """
+
+    state: str
+    step: int
+    total: int | None
+    command: str | None = None
+    """``generate`` or ``rft``; None: another."""
+
+
+def progress_of(path: Path, settings: Mapping[str, Any], step: int) -> RunProgress:
+    """
+    Args:
+        step: the last one in ``metrics.jsonl``.
+    """
+    running, standing = is_running(path), read_standing(path)
+    if standing:
+        seen = standing.seen(running=running)
+        return RunProgress(seen.state, max(step, seen.answered), seen.total, seen.command)
+    steps = settings.get("train.steps")
+    total = steps if isinstance(steps, int) else None
+    state = "running" if running else "done" if total is not None and step >= total else "stopped"
+    return RunProgress(state, step, total)
 
 
 def find_runs(directory: Path) -> list[RunSummary]:
@@ -70,7 +93,7 @@ def _listed(path: Path) -> RunSummary:
     try:
         return read_run(path)
     except TunesmithError:
-        return RunSummary(path, {}, {}, is_running(path), readable=False)
+        return RunSummary(path, {}, {}, RunProgress("cannot be read", 0, None))
 
 
 def read_run(path: Path) -> RunSummary:
@@ -81,8 +104,12 @@ def read_run(path: Path) -> RunSummary:
     """
     if not path.is_dir() or not holds_run(path):
         raise ConfigError(f"{path} is not the directory of a run. Name one, such as runs/{LATEST}")
-    steps = [line for line in last_lines(path) if not is_evaluation(line)]
-    return RunSummary(path, read_settings(path), steps[-1] if steps else {}, is_running(path))
+    lines, settings, last = last_lines(path), read_settings(path), dict[str, Any]()
+    if read_standing(path):  # each line has what was measured then: samples, a round's yield, an evaluation
+        last = {name: value for line in lines for name, value in line.items() if value is not None}
+    elif steps := [line for line in lines if not is_evaluation(line)]:
+        last = steps[-1]
+    return RunSummary(path, settings, last, progress_of(path, settings, int(last.get("step", 0))))
 
 
 def check_holds(path: Path, files: Sequence[str]) -> None:

@@ -9,14 +9,27 @@ from functools import partial
 from math import inf
 from pathlib import Path
 
+from tunesmith.assembly.opening import OpenRun
 from tunesmith.config.commands import GenerateConfig
 from tunesmith.errors import ConfigError
-from tunesmith.offline.lines import Json, LineWriter, claim, read_lines, records_of, write_whole
+from tunesmith.monitor.standing import recorded
+from tunesmith.offline.lines import (
+    Json,
+    LineWriter,
+    claim,
+    count_answered,
+    read_lines,
+    records_of,
+    write_whole,
+)
 from tunesmith.offline.sampling import answer_tasks, identity, longest_prompt, open_sampling
 from tunesmith.offline.scoring import score
 from tunesmith.offline.selection import OVERWRITTEN, Selected, best, conditional, level_borders, pair, usable
 from tunesmith.offline.usage import Usage, total_of
+from tunesmith.offline.watch import Watch
+from tunesmith.rewards.reward_set import RewardSet
 from tunesmith.storage import read_json, write_json
+from tunesmith.types import Task
 
 _PART = "run"
 
@@ -44,29 +57,39 @@ def run_generate(path: Path | None, overrides: Sequence[str] = ()) -> Generated:
         run.resolve(train_size=len(tasks), longest=longest_prompt(tasks))
         config, directory, output = run.config, run.directory.path, run.config.output
         scoring = output.kind == "score"
-        out = directory / ("scores.jsonl" if scoring else "completions.jsonl")
+        outs = [directory / "completions.jsonl", directory / "scores.jsonl"]
+        out, other = outs[scoring], outs[not scoring]
         claim(out, identity(config, run.train.fingerprint, tokenizer))
         run.announce()
-        report: Json = {}
-        file, done = directory / "report.json", None
+        file, done, kept = directory / "report.json", None, Json()
         usage.add_earlier({_PART: read_json(file)["usage"]} if file.exists() else {})
-        try:
-            with usage.phase("scoring" if scoring else "sampling", _PART):
-                if scoring:
-                    assert rewards is not None, "they are all there is to do"
-                    score(config, tokenizer, rewards, tasks, out)
-                else:
-                    decode = partial(tokenizer.decode, skip_special_tokens=True)
-                    flat, overwritten = config.sampling.n == 1, OVERWRITTEN.get(output.kind, ())
-                    writer = LineWriter(decode, flat, rewards is not None, output.logprobs, overwritten)
-                    answer_tasks(config, tokenizer, rewards, tasks, writer, out, usage)
-            with usage.phase("selection", _PART):
-                done = _selected(config, directory, out)
-            report = {"output": done.output.name, "lines": done.lines, "counts": done.counts}
-        finally:
-            total = total_of(usage.parts().values())
-            write_json(file, {**report, "usage": total})
+        title = "lines" if scoring else "completions"
+        watch = Watch(directory, title, len(tasks), before=count_answered(other))
+        with recorded(directory, "generate", lambda: (min(count_answered(out), len(tasks)), len(tasks))):
+            try:
+                with usage.phase("scoring" if scoring else "sampling", _PART):
+                    if scoring:
+                        assert rewards is not None, "they are all there is to do"
+                        score(config, tokenizer, rewards, tasks, out, watch)
+                    else:
+                        _answer(run, rewards, out, usage, watch)
+                with usage.phase("selection", _PART):
+                    done = _selected(config, directory, out)
+                kept = {"output": done.output.name, "lines": done.lines, "counts": done.counts}
+            finally:
+                total = total_of(usage.parts().values())
+                write_json(file, {**kept, "usage": total})
         return replace(done, usage=total, earlier=usage.earlier)
+
+
+def _answer(
+    run: OpenRun[GenerateConfig, Task], rewards: RewardSet | None, out: Path, usage: Usage, watch: Watch
+) -> None:
+    config, tokenizer, output = run.config, run.tokenizer, run.config.output
+    decode = partial(tokenizer.decode, skip_special_tokens=True)
+    flat, overwritten = config.sampling.n == 1, OVERWRITTEN.get(output.kind, ())
+    writer = LineWriter(decode, flat, rewards is not None, output.logprobs, overwritten)
+    answer_tasks(config, tokenizer, rewards, run.train.items, writer, out, usage, watch)
 
 
 def _selected(config: GenerateConfig, run_dir: Path, out: Path) -> Generated:

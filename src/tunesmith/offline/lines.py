@@ -108,6 +108,24 @@ def read_lines(path: Path) -> Iterator[Json]:
             yield json.loads(line)
 
 
+def unfinished_file(path: Path) -> Path:
+    """The file next to an output with what cannot be written to it yet; see ``Unfinished``."""
+    return path.with_name(f".{path.stem}.unfinished.jsonl")
+
+
+def count_answered(path: Path) -> int:
+    """Number of finished lines, with those that are not written to the output yet."""
+    count = 0
+    with boundary(StorageError, f"cannot read {path}", OSError):
+        if path.exists():
+            with path.open("rb") as file:
+                count += sum(line.endswith(b"\n") for line in file)
+        if (more := unfinished_file(path)).exists():
+            with more.open("rb") as file:
+                count += sum(line.endswith(b"\n") and b', "line": ' in line for line in file)
+    return count
+
+
 def write_whole(path: Path, lines: Iterator[Json]) -> int:
     """Write a file atomically: whole or not at all. Returns its number of lines."""
     count = 0
@@ -126,6 +144,8 @@ def claim(path: Path, identity: Mapping[str, Any]) -> None:
         ConfigError: the file was begun with another origin.
     """
     note = path.with_name(f".{path.stem}.source.json")
+    if not path.exists():
+        unfinished_file(path).unlink(missing_ok=True)  # the user has deleted the output to begin again
     current: Json = {key: same_path(value) for key, value in json.loads(json.dumps(redact_values(identity))).items()}
     if path.exists() and note.exists():
         before = read_json(note)

@@ -12,38 +12,41 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tunesmith.assembly.checking import facts_of_run
-from tunesmith.assembly.models import load_tokenizer
-from tunesmith.assembly.opening import FROM_A_COMMAND, Caller, OpenRun, limited_data
+from tunesmith.assembly.opening import FROM_A_COMMAND, Caller, OpenRun
 from tunesmith.assembly.session import SHOWN, load_trained
 from tunesmith.assembly.sinks import ADAPTERS
 from tunesmith.assembly.train import run_sft
 from tunesmith.config.commands import RFTConfig
 from tunesmith.config.reading.files import ADAPTER_CONFIG
 from tunesmith.config.resolved import Resolved, config_text, settings
-from tunesmith.config.schema import DataSection, LoraSection
-from tunesmith.data.prepare import load_samples, load_tasks
-from tunesmith.data.prompts import PromptEncoder, Shots, read_shots
-from tunesmith.environments.multi_turn import tools_in_data
-from tunesmith.errors import ConfigError, DataError
+from tunesmith.config.schema import DataSection
+from tunesmith.data.prepare import load_samples
+from tunesmith.data.prompts import PromptEncoder
+from tunesmith.doctor.answers import yield_findings
+from tunesmith.errors import ConfigError
 from tunesmith.loop.checkpoint import Checkpoints, read_state
-from tunesmith.monitor.metrics import read_metrics
+from tunesmith.monitor.metrics import MetricsLog, newest_objects, read_metrics
+from tunesmith.monitor.standing import recorded
 from tunesmith.monitor.text import EvalExample
-from tunesmith.offline.lines import Json, LineWriter, claim, read_lines
+from tunesmith.offline.lines import Json, LineWriter, claim, count_answered, read_lines
+from tunesmith.offline.questions import Questions, first_questions, held_out_questions, sampling_from
 from tunesmith.offline.rounds import (
     RftRound,
     adopt_answers,
     check_prompts,
     describe,
-    describe_shortage,
     describe_yield,
+    evaluation_metrics,
     examples,
     fallen,
     select_answers,
+    yield_metrics,
 )
 from tunesmith.offline.sampling import answer_tasks, identity, longest_prompt, open_sampling
-from tunesmith.offline.selection import accuracy
+from tunesmith.offline.selection import accuracy, correct_answers, right_answers, select
 from tunesmith.offline.usage import Usage, total_of
-from tunesmith.plan.derive.generation import SEPARATOR, derive_rft_warmup, profile_values
+from tunesmith.offline.watch import Judged, Watch
+from tunesmith.plan.derive.generation import derive_rft_warmup, profile_values
 from tunesmith.plan.resolve import resolve
 from tunesmith.plan.rules.checks import SAMPLER_KEYS
 from tunesmith.rewards.reward_set import RewardSet
@@ -90,28 +93,16 @@ def run_rft(
             raise ConfigError("data.eval is missing: name the questions to evaluate on")
         assert rewards is not None, "a run needs a reward"
         steps = _begin(run, rewards, usage)
-        steps.do(step)
+        with recorded(run.directory.path, "rft", steps.count):
+            steps.do(step)
         return steps.outcome()
-
-
-@dataclass(frozen=True, slots=True)
-class Questions:
-    """Tasks to answer, in the tokens of the model that answers them."""
-
-    tokenizer: Any
-    tasks: Sequence[Task]
-    fingerprint: str
-    shots: str | None = None
-    """The text of the file of worked examples that precede each task; None if there are none."""
-    separator: str = ""
-    """Between worked examples in plain text; sampling stops at it."""
 
 
 def _begin(run: OpenRun[RFTConfig, Task], rewards: RewardSet, usage: Usage) -> _Run:
     """Resolve and announce the settings; read the run's existing results."""
     said, run_dir = run.config, run.directory.path
-    first = _first_questions(run)
-    held_out = run.held_out.items if run.held_out else []
+    first = first_questions(run)
+    held_out = held_out_questions(run, trained=False).tasks if run.held_out else []
     # The number of questions is not the amount of training, so it is not given as the size of the data.
     run.resolve(longest=longest_prompt([*first.tasks, *held_out]))
     run.announce()
@@ -123,35 +114,6 @@ def _begin(run: OpenRun[RFTConfig, Task], rewards: RewardSet, usage: Usage) -> _
     earlier: Json = read_json(report).get("usage", {}) if report.exists() else {}
     usage.add_earlier({part: metrics for part, metrics in earlier.items() if part != _TOTAL})
     return _Run(run, said, rewards, threshold, first, RftRound(run_dir / "base"), rounds, usage)
-
-
-def _first_questions(run: OpenRun[RFTConfig, Task]) -> Questions:
-    """The first round's questions, after worked examples, tokenized for ``rft.sampler`` or the model to train."""
-    config, data, tokenizer, train = run.config, limited_data(run.config), run.tokenizer, run.train
-    if config.rft.sampler is not None:
-        tokenizer = load_tokenizer(sampling_from(config, config.rft.sampler))
-        train = load_tasks(data, data.train, tokenizer)
-    file, separator = config.rft.few_shot, config.rft.few_shot_separator
-    if file is None:
-        return Questions(tokenizer, train.items, train.fingerprint)
-    encoder = PromptEncoder.of(data, tokenizer, [task.prompt for task in train.items], separator or SEPARATOR)
-    if encoder.template is not None and separator is not None:
-        raise ConfigError("rft.few_shot_separator has no effect on a chat template, which has turns; leave it out")
-    shots = read_shots(file, tokenizer)
-    tasks = [with_shots(task, encoder, shots, data.max_prompt_tokens) for task in train.items]
-    stop = "" if encoder.template else encoder.separator
-    return Questions(tokenizer, tasks, train.fingerprint, file.read_text(encoding="utf-8"), stop)
-
-
-def with_shots(task: Task, encoder: PromptEncoder, shots: Shots, limit: int | None) -> Task:
-    """The task with worked examples before it. Training and evaluation omit them."""
-    ids = encoder.ids(task.prompt, tools_in_data(task), shots)
-    if limit is not None and len(ids) > limit:
-        raise DataError(
-            f"task {task.id}: with the worked examples of rft.few_shot the prompt has {len(ids)} tokens, the limit is "
-            f"{limit}: the model's context less sampling.max_new_tokens, or data.max_prompt_tokens"
-        )
-    return replace(task, prompt_ids=tuple(ids))
 
 
 @dataclass(slots=True)
@@ -199,6 +161,18 @@ class _Run:
         if step == "train":
             self.train(number)
 
+    @property
+    def _outputs(self) -> list[Path]:
+        """The files of answers, in the order in which they are made."""
+        made = [path for this in self.rounds for path in (this.samples, this.evaluation)]
+        return [self.base.evaluation, *made]
+
+    def count(self) -> tuple[int, int]:
+        """Answered prompts, and all prompts of the run."""
+        questions, rounds = len(self.run.train.items), len(self.rounds)
+        held_out = len(self.run.eval_items or ()) * (rounds + self.config.eval.at_start)
+        return sum(map(count_answered, self._outputs)), questions * rounds + held_out
+
     def outcome(self) -> RFTOutcome:
         model = next((r.model for r in reversed(self.rounds) if r.model), None)
         newest = next((r for r in reversed(self.rounds) if r.evaluation.exists()), None)
@@ -237,17 +211,18 @@ class _Run:
                 adopt_answers(config.rft.answers, this, train.items)
             elif number:
                 questions = Questions(self.run.tokenizer, train.items, train.fingerprint)
-                self._sample(this.samples, sampling_from(config, self.rounds[number - 1].model), questions)
+                self._sample(this, sampling_from(config, self.rounds[number - 1].model), questions)
             elif config.rft.sampler is None:
-                self._sample(this.samples, sampling_from(config, None), self.first)
+                self._sample(this, sampling_from(config, None), self.first)
             else:
                 other = sampling_from(self.said, config.rft.sampler)
                 facts = replace(facts_of_run(other), longest=longest_prompt(self.first.tasks))
-                self._sample(this.samples, resolve(other, facts).config, self.first)
+                self._sample(this, resolve(other, facts).config, self.first)
             counts = select_answers(this, config.rft.select, self.threshold, config.sampling.n)
         print(describe_yield(this.name, counts), flush=True)
-        if counts["kept"] < config.train.batch_size:
-            print(describe_shortage(counts, config.train.batch_size), flush=True)
+        self._record(this, yield_metrics(counts))
+        for finding in yield_findings(counts, config.sampling.n, config.train.batch_size, this.name):
+            print("\n  ".join([f"warning: {finding.numbers}", *finding.change, finding.effect]), flush=True)
 
     def train(self, number: int) -> None:
         """Run ``tunesmith sft`` on the answers that a round kept."""
@@ -287,15 +262,15 @@ class _Run:
 
     def evaluate(self, this: RftRound) -> None:
         """Greedy answers of a round's model, or of the base model, to the held-out questions."""
-        held_out, model = self.run.held_out, this.model
-        assert held_out is not None
-        tasks = held_out.items[: self.config.eval.max_prompts]
-        questions = Questions(self.run.tokenizer, tasks, held_out.fingerprint)
+        model = this.model
+        questions = held_out_questions(self.run, trained=model is not None)
         with self._phase("evaluation", this):
-            self._sample(this.evaluation, sampling_from(self.config, model), questions, greedy=True)
+            self._sample(this, sampling_from(self.config, model), questions, greedy=True)
             shares = accuracy(islice(read_lines(this.evaluation), len(questions.tasks)), self.threshold)
+            shares["few_shot"] = questions.shots is not None
             write_json(this.evaluation_report, shares)
         print(describe(this.name, shares), flush=True)
+        self._record(this, evaluation_metrics(shares))
         if (
             model is not None
             and self.base.evaluation_report.exists()
@@ -307,8 +282,17 @@ class _Run:
                 flush=True,
             )
 
-    def _sample(self, out: Path, config: RFTConfig, questions: Questions, *, greedy: bool = False) -> None:
-        """Answer questions into ``out``."""
+    def _record(self, this: RftRound, metrics: dict[str, float]) -> None:
+        """Write the result of a round's samples or evaluation into ``metrics.jsonl``, once."""
+        file, step = self.run.directory.path / "metrics.jsonl", self.count()[0]
+        metrics["round"] = float(this.number)
+        if not any(metrics.items() <= line.items() for line in newest_objects(file, 1 << 16)):
+            with MetricsLog(file, resume_step=step) as log:
+                log.write(step, metrics)
+
+    def _sample(self, this: RftRound, config: RFTConfig, questions: Questions, *, greedy: bool = False) -> None:
+        """Answer questions into the round's file of samples or, if ``greedy``, of its evaluation."""
+        out = this.evaluation if greedy else this.samples
         out.parent.mkdir(parents=True, exist_ok=True)
         tokenizer, separator = questions.tokenizer, questions.separator
         source = identity(config, questions.fingerprint, tokenizer, greedy=greedy)
@@ -321,9 +305,24 @@ class _Run:
             text: str = tokenizer.decode(token_ids, skip_special_tokens=True)
             return text.split(separator, 1)[0] if separator else text
 
+        def judge(line: Json) -> Judged:
+            if greedy:
+                return Judged(len(right_answers(line, self.threshold)), 0)
+            correct = correct_answers(line, self.threshold)
+            return Judged(len(correct), len(select(correct, self.config.rft.select)))
+
         writer, stop = LineWriter(decode, flat=False, scored=True), (separator,) if separator else ()
+        watch = Watch(
+            self.run.directory.path,
+            f"{this.name} {'evaluation' if greedy else 'sampling'}: completions",
+            len(questions.tasks),
+            before=sum(count_answered(file) for file in self._outputs if file != out),
+            evaluates=greedy,
+            common={"round": float(this.number)},
+            judge=judge,
+        )
         answer_tasks(
-            config, tokenizer, self.rewards, questions.tasks, writer, out, self.usage, greedy=greedy, stop=stop
+            config, tokenizer, self.rewards, questions.tasks, writer, out, self.usage, watch, greedy=greedy, stop=stop
         )
 
     def _training_data(self, this: RftRound) -> DataSection:
@@ -367,16 +366,6 @@ class _Run:
         by_user = {key for key in given if key in kept and kept[key] == values[key] and key not in reasons}
         of_round = f"round {number + 1} of tunesmith rft"
         return kept, {key: reasons.get(key, of_round) for key in (*kept, "checkpoint.resume") if key not in by_user}
-
-
-def sampling_from(config: RFTConfig, model: Path | str | None) -> RFTConfig:
-    """The configuration of sampling with the base model (None), with an adapter on it, or with another whole model."""
-    if model is None:
-        return config.model_copy(update={"lora": LoraSection(path=config.lora.path)})
-    if isinstance(model, Path) and (model / ADAPTER_CONFIG).is_file():
-        return config.model_copy(update={"lora": LoraSection(path=model)})
-    changed = config.model.model_copy(update={"path": str(model)})
-    return config.model_copy(update={"model": changed, "lora": LoraSection()})
 
 
 def _release_memory() -> None:

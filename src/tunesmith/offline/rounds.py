@@ -34,6 +34,8 @@ class RftRound:
 
     def __init__(self, directory: Path) -> None:
         self.directory, self.name = directory, directory.name
+        self.number = int(directory.name.partition("-")[2] or 0)
+        """0 is the base model."""
         self.samples = directory / "samples.jsonl"
         self.train = directory / "train.jsonl"
         self.sft = directory / "sft"
@@ -143,12 +145,32 @@ def describe(name: str, shares: Mapping[str, Any]) -> str:
     parts = [f"{name:9}"]
     for key in ("accuracy", "answered", "accuracy_of_answered"):
         if shares[key] is not None:
-            share, low, high = shares[key]
-            parts.append(f"{key.replace('_', ' ')} {share:.1%} (95%: {low:.1%} to {high:.1%})")
+            parts.append(f"{key.replace('_', ' ')} {_with_interval(*shares[key])}")
+    if shares["answered"] and not shares["answered"][0]:
+        parts.append("none answered")
     parts.append(f"of {shares['questions']} questions")
+    if shares.get("few_shot"):
+        parts.append("after worked examples")
     if shares["failed"]:
         parts.append(f"failed {shares['failed']}")
     return "  ".join(parts)
+
+
+def _with_interval(share: float, low: float, high: float) -> str:
+    return f"{share:.1%} (95%: {low:.1%} to {high:.1%})"
+
+
+def evaluation_metrics(shares: Mapping[str, Any]) -> dict[str, float]:
+    """An evaluation as metrics."""
+    known = {key: shares[key][0] for key in ("accuracy", "answered", "accuracy_of_answered") if shares[key]}
+    known["failed"] = shares["failed"] / shares["questions"]
+    return {f"eval/{key}": value for key, value in known.items()}
+
+
+def yield_metrics(report: Mapping[str, Any]) -> dict[str, float]:
+    """The result of a round's sampling as metrics."""
+    counts = {name: float(report[name]) for name in ("questions", "solved")}
+    return {**counts, "accepted": float(report["kept"]), "sampled_right": report["correct_share"][0]}
 
 
 def describe_yield(name: str, report: Mapping[str, Any]) -> str:
@@ -157,16 +179,8 @@ def describe_yield(name: str, report: Mapping[str, Any]) -> str:
     most = max(histogram.values()) or 1
     bars = [f"  {n:>4} right  {count:>7,}  {'█' * round(30 * count / most)}".rstrip() for n, count in histogram.items()]
     totals = (
-        f"{name}: {report['correct']:,} of {report['samples']:,} samples are right, {report['solved']:,} of "
+        f"{name}: {report['correct']:,} of {report['samples']:,} samples are right, "
+        f"{_with_interval(*report['correct_share'])}; {report['solved']:,} of "
         f"{report['questions']:,} questions are solved, {report['kept']:,} answers are kept ({report['select']})"
     )
     return "\n".join([totals, *bars])
-
-
-def describe_shortage(report: Mapping[str, Any], batch_size: int) -> str:
-    """The warning about a yield that does not fill one optimizer batch."""
-    return (
-        f"warning: {report['kept']:,} answers from {report['solved']:,} of {report['questions']:,} questions are less "
-        f"than one batch (train.batch_size = {batch_size}): the model would memorise them. Give examples with "
-        "rft.few_shot, raise sampling.n, or train by example first: tunesmith sft"
-    )

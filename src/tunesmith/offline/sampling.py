@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from tunesmith.assembly.engines import make_engine, make_sampling
-from tunesmith.assembly.event_loop import run_async
 from tunesmith.assembly.models import load_model
 from tunesmith.assembly.opening import FROM_A_COMMAND, Caller, OpenRun, open_run
 from tunesmith.assembly.rewards import add_rewards
@@ -21,9 +20,13 @@ from tunesmith.engines.base import EngineStats, RolloutEngine
 from tunesmith.environments.base import SingleTurn
 from tunesmith.loop.collect import Collector
 from tunesmith.loop.seeds import derive_seed
+from tunesmith.monitor.interrupts import handled, keeping
+from tunesmith.monitor.run_dir import how_to_continue
 from tunesmith.offline.answering import answer, window_of
 from tunesmith.offline.lines import LineWriter, repair
+from tunesmith.offline.unfinished import Unfinished
 from tunesmith.offline.usage import Usage
+from tunesmith.offline.watch import Watch, open_rollouts
 from tunesmith.plan.processes.weights import loads_model, weights_apart
 from tunesmith.rewards.loading import load_rewards
 from tunesmith.rewards.reward_set import RewardSet
@@ -37,9 +40,12 @@ def open_sampling(
     kind: type[C], path: Path | None, overrides: Sequence[str], caller: Caller = FROM_A_COMMAND
 ) -> Generator[tuple[OpenRun[C, Task], RewardSet | None]]:
     """Like ``open_run``; also load the rewards, if any, and read the data."""
-    with open_run(kind, path, overrides, caller) as run:
-        section = run.config.reward
-        with closing(load_rewards(section, run.base_dir)) if section else nullcontext() as rewards:
+    with handled(), open_run(kind, path, overrides, caller) as run:
+        section, run_dir = run.config.reward, run.directory.path
+        with (
+            keeping(lambda: how_to_continue(run_dir)),
+            closing(load_rewards(section, run.base_dir)) if section else nullcontext() as rewards,
+        ):
             run.read(partial(load_tasks, tokenizer=run.tokenizer), rewards and rewards.check_tasks)
             yield run, rewards
 
@@ -56,6 +62,7 @@ def answer_tasks(
     writer: LineWriter,
     out: Path,
     usage: Usage,
+    watch: Watch,
     *,
     greedy: bool = False,
     stop: tuple[str, ...] = (),
@@ -65,6 +72,7 @@ def answer_tasks(
     Args:
         config: resolved.
         usage: must have an open phase.
+        watch: its counters of the engine, and its log of rollouts, are set here.
         greedy: one completion per prompt at temperature 0; ``[sampling]``'s ``n`` and ``temperature`` are not used.
         stop: strings to stop at, in addition to those of ``[sampling]``.
     """
@@ -76,9 +84,12 @@ def answer_tasks(
     with usage.phase("setup"):
         engine = _load(config, tokenizer, rewards)
     sampling = make_sampling(section, tokenizer, temperature, stop)
-    collector = Collector(engine.generate, rewards, {"single_turn": SingleTurn()}, writer.decode, section.timeout)
+    environments = {"single_turn": SingleTurn()}
 
-    async def produce(place: int, task: Task) -> RolloutGroup:
+    async def produce(place: int, task: Task, unfinished: Unfinished) -> RolloutGroup:
+        alone = n == 1 and rewards is None  # a completion is a line at once
+        complete = engine.generate if alone else unfinished.completing(place, engine.generate)
+        collector = Collector(complete, rewards, environments, writer.decode, section.timeout)
         [group] = await collector.collect([task], sampling, n, derive_seed(section.seed, place))
         return group
 
@@ -86,27 +97,27 @@ def answer_tasks(
         usage.add_engine(counted := engine.stats())
         return counted
 
-    async def write() -> None:
-        try:
-            # An engine with its own weights has read them from the model's files, without the adapter; SGLang has not.
-            if weights_apart(config) and (config.lora.on or config.system.engine_kind.served):
-                with usage.phase("setup"):
-                    await engine.load_weights(0)
-            await answer(
-                out,
-                tasks,
-                produce,
-                writer.line,
-                window=window_of(config.system.max_running, n),
-                max_failed_share=(config.reward or RewardSection()).max_failed_share,
-                live=config.monitor.progress,
-                stats=stats,
-            )
-            stats()
-        finally:
-            await engine.close()
+    watch.stats, watch.live = stats, config.monitor.progress
+    watch.samples, watch.longest = n, section.max_new_tokens
+    watch.open_rollouts = partial(open_rollouts, watch.run_dir, config, tokenizer)
 
-    run_async(write())
+    async def begin() -> None:
+        # An engine with its own weights has read them from the model's files, without the adapter; SGLang has not.
+        if weights_apart(config) and (config.lora.on or config.system.engine_kind.served):
+            with usage.phase("setup"):
+                await engine.load_weights(0)
+
+    answer(
+        out,
+        tasks,
+        produce,
+        writer.line,
+        window=window_of(config.system.max_running, n),
+        max_failed_share=(config.reward or RewardSection()).max_failed_share,
+        watch=watch,
+        begin=begin,
+        end=engine.close,
+    )
 
 
 def _load(config: SamplingConfig, tokenizer: Any, rewards: RewardSet | None) -> RolloutEngine:

@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from tunesmith.assembly.event_loop import run_async
 from tunesmith.assembly.rewards import add_rewards
 from tunesmith.config.commands import GenerateConfig
 from tunesmith.data.chat import end_of_turn_id
@@ -18,11 +17,15 @@ from tunesmith.data.tokens import encode
 from tunesmith.errors import DataError
 from tunesmith.offline.answering import BLOCK, answer, window_of
 from tunesmith.offline.lines import Json, repair, scores_of
+from tunesmith.offline.unfinished import Unfinished
+from tunesmith.offline.watch import Watch, open_rollouts
 from tunesmith.rewards.reward_set import RewardSet
 from tunesmith.types import Completion, Rollout, RolloutGroup, Task
 
 
-def score(config: GenerateConfig, tokenizer: Any, rewards: RewardSet, tasks: Sequence[Task], out: Path) -> None:
+def score(
+    config: GenerateConfig, tokenizer: Any, rewards: RewardSet, tasks: Sequence[Task], out: Path, watch: Watch
+) -> None:
     """Append a line with rewards for each line of data that ``out`` lacks.
 
     Each completion is scored as a rollout, with the model's end token unless it was cut off.
@@ -37,7 +40,7 @@ def score(config: GenerateConfig, tokenizer: Any, rewards: RewardSet, tasks: Seq
     chat = choose_template(config.data, tokenizer, [Example(t.id, t.id, prompt=t.prompt) for t in tasks]) is not None
     end = end_of_turn_id(tokenizer) if chat else tokenizer.eos_token_id
 
-    async def produce(_: int, task: Task) -> RolloutGroup:
+    async def produce(_: int, task: Task, __: Unfinished) -> RolloutGroup:
         records = given_records(task, column)
         rollouts: list[Rollout] = []
         for record in records:
@@ -54,8 +57,10 @@ def score(config: GenerateConfig, tokenizer: Any, rewards: RewardSet, tasks: Seq
 
     if repair(out) < len(tasks):
         add_rewards(rewards, config, tokenizer, partial(print, flush=True))
-        line, share, live = partial(_line, column=column), config.reward.max_failed_share, config.monitor.progress
-        run_async(answer(out, tasks, produce, line, window=window_of(BLOCK, 1), max_failed_share=share, live=live))
+        line, share = partial(_line, column=column), config.reward.max_failed_share
+        watch.live = config.monitor.progress
+        watch.open_rollouts = partial(open_rollouts, watch.run_dir, config, tokenizer)
+        answer(out, tasks, produce, line, window=window_of(BLOCK, 1), max_failed_share=share, watch=watch)
 
 
 def given_records(task: Task, column: str | None) -> list[Json]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from math import ceil, inf
@@ -91,9 +91,14 @@ def level(reward: float, borders: Sequence[float]) -> int:
     return bisect_left(borders, reward) + 1
 
 
+def right_answers(line: Mapping[str, Any], threshold: float) -> list[Json]:
+    """Completions that reach the threshold, also those that were cut off."""
+    return [record for record in usable(line) if record["reward"] >= threshold - ROUNDING]
+
+
 def correct_answers(line: Mapping[str, Any], threshold: float) -> list[Json]:
     """Completions that reach the threshold and are complete."""
-    return [r for r in usable(line) if r["reward"] >= threshold - ROUNDING and r.get("finish_reason") == "stop"]
+    return [record for record in right_answers(line, threshold) if record.get("finish_reason") == "stop"]
 
 
 def select(records: Sequence[Json], rule: str) -> list[Json]:
@@ -172,7 +177,7 @@ class Yield:
             **{name: totals[name] for name in ("questions", "solved", "samples", "correct", "failed", "kept")},
             "solved_share": interval(totals["solved"], totals["questions"]),
             "correct_share": interval(totals["correct"], totals["samples"]),
-            "answered_share": interval(round(self.answered), judged) if judged else None,
+            "answered_share": interval(round(self.answered), judged),
             "questions_by_correct_samples": {str(n): self.histogram[n] for n in range(most + 1)},
         }
 
@@ -182,27 +187,28 @@ def answered_of(records: Sequence[Mapping[str, Any]]) -> list[float]:
     return [r["metrics"]["answered"] for r in records if "answered" in (r.get("metrics") or {})]
 
 
-def interval(hits: int, total: int) -> list[float]:
-    """``[share, low, high]``: a share and its 95% interval (``wilson``); zeros if ``total`` is 0."""
+def interval(hits: int, total: int) -> list[float] | None:
+    """``[share, low, high]``: a share and its 95% interval (``wilson``); None of nothing."""
     if total == 0:
-        return [0.0, 0.0, 0.0]
+        return None
     return [hits / total, *wilson(hits / total, total)]
 
 
-def accuracy(lines: Iterator[Json], threshold: float) -> Json:
+def accuracy(lines: Iterable[Json], threshold: float) -> Json:
     """Shares, with their 95% intervals, of an evaluation with one completion per line.
 
     A missing answer is not a wrong answer: ``answered`` is the share of completions with an answer, and
     ``accuracy_of_answered`` the accuracy among those. A failed completion is neither answered nor correct.
     """
+    lines = list(lines)
     records = [record for line in lines for record in records_of(line)]
-    correct = [r for r in records if r.get("reward") is not None and r["reward"] >= threshold - ROUNDING]
+    correct = [record for line in lines for record in right_answers(line, threshold)]
     judged = answered_of(records)
     answered, right = (sum(value > 0 for value in values) for values in (judged, answered_of(correct)))
     return {
         "questions": len(records),
         "accuracy": interval(len(correct), len(records)),
         "answered": interval(answered, len(records)) if judged else None,
-        "accuracy_of_answered": interval(right, answered) if judged else None,
+        "accuracy_of_answered": interval(right, answered),
         "failed": sum("error" in record for record in records),
     }

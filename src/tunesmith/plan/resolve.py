@@ -60,7 +60,7 @@ def resolve(config: C, facts: Facts) -> Resolved[C]:
     check(config, installed=not facts.hardware.named)
     filling = Filling(config)
     if isinstance(config, SamplingConfig):
-        derive_sampling(filling)
+        derive_sampling(filling, facts)
     _derive_algorithm(filling, facts)
     if config.trains:
         _derive_length(filling, facts)

@@ -456,7 +456,7 @@ function showRuns() {
       view.hidden = view.hidden.includes(run.name) ? view.hidden.filter((name) => name !== run.name) : [...view.hidden, run.name];
       show();
     } }) : null,
-    swatch(runColour(n)), run.name, make("span", { class: "faint" }, `${run.state}, step ${run.steps}${run.total_steps ? ` of ${run.total_steps}` : ""}`),
+    swatch(runColour(n)), run.name, make("span", { class: "faint" }, `${run.state}, ${run.unit} ${run.steps}${run.total_steps ? ` of ${run.total_steps}` : ""}`),
     run.problems.length ? make("span", { class: "warn", title: run.problems.join("\n") }, "⚠") : null)));
 }
 

@@ -11,8 +11,9 @@ from tunesmith.doctor.findings import diagnose
 from tunesmith.doctor.record import read_facts, read_record
 from tunesmith.errors import StorageError, TunesmithError, boundary
 from tunesmith.monitor.catalogue import CATALOGUE, find
-from tunesmith.monitor.run_dir import PLAN_FILE, is_running
-from tunesmith.monitor.runs import check_holds, state_of
+from tunesmith.monitor.run_dir import PLAN_FILE
+from tunesmith.monitor.runs import check_holds, progress_of
+from tunesmith.monitor.standing import STATE_FILE, read_standing
 from tunesmith.monitor.text import first_and_last
 from tunesmith.monitor.wilson import wilson
 from tunesmith.report.metrics import MetricsFile, curves, totals
@@ -25,7 +26,7 @@ Json = dict[str, Any]
 
 EXAMPLES = 12
 """Number of held-out prompts shown with their first and last answers."""
-FILES = ("metrics.jsonl", "resolved.json", "rollouts.jsonl")
+FILES = ("metrics.jsonl", "resolved.json", "rollouts.jsonl", STATE_FILE)
 """A run's directory has at least one of them."""
 
 
@@ -94,13 +95,14 @@ def run_json(run: GrowingRun, name: str) -> Json:
     findings, why_none = run.findings()
     step = int(steps.column("step")[-1]) if steps.rows else 0
     traces = read_traces(run.path / "trace")
-    total = settings.get("train.steps", {}).get("value")
+    progress = progress_of(run.path, {key: entry["value"] for key, entry in settings.items()}, step)
     return {
         "name": name,
         "path": str(run.path),
-        "state": state_of(is_running(run.path), step, total),
-        "steps": step,
-        "total_steps": total,
+        "state": progress.state,
+        "steps": progress.step,
+        "total_steps": progress.total,
+        "unit": "step" if read_standing(run.path) is None else "prompt",
         "problems": problems,
         "notes": notes,
         "curves": curves(steps),

@@ -9,6 +9,8 @@ from typing import Any
 
 from tunesmith.config.commands import RFTConfig, SamplingConfig
 from tunesmith.config.resolved import settings
+from tunesmith.config.section import known
+from tunesmith.plan.facts.run import Facts
 from tunesmith.plan.filling import Filling
 from tunesmith.plan.length import draws, steps_of_passes
 
@@ -18,6 +20,9 @@ SEPARATOR = "\n\n"
 LORA_LR = 2e-4
 """The RFT performance guide's learning rate, which is for an adapter."""
 WARMUP = 50
+TOGETHER, TOGETHER_LARGE, LARGE = 64, 32, 100e6
+"""Completions decoded together on a CPU, also for models of more than ``LARGE`` parameters. Measured on one core: with
+16M and 40M parameters 64 are within 2% of the most tokens per second, with 134M 32 are 1% faster than 64."""
 
 
 def profile_values(name: str) -> dict[str, tuple[Any, str]]:
@@ -26,9 +31,10 @@ def profile_values(name: str) -> dict[str, tuple[Any, str]]:
     return {key: (value, reason) for key, (value, reason) in profiles[name].items()}
 
 
-def derive_sampling(filling: Filling) -> None:
+def derive_sampling(filling: Filling, facts: Facts) -> None:
     """Derive number of samples and temperature; for RFT, everything in its profile."""
     config: SamplingConfig = filling.config
+    _derive_together(filling, facts)
     if isinstance(config, RFTConfig):
         _derive_profile(filling, config)
         return
@@ -42,6 +48,17 @@ def derive_sampling(filling: Filling) -> None:
         filling.fill("output.reward_template", TEMPLATE, "the prompt, then the reward")
     if config.output.kind == "pairs":
         filling.fill("output.min_margin", 0.0, "any difference makes a pair")
+
+
+def _derive_together(filling: Filling, facts: Facts) -> None:
+    """On a CPU, fewer completions at once, so that the first ones are finished early."""
+    system = filling.config.system
+    on_cpu = not facts.hardware.gpus or known(system, "device") == "cpu"
+    given = "max_running" in system.model_fields_set or system.engine != "local"
+    if on_cpu and filling.config.samples and not given:
+        parameters = facts.model.parameters if facts.model else None
+        together = TOGETHER_LARGE if parameters and parameters > LARGE else TOGETHER
+        filling.set("system.max_running", together, "on a CPU more at once are no faster, and end later")
 
 
 def _derive_profile(filling: Filling, config: RFTConfig) -> None:
