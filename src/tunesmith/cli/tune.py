@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from tunesmith.tune.result import Result
     from tunesmith.tune.steps import Measured
 
+NOTHING = "Nothing was measured, so this says nothing about faster settings; give it more time with --minutes"
+
 
 def tune(
     run: RunFile,
@@ -62,7 +64,11 @@ def _print_result(result: Result, file: Path, report: Path) -> None:
     from tunesmith.monitor.text import aligned, printable, shown_path
     from tunesmith.tune.result import shown, told
 
-    print("\nThe gain of each change" if result.brought else "\nNo measured settings are faster than the run file")
+    known = sum(trial.outcome.interval is not None for trial in result.trials)
+    heading = "The gain of each change"
+    if not result.brought:
+        heading = f"None of {known} measured changes is faster than the run file" if known else NOTHING
+    print(f"\n{heading}")
     for trial in result.brought:
         print(printable(f"  {told(trial)}"))
     facts = {key: "none" if value is None else toml_value(value) for key, value in result.changed.items()}
@@ -70,7 +76,7 @@ def _print_result(result: Result, file: Path, report: Path) -> None:
         facts["all together"] = shown(result.gain)
     if result.proof:
         facts["gradient"] = f"equal to that of the derived settings within {result.proof.distance:.1e}"
-    facts["trials"] = f"{len(result.trials)} in {result.seconds / 60:.1f} minutes"
+    facts["trials"] = f"{result.measured} in {result.seconds / 60:.1f} minutes, {len(result.trials)} in all calls"
     facts["report"] = shown_path(report)
     if result.better:
         facts["run file"] = shown_path(file)

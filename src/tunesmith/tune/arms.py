@@ -49,6 +49,8 @@ class Arm:
     """Parent of its run directories."""
     rollouts: Path | None = None
     """As in ``Order``."""
+    start_seconds: float = START_SECONDS
+    """Time limit for its first step."""
     metrics: dict[str, Any] = field(default_factory=dict[str, Any])
     """Metrics of its last step."""
     run_dir: Path = field(init=False)
@@ -88,7 +90,7 @@ class Arm:
         self._process = process
         with suppress(OSError):
             process.connection.send(Order(config, self.path, self.rollouts))
-        self._await_step(process, START_SECONDS)
+        self._await_step(process, self.start_seconds)
         self.starting = time.monotonic() - began
         return process
 

@@ -70,6 +70,8 @@ class Result:
     subject: Mapping[str, Any]
     seconds: float
     interrupted: bool
+    measured: int = 0
+    """Trials of this call; the others are known from earlier ones, or were refused."""
 
     @property
     def better(self) -> bool:
@@ -95,6 +97,7 @@ class Result:
             "brought": [trial.as_json() for trial in self.brought],
             "gradient": {"distance": proof.distance, "tolerance": proof.tolerance} if proof else None,
             "trials": [trial.as_json() for trial in self.trials],
+            "measured": self.measured,
             "seconds": self.seconds,
             "interrupted": self.interrupted,
         }
@@ -107,11 +110,15 @@ def _gain(found: Interval) -> dict[str, float]:
 
 def told(trial: Trial) -> str:
     """``system.threads = 2: 1.84× (1.79–1.90) as fast, 5 pairs``."""
-    moved = ", ".join(f"{key} = {'none' if value is None else toml_value(value)}" for key, value in trial.move.items())
     outcome = trial.outcome
     came = shown(outcome.interval) if outcome.interval and outcome.status == "measured" else outcome.status
     reason = f": {outcome.reason.splitlines()[0]}" if outcome.reason else ""
-    return f"{moved}: {came}{reason}"
+    return f"{moved(trial.move)}: {came}{reason}"
+
+
+def moved(values: Values) -> str:
+    """``system.threads = 2, system.compile = true``."""
+    return ", ".join(f"{key} = {'none' if value is None else toml_value(value)}" for key, value in values.items())
 
 
 def shown(found: Interval) -> str:

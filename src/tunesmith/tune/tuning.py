@@ -19,6 +19,8 @@ from tunesmith.config.schema import RLConfig, RunConfig
 from tunesmith.errors import CapacityError, ConfigError
 from tunesmith.monitor.children import remove_at_end
 from tunesmith.monitor.interrupts import Interrupted
+from tunesmith.monitor.progress import duration
+from tunesmith.monitor.waits import long_wait
 from tunesmith.plan.cost.memory import planned_devices
 from tunesmith.plan.cost.operations import chunk_rows
 from tunesmith.plan.cost.seconds import expected_seconds
@@ -33,7 +35,7 @@ from tunesmith.tune.bench import Bench
 from tunesmith.tune.intervals import Interval
 from tunesmith.tune.knobs import KV, LAYOUT, RUNNING, THREADS, TOKENS, TUNED, Shape, Values, layouts_here, neighbours
 from tunesmith.tune.proof import Proof, compare_gradients
-from tunesmith.tune.result import Journal, Result, Trial, shown, told
+from tunesmith.tune.result import Journal, Result, Trial, moved, shown, told
 from tunesmith.tune.search import Candidate, TrialOutcome, search
 from tunesmith.tune.setup import (
     check_tunable,
@@ -78,6 +80,10 @@ class Tuning:
     given: Values = field(init=False)
     """The run file's settings; ``derived`` if it sets none of the tuned ones, or does not run."""
     best: Values = field(init=False)
+    trial_seconds: float = 0.0
+    """About how long a trial takes: starting its run, and its first pair of steps."""
+    measured: int = 0
+    """Trials of this call."""
     interrupted: bool = False
     accepted: list[Trial] = field(default_factory=list[Trial])
     _left: Trial | None = None
@@ -148,7 +154,13 @@ class Tuning:
         """Measure a candidate, or look it up in the journal; ``arm`` is its run if it is already running."""
         outcome = self.journal.find(best, candidate.values)
         if outcome is None:
-            outcome = self.bench.compare(best, candidate.values, arm)
+            self.measured += 1
+            changed = moved({key: v for key, v in best.items() if self.derived.get(key) != v})
+            passed = duration(time.monotonic() - self.began)
+            doing = f"trial {self.measured}: {moved(candidate.move)}"
+            self.say(f"{doing}, after {passed}; best so far: {changed or 'the derived settings'}")
+            with long_wait(f"measuring {doing}", self.say):
+                outcome = self.bench.compare(best, candidate.values, arm)
             self.journal.add(Trial(best, candidate.values, candidate.move, outcome))
         trial = Trial(best, candidate.values, candidate.move, outcome)
         if outcome.faster:
@@ -166,13 +178,24 @@ class Tuning:
         try:
             if given is not None:
                 self._take(given)
-            search(self.best, self.candidates, self.expected, self.compare, lambda: not self.bench.is_over)
+            search(self.best, self.candidates, self.expected, self.compare, self._time_is_left)
         except Interrupted:
             self.interrupted = True
             self.bench.close()
         except TrialEnded as ended:
             self.say(f"the best settings do not run any more: {ended}")
             self.bench.close()
+
+    def _time_is_left(self) -> bool:
+        """Whether another trial fits into the time limit."""
+        left = self.bench.ends - time.monotonic()
+        if self.bench.is_over or left < self.trial_seconds:
+            self.say(
+                f"no further trial is begun: one takes about {duration(self.trial_seconds)}, and "
+                f"{duration(max(0.0, left))} are left for trials"
+            )
+            return False
+        return True
 
     def _take(self, config: RunConfig) -> None:
         """Compare the run file's settings with the derived ones."""
@@ -246,6 +269,7 @@ class Tuning:
             given=self.given,
             derived=self.derived,
             subject=self.journal.subject,
+            measured=self.measured,
             seconds=time.monotonic() - self.began,
             interrupted=self.interrupted,
         )
@@ -290,12 +314,24 @@ def open_tuning(
     base, facts = trial_config(without_tuned(config, pinned)), facts_of_run(config)
     with TemporaryDirectory(prefix="tunesmith-tune-", ignore_cleanup_errors=True) as folder, ExitStack() as stack:
         remove_at_end(Path(folder))
-        first = Arm(base, path, Path(folder))
+        first = Arm(base, path, Path(folder), start_seconds=60 * minutes)
         stack.callback(first.end)
+        say(f"starting the run with the derived settings, for two steps; the limit is {duration(60 * minutes)}")
         try:
-            first.step()
+            with long_wait("starting the run", say):
+                first.start()
+            step = time.monotonic()
+            with long_wait("taking a step", say):
+                first.step()
+            step = time.monotonic() - step
         except TrialEnded as ended:
+            if ended.status == "slow":
+                raise ConfigError(
+                    f"nothing was measured: the run's first step did not end within --minutes {minutes:g}. Give it "
+                    f"several times as long, such as --minutes {10 * minutes:g}"
+                ) from None
             raise ConfigError(f"the run does not work with the settings that are derived for it: {ended}") from None
+        say(f"starting takes {duration(first.starting)}, a step {duration(step)}")
         shape = shape_of(base, facts, first)
         derived, usual = tuned_values(first.resolved())
         late = min(LATE * first.starting, 30 * minutes)
@@ -308,6 +344,7 @@ def open_tuning(
         tuning = Tuning(
             base, path, bench, facts, journal, pinned, shape, derived, usual, say, began, began + 60 * minutes
         )
+        tuning.trial_seconds = first.starting + 2 * step
         said = settings(config, given_only=True).keys() & set(TUNED) - pinned
         tuning.find(trial_config(without_tuned(config, TUNED)) if said else None)
         yield tuning
