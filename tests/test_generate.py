@@ -37,7 +37,7 @@ from tunesmith.offline.scoring import given_records
 from tunesmith.offline.selection import OVERWRITTEN
 from tunesmith.offline.unfinished import Unfinished
 from tunesmith.offline.usage import seconds_of
-from tunesmith.offline.watch import Watch
+from tunesmith.offline.watch import JobWatch
 from tunesmith.types import Completion, Rollout, RolloutGroup, Sampling, Task
 
 
@@ -109,7 +109,7 @@ def answered(path: Path, tasks: Sequence[Task], engine: Any, window: int, n: int
         alone = replace(collector, complete=unfinished.completing(place, engine.generate))
         return (await alone.collect([task], Sampling(5), n, derive_seed(0, place)))[0]
 
-    watch = Watch(path.parent, "completions", len(tasks), samples=n, live=False)
+    watch = JobWatch(path.parent, "completions", len(tasks), samples=n, live=False)
     answer(path, tasks, produce, writer.line, window=window, max_failed_share=0.1, watch=watch)
     return lines_of(path)
 

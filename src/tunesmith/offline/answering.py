@@ -19,7 +19,7 @@ from tunesmith.monitor.metrics import JsonLines
 from tunesmith.monitor.text import shown_path
 from tunesmith.offline.lines import Json, records_of, repair
 from tunesmith.offline.unfinished import Unfinished
-from tunesmith.offline.watch import Watch
+from tunesmith.offline.watch import JobWatch
 from tunesmith.rewards.metrics import check_failed
 from tunesmith.types import Rollout, RolloutGroup, Status, Task
 
@@ -46,7 +46,7 @@ def answer(
     *,
     window: int,
     max_failed_share: float,
-    watch: Watch,
+    watch: JobWatch,
     begin: Work = nothing,
     end: Work = nothing,
 ) -> None:
@@ -97,7 +97,7 @@ async def _answer(
     line: Callable[[RolloutGroup], Json],
     order: _InOrder,
     window: int,
-    watch: Watch,
+    watch: JobWatch,
 ) -> None:
     """Play all tasks that ``order`` does not have, with at most ``window`` in flight, and end those on an error."""
     flying: dict[asyncio.Future[RolloutGroup], int] = {}

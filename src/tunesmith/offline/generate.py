@@ -26,7 +26,7 @@ from tunesmith.offline.sampling import answer_tasks, identity, longest_prompt, o
 from tunesmith.offline.scoring import score
 from tunesmith.offline.selection import OVERWRITTEN, Selected, best, conditional, level_borders, pair, usable
 from tunesmith.offline.usage import Usage, total_of
-from tunesmith.offline.watch import Watch
+from tunesmith.offline.watch import JobWatch
 from tunesmith.rewards.reward_set import RewardSet
 from tunesmith.storage import read_json, write_json
 from tunesmith.types import Task
@@ -64,7 +64,7 @@ def run_generate(path: Path | None, overrides: Sequence[str] = ()) -> Generated:
         file, done, kept = directory / "report.json", None, Json()
         usage.add_earlier({_PART: read_json(file)["usage"]} if file.exists() else {})
         title = "lines" if scoring else "completions"
-        watch = Watch(directory, title, len(tasks), before=count_answered(other))
+        watch = JobWatch(directory, title, len(tasks), before=count_answered(other))
         with recorded(directory, "generate", lambda: (min(count_answered(out), len(tasks)), len(tasks))):
             try:
                 with usage.phase("scoring" if scoring else "sampling", _PART):
@@ -83,7 +83,7 @@ def run_generate(path: Path | None, overrides: Sequence[str] = ()) -> Generated:
 
 
 def _answer(
-    run: OpenRun[GenerateConfig, Task], rewards: RewardSet | None, out: Path, usage: Usage, watch: Watch
+    run: OpenRun[GenerateConfig, Task], rewards: RewardSet | None, out: Path, usage: Usage, watch: JobWatch
 ) -> None:
     config, tokenizer, output = run.config, run.tokenizer, run.config.output
     decode = partial(tokenizer.decode, skip_special_tokens=True)

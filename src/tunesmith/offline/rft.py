@@ -45,7 +45,7 @@ from tunesmith.offline.rounds import (
 from tunesmith.offline.sampling import answer_tasks, identity, longest_prompt, open_sampling
 from tunesmith.offline.selection import accuracy, correct_answers, right_answers, select
 from tunesmith.offline.usage import Usage, total_of
-from tunesmith.offline.watch import Judged, Watch
+from tunesmith.offline.watch import JobWatch, Judged
 from tunesmith.plan.derive.generation import derive_rft_warmup, profile_values
 from tunesmith.plan.resolve import resolve
 from tunesmith.plan.rules.checks import SAMPLER_KEYS
@@ -312,7 +312,7 @@ class _Run:
             return Judged(len(correct), len(select(correct, self.config.rft.select)))
 
         writer, stop = LineWriter(decode, flat=False, scored=True), (separator,) if separator else ()
-        watch = Watch(
+        watch = JobWatch(
             self.run.directory.path,
             f"{this.name} {'evaluation' if greedy else 'sampling'}: completions",
             len(questions.tasks),

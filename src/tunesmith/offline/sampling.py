@@ -26,13 +26,14 @@ from tunesmith.offline.answering import answer, window_of
 from tunesmith.offline.lines import LineWriter, repair
 from tunesmith.offline.unfinished import Unfinished
 from tunesmith.offline.usage import Usage
-from tunesmith.offline.watch import Watch, open_rollouts
+from tunesmith.offline.watch import JobWatch
 from tunesmith.plan.processes.weights import loads_model, weights_apart
 from tunesmith.rewards.loading import load_rewards
 from tunesmith.rewards.reward_set import RewardSet
 from tunesmith.types import RolloutGroup, Task
 
 C = TypeVar("C", GenerateConfig, RFTConfig)
+_ENVIRONMENTS = {"single_turn": SingleTurn()}
 
 
 @contextmanager
@@ -62,7 +63,7 @@ def answer_tasks(
     writer: LineWriter,
     out: Path,
     usage: Usage,
-    watch: Watch,
+    watch: JobWatch,
     *,
     greedy: bool = False,
     stop: tuple[str, ...] = (),
@@ -84,12 +85,11 @@ def answer_tasks(
     with usage.phase("setup"):
         engine = _load(config, tokenizer, rewards)
     sampling = make_sampling(section, tokenizer, temperature, stop)
-    environments = {"single_turn": SingleTurn()}
 
     async def produce(place: int, task: Task, unfinished: Unfinished) -> RolloutGroup:
         alone = n == 1 and rewards is None  # a completion is a line at once
         complete = engine.generate if alone else unfinished.completing(place, engine.generate)
-        collector = Collector(complete, rewards, environments, writer.decode, section.timeout)
+        collector = Collector(complete, rewards, _ENVIRONMENTS, writer.decode, section.timeout)
         [group] = await collector.collect([task], sampling, n, derive_seed(section.seed, place))
         return group
 
@@ -97,9 +97,7 @@ def answer_tasks(
         usage.add_engine(counted := engine.stats())
         return counted
 
-    watch.stats, watch.live = stats, config.monitor.progress
-    watch.samples, watch.longest = n, section.max_new_tokens
-    watch.open_rollouts = partial(open_rollouts, watch.run_dir, config, tokenizer)
+    watch.follow(config, tokenizer, stats, n)
 
     async def begin() -> None:
         # An engine with its own weights has read them from the model's files, without the adapter; SGLang has not.

@@ -14,17 +14,18 @@ from tunesmith.data.embedding_rows import without_row
 from tunesmith.data.formats import Example
 from tunesmith.data.prompts import choose_template
 from tunesmith.data.tokens import encode
+from tunesmith.engines.base import EngineStats
 from tunesmith.errors import DataError
 from tunesmith.offline.answering import BLOCK, answer, window_of
 from tunesmith.offline.lines import Json, repair, scores_of
 from tunesmith.offline.unfinished import Unfinished
-from tunesmith.offline.watch import Watch, open_rollouts
+from tunesmith.offline.watch import JobWatch
 from tunesmith.rewards.reward_set import RewardSet
 from tunesmith.types import Completion, Rollout, RolloutGroup, Task
 
 
 def score(
-    config: GenerateConfig, tokenizer: Any, rewards: RewardSet, tasks: Sequence[Task], out: Path, watch: Watch
+    config: GenerateConfig, tokenizer: Any, rewards: RewardSet, tasks: Sequence[Task], out: Path, watch: JobWatch
 ) -> None:
     """Append a line with rewards for each line of data that ``out`` lacks.
 
@@ -58,8 +59,7 @@ def score(
     if repair(out) < len(tasks):
         add_rewards(rewards, config, tokenizer, partial(print, flush=True))
         line, share = partial(_line, column=column), config.reward.max_failed_share
-        watch.live = config.monitor.progress
-        watch.open_rollouts = partial(open_rollouts, watch.run_dir, config, tokenizer)
+        watch.follow(config, tokenizer, EngineStats, 1)
         answer(out, tasks, produce, line, window=window_of(BLOCK, 1), max_failed_share=share, watch=watch)
 
 

@@ -39,7 +39,7 @@ class Judged:
 
 
 @dataclass(slots=True)
-class Watch:
+class JobWatch:
     """Watches the answering of one file. Its steps are prompts: those of the run's other files come before."""
 
     run_dir: Path
@@ -81,6 +81,12 @@ class Watch:
     _right: int = field(init=False, default=0)
     _kept: int = field(init=False, default=0)
     _total_tokens: float = field(init=False, default=0.0)
+
+    def follow(self, config: SamplingConfig, tokenizer: Any, stats: Callable[[], EngineStats], samples: int) -> None:
+        """Set what the sampling is like: an engine's counters, and the number of completions per prompt."""
+        self.stats, self.live, self.samples = stats, config.monitor.progress, samples
+        self.longest = config.sampling.max_new_tokens if config.sampling_settings else 0
+        self.open_rollouts = partial(open_rollouts, self.run_dir, config, tokenizer)
 
     def begin(self, path: Path, finished: int, unfinished: Unfinished) -> None:
         """``finished`` lines of ``path`` are known, from earlier calls."""
