@@ -73,7 +73,6 @@ def answer_tasks(
     Args:
         config: resolved.
         usage: must have an open phase.
-        watch: its counters of the engine, and its log of rollouts, are set here.
         greedy: one completion per prompt at temperature 0; ``[sampling]``'s ``n`` and ``temperature`` are not used.
         stop: strings to stop at, in addition to those of ``[sampling]``.
     """
@@ -97,21 +96,21 @@ def answer_tasks(
         usage.add_engine(counted := engine.stats())
         return counted
 
-    watch.follow(config, tokenizer, stats, n)
-
     async def begin() -> None:
         # An engine with its own weights has read them from the model's files, without the adapter; SGLang has not.
         if weights_apart(config) and (config.lora.on or config.system.engine_kind.served):
             with usage.phase("setup"):
                 await engine.load_weights(0)
 
+    watch.follow(config, tokenizer, stats, n)
+    window, share = window_of(config.system.max_running, n), (config.reward or RewardSection()).max_failed_share
     answer(
         out,
         tasks,
         produce,
         writer.line,
-        window=window_of(config.system.max_running, n),
-        max_failed_share=(config.reward or RewardSection()).max_failed_share,
+        window=window,
+        max_failed_share=share,
         watch=watch,
         begin=begin,
         end=engine.close,
