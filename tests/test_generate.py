@@ -450,7 +450,7 @@ def test_the_record_of_a_failed_rollout_says_why() -> None:
     ("prompts", "settings", "words"),
     [
         (["a"], {"stop": "END"}, "stop is one text"),
-        ([3], {}, r"prompts\[0\]"),
+        ([None], {}, r"prompts\[0\]"),
         (["a", [{"content": "no role"}]], {}, r"prompts\[1\]"),
         ([[{"role": "user", "content": None}]], {}, r"prompts\[0\]"),
     ],
