@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -181,3 +182,39 @@ def test_guarding_keeps_the_signature_for_the_parser() -> None:
 
     wrapped: Any = guarded(command)
     assert inspect.signature(wrapped) == inspect.signature(command)
+
+
+@pytest.mark.parametrize("number", ["ENAMETOOLONG", "ELOOP", "ENOSPC", "EROFS", "EMFILE", "EACCES", "EIO", "ENOMEM"])
+def test_errors_of_the_system_are_said_in_one_line(number: str, capsys: pytest.CaptureFixture[str]) -> None:
+    def fail() -> None:
+        raise OSError(getattr(errno, number), "as the system says", "x" * 5000)
+
+    with pytest.raises(typer.Exit) as ended:
+        guarded(fail)()
+    told = capsys.readouterr().err
+    assert ended.value.exit_code == (3 if number == "ENOMEM" else 2)
+    assert "as the system says" in told and "Traceback" not in told
+
+
+ODD: list[tuple[list[str], str]] = [
+    (["doctor", "x" * 300], "x"),
+    (["check", "x" * 300], "x"),
+    (["explain", "train.lr", "--run", "x" * 300], "x"),
+    (["runs", "compare", "x" * 300, "y"], "x"),
+    (["merge", "x" * 300, "out"], "x"),
+    (["config", "run.toml", "model.path=" + "x" * 300], "model.path"),
+    (["config", "run.toml", "model.path=мод/ель"], "model.path"),
+    (["config", "run.toml", "model.path=mo\u200bd/el"], "model.path"),
+    (["config", "run.toml", "data.train=да/та"], "data.train"),
+    (["config", "run.toml", "reward.memory=1B"], "reward.memory"),
+    (["config", "run.toml", "train.passes_per_batch=1000000000"], "passes_per_batch"),
+    (["explain", "x" * 100_000], "x"),
+    (["config", "run.toml", "x" * 100_000 + ".y=1"], "x"),
+    (["init", "x" * 100_000], "x"),
+]
+
+
+def test_odd_words_are_refused_by_name(folder: Path) -> None:
+    """Also in a time that does not grow with the square of their length, which would take minutes."""
+    for (words, named), ended in zip(ODD, commands.tunesmith(folder, [words for words, _ in ODD]), strict=True):
+        assert ended.code == 2 and named in ended.told and "Traceback" not in ended.told, words

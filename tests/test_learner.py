@@ -24,7 +24,7 @@ from tunesmith.backends.torch import TorchBackend
 from tunesmith.data.batch import Batch, Floats
 from tunesmith.data.forest import Forest, Packing, Predictions, build_forest
 from tunesmith.data.packing import SampleTooLong
-from tunesmith.errors import DeviceMemoryError, UserError
+from tunesmith.errors import DeviceMemoryError, StorageError, UserError
 from tunesmith.loop.learner import optimizer_batches
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.plan.cost.operations import CostModel
@@ -443,6 +443,10 @@ def test_what_counts_as_out_of_memory() -> None:
     assert is_out_of_memory(RuntimeError("std::bad_alloc")) and is_out_of_memory(
         RuntimeError("can't allocate memory: x")
     )
+    assert is_out_of_memory(OSError(12, "Cannot allocate memory")) and is_out_of_memory(
+        RuntimeError("can't start new thread")
+    )
+    assert not is_out_of_memory(OSError(2, "No such file")) and not is_out_of_memory(StorageError(12, "memory"))
     assert not is_out_of_memory(RuntimeError("shape mismatch")) and not is_out_of_memory(ValueError("bad_alloc"))
 
 

@@ -239,6 +239,8 @@ def test_sections_that_cannot_work_are_refused(tmp_path: Path) -> None:
     assert "urls is empty" in refused(remote=(RemoteReward(urls=()),))
     assert "the same name" in refused(remote=(one, one))
     assert "the same name" in refused(functions=("math",), remote=(one.model_copy(update={"name": "math"}),))
+    both = one.model_copy(update={"urls": ("http://u:S3CRET@a/",), "token_env": "HOME"})
+    assert "Authorization" in (told := refused(remote=(both,))) and "S3CRET" not in told
     assert "all 0" in refused(remote=(one.model_copy(update={"weight": 0.0}),))
     check_rewards(RewardSection(remote=(one,)), tmp_path)
     section = RewardSection(
@@ -255,6 +257,8 @@ def test_sections_that_cannot_work_are_refused(tmp_path: Path) -> None:
         ('[{urls = ["http://a/"], retry = 3}]', ["reward.remote[0].retry", "retries"]),
         ('[{urls = ["http://a/"], protocol = "trl"}]', ["reward.remote[0].protocol", "'tunesmith', 'openrlhf'"]),
         ("[{}]", ["reward.remote[0].urls is missing"]),
+        ('[{urls = ["http://a/#b"]}]', ["is not a URL", "without #"]),
+        ('[{urls = ["http://u:a b@c/"]}]', ["is not a URL", "***"]),
     ],
 )
 def test_run_files_are_refused_by_key(tmp_path: Path, said: str, words: list[str]) -> None:

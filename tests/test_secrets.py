@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from tunesmith.cli.guard import guarded
+from tunesmith.cli.main import app
 from tunesmith.config.load import load_config
 from tunesmith.config.resolved import changes, print_resolved, save_resolved
 from tunesmith.config.schema import RLConfig
@@ -68,6 +70,30 @@ def test_messages_have_no_secrets(capsys: pytest.CaptureFixture[str]) -> None:
             guarded(fail)()
     told = capsys.readouterr()
     assert "***@host" in told.err and clean(told.err + told.out)
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        'system.ray_runtime_env={env_vars={A="S3CRET"}}',
+        "system.ray_runtime_env.env_vars.A=S3CRET",
+        'system.ray_runtime_env={config={api_key="S3CRET"}}',
+        "system.vllm.extra.hf_token=S3CRET",
+        'reward.remote=[{urls=["http://u:S3CRET@h/"], token_env="T0KEN", retry=1}]',
+        "system.engine_urls=http://u:S3CRET@h/",
+        "system.engine_urls=http://u:a S3CRET@h/",
+    ],
+)
+def test_refusals_show_no_secret_of_an_override(override: str, tmp_path: Path) -> None:
+    """Neither by ``config`` nor in a job's script whose mode lets others read it."""
+    run = tmp_path / "run.toml"
+    run.write_text('[model]\npath = "org/m"\n[data]\ntrain = "org/d"\n[reward]\nfunctions = ["math"]\n')
+    shown = CliRunner().invoke(app, ["config", str(run), override])
+    assert shown.exit_code == 2 and "S3CRET" not in shown.output, shown.output
+    launched = CliRunner().invoke(app, ["launch", "slurm", str(run), override, "-o", str(tmp_path / "job.sh")])
+    assert "S3CRET" not in launched.output
+    if launched.exit_code == 0:
+        assert (tmp_path / "job.sh").stat().st_mode & 0o077 == 0 and "secrets" in launched.output
 
 
 def test_a_command_is_shown_without_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ _WITH_SPACES = re.compile(r"(?<=://)[^/\s?#'\"<>@:]*:(?!\d{1,5}(?:[\s/?#'\"]|$))
 _USER = re.compile(r"(?<=://)[^/\s?#'\"<>]*@")
 _QUERY = re.compile(r"(?<=[?&;#])([\w.~%\[\]-]+)=[^&;#\s'\"<>]+")
 _BARE_QUERY = re.compile(r"(?<=[?])[^=&;#\s'\"<>]+(?=$|[&;#])")
-_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s'\"<>]+")
+_URL = re.compile(r"(?<![A-Za-z0-9+.-])[A-Za-z][A-Za-z0-9+.-]*://[^\s'\"<>]+")
 _BEARER = re.compile(r"(?i)\b(bearer|basic)\s+[\w.~+/=-]{8,}")
 _TOKEN = re.compile(r"\b(hf_|sk-|ghp_|github_pat_|xox[abp]-|AKIA|glpat-)[\w-]{12,}")
 _SECRET_NAME = re.compile(

@@ -20,7 +20,7 @@ from tunesmith.algorithms.presets import find_preset
 from tunesmith.algorithms.shaping import OverlongRamp
 from tunesmith.config.choice import Choice, on_is_a_table
 from tunesmith.config.section import Section, derived
-from tunesmith.config.values import Count, GradNorm, PositiveInt, Rate, Share, Text
+from tunesmith.config.values import Count, GradNorm, Rate, Share, Text, at_most
 
 Aggregation = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"]
 
@@ -120,7 +120,7 @@ class CriticSection(Section):
     min_lr_ratio: Share = 0.0
     warmup_steps: Count = 0
     max_grad_norm: GradNorm = 1.0
-    passes_per_batch: PositiveInt = derived()
+    passes_per_batch: Annotated[int, Field(gt=0), at_most(10_000)] = derived()
     """Passes of the critic over one rollout batch; None: as many as the policy's."""
     freeze_actor_steps: Count = 0
     """Steps in which only the critic learns."""

@@ -20,6 +20,7 @@ from tunesmith.config.values import (
     Beta,
     Count,
     GradNorm,
+    Memory,
     PositiveInt,
     Rate,
     Seed,
@@ -144,7 +145,7 @@ class RewardSection(Section):
     """Seconds that one call of a reward may take."""
     isolation: Literal["process", "thread"] | None = None
     """Where your functions run: in a process that can be killed, or in the run's own process."""
-    memory: Size | None = None
+    memory: Memory | None = None
     """Memory of your functions' process, beyond its imports; None: half of the machine's."""
     max_failed_share: Share = 0.1
     """The run stops if more than this share of a step's rollouts fail."""
@@ -174,7 +175,7 @@ class EnvironmentSection(Section):
     """Seconds that one call of ``reset``, ``step`` or a tool may take; ``rollout.timeout`` limits a whole episode."""
     isolation: Literal["process", "thread"] | None = None
     """Where environments and tools run: each episode in a process that can be killed, or in a thread of the run."""
-    memory: Size | None = None
+    memory: Memory | None = None
     """Memory of an episode's process, beyond your files' imports; None: half of the machine's."""
     concurrency: PositiveInt = 128
     """Episodes played concurrently."""
@@ -242,7 +243,7 @@ class TrainSection(Section):
     """Passes over the data; None: one, unless ``steps`` is given."""
     batch_size: PositiveInt = derived()
     """Samples per optimizer step; None: the whole rollout batch (RL) or 32 (supervised)."""
-    passes_per_batch: PositiveInt = 1
+    passes_per_batch: Annotated[int, Field(gt=0), at_most(10_000)] = 1
     """Passes over each rollout batch."""
     optimizer: Optimizer = AdamW()
     """The optimizer: AdamW, or Muon for the layers' matrices with AdamW for everything else."""

@@ -17,6 +17,10 @@ _UNITS = {**_DECIMAL, "": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
 
+LEAST_MEMORY = 16 * 10**6
+"""Of a process with the user's code, beyond its imports."""
+
+
 def parse_size(text: str) -> int:
     """``"512MB"`` → 512,000,000; ``"1.5GiB"`` → 1,610,612,736; a bare number is bytes.
 
@@ -47,6 +51,12 @@ def format_size(size: float) -> str:
 
 def checked_size(text: str) -> str:
     parse_size(text)
+    return text
+
+
+def checked_memory(text: str) -> str:
+    if parse_size(text) < LEAST_MEMORY:
+        raise ValueError(f"'{text}' is too little for any code; give {format_size(LEAST_MEMORY)} or more")
     return text
 
 
@@ -101,6 +111,7 @@ Share = Annotated[float, Field(ge=0, le=1)]
 Part = Annotated[float, Field(gt=0, lt=1)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Size = Annotated[str, AfterValidator(checked_size), Field(description="a size such as '512MB' or '4GB'")]
+Memory = Annotated[str, AfterValidator(checked_memory), Field(description="a size such as '512MB' or '4GB'")]
 Url = Annotated[str, AfterValidator(checked_url), Field(description="a URL such as 'http://127.0.0.1:8100/reward'")]
 
 

@@ -107,7 +107,8 @@ def _remedy(config: RunConfig, facts: Facts, free: int, given: RunConfig, free_o
         return f"what fits: samples of at most {shorter} tokens{more}"
     parameters = (facts.model and facts.model.parameters) or 0
     largest = parameters * free / min(peaks, default=1)
-    return f"a model of this shape may have {largest / 1e9:.2g}B parameters at most, with all that saves memory{more}"
+    size = f"{largest / 1e9:.2g}B" if largest >= 1e8 else f"{largest / 1e6:.2g}M" if largest >= 1e6 else "under 1M"
+    return f"a model of this shape may have {size} parameters at most, with all that saves memory{more}"
 
 
 def layout_that_fits(given: RunConfig, config: RunConfig, facts: Facts) -> str:
