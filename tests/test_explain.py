@@ -192,3 +192,9 @@ def test_it_needs_no_torch() -> None:
 def test_a_name_may_have_the_dashes_of_an_option(name: str) -> None:
     result = CliRunner().invoke(app, ["explain", name])
     assert result.exit_code == 0 and "No such option" not in result.output, result.output
+
+
+@pytest.mark.parametrize("name", ["turns", "forks", "unfinished", "tool_calls", "bad_calls", "accepted", "completions"])
+def test_what_a_run_prints_is_explained(name: str) -> None:
+    [metric] = explain(name).metrics
+    assert metric.name.removeprefix("logged/") == name

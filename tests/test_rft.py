@@ -33,6 +33,7 @@ from tunesmith.plan.facts.hardware import read_hardware
 from tunesmith.plan.facts.run import Facts
 from tunesmith.plan.resolve import resolve
 from tunesmith.recipes.unit_conversion import ANSWER, questions, write
+from tunesmith.storage import read_json
 from tunesmith.types import Sample, Task
 
 
@@ -199,9 +200,16 @@ def test_a_question_is_templated_once_in_training_as_when_it_is_asked(tmp_path: 
 
 
 @pytest.mark.slow
-def test_a_whole_run_of_two_rounds_and_again_changes_nothing(tmp_path: Path, model: Path) -> None:
+def test_a_whole_run_of_two_rounds_and_again_changes_nothing(
+    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     more = ["rft.rounds=2", "rft.start=last", f"rft.few_shot={tmp_path / 'shots.jsonl'}", "rft.few_shot_separator=;"]
     done = rft("run", tmp_path, model, *more)
+    shown = capsys.readouterr().out
+    assert shown.count("\ntrain.batch_size ") == 2, "of the run and of the first round's training"
+    assert "round-1 sampling: completions 48/48" in shown and "step 0/" not in shown
+    evaluations = [read_json(done.run_dir / name / "evaluation.json") for name in ("base", "round-1")]
+    assert [shares["few_shot"] for shares in evaluations] == [True, False]
     assert list(done.evaluations) == ["base", "round-1", "round-2"] and list(done.yields) == ["round-1", "round-2"]
     assert done.model and (done.model / "config.json").is_file() and "round-2" in str(done.model)
     learned = list(read_lines(tmp_path / "run" / "round-1" / "train.jsonl"))

@@ -149,7 +149,7 @@ def test_tools_are_described_called_and_answered(tokenizer: Any, tmp_path: Path)
     (rollout,), engine = play(environments, tokenizer, [made_task(tokenizer)], policy)
     check_tokens(ok(rollout), engine)
     assert rollout.reward is None, "reward functions judge"
-    assert rollout.metrics == {"turns": 3.0, "forks": 0.0, "unfinished": 0.0, "bad_calls": 0.0}
+    assert rollout.metrics == {"turns": 3.0, "forks": 0.0, "unfinished": 0.0, "tool_calls": 3.0, "bad_calls": 0.0}
     assert len([record for record in rollout.records if record.turns]) == 1
     assert rollout.messages is not None
     assert [m["role"] for m in rollout.messages] == ["assistant", "tool", "assistant", "tool", "tool", "assistant"]

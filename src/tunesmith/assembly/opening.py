@@ -55,6 +55,8 @@ class Caller:
     callbacks: Callbacks = field(default_factory=Callbacks)
     config: Any = None
     """Settings that replace the run file's."""
+    brief: bool = False
+    """Whether the settings are not printed, because those of a run like it were."""
     rollouts: Callable[[Any], Any] | None = None
     """Returns a rollout source that replaces the run's own, which it is given."""
 
@@ -112,7 +114,8 @@ class OpenRun(Generic[C, T]):
         folder, reports = self.directory.path, [data.report for data in (self.train, self.held_out) if data]
         for report in reports:
             print(report.summary())
-        print_resolved(self.resolved, all_of_it=self.config.monitor.verbose)
+        if not self.caller.brief:
+            print_resolved(self.resolved, all_of_it=self.config.monitor.verbose)
         if changed := changes(self.resolved, folder):
             print("\n  ".join(["the run that is continued was begun with other settings:", *changed]))
         save_resolved(self.resolved, folder)

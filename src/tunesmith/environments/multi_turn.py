@@ -74,7 +74,7 @@ class MultiTurn:
     ) -> list[float | None]:
         """Play to the end and return the turns' rewards; an episode that reaches its limits keeps those so far."""
         metrics = conversation.rollout.metrics
-        metrics |= {"unfinished": 0.0, **({"bad_calls": 0.0} if schemas else {})}
+        metrics |= {"unfinished": 0.0, **({"tool_calls": 0.0, "bad_calls": 0.0} if schemas else {})}
         rewards: list[float | None] = []
         while True:
             try:
@@ -87,6 +87,7 @@ class MultiTurn:
             messages = [*messages, reply.message]
             if reply.calls:
                 answers, bad = await _answer(reply, game)
+                metrics["tool_calls"] += len(reply.calls)
                 metrics["bad_calls"] += bad
                 messages += answers
                 if bad and self.setting.section.bad_call == "end":

@@ -250,7 +250,9 @@ class _Run:
         if state.get("model_only"):  # nothing can resume from this checkpoint
             shutil.rmtree(this.sft)
         _release_memory()
-        done = run_sft(run_file, ['checkpoint.resume="auto"'], Caller(reasons, self.run.caller.callbacks))
+        done = run_sft(
+            run_file, ['checkpoint.resume="auto"'], Caller(reasons, self.run.caller.callbacks, brief=number > 0)
+        )
         setup = done.seconds.get("setup", 0.0)
         metrics = {"seconds/setup": setup, "seconds/training": -setup}
         # Each training step resets the peak of device memory, so the highest of them counts.

@@ -43,6 +43,7 @@ def explain(name: str) -> Explanation:
         known = []
     settings = [setting for key in keys for setting in settings_of(key) if setting.key == key]
     metric = find_metric(name) if name == name.strip() else None
+    metric = metric or next((m for m in _all_metrics() if m.name == f"logged/{name}"), None)
     metrics = [metric] if metric else [m for m in _all_metrics() if name in m.aliases]
     foreign = tuple(dict.fromkeys(_meant(spelling, meaning) for meaning in known))
     if not (settings or metrics or foreign):
