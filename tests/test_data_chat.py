@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import data_tokenizers as kit
-from tunesmith.data.chat import MOST_TURNS, ChatTemplate, Rendered, end_of_turn_id
+from tunesmith.data.chat import MOST_TURNS, ChatTemplate, Rendered, end_of_turn_id, end_of_turn_ids
+from tunesmith.data.chat_defaults import set_defaults
 from tunesmith.data.tokens import encode_with_offsets, mask_spans
 from tunesmith.errors import ConfigError, DataError
 
@@ -298,6 +299,8 @@ def test_what_follows_the_end_of_an_answer_is_learned_up_to_the_eos() -> None:
         tok = kit.byte_level(kit.template("phi3").replace("<|end|>", tail))
         found = ChatTemplate.of(tok)
         assert found.stop_marker.strip() == expected and found.ends_turns
+        assert found.turn_ends[0] == expected and found.turn_ends[-1] == tail[: tail.index(">") + 1]
+        assert end_of_turn_ids(tok) == tok(expected, add_special_tokens=False)["input_ids"]
         assert end_of_turn_id(tok) == tok.convert_tokens_to_ids(["</s>" if "</s>" in expected else "<|end|>"])[0]
 
 
@@ -331,7 +334,7 @@ def test_long_conversations_are_rendered_a_fixed_number_of_times_or_refused() ->
 
 def thinking_off(tok: Any, **options: Any) -> Any:
     made = copy.deepcopy(tok)
-    made.chat_template_kwargs = options or {"enable_thinking": False}
+    set_defaults(made, None, options or {"enable_thinking": False})
     return made
 
 
@@ -364,7 +367,7 @@ def test_variables_of_the_template_reach_every_rendering() -> None:
 )
 def test_a_variable_that_the_template_does_not_read_is_refused_by_name(family: str, name: str, told: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        ChatTemplate.of(thinking_off(tokenizer(family, "byte_level"), **{name: False}))
+        thinking_off(tokenizer(family, "byte_level"), **{name: False})
     assert name in str(caught.value) and told in str(caught.value) and "data.chat_template_kwargs" in str(caught.value)
 
 

@@ -129,6 +129,27 @@ def test_a_conversation_that_goes_on_is_one_record(kind: str, name: str, tmp_pat
     assert text == rendered
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("tokens", [("<|end|>", "</s>"), ("<|end|>", "<|eot_id|>", "</s>"), ("</s>", "<|end|>")])
+def test_a_turn_that_stops_at_any_of_its_end_tokens_is_ended_once(
+    kind: str, tokens: tuple[str, ...], tmp_path: Path
+) -> None:
+    """As Cohere's, whose answer and turn end with a token each: the rest of them follows, and no token twice."""
+    tokenizer: Any = KINDS[kind](template("phi3").replace("<|end|>", "".join(tokens)))
+    environments = load(tmp_path, ECHO, path="env.py:Echo")
+    learned = tokens.index("</s>") + 1
+    for count in range(1, learned + 1):
+        written, task = "Hello there" + "".join(tokens[:count]), made_task(tokenizer, turns=3)
+        (rollout,), engine = play(environments, tokenizer, [task], lambda _, w=written: w, end=tokens[count - 1])
+        check_tokens(ok(rollout), engine)
+        assert len(rollout.records) == 1 and len(rollout.turns) == 3
+        assert all(message["content"] == "Hello there" for message in (rollout.messages or [])[::2])
+        before = tokenizer.decode(rollout.token_ids[: rollout.turns[-1].start])
+        assert before.count("Hello there" + "".join(tokens)) == 2 and before.count(tokens[0]) == before.count(
+            tokens[-1]
+        )
+
+
 def test_a_turn_that_was_cut_is_ended_for_the_policy(tokenizer: Any, tmp_path: Path) -> None:
     environments = load(tmp_path, ECHO, path="env.py:Echo")
     task = made_task(tokenizer, turns=2)

@@ -15,13 +15,17 @@ from typing import Any
 import psutil
 import pytest
 from safetensors.torch import load_file
+from transformers import GenerationConfig
 
 from forks import popen
 from long import again
-from tiny import save_model
+from tiny import CHATML, save_model
+from tiny_ends import FAMILIES, check_alike, rigged, template_of
 from tiny_preferences import preference_settings
 from tiny_runs import rl_settings, write_lines
 from tunesmith import assembly
+from tunesmith.assembly.session import load_trained
+from tunesmith.errors import ModelError
 from tunesmith.monitor.metrics import read_metrics
 
 pytestmark = pytest.mark.slow
@@ -255,3 +259,31 @@ def test_ranks_that_shard_the_model_end_as_one(
     sizes = {"system__trainer_ranks": ranks, "system__zero_stage": stage, "system__shard_size": 2}
     sharded = settings(tmp_path, model, "2", **sizes, **changed)
     same(alone(command, **changed), run(None, sharded))
+
+
+@pytest.mark.parametrize("name", ["chatml", "two"])
+@pytest.mark.parametrize("lora", [False, True])
+def test_what_sharded_ranks_write_ends_its_turn_in_transformers(tmp_path: Path, name: str, *, lora: bool) -> None:
+    base = rigged(tmp_path / "base", name, "byte_level")
+    given = {"temperature": 0.6, "eos_token_id": 2}
+    (base / "generation_config.json").write_text(json.dumps(given))
+    (tmp_path / "own.jinja").write_text(template_of(name))
+    changed = {"model__chat_template": tmp_path / "own.jinja", "data__chat": True, "system__zero_stage": 3}
+    changed |= {"lora__rank": 2, "lora__save_merged": True} if lora else {}
+    said = sft_settings(tmp_path, base, "run", **changed, system__trainer_ranks=2, train__steps=1, train__lr=1e-12)
+    path = assembly.run_sft(None, said).checkpoint
+    path = path.with_name("model_merged") if lora else path
+    check_alike(*load_trained(path), path, "hi", FAMILIES[name])
+    assert GenerationConfig.from_pretrained(path).do_sample is True
+
+
+def test_a_sharded_run_that_could_not_save_takes_no_step(tmp_path: Path) -> None:
+    base = save_model(tmp_path / "base")
+    file = base / "tokenizer_config.json"
+    named = [{"name": name, "template": CHATML} for name in ("default", "../../up")]
+    file.write_text(json.dumps({**json.loads(file.read_text()), "chat_template": named}))
+    (base / "chat_template.jinja").unlink()
+    changed = {"system__zero_stage": 3, "system__trainer_ranks": 2}
+    with pytest.raises(ModelError):
+        assembly.run_sft(None, sft_settings(tmp_path, base, "run", **changed))
+    assert not read_metrics(tmp_path / "run" / "metrics.jsonl")

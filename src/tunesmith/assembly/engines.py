@@ -31,6 +31,8 @@ from tunesmith.plan.rules.checks import raise_all
 from tunesmith.types import Sampling
 
 if TYPE_CHECKING:
+    from transformers import GenerationConfig
+
     from tunesmith.distributed.local import Processes
     from tunesmith.engines.base import Member, RolloutEngine
     from tunesmith.engines.local.speculation import Speculation
@@ -206,13 +208,22 @@ def _speculation(config: RunConfig) -> Speculation | None:
 
 
 def make_sampling(
-    section: RolloutSection | SamplingSection, tokenizer: Any, temperature: float, stop: tuple[str, ...] = ()
+    section: RolloutSection | SamplingSection,
+    tokenizer: Any,
+    temperature: float,
+    own: GenerationConfig | None,
+    stop: tuple[str, ...] = (),
 ) -> Sampling:
     """Sampling settings; a turn ends where the chat template ends it, even if that token is not the model's EOS.
 
-    ``stop`` lists strings to stop at in addition to the section's.
+    Args:
+        own: the model's generation configuration, whose ends also end a completion.
+        stop: strings to stop at in addition to the section's.
     """
-    end_of_turn = end_of_turn_id(tokenizer)
+    from tunesmith.models.export import ends
+
+    end_of_turn, (token_ids, strings) = end_of_turn_id(tokenizer), ends(own)
+    token_ids += () if end_of_turn is None else (end_of_turn,)
     return Sampling(
         max_new_tokens=section.max_new_tokens,
         temperature=temperature,
@@ -221,6 +232,6 @@ def make_sampling(
         min_p=section.min_p,
         repetition_penalty=section.repetition_penalty,
         min_new_tokens=section.min_new_tokens,
-        stop=section.stop + stop,
-        stop_token_ids=section.stop_token_ids + (() if end_of_turn is None else (end_of_turn,)),
+        stop=tuple(dict.fromkeys((*section.stop, *strings, *stop))),
+        stop_token_ids=tuple(dict.fromkeys((*section.stop_token_ids, *token_ids))),
     )

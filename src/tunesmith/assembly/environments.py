@@ -11,6 +11,7 @@ from typing import Any
 
 from tunesmith.config.commands import DistillConfig
 from tunesmith.config.schema import DataSection, RLConfig, RunConfig
+from tunesmith.data.chat_defaults import own_part
 from tunesmith.data.prepare import Prepared, Sources, load_tasks
 from tunesmith.data.prompts import with_system
 from tunesmith.data.tokens import decode
@@ -160,7 +161,7 @@ def build_environments(
         prompt_of=prompt_of,
         section=environments.section,
         max_tokens=max_tokens,
-        parse=parser_for(tokenizer.get_chat_template(tools=[])) if template else None,
+        parse=parser_for(own_part(tokenizer.get_chat_template(tools=[]))) if template else None,
     )
 
     # OpenRLHF's feedback includes the template's markers, so its conversations are plain text.

@@ -69,8 +69,7 @@ def parts_replaced(device: FakeDevice, engine: Price) -> Generator[None]:
         with device.allocating("frozen models"):
             return frozen(*args)
 
-    def load_tokenizer(config: RunConfig) -> NoTokenizer:
-        del config
+    def read_tokenizer(*_: Any) -> NoTokenizer:
         return NoTokenizer()
 
     def own_address(config: RunConfig) -> str:
@@ -80,7 +79,7 @@ def parts_replaced(device: FakeDevice, engine: Price) -> Generator[None]:
     with (
         patch.object(KVMemory, "allocate", allocate_named),
         patch.dict(engine_host.ENGINES, dict.fromkeys(engine_host.ENGINES, make_planned) | {"local": make_local}),
-        patch.multiple(trainers, load_frozen=load_frozen, load_tokenizer=load_tokenizer),
+        patch.multiple(trainers, load_frozen=load_frozen, read_tokenizer=read_tokenizer),
         patch.multiple(planes, make_plane=make_plane, own_address=own_address),
         patch.dict(os.environ),
     ):

@@ -21,6 +21,7 @@ from tunesmith.plan.facts.hub import known_model_facts
 
 if TYPE_CHECKING:
     from torch import nn
+    from transformers import GenerationConfig
 
     from tunesmith.data.forest import Forest, Predictions
     from tunesmith.models.causal_lm import CausalLM
@@ -31,25 +32,53 @@ if TYPE_CHECKING:
 
 
 def load_tokenizer(config: RunConfig) -> Any:
+    """The run's tokenizer; its chat template has the defaults of ``data.chat_defaults``.
+
+    It is the adapter's, if the run continues one that has its own.
+    """
+    from tunesmith.data.chat_defaults import set_defaults
+
+    template, adapter = config.model.chat_template, config.lora.path
+    own = adapter if adapter is not None and (adapter / "tokenizer_config.json").is_file() else None
+    tokenizer = read_tokenizer(config, config.model.path, HERMES if template == "hermes" else template, own)
+    if template == "hermes":
+        check_chatml(tokenizer)
+    set_defaults(tokenizer, config.data.system_prompt, config.data.chat_template_kwargs)
+    return tokenizer
+
+
+def read_tokenizer(
+    config: RunConfig, path: str, chat_template: Path | None = None, directory: Path | None = None
+) -> Any:
+    """The tokenizer of any model.
+
+    Args:
+        chat_template: replaces its own template.
+        directory: of an adapter on the model, which holds the tokenizer; None: the model's.
+    """
     from transformers.utils import logging
 
     from tunesmith.models import loading
 
     logging.disable_progress_bar()  # its bars would be drawn over ours
 
-    section = config.model
-    template = HERMES if section.chat_template == "hermes" else section.chat_template
-    with long_wait(f"loading the tokenizer of {section.path}"):
+    trust_remote_code = config.model.trust_remote_code
+    with long_wait(f"loading the tokenizer of {directory or path}"):
         tokenizer: Any = loading.load_tokenizer(
-            section.path, trust_remote_code=section.trust_remote_code, chat_template=template
+            directory or path, trust_remote_code=trust_remote_code, chat_template=chat_template
         )
-    if section.chat_template == "hermes":
-        check_chatml(tokenizer)
-    tokenizer.chat_template_kwargs = config.data.chat_template_kwargs
-    facts = known_model_facts(section.path)
+    facts = known_model_facts(path)
     set_rows(tokenizer, facts.vocab_size if facts else None)
-    check_end(section.path, tokenizer)
+    check_end(path, tokenizer)
     return tokenizer
+
+
+def saved_generation(config: RunConfig) -> GenerationConfig | None:
+    """The generation configuration in the run's adapter, or else in its model."""
+    from tunesmith.models.export import read_generation
+
+    adapter = config.lora.path and read_generation(config.lora.path)
+    return adapter or read_generation(config.model.path)
 
 
 def load_model(kind: type[M], config: RunConfig, tokenizer: Any, path: str | None = None, *, frozen: bool = False) -> M:
@@ -87,17 +116,34 @@ def load_model(kind: type[M], config: RunConfig, tokenizer: Any, path: str | Non
         model.compile_layers(compiled)
     if config.system.kernels == "liger":
         model.use_liger()
+    start = None if path else lora.path
+    changes = _set_ends(config, model, start)
+    if changes and not frozen:
+        print(changes, flush=True)
     if lora.on:
         from tunesmith.models import adapters
 
         torch.manual_seed(config.train.seed)
-        start = None if path else lora.path
         adapter = adapters.attach(model, lora, path=start, trust_remote_code=trust_remote_code, frozen=frozen)
         if frozen:
             return model
         trained, total = adapter.counts()
         print(f"LoRA: {trained:,} of {total:,} parameters are trained ({trained / total:.2%})", flush=True)
     return model
+
+
+def _set_ends(config: RunConfig, model: Decoder, adapter: Path | None) -> str | None:
+    """Make the model's files say what ends a completion in this run; see ``models.export``."""
+    from tunesmith.models.export import read_generation, set_ends
+
+    rollout = config.rollout if isinstance(config, RLConfig) else None
+    return set_ends(
+        model.module,
+        model.tokenizer,
+        saved=adapter and read_generation(adapter),
+        token_ids=rollout.stop_token_ids if rollout else (),
+        strings=rollout.stop if rollout else (),
+    )
 
 
 def sharding_of(config: RunConfig) -> Sharding | None:

@@ -12,7 +12,7 @@ from tunesmith.algorithms.objective import DistillationObjective
 from tunesmith.assembly.engines import make_engine, make_engines, make_sampling
 from tunesmith.assembly.environments import make_environments
 from tunesmith.assembly.event_loop import event_loop, outside_event_loop
-from tunesmith.assembly.models import limits_of
+from tunesmith.assembly.models import limits_of, saved_generation
 from tunesmith.assembly.opening import OpenRun
 from tunesmith.assembly.processes import remote_reward_model, remote_trainer
 from tunesmith.assembly.rewards import add_rewards
@@ -76,7 +76,7 @@ async def make_rl_parts(
         if processes and config.system.cluster != "none":
             remote_reward = partial(remote_reward_model, processes, config, report=session.note)
         add_rewards(rewards, config, tokenizer, session.note, remote_reward)
-        sampling = make_sampling(rollout, tokenizer, rollout.temperature)
+        sampling = make_sampling(rollout, tokenizer, rollout.temperature, saved_generation(config))
         gate = Gate(engine, partial=rollout.partial) if rollout.max_staleness else None
         decode: Callable[[Sequence[int]], str] = partial(tokenizer.decode, skip_special_tokens=True)
         resting = dynamic_filter.rest_epochs or 0 if dynamic_filter else 0

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from tunesmith.assembly.hub import open_hub
 from tunesmith.assembly.learning import learning_facts
@@ -72,14 +72,21 @@ class RunResult:
 
 
 def load_trained(path: Path, *, scores: bool = False, **options: Any) -> tuple[Any, Any]:
-    """A model (or an adapter on its base) and its tokenizer."""
+    """A model (or an adapter on its base) and its tokenizer.
+
+    transformers gives an adapter its base's generation configuration; here it gets its own.
+    """
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+    from tunesmith.models.export import read_generation
 
     kind: Any = AutoModelForSequenceClassification if scores else AutoModelForCausalLM
     if scores:
         options = {"num_labels": 1, **options}
-    tokenizer: Any = AutoTokenizer
-    return kind.from_pretrained(path, **options), tokenizer.from_pretrained(path)
+    model, tokenizer = kind.from_pretrained(path, **options), cast(Any, AutoTokenizer).from_pretrained(path)
+    if model.can_generate() and (saved := read_generation(path)):
+        model.generation_config = saved
+    return model, tokenizer
 
 
 @contextmanager

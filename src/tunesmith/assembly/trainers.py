@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from tunesmith.assembly.models import limits_of, load_frozen, load_model, load_tokenizer, policy_predict
+from tunesmith.assembly.models import limits_of, load_frozen, load_model, policy_predict, read_tokenizer
 from tunesmith.assembly.processes import MakeBackend, remote_trainer
 from tunesmith.backends.base import TrainBackend
 from tunesmith.backends.optimizer import AdamWSettings, learning_rate
@@ -144,10 +144,9 @@ def load_teacher(config: DistillConfig | OfflineDistillConfig, tokenizer: Any) -
     Raises:
         ModelError: the teacher cannot be loaded, or its vocabulary is not the student's.
     """
-    path, section = config.teacher.path, config.model
-    there = section.model_copy(update={"path": path, "chat_template": None})
-    theirs = load_tokenizer(config.model_copy(update={"model": there}))
-    check_same_vocabulary(tokenizer, theirs, (section.path, path))
+    path = config.teacher.path
+    theirs = read_tokenizer(config, path)
+    check_same_vocabulary(tokenizer, theirs, (config.model.path, path))
     return load_frozen(config, path, theirs)
 
 
@@ -221,7 +220,7 @@ def critic_backend(config: RLConfig, tokenizer: Any) -> TorchBackend[ScoreModel]
 def _check_tokens(config: RLConfig, tokenizer: Any) -> None:
     if (path := config.critic.path) is None:
         return
-    theirs = load_tokenizer(config.model_copy(update={"model": config.model.model_copy(update={"path": path})}))
+    theirs = read_tokenizer(config, path)
     if theirs.get_vocab() != tokenizer.get_vocab() or not enough_rows(tokenizer, theirs):
         raise ConfigError(
             f"critic.path: '{path}' has a different vocabulary from the policy, whose tokens it judges. "

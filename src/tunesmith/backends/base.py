@@ -84,6 +84,17 @@ class TrainBackend(Protocol):
         """
         ...
 
+    def rehearse(self, directory: Path) -> str | None:
+        """Write everything of the model but the weights below ``directory``, as ``save`` does, and read it back.
+
+        Returns:
+            How the tokenizer that was read differs from the model's; None if it does not.
+
+        Raises:
+            ModelError, StorageError: ``save`` would fail.
+        """
+        ...
+
     def load(self, directory: Path) -> None: ...
 
     def offload(self) -> None:

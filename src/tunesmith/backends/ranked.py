@@ -120,6 +120,9 @@ class RankedBackend:
             written = directory.absolute() / REFERENCE_DIRECTORY
             self._gather(far.submit("save", written) for far in self.references)
 
+    def rehearse(self, directory: Path) -> str | None:
+        return self._each("backend.rehearse", directory.absolute())
+
     def load(self, directory: Path) -> None:
         self._each("backend.load", directory.absolute())
         self.optimizer_steps = self.first.get("backend.optimizer_steps")

@@ -272,6 +272,13 @@ class TorchBackend(Generic[M]):
         if tensors and first_copy:
             write_state(directory, tensors, sharded, self.optimizer_steps, rank)
 
+    def rehearse(self, directory: Path) -> str | None:
+        if self.group is not None and self.group.rank:
+            return None
+        directory.mkdir(parents=True, exist_ok=True)
+        self.model.check_space(directory)
+        return self.model.rehearse(directory / MODEL_DIRECTORY)
+
     def load(self, directory: Path) -> None:
         load_weights(self.model, directory / MODEL_DIRECTORY)
         if self.reference is not None and (directory / REFERENCE_DIRECTORY).is_dir():

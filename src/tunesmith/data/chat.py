@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tunesmith.data.chat_checks import PROBE, check_options, with_probes
+from tunesmith.data.chat_defaults import own_part
 from tunesmith.data.tokens import Span, Tokenizer
 from tunesmith.data.trie import common_length
 from tunesmith.errors import ConfigError, DataError, boundary, shortened
@@ -59,25 +60,21 @@ class ChatTemplate:
     special: tuple[str, ...]
     """Every special token's text, longest first."""
     options: Mapping[str, Any]
-    """``data.chat_template_kwargs``: variables that every rendering sets."""
+    """Variables that every rendering sets."""
     turn_end: str | None
     """The text after the content of a final assistant turn; None if it could not be determined."""
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> ChatTemplate:
-        """The template of ``tokenizer``, with the variables of ``data.chat_template_kwargs`` that are stored there.
-
-        Raises:
-            ConfigError: it has none, or does not read one of the variables.
-        """
+        """The template of ``tokenizer``; ConfigError if it has none."""
         if not tokenizer.chat_template:
             raise ConfigError(
                 "this tokenizer has no chat template: name a file with model.chat_template, or set data.chat = false"
             )
-        source, with_tools = tokenizer.get_chat_template(), tokenizer.get_chat_template(tools=[])
+        source = own_part(tokenizer.get_chat_template())
+        with_tools = own_part(tokenizer.get_chat_template(tools=[]))
         special = {token for token in tokenizer.all_special_tokens if token}
         added: dict[int, Any] = getattr(tokenizer, "added_tokens_decoder", {})
-        options: dict[str, Any] = getattr(tokenizer, "chat_template_kwargs", None) or {}
         special |= {token.content for token in added.values() if token.special}
         template = cls(
             tokenizer,
@@ -85,7 +82,7 @@ class ChatTemplate:
             has_generation_prompt="add_generation_prompt" in source,
             takes_tools="tools" in with_tools,
             special=tuple(sorted(special, key=lambda token: (-len(token), token))),
-            options=check_options(options, source, tokenizer.special_tokens_map),
+            options={},
             turn_end=None,
         )
         try:
@@ -96,7 +93,7 @@ class ChatTemplate:
 
     def with_options(self, options: Mapping[str, Any]) -> ChatTemplate:
         """The template with additional variables; ConfigError for one that it does not read."""
-        check_options(options, self.tokenizer.get_chat_template(), self.tokenizer.special_tokens_map)
+        check_options(options, own_part(self.tokenizer.get_chat_template()), self.tokenizer.special_tokens_map)
         return replace(self, options={**self.options, **options})
 
     def render(self, messages: Sequence[Message], tools: list[Any] | None = None, *, prompt: bool = False) -> str:
@@ -171,16 +168,27 @@ class ChatTemplate:
     def stop_marker(self) -> str:
         """The learned part of ``turn_end``: up to its first special token, or up to the tokenizer's EOS if only special
         tokens lie between the two (Cohere ends the answer and then the turn); all of it if it has no special token."""
+        return next(iter(self._learned_ends), self.turn_end or "")
+
+    @property
+    def turn_ends(self) -> tuple[str, ...]:
+        """The texts with which the policy may have ended a turn, longest first: ``stop_marker``, or its beginning up to
+        a special token."""
+        return tuple(end.strip() for end in self._learned_ends)
+
+    @property
+    def _learned_ends(self) -> list[str]:
+        """The beginnings of ``turn_end`` up to each special token of ``stop_marker``, longest first."""
         tail = self.turn_end or ""
         rest = tail.lstrip()
         eos = str(self.tokenizer.special_tokens_map.get("eos_token", ""))
-        ends: list[int] = []
+        ends: list[str] = []
         while token := next((token for token in self.special if rest.startswith(token)), ""):
             rest = rest[len(token) :]
-            ends.append(len(tail) - len(rest))
+            ends.append(tail[: len(tail) - len(rest)])
             if token == eos:
-                return tail[: ends[-1]]
-        return tail[: ends[0]] if ends else tail
+                return ends[::-1]
+        return ends[:1]
 
     @property
     def ends_turns(self) -> bool:
@@ -308,18 +316,19 @@ def _holds(written: str, content: str, before: str) -> bool:
     )
 
 
-def end_of_turn_id(tokenizer: Tokenizer) -> int | None:
-    """The token that ends an assistant's turn in the chat template; None if there is none.
-
-    Engines must stop at it even if the tokenizer's EOS is another token.
-    """
+def end_of_turn_ids(tokenizer: Tokenizer) -> list[int]:
+    """The tokens that end an assistant's turn in the chat template; none if there is no template or no such token."""
     if not tokenizer.chat_template:
-        return None
+        return []
     template = ChatTemplate.of(tokenizer)
     if not template.ends_turns:
-        return None
-    ids: list[int] = tokenizer(template.stop_marker.strip(), add_special_tokens=False)["input_ids"]
-    return ids[-1] if ids else None
+        return []
+    return tokenizer(template.stop_marker.strip(), add_special_tokens=False)["input_ids"]
+
+
+def end_of_turn_id(tokenizer: Tokenizer) -> int | None:
+    """The last of ``end_of_turn_ids``, at which engines must stop even if the tokenizer's EOS is another token."""
+    return next(reversed(end_of_turn_ids(tokenizer)), None)
 
 
 def _refusal(messages: Sequence[Message]) -> AbstractContextManager[None]:

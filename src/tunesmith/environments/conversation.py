@@ -200,8 +200,9 @@ class Conversation:
         matches: list[tuple[int, bool, _Place]] = []
         for place in self._places:
             ids = place.record.token_ids[: place.length]
-            # A client gets a turn without its end token, and so returns it without one.
-            lengths = (place.length, place.length - 1) if ids[-1] in ends else (place.length,)
+            # A client gets a turn without its end tokens, and so returns it without them.
+            written = len(list(dropwhile(ends.__contains__, reversed(ids))))
+            lengths = range(written, place.length + 1)
             matches += [(length, self._is_open(place), place) for length in lengths if starts(ids[:length])]
         if not matches:
             return self._begin(renderer.raw(prompt) if isinstance(prompt, str) else list(prompt))

@@ -30,14 +30,14 @@ class Renderer:
     """Concatenates the messages' text, for models without a chat template.
 
     Args:
-        end: a text that ends the policy's turn, besides the tokenizer's end of sequence.
+        ends: texts that end the policy's turn, besides the tokenizer's end of sequence; longer ones first.
         guard: hides special tokens in observations; messages come with them hidden.
     """
 
-    def __init__(self, tokenizer: Tokenizer, end: str = "", guard: TokenGuard = NO_GUARD) -> None:
+    def __init__(self, tokenizer: Tokenizer, ends: tuple[str, ...] = (), guard: TokenGuard = NO_GUARD) -> None:
         self.tokenizer, self.guard = tokenizer, guard
         eos = tokenizer.eos_token_id
-        ends = (end, "" if eos is None else str(tokenizer.decode([eos])))
+        ends = (*ends, "" if eos is None else str(tokenizer.decode([eos])))
         self._ends = tuple(text for text in ends if text)
 
     @property
@@ -91,7 +91,7 @@ class ChatRenderer(Renderer):
     """Renders through the tokenizer's chat template."""
 
     def __init__(self, template: ChatTemplate, guard: TokenGuard = NO_GUARD) -> None:
-        super().__init__(template.tokenizer, template.stop_marker.strip(), guard)
+        super().__init__(template.tokenizer, template.turn_ends, guard)
         self.template = template
 
     def whole(self, messages: Sequence[Message], tools: Tools) -> list[int]:

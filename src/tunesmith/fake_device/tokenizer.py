@@ -17,3 +17,5 @@ class NoTokenizer:
 
     def get_vocab(self) -> dict[str, int]:
         return {}
+
+    get_added_vocab = get_vocab

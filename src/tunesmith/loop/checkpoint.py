@@ -10,7 +10,8 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -20,6 +21,7 @@ from tunesmith.loop.manifest import write_manifest
 from tunesmith.storage import replacing
 
 STATE_FILE = "state.json"
+REHEARSAL = ".rehearsal"
 _NAME = re.compile(r"step-(\d{6,})")
 
 
@@ -60,13 +62,7 @@ class Checkpoints:
         """
         target = self.path(step)
         try:
-            self.directory.mkdir(parents=True, exist_ok=True)
-            with replacing(target, durable=True) as unfinished:
-                unfinished.mkdir()
-                write(unfinished)
-                (unfinished / STATE_FILE).write_text(json.dumps(state))
-                write_manifest(unfinished)
-                _make_readable(unfinished)
+            with self._written(target, state, write):
                 self._remove(step)
         except Exception as error:
             if not _is_storage_failure(error):
@@ -77,6 +73,33 @@ class Checkpoints:
         self._rotate(step, best)
         return target
 
+    def rehearse(self, state: dict[str, Any], write: Callable[[Path], None]) -> None:
+        """Write a checkpoint as ``save`` does, and remove it. Args: as for ``save``; ``write`` leaves out the weights.
+
+        Raises:
+            StorageError: it could not be written.
+        """
+        target = self.directory / REHEARSAL
+        shutil.rmtree(target, ignore_errors=True)
+        try:
+            message = f"checkpoints cannot be written to {self.directory}"
+            with boundary(StorageError, message, OSError), self._written(target, state, write):
+                pass
+        finally:
+            shutil.rmtree(target, ignore_errors=True)
+
+    @contextmanager
+    def _written(self, target: Path, state: dict[str, Any], write: Callable[[Path], None]) -> Generator[None]:
+        """A context at whose end a checkpoint gets its name."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        with replacing(target, durable=True) as unfinished:
+            unfinished.mkdir()
+            write(unfinished)
+            (unfinished / STATE_FILE).write_text(json.dumps(state))
+            write_manifest(unfinished)
+            _make_readable(unfinished)
+            yield
+
     def _rotate(self, newest: int, best: int | None) -> None:
         steps = self.steps()
         # Later ones are from before this run resumed from an earlier step.
@@ -84,7 +107,7 @@ class Checkpoints:
         older = [s for s in steps if s <= newest][: -self.keep]
         for step in [*later, *(s for s in older if s != best)]:
             self._remove(step)
-        for pattern in (".step-*.unfinished", ".step-*.removed"):
+        for pattern in (".step-*.unfinished", ".step-*.removed", f"{REHEARSAL}*", f".{REHEARSAL}*"):
             for leftover in self.directory.glob(pattern):
                 shutil.rmtree(leftover, ignore_errors=True)
 

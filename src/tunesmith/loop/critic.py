@@ -57,6 +57,9 @@ class Critic:
         if self.trunk_coef is None:
             self.learner.backend.save(directory / DIRECTORY, model_only=model_only)
 
+    def rehearse(self, directory: Path) -> str | None:
+        return self.learner.backend.rehearse(directory / DIRECTORY) if self.trunk_coef is None else None
+
     def load(self, directory: Path) -> None:
         if self.trunk_coef is not None:
             return

@@ -1,6 +1,7 @@
 """The parts of a run, which ``tunesmith.assembly`` builds.
 
-Both kinds have the same methods for checkpoints. ``state`` returns what a run needs to continue besides the files of
+Both kinds have the same methods for checkpoints. ``rehearse`` writes the models without their weights and returns what
+is to be noted. ``state`` returns what a run needs to continue besides the files of
 ``write``, as JSON values; ``load`` reads those files, and ``take`` continues from the state. ``give_up`` undoes the
 changes of an interrupted step.
 """
@@ -68,6 +69,10 @@ class RLParts:
         for part in filter(None, (self.backend, self.critic)):
             part.save(directory, model_only=model_only)
 
+    def rehearse(self, directory: Path) -> list[str]:
+        found = [part.rehearse(directory) for part in (self.backend, self.critic) if part]
+        return [note for note in found if note]
+
     def load(self, directory: Path) -> None:
         for part in filter(None, (self.backend, self.critic)):
             part.load(directory)
@@ -118,6 +123,10 @@ class SupervisedParts(Generic[T]):
         self.learner.backend.save(directory, model_only=model_only)
         if self.save_beside is not None and not model_only:
             self.save_beside(directory)
+
+    def rehearse(self, directory: Path) -> list[str]:
+        note = self.learner.backend.rehearse(directory)
+        return [note] if note else []
 
     def load(self, directory: Path) -> None:
         self.learner.backend.load(directory)

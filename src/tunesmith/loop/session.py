@@ -125,6 +125,7 @@ class Session:
 
         Raises:
             CheckpointError: the checkpoint is damaged, or belongs to another run.
+            ModelError, StorageError: a checkpoint could not be written.
         """
         self._parts, self._describe = parts, describe
         if self.resume_from is not None:
@@ -141,6 +142,15 @@ class Session:
                 self.note(f"nothing is left to do: the run has its {self.total_steps} steps (train.steps)")
         self._state, self._epoch = parts.state(), parts.epoch
         self._saved = Saved(self.step, self.evaluated, self._epoch, self.recorder.clock.now())
+        if self.running:
+            self.checkpoints.rehearse(self._state, self._rehearse)
+
+    def _rehearse(self, directory: Path) -> None:
+        """Write a checkpoint without weights and optimizer: a run that cannot save must not start."""
+        for difference in self._parts.rehearse(directory):
+            self.note(f"a saved tokenizer does not read back as it is: {difference}")
+        if self.publisher:
+            self.publisher.describe(directory)
 
     def finish_step(self, metrics: Mapping[str, float], groups: Sequence[RolloutGroup] = ()) -> None:
         """Count a step, record it, and log the rollouts of its groups.

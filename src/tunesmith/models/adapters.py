@@ -20,6 +20,7 @@ from tunesmith.config.schema import LoraSection
 from tunesmith.errors import ConfigError, ModelError, boundary, nearest
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.models.decoder import Decoder
+from tunesmith.models.export import read_generation
 from tunesmith.models.loading import load_config
 from tunesmith.models.lora import (
     ANY_OF_PEFT,
@@ -200,5 +201,13 @@ def merge(
         with boundary(ModelError, f"cannot load the tokenizer of {adapter}", ANY_OF_PEFT):
             tokenizer = AutoTokenizer.from_pretrained(adapter, trust_remote_code=trust_remote_code)
     kind = ScoreModel if config.task_type == "SEQ_CLS" else CausalLM
-    kind.merge(base, adapter, out, dtype=dtype, tokenizer=tokenizer, trust_remote_code=trust_remote_code)
+    kind.merge(
+        base,
+        adapter,
+        out,
+        dtype=dtype,
+        tokenizer=tokenizer,
+        generation=read_generation(adapter),
+        trust_remote_code=trust_remote_code,
+    )
     return base

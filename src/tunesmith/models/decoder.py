@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, ClassVar, Self, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from tunesmith.data.embedding_rows import rows_of, set_rows
 from tunesmith.data.forest import Forest
@@ -19,13 +21,14 @@ from tunesmith.kernels.attention import AttentionContext
 from tunesmith.kernels.lean import LeanDecoder
 from tunesmith.kernels.quantised import Quantize, weights_of
 from tunesmith.models.attention import ForestAttention
+from tunesmith.models.export import first_numbers, read_back, set_ends
 from tunesmith.models.loading import Differences, load_config, load_module, load_tokenizer
 from tunesmith.models.lora import LoraAdapter, merge_into
 from tunesmith.models.rope import LengthRule, rotate_by_length, rotated_by, split_by_length
 from tunesmith.parallel.activations import HostActivations
 from tunesmith.parallel.host_memory import stored_state
 from tunesmith.parallel.sequence import SequenceGroup
-from tunesmith.parallel.shard_files import save_weights
+from tunesmith.parallel.shard_files import save_settings, save_weights
 from tunesmith.parallel.sharding import Sharding
 from tunesmith.parallel.streamed import StreamedLayers
 from tunesmith.plan.cost.operations import CostModel
@@ -54,6 +57,8 @@ class Decoder:
     """Offloads the tensors that layers save for the backward pass to host memory; None: they stay on the device."""
     streamed: StreamedLayers | None = field(default=None, repr=False)
     """Keeps the layers' weights in host memory; None: they are on the device."""
+    trust_remote_code: bool = field(default=False, repr=False)
+    """Whether Python code that comes with the model may run."""
     lengths: LengthRule | None = field(default=None, init=False, repr=False)
     """Which sequence lengths share rotary frequencies, if these depend on the length."""
 
@@ -108,7 +113,7 @@ class Decoder:
         lean = LeanDecoder.of(module.base_model, layers) if sharding is None else None
         if streamed is not None:
             streamed.take(module, lean)
-        model = cls(module, tokenizer, lean, sharding=sharding, streamed=streamed)
+        model = cls(module, tokenizer, lean, sharding=sharding, streamed=streamed, trust_remote_code=trust_remote_code)
         model.complete(config)
         if rows_of(tokenizer) is None:
             set_rows(tokenizer, cast(nn.Embedding, module.get_input_embeddings()).num_embeddings)
@@ -240,32 +245,81 @@ class Decoder:
         """The forest as the model computes it: split by length if rotary frequencies depend on length."""
         return forest if self.lengths is None or forest.rotary_lengths else split_by_length(forest, self.lengths)
 
-    def save(self, directory: str | Path) -> None:
+    def save(self, directory: str | Path, *, weights: bool = True) -> None:
         """Write model and tokenizer in Hugging Face format.
 
         Of a model with an adapter, write only the adapter; with ``save_merged`` also the whole model, to
         ``<directory>_merged``.
+
+        Args:
+            weights: False writes all files but the weights: see ``rehearse``.
         """
-        if self.sharding is None or self.sharding.rank == 0:
+        directory, first = Path(directory), self.sharding is None or self.sharding.rank == 0
+        if first:
             self.tokenizer.save_pretrained(directory)
         if self.adapter is not None:
-            if self.sharding is None or self.sharding.rank == 0:  # every rank has the whole adapter
-                self._save_adapter(self.adapter, Path(directory))
-        elif self.sharding is not None:
+            if first:  # every rank has the whole adapter
+                self._save_adapter(self.adapter, directory, weights=weights)
+        elif self.sharding is not None and weights:
             if self.sharding.first_copy:
-                save_weights(self.module, Path(directory), self.dtype, self.sharding)
-        else:
-            self.module.save_pretrained(directory, state_dict=stored_state(self.module) if self.streamed else None)
+                save_weights(self.module, directory, self.dtype, self.sharding)
+        elif first:
+            self._save_module(directory, weights=weights)
 
-    def _save_adapter(self, adapter: LoraAdapter, directory: Path) -> None:
-        adapter.save(directory)
-        if adapter.save_merged:
-            self.merge(
-                str(self.module.name_or_path),
-                directory,
-                directory.with_name(f"{directory.name}_merged"),
-                tokenizer=self.tokenizer,
-                trust_remote_code=adapter.trust_remote_code,
+    def _save_module(self, directory: Path, *, weights: bool) -> None:
+        if self.sharding is not None:
+            save_settings(self.module, directory)
+            return
+        state = stored_state(self.module) if self.streamed or not weights else None
+        if state is not None and not weights:
+            state = first_numbers(self.module, state)
+        self.module.save_pretrained(directory, state_dict=state)
+
+    def _save_adapter(self, adapter: LoraAdapter, directory: Path, *, weights: bool) -> None:
+        adapter.save(directory, weights=weights)
+        if self.module.can_generate():
+            self.module.generation_config.save_pretrained(directory)
+        if not adapter.save_merged:
+            return
+        merged = directory.with_name(f"{directory.name}_merged")
+        if not weights:
+            self._save_module(merged, weights=False)
+            return
+        self.merge(
+            str(self.module.name_or_path),
+            directory,
+            merged,
+            tokenizer=self.tokenizer,
+            generation=self.module.generation_config,
+            trust_remote_code=adapter.trust_remote_code,
+        )
+
+    def rehearse(self, directory: Path) -> str | None:
+        """Write everything but the weights, as ``save`` does, and read it back; only the first rank does this.
+
+        Returns:
+            How the tokenizer that was read differs from the model's; None if it does not.
+
+        Raises:
+            ModelError: a file of the model cannot be written, or cannot be read again.
+            StorageError: the directory cannot be written to.
+        """
+        problem = f"model '{self.module.name_or_path}' could not be saved after training"
+        with boundary(ModelError, problem, Exception), boundary(StorageError, f"cannot write {directory}", OSError):
+            self.save(directory, weights=False)
+        return read_back(directory, self.tokenizer, trust_remote_code=self.trust_remote_code)
+
+    def check_space(self, directory: Path) -> None:
+        """Raise StorageError if the disk of ``directory`` has no room for the weights of one checkpoint."""
+        total = sum(count for _, count in weights_of(self.module)) * self.dtype.itemsize
+        if self.adapter is not None:
+            total *= self.adapter.save_merged
+            total += sum(tensor.nbytes for _, tensor in self.adapter.own_weights())
+        free = shutil.disk_usage(directory).free
+        if total > free:
+            raise StorageError(
+                f"the weights of one checkpoint take {total / 1e9:.2f} GB, and the disk of {directory} has "
+                f"{free / 1e9:.2f} GB free; free some, or set run_dir to a directory on another disk"
             )
 
     @classmethod
@@ -277,6 +331,7 @@ class Decoder:
         *,
         dtype: str | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
+        generation: GenerationConfig | None = None,
         trust_remote_code: bool = False,
     ) -> None:
         """Merge a saved adapter into its base and write the whole model.
@@ -285,6 +340,7 @@ class Decoder:
 
         Args:
             tokenizer: the tokenizer to write; None: the base's.
+            generation: the generation configuration to write; None: the base's, with the template's end of turn.
 
         Raises:
             ModelError: the base does not exist, or the adapter does not fit it.
@@ -292,6 +348,12 @@ class Decoder:
         """
         stored = load_config(base, trust_remote_code=trust_remote_code).dtype
         model = cls.load(base, tokenizer=tokenizer, trust_remote_code=trust_remote_code)
+        if changes := set_ends(model.module, model.tokenizer, saved=generation):
+            print(changes)
+        with boundary(StorageError, f"cannot write to {out.parent}", OSError):
+            out.parent.mkdir(parents=True, exist_ok=True)
+            with TemporaryDirectory(dir=out.parent) as rehearsal:
+                model.rehearse(Path(rehearsal))
         merged: Any = merge_into(model.module, adapter)
         merged.to(getattr(torch, dtype) if dtype else stored or torch.float32)
         with boundary(StorageError, f"cannot write {out}", OSError):

@@ -23,7 +23,7 @@ from transformers import (
 )
 from transformers.initialization import no_init_weights
 
-from tunesmith.config.reading.files import is_hub_name
+from tunesmith.config.reading.files import ADAPTER_CONFIG, is_hub_name
 from tunesmith.errors import ConfigError, ModelError, boundary
 from tunesmith.fake_device.tokenizer import NoTokenizer
 from tunesmith.kernels.quantised import Quantize, quantise
@@ -58,7 +58,7 @@ def load_config(path: str | Path, *, trust_remote_code: bool = False) -> Any:
 def load_tokenizer(
     path: str | Path, *, trust_remote_code: bool = False, chat_template: Path | None = None
 ) -> PreTrainedTokenizerBase:
-    """A model's tokenizer.
+    """A model's tokenizer, or the one that was saved with an adapter.
 
     Args:
         chat_template: a file that replaces the tokenizer's own template.
@@ -67,7 +67,8 @@ def load_tokenizer(
         ModelError: the tokenizer does not exist or cannot be read.
         ConfigError: the chat template cannot be read.
     """
-    check_directory(path)
+    if not (Path(path).expanduser() / ADAPTER_CONFIG).is_file():
+        check_directory(path)
     if detect_fake_mode():
         return cast(PreTrainedTokenizerBase, NoTokenizer())
     with boundary(ModelError, f"cannot load the tokenizer of model '{path}'", ANY_ERROR):

@@ -102,9 +102,11 @@ class LoraAdapter:
                 yield name, tensor
             del tensor
 
-    def save(self, directory: Path) -> None:
-        """Write a peft adapter directory."""
-        self.peft.save_pretrained(str(directory), selected_adapters=[TRAINED], save_embedding_layers=False)
+    def save(self, directory: Path, *, weights: bool = True) -> None:
+        """Write a peft adapter directory, with or without the weights' file."""
+        state = None if weights else {}
+        options: Any = {"selected_adapters": [TRAINED], "save_embedding_layers": False, "state_dict": state}
+        self.peft.save_pretrained(str(directory), **options)
 
     def load(self, directory: Path) -> None:
         """Load the weights that ``save`` wrote.

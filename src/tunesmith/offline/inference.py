@@ -14,6 +14,7 @@ from tunesmith.assembly.event_loop import run_async
 from tunesmith.assembly.models import load_model, load_tokenizer
 from tunesmith.config.commands import GenerateConfig, SamplingSection
 from tunesmith.config.schema import DataSection, ModelSection, SystemSection
+from tunesmith.data.chat_defaults import set_defaults
 from tunesmith.data.embedding_rows import without_row
 from tunesmith.data.prompts import PromptEncoder
 from tunesmith.data.sources import SourceRow
@@ -130,9 +131,9 @@ def _generate(config: GenerateConfig, model: str | Path | CausalLM, prompts: Seq
         load_model(CausalLM, config, load_tokenizer(config), frozen=True) if isinstance(model, str | Path) else model
     )
     section, tokenizer = config.sampling, cast("Any", loaded.tokenizer)
-    if config.data.chat_template_kwargs:
+    if loaded is model:
         tokenizer = copy(tokenizer)
-        tokenizer.chat_template_kwargs = config.data.chat_template_kwargs
+        set_defaults(tokenizer, system_prompt=None, options=config.data.chat_template_kwargs)
     encoder = PromptEncoder.of(config.data, tokenizer, prompts)
     prompt_ids = [encoder.ids(prompt) for prompt in prompts]
     for place, ids in enumerate(prompt_ids):
@@ -140,7 +141,7 @@ def _generate(config: GenerateConfig, model: str | Path | CausalLM, prompts: Seq
             raise UserError(f"prompts[{place}]: {problem}")
     longest = max(map(len, prompt_ids)) + section.max_new_tokens
     engine = local_engine_for(loaded, config.system, longest, len(prompts) * section.n)
-    sampling = make_sampling(section, tokenizer, section.temperature)
+    sampling = make_sampling(section, tokenizer, section.temperature, loaded.module.generation_config)
     room = asyncio.Semaphore(window_of(config.system.max_running, section.n))
 
     async def complete(place: int) -> list[Completion]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from tunesmith.assembly.engines import make_engine, make_sampling
-from tunesmith.assembly.models import load_model
+from tunesmith.assembly.models import load_model, saved_generation
 from tunesmith.assembly.opening import FROM_A_COMMAND, Caller, OpenRun, open_run
 from tunesmith.assembly.rewards import add_rewards
 from tunesmith.config.commands import GenerateConfig, RFTConfig, SamplingConfig
@@ -83,7 +83,7 @@ def answer_tasks(
     n, temperature = (1, 0.0) if greedy else (section.n, section.temperature)
     with usage.phase("setup"):
         engine = _load(config, tokenizer, rewards)
-    sampling = make_sampling(section, tokenizer, temperature, stop)
+    sampling = make_sampling(section, tokenizer, temperature, saved_generation(config), stop)
 
     async def produce(place: int, task: Task, unfinished: Unfinished) -> RolloutGroup:
         alone = n == 1 and rewards is None  # a completion is a line at once

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from tunesmith.assembly.rewards import add_rewards
 from tunesmith.config.commands import GenerateConfig
-from tunesmith.data.chat import end_of_turn_id
+from tunesmith.data.chat import end_of_turn_ids
 from tunesmith.data.embedding_rows import without_row
 from tunesmith.data.formats import Example
 from tunesmith.data.prompts import choose_template
@@ -39,7 +39,8 @@ def score(
             if problem := without_row(tokenizer, ids):
                 raise DataError(f"task {task.id}: in its completion, {problem}")
     chat = choose_template(config.data, tokenizer, [Example(t.id, t.id, prompt=t.prompt) for t in tasks]) is not None
-    end = end_of_turn_id(tokenizer) if chat else tokenizer.eos_token_id
+    eos = tokenizer.eos_token_id
+    end = end_of_turn_ids(tokenizer) if chat else [] if eos is None else [eos]
 
     async def produce(_: int, task: Task, __: Unfinished) -> RolloutGroup:
         records = given_records(task, column)
@@ -49,8 +50,8 @@ def score(
             rollout.observe(task.prompt_ids)
             reason = record.get("finish_reason", "stop")
             ids = encode(tokenizer, [record["completion"]])[0]
-            if reason == "stop" and end is not None:
-                ids = [*ids, end]
+            if reason == "stop":
+                ids = [*ids, *end]
             rollout.act(Completion(ids, [0.0] * len(ids), [0] * len(ids), reason))
             rollouts.append(rollout)
         await rewards.score(rollouts, [record["completion"] for record in records])

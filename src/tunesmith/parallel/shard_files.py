@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from itertools import groupby
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
+from transformers.dynamic_module_utils import custom_object_save
 
 from tunesmith.kernels.quantised import QuantisedLinear
 from tunesmith.parallel.sharding import Sharding, first_row, local, whole
@@ -88,13 +89,18 @@ def is_finite(tensor: Tensor) -> bool:
     return all(bound.isfinite() for bound in tensor.aminmax())
 
 
+def is_converted(module: PreTrainedModel) -> bool:
+    """Whether the names or shapes of weights in a module's files are not the module's."""
+    nothing: dict[str, Tensor] = {}
+    return revert_weight_conversion(module, nothing) is not nothing
+
+
 def stored_weights(module: PreTrainedModel, named: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
     """A module's weights under the names in its files: transformers may rename or fuse weights when it loads them.
 
     The weights of one decoder layer are converted together and yielded before the next layer's are read.
     """
-    nothing: dict[str, Tensor] = {}
-    if revert_weight_conversion(module, nothing) is nothing:  # there is nothing to convert
+    if not is_converted(module):
         yield from named
         return
     for _, group in groupby(named, lambda item: re.sub(r"(\.\d+\.).*", r"\1", item[0])):
@@ -128,11 +134,18 @@ def save_weights(module: PreTrainedModel, directory: Path, dtype: torch.dtype, s
             save_file(plain, directory / files[first + sharding.rank][0], metadata={"format": "pt"})
     torch.distributed.barrier(sharding.mesh.get_group())
     if sharding.rank == 0:
-        module.config.architectures = [type(module).__name__.removeprefix("FSDP")]
-        module.config.save_pretrained(directory)
-        if module.can_generate():
-            module.generation_config.save_pretrained(directory)  # pyright: ignore[reportOptionalMemberAccess]
+        save_settings(module, directory)
         if split.is_sharded:
             index = {name: file for file, _ in files for name in names_in(directory / file)}
             text = json.dumps({"metadata": split.metadata, "weight_map": index}, indent=2)
             (directory / SAFETENSORS_INDEX_FILE).write_text(text, encoding="utf-8")
+
+
+def save_settings(module: PreTrainedModel, directory: Path) -> None:
+    """Write a model's configuration, its generation configuration, and the code that came with it."""
+    module.config.architectures = [type(module).__name__.removeprefix("FSDP")]
+    if module.is_remote_code():
+        custom_object_save(module, directory, config=cast(Any, module.config))
+    module.config.save_pretrained(directory)
+    if module.can_generate():
+        module.generation_config.save_pretrained(directory)  # pyright: ignore[reportOptionalMemberAccess]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tunesmith.data.chat import ChatTemplate
+from tunesmith.data.chat_defaults import own_part
 from tunesmith.data.embedding_rows import enough_rows, without_row
 from tunesmith.data.tokens import Tokenizer, encode, leading_ids, with_leading
 from tunesmith.errors import DataError
@@ -119,7 +120,8 @@ def _messages(prompt: Prompt) -> list[Message]:
 
 def same_tokens(a: Any, b: Any) -> bool:
     """Whether two tokenizers produce the same token ids: they have the same vocabulary and chat template."""
-    return a.get_vocab() == b.get_vocab() and a.chat_template == b.chat_template and enough_rows(a, b)
+    same = a.get_vocab() == b.get_vocab() and own_part(a.chat_template) == own_part(b.chat_template)
+    return same and enough_rows(a, b)
 
 
 def _unfit(length: int, context: int | None) -> ItemFailure | None:
