@@ -10,7 +10,7 @@ VLLM_INSTALLED := $(VLLM)/.installed
 # Keep compiled modules, also where an image says not to: every worker and child would compile tests and package anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: install vllm demo test test-slow test-long test-devices test-peers test-vllm test-tries test-kinds docs lint bench bench-quick clean
+.PHONY: install vllm demo test test-slow test-long test-devices test-peers test-vllm test-tries test-kinds test-real docs lint bench bench-quick clean
 
 install: $(INSTALLED)
 
@@ -45,6 +45,10 @@ test-kinds: $(INSTALLED)
 # Steps on GPUs that are not there: operations, waits and memory.
 test-devices: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(RUN)/pytest -n 2 tests/test_fake_device.py tests/slow/test_fake_memory.py
+
+# Training and sampling of a real model, whose directory TUNESMITH_REAL_MODEL names; skipped without one.
+test-real: $(INSTALLED)
+	$(RUN)/pytest -rs tests/real
 
 # Thousands of random bad inputs and faults: run files, data, rewards, checkpoints, kills, HTTP (tests/tries/README.md).
 test-tries: $(INSTALLED)
