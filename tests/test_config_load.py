@@ -11,13 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tunesmith.config.commands import DistillConfig, DPOConfig, GenerateConfig, OutputSection, all_keys
-from tunesmith.config.load import find_kind, load_config, parse_override
+from tunesmith.config.load import find_kind, load_config, read_tree
 from tunesmith.config.names.unknown import explain_unknown
+from tunesmith.config.reading.overriding import parse_override
 from tunesmith.config.reading.problems import key_lines, line_of
+from tunesmith.config.resolved import settings as resolved_settings
 from tunesmith.config.schema import RLConfig, RunConfig, SFTConfig
 from tunesmith.config.toml import toml_key, toml_value
 from tunesmith.config.values import format_size, parse_size
 from tunesmith.errors import ConfigError
+from tunesmith.plan.rules.checks import check
 from tunesmith.usercode.loading import load_function
 
 RUN = """\
@@ -424,3 +427,76 @@ def test_the_schema_has_a_description_for_every_kind_of_value() -> None:
         for kind in (RLConfig, SFTConfig):
             if key in all_keys(kind):
                 assert "something else" not in describe_at(kind, tuple(key.split("."))), key
+
+
+SIDES = [
+    ("train.steps=2", "train.epochs", 3),
+    ("train.epochs=2", "train.steps", 3),
+    ("train.warmup_steps=0", "train.warmup_ratio", 0.1),
+    ("train.warmup_ratio=0.1", "train.warmup_steps", 1),
+    ("lora.path=adapter", "lora.rank", 8),
+    ("lora.rank=4", "lora.path", "adapter"),
+]
+
+
+def file_with(folder: Path, key: str, value: Any) -> Path:
+    lines = ['model.path = "org/m"', 'data.train = "org/d"', f"{key} = {toml_value(value)}"]
+    (folder / "run.toml").write_text("\n".join(lines))
+    return folder / "run.toml"
+
+
+@pytest.mark.parametrize(("override", "key", "value"), SIDES)
+def test_an_override_takes_the_place_of_what_excludes_it_in_the_file(
+    tmp_path: Path, override: str, key: str, value: Any
+) -> None:
+    run, said = file_with(tmp_path, key, value), override.partition("=")[0]
+    config = load_config(SFTConfig, run, [override], files=False)
+    check(config)
+    given = resolved_settings(config, given_only=True)
+    assert said in given and key not in given
+    reasons = read_tree(run, [override])[1].reasons
+    assert reasons.keys() == {said} and key in reasons[said] and str(run) in reasons[said]
+    if not key.startswith("lora"):
+        with pytest.raises(ConfigError, match=key):  # both on one side are a contradiction as before
+            check(load_config(SFTConfig, None, ["model.path=o/m", "data.train=o/d", override, f"{key}={value}"]))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("train.epochs", 2), ("train.lr", 0.1), ("lora.rank", 8), ("data.eval", "org/x"), ("data.system_prompt", "x"),
+        ("train", {"seed": 3}), ("lora", {"rank": 3}),
+    ],
+)  # fmt: skip
+def test_none_leaves_a_setting_of_the_file_out(tmp_path: Path, key: str, value: Any) -> None:
+    run = file_with(tmp_path, key, value)
+    given = resolved_settings(load_config(SFTConfig, run, [f"{key}=none"]), given_only=True)
+    assert not [name for name in given if name == key or name.startswith(f"{key}.")]
+
+
+def test_none_is_a_value_where_it_is_one_and_text_in_quotes() -> None:
+    base = ["model.path=o/m", "data.train=o/d", 'reward.functions=["math"]']
+    config = load_config(
+        RLConfig, None, [*base, "system.cluster=none", "algorithm.correction=none", 'data.prompt="none"']
+    )
+    assert (config.system.cluster, config.data.prompt) == ("none", "none")
+    assert "correction" in config.algorithm.model_fields_set
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("data.eval=", "data.eval=none"),
+        ("data.eval=[]", "data.eval=none"),
+        ("data.eval=None", "data.eval=none"),
+        ("data.eval=null", "data.eval=none"),
+        ("train.lr=null", "train.lr=none"),
+        ("data.evall=none", "data.eval"),
+        ("train.learning_rate=none", "train.lr"),
+        ("model.path=none", "model.path is missing"),
+    ],
+)
+def test_what_may_be_meant_to_leave_a_key_out_is_answered_with_how(override: str, told: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load_config(SFTConfig, None, ["model.path=o/m", "data.train=o/d", override])
+    assert told in str(refused.value)

@@ -27,7 +27,8 @@ from tunesmith.assembly.environments import check_run_rewards
 from tunesmith.config.choice import Choice
 from tunesmith.config.commands import GenerateConfig, RFTConfig
 from tunesmith.config.engines import ENGINES
-from tunesmith.config.load import find_kind, load_config, parse_override
+from tunesmith.config.load import find_kind, load_config
+from tunesmith.config.reading.overriding import parse_override
 from tunesmith.config.resolved import Resolved
 from tunesmith.config.schema import ModelReward, RemoteReward, RLConfig, Source
 from tunesmith.config.section import Section

@@ -22,7 +22,7 @@ from tunesmith.assembly.checking import (
 from tunesmith.assembly.learning import unknown_share
 from tunesmith.assembly.models import load_tokenizer
 from tunesmith.config.commands import SamplingConfig, ScoreConfig
-from tunesmith.config.load import load_config
+from tunesmith.config.load import load_config, read_tree
 from tunesmith.config.reading.places import placed
 from tunesmith.config.resolved import Resolved, changes, print_resolved, save_resolved
 from tunesmith.config.schema import DataSection, RLConfig, RunConfig
@@ -147,6 +147,7 @@ def open_run(
     with placed(path, overrides):
         config: C = with_launched_ranks(caller.config or load_config(kind, path, overrides))
         check_run(config, base_dir)
+        caller = replace(caller, reasons={**read_tree(path, overrides)[1].reasons, **caller.reasons})
         directory = config.run_dir
         if isinstance(config, SamplingConfig):  # if called again, these commands find the remaining work
             directory = directory or Path("runs").absolute() / name

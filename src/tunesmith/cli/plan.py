@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -20,12 +21,13 @@ def show_config(run: RunFile, overrides: Overrides = None) -> None:
     number of steps, is derived when the run starts.
     """
     from tunesmith.assembly.checking import check_run
-    from tunesmith.config.load import load_run
+    from tunesmith.config.load import load_run, read_tree
     from tunesmith.config.reading.places import placed
     from tunesmith.config.resolved import print_resolved
 
     with placed(run, overrides or ()):
         resolved = check_run(load_run(run, overrides or ()), run.parent, hub=False)
+        resolved = replace(resolved, reasons=read_tree(run, overrides or ())[1].reasons)
     print_resolved(resolved, all_of_it=resolved.config.monitor.verbose)
 
 

@@ -5,12 +5,11 @@ All problems of a file are reported at once, each with its line or override.
 
 from __future__ import annotations
 
-import datetime
 import json
 import re
 import tomllib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -20,11 +19,12 @@ from pydantic_core import ErrorDetails
 from tunesmith.config.commands import KINDS, DistillConfig, all_keys, distill_kind
 from tunesmith.config.names.foreign import value_of
 from tunesmith.config.names.unknown import answer, explain_unknown, find
-from tunesmith.config.reading.describe import choices_at, describe_at, field_at, names_of, show, tables_of
+from tunesmith.config.reading.describe import choices_at, describe_at, show
 from tunesmith.config.reading.files import locate_files
+from tunesmith.config.reading.overriding import apply_overrides
 from tunesmith.config.reading.problems import DEEPEST, KeyPath, Origins, Problem, dotted, key_lines, raise_problems
 from tunesmith.config.reading.shape import shape_problems
-from tunesmith.config.schema import RLConfig, RunConfig, SFTConfig
+from tunesmith.config.schema import RunConfig, SFTConfig
 from tunesmith.config.section import Section
 from tunesmith.config.toml import toml_value
 from tunesmith.errors import ConfigError, boundary, closest, nearest, shortened
@@ -44,14 +44,14 @@ def load_config(kind: type[C], path: Path | None, overrides: Sequence[str] = (),
     Args:
         kind: the command's configuration class, such as ``RLConfig``.
         path: the TOML file; None for a configuration of overrides only.
-        overrides: ``section.key=value``, with the value in TOML; invalid TOML is taken as text.
+        overrides: see ``apply_overrides``.
         files: whether to locate the files that it names; if False, their paths are kept as they are.
 
     Raises:
         ConfigError: names the file, line, key and valid values for each problem.
     """
     data, origins = read_tree(path, overrides)
-    problems = [*origins.problems, *shape_problems(kind, data)]
+    problems = [*origins.problems, *_unset_problems(kind, origins), *shape_problems(kind, data)]
     if any(len(problem.path) >= DEEPEST for problem in problems):
         raise_problems(problems, origins)
     if files:
@@ -86,29 +86,6 @@ def load_run(path: Path, overrides: Sequence[str]) -> RunConfig:
     return load_config(find_kind(path, overrides), path, overrides)
 
 
-def parse_override(text: str) -> tuple[tuple[str, ...], Any]:
-    """``"train.lr=1e-6"`` → ``(("train", "lr"), 1e-06)``; a value that is not TOML is text.
-
-    Raises:
-        ConfigError: the text has no ``=`` or no key, or is nested too deeply.
-    """
-    key, equals, value = text.partition("=")
-    parts = tuple(part.strip() for part in key.split("."))
-    if not equals or not all(parts):
-        raise ConfigError(f"'{text}' is not an override; write section.key=value, such as train.lr=1e-6")
-    value = value.strip()
-    if value in ("True", "False"):
-        return parts, value == "True"
-    try:
-        parsed = tomllib.loads(f"value = {value}")
-    except ValueError:
-        return parts, value
-    except RecursionError:
-        raise ConfigError(f"override '{shortened(text)}' has lists and tables that are nested too deeply") from None
-    is_text = isinstance(parsed["value"], datetime.date | datetime.time) or parsed.keys() != {"value"}
-    return parts, value if is_text else parsed["value"]
-
-
 def read_tree(path: Path | None, overrides: Sequence[str]) -> tuple[Tree, Origins]:
     """The merged tree, and the origin of each key."""
     text = _read_text(path) if path else ""
@@ -118,15 +95,9 @@ def read_tree(path: Path | None, overrides: Sequence[str]) -> tuple[Tree, Origin
         raise _syntax_error(path, error) from None
     except RecursionError:
         raise ConfigError(f"{path} has lists and tables that are nested too deeply") from None
-    problems: list[Problem] = []
-    given: dict[KeyPath, str] = {}
-    parsed = [(*parse_override(override), override) for override in overrides]
-    for keys, value, override in sorted(parsed, key=lambda one: len(one[0])):  # a table before the keys in it
-        given[keys] = override
-        if blocked := _put(data, keys, value):
-            in_the_way = show(_at(data, blocked))
-            problems.append(Problem(keys, f"{dotted(blocked)} is {in_the_way}, so it has no key {keys[len(blocked)]}"))
-    return data, Origins(path, key_lines(text), given, problems)
+    origins = Origins(path, key_lines(text), {})
+    apply_overrides(data, overrides, origins)
+    return data, origins
 
 
 def _read_text(path: Path) -> str:
@@ -150,28 +121,12 @@ def _syntax_error(path: Path | None, error: ValueError) -> ConfigError:
     return ConfigError(f"{path}, {where}: not valid TOML: {reason}{hint}")
 
 
-def _put(data: Tree, keys: tuple[str, ...], value: Any) -> tuple[str, ...] | None:
-    """Set a key, adding the tables above it; return the path of a blocking value, if any."""
-    node = data
-    for depth, key in enumerate(keys[:-1], start=1):
-        inner: Any = node.setdefault(key, {})
-        if not isinstance(inner, dict):
-            if (table := _opened(keys[:depth], inner)) is None:
-                return keys[:depth]
-            inner = node[key] = table
-        node = cast(Tree, inner)
-    node[keys[-1]] = value
-    return None
-
-
-def _opened(path: tuple[str, ...], value: Any) -> Tree | None:
-    """The table that a choice's name or a boolean table switch stands for; None for any other value."""
-    field = field_at(RLConfig, path)
-    if field is None or not tables_of(field.annotation):
-        return None
-    if isinstance(value, str):
-        return {"type": value} if names_of(field.annotation) else None
-    return {} if isinstance(value, bool) else None
+def _unset_problems(kind: type[RunConfig], origins: Origins) -> Iterator[Problem]:
+    """Problems for keys that an override unsets and the command does not have."""
+    for path in origins.unset:
+        name = dotted(path)
+        if name not in kind.model_fields and name not in all_keys(kind, tables=True):
+            yield from explain_unknown(kind, path, None)
 
 
 def _problems_of(kind: type[RunConfig], data: Tree, errors: Sequence[ErrorDetails]) -> list[Problem]:
@@ -219,6 +174,8 @@ def _wrong_value(kind: type[Section], path: KeyPath, value: Any, inner: KeyPath 
         hint = f" Did you mean '{close}'?" if close else ""
     elif isinstance(value, str) and re.fullmatch(r"true|false|-?[\d.]+(e-?\d+)?", value):
         hint = f" Write {value} without quotes."
+    elif value in ("", [], {}):
+        hint = f" To leave it out, write {dotted(path)}=none on the command line."
     return f"{dotted(path)} is {show(value)}; it must be {describe_at(kind, inner)}.{hint}"
 
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
-from tunesmith.config.load import parse_override
+from tunesmith.config.reading.overriding import parse_override
 from tunesmith.config.resolved import settings
 from tunesmith.config.schema import CheckpointSection, EvalSection, MonitorSection, RLConfig, RunConfig
 from tunesmith.errors import ConfigError

@@ -15,6 +15,8 @@ from tunesmith.errors import ConfigError, closest, shortened
 DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
 ADAPTER_CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
+LEFT_OUT = "give a value, or leave it out (on the command line: {}=none)"
+
 Tree = dict[str, Any]
 Find = Callable[[str, list[Path]], str]
 """Searches several directories for the file that a run file's text names, and returns its path or name."""
@@ -35,7 +37,7 @@ def locate_files(data: Tree, run_directory: Path | None, is_override: Callable[[
         bases = list(dict.fromkeys(reversed(here) if is_override(path) else here))
         try:
             if not text:
-                raise ConfigError("it is empty; give a value, or leave it out")
+                raise ConfigError(f"it is empty; {LEFT_OUT.format(dotted(path))}")
             holder[path[-1]] = find(text, bases)
         except ConfigError as problem:
             problems.append(Problem(path, f"{dotted(path)}: {problem}"))

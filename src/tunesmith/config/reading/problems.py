@@ -38,8 +38,20 @@ class Origins:
 
     file: Path | None
     lines: Mapping[KeyPath, int]
-    overrides: Mapping[KeyPath, str]
+    overrides: dict[KeyPath, str]
     problems: list[Problem] = field(default_factory=list[Problem])
+    unset: list[KeyPath] = field(default_factory=list[KeyPath])
+    """Keys that overrides leave out."""
+    replaced: dict[str, list[str]] = field(default_factory=dict[str, "list[str]"])
+    """The file's settings that an override excludes, by the override's key."""
+
+    @property
+    def reasons(self) -> dict[str, str]:
+        """By key, why an override that excludes settings of the file counts alone."""
+        return {
+            key: f"as you said, instead of {' and '.join(others)} in {self.file}"
+            for key, others in self.replaced.items()
+        }
 
     def is_override(self, path: KeyPath) -> bool:
         return self._override(path) is not None
