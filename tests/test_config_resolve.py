@@ -15,7 +15,7 @@ import pytest
 
 from tunesmith.config.commands import KINDS, DistillConfig, GenerateConfig, OfflineDistillConfig, RFTConfig, all_keys
 from tunesmith.config.load import load_config
-from tunesmith.config.resolved import Resolved, changes, config_text, print_resolved, save_resolved, settings
+from tunesmith.config.resolved import Resolved, config_text, print_resolved, save_resolved, settings
 from tunesmith.config.schema import RLConfig, RunConfig, SFTConfig
 from tunesmith.errors import ConfigError, ModelError, StorageError
 from tunesmith.plan.cost.memory import planned
@@ -332,18 +332,6 @@ def test_a_resumed_run_keeps_what_the_earlier_one_said(tmp_path: Path) -> None:
         "config-1.toml", "config-2.toml", "config.toml", "resolved.json",
     ]  # fmt: skip
     assert "steps = 20" in (tmp_path / "config-2.toml").read_text()
-
-
-def test_what_a_continued_run_changes_is_told(tmp_path: Path) -> None:
-    first = resolve(rl("train.steps=10", "train.lr=1e-5"), facts())
-    assert changes(first, tmp_path) == [], "a new run"
-    save_resolved(first, tmp_path)
-    assert changes(first, tmp_path) == []
-    said = "train.steps=10", "checkpoint.resume=true", "run_dir=runs/x", "rollout.group_size=4"
-    told = changes(resolve(rl(*said), facts()), tmp_path)
-    assert "rollout.group_size: 8 → 4" in told
-    assert any(line.startswith("train.lr: 1e-05 → ") for line in told), "what was said before, and is derived now"
-    assert not any(line.startswith("checkpoint.") for line in told)
 
 
 @pytest.mark.parametrize(

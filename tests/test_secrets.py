@@ -12,8 +12,9 @@ from typer.testing import CliRunner
 
 from tunesmith.cli.guard import guarded
 from tunesmith.cli.main import app
+from tunesmith.config.continuing import changes
 from tunesmith.config.load import load_config
-from tunesmith.config.resolved import changes, print_resolved, save_resolved
+from tunesmith.config.resolved import print_resolved, save_resolved
 from tunesmith.config.schema import RLConfig
 from tunesmith.errors import ConfigError, EngineError
 from tunesmith.loop.checkpoint import Checkpoints
@@ -46,7 +47,8 @@ def test_settings_are_shown_and_saved_without_secrets(tmp_path: Path, capsys: py
         file = tmp_path / name
         assert "***@host" in file.read_text() and clean(file.read_text())
         assert file.stat().st_mode & 0o077 == 0
-    assert not changes(resolved, tmp_path)
+    found = changes(resolved, {}, tmp_path)
+    assert not found.refused and not found.told
 
 
 def test_a_hidden_secret_is_refused_where_a_real_one_is_needed(tmp_path: Path) -> None:

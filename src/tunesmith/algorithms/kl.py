@@ -140,4 +140,6 @@ class KLController:
         return {"coef": self.coef}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        self.coef = float(state["coef"])
+        """Continue from the adapted coefficient; without a target it is the settings'."""
+        if self.target is not None:
+            self.coef = float(state["coef"])

@@ -19,12 +19,14 @@ from tunesmith.assembly.checking import (
     task_data,
     with_launched_ranks,
 )
+from tunesmith.assembly.contents import contents_of
 from tunesmith.assembly.learning import unknown_share
 from tunesmith.assembly.models import load_tokenizer
 from tunesmith.config.commands import SamplingConfig, ScoreConfig
+from tunesmith.config.continuing import REMEDY, Content, changes
 from tunesmith.config.load import load_config, read_tree
 from tunesmith.config.reading.places import placed
-from tunesmith.config.resolved import Resolved, changes, print_resolved, save_resolved
+from tunesmith.config.resolved import Resolved, print_resolved, save_resolved
 from tunesmith.config.schema import DataSection, RLConfig, RunConfig
 from tunesmith.config.section import known
 from tunesmith.data.prepare import Prepared, Sources
@@ -116,12 +118,30 @@ class OpenRun(Generic[C, T]):
             print(report.summary())
         if not self.caller.brief:
             print_resolved(self.resolved, all_of_it=self.config.monitor.verbose)
-        if changed := changes(self.resolved, folder):
-            print("\n  ".join(["the run that is continued was begun with other settings:", *changed]))
-        save_resolved(self.resolved, folder)
+        contents = contents_of(self.config, self.tokenizer, self.train, self.held_out)
+        self._tell_changes(contents)
+        save_resolved(self.resolved, folder, {name: content.digest for name, content in contents.items()})
         for report in reports:
             report.write_skipped(folder / "skipped.jsonl")
         print(f"run directory: {shown_path(folder)}", flush=True)
+
+    def _tell_changes(self, contents: Mapping[str, Content]) -> None:
+        """Say what differs from the run that is continued.
+
+        Raises:
+            CheckpointError: its checkpoint does not go with the new settings or files.
+        """
+        again = isinstance(self.config, SamplingConfig)  # these have no checkpoint, and files that say what made them
+        if self.checkpoint is None and not again:
+            return
+        found = changes(self.resolved, contents, self.checkpoint.parents[1] if self.checkpoint else self.directory.path)
+        if self.checkpoint and found.refused:
+            raise CheckpointError(
+                "\n  ".join([f"{self.checkpoint} does not go with changes made since:", *found.refused, f"{REMEDY}."])
+            )
+        if told := [*found.refused, *found.told]:
+            start = f"from step {read_state(self.checkpoint)['step']} on" if self.checkpoint else "from now on"
+            print("\n  ".join([f"the run that is continued was begun with other settings; {start}:", *told]))
 
     @property
     def eval_items(self) -> list[T] | None:

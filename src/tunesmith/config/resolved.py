@@ -7,21 +7,23 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Generic, Literal, TypeVar
 
 from pydantic import BaseModel
 
 from tunesmith.config.choice import Choice
 from tunesmith.config.reading.describe import alternatives
-from tunesmith.config.reading.files import same_path
 from tunesmith.config.schema import RunConfig
 from tunesmith.config.toml import toml_key, toml_value
 from tunesmith.errors import StorageError, boundary
 from tunesmith.monitor.text import beside_or_below, printable, shown_path
 from tunesmith.redact import redact_values
-from tunesmith.storage import read_json, write_output
+from tunesmith.storage import write_output
 
 C = TypeVar("C", bound=RunConfig)
+
+RESOLVED_FILE = "resolved.json"
 
 OFF = (None, False, 0, "none")
 """Values of derived settings with which nothing happens."""
@@ -103,7 +105,7 @@ def print_resolved(resolved: Resolved[Any], *, all_of_it: bool) -> None:
     acting = [d for d in resolved.derived if all_of_it or d.key in resolved.given or d.value not in OFF]
     rows = [(key, value, resolved.reasons.get(key, "as you said")) for key, value in given]
     rows += [(entry.key, entry.value, entry.reason) for entry in acting]
-    shown = [(key, printable(_shown(value, shown_path)), printable(reason)) for key, value, reason in rows]
+    shown = [(key, printable(shown_value(value, shown_path)), printable(reason)) for key, value, reason in rows]
     keys, values = (max((len(row[i]) for row in shown), default=0) for i in (0, 1))
     console = Console(force_jupyter=False)  # in a notebook all lines are one output
     columns = console.width if console.is_terminal else None
@@ -120,7 +122,7 @@ def print_resolved(resolved: Resolved[Any], *, all_of_it: bool) -> None:
         console.print(Text(printable(f"note: {note}"), style="yellow"), soft_wrap=True)
 
 
-def save_resolved(resolved: Resolved[Any], directory: Path) -> None:
+def save_resolved(resolved: Resolved[Any], directory: Path, contents: Mapping[str, str] = MappingProxyType({})) -> None:
     """Write ``config.toml`` (can be run again as is) and ``resolved.json`` (every value and its source).
 
     Only their owner can read them, and secrets are redacted; the user's run file has the real ones. When a run is
@@ -136,35 +138,10 @@ def save_resolved(resolved: Resolved[Any], directory: Path) -> None:
             while (old := directory / f"config-{number}.toml").exists():
                 number += 1
             config.rename(old)
-        saved = {"settings": _entries(resolved), "notes": list(resolved.notes)}
+        saved = {"settings": entries(resolved), "notes": list(resolved.notes), "contents": dict(contents)}
         document = json.dumps(saved, indent=2, ensure_ascii=False) + "\n"
-        for file, content in ((config, text), (directory / "resolved.json", document)):
+        for file, content in ((config, text), (directory / RESOLVED_FILE, document)):
             write_output(file, content.encode(), private=True)
-
-
-def changes(resolved: Resolved[Any], directory: Path) -> list[str]:
-    """Differences from the run that was started in a directory, as ``key: before → now``; none for a new run.
-
-    Excludes ``checkpoint`` and ``monitor``, which may change between calls, and values derived from the machine.
-    """
-    file = directory / "resolved.json"
-    if not file.exists():
-        return []
-    try:
-        before = {key: (entry["value"], entry["source"]) for key, entry in read_json(file)["settings"].items()}
-    except (StorageError, KeyError, TypeError, AttributeError) as error:
-        raise StorageError(
-            f"{file} is damaged, so that the settings cannot be compared with those of the run that is continued: "
-            f"{error}. To continue without comparing, delete it"
-        ) from error
-    return [
-        f"{key}: {_shown(before[key][0])} → {_shown(entry['value'])}"
-        for key, entry in json.loads(json.dumps(_entries(resolved))).items()
-        if key in before
-        and same_path(before[key][0]) != same_path(entry["value"])
-        and not key.startswith(("checkpoint.", "monitor."))
-        and not (key.startswith("system.") and before[key][1] == entry["source"] == "derived")
-    ]
 
 
 def config_text(resolved: Resolved[Any], shown: Callable[[Any], Any] = redact_values) -> str:
@@ -173,7 +150,7 @@ def config_text(resolved: Resolved[Any], shown: Callable[[Any], Any] = redact_va
     tables = {key.rpartition(".")[0] for key in given} & given.keys()
     switched_on = {(table, "true") for table in tables}  # implied by the table's own header
     written = _by_section({f"{k}.type" if k in tables else k: v for k, v in given.items() if (k, v) not in switched_on})
-    derived = _by_section({d.key: f"{_shown(d.value)}  # {d.reason}" for d in resolved.derived}, written)
+    derived = _by_section({d.key: f"{shown_value(d.value)}  # {d.reason}" for d in resolved.derived}, written)
     lines: list[str] = []
     for section in dict.fromkeys(["", *written, *derived]):
         if section:
@@ -195,7 +172,7 @@ def _by_section(values: Mapping[str, str], opened: Collection[str] | None = None
     return sections
 
 
-def _shown(value: Any, text: Callable[[str], str] = str) -> str:
+def shown_value(value: Any, text: Callable[[str], str] = str) -> str:
     """A value as TOML without secrets; ``text`` formats strings, alone or in a list."""
     if isinstance(value, float):
         return f"{value:.6g}"
@@ -204,7 +181,7 @@ def _shown(value: Any, text: Callable[[str], str] = str) -> str:
     return "none" if value is None else toml_value(redact_values(value))
 
 
-def _entries(resolved: Resolved[Any]) -> dict[str, dict[str, Any]]:
+def entries(resolved: Resolved[Any]) -> dict[str, dict[str, Any]]:
     """Each setting's value, its source and, if derived, the reason."""
     reasons = {d.key: d.reason for d in resolved.derived}
     entries: dict[str, dict[str, Any]] = {}

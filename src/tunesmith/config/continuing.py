@@ -1,0 +1,97 @@
+"""What changed settings and files do to a run that is continued; the verdict on each is in ``continuing.toml``."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tunesmith.config.reading.files import same_path
+from tunesmith.config.resolved import RESOLVED_FILE, Resolved, entries, shown_value
+from tunesmith.errors import StorageError
+from tunesmith.storage import read_json
+
+REMEDY = (
+    "Restore what the run began with, or start another run from the checkpoint's model: its directory as model.path, "
+    "or as lora.path if it is an adapter"
+)
+
+
+class Content(NamedTuple):
+    """What a run reads from files: its name for messages, and a digest."""
+
+    name: str
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """Differences from the run that is continued, a sentence for each."""
+
+    refused: list[str] = field(default_factory=list[str])
+    told: list[str] = field(default_factory=list[str])
+
+
+def changes(resolved: Resolved[Any], contents: Mapping[str, Content], directory: Path) -> Changes:
+    """Compare with the run that was started in a directory; no changes for a new run.
+
+    Values of ``system`` that are derived from the machine are not compared.
+
+    Args:
+        contents: by the names of the tables ``contents`` in ``continuing.toml``.
+    """
+    file, found = directory / RESOLVED_FILE, Changes()
+    if not file.exists():
+        return found
+    try:
+        saved = read_json(file)
+        before = {key: (entry["value"], entry["source"]) for key, entry in saved["settings"].items()}
+    except (StorageError, KeyError, TypeError, AttributeError) as error:
+        raise StorageError(
+            f"{file} is damaged, so that the settings cannot be compared with those of the run that is continued: "
+            f"{error}. To continue without comparing, delete it"
+        ) from error
+    for key, entry in json.loads(json.dumps(entries(resolved))).items():
+        if key not in before or same_path(before[key][0]) == same_path(entry["value"]):
+            continue
+        derived = key.startswith("system.") and before[key][1] == entry["source"] == "derived"
+        rule = rule_of(key)
+        changed = f"{key}: {shown_value(before[key][0])} → {shown_value(entry['value'])}"
+        match rule["kind"]:
+            case "refused":
+                found.refused.append(changed)
+            case "effect":
+                found.told.append(f"{changed}; {rule['effect']}")
+            case "speed" if not derived:
+                found.told.append(f"{changed}; this changes only the speed")
+            case _:
+                pass
+    digests: dict[str, str] = saved.get("contents", {})
+    for name, content in contents.items():
+        if digests.get(name, content.digest) == content.digest:
+            continue
+        rule = rules()["contents"][name]
+        sentence = f"{rule['key']}: {rule['text'].format(name=content.name)}"
+        (found.refused if rule["kind"] == "refused" else found.told).append(sentence)
+    return found
+
+
+@cache
+def rules() -> dict[str, Any]:
+    return tomllib.loads(Path(__file__).with_name("continuing.toml").read_text(encoding="utf-8"))
+
+
+@cache
+def _rules_by_key() -> dict[str, dict[str, Any]]:
+    return {key: rule for rule in rules()["setting"] for key in rule["keys"].split()}
+
+
+def rule_of(key: str) -> dict[str, Any]:
+    """The entry of a setting, or of the innermost table around it."""
+    table = _rules_by_key()
+    names = [key, *(f"{key[:end]}." for end in range(len(key) - 1, 0, -1) if key[end] == ".")]
+    return table[next(name for name in names if name in table)]
