@@ -351,7 +351,8 @@ def test_the_fingerprint_sees_every_column(tmp_path: Path) -> None:
 def test_peek_says_the_format_and_refuses_early_without_a_tokenizer(tmp_path: Path) -> None:
     path = put(tmp_path / "a.jsonl", SUMS)
     section = DataSection(train=path)
-    assert peek(section, path, "sft") == [f"{path}: prompts in 'question', completions in 'answer'"]
+    [(told, first)] = peek(section, path, "sft")
+    assert told == f"{path}: prompts in 'question', completions in 'answer'" and first.where == f"{path}:1"
     code = (
         "import sys\n"
         "from tunesmith.config.schema import DataSection\n"

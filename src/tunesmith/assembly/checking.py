@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal, TypeVar
 
 from tunesmith.assembly.environments import check_run_rewards, instances_for, sharing_process
+from tunesmith.assembly.examining import examine_user_code, first_lines
 from tunesmith.assembly.sinks import check_sinks
 from tunesmith.config.commands import DistillConfig, GenerateConfig, OfflineDistillConfig, RFTConfig, SamplingConfig
 from tunesmith.config.resolved import Resolved
-from tunesmith.config.schema import DataSection, RLConfig, RunConfig
+from tunesmith.config.schema import RLConfig, RunConfig
+from tunesmith.data.chat import NO_TEMPLATE
 from tunesmith.data.embedding_rows import added_without_row, check_texts, texts_in
 from tunesmith.data.formats import Example
-from tunesmith.data.prepare import peek
 from tunesmith.data.prompts import read_shots
 from tunesmith.distributed.torchrun import Launch
 from tunesmith.engines.interpreter import check_interpreter
 from tunesmith.environments.loading import check_agents, check_environment
 from tunesmith.errors import CheckpointError, ConfigError
 from tunesmith.loop.checkpoint import Checkpoints
+from tunesmith.models.directory import check_model, lacks_template
 from tunesmith.monitor.run_dir import RunDir, check_run_dir, is_running
 from tunesmith.monitor.standing import read_standing
 from tunesmith.plan.facts.hardware import Hardware, read_hardware
@@ -57,11 +60,12 @@ def with_launched_ranks(config: C) -> C:
     return config.model_copy(update={"system": system.model_copy(update={"trainer_ranks": launch.world})})
 
 
-def check_run(config: C, base_dir: Path, *, hub: bool = True) -> Resolved[C]:
-    """Check settings, files and machine without running the user's code; return the settings derived so far.
+def check_run(config: C, base_dir: Path, *, hub: bool = True, imports: bool = False) -> Resolved[C]:
+    """Check settings, files and machine; return the settings derived so far.
 
     Args:
         hub: also check data sets on the hub, which fetches them.
+        imports: also import the user's code, in another process; a run imports it itself.
 
     Raises:
         ConfigError, DataError, ModelError, CheckpointError: the run cannot work.
@@ -69,6 +73,14 @@ def check_run(config: C, base_dir: Path, *, hub: bool = True) -> Resolved[C]:
     facts = facts_of_run(config, base_dir)
     resolved = resolve(config, facts)
     _check_device(resolved.config)
+    note = check_inputs(config, base_dir, facts.model, hub=hub, imports=imports)
+    return replace(resolved, notes=(*resolved.notes, note)) if note else resolved
+
+
+def check_inputs(
+    config: RunConfig, base_dir: Path, model: ModelFacts | None, *, hub: bool = True, imports: bool = False
+) -> str | None:
+    """The part of ``check_run`` that does not depend on the machine; return a note about code that was not checked."""
     if isinstance(config, RLConfig):
         near = sharing_process(config, base_dir)
         check_run_rewards(near, base_dir)
@@ -78,11 +90,33 @@ def check_run(config: C, base_dir: Path, *, hub: bool = True) -> Resolved[C]:
         check_rewards(config.reward, base_dir)
     check_sinks(config.monitor.sinks, base_dir)
     check_interpreter(config)
-    _check_data(config, hub, facts.model)
+    for path in _model_paths(config):
+        if (directory := Path(path).expanduser()).is_dir():
+            check_model(directory)
+    examples = _check_data(config, hub, model)
+    _check_template(config, examples)
     if config.run_dir is not None:
         check_directory(config.run_dir, resumes(config.command, config.checkpoint.resume, config.run_dir))
         checkpoint_to_continue(config, RunDir(config.run_dir))
-    return resolved
+    return examine_user_code(config, base_dir, examples) if imports else None
+
+
+def _model_paths(config: RunConfig) -> Iterator[str]:
+    """Every language model that the run loads with a tokenizer."""
+    keys = ("model.path", "critic.path", "teacher.path", "rft.sampler", "system.draft_model")
+    for section, _, name in (key.partition(".") for key in keys):
+        if (path := getattr(getattr(config, section, None), name, None)) is not None:
+            yield path
+
+
+def _check_template(config: RunConfig, examples: Sequence[Example]) -> None:
+    """Refuse conversations for a model whose files have no chat template; others are judged with the tokenizer."""
+    talk = next((e for e in examples if isinstance(e.prompt, list) or isinstance(e.completion, list)), None)
+    directory = Path(config.model.path).expanduser()
+    needed = config.data.chat is True or talk is not None
+    if needed and config.model.chat_template is None and directory.is_dir() and lacks_template(directory):
+        what = f"{talk.where} is a conversation" if talk else "data.chat = true"
+        raise ConfigError(f"{what}, and the tokenizer in '{directory}' has no chat template: {NO_TEMPLATE}")
 
 
 def resumes(command: str, resume: Resume, run_dir: Path) -> Resume:
@@ -156,26 +190,18 @@ def checkpoint_to_continue(config: RunConfig, run_dir: RunDir) -> Path | None:
     return checkpoint
 
 
-def task_data(config: SamplingConfig) -> DataSection:
-    """The data section for loading tasks."""
-    return config.data.model_copy(update={"completion": None, "loss_on": None, "max_tokens": None})
-
-
-def _check_data(config: RunConfig, hub: bool, model: ModelFacts | None) -> None:
-    """Read each source up to its first usable line, whose tokens must be in the model's embedding."""
+def _check_data(config: RunConfig, hub: bool, model: ModelFacts | None) -> list[Example]:
+    """Read each source up to its first usable line, whose tokens must be in the embedding; return those lines."""
     added = added_without_row(Path(config.model.path).expanduser(), model.vocab_size) if model else {}
 
     def check(example: Example) -> None:
         texts = texts_in([example.text, example.prompt, example.completion, example.rejected, example.steps])
-        check_texts([*texts, data.system_prompt or ""], added, model.vocab_size if model else 0)
+        check_texts([*texts, config.data.system_prompt or ""], added, model.vocab_size if model else 0)
 
-    sampling = isinstance(config, SamplingConfig)
-    data, goal = (task_data(config), "rl") if sampling else (config.data, config.goal)
-    for source in (data.train, data.eval):
-        if source is not None:
-            peek(data, source, goal, hub=hub, check=check)
+    examples = first_lines(config, hub=hub, check=check)
     if isinstance(config, RFTConfig) and config.rft.few_shot is not None:
         read_shots(config.rft.few_shot)
+    return examples
 
 
 def _check_device(config: RunConfig) -> None:

@@ -180,12 +180,17 @@ def build_environments(
     return by_name
 
 
+def goes_through_template(section: DataSection, tokenizer: Any, data: Prepared[Task]) -> bool:
+    """Whether prompts go through the chat template (as in ``data.prompts``)."""
+    wanted = section.chat or (section.chat is None and tokenizer.chat_template)
+    return bool(wanted) or any(isinstance(task.prompt, list) for task in data.items)
+
+
 def _prompts(
     section: DataSection, tokenizer: Any, data: Prepared[Task]
 ) -> tuple[bool, Callable[[Task], list[Message]]]:
     """Whether prompts go through the chat template (as in ``data.prompts``), and a function to a task's messages."""
-    wanted = section.chat or (section.chat is None and tokenizer.chat_template)
-    chat = bool(wanted) or any(isinstance(t.prompt, list) for t in data.items)
+    chat = goes_through_template(section, tokenizer, data)
 
     def prompt_of(task: Task) -> list[Message]:
         if chat:

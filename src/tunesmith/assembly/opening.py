@@ -16,10 +16,10 @@ from tunesmith.assembly.checking import (
     checkpoint_to_continue,
     facts_of_run,
     resumes,
-    task_data,
     with_launched_ranks,
 )
 from tunesmith.assembly.contents import contents_of
+from tunesmith.assembly.examining import task_data
 from tunesmith.assembly.learning import unknown_share
 from tunesmith.assembly.models import load_tokenizer
 from tunesmith.config.commands import SamplingConfig, ScoreConfig

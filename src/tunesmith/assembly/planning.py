@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, TypeVar
 
-from tunesmith.assembly.checking import facts_of_run
+from tunesmith.assembly.checking import check_inputs, facts_of_run
 from tunesmith.config.commands import ScoreConfig
 from tunesmith.config.engines import FASTEST_ENGINE
 from tunesmith.config.resolved import Derived, Resolved
@@ -33,8 +34,11 @@ ASSUMED_SAMPLE, ASSUMED_PROMPT = 2048, 1024
 """Assumed tokens of the longest sample and prompt if no setting limits them, because the data is not read."""
 
 
-def plan_run(config: RunConfig, on: str) -> tuple[Resolved[Any], Facts]:
+def plan_run(config: RunConfig, on: str, base_dir: Path | None = None) -> tuple[Resolved[Any], Facts]:
     """A run resolved for a machine, and the facts used.
+
+    Args:
+        base_dir: the run file's directory; for this machine, files and code are then checked as ``check_run`` does.
 
     Raises:
         ConfigError: an unknown machine, or settings that contradict each other or the machine.
@@ -44,6 +48,9 @@ def plan_run(config: RunConfig, on: str) -> tuple[Resolved[Any], Facts]:
     said, config = config, _with_planned_engine(config) if elsewhere and elsewhere.gpus else config
     facts, notes = _with_lengths(config, facts_of_run(config, hardware=elsewhere))
     hardware = facts.hardware
+    if base_dir is not None and elsewhere is None:
+        note = check_inputs(config, base_dir, facts.model, hub=False, imports=True)
+        notes += [note] if note else []
     if hardware.nodes > 1 and not config.samples:  # torchrun starts as many on each
         facts = replace(facts, ranks_here=len(hardware.gpus))
         world, ranks = hardware.nodes * len(hardware.gpus), known(config.system, "trainer_ranks")

@@ -33,7 +33,7 @@ def migrate(
 ) -> None:
     """Write the run file of an OpenRLHF, verl, TRL, transformers, DeepSpeed, accelerate or StateSet Agents source.
 
-    Nothing of the source is run, and every setting in it is accounted for.
+    Nothing of the source is run. What was not recognised is listed; compare the rest with your source before you train.
 
     Example: tunesmith migrate train_ppo.sh -o run.toml
     """

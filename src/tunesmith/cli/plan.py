@@ -17,8 +17,9 @@ if TYPE_CHECKING:
 def show_config(run: RunFile, overrides: Overrides = None) -> None:
     """Check a run file as its command does, and print the settings that were given or derived.
 
-    Nothing is loaded. Of the data, it reads each local source's first line. What depends on all of it, such as the
-    number of steps, is derived when the run starts.
+    No model is loaded. Of the data, it reads each local source's first line; your rewards, environments and tools are
+    imported in another process. What depends on all of the data, such as the number of steps, is derived when the run
+    starts.
     """
     from tunesmith.assembly.checking import check_run
     from tunesmith.config.load import load_run, read_tree
@@ -26,7 +27,8 @@ def show_config(run: RunFile, overrides: Overrides = None) -> None:
     from tunesmith.config.resolved import print_resolved
 
     with placed(run, overrides or ()):
-        resolved = check_run(load_run(run, overrides or ()), run.parent, hub=False)
+        config = load_run(run, overrides or ())
+        resolved = check_run(config, run.parent, hub=False, imports=True)
         resolved = replace(resolved, reasons=read_tree(run, overrides or ())[1].reasons)
     print_resolved(resolved, all_of_it=resolved.config.monitor.verbose)
 
@@ -60,7 +62,7 @@ def plan(
     with placed(run, overrides or ()):
         config = load_run(run, overrides or ())
         try:
-            resolved, facts = plan_run(config, on)
+            resolved, facts = plan_run(config, on, run.parent)
         except CapacityError as error:
             if as_json:
                 print(json.dumps({"fits": False, "problems": [*error.args]}, indent=2))

@@ -32,6 +32,7 @@ REMEDY = (
 )
 HERMES = Path(__file__).with_name("templates") / "hermes.jinja"
 """ChatML with tools, in the notation of the Hermes models; ``model.chat_template = "hermes"``."""
+NO_TEMPLATE = "name a file with model.chat_template, or set data.chat = false"
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -68,9 +69,7 @@ class ChatTemplate:
     def of(cls, tokenizer: Tokenizer) -> ChatTemplate:
         """The template of ``tokenizer``; ConfigError if it has none."""
         if not tokenizer.chat_template:
-            raise ConfigError(
-                "this tokenizer has no chat template: name a file with model.chat_template, or set data.chat = false"
-            )
+            raise ConfigError(f"this tokenizer has no chat template: {NO_TEMPLATE}")
         source = own_part(tokenizer.get_chat_template())
         with_tools = own_part(tokenizer.get_chat_template(tools=[]))
         special = {token for token in tokenizer.all_special_tokens if token}

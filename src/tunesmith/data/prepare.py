@@ -29,12 +29,14 @@ def peek(
     goal: Goal,
     *,
     hub: bool = True,
+    maps: bool = False,
     check: Callable[[Example], None] = lambda _: None,
-) -> list[str]:
-    """A sentence about each source's format, from its first usable line; needs no tokenizer.
+) -> list[tuple[str, Example | None]]:
+    """A sentence about each source's format, and its first usable line; needs no tokenizer.
 
     Args:
         hub: also fetch data sets from the hub.
+        maps: run the user's ``data.map``; without it, mapped sources have no line yet.
         check: raises a DataError for a line that cannot be used.
 
     Raises:
@@ -43,24 +45,24 @@ def peek(
     """
     check_section(section, goal)
     weights_of(as_sources(source))
-    sentences: list[str] = []
+    found: list[tuple[str, Example | None]] = []
     for one in as_sources(source):
         if not hub and on_hub(one):
             continue
-        if section.map:  # the user's code only runs in the run itself
+        if section.map and not maps:
             if next(iter(read(one)), None) is None:
                 raise LoadReport().nothing_left(one.path)
-            sentences.append(f"{one.path}: its rows go through {section.map}")
+            found.append((f"{one.path}: its rows go through {section.map}", None))
             continue
         report = LoadReport(skip_bad=section.skip_bad)
         for example in examples_of(section, one, goal, report):
             with report.line(example.where):
                 check(example)
+                found.append((report.formats[0], example))
                 break
         else:
             raise report.nothing_left(one.path)
-        sentences += report.formats
-    return sentences
+    return found
 
 
 def load_tasks(

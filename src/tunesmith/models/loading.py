@@ -28,12 +28,12 @@ from tunesmith.errors import ConfigError, ModelError, boundary
 from tunesmith.fake_device.tokenizer import NoTokenizer
 from tunesmith.kernels.quantised import Quantize, quantise
 from tunesmith.models.attention import ATTENTION_NAME
+from tunesmith.models.directory import check_model
 from tunesmith.models.families import check_family
 from tunesmith.parallel.shard_files import WeightFiles, fill, is_finite, shapes_of
 from tunesmith.parallel.sharding import Sharding, materialise
-from tunesmith.plan.facts.model_files import INDEX, ONE, check_files, weight_files, weights_in
+from tunesmith.plan.facts.model_files import weights_in
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 HUB_SECONDS = 5.0
 ROWS_AT_ONCE = 4096
 """Rows of the vocabulary that are compared at once."""
@@ -361,20 +361,4 @@ def check_directory(path: str | Path) -> None:
             _check_hub(path)
             return
         raise ModelError(f"there is no model directory '{path}', and on the hub names have an owner: Qwen/Qwen3-0.6B")
-    if not directory.is_dir():
-        raise ModelError(f"'{path}' is a file; give the directory of a model in Hugging Face format")
-    check_files(directory)
-    if detect_fake_mode():
-        return
-    if not any((directory / name).exists() for name in TOKENIZER_FILES):
-        raise ModelError(
-            f"'{path}' has no tokenizer (none of {', '.join(TOKENIZER_FILES)}): "
-            "save the model's tokenizer into it with tokenizer.save_pretrained"
-        )
-    if not weight_files(directory):
-        pickled = {file.suffix for file in directory.iterdir()} & {".bin", ".pt", ".pth"}
-        content = "only pickled weights, which can run code when loaded" if pickled else "no weights"
-        raise ModelError(
-            f"'{path}' has {content} (no {ONE}, and no {INDEX}); save it as safetensors: "
-            "AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)"
-        )
+    check_model(directory, whole=not detect_fake_mode())
