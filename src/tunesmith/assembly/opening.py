@@ -136,9 +136,10 @@ class OpenRun(Generic[C, T]):
             return
         found = changes(self.resolved, contents, self.checkpoint.parents[1] if self.checkpoint else self.directory.path)
         if self.checkpoint and found.refused:
-            raise CheckpointError(
-                "\n  ".join([f"{self.checkpoint} does not go with changes made since:", *found.refused, f"{REMEDY}."])
-            )
+            lines = [f"{self.checkpoint} does not go with changes made since:", *found.refused, f"{REMEDY}."]
+            error = CheckpointError("\n  ".join(lines))
+            error.places_known = True  # the remedy names settings too
+            raise error
         if told := [*found.refused, *found.told]:
             start = f"from step {read_state(self.checkpoint)['step']} on" if self.checkpoint else "from now on"
             print("\n  ".join([f"the run that is continued was begun with other settings; {start}:", *told]))

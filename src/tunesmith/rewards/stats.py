@@ -35,8 +35,9 @@ def check_reward_model(entry: ModelReward) -> None:
         names: list[str] = config.get("architectures") or []
         if not any("ForSequenceClassification" in name for name in names):
             raise ConfigError(
-                f"reward.models: '{entry.path}' is not a reward model: its architecture is {' '.join(names) or 'unknown'}; a reward "
-                "model is saved as AutoModelForSequenceClassification with one label."
+                f"reward.models: '{entry.path}' is not a reward model: its architecture is "
+                f"{' '.join(names) or 'unknown'}; a reward model is saved as AutoModelForSequenceClassification with "
+                "one label."
             )
         # transformers writes no id2label for its default of two.
         if (labels := len(config.get("id2label") or "ab")) != 1:
