@@ -161,7 +161,12 @@ def test_what_changes_from_now_on_is_told_and_happens(tmp_path: Path, capsys: py
     (tmp_path / "model").rename(moved)
     (tmp_path / "rewards.py").write_text((tmp_path / "rewards.py").read_text().replace('"N"', '"Q"'))
     write_lines(tmp_path / "held_out.jsonl", sums(2))
-    said = {"train__steps": 2, "algorithm__kl__coef": 0.2, "rollout__temperature": 0.9, "train__lr": 1e-3}
+    said: dict[str, Any] = {
+        "train__steps": 2,
+        "algorithm__kl__coef": 0.2,
+        "rollout__temperature": 0.9,
+        "train__lr": 1e-3,
+    }
     said |= {"system__threads": 2, "data__eval": str(tmp_path / "held_out.jsonl"), "checkpoint__resume": True}
     assembly.run_rl(None, rl_settings(tmp_path, moved, **said))
     lines = capsys.readouterr().out.partition("; from step 1 on:")[2].partition("run directory")[0].splitlines()

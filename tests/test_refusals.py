@@ -40,6 +40,9 @@ class Needs(Game):
 def needs(completions, solution, **columns):
     return [0.0 for _ in completions]
 
+def broken_row(row):
+    return row["gone"]
+
 VALUE = 3
 """
 RL: dict[str, Any] = {
@@ -48,7 +51,7 @@ RL: dict[str, Any] = {
 }  # fmt: skip
 SFT: dict[str, Any] = {"model.path": "model", "data.train": "examples.jsonl", "data.chat": False, "train.steps": 1}
 GENERATE: dict[str, Any] = {"model.path": "model", "data.train": "train.jsonl", "data.chat": False}
-RFT: dict[str, Any] = {**GENERATE, "reward.functions": ["rewards.py:share"]}
+RFT: dict[str, Any] = {**GENERATE, "reward.functions": ["rewards.py:share"], "sampling.max_new_tokens": 8}
 DISTILL: dict[str, Any] = {**SFT, "teacher.path": "model", "distill.mode": "offline"}
 BASES = {
     "rl": RL, "sft": SFT, "dpo": {**SFT, "dpo.beta": 0.1, "data.train": "pairs.jsonl"}, "rft": RFT, "distill": DISTILL,
@@ -85,7 +88,7 @@ CASES: list[tuple[str, dict[str, Any], str]] = [
     ("rl", {"reward.models": [{"path": "model"}]}, "reward.models"),
     ("rl", {"data.prompt": "question"}, "data.prompt"),
     ("rl", {"monitor.sinks": ["raises.py:Sink"]}, "monitor.sinks"),
-    ("rl", {"monitor.sinks": ["trackio"]}, "monitor.sinks"),
+    ("rl", {"monitor.sinks": ["code.py:gone"]}, "monitor.sinks"),
     ("sft", {"lora.path": "gone"}, "lora.path"),
     ("sft", {"lora.path": "empty"}, "lora.path"),
     ("sft", {"lora.path": "pickled"}, "lora.path"),
@@ -95,7 +98,7 @@ CASES: list[tuple[str, dict[str, Any], str]] = [
     ("sft", {"model.path": "weightless"}, "model.path"),
     ("sft", {"model.path": "incomplete"}, "model.path"),
     ("sft", {"model.path": "adapter"}, "model.path"),
-    ("sft", {"model.path": "odd"}, "model.path"),
+    ("sft", {"model.path": "odd"}, "odd/config.json"),
     ("sft", {"model.path": "plain", "data.chat": True}, "model.chat_template"),
     ("sft", {"model.path": "plain", "data.chat": None, "data.train": "talk.jsonl"}, "model.chat_template"),
     ("sft", {"model.chat_template": "gone.jinja"}, "model.chat_template"),
@@ -104,6 +107,8 @@ CASES: list[tuple[str, dict[str, Any], str]] = [
     ("sft", {"data.train": "broken.jsonl"}, "broken.jsonl:1"),
     ("sft", {"data.eval": "gone.jsonl"}, "data.eval"),
     ("sft", {"data.completion": "reply"}, "data.completion"),
+    ("sft", {"data.map": "imports.py:row"}, "data.map"),
+    ("sft", {"data.map": "code.py:broken_row"}, "data.map"),
     ("sft", {"eval.every": 3}, "eval.every"),
     ("sft", {"run_dir": "train.jsonl"}, "run_dir"),
     ("dpo", {"data.train": "examples.jsonl"}, "examples.jsonl:1"),

@@ -75,13 +75,13 @@ class RewardSet:
         for f in self.functions:
             for name in sorted(f.columns - available):
                 raise ConfigError(
-                    f"the reward '{f.reference}' needs the column '{name}', which {key} does not have."
+                    f"reward.functions: '{f.reference}' needs the column '{name}', which {key} does not have."
                     f"{hint(name) or nearest(name, available)}"
                 )
             if f.one_of and not f.one_of & available:
                 raise ConfigError(
-                    f"the reward '{f.reference}' needs one of the columns {', '.join(sorted(f.one_of))}, and {key} "
-                    f"has none of them.{nearest(min(f.one_of), available)}"
+                    f"reward.functions: '{f.reference}' needs one of the columns {', '.join(sorted(f.one_of))}, and "
+                    f"{key} has none of them.{nearest(min(f.one_of), available)}"
                 )
             if f.check_gold is None:
                 continue
