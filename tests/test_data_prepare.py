@@ -432,7 +432,7 @@ def test_a_function_that_maps_no_row_is_refused(tmp_path: Path, prep: str, name:
 def test_peek_does_not_run_the_function(tmp_path: Path, prep: str) -> None:
     path = put(tmp_path / "a.jsonl", SUMS)
     section = DataSection(train=path, map=f"{prep}:exits")
-    assert peek(section, path, "rl") == [f"{path}: its rows go through {prep}:exits"]
+    assert peek(section, path, "rl") == [(f"{path}: its rows go through {prep}:exits", None)]
 
 
 @pytest.mark.parametrize(

@@ -231,6 +231,7 @@ _FILES: dict[str, Find] = {
         for inner in ("", ".type")
     },
     "reward.functions.[]": _reference("function"),
+    "monitor.sinks.[]": _reference("class"),
     "reward.models.[].path": _model,
     "environment.path": _code,
     "environment.path.{}": _code,
