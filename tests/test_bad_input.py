@@ -11,6 +11,7 @@ import pytest
 from commands import tunesmith
 from tiny import save_model, tokenizer
 from tiny_runs import rl_settings, sft_settings, sums, write_lines
+from tunesmith.loop.manifest import write_manifest
 
 
 @pytest.fixture(scope="module")
@@ -93,6 +94,7 @@ def test_what_needs_the_tokenizer_is_refused_before_the_model_is_loaded(
     (checkpoint / "state.json").write_text('{"step": 3}')
     (checkpoint / "model").mkdir()
     (checkpoint / "model/config.json").write_text((other / "config.json").read_text())
+    write_manifest(checkpoint)
     (tmp_path / "begun").mkdir()
     (tmp_path / "begun/metrics.jsonl").write_text('{"step": 0}\n')
     needs = f"{tmp_path / 'rewards.py'}:needs"

@@ -52,7 +52,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model").mkdir()
     (tmp_path / "model/config.json").write_text(json.dumps(MODEL))
-    (tmp_path / "model/tokenizer.json").touch()
+    (tmp_path / "model/tokenizer.json").write_text("{}")
     (tmp_path / "model/model.safetensors").write_bytes(struct.pack("<Q", 2) + b"{}")
     (tmp_path / "empty").mkdir()
     (tmp_path / "rewards.py").write_text(REWARDS)

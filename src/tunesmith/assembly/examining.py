@@ -99,7 +99,7 @@ def main() -> None:
 
 
 def _examine(config: RunConfig, base_dir: Path, examples: Sequence[Example]) -> None:
-    from tunesmith.assembly import environments as parts
+    from tunesmith.assembly.environments import goes_through_template, open_user_code
     from tunesmith.assembly.sinks import ADAPTERS
     from tunesmith.rewards.loading import load_rewards
     from tunesmith.usercode.loading import load_object
@@ -115,13 +115,13 @@ def _examine(config: RunConfig, base_dir: Path, examples: Sequence[Example]) -> 
             rewards.check_tasks(tasks)
     if isinstance(config, RLConfig):
         given = {"reward": _here(config.reward), "environment": _here(config.environment)}
-        with parts.open_user_code(config.model_copy(update=given), base_dir) as (rewards, environments):
+        with open_user_code(config.model_copy(update=given), base_dir) as (rewards, environments):
             rewards.check_tasks(tasks)
             if any(one.kind == "agent" or one.schemas for one in environments.loaded):
                 from tunesmith.assembly.models import load_tokenizer
 
                 tokenizer = load_tokenizer(config)
-                chat = parts.goes_through_template(config.data, tokenizer, cast(Any, SimpleNamespace(items=tasks)))
+                chat = goes_through_template(config.data, tokenizer, cast(Any, SimpleNamespace(items=tasks)))
                 environments.template(tokenizer, chat=chat)
 
 
