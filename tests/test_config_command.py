@@ -324,7 +324,7 @@ def test_what_transformers_raises_of_an_odd_configuration_is_told_as_the_models(
     from tunesmith.models import loading
 
     (folder / "model/config.json").write_text(json.dumps({**MODEL, key: value}))
-    (folder / "model/tokenizer.json").touch()
+    (folder / "model/tokenizer.json").write_text("{}")
     (folder / "model/model.safetensors").write_bytes(struct.pack("<Q", 2) + b"{}")
     with pytest.raises(ModelError, match="cannot read the configuration of model"):
         loading.load_config("model")

@@ -11,7 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from tunesmith.config.commands import KINDS, DistillConfig, GenerateConfig, OfflineDistillConfig, RFTConfig, all_keys
 from tunesmith.config.load import load_config
@@ -387,10 +389,9 @@ def test_model_facts_without_torch(tmp_path: Path) -> None:
         "intermediate_size": 64, "vocab_size": 300, "max_position_embeddings": 512,
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(sizes))
-    header = json.dumps(
-        {"__metadata__": {"format": "pt"}, "a": {"shape": [3, 4]}, "b": {"shape": [5]}, "c": {"shape": []}}
-    ).encode()
-    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
+    shapes = {"a": (3, 4), "b": (5,), "c": ()}
+    weights = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
     assert read_model_facts(tmp_path) == ModelFacts(3 * 4 + 5 + 1, 2, 32, 64, 4, 2, 8, 300, 512)
     for rope in (
         {"original_max_position_embeddings": 64, "rope_scaling": {"type": "su", "short_factor": [1.0]}},

@@ -44,7 +44,8 @@ def test_every_setting_that_a_guide_names_exists(page: Path) -> None:
 def test_every_metric_that_the_guides_explain_exists() -> None:
     text = "".join((ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8") for name in ("curves", "troubleshooting"))
     known = {metric.name for metrics in CATALOGUE.values() for metric in metrics}
-    others = {*PRESETS, "kl_cov", "clip_cov", "run_dir", *(rule["key"] for rule in rules()["rule"])}
+    findings = {rule["key"] for kind in ("rule", "answers") for rule in rules()[kind]}
+    others = {*PRESETS, "kl_cov", "clip_cov", "run_dir", *findings}
     named = {name for name in METRIC.findall(text) if name not in others and "_mean" not in name}
     patterns = [re.compile(re.sub(r"<\w+>", "[^`]+", name)) for name in known]
     unknown = {name for name in named if not any(pattern.fullmatch(name) for pattern in patterns)}

@@ -57,7 +57,7 @@ def guarded(command: Callable[P, None]) -> Callable[P, None]:
                 _report(f"error: memory ran out: {str(error) or type(error).__name__}. {advice}", error)
                 raise typer.Exit(DeviceMemoryError.exit_code) from None
             if isinstance(error, OSError) and error.errno in _OF_THE_SYSTEM:
-                _report(f"error: {shortened(str(error), 400)}", error)
+                _report(f"error: {shortened(str(error), 1000)}", error)
                 raise typer.Exit(StorageError.exit_code) from None
             print(redact(traceback.format_exc()), end="", file=sys.stderr)
             raise typer.Exit(1) from None

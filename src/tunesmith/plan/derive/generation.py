@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tunesmith.config.commands import RFTConfig, SamplingConfig
+from tunesmith.config.engines import ENGINES
 from tunesmith.config.resolved import settings
 from tunesmith.config.section import known
 from tunesmith.plan.facts.run import Facts
@@ -54,7 +55,7 @@ def _derive_together(filling: Filling, facts: Facts) -> None:
     """On a CPU, fewer completions at once, so that the first ones are finished early."""
     system = filling.config.system
     on_cpu = not facts.hardware.gpus or known(system, "device") == "cpu"
-    given = "max_running" in system.model_fields_set or system.engine != "local"
+    given = "max_running" in system.model_fields_set or ENGINES[system.engine].third_party
     if on_cpu and filling.config.samples and not given:
         parameters = facts.model.parameters if facts.model else None
         together = TOGETHER_LARGE if parameters and parameters > LARGE else TOGETHER
