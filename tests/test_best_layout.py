@@ -112,6 +112,7 @@ def test_no_sampled_layout_is_better(model: str, on: str, way: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("on", MACHINES)
 @pytest.mark.parametrize("model", MODELS)

@@ -70,6 +70,7 @@ def test_every_command_is_tried() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("on", MACHINES)
 @pytest.mark.parametrize("cluster", CLUSTERS)
 @pytest.mark.parametrize("command", RUNS)
