@@ -82,15 +82,16 @@ def test_every_reader_bears_every_damage(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("damage", [name for name in DAMAGES if name not in ("pipe", "dangling")])
 def test_settings_that_cannot_be_compared_refuse_to_continue_with_a_remedy(tmp_path: Path, damage: str) -> None:
+    from tunesmith.config.continuing import changes
     from tunesmith.config.load import load_config
-    from tunesmith.config.resolved import Resolved, changes
+    from tunesmith.config.resolved import Resolved
     from tunesmith.config.schema import SFTConfig
     from tunesmith.errors import StorageError
 
     DAMAGES[damage](tmp_path / "resolved.json")
     config = load_config(SFTConfig, None, ["model.path=org/m", "data.train=org/d"])
     try:
-        found = changes(Resolved(config, {}, ()), tmp_path)
+        found = changes(Resolved(config, {}, ()), {}, tmp_path)
     except StorageError as error:
         assert "resolved.json" in str(error) and "delete it" in str(error)
     else:
