@@ -96,7 +96,7 @@ CASES: list[tuple[str, dict[str, Any], str]] = [
     ("sft", {"model.path": "empty"}, "model.path"),
     ("sft", {"model.path": "bare"}, "model.path"),
     ("sft", {"model.path": "weightless"}, "model.path"),
-    ("sft", {"model.path": "incomplete"}, "model.path"),
+    ("sft", {"model.path": "incomplete"}, "model-00002-of-00002.safetensors"),
     ("sft", {"model.path": "adapter"}, "model.path"),
     ("sft", {"model.path": "odd"}, "odd/config.json"),
     ("sft", {"model.path": "plain", "data.chat": True}, "model.chat_template"),
@@ -131,6 +131,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         file.unlink()
     (folder / "weightless/model.safetensors").unlink()
     index = {"metadata": {}, "weight_map": {"lm_head.weight": "model-00002-of-00002.safetensors"}}
+    (folder / "incomplete/model.safetensors").unlink()
     (folder / "incomplete/model.safetensors.index.json").write_text(json.dumps(index))
     (folder / "odd/config.json").write_text('{"model_type": "llama", "num_attention_heads": 0}')
     tokenizer(None).save_pretrained(folder / "plain")
