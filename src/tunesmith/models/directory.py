@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tunesmith.errors import ModelError, boundary
-from tunesmith.plan.facts.model_files import INDEX, ONE, check_files, weight_files
+from tunesmith.plan.facts.model_files import INDEX, ONE, check_files, weight_files, weights_in
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
 TOKENIZER_FILES = ("tokenizer.json", TOKENIZER_CONFIG, "tokenizer.model", "vocab.json", "vocab.txt")
@@ -40,6 +40,7 @@ def check_model(directory: Path, *, whole: bool = True) -> None:
             f"'{directory}' has {content} (no {ONE}, and no {INDEX}); save it as safetensors: "
             "AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)"
         )
+    weights_in(directory)  # every file of an index is there and whole
 
 
 def lacks_template(directory: Path) -> bool:
