@@ -191,6 +191,26 @@ def test_a_model_and_a_function_are_mixed_by_weight(path: Path) -> None:
     assert one.reward == pytest.approx(2.0 * 0.25 - 0.5 * score, abs=1e-5)
 
 
+@pytest.mark.parametrize(("in_thread", "batches"), [(False, [2, 2, 2]), (True, [6])])
+def test_a_model_of_this_process_scores_each_group_by_itself(in_thread: bool, batches: list[int]) -> None:
+    """Which groups finish at the same time depends on timing, which must not reach a run that can be repeated."""
+    seen: list[int] = []
+
+    def ones(sequences: list[list[int]]) -> list[float]:
+        seen.append(len(sequences))
+        return [1.0] * len(sequences)
+
+    rewards = RewardSet({"rm": 1.0}, 5.0)
+    rewards.add(model_reward("rm", RewardModel(ones, tiny.tokenizer(), None, None), exact=True, in_thread=in_thread))
+
+    async def together() -> None:
+        groups = [[rollout("p", "a", ids) for ids in SEQUENCES[:2]] for _ in range(3)]
+        await asyncio.gather(*(rewards.score(group, ["a", "a"]) for group in groups))
+
+    asyncio.run(together())
+    assert seen == batches
+
+
 def test_the_batcher_joins_what_is_asked_for_together() -> None:
     seen: list[list[int]] = []
 

@@ -79,13 +79,17 @@ def model_reward(
     Args:
         exact: the model scores the rollout's own tokens; otherwise prompt and text are re-encoded for it.
         conversation: applied to a prompt before it is encoded, for example to add a system message.
-        in_thread: score without blocking the event loop. Which rollouts form a batch then depends on timing.
+        in_thread: score without blocking the event loop, calls that arrive meanwhile as one batch. Which rollouts form
+            a batch then depends on timing, and so do the last bits of their scores; otherwise each call is a batch.
     """
 
     async def run(sequences: list[list[int]]) -> list[Score]:
-        return await to_thread(model.score, sequences) if in_thread else model.score(sequences)
+        return await to_thread(model.score, sequences)
 
     batcher: Batcher[list[int], Score] = Batcher(run)
+
+    async def scores_of(sequences: list[list[int]]) -> list[Score]:
+        return await batcher.submit(sequences) if in_thread else model.score(sequences)
 
     def encoded(rollout: Rollout, text: str) -> list[int] | ItemFailure:
         if exact:
@@ -98,7 +102,7 @@ def model_reward(
 
     async def score(rollouts: Sequence[Rollout], texts: Sequence[str], _: Notes) -> list[Score]:
         sequences = [encoded(r, text) for r, text in zip(rollouts, texts, strict=True)]
-        scores = iter(await batcher.submit([ids for ids in sequences if isinstance(ids, list)]))
+        scores = iter(await scores_of([ids for ids in sequences if isinstance(ids, list)]))
         return [next(scores) if isinstance(ids, list) else ids for ids in sequences]
 
     return RewardFunction(name, name, score, builtin=True)
