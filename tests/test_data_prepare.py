@@ -5,14 +5,18 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import PreTrainedTokenizerFast
 
 import data_tokenizers as kit
 import tiny
 from tunesmith.config.schema import DataSection
+from tunesmith.data import reading
+from tunesmith.data.preference import load_judged, load_pairs, load_steps
 from tunesmith.data.prepare import SampleSet, TaskSet, load_samples, load_tasks, peek
 from tunesmith.errors import ConfigError, DataError
 from tunesmith.types import Sample
@@ -176,6 +180,55 @@ def test_a_prompt_over_the_limit(tmp_path: Path) -> None:
     assert tok.decode(right.items[1].prompt_ids) == "01234567" and right.report.truncated == 1
     bos = tasks(path, with_bos(tok), max_prompt_tokens=8, too_long="truncate_left").items[1]
     assert tok.decode(bos.prompt_ids) == "<bos>3456789"
+
+
+PAIR = {"prompt": "q", "chosen": "a", "rejected": "b"}
+JUDGED = {"prompt": "q", "completion": "a", "label": True}
+STEPS = {"prompt": "q", "completions": ["a", "b"], "labels": [True, False]}
+
+
+@pytest.mark.parametrize(
+    ("load", "limit", "line"),
+    [
+        (load_tasks, "max_prompt_tokens", {"prompt": "q"}),
+        (load_samples, "max_tokens", {"prompt": "q", "completion": "a"}),
+        (load_pairs, "max_tokens", PAIR),
+        (load_judged, "max_tokens", JUDGED),
+        (partial(load_steps, separator="\n"), "max_tokens", STEPS),
+    ],
+    ids=["tasks", "samples", "pairs", "judged", "steps"],
+)
+@pytest.mark.parametrize("chat", [False, True])
+def test_of_a_text_that_is_far_too_long_only_the_start_is_tokenized(
+    load: Any, limit: str, line: dict[str, Any], chat: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[int] = []
+    tokenize = PreTrainedTokenizerFast.__call__
+
+    def counting(self: Any, text: Any, **options: Any) -> Any:
+        sizes.extend(map(len, [text] if isinstance(text, str) else text))
+        return tokenize(self, text, **options)
+
+    tok = tiny.tokenizer()
+    monkeypatch.setattr(PreTrainedTokenizerFast, "__call__", counting)
+    others = [{**line, "prompt": text} for text in ("q", "r")]
+    path = put(tmp_path / "a.jsonl", [*others, {**line, "prompt": "q" * 1_000_000}])
+    section = DataSection(train=path, chat=chat, too_long="skip", **{limit: 100})
+    made = load(section, path, tok)
+    assert max(sizes) == reading.SHORTEST_START
+    assert made.report.counts == {"read": 3, "kept": 2, "truncated": 0, "bad": 0, "too_long": 1}
+    assert len(made) == 2
+    with pytest.raises(DataError, match=rf"a\.jsonl:3: .*4096 of its 1\d{{6}} .*the limit is 100 \(data\.{limit}\)"):
+        load(section.model_copy(update={"too_long": "error"}), path, tok)
+
+
+def test_a_text_of_few_long_tokens_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its length says nothing: only the tokens count, also where they are found start by start."""
+    monkeypatch.setattr(reading, "SPARSE", 2)
+    monkeypatch.setattr(reading, "SHORTEST_START", 8)
+    path = put(tmp_path / "a.jsonl", [{"prompt": "<|im_start|>" * 10}, {"prompt": "<|im_start|>" * 11}])
+    (task,) = tasks(path, tiny.tokenizer(None), max_prompt_tokens=10, too_long="skip").items
+    assert task.prompt_ids == (3,) * 10
 
 
 def test_truncating_a_conversation_keeps_the_template_whole(tmp_path: Path) -> None:

@@ -122,6 +122,7 @@ def load_steps(
         for step in example.steps:
             text += step + separator
             spans.append((len(text) - len(separator), len(text)))
+        reading.check_length(text)
         return example, [Rendered(text, tuple(spans))]
 
     items: list[tuple[int, Solution]] = []
@@ -143,7 +144,10 @@ def _answers(reading: Reading) -> list[tuple[Example, list[Sample]]]:
 
     def render(example: Example) -> list[Rendered]:
         answers = [answer for answer in (example.completion, example.rejected) if answer is not None]
-        return [_one_text(reading, example, answer) for answer in answers]
+        texts = [_one_text(reading, example, answer) for answer in answers]
+        for text in texts:
+            reading.check_length(text.text[: text.spans[-1][1]])  # what follows is left out of the sample
+        return texts
 
     answered: list[tuple[Example, list[Sample]]] = []
     for example, texts in reading.encoded(reading.each(render)):

@@ -6,11 +6,12 @@ line.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
 from tunesmith.config.schema import DataSection
+from tunesmith.data.chat import Rendered
 from tunesmith.data.formats import Example, Goal
 from tunesmith.data.prompts import PromptEncoder, learned_texts, note_turn_end
 from tunesmith.data.reading import Prepared, Reading, Sources, as_sources, check_section, examples_of, weights_of
@@ -89,7 +90,13 @@ def load_tasks(
             replace(example, tools=tools_of(example) or example.tools) for example in reading.examples
         ]
     encoder = PromptEncoder(section, tokenizer, reading.template)
-    rendered = reading.each(lambda example: encoder.text(cast("Prompt", example.prompt), example.tools))
+
+    def render(example: Example) -> str:
+        text = encoder.text(cast("Prompt", example.prompt), example.tools)
+        reading.check_length(text)
+        return text
+
+    rendered = reading.each(render)
     tasks: list[tuple[int, Task]] = []
     for (example, _), ids in zip(rendered, encoder.encode([text for _, text in rendered]), strict=True):
         with reading.report.line(example.where):
@@ -123,8 +130,22 @@ def load_samples(section: DataSection, source: Sources, tokenizer: Tokenizer) ->
     if template is not None:
         note_turn_end(template, [text for _, texts in rendered for text in texts], report)
     samples: list[tuple[int, Sample]] = []
-    for example, texts in reading.encoded(rendered):
+    for example, texts in reading.encoded(_not_far_too_long(reading, rendered)):
         for text, joint in texts:
             with report.line(example.where):
                 samples.append((example.source, reading.sample(example, text, joint)))
     return reading.prepared(samples)
+
+
+def _not_far_too_long(
+    reading: Reading, rendered: Iterable[tuple[Example, Sequence[Rendered]]]
+) -> list[tuple[Example, list[Rendered]]]:
+    """The examples without the texts that ``Reading.check_length`` refuses; the report lists those."""
+    kept: list[tuple[Example, list[Rendered]]] = []
+    for example, texts in rendered:
+        kept.append((example, []))
+        for text in texts:
+            with reading.report.line(example.where):
+                reading.check_length(text.text)
+                kept[-1][1].append(text)
+    return kept

@@ -18,7 +18,16 @@ from tunesmith.data.mapping import mapped
 from tunesmith.data.prompts import PromptEncoder, choose_template, with_system
 from tunesmith.data.report import LoadReport, TooLong
 from tunesmith.data.sources import BadLine, SourceRow, read
-from tunesmith.data.tokens import Encoded, Tokenizer, decode, encode_with_offsets, leading_ids, mask_spans, with_leading
+from tunesmith.data.tokens import (
+    Encoded,
+    Tokenizer,
+    decode,
+    encode,
+    encode_with_offsets,
+    leading_ids,
+    mask_spans,
+    with_leading,
+)
 from tunesmith.errors import ConfigError, DataError
 from tunesmith.types import Message, Prompt, Sample
 
@@ -26,6 +35,13 @@ T = TypeVar("T")
 U = TypeVar("U")
 V = TypeVar("V", int, bool)
 Sources = str | Source | tuple[str | Source, ...]
+
+SPARSE = 32
+"""Characters per token of the limit up to which a text is tokenized whole; ordinary text has three to five."""
+SHORTEST_START = 4096
+"""Characters of the shortest start of a text that is tokenized by itself: longer than any token or word."""
+FAR = 4
+"""Times the limit that a start's tokens must exceed. A cut changes a few tokens beside it, never that many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +134,26 @@ class Reading:
             with self.report.line(example.where):
                 results.append((example, make(example)))
         return results
+
+    def check_length(self, text: str) -> None:
+        """Refuse a text whose start alone is far too long, so that the rest of its megabytes is never tokenized.
+
+        Only a text that exceeds the limit is refused here, and not every such text is.
+
+        Raises:
+            TooLong: the first characters alone have more than ``FAR`` times the tokens of the limit.
+        """
+        key = "max_tokens" if self.section.max_tokens is not None else "max_prompt_tokens"
+        limit = getattr(self.section, key)
+        if limit is None or self.section.too_long not in ("error", "skip"):
+            return
+        start = max(SHORTEST_START, SPARSE * limit)
+        while start < len(text):
+            count = len(encode(self.tokenizer, [text[:start]])[0])
+            if count > FAR * limit:
+                size = f"the first {start} of its {len(text)} characters alone have {count} tokens"
+                raise TooLong(f"{size}, the limit is {limit} (data.{key})")
+            start *= 2
 
     def encoded(
         self, rendered: Sequence[tuple[Example, Sequence[Rendered]]]
