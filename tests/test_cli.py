@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from tunesmith.assembly.session import RunResult
 from tunesmith.cli.guard import guarded
 from tunesmith.cli.outcome import print_outcome
 from tunesmith.distributed.host import portable
-from tunesmith.errors import ConfigError, DeviceMemoryError, RewardError, StorageError
+from tunesmith.errors import ConfigError, DeviceMemoryError, ModelError, RewardError, StorageError, boundary
 
 RUN = """\
 [model]
@@ -194,6 +195,43 @@ def test_errors_of_the_system_are_said_in_one_line(number: str, capsys: pytest.C
     told = capsys.readouterr().err
     assert ended.value.exit_code == (3 if number == "ENOMEM" else 2)
     assert "as the system says" in told and "Traceback" not in told
+
+
+class Panic(BaseException):
+    """As Rust code raises it through pyo3: no Exception."""
+
+
+@pytest.mark.parametrize(
+    ("error", "limits", "code", "words"),
+    [
+        (MemoryError(), {}, 3, "tunesmith plan"),
+        (MemoryError(), {"AS": 2**30}, 3, "ulimit -v"),
+        (ImportError("libtorch_cpu.so: failed to map segment from shared object"), {"AS": 2**30}, 3, "ulimit -v"),
+        (DeviceMemoryError("cannot load the weights: os error 12"), {"AS": 2**30}, 3, "ulimit -v"),
+        (RuntimeError("can't start new thread"), {"AS": 2**30}, 3, "ulimit -v"),
+        (RuntimeError("can't start new thread"), {"NPROC": 64}, 2, "64 processes and threads (ulimit -u)"),
+        (BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable"), {}, 2, "pids.max"),
+        (Panic("pool has not been initialized.: ThreadPoolBuildError { code: 11 }"), {"NPROC": 64}, 2, "ulimit -u"),
+        (Panic("index out of bounds"), {}, 1, "Traceback"),
+    ],
+)
+def test_what_the_shell_limits_is_said_with_how_to_lift_it(
+    error: BaseException,
+    limits: dict[str, int],
+    code: int,
+    words: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = {getattr(resource, f"RLIMIT_{name}"): most for name, most in limits.items()}
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (found.get(kind, resource.RLIM_INFINITY),) * 2)
+    ended, told = ending(error, capsys)
+    assert ended == code and words in told and ("Traceback" in told) == (code == 1)
+
+
+def test_a_file_is_not_at_fault_where_memory_ran_out() -> None:
+    with pytest.raises(DeviceMemoryError, match="cannot load x"), boundary(ModelError, "cannot load x", OSError):
+        raise OSError("Cannot allocate memory (os error 12)")
 
 
 ODD: list[tuple[list[str], str]] = [

@@ -19,12 +19,11 @@ from tiny import save_model
 from training import backend_of, difference, gradient, learner_of, samples_of, whole
 from tunesmith.algorithms.losses import Loss
 from tunesmith.algorithms.objective import Objective, SFTObjective, policy_objective
-from tunesmith.backends.memory import is_out_of_memory
 from tunesmith.backends.torch import TorchBackend
 from tunesmith.data.batch import Batch, Floats
 from tunesmith.data.forest import Forest, Packing, Predictions, build_forest
 from tunesmith.data.packing import SampleTooLong
-from tunesmith.errors import DeviceMemoryError, StorageError, UserError
+from tunesmith.errors import DeviceMemoryError, StorageError, UserError, is_out_of_memory
 from tunesmith.loop.learner import optimizer_batches
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.plan.cost.operations import CostModel

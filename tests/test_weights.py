@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 import os
+import tempfile
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -25,11 +26,12 @@ from tunesmith.config.load import load_config
 from tunesmith.config.schema import LoraSection, RLConfig
 from tunesmith.distributed.checksum import checksum
 from tunesmith.distributed.process_group import open_store
-from tunesmith.errors import ConfigError, EngineError
+from tunesmith.errors import ConfigError, EngineError, StorageError
 from tunesmith.models.adapters import attach
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.parallel.sharding import whole_weights
 from tunesmith.plan.rules.checks import check
+from tunesmith.weights import files
 from tunesmith.weights.base import NamedTensors, Offer, Plane
 from tunesmith.weights.broadcast import BroadcastPlane
 from tunesmith.weights.files import FilePlane
@@ -404,3 +406,44 @@ def test_engines_of_others_are_given_what_the_models_files_hold(tmp_path: Path, 
     assert found.keys() == stored.keys()
     assert all(tensor.equal(stored[name]) for name, tensor in found.items())
     assert any("experts.3.gate_proj" in name or "qkv_proj" in name for name in found)
+
+
+@pytest.mark.parametrize("memory", ["writable", "too small", "read-only", "missing"])
+def test_weights_go_to_disk_where_memory_cannot_take_them(
+    memory: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shm, disk = tmp_path / "shm", tmp_path / "disk"
+    disk.mkdir()
+    if memory == "read-only":
+        shm.touch()  # nothing can be made under a file, by the superuser neither
+    elif memory != "missing":
+        shm.mkdir()
+    monkeypatch.setattr(files, "MEMORY", shm)
+    monkeypatch.setattr(tempfile, "tempdir", str(disk))
+    with files.shared_directory(2**60 if memory == "too small" else 1) as made:
+        assert Path(made).parent == (shm if memory == "writable" else disk)
+
+
+def test_where_weights_can_go_nowhere_the_variable_that_names_a_place_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "MEMORY", tmp_path / "shm")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
+    with pytest.raises(StorageError, match="TMPDIR"):
+        files.shared_directory(1)
+
+
+def test_a_version_that_cannot_be_written_leaves_the_one_before(tmp_path: Path) -> None:
+    weights = {"a": torch.arange(4.0)}
+    plane = FilePlane(lambda: iter(weights.items()), TemporaryDirectory(dir=tmp_path))
+    plane.write(1)
+    [offer] = asyncio.run(plane.offer(1))
+    whole = Path(plane.directory.name)
+    plane.directory.name = str(whole / "gone")
+    with pytest.raises(StorageError, match="cannot write weights"):
+        plane.write(2)
+    assert asyncio.run(plane.offer(1)) == [offer]
+    assert dict(files.take_files(offer))["a"].equal(weights["a"])
+    plane.directory.name = str(whole)
+    plane.write(2)
+    asyncio.run(plane.close())

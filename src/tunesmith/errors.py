@@ -7,6 +7,7 @@ All derive from ``TunesmithError``, and each also from the matching standard-lib
 from __future__ import annotations
 
 import difflib
+import errno
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 
@@ -120,11 +121,37 @@ class DeadlineExceeded(TunesmithError, TimeoutError):
     """A wait passed its deadline."""
 
 
+_OUT_OF_MEMORY = (
+    "can't allocate memory",
+    "cannot allocate memory",
+    "not enough memory",
+    "bad_alloc",
+    "can't start new thread",
+    "failed to map segment from shared object",
+)
+"""What PyTorch's CPU allocator, oneDNN, safetensors, Python and the dynamic linker say, in no type of its own."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """True for CUDA's own error and for the untyped ones of the CPU."""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    if isinstance(error, TunesmithError):
+        return False
+    if isinstance(error, OSError) and error.errno is not None:
+        return error.errno == errno.ENOMEM
+    words = str(error).lower()
+    untyped = isinstance(error, RuntimeError | ImportError | OSError)
+    return untyped and any(phrase in words for phrase in _OUT_OF_MEMORY)
+
+
 @contextmanager
 def boundary(
     error: type[TunesmithError], message: str, catch: type[BaseException] | tuple[type[BaseException], ...]
 ) -> Generator[None]:
     """Re-raise a foreign exception of type ``catch`` as ``error``, with ``message`` before its own text.
+
+    Lack of memory becomes a ``DeviceMemoryError`` instead: whatever was read or written is not at fault.
 
     Example:
         >>> with boundary(DataError, "cannot read train.jsonl", OSError):
@@ -137,7 +164,8 @@ def boundary(
     except TunesmithError:
         raise
     except catch as cause:
-        raise error(f"{message}: {cause}") from cause
+        kind = DeviceMemoryError if is_out_of_memory(cause) else error
+        raise kind(f"{message}: {cause}") from cause
 
 
 _LONGEST_WORD = 200

@@ -3,22 +3,11 @@
 from __future__ import annotations
 
 import ctypes
-import errno
 import sys
 from collections.abc import Generator
 from contextlib import contextmanager
 
-import torch
-
-from tunesmith.errors import DeviceMemoryError, TunesmithError
-
-_CPU_ALLOCATOR_WORDS = (
-    "can't allocate memory",
-    "not enough memory",
-    "bad_alloc",
-    "cannot allocate memory",
-    "can't start new thread",
-)
+from tunesmith.errors import DeviceMemoryError, is_out_of_memory
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # from malloc.h
 _LARGE = 32 << 20
@@ -34,16 +23,6 @@ def keep_freed_memory() -> None:
     if mallopt is not None:
         mallopt(_MMAP_THRESHOLD, _LARGE)
         mallopt(_TRIM_THRESHOLD, 2**31 - 1)
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """True for CUDA's own error and for the untyped ones that the CPU allocator and oneDNN raise."""
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
-        return True
-    if isinstance(error, OSError) and not isinstance(error, TunesmithError):
-        return error.errno == errno.ENOMEM
-    words = str(error).lower()
-    return isinstance(error, RuntimeError) and any(phrase in words for phrase in _CPU_ALLOCATOR_WORDS)
 
 
 @contextmanager

@@ -12,8 +12,9 @@ from typing import ParamSpec
 
 import typer
 
+from tunesmith.cli.shortage import shortage
 from tunesmith.cli.standard_output import lasting_output
-from tunesmith.errors import LESS_MEMORY, DeviceMemoryError, StorageError, TunesmithError, boundary, shortened
+from tunesmith.errors import StorageError, TunesmithError, boundary, shortened
 from tunesmith.monitor.interrupts import Interrupted, handled
 from tunesmith.monitor.text import printable
 from tunesmith.redact import redact
@@ -44,18 +45,17 @@ def guarded(command: Callable[P, None]) -> Callable[P, None]:
                     os.getcwd()
                 command(*args, **kwargs)
         except TunesmithError as error:
-            _report(f"error: {error}", error)
+            _report(f"error: {shortage(error) or error}", error)
             raise typer.Exit(error.exit_code) from None
         except KeyboardInterrupt as interrupt:
             _report(f"interrupted by {interrupt}" if str(interrupt) else "interrupted", interrupt)
             raise typer.Exit(interrupt.exit_code if isinstance(interrupt, Interrupted) else 130) from None
-        except (typer.Exit, typer.Abort, BrokenPipeError):
+        except (typer.Exit, typer.Abort, BrokenPipeError, SystemExit):
             raise
-        except Exception as error:
-            if _out_of_memory(error):
-                advice = f"tunesmith plan says what takes it. Try, in this order: {'; '.join(LESS_MEMORY)}"
-                _report(f"error: memory ran out: {str(error) or type(error).__name__}. {advice}", error)
-                raise typer.Exit(DeviceMemoryError.exit_code) from None
+        except BaseException as error:  # a panic of Rust code is no Exception
+            if found := shortage(error):
+                _report(f"error: {found}", error)
+                raise typer.Exit(found.exit_code) from None
             if isinstance(error, OSError) and error.errno in _OF_THE_SYSTEM:
                 _report(f"error: {shortened(str(error), 1000)}", error)
                 raise typer.Exit(StorageError.exit_code) from None
@@ -63,15 +63,6 @@ def guarded(command: Callable[P, None]) -> Callable[P, None]:
             raise typer.Exit(1) from None
 
     return run
-
-
-def _out_of_memory(error: Exception) -> bool:
-    if "torch" not in sys.modules:
-        no_memory = isinstance(error, OSError) and error.errno == errno.ENOMEM
-        return isinstance(error, MemoryError) or no_memory or "can't start new thread" in str(error)
-    from tunesmith.backends.memory import is_out_of_memory
-
-    return is_out_of_memory(error)
 
 
 def _report(text: str, error: BaseException) -> None:

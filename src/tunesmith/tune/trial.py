@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tunesmith.errors import CapacityError, UserError
+from tunesmith.errors import CapacityError, UserError, is_out_of_memory
 from tunesmith.monitor.children import end_with_parent
 
 if TYPE_CHECKING:
@@ -66,8 +66,6 @@ def main() -> None:
 
 def ended_by(error: Exception) -> Ended:
     """The end of a run that raised an error."""
-    from tunesmith.backends.memory import is_out_of_memory
-
     memory = isinstance(error, CapacityError) or is_out_of_memory(error)
     status = "memory" if memory else "refused" if isinstance(error, UserError) else "failed"
     return Ended(status, f"{type(error).__name__}: {error}")

@@ -8,9 +8,9 @@ written as they are gathered, a file at a time.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory, gettempdir
@@ -53,19 +53,32 @@ def shared_directory(num_bytes: int, parent: Path | None = None) -> TemporaryDir
         with boundary(StorageError, f"system.engine_directory: cannot write to {parent}", OSError):
             parent.mkdir(parents=True, exist_ok=True)
             remove_stale(parent, PREFIX)
-            return _own_directory(parent)
-    every = (MEMORY, Path(gettempdir()))
-    places = [place for place in every if place.is_dir() and os.access(place, os.W_OK | os.X_OK)]
-    for place in places:
-        remove_stale(place, PREFIX)
-    roomy = MEMORY in places and shutil.disk_usage(MEMORY).free > ROOM * num_bytes
-    return _own_directory(MEMORY if roomy else None)
-
-
-def _own_directory(parent: Path | None) -> TemporaryDirectory[str]:
-    made = TemporaryDirectory(prefix=owned_name(PREFIX), dir=parent)
+            made = _temporary(parent)
+    else:
+        made = _in_memory_or_on_disk(num_bytes)
     remove_at_end(Path(made.name))
     return made
+
+
+def _in_memory_or_on_disk(num_bytes: int) -> TemporaryDirectory[str]:
+    places = [MEMORY]
+    with suppress(FileNotFoundError):  # no directory for temporary files can be written to
+        places.append(Path(gettempdir()))
+    for place in places:
+        with suppress(OSError):
+            remove_stale(place, PREFIX)
+    for place in places:
+        with suppress(OSError):
+            if place != MEMORY or shutil.disk_usage(MEMORY).free > ROOM * num_bytes:
+                return _temporary(place)
+    raise StorageError(
+        f"new weights reach other processes through files, and {' or '.join(map(str, places))} cannot be written to: "
+        "set the variable TMPDIR to a directory on a disk with room for the weights"
+    )
+
+
+def _temporary(parent: Path) -> TemporaryDirectory[str]:
+    return TemporaryDirectory(prefix=owned_name(PREFIX), dir=parent)
 
 
 @dataclass(slots=True)
