@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from micro import batch_of, gather, micro_batch, random_batch, random_logprobs
-from tunesmith.algorithms.aggregation import weigh
+from tunesmith.algorithms.aggregation import weigh, with_shares
 from tunesmith.algorithms.losses import (
     PPO,
     ClipCov,
@@ -24,7 +24,7 @@ from tunesmith.algorithms.objective import SFTObjective, ValueObjective, policy_
 from tunesmith.algorithms.resolve import resolve_algorithm
 from tunesmith.config.algorithm import AlgorithmSection
 from tunesmith.data.batch import Batch
-from tunesmith.data.forest import Predictions
+from tunesmith.data.forest import Predictions, build_forest
 
 LOSSES = sorted(Loss.types)
 AGGREGATIONS = ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm")
@@ -391,6 +391,20 @@ def test_the_scalar_by_hand() -> None:
         micro_batch(ready, [0, 1]), Predictions(logprobs, double([2.0, 1.0, 3.0]))
     )
     assert doubled.item() - scalar.item() == pytest.approx(0.1 * kl)
+
+
+def test_shares_of_tokens_are_exact_and_lack_no_token_that_was_dropped_late() -> None:
+    """11 tokens, all twice as likely as before: clipped from above, but for one whose log-probability is lost."""
+    ready = batch_of([11], {"advantages": [1.0] * 11, "old_logprobs": [-2.0] * 11})
+    weigh(ready, "token_mean")
+    forest = build_forest(ready, [0]).gather(ready)
+    objective = policy_objective(resolved(loss="ppo"))
+    logprobs = torch.full([11], -1.0)
+    for lost, share in (([], 1.0), ([4], 10 / 11)):
+        logprobs[lost] = math.nan
+        _, metrics = objective(forest, Predictions(logprobs))
+        found = with_shares({name: value.item() for name, value in metrics.items()})
+        assert (found["clip_high"], found["clip_low"], found["ratio_over_2"]) == (share, 0.0, share)
 
 
 @pytest.mark.parametrize("name", LOSSES)

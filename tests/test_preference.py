@@ -20,12 +20,12 @@ import training
 from micro import batch_of, micro_batch
 from tiny import save_model
 from tunesmith.algorithms import preference as p
-from tunesmith.algorithms.aggregation import weigh
+from tunesmith.algorithms.aggregation import weigh, with_shares
 from tunesmith.algorithms.objective import Objective
 from tunesmith.backends.optimizer import AdamWSettings
 from tunesmith.backends.torch import TorchBackend
 from tunesmith.data.batch import Batch
-from tunesmith.data.forest import Predictions
+from tunesmith.data.forest import Predictions, build_forest
 from tunesmith.data.packing import GroupTooLong, group_tokens, pack
 from tunesmith.data.trie import num_forest_tokens
 from tunesmith.loop.learner import Learner
@@ -115,7 +115,7 @@ def course(
         total += loss.item()
         for name, value in more.items():
             metrics[name] = metrics.get(name, 0.0) + float(value)
-    return total, metrics, [torch.zeros_like(x) if x.grad is None else x.grad.clone() for x in predicted]
+    return total, with_shares(metrics), [torch.zeros_like(x) if x.grad is None else x.grad.clone() for x in predicted]
 
 
 def whole(objective: Objective, batch: Batch, predicted: Sequence[Tensor], of: str = "logprobs") -> Course:
@@ -170,8 +170,10 @@ def test_reward_models_by_hand() -> None:
     assert plain == pytest.approx(np.mean([math.log(1 + math.exp(-x)) for x in (0.8, -1.5, 0.0)]))
 
 
-def judged(sides: Sequence[float], kl: float, **values: Sequence[float]) -> Batch:
-    batch = batch_of(LENGTHS, {}, size=1)
+def judged(
+    sides: Sequence[float], kl: float, lengths: Sequence[int] = LENGTHS, **values: Sequence[float]
+) -> Batch:
+    batch = batch_of(lengths, {}, size=1)
     for name, column in {"side": sides, "reference": [0.0] * len(sides), **values}.items():
         batch.add_per_sample(name, column)
     p.add_kto_columns(batch, np.array([kl - 1.0, kl + 1.0, math.nan]))
@@ -244,6 +246,25 @@ def test_any_cut_and_order_of_pairs_gives_the_same(case: str, order: list[int], 
     assert again[1] == pytest.approx(metrics)
     for a, b in zip(again[2], grads, strict=True):
         assert torch.allclose(a, b)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("count", [3, 7, 11])
+def test_no_share_of_a_batch_in_float32_is_above_one(case: str, count: int) -> None:
+    """Every pair is right, in one micro-batch and in one each: the weights are thirds, sevenths and elevenths."""
+    make, of = CASES[case]
+    lengths, sides = [1] * 2 * count, [1.0, -1.0] * count
+    samples = judged(sides, 0.0, lengths=lengths) if case == "kto" else pairs(lengths, label=[1.0] * 2 * count)
+    weigh(samples, p.AGGREGATION)
+    predicted = torch.tensor(sides) * 2.0
+    for cut in ([range(2 * count)], [(2 * k, 2 * k + 1) for k in range(count)]):
+        metrics = dict[str, float]()
+        for part in cut:
+            forest = build_forest(samples, list(part), share=False).gather(samples)
+            assert forest.columns["weight"].dtype == torch.float32
+            _, found = make()(forest, Predictions(**{of: predicted[list(part)]}))
+            metrics = {name: metrics.get(name, 0.0) + float(value) for name, value in found.items()}
+        assert with_shares(metrics)["accuracy"] == 1.0
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -16,6 +16,8 @@ masked ones).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 
 from tunesmith.data.batch import Batch, Floats, Ints
@@ -24,6 +26,8 @@ WEIGHT = "weight"
 """Column: a token's weight in the loss."""
 METRIC_WEIGHT = "metric_weight"
 """Column: a token's weight in a metric, a mean over the optimizer batch's tokens."""
+OUT_OF = "/of"
+"""After the name of a metric that is a share: the number of things that it is a share of."""
 
 
 def sequence_weights(
@@ -63,3 +67,16 @@ def weigh(batch: Batch, aggregation: str, max_new_tokens: int | None = None) -> 
     weights = sequence_weights(counts, aggregation, max_new_tokens, batch.owners)
     batch.add(WEIGHT, weights[batch.sample] * batch.finite)
     batch.add(METRIC_WEIGHT, batch.finite / max(1, int(counts.sum())))
+
+
+def with_shares(metrics: Mapping[str, float]) -> dict[str, float]:
+    """The metrics of an optimizer batch, where ``name`` and ``name/of`` were counts, with ``name`` as a share.
+
+    Sums of weights can round to more than 1; counts add up exactly. A share of nothing is 0.
+    """
+    shares = {
+        name: metrics[name] / of if (of := metrics[name + OUT_OF]) else 0.0
+        for name in metrics
+        if name + OUT_OF in metrics
+    }
+    return {name: shares.get(name, value) for name, value in metrics.items() if not name.endswith(OUT_OF)}

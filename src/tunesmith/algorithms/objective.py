@@ -3,7 +3,8 @@
 An objective is ``(forest, predictions) -> (scalar, metrics)``, a frozen dataclass that can be sent to other processes.
 The scalar is ``sum(weight · (loss · correction + β·KL − c·H))`` over the forest's tokens. Weights are already divided
 by the optimizer batch's denominators, so the forests' scalars add up. Metrics are sums with the column
-``metric_weight`` and add up to means over the optimizer batch's tokens.
+``metric_weight`` and add up to means over the optimizer batch's tokens. A share is two counts, ``name`` and ``name/of``
+(``aggregation.with_shares``).
 
 Columns read: ``weight`` and ``metric_weight`` always (``aggregation.weigh``); ``advantages``, ``old_logprobs``,
 ``ref_logprobs``, ``correction`` and the loss's own by the policy objective; ``returns`` and ``old_values`` by the value
@@ -22,6 +23,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from tunesmith.algorithms.aggregation import OUT_OF
 from tunesmith.algorithms.corrections import NoCorrection, correction_weights
 from tunesmith.algorithms.kl import KLInLoss, kl_loss
 from tunesmith.algorithms.losses import Loss, PolicyBatch, TokenLoss, value_loss
@@ -88,9 +90,17 @@ class _Tokens:
         """This forest's part of a mean over the optimizer batch's tokens."""
         return (self.metric_weight * values.detach()).sum()
 
+    def share(self, name: str, acts: Tensor) -> TensorMetrics:
+        """This forest's part of a share of the optimizer batch's tokens."""
+        counted = self.forest.columns["metric_weight"] > 0
+        return {name: (acts.detach().bool() & (self.metric_weight > 0)).sum(), name + OUT_OF: counted.sum()}
+
     def clipped(self, token: TokenLoss, prefix: str = "") -> TensorMetrics:
         sides = {"clip_low": token.clipped_low, "clip_high": token.clipped_high}
-        return {prefix + name: self.mean(acts) for name, acts in sides.items() if acts is not None}
+        found: TensorMetrics = {}
+        for name, acts in sides.items():
+            found |= self.share(prefix + name, acts) if acts is not None else {}
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +133,7 @@ class PolicyObjective:
         ratio = d.exp()
         metrics = {
             "ratio": tokens.mean(ratio),
-            "ratio_over_2": tokens.mean(ratio > 2.0),
+            **tokens.share("ratio_over_2", ratio > 2.0),
             "policy_kl": tokens.mean(ratio - 1.0 - d),  # the k3 estimate of KL(old ‖ new)
             **tokens.clipped(token),
             "policy_loss": (weight * total.detach()).sum(),

@@ -12,6 +12,8 @@ column, from the numerator only if it is a prediction.
 
 Legend: ``N`` predictions, ``S`` sequences, ``P`` pairs; ``σ`` the logistic function; ``softplus(x) = log(1 + e^x)``,
 so ``−log σ(x) = softplus(−x)``; ``Δ = logπ(y) − logπ_ref(y)``.
+
+``accuracy`` is two counts, the right ones and those that count (``aggregation.with_shares``).
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tunesmith.algorithms.aggregation import WEIGHT
+from tunesmith.algorithms.aggregation import OUT_OF, WEIGHT
 from tunesmith.algorithms.objective import TensorMetrics
 from tunesmith.data.batch import Batch, Floats
 
@@ -103,6 +105,7 @@ class Sequences:
     score: Tensor  # [S], with gradient: Σ of the predictions
     length: Tensor  # [S]
     weight: Tensor  # [S]
+    counted: Tensor  # [], sequences that count in shares, also those whose prediction is not finite
     keep: Tensor  # [S] bool
 
     @classmethod
@@ -116,7 +119,8 @@ class Sequences:
         score = zeros.index_add(0, forest.sample, predicted.masked_fill(~usable, 0.0))
         length = zeros.index_add(0, forest.sample, usable.to(zeros.dtype))
         weight = zeros.scatter(0, forest.sample, forest.columns[WEIGHT].to(zeros.dtype))
-        return cls(forest, score.masked_fill(~keep, 0.0), length, weight.masked_fill(~keep, 0.0), keep)
+        kept = weight.masked_fill(~keep, 0.0)
+        return cls(forest, score.masked_fill(~keep, 0.0), length, kept, (weight > 0).sum(), keep)
 
     def column(self, name: str) -> Tensor:
         """``[S]``."""
@@ -176,7 +180,7 @@ class RewardObjective:
         margin = pairs.first(sequences.column("margin")) if self.margins else 0.0
         loss = sigmoid_loss(pairs.difference(sequences.score) - margin)
         rewards = sequences.score.detach()
-        metrics = _pair_metrics(pairs, rewards, rewards)
+        metrics = _pair_metrics(sequences, pairs, rewards, rewards)
         for name, values in (("rewards/mean", rewards), ("rewards/square", rewards.square())):
             metrics[name] = (pairs.weight * pairs.both(values) / 2.0).sum()
         return (pairs.weight * loss).sum(), metrics
@@ -196,7 +200,7 @@ class DPOObjective:
         pairs = Pairs.of(sequences)
         delta = sequences.score - sequences.column(REFERENCE)
         loss = dpo_loss(pairs.difference(delta), self.loss, beta, self.smoothing)
-        metrics = _pair_metrics(pairs, beta * delta.detach(), beta * sequences.score.detach())
+        metrics = _pair_metrics(sequences, pairs, beta * delta.detach(), beta * sequences.score.detach())
         if self.nll_coef:
             nll = -pairs.first(sequences.score / sequences.length.clamp(min=1.0))
             loss = loss + self.nll_coef * nll
@@ -223,7 +227,8 @@ class KTOObjective:
         gain = side * (delta - kl).detach()
         reward = self.beta * delta.detach()
         metrics = {
-            "accuracy": (sequences.weight * _right(gain, sequences.score.detach().abs())).sum(),
+            "accuracy": (_right(gain, sequences.score.detach().abs()) * (sequences.weight > 0)).sum(),
+            "accuracy" + OUT_OF: sequences.counted,
             "kl": (sequences.weight * kl).sum(),
             "nonfinite_sequences": (~sequences.keep).sum(),
         }
@@ -245,11 +250,11 @@ class StepObjective:
         pairs = Pairs.of(sequences)
         logit, label = pairs.difference(sequences.score), pairs.first(sequences.column("label"))
         right = _right(logit.detach() * (label - 0.5).sign())
-        metrics = {"accuracy": (pairs.weight * right).sum(), "nonfinite_steps": (~pairs.keep).sum()}
+        metrics = {**_accuracy(sequences, pairs, right), "nonfinite_steps": (~pairs.keep).sum()}
         return (pairs.weight * sigmoid_loss(logit, label)).sum(), metrics
 
 
-def _pair_metrics(pairs: Pairs, rewards: Tensor, terms: Tensor) -> TensorMetrics:
+def _pair_metrics(sequences: Sequences, pairs: Pairs, rewards: Tensor, terms: Tensor) -> TensorMetrics:
     """Means over the batch's pairs of the rewards ``[S]``, their difference, and the accuracy.
 
     ``terms [S]`` are the values that the rewards were computed from: their rounding error decides which pairs tie.
@@ -259,9 +264,13 @@ def _pair_metrics(pairs: Pairs, rewards: Tensor, terms: Tensor) -> TensorMetrics
         "rewards/chosen": (pairs.weight * first).sum(),
         "rewards/rejected": (pairs.weight * (first - margin)).sum(),
         "margin": (pairs.weight * margin).sum(),
-        "accuracy": (pairs.weight * _right(margin, pairs.both(terms.abs()))).sum(),
+        **_accuracy(sequences, pairs, _right(margin, pairs.both(terms.abs()))),
         "nonfinite_pairs": (~pairs.keep).sum(),
     }
+
+
+def _accuracy(sequences: Sequences, pairs: Pairs, right: Tensor) -> TensorMetrics:
+    return {"accuracy": (right * (pairs.weight > 0)).sum(), "accuracy" + OUT_OF: sequences.counted / 2}
 
 
 def _right(gain: Tensor, scale: Tensor | float = 0.0) -> Tensor:

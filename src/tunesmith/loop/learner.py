@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from tunesmith.algorithms.aggregation import weigh
+from tunesmith.algorithms.aggregation import weigh, with_shares
 from tunesmith.algorithms.objective import Objective
 from tunesmith.backends.base import Metrics, Quantity, TrainBackend
 from tunesmith.data.batch import Batch, Floats, Ints
@@ -135,7 +135,7 @@ class Learner:
         metrics: Metrics = {}
         for attempt in self._attempts(batch, SCORING):
             with attempt as packing:
-                metrics = self.backend.evaluate(packing, objective)
+                metrics = with_shares(self.backend.evaluate(packing, objective))
         return metrics
 
     def _step(self, batch: Batch, objective: Objective) -> Metrics:
@@ -144,7 +144,8 @@ class Learner:
             metrics: Metrics = {}
             for attempt in self._attempts(batch, TRAINING):
                 with attempt as packing:
-                    metrics = self.backend.forward_backward(packing, objective) | self._work(packing)
+                    summed = self.backend.forward_backward(packing, objective)
+                    metrics = with_shares(summed) | self._work(packing)
             lr = self.learning_rate(self.backend.optimizer_steps)
             interrupts.commit()
             taken = dict(self.backend.step(lr))
