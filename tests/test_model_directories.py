@@ -13,6 +13,9 @@ from safetensors.torch import load_file
 
 from odd_models import ODD, ONE
 from tiny import save_model
+from tunesmith.assembly.engines import make_engine
+from tunesmith.config.commands import GenerateConfig
+from tunesmith.config.load import load_config
 from tunesmith.data.batch import Batch
 from tunesmith.data.forest import build_forest
 from tunesmith.errors import ModelError
@@ -49,6 +52,19 @@ def loaders(sharding: Sharding) -> dict[str, Callable[[Path], CausalLM]]:
         "sharded": lambda path: CausalLM.load(path, sharding=sharding, trains=False),
         "quantised": lambda path: CausalLM.load(path, quantize="nf4"),
     }
+
+
+@pytest.mark.parametrize("role", ["model.path", "system.draft_model"])
+def test_what_only_vllm_reads_has_its_values_checked_too(tmp_path: Path, role: str) -> None:
+    """Without a trainer, which would load the same files, and as a draft."""
+    good, bad = save_model(tmp_path / "good"), save_model(tmp_path / "bad")
+    ODD["nan"].make(bad)
+    paths = {"model.path": good, "system.draft_model": good, role: bad}
+    said = [*(f"{key}={path}" for key, path in paths.items()), "data.train=org/data", 'system.engine="vllm"']
+    config = load_config(GenerateConfig, None, [*said, 'system.speculative="draft"'])
+    with pytest.raises(ModelError) as refused:
+        make_engine(config, None, lambda _: None)
+    assert all(words in str(refused.value) for words in (*ODD["nan"].refused, str(bad)))
 
 
 def logprobs(model: CausalLM) -> torch.Tensor:

@@ -170,9 +170,7 @@ def test_reward_models_by_hand() -> None:
     assert plain == pytest.approx(np.mean([math.log(1 + math.exp(-x)) for x in (0.8, -1.5, 0.0)]))
 
 
-def judged(
-    sides: Sequence[float], kl: float, lengths: Sequence[int] = LENGTHS, **values: Sequence[float]
-) -> Batch:
+def judged(sides: Sequence[float], kl: float, lengths: Sequence[int] = LENGTHS, **values: Sequence[float]) -> Batch:
     batch = batch_of(lengths, {}, size=1)
     for name, column in {"side": sides, "reference": [0.0] * len(sides), **values}.items():
         batch.add_per_sample(name, column)

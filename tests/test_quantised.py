@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -178,3 +180,11 @@ def test_an_adapter_is_on_whole_shapes(tmp_path: Path) -> None:
     assert adapter.counts() == plain.counts()
     shapes = {name: tensor.shape for name, tensor in plain.own_weights()}
     assert {name: tensor.shape for name, tensor in adapter.own_weights()} == shapes
+
+
+def test_a_run_is_silent_about_a_kernel_that_nothing_here_uses() -> None:
+    """peft imports bitsandbytes, quantised or not, which warns where a CPU could use the kernel."""
+    spec = find_spec("bitsandbytes")
+    module = Path(spec.origin).parent / "backends" / "cpu" / "ops.py" if spec and spec.origin else Path()
+    assert "logger = logging.getLogger(__name__)" in module.read_text(encoding="utf-8")
+    assert not logging.getLogger("bitsandbytes.backends.cpu.ops").isEnabledFor(logging.WARNING)

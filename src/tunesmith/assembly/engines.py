@@ -53,6 +53,7 @@ def make_engine(
         from tunesmith.assembly.http_engines import make_http_engine
 
         return make_http_engine(config, model, report, timeline)
+    _check_unread(config, model, report)
     if config.system.engine_process:
         from tunesmith.assembly.planes import NoPlane, make_plane
         from tunesmith.distributed.local import LocalProcesses
@@ -61,6 +62,22 @@ def make_engine(
         return make_engines(processes, config, make_plane(config, model) if model else NoPlane(), report, timeline)
     engine = _engine_inside(config, model, report)
     return TimedEngine(engine, timeline) if timeline else engine
+
+
+def _check_unread(config: RunConfig, model: CausalLM | None, report: Callable[[str], None]) -> None:
+    """Check the values of models that only vLLM reads, which does not: the policy's without a trainer, and a draft's.
+
+    Raises:
+        ModelError: some are not finite.
+    """
+    if not config.system.engine_kind.third_party:
+        return
+    from tunesmith.models.loading import check_stored_values
+
+    with long_wait("checking the values of the weights", report):
+        for path in (config.model.path if model is None else None, config.system.draft_model):
+            if path is not None:
+                check_stored_values(path)
 
 
 def _engine_inside(config: RunConfig, model: CausalLM | None, report: Callable[[str], None]) -> RolloutEngine:

@@ -213,11 +213,7 @@ def read_shards(
     Raises:
         ModelError: the files hold another model, or values that are not finite.
     """
-    directory = Path(path).expanduser()
-    if not directory.is_dir():
-        patterns = ["*.safetensors", "*.json"]
-        directory = Path(snapshot_download(str(path), allow_patterns=patterns, ignore_patterns="consolidated*"))
-    files, known = WeightFiles(directory), module.state_dict().keys()
+    files, known = WeightFiles(_directory_of(path)), module.state_dict().keys()
     wanted = {name for name, _ in (*module.named_parameters(), *module.named_buffers())} & known
     missing = [name for name in wanted - files.names if not name.startswith(differences[0])]
     unexpected = [name for name in files.names - known if not name.startswith(differences[1])]
@@ -234,6 +230,33 @@ def read_shards(
         else:
             wrong = fill(module, files.rows, wanted & files.names)
     _check_values(path, wrong if sharding is None else sharding.any_of(wrong))
+
+
+def check_stored_values(path: str | Path) -> None:
+    """Refuse files with values that are not finite; for an engine that reads them by itself and does not look.
+
+    One weight at a time is read.
+
+    Raises:
+        ModelError: names the file and the weight.
+    """
+    files = WeightFiles(_directory_of(path))
+    with boundary(ModelError, f"cannot read the weights of model '{path}'", ANY_ERROR):
+        wrong = [
+            name
+            for name, weight in files.weights.items()
+            if not is_finite(files.rows(name, 0, weight.shape[0] if weight.shape else 1))
+        ]
+    _check_values(path, wrong)
+
+
+def _directory_of(path: str | Path) -> Path:
+    """A model's directory; the files of a hub name are downloaded first, if they are not there."""
+    directory = Path(path).expanduser()
+    if directory.is_dir():
+        return directory
+    patterns = ["*.safetensors", "*.json"]
+    return Path(snapshot_download(str(path), allow_patterns=patterns, ignore_patterns="consolidated*"))
 
 
 def _checked(
