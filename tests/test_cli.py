@@ -211,6 +211,7 @@ class Panic(BaseException):
         (RuntimeError("can't start new thread"), {"AS": 2**30}, 3, "ulimit -v"),
         (RuntimeError("can't start new thread"), {"NPROC": 64}, 2, "64 processes and threads (ulimit -u)"),
         (BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable"), {}, 2, "pids.max"),
+        (OSError(errno.EMFILE, "Too many open files", "x"), {"NOFILE": 64}, 2, "64 (ulimit -n)"),
         (Panic("pool has not been initialized.: ThreadPoolBuildError { code: 11 }"), {"NPROC": 64}, 2, "ulimit -u"),
         (Panic("index out of bounds"), {}, 1, "Traceback"),
     ],

@@ -68,6 +68,23 @@ def test_the_tail_has_the_last_steps(tmp_path: Path) -> None:
     assert len(show("tail", run, "--follow").splitlines()) == 10  # nobody writes it
 
 
+def test_a_followed_run_whose_clock_is_set_back_shows_every_step_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, polls = make_run(tmp_path / "run", 3), iter([True, True, False])
+    monkeypatch.setattr("tunesmith.monitor.run_dir.is_running", lambda _: next(polls))
+    written = iter([4, 5])
+
+    def write_next(_: float) -> None:
+        step = next(written)
+        with (run / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps({"step": step, "time": 10.0 + step, "reward": step}) + "\n")
+
+    monkeypatch.setattr("tunesmith.cli.runs.time.sleep", write_next)
+    lines = show("tail", run, "--follow", "-n", 2).splitlines()
+    assert lines == ["step 3: reward 3", "step 3: eval/reward 0.5", "step 4: reward 4", "step 5: reward 5"]
+
+
 def test_half_written_and_foreign_files_are_read_as_far_as_they_go(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", 3)
     (run / "resolved.json").write_text('{"settings": [1, 2]}')

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import re
 import sys
 import threading
 from contextlib import redirect_stdout
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 
 import tiny
+import tunesmith
 from tiny_runs import sums, write_lines
 from tunesmith.assembly import engines
 from tunesmith.config.commands import GenerateConfig
@@ -87,3 +89,15 @@ def test_a_slow_import_of_user_code_says_so(tmp_path: Path, monkeypatch: pytest.
     with redirect_stdout(io.StringIO()) as out:
         assert load_function(f"{tmp_path / 'slow.py'}:f", tmp_path)() == 1
     assert out.getvalue() == f"still importing {tmp_path / 'slow.py'}: 0.01 s\n"
+
+
+DATES = {"monitor/metrics.py", "monitor/sinks/mlflow.py", "monitor/sinks/tensorboard.py", "environments/openai_api.py"}
+"""Where the time of day is recorded, for people and other programs."""
+
+
+def test_only_dates_are_read_from_the_clock_that_may_be_set() -> None:
+    """Durations, deadlines and orders come from ``time.monotonic`` or ``time.perf_counter``."""
+    package = Path(tunesmith.__file__).parent
+    wall = re.compile(r"\btime\.time(_ns)?\b|\bfrom time import .*\btime\b|\bdatetime\.(now|utcnow)\(")
+    found = {str(file.relative_to(package)) for file in package.rglob("*.py") if wall.search(file.read_text("utf-8"))}
+    assert found == DATES

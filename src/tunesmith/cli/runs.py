@@ -102,14 +102,15 @@ def _tail(run: RunSummary, last: int, follow: bool) -> None:
     from tunesmith.monitor.run_dir import is_running
     from tunesmith.monitor.runs import last_lines
 
-    shown = 0
+    shown: set[tuple[Any, ...]] = set()
     while True:
         going = is_running(run.path)
         lines = last_lines(run.path) if shown else last_lines(run.path, None)
-        fresh = lines[-last:] if not shown else [line for line in lines if line.get("time", 0) > shown]
-        for line in fresh:
+        # Not by the time of the last one: a clock may be set back, and a resumed run writes steps again.
+        fresh = {key: line for line in lines if (key := (line["step"], line.get("time"), len(line))) not in shown}
+        for line in list(fresh.values())[0 if shown else -last :]:
             print(_line(line), flush=True)
-            shown = line.get("time", shown)
+        shown.update(fresh)
         if not (follow and going):
             return
         time.sleep(POLL)

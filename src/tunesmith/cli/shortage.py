@@ -1,11 +1,11 @@
-"""Errors that say that the machine, or a limit of the shell, is short of memory, processes or threads."""
+"""Errors that say that the machine, or a limit of the shell, is short of memory, processes, threads or open files."""
 
 from __future__ import annotations
 
 import errno
 import resource
 
-from tunesmith.errors import LESS_MEMORY, DeviceMemoryError, TunesmithError, UserError, is_out_of_memory
+from tunesmith.errors import LESS_MEMORY, DeviceMemoryError, TunesmithError, UserError, is_out_of_memory, shortened
 
 _NO_THREAD = ("can't start new thread", "ThreadPoolBuildError", "pthread_create")
 """What Python, the tokenizers' pool and native libraries say."""
@@ -18,6 +18,9 @@ def shortage(error: BaseException) -> TunesmithError | None:
             return DeviceMemoryError(f"{error}. {limited}")
         return None
     reason = str(error) or type(error).__name__
+    if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        return UserError(f"{shortened(reason, 1000)}. This shell allows {most} (ulimit -n): raise the limit")
     no_process = isinstance(error, OSError) and error.errno == errno.EAGAIN
     limited = _limited_memory()
     if not limited and (no_process or any(words in reason for words in _NO_THREAD)):

@@ -27,6 +27,8 @@ ANSWER = 3600.0
 """Seconds that one completion may take."""
 UPDATE = 1800.0
 """Seconds that loading weights may take."""
+ANSWER_BYTES = 1 << 28
+"""Size limit of an answer; a token takes some tens of bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +109,9 @@ class SglangServer:
         """Resume after a pause."""
         await self.ask("/continue_generation", {}, patience=patience)
 
-    async def ask(self, path: str, body: Any = None, *, patience: float | None = None, deadline: float = ANSWER) -> Any:
+    async def ask(
+        self, path: str, body: Any = None, *, patience: float | None = None, deadline: float | None = None
+    ) -> Any:
         """The JSON of an answer to a GET, or to a POST of ``body``; None for an empty answer."""
         return await self._persist(lambda: self._once(path, body, deadline), patience)
 
@@ -133,7 +137,8 @@ class SglangServer:
                     ) from error
                 await asyncio.sleep(seconds)
 
-    async def _once(self, path: str, body: Any, deadline: float = ANSWER) -> Any:
+    async def _once(self, path: str, body: Any, deadline: float | None = None) -> Any:
+        deadline = ANSWER if deadline is None else deadline
         if self._session is None:
             limits = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT)
             self._session = aiohttp.ClientSession(timeout=limits, connector=aiohttp.TCPConnector(limit=0))
@@ -141,7 +146,7 @@ class SglangServer:
         limit = asyncio.timeout(deadline)
         try:
             async with limit:
-                return await request_json(self._session, self.url + path, data)
+                return await request_json(self._session, self.url + path, data, longest=ANSWER_BYTES)
         except BadAnswer as error:
             raise EngineError(str(error)) from None
         except TimeoutError:
