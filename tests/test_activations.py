@@ -29,6 +29,7 @@ from tunesmith.parallel.sharding import decoder_layers
 from tunesmith.plan.cost.device import Layout
 from tunesmith.plan.cost.price import activation_bytes, backward_bytes, layer_bytes, price, recomputed, sent_bytes
 from tunesmith.plan.facts.model import read_model_facts
+from tunesmith.plan.facts.run import Facts
 from tunesmith.types import Sample
 
 LAYERS = 4
@@ -217,14 +218,48 @@ def test_its_price_by_hand() -> None:
     assert both.host == state + wasted + arriving + 40 * layer
 
 
+THREE = replace(QWEN_7B, parameters=3_000_000_000, context=400_000)
+
+
+def with_memory(longest: int, memory: int) -> Facts:
+    return on(A100, THREE, longest=longest, memory=memory * GB)
+
+
+def test_what_is_sent_and_what_is_recomputed_by_hand() -> None:
+    """Of a GPU of 79 GB, 95% are used: 1 GB by CUDA, 54 by the state of 3B, the rest by activations.
+
+    In a layer's backward pass there are five vectors of the feed-forward size, too.
+    """
+    inputs, hidden, inner = 2 * 3584, 3584, 18944
+    saved = 2 * (4 * hidden + 3 * 28 * 128 + 3 * 4 * 128 + 3 * inner) + 4 * (2 + 28)
+    room, beside = (0.95 * 79 - 1 - 18 * 3) * GB, 2 * inputs + 5 * 2 * inner
+
+    def here(kept: int) -> int:
+        return (28 - kept) * inputs + kept * saved + beside
+
+    def sent(kept: int) -> int:
+        return (26 - kept) * inputs + kept * saved
+
+    def found(longest: int, memory: int) -> tuple[bool, bool, int]:
+        system = resolved(SFTConfig, with_memory(longest, memory)).system
+        return system.offload_activations, system.offload_optimizer, round(28 * system.gradient_checkpointing)
+
+    # A host with room for all layers but two, which stay; for ten of these; and for no more than their inputs.
+    assert 32_768 * here(2) > room > 32_768 * here(1)
+    assert 32_768 * sent(26) < 0.95 * 512 * GB and found(32_768, 512) == (True, False, 0)
+    assert 32_768 * sent(10) < 0.95 * 64 * GB < 32_768 * sent(11) and found(32_768, 64) == (True, False, 17)
+    assert 32_768 * sent(0) > 0.95 * 4 * GB and found(32_768, 4) == (False, False, 27)
+    # The layers' inputs do not fit on the GPU, and the optimizer not in host memory.
+    assert 48_000 * here(1) > room > 48_000 * (beside + 2 * inputs + saved)
+    assert 16 * 3 * GB > 0.95 * 20 * GB > 48_000 * sent(0) and found(48_000, 20) == (True, False, 27)
+    # Nor do a layer and what it needs, unless the optimizer goes.
+    assert 58_000 * (beside + 2 * inputs + saved) > room
+    assert 16 * 3 * GB + 58_000 * sent(26) < 0.95 * 512 * GB and found(58_000, 512) == (True, True, 0)
+
+
 def test_it_is_derived_where_the_inputs_of_the_layers_do_not_fit() -> None:
-    three = replace(QWEN_7B, parameters=3_000_000_000)
-    key = "system.offload_activations"
+    key, facts = "system.offload_activations", with_memory(58_000, 512)
     assert resolved(SFTConfig, on(A100, SMALL, longest=2048)).system.offload_activations is False
-    long = replace(three, context=400_000)
-    facts = on(A100, long, longest=58_000, memory=512 * GB)
-    system = resolved(SFTConfig, facts).system
-    assert system.offload_activations is True
     assert f"{key} = true" in refusal(SFTConfig, facts, f"{key}=false", "system.offload_optimizer=false")
     assert "does not fit" in refusal(SFTConfig, replace(facts, longest=300_000))
     small = replace(facts, hardware=replace(facts.hardware, memory_available=4 * GB))

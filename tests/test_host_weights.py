@@ -25,7 +25,9 @@ from tunesmith.kernels.lean import LeanDecoder
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.parallel.host_weights import HostWeights
 from tunesmith.plan.cost.device import Layout
-from tunesmith.plan.cost.price import PINNED, price
+from tunesmith.plan.cost.memory import LIMIT
+from tunesmith.plan.cost.price import LIBRARIES, PINNED, price
+from tunesmith.plan.cost.seconds import OF_THE_HOST, TO_THE_HOST
 from tunesmith.types import Sampling
 
 
@@ -159,6 +161,38 @@ def test_a_step_on_a_fake_device(tmp_path: Path) -> None:
     phases = phases_of(tmp_path, "dpo", "system.offload_reference=true")
     assert max(phases["train"].waits.values()) <= 2
     assert phases["train"].peak.get("frozen models", 0) == 0
+
+
+ROOM = LIMIT * 79 * GB - LIBRARIES
+"""What a run may use of the GPU, beside CUDA."""
+
+
+@pytest.mark.parametrize(("n", "reference_goes"), [(3_800_000_000, True), (7_615_616_512, False)])
+def test_a_reference_goes_where_the_optimizer_can_stay(n: int, reference_goes: bool) -> None:
+    """By hand: a trained parameter takes 2 bytes of weight, 4 of gradient and 12 of optimizer, and 2 of reference.
+
+    The optimizer of 7B has to go, and then the reference has room.
+    """
+    assert 20 * n > ROOM > (18 if reference_goes else 4) * n and (18 * n < ROOM) == reference_goes
+    system = resolved(DPOConfig, on(A100, replace(QWEN_7B, parameters=n), memory=512 * GB)).system
+    assert (system.offload_reference, system.offload_optimizer) == (reference_goes, not reference_goes)
+
+
+@pytest.mark.parametrize(("batch", "reward_model_goes"), [(64, False), (8, True)])
+def test_what_takes_less_time_goes(batch: int, reward_model_goes: bool) -> None:
+    """By hand: a large reward model comes once per step, for which the optimizer makes room and returns.
+
+    An optimizer in host memory reads and writes 28 bytes per parameter there in each of its steps, and 6 pass the bus.
+    """
+    n, frozen = 2 * GB, 25 * GB
+    assert 18 * n + 2 * frozen > ROOM > max(18 * n, 2 * n + 2 * frozen)
+    coming = (2 * frozen + 2 * 12 * n) / TO_THE_HOST
+    steps = 64 // batch * (28 * n / OF_THE_HOST + 6 * n / TO_THE_HOST)
+    assert (coming < steps) == reward_model_goes
+    said = ["algorithm.kl=none", "rollout.prompts_per_step=8", "rollout.group_size=8", f"train.batch_size={batch}"]
+    facts = on(A100, replace(QWEN_7B, layers=4, parameters=n), memory=512 * GB, frozen_parameters=frozen)
+    system = resolved(RLConfig, facts, 'reward.models=[{path="org/rm"}]', *said).system
+    assert (system.offload_reference, system.offload_optimizer) == (reward_model_goes, not reward_model_goes)
 
 
 def test_it_is_derived_where_the_gpu_is_short() -> None:
