@@ -187,13 +187,15 @@ def test_training_computes_a_shared_prompt_once() -> None:
     assert seconds["false"] - seconds["true"] == pytest.approx(6 * prompt / (989e12 * FLOPS_SHARE), rel=1e-3)
 
 
-def test_what_leaves_a_machine_is_slower() -> None:
+@pytest.mark.parametrize(("gpu", "inside", "beyond"), [("H100", 450e9, 50e9), ("L4", 32e9, 16e9)])
+def test_what_leaves_a_machine_is_slower(gpu: str, inside: float, beyond: float) -> None:
+    """An adapter of 400 Gb/s per GPU; where PCIe alone joins them, two share an adapter."""
     said = ["model.path=tiny", 'system.cluster="ray"', "system.trainer_ranks=8", "system.zero_stage=3"]
     said += ["system.engines=8", 'system.placement.colocate=[["actor","rollout"]]']
     for size in (8, 4):
-        resolved, facts = plan(RLConfig, f"2x{size}xH100", *said)
-        within = 8 * facts.model.parameters * (size - 1) / size / 450e9  # gathered twice, and summed in float32
-        among = 8 * facts.model.parameters / 4 / 2 / 50e9 if size == 4 else 0.0  # the sums of two copies' rows
+        resolved, facts = plan(RLConfig, f"2x{size}x{gpu}", *said)
+        within = 8 * facts.model.parameters * (size - 1) / size / inside  # gathered twice, and summed in float32
+        among = 8 * facts.model.parameters / 4 / 2 / beyond if size == 4 else 0.0  # the sums of two copies' rows
         assert resolved.config.system.shard_size == size
         assert step_seconds(resolved.config, facts)["between GPUs"] == pytest.approx(within + among, rel=1e-3)
 

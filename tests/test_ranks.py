@@ -122,12 +122,14 @@ def test_settings_that_contradict_the_launcher(
         with_launched_ranks(config(RLConfig, said))
 
 
-def test_ranks_on_several_machines(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each machine has its cores and GPUs for its own ranks."""
+@pytest.mark.parametrize("name", ["GPU", "A100-80GB"])
+def test_ranks_on_several_machines(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each machine has its cores and GPUs for its own ranks, which share a copy of the model, whatever GPUs they are:
+    inside a machine they reach each other sooner."""
     launched(monkeypatch, WORLD_SIZE="16", LOCAL_WORLD_SIZE="8", RANK="9", LOCAL_RANK="1")
     assert (launch := Launch.of()) and launch.several_machines and launch.local_rank == 1
     said = with_launched_ranks(config(SFTConfig, "system.zero_stage=2"))
-    gpu = replace(GPU, name="A100-80GB")  # whose link is faster than the network
+    gpu = replace(GPU, name=name)
     facts = Facts(replace(CPU, gpus=(gpu,) * 8), MODEL, train_size=100, longest=40, ranks_here=8)
     assert resolve(said, facts).config.system.shard_size == 8
     assert resolve(said, replace(facts, hardware=CPU)).config.system.threads == 1

@@ -28,6 +28,9 @@ from tunesmith.plan.processes.roles import has_critic, keeps_reference
 FLOPS_SHARE, BANDWIDTH_SHARE = 0.4, 0.6
 BETWEEN_MACHINES = 50e9
 """Bytes per second of a GPU to other machines, in one direction: one 400 Gb/s adapter per GPU."""
+PER_ADAPTER = 2
+"""GPUs that share an adapter of their own bandwidth, if no faster link than PCIe connects them. They therefore reach
+each other sooner than other machines."""
 TO_THE_HOST = 20e9
 """Bytes per second between a GPU and pinned host memory, in one direction, over PCIe 4 x16."""
 OF_THE_HOST = 25e9
@@ -45,6 +48,7 @@ ENGINE_SECONDS = {"waits": 2e-4, "tokens handled": 3e-5}
 """Assumed seconds for which the GPUs of a split engine wait for each other, twice per layer, and in which an engine's
 process handles a new token. They make more engines faster than larger ones, as in OpenRLHF's and verl's guides."""
 UNKNOWN_GPU = (100e12, 1e12, 32e9)
+"""Operations and bytes of memory per second, and bytes per second over PCIe 4 x16 to the machine's other GPUs."""
 
 
 def step_seconds(config: RunConfig, facts: Facts) -> dict[str, float]:
@@ -123,7 +127,7 @@ def _assumed_rates(config: RunConfig, facts: Facts, processes: int) -> Mapping[s
 
 def _rates(flops: float, bandwidth: float, link: float) -> dict[str, float]:
     """Seconds per unit of work, from operations and bytes per second."""
-    between_machines = 1 / min(link, BETWEEN_MACHINES)
+    between_machines = 1 / min(link / PER_ADAPTER, BETWEEN_MACHINES)
     return {
         "operations": 1 / flops,
         "bytes read": 1 / bandwidth,
