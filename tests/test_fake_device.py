@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed import HashStore
 from typer.testing import CliRunner
 
 from fake_runs import GIVEN, RL, TINY, phases_of, resolved
@@ -21,6 +22,7 @@ from tunesmith.backends import passes
 from tunesmith.cli.main import app
 from tunesmith.distributed.checksum import SLAB
 from tunesmith.distributed.far import gather
+from tunesmith.distributed.rank_group import RankGroup
 from tunesmith.engines.local.decode_attention import _scores  # pyright: ignore[reportPrivateUsage]
 from tunesmith.errors import ConfigError, TrainerLostError
 from tunesmith.fake_device.device import FakeDevice
@@ -201,6 +203,33 @@ def test_a_rank_waits_only_at_the_end_of_a_step(tmp_path: Path, command: str, op
     if options[0] == STAGE(3) and "lora.rank=4" not in options:
         expected = {"weights": 4 * numbers / 4, "optimizer": 8 * numbers / 4}
         assert {name: train.peak[name] for name in expected} == pytest.approx(expected, rel=0.12)  # blocks of 512 bytes
+
+
+def test_gradients_in_host_memory_are_summed_between_gpus_and_come_back() -> None:
+    with FakeDevice():
+        group = RankGroup(HashStore(), 0, 2, "127.0.0.1", "cuda")  # pyright: ignore[reportArgumentType]
+        there, fresh = (nn.Parameter(torch.ones(3, pin_memory=True)) for _ in range(2))
+        there.grad = kept = torch.ones(3, pin_memory=True)
+        group.sum_gradients([there, fresh])
+        assert there.grad is kept and kept.is_cpu and fresh.grad is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        (STAGE(0),),
+        (STAGE(0), "system.offload_parameters=true"),
+        (STAGE(0), "system.offload_parameters=true", "lora.rank=4"),
+        (STAGE(2), "system.shard_size=2"),
+        (STAGE(3), "system.offload_parameters=true", "system.shard_size=2"),
+    ],
+)
+def test_ranks_step_in_host_memory(tmp_path: Path, options: tuple[str, ...]) -> None:
+    said = ("data.max_tokens=64", GIVEN[0], GIVEN[2], "system.offload_optimizer=true", *options)
+    config, facts = resolved(tmp_path, "sft", TINY | {"num_hidden_layers": 4}, "4xH100-80GB", *said)
+    train = dry_run(config, facts)[FIRST]["train"]
+    assert not train.peak.get("optimizer") and any(key.startswith("backends/masters.py") for key in train.waits)
 
 
 @pytest.mark.slow

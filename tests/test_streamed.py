@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import training
 from fake_runs import GIVEN, RL, TINY
@@ -27,6 +28,7 @@ from tunesmith.backends.torch import TorchBackend
 from tunesmith.config.schema import LoraSection, RLConfig, SFTConfig
 from tunesmith.data.forest import Packing
 from tunesmith.errors import ConfigError, DeviceMemoryError
+from tunesmith.fake_device.device import FakeDevice
 from tunesmith.fake_device.threads import FIRST
 from tunesmith.kernels import training_functions
 from tunesmith.models import adapters
@@ -204,6 +206,15 @@ def test_no_host_waits_for_weights(tmp_path: Path, options: tuple[str, ...]) -> 
     config, facts = resolved_there(tmp_path, "sft", TINY | {"num_hidden_layers": 4}, "H100-80GB", *said)
     waits = dry_run(config, facts)[FIRST]["train"].waits
     assert {key.split("/")[1].split(":")[0] for key in waits} <= {"passes.py", "optimizer.py", "masters.py"}
+
+
+def test_the_weights_of_layers_stay_in_host_memory_on_a_simulated_gpu() -> None:
+    module = AutoModelForCausalLM.from_config(AutoConfig.for_model(**TINY))
+    with FakeDevice():
+        StreamedLayers(module, torch.device("cuda")).take(module, None)
+        layers = [parameter for layer in decoder_layers(module) for parameter in layer.parameters()]
+        assert all(parameter.is_cuda and stored(parameter).is_cpu for parameter in layers)
+        assert all(stored(parameter).is_cuda for parameter in module.get_input_embeddings().parameters())
 
 
 @pytest.mark.slow

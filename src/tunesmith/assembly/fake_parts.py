@@ -22,6 +22,7 @@ from tunesmith.data.loader import Part
 from tunesmith.data.preference import Comparison, Solution
 from tunesmith.data.prepare import Prepared
 from tunesmith.data.report import LoadReport
+from tunesmith.distributed import rank_group
 from tunesmith.engines.base import EngineStats
 from tunesmith.engines.local.kv_memory import KVMemory
 from tunesmith.fake_device.sharded import GATHERED
@@ -33,6 +34,8 @@ from tunesmith.weights.base import NamedTensors, Offer, Plane
 from tunesmith.weights.files import FILE_BYTES, in_buckets
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from tunesmith.fake_device.device import FakeDevice
     from tunesmith.models.decoder import Decoder
 
@@ -47,6 +50,7 @@ def parts_replaced(device: FakeDevice, engine: Price) -> Generator[None]:
         engine: memory planned on a GPU with an engine.
     """
     allocate, local, frozen = KVMemory.allocate, engine_host.ENGINES["local"], trainers.load_frozen
+    checksum_of = rank_group.checksum
 
     def allocate_named(memory: KVMemory) -> None:
         with device.allocating(KEYS_AND_VALUES):
@@ -76,11 +80,15 @@ def parts_replaced(device: FakeDevice, engine: Price) -> Generator[None]:
         del config
         return planes.launched_address()
 
+    def checksum(tensor: Tensor) -> int:
+        return 0 if tensor.is_cpu else checksum_of(tensor)  # weights in host memory have no bytes
+
     with (
         patch.object(KVMemory, "allocate", allocate_named),
         patch.dict(engine_host.ENGINES, dict.fromkeys(engine_host.ENGINES, make_planned) | {"local": make_local}),
         patch.multiple(trainers, load_frozen=load_frozen, read_tokenizer=read_tokenizer),
         patch.multiple(planes, make_plane=make_plane, own_address=own_address),
+        patch.object(rank_group, "checksum", checksum),
         patch.dict(os.environ),
     ):
         os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # it names real GPUs

@@ -101,8 +101,11 @@ class RankGroup:
             grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
             flat = grads[0].contiguous().view(-1) if len(grads) == 1 else torch.cat([g.flatten() for g in grads])
             flat = self.sum(flat.to(self.device), over)
-            for parameter, piece in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
-                parameter.grad = piece.view_as(parameter).to(parameter.device)
+            pieces = flat.split([p.numel() for p in bucket])
+            for parameter, grad, piece in zip(bucket, grads, pieces, strict=True):
+                summed = piece.view_as(parameter)
+                # One in host memory stays where it is: the first touch of a page costs several times a later one.
+                parameter.grad = summed if summed.device == parameter.device else grad.copy_(summed)
 
     def check_equal(self, tensors: Iterable[Tensor], over: Any = None) -> None:
         """Compare tensors between ranks.

@@ -51,8 +51,6 @@ class StreamedLayers:
         for index, layer in enumerate(self._layers):
             yield layer._apply(self._placed)  # pyright: ignore[reportUnknownMemberType]
             parameters, stored = [*layer.parameters()], self._stored[index]
-            for parameter, kept in zip(parameters, stored, strict=True):
-                setattr(parameter, PLACE, kept)
             self._weights.append([(p.data, kept) for p, kept in zip(parameters, stored, strict=True)])
             found = {s._cdata: s for p in parameters if (s := p.untyped_storage()).nbytes()}
             self._storages.append([(storage, storage.nbytes()) for storage in found.values()])
@@ -77,6 +75,9 @@ class StreamedLayers:
             lean.before_layer.append(self.begin)
             lean.after_layer.append(self.end)
         module._apply(lambda t: t if t.device.type == self.device.type else self._placed(t))  # pyright: ignore
+        for layer, stored in zip(self._layers, self._stored, strict=True):
+            for parameter, kept in zip(layer.parameters(), stored, strict=True):
+                setattr(parameter, PLACE, kept)  # now, because _apply may make new parameters
         module.tie_weights()
 
     def begin(self, index: int) -> None:
