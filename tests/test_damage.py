@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
 from tiny import save_model
 from tiny_rewards import save_reward_model
-from tiny_runs import rl_settings, sft_settings, tensors
+from tiny_runs import rl_settings, same_tensors, sft_settings, tensors
 from tunesmith import assembly
 from tunesmith.backends.torch import TorchBackend
 from tunesmith.cli.main import app
@@ -230,9 +231,23 @@ def test_a_run_s_directory_stands_for_its_newest_model(
     assert str(model) not in resolved["model.path"]["value"]
 
 
-def test_deleted_files_of_a_running_run_are_told_and_begun_again(
-    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
+    """The last checkpoint of a run of four steps."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    return assembly.run_sft(None, sft_settings(folder, model, train__steps=4, checkpoint__every=1)).checkpoint
+
+
+@pytest.mark.parametrize("deleted", ["sft/metrics.jsonl", "sft", "sft/checkpoints", "own", "examples.jsonl"])
+def test_a_run_goes_on_without_what_is_deleted_under_it(
+    deleted: str,
+    undisturbed: Path,
+    tmp_path: Path,
+    model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    """Metrics say that they begin again, and the last checkpoint is as if nothing had happened."""
     from tunesmith.loop.session import Session
 
     original = Session.finish_step
@@ -240,10 +255,15 @@ def test_deleted_files_of_a_running_run_are_told_and_begun_again(
     def finish_step(self: Session, *args: Any) -> None:
         original(self, *args)
         if self.step == 2:
-            (tmp_path / "sft/metrics.jsonl").unlink()
+            path = tmp_path / deleted
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
 
     monkeypatch.setattr(Session, "finish_step", finish_step)
-    assembly.run_sft(None, sft_settings(tmp_path, model, train__steps=4))
+    own = shutil.copytree(model, tmp_path / "own")
+    outcome = assembly.run_sft(None, sft_settings(tmp_path, own, train__steps=4, checkpoint__every=1))
+    same_tensors(undisturbed, outcome.checkpoint)
+    assert AutoTokenizer.from_pretrained(outcome.checkpoint)("ab")["input_ids"]
     lines = [json.loads(line) for line in (tmp_path / "sft/metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == [3, 4]
-    assert "was deleted or replaced" in capsys.readouterr().out
+    again = deleted in ("sft", "sft/metrics.jsonl")
+    assert [line["step"] for line in lines] == ([3, 4] if again else [1, 2, 3, 4])
+    assert ("was deleted or replaced" in capsys.readouterr().out) == again
