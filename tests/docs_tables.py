@@ -16,7 +16,9 @@ from hardware_table import GPUS, rows
 from tunesmith.algorithms.presets import NEEDS, PRESETS
 from tunesmith.config.algorithm import AlgorithmSection
 from tunesmith.config.choice import Choice
-from tunesmith.doctor.rules import rules
+from tunesmith.doctor.answers import ROUND, RUN
+from tunesmith.doctor.findings import RULES
+from tunesmith.doctor.rules import Rule
 from tunesmith.models.families import KNOWN, REFUSED
 from tunesmith.monitor.catalogue import CATALOGUE
 from tunesmith.plan.layout.profiles import system_profiles
@@ -105,17 +107,13 @@ def families_refused() -> str:
     return _table(("architectures", "why"), [(", ".join(names), reason) for reason, names in reasons.items()])
 
 
-def doctor(table: str = "rule") -> str:
-    """Every finding, with the settings that it names."""
+def findings(rules: Sequence[Rule[Any]]) -> str:
+    """Every finding of the doctor, with the settings that it names."""
     cells = [
-        (f"`{rule['key']}`", rule["severity"], _cell(rule["cause"]), ", ".join(_key(c) for c in rule.get("change", ())))
-        for rule in rules()[table]
+        (f"`{rule.key}`", rule.severity, _cell(rule.cause), ", ".join(f"`{change.key}`" for change in rule.change))
+        for rule in rules
     ]
     return _table(("finding", "severity", "cause", "settings to change"), cells)
-
-
-def _key(change: str) -> str:
-    return f"`{change.partition(' = ')[0]}`"
 
 
 def profiles() -> str:
@@ -139,8 +137,9 @@ def _condition(entry: Mapping[str, Any]) -> str:
 
 TABLES: Mapping[str, Callable[[], str]] = {
     "profiles": profiles,
-    "doctor_answers": partial(doctor, "answers"),
-    **{made.__name__: made for made in (presets, families, families_refused, hardware, doctor)},
+    "doctor": partial(findings, RULES),
+    "doctor_answers": partial(findings, [*RUN, *ROUND]),
+    **{made.__name__: made for made in (presets, families, families_refused, hardware)},
     **{f"types_{key}": partial(choices, family) for key, family in AlgorithmSection.families.items()},
     "muon": partial(keys, "optimizer", "train"),
     **{f"keys_{key}": partial(keys, key) for key in (*AlgorithmSection.families, "overlong", "dynamic_filter")},

@@ -21,7 +21,8 @@ from tunesmith.config.commands import (
 )
 from tunesmith.config.reading.describe import field_at
 from tunesmith.config.schema import RLConfig, SFTConfig
-from tunesmith.doctor.rules import rules
+from tunesmith.doctor.answers import ROUND, RUN
+from tunesmith.doctor.findings import RULES
 from tunesmith.monitor.catalogue import CATALOGUE
 
 KINDS = (
@@ -44,7 +45,7 @@ def test_every_setting_that_a_guide_names_exists(page: Path) -> None:
 def test_every_metric_that_the_guides_explain_exists() -> None:
     text = "".join((ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8") for name in ("curves", "troubleshooting"))
     known = {metric.name for metrics in CATALOGUE.values() for metric in metrics}
-    findings = {rule["key"] for kind in ("rule", "answers") for rule in rules()[kind]}
+    findings = {rule.key for rule in (*RULES, *RUN, *ROUND)}
     others = {*PRESETS, "kl_cov", "clip_cov", "run_dir", *findings}
     named = {name for name in METRIC.findall(text) if name not in others and "_mean" not in name}
     patterns = [re.compile(re.sub(r"<\w+>", "[^`]+", name)) for name in known]

@@ -1,21 +1,18 @@
-"""The rules in ``rules.toml``, and the findings that they make."""
+"""Findings, and the rules that make them: each is a typed function that yields the evidence for one finding."""
 
 from __future__ import annotations
 
-import re
-import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import cache
-from itertools import chain
-from pathlib import Path
-from typing import Any, Literal
-
-from tunesmith.plan.rules.rules import applies
+from inspect import getdoc
+from typing import Any, Generic, Literal, TypeVar
 
 Severity = Literal["problem", "warning", "note"]
-SEVERITIES: Sequence[Severity] = ("problem", "warning", "note")
-_PLACE = re.compile(r"\{([^{}*:]+)(?:\*([\d.]+))?(?::([^{}]*))?\}")
+SEVERITIES: tuple[Severity, ...] = ("problem", "warning", "note")
+Evidence = Iterator[str]
+Read = TypeVar("Read")
+"""What the rules of a file read."""
+ReadBy = TypeVar("ReadBy", contravariant=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,53 +29,73 @@ class Finding:
     """The steps that the numbers cover."""
 
 
-@cache
-def rules() -> dict[str, list[dict[str, Any]]]:
-    """The tables of the file: ``rule``, ``answers``, ``harmful``, ``nothing_learned`` and ``at_the_end``."""
-    return tomllib.loads(Path(__file__).with_name("rules.toml").read_text(encoding="utf-8"))
+@dataclass(frozen=True)
+class Change(Generic[ReadBy]):
+    """A setting to change. ``value`` returns what to write, or None if that is not known."""
+
+    key: str
+    value: Callable[[ReadBy], str | None]
 
 
-def applied(table: str, values: Mapping[str, Any], first: Finding | None = None) -> list[Finding]:
-    """The findings of a table, the worst first, without those that another one explains.
+def put(setting: str) -> Change[object]:
+    """A change to a fixed value, written ``key = value``."""
+    key, _, value = setting.partition(" = ")
+    return Change(key, lambda _: value)
 
-    Args:
-        first: a finding in addition; it replaces one with the same key.
-    """
-    found = {first.key: first} if first else dict[str, Finding]()
-    for rule in rules()[table]:
-        if applies(rule, values):
-            found.setdefault(rule["key"], described(rule, values))
-    explained = {key for rule in chain(*rules().values()) if rule["key"] in found for key in rule.get("explains", ())}
-    kept = [finding for key, finding in found.items() if key not in explained]
+
+@dataclass(frozen=True)
+class Rule(Generic[ReadBy]):
+    """``evidence`` yields the finding's numbers if it applies; its name is the key."""
+
+    key: str
+    severity: Severity
+    cause: str
+    effect: str
+    change: tuple[Change[ReadBy], ...]
+    explains: tuple[str, ...]
+    """Findings that follow from this one, and are left out beside it."""
+    over_last: bool
+    """Whether the numbers are means over the last steps instead of all."""
+    evidence: Callable[[ReadBy], Evidence]
+
+
+class Rules(list[Rule[Read]]):
+    """The rules of a file, in their order."""
+
+    def add(
+        self, severity: Severity, *change: Change[Read], explains: str = "", over_last: bool = False
+    ) -> Callable[[Callable[[Read], Evidence]], Callable[[Read], Evidence]]:
+        """Add the decorated function. Its docstring says the cause and, in a second paragraph, the effect.
+
+        Args:
+            explains: keys of findings, separated by spaces.
+        """
+
+        def added(evidence: Callable[[Read], Evidence]) -> Callable[[Read], Evidence]:
+            cause, _, effect = (getdoc(evidence) or "").partition("\n\n")
+            cause, effect = (" ".join(text.split()).removesuffix(".") for text in (cause, effect))
+            keys = tuple(explains.split())
+            self.append(Rule(evidence.__name__, severity, cause, effect, change, keys, over_last, evidence))
+            return evidence
+
+        return added
+
+
+def applied(rules: Iterable[Rule[Read]], run: Read, steps: str, last_steps: str = "") -> Iterator[Finding]:
+    """The findings of the rules that apply, in their order."""
+    for rule in rules:
+        for numbers in rule.evidence(run):
+            values = ((change.key, change.value(run)) for change in rule.change)
+            change = tuple(f"{key} = {value}" for key, value in values if value is not None)
+            covered = last_steps if rule.over_last else steps
+            yield Finding(rule.key, rule.severity, numbers, rule.cause, change, rule.effect, covered)
+
+
+def worst_first(findings: Iterable[Finding], rules: Iterable[Rule[Any]]) -> list[Finding]:
+    """The first finding of each key, the worst first, without those that another one explains."""
+    first: dict[str, Finding] = {}
+    for finding in findings:
+        first.setdefault(finding.key, finding)
+    explained = {key for rule in rules if rule.key in first for key in rule.explains}
+    kept = [finding for key, finding in first.items() if key not in explained]
     return sorted(kept, key=lambda finding: SEVERITIES.index(finding.severity))
-
-
-def described(rule: Mapping[str, Any], values: Mapping[str, Any]) -> Finding:
-    """The finding of a rule that applies to these values."""
-    texts = {name: _filled(rule.get(name, ""), values) for name in ("numbers", "cause", "effect")}
-    known = [text for text in rule.get("change", ()) if all(_can_fill(p, values) for p in _PLACE.finditer(text))]
-    change = tuple(_filled(text, values) for text in known)
-    steps = values["last_steps"] if rule.get("over") == "last" else f"{values['first_step']}-{values['last_step']}"
-    return Finding(key=rule["key"], severity=rule["severity"], change=change, steps=steps, **texts)
-
-
-def _can_fill(place: re.Match[str], values: Mapping[str, Any]) -> bool:
-    """Whether a place's value is known and, if it is multiplied, a number."""
-    value = values.get(place[1])
-    return value is not None and not (place[2] and isinstance(value, str))
-
-
-def _filled(text: str, values: Mapping[str, Any]) -> str:
-    """The text with ``{name}``, ``{name*factor}`` and ``{name:format}`` replaced."""
-
-    def shown(place: re.Match[str]) -> str:
-        value = values.get(place[1], "?")
-        if isinstance(value, list):
-            return ", ".join(map(str, value))
-        if place[2] and isinstance(value, int | float):
-            value = round(value * float(place[2])) if isinstance(value, int) else value * float(place[2])
-        if isinstance(value, float):
-            return format(value, place[3] or ".3g")
-        return str(value)
-
-    return _PLACE.sub(shown, text)
