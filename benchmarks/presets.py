@@ -22,7 +22,14 @@ from statistics import mean
 from typing import Any
 
 from tunesmith.algorithms.presets import PRESETS
+from tunesmith.config.load import load_config
+from tunesmith.config.schema import RLConfig
+from tunesmith.plan.cost.memory import planned_devices
 from tunesmith.plan.facts.hardware import read_hardware
+from tunesmith.plan.facts.machines import machine
+from tunesmith.plan.facts.model import ModelFacts
+from tunesmith.plan.facts.run import Facts
+from tunesmith.plan.resolve import resolve
 from tunesmith.recipes.arithmetic import ANSWER, make_model, problems, write_examples, write_tasks
 
 RESULTS = Path(__file__).with_name("results") / "presets.json"
@@ -151,17 +158,36 @@ def by_preset(results: Mapping[str, Any]) -> Iterator[tuple[str, list[dict[str, 
     yield from sorted(runs.items(), key=lambda item: -mean(r["accuracies"][-1] for r in item[1]))
 
 
+HALF_A_BILLION = ModelFacts(
+    parameters=494_000_000, layers=24, hidden_size=896, intermediate_size=4864, heads=14, kv_heads=2, head_dim=64,
+    vocab_size=151_936, context=32_768,
+)  # fmt: skip
+"""The shape of Qwen2.5-0.5B."""
+ON_A_GPU = (
+    "model.path=org/model", "data.train=org/data", 'reward.functions=["exact_match"]', "rollout.max_new_tokens=1024",
+    'system.kv_memory="4GB"', "system.max_tokens_per_microbatch=8192", "system.gradient_checkpointing=true",
+)  # fmt: skip
+
+
+def planned_memory(preset: str) -> int:
+    """Bytes of an H100 that ``tunesmith plan`` expects a run with the preset to need, with a model of 0.5B."""
+    facts = Facts(machine("H100-80GB"), HALF_A_BILLION, train_size=1000, longest=512)
+    config = load_config(RLConfig, None, [*ON_A_GPU, f"algorithm.name={preset}"], files=False)
+    return max(needed.peak for _, needed, _ in planned_devices(resolve(config, facts).config, facts))
+
+
 def table(results: Mapping[str, Any]) -> str:
     """Markdown: means over the seeds, with the range of the final accuracy."""
     steps = results["budget"]["steps"]
     names = ("preset", "accuracy before", *(f"after {k * steps // QUARTERS}" for k in range(1, QUARTERS)))
-    names += ("at the end (lowest to highest)", "reward of the last ten steps", "seconds")
+    names += ("at the end (lowest to highest)", "reward of the last ten steps", "seconds", "planned GPU memory")
     rows = [f"| {' | '.join(names)} |", "|---" * len(names) + "|"]
     for preset, runs in by_preset(results):
         before, *between, last = ([r["accuracies"][k] for r in runs] for k in range(len(runs[0]["accuracies"])))
         cells = [f"`{preset}`", *(f"{mean(values):.2f}" for values in (before, *between))]
         cells += [f"{mean(last):.2f} ({min(last):.2f} to {max(last):.2f})"]
         cells += [f"{mean(mean(r['rewards'][-10:]) for r in runs):.2f}", f"{mean(r['seconds'][-1] for r in runs):.0f}"]
+        cells += [f"{planned_memory(preset) / 1e9:.1f} GB"]
         rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows) + "\n"
 

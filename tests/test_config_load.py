@@ -10,8 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tunesmith.config.commands import DistillConfig, DPOConfig, GenerateConfig, OutputSection, all_keys
+from tunesmith.config.commands import KINDS, DistillConfig, DPOConfig, GenerateConfig, OutputSection, all_keys
 from tunesmith.config.load import find_kind, load_config, read_tree
+from tunesmith.config.names import foreign
+from tunesmith.config.names.foreign import meanings_of, synonyms
 from tunesmith.config.names.unknown import explain_unknown
 from tunesmith.config.reading.overriding import parse_override
 from tunesmith.config.reading.problems import key_lines, line_of
@@ -125,6 +127,31 @@ def test_override_values(text: str, key: tuple[str, ...], value: Any) -> None:
     assert parse_override(text) == (key, value)
 
 
+def test_words_for_our_keys_are_words_for_keys_that_there_are() -> None:
+    keys = {key for kind in KINDS.values() for key in all_keys(kind, tables=True)}
+    for section in {key.partition(".")[0] for key in keys}:
+        assert not meanings_of(f"{section}.no_such_word")[1], f"another framework's names swallow all of [{section}]"
+    table = tomllib.loads(Path(foreign.__file__).with_name("synonyms.toml").read_text(encoding="utf-8"))
+    assert table.keys() <= keys
+    for key, words in table.items():
+        for word in words.split():
+            name = f"{key.partition('.')[0]}.{word}"
+            assert name not in keys and key in synonyms(name)
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        ('system.engine="tgi"', ("'vllm'", "TGI takes", "token ids", '"sglang"')),
+        ('system.compile="reduce-overhead"', ("'max-autotune'", "CUDA graph", 'Write "default"')),
+    ],
+)
+def test_values_known_from_elsewhere_are_refused_with_the_reason(said: str, words: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load_config(RLConfig, None, [said], files=False)
+    assert all(word in str(refused.value) for word in words)
+
+
 @pytest.mark.parametrize("text", ["train.lr", "=1", "a..b=1", "--lr 5"])
 def test_what_is_no_override_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="is not an override"):
@@ -138,6 +165,8 @@ def test_what_is_no_override_is_refused(text: str) -> None:
         ("[trian]\n", "line 9: unknown key trian. Did you mean 'train'?"),
         ("[train]\nstep = 5\n", "unknown key train.step. Did you mean 'steps'?"),
         ("[train]\ngroup_size = 5\n", "unknown key train.group_size; did you mean rollout.group_size?"),
+        ("[eval]\ninitial = true\n", "unknown key eval.initial; did you mean eval.at_start?"),
+        ("[critic]\nlearning_rate = 1\n", "unknown key critic.learning_rate; did you mean critic.lr?"),
         ("[train]\nsteps = 0\n", "train.steps is 0; it must be a whole number above 0."),
         ("[train]\nsteps = 1.5\n", "train.steps is 1.5; it must be a whole number above 0."),
         ('[train]\nlr = "1e-4"\n', "a number above 0. Write 1e-4 without quotes."),

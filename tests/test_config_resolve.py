@@ -151,6 +151,18 @@ def test_micro_batches_follow_the_memory_and_always_hold_the_longest_sample() ->
     assert tokens(sft("system.max_tokens_per_microbatch=500"), 8 * GB) == 500
 
 
+@pytest.mark.parametrize(("parameters", "together"), [(5_000_000, 64), (400_000_000, 32)])
+def test_on_a_cpu_fewer_completions_are_sampled_at_once_so_that_the_first_end_early(
+    parameters: int, together: int
+) -> None:
+    base = ["model.path=org/m", "data.train=org/d"]
+    config, model = load_config(GenerateConfig, None, base), replace(SMALL, parameters=parameters)
+    assert derived(resolve(config, facts(model=model)), "system.max_running")[0] == together
+    given = resolve(load_config(GenerateConfig, None, [*base, "system.max_running=9"]), facts(model=model))
+    assert given.config.system.max_running == 9
+    assert "system.max_running" not in {each.key for each in given.derived}
+
+
 def test_sampler_memory_is_what_the_batch_needs_or_its_share() -> None:
     resolved = resolve(rl(), facts())
     # 64 requests of 100 + 512 tokens and two blocks of 32; 2 · 6 layers · 2 heads · 64 numbers of 4 bytes per token, in

@@ -17,6 +17,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tiny import save_model
+from tiny_runs import sft_settings
+from tunesmith.assembly.train import run_sft
 from tunesmith.errors import CheckpointError, ConfigError, StorageError
 from tunesmith.monitor.clock import Clock
 from tunesmith.monitor.metrics import JsonLines, MetricsLog, drop_after, read_metrics
@@ -367,6 +370,26 @@ def test_the_live_panel_shows_the_rewards_course() -> None:
     assert "reward 0.25 ▁▅█ 0.75" in shown.replace("▄", "▅")
     assert "tok/s 2,312" in shown and "of limit 23%" in shown
     assert "[not markup] note" in shown
+
+
+@pytest.mark.parametrize(("said", "live"), [([], True), (["monitor.progress=false"], False)])
+def test_a_run_in_a_terminal_has_the_panel_unless_it_is_off(
+    said: list[str], live: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made: list[Progress] = []
+
+    def kept(*args: Any, **options: Any) -> Progress:
+        made.append(open_progress(*args, **options))
+        return made[-1]
+
+    monkeypatch.setattr("tunesmith.assembly.session.open_progress", kept)
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    run_sft(None, [*sft_settings(tmp_path, save_model(tmp_path / "model"), train__steps=2), *said])
+    [progress] = made
+    assert isinstance(progress, LivePanel) == live
+    shown = capsys.readouterr().out
+    assert "step 2/2" in shown.replace("\xa0", " ")
+    assert ("\x1b[?25h" in shown) == live, "the panel hides the cursor, and shows it again at its end"
 
 
 def test_what_a_model_writes_cannot_steer_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,6 +14,7 @@ from fake_engine import FakeEngine, numbers
 from tunesmith.engines.base import EngineStats
 from tunesmith.engines.pool import BLOCK, EnginePool, Prefixes, blocks
 from tunesmith.errors import EngineError, EngineLostError
+from tunesmith.loop.groups import engine_metrics
 from tunesmith.types import Completion, Sampling
 from tunesmith.weights.base import Offer
 
@@ -95,7 +96,7 @@ class FakePlane:
         self.version = version
 
     async def offer(self, takers: int) -> list[Offer]:
-        return [{"version": self.version} for _ in range(takers)]
+        return [{"version": self.version, "bytes": 1000} for _ in range(takers)]
 
     async def withdraw(self, offers: Sequence[Offer]) -> None:
         self.withdrawn += len(offers)
@@ -135,6 +136,22 @@ async def alone(count: int, sampling: Sampling = LONG) -> list[list[int]]:
 @pytest.mark.parametrize("check", CHECKS, ids=lambda c: c.__name__.removeprefix("check_"))
 def test_contract(check: Callable[[Subject], Awaitable[None]]) -> None:
     asyncio.run(check(Subject(Bench().pool, numbers, context=CONTEXT)))
+
+
+async def test_the_bytes_of_a_sync_and_its_speed_are_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
+    """1,000 bytes to each of two engines, also where one has to be offered them again; none without a plane."""
+    monkeypatch.setattr("tunesmith.engines.pool.PAUSE", 0.0)
+    bench = Bench(2)
+    await bench.pool.load_weights(1)
+    before = bench.pool.stats()
+    bench.made[1].take_fails = [EngineError("the connection broke")]
+    await bench.pool.load_weights(2)
+    stats = bench.pool.stats().since(before)
+    assert stats.sync_bytes == 2000 and stats.sync_seconds > 0
+    found = engine_metrics(replace(stats, sync_seconds=0.5))
+    assert (found["sync_bytes"], found["sync_bytes_per_second"]) == (2000.0, 4000.0)
+    assert not any(name.startswith("sync") for name in engine_metrics(EngineStats()))
+    await bench.pool.close()
 
 
 async def test_a_group_goes_to_one_engine_and_groups_are_balanced() -> None:

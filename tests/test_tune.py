@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
@@ -23,6 +24,7 @@ from tunesmith.config.resolved import settings
 from tunesmith.config.schema import RLConfig, SFTConfig
 from tunesmith.config.section import known
 from tunesmith.errors import CapacityError, ConfigError
+from tunesmith.monitor.progress import duration
 from tunesmith.plan.cost.seconds import expected_seconds
 from tunesmith.plan.facts.hardware import Hardware
 from tunesmith.plan.facts.measured import remembered
@@ -39,7 +41,7 @@ from tunesmith.tune.result import Journal, Trial, check_files
 from tunesmith.tune.search import Candidate, TrialOutcome, search
 from tunesmith.tune.setup import MANY, pinned_settings, stated, trial_config, tuned_values, without_tuned
 from tunesmith.tune.trial import ended_by
-from tunesmith.tune.tuning import Tuning
+from tunesmith.tune.tuning import Tuning, open_tuning
 
 MODEL = ModelFacts(
     parameters=2_000_000, layers=4, hidden_size=128, intermediate_size=512, heads=4, kv_heads=2, head_dim=32,
@@ -364,6 +366,52 @@ def test_what_is_found_stays_where_the_run_file_does_not_run_any_more(tuning: Tu
     FakeArm.dead.add(2)
     tuning.find(with_values(tuning.config, {"system.threads": 1}))
     assert tuning.journal.trials[-1].values == {"system.threads": 4}, "it is no fault of the run file's one thread"
+
+
+@pytest.fixture
+def said(tuning: Tuning, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is said; one candidate is left, and is twice as fast."""
+    one = Candidate({"system.threads": 1}, {"system.threads": 1})
+    monkeypatch.setattr(Tuning, "candidates", Mock(return_value=[one]))
+    lines: list[str] = []
+    tuning.say = lines.append
+    return lines
+
+
+@pytest.mark.parametrize(("left", "takes"), [(50.0, 90.0), (-1.0, 0.0)])
+def test_no_trial_begins_that_ends_after_the_limit(left: float, takes: float, tuning: Tuning, said: list[str]) -> None:
+    tuning.bench.ends, tuning.trial_seconds = time.monotonic() + left, takes
+    tuning.find(None)
+    [line] = said
+    assert duration(takes) in line
+    assert not tuning.journal.trials and tuning.measured == 0 and tuning.best == tuning.derived
+
+
+def test_a_first_step_that_outlasts_the_limit_is_refused_with_a_longer_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its start gets the whole limit, which is said first."""
+    limits: list[float] = []
+
+    class Slow(FakeArm):
+        def __init__(self, config: Any, *_: Any, start_seconds: float) -> None:
+            super().__init__(config)
+            limits.append(start_seconds)
+
+        def start(self) -> None:
+            raise TrialEnded("slow", "it took too long")
+
+    monkeypatch.setattr("tunesmith.tune.tuning.Arm", Slow)
+    monkeypatch.setattr("tunesmith.tune.tuning.facts_of_run", lambda _: Facts(machine(), MODEL))
+    (tmp_path / "run.toml").write_text('[model]\npath = "org/model"\n[data]\ntrain = "org/data"\n')
+    lines: list[str] = []
+    with (
+        pytest.raises(ConfigError, match=r"--minutes 0\.5.*--minutes 5") as refused,
+        open_tuning(tmp_path / "run.toml", ["system.threads=2"], 0.5, lines.append),
+    ):
+        pytest.fail("nothing was measured")
+    assert "nothing was measured" in str(refused.value)
+    assert limits == [30.0] and "30" in lines[0]
 
 
 @pytest.mark.parametrize("pinned", [(), ("system.threads",)])

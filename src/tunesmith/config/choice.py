@@ -16,6 +16,10 @@ from pydantic import GetCoreSchemaHandler, ValidationError
 from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError, core_schema
 
 from tunesmith.config.section import Section
+from tunesmith.errors import closest
+
+NEAR, NEAR_ELSEWHERE = 0.7, 0.8
+"""Required similarity of a key to another of its type, or of other types, for a hint."""
 
 
 class Choice(Section):
@@ -152,7 +156,17 @@ class Choice(Section):
         others = [repr(name) for name, kind in cls.types.items() if key in kind.model_fields]
         has = f"it has {', '.join(cls.model_fields)}" if cls.model_fields else "it has none"
         elsewhere = f"; {key} is a key of {' and '.join(others)}" if others else ""
-        return f"the {cls.what} '{cls.name}' has no key {key}; {has}{elsewhere}"
+        return f"the {cls.what} '{cls.name}' has no key {key}; {has}{elsewhere or cls._near(key)}"
+
+    @classmethod
+    def _near(cls, key: str) -> str:
+        """A hint at the key with the nearest spelling, of this type or else of others."""
+        if close := closest(key, cls.model_fields, NEAR):
+            return f". Did you mean '{close}'?"
+        if close := closest(key, (field for kind in cls.types.values() for field in kind.model_fields), NEAR_ELSEWHERE):
+            having = [repr(name) for name, kind in cls.types.items() if close in kind.model_fields]
+            return f". Did you mean '{close}', a key of {' and '.join(having)}?"
+        return ""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle a user's class by its reference: another process cannot import its module by name."""

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from tunesmith.config.commands import KINDS, DistillConfig, all_keys, distill_kind
-from tunesmith.config.names.foreign import value_of
+from tunesmith.config.names.foreign import refusal_of, value_of
 from tunesmith.config.names.unknown import answer, explain_unknown, find
 from tunesmith.config.reading.describe import choices_at, describe_at, show
 from tunesmith.config.reading.files import locate_files
@@ -159,7 +159,7 @@ def _unknown_to_choice(kind: type[RunConfig], path: KeyPath, text: str) -> str:
     name, table = dotted(path), dotted(path[:-1])
     known = find(kind, name).keys if name not in all_keys(kind) else ()
     called = answer(kind, name) if known and all(key.startswith(f"{table}.") for key in known) else None
-    return called or f"{name}: {text}."
+    return called or f"{name}: {text}{'' if text.endswith('?') else '.'}"
 
 
 def _wrong_value(kind: type[Section], path: KeyPath, value: Any, inner: KeyPath = ()) -> str:
@@ -167,6 +167,7 @@ def _wrong_value(kind: type[Section], path: KeyPath, value: Any, inner: KeyPath 
     hint, inner = "", inner or path
     if isinstance(value, dict) and "type" in value:
         value = cast(Tree, value)["type"]
+    why = refusal_of(dotted(path), value)
     if ours := value_of(dotted(path), value):
         hint = f" Write {toml_value(ours)}."
     elif isinstance(value, str) and (choices := choices_at(kind, inner)):
@@ -176,6 +177,7 @@ def _wrong_value(kind: type[Section], path: KeyPath, value: Any, inner: KeyPath 
         hint = f" Write {value} without quotes."
     elif value in ("", [], {}):
         hint = f" To leave it out, write {dotted(path)}=none on the command line."
+    hint += f" {why[0].upper()}{why[1:]}." if why else ""
     return f"{dotted(path)} is {show(value)}; it must be {describe_at(kind, inner)}.{hint}"
 
 

@@ -31,6 +31,10 @@ class EngineStats:
     attainable_seconds: float = 0.0
     """The least time these steps could have taken (the larger of bytes / bandwidth and flops / rate);
     0 where the hardware's limits are not known."""
+    sync_bytes: int = 0
+    """Bytes of new weights that engines with their own copy have taken, all together."""
+    sync_seconds: float = 0.0
+    """Time in which they were published and taken."""
 
     def since(self, earlier: EngineStats) -> EngineStats:
         """The counts since ``earlier``; peaks and budgets still cover the whole time."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -98,6 +99,7 @@ class EnginePool:
         self._state = "awake"
         self._departed_stats = EngineStats()
         self._running = self._peak = 0
+        self._sync_bytes, self._sync_seconds = 0, 0.0
         self._failure: Exception | None = None
 
     @property
@@ -132,10 +134,12 @@ class EnginePool:
 
     async def load_weights(self, version: int) -> None:
         async with self._loading:
+            began = time.monotonic()
             async with self._publishing:
                 await self._plane.publish(version)
                 self._published_version = version
             await self._each(self._load, tries=OFFERS)
+            self._sync_seconds += time.monotonic() - began
             self._loaded_version = version
 
     async def sleep(self, level: int = 1) -> None:
@@ -152,7 +156,8 @@ class EnginePool:
         total = EngineStats()
         for seat in self._seats:
             total = add_stats(total, seat.member.stats(), separate=True)
-        return replace(add_stats(total, self._departed_stats), peak_running=self._peak)
+        synced = {"sync_bytes": self._sync_bytes, "sync_seconds": self._sync_seconds}
+        return replace(add_stats(total, self._departed_stats), peak_running=self._peak, **synced)
 
     async def close(self) -> None:
         self._state = "closed"
@@ -231,6 +236,7 @@ class EnginePool:
             except Exception:
                 await self._plane.withdraw(offers)
                 raise
+            self._sync_bytes += offer.get("bytes", 0)
 
         return await gather_with_errors(take(*pair) for pair in zip(members, offers, strict=True))
 

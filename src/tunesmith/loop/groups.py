@@ -67,6 +67,9 @@ def engine_metrics(stats: EngineStats) -> Metrics:
         metrics["kv_used"] = stats.peak_kv_bytes / stats.kv_budget_bytes
     if stats.drafted_tokens:
         metrics["draft_acceptance"] = stats.accepted_tokens / stats.drafted_tokens
+    if stats.sync_bytes and stats.sync_seconds:
+        metrics["sync_bytes"] = float(stats.sync_bytes)
+        metrics["sync_bytes_per_second"] = stats.sync_bytes / stats.sync_seconds
     if stats.attainable_seconds or not prompt_tokens:  # else the engine's limits are unknown, and so are the step's
         metrics["attainable_seconds"] = stats.attainable_seconds
     return metrics

@@ -13,7 +13,8 @@ NamedTensors = Callable[[], "Iterable[tuple[str, Tensor]]"]
 because vLLM would silently keep an old head."""
 
 Offer = dict[str, Any]
-"""Tells one engine where to find one version: plain values, sent as JSON. ``plane`` says how to read the rest."""
+"""Tells one engine where to find one version: plain values, sent as JSON. ``plane`` says how to read the rest, and
+``bytes`` how much there is."""
 
 
 class Plane(Protocol):

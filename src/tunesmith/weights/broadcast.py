@@ -86,6 +86,7 @@ class BroadcastPlane:
         runs = [{f.name: getattr(run, f.name) for f in fields(run)} for run in kept.runs]  # tables are not copied
         header = {"version": self._version, "runs": runs, "device": torch.device(self.device).type}
         said: Offer = {"plane": self.plane, "group": self.group, "version": self._version, "host": self.host}
+        said["bytes"] = sum(run.size for run in kept.runs)
         said |= {"world": self.senders + takers * self.ranks, "senders": self.senders, "ranks": self.ranks}
         begun = Round({**said, "patience": self.patience}, header, self._send)
         self._rounds[begun.store.port] = begun

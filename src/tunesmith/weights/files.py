@@ -106,7 +106,8 @@ class FilePlane(Plane):
     async def offer(self, takers: int) -> list[Offer]:
         assert self._newest is not None, "nothing was published"
         version, paths = self._newest
-        return [{"plane": "file", "version": version, "paths": [str(path) for path in paths]}] * takers
+        size = sum(path.stat().st_size for path in paths)
+        return [{"plane": "file", "version": version, "paths": [str(path) for path in paths], "bytes": size}] * takers
 
     async def close(self) -> None:
         self.directory.cleanup()

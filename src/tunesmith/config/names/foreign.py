@@ -116,6 +116,25 @@ def value_of(key: str, value: object) -> str | None:
     return next((ours for ours, theirs in known if str(value).lower() in theirs.split()), None)
 
 
+def refusal_of(key: str, value: object) -> str:
+    """Why one of our keys does not have a value that people know from elsewhere; empty if nothing is known."""
+    known = _read("refused").get(key, {}).items()
+    return next((why for names, why in known if str(value).lower() in names.split()), "")
+
+
+def synonyms(name: str) -> tuple[str, ...]:
+    """Our keys for which people write the last word of ``section.word``, in the same section.
+
+    Example:
+        >>> synonyms("eval.initial")
+        ('eval.at_start',)
+    """
+    section, _, word = spelled(name).partition(".")
+    return tuple(
+        key for key, words in _read("synonyms").items() if key.startswith(f"{section}.") and word in words.split()
+    )
+
+
 def foreign_values() -> Mapping[str, Mapping[str, str]]:
     """By our key: our values, each with its space-separated names elsewhere."""
     return {key: values for keys, values in _read("values").items() for key in keys.split()}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from tunesmith.config.commands import KINDS, all_keys, commands_with
-from tunesmith.config.names.foreign import Meaning, meanings_of, spelled
+from tunesmith.config.names.foreign import Meaning, meanings_of, spelled, synonyms
 from tunesmith.config.reading.describe import field_at, sections_of
 from tunesmith.config.reading.problems import KeyPath, Problem, dotted
 from tunesmith.config.schema import RunConfig
@@ -55,10 +55,14 @@ def find(kind: type[RunConfig] | None, name: str) -> Equivalent:
     name, last = spelled(name), spelled(name).rpartition(".")[2]
     if any(name in all_keys(of, tables=True) for of in kinds):
         return Equivalent((name,))
+    if meant := tuple(key for key in synonyms(name) if key in keys):
+        return Equivalent(meant)
     spelling, known = meanings_of(name)
     known = [m for m in known if not m.commands or kind is None or kind.command in m.commands.split()]
     here = tuple(m for m in known if any(key in keys for key in m.keys))
     ours = tuple(dict.fromkeys(key for m in here for key in m.keys if key in keys))
+    if own := _in_its_section(name, ours, keys):
+        return Equivalent(own)
     same = [key for key in keys if key.rpartition(".")[2] == last]
     if "." not in spelling and (related := _related(name, same)):
         return Equivalent(tuple(related))
@@ -94,6 +98,14 @@ def rule_of(meaning: Meaning) -> str:
     return f'"{meaning.value}" where it is on' if meaning.value else meaning.how or meaning.note
 
 
+def _in_its_section(name: str, ours: tuple[str, ...], keys: list[str]) -> tuple[str, ...]:
+    """Keys of a name's own section with the last words of ``ours``: ``critic.lr`` for ``critic.learning_rate``."""
+    section = name.partition(".")[0]
+    if any(key.startswith(f"{section}.") for key in ours) or name.count(".") != 1:
+        return ()
+    return tuple(own for key in ours if (own := f"{section}.{key.rpartition('.')[2]}") in keys)
+
+
 def _related(name: str, keys: list[str]) -> list[str]:
     """The keys in a name's section; else, if only one command has that section, in that command's other sections."""
     section = name.partition(".")[0]
@@ -104,12 +116,15 @@ def _related(name: str, keys: list[str]) -> list[str]:
 
 
 def _is_guess(kind: type[RunConfig], path: KeyPath) -> bool:
-    """Whether a section's key only matches keys elsewhere: several, or one less similar than a key of its section."""
+    """Whether a section's key only matches names elsewhere: several, or one less similar than a key of its section."""
     ours, section = find(kind, dotted(path)), str(path[0])
+    similar = closest(str(path[-1]), _valid(kind, path), OTHER_SECTION) is not None
+    if ours.why and not ours.keys:
+        return section in kind.model_fields and len(path) > 1 and similar
     elsewhere = any(not key.startswith(f"{section}.") for key in ours.keys)
     if len(path) == 1 or section not in kind.model_fields or not elsewhere or ours.meanings:
         return False
-    return not ours.sure or closest(str(path[-1]), _valid(kind, path), OTHER_SECTION) is not None
+    return not ours.sure or similar
 
 
 def _section_of_others(kind: type[RunConfig], word: str) -> str | None:
