@@ -18,23 +18,23 @@ BEFORE = 10
 """Number of preceding steps that a jump is compared with."""
 
 
-class Measured(float):
+class Figure(float):
     """A number that shows as three digits unless told otherwise, and as ``?`` if it is unknown (NaN)."""
 
     def __format__(self, spec: str) -> str:
         return "?" if math.isnan(self) else format(float(self), spec or ".3g")
 
 
-UNKNOWN = Measured("nan")
+UNKNOWN = Figure("nan")
 
 
-def ratio(part: float, whole: float) -> Measured:
-    return Measured(part / whole) if whole else UNKNOWN
+def ratio(part: float, whole: float) -> Figure:
+    return Figure(part / whole) if whole else UNKNOWN
 
 
-def mean(values: Sequence[float]) -> Measured:
+def mean(values: Sequence[float]) -> Figure:
     """Also of infinities of both signs (NaN), which ``fmean`` refuses."""
-    return Measured(sum(values) / len(values)) if values else UNKNOWN
+    return Figure(sum(values) / len(values)) if values else UNKNOWN
 
 
 def window(count: int) -> int:
@@ -53,8 +53,8 @@ class Jump:
 
     times: float = UNKNOWN
     step: float = UNKNOWN
-    usual: Measured = UNKNOWN
-    value: Measured = UNKNOWN
+    usual: Figure = UNKNOWN
+    value: Figure = UNKNOWN
 
 
 @dataclass(frozen=True)
@@ -73,41 +73,41 @@ class Column:
         return len(self.pairs)
 
     @property
-    def first(self) -> Measured:
+    def first(self) -> Figure:
         return mean(self.values[: self.width])
 
     @property
-    def last(self) -> Measured:
+    def last(self) -> Figure:
         return mean(self.values[-self.width :])
 
     @property
-    def rise(self) -> Measured:
-        return Measured(self.last - self.first)
+    def rise(self) -> Figure:
+        return Figure(self.last - self.first)
 
     @property
-    def times(self) -> Measured:
+    def times(self) -> Figure:
         """``last`` / ``first``."""
-        return Measured(self.last / self.first) if self.first > 0 else UNKNOWN
+        return Figure(self.last / self.first) if self.first > 0 else UNKNOWN
 
     @property
-    def sum(self) -> Measured:
-        return Measured(sum(self.values)) if self.values else UNKNOWN
+    def sum(self) -> Figure:
+        return Figure(sum(self.values)) if self.values else UNKNOWN
 
     @property
-    def mean(self) -> Measured:
+    def mean(self) -> Figure:
         return mean(self.values)
 
     @cached_property
-    def median(self) -> Measured:
-        return Measured(median(self.values)) if self.values else UNKNOWN
+    def median(self) -> Figure:
+        return Figure(median(self.values)) if self.values else UNKNOWN
 
     @property
-    def min(self) -> Measured:
-        return Measured(min(self.values, default=UNKNOWN))
+    def min(self) -> Figure:
+        return Figure(min(self.values, default=UNKNOWN))
 
     @property
-    def max(self) -> Measured:
-        return Measured(max(self.values, default=UNKNOWN))
+    def max(self) -> Figure:
+        return Figure(max(self.values, default=UNKNOWN))
 
     @property
     def min_step(self) -> float:
@@ -129,7 +129,7 @@ class Column:
         for index in range(BEFORE, len(pairs)):
             usual = median(value for value, _ in pairs[index - BEFORE : index])
             value, step = pairs[index]
-            found.append(Jump(value / usual, step, Measured(usual), Measured(value)))
+            found.append(Jump(value / usual, step, Figure(usual), Figure(value)))
         return found
 
 

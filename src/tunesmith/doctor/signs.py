@@ -6,7 +6,7 @@ from collections import defaultdict
 from functools import cached_property
 from statistics import StatisticsError, correlation, fmean
 
-from tunesmith.doctor.columns import UNKNOWN, Column, Columns, Measured, ratio
+from tunesmith.doctor.columns import UNKNOWN, Column, Columns, Figure, ratio
 from tunesmith.doctor.record import RunFacts, RunRecord
 from tunesmith.doctor.rules import Change
 from tunesmith.monitor.metrics import numbers
@@ -29,23 +29,23 @@ class Signs(Columns):
         self.rl = "rollout.group_size" in record.settings
         self.on_gpu = str(record.settings.get("system.device")).startswith("cuda")
 
-    def number(self, key: str) -> Measured:
+    def number(self, key: str) -> Figure:
         """A setting; unknown if it is None or not a number, because another version or a person may have written it."""
         value = self.settings.get(key)
-        return Measured(value) if isinstance(value, int | float) and -1e300 < value < 1e300 else UNKNOWN
+        return Figure(value) if isinstance(value, int | float) and -1e300 < value < 1e300 else UNKNOWN
 
     def shown(self, key: str) -> str:
         value = self.settings.get(key)
         return "?" if value is None else str(value)
 
-    def waited(self, name: str) -> Measured:
+    def waited(self, name: str) -> Figure:
         """Seconds in which engines and trainer waited for rewards or environments."""
         outside = (self[f"seconds/{phase}"] for phase in OUTSIDE_STEPS)
         counted = self["seconds"].sum - sum(phase.sum for phase in outside if phase.count)
-        return Measured(self[f"waiting/{name}"].mean * counted)
+        return Figure(self[f"waiting/{name}"].mean * counted)
 
     @property
-    def dropped(self) -> Measured:
+    def dropped(self) -> Figure:
         """Share of the optimizer steps whose gradient was not finite."""
         return ratio(self["skipped_steps"].sum, self["optimizer_steps"].sum)
 
@@ -68,7 +68,7 @@ class Signs(Columns):
         return Column([(value / full, step) for value, step in reward.pairs], reward.width)
 
     @property
-    def reward_rise(self) -> Measured:
+    def reward_rise(self) -> Figure:
         """In standard deviations over rollouts."""
         return ratio(self["reward"].rise, self["reward/std"].first)
 
@@ -85,7 +85,7 @@ class Signs(Columns):
         return ", ".join(name for name in constant if zero != any(self[f"reward/{name}/mean"].values))
 
     @property
-    def length_correlation(self) -> Measured:
+    def length_correlation(self) -> Figure:
         """Correlation of length and reward within groups; unknown if there is too little to tell."""
         groups: defaultdict[tuple[float, float], list[tuple[float, float]]] = defaultdict(list)
         for row in self.record.rollouts:
@@ -99,7 +99,7 @@ class Signs(Columns):
             lengths += [pair[0] - length for pair in pairs]
             rewards += [pair[1] - reward for pair in pairs]
         try:
-            return Measured(correlation(lengths, rewards)) if len(lengths) >= LEAST_PAIRS else UNKNOWN
+            return Figure(correlation(lengths, rewards)) if len(lengths) >= LEAST_PAIRS else UNKNOWN
         except StatisticsError:  # all lengths or all rewards are equal
             return UNKNOWN
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tunesmith.doctor.columns import Measured, ratio
+from tunesmith.doctor.columns import Figure, ratio
 from tunesmith.doctor.rules import Change, Evidence, Rules, put
 from tunesmith.doctor.signs import Signs, times
 
@@ -10,10 +10,10 @@ RULES = Rules[Signs]()
 LEAST_SECONDS = 60
 
 
-def _share(run: Signs, phase: str) -> Measured:
+def _share(run: Signs, phase: str) -> Figure:
     """Of the time; 0 if it does not count."""
     seconds = run[f"seconds/{phase}"].sum
-    return ratio(seconds, run["seconds"].sum) if run.steps >= 3 and seconds > LEAST_SECONDS else Measured(0)
+    return ratio(seconds, run["seconds"].sum) if run.steps >= 3 and seconds > LEAST_SECONDS else Figure(0)
 
 
 @RULES.add("note")
