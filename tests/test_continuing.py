@@ -16,10 +16,11 @@ from tunesmith import assembly
 from tunesmith.algorithms.kl import KLController
 from tunesmith.assembly.contents import contents_of
 from tunesmith.config.commands import KINDS, OfflineDistillConfig, SampledDistillConfig, all_keys
-from tunesmith.config.continuing import Content, changes, rule_of, rules
+from tunesmith.config.continuing import Content, changes
 from tunesmith.config.load import load_config
 from tunesmith.config.resolved import Resolved, save_resolved, settings
 from tunesmith.config.schema import RLConfig
+from tunesmith.config.verdicts import CONTENTS, SETTINGS, verdict_of
 from tunesmith.errors import CheckpointError
 from tunesmith.plan.filling import with_values
 
@@ -28,17 +29,12 @@ KEYS = sorted({key for kind in ALL for key in all_keys(kind, tables=True)})
 
 
 def test_every_setting_has_exactly_one_entry() -> None:
-    named = [key for rule in rules()["setting"] for key in rule["keys"].split()]
+    named = [key for verdict in SETTINGS for key in verdict.keys.split()]
     assert len(named) == len(set(named))
-    assert all(rule["kind"] in ("record", "speed", "content", "effect", "refused") for rule in rules()["setting"])
-    assert all(("effect" in rule) == (rule["kind"] == "effect") for rule in rules()["setting"])
-    assert all(rule_of(key) for key in KEYS), "each key has an entry, or a table around it has"
+    assert all(bool(verdict.effect) == (verdict.kind == "effect") for verdict in SETTINGS)
+    assert all(verdict_of(key) for key in KEYS), "each key has an entry, or a table around it has"
     assert all(any(key == name or key.startswith(name) for key in KEYS) for name in named), "no entry is of nothing"
-    assert all(rule["key"].partition(".")[0] in RLConfig.model_fields | {"teacher": 0} for rule in contents().values())
-
-
-def contents() -> dict[str, Any]:
-    return rules()["contents"]
+    assert all(said.key.partition(".")[0] in RLConfig.model_fields | {"teacher": 0} for said in CONTENTS.values())
 
 
 REQUIRED = ["model.path=o/m", "data.train=o/d", "teacher.path=o/t", 'reward.functions=["math"]']
@@ -63,20 +59,20 @@ def test_a_change_of_any_setting_is_refused_told_or_does_not_matter(tmp_path: Pa
     saved = json.loads(file.read_text())
     saved["settings"][key]["value"] = "before"
     file.write_text(json.dumps(saved))
-    found, kind = changes(resolved, {}, tmp_path), rule_of(key)["kind"]
+    found, kind = changes(resolved, {}, tmp_path), verdict_of(key).kind
     lines = {"refused": found.refused, "effect": found.told, "speed": found.told}.get(kind, [])
     assert [*found.refused, *found.told] == lines and len(lines) == (kind in ("refused", "effect", "speed"))
     assert all(line.startswith(f'{key}: "before" → ') for line in lines)
 
 
-@pytest.mark.parametrize("name", sorted(contents()))
+@pytest.mark.parametrize("name", sorted(CONTENTS))
 def test_a_change_of_any_file_is_refused_or_told(tmp_path: Path, name: str) -> None:
     resolved = resolved_of("model.path")
     save_resolved(resolved, tmp_path, {name: "1"})
     assert changes(resolved, {name: Content("a file", "1")}, tmp_path) == changes(resolved, {}, tmp_path)
     found = changes(resolved, {name: Content("a file", "2")}, tmp_path)
-    lines = found.refused if contents()[name]["kind"] == "refused" else found.told
-    assert len(lines) == 1 == len(found.refused + found.told) and lines[0].startswith(contents()[name]["key"])
+    lines = found.refused if CONTENTS[name].refused else found.told
+    assert len(lines) == 1 == len(found.refused + found.told) and lines[0].startswith(CONTENTS[name].key)
     assert not changes(resolved, {name: Content("a file", "2")}, tmp_path / "new").told
 
 

@@ -27,7 +27,7 @@ _CODE = {
 def contents_of(
     config: RunConfig, tokenizer: Any, train: Prepared[Any], held_out: Prepared[Any] | None
 ) -> dict[str, Content]:
-    """The contents of a run's files, by the names of the tables ``contents`` in ``continuing.toml``."""
+    """The contents of a run's files, by the names in ``config.verdicts.CONTENTS``."""
     paths: dict[str, list[str | Path | None]] = {"model": [config.model.path], "adapter": [config.lora.path]}
     if isinstance(config, RLConfig):
         paths["critic"] = [config.critic.path]

@@ -1,17 +1,16 @@
-"""What changed settings and files do to a run that is continued; the verdict on each is in ``continuing.toml``."""
+"""What changed settings and files do to a run that is continued; ``verdicts`` has what each does."""
 
 from __future__ import annotations
 
 import json
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from tunesmith.config.reading.files import same_path
 from tunesmith.config.resolved import RESOLVED_FILE, Resolved, entries, shown_value
+from tunesmith.config.verdicts import CONTENTS, verdict_of
 from tunesmith.errors import StorageError
 from tunesmith.storage import read_json
 
@@ -42,7 +41,7 @@ def changes(resolved: Resolved[Any], contents: Mapping[str, Content], directory:
     Values of ``system`` that are derived from the machine are not compared.
 
     Args:
-        contents: by the names of the tables ``contents`` in ``continuing.toml``.
+        contents: by the names in ``CONTENTS``.
     """
     file, found = directory / RESOLVED_FILE, Changes()
     if not file.exists():
@@ -59,13 +58,13 @@ def changes(resolved: Resolved[Any], contents: Mapping[str, Content], directory:
         if key not in before or same_path(before[key][0]) == same_path(entry["value"]):
             continue
         derived = key.startswith("system.") and before[key][1] == entry["source"] == "derived"
-        rule = rule_of(key)
+        verdict = verdict_of(key)
         changed = f"{key}: {shown_value(before[key][0])} → {shown_value(entry['value'])}"
-        match rule["kind"]:
+        match verdict.kind:
             case "refused":
                 found.refused.append(changed)
             case "effect":
-                found.told.append(f"{changed}; {rule['effect']}")
+                found.told.append(f"{changed}; {verdict.effect}")
             case "speed" if not derived:
                 found.told.append(f"{changed}; this changes only the speed")
             case _:
@@ -74,24 +73,7 @@ def changes(resolved: Resolved[Any], contents: Mapping[str, Content], directory:
     for name, content in contents.items():
         if digests.get(name, content.digest) == content.digest:
             continue
-        rule = rules()["contents"][name]
-        sentence = f"{rule['key']}: {rule['text'].format(name=content.name)}"
-        (found.refused if rule["kind"] == "refused" else found.told).append(sentence)
+        of_content = CONTENTS[name]
+        sentence = f"{of_content.key}: {of_content.text.format(name=content.name)}"
+        (found.refused if of_content.refused else found.told).append(sentence)
     return found
-
-
-@cache
-def rules() -> dict[str, Any]:
-    return tomllib.loads(Path(__file__).with_name("continuing.toml").read_text(encoding="utf-8"))
-
-
-@cache
-def _rules_by_key() -> dict[str, dict[str, Any]]:
-    return {key: rule for rule in rules()["setting"] for key in rule["keys"].split()}
-
-
-def rule_of(key: str) -> dict[str, Any]:
-    """The entry of a setting, or of the innermost table around it."""
-    table = _rules_by_key()
-    names = [key, *(f"{key[:end]}." for end in range(len(key) - 1, 0, -1) if key[end] == ".")]
-    return table[next(name for name in names if name in table)]
