@@ -21,7 +21,7 @@ from tunesmith.doctor.findings import RULES
 from tunesmith.doctor.rules import Rule
 from tunesmith.models.families import KNOWN, REFUSED
 from tunesmith.monitor.catalogue import CATALOGUE
-from tunesmith.plan.layout.profiles import system_profiles
+from tunesmith.plan.layout.profiles import SYSTEM_PROFILES, ProfileValue
 from tunesmith.reference.settings import settings_of
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -119,20 +119,16 @@ def findings(rules: Sequence[Rule[Any]]) -> str:
 def profiles() -> str:
     """What each profile of ``[system]`` sets."""
     rows = [
-        (f"`{name}`", f"`{entry['key'].partition('.')[2]} = {_value(entry['value'])}`", entry["why"], _condition(entry))
-        for name, entries in system_profiles().items()
+        (f"`{name}`", f"`{entry.key.partition('.')[2]} = {_value(entry.value)}`", entry.why, _condition(entry))
+        for name, entries in SYSTEM_PROFILES.items()
         for entry in entries
     ]
     return _table(("profile", "sets", "why", "where"), rows)
 
 
-def _condition(entry: Mapping[str, Any]) -> str:
+def _condition(entry: ProfileValue) -> str:
     """Where a profile sets a value, in words."""
-    when = entry.get("when", {})
-    words = {"rl": "in `rl`", "samples": "where the policy samples"}
-    parts = [text for key, text in words.items() if when.get(key)]
-    parts += {"> 0": ["on GPUs"], "> 1": ["on several GPUs"]}.get(when.get("gpus", ""), [])
-    return ", ".join([*parts, *(["where a sample fits with it"] if entry.get("if_fits") else [])])
+    return ", ".join(filter(None, (entry.where, "where a sample fits with it" if entry.if_fits else "")))
 
 
 TABLES: Mapping[str, Callable[[], str]] = {

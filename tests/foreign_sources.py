@@ -13,7 +13,7 @@ from pathlib import Path
 from tunesmith.errors import ConfigError
 from tunesmith.migrate.convert import convert
 from tunesmith.migrate.read import read_source
-from tunesmith.migrate.settle import OF_THE_MACHINE, settle
+from tunesmith.migrate.settle import settle
 
 SUFFIXES = (".sh", ".slurm", ".py", ".ipynb", ".yaml", ".yml", ".json")
 
@@ -42,7 +42,7 @@ def count(folder: Path) -> Counter[str]:
             for row in migration.rows:
                 if row.kind == "unknown":
                     print(f"  {path}, line {row.given.line}: {row.given.name}")
-            found["invalid"] += any(not OF_THE_MACHINE.search(problem) for problem in settle(migration))
+            found["invalid"] += any(problem.kind != "machine" for problem in settle(migration))
     return found
 
 

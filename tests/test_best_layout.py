@@ -21,8 +21,7 @@ from tunesmith.plan.facts.run import Facts
 from tunesmith.plan.filling import with_values
 from tunesmith.plan.report import plan_of
 from tunesmith.plan.resolve import resolve
-from tunesmith.plan.rules.rules import refused_problems
-from tunesmith.plan.rules.situation import situation
+from tunesmith.plan.rules.checks import refused_settings
 
 GPUS = ("T4-16GB", "A10G-24GB", "L4-24GB", "A100-40GB", "A100-80GB", "H100-80GB", "H200-141GB")
 MACHINES = [*GPUS, *(f"{count}x{gpu}" for gpu in GPUS for count in (2, 8)), "2x8xA100-80GB", "2x8xH100-80GB"]
@@ -140,4 +139,4 @@ def test_what_rules_refuse_is_not_chosen() -> None:
         config, facts = case("7B (Qwen 2.5)", "8xA100-80GB", "full")
         config = load_config(SFTConfig, None, ["model.path=org/m", "data.train=org/d", *said[:1]])
         chosen = resolve(config, facts).config
-        assert not [*refused_problems(situation(chosen, facts))]
+        assert not [*refused_settings(chosen, facts)]

@@ -254,7 +254,7 @@ def test_a_run_on_given_answers_evaluates_and_resumes(tmp_path: Path, models: tu
         (on_samples, {"distill__top_k": 5}, "distill.top_k has no effect"),
         (on_samples, {"algorithm__name": "grpo"}, "does not use the teacher"),
         (on_samples, {"algorithm__kl": "none"}, "learns from the KL to the teacher in the reward"),
-        (on_samples, {"algorithm__kl__target": 0.1}, "algorithm.kl.target would adapt"),
+        (on_samples, {"algorithm__kl__target": 0.1}, "would adapt the weight of the teacher"),
         (on_samples, {"distill__mode": "sampled", "algorithm__entropy_coef": 0.1}, "entropy_coef has no effect"),
         (on_samples, {"algorithm__dynamic_filter": True}, "no prompt would be kept"),
         (on_samples, {"distill__mode": "offpolicy"}, "'on_policy', 'sampled', 'offline'"),

@@ -241,7 +241,7 @@ def test_rows_that_are_too_wide_are_refused_with_their_width(tmp_path: Path) -> 
     assert model is not None
     for width, problems in ((65536, 0), (65537, 1)):
         found = list(contradictions(config, Facts(machine(GPU), replace(model, intermediate_size=width))))
-        assert len([text for text in found if str(width) in text and "system.kernels" in text]) == problems
+        assert len([each for each in found if str(width) in each.text and "system.kernels" in each.keys]) == problems
 
 
 def kernels_asked_for() -> RunConfig:

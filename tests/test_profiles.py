@@ -18,7 +18,7 @@ from tunesmith.plan.facts.machines import machine
 from tunesmith.plan.facts.measured import remember, tuned_file
 from tunesmith.plan.facts.model import ModelFacts
 from tunesmith.plan.facts.run import Facts
-from tunesmith.plan.layout.profiles import system_profiles
+from tunesmith.plan.layout.profiles import SYSTEM_PROFILES
 from tunesmith.plan.resolve import resolve
 
 MODEL = ModelFacts(
@@ -42,7 +42,7 @@ def found(kind: type[RunConfig], on: str, *more: str, longest: int = 512) -> tup
 
 @pytest.mark.parametrize("on", MACHINES)
 @pytest.mark.parametrize("kind", [RLConfig, SFTConfig])
-@pytest.mark.parametrize("profile", system_profiles())
+@pytest.mark.parametrize("profile", SYSTEM_PROFILES)
 def test_a_profile_only_changes_how_fast_a_run_is(profile: str, kind: type[RunConfig], on: str) -> None:
     usual, _ = found(kind, on, "lora.rank=8")
     values, reasons = found(kind, on, "lora.rank=8", f"system.profile={profile}")
@@ -50,7 +50,7 @@ def test_a_profile_only_changes_how_fast_a_run_is(profile: str, kind: type[RunCo
     others = {key for key in usual if values[key] != usual[key] and not key.startswith("system.")}
     assert others <= limits and all(values[key] > 512 for key in others)
     of_profile = {key for key, why in reasons.items() if why.startswith(f"profile {profile}: ")}
-    assert of_profile <= {entry["key"] for entry in system_profiles()[profile]}
+    assert of_profile <= {entry.key for entry in SYSTEM_PROFILES[profile]}
     assert "system.gradient_checkpointing" in of_profile
 
 
@@ -80,7 +80,7 @@ def test_what_is_said_stays() -> None:
 @pytest.mark.parametrize(
     "more", ["rollout.max_staleness=1 system.engine_process=true", "train.optimizer=muon", "algorithm.name=ppo"]
 )
-@pytest.mark.parametrize("profile", system_profiles())
+@pytest.mark.parametrize("profile", SYSTEM_PROFILES)
 def test_profiles_agree_with_what_is_learned(profile: str, more: str) -> None:
     for on in ("H100-80GB", "8xH100-80GB"):
         found(RLConfig, on, f"system.profile={profile}", *more.split())

@@ -184,9 +184,8 @@ def test_ranks_divide_the_heads_and_have_devices() -> None:
     second = 'system.device="cuda:1"'
     assert resolved(second, facts=ON_GPUS)
     # Without system.engine_python this environment is looked at too.
-    assert "CUDA_VISIBLE_DEVICES=1" in "".join(
-        contradictions(load_config(RLConfig, None, [*BASE[:5], second, "system.engine_process=false"]))
-    )
+    here = load_config(RLConfig, None, [*BASE[:5], second, "system.engine_process=false"])
+    assert ("system.device", "system.engine_process") in [problem.keys for problem in contradictions(here)]
 
 
 @pytest.mark.parametrize(

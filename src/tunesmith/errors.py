@@ -10,6 +10,26 @@ import difflib
 import errno
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal
+
+ProblemKind = Literal["invalid", "unknown", "unread", "contradiction", "machine", "memory"]
+"""What is wrong: a value or a file by itself; a key that does not exist, or that nothing in the run reads; several
+settings, or settings and the model or the data; this machine, which lacks something; its memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """A reason to refuse a run: the settings at fault by dotted key, the worst first, and what is wrong with them."""
+
+    keys: tuple[str, ...]
+    text: str
+    kind: ProblemKind = "contradiction"
+    place: str = ""
+    """Where the settings are set, as far as known."""
+
+    def __str__(self) -> str:
+        return f"{self.place}: {self.text}" if self.place else self.text
 
 
 class TunesmithError(Exception):
@@ -19,23 +39,42 @@ class TunesmithError(Exception):
 
 
 class UserError(TunesmithError, ValueError):
-    """Something the user wrote is wrong; refused before it costs anything."""
+    """Something the user wrote is wrong; refused before it costs anything.
+
+    Args:
+        reasons: texts, or problems, which have their own keys.
+        keys: the settings at fault.
+    """
 
     exit_code = 2
     places_known = False
-    """Whether the message says where the settings that it names are set (``config.reading.places``)."""
+    """Whether the message says where the settings at fault are set (``config.reading.places``)."""
+    heading = ""
+    """What precedes several reasons."""
+    key_around = ""
+    """The setting that was being read (``about``); for reasons that name none."""
 
+    def __init__(self, *reasons: object, keys: tuple[str, ...] = ()) -> None:
+        super().__init__(*reasons)
+        self.keys = keys
 
-class ConfigError(UserError):
-    """A setting is unknown, of the wrong type or in conflict with another; or several are, with a message each."""
-
-    keys: tuple[str, ...] = ()
-    """The settings at fault, if they are known individually."""
+    @property
+    def problems(self) -> tuple[Problem, ...]:
+        """The reasons one by one."""
+        return tuple(
+            reason if isinstance(reason, Problem) else Problem(self.keys, str(reason), "invalid")
+            for reason in self.args
+        )
 
     def __str__(self) -> str:
         if len(self.args) < 2:
             return super().__str__()
-        return "\n  ".join([f"{len(self.args)} settings do not fit together:", *map(str, self.args)])
+        heading = self.heading or f"{len(self.args)} settings do not fit together:"
+        return "\n  ".join([heading, *map(str, self.args)])
+
+
+class ConfigError(UserError):
+    """A setting is unknown, of the wrong type or in conflict with another; or several are, with a reason each."""
 
 
 class CapacityError(ConfigError):
@@ -68,6 +107,8 @@ class StorageError(TunesmithError, OSError):
     """Writing to disk failed. The last complete checkpoint is still intact."""
 
     exit_code = 2
+    names_checkpoint = False
+    """Whether the message says which checkpoint is the last good one."""
 
 
 class DeviceMemoryError(TunesmithError, MemoryError):
@@ -143,6 +184,16 @@ def is_out_of_memory(error: BaseException) -> bool:
     words = str(error).lower()
     untyped = isinstance(error, RuntimeError | ImportError | OSError)
     return untyped and any(phrase in words for phrase in _OUT_OF_MEMORY)
+
+
+@contextmanager
+def about(key: str) -> Generator[None]:
+    """Name the setting at fault in errors from inside the context, which know its value only."""
+    try:
+        yield
+    except UserError as error:
+        error.key_around = error.key_around or key
+        raise
 
 
 @contextmanager

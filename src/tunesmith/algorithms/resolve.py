@@ -18,7 +18,7 @@ from tunesmith.algorithms.shaping import OverlongRamp
 from tunesmith.config.algorithm import AlgorithmSection
 from tunesmith.config.choice import Choice
 from tunesmith.config.section import DERIVED, Section
-from tunesmith.errors import ConfigError
+from tunesmith.errors import ConfigError, Problem
 
 Reasons = list[tuple[str, object, str]]
 
@@ -54,7 +54,9 @@ def resolve_algorithm(
         written = getattr(section, key) if key in section.model_fields_set else None
         value = default if written is None else written
         if value is DERIVED:
-            raise ConfigError(f"algorithm.name: preset '{preset.name}' has no {key}; set algorithm.{key}")
+            raise ConfigError(
+                f"algorithm.name: preset '{preset.name}' has no {key}; set algorithm.{key}", keys=("algorithm.name",)
+            )
         if isinstance(value, Section):
             value, more = _merged(f"algorithm.{key}", written, default, reason)
             reasons += more
@@ -76,7 +78,9 @@ def _settings_of(preset: Preset) -> AlgorithmSection:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         place = ".".join(map(str, first["loc"]))
-        raise ConfigError(f"algorithm.name: preset '{preset.name}', {place}: {first['msg']}") from None
+        raise ConfigError(
+            f"algorithm.name: preset '{preset.name}', {place}: {first['msg']}", keys=("algorithm.name",)
+        ) from None
 
 
 def _merged(key: str, written: Section | None, usual: Any, reason: str) -> tuple[Section, Reasons]:
@@ -121,28 +125,31 @@ def _cause(altered_by: Collection[str]) -> str:
 
 
 def _refuse_contradictions(algorithm: AlgorithmSection, altered_by: Collection[str]) -> None:
-    correction = algorithm.correction
+    correction, decoupled = algorithm.correction, "algorithm.decoupled"
+    altering = tuple(name for name in altered_by if name.startswith("rollout."))
     if altered_by and not algorithm.decoupled:
-        raise ConfigError(
+        text = (
             "algorithm.decoupled = false takes the sampler's log-probabilities as the old ones, but "
             f"{_cause(altered_by)} them: the ratio of the loss would not start at 1. Leave one of them out."
         )
+        raise ConfigError(Problem((decoupled, *altering), text))
     if altered_by and isinstance(correction, Geometric):
-        raise ConfigError(
+        text = (
             'algorithm.correction = "geometric" keeps answers that trainer and sampler find equally likely, but '
             f"{_cause(altered_by)} the sampler's probabilities: it would keep hardly any. Leave one of them out."
         )
+        raise ConfigError(Problem(("algorithm.correction", *altering), text))
     if not algorithm.decoupled and not isinstance(correction, NoCorrection):
-        raise ConfigError(
+        text = (
             f"algorithm.correction: '{correction.name}' compares the trainer's log-probabilities with the sampler's, "
             'which are the same with decoupled=false. Leave decoupled out, or set correction="none".'
         )
+        raise ConfigError(Problem(("algorithm.correction", decoupled), text))
     if why := algorithm.advantage.shaping:
         shaping = {"overlong": algorithm.overlong, "stop_properly": algorithm.stop_properly is not None}
         shaping |= {"reward_clip": algorithm.reward_clip}
         if "reward_weights" in algorithm.needs:
             shaping["kl"] = isinstance(algorithm.kl, KLInReward)
-        for key in (key for key, on in shaping.items() if on):
-            raise ConfigError(
-                f"algorithm.{key} would have no effect: the advantage '{algorithm.advantage.name}' {why}."
-            )
+        for key in (f"algorithm.{key}" for key, on in shaping.items() if on):
+            text = f"{key} would have no effect: the advantage '{algorithm.advantage.name}' {why}."
+            raise ConfigError(Problem((key, "algorithm.advantage"), text, "unread"))

@@ -21,7 +21,7 @@ from tunesmith.data.prompts import read_shots
 from tunesmith.distributed.torchrun import Launch
 from tunesmith.engines.interpreter import check_interpreter
 from tunesmith.environments.loading import check_agents, check_environment
-from tunesmith.errors import CheckpointError, ConfigError
+from tunesmith.errors import CheckpointError, ConfigError, about
 from tunesmith.loop.checkpoint import Checkpoints
 from tunesmith.models.directory import check_model, lacks_template
 from tunesmith.monitor.run_dir import RunDir, check_run_dir, is_running
@@ -51,12 +51,19 @@ def with_launched_ranks(config: C) -> C:
     if launch.several_machines and isinstance(config, RLConfig):
         raise ConfigError(
             f"{started}, {launch.local_world} of them on this machine: for rollouts on several machines say "
-            'system.cluster = "ray", without a launcher'
+            'system.cluster = "ray", without a launcher',
+            keys=("system.cluster",),
         )
     if system.cluster != "none":
-        raise ConfigError(f'{started}, and system.cluster = "{system.cluster}" starts its own; leave one of them out')
+        raise ConfigError(
+            f'{started}, and system.cluster = "{system.cluster}" starts its own; leave one of them out',
+            keys=("system.cluster",),
+        )
     if "trainer_ranks" in system.model_fields_set and system.trainer_ranks != launch.world:
-        raise ConfigError(f"system.trainer_ranks = {system.trainer_ranks}, and {started}; leave it out")
+        raise ConfigError(
+            f"system.trainer_ranks = {system.trainer_ranks}, and {started}; leave it out",
+            keys=("system.trainer_ranks",),
+        )
     return config.model_copy(update={"system": system.model_copy(update={"trainer_ranks": launch.world})})
 
 
@@ -90,9 +97,10 @@ def check_inputs(
         check_rewards(config.reward, base_dir)
     check_sinks(config.monitor.sinks, base_dir)
     check_interpreter(config)
-    for path in _model_paths(config):
+    for key, path in _model_paths(config):
         if (directory := Path(path).expanduser()).is_dir():
-            check_model(directory)
+            with about(key):
+                check_model(directory)
     examples = _check_data(config, hub, model)
     _check_template(config, examples)
     if config.run_dir is not None:
@@ -101,14 +109,15 @@ def check_inputs(
     return examine_user_code(config, base_dir, examples) if imports else None
 
 
-def _model_paths(config: RunConfig) -> Iterator[str]:
-    """Every language model that the run loads with a tokenizer."""
-    keys = ("model.path", "critic.path", "teacher.path", "rft.sampler", "system.draft_model")
-    for section, _, name in (key.partition(".") for key in keys):
+def _model_paths(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """The setting and the path of every language model that the run loads with a tokenizer."""
+    for key in ("model.path", "critic.path", "teacher.path", "rft.sampler", "system.draft_model"):
+        section, _, name = key.partition(".")
         if (path := getattr(getattr(config, section, None), name, None)) is not None:
-            yield path
+            yield key, path
 
 
+@about("model.path")
 def _check_template(config: RunConfig, examples: Sequence[Example]) -> None:
     """Refuse conversations for a model whose files have no chat template; others are judged with the tokenizer."""
     talk = next((e for e in examples if isinstance(e.prompt, list) or isinstance(e.completion, list)), None)
@@ -129,7 +138,7 @@ def check_directory(run_dir: Path, resume: Resume) -> None:
     """Reject (UserError) a directory that the run cannot use, or that is in use."""
     check_run_dir(run_dir, resume)
     if is_running(run_dir.resolve()):
-        raise ConfigError(f"run_dir = '{run_dir}' is in use by another process: wait for it to end")
+        raise ConfigError(f"run_dir = '{run_dir}' is in use by another process: wait for it to end", keys=("run_dir",))
 
 
 def facts_of_run(config: RunConfig, base_dir: Path | None = None, hardware: Hardware | None = None) -> Facts:
@@ -185,7 +194,8 @@ def checkpoint_to_continue(config: RunConfig, run_dir: RunDir) -> Path | None:
     if checkpoint is None:
         raise CheckpointError(
             f"checkpoint.resume: there is no checkpoint to resume in {run_dir.checkpoints}: the run ended before its "
-            "first one. Start it again without checkpoint.resume, in another run_dir or after deleting this one"
+            "first one. Start it again without checkpoint.resume, in another run_dir or after deleting this one",
+            keys=("checkpoint.resume",),
         )
     return checkpoint
 
@@ -200,7 +210,8 @@ def _check_data(config: RunConfig, hub: bool, model: ModelFacts | None) -> list[
 
     examples = first_lines(config, hub=hub, check=check)
     if isinstance(config, RFTConfig) and config.rft.few_shot is not None:
-        read_shots(config.rft.few_shot)
+        with about("rft.few_shot"):
+            read_shots(config.rft.few_shot)
     return examples
 
 
@@ -214,4 +225,6 @@ def _check_device(config: RunConfig) -> None:
     count = torch.cuda.device_count()
     if int(device.partition(":")[2] or 0) >= count:
         found = f"torch sees {count} GPUs" if count else f"torch {torch.__version__} sees no GPU"
-        raise ConfigError(f"system.device = '{device}', and {found} here; set 'cpu', or leave it out")
+        raise ConfigError(
+            f"system.device = '{device}', and {found} here; set 'cpu', or leave it out", keys=("system.device",)
+        )

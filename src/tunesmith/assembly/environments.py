@@ -23,7 +23,7 @@ from tunesmith.environments.multi_turn import MultiTurn
 from tunesmith.environments.rendering import NO_GUARD, ChatRenderer, Renderer
 from tunesmith.environments.token_guard import TokenGuard
 from tunesmith.environments.tools import parser_for
-from tunesmith.errors import ConfigError
+from tunesmith.errors import ConfigError, about
 from tunesmith.rewards.function import INSTANCES, RESERVED
 from tunesmith.rewards.loading import INSTANCES_NEED, check_rewards, load_rewards
 from tunesmith.rewards.reward_set import RewardSet
@@ -66,6 +66,7 @@ def open_user_code(config: RLConfig, base_dir: Path) -> Generator[tuple[RewardSe
         yield rewards, environments
 
 
+@about("reward.functions")
 def hand_instances(rewards: RewardSet, environments: EnvironmentSet) -> None:
     """Give rewards that take ``environments`` the instances of TRL-style environments that play.
 
@@ -93,6 +94,7 @@ class Unrewarded(RewardSet):
         return {name: value for name, value in super().metrics(rollouts).items() if not name.startswith("reward")}
 
 
+@about("reward.functions")
 def load_run_rewards(config: RLConfig, base_dir: Path) -> RewardSet:
     if _has_rewards(config):
         return load_rewards(config.reward, base_dir, instances=config.environment.path is not None)

@@ -17,7 +17,8 @@ from tunesmith.config.commands import SamplingConfig
 from tunesmith.config.schema import DataSection, RLConfig, RunConfig
 from tunesmith.data.formats import Example
 from tunesmith.data.prepare import peek
-from tunesmith.errors import ConfigError, DataError, UserError
+from tunesmith.environments.loading import references_of
+from tunesmith.errors import ConfigError, DataError, Problem, UserError
 from tunesmith.types import Task
 
 S = TypeVar("S", bound=Any)
@@ -38,6 +39,7 @@ def examine_user_code(config: RunConfig, base_dir: Path, examples: Sequence[Exam
     """
     if not (references := _references(config)):
         return None
+    keys = tuple(dict.fromkeys(key for key, _ in references))
     question = pickle.dumps((sys.path, config, base_dir, list(examples)))
     command = [sys.executable, "-P", "-c", _PROGRAM]
     try:
@@ -46,12 +48,15 @@ def examine_user_code(config: RunConfig, base_dir: Path, examples: Sequence[Exam
         return f"your code was not checked: importing it took more than {SECONDS:g} s"
     if not ended.stdout:
         told = ended.stderr.decode(errors="replace").strip().splitlines()[-5:]
-        names = " and ".join(f"'{reference}'" for reference in references)
-        lines = [f"importing {names} ended its process with code {ended.returncode}", *told]
-        raise ConfigError("\n  ".join(lines))
-    kind, texts = json.loads(ended.stdout)
-    if texts:
-        raise (DataError if kind == DataError.__name__ else ConfigError)(*texts)
+        names = " and ".join(f"'{reference}'" for _, reference in references)
+        lines = [f"importing {names} ended its process with code {ended.returncode} ({' and '.join(keys)})", *told]
+        raise ConfigError("\n  ".join(lines), keys=keys)
+    kind, around, reasons = json.loads(ended.stdout)
+    if reasons:
+        problems = [Problem(tuple(keys), text, what) for keys, text, what in reasons]
+        error = (DataError if kind == DataError.__name__ else ConfigError)(*problems)
+        error.key_around = around
+        raise error
     return None
 
 
@@ -71,15 +76,16 @@ def first_lines(
     return [line for line in found if line is not None]
 
 
-def _references(config: RunConfig) -> list[str]:
-    """References to the user's code that the run imports."""
-    found = [sink for sink in config.monitor.sinks if ":" in sink]
-    found += [config.data.map] if config.data.map else []
+def _references(config: RunConfig) -> list[tuple[str, str]]:
+    """References to the user's code that the run imports, each after its setting."""
+    found = [("monitor.sinks", sink) for sink in config.monitor.sinks if ":" in sink]
+    found += [("data.map", config.data.map)] if config.data.map else []
     if isinstance(config, RLConfig | SamplingConfig) and config.reward is not None:
-        found += [entry for entry in config.reward.functions if ":" in entry]
+        found += [("reward.functions", entry) for entry in config.reward.functions if ":" in entry]
     if isinstance(config, RLConfig):
-        path = config.environment.path
-        found += [*(path.values() if isinstance(path, dict) else [path] if path else []), *config.environment.tools]
+        environments = references_of(config.environment).values()
+        found += [("environment.path", reference) for reference in environments]
+        found += [("environment.tools", reference) for reference in config.environment.tools]
     return found
 
 
@@ -93,7 +99,8 @@ def main() -> None:
         _examine(config, base_dir, examples)
     except UserError as error:
         refused = error
-    answer.write(json.dumps([type(refused).__name__, [str(text) for text in refused.args] if refused else []]))
+    reasons = [(p.keys, p.text, p.kind) for p in refused.problems] if refused else []
+    answer.write(json.dumps([type(refused).__name__, refused.key_around if refused else "", reasons]))
     answer.close()
     os._exit(0)  # threads of the user's code may run on
 

@@ -43,7 +43,8 @@ def open_hub(config: RunConfig, run_dir: RunDir, report: Callable[[str], None]) 
     except Exception as error:
         raise ConfigError(
             f"checkpoint.push_to_hub = '{section.push_to_hub}' cannot be written to: {_one_line(error)}. Log in with "
-            "`hf auth login` or set HF_TOKEN, with the right to write there; or leave the key out"
+            "`hf auth login` or set HF_TOKEN, with the right to write there; or leave the key out",
+            keys=("checkpoint.push_to_hub",),
         ) from None
     return Hub(api, config, run_dir, report)
 

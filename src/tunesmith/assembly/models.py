@@ -14,7 +14,7 @@ from tunesmith.config.schema import RLConfig, RunConfig
 from tunesmith.data.chat import HERMES
 from tunesmith.data.chat_checks import check_chatml
 from tunesmith.data.embedding_rows import check_end, set_rows
-from tunesmith.errors import StorageError, boundary
+from tunesmith.errors import StorageError, about, boundary
 from tunesmith.monitor.waits import long_wait
 from tunesmith.plan.cost.operations import PeakRates
 from tunesmith.plan.facts.hub import known_model_facts
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     M = TypeVar("M", bound=Decoder)
 
 
+@about("model.path")
 def load_tokenizer(config: RunConfig) -> Any:
     """The run's tokenizer; its chat template has the defaults of ``data.chat_defaults``.
 
@@ -99,7 +100,7 @@ def load_model(kind: type[M], config: RunConfig, tokenizer: Any, path: str | Non
         from tunesmith.models import adapters
 
         adapters.check_targets(path or config.model.path, lora, trust_remote_code=trust_remote_code)
-    with long_wait(f"loading {path or config.model.path}"):
+    with long_wait(f"loading {path or config.model.path}"), about("critic.path" if path else "model.path"):
         model = kind.load(
             path or config.model.path,
             dtype=getattr(torch, config.model.dtype),

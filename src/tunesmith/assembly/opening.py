@@ -137,9 +137,7 @@ class OpenRun(Generic[C, T]):
         found = changes(self.resolved, contents, self.checkpoint.parents[1] if self.checkpoint else self.directory.path)
         if self.checkpoint and found.refused:
             lines = [f"{self.checkpoint} does not go with changes made since:", *found.refused, f"{REMEDY}."]
-            error = CheckpointError("\n  ".join(lines))
-            error.places_known = True  # the remedy names settings too
-            raise error
+            raise CheckpointError("\n  ".join(lines))
         if told := [*found.refused, *found.told]:
             start = f"from step {read_state(self.checkpoint)['step']} on" if self.checkpoint else "from now on"
             print("\n  ".join([f"the run that is continued was begun with other settings; {start}:", *told]))
@@ -217,7 +215,8 @@ def checkpoint_to_resume(config: RunConfig, run_dir: RunDir) -> Path | None:
     if read_state(checkpoint).get("model_only"):
         raise CheckpointError(
             f"{checkpoint} holds the model alone (checkpoint.model_only), and cannot be resumed. Start another "
-            f"run from it: model.path={checkpoint}/model"
+            f"run from it: model.path={checkpoint}/model",
+            keys=("checkpoint.resume",),
         )
     check_same_model(checkpoint, config.model.path)
     return checkpoint

@@ -23,9 +23,7 @@ from tunesmith.plan.layout.alternatives import costly
 from tunesmith.plan.layout.fitting import layout_that_fits
 from tunesmith.plan.processes.cluster import bundles, missing
 from tunesmith.plan.resolve import resolve, sequence_limits
-from tunesmith.plan.rules.checks import contradictions
-from tunesmith.plan.rules.rules import unread_problems
-from tunesmith.plan.rules.situation import situation
+from tunesmith.plan.rules.checks import contradictions, unread_problems
 
 C = TypeVar("C", bound=RunConfig)
 ENGINE = "system.engine"
@@ -57,7 +55,8 @@ def plan_run(config: RunConfig, on: str, base_dir: Path | None = None) -> tuple[
         if ranks not in (None, world):
             raise ConfigError(
                 f"system.trainer_ranks = {ranks}, and torchrun starts {world} ranks on {hardware.nodes} machines of "
-                f"{len(hardware.gpus)} GPUs, one for each; leave system.trainer_ranks out"
+                f"{len(hardware.gpus)} GPUs, one for each; leave system.trainer_ranks out",
+                keys=("system.trainer_ranks",),
             )
     resolved = resolve(config, facts)
     if resolved.config.system.cluster == "ray" and isinstance(resolved.config, RLConfig):
@@ -84,8 +83,8 @@ def _with_planned_engine(config: C) -> C:
     if "engine" in config.system.model_fields_set or not config.samples:
         return config
     other = with_values(config, {ENGINE: FASTEST_ENGINE})
-    refused = [*contradictions(other), *unread_problems(other, situation(other, None))]
-    return config if set(refused) - {*contradictions(config)} else other
+    refused = {problem.keys for problem in (*contradictions(other), *unread_problems(other))}
+    return config if refused - {problem.keys for problem in contradictions(config)} else other
 
 
 def _with_lengths(config: RunConfig, facts: Facts) -> tuple[Facts, list[str]]:

@@ -12,7 +12,7 @@ from tunesmith.assembly.models import sharding_of
 from tunesmith.config.commands import SamplingConfig
 from tunesmith.config.schema import ModelReward, RLConfig
 from tunesmith.data.batch import Batch
-from tunesmith.errors import DeviceMemoryError, ModelError
+from tunesmith.errors import DeviceMemoryError, ModelError, about
 from tunesmith.monitor.waits import long_wait
 from tunesmith.rewards.reward_set import RewardSet
 from tunesmith.rewards.stats import check_reward_model, read_stats
@@ -69,6 +69,7 @@ def add_rewards(
         note(f"reward model '{entry.name}' sees {sees}{scale}")
 
 
+@about("reward.models")
 def load_reward_model(
     config: RLConfig | SamplingConfig, entry: ModelReward, group: RankGroup | None = None
 ) -> RewardModel:

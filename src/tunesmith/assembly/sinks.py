@@ -10,7 +10,7 @@ from typing import cast
 
 from tunesmith.config.resolved import settings
 from tunesmith.config.schema import RunConfig
-from tunesmith.errors import ConfigError, StorageError, boundary
+from tunesmith.errors import ConfigError, StorageError, about, boundary
 from tunesmith.monitor.run_dir import RunDir
 from tunesmith.monitor.sinks.base import Background, RunInfo, Sink, require
 from tunesmith.redact import redact_values
@@ -21,6 +21,7 @@ ADAPTERS = {"tensorboard": "TensorBoard", "wandb": "WandB", "trackio": "Trackio"
 _MODULES = "tunesmith.monitor.sinks"
 
 
+@about("monitor.sinks")
 def check_sinks(names: Sequence[str], base_dir: Path) -> None:
     """Raise ConfigError for sinks that are missing, not installed or not set up, before anything is loaded."""
     for name in names:
@@ -59,7 +60,7 @@ def _open(name: str, run: RunInfo, base_dir: Path) -> Sink:
     if adapter:
         return sink
     if not callable(getattr(sink, "write", None)):
-        raise ConfigError(f"monitor.sinks: '{name}' has no method write(step, metrics)")
+        raise ConfigError(f"monitor.sinks: '{name}' has no method write(step, metrics)", keys=("monitor.sinks",))
 
     def ignore(*_: object) -> None: ...
 

@@ -24,7 +24,7 @@ from tunesmith.config.system import Role
 from tunesmith.data.embedding_rows import enough_rows
 from tunesmith.data.forest import Forest, Predictions
 from tunesmith.distributed.local import Processes
-from tunesmith.errors import ConfigError
+from tunesmith.errors import ConfigError, about
 from tunesmith.loop.critic import Critic
 from tunesmith.loop.learner import Learner
 from tunesmith.loop.session import Session
@@ -138,6 +138,7 @@ def make_policy(config: RLConfig, tokenizer: Any) -> TorchBackend[CausalLM]:
     return make_backend(config, model, predict, reference_model, head)
 
 
+@about("teacher.path")
 def load_teacher(config: DistillConfig | OfflineDistillConfig, tokenizer: Any) -> CausalLM:
     """The frozen teacher.
 
@@ -217,6 +218,7 @@ def critic_backend(config: RLConfig, tokenizer: Any) -> TorchBackend[ScoreModel]
     return make_backend(config, load_model(ScoreModel, config, tokenizer, config.critic.path), ScoreModel.predict)
 
 
+@about("critic.path")
 def _check_tokens(config: RLConfig, tokenizer: Any) -> None:
     if (path := config.critic.path) is None:
         return
@@ -224,5 +226,6 @@ def _check_tokens(config: RLConfig, tokenizer: Any) -> None:
     if theirs.get_vocab() != tokenizer.get_vocab() or not enough_rows(tokenizer, theirs):
         raise ConfigError(
             f"critic.path: '{path}' has a different vocabulary from the policy, whose tokens it judges. "
-            "Take a model of the policy's family, or leave critic.path out."
+            "Take a model of the policy's family, or leave critic.path out.",
+            keys=("critic.path",),
         )

@@ -253,7 +253,8 @@ class MasterOptimizer:
         if missing := [name for name in self.average if f"ema:{name}" not in tensors]:
             raise CheckpointError(
                 f"{place} holds no average of '{min(missing)}': the run was made without train.ema_decay. "
-                "Resume without it, or start a new run from the checkpoint's model."
+                "Resume without it, or start a new run from the checkpoint's model.",
+                keys=("train.ema_decay",),
             )
         for master in self._all.values():
             master.refresh()
@@ -276,7 +277,8 @@ class MasterOptimizer:
             if (kind == "momentum_buffer") == (self._of[master] is self.adamw):
                 raise CheckpointError(
                     f"the checkpoint's '{kind}' of '{name}' is of another optimizer than the run's. Resume with the "
-                    "train.optimizer of the run that wrote it, or start a new run from its model."
+                    "train.optimizer of the run that wrote it, or start a new run from its model.",
+                    keys=("train.optimizer",),
                 )
             self.slot(name)[kind] = value.to(master.device, copy=True)  # the fused kernel needs step counts there too
 

@@ -343,7 +343,8 @@ def load_weights(model: Decoder, directory: Path) -> None:
         name = different[0] if different else next(k for k in saved if k not in current)
         raise CheckpointError(
             f"{directory} holds another model than this run's: '{name}' differs. "
-            "Resume with the model the run was started with, or start a new run_dir."
+            "Resume with the model the run was started with, or start a new run_dir.",
+            keys=("run_dir",),
         )
     with torch.no_grad():
         for key, value in current.items():

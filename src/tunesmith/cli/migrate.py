@@ -41,7 +41,7 @@ def migrate(
 
     from tunesmith.migrate.convert import convert
     from tunesmith.migrate.read import read_source
-    from tunesmith.migrate.settle import OF_THE_MACHINE, settle
+    from tunesmith.migrate.settle import settle
     from tunesmith.migrate.write import account, run_file
 
     if output is not None:
@@ -69,7 +69,7 @@ def migrate(
         print(f"note: the source starts several programs (--which): {programs}", file=report)
     for problem in problems:
         print(f"still to do: {problem}", file=report)
-    if wrong := [problem for problem in problems if not OF_THE_MACHINE.search(problem)]:
+    if wrong := [problem.text for problem in problems if problem.kind != "machine"]:
         raise ConfigError(f"the run file is not valid yet: {'; '.join(wrong)}")
 
 

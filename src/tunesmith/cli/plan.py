@@ -65,7 +65,7 @@ def plan(
             resolved, facts = plan_run(config, on, run.parent)
         except CapacityError as error:
             if as_json:
-                print(json.dumps({"fits": False, "problems": [*error.args]}, indent=2))
+                print(json.dumps({"fits": False, "problems": [*map(str, error.args)]}, indent=2))
             raise
         found = plan_of(config, resolved, facts, price)
     if as_json:

@@ -22,12 +22,12 @@ from tunesmith.config.names.unknown import answer, explain_unknown, find
 from tunesmith.config.reading.describe import choices_at, describe_at, show
 from tunesmith.config.reading.files import locate_files
 from tunesmith.config.reading.overriding import apply_overrides
-from tunesmith.config.reading.problems import DEEPEST, KeyPath, Origins, Problem, dotted, key_lines, raise_problems
+from tunesmith.config.reading.problems import DEEPEST, FileProblem, KeyPath, Origins, dotted, key_lines, raise_problems
 from tunesmith.config.reading.shape import shape_problems
 from tunesmith.config.schema import RunConfig, SFTConfig
 from tunesmith.config.section import Section
 from tunesmith.config.toml import toml_value
-from tunesmith.errors import ConfigError, boundary, closest, nearest, shortened
+from tunesmith.errors import ConfigError, ProblemKind, boundary, closest, nearest, shortened
 
 C = TypeVar("C", bound=RunConfig)
 Tree = dict[str, Any]
@@ -121,7 +121,7 @@ def _syntax_error(path: Path | None, error: ValueError) -> ConfigError:
     return ConfigError(f"{path}, {where}: not valid TOML: {reason}{hint}")
 
 
-def _unset_problems(kind: type[RunConfig], origins: Origins) -> Iterator[Problem]:
+def _unset_problems(kind: type[RunConfig], origins: Origins) -> Iterator[FileProblem]:
     """Problems for keys that an override unsets and the command does not have."""
     for path in origins.unset:
         name = dotted(path)
@@ -129,10 +129,11 @@ def _unset_problems(kind: type[RunConfig], origins: Origins) -> Iterator[Problem
             yield from explain_unknown(kind, path, None)
 
 
-def _problems_of(kind: type[RunConfig], data: Tree, errors: Sequence[ErrorDetails]) -> list[Problem]:
-    problems: list[Problem] = []
+def _problems_of(kind: type[RunConfig], data: Tree, errors: Sequence[ErrorDetails]) -> list[FileProblem]:
+    problems: list[FileProblem] = []
     for error in errors:
         path, context, last = _path_in(data, error["loc"]), error.get("ctx", {}), ("", *error["loc"])[-1]
+        problem_kind: ProblemKind = "unknown" if error["type"] == "choice_key" else "invalid"
         match error["type"]:
             case "extra_forbidden":
                 problems += explain_unknown(kind, path, _at(data, path))
@@ -150,7 +151,7 @@ def _problems_of(kind: type[RunConfig], data: Tree, errors: Sequence[ErrorDetail
                 text = _wrong_value(context["kind"], path, _at(data, path), path[-1:])
             case _:
                 text = _wrong_value(kind, path, _at(data, path))
-        problems.append(Problem(path, text))
+        problems.append(FileProblem(path, text, problem_kind))
     return problems
 
 
@@ -202,7 +203,7 @@ def _at(data: Any, path: KeyPath) -> Any:
     return data
 
 
-def _deepest(problems: Sequence[Problem]) -> list[Problem]:
+def _deepest(problems: Sequence[FileProblem]) -> list[FileProblem]:
     """One problem per path; for a union, that of the branch that got furthest."""
     paths = {p.path for p in problems}
     inner = {path[:n] for path in paths for n in range(len(path))}

@@ -200,7 +200,9 @@ class ChatTemplate:
         try:
             self.whole(messages, prompt=True)
         except DataError as error:
-            raise ConfigError(f"system messages (data.system_prompt) do not work here: {error}") from error
+            raise ConfigError(
+                f"system messages (data.system_prompt) do not work here: {error}", keys=("data.system_prompt",)
+            ) from error
 
     def learned(self, messages: Sequence[Message], tools: list[Any] | None = None, first: int = 0) -> list[Rendered]:
         """Texts in which each assistant turn from message ``first`` on is learned exactly once.

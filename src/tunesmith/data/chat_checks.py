@@ -79,11 +79,15 @@ def check_options(options: Mapping[str, Any], source: str, tokens: Iterable[str]
     free = sorted(read - {*GIVEN, *tokens, *environment.globals})
     for name in options:
         if name in GIVEN or name in tokens:
-            raise ConfigError(f"data.chat_template_kwargs: '{name}' is set by the rendering itself; leave it out.")
+            raise ConfigError(
+                f"data.chat_template_kwargs: '{name}' is set by the rendering itself; leave it out.",
+                keys=("data.chat_template_kwargs",),
+            )
         if name not in free:
             known = f"It reads {', '.join(free)}." if free else "It reads none."
             raise ConfigError(
-                f"data.chat_template_kwargs: the chat template does not read '{name}'.{nearest(name, free)} {known}"
+                f"data.chat_template_kwargs: the chat template does not read '{name}'.{nearest(name, free)} {known}",
+                keys=("data.chat_template_kwargs",),
             )
     return options
 
@@ -94,5 +98,6 @@ def check_chatml(tokenizer: Any) -> None:
     if missing := [token for token in CHATML if token not in known]:
         raise ConfigError(
             f"model.chat_template = 'hermes' writes {', '.join(missing)}, which the tokenizer does not have as a "
-            "token: the template is for models whose turns are ChatML's. Name a template of the model's own tokens"
+            "token: the template is for models whose turns are ChatML's. Name a template of the model's own tokens",
+            keys=("model.chat_template",),
         )

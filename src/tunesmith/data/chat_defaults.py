@@ -79,5 +79,6 @@ def _literal(name: str, value: Any) -> str:
         case _:
             raise ConfigError(
                 f"data.chat_template_kwargs: '{name}' holds {value!r}, which a chat template cannot be given; "
-                "use text, a finite number, true, false, a list or a table"
+                "use text, a finite number, true, false, a list or a table",
+                keys=("data.chat_template_kwargs",),
             )

@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any, cast
 
 from tunesmith.data.sources import BadLine, Rows, SourceRow
-from tunesmith.errors import ConfigError
+from tunesmith.errors import ConfigError, about
 from tunesmith.usercode.loading import load_function
 
 MapRow = Callable[[dict[str, Any]], Any]
 
 
+@about("data.map")
 def load_map(reference: str) -> MapRow:
     """The function of ``data.map``.
 
@@ -23,11 +24,16 @@ def load_map(reference: str) -> MapRow:
     """
     function = load_function(reference, Path.cwd())
     if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
-        raise ConfigError(f"data.map = '{reference}' is a coroutine or a generator; it must return the row's columns.")
+        raise ConfigError(
+            f"data.map = '{reference}' is a coroutine or a generator; it must return the row's columns.",
+            keys=("data.map",),
+        )
     try:
         inspect.signature(function).bind({})
     except TypeError:
-        raise ConfigError(f"data.map = '{reference}' must take one argument, a row as a dict of its columns.") from None
+        raise ConfigError(
+            f"data.map = '{reference}' must take one argument, a row as a dict of its columns.", keys=("data.map",)
+        ) from None
     return function
 
 

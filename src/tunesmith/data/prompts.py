@@ -31,16 +31,23 @@ def choose_template(section: DataSection, tokenizer: Tokenizer, examples: list[E
     """
     talk = next((e for e in examples if isinstance(e.prompt, list) or isinstance(e.completion, list)), None)
     if talk is not None and section.chat is False:
-        raise ConfigError(f"data.chat = false, but {talk.where} is a conversation, which needs the chat template.")
+        raise ConfigError(
+            f"data.chat = false, but {talk.where} is a conversation, which needs the chat template.",
+            keys=("data.chat",),
+        )
     chat = bool(tokenizer.chat_template) if section.chat is None else section.chat
     if talk is None and not (chat and any(e.prompt is not None for e in examples)):
         if section.system_prompt is not None:
             raise ConfigError(
                 "data.system_prompt needs a chat template, but these prompts are plain text. Leave it out, "
-                "or set data.chat = true with a tokenizer or model.chat_template that has one."
+                "or set data.chat = true with a tokenizer or model.chat_template that has one.",
+                keys=("data.system_prompt",),
             )
         if section.chat_template_kwargs:
-            raise ConfigError("data.chat_template_kwargs has no effect: this data is plain text. Leave it out.")
+            raise ConfigError(
+                "data.chat_template_kwargs has no effect: this data is plain text. Leave it out.",
+                keys=("data.chat_template_kwargs",),
+            )
         return None
     template = ChatTemplate.of(tokenizer)
     sides = [side for e in examples for side in (e.prompt, e.completion) if isinstance(side, list)]

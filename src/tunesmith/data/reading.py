@@ -104,7 +104,9 @@ class Reading:
         check_section(section, goal)
         limit = "max_prompt_tokens" if goal == "rl" else "max_tokens"
         if section.too_long != "error" and getattr(section, limit) is None:
-            raise ConfigError(f"data.too_long = '{section.too_long}' needs a limit: set data.{limit}.")
+            raise ConfigError(
+                f"data.too_long = '{section.too_long}' needs a limit: set data.{limit}.", keys=("data.too_long",)
+            )
         sources = as_sources(source)
         report = LoadReport(skip_bad=section.skip_bad, skip_too_long=section.too_long == "skip")
         examples: list[Example] = []
@@ -313,7 +315,9 @@ def _detect(section: DataSection, row: SourceRow, goal: Goal) -> Format:
             if value:
                 raise ConfigError(f"data.{key} does not apply to the plain text of {row.file}; leave it out.")
         if section.loss_on not in (None, "all"):
-            raise ConfigError(f"{row.file} is plain text without turns: data.loss_on can only be 'all'.")
+            raise ConfigError(
+                f"{row.file} is plain text without turns: data.loss_on can only be 'all'.", keys=("data.loss_on",)
+            )
     return form
 
 

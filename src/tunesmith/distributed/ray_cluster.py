@@ -256,7 +256,8 @@ def _environment(said: Mapping[str, Any] | None) -> dict[str, Any] | None:
         return None
     if unknown := sorted(said.keys() - RuntimeEnv.known_fields):
         raise ConfigError(
-            f"system.ray_runtime_env: Ray knows no '{unknown[0]}'.{nearest(unknown[0], RuntimeEnv.known_fields)}"
+            f"system.ray_runtime_env: Ray knows no '{unknown[0]}'.{nearest(unknown[0], RuntimeEnv.known_fields)}",
+            keys=("system.ray_runtime_env",),
         )
     with boundary(ConfigError, "system.ray_runtime_env: Ray refuses it", (ValueError, TypeError)):
         return dict(RuntimeEnv(**said))

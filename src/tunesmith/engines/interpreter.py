@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 from tunesmith.config.schema import RunConfig
-from tunesmith.errors import ConfigError
+from tunesmith.errors import ConfigError, about
 from tunesmith.plan.rules.vllm import extra_problem, version_problem
 
 _SCRIPT = """
@@ -27,6 +27,7 @@ for node in ast.parse(file.read_text()).body if file and file.exists() else ():
 """
 
 
+@about("system.engine_python")
 def check_interpreter(config: RunConfig) -> None:
     """Ask the engines' interpreter what is installed there; takes a few hundredths of a second.
 

@@ -19,7 +19,7 @@ from tunesmith.environments.agents import GIVEN, is_agent
 from tunesmith.environments.games import TRL_RESERVED, Game, Loaded, open_game
 from tunesmith.environments.rendering import Tools
 from tunesmith.environments.tools import Tool, make_tool
-from tunesmith.errors import ConfigError, DataError, boundary, nearest
+from tunesmith.errors import ConfigError, DataError, about, boundary, nearest
 from tunesmith.types import Task
 from tunesmith.usercode import loading as user_code
 from tunesmith.usercode.calls import check_keywords
@@ -32,17 +32,28 @@ SINGLE_TURN = "single_turn"
 """The environment of tasks without a user's environment; a valid value of the routing column."""
 
 
+@about("environment.path")
 def check_environment(section: EnvironmentSection, base_dir: Path) -> None:
     """Reject (``ConfigError``) a section that cannot work, without running any of the user's code."""
     references = references_of(section)
     if SINGLE_TURN in references and isinstance(section.path, dict):
-        raise ConfigError(f"environment.path: the name '{SINGLE_TURN}' is reserved for a prompt and one answer.")
+        raise ConfigError(
+            f"environment.path: the name '{SINGLE_TURN}' is reserved for a prompt and one answer.",
+            keys=("environment.path",),
+        )
     if section.memory is not None and section.isolation == "thread":
-        raise ConfigError('environment.memory has no effect with environment.isolation = "thread".')
-    for reference in (*references.values(), *section.tools):
+        raise ConfigError(
+            'environment.memory has no effect with environment.isolation = "thread".',
+            keys=("environment.memory", "environment.isolation"),
+        )
+    with about("environment.tools"):
+        for reference in section.tools:
+            user_code.check_reference(reference, base_dir)
+    for reference in references.values():
         user_code.check_reference(reference, base_dir)
 
 
+@about("environment.path")
 def check_agents(given: EnvironmentSection, base_dir: Path) -> None:
     """Reject (``ConfigError``) settings of environments and tools if all episodes are played by agents.
 
@@ -56,7 +67,8 @@ def check_agents(given: EnvironmentSection, base_dir: Path) -> None:
     if unread and references and all(user_code.parameters_in_source(each, base_dir) & GIVEN for each in references):
         raise ConfigError(
             f"environment.{unread[0]} is for environments and tools, and {' and '.join(references)} plays as an agent, "
-            "in the run's own process: leave it out; rollout.timeout ends an agent's episode."
+            "in the run's own process: leave it out; rollout.timeout ends an agent's episode.",
+            keys=(f"environment.{unread[0]}",),
         )
 
 
@@ -67,14 +79,19 @@ def references_of(section: EnvironmentSection) -> dict[str, str]:
     return dict(section.path or {})
 
 
+@about("environment.path")
 def load_environments(section: EnvironmentSection, base_dir: Path) -> EnvironmentSet:
     """Check the section and import the user's files; also a ConfigError if an object has no known form."""
     check_environment(section, base_dir)
-    defined = [make_tool(user_code.load_object(reference, base_dir), reference) for reference in section.tools]
+    with about("environment.tools"):
+        defined = [make_tool(user_code.load_object(reference, base_dir), reference) for reference in section.tools]
     tools = {tool.name: tool for tool in defined}
     if len(tools) < len(defined):
         repeated = min(tool.name for tool in defined if sum(tool.name == other.name for other in defined) > 1)
-        raise ConfigError(f"environment.tools has two tools called '{repeated}'; the policy could not tell them apart.")
+        raise ConfigError(
+            f"environment.tools has two tools called '{repeated}'; the policy could not tell them apart.",
+            keys=("environment.tools",),
+        )
     loaded = [
         _loaded(name, reference, _load(reference, base_dir), tools)
         for name, reference in references_of(section).items()
@@ -84,7 +101,8 @@ def load_environments(section: EnvironmentSection, base_dir: Path) -> Environmen
     if tools and not any(one.tools for one in loaded):
         raise ConfigError(
             "environment.tools is set, but no environment uses them: an agent has its own, "
-            "and OpenRLHF's form has none."
+            "and OpenRLHF's form has none.",
+            keys=("environment.tools",),
         )
     return EnvironmentSet(section, loaded, base_dir)
 
@@ -199,12 +217,14 @@ class EnvironmentSet:
             if template is None and (one.kind == "agent" or one.schemas):
                 raise ConfigError(
                     f"'{one.reference}' needs a chat template: agents and tools use messages. Name one with "
-                    "model.chat_template, and leave data.chat = false out."
+                    "model.chat_template, and leave data.chat = false out.",
+                    keys=("model.chat_template",),
                 )
             if template is not None and one.schemas and not template.takes_tools:
                 raise ConfigError(
                     f"'{one.reference}' has tools, and the chat template does not take tools: name one that does "
-                    "with model.chat_template, such as 'hermes' for ChatML models."
+                    "with model.chat_template, such as 'hermes' for ChatML models.",
+                    keys=("model.chat_template",),
                 )
         return template
 

@@ -69,7 +69,9 @@ class Checkpoints:
                 raise
             kept = self.newest()
             safe = f"the last good checkpoint is {kept}" if kept else "no checkpoint was written yet"
-            raise StorageError(f"cannot write checkpoint {target}: {error}; {safe}. Free space and resume.") from error
+            failed = StorageError(f"cannot write checkpoint {target}: {error}; {safe}. Free space and resume.")
+            failed.names_checkpoint = True
+            raise failed from error
         self._rotate(step, best)
         return target
 

@@ -177,7 +177,8 @@ class Session:
             self.best.update(metrics[self.best.metric], self.step)
         elif self.best.value is None and ("eval/reward" in metrics or "eval/loss" in metrics):
             raise ConfigError(
-                f"eval.metric: no evaluation gives '{self.best.metric}'.{nearest(self.best.metric, metrics)}"
+                f"eval.metric: no evaluation gives '{self.best.metric}'.{nearest(self.best.metric, metrics)}",
+                keys=("eval.metric",),
             )
         self._call(self.callbacks.on_evaluation, dict(metrics))
 

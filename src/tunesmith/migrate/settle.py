@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import re
 import tempfile
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from tunesmith.config.commands import KINDS
 from tunesmith.config.load import load_config
-from tunesmith.errors import ConfigError
+from tunesmith.errors import ConfigError, Problem
 from tunesmith.migrate.convert import ConvertedSetting, Entry, Kind, Migration
 from tunesmith.migrate.there import is_off
 from tunesmith.migrate.write import run_file
@@ -18,12 +16,11 @@ from tunesmith.plan.rules.checks import check
 
 _MOST = 60
 """Maximum number of rounds of removing settings."""
-OF_THE_MACHINE = re.compile(r"not installed|this machine|vLLM \d")
 _KEPT = ("model.path", "data.train", "teacher.path")
 _HOW_FAST = ("system.", "monitor.", "checkpoint.", "eval.")
 
 
-def settle(migration: Migration) -> list[str]:
+def settle(migration: Migration) -> list[Problem]:
     """Change the migration until its run file is valid; returns the remaining problems.
 
     Problems of this machine only, such as a missing library, are not fixed but also returned.
@@ -31,13 +28,13 @@ def settle(migration: Migration) -> list[str]:
     _fill_in(migration)
     for _ in range(_MOST):
         problems = _problems(migration)
-        of_settings = [(keys, text) for keys, text in problems if not OF_THE_MACHINE.search(text)]
-        culprits = [(key, text) for keys, text in of_settings if (key := _culprit(keys, text, migration))]
+        of_settings = [problem for problem in problems if problem.kind != "machine"]
+        culprits = [(key, problem) for problem in of_settings if (key := _culprit(problem, migration))]
         if not culprits:
-            return [text for _, text in problems]
-        for key, text in dict(reversed(culprits)).items():
-            _take_out(migration, key, text)
-    return [text for _, text in _problems(migration)]
+            return problems
+        for key, problem in dict(reversed(culprits)).items():
+            _take_out(migration, key, problem)
+    return _problems(migration)
 
 
 def _fill_in(migration: Migration) -> None:
@@ -56,8 +53,8 @@ def _fill_in(migration: Migration) -> None:
         entries["reward.functions"] = Entry(["math"], note=note)
 
 
-def _problems(migration: Migration) -> list[tuple[Sequence[str], str]]:
-    """The reasons why the run file is rejected: the keys at fault, as far as known, and the message."""
+def _problems(migration: Migration) -> list[Problem]:
+    """The reasons why the run file is rejected."""
     kind = KINDS[migration.command]
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "run.toml"
@@ -65,38 +62,33 @@ def _problems(migration: Migration) -> list[tuple[Sequence[str], str]]:
         try:
             check(load_config(kind, file, files=False))
         except ConfigError as error:
-            texts = [str(argument).replace(str(file), "run.toml") for argument in error.args]
-            if error.keys:
-                listed = re.split(r"\n\s*(?:line \d+: )?", texts[0])
-                return [((key,), next((t for t in listed if key in t), texts[0])) for key in error.keys]
-            return [((), text) for text in texts]
+            return [replace(each, place=each.place.replace(str(file), file.name)) for each in error.problems]
     return []
 
 
-def _culprit(keys: Sequence[str], text: str, migration: Migration) -> str:
+def _culprit(problem: Problem, migration: Migration) -> str:
     """The setting to remove: system settings before those that affect learning, defaults before given ones."""
     entries = migration.entries
-    words = [k for key in keys for k in (key, re.sub(r"\[.*", "", key), key.rpartition(".")[0])]
-    words += re.findall(r"[a-z_]\w*(?:\.\w+)+", text)
-    named = [word for word in words if word in entries]
-    named += [
-        key for word in words if word not in KINDS for key in entries if key.startswith(f"{word}.") and "." in word
-    ]
-    named = [key for key in dict.fromkeys(named) if key not in _KEPT]
-    if keys and named:
-        return named[0]
-    named.sort(key=lambda key: (not key.startswith(_HOW_FAST), bool(entries[key].of and not entries[key].note)))
-    return next(iter(named), "")
+    found = [entry for key in problem.keys if (entry := _entry_of(key, migration)) and entry not in _KEPT]
+    found.sort(key=lambda key: (not key.startswith(_HOW_FAST), bool(entries[key].of and not entries[key].note)))
+    return next(iter(found), "")
 
 
-def _take_out(migration: Migration, key: str, text: str) -> None:
+def _entry_of(key: str, migration: Migration) -> str:
+    """The entry of the run file that sets a key: its own, that of a table around it, or the first one inside."""
+    around = (key, key.partition("[")[0], key.rpartition(".")[0])
+    inside = (name for name in migration.entries if name.startswith(f"{key}."))
+    return next((name for name in (*around, *inside) if name in migration.entries), "")
+
+
+def _take_out(migration: Migration, key: str, problem: Problem) -> None:
     entry = migration.entries.pop(key, None)
     if entry is None:
         return
-    text = re.sub(r"^(run\.toml,? ?)?(line \d+: )?", "", text.strip())
-    kind: Kind = "absent" if re.search("no effect|has no key", text) or key.startswith(_HOW_FAST) else "changes"
+    without_effect = problem.kind in ("unread", "unknown") or key.startswith(_HOW_FAST)
+    kind: Kind = "absent" if without_effect else "changes"
     for number, row in enumerate(migration.rows):
         if any(row.given is given for given in entry.of):
             left = tuple(k for k in row.keys if k != key)
-            removed = ConvertedSetting(row.given, "off" if is_off(row.given.value) else kind, text)
+            removed = ConvertedSetting(row.given, "off" if is_off(row.given.value) else kind, problem.text)
             migration.rows[number] = replace(row, keys=left) if left else removed

@@ -180,7 +180,10 @@ def choose_targets(linear: Iterable[str], targets: str | Sequence[str] | None) -
         return own
     for target in targets:
         if not any(name == target or name.endswith(f".{target}") for name in names):
-            raise ConfigError(f"lora.targets: the model has no linear module '{target}'.{nearest(target, own)}")
+            raise ConfigError(
+                f"lora.targets: the model has no linear module '{target}'.{nearest(target, own)}",
+                keys=("lora.targets",),
+            )
     return list(targets)
 
 

@@ -37,7 +37,7 @@ from pathlib import Path
 from typing import Literal
 
 from tunesmith.config.toml import without_secrets
-from tunesmith.errors import CheckpointError, ConfigError, StorageError, UserError, boundary
+from tunesmith.errors import CheckpointError, ConfigError, StorageError, UserError, about, boundary
 from tunesmith.monitor.interrupts import Interrupted
 from tunesmith.monitor.standing import STATE_FILE, read_standing
 
@@ -111,7 +111,7 @@ def open_run_dir(run_dir: Path | None, name: str, resume: bool | Literal["auto"]
             newest = newest_checkpoint(path)
             begun = newest or (isinstance(error, Interrupted) and holds_run(path))
             if (begun or _goes_on(path, error)) and not isinstance(error, CheckpointError):
-                if newest and isinstance(error, StorageError) and "last good checkpoint" not in str(error):
+                if newest and isinstance(error, StorageError) and not error.names_checkpoint:
                     error.add_note(f"the last good checkpoint is {newest}")
                 if (how := how_to_continue(path)) not in getattr(error, "__notes__", ()):  # by a run inside this one
                     error.add_note(how)
@@ -149,6 +149,7 @@ def shown_command(words: Sequence[str]) -> str:
     return shlex.join(map(without_secrets, words))
 
 
+@about("run_dir")
 def check_run_dir(run_dir: Path, resume: bool | Path | Literal["auto"]) -> None:
     """Reject a directory that ``open_run_dir`` would reject, without touching it.
 
@@ -157,13 +158,18 @@ def check_run_dir(run_dir: Path, resume: bool | Path | Literal["auto"]) -> None:
         CheckpointError: there is no run to resume.
     """
     if resume is True and not run_dir.is_dir():
-        raise CheckpointError(f"checkpoint.resume = true: there is no run to resume: {run_dir} is not a directory")
+        raise CheckpointError(
+            f"checkpoint.resume = true: there is no run to resume: {run_dir} is not a directory",
+            keys=("checkpoint.resume", "run_dir"),
+        )
     with boundary(ConfigError, f"run_dir = '{run_dir}' cannot be used", (OSError, ValueError, RuntimeError)):
         above = next(p for p in (run_dir.absolute(), *run_dir.absolute().parents) if p.exists())
         if not above.is_dir():
-            raise ConfigError(f"run_dir = '{run_dir}' cannot be a directory: {above} is a file")
+            raise ConfigError(f"run_dir = '{run_dir}' cannot be a directory: {above} is a file", keys=("run_dir",))
         if not os.access(above, os.W_OK | os.X_OK):
-            raise ConfigError(f"run_dir = '{run_dir}' cannot be written: {above} is not writable for this user")
+            raise ConfigError(
+                f"run_dir = '{run_dir}' cannot be written: {above} is not writable for this user", keys=("run_dir",)
+            )
         _refuse_another_run(run_dir.resolve(), resume)
 
 
@@ -171,7 +177,9 @@ def _refuse_another_run(path: Path, resume: bool | Path | Literal["auto"]) -> No
     continued = resume in (True, "auto") or (isinstance(resume, Path) and resume.resolve().is_relative_to(path))
     if not continued and holds_run(path):
         raise ConfigError(
-            f"{path} already holds a run. Continue it with checkpoint.resume=true, choose another run_dir, or delete it"
+            f"{path} already holds a run. Continue it with checkpoint.resume=true, choose another run_dir, or delete "
+            "it",
+            keys=("run_dir",),
         )
     if continued or os.path.lexists(path / LOCK):
         return
@@ -179,7 +187,8 @@ def _refuse_another_run(path: Path, resume: bool | Path | Literal["auto"]) -> No
     if found or (path / "model").is_symlink():
         raise ConfigError(
             f"{path} has {', '.join(found or ['a link model'])}, which no run wrote there, and a run would write over; "
-            "choose another run_dir"
+            "choose another run_dir",
+            keys=("run_dir",),
         )
 
 
@@ -264,7 +273,10 @@ def _open_lock(lock: Path) -> int:
     if content is None or not (content == b"" or content.startswith(b"process ")):
         if handle is not None:
             os.close(handle)
-        raise ConfigError(f"{lock} is there already and is not the lock of a run; choose another run_dir, or remove it")
+        raise ConfigError(
+            f"{lock} is there already and is not the lock of a run; choose another run_dir, or remove it",
+            keys=("run_dir",),
+        )
     assert handle is not None
     return handle
 
@@ -288,7 +300,8 @@ def _locked(path: Path) -> Generator[None]:
         if error.errno in (errno.EACCES, errno.EAGAIN):
             raise ConfigError(
                 f"{path} is in use by {owner or 'another process'}: wait for it to end, stop it, "
-                "or choose another run_dir"
+                "or choose another run_dir",
+                keys=("run_dir",),
             ) from None
         raise StorageError(f"cannot lock {lock}: {error}. Choose a run_dir on a local disk.") from error
     with boundary(StorageError, f"cannot write {lock}", OSError):

@@ -44,7 +44,10 @@ def first_questions(run: OpenRun[RFTConfig, Task]) -> Questions:
     if encoder is None:
         return plain
     if encoder.template is not None and config.rft.few_shot_separator is not None:
-        raise ConfigError("rft.few_shot_separator has no effect on a chat template, which has turns; leave it out")
+        raise ConfigError(
+            "rft.few_shot_separator has no effect on a chat template, which has turns; leave it out",
+            keys=("rft.few_shot_separator",),
+        )
     return _after_examples(config, plain, encoder)
 
 

@@ -48,7 +48,7 @@ from tunesmith.offline.usage import Usage, total_of
 from tunesmith.offline.watch import JobWatch, Judged
 from tunesmith.plan.derive.generation import derive_rft_warmup, profile_values
 from tunesmith.plan.resolve import resolve
-from tunesmith.plan.rules.checks import SAMPLER_KEYS
+from tunesmith.plan.rules.engines import OF_SAMPLERS
 from tunesmith.rewards.reward_set import RewardSet
 from tunesmith.storage import read_json, write_json, write_output
 from tunesmith.types import Task
@@ -90,7 +90,7 @@ def run_rft(
     usage = Usage()
     with open_sampling(RFTConfig, path, overrides, caller) as (run, rewards):
         if step == "evaluate" and run.config.data.eval is None:
-            raise ConfigError("data.eval is missing: name the questions to evaluate on")
+            raise ConfigError("data.eval is missing: name the questions to evaluate on", keys=("data.eval",))
         assert rewards is not None, "a run needs a reward"
         steps = _begin(run, rewards, usage)
         with recorded(run.directory.path, "rft", steps.count):
@@ -154,7 +154,8 @@ class _Run:
             raise ConfigError(
                 f"all {len(self.rounds)} rounds in {self.run.directory.path} are trained; raise rft.rounds. To "
                 "train on the same answers with other settings, give another run_dir and "
-                f"rft.answers={self.rounds[-1].samples}"
+                f"rft.answers={self.rounds[-1].samples}",
+                keys=("rft.rounds",),
             )
         if step == "generate" or self.config.rft.answers is not None:
             self.generate(number)
@@ -348,7 +349,7 @@ class _Run:
         values, reasons = settings(config), {d.key: d.reason for d in self.run.resolved.derived}
         # Settings that depend on the machine are derived again: no sampler runs next to the training.
         chosen = {*given, *profile_values(config.rft.profile), *(k for k in reasons if not k.startswith("system."))}
-        kept = {k: values[k] for k in values if k in chosen and k.startswith(_TRAINING) and k not in SAMPLER_KEYS}
+        kept = {k: values[k] for k in values if k in chosen and k.startswith(_TRAINING) and not OF_SAMPLERS.covers(k)}
         if kept.get("system.compile") is True:  # on by default, but refused if training has nothing to compile
             del kept["system.compile"]
         start = self.rounds[number - 1].model if number and config.rft.start == "last" else None

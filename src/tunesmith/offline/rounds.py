@@ -99,7 +99,8 @@ def select_answers(this: RftRound, rule: str, threshold: float, samples_per_ques
         raise ConfigError(
             f"none of the {report['samples']} samples in {this.samples} is a whole answer with a reward of at least "
             f"{threshold:g} (rft.threshold); the highest is {best:g}. Give examples with rft.few_shot, raise "
-            "sampling.n or sampling.max_new_tokens, or train by example first: tunesmith sft"
+            "sampling.n or sampling.max_new_tokens, or train by example first: tunesmith sft",
+            keys=("rft.threshold",),
         )
     return report
 

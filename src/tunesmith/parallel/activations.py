@@ -41,7 +41,8 @@ def compute_again(module: PreTrainedModel, share: float) -> None:
     if share < 1 and not all(isinstance(layer, GradientCheckpointingLayer) for layer in layers):
         raise ModelError(
             f"system.gradient_checkpointing = {share:g}: the layers of '{module.name_or_path}' cannot be computed "
-            "again one by one; set it to true or false"
+            "again one by one; set it to true or false",
+            keys=("system.gradient_checkpointing",),
         )
     for layer, again in zip(layers, recomputed(len(layers), share), strict=True):
         vars(layer)["gradient_checkpointing"] = again  # as transformers sets it for all

@@ -62,7 +62,8 @@ class SequenceGroup:
         elif heads % self.size:
             raise ModelError(
                 f"the {heads} attention heads of '{path}' cannot be shared by {self.size} ranks: "
-                f'system.sequence_parallel.size has to divide {heads}, or set system.sequence_parallel.type = "ring"'
+                f'system.sequence_parallel.size has to divide {heads}, or set system.sequence_parallel.type = "ring"',
+                keys=("system.sequence_parallel.size", "system.sequence_parallel.type"),
             )
 
     def part(self, forest: Forest) -> Forest:

@@ -28,9 +28,9 @@ from tunesmith.plan.layout.fitting import memory_notes, memory_problems
 from tunesmith.plan.layout.profiles import derive_profile
 from tunesmith.plan.layout.search import derive_layout
 from tunesmith.plan.length import optimizer_steps, steps_of_epochs
-from tunesmith.plan.rules.checks import check, contradictions, raise_all
-from tunesmith.plan.rules.rules import told, unread_problems
-from tunesmith.plan.rules.situation import resolved_algorithm, situation
+from tunesmith.plan.rules.checks import check, contradictions, raise_all, unread_problems
+from tunesmith.plan.rules.notes import notes
+from tunesmith.plan.rules.situation import Situation, resolved_algorithm
 from tunesmith.plan.rules.vllm import derive_vllm
 
 C = TypeVar("C", bound=RunConfig)
@@ -86,7 +86,7 @@ def resolve(config: C, facts: Facts) -> Resolved[C]:
     derive_vllm(filling, facts)
     if config.trains:
         _derive_limits(filling, facts)
-    unread = unread_problems(config, situation(filling.config, facts))
+    unread = unread_problems(filling.config, facts, said=config)
     if problems := [*memory_problems(filling.config, facts, config)]:
         raise CapacityError(*problems)  # what else does not fit follows from it
     raise_all([*unread, *contradictions(filling.config, facts)])
@@ -256,5 +256,5 @@ def _derive_limits(filling: Filling, facts: Facts) -> None:
 def _notes(filling: Filling, facts: Facts) -> Iterator[str]:
     """Remarks about settings that are allowed but questionable."""
     derived = any(each.key == "system.device" for each in filling.derived)
-    yield from told(situation(filling.config, facts) | {"device_derived": derived}, "notes")
+    yield from notes(Situation(filling.config, facts), device_derived=derived)
     yield from memory_notes(filling.config, facts)

@@ -16,7 +16,7 @@ from tunesmith.monitor.catalogue import CATALOGUE, Metric
 from tunesmith.monitor.catalogue import find as find_metric
 from tunesmith.monitor.metrics import numbers
 from tunesmith.monitor.runs import last_lines
-from tunesmith.plan.rules.rules import is_about, rules
+from tunesmith.plan.rules.checks import unread_reasons
 from tunesmith.reference.settings import Setting, settings_of
 from tunesmith.storage import read_json
 
@@ -65,9 +65,7 @@ def called_elsewhere(key: str) -> Iterator[tuple[str, str]]:
 
 def without_effect(key: str) -> Iterator[str]:
     """The conditions in which a setting has no effect and is refused."""
-    for rule in rules("unread"):
-        if is_about(rule, key):
-            yield re.sub(r"\{[\w.:]+\}", "...", rule["why"])
+    return (re.sub(r"\{[\w.]+\}", "...", why) for why in unread_reasons(key))
 
 
 def value_in_run(run_dir: Path, key: str) -> str | None:

@@ -46,23 +46,34 @@ def check_builtins(section: RewardSection) -> None:
     extracting = [name for name in used if name in ("exact_match", "numeric_match")]
     if section.pattern is None:
         if "regex_format" in used:
-            raise ConfigError("reward.pattern is missing; regex_format gives 1 where it matches a whole completion.")
+            raise ConfigError(
+                "reward.pattern is missing; regex_format gives 1 where it matches a whole completion.",
+                keys=("reward.pattern",),
+            )
     else:
         groups = _groups(section.pattern)
         if "regex_format" not in used and not extracting:
-            raise ConfigError("reward.pattern is set, but regex_format, exact_match and numeric_match are not used.")
+            raise ConfigError(
+                "reward.pattern is set, but regex_format, exact_match and numeric_match are not used.",
+                keys=("reward.pattern",),
+            )
         if "regex_format" not in used and not groups:
             raise ConfigError(
                 f"reward.pattern has no group for {extracting[0]} to extract; "
-                "put parentheses around the answer, as in '#### (.+)'."
+                "put parentheses around the answer, as in '#### (.+)'.",
+                keys=("reward.pattern",),
             )
     if section.answer in RESERVED:
-        raise ConfigError(f"reward.answer: '{section.answer}' is not a data column but an argument of every reward.")
+        raise ConfigError(
+            f"reward.answer: '{section.answer}' is not a data column but an argument of every reward.",
+            keys=("reward.answer",),
+        )
     labelled = any(entry.protocol == "openrlhf" for entry in section.remote)
     if "answer" in section.model_fields_set and not labelled and not any(name in COMPARING for name in used):
         raise ConfigError(
             f"reward.answer is set, but none of {', '.join(COMPARING)} is in reward.functions; "
-            "your own functions get every column by its name."
+            "your own functions get every column by its name.",
+            keys=("reward.answer", "reward.functions"),
         )
 
 
@@ -70,7 +81,9 @@ def _groups(pattern: str) -> int:
     try:
         return re.compile(pattern).groups
     except re.error as error:
-        raise ConfigError(f"reward.pattern is not a regular expression: {error}: {pattern!r}") from error
+        raise ConfigError(
+            f"reward.pattern is not a regular expression: {error}: {pattern!r}", keys=("reward.pattern",)
+        ) from error
 
 
 def _matching(

@@ -41,7 +41,9 @@ class IsolatedRewards:
             description = self._workers.server().description
         except WorkerError as error:
             names = ", ".join(entry for _, entry in references)
-            raise ConfigError(f"reward.functions: importing {names} failed: {error}") from None
+            raise ConfigError(
+                f"reward.functions: importing {names} failed: {error}", keys=("reward.functions",)
+            ) from None
         if "refused" in description:
             self.close()
             raise ConfigError(description["refused"])

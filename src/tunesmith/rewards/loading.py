@@ -22,7 +22,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from tunesmith.config.schema import RewardSection
-from tunesmith.errors import ConfigError, nearest
+from tunesmith.errors import ConfigError, about, nearest
 from tunesmith.rewards.builtin import BUILTINS, check_builtins
 from tunesmith.rewards.foreign import VERL, VERL_GOLD, from_verl
 from tunesmith.rewards.function import INSTANCES, RewardFunction, required_columns
@@ -36,6 +36,7 @@ INSTANCES_NEED = (
 )
 
 
+@about("reward.functions")
 def check_rewards(section: RewardSection, base_dir: Path) -> None:
     """Reject (``ConfigError``) a section that cannot work, without running any of the user's code.
 
@@ -44,7 +45,8 @@ def check_rewards(section: RewardSection, base_dir: Path) -> None:
     if not section.given:
         raise ConfigError(
             "reward.functions is empty; give a function of yours, as in functions = ['rewards.py:correct'], "
-            f"a built-in ({', '.join(BUILTINS)}), [[reward.models]] or [[reward.remote]]."
+            f"a built-in ({', '.join(BUILTINS)}), [[reward.models]] or [[reward.remote]].",
+            keys=("reward.functions",),
         )
     _check_weights(section)
     for entry in section.functions:
@@ -53,47 +55,60 @@ def check_rewards(section: RewardSection, base_dir: Path) -> None:
         elif entry not in BUILTINS:
             raise ConfigError(
                 f"reward.functions: '{entry}' is not a built-in.{nearest(entry, BUILTINS)}"
-                " A function of yours is written file.py:function."
+                " A function of yours is written file.py:function.",
+                keys=("reward.functions",),
             )
     check_builtins(section)
     if section.memory is not None and section.isolation == "thread":
-        raise ConfigError('reward.memory has no effect with reward.isolation = "thread"; a thread has no limit.')
+        raise ConfigError(
+            'reward.memory has no effect with reward.isolation = "thread"; a thread has no limit.',
+            keys=("reward.memory", "reward.isolation"),
+        )
     for entry in section.models:
         check_reward_model(entry)
     for entry in section.remote:
         if not entry.urls:
-            raise ConfigError(f"reward.remote '{entry.name}': urls is empty; give the addresses that serve it.")
+            raise ConfigError(
+                f"reward.remote '{entry.name}': urls is empty; give the addresses that serve it.",
+                keys=("reward.remote",),
+            )
         if entry.token_env is not None and any(urlsplit(url).username is not None for url in entry.urls):
             raise ConfigError(
                 f"reward.remote '{entry.name}': token_env and a user in an address of urls both set the Authorization "
-                "header; leave one of them out."
+                "header; leave one of them out.",
+                keys=("reward.remote",),
             )
         if entry.token_env is not None and not os.environ.get(entry.token_env, "").strip():
             raise ConfigError(
                 f"reward.remote '{entry.name}': the environment variable {entry.token_env} (token_env) is not set; "
-                "export it with the token that the server asks for."
+                "export it with the token that the server asks for.",
+                keys=("reward.remote",),
             )
 
 
 def _check_weights(section: RewardSection) -> None:
     weights, functions = section.weights, section.functions
     if repeated := next((name for name, count in Counter(functions).items() if count > 1), None):
-        raise ConfigError(f"reward.functions names '{repeated}' more than once; use reward.weights.")
+        raise ConfigError(
+            f"reward.functions names '{repeated}' more than once; use reward.weights.", keys=("reward.functions",)
+        )
     if weights is not None and len(weights) != len(functions):
         raise ConfigError(
-            f"reward.weights has {len(weights)} entries for {len(functions)} functions; give one for each."
+            f"reward.weights has {len(weights)} entries for {len(functions)} functions; give one for each.",
+            keys=("reward.weights",),
         )
     if weights is not None and not all(map(isfinite, weights)):
-        raise ConfigError(f"reward.weights must be finite numbers, not {list(weights)}.")
+        raise ConfigError(f"reward.weights must be finite numbers, not {list(weights)}.", keys=("reward.weights",))
     by_name = weights_by_name(section)
     if not any(by_name.values()):
-        raise ConfigError("reward.weights are all 0, so that no rollout would have a reward.")
+        raise ConfigError("reward.weights are all 0, so that no rollout would have a reward.", keys=("reward.weights",))
     if ENVIRONMENT in by_name:
         raise ConfigError(f"no reward may be called '{ENVIRONMENT}', the name of the environment's own; rename it.")
     if len(by_name) < len(functions) + len(section.models) + len(section.remote):
         raise ConfigError(
             f"two of the rewards {', '.join(by_name)} have the same name; give each of reward.models and "
-            "reward.remote its own `name`, which is what it is called in the metrics."
+            "reward.remote its own `name`, which is what it is called in the metrics.",
+            keys=("reward.models",),
         )
 
 

@@ -76,12 +76,14 @@ class RewardSet:
             for name in sorted(f.columns - available):
                 raise ConfigError(
                     f"reward.functions: '{f.reference}' needs the column '{name}', which {key} does not have."
-                    f"{hint(name) or nearest(name, available)}"
+                    f"{hint(name) or nearest(name, available)}",
+                    keys=("reward.functions",),
                 )
             if f.one_of and not f.one_of & available:
                 raise ConfigError(
                     f"reward.functions: '{f.reference}' needs one of the columns {', '.join(sorted(f.one_of))}, and "
-                    f"{key} has none of them.{nearest(min(f.one_of), available)}"
+                    f"{key} has none of them.{nearest(min(f.one_of), available)}",
+                    keys=("reward.functions",),
                 )
             if f.check_gold is None:
                 continue

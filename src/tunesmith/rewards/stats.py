@@ -37,11 +37,15 @@ def check_reward_model(entry: ModelReward) -> None:
             raise ConfigError(
                 f"reward.models: '{entry.path}' is not a reward model: its architecture is "
                 f"{' '.join(names) or 'unknown'}; a reward model is saved as AutoModelForSequenceClassification with "
-                "one label."
+                "one label.",
+                keys=("reward.models",),
             )
         # transformers writes no id2label for its default of two.
         if (labels := len(config.get("id2label") or "ab")) != 1:
-            raise ConfigError(f"reward.models: '{entry.path}' has {labels} labels; a reward model has one, its score.")
+            raise ConfigError(
+                f"reward.models: '{entry.path}' has {labels} labels; a reward model has one, its score.",
+                keys=("reward.models",),
+            )
     if entry.normalize:
         read_stats(directory)
 

@@ -9,7 +9,7 @@ from typing import Any, cast
 from tunesmith.config.commands import KINDS, all_keys, commands_with
 from tunesmith.config.names.foreign import Meaning, meanings_of, spelled, synonyms
 from tunesmith.config.reading.describe import field_at, sections_of
-from tunesmith.config.reading.problems import KeyPath, Problem, dotted
+from tunesmith.config.reading.problems import FileProblem, KeyPath, dotted
 from tunesmith.config.schema import RunConfig
 from tunesmith.errors import closest
 
@@ -17,17 +17,19 @@ SAME_SECTION, OTHER_SECTION = 0.7, 0.85
 """Required similarity of two words for a hint; a wrong hint is worse than none."""
 
 
-def explain_unknown(kind: type[RunConfig], path: KeyPath, value: object) -> list[Problem]:
+def explain_unknown(kind: type[RunConfig], path: KeyPath, value: object) -> list[FileProblem]:
     """Problems for a key that ``kind`` lacks, or for each key of a table that it lacks, and what to write instead."""
     if len(path) == 1 and (text := _section_of_others(kind, str(path[0]))):
-        return [Problem(path, text)]
+        return [FileProblem(path, text, "unknown")]
     leaves = list(_leaves(path, cast(Mapping[str, Any], value))) if isinstance(value, Mapping) and value else []
     answers = dict(_nearest_known(kind, leaf, len(path)) for leaf in leaves)
     if any(answers.values()):
-        return [Problem(place, text or f"unknown key {dotted(place)}.") for place, text in answers.items()]
+        return [
+            FileProblem(place, text or f"unknown key {dotted(place)}.", "unknown") for place, text in answers.items()
+        ]
     name = dotted(path)
     known = None if _is_guess(kind, path) else answer(kind, name)
-    return [Problem(path, known or f"unknown key {name}.{_nearly(kind, path)}")]
+    return [FileProblem(path, known or f"unknown key {name}.{_nearly(kind, path)}", "unknown")]
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from tunesmith.config.reading.problems import KeyPath, Problem, dotted, leaves
+from tunesmith.config.reading.problems import FileProblem, KeyPath, dotted, leaves
 from tunesmith.config.reading.user_functions import check_defined
 from tunesmith.errors import ConfigError, closest, shortened
 
@@ -22,14 +22,14 @@ Find = Callable[[str, list[Path]], str]
 """Searches several directories for the file that a run file's text names, and returns its path or name."""
 
 
-def locate_files(data: Tree, run_directory: Path | None, is_override: Callable[[KeyPath], bool]) -> list[Problem]:
+def locate_files(data: Tree, run_directory: Path | None, is_override: Callable[[KeyPath], bool]) -> list[FileProblem]:
     """Make the paths in ``data`` absolute, in place; return a problem for each missing or unsuitable file.
 
     Args:
         run_directory: the directory of the run file.
         is_override: whether a key comes from the command line; if so, the working directory is searched first.
     """
-    problems: list[Problem] = []
+    problems: list[FileProblem] = []
     here = [Path.cwd()] if run_directory is None else [run_directory.absolute(), Path.cwd()]
     for holder, path, text in list(leaves(data)):
         if not isinstance(text, str) or not (find := _finder(path)):
@@ -40,9 +40,9 @@ def locate_files(data: Tree, run_directory: Path | None, is_override: Callable[[
                 raise ConfigError(f"it is empty; {LEFT_OUT.format(dotted(path))}")
             holder[path[-1]] = find(text, bases)
         except ConfigError as problem:
-            problems.append(Problem(path, f"{dotted(path)}: {problem}"))
+            problems.append(FileProblem(path, f"{dotted(path)}: {problem}"))
         except (OSError, RuntimeError, ValueError) as error:  # too long a name, not allowed, no such user, NUL
-            problems.append(Problem(path, f"{dotted(path)} cannot be read as a path: {shortened(str(error))}"))
+            problems.append(FileProblem(path, f"{dotted(path)} cannot be read as a path: {shortened(str(error))}"))
     return problems
 
 

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from tunesmith.config.commands import KINDS
 from tunesmith.config.reading.describe import choices_at, field_at, names_of, show, tables_of
-from tunesmith.config.reading.problems import KeyPath, Origins, Problem, dotted
+from tunesmith.config.reading.problems import FileProblem, KeyPath, Origins, dotted
 from tunesmith.config.schema import RLConfig
 from tunesmith.errors import ConfigError, shortened
 
@@ -50,12 +50,12 @@ def apply_overrides(data: Tree, overrides: Sequence[str], origins: Origins) -> N
         origins.overrides[keys] = override
         if value in ("None", "null") and override.endswith(value):
             text = f"{dotted(keys)}: to leave it out, write {dotted(keys)}=none; text needs quotes"
-            origins.problems.append(Problem(keys, text))
+            origins.problems.append(FileProblem(keys, text))
             continue
         if blocked := _put(data, keys, value):
             in_the_way = show(_at(data, blocked))
             text = f"{dotted(blocked)} is {in_the_way}, so it has no key {keys[len(blocked)]}"
-            origins.problems.append(Problem(keys, text))
+            origins.problems.append(FileProblem(keys, text, "unknown"))
     _displace(data, origins)
 
 

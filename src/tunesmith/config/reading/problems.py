@@ -5,18 +5,20 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
 from tunesmith.config.toml import without_secrets
-from tunesmith.errors import ConfigError
+from tunesmith.errors import ConfigError, Problem, ProblemKind
 
 KeyPath = tuple[str | int, ...]
 """A key and its parents; integers are positions in an array of tables."""
 
 DEEPEST = 32
 """Maximum nesting of lists and tables."""
+OVERRIDE = 10**9
+"""Sorts overrides after all lines."""
 _KEY = re.compile(r"""((?:"(?:\\.|[^"\\])*"|'[^']*'|[A-Za-z0-9_-]+|[.\t ])+)=""")
 _TOKEN = re.compile(
     r'''"""(?:\\.|[^\\])*?"{3,5}|"(?:\\.|[^"\\])*"|#[^\n]*|[\[\]{}\n]|''' r"""'''.*?'{3,5}|'[^']*'""", re.DOTALL
@@ -25,11 +27,12 @@ _TOKEN = re.compile(
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class FileProblem:
     """A problem with the key at ``path``; ``text`` says what is wrong, what is valid and what to do."""
 
     path: KeyPath
     text: str
+    kind: ProblemKind = "invalid"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +42,7 @@ class Origins:
     file: Path | None
     lines: Mapping[KeyPath, int]
     overrides: dict[KeyPath, str]
-    problems: list[Problem] = field(default_factory=list[Problem])
+    problems: list[FileProblem] = field(default_factory=list[FileProblem])
     unset: list[KeyPath] = field(default_factory=list[KeyPath])
     """Keys that overrides leave out."""
     replaced: dict[str, list[str]] = field(default_factory=dict[str, "list[str]"])
@@ -59,7 +62,7 @@ class Origins:
     def place(self, path: KeyPath) -> tuple[int, str]:
         """A sort key and a description: ``line 4``, ``override 'train.lr=x'`` or nothing."""
         if (override := self._override(path)) is not None:
-            return 10**9, f"override '{without_secrets(override)}'"
+            return OVERRIDE, f"override '{without_secrets(override)}'"
         line = line_of(path, self.lines)
         return (0, "") if line is None else (line, f"line {line}")
 
@@ -80,23 +83,17 @@ def leaves(node: Any, above: KeyPath = ()) -> Iterator[tuple[Any, KeyPath, Any]]
             yield node, path, value
 
 
-def raise_problems(problems: Sequence[Problem], origins: Origins) -> NoReturn:
+def raise_problems(problems: Sequence[FileProblem], origins: Origins) -> NoReturn:
     """Raise one ``ConfigError`` for all problems, in file order, overrides last."""
-    error = ConfigError(_listed(problems, origins))
-    error.places_known = True
-    error.keys = tuple(dotted(problem.path) for problem in problems)
-    raise error
-
-
-def _listed(problems: Sequence[Problem], origins: Origins) -> str:
-    placed = sorted((*origins.place(p.path), p.text) for p in problems)
+    placed = sorted(((*origins.place(problem.path), problem) for problem in problems), key=lambda each: each[:2])
     name = str(origins.file) if origins.file else "the configuration"
-    if len(placed) == 1:
-        order, where, text = placed[0]
-        from_file = f"{name}, {where}" if where else name
-        return f"{where if order == 10**9 else from_file}: {text}"
-    lines = [f"  {where}: {text}" if where else f"  {text}" for _, where, text in placed]
-    return "\n".join([f"{name} has {len(placed)} problems:", *lines])
+    reasons = [Problem((dotted(p.path),), p.text, p.kind, where) for _, where, p in placed]
+    if len(placed) == 1 and placed[0][0] < OVERRIDE:
+        reasons = [replace(reasons[0], place=", ".join(filter(None, (name, reasons[0].place))))]
+    error = ConfigError(*reasons)
+    error.heading = f"{name} has {len(placed)} problems:"
+    error.places_known = True
+    raise error
 
 
 def key_lines(text: str) -> dict[KeyPath, int]:

@@ -213,7 +213,8 @@ class LocalEngine:
             raise UserError(
                 f"a prompt of {prompt} tokens with up to {request.max_new_tokens} new ones needs {needed} "
                 f"tokens of KV memory, but the budget of {self._kv_bytes} bytes holds {total}: raise "
-                f"the budget (system.kv_memory) or lower max_new_tokens"
+                f"the budget (system.kv_memory) or lower max_new_tokens",
+                keys=("system.kv_memory",),
             )
         return request
 

@@ -38,7 +38,8 @@ class KVPool:
         if self.total < 2 * block_size:
             raise UserError(
                 f"a KV budget of {kv_bytes} bytes holds {self.total} tokens: this model needs at least "
-                f"{2 * block_size * slot_bytes} bytes, two blocks of {block_size} tokens (system.kv_memory)"
+                f"{2 * block_size * slot_bytes} bytes, two blocks of {block_size} tokens (system.kv_memory)",
+                keys=("system.kv_memory",),
             )
         self.memories = [KVMemory(layout, self.total) for layout in layouts]
         self.running: list[LocalRequest] = []

@@ -67,7 +67,7 @@ class Speculation:
         elif reads < needed:
             problem = f"reads at most {reads} tokens, but the model {needed}"
         if problem:
-            raise UserError(f"the draft model (system.draft_model) {problem}: {other}")
+            raise UserError(f"the draft model (system.draft_model) {problem}: {other}", keys=("system.draft_model",))
 
 
 class NgramDrafter:

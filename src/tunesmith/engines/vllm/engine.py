@@ -183,7 +183,8 @@ class VllmEngine:
         if 0 < sampling.temperature < (least := ENGINES["vllm"].least_temperature):
             raise UserError(
                 f"sampling.temperature = {sampling.temperature:g}: vLLM would raise it to {least:g}; use 0 (greedy), "
-                "or at least as much"
+                "or at least as much",
+                keys=("sampling.temperature",),
             )
         if not 0 < prompt < self._context:
             raise UserError(
@@ -193,7 +194,8 @@ class VllmEngine:
         if self._shortened and prompt + sampling.max_new_tokens > self._context:
             raise UserError(
                 f"a prompt of {prompt} tokens and {sampling.max_new_tokens} new ones do not fit the KV memory "
-                f"of {self._context} tokens: raise system.kv_memory"
+                f"of {self._context} tokens: raise system.kv_memory",
+                keys=("sampling.max_new_tokens", "system.kv_memory"),
             )
         if self._state != "awake":
             raise EngineError(f"the vLLM engine is {self._state}")

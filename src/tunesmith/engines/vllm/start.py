@@ -99,7 +99,8 @@ def start(settings: VllmSettings) -> tuple[Any, int]:
             if settings.extra and any(name in reason for name in settings.extra):
                 raise UserError(f"{refused}: {reason}") from error
             raise ModelError(
-                f'vLLM {version} cannot serve {settings.model}: {reason}; set system.engine = "local"'
+                f'vLLM {version} cannot serve {settings.model}: {reason}; set system.engine = "local"',
+                keys=("system.engine",),
             ) from error
         context: int = config.model_config.max_model_len  # before it is shortened to what the KV memory holds
         _check_rope(config.model_config.hf_text_config, context)
@@ -121,7 +122,8 @@ def _check_rope(config: Any, context: int) -> None:
     if switches and context > min(switches):
         raise UserError(
             f"system.vllm.max_model_len: with {context} tokens vLLM would give all sequences the rotary frequencies of "
-            f'those of more than {min(switches)} (longrope); set at most {min(switches)}, or system.engine = "local"'
+            f'those of more than {min(switches)} (longrope); set at most {min(switches)}, or system.engine = "local"',
+            keys=("system.vllm.max_model_len",),
         )
 
 

@@ -130,7 +130,9 @@ def require(module: str) -> Any:
     except ImportError as error:
         extra = module.partition(".")[0]
         raise ConfigError(
-            f"monitor.sinks asks for {extra}, which is not installed: pip install 'tunesmith[{extra}]', or leave it out"
+            f"monitor.sinks asks for {extra}, which is not installed: pip install 'tunesmith[{extra}]', or leave it "
+            "out",
+            keys=("monitor.sinks",),
         ) from error
 
 

@@ -17,7 +17,8 @@ def check_key() -> None:
     if os.environ.get("WANDB_MODE", "online") in ("online", "run", "shared") and not wandb.api.api_key:
         raise ConfigError(
             "monitor.sinks asks for wandb, which has no key: run `wandb login`, set WANDB_API_KEY, or set "
-            "WANDB_MODE=offline and send the run later with `wandb sync`"
+            "WANDB_MODE=offline and send the run later with `wandb sync`",
+            keys=("monitor.sinks",),
         )
 
 

@@ -47,12 +47,13 @@ def derive_device(filling: Filling, facts: Facts) -> None:
         filling.fill("system.device", "cuda", f"found: {machine.gpus[0].name}")
     filling.fill("system.device", "cpu", "no GPU was found")
     if problem := device_problem(filling.config.system.device, machine.gpus):
-        raise ConfigError(problem)
+        raise ConfigError(problem, keys=("system.device",))
     here, gpu, system = on_gpu(filling.config), gpu_of(filling.config, facts), filling.config.system
     if here and gpu is None and system.device_memory is None and system.cluster == "none":
         raise ConfigError(
             f"system.device = '{system.device}', but nvidia-smi lists no GPU here, so its memory is unknown. "
-            'If there is one, set system.device_memory, such as "80GB"; else leave system.device out'
+            'If there is one, set system.device_memory, such as "80GB"; else leave system.device out',
+            keys=("system.device",),
         )
     # A GPU that nvidia-smi does not list is assumed to be a recent one.
     name, native = (gpu.name, gpu.bf16) if gpu else ("the GPU", True) if here else ("this CPU", machine.bf16)
@@ -89,7 +90,8 @@ def _derive_ranks(filling: Filling, facts: Facts) -> None:
     if on_gpu(config) and 0 < gpus < ranks:
         raise ConfigError(
             f"system.trainer_ranks = {ranks} takes {ranks} GPUs, one for each rank, and this machine has {gpus}. Set "
-            f"system.trainer_ranks = {gpus}"
+            f"system.trainer_ranks = {gpus}",
+            keys=("system.trainer_ranks",),
         )
     if isinstance(config, RLConfig) and not config.system.engine_process:
         filling.set("system.engine_process", True, "each trainer rank is a process, and so are the engines")

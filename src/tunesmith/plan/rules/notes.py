@@ -1,0 +1,35 @@
+"""Remarks about settings that are allowed but questionable."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from tunesmith.config.schema import RLConfig
+from tunesmith.plan.rules.situation import Situation
+
+
+def notes(s: Situation[Any], *, device_derived: bool) -> Iterator[str]:
+    system, machine = s.config.system, s.machine
+    on_cpu = s.system.device == "cpu"
+    if on_cpu and s.dtype == "bfloat16" and machine and not machine.bf16:
+        yield "this CPU does not compute bfloat16 natively; float32 would be faster"
+    if on_cpu and device_derived and machine and machine.unseen is not None:
+        yield (
+            f"nvidia-smi does not list CUDA_VISIBLE_DEVICES = {machine.unseen}, so the CPU "
+            'computes. If there is a GPU, set system.device = "cuda" and system.device_memory, such as "40GB"'
+        )
+    if system.tuned and s.facts and s.facts.tuned is None:
+        yield "system.tuned = true, but no such run was tuned on this machine: run tunesmith tune first"
+    rl = isinstance(s.config, RLConfig)
+    if system.profile == "throughput" and rl and s.config.rollout.max_staleness == 0:
+        yield (
+            "system.profile = 'throughput' does not set rollout.max_staleness, which lets engines "
+            "sample while the policy trains, because it changes what is learned"
+        )
+    if isinstance(s.system.compile, str) and s.config.trains:
+        yield (
+            f"{s.said('system.compile')}: the first steps compile the layers, which may take "
+            "minutes in which no step ends. The functions are kept in ~/.cache/tunesmith/inductor "
+            "for the next run"
+        )

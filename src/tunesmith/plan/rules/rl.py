@@ -1,0 +1,219 @@
+"""Rules about reinforcement learning and distillation: environments, rollouts, the algorithm and the critic."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from tunesmith.config.commands import DistillConfig, OfflineDistillConfig
+from tunesmith.config.schema import RLConfig, RunConfig
+from tunesmith.config.section import known
+from tunesmith.errors import Problem
+from tunesmith.plan.rules.rule import rule, unread
+from tunesmith.plan.rules.situation import Situation, at_least, more
+
+# A rule is a condition and a sentence: with an argument on each line there would be twice as many.
+# fmt: off
+
+
+@rule(RunConfig)
+def weight_of_the_teacher(s: Situation[RunConfig]) -> Iterator[Problem]:
+    config = s.config
+    distils = isinstance(config, DistillConfig | OfflineDistillConfig)
+    if distils and known(config.distill, "alpha") == 0:
+        why = "ignores the teacher; use tunesmith sft, or a value above 0"
+        yield s.clash("distill.alpha", why)
+
+
+@rule(DistillConfig)
+def distillation(s: Situation[DistillConfig]) -> Iterator[Problem]:
+    config = s.config
+    if config.data.eval is not None and not s.rewarded and config.environment.path is None:
+        yield Problem(("data.eval",),
+            "data.eval without [reward]: answers would be sampled and nothing measured; add a "
+            "reward or leave data.eval out")
+    if config.distill.mode == "on_policy" and s.needs("teacher") is False:
+        why = "does not use the teacher; leave [algorithm] out"
+        yield s.clash("algorithm.advantage", why, "algorithm.name")
+    if config.distill.mode == "on_policy" and s.needs("teacher") and s.kl_in_reward != "k1":
+        yield Problem(("algorithm.kl",),
+            "distillation learns from the KL to the teacher in the reward, estimated by k1; leave "
+            "algorithm.kl out")
+
+
+@rule(RLConfig)
+def kl(s: Situation[RLConfig]) -> Iterator[Problem]:
+    kl, key = s.algorithm and s.algorithm.reference, "algorithm.kl.reference_every"
+    if kl is None:
+        return
+    if more(kl.reference_every, s.steps):
+        yield s.clash(key,
+            f"is longer than the run of {s.steps} steps, so the reference would never be replaced; "
+            "leave it out",
+            "train.steps")
+    if kl.reference_every is not None and s.needs("teacher"):
+        yield s.clash(key, "would copy the policy over its teacher; leave it out")
+    if kl.reference_every is not None and s.config.lora.on:
+        yield s.clash(key,
+            "copies the policy into a second model, and with [lora] the reference is the policy "
+            "without its adapter; leave it out", "lora.rank", "lora.path")
+    if kl.target is not None and s.needs("teacher"):
+        yield s.clash("algorithm.kl.target",
+            "would adapt the weight of the teacher's KL, which is all that distillation learns "
+            "from; leave it out")
+
+
+@rule(RLConfig)
+def what_the_advantage_needs(s: Situation[RLConfig]) -> Iterator[Problem]:
+    key, name = "algorithm.advantage", "algorithm.name"
+    if s.needs("teacher") and not isinstance(s.config, DistillConfig):
+        why = "learns from a teacher: train with tunesmith distill, and set teacher.path"
+        yield s.clash(key, why, name)
+    if s.needs("reward_weights") and not s.rewarded:
+        yield s.clash(key,
+            "standardises each reward separately, and the environment's is the only one; add "
+            "[reward] functions, or use algorithm.name = 'grpo'", name)
+    if s.needs("group") and s.config.rollout.group_size == 1:
+        yield s.clash(key,
+            "compares the rollouts of a prompt with each other, and rollout.group_size = 1 leaves "
+            "nothing to compare; use 4 or more, or algorithm.name = 'reinforce'",
+            "rollout.group_size", name)
+
+
+@rule(RLConfig)
+def steps_of_the_critic(s: Situation[RLConfig]) -> Iterator[Problem]:
+    critic = s.config.critic
+    if at_least(critic.freeze_actor_steps, s.steps):
+        yield s.clash("critic.freeze_actor_steps",
+            f"freezes the policy for all {s.steps} steps of the run; lower it", "train.steps")
+    if more(critic.warmup_steps, s.critic_steps):
+        yield s.clash("critic.warmup_steps",
+            f"is longer than the critic's {s.critic_steps} optimizer steps; lower it",
+            "train.steps")
+
+
+@rule(RLConfig)
+def environment(s: Situation[RLConfig]) -> Iterator[Problem]:
+    section, key = s.config.environment, "environment.max_tokens"
+    if section.path == {}:
+        why = "is empty: set path = 'env.py:Game', or a table of name = 'file.py:name'"
+        yield Problem(("environment.path",), f"environment.path {why}")
+    if more(section.max_tokens, s.context):
+        yield s.clash(key, f"is longer than the model's context of {s.context}; lower it")
+    if at_least(s.longest, section.max_tokens):
+        yield s.clash(key, f"leaves no room after the longest prompt of {s.longest} tokens")
+
+
+@rule(RunConfig)
+def isolation(s: Situation[RunConfig]) -> Iterator[Problem]:
+    reference = s.facts and s.facts.instances_for
+    for name in ("reward", "environment"):
+        section = getattr(s.config, name, None)
+        if reference and section is not None and section.isolation == "process":
+            yield s.clash(f"{name}.isolation",
+                f"does not go with {reference}, which takes `environments`: those instances cannot "
+                f"leave the process of the run; leave {name}.isolation out", "reward.functions")
+
+
+@rule(RLConfig)
+def rollouts(s: Situation[RLConfig]) -> Iterator[Problem]:
+    rollout, key = s.config.rollout, "rollout.max_staleness"
+    if rollout.temperature == 0:
+        yield s.clash("rollout.temperature",
+            "is greedy: all rollouts of a prompt would be equal, and nothing could be learned from "
+            "them; use 1.0 or a little less")
+    if rollout.max_staleness and rollout.oversample > 1:
+        yield Problem(("rollout.oversample", key),
+            "rollout.oversample is for steps that play their own rollouts; with "
+            "rollout.max_staleness prompts are played ahead of time anyway. Leave it out, or set "
+            "rollout.over_generation")
+    if not rollout.max_staleness or s.weights_apart is not False:
+        return
+    if not rollout.partial:
+        yield s.clash(key,
+            "with an engine that uses the trainer's own weights interrupts completions while the "
+            "policy trains, and they go on with the new policy: set rollout.partial = true and "
+            "rollout.over_generation above 1 for that, or system.engine_process = true for an "
+            "engine with its own weights", "rollout.partial", "system.engine_process")
+    elif rollout.over_generation == 1:
+        yield s.clash(key,
+            "with an engine that uses the trainer's own weights gains nothing with "
+            "rollout.over_generation = 1: use more, such as 1.5, or system.engine_process = true",
+            "rollout.over_generation", "system.engine_process")
+
+
+@rule(RLConfig)
+def overlong(s: Situation[RLConfig]) -> Iterator[Problem]:
+    ramp = (s.algorithm or s.config.algorithm).overlong
+    if ramp and more(ramp.buffer, s.config.rollout.max_new_tokens):
+        key = "rollout.max_new_tokens"
+        yield s.clash("algorithm.overlong.buffer",
+            f"is longer than {s.said(key)}, so every answer would be penalised; lower it", key)
+
+
+@rule(RLConfig)
+def dynamic_filter(s: Situation[RLConfig]) -> Iterator[Problem]:
+    algorithm, config, key = s.algorithm, s.config, "algorithm.dynamic_filter"
+    bounds = (algorithm or config.algorithm).dynamic_filter
+    if not bounds:
+        if config.rollout.oversample > 1:
+            yield s.clash("rollout.oversample",
+                f"tries more prompts than are wanted because some are filtered out, and {key} is "
+                "off; leave it out",
+                key)
+        return
+    if config.environment.path is None and not _tells_solved(config):
+        yield Problem((key, "reward.weights"),
+            f"{key} keeps prompts that are solved sometimes, and no reward with a weight above 0 "
+            f"tells when one is solved: no prompt would be kept. Add such a reward, or set {key} = "
+            "false")
+    if s.scored_by_model and bounds.low is None and bounds.high is None:
+        yield Problem((key, "reward.models"),
+            f"{key} replaces groups of equal scores, and a reward model never gives two answers "
+            f"the same score: every group would be kept. Set {key}.low and high, or {key} = false")
+    if config.rollout.group_size == 1:
+        yield Problem((key, "rollout.group_size"),
+            f"{key} keeps groups whose rollouts differ, and with rollout.group_size = 1 none can: "
+            f"no prompt would be kept. Use 4 or more, or set {key} = false")
+
+
+def _tells_solved(config: RLConfig) -> bool:
+    """Whether any reward has a weight above 0."""
+    reward = config.reward
+    weights = reward.weights or (1.0,) * len(reward.functions)
+    apart = [entry.weight for entry in (*reward.models, *reward.remote)]
+    return any(weight > 0 for weight in (*weights, *apart))
+
+
+unread(RLConfig, "critic.", lambda s: s.needs("critic") is False,
+       "without a critic: set algorithm.name = 'ppo' or 'vapo', or an algorithm.advantage that "
+       "needs one ('gae', 'vapo'), or leave [critic] out")
+unread(RLConfig, "critic.", lambda s: s.needs("critic") and s.config.critic.shared_trunk,
+       "with critic.shared_trunk: the critic is a head on the policy and is trained in the "
+       "policy's own optimizer steps; leave one of the two out",
+       but="critic.shared_trunk critic.value_coef critic.lr")
+unread(RLConfig, "critic.value_coef",
+       lambda s: s.needs("critic") and not s.config.critic.shared_trunk,
+       "on a critic with its own model: it weighs the value loss on a shared trunk; leave it out, "
+       "or set critic.shared_trunk = true")
+unread(RLConfig, "critic.min_lr_ratio",
+       lambda s: s.needs("critic") and s.config.critic.schedule == "constant",
+       "on the constant schedule; leave it out, or change critic.schedule", harmless=(0.0,))
+unread(DistillConfig, "distill.alpha", lambda s: s.config.distill.mode != "offline",
+       "with mode = {distill.mode}, where no answers are given; leave it out")
+unread(DistillConfig, "distill.top_k", lambda s: s.config.distill.mode == "on_policy",
+       "with mode = 'on_policy', which compares the sampled tokens; leave it out")
+unread(DistillConfig, "algorithm.", lambda s: s.config.distill.mode == "sampled",
+       "with mode = 'sampled', which has its own objective; leave it out",
+       but="algorithm.aggregation")
+unread(RLConfig, "environment.", lambda s: not s.config.environment.used,
+       "without an environment: set environment.path or environment.tools")
+unread(RLConfig, "environment.column", lambda s: not isinstance(s.config.environment.path, dict),
+       "with one environment, which plays every task; leave it out")
+unread(RLConfig, "rollout.partial rollout.over_generation rollout.queue_size",
+       lambda s: s.config.rollout.max_staleness == 0,
+       "with rollout.max_staleness = 0, where every step plays its own rollouts to the end; set "
+       "rollout.max_staleness = 1, or leave it out", harmless=(False, 1.0))
+unread(RunConfig, "system.critic_max_tokens", lambda s: s.has_critic is False,
+       "without a critic that has its own model; leave it out")
+unread(RunConfig, "system.reward_max_tokens", lambda s: not (s.reward and s.reward.models),
+       "without reward.models; leave it out")
