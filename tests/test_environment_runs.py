@@ -48,9 +48,8 @@ def test_the_pages_run_files_run(block: Block, model: Path, tmp_path: Path) -> N
     for code in PAGE:
         if code.language == "python" and (file := re.match(r"# (\w+\.py)\n", code.text)):
             (tmp_path / file[1]).write_text(code.text)
-    write_lines(tmp_path / "train.jsonl", LINES)
-    if "column" in block.text:
-        (tmp_path / "train.jsonl").write_text(MIXED)
+    lines = MIXED.splitlines() if "column" in block.text else [json.dumps(line) for line in LINES]
+    (tmp_path / "train.jsonl").write_text("\n".join(lines * 4))
     (tmp_path / "run.toml").write_text(block.text)
     small = {
         "run_dir": str(tmp_path / "run"), "model.path": str(model), "model.dtype": "float32", "train.steps": 1,

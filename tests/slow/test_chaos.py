@@ -162,4 +162,4 @@ def test_whatever_is_killed_the_run_ends_as_it_should(start: tuple[Path, Path], 
     assert max(counts.values()) - min(counts.values()) <= (2 if behind else 1)  # the last ones are still being played
     assert max(line["staleness/max"] for line in run.metrics("grad_norm")) <= behind
     before, *_, after = (line["eval/reward"] for line in run.metrics("eval/reward"))
-    assert before < 0.6 and after > 0.72  # that it learns; how well is the matter of other tests
+    assert after > before + 0.15  # that it learns; how well is the matter of other tests

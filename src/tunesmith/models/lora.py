@@ -103,8 +103,8 @@ class LoraAdapter:
             del tensor
 
     def save(self, directory: Path, *, weights: bool = True) -> None:
-        """Write a peft adapter directory, with or without the weights' file."""
-        state = None if weights else {}
+        """Write a peft adapter directory; without ``weights``, its tensors are empty."""
+        state = None if weights else {name: torch.empty(0) for name in self.peft.state_dict()}
         options: Any = {"selected_adapters": [TRAINED], "save_embedding_layers": False, "state_dict": state}
         self.peft.save_pretrained(str(directory), **options)
 
