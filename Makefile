@@ -24,9 +24,10 @@ $(INSTALLED): pyproject.toml constraints.txt
 demo: $(INSTALLED)
 	$(RUN)/tunesmith demo
 
-# Each worker has half of the files, so that what a file's tests share is made once; who is done takes from the other.
+# Each worker has a third of the files, so that what a file's tests share is made once; who is done takes from the others.
+# Three workers on two cores: some tests wait for processes and deadlines.
 test: $(INSTALLED)
-	OMP_NUM_THREADS=1 $(RUN)/pytest -n 2 --dist worksteal -m "not slow"
+	OMP_NUM_THREADS=1 $(RUN)/pytest -n 3 --dist worksteal -m "not slow"
 
 # Three workers on two cores: these tests often wait for processes that start or end.
 test-slow: $(INSTALLED)

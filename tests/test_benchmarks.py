@@ -330,6 +330,7 @@ def test_the_page_has_the_recorded_seconds_of_phases() -> None:
     assert len(steps) == recorded["checked"] and {each["dtype"] for each in steps} == {"float32", "bfloat16"}
 
 
+@pytest.mark.slow
 def test_balancing_saves_operations_where_ranks_wait_for_each_other() -> None:
     assert all(share == 0 for share in packing.saved(1).values())
     assert all(share > 0 for share in packing.saved(2).values())

@@ -120,7 +120,7 @@ def test_no_layout_is_better(model: str, on: str, way: str) -> None:
 
 
 @pytest.mark.parametrize("said", [(), ("system.engine=vllm",), ("system.engine=vllm", "rollout.max_staleness=1")])
-@pytest.mark.parametrize("model", ["7B (Qwen 2.5)", "70B (Llama 3)"])
+@pytest.mark.parametrize("model", ["7B (Qwen 2.5)", pytest.param("70B (Llama 3)", marks=pytest.mark.slow)])
 def test_no_other_layout_of_the_plan_is_faster(model: str, said: tuple[str, ...]) -> None:
     facts = Facts(machine("8xH100-80GB"), MODELS[model], train_size=1000, longest=1024)
     base = ["model.path=org/m", "data.train=org/d", 'reward.functions=["math"]']

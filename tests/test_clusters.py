@@ -69,6 +69,7 @@ def hub_of_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     serve(SIZES, tmp_path, monkeypatch)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("command", "expected"), cases(), ids=lambda case: case if isinstance(case, str) else "")
 def test_a_recipe_fits_its_machine(command: str, expected: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)

@@ -218,6 +218,7 @@ def test_no_stage_is_derived_that_torch_does_not_have(torch: str, stage: int, mo
     assert ("zero_stage" in str(caught.value)) == (stage > 0), "nor is it offered on more GPUs"
 
 
+@pytest.mark.slow
 def test_a_student_shares_no_sequence_with_a_teacher_whose_heads_are_not_known() -> None:
     model = replace(QWEN_7B, context=2**20)
     assert resolved(SFTConfig, "8xH200", model, longest=300_000).config.system.sequence_parallel.size > 1

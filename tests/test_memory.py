@@ -122,6 +122,7 @@ def test_parts_of_a_price_by_hand() -> None:
     assert price(SMALL, Layout(2, tokens=10)).activations == 10 * activation_bytes(SMALL, Layout(2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [SFTConfig, RLConfig, DPOConfig, RMConfig, DistillConfig, RFTConfig])
 @pytest.mark.parametrize("gpu", [A10G, A100, None])
 def test_full_training_of_70b_fits_nowhere_and_it_says_so_at_once(kind: Any, gpu: Gpu | None) -> None:
@@ -429,6 +430,7 @@ def test_every_step_says_what_memory_it_took_and_how_fast_it_was(tmp_path: Path)
     assert 0 < rl["kv_used"] <= 1 and rl["kv_peak"] > 0
 
 
+@pytest.mark.slow
 def test_the_table_of_gpus_agrees_with_what_a_run_is_refused_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wherever the page says yes, the run resolves; and full training is refused where it says no by more than half."""
     monkeypatch.setattr("tunesmith.plan.rules.checks.find_spec", lambda _: object())

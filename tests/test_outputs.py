@@ -125,6 +125,7 @@ def seen(folder: Path) -> dict[str, tuple[object, ...]]:
     return found
 
 
+@pytest.mark.slow
 def test_no_output_replaces_what_is_not_ours(made: Path, tmp_path: Path) -> None:
     """Every command that writes, at every kind of place."""
     tried: list[tuple[str, str, Path]] = []

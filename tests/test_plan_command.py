@@ -103,6 +103,7 @@ def test_a_run_on_ray_with_a_critic_has_other_layouts(tmp_path: Path) -> None:
     assert code == 0 and json.loads(output)["next_best"]
 
 
+@pytest.mark.slow
 def test_a_small_run_on_ray_is_planned(tmp_path: Path) -> None:
     (tmp_path / "run.toml").touch()
     said = [f"model.path={SIZED}", "data.train=org/d", *RL, "system.cluster=ray", "system.trainer_ranks=2"]

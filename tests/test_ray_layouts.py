@@ -211,6 +211,7 @@ def test_the_plan_shows_places_and_their_reason() -> None:
     assert entry.value == {"colocate": [["actor", "ref", "critic", "rollout"]]} and "fastest step" in entry.reason
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_refused_with_what_does(tmp_path: Path) -> None:
     system = resolved("8xA100-80GB", LLAMA_70B, *VLLM).config.system
     assert (system.zero_stage, system.offload_optimizer) == (3, True)
