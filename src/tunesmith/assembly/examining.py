@@ -18,7 +18,7 @@ from tunesmith.config.schema import DataSection, RLConfig, RunConfig
 from tunesmith.data.formats import Example
 from tunesmith.data.prepare import peek
 from tunesmith.environments.loading import references_of
-from tunesmith.errors import ConfigError, DataError, Problem, UserError
+from tunesmith.errors import ConfigError, DataError, Problem, UserError, about
 from tunesmith.types import Task
 
 S = TypeVar("S", bound=Any)
@@ -71,8 +71,11 @@ def first_lines(
     """The first usable line of each source; see ``peek``."""
     sampling = isinstance(config, SamplingConfig)
     data, goal = (task_data(config), "rl") if sampling else (config.data, config.goal)
-    sources = [source for source in (data.train, data.eval) if source is not None]
-    found = [line for source in sources for _, line in peek(data, source, goal, hub=hub, maps=maps, check=check)]
+    found: list[Example | None] = []
+    for key, source in (("data.train", data.train), ("data.eval", data.eval)):
+        if source is not None:
+            with about(key):
+                found += [line for _, line in peek(data, source, goal, hub=hub, maps=maps, check=check)]
     return [line for line in found if line is not None]
 
 

@@ -30,7 +30,7 @@ from tunesmith.config.resolved import Resolved, print_resolved, save_resolved
 from tunesmith.config.schema import DataSection, RLConfig, RunConfig
 from tunesmith.config.section import known
 from tunesmith.data.prepare import Prepared, Sources
-from tunesmith.errors import CheckpointError
+from tunesmith.errors import CheckpointError, about
 from tunesmith.loop.callbacks import Callbacks
 from tunesmith.loop.checkpoint import Checkpoints, check_same_model, read_state
 from tunesmith.loop.manifest import check_whole
@@ -95,9 +95,9 @@ class OpenRun(Generic[C, T]):
             check: refuses bad items of a ``[data]`` key.
         """
         data = limited_data(self.config)
-        with long_wait("reading data.train"):
+        with long_wait("reading data.train"), about("data.train"):
             self.train = load(data, data.train)
-        with long_wait("reading data.eval"):
+        with long_wait("reading data.eval"), about("data.eval"):
             self.held_out = load(data, data.eval) if data.eval else None
         if check:
             check(self.train.items, "data.train")

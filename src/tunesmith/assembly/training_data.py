@@ -53,9 +53,10 @@ def label_tokens(config: PRMConfig, tokenizer: Tokenizer) -> tuple[int, int]:
     ids = encode(tokenizer, [config.prm.good, config.prm.bad])
     for key, text, tokens in zip(("good", "bad"), (config.prm.good, config.prm.bad), ids, strict=True):
         if len(tokens) != 1:
-            raise ConfigError(f"prm.{key} = '{text}' is {len(tokens)} tokens of this tokenizer; it has to be one")
+            what = f"prm.{key} = '{text}' is {len(tokens)} tokens of this tokenizer; it has to be one"
+            raise ConfigError(what, keys=(f"prm.{key}",))
         if problem := without_row(tokenizer, tokens):
-            raise ConfigError(f"prm.{key}: {problem}")
+            raise ConfigError(f"prm.{key}: {problem}", keys=(f"prm.{key}",))
     return ids[0][0], ids[1][0]
 
 

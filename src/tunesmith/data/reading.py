@@ -28,7 +28,7 @@ from tunesmith.data.tokens import (
     mask_spans,
     with_leading,
 )
-from tunesmith.errors import ConfigError, DataError
+from tunesmith.errors import ConfigError, DataError, Problem
 from tunesmith.types import Message, Prompt, Sample
 
 T = TypeVar("T")
@@ -283,7 +283,8 @@ def check_section(section: DataSection, goal: Goal) -> None:
     """Raise ConfigError for settings that have no effect."""
     for key, (goals, reason) in UNUSED.items():
         if goal in goals and getattr(section, key) is not None:
-            raise ConfigError(f"data.{key} has no effect here: {reason}. Leave it out.")
+            what = f"data.{key} has no effect here: {reason}. Leave it out."
+            raise ConfigError(Problem((f"data.{key}",), what, "unread"))
 
 
 def examples_of(section: DataSection, source: Source, goal: Goal, report: LoadReport) -> Iterator[Example]:
@@ -313,7 +314,8 @@ def _detect(section: DataSection, row: SourceRow, goal: Goal) -> Format:
     if form.kind in ("text", "tagged"):
         for key, value in (("chat", section.chat), ("system_prompt", section.system_prompt)):
             if value:
-                raise ConfigError(f"data.{key} does not apply to the plain text of {row.file}; leave it out.")
+                what = f"data.{key} does not apply to the plain text of {row.file}; leave it out."
+                raise ConfigError(what, keys=(f"data.{key}",))
         if section.loss_on not in (None, "all"):
             raise ConfigError(
                 f"{row.file} is plain text without turns: data.loss_on can only be 'all'.", keys=("data.loss_on",)
@@ -326,7 +328,9 @@ def weights_of(sources: tuple[Source, ...]) -> list[float] | None:
     weights = [source.weight for source in sources if source.weight is not None]
     if weights and len(weights) < len(sources):
         without = next(source.path for source in sources if source.weight is None)
-        raise ConfigError(f"data: '{without}' has no weight, but other sources have; give each one or none.")
+        raise ConfigError(
+            f"data: '{without}' has no weight, but other sources have; give each one or none.", keys=("data.train",)
+        )
     return weights or None
 
 

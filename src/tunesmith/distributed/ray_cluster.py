@@ -13,7 +13,7 @@ from typing import Any
 from tunesmith.config.system import Role, SystemSection
 from tunesmith.distributed.far import PATIENCE, Far
 from tunesmith.distributed.local import Processes
-from tunesmith.errors import ClusterError, ConfigError, EngineError, TunesmithError, boundary, nearest
+from tunesmith.errors import ClusterError, ConfigError, EngineError, TunesmithError, about, boundary, nearest
 from tunesmith.plan.processes.cluster import NAMES, Bundle, missing
 
 PLACING = 120.0
@@ -207,7 +207,8 @@ def _open(system: SystemSection, processes: int, address: str | None) -> bool:
     if ray.is_initialized():
         for key, said in (("ray_runtime_env", environment), ("ray_address", system.ray_address)):
             if said:
-                raise ConfigError(f"system.{key}: this process uses Ray already, as it was started; leave it out")
+                what = f"system.{key}: this process uses Ray already, as it was started; leave it out"
+                raise ConfigError(what, keys=(f"system.{key}",))
         return False
     common: dict[str, Any] = {"runtime_env": environment, "logging_level": "error", "log_to_driver": True}
     if address is not None:
@@ -259,7 +260,8 @@ def _environment(said: Mapping[str, Any] | None) -> dict[str, Any] | None:
             f"system.ray_runtime_env: Ray knows no '{unknown[0]}'.{nearest(unknown[0], RuntimeEnv.known_fields)}",
             keys=("system.ray_runtime_env",),
         )
-    with boundary(ConfigError, "system.ray_runtime_env: Ray refuses it", (ValueError, TypeError)):
+    refused = "system.ray_runtime_env: Ray refuses it"
+    with about("system.ray_runtime_env"), boundary(ConfigError, refused, (ValueError, TypeError)):
         return dict(RuntimeEnv(**said))
 
 

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from tunesmith.errors import ModelError, boundary
+from tunesmith.errors import ModelError, about, boundary
 
 Quantize = Literal["int8", "nf4"]
 Part = tuple[int, torch.dtype]
@@ -207,7 +207,8 @@ def quantise(module: PreTrainedModel, quantize: Quantize, dtype: torch.dtype) ->
     Raises:
         ModelError: bitsandbytes is not installed, or does not work on this machine.
     """
-    with boundary(ModelError, f"model.quantize = '{quantize}': bitsandbytes cannot be used here", Exception):
+    refused = f"model.quantize = '{quantize}': bitsandbytes cannot be used here"
+    with about("model.quantize"), boundary(ModelError, refused, Exception):
         _functions()
     decoder = module.base_model
     for name, part in list(decoder.named_modules()):
