@@ -115,7 +115,9 @@ class LoraAdapter:
             CheckpointError: they are missing, damaged or belong to another adapter.
         """
         if not (directory / WEIGHTS).is_file():
-            raise CheckpointError(f"{directory} holds no adapter: resume without lora.rank, or start a new run_dir.")
+            raise CheckpointError(
+                f"{directory} holds no adapter: resume without lora.rank, or start a new run_dir.", keys=("lora.rank",)
+            )
         with boundary(CheckpointError, f"cannot read {directory / WEIGHTS}", ANY_OF_PEFT):
             saved = load_file(directory / WEIGHTS)
         current = get_peft_model_state_dict(self.peft, adapter_name=TRAINED, save_embedding_layers=False)
@@ -123,7 +125,8 @@ class LoraAdapter:
             if name not in saved or name not in current or saved[name].shape != current[name].shape:
                 raise CheckpointError(
                     f"{directory} holds another adapter than this run's: '{name}' differs. "
-                    "Resume with the lora.rank and lora.targets of the first start, or start a new run_dir."
+                    "Resume with the lora.rank and lora.targets of the first start, or start a new run_dir.",
+                    keys=("lora.rank", "lora.targets"),
                 )
         set_peft_model_state_dict(self.peft, saved, adapter_name=TRAINED)
 
