@@ -35,14 +35,17 @@ within, after, save = float(sys.argv.pop(1)), int(sys.argv.pop(1)), Checkpoints.
 
 def saved(self, step, *rest):
     made = save(self, step, *rest)
-    if step >= after:
+    if step > after:
+        signal.raise_signal(signal.SIGPROF)
+    if step == after:
         signal.setitimer(signal.ITIMER_PROF, random.uniform(1e-5, within))  # its end ends the process
     return made
 
 Checkpoints.save = saved
 main()
 """
-"""A program that the kernel ends at a random moment of ``within`` seconds of its own after a checkpoint of ``after``.
+"""A program that the kernel ends at a random moment of ``within`` seconds of its own after a checkpoint of ``after``, and
+with the next checkpoint at the latest.
 
 The time is the processor's, so that a busy machine changes nothing.
 """
