@@ -92,7 +92,14 @@ def test_a_recipe_fits_its_machine(command: str, expected: list[str], monkeypatc
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", [command for command, expected in cases() if "does not" not in "".join(expected)])
+@pytest.mark.parametrize(
+    "command",
+    [
+        pytest.param(command, marks=[pytest.mark.long] * (" --on 2x" in command or " --on 6x" in command))
+        for command, expected in cases()
+        if "does not" not in "".join(expected)
+    ],
+)
 def test_a_recipe_takes_steps_on_its_machine(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the layout of the whole model, and two of its layers."""
     monkeypatch.chdir(ROOT)

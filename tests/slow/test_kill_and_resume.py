@@ -44,8 +44,8 @@ def saved(self, step, *rest):
 Checkpoints.save = saved
 main()
 """
-"""A program that the kernel ends at a random moment of ``within`` seconds of its own after a checkpoint of ``after``, and
-with the next checkpoint at the latest.
+"""A program that the kernel ends at a random moment of ``within`` seconds of its own after a checkpoint of ``after``,
+and with the next checkpoint at the latest.
 
 The time is the processor's, so that a busy machine changes nothing.
 """

@@ -16,8 +16,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from sums import check_learned_as, learned, taught
 from tunesmith.assembly.session import RunResult
 
-# One after the other, as all tests of Ray: those of a seed share what it starts from.
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]
+# One after the other: those of a seed share what it starts from.
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("modes")]
 
 APART: dict[str, Any] = {"system.engine_process": True}
 AHEAD: dict[str, Any] = {"rollout.max_staleness": 1, **APART}
@@ -37,8 +37,10 @@ ASYNCHRONOUS: dict[str, dict[str, Any]] = {
 
 
 ON_OTHER_SEEDS = {1: ("ray", "one step behind"), 2: ("ray", "one step behind, partial")}
+LONG = ("ray", "two engines, gloo", "one step behind, partial")
+"""Modes whose runs other slow tests compare with one process, step by step."""
 CASES = [
-    pytest.param(seed, mode, marks=pytest.mark.long if seed else (), id=f"{mode}-{seed}")
+    pytest.param(seed, mode, marks=pytest.mark.long if seed or mode in LONG else (), id=f"{mode}-{seed}")
     for seed, modes in {0: SYNCHRONOUS | ASYNCHRONOUS, **ON_OTHER_SEEDS}.items()
     for mode in modes
 ]

@@ -168,7 +168,7 @@ def test_every_role_in_an_actor_ends_as_in_one_process(tmp_path: Path) -> None:
             {"colocate": [["actor", "ref", "critic"]], "reward__processes": 2},
             "2 actor, 2 critic, 2 reward, 1 rollout",
         ),
-        ({"ref__processes": 2, "reward__shards": 2}, "2 actor, 2 ref, 2 critic, 2 reward, 1 rollout"),
+        again({"ref__processes": 2, "reward__shards": 2}, "2 actor, 2 ref, 2 critic, 2 reward, 1 rollout"),
         (
             {"ref__processes": 2, "reward__processes": 2, "zero_stage": 3},
             "2 actor, 2 ref, 2 critic, 2 reward, 1 rollout",
@@ -241,6 +241,7 @@ def test_the_last_death_ends_the_run_and_says_how_to_go_on(tmp_path: Path) -> No
     assert f"run_dir={run.directory} checkpoint.resume=true" in said.decode()
 
 
+@pytest.mark.long
 def test_a_killed_controller_takes_its_actors_along_and_resumes(tmp_path: Path, undisturbed: Ended) -> None:
     settings = {"train__steps": STEPS, "train__lr": 1e-3, "checkpoint__every": 4, **RAY}
     run = Run(tmp_path, "run", holds=(7,), **settings)
@@ -289,6 +290,7 @@ def running_cluster(folder: Path, key: dict[str, str]) -> Generator[str]:
         head.wait(300)
 
 
+@pytest.mark.long
 def test_the_same_run_on_a_cluster_that_runs_already(tmp_path: Path) -> None:
     """As ``RAY_ADDRESS`` or ``system.ray_address`` names it, in an environment of the run's own."""
     key = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0123456789abcdef" * 4}

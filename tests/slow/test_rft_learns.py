@@ -121,6 +121,7 @@ def test_a_signal_leaves_what_is_finished_and_says_how_to_go_on(tmp_path: Path, 
     assert progress_of(tmp_path / "cut", {}, 0).state == "done" and not files[1].exists()
 
 
+@pytest.mark.long
 def test_the_ablation_runs(tmp_path: Path) -> None:
     """Three arms of the benchmark on a short warm-up, by its command: both trainers learn the same answers."""
     names = ["padded", "padded, no gradient checkpointing", "tunesmith"]

@@ -94,6 +94,7 @@ def shares_of(path: Path) -> list[int]:
     return [(whole + head) // 2, (whole - head) // 2]
 
 
+@pytest.mark.long
 def test_two_processes_share_a_reward_model_and_score_as_one(tmp_path: Path, started: list[Far]) -> None:
     """Batches of all sizes, a process without memory, and killed ones."""
     judge = save_reward_model(tmp_path / "judge", stats=(0.25, 2.0))
