@@ -94,7 +94,6 @@ class Unrewarded(RewardSet):
         return {name: value for name, value in super().metrics(rollouts).items() if not name.startswith("reward")}
 
 
-@about("reward.functions")
 def load_run_rewards(config: RLConfig, base_dir: Path) -> RewardSet:
     if _has_rewards(config):
         return load_rewards(config.reward, base_dir, instances=config.environment.path is not None)

@@ -116,7 +116,8 @@ def _examine(config: RunConfig, base_dir: Path, examples: Sequence[Example]) -> 
 
     for sink in config.monitor.sinks:
         if sink not in ADAPTERS:
-            load_object(sink, base_dir)
+            with about("monitor.sinks"):
+                load_object(sink, base_dir)
     if config.data.map:
         examples = first_lines(config, hub=False, maps=True)
     tasks = [Task(e.id, e.prompt, (1,), e.columns) for e in examples if e.prompt is not None][:1]

@@ -52,6 +52,7 @@ def open_sinks(
     return [Background(name, _open(name, run, base_dir), report) for name in config.monitor.sinks]
 
 
+@about("monitor.sinks")
 def _open(name: str, run: RunInfo, base_dir: Path) -> Sink:
     adapter = ADAPTERS.get(name)
     make = getattr(import_module(f"{_MODULES}.{name}"), adapter) if adapter else load_object(name, base_dir)

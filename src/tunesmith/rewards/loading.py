@@ -123,6 +123,7 @@ def weights_by_name(section: RewardSection) -> dict[str, float]:
     return weights | {entry.name: entry.weight for entry in (*section.models, *section.remote)}
 
 
+@about("reward.functions")
 def load_rewards(section: RewardSection, base_dir: Path, *, instances: bool = False) -> RewardSet:
     """Check the section, import the user's files and prepare the built-ins, whose processes start later.
 
