@@ -315,6 +315,7 @@ def pids(engine: EnginePool) -> list[int]:
     return [member.far.pid() for member in members]
 
 
+@pytest.mark.slow
 def test_weights_that_come_bucket_by_bucket_are_those_of_the_trainer(bench: Bench) -> None:
     async def run() -> None:
         with torch.no_grad():

@@ -148,6 +148,7 @@ def test_what_the_checkpoint_does_not_go_with_is_refused_before_a_model_is_loade
     assert (begun / "sft/resolved.json").read_bytes() == saved, "the run stays what it was"
 
 
+@pytest.mark.slow
 def test_what_changes_from_now_on_is_told_and_happens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = save_model(tmp_path / "model")
     kl = {"algorithm__kl__coef": 0.1, "data__eval": None}

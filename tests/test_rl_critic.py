@@ -156,9 +156,8 @@ def test_the_head_learns_at_its_own_rate(model: Path) -> None:
     assert max(moved.values()) < 0.02
 
 
-@pytest.mark.parametrize(
-    "kind", [pytest.param(OWN, id="own"), pytest.param(SHARED, id="shared", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [pytest.param(OWN, id="own"), pytest.param(SHARED, id="shared")])
 def test_the_critic_learns_what_the_states_are_worth(tmp_path: Path, model: Path, kind: dict[str, Any]) -> None:
     _, lines = rl(
         tmp_path, model, **kind, train__steps=8 if kind is OWN else 20, train__lr=1e-5, critic__lr=1e-2,

@@ -110,9 +110,7 @@ def test_the_same_steps_are_taken(path: Path, kind: str, share: float, activatio
     assert all(here.optimizer.average[name].equal(average) for name, average in there.optimizer.average.items())
 
 
-@pytest.mark.parametrize(
-    "kind", [pytest.param(k, marks=() if k in ("lean", "lora") else pytest.mark.slow) for k in KINDS]
-)
+@pytest.mark.parametrize("kind", [pytest.param(k, marks=() if k == "lean" else pytest.mark.slow) for k in KINDS])
 def test_a_checkpoint_continues_either_way(path: Path, tmp_path: Path, kind: str) -> None:
     here, there = (backend_of(path, kind, streams=flag) for flag in (False, True))
     stepped(here, 2), stepped(there, 2)
