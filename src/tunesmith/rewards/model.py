@@ -83,13 +83,13 @@ def model_reward(
             a batch then depends on timing, and so do the last bits of their scores; otherwise each call is a batch.
     """
 
-    async def run(sequences: list[list[int]]) -> list[Score]:
+    async def score_here(sequences: list[list[int]]) -> list[Score]:
+        return model.score(sequences)
+
+    async def score_in_thread(sequences: list[list[int]]) -> list[Score]:
         return await to_thread(model.score, sequences)
 
-    batcher: Batcher[list[int], Score] = Batcher(run)
-
-    async def scores_of(sequences: list[list[int]]) -> list[Score]:
-        return await batcher.submit(sequences) if in_thread else model.score(sequences)
+    scores_of = Batcher(score_in_thread).submit if in_thread else score_here
 
     def encoded(rollout: Rollout, text: str) -> list[int] | ItemFailure:
         if exact:

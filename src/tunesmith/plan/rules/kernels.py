@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from tunesmith.config.schema import RunConfig
 from tunesmith.errors import Problem
+from tunesmith.plan.facts.model import ModelFacts
 from tunesmith.plan.rules.rule import rule, unread
 from tunesmith.plan.rules.situation import Situation
 
@@ -17,6 +18,12 @@ WIDEST = 65536
 """Elements of the longest row that Liger's kernels hold."""
 _NO_COMPILER = "install g++, name one with CXX, or leave it out"
 _ONE = "leave out one of the two"
+
+
+def _lean_layers(model: ModelFacts) -> str:
+    """What acts on lean layers alone, of a model that has none."""
+    family = model.family or "this model"
+    return f'decoder layers with a lean form, and those of "{family}" have none; leave it out'
 
 
 @rule(RunConfig)
@@ -37,10 +44,7 @@ def compiled_layers(s: Situation[RunConfig]) -> Iterator[Problem]:
     if not s.config.trains:
         yield s.clash(COMPILE, "is for training, and nothing is trained; leave it out")
     if s.model and not s.model.lean:
-        family = s.model.family or "this model"
-        yield s.clash(COMPILE,
-            f'compiles only decoder layers with a lean form, and those of "{family}" have none; '
-            "leave it out")
+        yield s.clash(COMPILE, f"compiles only {_lean_layers(s.model)}")
     if s.system.zero_stage:
         why = f"layers whose weights are gathered as they run are not compiled; {_ONE}"
         yield s.clash(COMPILE, f"with {s.said(STAGE)}: {why}", STAGE)
@@ -65,10 +69,7 @@ def liger(s: Situation[RunConfig]) -> Iterator[Problem]:
         why = "torch.compile makes kernels of the same operations itself"
         yield s.clash(KERNELS, f"with {s.said(COMPILE)}: {why}; {_ONE}", COMPILE)
     if s.model and not s.model.lean:
-        family = s.model.family or "this model"
-        yield s.clash(KERNELS,
-            f'is only for decoder layers with a lean form, and those of "{family}" have none; '
-            "leave it out")
+        yield s.clash(KERNELS, f"is only for {_lean_layers(s.model)}")
     if s.system.zero_stage:
         yield s.clash(KERNELS,
             f"with {s.said(STAGE)}: layers whose weights are gathered as they run are those of "
