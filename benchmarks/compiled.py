@@ -26,15 +26,15 @@ import torch._dynamo
 from benchmarks.report import write_between
 from benchmarks.run import machine
 from benchmarks.workload import WORKLOADS, S, Shape, build_model
-from tunesmith.algorithms.aggregation import weigh
-from tunesmith.algorithms.objective import SFTObjective
-from tunesmith.backends.optimizer import AdamWSettings
-from tunesmith.backends.torch import TorchBackend
-from tunesmith.data.batch import Batch
-from tunesmith.data.forest import Packing
-from tunesmith.kernels.inductor import CACHE
+from tunesmith.learn.algorithms.aggregation import weigh
+from tunesmith.learn.algorithms.objective import SFTObjective
+from tunesmith.learn.data.batch import Batch
+from tunesmith.learn.data.micro_batches import Packing
 from tunesmith.models.causal_lm import CausalLM
+from tunesmith.models.kernels.inductor import CACHE
 from tunesmith.plan.facts.hardware import read_hardware
+from tunesmith.run.trainers.optimizer import AdamWSettings
+from tunesmith.run.trainers.torch import TorchBackend
 from tunesmith.types import Sample
 
 FOLDER = Path(__file__).with_name("results")

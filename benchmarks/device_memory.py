@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tunesmith.assembly.dry_run import dry_run
 from tunesmith.config.commands import KINDS
 from tunesmith.config.load import load_config
 from tunesmith.config.schema import RunConfig
-from tunesmith.fake_device.threads import FIRST
+from tunesmith.guide.simulate.dry_run import dry_run
+from tunesmith.guide.simulate.threads import FIRST
 from tunesmith.plan.cost.memory import planned, planned_devices
 from tunesmith.plan.facts.hub import estimated_parameters
 from tunesmith.plan.facts.machines import machine

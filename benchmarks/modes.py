@@ -20,8 +20,8 @@ from typing import Any
 
 from benchmarks.report import write_between
 from benchmarks.workload import WORKLOADS, build_model
-from tunesmith.monitor.metrics import read_metrics
 from tunesmith.plan.facts.hardware import read_hardware
+from tunesmith.records.metrics import read_metrics
 
 RESULTS = Path(__file__).with_name("results") / "modes-cpu-2-core.json"
 PAGE = Path(__file__).parent.parent / "docs" / "modes.md"

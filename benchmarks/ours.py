@@ -16,29 +16,29 @@ from typing import Any
 
 import torch
 
-import tunesmith.engines.local.engine as local_engine
+import tunesmith.run.engines.local.engine as local_engine
 from benchmarks.protocol import Measure, Result, answer, peak_memory_mb
 from benchmarks.workload import FIRST_WORD, WORKLOADS, Workload
-from tunesmith.algorithms.objective import policy_objective
-from tunesmith.assembly import run_rl
-from tunesmith.assembly.train import run_sft
-from tunesmith.backends.limits import measure_limits
-from tunesmith.backends.optimizer import AdamWSettings
-from tunesmith.backends.torch import TorchBackend
 from tunesmith.config.load import load_config
 from tunesmith.config.schema import RLConfig
 from tunesmith.config.values import parse_size
-from tunesmith.data.batch import Batch
-from tunesmith.engines.local.engine import LocalEngine
-from tunesmith.loop.learner import Learner
+from tunesmith.costs import PeakRates
+from tunesmith.learn.algorithms.objective import policy_objective
+from tunesmith.learn.data.batch import Batch
 from tunesmith.models.causal_lm import CausalLM
-from tunesmith.monitor.metrics import read_metrics
-from tunesmith.offline.generate import run_generate
-from tunesmith.plan.cost.operations import PeakRates
 from tunesmith.plan.facts.hardware import read_hardware
 from tunesmith.plan.facts.model import read_model_facts
 from tunesmith.plan.facts.run import Facts
 from tunesmith.plan.resolve import resolve
+from tunesmith.records.metrics import read_metrics
+from tunesmith.run.engines.local.engine import LocalEngine
+from tunesmith.run.loop.learner import Learner
+from tunesmith.run.offline.generate import run_generate
+from tunesmith.run.placement import run_rl
+from tunesmith.run.placement.train import run_sft
+from tunesmith.run.trainers.limits import measure_limits
+from tunesmith.run.trainers.optimizer import AdamWSettings
+from tunesmith.run.trainers.torch import TorchBackend
 from tunesmith.types import Completion, Sample, Sampling
 
 REWARD = '''\

@@ -14,10 +14,11 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.workload import QWEN3
-from tunesmith.data import packing
-from tunesmith.data.batch import Batch
-from tunesmith.data.forest import build_forest, forest_cost
-from tunesmith.plan.cost.operations import CostModel
+from tunesmith.costs import CostModel
+from tunesmith.learn.data import packing
+from tunesmith.learn.data.batch import Batch
+from tunesmith.learn.data.micro_batches import build_forest
+from tunesmith.models.forest import forest_cost
 from tunesmith.types import Sample
 
 CAP, BATCHES = 4096, 5

@@ -18,8 +18,8 @@ import torch
 
 from benchmarks.report import write_between
 from benchmarks.run import machine
+from tunesmith.guide.tune.machine import ROUNDS, SHAPES, Prediction, fitted, predictions, probes, take_turns
 from tunesmith.plan.facts.hardware import read_hardware
-from tunesmith.tune.machine import ROUNDS, SHAPES, Prediction, fitted, predictions, probes, take_turns
 
 RESULTS = Path(__file__).with_name("results") / "phase-times-cpu-2-core.json"
 PAGE = Path(__file__).parent.parent / "docs" / "hardware.md"

@@ -21,16 +21,16 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from tunesmith.algorithms.presets import PRESETS
 from tunesmith.config.load import load_config
 from tunesmith.config.schema import RLConfig
+from tunesmith.guide.recipes.arithmetic import ANSWER, make_model, problems, write_examples, write_tasks
+from tunesmith.learn.algorithms.presets import PRESETS
 from tunesmith.plan.cost.memory import planned_devices
 from tunesmith.plan.facts.hardware import read_hardware
 from tunesmith.plan.facts.machines import machine
 from tunesmith.plan.facts.model import ModelFacts
 from tunesmith.plan.facts.run import Facts
 from tunesmith.plan.resolve import resolve
-from tunesmith.recipes.arithmetic import ANSWER, make_model, problems, write_examples, write_tasks
 
 RESULTS = Path(__file__).with_name("results") / "presets.json"
 PAGE = Path(__file__).parent.parent / "docs" / "presets.md"

@@ -25,9 +25,9 @@ from benchmarks.peers import DTYPES, PARTS, PEERS, SYSTEMS, Found, System, find
 from benchmarks.protocol import Measure, ask
 from benchmarks.report import show, summarise
 from benchmarks.workload import WORKLOADS, build_model
-from tunesmith.backends.limits import measure_limits
 from tunesmith.plan.facts.hardware import read_hardware
 from tunesmith.plan.facts.instructions import cpu_info
+from tunesmith.run.trainers.limits import measure_limits
 
 RESULTS = Path(__file__).with_name("results")
 TABLES: dict[str, dict[str, Any]] = {

@@ -25,10 +25,10 @@ import torch
 from benchmarks.report import write_between
 from benchmarks.run import machine
 from benchmarks.workload import FIRST_WORD, QWEN3, SMALL, S, Shape, build_model
-from tunesmith.engines.local.engine import LocalEngine
-from tunesmith.engines.local.requests import LocalRequest
-from tunesmith.engines.local.speculation import NgramDrafter, Speculation
 from tunesmith.models.causal_lm import CausalLM
+from tunesmith.run.engines.local.engine import LocalEngine
+from tunesmith.run.engines.local.requests import LocalRequest
+from tunesmith.run.engines.local.speculation import NgramDrafter, Speculation
 from tunesmith.types import Sampling
 
 RESULTS = Path(__file__).with_name("results") / "speculation-cpu.json"

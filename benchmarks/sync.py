@@ -23,10 +23,10 @@ from torch import Tensor
 
 from benchmarks.report import BEGIN, END, readme_results
 from benchmarks.run import machine
-from tunesmith.assembly.planes import read_offer
-from tunesmith.weights.base import Offer, Plane
-from tunesmith.weights.broadcast import BroadcastPlane
-from tunesmith.weights.files import FilePlane, shared_directory
+from tunesmith.run.placement.planes import read_offer
+from tunesmith.run.weights.base import Offer, Plane
+from tunesmith.run.weights.broadcast import BroadcastPlane
+from tunesmith.run.weights.files import FilePlane, shared_directory
 
 RESULTS = Path(__file__).with_name("results") / "sync-cpu-2-core.json"
 PAGE = Path(__file__).parent.parent / "docs" / "weights.md"

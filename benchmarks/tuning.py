@@ -28,13 +28,13 @@ from typing import Any
 from benchmarks.report import write_between
 from benchmarks.run import machine
 from benchmarks.workload import Shape, build_model
-from tunesmith.assembly import train
-from tunesmith.assembly.opening import Caller
 from tunesmith.config.load import find_kind, load_config
 from tunesmith.config.schema import RLConfig
-from tunesmith.loop.callbacks import Callbacks
-from tunesmith.tune.setup import trial_config
-from tunesmith.tune.tuning import open_tuning
+from tunesmith.guide.tune.setup import trial_config
+from tunesmith.guide.tune.tuning import open_tuning
+from tunesmith.run.loop.callbacks import Callbacks
+from tunesmith.run.placement import train
+from tunesmith.run.placement.opening import Caller
 
 RESULTS = Path(__file__).with_name("results") / "tuning-cpu-2-core.json"
 PAGE = Path(__file__).parent.parent / "docs" / "tune.md"

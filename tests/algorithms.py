@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from tunesmith.algorithms.resolve import resolve_algorithm
 from tunesmith.config.algorithm import AlgorithmSection
+from tunesmith.learn.algorithms.resolve import resolve_algorithm
 
 
 def section(**keys: Any) -> AlgorithmSection:

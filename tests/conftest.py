@@ -56,7 +56,7 @@ def children_start_at_once() -> Iterator[None]:
     """The children of this process; ``new_children`` are started as always."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(
-            "tunesmith.distributed.child.subprocess", SimpleNamespace(**{**vars(subprocess), "Popen": forks.popen})
+            "tunesmith.learn.usercode.child.subprocess", SimpleNamespace(**{**vars(subprocess), "Popen": forks.popen})
         )
         yield
 
@@ -64,27 +64,27 @@ def children_start_at_once() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def new_children() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("tunesmith.distributed.child.subprocess", subprocess)
+        patched.setattr("tunesmith.learn.usercode.child.subprocess", subprocess)
         yield
 
 
 @pytest.fixture(autouse=True)
 def not_the_command_s_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """A test that calls the script's entry point does not let a later test's signal end this process."""
-    monkeypatch.setattr("tunesmith.monitor.interrupts._own", False)
+    monkeypatch.setattr("tunesmith.records.interrupts._own", False)
 
 
 @pytest.fixture(autouse=True)
 def only_known_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
     """A run that writes a metric which is not in the catalogue fails its test."""
-    from tunesmith.monitor.catalogue import find
-    from tunesmith.monitor.metrics import MetricsLog
+    from tunesmith.records.catalogue import find
+    from tunesmith.records.metrics import MetricsLog
 
     write = MetricsLog.write
 
     def checked(self: MetricsLog, step: int, metrics: Mapping[str, float], *, always: bool = False) -> None:
         unknown = [name for name in metrics if find(name) is None or find(name.removeprefix("critic/")) is None]
-        assert not unknown, f"monitor/catalogue.py lacks {unknown}"
+        assert not unknown, f"records/catalogue.py lacks {unknown}"
         write(self, step, metrics, always=always)
 
     monkeypatch.setattr(MetricsLog, "write", checked)

@@ -8,7 +8,7 @@ from pathlib import Path
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from tunesmith.data.chat import HERMES
+from tunesmith.learn.data.chat import HERMES
 
 TEMPLATES = Path(__file__).parent / "templates"
 

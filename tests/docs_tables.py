@@ -13,16 +13,16 @@ from typing import Any
 
 from foreign_tables import FOREIGN
 from hardware_table import GPUS, rows
-from tunesmith.algorithms.presets import NEEDS, PRESETS
 from tunesmith.config.algorithm import AlgorithmSection
 from tunesmith.config.choice import Choice
-from tunesmith.doctor.answers import ROUND, RUN
-from tunesmith.doctor.findings import RULES
-from tunesmith.doctor.rules import Rule
+from tunesmith.guide.explain.settings import settings_of
+from tunesmith.learn.algorithms.presets import NEEDS, PRESETS
 from tunesmith.models.families import KNOWN, REFUSED
-from tunesmith.monitor.catalogue import CATALOGUE
 from tunesmith.plan.layout.profiles import SYSTEM_PROFILES, ProfileValue
-from tunesmith.reference.settings import settings_of
+from tunesmith.records.catalogue import CATALOGUE
+from tunesmith.records.doctor.answers import ROUND, RUN
+from tunesmith.records.doctor.findings import RULES
+from tunesmith.records.doctor.rules import Rule
 
 DOCS = Path(__file__).parent.parent / "docs"
 PAGES = tuple(

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from tunesmith.engines.base import RolloutEngine
 from tunesmith.errors import EngineError, UserError
+from tunesmith.run.engines.base import RolloutEngine
 from tunesmith.types import Completion, Sampling
 
 PROMPT = [11, 12, 13, 14]

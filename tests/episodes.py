@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from fake_engine import FakeEngine
-from tunesmith.assembly.environments import build_environments
 from tunesmith.config.schema import EnvironmentSection
-from tunesmith.environments.loading import EnvironmentSet, load_environments
-from tunesmith.loop.collect import Collector
+from tunesmith.learn.environments.loading import EnvironmentSet, load_environments
+from tunesmith.run.loop.collect import Collector
+from tunesmith.run.placement.environments import build_environments
 from tunesmith.types import Completion, Message, Rollout, Sampling, Status, Task
 
 Policy = Callable[[str], str]

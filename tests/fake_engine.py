@@ -8,9 +8,9 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from itertools import count
 
-from tunesmith.engines.base import EngineStats, check_sampling
-from tunesmith.engines.partial import PartialCompletion, stop_strings, stop_token_ids
 from tunesmith.errors import EngineError, UserError
+from tunesmith.run.engines.base import EngineStats, check_sampling
+from tunesmith.run.engines.partial import PartialCompletion, stop_strings, stop_token_ids
 from tunesmith.types import Completion, Sampling
 
 Script = Callable[[Sequence[int], Sampling], Sequence[int]]

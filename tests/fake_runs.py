@@ -7,11 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tunesmith.assembly.dry_run import DryPhase, dry_run
 from tunesmith.config.commands import KINDS, OfflineDistillConfig
 from tunesmith.config.load import load_config
 from tunesmith.config.schema import RunConfig
-from tunesmith.fake_device.threads import FIRST
+from tunesmith.guide.simulate.dry_run import DryPhase, dry_run
+from tunesmith.guide.simulate.threads import FIRST
 from tunesmith.plan.facts.hub import estimated_parameters
 from tunesmith.plan.facts.machines import machine
 from tunesmith.plan.facts.model import facts_of

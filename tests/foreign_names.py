@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from tunesmith.config.names.foreign import meanings_of
+from tunesmith.guide.names.foreign import meanings_of
 
 LISTS = Path(__file__).parent / "foreign"
 

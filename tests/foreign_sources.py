@@ -11,9 +11,9 @@ from collections import Counter
 from pathlib import Path
 
 from tunesmith.errors import ConfigError
-from tunesmith.migrate.convert import convert
-from tunesmith.migrate.read import read_source
-from tunesmith.migrate.settle import settle
+from tunesmith.guide.migrate.convert import convert
+from tunesmith.guide.migrate.read import read_source
+from tunesmith.guide.migrate.settle import settle
 
 SUFFIXES = (".sh", ".slurm", ".py", ".ipynb", ".yaml", ".yml", ".json")
 

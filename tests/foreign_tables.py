@@ -1,4 +1,4 @@
-"""The tables of docs/coming-from.md, made from the data of ``tunesmith.config.names.foreign``."""
+"""The tables of docs/coming-from.md, made from the data of ``tunesmith.guide.names.foreign``."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from foreign_names import counts, frameworks, listed, versions
-from tunesmith.config.names.foreign import FRAMEWORKS, foreign_values, meanings
-from tunesmith.config.names.unknown import rule_of
+from tunesmith.guide.names.foreign import FRAMEWORKS, foreign_values, meanings
+from tunesmith.guide.names.unknown import rule_of
 
 Rows = tuple[Sequence[str], Sequence[Sequence[str]]]
 """Headings and rows."""

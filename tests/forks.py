@@ -31,10 +31,10 @@ IMPORTED = (
     "transformers.models.auto.modeling_auto",
     "transformers.models.llama.modeling_llama",
     "transformers.models.qwen3.modeling_qwen3",
-    "tunesmith.assembly.trainers",
-    "tunesmith.assembly.processes",
-    "tunesmith.engines.far",
-    "tunesmith.engines.local.engine",
+    "tunesmith.run.placement.trainers",
+    "tunesmith.run.placement.processes",
+    "tunesmith.run.engines.far",
+    "tunesmith.run.engines.local.engine",
 )
 _SET_SUBREAPER = 36
 """``PR_SET_CHILD_SUBREAPER`` of Linux's <sys/prctl.h>."""
@@ -136,7 +136,7 @@ def _open() -> socket.socket:
 
 
 def serve(server: socket.socket, parent: int) -> None:
-    from tunesmith.monitor.children import end_with_parent
+    from tunesmith.records.children import end_with_parent
 
     end_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's is the parent's to answer

@@ -14,12 +14,12 @@ from unittest.mock import patch
 
 from tiny import save_model
 from tiny_runs import rl_settings, sft_settings, write_lines
-from tunesmith import assembly
-from tunesmith.backends.torch import TorchBackend
-from tunesmith.engines.local.engine import LocalEngine
 from tunesmith.errors import DeviceMemoryError
-from tunesmith.monitor.clock import Clock
-from tunesmith.monitor.timeline import Timeline
+from tunesmith.records.clock import Clock
+from tunesmith.records.timeline import Timeline
+from tunesmith.run import placement
+from tunesmith.run.engines.local.engine import LocalEngine
+from tunesmith.run.trainers.torch import TorchBackend
 from tunesmith.types import Completion, Sampling
 
 SKIPPED = [0.0]
@@ -112,7 +112,7 @@ class Slow:
         return None, float(action == self.answer), True
 """
 LOSS = """\
-from tunesmith.algorithms.losses import Loss, TokenLoss
+from tunesmith.learn.algorithms.losses import Loss, TokenLoss
 
 calls = []
 
@@ -162,11 +162,11 @@ class Ward:
             name if name == "exact_match" else f"{self.folder / 'judge.py'}:{name}"
             for name in settings["reward__functions"]
         ]
-        return assembly.run_rl(None, rl_settings(self.folder, self.policy, run, **settings)).run_dir
+        return placement.run_rl(None, rl_settings(self.folder, self.policy, run, **settings)).run_dir
 
     def sft(self, run: str, **changed: Any) -> Path:
         settings = {key: str(v) if isinstance(v, Path) else v for key, v in changed.items()}
-        return assembly.run_sft(None, sft_settings(self.folder, self.blank, run, **settings)).run_dir
+        return placement.run_sft(None, sft_settings(self.folder, self.blank, run, **settings)).run_dir
 
 
 def make_ward(folder: Path) -> Ward:
@@ -180,7 +180,7 @@ def make_ward(folder: Path) -> Ward:
 
     write_lines(folder / "examples.jsonl", examples(90))
     settings = sft_settings(folder, blank, "taught", train__steps=80, train__batch_size=30, train__lr=5e-3)
-    return Ward(folder, blank, assembly.run_sft(None, settings).checkpoint)
+    return Ward(folder, blank, placement.run_sft(None, settings).checkpoint)
 
 
 @contextmanager

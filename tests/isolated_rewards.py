@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from tunesmith.config.schema import RewardSection
-from tunesmith.rewards.loading import load_rewards
-from tunesmith.rewards.reward_set import RewardSet
+from tunesmith.learn.rewards.loading import load_rewards
+from tunesmith.learn.rewards.reward_set import RewardSet
 from tunesmith.types import Completion, Rollout, Task
 
 CODE = r"""

@@ -6,7 +6,7 @@ from documents import KeyRow
 from tunesmith.config.choice import Choice
 from tunesmith.config.reading.describe import describe_at
 from tunesmith.config.section import DERIVED, Section
-from tunesmith.config.toml import toml_value
+from tunesmith.records.toml import toml_value
 
 
 def check_row(heading: str, row: KeyRow, section: type[Section]) -> None:

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
-from tunesmith.parallel.sharding import local
+from tunesmith.models.parallel.sharding import local
 
 
 class LiveBytes(TorchDispatchMode):

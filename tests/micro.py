@@ -9,8 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tunesmith.data.batch import Batch
-from tunesmith.data.forest import Forest, build_forest
+from tunesmith.learn.data.batch import Batch
+from tunesmith.learn.data.micro_batches import build_forest
+from tunesmith.models.forest import Forest
 from tunesmith.types import Sample
 
 

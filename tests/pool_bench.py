@@ -14,12 +14,12 @@ from transformers import AutoModelForCausalLM
 
 from engine_contract import CHECKS, Subject
 from tiny import save_model
-from tunesmith.assembly.planes import file_plane
-from tunesmith.engines.base import Member
-from tunesmith.engines.far import FarEngine
-from tunesmith.engines.pool import EnginePool
 from tunesmith.models.causal_lm import CausalLM
-from tunesmith.weights.base import Plane
+from tunesmith.run.engines.base import Member
+from tunesmith.run.engines.far import FarEngine
+from tunesmith.run.engines.pool import EnginePool
+from tunesmith.run.placement.planes import file_plane
+from tunesmith.run.weights.base import Plane
 
 CONTEXT = 256  # a long completion is still being written when weights have come from another process
 LAST = next(check for check in CHECKS if check.__name__.endswith("close_fails_what_is_in_flight"))

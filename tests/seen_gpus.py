@@ -6,8 +6,8 @@ import os
 import time
 from typing import Any
 
-from tunesmith.engines.base import EngineStats
 from tunesmith.errors import UserError
+from tunesmith.run.engines.base import EngineStats
 from tunesmith.types import Completion
 
 

@@ -11,15 +11,15 @@ import numpy as np
 import torch.distributed as dist
 from torch import Tensor
 
-from tunesmith.algorithms.objective import Objective
-from tunesmith.backends.base import Quantity
-from tunesmith.backends.torch import TorchBackend
-from tunesmith.data.batch import Floats
-from tunesmith.data.forest import Packing
-from tunesmith.distributed.process_group import open_store, process_group
-from tunesmith.distributed.rank_group import RankGroup, reach_store
 from tunesmith.errors import DeviceMemoryError
-from tunesmith.parallel.sequence import SequenceGroup, SequenceKind
+from tunesmith.learn.algorithms.objective import Objective
+from tunesmith.learn.data.batch import Floats
+from tunesmith.learn.data.micro_batches import Packing
+from tunesmith.models.parallel.sequence import SequenceGroup, SequenceKind
+from tunesmith.run.processes.process_group import open_store, process_group
+from tunesmith.run.processes.rank_group import RankGroup, reach_store
+from tunesmith.run.trainers.base import Quantity
+from tunesmith.run.trainers.torch import TorchBackend
 
 HERE, PATIENCE = "127.0.0.1", 60.0
 

@@ -13,24 +13,24 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from live_bytes import LiveBytes
-from tunesmith.algorithms.objective import Objective, SFTObjective
-from tunesmith.backends.optimizer import AdamWSettings
-from tunesmith.backends.torch import TorchBackend
 from tunesmith.config.optimizer import Muon
 from tunesmith.config.schema import LoraSection
-from tunesmith.data.forest import Packing
-from tunesmith.distributed.child import ChildProcess
-from tunesmith.distributed.far import gather
-from tunesmith.distributed.process_group import open_store
-from tunesmith.distributed.rank_group import RankGroup, join_default_group, reach_store
 from tunesmith.errors import DeviceMemoryError, TrainerLostError
-from tunesmith.kernels import training_functions
-from tunesmith.kernels.quantised import Quantize
+from tunesmith.learn.algorithms.objective import Objective, SFTObjective
+from tunesmith.learn.data.micro_batches import Packing
+from tunesmith.learn.usercode.child import ChildProcess
+from tunesmith.learn.usercode.far import gather
 from tunesmith.models.adapters import attach
 from tunesmith.models.causal_lm import CausalLM
+from tunesmith.models.cpu import training_functions
+from tunesmith.models.kernels.quantised import Quantize
+from tunesmith.models.parallel.sequence import SequenceKind, sequence_group
+from tunesmith.models.parallel.sharding import Sharding, decoder_layers, local, whole, whole_weights
 from tunesmith.models.score_model import ScoreModel
-from tunesmith.parallel.sequence import SequenceKind, sequence_group
-from tunesmith.parallel.sharding import Sharding, decoder_layers, local, whole, whole_weights
+from tunesmith.run.processes.process_group import open_store
+from tunesmith.run.processes.rank_group import RankGroup, join_default_group, reach_store
+from tunesmith.run.trainers.optimizer import AdamWSettings
+from tunesmith.run.trainers.torch import TorchBackend
 
 HERE = "127.0.0.1"
 

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from tiny_runs import write_lines
-from tunesmith import assembly
-from tunesmith.assembly.session import RunResult
-from tunesmith.config.toml import toml_value
-from tunesmith.monitor.metrics import read_metrics
-from tunesmith.recipes.arithmetic import make_model
+from tunesmith.guide.recipes.arithmetic import make_model
+from tunesmith.records.metrics import read_metrics
+from tunesmith.records.toml import toml_value
+from tunesmith.run import placement
+from tunesmith.run.placement.session import RunResult
 
 COMMON: dict[str, Any] = {
     "model.dtype": "float32", "data.chat": False, "system.threads": 1, "monitor.progress": False,
@@ -49,7 +49,7 @@ def taught(folder: Path, seed: int, head_dim: int = 16, steps: int = 600) -> Pat
         "run_dir": folder / "sft", "model.path": make_model(folder / "model", seed, 64, 2, head_dim=head_dim),
         "data.train": folder / "examples.jsonl", "train.seed": seed, "train.steps": steps,
     }  # fmt: skip
-    return assembly.run_sft(None, overrides(COMMON | SFT | settings)).checkpoint
+    return placement.run_sft(None, overrides(COMMON | SFT | settings)).checkpoint
 
 
 def learned(folder: Path, model: Path, run: str, seed: int, changed: dict[str, Any]) -> RunResult:
@@ -58,7 +58,7 @@ def learned(folder: Path, model: Path, run: str, seed: int, changed: dict[str, A
     settings = {
         "run_dir": folder / run, "model.path": model, "data.train": tasks, "data.eval": tasks, "train.seed": seed,
     }  # fmt: skip
-    return assembly.run_rl(None, overrides(COMMON | RL | settings | changed))
+    return placement.run_rl(None, overrides(COMMON | RL | settings | changed))
 
 
 def check_learned_as(local: RunResult, outcome: RunResult, *, staleness: int, same_start: bool) -> None:

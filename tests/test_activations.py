@@ -16,20 +16,20 @@ from torch import Tensor
 import training
 from test_memory import A100, GB, QWEN_7B, SMALL, on, refusal, resolved
 from tiny import save_model
-from tunesmith.algorithms.objective import SFTObjective
-from tunesmith.backends.torch import TorchBackend
 from tunesmith.config.load import load_config
 from tunesmith.config.schema import LoraSection, SFTConfig
-from tunesmith.data.forest import Packing
 from tunesmith.errors import ConfigError, ModelError
+from tunesmith.learn.algorithms.objective import SFTObjective
+from tunesmith.learn.data.micro_batches import Packing
 from tunesmith.models import adapters
 from tunesmith.models.causal_lm import CausalLM
-from tunesmith.parallel.activations import compute_again
-from tunesmith.parallel.sharding import decoder_layers
+from tunesmith.models.parallel.activations import compute_again
+from tunesmith.models.parallel.sharding import decoder_layers
 from tunesmith.plan.cost.device import Layout
 from tunesmith.plan.cost.price import activation_bytes, backward_bytes, layer_bytes, price, recomputed, sent_bytes
 from tunesmith.plan.facts.model import read_model_facts
 from tunesmith.plan.facts.run import Facts
+from tunesmith.run.trainers.torch import TorchBackend
 from tunesmith.types import Sample
 
 LAYERS = 4
@@ -118,7 +118,7 @@ def test_layers_that_have_no_switch_cannot_be_chosen(path: Path, monkeypatch: py
     module = CausalLM.load(path).module
     compute_again(module, 0.5)
     assert [layer.gradient_checkpointing for layer in decoder_layers(module)] == [True, False, True, False]
-    monkeypatch.setattr("tunesmith.parallel.activations.GradientCheckpointingLayer", int)
+    monkeypatch.setattr("tunesmith.models.parallel.activations.GradientCheckpointingLayer", int)
     compute_again(module, 1.0)
     with pytest.raises(ModelError, match=r"0\.5.*true or false"):
         compute_again(module, 0.5)

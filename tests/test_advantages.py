@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tunesmith.algorithms.advantages import Estimator, compute_advantages
-from tunesmith.algorithms.outcomes import Advantages, Outcome, suffix_sums, whiten
+from tunesmith.learn.algorithms.advantages import Estimator, compute_advantages
+from tunesmith.learn.algorithms.outcomes import Advantages, Outcome, suffix_sums, whiten
 
 GROUP_ESTIMATORS = {name for name, kind in Estimator.types.items() if "group" in kind.needs}
 UNWHITENED = ("grpo", "dr_grpo", "rloo", "opo", "gpg")

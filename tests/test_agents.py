@@ -11,8 +11,8 @@ import pytest
 from data_tokenizers import byte_level, template
 from episodes import check_tokens, load, made_task, ok, play
 from tunesmith.config.schema import EnvironmentSection
-from tunesmith.environments.loading import check_agents
 from tunesmith.errors import ConfigError
+from tunesmith.learn.environments.loading import check_agents
 from tunesmith.types import Status
 
 START = 'START = [{"role": "user", "content": "Go."}]\n'

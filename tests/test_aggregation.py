@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from micro import batch_of, random_batch
-from tunesmith.algorithms.aggregation import sequence_weights, weigh
-from tunesmith.data.batch import Batch
+from tunesmith.learn.algorithms.aggregation import sequence_weights, weigh
+from tunesmith.learn.data.batch import Batch
 
 AGGREGATIONS = ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm")
 

@@ -20,13 +20,13 @@ import tunesmith
 from tiny import save_model
 from tiny_preferences import lines_of
 from tiny_runs import rl_settings, sums, write_lines
-from tunesmith import assembly
 from tunesmith.config.load import load_config
+from tunesmith.config.objects import load_object
 from tunesmith.config.schema import RLConfig
-from tunesmith.config.toml import toml_value
 from tunesmith.errors import CheckpointError, ConfigError, DataError, RewardError, UserError
-from tunesmith.monitor.metrics import read_metrics
-from tunesmith.usercode.loading import load_object
+from tunesmith.records.metrics import read_metrics
+from tunesmith.records.toml import toml_value
+from tunesmith.run import placement
 
 SMALL: dict[str, Any] = {
     "model__dtype": "float32",
@@ -75,7 +75,7 @@ def test_a_run_from_python_is_the_commands_run(model: Path, here: Path) -> None:
     outcome = tunesmith.rl(model, rows, reward=[closure, ready], eval=sums(4), run_dir="run", **SMALL)
     assert outcome.run_dir == here / "run"
     assert [json.loads(line) for line in (here / "run/data/train.jsonl").read_text().splitlines()] == sums(12)
-    command = assembly.run_rl(None, rl_settings(here, model, "command", data__eval=write_eval(here)))
+    command = placement.run_rl(None, rl_settings(here, model, "command", data__eval=write_eval(here)))
     assert learned(outcome.run_dir) == learned(command.run_dir)
     assert [row["reward"] for row in outcome.metrics if "loss" in row] == [r["reward"] for r in learned(here / "run")]
     assert "reward/closure/mean" in outcome.metrics[-2] and "reward/ready/mean" in outcome.metrics[-2]

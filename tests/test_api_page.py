@@ -16,7 +16,7 @@ from documents import ROOT, blocks_of
 from tiny import save_model
 from tiny_runs import sums
 from tunesmith.config.commands import KINDS
-from tunesmith.config.names.unknown import find
+from tunesmith.guide.names.unknown import find
 
 PAGE = ROOT / "docs" / "python.md"
 SCRIPTS = [block.text for block in blocks_of(PAGE) if block.language == "python"]

@@ -13,7 +13,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, get_scheduler
 
 from tiny import save_model
 from training import whole
-from tunesmith.backends.optimizer import (
+from tunesmith.errors import CheckpointError
+from tunesmith.learn.data.micro_batches import Packing
+from tunesmith.models.causal_lm import CausalLM
+from tunesmith.models.forest import Forest, Predictions
+from tunesmith.run.trainers.optimizer import (
     FIRST_SCALE,
     GROWS_AFTER,
     LEAST,
@@ -22,10 +26,7 @@ from tunesmith.backends.optimizer import (
     MasterOptimizer,
     learning_rate,
 )
-from tunesmith.backends.torch import TorchBackend
-from tunesmith.data.forest import Forest, Packing, Predictions
-from tunesmith.errors import CheckpointError
-from tunesmith.models.causal_lm import CausalLM
+from tunesmith.run.trainers.torch import TorchBackend
 from tunesmith.types import Sample
 
 

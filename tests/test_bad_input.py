@@ -11,7 +11,7 @@ import pytest
 from commands import tunesmith
 from tiny import save_model, tokenizer
 from tiny_runs import rl_settings, sft_settings, sums, write_lines
-from tunesmith.loop.manifest import write_manifest
+from tunesmith.run.loop.manifest import write_manifest
 
 
 @pytest.fixture(scope="module")
@@ -127,29 +127,29 @@ def test_what_needs_the_tokenizer_is_refused_before_the_model_is_loaded(
 
 
 def test_supervised_training_names_the_line_too(tmp_path: Path, model: Path) -> None:
-    from tunesmith import assembly
     from tunesmith.errors import DataError
+    from tunesmith.run import placement
 
     data = write_lines(
         tmp_path / "d.jsonl", [{"prompt": "a", "completion": "b"}, {"prompt": "a" * 600, "completion": "b"}]
     )
     with pytest.raises(DataError, match=r"d\.jsonl:2: 60\d tokens, the limit is 512"):
-        assembly.run_sft(None, sft_settings(tmp_path, model, data__train=str(data)))
+        placement.run_sft(None, sft_settings(tmp_path, model, data__train=str(data)))
     write_lines(tmp_path / "e.jsonl", [{"prompt": "a", "completion": "b"}, {"prompt": "a"}])
     with pytest.raises(DataError, match=r"e\.jsonl:2"):
-        assembly.run_sft(None, sft_settings(tmp_path, model, data__train=str(tmp_path / "e.jsonl")))
+        placement.run_sft(None, sft_settings(tmp_path, model, data__train=str(tmp_path / "e.jsonl")))
 
 
 def test_a_damaged_model_is_named(tmp_path: Path) -> None:
-    from tunesmith import assembly
     from tunesmith.errors import ModelError
+    from tunesmith.run import placement
 
     model = save_model(tmp_path / "model")
     weights = model / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:5000])
     settings = [s for s in rl_settings(tmp_path, model) if not s.startswith("system.threads")]
     with pytest.raises(ModelError, match="model"):
-        assembly.run_rl(None, settings)
+        placement.run_rl(None, settings)
     weights.unlink()
     with pytest.raises(ModelError, match="model"):
-        assembly.run_rl(None, settings)
+        placement.run_rl(None, settings)

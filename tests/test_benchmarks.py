@@ -35,7 +35,7 @@ from benchmarks import (  # noqa: E402
 )
 from benchmarks.workload import QWEN3, WORKLOADS, build_model  # noqa: E402
 
-from tunesmith.plan.cost.operations import PeakRates  # noqa: E402
+from tunesmith.costs import PeakRates  # noqa: E402
 
 
 def record(number: int, system: str, dtype: str, runs: list[float], **facts: float) -> dict[str, Any]:

@@ -26,21 +26,21 @@ from torch import Tensor
 from engine_contract import FREE
 from pool_bench import PoolBench
 from test_weights import Gathered, take_all, tensors
-from tunesmith.assembly.engine_host import make_engine_host
-from tunesmith.assembly.planes import read_offer
-from tunesmith.distributed import checksum as sums
-from tunesmith.distributed.checksum import word_sum
-from tunesmith.distributed.child import ChildProcess
-from tunesmith.engines.far import FarEngine
-from tunesmith.engines.pool import EnginePool
 from tunesmith.errors import EngineError, EngineLostError
-from tunesmith.fake_device.device import FakeDevice
-from tunesmith.weights import broadcast as module
-from tunesmith.weights.base import NamedTensors, Plane
-from tunesmith.weights.broadcast import BroadcastPlane, take_broadcast
-from tunesmith.weights.far import FarPlane
-from tunesmith.weights.rounds import Link
-from tunesmith.weights.spread import spread
+from tunesmith.guide.simulate.device import FakeDevice
+from tunesmith.learn.usercode.child import ChildProcess
+from tunesmith.run.engines.far import FarEngine
+from tunesmith.run.engines.pool import EnginePool
+from tunesmith.run.placement.engine_host import make_engine_host
+from tunesmith.run.placement.planes import read_offer
+from tunesmith.run.processes import checksum as sums
+from tunesmith.run.processes.checksum import word_sum
+from tunesmith.run.weights import broadcast as module
+from tunesmith.run.weights.base import NamedTensors, Plane
+from tunesmith.run.weights.broadcast import BroadcastPlane, take_broadcast
+from tunesmith.run.weights.far import FarPlane
+from tunesmith.run.weights.rounds import Link
+from tunesmith.run.weights.spread import spread
 
 BUCKET = 1 << 16
 
@@ -362,7 +362,7 @@ def test_an_engine_that_dies_in_the_middle_leaves_the_others_right(
 
 TAKE = """
 import json, sys
-from tunesmith.assembly.planes import read_offer
+from tunesmith.run.placement.planes import read_offer
 found = {name: (str(t.device), t.double().sum().item()) for name, t in read_offer(json.loads(sys.argv[1]))}
 print(json.dumps(found))
 """

@@ -12,15 +12,15 @@ from torch import Tensor
 
 from tiny import save_model
 from training import backend_of, learner_of
-from tunesmith.assembly.planes import file_plane, read_offer
 from tunesmith.config.schema import ModelSection
-from tunesmith.engines.local.engine import LocalEngine
-from tunesmith.engines.pool import EnginePool
 from tunesmith.errors import EngineError
-from tunesmith.loop.canary import TOLERANCES, Canary
 from tunesmith.models.causal_lm import CausalLM
+from tunesmith.run.engines.local.engine import LocalEngine
+from tunesmith.run.engines.pool import EnginePool
+from tunesmith.run.loop.canary import TOLERANCES, Canary
+from tunesmith.run.placement.planes import file_plane, read_offer
+from tunesmith.run.weights.base import Offer
 from tunesmith.types import Sampling
-from tunesmith.weights.base import Offer
 
 PROMPT = list(range(20, 44))
 SAMPLING = Sampling(8, ignore_eos=True, seed=1)

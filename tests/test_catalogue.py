@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tunesmith.monitor.catalogue import CATALOGUE, aliases, find, with_aliases
+from tunesmith.records.catalogue import CATALOGUE, aliases, find, with_aliases
 
 
 @pytest.mark.parametrize(

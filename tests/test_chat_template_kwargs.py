@@ -10,15 +10,15 @@ import pytest
 import tiny
 import tunesmith
 from tiny_runs import rl_settings, write_lines
-from tunesmith import assembly
-from tunesmith.assembly.models import load_tokenizer
 from tunesmith.config.commands import GenerateConfig
 from tunesmith.config.load import load_config
 from tunesmith.config.schema import RLConfig, SFTConfig
-from tunesmith.data.preference import load_judged, load_pairs, load_steps
-from tunesmith.data.prepare import load_samples, load_tasks
 from tunesmith.errors import ConfigError
-from tunesmith.offline.sampling import identity
+from tunesmith.learn.data.preference import load_judged, load_pairs, load_steps
+from tunesmith.learn.data.prepare import load_samples, load_tasks
+from tunesmith.run import placement
+from tunesmith.run.offline.sampling import identity
+from tunesmith.run.placement.models import load_tokenizer
 
 SHOUTS = "{% if shout is defined and shout %}<bos>{% endif %}" + tiny.CHATML
 ANSWERED = {"prompt": "1+1=", "completion": "2", "chosen": "2", "rejected": "3", "label": True, "answer": "2"}
@@ -81,13 +81,13 @@ def test_a_run_takes_it_and_refuses_what_nothing_reads(tmp_path: Path, model: Pa
     def settings(run: str, **changed: Any) -> list[str]:
         return rl_settings(tmp_path, model, run, data__chat=None, train__steps=1, **changed)
 
-    outcome = assembly.run_rl(None, [*settings("run"), "data.chat_template_kwargs={shout=true}"])
+    outcome = placement.run_rl(None, [*settings("run"), "data.chat_template_kwargs={shout=true}"])
     written = load_config(RLConfig, outcome.run_dir / "config.toml", [])
     assert written.data.chat_template_kwargs == {"shout": True}
     with pytest.raises(ConfigError, match=r"'shot'.*shout"):
-        assembly.run_rl(None, [*settings("typo"), "data.chat_template_kwargs={shot=true}"])
+        placement.run_rl(None, [*settings("typo"), "data.chat_template_kwargs={shot=true}"])
     with pytest.raises(ConfigError, match=r"data\.chat_template_kwargs has no effect"):
-        assembly.run_rl(None, [*settings("plain"), "data.chat=false", "data.chat_template_kwargs={shout=true}"])
+        placement.run_rl(None, [*settings("plain"), "data.chat=false", "data.chat_template_kwargs={shout=true}"])
 
 
 def test_the_python_function_takes_it(model: Path) -> None:

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from tunesmith.assembly.cluster_check import LARGE, ClusterReport, ProcessPlace
 from tunesmith.cli.main import app
+from tunesmith.run.placement.cluster_check import LARGE, ClusterReport, ProcessPlace
 
 H100 = ProcessPlace("a", "10.0.0.1", "H100, 80GB", "580.65", {"torch": "2.13.0"}, {"NCCL_DEBUG": "INFO"})
 B = replace(H100, host="b", address="10.0.0.2")

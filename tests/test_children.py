@@ -13,8 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tunesmith.monitor.children import owned_name, remove_stale
-from tunesmith.weights.files import PREFIX, shared_directory
+from tunesmith.records.children import owned_name, remove_stale
+from tunesmith.run.weights.files import PREFIX, shared_directory
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the kernel's part is Linux's")
 
@@ -26,7 +26,7 @@ time.sleep(600)
 """
 STUCK = """
 import ctypes, sys
-from tunesmith.monitor.children import end_with_parent
+from tunesmith.records.children import end_with_parent
 end_with_parent(int(sys.argv[1]))
 print("ready", flush=True)
 ctypes.PyDLL(None).sleep(600)  # holds the interpreter: no thread of this process can do anything
@@ -34,7 +34,7 @@ ctypes.PyDLL(None).sleep(600)  # holds the interpreter: no thread of this proces
 OWNER = """
 import os, signal, sys
 from pathlib import Path
-from tunesmith.monitor.children import remove_at_end
+from tunesmith.records.children import remove_at_end
 remove_at_end(Path(sys.argv[1]))
 os.killpg(0, signal.SIGKILL)
 """

@@ -16,11 +16,11 @@ import torch
 import typer
 
 import commands
-from tunesmith.assembly.session import RunResult
 from tunesmith.cli.guard import guarded
 from tunesmith.cli.outcome import print_outcome
-from tunesmith.distributed.host import portable
 from tunesmith.errors import ConfigError, DeviceMemoryError, ModelError, RewardError, StorageError, boundary
+from tunesmith.learn.usercode.host import portable
+from tunesmith.run.placement.session import RunResult
 
 RUN = """\
 [model]

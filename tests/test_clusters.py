@@ -13,17 +13,17 @@ import pytest
 
 from documents import ROOT
 from hub_of_sizes import serve
-from tunesmith.assembly.dry_run import dry_run
-from tunesmith.assembly.planning import plan_run
 from tunesmith.config.load import find_kind, load_config
 from tunesmith.config.resolved import settings
 from tunesmith.config.schema import RLConfig
-from tunesmith.config.toml import toml_value
 from tunesmith.errors import CapacityError, ConfigError
-from tunesmith.fake_device.threads import FIRST
+from tunesmith.guide.simulate.dry_run import dry_run
+from tunesmith.guide.simulate.threads import FIRST
 from tunesmith.plan.cost.memory import planned_devices
 from tunesmith.plan.filling import with_values
 from tunesmith.plan.resolve import resolve
+from tunesmith.records.toml import toml_value
+from tunesmith.run.placement.planning import plan_run
 
 FILES = sorted((ROOT / "examples" / "clusters").glob("*.toml"))
 COMMAND, EXPECTED = re.compile(r"#   tunesmith plan (.*)"), re.compile(r"#     (.*)")

@@ -10,10 +10,10 @@ import pytest
 
 from clocks import passing
 from fake_engine import FakeEngine, numbers
-from tunesmith.environments.base import Environment, Generate, SingleTurn
 from tunesmith.errors import EngineError, RewardError, UserError
-from tunesmith.loop.collect import Collector
-from tunesmith.loop.seeds import derive_seed
+from tunesmith.learn.environments.base import Environment, Generate, SingleTurn
+from tunesmith.run.loop.collect import Collector
+from tunesmith.run.loop.seeds import derive_seed
 from tunesmith.types import Completion, Rollout, RolloutGroup, Sampling, Status, Task
 
 SAMPLING = Sampling(max_new_tokens=6)

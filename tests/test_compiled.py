@@ -18,22 +18,23 @@ from sequence_ranks import SequenceRanks
 from sequence_ranks import gradients as gradients_of
 from tiny import save_model
 from training import backend_of, difference, forest_of, samples_of, whole
-from tunesmith.algorithms.objective import SFTObjective
-from tunesmith.assembly.dry_run import check_dry_run
-from tunesmith.assembly.models import load_model, load_tokenizer
 from tunesmith.config.commands import KINDS
 from tunesmith.config.load import load_config
 from tunesmith.config.schema import LoraSection, RunConfig
 from tunesmith.errors import ConfigError, ModelError
-from tunesmith.kernels import compiled, training_functions
-from tunesmith.kernels.inductor import CACHE
+from tunesmith.guide.simulate.dry_run import check_dry_run
+from tunesmith.learn.algorithms.objective import SFTObjective
 from tunesmith.models import adapters
 from tunesmith.models.causal_lm import CausalLM
+from tunesmith.models.cpu import training_functions
+from tunesmith.models.kernels import compiled
+from tunesmith.models.kernels.inductor import CACHE
 from tunesmith.plan.facts.hardware import read_hardware
 from tunesmith.plan.facts.machines import machine
 from tunesmith.plan.facts.model import read_model_facts
 from tunesmith.plan.facts.run import Facts
 from tunesmith.plan.resolve import resolve
+from tunesmith.run.placement.models import load_model, load_tokenizer
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -152,8 +153,8 @@ def test_one_token_runs_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def compiled_attention() -> Any:
-    from tunesmith.data.forest import Segment
     from tunesmith.models.attention import ForestAttention
+    from tunesmith.models.forest import Segment
 
     return ForestAttention([Segment(0, 1, -1)])
 

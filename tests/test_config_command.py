@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from tiny_runs import REWARDS, sums, write_lines
 from tunesmith.cli.plan import show_config
 from tunesmith.config.load import load_config
-from tunesmith.config.names.unknown import all_keys
 from tunesmith.config.reading.places import placed
 from tunesmith.config.reading.problems import DEEPEST
 from tunesmith.config.schema import RLConfig
 from tunesmith.errors import ConfigError, ModelError, Problem, TunesmithError, UserError, about
+from tunesmith.guide.names.unknown import all_keys
 
 MODEL = {
     "model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 300,
@@ -188,17 +188,17 @@ def test_overrides_without_a_run_file_are_told_apart_from_it() -> None:
 
 def test_the_commands_check_what_config_checks(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each command goes through ``check_run``, before it makes its directory."""
-    from tunesmith import assembly
-    from tunesmith.assembly import opening
-    from tunesmith.offline import generate, rft
+    from tunesmith.run import placement
+    from tunesmith.run.offline import generate, rft
+    from tunesmith.run.placement import opening
 
     def stop(*_: Any, **__: Any) -> Any:
         raise ConfigError("checked")
 
     monkeypatch.setattr(opening, "check_run", stop)
     texts: dict[Callable[..., Any], str] = {
-        assembly.run_rl: RUN,
-        assembly.run_sft: '[model]\npath = "model"\n[data]\ntrain = "train.jsonl"\n',
+        placement.run_rl: RUN,
+        placement.run_sft: '[model]\npath = "model"\n[data]\ntrain = "train.jsonl"\n',
         generate.run_generate: '[model]\npath = "model"\n[data]\ntrain = "train.jsonl"\n',
         lambda path: rft.run_rft(
             "run", path
@@ -255,7 +255,7 @@ def test_a_hub_name_without_a_hub_is_refused_after_one_try(monkeypatch: pytest.M
 def test_the_speed_of_memory_is_measured_where_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
-    from tunesmith.backends import limits
+    from tunesmith.run.trainers import limits
 
     ones, sizes = torch.ones, list[int]()
 

@@ -12,18 +12,18 @@ from hypothesis import strategies as st
 
 from tunesmith.config.commands import KINDS, DistillConfig, DPOConfig, GenerateConfig, OutputSection, all_keys
 from tunesmith.config.load import find_kind, load_config, read_tree
-from tunesmith.config.names import foreign
-from tunesmith.config.names.foreign import meanings_of, synonyms
-from tunesmith.config.names.unknown import explain_unknown
+from tunesmith.config.objects import load_function
 from tunesmith.config.reading.overriding import parse_override
 from tunesmith.config.reading.problems import key_lines, line_of
 from tunesmith.config.resolved import settings as resolved_settings
 from tunesmith.config.schema import RLConfig, RunConfig, SFTConfig
-from tunesmith.config.toml import toml_key, toml_value
 from tunesmith.config.values import format_size, parse_size
 from tunesmith.errors import ConfigError
+from tunesmith.guide.names import foreign
+from tunesmith.guide.names.foreign import meanings_of, synonyms
+from tunesmith.guide.names.unknown import explain_unknown
 from tunesmith.plan.rules.checks import check
-from tunesmith.usercode.loading import load_function
+from tunesmith.records.toml import toml_key, toml_value
 
 RUN = """\
 [model]

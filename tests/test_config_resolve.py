@@ -527,7 +527,7 @@ def test_an_address_space_limit_counts() -> None:
 
 
 def test_limits_are_measured_once() -> None:
-    from tunesmith.backends.limits import measure_limits
+    from tunesmith.run.trainers.limits import measure_limits
 
     limits = measure_limits("cpu", "float32")
     assert limits.flops_per_second > 1e8 and limits.bytes_per_second > 1e8

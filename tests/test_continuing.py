@@ -12,9 +12,6 @@ import pytest
 
 from tiny import CHATML, save_model
 from tiny_runs import rl_settings, sft_settings, sums, write_lines
-from tunesmith import assembly
-from tunesmith.algorithms.kl import KLController
-from tunesmith.assembly.contents import contents_of
 from tunesmith.config.commands import KINDS, OfflineDistillConfig, SampledDistillConfig, all_keys
 from tunesmith.config.continuing import Content, changes
 from tunesmith.config.load import load_config
@@ -22,7 +19,10 @@ from tunesmith.config.resolved import Resolved, save_resolved, settings
 from tunesmith.config.schema import RLConfig
 from tunesmith.config.verdicts import CONTENTS, SETTINGS, verdict_of
 from tunesmith.errors import CheckpointError
+from tunesmith.learn.algorithms.kl import KLController
 from tunesmith.plan.filling import with_values
+from tunesmith.run import placement
+from tunesmith.run.placement.contents import contents_of
 
 ALL = (*KINDS.values(), SampledDistillConfig, OfflineDistillConfig)
 KEYS = sorted({key for kind in ALL for key in all_keys(kind, tables=True)})
@@ -118,7 +118,7 @@ def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An adapter's run of two steps."""
     folder = tmp_path_factory.mktemp("begun")
     model = save_model(folder / "model")
-    assembly.run_sft(None, sft_settings(folder, model, train__steps=2, lora__rank=4))
+    placement.run_sft(None, sft_settings(folder, model, train__steps=2, lora__rank=4))
     return folder
 
 
@@ -139,7 +139,7 @@ def test_what_the_checkpoint_does_not_go_with_is_refused_before_a_model_is_loade
             edit(begun)
         said = {"train__steps": 4, "lora__rank": 4, "checkpoint__resume": True, **changed}
         with pytest.raises(CheckpointError) as refused:
-            assembly.run_sft(None, sft_settings(begun, begun / "model", **said))
+            placement.run_sft(None, sft_settings(begun, begun / "model", **said))
     finally:
         for file, data in before.items():
             file.write_bytes(data)
@@ -152,7 +152,7 @@ def test_what_the_checkpoint_does_not_go_with_is_refused_before_a_model_is_loade
 def test_what_changes_from_now_on_is_told_and_happens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = save_model(tmp_path / "model")
     kl = {"algorithm__kl__coef": 0.1, "data__eval": None}
-    assembly.run_rl(None, rl_settings(tmp_path, model, train__steps=1, **kl))
+    placement.run_rl(None, rl_settings(tmp_path, model, train__steps=1, **kl))
     capsys.readouterr()
     moved = tmp_path / "moved"
     (tmp_path / "model").rename(moved)
@@ -165,7 +165,7 @@ def test_what_changes_from_now_on_is_told_and_happens(tmp_path: Path, capsys: py
         "train__lr": 1e-3,
     }
     said |= {"system__threads": 2, "data__eval": str(tmp_path / "held_out.jsonl"), "checkpoint__resume": True}
-    assembly.run_rl(None, rl_settings(tmp_path, moved, **said))
+    placement.run_rl(None, rl_settings(tmp_path, moved, **said))
     lines = capsys.readouterr().out.partition("; from step 1 on:")[2].partition("run directory")[0].splitlines()
     told = {line.strip().partition(": ")[0] for line in lines if line.startswith("  ")}
     assert told == {

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tunesmith.errors import StorageError
-from tunesmith.monitor.costs import largest_costs
+from tunesmith.records.costs import largest_costs
 
 
 def event(name: str, start: float, micros: float, thread: int = 1, kind: str = "cpu_op") -> dict[str, Any]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 
-from tunesmith.data.loader import Loader
-from tunesmith.loop.curriculum import Curriculum
+from tunesmith.learn.data.loader import Loader
+from tunesmith.run.loop.curriculum import Curriculum
 from tunesmith.types import RolloutGroup, Task
 
 TASKS = [Task(name, name, (5,)) for name in "abcd"]

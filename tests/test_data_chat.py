@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import data_tokenizers as kit
-from tunesmith.data.chat import MOST_TURNS, ChatTemplate, Rendered, end_of_turn_id, end_of_turn_ids
-from tunesmith.data.chat_defaults import set_defaults
-from tunesmith.data.tokens import encode_with_offsets, mask_spans
 from tunesmith.errors import ConfigError, DataError
+from tunesmith.learn.data.chat import MOST_TURNS, ChatTemplate, Rendered, end_of_turn_id, end_of_turn_ids
+from tunesmith.learn.data.chat_defaults import set_defaults
+from tunesmith.learn.data.tokens import encode_with_offsets, mask_spans
 
 THINK = "<think>\n\n</think>\n\n"
 
@@ -345,7 +345,7 @@ def test_variables_of_the_template_reach_every_rendering() -> None:
     assert template("qwen3").whole(messages[:1], prompt=True).endswith("<|im_start|>assistant\n")
     for text, answer in zip(off.learned(messages), "bd", strict=True):
         assert [text.text[a:b] for a, b in text.spans] == [f"{answer}<|im_end|>"], "the empty thinking is not its own"
-    from tunesmith.environments.rendering import ChatRenderer
+    from tunesmith.learn.environments.rendering import ChatRenderer
 
     ids = ChatRenderer(off).whole(messages[:1], None)
     assert off.tokenizer.decode(ids).endswith(THINK)

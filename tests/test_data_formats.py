@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from tunesmith.data.formats import Example, Goal, convert, detect
-from tunesmith.data.sources import BadLine, SourceRow
-from tunesmith.data.values import read_messages
+from tunesmith.learn.data.formats import Example, Goal, convert, detect
+from tunesmith.learn.data.sources import BadLine, SourceRow
+from tunesmith.learn.data.values import read_messages
 
 USER = {"role": "user", "content": "1+1?"}
 ASSISTANT = {"role": "assistant", "content": "2"}

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tunesmith.data.loader import Loader, Part, fingerprint_of
 from tunesmith.errors import CheckpointError
+from tunesmith.learn.data.loader import Loader, Part, fingerprint_of
 from tunesmith.types import Task
 
 

@@ -15,10 +15,10 @@ from transformers import PreTrainedTokenizerFast
 import data_tokenizers as kit
 import tiny
 from tunesmith.config.schema import DataSection
-from tunesmith.data import reading
-from tunesmith.data.preference import load_judged, load_pairs, load_steps
-from tunesmith.data.prepare import SampleSet, TaskSet, load_samples, load_tasks, peek
 from tunesmith.errors import ConfigError, DataError
+from tunesmith.learn.data import reading
+from tunesmith.learn.data.preference import load_judged, load_pairs, load_steps
+from tunesmith.learn.data.prepare import SampleSet, TaskSet, load_samples, load_tasks, peek
 from tunesmith.types import Sample
 
 SUMS = [{"question": f"{i}+{i}?", "answer": str(2 * i), "level": i} for i in range(6)]
@@ -409,7 +409,7 @@ def test_peek_says_the_format_and_refuses_early_without_a_tokenizer(tmp_path: Pa
     code = (
         "import sys\n"
         "from tunesmith.config.schema import DataSection\n"
-        "from tunesmith.data.prepare import peek\n"
+        "from tunesmith.learn.data.prepare import peek\n"
         f"peek(DataSection(train={path!r}), {path!r}, 'rl')\n"
         "print([m for m in ('torch', 'transformers', 'datasets', 'pyarrow') if m in sys.modules])"
     )

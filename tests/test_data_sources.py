@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tunesmith.config.schema import Source
-from tunesmith.data.sources import BadLine, SourceRow, read
 from tunesmith.errors import ConfigError, DataError
+from tunesmith.learn.data.sources import BadLine, SourceRow, read
 
 ROWS = [{"question": "1+1?", "answer": "2"}, {"question": "né?\n", "answer": "中"}]
 

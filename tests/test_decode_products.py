@@ -14,13 +14,13 @@ from torch import Tensor
 from tiny import save_model
 from training import forest_of
 from tunesmith.config.schema import LoraSection
-from tunesmith.engines.local import decode_model
-from tunesmith.engines.local.engine import LocalEngine
-from tunesmith.kernels import products
-from tunesmith.kernels.products import HEADS, LAYERS, Kind, works
 from tunesmith.models.adapters import attach
 from tunesmith.models.causal_lm import CausalLM
+from tunesmith.models.cpu import products
+from tunesmith.models.cpu.products import HEADS, LAYERS, Kind, works
 from tunesmith.plan.cost.price import SMALL, prepared_bytes
+from tunesmith.run.engines.local import decode_model
+from tunesmith.run.engines.local.engine import LocalEngine
 from tunesmith.types import Completion, Sample, Sampling
 
 KINDS = [

@@ -21,9 +21,6 @@ from tunesmith.config.commands import GenerateConfig, RFTConfig
 from tunesmith.config.load import load_config
 from tunesmith.config.schema import RLConfig
 from tunesmith.config.values import megabytes, parse_size
-from tunesmith.distributed.local import LocalProcesses
-from tunesmith.engines.far import FarEngine
-from tunesmith.engines.pool import EnginePool
 from tunesmith.errors import ConfigError, EngineError, EngineLostError, UserError
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.plan.facts.hardware import Gpu, Hardware
@@ -33,6 +30,9 @@ from tunesmith.plan.processes.cluster import cluster_problems
 from tunesmith.plan.processes.devices import device_problems, own_devices, visible_names
 from tunesmith.plan.resolve import resolve
 from tunesmith.plan.rules.checks import contradictions
+from tunesmith.run.engines.far import FarEngine
+from tunesmith.run.engines.pool import EnginePool
+from tunesmith.run.processes.local import LocalProcesses
 from tunesmith.types import Sampling
 
 BASE = (
@@ -181,7 +181,7 @@ async def test_a_place_is_free_when_its_process_has_ended(make: Any, expected: t
 
 
 def test_a_run_on_gpus_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tunesmith.assembly.engines import make_engine
+    from tunesmith.run.placement.engines import make_engine
 
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     wanted = config("system.engines=2", "system.trainer_ranks=1")

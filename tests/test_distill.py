@@ -16,17 +16,17 @@ from torch import Tensor
 from tiny import save_model, tokenizer
 from tiny_runs import rl_settings, same_tensors, sft_settings, untimed
 from training import forest_of, whole
-from tunesmith import assembly
-from tunesmith.algorithms.advantages import TokenReward
-from tunesmith.algorithms.objective import DistillationObjective
-from tunesmith.algorithms.outcomes import Outcome
-from tunesmith.data.forest import Predictions
 from tunesmith.errors import ConfigError, ModelError
-from tunesmith.kernels.lean import LeanDecoder
+from tunesmith.learn.algorithms.advantages import TokenReward
+from tunesmith.learn.algorithms.objective import DistillationObjective
+from tunesmith.learn.algorithms.outcomes import Outcome
 from tunesmith.models.causal_lm import CausalLM
+from tunesmith.models.forest import Predictions
 from tunesmith.models.head import Head, LogitScale, fused_logprobs, likeliest
+from tunesmith.models.kernels.lean import LeanDecoder
+from tunesmith.models.parallel.host_weights import HostWeights
 from tunesmith.models.teacher import check_same_vocabulary, forward_kl, predict_with_teacher
-from tunesmith.parallel.host_weights import HostWeights
+from tunesmith.run import placement
 from tunesmith.types import Sample
 
 
@@ -40,7 +40,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def taught(models: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A student, and a teacher that has learned something."""
     lesson = sft_settings(tmp_path_factory.mktemp("lesson"), models[0], train__steps=40)
-    return models[0], assembly.run_sft(None, lesson).checkpoint
+    return models[0], placement.run_sft(None, lesson).checkpoint
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
@@ -217,7 +217,7 @@ def on_data(folder: Path, models: tuple[Path, Path], run: str = "sft", **changed
     return sft_settings(folder, models[0], run, **changed)
 
 
-def lines_of(outcome: assembly.RunResult) -> list[dict[str, Any]]:
+def lines_of(outcome: placement.RunResult) -> list[dict[str, Any]]:
     return [line for line in untimed(outcome.run_dir / "metrics.jsonl") if "loss" in line]
 
 
@@ -225,7 +225,7 @@ def lines_of(outcome: assembly.RunResult) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("mode", ["on_policy", "sampled"])
 def test_a_run_on_the_students_samples(tmp_path: Path, taught: tuple[Path, Path], mode: str) -> None:
     settings = {"train__steps": 12, "rollout__group_size": 16, "lora__rank": 8}
-    outcome = assembly.run_distill(None, on_samples(tmp_path, taught, distill__mode=mode, **settings))
+    outcome = placement.run_distill(None, on_samples(tmp_path, taught, distill__mode=mode, **settings))
     lines = lines_of(outcome)
     assert (
         lines[-1]["teacher_kl"] < 0.9 * lines[0]["teacher_kl"]
@@ -239,11 +239,11 @@ def test_a_run_on_given_answers_evaluates_and_resumes(tmp_path: Path, models: tu
     sft_settings(tmp_path, models[0])
     data = str(tmp_path / "examples.jsonl")
     settings = {"data__eval": data, "train__steps": 4, "checkpoint__every": 2, "distill__alpha": 1.0}
-    outcome = assembly.run_distill(None, on_data(tmp_path, models, **settings))
+    outcome = placement.run_distill(None, on_data(tmp_path, models, **settings))
     first, last = outcome.evaluations[0], outcome.evaluations[-1]
     assert last["eval/teacher_kl"] < first["eval/teacher_kl"] and first["eval/loss"] == first["eval/teacher_kl"]
-    assembly.run_distill(None, on_data(tmp_path, models, "half", **{**settings, "train__steps": 2}))
-    again = assembly.run_distill(None, on_data(tmp_path, models, "half", **settings, checkpoint__resume=True))
+    placement.run_distill(None, on_data(tmp_path, models, "half", **{**settings, "train__steps": 2}))
+    again = placement.run_distill(None, on_data(tmp_path, models, "half", **settings, checkpoint__resume=True))
     same_tensors(outcome.checkpoint.parent, again.checkpoint.parent)
 
 
@@ -266,13 +266,13 @@ def test_settings_that_cannot_be_meant_are_refused(
     tmp_path: Path, models: tuple[Path, Path], make: Any, changed: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:
-        assembly.run_distill(None, make(tmp_path, models, **changed))
+        placement.run_distill(None, make(tmp_path, models, **changed))
     assert words in str(caught.value)
 
 
 def test_the_preset_needs_the_command(tmp_path: Path, models: tuple[Path, Path]) -> None:
     with pytest.raises(ConfigError, match=r"learns from a teacher: train with tunesmith distill"):
-        assembly.run_rl(None, rl_settings(tmp_path, models[0], algorithm__name="distill"))
+        placement.run_rl(None, rl_settings(tmp_path, models[0], algorithm__name="distill"))
 
 
 def test_a_teacher_with_other_tokens_is_refused_by_what_differs(tmp_path: Path, models: tuple[Path, Path]) -> None:
@@ -281,7 +281,7 @@ def test_a_teacher_with_other_tokens_is_refused_by_what_differs(tmp_path: Path, 
     longer.add_tokens(["<think>"])
     longer.save_pretrained(other)
     with pytest.raises(ModelError, match=r"other tokens .*: 261 and 262; only the teacher has '<think>'"):
-        assembly.run_distill(None, on_data(tmp_path, (models[0], other)))
+        placement.run_distill(None, on_data(tmp_path, (models[0], other)))
 
     class Renumbered:
         def get_vocab(self) -> dict[str, int]:

@@ -23,7 +23,6 @@ from key_tables import check_row
 from tiny_preferences import lines_of
 from tiny_rewards import save_reward_model
 from tiny_runs import write_lines
-from tunesmith.assembly.environments import check_run_rewards
 from tunesmith.config.choice import Choice
 from tunesmith.config.commands import GenerateConfig, RFTConfig
 from tunesmith.config.engines import ENGINES
@@ -32,14 +31,15 @@ from tunesmith.config.reading.overriding import parse_override
 from tunesmith.config.resolved import Resolved
 from tunesmith.config.schema import ModelReward, RemoteReward, RLConfig, Source
 from tunesmith.config.section import Section
-from tunesmith.data.prepare import peek
-from tunesmith.environments.loading import check_environment
-from tunesmith.monitor.progress import COLUMNS
+from tunesmith.learn.data.prepare import peek
+from tunesmith.learn.environments.loading import check_environment
 from tunesmith.plan.facts.hardware import read_hardware
 from tunesmith.plan.facts.model import read_model_facts
 from tunesmith.plan.facts.run import Facts
 from tunesmith.plan.resolve import resolve
 from tunesmith.plan.rules.checks import check
+from tunesmith.records.progress import COLUMNS
+from tunesmith.run.placement.environments import check_run_rewards
 
 EXAMPLES = sorted(path.parent for path in (ROOT / "examples").glob("*/prepare.py"))
 
@@ -257,7 +257,11 @@ def test_the_reading_path_is_the_order_of_calls() -> None:
     """Each function of docs/architecture.md's first table is in its file and names the next one."""
     page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     path = re.findall(r"^\| `([\w.]+)` \| \[`([\w/]+\.py)`\]", page, re.MULTILINE)
-    assert path[0] == ("rl", "cli/train.py") and ("run", "loop/rl.py") in path and path[-1][1] == "algorithms/losses.py"
+    assert (
+        path[0] == ("rl", "cli/train.py")
+        and ("run", "run/loop/rl.py") in path
+        and path[-1][1] == "learn/algorithms/losses.py"
+    )
     for (function, file), (called, next_file) in pairwise(path):
         # an objective or a loss is called as an object: objective(...), self.loss(...)
         name = next_file.rpartition("/")[2] if called.endswith("__call__") else called.rpartition(".")[2]
@@ -287,7 +291,12 @@ def test_only_the_listed_files_ask_for_an_engine_by_name() -> None:
         for path in package.rglob("*.py")
         if re.search(code, path.read_text(encoding="utf-8"))
     }
-    assert {"assembly/engines.py", "plan/rules/vllm.py", "plan/rules/engines.py", "doctor/speed.py"} <= asking
+    assert {
+        "run/placement/engines.py",
+        "plan/rules/vllm.py",
+        "plan/rules/engines.py",
+        "records/doctor/speed.py",
+    } <= asking
     assert asking <= listed
 
 
@@ -298,7 +307,7 @@ def test_documents_name_no_place_of_one_machine() -> None:
 
 
 def test_every_built_in_reward_has_its_row() -> None:
-    from tunesmith.rewards.builtin import BUILTINS
+    from tunesmith.learn.rewards.builtin import BUILTINS
 
     page = (ROOT / "docs" / "rewards.md").read_text(encoding="utf-8")
     table = page.split("## Built-in rewards", 1)[1].split("\n\n", 2)[1]

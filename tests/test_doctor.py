@@ -14,14 +14,14 @@ from typer.testing import CliRunner
 
 from tiny_runs import write_lines
 from tunesmith.cli.main import app
-from tunesmith.doctor import nothing_learned
-from tunesmith.doctor.answers import ROUND, RUN, yield_findings
-from tunesmith.doctor.findings import RULES, diagnose
-from tunesmith.doctor.record import RunFacts, read_record, write_facts
-from tunesmith.doctor.rules import Finding, Rule
 from tunesmith.errors import ConfigError
-from tunesmith.monitor.standing import Standing
-from tunesmith.reference.settings import settings_of
+from tunesmith.guide.explain.settings import settings_of
+from tunesmith.records.doctor import nothing_learned
+from tunesmith.records.doctor.answers import ROUND, RUN, yield_findings
+from tunesmith.records.doctor.findings import RULES, diagnose
+from tunesmith.records.doctor.record import RunFacts, read_record, write_facts
+from tunesmith.records.doctor.rules import Finding, Rule
+from tunesmith.records.standing import Standing
 
 ALL: tuple[Rule[Any], ...] = (*RULES, *RUN, *ROUND, *nothing_learned.RULES)
 STEPS = 30

@@ -13,16 +13,16 @@ import tiny
 from episodes import load, made_task, play
 from tiny_preferences import lines_of
 from tiny_runs import REWARDS, sums, write_lines
-from tunesmith import assembly
-from tunesmith.assembly.checking import check_run
 from tunesmith.config.load import load_config
 from tunesmith.config.schema import SFTConfig
-from tunesmith.data.embedding_rows import set_rows
 from tunesmith.errors import ConfigError, DataError, ModelError, UserError
 from tunesmith.models.causal_lm import CausalLM
-from tunesmith.offline.generate import run_generate
-from tunesmith.offline.inference import generate
-from tunesmith.offline.rft import run_rft
+from tunesmith.models.embedding_rows import set_rows
+from tunesmith.run import placement
+from tunesmith.run.offline.generate import run_generate
+from tunesmith.run.offline.inference import generate
+from tunesmith.run.offline.rft import run_rft
+from tunesmith.run.placement.checking import check_run
 from tunesmith.types import Status
 
 ROWS, NEW = 261, "<NEW1>"
@@ -51,14 +51,14 @@ def answered(count: int) -> list[dict[str, Any]]:
 
 REWARD = ["reward.isolation=thread", "rollout.group_size=4", "rollout.prompts_per_step=2", "rollout.max_new_tokens=4"]
 COMMANDS: dict[str, tuple[Run, Callable[[int], list[dict[str, Any]]], str, list[str]]] = {
-    "sft": (assembly.run_sft, answered, "completion", []),
-    "dpo": (assembly.run_dpo, lambda n: lines_of("dpo", n), "rejected", []),
-    "rm": (assembly.run_rm, lambda n: lines_of("rm", n), "chosen", []),
-    "kto": (assembly.run_kto, lambda n: lines_of("kto", n), "completion", []),
-    "prm": (assembly.run_prm, lambda n: lines_of("prm", n), "prompt", ['prm.separator="\\n"']),
-    "rl": (assembly.run_rl, sums, "prompt", REWARD),
-    "distill": (assembly.run_distill, answered, "completion", ["distill.mode=offline"]),
-    "distill on samples": (assembly.run_distill, sums, "prompt", REWARD[1:]),
+    "sft": (placement.run_sft, answered, "completion", []),
+    "dpo": (placement.run_dpo, lambda n: lines_of("dpo", n), "rejected", []),
+    "rm": (placement.run_rm, lambda n: lines_of("rm", n), "chosen", []),
+    "kto": (placement.run_kto, lambda n: lines_of("kto", n), "completion", []),
+    "prm": (placement.run_prm, lambda n: lines_of("prm", n), "prompt", ['prm.separator="\\n"']),
+    "rl": (placement.run_rl, sums, "prompt", REWARD),
+    "distill": (placement.run_distill, answered, "completion", ["distill.mode=offline"]),
+    "distill on samples": (placement.run_distill, sums, "prompt", REWARD[1:]),
     "rft": (
         lambda _, said: run_rft("run", None, said),
         sums,
@@ -114,11 +114,11 @@ def test_data_for_evaluation_is_read_alike(tmp_path: Path, model: Path, name: st
 def test_the_texts_around_every_line_are_named(tmp_path: Path, model: Path) -> None:
     lines = answered(4)
     chat = settings(tmp_path, model, "sft", lines, "data.chat=true")
-    prompt = refusal(lambda: assembly.run_sft(None, [*chat, f'data.system_prompt="be {NEW}"']))
+    prompt = refusal(lambda: placement.run_sft(None, [*chat, f'data.system_prompt="be {NEW}"']))
     assert NEW in prompt
     template = tmp_path / "own.jinja"
     template.write_text(tiny.CHATML.replace("<|im_start|>", NEW))
-    message = refusal(lambda: assembly.run_sft(None, [*chat, f"model.chat_template={template}"]))
+    message = refusal(lambda: placement.run_sft(None, [*chat, f"model.chat_template={template}"]))
     assert "in the chat template" in message and NEW in message and "train.jsonl:1" in message
 
 
@@ -132,7 +132,7 @@ def test_worked_examples_are_checked_with_their_line(tmp_path: Path, model: Path
 def test_such_lines_can_be_skipped_and_are_listed(tmp_path: Path, model: Path) -> None:
     lines = answered(6)
     lines[4]["prompt"] += NEW
-    assembly.run_sft(None, settings(tmp_path, model, "sft", lines, "data.skip_bad=true"))
+    placement.run_sft(None, settings(tmp_path, model, "sft", lines, "data.skip_bad=true"))
     [skipped] = [json.loads(line) for line in (tmp_path / "run/skipped.jsonl").read_text().splitlines()]
     assert skipped["where"].endswith("train.jsonl:5") and NEW in skipped["reason"]
 
@@ -151,7 +151,7 @@ def test_an_end_of_sequence_without_a_row_is_refused(tmp_path: Path, named: str)
     if named != "tokenizer":
         file = path / named
         file.write_text(json.dumps({**json.loads(file.read_text()), "eos_token_id": [2, ROWS]}))
-    message = refusal(lambda: assembly.run_sft(None, settings(tmp_path, path, "sft", answered(3))), ModelError)
+    message = refusal(lambda: placement.run_sft(None, settings(tmp_path, path, "sft", answered(3))), ModelError)
     assert named in message and str(ROWS) in message and "eos_token" in message
 
 
@@ -165,7 +165,7 @@ def test_tokens_to_stop_at_are_the_model_s(tmp_path: Path, model: Path, command:
 
 def test_the_label_of_a_step_has_a_row(tmp_path: Path, model: Path) -> None:
     said = settings(tmp_path, model, "prm", lines_of("prm", 6), f'prm.good="{NEW}"')
-    assert "prm.good" in refusal(lambda: assembly.run_prm(None, said), ConfigError)
+    assert "prm.good" in refusal(lambda: placement.run_prm(None, said), ConfigError)
 
 
 def test_prompts_from_python_are_checked_by_their_place(model: Path) -> None:
@@ -179,7 +179,7 @@ def test_rows_beyond_the_tokenizer_are_padding(tmp_path: Path) -> None:
     path = base(tmp_path / "model", NEW, rows=320)
     lines = answered(4)
     lines[3]["completion"] += NEW
-    assembly.run_sft(None, settings(tmp_path, path, "sft", lines))
+    placement.run_sft(None, settings(tmp_path, path, "sft", lines))
 
 
 ECHO = """

@@ -13,8 +13,8 @@ import pytest
 
 from data_tokenizers import byte_level, template
 from episodes import check_tokens, load, made_task, ok, play
-from tunesmith.environments.endpoint import Endpoint
-from tunesmith.http_server import Limits
+from tunesmith.learn.environments.endpoint import Endpoint
+from tunesmith.records.http_server import Limits
 from tunesmith.types import Status
 
 

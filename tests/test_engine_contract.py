@@ -12,9 +12,9 @@ import torch
 from engine_contract import CHECKS, Subject
 from fake_engine import FakeEngine
 from tiny import save_model
-from tunesmith.engines.local.engine import LocalEngine
-from tunesmith.engines.local.speculation import Speculation
 from tunesmith.models.causal_lm import CausalLM
+from tunesmith.run.engines.local.engine import LocalEngine
+from tunesmith.run.engines.local.speculation import Speculation
 
 CONTEXT = 64
 

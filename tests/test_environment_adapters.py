@@ -16,15 +16,15 @@ import tiny
 from data_tokenizers import byte_level, template
 from episodes import check_tokens, load, made_task, ok, play
 from tool_calls import call, said
-from tunesmith.assembly.checking import check_run
-from tunesmith.assembly.environments import hand_instances
 from tunesmith.config.load import load_config
 from tunesmith.config.resolved import Resolved
 from tunesmith.config.schema import RewardSection, RLConfig
-from tunesmith.environments.loading import EnvironmentSet
 from tunesmith.errors import ConfigError
-from tunesmith.rewards.loading import load_rewards
-from tunesmith.rewards.reward_set import RewardSet
+from tunesmith.learn.environments.loading import EnvironmentSet
+from tunesmith.learn.rewards.loading import load_rewards
+from tunesmith.learn.rewards.reward_set import RewardSet
+from tunesmith.run.placement.checking import check_run
+from tunesmith.run.placement.environments import hand_instances
 from tunesmith.types import Status
 
 TRL = '''

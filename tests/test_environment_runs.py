@@ -14,15 +14,15 @@ import tiny
 from data_tokenizers import byte_level, template
 from documents import ROOT, Block, blocks_of
 from tiny_runs import rl_settings, write_lines
-from tunesmith.assembly import run_rl
-from tunesmith.assembly.environments import load_run_tasks
 from tunesmith.config.schema import DataSection, EnvironmentSection
-from tunesmith.data.batch import Batch
-from tunesmith.data.prepare import Prepared
-from tunesmith.engines.local.engine import LocalEngine
-from tunesmith.environments.loading import load_environments
 from tunesmith.errors import ConfigError, DataError
-from tunesmith.loop.learner import Learner
+from tunesmith.learn.data.batch import Batch
+from tunesmith.learn.data.prepare import Prepared
+from tunesmith.learn.environments.loading import load_environments
+from tunesmith.run.engines.local.engine import LocalEngine
+from tunesmith.run.loop.learner import Learner
+from tunesmith.run.placement import run_rl
+from tunesmith.run.placement.environments import load_run_tasks
 from tunesmith.types import Task
 
 PAGE = list(blocks_of(ROOT / "docs" / "environments.md"))

@@ -9,8 +9,8 @@ import pytest
 
 from data_tokenizers import KINDS, byte_level, template
 from episodes import check_tokens, load, made_task, ok, play
-from tunesmith.environments.rendering import behind
 from tunesmith.errors import ConfigError, DataError
+from tunesmith.learn.environments.rendering import behind
 from tunesmith.types import Status
 
 GUESS = """
@@ -210,7 +210,7 @@ def test_an_episode_ends_where_there_is_no_room_left(tokenizer: Any, tmp_path: P
 
 FAILING = """
 import asyncio, threading, time
-from tunesmith.environments.steps import StepResult
+from tunesmith.learn.environments.steps import StepResult
 
 class Failing:
     def __init__(self):

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from algorithms import algorithm
-from tunesmith.algorithms.aggregation import weigh
-from tunesmith.data.batch import Batch
-from tunesmith.loop.experience import by_rollout, make_experience
+from tunesmith.learn.algorithms.aggregation import weigh
+from tunesmith.learn.data.batch import Batch
+from tunesmith.run.loop.experience import by_rollout, make_experience
 from tunesmith.types import Completion, Record, Rollout, RolloutGroup, Task
 
 

@@ -13,16 +13,16 @@ from hypothesis import strategies as st
 
 from tiny import save_model
 from tiny_runs import rl_settings, sft_settings, sums, untimed, write_lines
-from tunesmith import assembly
 from tunesmith.config.commands import KTOConfig
 from tunesmith.config.load import load_config
 from tunesmith.config.schema import RLConfig, RunConfig, SFTConfig
-from tunesmith.data.loader import Loader
-from tunesmith.loop.buffer import Buffer
+from tunesmith.learn.data.loader import Loader
 from tunesmith.plan.facts.hardware import Hardware
 from tunesmith.plan.facts.run import Facts
 from tunesmith.plan.length import draws, optimizer_steps, prompts_of
 from tunesmith.plan.resolve import resolve
+from tunesmith.run import placement
+from tunesmith.run.loop.buffer import Buffer
 from tunesmith.types import RolloutGroup, Task
 
 CPU = Hardware("a CPU", cores=4, memory_total=16 * 10**9, memory_available=8 * 10**9, bf16=True)
@@ -119,10 +119,10 @@ def run_of(folder: Path, command: str, **changed: Any) -> list[dict[str, Any]]:
         (folder / "rewards.py").write_text(
             "def share(completions, **_):\n    return [float(len(c)) for c in completions]"
         )
-        result = assembly.run_rl(None, rl_settings(folder, model, **{"train__steps": None, **changed}))
+        result = placement.run_rl(None, rl_settings(folder, model, **{"train__steps": None, **changed}))
     else:
         write_lines(folder / "examples.jsonl", [{"prompt": s["prompt"], "completion": s["answer"]} for s in sums(5)])
-        result = assembly.run_sft(None, sft_settings(folder, model, **{"train__steps": None, **changed}))
+        result = placement.run_sft(None, sft_settings(folder, model, **{"train__steps": None, **changed}))
     return untimed(result.run_dir / "metrics.jsonl")
 
 

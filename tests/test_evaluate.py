@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from fake_engine import FakeEngine, numbers
 from tunesmith.config.schema import EvalSection
-from tunesmith.environments.base import SingleTurn
 from tunesmith.errors import EngineError
-from tunesmith.loop.collect import Collector
-from tunesmith.loop.evaluate import EvaluationPlan, _greedy_metrics, evaluate, pass_at_k, passes
+from tunesmith.learn.environments.base import SingleTurn
+from tunesmith.run.loop.collect import Collector
+from tunesmith.run.loop.evaluate import EvaluationPlan, _greedy_metrics, evaluate, pass_at_k, passes
 from tunesmith.types import Completion, Rollout, RolloutGroup, Sampling, Task
 
 

@@ -16,13 +16,13 @@ from typer.testing import CliRunner
 from tunesmith.cli.main import app
 from tunesmith.config.choice import Choice
 from tunesmith.config.load import load_config
-from tunesmith.config.names.foreign import meanings
 from tunesmith.config.resolved import Derived, Resolved, save_resolved
 from tunesmith.config.schema import RLConfig, RunConfig
 from tunesmith.errors import StorageError
-from tunesmith.monitor.catalogue import CATALOGUE
-from tunesmith.reference.advice import advice_about
-from tunesmith.reference.explain import called_elsewhere, explain, meaning_of, metric_in_run, value_in_run
+from tunesmith.guide.explain.advice import advice_about
+from tunesmith.guide.explain.explain import called_elsewhere, explain, meaning_of, metric_in_run, value_in_run
+from tunesmith.guide.names.foreign import meanings
+from tunesmith.records.catalogue import CATALOGUE
 
 
 def printed(*arguments: str) -> str:
@@ -181,7 +181,7 @@ def test_an_unknown_name_is_answered_with_the_nearest(name: str, near: str) -> N
 
 def test_it_needs_no_torch() -> None:
     code = (
-        "import sys; from tunesmith.reference.explain import *; from tunesmith.reference.advice import *; "
+        "import sys; from tunesmith.guide.explain.explain import *; from tunesmith.guide.explain.advice import *; "
         "explain('train.lr'); advice_about('train.lr'); "
         "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     )

@@ -22,14 +22,14 @@ import tunesmith
 from tiny_ends import FAMILIES, LONGEST, asked, check_alike, ends_after, rigged, template_of
 from tiny_preferences import RUNS, preference_settings
 from tiny_runs import rl_settings, sft_settings, write_lines
-from tunesmith import assembly
-from tunesmith.assembly.session import load_trained
-from tunesmith.data.chat import ChatTemplate
-from tunesmith.data.chat_defaults import own_part, set_defaults
 from tunesmith.errors import ConfigError, ModelError, StorageError, TunesmithError
+from tunesmith.learn.data.chat import ChatTemplate, end_of_turn_id
+from tunesmith.learn.data.chat_defaults import own_part, set_defaults
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.models.export import mended, read_back, set_ends
-from tunesmith.offline.generate import run_generate
+from tunesmith.run import placement
+from tunesmith.run.offline.generate import run_generate
+from tunesmith.run.placement.session import load_trained
 
 QUESTION = [{"role": "user", "content": "1 + 1?"}]
 SYSTEM = 'Say "no", \\ or {{ x }} {% endif %} {# tools #}.\n\tÜber 🙂 add_generation_prompt\n'
@@ -132,7 +132,7 @@ def test_what_ends_a_completion_is_collected(tmp_path: Path) -> None:
     model = CausalLM.load(tmp_path)
     model.module.generation_config.eos_token_id = [7, 2]
     strings = ["</answer>", "<|im_start|>", "\n\n"]
-    assert set_ends(model.module, model.tokenizer, token_ids=[9, 7], strings=strings) is None
+    assert set_ends(model.module, model.tokenizer, end_of_turn=4, token_ids=[9, 7], strings=strings) is None
     config = model.module.generation_config
     assert config.eos_token_id == [7, 2, 4, 3, 9], "its own, EOS, end of turn, a string that is a token, the run's"
     assert config.stop_strings == ["</answer>", "\n\n"]
@@ -156,7 +156,7 @@ def test_a_saved_model_ends_its_turn_in_transformers(tmp_path: Path, name: str, 
     rigged(tmp_path / "base", name, kind)
     model = CausalLM.load(tmp_path / "base")
     model.tokenizer.chat_template = template_of(name)
-    set_ends(model.module, model.tokenizer)
+    set_ends(model.module, model.tokenizer, end_of_turn=end_of_turn_id(model.tokenizer))
     model.save(tmp_path / "saved")
     check_alike(*load_trained(tmp_path / "saved"), tmp_path / "saved", "hi", FAMILIES[name])
 
@@ -169,13 +169,13 @@ def test_what_sft_writes_behaves_like_what_was_trained(tmp_path: Path, name: str
     write_lines(tmp_path / "lines.jsonl", [{"prompt": "a", "completion": "b"}] * 8)
     settings = {"model__chat_template": str(tmp_path / "own.jinja"), "data__train": str(tmp_path / "lines.jsonl")}
     settings |= {"data__chat": None, "data__system_prompt": SYSTEM, "train__steps": 1, "train__lr": 1e-9}
-    plain = assembly.run_sft(None, sft_settings(tmp_path, base, **settings))
+    plain = placement.run_sft(None, sft_settings(tmp_path, base, **settings))
     check_alike(*plain.load(), plain.checkpoint, "hi", FAMILIES[name])
     lora = {"lora__rank": 2, "lora__save_merged": True}
-    adapter = assembly.run_sft(None, sft_settings(tmp_path, base, "lora", **settings, **lora)).checkpoint
+    adapter = placement.run_sft(None, sft_settings(tmp_path, base, "lora", **settings, **lora)).checkpoint
     merged = adapter.with_name("model_merged")
     check_alike(*load_trained(merged), merged, "hi", FAMILIES[name])
-    assembly.run_merge(adapter, tmp_path / "merged")
+    placement.run_merge(adapter, tmp_path / "merged")
     check_alike(*load_trained(tmp_path / "merged"), tmp_path / "merged", "hi", FAMILIES[name])
     check_alike(*load_trained(adapter), merged, "hi", FAMILIES[name])
     lines = generated(tmp_path, base, adapter)
@@ -198,7 +198,7 @@ def test_what_rl_writes_stops_where_its_rollouts_stopped(tmp_path: Path) -> None
     ending = tok("=ok;")["input_ids"]
     ends_after(base, [tok(prompt)["input_ids"]], [*ending, *tok("and more")["input_ids"]])
     stops = {"rollout__stop": ["ok;", "<|im_start|>"], "rollout__stop_token_ids": [6], "data__chat": None}
-    run = assembly.run_rl(None, rl_settings(tmp_path, base, train__steps=1, train__lr=1e-9, **stops))
+    run = placement.run_rl(None, rl_settings(tmp_path, base, train__steps=1, train__lr=1e-9, **stops))
     model, tokenizer = run.load()
     assert model.generation_config.stop_strings == ["ok;"]
     assert set(model.generation_config.eos_token_id) == {2, 3, 4, 6}
@@ -211,11 +211,11 @@ def test_what_rl_writes_stops_where_its_rollouts_stopped(tmp_path: Path) -> None
 def command(name: str, folder: Path, model: Path, **changed: Any) -> Path:
     """Run a command in ``folder`` and return its last model."""
     if name == "sft":
-        return assembly.run_sft(None, sft_settings(folder, model, "run", train__steps=1, **changed)).checkpoint
+        return placement.run_sft(None, sft_settings(folder, model, "run", train__steps=1, **changed)).checkpoint
     if name == "critic":
         changed |= {"algorithm__name": "ppo"}
     if name in ("rl", "critic"):
-        return assembly.run_rl(None, rl_settings(folder, model, train__steps=1, **changed)).checkpoint
+        return placement.run_rl(None, rl_settings(folder, model, train__steps=1, **changed)).checkpoint
     return RUNS[name](None, preference_settings(name, folder, model, train__steps=1, **changed)).checkpoint
 
 

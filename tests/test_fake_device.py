@@ -16,20 +16,20 @@ from torch.distributed import HashStore
 from typer.testing import CliRunner
 
 from fake_runs import GIVEN, RL, TINY, phases_of, resolved
-from tunesmith.assembly.dry_run import MICROBATCHES, check_dry_run, dry_run
-from tunesmith.assembly.fake_processes import FakeProcesses
-from tunesmith.backends import passes
 from tunesmith.cli.main import app
-from tunesmith.distributed.checksum import SLAB
-from tunesmith.distributed.far import gather
-from tunesmith.distributed.rank_group import RankGroup
-from tunesmith.engines.local.decode_attention import _scores  # pyright: ignore[reportPrivateUsage]
 from tunesmith.errors import ConfigError, TrainerLostError
-from tunesmith.fake_device.device import FakeDevice
-from tunesmith.fake_device.threads import FIRST
+from tunesmith.guide.simulate.device import FakeDevice
+from tunesmith.guide.simulate.dry_run import MICROBATCHES, check_dry_run, dry_run
+from tunesmith.guide.simulate.processes import FakeProcesses
+from tunesmith.guide.simulate.threads import FIRST
+from tunesmith.learn.usercode.far import gather
 from tunesmith.plan.cost.memory import planned, planned_devices
 from tunesmith.plan.processes.weights import BUCKET
-from tunesmith.weights.files import FILE_BYTES
+from tunesmith.run.engines.local.decode_attention import _scores  # pyright: ignore[reportPrivateUsage]
+from tunesmith.run.processes.checksum import SLAB
+from tunesmith.run.processes.rank_group import RankGroup
+from tunesmith.run.trainers import passes
+from tunesmith.run.weights.files import FILE_BYTES
 
 NF4 = "model.quantize=nf4"
 AT_THE_END = {"passes.py", "optimizer.py"}
@@ -229,7 +229,7 @@ def test_ranks_step_in_host_memory(tmp_path: Path, options: tuple[str, ...]) -> 
     said = ("data.max_tokens=64", GIVEN[0], GIVEN[2], "system.offload_optimizer=true", *options)
     config, facts = resolved(tmp_path, "sft", TINY | {"num_hidden_layers": 4}, "4xH100-80GB", *said)
     train = dry_run(config, facts)[FIRST]["train"]
-    assert not train.peak.get("optimizer") and any(key.startswith("backends/masters.py") for key in train.waits)
+    assert not train.peak.get("optimizer") and any(key.startswith("run/trainers/masters.py") for key in train.waits)
 
 
 @pytest.mark.slow
@@ -257,7 +257,7 @@ def test_a_wait_in_a_micro_batch_is_found(tmp_path: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(passes, "run", reading)
     waits = phases_of(tmp_path, "sft", STAGE(3), spec="2xH100-80GB")["train"].waits
-    found = [key for key in waits if key.startswith("backends/passes.py") and key.endswith(" item")]
+    found = [key for key in waits if key.startswith("run/trainers/passes.py") and key.endswith(" item")]
     assert len(found) == 1 and waits[found[0]] == MICROBATCHES
 
 

@@ -13,12 +13,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import tiny
 from training import forest_of
-from tunesmith.data.forest import Forest
 from tunesmith.errors import ModelError
-from tunesmith.kernels.lean import LeanDecoder
 from tunesmith.models.attention import ATTENTION_NAME
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.models.families import KNOWN, REFUSED, check_family
+from tunesmith.models.forest import Forest
+from tunesmith.models.kernels.lean import LeanDecoder
 from tunesmith.models.loading import load_config
 from tunesmith.plan.facts.model import LEAN_FAMILIES
 from tunesmith.types import Sample

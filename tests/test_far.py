@@ -19,9 +19,9 @@ import psutil
 import pytest
 
 from tunesmith.config.system import SystemSection
-from tunesmith.distributed.child import ChildProcess
-from tunesmith.distributed.far import Far, gather
 from tunesmith.errors import ConfigError, EngineLostError
+from tunesmith.learn.usercode.child import ChildProcess
+from tunesmith.learn.usercode.far import Far, gather
 from tunesmith.plan.processes.cluster import Bundle
 
 CODE = """
@@ -111,7 +111,7 @@ def children() -> Generator[Start]:
 @contextmanager
 def actors() -> Generator[Start]:
     pytest.importorskip("ray", reason="Ray is an extra: pip install 'tunesmith[ray]'")
-    from tunesmith.distributed.ray_cluster import RayCluster
+    from tunesmith.run.processes.ray_cluster import RayCluster
 
     with RayCluster.open(SystemSection(), [Bundle(("rollout",), 0.1, 0.0)] * 3) as cluster:
         yield lambda: cluster.spawn("rollout", EngineLostError)
@@ -269,7 +269,7 @@ def test_a_process_that_hangs_is_killed(code: Any) -> None:
 
 PARENT = """
 import sys, time
-from tunesmith.distributed.child import ChildProcess
+from tunesmith.learn.usercode.child import ChildProcess
 from tunesmith.errors import EngineLostError
 print(ChildProcess("child", EngineLostError).pid(), flush=True)
 time.sleep(60)

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tunesmith.algorithms.advantages import GRPO
-from tunesmith.algorithms.filtering import DynamicFilter, rollout_score
-from tunesmith.algorithms.outcomes import Outcome
+from tunesmith.learn.algorithms.advantages import GRPO
+from tunesmith.learn.algorithms.filtering import DynamicFilter, rollout_score
+from tunesmith.learn.algorithms.outcomes import Outcome
 from tunesmith.types import Completion, Rollout, RolloutGroup, Status, Task
 
 TASK = Task("t", "p", (1,))

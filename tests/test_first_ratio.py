@@ -14,21 +14,21 @@ import torch
 
 from tiny import save_model
 from training import backend_of, learner_of
-from tunesmith.algorithms.kl import KLController
-from tunesmith.algorithms.losses import Loss
-from tunesmith.algorithms.objective import policy_objective
-from tunesmith.algorithms.presets import PRESETS
 from tunesmith.config.load import load_config
 from tunesmith.config.schema import RLConfig
-from tunesmith.data.batch import Batch, Floats
-from tunesmith.engines.local.engine import LocalEngine
 from tunesmith.errors import ConfigError
-from tunesmith.loop.critic import Critic
-from tunesmith.loop.experience import make_experience, rollout_batch
-from tunesmith.loop.learner import Learner
+from tunesmith.learn.algorithms.kl import KLController
+from tunesmith.learn.algorithms.losses import Loss
+from tunesmith.learn.algorithms.objective import policy_objective
+from tunesmith.learn.algorithms.presets import PRESETS
+from tunesmith.learn.data.batch import Batch, Floats
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.plan.rules.checks import check
 from tunesmith.plan.rules.situation import resolved_algorithm
+from tunesmith.run.engines.local.engine import LocalEngine
+from tunesmith.run.loop.critic import Critic
+from tunesmith.run.loop.experience import make_experience, rollout_batch
+from tunesmith.run.loop.learner import Learner
 from tunesmith.types import UNALTERED, Rollout, RolloutGroup, Sampling, Task
 
 ALTERED = {"top_p": 0.7, "top_k": 20, "min_p": 0.2, "repetition_penalty": 0.1, "min_new_tokens": 6}

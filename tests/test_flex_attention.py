@@ -13,11 +13,11 @@ from torch._higher_order_ops.flex_attention import flex_attention as uncompiled
 from torch.nn.attention.flex_attention import BlockMask, create_mask
 
 from test_forest_attention import TREE, difference, forests, reference, tensors, visible
-from tunesmith.data.forest import Segment
-from tunesmith.kernels import flex_attention
-from tunesmith.kernels.attention import AttentionRule
-from tunesmith.kernels.flex_attention import BLOCK, CudaFlex, seen_blocks
 from tunesmith.models.attention import ForestAttention
+from tunesmith.models.forest import Segment
+from tunesmith.models.kernels import flex_attention
+from tunesmith.models.kernels.attention import AttentionRule
+from tunesmith.models.kernels.flex_attention import BLOCK, CudaFlex, seen_blocks
 
 LONG = (Segment(0, 300, -1), Segment(300, 100, 0), Segment(400, 260, 0), Segment(660, 50, 2), Segment(710, 186, -1))
 """Several blocks: some of them seen whole, by segments that begin and end inside of blocks."""

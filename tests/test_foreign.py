@@ -16,13 +16,13 @@ from documents import ROOT, blocks_of
 from foreign_names import counts, fields, frameworks, leaves, listed, options
 from tunesmith.config.commands import KINDS, all_keys, commands_with
 from tunesmith.config.load import load_config
-from tunesmith.config.names.foreign import EARLIER, FRAMEWORKS, foreign_values, meanings, meanings_of, value_of
-from tunesmith.config.names.unknown import find
 from tunesmith.config.reading.describe import choices_at
 from tunesmith.config.reading.problems import dotted, key_lines
 from tunesmith.config.schema import RLConfig, RunConfig, SFTConfig
 from tunesmith.errors import ConfigError
-from tunesmith.migrate.values import CONVERSIONS
+from tunesmith.guide.migrate.values import CONVERSIONS
+from tunesmith.guide.names.foreign import EARLIER, FRAMEWORKS, foreign_values, meanings, meanings_of, value_of
+from tunesmith.guide.names.unknown import find
 
 KEYS = {key for kind in KINDS.values() for key in all_keys(kind)}
 

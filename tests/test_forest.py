@@ -8,9 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tunesmith.data.batch import Batch
-from tunesmith.data.forest import Forest, Segment, build_forest
-from tunesmith.data.trie import num_forest_tokens
+from tunesmith.learn.data.batch import Batch
+from tunesmith.learn.data.micro_batches import build_forest, gather
+from tunesmith.learn.data.trie import num_forest_tokens
+from tunesmith.models.forest import Forest, Segment
 from tunesmith.types import Sample
 
 
@@ -60,7 +61,7 @@ def test_prompt_with_two_completions() -> None:
     batch = Batch.of([sample([5, 6, 7, 2], "..xx"), sample([5, 6, 8], "..x")])
     batch.add("advantages", [0.5, 0.25, -1])
     batch.add_per_sample("side", [1, -1])
-    forest = build_forest(batch).gather(batch)
+    forest = gather(build_forest(batch), batch)
     assert forest.token_ids.tolist() == [5, 6, 7, 2, 8]
     assert forest.position_ids.tolist() == [0, 1, 2, 3, 2]
     assert forest.segments == (Segment(0, 2, -1), Segment(2, 2, 0), Segment(4, 1, 0))
@@ -124,7 +125,7 @@ def test_indices_choose_and_order() -> None:
     samples = [sample([5, 6, 7], "..x"), sample([1, 2], ".x"), sample([5, 6, 8], "..x")]
     batch = Batch.of(samples)
     batch.add("order", [0, 1, 2])
-    forest = build_forest(batch, [2, 0]).gather(batch)
+    forest = gather(build_forest(batch, [2, 0]), batch)
     assert forest.sample_ids == (2, 0) and forest.targets.tolist() == [8, 7]
     assert forest.columns["order"].tolist() == [2, 0] and forest.predictions.tolist() == [2, 0]
 
@@ -134,7 +135,7 @@ def test_columns_follow_the_default_dtype() -> None:
     batch = Batch.of([sample([1, 2], ".x")])
     batch.add("a", [0.1])
     try:
-        forest = build_forest(batch).gather(batch)
+        forest = gather(build_forest(batch), batch)
     finally:
         torch.set_default_dtype(torch.float32)
     assert forest.columns["a"].dtype == torch.float64 and forest.columns["a"].item() == 0.1

@@ -17,15 +17,16 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import tiny
 from training import forest_of
-from tunesmith.data.batch import Batch
-from tunesmith.data.forest import Segment
-from tunesmith.data.packing import pack
-from tunesmith.kernels import training_functions, varlen_attention
-from tunesmith.kernels.attention import AttentionRule
-from tunesmith.kernels.cpu_attention import CpuFlash
+from tunesmith.learn.data.batch import Batch
+from tunesmith.learn.data.packing import pack
 from tunesmith.models.attention import ForestAttention
 from tunesmith.models.causal_lm import CausalLM
-from tunesmith.parallel.ring import stops
+from tunesmith.models.cpu import training_functions
+from tunesmith.models.cpu.attention import CpuFlash
+from tunesmith.models.forest import Segment
+from tunesmith.models.kernels import varlen_attention
+from tunesmith.models.kernels.attention import AttentionRule
+from tunesmith.models.parallel.ring import stops
 from tunesmith.types import Sample
 
 TREE = (  # three deep, with segments of one token, two trees

@@ -22,22 +22,22 @@ from fake_engine import FakeEngine, numbers
 from tiny_rewards import direct_scores, save_reward_model
 from tiny_runs import REWARDS, sums, write_lines
 from tunesmith.config.schema import LoraSection
-from tunesmith.config.toml import toml_value
-from tunesmith.environments.base import SingleTurn
 from tunesmith.errors import ConfigError, DataError, EngineError, RewardError, UserError
-from tunesmith.loop.collect import Collector
-from tunesmith.loop.seeds import derive_seed
+from tunesmith.learn.environments.base import SingleTurn
 from tunesmith.models.adapters import attach
 from tunesmith.models.causal_lm import CausalLM
-from tunesmith.monitor.interrupts import Interrupted, handled
-from tunesmith.offline.answering import answer
-from tunesmith.offline.generate import Generated, run_generate
-from tunesmith.offline.lines import LineWriter, read_lines, repair, unfinished_file
-from tunesmith.offline.scoring import given_records
-from tunesmith.offline.selection import OVERWRITTEN
-from tunesmith.offline.unfinished import Unfinished
-from tunesmith.offline.usage import seconds_of
-from tunesmith.offline.watch import JobWatch
+from tunesmith.records.interrupts import Interrupted, handled
+from tunesmith.records.toml import toml_value
+from tunesmith.run.loop.collect import Collector
+from tunesmith.run.loop.seeds import derive_seed
+from tunesmith.run.offline.answering import answer
+from tunesmith.run.offline.generate import Generated, run_generate
+from tunesmith.run.offline.lines import LineWriter, read_lines, repair, unfinished_file
+from tunesmith.run.offline.scoring import given_records
+from tunesmith.run.offline.selection import OVERWRITTEN
+from tunesmith.run.offline.unfinished import Unfinished
+from tunesmith.run.offline.usage import seconds_of
+from tunesmith.run.offline.watch import JobWatch
 from tunesmith.types import Completion, Rollout, RolloutGroup, Sampling, Task
 
 
@@ -165,7 +165,7 @@ def test_no_finished_completion_is_sampled_again(tmp_path: Path, finished: int, 
 
 
 def test_the_file_of_unfinished_work_stays_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tunesmith.offline.unfinished.LEAST_BYTES", 4000)
+    monkeypatch.setattr("tunesmith.run.offline.unfinished.LEAST_BYTES", 4000)
     out, sizes = tmp_path / "a.jsonl", list[int]()
 
     class Looking(FakeEngine):
@@ -256,7 +256,7 @@ def test_a_report_says_what_all_calls_took_also_of_one_that_failed(
 
     report = tmp_path / "out" / "report.json"
     with monkeypatch.context() as patched, pytest.raises(ConfigError):
-        patched.setattr("tunesmith.offline.generate._selected", fail)
+        patched.setattr("tunesmith.run.offline.generate._selected", fail)
         generate(tmp_path, model)
     first = json.loads(report.read_text())
     assert list(first) == ["usage"] and first["usage"]["seconds/sampling"] > 0

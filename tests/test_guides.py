@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from documents import ROOT
-from tunesmith.algorithms.presets import PRESETS
 from tunesmith.config.commands import (
     DPOConfig,
     GenerateConfig,
@@ -21,9 +20,10 @@ from tunesmith.config.commands import (
 )
 from tunesmith.config.reading.describe import field_at
 from tunesmith.config.schema import RLConfig, SFTConfig
-from tunesmith.doctor.answers import ROUND, RUN
-from tunesmith.doctor.findings import RULES
-from tunesmith.monitor.catalogue import CATALOGUE
+from tunesmith.learn.algorithms.presets import PRESETS
+from tunesmith.records.catalogue import CATALOGUE
+from tunesmith.records.doctor.answers import ROUND, RUN
+from tunesmith.records.doctor.findings import RULES
 
 KINDS = (
     RLConfig, SFTConfig, RMConfig, DPOConfig, KTOConfig, PRMConfig, SampledDistillConfig, OfflineDistillConfig,

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tunesmith.kernels.products import bfloat16_operands
+from tunesmith.costs import WORDS, chunk_rows
+from tunesmith.models.cpu.products import bfloat16_operands
 from tunesmith.models.head import Head, LogitScale, fused_logprobs, likeliest
-from tunesmith.plan.cost.operations import WORDS, chunk_rows
 
 N, D, V = 37, 16, 101
 

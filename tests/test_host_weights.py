@@ -15,19 +15,19 @@ import training
 from fake_runs import phases_of
 from test_memory import A100, GB, QWEN_7B, SMALL, on, refusal, resolved
 from tiny import save_model
-from tunesmith.algorithms.objective import SFTObjective
-from tunesmith.backends.torch import TorchBackend
 from tunesmith.config.commands import DPOConfig, OfflineDistillConfig
 from tunesmith.config.schema import RLConfig, SFTConfig
-from tunesmith.data.forest import Packing
-from tunesmith.engines.local.engine import LocalEngine
-from tunesmith.kernels.lean import LeanDecoder
+from tunesmith.learn.algorithms.objective import SFTObjective
+from tunesmith.learn.data.micro_batches import Packing
 from tunesmith.models.causal_lm import CausalLM
-from tunesmith.parallel.host_weights import HostWeights
+from tunesmith.models.kernels.lean import LeanDecoder
+from tunesmith.models.parallel.host_weights import HostWeights
 from tunesmith.plan.cost.device import Layout
 from tunesmith.plan.cost.memory import LIMIT
 from tunesmith.plan.cost.price import LIBRARIES, PINNED, price
 from tunesmith.plan.cost.seconds import OF_THE_HOST, TO_THE_HOST
+from tunesmith.run.engines.local.engine import LocalEngine
+from tunesmith.run.trainers.torch import TorchBackend
 from tunesmith.types import Sampling
 
 

@@ -19,12 +19,12 @@ from engine_contract import CHECKS, FREE, PROMPT, Subject
 from http_engine_servers import Sglang, serving
 from http_servers import unused_url
 from tiny import save_model
-from tunesmith.assembly.http_engines import make_served, weight_files
-from tunesmith.engines.http.engine import SglangEngine
 from tunesmith.errors import EngineError, EngineLostError, UserError
 from tunesmith.models.causal_lm import CausalLM
+from tunesmith.run.engines.http.engine import SglangEngine
+from tunesmith.run.placement.http_engines import make_served, weight_files
+from tunesmith.run.weights.base import Offer
 from tunesmith.types import Completion, Sampling
-from tunesmith.weights.base import Offer
 
 CONTEXT = 64
 NEVER = 10**6
@@ -343,7 +343,7 @@ async def test_weights_given_again_keep_their_version(sglang: Sglang, model: Cau
 async def test_a_server_that_does_not_answer_is_refused_with_how_to_start_it(
     model: CausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tunesmith.engines.http.engine.START_PATIENCE", 0.2)
+    monkeypatch.setattr("tunesmith.run.engines.http.engine.START_PATIENCE", 0.2)
     url = unused_url().removesuffix("/reward")
 
     engine = sglang_engine(url, model)

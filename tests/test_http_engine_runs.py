@@ -14,14 +14,14 @@ from http_engine_servers import Sglang, serving
 from http_servers import unused_url
 from tiny import save_model
 from tiny_runs import rl_settings, sums, write_lines
-from tunesmith.assembly import run_rl
-from tunesmith.assembly.http_engines import make_http_engine
 from tunesmith.config.load import load_config
 from tunesmith.config.schema import RLConfig
 from tunesmith.errors import ConfigError, UserError
 from tunesmith.models.causal_lm import CausalLM
-from tunesmith.offline.generate import run_generate
 from tunesmith.plan.rules.checks import check
+from tunesmith.run.offline.generate import run_generate
+from tunesmith.run.placement import run_rl
+from tunesmith.run.placement.http_engines import make_http_engine
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +77,7 @@ def test_generate_gives_sglang_the_weights_first(tmp_path: Path, model: Path, se
 def test_a_server_that_is_not_there_ends_the_command_at_once(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tunesmith.engines.http.engine.START_PATIENCE", 0.1)
+    monkeypatch.setattr("tunesmith.run.engines.http.engine.START_PATIENCE", 0.1)
     url = unused_url().removesuffix("/reward")
     said = ["system.engine=sglang", f"system.engine_urls=['{url}']"]
     with pytest.raises(UserError, match=f"{url} cannot be used.* Start SGLang there with: python -m sglang"):

@@ -11,11 +11,11 @@ import pytest
 
 from tiny import save_model
 from tiny_runs import rl_settings
-from tunesmith import assembly
 from tunesmith.config.load import load_config
 from tunesmith.config.schema import RLConfig
-from tunesmith.engines.interpreter import check_interpreter
 from tunesmith.errors import ConfigError
+from tunesmith.run import placement
+from tunesmith.run.engines.interpreter import check_interpreter
 
 BASE = ('model.path="org/m"', 'data.train="org/d"', 'reward.functions=["exact_match"]', "system.engine_process=true")
 
@@ -79,5 +79,5 @@ def test_a_run_is_refused_before_anything_loads(tmp_path: Path) -> None:
     python.chmod(0o644)
     changed: dict[str, Any] = {"system__engine_process": True, "system__engine_python": str(python)}
     with pytest.raises(ConfigError, match=r"cannot be run \(Permission denied\)"):
-        assembly.run_rl(None, rl_settings(tmp_path, save_model(tmp_path / "model"), **changed))
+        placement.run_rl(None, rl_settings(tmp_path, save_model(tmp_path / "model"), **changed))
     assert not (tmp_path / "run").exists()

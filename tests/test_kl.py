@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tunesmith.algorithms.kl import KLController, kl_loss, kl_values
+from tunesmith.learn.algorithms.kl import KLController, kl_loss, kl_values
 
 LOGPROBS = [-1.0, -2.0, -0.5]
 REFERENCE = [-1.5, -1.0, -0.5]

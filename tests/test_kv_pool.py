@@ -12,11 +12,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tunesmith.engines.local.kv_memory import KVLayout, KVMemory
-from tunesmith.engines.local.kv_pool import HEADROOM, KVPool, compact
-from tunesmith.engines.local.requests import CachedPrompt, LocalRequest, Uniforms
-from tunesmith.engines.local.scheduler import Scheduler
 from tunesmith.errors import UserError
+from tunesmith.run.engines.local.kv_memory import KVLayout, KVMemory
+from tunesmith.run.engines.local.kv_pool import HEADROOM, KVPool, compact
+from tunesmith.run.engines.local.requests import CachedPrompt, LocalRequest, Uniforms
+from tunesmith.run.engines.local.scheduler import Scheduler
 from tunesmith.types import Sampling
 
 

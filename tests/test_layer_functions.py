@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tunesmith.kernels import layer_functions, lean_ops, training_functions
-from tunesmith.kernels.layer_functions import Gated, HeadShape, RmsNorm, TurnedHeads, computed, fits
-from tunesmith.kernels.training_functions import functions
+from tunesmith.models.cpu import layer_functions, training_functions
+from tunesmith.models.cpu.layer_functions import Gated, HeadShape, RmsNorm, TurnedHeads, computed, fits
+from tunesmith.models.cpu.training_functions import functions
+from tunesmith.models.kernels import lean_ops
 
 pytestmark = pytest.mark.skipif(
     functions() is None, reason="this CPU multiplies nothing in bfloat16, or there is no compiler"

@@ -16,61 +16,40 @@ import tunesmith
 ROOT = Path(tunesmith.__file__).parent
 
 FLOORS = {
-    "": 6,
-    "types": 0,
     "errors": 0,
-    "redact": 0,
-    "storage": 0,
-    "http_client": 0,
-    "http_server": 0,
-    "openmp": 0,
-    "config": 1,
-    "monitor": 1,
-    "algorithms": 1,
-    "data": 1,
-    "plan": 1,
-    "migrate": 1,
-    "usercode": 1,
-    "distributed": 1,
-    "doctor": 1,
-    "report": 1,
-    "reference": 1,
-    "rewards": 1,
-    "environments": 1,
-    "fake_device": 1,
-    "kernels": 2,
-    "parallel": 2,
-    "models": 2,
-    "engines": 3,
-    "backends": 3,
-    "weights": 3,
-    "loop": 4,
-    "offline": 5,
-    "tune": 5,
-    "assembly": 5,
-    "cli": 6,
-    "recipes": 6,
-    "__main__": 6,
-    "api_call": 6,
-    "api": 6,
+    "costs": 0,
+    "types": 0,
+    "records": 1,
+    "config": 2,
+    "plan": 3,
+    "models": 4,
+    "learn": 5,
+    "run": 6,
+    "guide": 7,
+    "cli": 8,
+    "api": 8,
+    "__main__": 8,
+    "": 8,
 }
-BELOW_MODELS = {"kernels": ("parallel", "models"), "parallel": ("models",)}
-"""Rooms of the models' floor, each with those that it does not import."""
-ADAPTER_ROOMS = ("engines", "backends", "weights")
+RISING = {
+    ("config/algorithm.py", "learn"),
+    ("config/load.py", "guide"),
+    ("learn/algorithms/presets.py", "guide"),
+    ("plan/rules/situation.py", "learn"),
+}
+"""Files that import a wing above their own."""
+BELOW_MODELS = ("kernels", "parallel", "cpu")
+LAYOUT = ("forest", "openmp")
+"""What rooms of ``models/`` may import of the files beside them."""
+ADAPTER_ROOMS = ("engines", "trainers", "weights")
 SHARED = (
     "base", "flat", "loss_scale", "masters", "memory", "muon", "partial", "passes", "rounds", "spread", "state_files",
     "step_thread", "timed",
 )  # fmt: skip
 """Ports of those rooms, and parts that several adapters use."""
 HEAVY = ("torch", "transformers")
-LIGHT = [room for room, floor in FLOORS.items() if floor <= 1 and room != "fake_device"]
-MAY_IMPORT_TORCH = (
-    "algorithms/losses.py",
-    "data/forest.py",
-    "distributed/checksum.py",
-    "distributed/process_group.py",
-    "distributed/rank_group.py",
-)
+LIGHT = ("config/", "plan/", "records/", "guide/", "cli/", "learn/algorithms/", "learn/usercode/")
+MAY_IMPORT_TORCH = ("guide/simulate/", "guide/tune/machine.py")
 LONGEST_FILE, LONGEST_FUNCTION = 400, 60
 
 
@@ -88,7 +67,7 @@ def relative(path: Path) -> str:
 
 
 def dotted(path: Path) -> tuple[str, ...]:
-    """``engines/local/engine.py`` → ``("engines", "local", "engine")``."""
+    """``run/engines/local/engine.py`` → ``("engines", "local", "engine")``."""
     return tuple(part for part in path.relative_to(ROOT).with_suffix("").parts if part != "__init__")
 
 
@@ -102,7 +81,7 @@ def imported(tree: ast.AST, path: Path) -> Iterator[tuple[int, str]]:
             above = package[: len(package) - node.level + 1] if node.level else []
             name = ".".join([*above, *([node.module] if node.module else [])])
             yield node.lineno, name
-            # "from tunesmith.loop import rl" imports the module tunesmith.loop.rl.
+            # "from tunesmith.run.loop import rl" imports the module tunesmith.run.loop.rl.
             yield from ((node.lineno, f"{name}.{alias.name}") for alias in node.names)
 
 
@@ -146,16 +125,23 @@ def test_imports_point_downward() -> None:
         for path in modules()
         for line, name in own_imports(path)
         if (not name or name[0] in FLOORS) and floor(name) > floor(dotted(path))
+        if (relative(path), name[0] if name else "") not in RISING
     ]
     assert not upward, "\n".join(upward)
 
 
-def test_kernels_know_no_models_and_models_pick_a_kernel() -> None:
+def below_models(room: str, name: str) -> bool:
+    """Whether a room of ``models/`` may import a module beside it: kernels know no sharding, none knows a model."""
+    return name in LAYOUT or (name in BELOW_MODELS and (room, name) != ("kernels", "parallel"))
+
+
+def test_rooms_of_models_do_not_know_the_models() -> None:
     upward = [
         f"{relative(path)}:{line} imports {'.'.join(name)}"
         for path in modules()
+        if dotted(path)[:1] == ("models",) and dotted(path)[1:2] and dotted(path)[1] in BELOW_MODELS
         for line, name in own_imports(path)
-        if name and name[0] in BELOW_MODELS.get((dotted(path) or ("",))[0], ())
+        if name[:1] == ("models",) and len(name) > 1 and not below_models(dotted(path)[1], name[1])
     ]
     assert not upward, "\n".join(upward)
 
@@ -192,15 +178,16 @@ def test_public_classes_have_names_of_their_own() -> None:
 
 def adapter(module: tuple[str, ...]) -> tuple[str, str] | None:
     """(room, adapter) a module belongs to; None for ports, shared parts and what is no adapter."""
-    if len(module) < 2 or module[0] not in ADAPTER_ROOMS or module[1] in SHARED:
+    if len(module) < 3 or module[0] != "run" or module[1] not in ADAPTER_ROOMS or module[2] in SHARED:
         return None
-    is_module = (ROOT / module[0] / f"{module[1]}.py").exists() or (ROOT / module[0] / module[1]).is_dir()
-    return (module[0], module[1]) if is_module else None
+    folder = ROOT / "run" / module[1]
+    is_module = (folder / f"{module[2]}.py").exists() or (folder / module[2]).is_dir()
+    return (module[1], module[2]) if is_module else None
 
 
 # Modules beside an adapter that serve one adapter only, by the adapter they belong to.
 PARTS = {
-    ("backends", "optimizer"): "torch",
+    ("trainers", "optimizer"): "torch",
     ("engines", "routing"): "pool",
 }
 
@@ -210,13 +197,13 @@ def owner(module: tuple[str, ...]) -> tuple[str, str] | None:
     return (found[0], PARTS.get(found, found[1])) if found else None
 
 
-def test_adapters_do_not_know_each_other_and_only_the_assembly_knows_them() -> None:
+def test_adapters_do_not_know_each_other_and_only_the_placement_knows_them() -> None:
     wrong = [
         f"{relative(path)}:{line} imports the adapter {'.'.join(name)}"
         for path in modules()
         for line, name in own_imports(path)
         if (target := owner(name)) and target != owner(dotted(path))
-        if dotted(path)[:1] not in ((), ("assembly",))  # the root only names what is public
+        if dotted(path)[:1] not in ((), ("guide",)) and dotted(path)[:2] != ("run", "placement")
     ]
     assert not wrong, "\n".join(sorted(set(wrong)))
 
@@ -225,7 +212,7 @@ def test_low_floors_load_neither_torch_nor_transformers() -> None:
     heavy = [
         f"{relative(path)}:{line} imports {name}"
         for path in modules()
-        if (dotted(path) or ("",))[0] in LIGHT and relative(path) not in MAY_IMPORT_TORCH
+        if relative(path).startswith(LIGHT) and not relative(path).startswith(MAY_IMPORT_TORCH)
         for line, name in module_level_imports(path)
         if name.split(".")[0] in HEAVY
     ]
@@ -234,7 +221,7 @@ def test_low_floors_load_neither_torch_nor_transformers() -> None:
 
 def test_these_load_without_torch_in_a_real_process() -> None:
     code = "import sys\n"
-    for module in ("cli.main", "assembly", "config.load", "plan.resolve", "monitor.progress"):
+    for module in ("cli.main", "run.placement", "config.load", "plan.resolve", "records.progress"):
         code += f"import tunesmith.{module}\nif {{*{HEAVY}}} & sys.modules.keys(): sys.exit('{module} loads it')\n"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
@@ -260,15 +247,15 @@ def test_functions_are_short() -> None:
 def test_the_checks_see_what_they_are_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A house with one of each fault."""
     files = {
-        "config/up.py": "from tunesmith.loop import rl\n",
-        "loop/rl.py": "from ..engines.local import engine\n",
-        "engines/local/engine.py": "def f():\n    import tunesmith.engines.other\n",
-        "engines/other.py": "",
-        "data/heavy.py": "if True:\n    import torch.nn\n",
-        "data/light.py": (
+        "config/up.py": "from tunesmith.run.loop import rl\n",
+        "run/loop/rl.py": "from ..engines.local import engine\n",
+        "run/engines/local/engine.py": "def f():\n    import tunesmith.run.engines.other\n",
+        "run/engines/other.py": "",
+        "plan/heavy.py": "if True:\n    import torch.nn\n",
+        "plan/light.py": (
             "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch\ndef f():\n    import torch\n"
         ),
-        "parallel/up.py": "from tunesmith.models import decoder\n",
+        "models/parallel/up.py": "from tunesmith.models import decoder\n",
         "models/long.py": "def f():\n" + "    pass\n" * 401,
     }
     for name, text in files.items():
@@ -276,13 +263,13 @@ def test_the_checks_see_what_they_are_for(tmp_path: Path, monkeypatch: pytest.Mo
         (tmp_path / name).write_text(text)
     monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
     for check, expected in (
-        (test_imports_point_downward, ["config/up.py:1 (floor 1) imports loop.rl (floor 4)"]),
-        (test_kernels_know_no_models_and_models_pick_a_kernel, ["parallel/up.py:1 imports models.decoder"]),
+        (test_imports_point_downward, ["config/up.py:1 (floor 2) imports run.loop.rl (floor 6)"]),
+        (test_rooms_of_models_do_not_know_the_models, ["models/parallel/up.py:1 imports models.decoder"]),
         (
-            test_adapters_do_not_know_each_other_and_only_the_assembly_knows_them,
-            ["loop/rl.py:1 imports the adapter engines.local", "engines/local/engine.py:2"],
+            test_adapters_do_not_know_each_other_and_only_the_placement_knows_them,
+            ["run/loop/rl.py:1 imports the adapter run.engines.local", "run/engines/local/engine.py:2"],
         ),
-        (test_low_floors_load_neither_torch_nor_transformers, ["data/heavy.py:2 imports torch.nn"]),
+        (test_low_floors_load_neither_torch_nor_transformers, ["plan/heavy.py:2 imports torch.nn"]),
         (test_files_are_short, ["models/long.py"]),
         (test_functions_are_short, ["models/long.py:1 f: 402 lines"]),
     ):

@@ -17,16 +17,17 @@ from torch import Tensor
 from algorithms import algorithm
 from tiny import save_model
 from training import backend_of, difference, gradient, learner_of, samples_of, whole
-from tunesmith.algorithms.losses import Loss
-from tunesmith.algorithms.objective import Objective, SFTObjective, policy_objective
-from tunesmith.backends.torch import TorchBackend
-from tunesmith.data.batch import Batch, Floats
-from tunesmith.data.forest import Forest, Packing, Predictions, build_forest
-from tunesmith.data.packing import SampleTooLong
+from tunesmith.costs import CostModel
 from tunesmith.errors import DeviceMemoryError, StorageError, UserError, is_out_of_memory
-from tunesmith.loop.learner import optimizer_batches
+from tunesmith.learn.algorithms.losses import Loss
+from tunesmith.learn.algorithms.objective import Objective, SFTObjective, policy_objective
+from tunesmith.learn.data.batch import Batch, Floats
+from tunesmith.learn.data.micro_batches import Packing, build_forest
+from tunesmith.learn.data.packing import SampleTooLong
 from tunesmith.models.causal_lm import CausalLM
-from tunesmith.plan.cost.operations import CostModel
+from tunesmith.models.forest import Forest, Predictions
+from tunesmith.run.loop.learner import optimizer_batches
+from tunesmith.run.trainers.torch import TorchBackend
 from tunesmith.types import Sample
 
 AGGREGATIONS = ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm")
@@ -288,7 +289,7 @@ def test_a_batch_is_packed_once_for_scoring_and_for_every_pass(
         layouts.append(tuple(samples))
         return build_forest(batch, samples, share=share)
 
-    monkeypatch.setattr("tunesmith.data.forest.build_forest", counted)
+    monkeypatch.setattr("tunesmith.learn.data.micro_batches.build_forest", counted)
     policy, critic = (learner_of(backend_of(models["llama"]), 60) for _ in range(2))
     batch = Batch.of(samples_of())
     policy.score(batch), critic.score(batch, ends=True)

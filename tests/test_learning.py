@@ -13,10 +13,10 @@ from transformers import AutoTokenizer
 
 from tiny import save_model
 from tiny_runs import rl_settings, sft_settings, write_lines
-from tunesmith import assembly
-from tunesmith.doctor.learning import LearningWatch, at_the_end, finding
-from tunesmith.doctor.record import RunFacts
-from tunesmith.monitor.metrics import read_metrics
+from tunesmith.records.doctor.learning import LearningWatch, at_the_end, finding
+from tunesmith.records.doctor.record import RunFacts
+from tunesmith.records.metrics import read_metrics
+from tunesmith.run import placement
 
 REWARDS = """\
 import time
@@ -68,12 +68,12 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> list[LearningWatch]:
     return made
 
 
-def rl(folder: Path, model: Path, reward: str, **changed: Any) -> assembly.RunResult:
+def rl(folder: Path, model: Path, reward: str, **changed: Any) -> placement.RunResult:
     rl_settings(folder, model)
     (folder / "judge.py").write_text(REWARDS)
     functions = [f"{folder / 'judge.py'}:{reward}"]
     settings = {"reward__functions": functions, "train__steps": 3, **changed}
-    return assembly.run_rl(None, rl_settings(folder, model, **settings))
+    return placement.run_rl(None, rl_settings(folder, model, **settings))
 
 
 RL_CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -156,7 +156,7 @@ def test_supervised_runs_say_it_too(
     tmp_path: Path, model: Path, cause: str, changed: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     watches = watched(monkeypatch)
-    outcome = assembly.run_sft(None, sft_settings(tmp_path, model, **changed))
+    outcome = placement.run_sft(None, sft_settings(tmp_path, model, **changed))
     assert outcome.warning is not None
     assert cause in {watches[0].reported, *(f.key for f in [at_the_end(watches[0].history, watches[0].facts)] if f)}
 
@@ -164,7 +164,7 @@ def test_supervised_runs_say_it_too(
 def test_a_healthy_supervised_run_is_left_alone(
     tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    outcome = assembly.run_sft(None, sft_settings(tmp_path, model, train__steps=24, train__warmup_steps=4))
+    outcome = placement.run_sft(None, sft_settings(tmp_path, model, train__steps=24, train__warmup_steps=4))
     assert outcome.warning is None and "nothing is learned" not in capsys.readouterr().out
 
 

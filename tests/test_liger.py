@@ -19,23 +19,24 @@ from liger_in_torch import LigerInTorch
 from test_compiled import FAMILIES, gradients, resolved
 from tiny import save_model
 from training import difference, forest_of, samples_of
-from tunesmith.assembly.dry_run import check_dry_run
-from tunesmith.assembly.models import load_model, load_tokenizer
 from tunesmith.config.commands import KINDS
 from tunesmith.config.load import load_config
 from tunesmith.config.schema import LoraSection, RunConfig
 from tunesmith.errors import ConfigError, ModelError
-from tunesmith.kernels import lean_ops, liger, training_functions
-from tunesmith.kernels.layer_functions import HeadShape
-from tunesmith.kernels.lean_ops import OURS, Operations
-from tunesmith.kernels.liger import LIGER
+from tunesmith.guide.simulate.dry_run import check_dry_run
 from tunesmith.models import adapters
 from tunesmith.models.causal_lm import CausalLM
+from tunesmith.models.cpu import training_functions
+from tunesmith.models.cpu.layer_functions import HeadShape
+from tunesmith.models.kernels import lean_ops, liger
+from tunesmith.models.kernels.lean_ops import OURS, Operations
+from tunesmith.models.kernels.liger import LIGER
 from tunesmith.plan.facts.machines import machine
 from tunesmith.plan.facts.model import read_model_facts
 from tunesmith.plan.facts.run import Facts
 from tunesmith.plan.rules import checks
 from tunesmith.plan.rules.checks import check, contradictions
+from tunesmith.run.placement.models import load_model, load_tokenizer
 
 GPU = "H100-80GB"
 

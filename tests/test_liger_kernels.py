@@ -18,10 +18,10 @@ from torch.nn import functional as F
 
 from tiny import save_model
 from training import difference, forest_of, samples_of
-from tunesmith.kernels.layer_functions import HeadShape
-from tunesmith.kernels.lean_ops import OURS, Operations
-from tunesmith.kernels.liger import LIGER, kernels
 from tunesmith.models.causal_lm import CausalLM
+from tunesmith.models.cpu.layer_functions import HeadShape
+from tunesmith.models.kernels.lean_ops import OURS, Operations
+from tunesmith.models.kernels.liger import LIGER, kernels
 
 pytest.importorskip("triton", reason="Liger's kernels are Triton's: pip install 'tunesmith[liger]'")
 pytest.importorskip("liger_kernel", reason="Liger is an extra: pip install 'tunesmith[liger]'")

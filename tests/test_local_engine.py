@@ -20,15 +20,15 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 from tiny import save_model
-from tunesmith.engines.local import decode_attention
-from tunesmith.engines.local.decode_attention import parts
-from tunesmith.engines.local.engine import LocalEngine, end_of_sequence_ids
-from tunesmith.engines.local.kv_pool import KVPool
-from tunesmith.engines.local.requests import CachedPrompt, Piece, split_pieces
-from tunesmith.engines.local.runner import Runner
+from tunesmith.costs import PeakRates
 from tunesmith.errors import EngineError, UserError
 from tunesmith.models.causal_lm import CausalLM
-from tunesmith.plan.cost.operations import PeakRates
+from tunesmith.run.engines.local import decode_attention
+from tunesmith.run.engines.local.decode_attention import parts
+from tunesmith.run.engines.local.engine import LocalEngine, end_of_sequence_ids
+from tunesmith.run.engines.local.kv_pool import KVPool
+from tunesmith.run.engines.local.requests import CachedPrompt, Piece, split_pieces
+from tunesmith.run.engines.local.runner import Runner
 from tunesmith.types import Completion, Sampling
 
 FAMILIES: dict[str, dict[str, Any]] = {

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from micro import batch_of, gather, micro_batch, random_batch, random_logprobs
-from tunesmith.algorithms.aggregation import weigh, with_shares
-from tunesmith.algorithms.losses import (
+from tunesmith.config.algorithm import AlgorithmSection
+from tunesmith.learn.algorithms.aggregation import weigh, with_shares
+from tunesmith.learn.algorithms.losses import (
     PPO,
     ClipCov,
     KLCov,
@@ -20,11 +21,12 @@ from tunesmith.algorithms.losses import (
     group_logprob,
     value_loss,
 )
-from tunesmith.algorithms.objective import SFTObjective, ValueObjective, policy_objective, prepare_columns
-from tunesmith.algorithms.resolve import resolve_algorithm
-from tunesmith.config.algorithm import AlgorithmSection
-from tunesmith.data.batch import Batch
-from tunesmith.data.forest import Predictions, build_forest
+from tunesmith.learn.algorithms.objective import SFTObjective, ValueObjective, policy_objective, prepare_columns
+from tunesmith.learn.algorithms.resolve import resolve_algorithm
+from tunesmith.learn.data import micro_batches
+from tunesmith.learn.data.batch import Batch
+from tunesmith.learn.data.micro_batches import build_forest
+from tunesmith.models.forest import Predictions
 
 LOSSES = sorted(Loss.types)
 AGGREGATIONS = ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm")
@@ -397,7 +399,7 @@ def test_shares_of_tokens_are_exact_and_lack_no_token_that_was_dropped_late() ->
     """11 tokens, all twice as likely as before: clipped from above, but for one whose log-probability is lost."""
     ready = batch_of([11], {"advantages": [1.0] * 11, "old_logprobs": [-2.0] * 11})
     weigh(ready, "token_mean")
-    forest = build_forest(ready, [0]).gather(ready)
+    forest = micro_batches.gather(build_forest(ready, [0]), ready)
     objective = policy_objective(resolved(loss="ppo"))
     logprobs = torch.full([11], -1.0)
     for lost, share in (([], 1.0), ([4], 10 / 11)):

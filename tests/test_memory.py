@@ -18,8 +18,6 @@ from typer.testing import CliRunner
 from hardware_table import GPUS, MODELS, TOKENS, WAYS, fits, needed
 from tiny import save_model
 from tiny_runs import rl_settings, sft_settings
-from tunesmith import assembly
-from tunesmith.backends.optimizer import AdamWSettings, MasterOptimizer
 from tunesmith.cli.main import app
 from tunesmith.config.commands import (
     DistillConfig,
@@ -32,13 +30,9 @@ from tunesmith.config.commands import (
 from tunesmith.config.load import load_config
 from tunesmith.config.schema import RLConfig, SFTConfig
 from tunesmith.config.values import parse_size
-from tunesmith.engines.local.kv_memory import KVLayout
-from tunesmith.engines.local.kv_pool import KVPool
 from tunesmith.errors import ConfigError, ModelError
 from tunesmith.models.causal_lm import CausalLM
-from tunesmith.monitor.memory import memory_metrics
-from tunesmith.monitor.metrics import read_metrics
-from tunesmith.parallel.shard_files import WeightFiles, names_in
+from tunesmith.models.parallel.shard_files import WeightFiles, names_in
 from tunesmith.plan.cost.device import Layout
 from tunesmith.plan.cost.memory import LIMIT, MARGIN, planned, request_kv
 from tunesmith.plan.cost.price import activation_bytes, adapter_numbers, copy_bytes, price, recomputed
@@ -49,6 +43,12 @@ from tunesmith.plan.facts.run import Facts
 from tunesmith.plan.filling import with_values
 from tunesmith.plan.report import memory_of, memory_rows
 from tunesmith.plan.resolve import resolve
+from tunesmith.records.memory import memory_metrics
+from tunesmith.records.metrics import read_metrics
+from tunesmith.run import placement
+from tunesmith.run.engines.local.kv_memory import KVLayout
+from tunesmith.run.engines.local.kv_pool import KVPool
+from tunesmith.run.trainers.optimizer import AdamWSettings, MasterOptimizer
 
 GB = 10**9
 QWEN_7B = ModelFacts(7_615_616_512, 28, 3584, 18944, 28, 4, 128, 152064, 32768)
@@ -418,8 +418,8 @@ def test_weights_in_a_second_layout_are_not_counted(tmp_path: Path) -> None:
 def test_every_step_says_what_memory_it_took_and_how_fast_it_was(tmp_path: Path) -> None:
     model = save_model(tmp_path / "model")
     runs = (
-        assembly.run_sft(None, sft_settings(tmp_path, model, train__steps=1)),
-        assembly.run_rl(None, rl_settings(tmp_path, model, train__steps=1)),
+        placement.run_sft(None, sft_settings(tmp_path, model, train__steps=1)),
+        placement.run_rl(None, rl_settings(tmp_path, model, train__steps=1)),
     )
     sft, rl = (read_metrics(run.run_dir / "metrics.jsonl")[0] for run in runs)
     for line, count in ((sft, sft["samples"]), (rl, rl["rollouts"])):
@@ -452,6 +452,6 @@ def test_the_table_of_gpus_agrees_with_what_a_run_is_refused_for(monkeypatch: py
 
 
 def test_the_peak_of_a_program_is_not_that_of_the_one_that_started_it() -> None:
-    shown = "from tunesmith.monitor.memory import memory_metrics as m; print(m()['memory/host_peak'])"
+    shown = "from tunesmith.records.memory import memory_metrics as m; print(m()['memory/host_peak'])"
     child = subprocess.run([sys.executable, "-c", shown], capture_output=True, text=True, check=True)
     assert 10**6 < float(child.stdout) < memory_metrics()["memory/host_peak"] / 2

@@ -17,10 +17,10 @@ from tunesmith.cli.main import app
 from tunesmith.config.load import find_kind, load_config
 from tunesmith.config.resolved import settings
 from tunesmith.errors import ConfigError
-from tunesmith.migrate.convert import Migration, convert
-from tunesmith.migrate.read import read_source, read_text
-from tunesmith.migrate.settle import settle
-from tunesmith.migrate.write import account, run_file
+from tunesmith.guide.migrate.convert import Migration, convert
+from tunesmith.guide.migrate.read import read_source, read_text
+from tunesmith.guide.migrate.settle import settle
+from tunesmith.guide.migrate.write import account, run_file
 from tunesmith.plan.rules.checks import check
 
 OPENRLHF = """

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from tunesmith.errors import ConfigError
-from tunesmith.migrate.convert import Migration, convert
-from tunesmith.migrate.read import read_source, read_text
-from tunesmith.migrate.settle import settle
-from tunesmith.migrate.write import account, run_file
+from tunesmith.guide.migrate.convert import Migration, convert
+from tunesmith.guide.migrate.read import read_source, read_text
+from tunesmith.guide.migrate.settle import settle
+from tunesmith.guide.migrate.write import account, run_file
 
 SCRIPTS: list[dict[str, Any]] = tomllib.loads(
     (Path(__file__).parent / "foreign" / "data_sets.toml").read_text(encoding="utf-8")
@@ -159,7 +159,7 @@ def test_neither_does_one_of_another_source(name: str, text: str) -> None:
 UNKNOWN = {
     "a computed name": "a = load_dataset(chosen(), split='train')",
     "a computed split": "a = load_dataset('org/d', split=chosen())",
-    "files by a pattern": "a = load_dataset('json', data_files='data/*.json', split='train')",
+    "files by a pattern": "a = load_dataset('json', data_files='learn/data/*.json', split='train')",
     "files on the hub": "a = load_dataset('org/d', data_files='x.json', split='train')",
     "a condition": "if chosen():\n    a = load_dataset('org/d', split='train')\n"
     "else:\n    a = load_dataset('org/e', split='train')",

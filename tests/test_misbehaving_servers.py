@@ -12,13 +12,13 @@ from typing import Any
 import aiohttp
 import pytest
 
-from tunesmith import http_client
 from tunesmith.config.schema import RemoteReward
-from tunesmith.engines.http import server as sglang
 from tunesmith.errors import EngineError, EngineLostError
-from tunesmith.rewards import remote
-from tunesmith.rewards.function import ItemFailure
-from tunesmith.rewards.remote import RewardClient
+from tunesmith.learn.rewards import remote
+from tunesmith.learn.rewards.function import ItemFailure
+from tunesmith.learn.rewards.remote import RewardClient
+from tunesmith.records import http_client
+from tunesmith.run.engines.http import server as sglang
 from tunesmith.types import Status
 
 Script = Callable[[asyncio.StreamWriter, int], Awaitable[None]]

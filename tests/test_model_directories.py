@@ -13,15 +13,15 @@ from safetensors.torch import load_file
 
 from odd_models import ODD, ONE
 from tiny import save_model
-from tunesmith.assembly.engines import make_engine
 from tunesmith.config.commands import GenerateConfig
 from tunesmith.config.load import load_config
-from tunesmith.data.batch import Batch
-from tunesmith.data.forest import build_forest
 from tunesmith.errors import ModelError
+from tunesmith.learn.data.batch import Batch
+from tunesmith.learn.data.micro_batches import build_forest
 from tunesmith.models.causal_lm import CausalLM
-from tunesmith.parallel.sharding import Sharding, run
+from tunesmith.models.parallel.sharding import Sharding, run
 from tunesmith.plan.facts.hub import known_model_facts
+from tunesmith.run.placement.engines import make_engine
 from tunesmith.types import Sample
 
 FOREST = build_forest(Batch.of([Sample([5, 9, 30, 77, 8, 20], [False] + [True] * 5)]))

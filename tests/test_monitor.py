@@ -19,11 +19,10 @@ from hypothesis import strategies as st
 
 from tiny import save_model
 from tiny_runs import sft_settings
-from tunesmith.assembly.train import run_sft
 from tunesmith.errors import CheckpointError, ConfigError, StorageError
-from tunesmith.monitor.clock import Clock
-from tunesmith.monitor.metrics import JsonLines, MetricsLog, drop_after, read_metrics
-from tunesmith.monitor.progress import (
+from tunesmith.records.clock import Clock
+from tunesmith.records.metrics import JsonLines, MetricsLog, drop_after, read_metrics
+from tunesmith.records.progress import (
     LivePanel,
     Progress,
     count,
@@ -36,9 +35,10 @@ from tunesmith.monitor.progress import (
     sparkline,
     time_table,
 )
-from tunesmith.monitor.run_dir import how_to_continue, open_run_dir
-from tunesmith.monitor.sinks.base import Background
-from tunesmith.monitor.text import one_line, printable
+from tunesmith.records.run_dir import how_to_continue, open_run_dir
+from tunesmith.records.sinks.base import Background
+from tunesmith.records.text import one_line, printable
+from tunesmith.run.placement.train import run_sft
 
 
 def steps(path: Path) -> list[int]:
@@ -164,9 +164,9 @@ import sys, time, multiprocessing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
-from tunesmith.monitor.run_dir import open_run_dir
-from tunesmith.monitor.text import one_line, printable
-from tunesmith.monitor.sinks.base import Background
+from tunesmith.records.run_dir import open_run_dir
+from tunesmith.records.text import one_line, printable
+from tunesmith.records.sinks.base import Background
 run = open_run_dir(Path(sys.argv[1]), "", False)
 run.__enter__()
 child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
@@ -382,7 +382,7 @@ def test_a_run_in_a_terminal_has_the_panel_unless_it_is_off(
         made.append(open_progress(*args, **options))
         return made[-1]
 
-    monkeypatch.setattr("tunesmith.assembly.session.open_progress", kept)
+    monkeypatch.setattr("tunesmith.run.placement.session.open_progress", kept)
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     run_sft(None, [*sft_settings(tmp_path, save_model(tmp_path / "model"), train__steps=2), *said])
     [progress] = made
@@ -432,9 +432,9 @@ def test_the_least_seconds_of_a_step_are_summed_and_a_run_faster_than_them_leave
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from tunesmith.config.schema import CheckpointSection, EvalSection
-    from tunesmith.loop.checkpoint import Checkpoints
-    from tunesmith.loop.recorder import Recorder
-    from tunesmith.loop.session import Best, Session
+    from tunesmith.run.loop.checkpoint import Checkpoints
+    from tunesmith.run.loop.recorder import Recorder
+    from tunesmith.run.loop.session import Best, Session
 
     with MetricsLog(tmp_path / "metrics.jsonl") as metrics:
         session = Session(

@@ -11,8 +11,6 @@ from torch import Tensor
 
 from test_memory import SMALL
 from tiny import save_model
-from tunesmith.backends.muon import hidden_matrices
-from tunesmith.backends.optimizer import AdamWSettings, MasterOptimizer
 from tunesmith.config.load import load_config
 from tunesmith.config.optimizer import Muon
 from tunesmith.config.schema import SFTConfig
@@ -22,6 +20,8 @@ from tunesmith.plan.cost.device import Layout
 from tunesmith.plan.cost.price import price
 from tunesmith.plan.facts.model import read_model_facts
 from tunesmith.plan.rules.checks import check
+from tunesmith.run.trainers.muon import hidden_matrices
+from tunesmith.run.trainers.optimizer import AdamWSettings, MasterOptimizer
 
 
 @pytest.fixture(scope="module")

@@ -21,24 +21,24 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tiny import save_model
-from tunesmith.assembly.models import load_model, load_tokenizer
 from tunesmith.config.commands import GenerateConfig
 from tunesmith.config.load import load_config
 from tunesmith.config.schema import SFTConfig
-from tunesmith.engines.local import native_decode
-from tunesmith.engines.local.engine import LocalEngine
-from tunesmith.engines.local.native_decode import ACTIVATIONS, BankData, LayerData, RowsData, StepData
-from tunesmith.engines.local.runner import probe
 from tunesmith.errors import ConfigError, EngineError
-from tunesmith.kernels import native, products, training_functions
-from tunesmith.kernels.native import library
-from tunesmith.loop.profiling import StepProfiler
 from tunesmith.models.causal_lm import CausalLM
-from tunesmith.monitor.costs import COMPILED_CALL, largest_costs
+from tunesmith.models.cpu import native, products, training_functions
+from tunesmith.models.cpu.native import library
 from tunesmith.plan.facts.hardware import compilers, find_compiler, read_hardware
 from tunesmith.plan.facts.model import read_model_facts
 from tunesmith.plan.facts.run import Facts
 from tunesmith.plan.resolve import resolve
+from tunesmith.records.costs import COMPILED_CALL, largest_costs
+from tunesmith.run.engines.local import native_decode
+from tunesmith.run.engines.local.engine import LocalEngine
+from tunesmith.run.engines.local.native_decode import ACTIVATIONS, BankData, LayerData, RowsData, StepData
+from tunesmith.run.engines.local.runner import probe
+from tunesmith.run.loop.profiling import StepProfiler
+from tunesmith.run.placement.models import load_model, load_tokenizer
 from tunesmith.types import Completion, Sampling
 
 needs_compiler = pytest.mark.skipif(find_compiler() is None, reason="there is no C++ compiler here")
@@ -281,7 +281,7 @@ def test_weights_that_are_not_finite_are_noticed(tmp_path: Path) -> None:
         completions(model)
 
 
-PROGRAM = 'from tunesmith.kernels.native import library; print(library("decode") is not None)'
+PROGRAM = 'from tunesmith.models.cpu.native import library; print(library("decode") is not None)'
 
 
 @needs_compiler

@@ -16,20 +16,20 @@ import tiny
 from test_config_resolve import CPU, facts
 from tiny_runs import sft_settings, write_lines
 from training import forest_of
-from tunesmith.assembly import run_sft
 from tunesmith.config.commands import GenerateConfig, RFTConfig
 from tunesmith.config.load import load_config
 from tunesmith.config.schema import LoraSection, RLConfig, SFTConfig
-from tunesmith.engines.local.engine import LocalEngine
 from tunesmith.errors import ConfigError
 from tunesmith.models.adapters import attach
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.models.loading import load_module, takes_tf32
 from tunesmith.models.lora import START
-from tunesmith.monitor.metrics import read_metrics
-from tunesmith.offline.generate import run_generate
 from tunesmith.plan.facts.hardware import Gpu
 from tunesmith.plan.resolve import resolve
+from tunesmith.records.metrics import read_metrics
+from tunesmith.run.engines.local.engine import LocalEngine
+from tunesmith.run.offline.generate import run_generate
+from tunesmith.run.placement import run_sft
 from tunesmith.types import Completion, Sample, Sampling
 
 OLD = Gpu("T4", memory_total=16 * 10**9, memory_free=15 * 10**9, capability=(7, 5))
@@ -144,7 +144,7 @@ def test_a_step_that_overflows_float16_is_taken_again(
     """From a factor that is far too large the first step finds its own, and nothing is lost."""
     losses = {}
     for dtype, first in (("float32", 1.0), ("float16", 2.0**30)):
-        monkeypatch.setattr("tunesmith.backends.optimizer.FIRST_SCALE", first)
+        monkeypatch.setattr("tunesmith.run.trainers.optimizer.FIRST_SCALE", first)
         said = sft_settings(tmp_path, directory, run=dtype, model__dtype=dtype, train__lr=1e-3)
         lines = read_metrics(run_sft(None, said).run_dir / "metrics.jsonl")
         losses[dtype] = [line["loss"] for line in lines]

@@ -17,15 +17,15 @@ from fake_engine import FakeEngine, numbers
 from test_timeline import check_trace
 from tiny import save_model
 from tiny_runs import rl_settings, sft_settings, sums, write_lines
-from tunesmith import assembly
-from tunesmith.engines.timed import TimedEngine
-from tunesmith.environments.base import SingleTurn
 from tunesmith.errors import ConfigError, EngineError
-from tunesmith.loop.collect import Collector
-from tunesmith.loop.groups import rollout_metrics, staleness_metrics
-from tunesmith.monitor.metrics import read_metrics
-from tunesmith.monitor.timeline import REWARD, TRAINER, Span, Timeline
-from tunesmith.monitor.watchdog import Watchdog, stall_report
+from tunesmith.learn.environments.base import SingleTurn
+from tunesmith.records.metrics import read_metrics
+from tunesmith.records.timeline import REWARD, TRAINER, Span, Timeline
+from tunesmith.records.watchdog import Watchdog, stall_report
+from tunesmith.run import placement
+from tunesmith.run.engines.timed import TimedEngine
+from tunesmith.run.loop.collect import Collector
+from tunesmith.run.loop.groups import rollout_metrics, staleness_metrics
 from tunesmith.types import Completion, Record, Rollout, RolloutGroup, Sampling, Task
 
 SAMPLING = Sampling(max_new_tokens=4)
@@ -44,7 +44,7 @@ def test_a_run_writes_the_trace_asked_for_and_its_metrics(tmp_path: Path, model:
     rl_settings(tmp_path, model)
     held_out = str(write_lines(tmp_path / "held_out.jsonl", sums(4, 50)))
     changed: dict[str, Any] = {"monitor__trace_steps": [2], "data__eval": held_out, "eval__every": 1}
-    run = assembly.run_rl(None, rl_settings(tmp_path, model, **changed)).run_dir
+    run = placement.run_rl(None, rl_settings(tmp_path, model, **changed)).run_dir
     assert [path.name for path in (run / "trace").iterdir()] == ["step-000002.json"]
     lanes = check_trace(json.loads((run / "trace" / "step-000002.json").read_text(encoding="utf-8")))
     assert list(lanes) == ["loop", "trainer", "engine 0", "reward", "rollouts"]
@@ -68,7 +68,7 @@ def test_a_run_writes_the_trace_asked_for_and_its_metrics(tmp_path: Path, model:
 
 
 def test_supervised_training_is_on_the_timeline_too(tmp_path: Path, model: Path) -> None:
-    run = assembly.run_sft(None, sft_settings(tmp_path, model, train__steps=2, monitor__trace_steps=[1, 2])).run_dir
+    run = placement.run_sft(None, sft_settings(tmp_path, model, train__steps=2, monitor__trace_steps=[1, 2])).run_dir
     assert [path.name for path in sorted((run / "trace").iterdir())] == ["step-000001.json", "step-000002.json"]
     lanes = check_trace(json.loads((run / "trace" / "step-000002.json").read_text(encoding="utf-8")))
     assert {event["name"] for row in lanes["trainer"] for event in row} == {"train"}
@@ -80,7 +80,7 @@ def test_supervised_training_is_on_the_timeline_too(tmp_path: Path, model: Path)
 def test_a_step_beyond_the_run_cannot_be_traced(tmp_path: Path, model: Path, steps: dict[str, Any]) -> None:
     settings = rl_settings(tmp_path, model, monitor__trace_steps=[2, 4], **steps)
     with pytest.raises(ConfigError, match=r"monitor.trace_steps = \[2, 4\]: the run ends after step 3"):
-        assembly.run_rl(None, settings)
+        placement.run_rl(None, settings)
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
@@ -169,9 +169,9 @@ def test_a_profile_has_the_operators_of_its_step(tmp_path: Path, model: Path, co
     if command == "ahead":
         wanted |= {"rollout__max_staleness": 1, "rollout__partial": True, "rollout__over_generation": 1.5}
     if command == "sft":
-        run = assembly.run_sft(None, sft_settings(tmp_path, model, **wanted)).run_dir
+        run = placement.run_sft(None, sft_settings(tmp_path, model, **wanted)).run_dir
     else:
-        run = assembly.run_rl(None, rl_settings(tmp_path, model, **wanted)).run_dir
+        run = placement.run_rl(None, rl_settings(tmp_path, model, **wanted)).run_dir
     assert [path.name for path in (run / "profile").iterdir()] == ["step-000002.json.gz"]
     events = json.loads(gzip.decompress((run / "profile" / "step-000002.json.gz").read_bytes()))["traceEvents"]
     names = {event.get("name", "") for event in events}
@@ -180,4 +180,4 @@ def test_a_profile_has_the_operators_of_its_step(tmp_path: Path, model: Path, co
 
 def test_a_step_beyond_the_run_cannot_be_profiled(tmp_path: Path, model: Path) -> None:
     with pytest.raises(ConfigError, match=r"monitor\.profile_steps"):
-        assembly.run_sft(None, sft_settings(tmp_path, model, train__steps=2, monitor__profile_steps=[3]))
+        placement.run_sft(None, sft_settings(tmp_path, model, train__steps=2, monitor__profile_steps=[3]))

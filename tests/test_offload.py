@@ -13,25 +13,25 @@ from torch import nn
 import training
 from test_memory import A100, LLAMA_70B, QWEN_7B, SMALL, on, refusal, resolved
 from tiny import save_model
-from tunesmith.algorithms.objective import SFTObjective
-from tunesmith.backends import optimizer
-from tunesmith.backends.optimizer import AdamWSettings, MasterOptimizer
-from tunesmith.backends.torch import TorchBackend
 from tunesmith.config.load import load_config
 from tunesmith.config.resolved import Resolved
 from tunesmith.config.schema import LoraSection, RLConfig, SFTConfig
-from tunesmith.data.forest import Packing
 from tunesmith.errors import DeviceMemoryError
-from tunesmith.kernels import training_functions
+from tunesmith.learn.algorithms.objective import SFTObjective
+from tunesmith.learn.data.micro_batches import Packing
 from tunesmith.models import adapters
 from tunesmith.models.causal_lm import CausalLM
-from tunesmith.parallel.host_memory import packed
+from tunesmith.models.cpu import training_functions
+from tunesmith.models.parallel.host_memory import packed
 from tunesmith.plan.cost.device import Layout
 from tunesmith.plan.cost.memory import LIMIT, planned_devices
 from tunesmith.plan.cost.price import PINNED, price
 from tunesmith.plan.facts.run import Facts
 from tunesmith.plan.filling import with_values
 from tunesmith.plan.resolve import resolve
+from tunesmith.run.trainers import optimizer
+from tunesmith.run.trainers.optimizer import AdamWSettings, MasterOptimizer
+from tunesmith.run.trainers.torch import TorchBackend
 
 GB = 10**9
 

@@ -10,10 +10,10 @@ import pytest
 
 from data_tokenizers import byte_level, template
 from episodes import check_tokens, load, made_task, ok, play
-from tunesmith.environments.conversation import before_stop
-from tunesmith.environments.openai_answers import as_response, response_events
-from tunesmith.environments.openai_requests import messages_of
 from tunesmith.errors import EpisodeError
+from tunesmith.learn.environments.conversation import before_stop
+from tunesmith.learn.environments.openai_answers import as_response, response_events
+from tunesmith.learn.environments.openai_requests import messages_of
 from tunesmith.types import Status
 
 HEAD = """

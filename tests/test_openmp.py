@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from tunesmith.openmp import SPINS, spin_briefly, to_thread
+from tunesmith.models.openmp import SPINS, spin_briefly, to_thread
 
 TASKS = Path("/proc/self/task")
 PROGRAM = """
 import asyncio, os
 import torch
-from tunesmith.openmp import end_team, to_thread
+from tunesmith.models.openmp import end_team, to_thread
 
 torch.set_num_threads(2)
 numbers = torch.ones(1 << 20)
@@ -49,7 +49,7 @@ def test_a_team_ends_with_its_work() -> None:
 
 
 def test_nothing_is_ended_without_torch() -> None:
-    program = "import sys, tunesmith.openmp as openmp; openmp.end_team(); assert 'torch' not in sys.modules"
+    program = "import sys, tunesmith.models.openmp as openmp; openmp.end_team(); assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", program], check=True)
 
 

@@ -17,9 +17,9 @@ import commands
 from hand_made_runs import make_run
 from tiny import save_model
 from tiny_runs import rl_settings, sums, write_lines
-from tunesmith.assembly import run_rl
 from tunesmith.errors import ConfigError
-from tunesmith.storage import replacing, write_json
+from tunesmith.records.storage import replacing, write_json
+from tunesmith.run.placement import run_rl
 
 SCRIPT = "python -m openrlhf.cli.train_sft --pretrain org/model --dataset train.jsonl --max_len 64\n"
 RUN = '[model]\npath = "model"\n[data]\ntrain = "train.jsonl"\nchat = false\n[reward]\nfunctions = ["math"]\n'

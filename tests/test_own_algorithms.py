@@ -15,15 +15,15 @@ from numpy.typing import ArrayLike
 from tiny import save_model
 from tiny_runs import rl_settings
 from training import backend_of, difference, gradient, learner_of, samples_of
-from tunesmith import assembly
-from tunesmith.algorithms.objective import policy_objective, prepare_columns
-from tunesmith.algorithms.resolve import resolve_algorithm
 from tunesmith.config.algorithm import AlgorithmSection
 from tunesmith.config.load import load_config
 from tunesmith.config.schema import RLConfig
-from tunesmith.data.batch import Batch
 from tunesmith.errors import ConfigError
-from tunesmith.monitor.metrics import read_metrics
+from tunesmith.learn.algorithms.objective import policy_objective, prepare_columns
+from tunesmith.learn.algorithms.resolve import resolve_algorithm
+from tunesmith.learn.data.batch import Batch
+from tunesmith.records.metrics import read_metrics
+from tunesmith.run import placement
 
 MINE = """\
 from typing import Annotated
@@ -31,10 +31,10 @@ from typing import Annotated
 import numpy as np
 from pydantic import Field
 
-from tunesmith.algorithms.advantages import Estimator, GroupEstimator
-from tunesmith.algorithms.corrections import Correction
-from tunesmith.algorithms.losses import Loss, TokenLoss
-from tunesmith.algorithms.outcomes import Advantages
+from tunesmith.learn.algorithms.advantages import Estimator, GroupEstimator
+from tunesmith.learn.algorithms.corrections import Correction
+from tunesmith.learn.algorithms.losses import Loss, TokenLoss
+from tunesmith.learn.algorithms.outcomes import Advantages
 
 
 class Scaled(Loss):
@@ -133,15 +133,15 @@ def norms(run: Path) -> list[float]:
 def test_a_run_learns_by_them_and_resumes(folder: Path, model: Path) -> None:
     """With alpha = 1 the run is that of the package's reinforce; with alpha = 2 its gradients are twice as large."""
     ours = {"algorithm__advantage": "grpo", "algorithm__decoupled": True, "train__max_grad_norm": 0, "train__steps": 2}
-    theirs = assembly.run_rl(None, rl_settings(folder, model, "theirs", algorithm__loss="reinforce", **ours))
+    theirs = placement.run_rl(None, rl_settings(folder, model, "theirs", algorithm__loss="reinforce", **ours))
     mine = {**ours, "algorithm__loss": f"{folder / 'mine.py'}:Scaled"}
-    same = assembly.run_rl(None, rl_settings(folder, model, "same", **mine))
+    same = placement.run_rl(None, rl_settings(folder, model, "same", **mine))
     assert norms(same.run_dir) == norms(theirs.run_dir)
     half = {**ours, "algorithm__loss": f"{folder / 'mine.py'}:Scaled", "algorithm__loss__alpha": 2.0}
     half["algorithm__correction"] = f"{folder / 'mine.py'}:Half"
-    run = assembly.run_rl(None, rl_settings(folder, model, "half", **half))
+    run = placement.run_rl(None, rl_settings(folder, model, "half", **half))
     assert norms(run.run_dir)[0] == pytest.approx(norms(theirs.run_dir)[0])  # twice, and half
-    again = assembly.run_rl(run.run_dir / "config.toml", ["train.steps=3", "checkpoint.resume=true"])
+    again = placement.run_rl(run.run_dir / "config.toml", ["train.steps=3", "checkpoint.resume=true"])
     assert [line["step"] for line in read_metrics(again.run_dir / "metrics.jsonl") if "grad_norm" in line] == [1, 2, 3]
 
 
@@ -170,7 +170,7 @@ def test_a_loss_computes_a_column_of_its_own(folder: Path, model: Path) -> None:
             found, _ = gradient(learner_of(backend, tokens, share_prompts=share), whole, policy_objective(ours))
             assert difference(found, expected) < 1e-6, (tokens, share)
     keys = {"algorithm__loss": f"{folder / 'mine.py'}:Fading", "train__steps": 1}
-    assert norms(assembly.run_rl(None, rl_settings(folder, model, "fading", **keys)).run_dir)[0] > 0
+    assert norms(placement.run_rl(None, rl_settings(folder, model, "fading", **keys)).run_dir)[0] > 0
 
 
 def test_tables_and_overrides_reach_their_fields(folder: Path) -> None:
@@ -190,7 +190,7 @@ def test_presets_of_their_own(folder: Path, preset: str, estimator: str) -> None
 
 def test_a_users_class_may_have_static_and_class_methods(folder: Path) -> None:
     (folder / "static.py").write_text(
-        "from tunesmith.algorithms.losses import PPO\n\n\nclass Static(PPO):\n    @staticmethod\n"
+        "from tunesmith.learn.algorithms.losses import PPO\n\n\nclass Static(PPO):\n    @staticmethod\n"
         "    def clipped(ratio, advantages):\n        return ratio * advantages\n\n    @classmethod\n"
         "    def columns(cls, batch, rng):\n        return {}\n"
     )
@@ -211,7 +211,7 @@ def test_another_process_finds_the_class_by_its_reference(folder: Path) -> None:
         ('loss = "nothere.py:Loss"', ["line 8", "algorithm.loss", "nothere.py does not exist"]),
         ('loss = "mine.py:Scalde"', ["line 8", "algorithm.loss", "Did you mean 'Scaled'"]),
         ('loss = "mine.py"', ["line 8", "mine.py:Name"]),
-        ('loss = "mine.py:Unrelated"', ["mine.py, line 42", "subclass of tunesmith.algorithms.losses.Loss"]),
+        ('loss = "mine.py:Unrelated"', ["mine.py, line 42", "subclass of tunesmith.learn.algorithms.losses.Loss"]),
         ('loss = "mine.py:Half"', ["Half is not a loss"]),
         ('loss = "mine.py:NotCallable"', ["NotCallable has no __call__(self, batch)"]),
         ('loss = "mine.py:TakesTwo"', ["mine.py, line 37", "TakesTwo.__call__ has to take (self, batch)"]),

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tunesmith.data.batch import Batch
-from tunesmith.data.packing import SampleTooLong, pack
-from tunesmith.data.trie import num_forest_tokens
-from tunesmith.plan.cost.operations import CostModel
+from tunesmith.costs import CostModel
+from tunesmith.learn.data.batch import Batch
+from tunesmith.learn.data.packing import SampleTooLong, pack
+from tunesmith.learn.data.trie import num_forest_tokens
 from tunesmith.types import Sample
 
 
@@ -111,5 +111,5 @@ def test_few_bins() -> None:
 
 
 def test_no_torch() -> None:
-    code = "import sys, tunesmith.data.packing; sys.exit('torch' in sys.modules)"
+    code = "import sys, tunesmith.learn.data.packing; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -7,11 +7,11 @@ from importlib import import_module
 from pathlib import Path
 
 from peers import comparisons
-from tunesmith.algorithms.advantages import Estimator
-from tunesmith.algorithms.corrections import Correction
-from tunesmith.algorithms.losses import Loss
 from tunesmith.config.algorithm import AlgorithmSection
 from tunesmith.config.reading.describe import choices_at
+from tunesmith.learn.algorithms.advantages import Estimator
+from tunesmith.learn.algorithms.corrections import Correction
+from tunesmith.learn.algorithms.losses import Loss
 
 PEERS = Path(__file__).parent / "peers"
 

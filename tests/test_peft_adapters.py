@@ -14,15 +14,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from peft_adapters import TOKENS, WRITTEN, Written, logits_of, write
-from tunesmith import assembly
 from tunesmith.config.reading.files import adapter_directory
 from tunesmith.config.schema import LoraSection
-from tunesmith.data.batch import Batch
-from tunesmith.data.forest import build_forest
-from tunesmith.engines.local.engine import LocalEngine
 from tunesmith.errors import ConfigError, ModelError
+from tunesmith.learn.data.batch import Batch
+from tunesmith.learn.data.micro_batches import build_forest
 from tunesmith.models import adapters
 from tunesmith.models.causal_lm import CausalLM
+from tunesmith.run import placement
+from tunesmith.run.engines.local.engine import LocalEngine
 from tunesmith.types import Sample, Sampling
 
 QUICK = ("rank_pattern", "embedding", "head", "both new, tied", "tokens", "more tokens")
@@ -57,7 +57,7 @@ def same(model: CausalLM, logits: Tensor) -> None:
 def test_merged_or_continued_it_is_what_peft_computes(tmp_path: Path, name: str, tied: bool) -> None:
     written = WRITTEN[name]
     logits = write(tmp_path, written, tied=tied)
-    assembly.run_merge(tmp_path / "adapter", tmp_path / "merged")
+    placement.run_merge(tmp_path / "adapter", tmp_path / "merged")
     torch.testing.assert_close(logits_of(tmp_path / "merged"), logits, rtol=0, atol=1e-4)
     merged = CausalLM.load(tmp_path / "merged")
     same(merged, logits)
@@ -92,7 +92,7 @@ def test_what_cannot_be_merged_is_refused_with_the_key(tmp_path: Path) -> None:
     ):
         write(tmp_path / name, Written(config), tied=False)
         with pytest.raises(ModelError) as refused:
-            assembly.run_merge(tmp_path / name / "adapter", tmp_path / "merged")
+            placement.run_merge(tmp_path / name / "adapter", tmp_path / "merged")
         assert words in str(refused.value) and "download" not in str(refused.value)
         assert not (tmp_path / "merged").exists()
 
@@ -110,13 +110,13 @@ def test_a_file_that_is_not_the_configuration_s_is_named(tmp_path: Path) -> None
         for use in ("merge", "continue"):
             with pytest.raises(ModelError) as refused:
                 if use == "merge":
-                    assembly.run_merge(tmp_path / "adapter", tmp_path / "merged")
+                    placement.run_merge(tmp_path / "adapter", tmp_path / "merged")
                 else:
                     adapters.attach(CausalLM.load(tmp_path / "model"), LoraSection(), path=tmp_path / "adapter")
             assert named in str(refused.value) and str(file) in str(refused.value)
     file.write_bytes(b"\x00" * 7)
     with pytest.raises(ModelError, match=r"adapter_model\.safetensors"):
-        assembly.run_merge(tmp_path / "adapter", tmp_path / "merged")
+        placement.run_merge(tmp_path / "adapter", tmp_path / "merged")
 
 
 def test_an_embedding_in_the_file_counts_only_if_it_differs_from_the_base_s(tmp_path: Path) -> None:
@@ -137,7 +137,7 @@ def test_an_embedding_in_the_file_counts_only_if_it_differs_from_the_base_s(tmp_
 def test_an_adapter_in_a_folder_of_its_name_is_found_and_pickled_ones_are_refused(tmp_path: Path) -> None:
     logits = write(tmp_path, WRITTEN["two modules"], tied=False, name="polite")
     assert adapter_directory(tmp_path / "adapter") == tmp_path / "adapter/polite"
-    assembly.run_merge(tmp_path / "adapter", tmp_path / "merged")
+    placement.run_merge(tmp_path / "adapter", tmp_path / "merged")
     torch.testing.assert_close(logits_of(tmp_path / "merged"), logits, rtol=0, atol=1e-4)
     other = tmp_path / "adapter/curt"
     other.mkdir()

@@ -24,11 +24,11 @@ from tiny import save_model
 from tunesmith.config.commands import GenerateConfig
 from tunesmith.config.load import load_config
 from tunesmith.config.schema import RLConfig
-from tunesmith.engines.local.engine import LocalEngine
 from tunesmith.errors import ConfigError
-from tunesmith.loop.gate import remaining
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.plan.rules.checks import check
+from tunesmith.run.engines.local.engine import LocalEngine
+from tunesmith.run.loop.gate import remaining
 from tunesmith.types import Completion, Sampling
 
 ENDS = tuple(range(0, 260, 2))

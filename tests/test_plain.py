@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tunesmith.monitor.metrics import JsonLines, read_metrics
-from tunesmith.monitor.plain import plain
+from tunesmith.records.metrics import JsonLines, read_metrics
+from tunesmith.records.plain import plain
 
 
 class Hostile:

@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tiny import save_model
 from tiny_runs import sft_settings, sums
-from tunesmith import assembly
-from tunesmith.kernels import training_functions
+from tunesmith.models.cpu import training_functions
+from tunesmith.run import placement
 
 STEPS, BATCH, LR, SCALE = 6, 8, 3e-3, 2.0**12
 
@@ -75,7 +75,7 @@ def ours(folder: Path, model: Path, dtype: str, compiled: bool) -> Trained:
         folder, model, model__dtype=dtype, data__shuffle=False, train__batch_size=BATCH, train__steps=STEPS,
         train__lr=LR, train__warmup_steps=0, system__compile=compiled,
     )  # fmt: skip
-    outcome = assembly.run_sft(None, settings)
+    outcome = placement.run_sft(None, settings)
     lines = [json.loads(line) for line in (folder / "sft" / "metrics.jsonl").read_text().splitlines()]
     return Trained([line["loss"] for line in lines], change(load_file(outcome.checkpoint / "model.safetensors"), model))
 

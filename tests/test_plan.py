@@ -11,7 +11,6 @@ import pytest
 from typer.testing import CliRunner
 
 from test_cli import HEAVY, tunesmith
-from tunesmith.assembly.planning import plan_run
 from tunesmith.cli.main import app
 from tunesmith.config.commands import RMConfig
 from tunesmith.config.load import load_config
@@ -23,6 +22,7 @@ from tunesmith.plan.cost.price import adapter_numbers
 from tunesmith.plan.cost.seconds import BANDWIDTH_SHARE, FLOPS_SHARE, PASS_SECONDS, step_seconds
 from tunesmith.plan.processes.weights import publishing_ranks
 from tunesmith.plan.report import plan_of
+from tunesmith.run.placement.planning import plan_run
 
 QWEN_7B = {
     "model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,

@@ -11,12 +11,12 @@ import pytest
 
 from engine_contract import CHECKS, FREE, Subject
 from fake_engine import FakeEngine, numbers
-from tunesmith.engines.base import EngineStats
-from tunesmith.engines.pool import BLOCK, EnginePool, Prefixes, blocks
 from tunesmith.errors import EngineError, EngineLostError
-from tunesmith.loop.groups import engine_metrics
+from tunesmith.run.engines.base import EngineStats
+from tunesmith.run.engines.pool import BLOCK, EnginePool, Prefixes, blocks
+from tunesmith.run.loop.groups import engine_metrics
+from tunesmith.run.weights.base import Offer
 from tunesmith.types import Completion, Sampling
-from tunesmith.weights.base import Offer
 
 CONTEXT = 64
 LONG = replace(FREE, max_new_tokens=40)
@@ -140,7 +140,7 @@ def test_contract(check: Callable[[Subject], Awaitable[None]]) -> None:
 
 async def test_the_bytes_of_a_sync_and_its_speed_are_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
     """1,000 bytes to each of two engines, also where one has to be offered them again; none without a plane."""
-    monkeypatch.setattr("tunesmith.engines.pool.PAUSE", 0.0)
+    monkeypatch.setattr("tunesmith.run.engines.pool.PAUSE", 0.0)
     bench = Bench(2)
     await bench.pool.load_weights(1)
     before = bench.pool.stats()
@@ -212,7 +212,7 @@ async def test_an_engine_lost_while_weights_are_handed_out() -> None:
 
 
 async def test_an_engine_that_cannot_take_weights_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tunesmith.engines.pool.PAUSE", 0.01)
+    monkeypatch.setattr("tunesmith.run.engines.pool.PAUSE", 0.01)
     bench = Bench()
     await bench.pool.load_weights(1)
     bench.made[1].take_fails = [EngineError("the connection broke")] * 2

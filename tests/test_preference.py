@@ -19,19 +19,20 @@ from torch import Tensor
 import training
 from micro import batch_of, micro_batch
 from tiny import save_model
-from tunesmith.algorithms import preference as p
-from tunesmith.algorithms.aggregation import weigh, with_shares
-from tunesmith.algorithms.objective import Objective
-from tunesmith.backends.optimizer import AdamWSettings
-from tunesmith.backends.torch import TorchBackend
-from tunesmith.data.batch import Batch
-from tunesmith.data.forest import Predictions, build_forest
-from tunesmith.data.packing import GroupTooLong, group_tokens, pack
-from tunesmith.data.trie import num_forest_tokens
-from tunesmith.loop.learner import Learner
-from tunesmith.loop.preference import with_margin, with_reward_std
+from tunesmith.learn.algorithms import preference as p
+from tunesmith.learn.algorithms.aggregation import weigh, with_shares
+from tunesmith.learn.algorithms.objective import Objective
+from tunesmith.learn.data.batch import Batch
+from tunesmith.learn.data.micro_batches import build_forest, gather
+from tunesmith.learn.data.packing import GroupTooLong, group_tokens, pack
+from tunesmith.learn.data.trie import num_forest_tokens
 from tunesmith.models.causal_lm import CausalLM
+from tunesmith.models.forest import Predictions
 from tunesmith.models.score_model import ScoreModel, whole_sequence
+from tunesmith.run.loop.learner import Learner
+from tunesmith.run.loop.preference import with_margin, with_reward_std
+from tunesmith.run.trainers.optimizer import AdamWSettings
+from tunesmith.run.trainers.torch import TorchBackend
 from tunesmith.types import Sample
 
 
@@ -258,7 +259,7 @@ def test_no_share_of_a_batch_in_float32_is_above_one(case: str, count: int) -> N
     for cut in ([range(2 * count)], [(2 * k, 2 * k + 1) for k in range(count)]):
         metrics = dict[str, float]()
         for part in cut:
-            forest = build_forest(samples, list(part), share=False).gather(samples)
+            forest = gather(build_forest(samples, list(part), share=False), samples)
             assert forest.columns["weight"].dtype == torch.float32
             _, found = make()(forest, Predictions(**{of: predicted[list(part)]}))
             metrics = {name: metrics.get(name, 0.0) + float(value) for name, value in found.items()}

@@ -11,8 +11,8 @@ from data_tokenizers import byte_level, template
 from tiny import tokenizer
 from tiny_runs import write_lines
 from tunesmith.config.schema import DataSection
-from tunesmith.data.preference import load_judged, load_pairs, load_steps
 from tunesmith.errors import ConfigError, DataError
+from tunesmith.learn.data.preference import load_judged, load_pairs, load_steps
 from tunesmith.types import Sample
 
 TOKENIZER: Any = tokenizer()

@@ -17,9 +17,9 @@ from tiny import save_model
 from tiny_preferences import RUNS, lines_of, preference_settings
 from tiny_runs import same_tensors, untimed, write_lines
 from tunesmith.errors import ConfigError
-from tunesmith.loop.checkpoint import read_state
-from tunesmith.loop.learner import Learner
-from tunesmith.monitor.metrics import read_metrics
+from tunesmith.records.metrics import read_metrics
+from tunesmith.run.loop.checkpoint import read_state
+from tunesmith.run.loop.learner import Learner
 
 COMMANDS = ("rm", "dpo", "kto", "prm")
 

@@ -11,16 +11,16 @@ from safetensors.torch import load_file
 from algorithms import algorithm, section
 from tiny import save_model
 from tiny_runs import rl_settings
-from tunesmith import assembly
-from tunesmith.algorithms.advantages import GAE, Estimator
-from tunesmith.algorithms.corrections import Correction, IcePop, TokenTruncate
-from tunesmith.algorithms.kl import KLInLoss, KLInReward, NoKL
-from tunesmith.algorithms.losses import GSPO, PPO, SAPO, Loss
-from tunesmith.algorithms.presets import NEEDS, PRESETS
-from tunesmith.algorithms.resolve import resolve_algorithm
 from tunesmith.config.algorithm import AlgorithmSection
 from tunesmith.errors import ConfigError
-from tunesmith.monitor.metrics import read_metrics
+from tunesmith.learn.algorithms.advantages import GAE, Estimator
+from tunesmith.learn.algorithms.corrections import Correction, IcePop, TokenTruncate
+from tunesmith.learn.algorithms.kl import KLInLoss, KLInReward, NoKL
+from tunesmith.learn.algorithms.losses import GSPO, PPO, SAPO, Loss
+from tunesmith.learn.algorithms.presets import NEEDS, PRESETS
+from tunesmith.learn.algorithms.resolve import resolve_algorithm
+from tunesmith.records.metrics import read_metrics
+from tunesmith.run import placement
 
 
 def refused(**keys: object) -> str:
@@ -127,7 +127,7 @@ def test_every_type_says_what_it_is(family: type[Loss | Estimator | Correction])
 
 
 def test_presets_load_without_torch() -> None:
-    code = "import sys, tunesmith.algorithms.presets; sys.exit('torch' in sys.modules)"
+    code = "import sys, tunesmith.learn.algorithms.presets; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
@@ -144,7 +144,7 @@ def test_every_preset_runs_from_end_to_end(tmp_path: Path, model: Path, name: st
         tmp_path, model, algorithm__name=name, train__steps=2, reward__functions=rewards, reward__weights=[1.0, 0.5],
         train__batch_size=8, train__lr=1e-2,
     )  # fmt: skip
-    outcome = assembly.run_rl(None, settings)
+    outcome = placement.run_rl(None, settings)
     lines = read_metrics(outcome.run_dir / "metrics.jsonl")
     assert [line["step"] for line in lines] == [1, 2]
     assert all(

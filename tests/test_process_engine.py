@@ -24,21 +24,21 @@ from engine_contract import FREE, Subject
 from pool_bench import LAST, PoolBench, each_check, lose_patience
 from tiny import save_model
 from tiny_runs import rl_settings, sums, write_lines
-from tunesmith.assembly import engine_host
-from tunesmith.assembly.engine_host import make_engine_host
-from tunesmith.assembly.planes import file_plane, published
 from tunesmith.config.schema import LoraSection
-from tunesmith.distributed.child import ChildProcess
-from tunesmith.engines.far import FarEngine
-from tunesmith.engines.local.engine import LocalEngine
-from tunesmith.engines.pool import EnginePool
 from tunesmith.errors import ConfigError, EngineError, EngineLostError, UserError
+from tunesmith.learn.usercode.child import ChildProcess
 from tunesmith.models.adapters import attach
 from tunesmith.models.causal_lm import CausalLM
-from tunesmith.monitor.metrics import read_metrics
-from tunesmith.weights.base import Offer, Plane
-from tunesmith.weights.broadcast import BroadcastPlane
-from tunesmith.weights.files import MEMORY
+from tunesmith.records.metrics import read_metrics
+from tunesmith.run.engines.far import FarEngine
+from tunesmith.run.engines.local.engine import LocalEngine
+from tunesmith.run.engines.pool import EnginePool
+from tunesmith.run.placement import engine_host
+from tunesmith.run.placement.engine_host import make_engine_host
+from tunesmith.run.placement.planes import file_plane, published
+from tunesmith.run.weights.base import Offer, Plane
+from tunesmith.run.weights.broadcast import BroadcastPlane
+from tunesmith.run.weights.files import MEMORY
 
 
 def spawn(python: Path | None = None) -> ChildProcess:
@@ -216,7 +216,7 @@ def test_a_run_with_its_engine_apart_ends_as_with_it_inside(tmp_path: Path) -> N
 
     Up to rounding, because what is decoded together depends on when it arrives.
     """
-    from tunesmith import assembly
+    from tunesmith.run import placement
 
     model = save_model(tmp_path / "model")
     held_out = write_lines(tmp_path / "held_out.jsonl", sums(5, 6))
@@ -224,8 +224,8 @@ def test_a_run_with_its_engine_apart_ends_as_with_it_inside(tmp_path: Path) -> N
         "train__steps": 3, "train__ema_decay": 0.5, "eval__use_ema": True, "eval__every": 1,
         "data__eval": str(held_out),
     }  # fmt: skip
-    inside = assembly.run_rl(None, rl_settings(tmp_path, model, "inside", **changed))
-    apart = assembly.run_rl(None, rl_settings(tmp_path, model, "apart", system__engine_process=True, **changed))
+    inside = placement.run_rl(None, rl_settings(tmp_path, model, "inside", **changed))
+    apart = placement.run_rl(None, rl_settings(tmp_path, model, "apart", system__engine_process=True, **changed))
     weights = [load_file(outcome.checkpoint / "model.safetensors") for outcome in (inside, apart)]
     for name, tensor in weights[0].items():
         torch.testing.assert_close(weights[1][name], tensor, rtol=1e-3, atol=1e-5)
@@ -246,12 +246,12 @@ def test_a_run_with_its_engine_apart_ends_as_with_it_inside(tmp_path: Path) -> N
     ],
 )
 def test_engines_that_cannot_be_are_refused(tmp_path: Path, settings: dict[str, Any], words: str) -> None:
-    from tunesmith import assembly
+    from tunesmith.run import placement
 
     if "not installed" in words and find_spec("vllm"):
         pytest.skip("vLLM is installed here")
     with pytest.raises(ConfigError, match=words):
-        assembly.run_rl(None, rl_settings(tmp_path, save_model(tmp_path / "model"), **settings))
+        placement.run_rl(None, rl_settings(tmp_path, save_model(tmp_path / "model"), **settings))
 
 
 @pytest.mark.slow

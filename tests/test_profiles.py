@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from tunesmith.assembly.checking import facts_of_run
 from tunesmith.config.commands import KINDS
 from tunesmith.config.load import load_config
 from tunesmith.config.resolved import settings
@@ -20,6 +19,7 @@ from tunesmith.plan.facts.model import ModelFacts
 from tunesmith.plan.facts.run import Facts
 from tunesmith.plan.layout.profiles import SYSTEM_PROFILES
 from tunesmith.plan.resolve import resolve
+from tunesmith.run.placement.checking import facts_of_run
 
 MODEL = ModelFacts(
     parameters=1_500_000_000, layers=28, hidden_size=1536, intermediate_size=8960, heads=12, kv_heads=2, head_dim=128,

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from hub_of_sizes import serve
-from tunesmith.assembly.planning import plan_run
 from tunesmith.config.load import load_config
 from tunesmith.config.schema import RLConfig, SFTConfig
 from tunesmith.errors import CapacityError
+from tunesmith.run.placement.planning import plan_run
 
 PUBLISHED = tomllib.loads((Path(__file__).parent / "published.toml").read_text())
 RL = [

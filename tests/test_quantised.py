@@ -17,9 +17,9 @@ from live_bytes import LiveBytes
 from tiny import save_model
 from training import forest_of
 from tunesmith.config.schema import LoraSection
-from tunesmith.kernels.quantised import FORMATS, QuantisedLinear, Quantize, is_quantised, weights_of
 from tunesmith.models import adapters
 from tunesmith.models.causal_lm import CausalLM
+from tunesmith.models.kernels.quantised import FORMATS, QuantisedLinear, Quantize, is_quantised, weights_of
 from tunesmith.types import Sample
 
 pytest.importorskip("bitsandbytes", reason="an optional extra: pip install 'tunesmith[quantize]'")

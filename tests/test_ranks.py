@@ -10,14 +10,10 @@ from typing import Any
 
 import pytest
 
-from tunesmith.assembly.checking import with_launched_ranks
-from tunesmith.assembly.machines import Machine, check_machines, look
 from tunesmith.config.commands import GenerateConfig
 from tunesmith.config.load import load_config
 from tunesmith.config.schema import RLConfig, RunConfig, SFTConfig
 from tunesmith.config.section import known
-from tunesmith.distributed.machines import differences, own_view
-from tunesmith.distributed.torchrun import Launch
 from tunesmith.errors import CapacityError, ConfigError, TunesmithError
 from tunesmith.plan.cost.device import Layout
 from tunesmith.plan.cost.memory import layout_of
@@ -28,6 +24,10 @@ from tunesmith.plan.facts.run import Facts
 from tunesmith.plan.processes.devices import device_problems, own_devices
 from tunesmith.plan.resolve import resolve
 from tunesmith.plan.rules.checks import check
+from tunesmith.run.placement.checking import with_launched_ranks
+from tunesmith.run.placement.machines import Machine, check_machines, look
+from tunesmith.run.processes.machines import differences, own_view
+from tunesmith.run.processes.torchrun import Launch
 
 MODEL = ModelFacts(10**9, 24, 2048, 8192, 16, 16, 128, 32000, 10**5)
 CPU = Hardware("CPU", cores=8, memory_total=256 * 10**9, memory_available=240 * 10**9, bf16=True)

@@ -23,19 +23,9 @@ from pool_bench import PoolBench, each_check, lose_patience
 from tiny import save_model
 from tiny_runs import rl_settings
 from training import learner_of
-from tunesmith.algorithms.aggregation import weigh
-from tunesmith.algorithms.objective import policy_objective
-from tunesmith.assembly.engine_host import make_engine_host
-from tunesmith.assembly.models import load_tokenizer
-from tunesmith.assembly.processes import remote_trainer
-from tunesmith.assembly.trainers import make_policy
-from tunesmith.backends.base import TrainBackend
 from tunesmith.config.load import load_config
 from tunesmith.config.schema import RLConfig
 from tunesmith.config.system import SystemSection
-from tunesmith.data.batch import Batch
-from tunesmith.data.forest import Packing
-from tunesmith.engines.pool import EnginePool
 from tunesmith.errors import (
     ClusterError,
     ConfigError,
@@ -45,6 +35,10 @@ from tunesmith.errors import (
     RewardError,
     TrainerLostError,
 )
+from tunesmith.learn.algorithms.aggregation import weigh
+from tunesmith.learn.algorithms.objective import policy_objective
+from tunesmith.learn.data.batch import Batch
+from tunesmith.learn.data.micro_batches import Packing
 from tunesmith.plan.facts.hardware import Gpu, read_hardware
 from tunesmith.plan.facts.hub import known_model_facts
 from tunesmith.plan.facts.run import Facts
@@ -52,14 +46,20 @@ from tunesmith.plan.filling import with_values
 from tunesmith.plan.processes.cluster import Bundle, bundles, missing, processes
 from tunesmith.plan.resolve import resolve
 from tunesmith.plan.rules.checks import check
+from tunesmith.run.engines.pool import EnginePool
+from tunesmith.run.placement.engine_host import make_engine_host
+from tunesmith.run.placement.models import load_tokenizer
+from tunesmith.run.placement.processes import remote_trainer
+from tunesmith.run.placement.trainers import make_policy
+from tunesmith.run.trainers.base import TrainBackend
 from tunesmith.types import Sample
 
 ray = pytest.importorskip("ray", reason="Ray is an extra: pip install 'tunesmith[ray]'")
 
-from tunesmith.distributed.far import Far  # noqa: E402
-from tunesmith.distributed.ray_cluster import RayCluster, check_machines  # noqa: E402
-from tunesmith.engines.far import FarEngine  # noqa: E402
-from tunesmith.rewards.far_model import RestartingFars  # noqa: E402
+from tunesmith.learn.rewards.far_model import RestartingFars  # noqa: E402
+from tunesmith.learn.usercode.far import Far  # noqa: E402
+from tunesmith.run.engines.far import FarEngine  # noqa: E402
+from tunesmith.run.processes.ray_cluster import RayCluster, check_machines  # noqa: E402
 
 
 def in_ray(test: Callable[..., None]) -> Callable[..., None]:
@@ -322,7 +322,8 @@ def test_a_cluster_that_is_too_small_is_refused_at_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "ray://10.0.0.1:10001"])
 def test_no_cluster_at_the_address(address: str) -> None:
     code = (
-        "from tunesmith.config.system import SystemSection\nfrom tunesmith.distributed.ray_cluster import RayCluster\n"
+        "from tunesmith.config.system import SystemSection\n"
+        "from tunesmith.run.processes.ray_cluster import RayCluster\n"
         f"RayCluster.open(SystemSection(ray_address='{address}'), [])"
     )
     done = forks.run([sys.executable, "-c", code], timeout=600)
@@ -436,7 +437,7 @@ def test_the_derived_plane_reaches_every_rank(tmp_path: Path) -> None:
 
 DEALT = """
 import os, ray
-from tunesmith.distributed.ray_cluster import RayCluster
+from tunesmith.run.processes.ray_cluster import RayCluster
 from tunesmith.config.system import SystemSection
 from tunesmith.errors import TrainerLostError
 from tunesmith.plan.processes.cluster import Bundle

@@ -11,7 +11,6 @@ import pytest
 
 from hardware_table import MODELS
 from tiny import save_model
-from tunesmith.assembly.planning import plan_run
 from tunesmith.config.load import load_config
 from tunesmith.config.resolved import Resolved
 from tunesmith.config.schema import RLConfig
@@ -26,6 +25,7 @@ from tunesmith.plan.processes.cluster import bundles, missing, processes
 from tunesmith.plan.processes.roles import scoring_shards
 from tunesmith.plan.report import layout_of_run
 from tunesmith.plan.resolve import resolve
+from tunesmith.run.placement.planning import plan_run
 
 SMALL = ModelFacts(500_000_000, 24, 896, 4864, 14, 2, 64, 151936, 32768, tied=True)
 QWEN_7B, LLAMA_70B = MODELS["7B (Qwen 2.5)"], MODELS["70B (Llama 3)"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tunesmith.redact import redact, redact_values
+from tunesmith.records.redact import redact, redact_values
 
 
 @pytest.mark.parametrize(

@@ -13,12 +13,12 @@ import pytest
 import tunesmith
 from tiny import CHATML, save_model, tokenizer
 from tiny_runs import REWARDS, sums, write_lines
-from tunesmith import assembly
 from tunesmith.cli.plan import plan, show_config
-from tunesmith.config.toml import toml_value
 from tunesmith.errors import TunesmithError
-from tunesmith.offline.generate import run_generate
-from tunesmith.offline.rft import run_rft
+from tunesmith.records.toml import toml_value
+from tunesmith.run import placement
+from tunesmith.run.offline.generate import run_generate
+from tunesmith.run.offline.rft import run_rft
 
 CODE = """\
 import json
@@ -58,12 +58,12 @@ BASES = {
     "rm": {**SFT, "rm.loss": "sigmoid", "data.train": "pairs.jsonl"},
 }  # fmt: skip
 COMMANDS: dict[str, Callable[[Path], Any]] = {
-    "rl": assembly.run_rl,
-    "sft": assembly.run_sft,
-    "dpo": assembly.run_dpo,
-    "rm": assembly.run_rm,
+    "rl": placement.run_rl,
+    "sft": placement.run_sft,
+    "dpo": placement.run_dpo,
+    "rm": placement.run_rm,
     "rft": lambda run: run_rft("run", run),
-    "distill": assembly.run_distill,
+    "distill": placement.run_distill,
     "generate": run_generate,
 }
 
@@ -205,8 +205,8 @@ def test_every_way_refuses_a_broken_run_with_the_same_key(
 
 
 def test_code_that_takes_long_is_left_to_the_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tunesmith.assembly import checking, examining
     from tunesmith.config.load import load_run
+    from tunesmith.run.placement import checking, examining
 
     monkeypatch.chdir(folder)
     monkeypatch.setattr(examining, "SECONDS", 0.01)

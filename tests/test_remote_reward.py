@@ -13,16 +13,17 @@ from aiohttp import web
 import tiny
 from http_servers import answering, running, unused_url
 from tiny_runs import rl_settings
-from tunesmith import assembly, http_client
 from tunesmith.config.load import load_config
 from tunesmith.config.schema import RemoteReward, RewardSection, RLConfig
 from tunesmith.errors import ConfigError, RewardError
-from tunesmith.monitor.metrics import read_metrics
-from tunesmith.rewards import remote as module
-from tunesmith.rewards.function import ItemFailure, RewardFunction, required_columns
-from tunesmith.rewards.loading import check_rewards, load_rewards
-from tunesmith.rewards.remote import pause, remote_reward, scores_of
-from tunesmith.rewards.reward_set import RewardSet
+from tunesmith.learn.rewards import remote as module
+from tunesmith.learn.rewards.function import ItemFailure, RewardFunction, required_columns
+from tunesmith.learn.rewards.loading import check_rewards, load_rewards
+from tunesmith.learn.rewards.remote import pause, remote_reward, scores_of
+from tunesmith.learn.rewards.reward_set import RewardSet
+from tunesmith.records import http_client
+from tunesmith.records.metrics import read_metrics
+from tunesmith.run import placement
 from tunesmith.types import Completion, Rollout, Status, Task
 
 
@@ -281,7 +282,7 @@ def remote_settings(folder: Path, model: Path, url: str, **changed: Any) -> list
 
 def test_a_run_with_a_remote_reward(tmp_path: Path, model: Path) -> None:
     with answering(lengths) as server:
-        outcome = assembly.run_rl(None, remote_settings(tmp_path, model, server.url))
+        outcome = placement.run_rl(None, remote_settings(tmp_path, model, server.url))
     lines = read_metrics(outcome.run_dir / "metrics.jsonl")
     assert [line["step"] for line in lines] == [1, 2]
     assert sum(len(body["completions"]) for body in server.bodies) == 2 * 16
@@ -293,9 +294,9 @@ def test_a_run_with_a_remote_reward(tmp_path: Path, model: Path) -> None:
 def test_a_run_whose_server_is_down_stops_or_goes_on_as_configured(tmp_path: Path, model: Path) -> None:
     url = unused_url()
     with pytest.raises(RewardError) as caught:
-        assembly.run_rl(None, remote_settings(tmp_path, model, url, run="stops"))
+        placement.run_rl(None, remote_settings(tmp_path, model, url, run="stops"))
     assert "16 of 16 rollouts failed (16 reward_failed)" in str(caught.value) and url in str(caught.value)
-    outcome = assembly.run_rl(None, remote_settings(tmp_path, model, url, run="on", reward__max_failed_share=1.0))
+    outcome = placement.run_rl(None, remote_settings(tmp_path, model, url, run="on", reward__max_failed_share=1.0))
     lines = read_metrics(outcome.run_dir / "metrics.jsonl")
     assert [line["rollouts/failed"] for line in lines] == [1.0, 1.0]
     assert [line["optimizer_steps"] for line in lines] == [0.0, 0.0]

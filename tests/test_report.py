@@ -18,17 +18,17 @@ from typer.testing import CliRunner
 from hand_made_runs import HOSTILE, make_run, rollout
 from tiny_runs import write_lines
 from tunesmith.cli.main import app
-from tunesmith.doctor.record import read_record
 from tunesmith.errors import ConfigError
-from tunesmith.http_server import LIMITS, listening
-from tunesmith.monitor.wilson import wilson
-from tunesmith.report.metrics import MetricsFile, Table, curves, totals
-from tunesmith.report.page import page
-from tunesmith.report.rollouts import Query, RolloutIndex, sample
-from tunesmith.report.run import embedded_rollouts, model, names, open_run
-from tunesmith.report.server import Watch, make_app
-from tunesmith.report.steps import step_timelines
-from tunesmith.report.trace import read_trace
+from tunesmith.records.doctor.record import read_record
+from tunesmith.records.http_server import LIMITS, listening
+from tunesmith.records.report.metrics import MetricsFile, Table, curves, totals
+from tunesmith.records.report.page import page
+from tunesmith.records.report.rollouts import Query, RolloutIndex, sample
+from tunesmith.records.report.run import embedded_rollouts, model, names, open_run
+from tunesmith.records.report.server import Watch, make_app
+from tunesmith.records.report.steps import step_timelines
+from tunesmith.records.report.trace import read_trace
+from tunesmith.records.wilson import wilson
 
 
 def test_columns_are_filled_where_lines_lack_them() -> None:
@@ -324,7 +324,7 @@ async def test_the_server_reads_on_while_a_run_goes_on(tmp_path: Path) -> None:
 def test_of_a_long_run_the_doctor_judges_the_newest_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = make_run(tmp_path / "a", 2000)
     size = (run / "metrics.jsonl").stat().st_size
-    monkeypatch.setattr("tunesmith.doctor.record.MOST_BYTES", size // 4)
+    monkeypatch.setattr("tunesmith.records.doctor.record.MOST_BYTES", size // 4)
     steps = [line["step"] for line in read_record(run).steps]
     assert steps == list(range(int(steps[0]), 2001)) and 400 < len(steps) < 600
 

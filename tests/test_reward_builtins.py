@@ -11,10 +11,10 @@ import pytest
 
 from tunesmith.config.schema import RewardSection
 from tunesmith.errors import DataError, DeadlineExceeded
-from tunesmith.rewards.loading import load_rewards
-from tunesmith.rewards.reward_set import RewardSet
+from tunesmith.learn.rewards.loading import load_rewards
+from tunesmith.learn.rewards.reward_set import RewardSet
+from tunesmith.learn.usercode.killable import KillablePool, UserProgram, WorkerError
 from tunesmith.types import Rollout, Status, Task
-from tunesmith.usercode.killable import KillablePool, UserProgram, WorkerError
 
 
 def judge(rewards: RewardSet, pairs: Sequence[tuple[Any, str]], prompt: Any = "q") -> list[Rollout]:

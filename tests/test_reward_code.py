@@ -10,7 +10,7 @@ import pytest
 
 from tunesmith.config.schema import RewardSection
 from tunesmith.errors import ConfigError
-from tunesmith.rewards.loading import check_rewards, load_rewards
+from tunesmith.learn.rewards.loading import check_rewards, load_rewards
 
 
 def section(*functions: str, **rest: object) -> RewardSection:
@@ -184,7 +184,7 @@ def test_checking_and_loading_do_not_import_torch(directory: Path) -> None:
     program = (
         "import sys; from pathlib import Path\n"
         "from tunesmith.config.schema import RewardSection\n"
-        "from tunesmith.rewards.loading import load_rewards\n"
+        "from tunesmith.learn.rewards.loading import load_rewards\n"
         "load_rewards(RewardSection(functions=('math', 'rewards.py:correct'), isolation='thread'), Path('.')).close()\n"
         "print([m for m in ('torch', 'transformers', 'sympy') if m in sys.modules])\n"
     )

@@ -13,8 +13,8 @@ import pytest
 from isolated_rewards import Make, loading, rollouts, score
 from tunesmith.config.schema import RewardSection
 from tunesmith.errors import ConfigError
-from tunesmith.rewards.loading import load_rewards
-from tunesmith.rewards.trainer_state import TrainerState
+from tunesmith.learn.rewards.loading import load_rewards
+from tunesmith.learn.rewards.trainer_state import TrainerState
 from tunesmith.types import Status
 
 

@@ -16,23 +16,23 @@ from transformers import AutoModelForSequenceClassification
 import tiny
 from tiny_rewards import direct_scores, save_reward_model
 from tiny_runs import rl_settings, tensors, untimed
-from tunesmith import assembly
-from tunesmith.assembly.rewards import make_reward_model
 from tunesmith.config.load import load_config
 from tunesmith.config.schema import ModelReward, RewardSection, RLConfig
 from tunesmith.errors import ConfigError
-from tunesmith.kernels.lean import LeanDecoder
+from tunesmith.learn.rewards.batching import Batcher
+from tunesmith.learn.rewards.function import ItemFailure, RewardFunction, required_columns
+from tunesmith.learn.rewards.loading import check_rewards, load_rewards
+from tunesmith.learn.rewards.model import RewardModel, model_reward, same_tokens
+from tunesmith.learn.rewards.reward_set import RewardSet
+from tunesmith.models.kernels.lean import LeanDecoder
 from tunesmith.models.score_model import ScoreModel
-from tunesmith.monitor.metrics import read_metrics
 from tunesmith.plan.facts.hardware import Gpu, Hardware
 from tunesmith.plan.facts.model import count_parameters, read_model_facts
 from tunesmith.plan.facts.run import Facts
 from tunesmith.plan.resolve import resolve
-from tunesmith.rewards.batching import Batcher
-from tunesmith.rewards.function import ItemFailure, RewardFunction, required_columns
-from tunesmith.rewards.loading import check_rewards, load_rewards
-from tunesmith.rewards.model import RewardModel, model_reward, same_tokens
-from tunesmith.rewards.reward_set import RewardSet
+from tunesmith.records.metrics import read_metrics
+from tunesmith.run import placement
+from tunesmith.run.placement.rewards import make_reward_model
 from tunesmith.types import Completion, FinishReason, Rollout, Status, Task
 
 SEQUENCES = [[5, 6, 7, 8, 9], [5, 6, 7, 11], [12, 13], [5, 6, 7, 8, 9], [40], list(range(20, 60))]
@@ -280,7 +280,7 @@ def test_a_run_with_a_reward_model_and_a_function(
 
     monkeypatch.setattr(RewardModel, "score", watched)
     models = f'[{{path = "{path}", weight = 0.5, normalize = true}}]'
-    runs = [assembly.run_rl(None, model_settings(tmp_path, policy, models, run=name)) for name in ("a", "b")]
+    runs = [placement.run_rl(None, model_settings(tmp_path, policy, models, run=name)) for name in ("a", "b")]
     told = capsys.readouterr().out
     assert "'reward_model' sees the rollouts' own tokens" in told and "mean 0.25 and std 2" in told
     lines = [read_metrics(run.run_dir / "metrics.jsonl") for run in runs]
@@ -308,7 +308,7 @@ def test_a_run_with_another_tokenizer_encodes_anew(
     other.add_tokens(["<more>"])
     rm = save_reward_model(tmp_path / "other", tokens=other)
     models = f'[{{path = "{rm}", name = "judge"}}]'
-    outcome = assembly.run_rl(None, model_settings(tmp_path, policy, models, reward__functions=None))
+    outcome = placement.run_rl(None, model_settings(tmp_path, policy, models, reward__functions=None))
     assert "'judge' sees prompt and answer tokenized again" in capsys.readouterr().out
     for line in read_metrics(outcome.run_dir / "metrics.jsonl"):
         assert line["rollouts/failed"] == 0 and line["reward/judge/applied"] == 1 and line["reward/judge/std"] > 0
@@ -336,4 +336,4 @@ def test_a_reward_models_weights_leave_less_for_the_sampler(
 def test_dynamic_filtering_by_an_unbounded_score_is_refused(tmp_path: Path, path: Path, policy: Path) -> None:
     settings = model_settings(tmp_path, policy, f'[{{path = "{path}"}}]', algorithm__dynamic_filter=True)
     with pytest.raises(ConfigError, match="every group would be kept"):
-        assembly.run_rl(None, settings)
+        placement.run_rl(None, settings)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tunesmith.rewards.numeric import Number, equal, last_number
+from tunesmith.learn.rewards.numeric import Number, equal, last_number
 
 
 @pytest.mark.parametrize(

@@ -23,19 +23,19 @@ import pytest
 import torch
 
 from documents import ROOT, blocks_of
-from tunesmith.algorithms.advantages import GDPO
-from tunesmith.algorithms.filtering import DynamicFilter
-from tunesmith.algorithms.outcomes import Outcome
 from tunesmith.config.schema import RewardSection
 from tunesmith.errors import ConfigError, DataError, RewardError
-from tunesmith.rewards.function import RewardFunction, required_columns
-from tunesmith.rewards.loading import check_rewards, user_reward
-from tunesmith.rewards.metrics import check_failed, reward_metrics
-from tunesmith.rewards.reward_set import RewardSet
-from tunesmith.rewards.trainer_state import TrainerState
+from tunesmith.learn.algorithms.advantages import GDPO
+from tunesmith.learn.algorithms.filtering import DynamicFilter
+from tunesmith.learn.algorithms.outcomes import Outcome
+from tunesmith.learn.rewards.function import RewardFunction, required_columns
+from tunesmith.learn.rewards.loading import check_rewards, user_reward
+from tunesmith.learn.rewards.metrics import check_failed, reward_metrics
+from tunesmith.learn.rewards.reward_set import RewardSet
+from tunesmith.learn.rewards.trainer_state import TrainerState
+from tunesmith.learn.usercode import calls as user_calls
+from tunesmith.learn.usercode.calls import NOT_TRIED, kept_default_dtype
 from tunesmith.types import Completion, Message, Rollout, RolloutGroup, Status, Task
-from tunesmith.usercode import calls as user_calls
-from tunesmith.usercode.calls import NOT_TRIED, kept_default_dtype
 
 
 def rollout(task: str = "t", prompt: str | list[Message] = "q", ids: Sequence[int] = (7, 2), **columns: Any) -> Rollout:
@@ -476,7 +476,7 @@ def test_the_process_ends_although_a_reward_hangs(tmp_path: Path) -> None:
         import asyncio
         from pathlib import Path
         from tunesmith.config.schema import RewardSection
-        from tunesmith.rewards.loading import load_rewards
+        from tunesmith.learn.rewards.loading import load_rewards
         from tunesmith.types import Rollout, Task
         rewards = load_rewards(RewardSection(functions=("rewards.py:f",), timeout=0.1, isolation="thread"), Path("."))
         one = Rollout(Task("t", "q", ()))

@@ -13,27 +13,27 @@ import pytest
 
 import tiny
 from tiny_runs import REWARDS, same_tensors, sums, untimed, write_lines
-from tunesmith.backends.torch import TorchBackend
 from tunesmith.config.commands import RFTConfig
 from tunesmith.config.load import find_kind, load_config
 from tunesmith.config.resolved import settings
 from tunesmith.config.schema import DataSection
-from tunesmith.data.prepare import load_samples, load_tasks
-from tunesmith.data.prompts import PromptEncoder, read_shots
-from tunesmith.engines.base import EngineStats
 from tunesmith.errors import ConfigError, DataError
-from tunesmith.monitor.interrupts import Interrupted
-from tunesmith.offline.lines import read_lines
-from tunesmith.offline.questions import with_shots
-from tunesmith.offline.rft import RFTOutcome, run_rft
-from tunesmith.offline.rounds import check_prompts
-from tunesmith.offline.usage import Usage, seconds_of, total_of
+from tunesmith.guide.recipes.unit_conversion import ANSWER, questions, write
+from tunesmith.learn.data.prepare import load_samples, load_tasks
+from tunesmith.learn.data.prompts import PromptEncoder, read_shots
 from tunesmith.plan.derive.generation import derive_rft_warmup
 from tunesmith.plan.facts.hardware import read_hardware
 from tunesmith.plan.facts.run import Facts
 from tunesmith.plan.resolve import resolve
-from tunesmith.recipes.unit_conversion import ANSWER, questions, write
-from tunesmith.storage import read_json
+from tunesmith.records.interrupts import Interrupted
+from tunesmith.records.storage import read_json
+from tunesmith.run.engines.base import EngineStats
+from tunesmith.run.offline.lines import read_lines
+from tunesmith.run.offline.questions import with_shots
+from tunesmith.run.offline.rft import RFTOutcome, run_rft
+from tunesmith.run.offline.rounds import check_prompts
+from tunesmith.run.offline.usage import Usage, seconds_of, total_of
+from tunesmith.run.trainers.torch import TorchBackend
 from tunesmith.types import Sample, Task
 
 
@@ -370,7 +370,7 @@ def test_the_same_answers_are_trained_on_again_with_other_settings(tmp_path: Pat
     ("before", "after", "fell"), [((0.5, 0.7), (0.1, 0.4), True), ((0.5, 0.7), (0.4, 0.55), False)]
 )
 def test_a_fall_is_told_from_chance(before: tuple[float, float], after: tuple[float, float], fell: bool) -> None:
-    from tunesmith.offline.rounds import fallen
+    from tunesmith.run.offline.rounds import fallen
 
     assert fallen({"accuracy": [0.6, *before]}, {"accuracy": [0.3, *after]}) is fell
 

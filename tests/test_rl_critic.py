@@ -19,19 +19,19 @@ from algorithms import algorithm
 from tiny import save_model
 from tiny_runs import rl_settings, same_tensors, sums, tensors, untimed, write_lines
 from training import Grads, difference, learner_of
-from tunesmith import assembly
-from tunesmith.algorithms.objective import ActorCriticObjective, ValueObjective, policy_objective
-from tunesmith.backends.optimizer import AdamWSettings
-from tunesmith.backends.torch import TorchBackend
-from tunesmith.data.batch import Batch, Floats
 from tunesmith.errors import CheckpointError, ConfigError, RewardError
-from tunesmith.loop.checkpoint import read_state
-from tunesmith.loop.critic import Critic, value_metrics
-from tunesmith.loop.experience import make_experience
-from tunesmith.loop.learner import Learner
+from tunesmith.learn.algorithms.objective import ActorCriticObjective, ValueObjective, policy_objective
+from tunesmith.learn.data.batch import Batch, Floats
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.models.score_model import ScoreModel, whole_sequence
-from tunesmith.monitor.metrics import read_metrics
+from tunesmith.records.metrics import read_metrics
+from tunesmith.run import placement
+from tunesmith.run.loop.checkpoint import read_state
+from tunesmith.run.loop.critic import Critic, value_metrics
+from tunesmith.run.loop.experience import make_experience
+from tunesmith.run.loop.learner import Learner
+from tunesmith.run.trainers.optimizer import AdamWSettings
+from tunesmith.run.trainers.torch import TorchBackend
 from tunesmith.types import Completion, Rollout, RolloutGroup, Sample, Task
 
 OWN: dict[str, Any] = {"algorithm__name": "ppo"}
@@ -44,7 +44,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def rl(folder: Path, model: Path, run: str = "run", *more: str, **changed: Any) -> tuple[Path, list[dict[str, Any]]]:
-    outcome = assembly.run_rl(None, [*rl_settings(folder, model, run, **changed), *more])
+    outcome = placement.run_rl(None, [*rl_settings(folder, model, run, **changed), *more])
     return outcome.checkpoint.parent, read_metrics(outcome.run_dir / "metrics.jsonl")
 
 

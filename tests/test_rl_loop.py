@@ -14,8 +14,8 @@ import torch
 
 import tunesmith
 from tiny import save_model
-from tunesmith.algorithms.losses import PPO, PolicyBatch
-from tunesmith.data.batch import Batch
+from tunesmith.learn.algorithms.losses import PPO, PolicyBatch
+from tunesmith.learn.data.batch import Batch
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.types import Completion, Record, Rollout, Task
 

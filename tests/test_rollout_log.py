@@ -13,9 +13,9 @@ import pytest
 
 from tiny import save_model
 from tiny_runs import rl_settings, sums, write_lines
-from tunesmith import assembly
-from tunesmith.loop.rollout_log import RolloutLog, contrast, examples, read_evaluated
-from tunesmith.monitor.metrics import read_metrics, rotated
+from tunesmith.records.metrics import read_metrics, rotated
+from tunesmith.run import placement
+from tunesmith.run.loop.rollout_log import RolloutLog, contrast, examples, read_evaluated
 from tunesmith.types import Completion, Record, Rollout, RolloutGroup, Status, Task
 
 
@@ -160,7 +160,7 @@ def test_a_run_keeps_advantages_that_sum_to_zero_and_shows_answers(
     monkeypatch.chdir(tmp_path)
     held_out = write_lines(tmp_path / "held_out.jsonl", sums(3, 50))
     settings = rl_settings(tmp_path, save_model(tmp_path / "model"), data__eval=str(held_out), **changed)
-    outcome = assembly.run_rl(None, settings)
+    outcome = placement.run_rl(None, settings)
     lines = [json.loads(line) for line in (outcome.run_dir / "rollouts.jsonl").read_text().splitlines()]
     train = [line for line in lines if line["kind"] == "train"]
     assert {(line["step"], line["group"]) for line in train} == {(s, g) for s in (1, 2, 3) for g in (0, 1)}

@@ -20,14 +20,14 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 import tiny
 from test_families import SPECIAL, assert_same_gradients, gradients
 from training import forest_of
-from tunesmith.engines.local.engine import LocalEngine
-from tunesmith.engines.local.speculation import Speculation
 from tunesmith.errors import UserError
-from tunesmith.kernels.lean import LeanDecoder
 from tunesmith.models.attention import ATTENTION_NAME
 from tunesmith.models.causal_lm import CausalLM
+from tunesmith.models.kernels.lean import LeanDecoder
 from tunesmith.models.rope import LengthRule, RotaryByLength
 from tunesmith.models.score_model import ScoreModel, whole_sequence
+from tunesmith.run.engines.local.engine import LocalEngine
+from tunesmith.run.engines.local.speculation import Speculation
 from tunesmith.types import Completion, Sample, Sampling
 
 ORIGINAL = 16

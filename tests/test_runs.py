@@ -9,10 +9,10 @@ import pytest
 
 from tiny import save_model
 from tiny_runs import rl_settings, sft_settings, sums, untimed, write_lines
-from tunesmith import assembly
 from tunesmith.errors import ConfigError, RewardError
-from tunesmith.loop.checkpoint import Checkpoints, read_state
-from tunesmith.monitor.metrics import read_metrics
+from tunesmith.records.metrics import read_metrics
+from tunesmith.run import placement
+from tunesmith.run.loop.checkpoint import Checkpoints, read_state
 
 
 @pytest.fixture(scope="module")
@@ -20,8 +20,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(tmp_path_factory.mktemp("model"))
 
 
-def rl(folder: Path, model: Path, run: str = "run", **changed: Any) -> tuple[assembly.RunResult, list[dict[str, Any]]]:
-    outcome = assembly.run_rl(None, rl_settings(folder, model, run, **changed))
+def rl(folder: Path, model: Path, run: str = "run", **changed: Any) -> tuple[placement.RunResult, list[dict[str, Any]]]:
+    outcome = placement.run_rl(None, rl_settings(folder, model, run, **changed))
     return outcome, [line for line in read_metrics(outcome.run_dir / "metrics.jsonl") if "reward" in line]
 
 
@@ -124,7 +124,7 @@ def test_a_step_whose_rollouts_all_fail_is_no_step_or_ends_the_run(tmp_path: Pat
     (tmp_path / "rewards.py").write_text("def broken(completions, **_):\n    raise ValueError('no such answer')\n")
     functions = [f"{tmp_path}/rewards.py:broken"]
     settings = rl_settings(tmp_path, model, reward__functions=functions, reward__max_failed_share=1.0, train__steps=2)
-    outcome = assembly.run_rl(None, settings)
+    outcome = placement.run_rl(None, settings)
     lines = read_metrics(outcome.run_dir / "metrics.jsonl")
     assert [line["rollouts/failed"] for line in lines] == [1.0, 1.0]
     assert all(line["optimizer_steps"] == 0 and "reward" not in line for line in lines)
@@ -134,9 +134,9 @@ def test_a_step_whose_rollouts_all_fail_is_no_step_or_ends_the_run(tmp_path: Pat
         tmp_path, model, "decoupled", reward__functions=functions, reward__max_failed_share=1.0, train__steps=1,
         algorithm__decoupled=True, algorithm__kl__coef=0.1,
     )  # fmt: skip
-    assembly.run_rl(None, decoupled)
+    placement.run_rl(None, decoupled)
     with pytest.raises(RewardError, match=r"16 of 16 rollouts failed(.|\n)*no such answer"):
-        assembly.run_rl(None, rl_settings(tmp_path, model, "strict", reward__functions=functions))
+        placement.run_rl(None, rl_settings(tmp_path, model, "strict", reward__functions=functions))
 
 
 def test_some_failures_leave_the_others_to_learn_from(tmp_path: Path, model: Path) -> None:
@@ -263,7 +263,7 @@ def test_sft_learns_from_every_format(tmp_path: Path, model: Path, form: str) ->
         tmp_path, model, data__train=str(data), data__eval=str(held_out), data__chat=None, eval__every=4,
         train__steps=12,
     )  # fmt: skip
-    outcome = assembly.run_sft(None, settings)
+    outcome = placement.run_sft(None, settings)
     lines = [line for line in read_metrics(outcome.run_dir / "metrics.jsonl") if "loss" in line]
     assert len(lines) == 12
     keys = {"loss", "nll", "tokens", "epoch", "tokens_per_second", "limit_share", "seconds/train", "lr", "grad_norm"}
@@ -282,7 +282,7 @@ def test_sft_loss_counts_each_loss_token_once(tmp_path: Path, model: Path) -> No
             tmp_path, model, run, data__train=str(data), train__batch_size=4, train__steps=1,
             system__max_tokens_per_microbatch=cap,
         )  # fmt: skip
-        return read_metrics(assembly.run_sft(None, settings).run_dir / "metrics.jsonl")[0]
+        return read_metrics(placement.run_sft(None, settings).run_dir / "metrics.jsonl")[0]
 
     whole, cut = first_loss("one", 512), first_loss("many", 42)
     assert whole["loss"] == pytest.approx(cut["loss"], rel=1e-6)
@@ -293,7 +293,7 @@ def test_a_long_line_of_the_held_out_set_is_refused_before_training(tmp_path: Pa
     held_out = write_lines(tmp_path / "held_out.jsonl", [{"prompt": "a" * 300, "completion": "b"}])
     settings = sft_settings(tmp_path, model, data__eval=str(held_out), system__max_tokens_per_microbatch=100)
     with pytest.raises(ValueError, match=r"held_out\.jsonl:1: 30\d tokens, the limit is 100"):
-        assembly.run_sft(None, settings)
+        placement.run_sft(None, settings)
     assert not (tmp_path / "sft/metrics.jsonl").exists()
 
 
@@ -301,7 +301,7 @@ def test_skipping_too_long_lines_needs_no_limit_of_ones_own(tmp_path: Path, mode
     lines = [{"text": "ab"}, {"text": "a" * 900}, {"text": "cd"}]
     data = write_lines(tmp_path / "data.jsonl", lines)
     settings = sft_settings(tmp_path, model, data__train=str(data), data__too_long="skip", train__batch_size=2)
-    outcome = assembly.run_sft(None, settings)
+    outcome = placement.run_sft(None, settings)
     assert "data.jsonl:2" in (outcome.run_dir / "skipped.jsonl").read_text()
 
 
@@ -311,7 +311,7 @@ def test_a_column_that_only_the_held_out_data_lacks_is_refused_by_name(tmp_path:
     reward = "def share(completions, answer, **columns):\n    return [0.0 for _ in completions]\n"
     (tmp_path / "rewards.py").write_text(reward)
     with pytest.raises(ConfigError, match=r"'answer', which data\.eval does not have"):
-        assembly.run_rl(None, settings)
+        placement.run_rl(None, settings)
 
 
 def test_an_evaluation_of_which_every_rollout_fails_ends_the_run_with_the_reason(tmp_path: Path) -> None:
@@ -319,4 +319,4 @@ def test_an_evaluation_of_which_every_rollout_fails_ends_the_run_with_the_reason
     settings = rl_settings(tmp_path, save_model(tmp_path / "model"), data__eval=held_out)
     (tmp_path / "rewards.py").write_text("def share(completions, **columns):\n    raise ValueError('no such tool')\n")
     with pytest.raises(RewardError, match=r"evaluation failed[\s\S]*no such tool"):
-        assembly.run_rl(None, settings)
+        placement.run_rl(None, settings)

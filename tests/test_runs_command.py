@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from tiny_runs import write_lines
 from tunesmith.cli.main import app
 from tunesmith.errors import ConfigError
-from tunesmith.monitor.runs import differences, find_runs, late_means, read_run
+from tunesmith.records.runs import differences, find_runs, late_means, read_run
 
 
 def make_run(path: Path, steps: int, *, of: int = 10, reward: float = 0.0, **settings: Any) -> Path:
@@ -72,7 +72,7 @@ def test_a_followed_run_whose_clock_is_set_back_shows_every_step_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, polls = make_run(tmp_path / "run", 3), iter([True, True, False])
-    monkeypatch.setattr("tunesmith.monitor.run_dir.is_running", lambda _: next(polls))
+    monkeypatch.setattr("tunesmith.records.run_dir.is_running", lambda _: next(polls))
     written = iter([4, 5])
 
     def write_next(_: float) -> None:

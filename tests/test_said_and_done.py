@@ -17,15 +17,15 @@ import pytest
 from tiny import save_model
 from tiny_preferences import RUNS, lines_of
 from tiny_runs import write_lines
-from tunesmith import assembly
-from tunesmith.offline.rft import run_rft
+from tunesmith.run import placement
+from tunesmith.run.offline.rft import run_rft
 
 COMMANDS = ("sft", "dpo", "kto", "rm", "prm", "rl", "rft", "distill")
 RUNNERS: dict[str, Callable[..., Any]] = {
     **RUNS,
-    "sft": assembly.run_sft,
-    "rl": assembly.run_rl,
-    "distill": assembly.run_distill,
+    "sft": placement.run_sft,
+    "rl": placement.run_rl,
+    "distill": placement.run_distill,
     "rft": lambda path, said: run_rft("run", path, said),
 }
 PER_ITEM = {"dpo": 2, "rm": 2, "prm": None}

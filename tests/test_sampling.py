@@ -11,10 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tunesmith.engines.local import sampler
-from tunesmith.engines.local.requests import Uniforms
-from tunesmith.engines.local.sampler import SamplingPlan, cut, inverse_cdf, sample
-from tunesmith.engines.partial import StopStrings
+from tunesmith.run.engines.local import sampler
+from tunesmith.run.engines.local.requests import Uniforms
+from tunesmith.run.engines.local.sampler import SamplingPlan, cut, inverse_cdf, sample
+from tunesmith.run.engines.partial import StopStrings
 from tunesmith.types import Sampling
 
 CPU = torch.device("cpu")

@@ -17,13 +17,13 @@ from tunesmith.config.load import load_config
 from tunesmith.config.resolved import print_resolved, save_resolved
 from tunesmith.config.schema import RLConfig
 from tunesmith.errors import ConfigError, EngineError
-from tunesmith.loop.checkpoint import Checkpoints
-from tunesmith.monitor.metrics import JsonLines
-from tunesmith.monitor.run_dir import how_to_continue, shown_command
-from tunesmith.offline.lines import claim
 from tunesmith.plan.facts.hardware import read_hardware
 from tunesmith.plan.facts.run import Facts
 from tunesmith.plan.resolve import resolve
+from tunesmith.records.metrics import JsonLines
+from tunesmith.records.run_dir import how_to_continue, shown_command
+from tunesmith.run.loop.checkpoint import Checkpoints
+from tunesmith.run.offline.lines import claim
 
 URL = "http://user:S3CRET@host:80/r?key=T0KEN"
 SETTINGS = [

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tunesmith.errors import ConfigError
-from tunesmith.offline.rounds import RftRound, select_answers
-from tunesmith.offline.selection import (
+from tunesmith.run.offline.rounds import RftRound, select_answers
+from tunesmith.run.offline.selection import (
     Yield,
     accuracy,
     best,

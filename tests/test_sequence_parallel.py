@@ -19,21 +19,21 @@ from transformers import AutoConfig, PreTrainedModel
 import training
 from sequence_ranks import SequenceRanks, gradients
 from tiny import save_model
-from tunesmith.algorithms.aggregation import weigh
-from tunesmith.algorithms.losses import GSPO, PPO
-from tunesmith.algorithms.objective import ActorCriticObjective, Objective, PolicyObjective, SFTObjective
-from tunesmith.algorithms.preference import AGGREGATION, DPOObjective, RewardObjective
-from tunesmith.backends.optimizer import AdamWSettings
-from tunesmith.backends.torch import TorchBackend
 from tunesmith.config.schema import LoraSection
-from tunesmith.data.batch import Batch
-from tunesmith.data.forest import Packing, build_forest
 from tunesmith.errors import DeviceMemoryError, ModelError
+from tunesmith.learn.algorithms.aggregation import weigh
+from tunesmith.learn.algorithms.losses import GSPO, PPO
+from tunesmith.learn.algorithms.objective import ActorCriticObjective, Objective, PolicyObjective, SFTObjective
+from tunesmith.learn.algorithms.preference import AGGREGATION, DPOObjective, RewardObjective
+from tunesmith.learn.data.batch import Batch
+from tunesmith.learn.data.micro_batches import Packing, build_forest
 from tunesmith.models import adapters
 from tunesmith.models.causal_lm import CausalLM
+from tunesmith.models.parallel.lock_step import LockStep
+from tunesmith.models.parallel.sequence import SequenceGroup, SequenceKind
 from tunesmith.models.score_model import ScoreModel, whole_sequence
-from tunesmith.parallel.lock_step import LockStep
-from tunesmith.parallel.sequence import SequenceGroup, SequenceKind
+from tunesmith.run.trainers.optimizer import AdamWSettings
+from tunesmith.run.trainers.torch import TorchBackend
 from tunesmith.types import Sample
 
 KINDS = pytest.mark.parametrize("kind", ["ulysses", "ring"])

@@ -25,17 +25,17 @@ import forks
 from documents import ROOT
 from http_servers import running
 from tiny_rewards import direct_scores, save_reward_model
-from tunesmith.assembly.rewards import make_reward_model
-from tunesmith.assembly.serve_reward import ServeOptions, read_token, serve_reward
 from tunesmith.cli.main import app
 from tunesmith.config.schema import ModelReward, RemoteReward
 from tunesmith.errors import ConfigError
-from tunesmith.http_server import Limits, is_loopback, listen
-from tunesmith.rewards.function import RewardFunction, required_columns
-from tunesmith.rewards.model import model_reward
-from tunesmith.rewards.remote import remote_reward
-from tunesmith.rewards.reward_set import RewardSet
-from tunesmith.rewards.server import RewardService, make_app
+from tunesmith.learn.rewards.function import RewardFunction, required_columns
+from tunesmith.learn.rewards.model import model_reward
+from tunesmith.learn.rewards.remote import remote_reward
+from tunesmith.learn.rewards.reward_set import RewardSet
+from tunesmith.learn.rewards.server import RewardService, make_app
+from tunesmith.records.http_server import Limits, is_loopback, listen
+from tunesmith.run.placement.rewards import make_reward_model
+from tunesmith.run.placement.serve_reward import ServeOptions, read_token, serve_reward
 from tunesmith.types import Completion, Message, Rollout, Status, Task
 
 

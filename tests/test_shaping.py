@@ -2,7 +2,7 @@
 
 import pytest
 
-from tunesmith.algorithms.shaping import OverlongRamp, clip_reward, stop_properly
+from tunesmith.learn.algorithms.shaping import OverlongRamp, clip_reward, stop_properly
 
 
 @pytest.mark.parametrize(

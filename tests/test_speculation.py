@@ -17,14 +17,15 @@ from hypothesis import strategies as st
 
 from tiny import save_model
 from tiny_runs import rl_settings
-from tunesmith.assembly import run_rl
-from tunesmith.assembly.engines import _speculation  # pyright: ignore[reportPrivateUsage]
 from tunesmith.config.load import load_config
 from tunesmith.config.schema import RLConfig
-from tunesmith.engines.base import EngineStats
-from tunesmith.engines.local.engine import LocalEngine
-from tunesmith.engines.local.requests import LocalRequest
-from tunesmith.engines.local.speculation import (
+from tunesmith.errors import ConfigError, UserError
+from tunesmith.models.causal_lm import CausalLM
+from tunesmith.plan.rules.checks import check
+from tunesmith.run.engines.base import EngineStats
+from tunesmith.run.engines.local.engine import LocalEngine
+from tunesmith.run.engines.local.requests import LocalRequest
+from tunesmith.run.engines.local.speculation import (
     MOST_ROWS,
     MOST_ROWS_ON_CPU,
     NGRAMS,
@@ -32,9 +33,8 @@ from tunesmith.engines.local.speculation import (
     Speculation,
     look_up,
 )
-from tunesmith.errors import ConfigError, UserError
-from tunesmith.models.causal_lm import CausalLM
-from tunesmith.plan.rules.checks import check
+from tunesmith.run.placement import run_rl
+from tunesmith.run.placement.engines import _speculation  # pyright: ignore[reportPrivateUsage]
 from tunesmith.types import Completion, Sampling
 
 ROOT = Path(__file__).parents[1]

@@ -20,13 +20,13 @@ from clocks import passing
 from fake_engine import FakeEngine
 from tiny import save_model
 from tiny_runs import rl_settings
-from tunesmith import assembly
-from tunesmith.environments.base import Generate
 from tunesmith.errors import ConfigError
-from tunesmith.loop.buffer import Buffer, Started
-from tunesmith.loop.collect import Collector
-from tunesmith.loop.gate import Gate
-from tunesmith.monitor.metrics import read_metrics
+from tunesmith.learn.environments.base import Generate
+from tunesmith.records.metrics import read_metrics
+from tunesmith.run import placement
+from tunesmith.run.loop.buffer import Buffer, Started
+from tunesmith.run.loop.collect import Collector
+from tunesmith.run.loop.gate import Gate
 from tunesmith.types import Completion, Rollout, RolloutGroup, Sampling, Status, Task
 
 
@@ -250,7 +250,7 @@ def test_a_run_that_plays_ahead(tmp_path: Path) -> None:
         "rollout__over_generation": 2.0,
         "train__steps": 5,
     }
-    outcome = assembly.run_rl(None, rl_settings(tmp_path, save_model(tmp_path / "model"), "run", **changed))
+    outcome = placement.run_rl(None, rl_settings(tmp_path, save_model(tmp_path / "model"), "run", **changed))
     lines = [line for line in read_metrics(outcome.run_dir / "metrics.jsonl") if "optimizer_steps" in line]
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
     assert max(line["staleness/max"] for line in lines) == 1
@@ -269,14 +269,14 @@ def test_a_run_that_plays_ahead(tmp_path: Path) -> None:
 )
 def test_settings_that_would_do_nothing_are_refused(tmp_path: Path, settings: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        assembly.run_rl(None, rl_settings(tmp_path, save_model(tmp_path / "model"), **settings))
+        placement.run_rl(None, rl_settings(tmp_path, save_model(tmp_path / "model"), **settings))
 
 
 def test_taking_turns_on_a_device_changes_nothing(tmp_path: Path) -> None:
     """The engine's memory is given back before every training step; the curve is the same."""
     model = save_model(tmp_path / "model")
-    plain = assembly.run_rl(None, rl_settings(tmp_path, model, "plain"))
-    turns = assembly.run_rl(None, rl_settings(tmp_path, model, "turns", system__hybrid=True))
+    plain = placement.run_rl(None, rl_settings(tmp_path, model, "plain"))
+    turns = placement.run_rl(None, rl_settings(tmp_path, model, "turns", system__hybrid=True))
     losses = [
         [line["loss"] for line in read_metrics(outcome.run_dir / "metrics.jsonl") if "loss" in line]
         for outcome in (plain, turns)
@@ -287,7 +287,7 @@ def test_taking_turns_on_a_device_changes_nothing(tmp_path: Path) -> None:
 def test_turns_and_working_at_once_exclude_each_other(tmp_path: Path) -> None:
     changed = {"system__engine_process": True, "rollout__max_staleness": 1, "system__hybrid": True}
     with pytest.raises(ConfigError, match="leave one of the two out"):
-        assembly.run_rl(None, rl_settings(tmp_path, save_model(tmp_path / "model"), **changed))
+        placement.run_rl(None, rl_settings(tmp_path, save_model(tmp_path / "model"), **changed))
 
 
 @pytest.mark.slow
@@ -296,7 +296,7 @@ def test_a_short_epoch_makes_no_short_batches(tmp_path: Path) -> None:
     changed: dict[str, Any] = {"system__engine_process": True, "rollout__max_staleness": 1}
     changed |= {"rollout__prompts_per_step": 12, "rollout__group_size": 2, "train__steps": 6, "monitor__samples": 99}
     settings = rl_settings(tmp_path, save_model(tmp_path / "model"), **changed)
-    run = assembly.run_rl(None, settings).run_dir
+    run = placement.run_rl(None, settings).run_dir
     assert max(line["staleness/max"] for line in read_metrics(run / "metrics.jsonl")) <= 1
     steps = Counter(json.loads(line)["step"] for line in (run / "rollouts.jsonl").read_text().splitlines())
     assert steps == dict.fromkeys(range(1, 7), 12 * 2)

@@ -10,21 +10,21 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from tunesmith.algorithms.presets import PRESETS
 from tunesmith.cli.main import app
 from tunesmith.config.commands import KINDS, all_keys
 from tunesmith.config.load import find_kind, load_config
 from tunesmith.config.system import VllmSection
-from tunesmith.data.prepare import peek
-from tunesmith.environments.loading import check_environment
 from tunesmith.errors import ConfigError
+from tunesmith.guide.explain.settings import settings_of
+from tunesmith.guide.recipes.start import HELD_OUT, STARTS, TRAIN, make_tiny_model, write_start
+from tunesmith.learn.algorithms.presets import PRESETS
+from tunesmith.learn.data.prepare import peek
+from tunesmith.learn.environments.loading import check_environment
 from tunesmith.models.families import KNOWN, REFUSED
 from tunesmith.plan.facts.hardware import read_hardware
 from tunesmith.plan.facts.model import read_model_facts
 from tunesmith.plan.facts.run import Facts
 from tunesmith.plan.resolve import resolve
-from tunesmith.recipes.start import HELD_OUT, STARTS, TRAIN, make_tiny_model, write_start
-from tunesmith.reference.settings import settings_of
 
 
 @pytest.fixture(scope="module")

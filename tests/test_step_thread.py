@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from threading import Event
 
-from tunesmith.engines.step_thread import StepThread
+from tunesmith.run.engines.step_thread import StepThread
 
 
 async def test_requests_that_an_answer_brings_in_start_together() -> None:

@@ -12,7 +12,7 @@ from tiny import save_model
 from tiny_runs import rl_settings, sft_settings
 from tunesmith.cli.main import app
 from tunesmith.errors import ConfigError
-from tunesmith.tune.steps import measure_steps, measured
+from tunesmith.guide.tune.steps import measure_steps, measured
 
 STEP = {
     "seconds": 11.0, "seconds/rollout": 6.0, "seconds/train": 3.0, "seconds/sync": 1.0, "seconds/eval": 1.0,

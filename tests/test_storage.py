@@ -9,7 +9,7 @@ from unittest.mock import Mock
 import pytest
 
 from tunesmith.errors import StorageError
-from tunesmith.storage import cache_folder, read_json, replacing, write_json
+from tunesmith.records.storage import cache_folder, read_json, replacing, write_json
 
 
 def test_a_user_without_a_home_has_a_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -18,29 +18,29 @@ from fake_runs import GIVEN, RL, TINY
 from fake_runs import resolved as resolved_there
 from test_memory import A10G, A100, LLAMA_70B, QWEN_7B, SMALL, on, refusal, resolved
 from tiny import save_model
-from tunesmith.algorithms.objective import SFTObjective
-from tunesmith.assembly.dry_run import dry_run
-from tunesmith.assembly.planes import published
-from tunesmith.assembly.rewards import SequenceScores
-from tunesmith.backends.optimizer import AdamWSettings
-from tunesmith.backends.passes import Passes
-from tunesmith.backends.torch import TorchBackend
 from tunesmith.config.schema import LoraSection, RLConfig, SFTConfig
-from tunesmith.data.forest import Packing
 from tunesmith.errors import ConfigError, DeviceMemoryError
-from tunesmith.fake_device.device import FakeDevice
-from tunesmith.fake_device.threads import FIRST
-from tunesmith.kernels import training_functions
+from tunesmith.guide.simulate.device import FakeDevice
+from tunesmith.guide.simulate.dry_run import dry_run
+from tunesmith.guide.simulate.threads import FIRST
+from tunesmith.learn.algorithms.objective import SFTObjective
+from tunesmith.learn.data.micro_batches import Packing
 from tunesmith.models import adapters
 from tunesmith.models.causal_lm import CausalLM
+from tunesmith.models.cpu import training_functions
+from tunesmith.models.parallel.host_memory import stored_state
+from tunesmith.models.parallel.sharding import decoder_layers
+from tunesmith.models.parallel.streamed import StreamedLayers, stored
 from tunesmith.models.score_model import ScoreModel
-from tunesmith.parallel.host_memory import stored_state
-from tunesmith.parallel.sharding import decoder_layers
-from tunesmith.parallel.streamed import StreamedLayers, stored
 from tunesmith.plan.cost.device import Layout
 from tunesmith.plan.cost.price import PINNED, layer_copy, price
 from tunesmith.plan.cost.seconds import TO_THE_HOST, step_seconds
 from tunesmith.plan.facts.machines import machine
+from tunesmith.run.placement.planes import published
+from tunesmith.run.placement.rewards import SequenceScores
+from tunesmith.run.trainers.optimizer import AdamWSettings
+from tunesmith.run.trainers.passes import Passes
+from tunesmith.run.trainers.torch import TorchBackend
 
 LAYERS = 4
 GB = 10**9

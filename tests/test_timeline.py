@@ -15,10 +15,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tunesmith.monitor.timeline import REWARD, TRAINER, Span, Timeline, covered, mean_level
-from tunesmith.monitor.trace import in_rows
-from tunesmith.monitor.watchdog import Watchdog, threads_at
-from tunesmith.usercode.calls import EpisodeCode
+from tunesmith.learn.usercode.calls import EpisodeCode
+from tunesmith.records.timeline import REWARD, TRAINER, Span, Timeline, covered, mean_level
+from tunesmith.records.trace import in_rows
+from tunesmith.records.watchdog import Watchdog, threads_at
 
 
 class Hand:

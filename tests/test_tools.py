@@ -13,9 +13,10 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from data_tokenizers import byte_level, template
 from episodes import check_tokens, load, made_task, ok, play
 from tool_calls import call, said
-from tunesmith.data.chat import ChatTemplate
-from tunesmith.data.chat_checks import check_chatml
-from tunesmith.environments.tools import (
+from tunesmith.errors import ConfigError
+from tunesmith.learn.data.chat import ChatTemplate
+from tunesmith.learn.data.chat_checks import check_chatml
+from tunesmith.learn.environments.tools import (
     BadCall,
     Parse,
     ToolCall,
@@ -24,7 +25,6 @@ from tunesmith.environments.tools import (
     parse_mistral,
     parser_for,
 )
-from tunesmith.errors import ConfigError
 from tunesmith.types import Status
 
 ADD = ToolCall("add", {"a": 1, "b": 2})

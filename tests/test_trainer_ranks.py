@@ -24,24 +24,25 @@ from torch import Tensor, nn
 
 import training
 from tiny import save_model
-from tunesmith.algorithms.objective import Objective, SFTObjective
-from tunesmith.backends.base import Quantity
-from tunesmith.backends.memory import memory_boundary
-from tunesmith.backends.optimizer import AdamWSettings, MasterOptimizer
-from tunesmith.backends.torch import TorchBackend
 from tunesmith.config.schema import LoraSection
-from tunesmith.data.batch import Batch, Floats
-from tunesmith.data.forest import Forest, Packing, Predictions
-from tunesmith.data.packing import pack
-from tunesmith.data.trie import num_forest_tokens
-from tunesmith.distributed import rank_group
-from tunesmith.distributed.process_group import open_store
-from tunesmith.distributed.rank_group import RankGroup, reach_store
+from tunesmith.costs import CostModel
 from tunesmith.errors import DeviceMemoryError, ModelError, TrainerLostError
-from tunesmith.loop.learner import Learner
+from tunesmith.learn.algorithms.objective import Objective, SFTObjective
+from tunesmith.learn.data.batch import Batch, Floats
+from tunesmith.learn.data.micro_batches import Packing
+from tunesmith.learn.data.packing import pack
+from tunesmith.learn.data.trie import num_forest_tokens
 from tunesmith.models import adapters
 from tunesmith.models.causal_lm import CausalLM
-from tunesmith.plan.cost.operations import CostModel
+from tunesmith.models.forest import Forest, Predictions
+from tunesmith.run.loop.learner import Learner
+from tunesmith.run.processes import rank_group
+from tunesmith.run.processes.process_group import open_store
+from tunesmith.run.processes.rank_group import RankGroup, reach_store
+from tunesmith.run.trainers.base import Quantity
+from tunesmith.run.trainers.memory import memory_boundary
+from tunesmith.run.trainers.optimizer import AdamWSettings, MasterOptimizer
+from tunesmith.run.trainers.torch import TorchBackend
 from tunesmith.types import Sample
 
 HERE, PATIENCE = "127.0.0.1", 300.0
@@ -291,7 +292,9 @@ def test_a_rank_that_does_not_come_to_the_sum_is_lost_after_the_stated_time() ->
 # Processes
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["tunesmith.backends.torch", "tunesmith.models.adapters", "tunesmith.models.causal_lm"])
+CONTEXT.set_forkserver_preload(
+    ["tunesmith.run.trainers.torch", "tunesmith.models.adapters", "tunesmith.models.causal_lm"]
+)
 
 
 class Processes:

@@ -17,14 +17,22 @@ from typer.testing import CliRunner
 
 import tiny
 from tiny_runs import sft_settings
-from tunesmith.backends.state_files import write_state
 from tunesmith.cli.main import app
 from tunesmith.config.load import load_config
 from tunesmith.config.resolved import settings
 from tunesmith.config.schema import RLConfig, SFTConfig
 from tunesmith.config.section import known
 from tunesmith.errors import CapacityError, ConfigError
-from tunesmith.monitor.progress import duration
+from tunesmith.guide.tune.arms import TrialEnded
+from tunesmith.guide.tune.bench import Bench
+from tunesmith.guide.tune.intervals import MOST_PAIRS, interval
+from tunesmith.guide.tune.knobs import Shape, neighbours
+from tunesmith.guide.tune.proof import Proof, compare_gradients
+from tunesmith.guide.tune.result import Journal, Trial, check_files
+from tunesmith.guide.tune.search import Candidate, TrialOutcome, search
+from tunesmith.guide.tune.setup import MANY, pinned_settings, stated, trial_config, tuned_values, without_tuned
+from tunesmith.guide.tune.trial import ended_by
+from tunesmith.guide.tune.tuning import Tuning, open_tuning
 from tunesmith.plan.cost.seconds import expected_seconds
 from tunesmith.plan.facts.hardware import Hardware
 from tunesmith.plan.facts.measured import remembered
@@ -32,16 +40,8 @@ from tunesmith.plan.facts.model import ModelFacts
 from tunesmith.plan.facts.run import Facts
 from tunesmith.plan.filling import with_values
 from tunesmith.plan.resolve import resolve
-from tunesmith.tune.arms import TrialEnded
-from tunesmith.tune.bench import Bench
-from tunesmith.tune.intervals import MOST_PAIRS, interval
-from tunesmith.tune.knobs import Shape, neighbours
-from tunesmith.tune.proof import Proof, compare_gradients
-from tunesmith.tune.result import Journal, Trial, check_files
-from tunesmith.tune.search import Candidate, TrialOutcome, search
-from tunesmith.tune.setup import MANY, pinned_settings, stated, trial_config, tuned_values, without_tuned
-from tunesmith.tune.trial import ended_by
-from tunesmith.tune.tuning import Tuning, open_tuning
+from tunesmith.records.progress import duration
+from tunesmith.run.trainers.state_files import write_state
 
 MODEL = ModelFacts(
     parameters=2_000_000, layers=4, hidden_size=128, intermediate_size=512, heads=4, kv_heads=2, head_dim=32,
@@ -326,7 +326,7 @@ class FakeArm:
 def tuning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Tuning]:
     """Two threads are derived."""
     for room in ("bench", "tuning"):
-        monkeypatch.setattr(f"tunesmith.tune.{room}.Arm", FakeArm)
+        monkeypatch.setattr(f"tunesmith.guide.tune.{room}.Arm", FakeArm)
     monkeypatch.setattr(FakeArm, "running", [])
     monkeypatch.setattr(FakeArm, "dead", set())
     config = load_config(SFTConfig, None, ["model.path=org/m", "data.train=org/data", "system.threads=2"])
@@ -401,8 +401,8 @@ def test_a_first_step_that_outlasts_the_limit_is_refused_with_a_longer_one(
         def start(self) -> None:
             raise TrialEnded("slow", "it took too long")
 
-    monkeypatch.setattr("tunesmith.tune.tuning.Arm", Slow)
-    monkeypatch.setattr("tunesmith.tune.tuning.facts_of_run", lambda _: Facts(machine(), MODEL))
+    monkeypatch.setattr("tunesmith.guide.tune.tuning.Arm", Slow)
+    monkeypatch.setattr("tunesmith.guide.tune.tuning.facts_of_run", lambda _: Facts(machine(), MODEL))
     (tmp_path / "run.toml").write_text('[model]\npath = "org/model"\n[data]\ntrain = "org/data"\n')
     lines: list[str] = []
     with (

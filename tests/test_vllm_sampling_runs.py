@@ -12,10 +12,10 @@ import pytest
 import tiny
 from fake_engine import FakeEngine
 from tiny_runs import sums, write_lines
-from tunesmith.engines.vllm.start import VllmSettings
-from tunesmith.offline import sampling
-from tunesmith.offline.generate import run_generate
-from tunesmith.offline.rft import run_rft
+from tunesmith.run.engines.vllm.start import VllmSettings
+from tunesmith.run.offline import sampling
+from tunesmith.run.offline.generate import run_generate
+from tunesmith.run.offline.rft import run_rft
 
 REWARD = """\
 def first_letter(completions, **columns):
@@ -34,7 +34,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[VllmSettings]:
             found.append(settings)
             super().__init__(vocab_size=261, eos_token_ids=(2,))
 
-    monkeypatch.setattr("tunesmith.engines.vllm.engine.VllmEngine", Fake)
+    monkeypatch.setattr("tunesmith.run.engines.vllm.engine.VllmEngine", Fake)
     monkeypatch.setattr("tunesmith.plan.rules.vllm.find_spec", lambda _: object())
     return found
 

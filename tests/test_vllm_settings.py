@@ -9,12 +9,10 @@ from typing import Any
 
 import pytest
 
-from tunesmith.assembly.engines import engine_settings
 from tunesmith.config.commands import GenerateConfig, RFTConfig
 from tunesmith.config.load import load_config
 from tunesmith.config.resolved import config_text, settings
 from tunesmith.config.schema import RLConfig, SFTConfig
-from tunesmith.engines.vllm.start import VllmSettings, engine_arguments
 from tunesmith.errors import ConfigError
 from tunesmith.plan.facts.hardware import Gpu, Hardware
 from tunesmith.plan.facts.model import ModelFacts
@@ -22,6 +20,8 @@ from tunesmith.plan.facts.run import Facts
 from tunesmith.plan.resolve import resolve
 from tunesmith.plan.rules.checks import check, contradictions
 from tunesmith.plan.rules.vllm import FIXED_ARGUMENTS, OWN_ARGUMENTS, extra_problem, version_problem
+from tunesmith.run.engines.vllm.start import VllmSettings, engine_arguments
+from tunesmith.run.placement.engines import engine_settings
 
 MODEL = ModelFacts(
     parameters=10**6, layers=4, hidden_size=64, intermediate_size=128, heads=6, kv_heads=2, head_dim=32,

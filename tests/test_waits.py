@@ -16,14 +16,14 @@ import pytest
 import tiny
 import tunesmith
 from tiny_runs import sums, write_lines
-from tunesmith.assembly import engines
 from tunesmith.config.commands import GenerateConfig
 from tunesmith.config.load import load_config
+from tunesmith.config.objects import load_function
 from tunesmith.errors import EngineLostError
-from tunesmith.monitor import waits
-from tunesmith.monitor.waits import long_wait
-from tunesmith.offline.generate import run_generate
-from tunesmith.usercode.loading import load_function
+from tunesmith.records import waits
+from tunesmith.records.waits import long_wait
+from tunesmith.run.offline.generate import run_generate
+from tunesmith.run.placement import engines
 
 
 def test_lines_come_while_it_takes_long_and_none_afterwards() -> None:
@@ -91,7 +91,12 @@ def test_a_slow_import_of_user_code_says_so(tmp_path: Path, monkeypatch: pytest.
     assert out.getvalue() == f"still importing {tmp_path / 'slow.py'}: 0.01 s\n"
 
 
-DATES = {"monitor/metrics.py", "monitor/sinks/mlflow.py", "monitor/sinks/tensorboard.py", "environments/openai_api.py"}
+DATES = {
+    "records/metrics.py",
+    "records/sinks/mlflow.py",
+    "records/sinks/tensorboard.py",
+    "learn/environments/openai_api.py",
+}
 """Where the time of day is recorded, for people and other programs."""
 
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tunesmith.backends.masters import Master
-from tunesmith.kernels import training_functions, weight_gradients
-from tunesmith.kernels.lean_ops import embed, linear
-from tunesmith.kernels.training_functions import functions
+from tunesmith.models.cpu import training_functions, weight_gradients
+from tunesmith.models.cpu.training_functions import functions
 from tunesmith.models.head import Head, fused_logprobs
+from tunesmith.models.kernels.lean_ops import embed, linear
+from tunesmith.run.trainers.masters import Master
 
 pytestmark = pytest.mark.skipif(
     functions() is None, reason="this CPU multiplies nothing in bfloat16, or there is no compiler"

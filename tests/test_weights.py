@@ -21,23 +21,23 @@ from torch import Tensor
 
 from tiny import save_model
 from tiny_runs import sums, write_lines
-from tunesmith.assembly.planes import published, published_bytes, read_offer
 from tunesmith.config.load import load_config
 from tunesmith.config.schema import LoraSection, RLConfig
-from tunesmith.distributed.checksum import checksum
-from tunesmith.distributed.process_group import open_store
 from tunesmith.errors import ConfigError, EngineError, StorageError
 from tunesmith.models.adapters import attach
 from tunesmith.models.causal_lm import CausalLM
-from tunesmith.parallel.sharding import whole_weights
+from tunesmith.models.parallel.sharding import whole_weights
 from tunesmith.plan.rules.checks import check
-from tunesmith.weights import files
-from tunesmith.weights.base import NamedTensors, Offer, Plane
-from tunesmith.weights.broadcast import BroadcastPlane
-from tunesmith.weights.files import FilePlane
-from tunesmith.weights.ipc import IpcPlane
-from tunesmith.weights.rounds import LOOPBACK
-from tunesmith.weights.spread import spread
+from tunesmith.run.placement.planes import published, published_bytes, read_offer
+from tunesmith.run.processes.checksum import checksum
+from tunesmith.run.processes.process_group import open_store
+from tunesmith.run.weights import files
+from tunesmith.run.weights.base import NamedTensors, Offer, Plane
+from tunesmith.run.weights.broadcast import BroadcastPlane
+from tunesmith.run.weights.files import FilePlane
+from tunesmith.run.weights.ipc import IpcPlane
+from tunesmith.run.weights.rounds import LOOPBACK
+from tunesmith.run.weights.spread import spread
 
 GPUS = torch.cuda.device_count()
 
@@ -125,7 +125,7 @@ async def test_what_was_published_arrives_bit_by_bit(make: Callable[[NamedTensor
 async def test_every_rank_of_an_engine_takes_the_whole_broadcast(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Ranks of an engine are told apart by their number in its own group, here that of a thread."""
     own, named = threading.local(), tensors()
-    monkeypatch.setattr("tunesmith.weights.rounds.dist.get_rank", lambda: own.rank)
+    monkeypatch.setattr("tunesmith.run.weights.rounds.dist.get_rank", lambda: own.rank)
     plane = over_gloo(named.items, ranks=2, plane=name)
     await plane.publish(5)
     offers = await plane.offer(2)

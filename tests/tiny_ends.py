@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 import data_tokenizers as kit
 import tiny
 import tunesmith
-from tunesmith.data.chat import ChatTemplate
+from tunesmith.learn.data.chat import ChatTemplate
 from tunesmith.models.causal_lm import CausalLM
 
 PLAIN = "{% for m in messages %}{{ m['content'] }}{% if m['role'] == 'assistant' %}</s>{% endif %}\n{% endfor %}"

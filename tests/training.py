@@ -10,14 +10,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tunesmith.algorithms.aggregation import weigh
-from tunesmith.algorithms.objective import Objective
-from tunesmith.backends.optimizer import AdamWSettings
-from tunesmith.backends.torch import TorchBackend
-from tunesmith.data.batch import Batch
-from tunesmith.data.forest import Forest, Packing, build_forest
-from tunesmith.loop.learner import Learner
+from tunesmith.learn.algorithms.aggregation import weigh
+from tunesmith.learn.algorithms.objective import Objective
+from tunesmith.learn.data.batch import Batch
+from tunesmith.learn.data.micro_batches import Packing, build_forest
 from tunesmith.models.causal_lm import CausalLM
+from tunesmith.models.forest import Forest
+from tunesmith.run.loop.learner import Learner
+from tunesmith.run.trainers.optimizer import AdamWSettings
+from tunesmith.run.trainers.torch import TorchBackend
 from tunesmith.types import Sample
 
 Grads = dict[str, Tensor]

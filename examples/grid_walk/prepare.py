@@ -3,7 +3,7 @@
 import random
 from pathlib import Path
 
-from tunesmith.recipes.arithmetic import make_model, write_lines
+from tunesmith.guide.recipes.arithmetic import make_model, write_lines
 
 HERE = Path(__file__).parent
 FAR = 3

@@ -11,43 +11,43 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tunesmith.algorithms.advantages import GRPO, Estimator, compute_advantages
-    from tunesmith.algorithms.corrections import Correction
-    from tunesmith.algorithms.losses import Loss, PolicyBatch, TokenLoss
-    from tunesmith.algorithms.objective import PolicyObjective
-    from tunesmith.algorithms.outcomes import Advantages, Outcome
     from tunesmith.api import distill, dpo, kto, prm, rft, rl, rm, sft
-    from tunesmith.assembly.session import RunResult
-    from tunesmith.backends.optimizer import AdamWSettings
-    from tunesmith.backends.torch import TorchBackend
-    from tunesmith.data.batch import Batch
-    from tunesmith.engines.local.engine import LocalEngine
-    from tunesmith.loop.callbacks import STOP
-    from tunesmith.loop.experience import rollout_batch
-    from tunesmith.loop.learner import Learner
+    from tunesmith.learn.algorithms.advantages import GRPO, Estimator, compute_advantages
+    from tunesmith.learn.algorithms.corrections import Correction
+    from tunesmith.learn.algorithms.losses import Loss, PolicyBatch, TokenLoss
+    from tunesmith.learn.algorithms.objective import PolicyObjective
+    from tunesmith.learn.algorithms.outcomes import Advantages, Outcome
+    from tunesmith.learn.data.batch import Batch
     from tunesmith.models.causal_lm import CausalLM
-    from tunesmith.offline.inference import Generation, generate
+    from tunesmith.run.engines.local.engine import LocalEngine
+    from tunesmith.run.loop.callbacks import STOP
+    from tunesmith.run.loop.experience import rollout_batch
+    from tunesmith.run.loop.learner import Learner
+    from tunesmith.run.offline.inference import Generation, generate
+    from tunesmith.run.placement.session import RunResult
+    from tunesmith.run.trainers.optimizer import AdamWSettings
+    from tunesmith.run.trainers.torch import TorchBackend
     from tunesmith.types import Rollout, Sample, Sampling, Task
 
 _MODULES = {
-    "STOP": "loop.callbacks",
-    "Generation": "offline.inference",
-    "RunResult": "assembly.session",
-    "generate": "offline.inference",
+    "STOP": "run.loop.callbacks",
+    "Generation": "run.offline.inference",
+    "RunResult": "run.placement.session",
+    "generate": "run.offline.inference",
     **dict.fromkeys(("distill", "dpo", "kto", "prm", "rft", "rl", "rm", "sft"), "api"),
-    "AdamWSettings": "backends.optimizer",
-    **dict.fromkeys(("Advantages", "Outcome"), "algorithms.outcomes"),
-    "Batch": "data.batch",
+    "AdamWSettings": "run.trainers.optimizer",
+    **dict.fromkeys(("Advantages", "Outcome"), "learn.algorithms.outcomes"),
+    "Batch": "learn.data.batch",
     "CausalLM": "models.causal_lm",
-    "Correction": "algorithms.corrections",
-    **dict.fromkeys(("Estimator", "GRPO", "compute_advantages"), "algorithms.advantages"),
-    "Learner": "loop.learner",
-    "LocalEngine": "engines.local.engine",
-    **dict.fromkeys(("Loss", "PolicyBatch", "TokenLoss"), "algorithms.losses"),
-    "PolicyObjective": "algorithms.objective",
+    "Correction": "learn.algorithms.corrections",
+    **dict.fromkeys(("Estimator", "GRPO", "compute_advantages"), "learn.algorithms.advantages"),
+    "Learner": "run.loop.learner",
+    "LocalEngine": "run.engines.local.engine",
+    **dict.fromkeys(("Loss", "PolicyBatch", "TokenLoss"), "learn.algorithms.losses"),
+    "PolicyObjective": "learn.algorithms.objective",
     **dict.fromkeys(("Rollout", "Sample", "Sampling", "Task"), "types"),
-    "TorchBackend": "backends.torch",
-    "rollout_batch": "loop.experience",
+    "TorchBackend": "run.trainers.torch",
+    "rollout_batch": "run.loop.experience",
 }
 
 __all__ = [

@@ -20,14 +20,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from tunesmith.api_call import ApiCall, Data
 from tunesmith.config.commands import DPOConfig, KTOConfig, PRMConfig, RMConfig
 from tunesmith.config.schema import RunConfig, SFTConfig
-from tunesmith.loop.callbacks import Callbacks, Metrics
+from tunesmith.run.loop.callbacks import Callbacks, Metrics
+from tunesmith.run.placement.api_call import ApiCall, Data
 
 if TYPE_CHECKING:
-    from tunesmith.assembly.session import RunResult
-    from tunesmith.offline.rft import RFTOutcome
+    from tunesmith.run.offline.rft import RFTOutcome
+    from tunesmith.run.placement.session import RunResult
 
 Function = Callable[..., Any]
 OnMetrics = Callable[[int, Metrics], bool | None]
@@ -72,7 +72,7 @@ def rl(
     Raises:
         UserError: settings, data or reward cannot be used; nothing was trained.
     """
-    from tunesmith.assembly import run_rl
+    from tunesmith.run.placement import run_rl
 
     if environment is not None and not isinstance(environment, Mapping):
         environment = {"path": environment}
@@ -102,7 +102,7 @@ def distill(
 
     The other arguments are those of ``rl``.
     """
-    from tunesmith.assembly import run_distill
+    from tunesmith.run.placement import run_distill
 
     given = {"teacher.path": teacher, "run_dir": run_dir, "checkpoint.resume": resume or None}
     callbacks = Callbacks(on_step, on_evaluation, on_checkpoint)
@@ -124,7 +124,7 @@ def _supervised(kind: type[RunConfig], purpose: str) -> Callable[..., RunResult]
         on_checkpoint: OnCheckpoint | None = None,
         **settings: Any,
     ) -> RunResult:
-        from tunesmith.assembly.train import run_supervised
+        from tunesmith.run.placement.train import run_supervised
 
         given = {"run_dir": run_dir, "checkpoint.resume": resume or None}
         callbacks = Callbacks(on_step, on_evaluation, on_checkpoint)
@@ -160,7 +160,7 @@ def rft(
 
     The other arguments are those of ``rl``.
     """
-    from tunesmith.offline.rft import run_rft
+    from tunesmith.run.offline.rft import run_rft
 
     given = {"reward": _rewards(reward), "run_dir": run_dir or Path("runs").absolute() / "rft"}
     return ApiCall("rft", model, train, eval, given, settings).run(partial(run_rft, step), Callbacks())

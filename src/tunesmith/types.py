@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from tunesmith.errors import EpisodeError
 
@@ -302,3 +302,22 @@ class Sample:
     weight. -1: the sample is a sequence by itself."""
     stand_ins: int = 0
     """Tokens at its end that are not part of the sequence, such as one that stands in for a target."""
+
+
+class Tokenizer(Protocol):
+    """The parts of a Hugging Face tokenizer that are used here."""
+
+    chat_template: Any
+
+    @property
+    def bos_token_id(self) -> Any: ...
+    @property
+    def eos_token_id(self) -> Any: ...
+    @property
+    def all_special_tokens(self) -> list[str]: ...
+    @property
+    def special_tokens_map(self) -> dict[str, Any]: ...
+    def __call__(self, text: Any, *, add_special_tokens: bool = True, return_offsets_mapping: bool = False) -> Any: ...
+    def decode(self, token_ids: Any, skip_special_tokens: bool = False, **kwargs: Any) -> Any: ...
+    def get_chat_template(self, chat_template: str | None = None, tools: Any = None) -> str: ...
+    def apply_chat_template(self, conversation: Any, tools: Any = None, **kwargs: Any) -> Any: ...

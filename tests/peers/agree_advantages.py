@@ -13,8 +13,8 @@ from torch import Tensor
 from verl.trainer.config import AlgoConfig
 from verl.trainer.ppo import core_algos
 
-from tunesmith.algorithms.advantages import GAE, GDPO, VAPO, compute_advantages
-from tunesmith.algorithms.kl import kl_values
+from tunesmith.learn.algorithms.advantages import GAE, GDPO, VAPO, compute_advantages
+from tunesmith.learn.algorithms.kl import kl_values
 
 seeds = pytest.mark.parametrize("seed", SEEDS)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from trl_trainers import grpo_loss
 from verl_losses import AGGREGATIONS, verl_loss
 
-from tunesmith.algorithms.objective import SFTObjective, prepare_columns
+from tunesmith.learn.algorithms.objective import SFTObjective, prepare_columns
 
 seeds = pytest.mark.parametrize("seed", SEEDS)
 aggregations = pytest.mark.parametrize("aggregation", sorted(AGGREGATIONS))

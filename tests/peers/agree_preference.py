@@ -13,8 +13,8 @@ from openrlhf_models import loss as openrlhf
 from torch import Tensor
 from trl_trainers import dpo_loss, kto_loss, reward_loss
 
-from tunesmith.algorithms.objective import Objective
-from tunesmith.algorithms.preference import (
+from tunesmith.learn.algorithms.objective import Objective
+from tunesmith.learn.algorithms.preference import (
     AGGREGATION,
     DPOObjective,
     KTOObjective,

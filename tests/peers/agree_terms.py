@@ -30,10 +30,10 @@ from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_weig
 from verl.utils import torch_functional as verl
 from verl_losses import AGGREGATIONS, actor_config, verl_loss
 
-from tunesmith.algorithms.corrections import Correction, correction_weights
-from tunesmith.algorithms.kl import KLController, kl_loss, kl_values
-from tunesmith.algorithms.objective import ValueObjective
-from tunesmith.algorithms.shaping import OverlongRamp, stop_properly
+from tunesmith.learn.algorithms.corrections import Correction, correction_weights
+from tunesmith.learn.algorithms.kl import KLController, kl_loss, kl_values
+from tunesmith.learn.algorithms.objective import ValueObjective
+from tunesmith.learn.algorithms.shaping import OverlongRamp, stop_properly
 from tunesmith.models.head import Head, LogitScale, fused_logprobs
 
 seeds = pytest.mark.parametrize("seed", SEEDS)

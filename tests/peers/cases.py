@@ -11,15 +11,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tunesmith.algorithms.advantages import Estimator, compute_advantages
-from tunesmith.algorithms.aggregation import weigh
-from tunesmith.algorithms.losses import Loss
-from tunesmith.algorithms.objective import Objective, policy_objective, prepare_columns
-from tunesmith.algorithms.outcomes import Floats, Outcome
-from tunesmith.algorithms.resolve import resolve_algorithm
 from tunesmith.config.algorithm import AlgorithmSection
-from tunesmith.data.batch import Batch
-from tunesmith.data.forest import Predictions
+from tunesmith.learn.algorithms.advantages import Estimator, compute_advantages
+from tunesmith.learn.algorithms.aggregation import weigh
+from tunesmith.learn.algorithms.losses import Loss
+from tunesmith.learn.algorithms.objective import Objective, policy_objective, prepare_columns
+from tunesmith.learn.algorithms.outcomes import Floats, Outcome
+from tunesmith.learn.algorithms.resolve import resolve_algorithm
+from tunesmith.learn.data.batch import Batch
+from tunesmith.models.forest import Predictions
 from tunesmith.types import Sample
 
 # By its path: with all of tests/ importable, a folder there would pass for the package of that name.

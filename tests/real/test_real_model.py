@@ -19,12 +19,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tiny_runs import write_lines
 from training import forest_of
-from tunesmith import assembly
 from tunesmith.models.causal_lm import CausalLM
-from tunesmith.monitor.metrics import read_metrics
-from tunesmith.offline.generate import run_generate
-from tunesmith.offline.rft import run_rft
 from tunesmith.plan.facts.instructions import highest
+from tunesmith.records.metrics import read_metrics
+from tunesmith.run import placement
+from tunesmith.run.offline.generate import run_generate
+from tunesmith.run.offline.rft import run_rft
 from tunesmith.types import Sample
 
 MODEL = Path(os.environ.get("TUNESMITH_REAL_MODEL", ""))
@@ -100,13 +100,13 @@ def said(folder: Path, run: str, data: str, **settings: Any) -> list[str]:
     return [f"{key}={json.dumps(value)}" for key, value in values.items()]
 
 
-def rl(folder: Path, run: str, reward: str, **settings: Any) -> assembly.RunResult:
+def rl(folder: Path, run: str, reward: str, **settings: Any) -> placement.RunResult:
     common = {"rollout__prompts_per_step": 4, "rollout__group_size": 8, "train__lr": 1e-5, "algorithm__name": "grpo"}
     functions = {"reward__functions": [f"{folder / 'rewards.py'}:{reward}"]}
-    return assembly.run_rl(None, said(folder, run, "train.jsonl", **common, **functions, **settings))
+    return placement.run_rl(None, said(folder, run, "train.jsonl", **common, **functions, **settings))
 
 
-def steps(outcome: assembly.RunResult, name: str) -> list[float]:
+def steps(outcome: placement.RunResult, name: str) -> list[float]:
     return [line[name] for line in read_metrics(outcome.run_dir / "metrics.jsonl") if name in line]
 
 
@@ -166,10 +166,10 @@ def test_greedy_answers_are_transformers(folder: Path, record: Record) -> None:
 def test_sft_learns_and_a_merged_adapter_is_the_adapted_model(folder: Path, record: Record, tmp_path: Path) -> None:
     training = {"train__steps": 10, "train__batch_size": 8, "train__warmup_steps": 0}
     before = loss_by_transformers(MODEL)
-    whole = assembly.run_sft(None, said(folder, "sft", "examples.jsonl", train__lr=5e-5, **training))
-    lora = assembly.run_sft(None, said(folder, "lora", "examples.jsonl", lora__rank=8, train__lr=2e-3, **training))
+    whole = placement.run_sft(None, said(folder, "sft", "examples.jsonl", train__lr=5e-5, **training))
+    lora = placement.run_sft(None, said(folder, "lora", "examples.jsonl", lora__rank=8, train__lr=2e-3, **training))
     after = loss_by_transformers(Path(whole.checkpoint))
-    assembly.run_merge(Path(lora.checkpoint), tmp_path / "merged", dtype="float32")
+    placement.run_merge(Path(lora.checkpoint), tmp_path / "merged", dtype="float32")
     adapted, merged = loss_by_transformers(Path(lora.checkpoint)), loss_by_transformers(tmp_path / "merged")
     record("sft", loss_before=before, loss_after=after, with_lora=adapted, merged=merged)
     assert after < 0.5 * before and adapted < 0.5 * before
@@ -178,7 +178,7 @@ def test_sft_learns_and_a_merged_adapter_is_the_adapted_model(folder: Path, reco
 
 def test_dpo_prefers_what_was_chosen(folder: Path, record: Record) -> None:
     training = {"train__steps": 8, "train__batch_size": 8, "train__lr": 1e-5, "train__warmup_steps": 0}
-    losses = steps(assembly.run_dpo(None, said(folder, "dpo", "pairs.jsonl", **training)), "loss")
+    losses = steps(placement.run_dpo(None, said(folder, "dpo", "pairs.jsonl", **training)), "loss")
     record("dpo", loss_first=losses[0], loss_last=losses[-1])
     assert losses[0] == pytest.approx(0.6931, abs=0.02) and losses[-1] < 0.6
 

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from forks import popen
 from sums import COMMON, RL, overrides, taught
-from tunesmith.monitor.metrics import read_metrics
+from tunesmith.records.metrics import read_metrics
 
 pytestmark = pytest.mark.slow
 

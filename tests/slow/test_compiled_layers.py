@@ -16,15 +16,15 @@ from torch._dynamo.utils import counters
 from long import again
 from tiny import save_model
 from training import backend_of, difference, samples_of
-from tunesmith.algorithms.aggregation import weigh
-from tunesmith.algorithms.objective import SFTObjective
-from tunesmith.backends.torch import TorchBackend
 from tunesmith.config.schema import LoraSection
-from tunesmith.data.batch import Batch
-from tunesmith.data.forest import Packing
-from tunesmith.kernels.inductor import CACHE
+from tunesmith.learn.algorithms.aggregation import weigh
+from tunesmith.learn.algorithms.objective import SFTObjective
+from tunesmith.learn.data.batch import Batch
+from tunesmith.learn.data.micro_batches import Packing
 from tunesmith.models import adapters
 from tunesmith.models.causal_lm import CausalLM
+from tunesmith.models.kernels.inductor import CACHE
+from tunesmith.run.trainers.torch import TorchBackend
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("compiled layers")]
 

@@ -16,7 +16,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-import tunesmith.loop.rl
+import tunesmith.run.loop.rl
 from ill_runs import (
     RELEASED,
     Ward,
@@ -31,11 +31,11 @@ from ill_runs import (
 )  # fmt: skip
 from tiny_preferences import RUNS, lines_of, preference_settings
 from tiny_runs import write_lines
-from tunesmith.backends.torch import TorchBackend
-from tunesmith.doctor.findings import diagnose
-from tunesmith.doctor.record import read_record
-from tunesmith.loop.checkpoint import Checkpoints
-from tunesmith.loop.rollouts import SyncRollouts
+from tunesmith.records.doctor.findings import diagnose
+from tunesmith.records.doctor.record import read_record
+from tunesmith.run.loop.checkpoint import Checkpoints
+from tunesmith.run.loop.rollouts import SyncRollouts
+from tunesmith.run.trainers.torch import TorchBackend
 
 pytestmark = pytest.mark.slow
 Injected = Callable[[], AbstractContextManager[None]]
@@ -173,7 +173,7 @@ RL: dict[str, tuple[str, Settings] | tuple[str, Settings, Injected]] = {
     ),
     "slow evaluation": (
         "slow_evaluation", {**HELD_OUT, "eval__every": 1, "eval__max_prompts": 240, **LITTLE},
-        partial(skipping, tunesmith.loop.rl, "evaluate", 30),
+        partial(skipping, tunesmith.run.loop.rl, "evaluate", 30),
     ),
     "a few long answers": (
         "stragglers",

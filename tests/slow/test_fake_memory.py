@@ -12,9 +12,9 @@ import pytest
 
 from fake_runs import resolved
 from long import again
-from tunesmith.assembly.dry_run import dry_run
 from tunesmith.errors import CapacityError
-from tunesmith.fake_device.threads import FIRST
+from tunesmith.guide.simulate.dry_run import dry_run
+from tunesmith.guide.simulate.threads import FIRST
 from tunesmith.plan.cost.memory import planned
 
 ROOT = Path(__file__).parents[2]

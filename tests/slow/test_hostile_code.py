@@ -9,8 +9,8 @@ import pytest
 
 from tiny import save_model
 from tiny_runs import rl_settings
-from tunesmith import assembly
-from tunesmith.monitor.metrics import read_metrics
+from tunesmith.records.metrics import read_metrics
+from tunesmith.run import placement
 
 pytestmark = pytest.mark.slow
 
@@ -38,7 +38,7 @@ def test_a_run_outlives_its_reward(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     settings = rl_settings(tmp_path, save_model(tmp_path / "model"), train__steps=4)
     (tmp_path / "rewards.py").write_text(HOSTILE)
     changed = ["reward.isolation=process", "reward.timeout=6", "reward.max_failed_share=0.6"]
-    outcome = assembly.run_rl(None, [s for s in settings if not s.startswith("reward.isolation")] + changed)
+    outcome = placement.run_rl(None, [s for s in settings if not s.startswith("reward.isolation")] + changed)
     lines: list[dict[str, Any]] = [line for line in read_metrics(outcome.run_dir / "metrics.jsonl") if "loss" in line]
     assert len(lines) == 4 and all((tmp_path / name).exists() for name in ("hung", "gone", "killed"))
     failed = sum(line["rollouts/failed"] * line["rollouts"] for line in lines)

@@ -15,9 +15,9 @@ from data_tokenizers import byte_level, template
 from episodes import check_tokens, load, made_task, ok, play
 from isolated_rewards import Make, loading, score
 from tunesmith.config.schema import RewardSection
-from tunesmith.rewards.loading import load_rewards
+from tunesmith.learn.rewards.loading import load_rewards
+from tunesmith.learn.usercode.killable import UserProgram, Workers
 from tunesmith.types import Rollout, Status
-from tunesmith.usercode.killable import UserProgram, Workers
 
 pytestmark = pytest.mark.slow
 
@@ -203,7 +203,7 @@ class Draws:
 
     def step(self, action):
         metrics = {"numpy": numpy.random.rand(), "random": random.random(), "torch": float(torch.rand(()))}
-        from tunesmith.environments.steps import StepResult
+        from tunesmith.learn.environments.steps import StepResult
         return StepResult(reward=0.0, done=True, metrics=metrics)
 """
 

@@ -17,8 +17,8 @@ from forks import popen
 from long import again
 from tiny import save_model
 from tiny_runs import rl_settings, same_tensors, sft_settings, sums, untimed, write_lines
-from tunesmith.loop.checkpoint import Checkpoints, read_state
-from tunesmith.monitor.metrics import read_metrics
+from tunesmith.records.metrics import read_metrics
+from tunesmith.run.loop.checkpoint import Checkpoints, read_state
 
 pytestmark = pytest.mark.slow
 
@@ -29,7 +29,7 @@ ENVIRONMENT = {**os.environ, "HF_HUB_OFFLINE": "1", "NO_COLOR": "1"}
 KILLED = """
 import random, signal, sys
 from tunesmith.cli.main import main
-from tunesmith.loop.checkpoint import Checkpoints
+from tunesmith.run.loop.checkpoint import Checkpoints
 
 within, after, save = float(sys.argv.pop(1)), int(sys.argv.pop(1)), Checkpoints.save
 

@@ -10,7 +10,7 @@ from test_kill_and_resume import finish, killed_after, seconds_of, start
 
 from tiny import save_model
 from tiny_runs import rl_settings, same_tensors, sums, untimed, write_lines
-from tunesmith.loop.checkpoint import read_state
+from tunesmith.run.loop.checkpoint import read_state
 
 pytestmark = pytest.mark.slow
 

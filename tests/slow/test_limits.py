@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM
 
 from tiny import save_model
 from tiny_runs import rl_settings, sft_settings, write_lines
-from tunesmith.loop.checkpoint import Checkpoints, read_state
-from tunesmith.monitor.metrics import read_metrics
+from tunesmith.records.metrics import read_metrics
+from tunesmith.run.loop.checkpoint import Checkpoints, read_state
 
 pytestmark = pytest.mark.slow
 
@@ -25,8 +25,8 @@ LIMITED = """\
 import resource, sys
 from pathlib import Path
 import torch
-from tunesmith import assembly
-from tunesmith.loop import supervised
+from tunesmith.run import placement
+from tunesmith.run.loop import supervised
 
 room = int(sys.argv.pop(1))
 run = supervised.run
@@ -40,7 +40,7 @@ def with_little_room(parts, session):
     run(parts, session)
 
 supervised.run = with_little_room
-assembly.run_sft(None, sys.argv[1:])
+placement.run_sft(None, sys.argv[1:])
 """
 ENVIRONMENT = {**os.environ, "HF_HUB_OFFLINE": "1", "NO_COLOR": "1", "OMP_NUM_THREADS": "1"}
 
@@ -144,7 +144,7 @@ def test_a_file_size_limit_is_told_like_a_full_disk(tmp_path: Path) -> None:
     settings = rl_settings(tmp_path, model, train__steps=4, checkpoint__every=1)
     limit = (
         "import resource\n"
-        "from tunesmith.loop.checkpoint import Checkpoints\n"
+        "from tunesmith.run.loop.checkpoint import Checkpoints\n"
         "save = Checkpoints.save\n"
         "def limited(self, step, *rest):\n"
         "    if step == 3:\n"

@@ -16,7 +16,7 @@ import pytest
 from test_rank_runs import same, sft_settings, wait_for_step
 
 from tiny import save_model
-from tunesmith import assembly
+from tunesmith.run import placement
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 TORCHRUN = Path(sys.executable).parent / "torchrun"
@@ -102,13 +102,13 @@ def machines(tmp_path: Path) -> Iterator[Any]:
 
 
 def test_two_machines_end_as_one_process(machines: Any, model: Path, tmp_path: Path) -> None:
-    alone = assembly.run_sft(None, sft_settings(tmp_path, model, "alone"))
+    alone = placement.run_sft(None, sft_settings(tmp_path, model, "alone"))
     launched = machines(sft_settings(tmp_path, model, "launched", system__zero_stage=3), ranks=2)
     assert launched.end() == [0, 0], launched.said()
     assert launched.said().count("run directory") == 1, "rank 0 alone prints"
     assert "the 2 machines have a copy each" in launched.said()
     run = tmp_path / "launched"
-    same(alone, assembly.RunResult(run, run / "checkpoints/step-000003/model", [], {}))
+    same(alone, placement.RunResult(run, run / "checkpoints/step-000003/model", [], {}))
 
 
 def test_a_machine_that_is_lost_ends_the_run_which_resumes(machines: Any, model: Path, tmp_path: Path) -> None:

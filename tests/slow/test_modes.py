@@ -14,7 +14,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from sums import check_learned_as, learned, taught
-from tunesmith.assembly.session import RunResult
+from tunesmith.run.placement.session import RunResult
 
 # One after the other: those of a seed share what it starts from.
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("modes")]

@@ -11,7 +11,7 @@ from long import again
 from tiny import save_model
 from tiny_preferences import RUNS, lines_of, preference_settings
 from tiny_runs import sft_settings, write_lines
-from tunesmith import assembly
+from tunesmith.run import placement
 
 pytestmark = pytest.mark.slow
 
@@ -41,7 +41,7 @@ def test_sft_loss_falls(tmp_path: Path, seed: int) -> None:
         tmp_path, model, data__train=str(data), data__eval=str(held_out), train__batch_size=32, train__steps=60,
         train__lr=5e-3, train__seed=seed,
     )  # fmt: skip
-    losses = [row["eval/loss"] for row in assembly.run_sft(None, settings).evaluations]
+    losses = [row["eval/loss"] for row in placement.run_sft(None, settings).evaluations]
     assert losses[0] == pytest.approx(5.7, abs=0.3) and losses[-1] < 1.6
 
 

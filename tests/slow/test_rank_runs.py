@@ -23,14 +23,14 @@ from tiny import CHATML, save_model
 from tiny_ends import FAMILIES, check_alike, rigged, template_of
 from tiny_preferences import preference_settings
 from tiny_runs import rl_settings, write_lines
-from tunesmith import assembly
-from tunesmith.assembly.session import load_trained
 from tunesmith.errors import ModelError
-from tunesmith.monitor.metrics import read_metrics
+from tunesmith.records.metrics import read_metrics
+from tunesmith.run import placement
+from tunesmith.run.placement.session import load_trained
 
 pytestmark = pytest.mark.slow
 
-Run = Callable[[Path | None, Sequence[str]], assembly.RunResult]
+Run = Callable[[Path | None, Sequence[str]], placement.RunResult]
 
 
 @pytest.fixture(scope="module")
@@ -56,14 +56,14 @@ def distill_settings(folder: Path, model: Path, run: str, **changed: Any) -> lis
 
 
 COMMANDS: dict[str, tuple[Run, Callable[..., list[str]]]] = {
-    "sft": (assembly.run_sft, sft_settings),
-    "distill": (assembly.run_distill, distill_settings),
-    "dpo": (assembly.run_dpo, lambda *args, **kw: preference_settings("dpo", *args, **kw)),
-    "kto": (assembly.run_kto, lambda *args, **kw: preference_settings("kto", *args, **kw)),
-    "rm": (assembly.run_rm, lambda *args, **kw: preference_settings("rm", *args, **kw)),
-    "prm": (assembly.run_prm, lambda *args, **kw: preference_settings("prm", *args, **kw)),
+    "sft": (placement.run_sft, sft_settings),
+    "distill": (placement.run_distill, distill_settings),
+    "dpo": (placement.run_dpo, lambda *args, **kw: preference_settings("dpo", *args, **kw)),
+    "kto": (placement.run_kto, lambda *args, **kw: preference_settings("kto", *args, **kw)),
+    "rm": (placement.run_rm, lambda *args, **kw: preference_settings("rm", *args, **kw)),
+    "prm": (placement.run_prm, lambda *args, **kw: preference_settings("prm", *args, **kw)),
     "rl": (
-        assembly.run_rl,
+        placement.run_rl,
         lambda *args, **kw: rl_settings(
             *args, algorithm__name="ppo", train__steps=3, train__lr=1e-3, system__engine_process=True, **kw
         ),
@@ -75,7 +75,7 @@ SHARING = {"distill": "ring", "dpo": "ulysses", "rm": "ring", "rl": "ulysses"}
 """Commands that are also run with two ranks that share each sequence: a teacher, a reference, scores, a critic."""
 
 
-def same(one: assembly.RunResult, other: assembly.RunResult) -> None:
+def same(one: placement.RunResult, other: placement.RunResult) -> None:
     """Losses and gradients to 1e-5. AdamW may move a weight with a gradient near 0 by more."""
     lines = [read_metrics(result.run_dir / "metrics.jsonl") for result in (one, other)]
     names = ("loss", "grad_norm", "eval/loss", "reward", "tokens", "critic/loss")
@@ -93,11 +93,11 @@ def same(one: assembly.RunResult, other: assembly.RunResult) -> None:
 
 
 @pytest.fixture(scope="module")
-def alone(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., assembly.RunResult]:
+def alone(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., placement.RunResult]:
     """What a command's run in one process ends as; many tests compare with it, so it is made once."""
-    made: dict[str, assembly.RunResult] = {}
+    made: dict[str, placement.RunResult] = {}
 
-    def found(command: str, **changed: Any) -> assembly.RunResult:
+    def found(command: str, **changed: Any) -> placement.RunResult:
         key = repr((command, sorted(changed.items())))
         if key not in made:
             run, settings = COMMANDS[command]
@@ -109,7 +109,7 @@ def alone(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[...
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_two_ranks_end_as_one(
-    command: str, alone: Callable[..., assembly.RunResult], model: Path, tmp_path: Path
+    command: str, alone: Callable[..., placement.RunResult], model: Path, tmp_path: Path
 ) -> None:
     run, settings = COMMANDS[command]
     same(alone(command), run(None, settings(tmp_path, model, "2", system__trainer_ranks=2)))
@@ -128,7 +128,7 @@ def test_ranks_and_engines_that_take_turns_end_as_one_process(model: Path, tmp_p
 def test_a_rank_without_work(model: Path, tmp_path: Path) -> None:
     """Two samples to a step, and three ranks."""
     found = [
-        assembly.run_sft(None, sft_settings(tmp_path, model, f"{n}", train__batch_size=2, system__trainer_ranks=n))
+        placement.run_sft(None, sft_settings(tmp_path, model, f"{n}", train__batch_size=2, system__trainer_ranks=n))
         for n in (1, 3)
     ]
     same(*found)
@@ -204,7 +204,7 @@ def test_signals_end_ranks_that_gather_weights(hangs: bool, signals: int, model:
 
 @pytest.mark.parametrize("sharing", [{"system__zero_stage": 2}, again({"system__sequence_parallel__size": 2})])
 def test_policy_and_critic_under_a_launcher_end_as_in_one_process(
-    sharing: dict[str, Any], alone: Callable[..., assembly.RunResult], model: Path, tmp_path: Path
+    sharing: dict[str, Any], alone: Callable[..., placement.RunResult], model: Path, tmp_path: Path
 ) -> None:
     """Each has a default process group, and so processes, of its own."""
     _, settings = COMMANDS["rl"]
@@ -214,11 +214,13 @@ def test_policy_and_critic_under_a_launcher_end_as_in_one_process(
     _, err = command.process.communicate(timeout=600)
     assert command.process.returncode == 0, err
     launched = tmp_path / "launched"
-    same(alone("rl"), assembly.RunResult(launched, launched / "checkpoints/step-000003/model", [], {}))
+    same(alone("rl"), placement.RunResult(launched, launched / "checkpoints/step-000003/model", [], {}))
 
 
 @pytest.mark.parametrize("launcher", [again("torchrun"), "accelerate"])
-def test_under_a_launcher(launcher: str, alone: Callable[..., assembly.RunResult], model: Path, tmp_path: Path) -> None:
+def test_under_a_launcher(
+    launcher: str, alone: Callable[..., placement.RunResult], model: Path, tmp_path: Path
+) -> None:
     folder = Path(sys.executable).parent
     options = {
         "torchrun": ["--nproc-per-node", "2", "-m"],
@@ -233,7 +235,7 @@ def test_under_a_launcher(launcher: str, alone: Callable[..., assembly.RunResult
     assert out.count("run directory") == 1, "rank 0 alone prints"
     assert "the processes" in out or "trainer_ranks" in out
     launched = tmp_path / "launched"
-    same(alone("sft"), assembly.RunResult(launched, launched / "checkpoints/step-000003/model", [], {}))
+    same(alone("sft"), placement.RunResult(launched, launched / "checkpoints/step-000003/model", [], {}))
 
 
 @pytest.mark.parametrize(
@@ -252,7 +254,7 @@ def test_under_a_launcher(launcher: str, alone: Callable[..., assembly.RunResult
 )
 def test_ranks_that_shard_the_model_end_as_one(
     command: str, ranks: int, stage: int, changed: dict[str, Any],
-    alone: Callable[..., assembly.RunResult], model: Path, tmp_path: Path,
+    alone: Callable[..., placement.RunResult], model: Path, tmp_path: Path,
 ) -> None:  # fmt: skip
     """Four ranks have two copies of it."""
     run, settings = COMMANDS[command]
@@ -271,7 +273,7 @@ def test_what_sharded_ranks_write_ends_its_turn_in_transformers(tmp_path: Path, 
     changed = {"model__chat_template": tmp_path / "own.jinja", "data__chat": True, "system__zero_stage": 3}
     changed |= {"lora__rank": 2, "lora__save_merged": True} if lora else {}
     said = sft_settings(tmp_path, base, "run", **changed, system__trainer_ranks=2, train__steps=1, train__lr=1e-12)
-    path = assembly.run_sft(None, said).checkpoint
+    path = placement.run_sft(None, said).checkpoint
     path = path.with_name("model_merged") if lora else path
     check_alike(*load_trained(path), path, "hi", FAMILIES[name])
     assert GenerationConfig.from_pretrained(path).do_sample is True
@@ -285,5 +287,5 @@ def test_a_sharded_run_that_could_not_save_takes_no_step(tmp_path: Path) -> None
     (base / "chat_template.jinja").unlink()
     changed = {"system__zero_stage": 3, "system__trainer_ranks": 2}
     with pytest.raises(ModelError):
-        assembly.run_sft(None, sft_settings(tmp_path, base, "run", **changed))
+        placement.run_sft(None, sft_settings(tmp_path, base, "run", **changed))
     assert not read_metrics(tmp_path / "run" / "metrics.jsonl")

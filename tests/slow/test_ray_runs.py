@@ -23,8 +23,8 @@ from long import again
 from tiny import save_model
 from tiny_rewards import save_reward_model
 from tiny_runs import rl_settings, sums, write_lines
-from tunesmith import assembly
-from tunesmith.monitor.metrics import read_metrics
+from tunesmith.records.metrics import read_metrics
+from tunesmith.run import placement
 
 pytest.importorskip("ray", reason="Ray is an extra: pip install 'tunesmith[ray]'")
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]
@@ -65,7 +65,7 @@ def inside(folder: Path, text: str = "", **changed: Any) -> Ended:
     """What comes out where everything is in this process."""
     (folder / "inside.toml").write_text(text)
     settings = rl_settings(folder, save_model(folder / "model"), "inside", **changed)
-    return Ended(assembly.run_rl(folder / "inside.toml", settings).run_dir)
+    return Ended(placement.run_rl(folder / "inside.toml", settings).run_dir)
 
 
 class Run(Ended):
@@ -260,7 +260,7 @@ def test_a_killed_controller_takes_its_actors_along_and_resumes(tmp_path: Path, 
 MACHINES = """
 import sys
 from tunesmith.config.system import SystemSection
-from tunesmith.distributed.ray_cluster import cluster_machines
+from tunesmith.run.processes.ray_cluster import cluster_machines
 print(cluster_machines(SystemSection(cluster="ray", ray_address=sys.argv[1])))
 """
 

@@ -14,7 +14,7 @@ import tiny
 from data_tokenizers import byte_level, template
 from episodes import check_tokens, load, made_task, ok, play
 from tiny_runs import rl_settings, write_lines
-from tunesmith.assembly import run_rl
+from tunesmith.run.placement import run_rl
 
 pytestmark = pytest.mark.slow
 SOURCE = Path(__file__).parent / "real_agents.py"

@@ -12,13 +12,13 @@ from long import again
 from tiny import save_model
 from tiny_rewards import save_reward_model
 from tiny_runs import rl_settings
-from tunesmith import assembly
-from tunesmith.assembly.rewards import make_reward_model
 from tunesmith.config.schema import ModelReward
-from tunesmith.monitor.metrics import read_metrics
-from tunesmith.rewards.model import model_reward
-from tunesmith.rewards.reward_set import RewardSet
-from tunesmith.rewards.server import RewardService, make_app
+from tunesmith.learn.rewards.model import model_reward
+from tunesmith.learn.rewards.reward_set import RewardSet
+from tunesmith.learn.rewards.server import RewardService, make_app
+from tunesmith.records.metrics import read_metrics
+from tunesmith.run import placement
+from tunesmith.run.placement.rewards import make_reward_model
 
 pytestmark = pytest.mark.slow
 
@@ -32,14 +32,16 @@ def test_the_reward_rises_by_more_than_half_of_its_spread(tmp_path: Path, seed: 
         train__lr=5e-3, rollout__group_size=16,
     )  # fmt: skip
     if not remote:
-        outcome = assembly.run_rl(None, [*settings, f'reward.models=[{{path = "{path}", name = "judge"}}]'])
+        outcome = placement.run_rl(None, [*settings, f'reward.models=[{{path = "{path}", name = "judge"}}]'])
     else:
         entry = ModelReward(path=str(path))
         model = make_reward_model(entry, dtype="float32", device="cpu", max_tokens=2048, chat=False)
         rewards = RewardSet({"rm": 1.0}, 30.0)
         rewards.add(model_reward("rm", model, exact=False, in_thread=True))
         with running(make_app(RewardService(rewards, 0.002), 2**20)) as url:
-            outcome = assembly.run_rl(None, [*settings, f'reward.remote=[{{urls = ["{url}/reward"], name = "judge"}}]'])
+            outcome = placement.run_rl(
+                None, [*settings, f'reward.remote=[{{urls = ["{url}/reward"], name = "judge"}}]']
+            )
     lines = read_metrics(outcome.run_dir / "metrics.jsonl")
     means = [line["reward/judge/mean"] for line in lines]
     spread = fmean(line["reward/judge/std"] for line in lines[:5])

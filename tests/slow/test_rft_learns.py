@@ -23,9 +23,9 @@ import tiny
 from documents import ROOT
 from forks import popen
 from tiny_runs import REWARDS, sums, write_lines
-from tunesmith.assembly.train import run_sft
-from tunesmith.monitor.runs import progress_of
-from tunesmith.offline.rft import run_rft
+from tunesmith.records.runs import progress_of
+from tunesmith.run.offline.rft import run_rft
+from tunesmith.run.placement.train import run_sft
 
 pytestmark = pytest.mark.slow
 

@@ -13,9 +13,9 @@ import pytest
 
 from long import again
 from tiny_runs import write_lines
-from tunesmith import assembly
-from tunesmith.config.toml import toml_value
-from tunesmith.recipes.arithmetic import make_model
+from tunesmith.guide.recipes.arithmetic import make_model
+from tunesmith.records.toml import toml_value
+from tunesmith.run import placement
 
 pytestmark = pytest.mark.slow
 
@@ -67,7 +67,7 @@ def taught(folder: Path, seed: int) -> Path:
     settings = {
         "run_dir": folder / "sft", "model.path": model, "data.train": folder / "train.jsonl", "train.seed": seed
     }  # fmt: skip
-    return assembly.run_sft(None, overrides(COMMON | SFT | settings)).checkpoint
+    return placement.run_sft(None, overrides(COMMON | SFT | settings)).checkpoint
 
 
 def overrides(settings: dict[str, Any]) -> list[str]:
@@ -86,6 +86,6 @@ def test_the_held_out_reward_rises(start: Callable[[int], Path], kind: str, seed
         "data.eval": folder / "held_out.jsonl", "reward.functions": [f"{folder / 'rewards.py'}:right"],
     }  # fmt: skip
     faster = FASTER[kind] if seed == SEEDS[kind][0] else {}
-    outcome = assembly.run_rl(None, overrides(COMMON | RL | KINDS[kind] | faster | settings))
+    outcome = placement.run_rl(None, overrides(COMMON | RL | KINDS[kind] | faster | settings))
     before, after = (outcome.evaluations[place]["eval/reward"] for place in (0, -1))
     assert before < 0.7 and after > 0.85

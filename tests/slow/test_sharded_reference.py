@@ -15,22 +15,22 @@ import torch
 from sharded_ranks import HERE, short_of_memory
 from tiny import save_model
 from tiny_runs import rl_settings
-from tunesmith.assembly.models import policy_predict
-from tunesmith.assembly.processes import ReferenceHost
-from tunesmith.backends.passes import Passes
 from tunesmith.config.load import load_config
 from tunesmith.config.schema import RLConfig
-from tunesmith.data.batch import Batch
-from tunesmith.data.forest import Packing
-from tunesmith.distributed.child import ChildProcess
-from tunesmith.distributed.far import gather
 from tunesmith.errors import DeviceMemoryError, TrainerLostError
+from tunesmith.learn.data.batch import Batch
+from tunesmith.learn.data.micro_batches import Packing
+from tunesmith.learn.usercode.child import ChildProcess
+from tunesmith.learn.usercode.far import gather
 from tunesmith.models.causal_lm import CausalLM
-from tunesmith.parallel.sharding import local
+from tunesmith.models.parallel.sharding import local
 from tunesmith.plan.facts.hardware import read_hardware
 from tunesmith.plan.facts.hub import known_model_facts
 from tunesmith.plan.facts.run import Facts
 from tunesmith.plan.resolve import resolve
+from tunesmith.run.placement.models import policy_predict
+from tunesmith.run.placement.processes import ReferenceHost
+from tunesmith.run.trainers.passes import Passes
 from tunesmith.types import Sample
 
 pytestmark = pytest.mark.slow

@@ -16,24 +16,24 @@ from sharded_ranks import short_of_memory
 from tiny import SMALL, save_model
 from tiny_rewards import direct_scores, save_reward_model
 from tiny_runs import rl_settings
-from tunesmith.assembly import processes
-from tunesmith.assembly.processes import RewardHost, remote_reward_model
 from tunesmith.config.load import load_config
 from tunesmith.config.schema import RLConfig
 from tunesmith.config.system import SystemSection
-from tunesmith.distributed.far import Far, gather
 from tunesmith.errors import DeviceMemoryError, RewardError
-from tunesmith.parallel.sharding import local
+from tunesmith.learn.usercode.far import Far, gather
+from tunesmith.models.parallel.sharding import local
 from tunesmith.plan.facts.hardware import read_hardware
 from tunesmith.plan.facts.hub import known_model_facts
 from tunesmith.plan.facts.model import count_parameters
 from tunesmith.plan.facts.run import Facts
 from tunesmith.plan.processes.cluster import bundles
 from tunesmith.plan.resolve import resolve
+from tunesmith.run.placement import processes
+from tunesmith.run.placement.processes import RewardHost, remote_reward_model
 
 ray = pytest.importorskip("ray", reason="Ray is an extra: pip install 'tunesmith[ray]'")
 
-from tunesmith.distributed.ray_cluster import RayCluster  # noqa: E402
+from tunesmith.run.processes.ray_cluster import RayCluster  # noqa: E402
 
 for module in (__name__, short_of_memory.__module__):  # Ray's processes do not find the tests
     ray.cloudpickle.register_pickle_by_value(sys.modules[module])

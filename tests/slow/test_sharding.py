@@ -14,13 +14,13 @@ import training
 from odd_models import ONE, UP, change
 from sharded_ranks import Ranks, limited_activations, sent_by
 from tiny import save_model
-from tunesmith.algorithms.objective import SFTObjective
-from tunesmith.backends.optimizer import AdamWSettings
-from tunesmith.backends.torch import TorchBackend
 from tunesmith.config.optimizer import Muon
-from tunesmith.data.forest import Packing
 from tunesmith.errors import DeviceMemoryError, ModelError
+from tunesmith.learn.algorithms.objective import SFTObjective
+from tunesmith.learn.data.micro_batches import Packing
 from tunesmith.models.causal_lm import CausalLM
+from tunesmith.run.trainers.optimizer import AdamWSettings
+from tunesmith.run.trainers.torch import TorchBackend
 from tunesmith.types import Sample
 
 pytestmark = pytest.mark.slow

@@ -12,8 +12,8 @@ import torch
 import training
 from sharded_ranks import Ranks
 from tiny import save_model
-from tunesmith.algorithms.objective import Objective, SFTObjective, ValueObjective
-from tunesmith.data.forest import Packing
+from tunesmith.learn.algorithms.objective import Objective, SFTObjective, ValueObjective
+from tunesmith.learn.data.micro_batches import Packing
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.models.score_model import ScoreModel
 

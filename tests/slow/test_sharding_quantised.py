@@ -13,14 +13,14 @@ import torch
 import training
 from sharded_ranks import Ranks
 from tiny import save_model
-from tunesmith.algorithms.objective import SFTObjective
-from tunesmith.backends.optimizer import AdamWSettings
-from tunesmith.backends.torch import TorchBackend
 from tunesmith.config.schema import LoraSection
-from tunesmith.data.forest import Packing
-from tunesmith.kernels.quantised import Quantize, weights_of
+from tunesmith.learn.algorithms.objective import SFTObjective
+from tunesmith.learn.data.micro_batches import Packing
 from tunesmith.models.adapters import attach
 from tunesmith.models.causal_lm import CausalLM
+from tunesmith.models.kernels.quantised import Quantize, weights_of
+from tunesmith.run.trainers.optimizer import AdamWSettings
+from tunesmith.run.trainers.torch import TorchBackend
 
 pytest.importorskip("bitsandbytes", reason="an optional extra: pip install 'tunesmith[quantize]'")
 pytestmark = pytest.mark.slow

@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tunesmith.cli.main import app
-from tunesmith.recipes.start import STARTS
+from tunesmith.guide.recipes.start import STARTS
 
 SHORTER = {
     "rl": ["train.steps=2", "rollout.max_new_tokens=8"],

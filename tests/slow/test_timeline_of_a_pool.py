@@ -10,8 +10,8 @@ import pytest
 from test_timeline import check_trace
 from tiny import save_model
 from tiny_runs import rl_settings
-from tunesmith import assembly
-from tunesmith.monitor.metrics import read_metrics
+from tunesmith.records.metrics import read_metrics
+from tunesmith.run import placement
 
 pytestmark = pytest.mark.slow
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 def test_two_engines_have_two_lanes(tmp_path: Path) -> None:
     model = save_model(tmp_path / "model")
     changed = {"system__engine_process": True, "system__engines": 2, "monitor__trace_steps": [2], "train__steps": 2}
-    run = assembly.run_rl(None, rl_settings(tmp_path, model, "run", **changed)).run_dir
+    run = placement.run_rl(None, rl_settings(tmp_path, model, "run", **changed)).run_dir
     lanes = check_trace(json.loads((run / "trace" / "step-000002.json").read_text(encoding="utf-8")))
     assert {"engine 0", "engine 1"} < lanes.keys()
     for line in read_metrics(run / "metrics.jsonl"):

@@ -19,17 +19,17 @@ from tunesmith.cli.main import app
 from tunesmith.config.commands import DPOConfig
 from tunesmith.config.load import load_config
 from tunesmith.config.schema import RLConfig, RunConfig, SFTConfig
+from tunesmith.guide.tune.arms import Arm, TrialEnded
+from tunesmith.guide.tune.intervals import Interval
+from tunesmith.guide.tune.proof import compare_gradients
+from tunesmith.guide.tune.setup import proof_config, trial_config
 from tunesmith.plan.filling import with_values
-from tunesmith.tune.arms import Arm, TrialEnded
-from tunesmith.tune.intervals import Interval
-from tunesmith.tune.proof import compare_gradients
-from tunesmith.tune.setup import proof_config, trial_config
 
 pytestmark = pytest.mark.slow
 
 REWARD = """\
 import json, os, signal, time
-from tunesmith.monitor import run_dir
+from tunesmith.records import run_dir
 
 def slow(completions, **columns):
     here = next(iter(run_dir._locked_here))

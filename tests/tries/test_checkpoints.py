@@ -15,9 +15,9 @@ import pytest
 
 from tiny import save_model
 from tiny_runs import rl_settings, same_tensors, sft_settings
-from tunesmith import assembly
 from tunesmith.errors import TunesmithError
-from tunesmith.loop.manifest import MANIFEST_FILE
+from tunesmith.run import placement
+from tunesmith.run.loop.manifest import MANIFEST_FILE
 
 SEED = int(os.environ.get("TRIES_SEED", "0"))
 COUNT = int(os.environ.get("TRIES_COUNT", "240"))
@@ -100,7 +100,7 @@ class Kind:
 
     def __init__(self, folder: Path, model: Path, name: str) -> None:
         self.folder, self.name = folder, name
-        self.run = assembly.run_sft if name in ("sft", "lora") else assembly.run_rl
+        self.run = placement.run_sft if name in ("sft", "lora") else placement.run_rl
         make = sft_settings if name in ("sft", "lora") else rl_settings
         self.said = make(folder, model, "first", train__steps=2, checkpoint__every=1, **KINDS[name])
         self.after = self.run(None, self.said).checkpoint.parent

@@ -15,8 +15,8 @@ from typing import Any
 
 from tiny import tokenizer
 from tunesmith.config.schema import DataSection
-from tunesmith.data.prepare import load_samples, load_tasks, peek
 from tunesmith.errors import TunesmithError
+from tunesmith.learn.data.prepare import load_samples, load_tasks, peek
 
 SEED, COUNT = int(os.environ.get("TRIES_SEED", "0")), int(os.environ.get("TRIES_COUNT", "800"))
 SLOW = 10.0

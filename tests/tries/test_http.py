@@ -27,10 +27,10 @@ import pytest
 from aiohttp import web
 
 from http_servers import answering
-from tunesmith import http_client
 from tunesmith.config.schema import RemoteReward
-from tunesmith.rewards.remote import remote_reward
-from tunesmith.rewards.reward_set import RewardSet
+from tunesmith.learn.rewards.remote import remote_reward
+from tunesmith.learn.rewards.reward_set import RewardSet
+from tunesmith.records import http_client
 from tunesmith.types import Completion, Rollout, Status, Task
 
 SEED = int(os.environ.get("TRIES_SEED", "0"))

@@ -15,7 +15,7 @@ import pytest
 
 from tiny import save_model
 from tiny_runs import rl_settings, same_tensors, sft_settings, sums, untimed, write_lines
-from tunesmith.loop.checkpoint import read_state
+from tunesmith.run.loop.checkpoint import read_state
 
 SEED = int(os.environ.get("TRIES_SEED", "0"))
 COUNT = int(os.environ.get("TRIES_COUNT", "60"))
@@ -97,10 +97,10 @@ def wait(process: int, seconds: float = 120.0) -> int:
 def cases(tmp_path_factory: pytest.TempPathFactory) -> list[Case]:
     import torch
 
-    import tunesmith.assembly.engine_host
-    import tunesmith.assembly.rl_run
-    import tunesmith.assembly.supervised_run
-    import tunesmith.loop.rl  # noqa: F401  (imported before the copies are made)
+    import tunesmith.run.loop.rl
+    import tunesmith.run.placement.engine_host
+    import tunesmith.run.placement.rl_run
+    import tunesmith.run.placement.supervised_run  # noqa: F401  (imported before the copies are made)
 
     torch.set_num_threads(1)
     model = save_model(tmp_path_factory.mktemp("model"), num_hidden_layers=1)

@@ -15,11 +15,11 @@ import pytest
 
 from tiny import save_model
 from tiny_runs import sft_settings
-from tunesmith.assembly import run_sft
-from tunesmith.assembly.checking import check_run
 from tunesmith.config.load import load_config
 from tunesmith.config.schema import SFTConfig
 from tunesmith.errors import TunesmithError
+from tunesmith.run.placement import run_sft
+from tunesmith.run.placement.checking import check_run
 
 SEED, COUNT = int(os.environ.get("TRIES_SEED", "0")), int(os.environ.get("TRIES_COUNT", "160"))
 SLOW = 30.0

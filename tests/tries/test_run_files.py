@@ -22,8 +22,6 @@ import pytest
 
 from tiny import save_model
 from tiny_runs import REWARDS, sums, write_lines
-from tunesmith.assembly import train
-from tunesmith.assembly.checking import check_run
 from tunesmith.config.commands import (
     DistillConfig,
     DPOConfig,
@@ -35,13 +33,15 @@ from tunesmith.config.commands import (
     RMConfig,
 )
 from tunesmith.config.load import load_config
-from tunesmith.config.names.unknown import all_keys
 from tunesmith.config.reading.describe import choices_at, describe_at
 from tunesmith.config.reading.places import placed
 from tunesmith.config.schema import RLConfig, RunConfig, SFTConfig
-from tunesmith.config.toml import toml_value
 from tunesmith.errors import DataError, TunesmithError
-from tunesmith.offline import generate, rft
+from tunesmith.guide.names.unknown import all_keys
+from tunesmith.records.toml import toml_value
+from tunesmith.run.offline import generate, rft
+from tunesmith.run.placement import train
+from tunesmith.run.placement.checking import check_run
 
 SEED, COUNT = int(os.environ.get("TRIES_SEED", "0")), int(os.environ.get("TRIES_COUNT", "2000"))
 SLOW = 10.0

@@ -9,10 +9,10 @@ from pathlib import Path
 
 from test_migrate import ACCELERATED, ASYNC, GRPO, OLD_PPO, OPENRLHF, SFT_OPENRLHF, SFT_VERL, STATESET, VERL
 from tunesmith.errors import ConfigError
-from tunesmith.migrate.convert import convert
-from tunesmith.migrate.read import read_text
-from tunesmith.migrate.settle import settle
-from tunesmith.migrate.write import account, run_file
+from tunesmith.guide.migrate.convert import convert
+from tunesmith.guide.migrate.read import read_text
+from tunesmith.guide.migrate.settle import settle
+from tunesmith.guide.migrate.write import account, run_file
 
 SEED, COUNT = int(os.environ.get("TRIES_SEED", "0")), int(os.environ.get("TRIES_COUNT", "2000"))
 SLOW = 30.0

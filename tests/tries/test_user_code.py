@@ -20,8 +20,8 @@ import pytest
 from data_tokenizers import byte_level, template
 from episodes import load, made_task, play
 from tunesmith.config.schema import RewardSection
-from tunesmith.monitor.metrics import JsonLines, read_metrics
-from tunesmith.rewards.loading import load_rewards
+from tunesmith.learn.rewards.loading import load_rewards
+from tunesmith.records.metrics import JsonLines, read_metrics
 from tunesmith.types import Completion, Rollout, Status, Task
 
 N = "len(completions)"

@@ -19,10 +19,10 @@ from engine_contract import FREE, PROMPT, Subject
 from pool_bench import LAST, each_check
 from test_penalties import by_transformers, requests
 from tiny import save_model
-from tunesmith.engines.base import EngineStats
-from tunesmith.engines.vllm.engine import VllmEngine
-from tunesmith.engines.vllm.start import VllmSettings
 from tunesmith.errors import EngineError, ModelError, UserError
+from tunesmith.run.engines.base import EngineStats
+from tunesmith.run.engines.vllm.engine import VllmEngine
+from tunesmith.run.engines.vllm.start import VllmSettings
 from tunesmith.types import Completion
 
 pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-vllm")

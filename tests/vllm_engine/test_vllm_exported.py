@@ -9,7 +9,8 @@ import pytest
 
 from tiny_ends import FAMILIES, LONGEST, rigged, template_of
 from tiny_runs import sft_settings, write_lines
-from tunesmith import assembly, generate
+from tunesmith import generate
+from tunesmith.run import placement
 
 vllm: Any = pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-vllm")
 
@@ -25,9 +26,9 @@ def test_plain_vllm_completes_as_our_engine(tmp_path: Path, name: str, kind: str
     write_lines(tmp_path / "lines.jsonl", [{"prompt": "a", "completion": "b"}] * 8)
     settings = {"model__chat_template": str(tmp_path / "own.jinja"), "data__train": str(tmp_path / "lines.jsonl")}
     settings |= {"data__chat": None, "data__system_prompt": system, "train__steps": 1, "train__lr": 1e-9}
-    whole = assembly.run_sft(None, sft_settings(tmp_path, base, **settings)).checkpoint
+    whole = placement.run_sft(None, sft_settings(tmp_path, base, **settings)).checkpoint
     lora = {"lora__rank": 2, "lora__save_merged": True}
-    adapter = assembly.run_sft(None, sft_settings(tmp_path, base, "lora", **settings, **lora)).checkpoint
+    adapter = placement.run_sft(None, sft_settings(tmp_path, base, "lora", **settings, **lora)).checkpoint
     for path in (whole, adapter.with_name("model_merged")):
         llm = vllm.LLM(str(path), dtype="float32", max_model_len=256, enforce_eager=True, kv_cache_memory_bytes=2**26)
         [theirs] = llm.chat(

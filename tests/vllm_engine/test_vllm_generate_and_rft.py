@@ -12,9 +12,9 @@ import pytest
 from tiny import save_model
 from tiny_runs import sums, write_lines
 from tunesmith.errors import ConfigError
-from tunesmith.offline.generate import run_generate
-from tunesmith.offline.lines import read_lines
-from tunesmith.offline.rft import run_rft
+from tunesmith.run.offline.generate import run_generate
+from tunesmith.run.offline.lines import read_lines
+from tunesmith.run.offline.rft import run_rft
 
 pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-vllm")
 

@@ -9,16 +9,16 @@ import pytest
 
 from engine_contract import Subject
 from pool_bench import LAST, PoolBench, each_check
-from tunesmith.assembly.engine_host import make_engine_host
 from tunesmith.config.system import SystemSection
 from tunesmith.errors import EngineLostError
 from tunesmith.plan.processes.cluster import Bundle
+from tunesmith.run.placement.engine_host import make_engine_host
 
 pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-vllm")
 pytest.importorskip("ray", reason="Ray is an extra: pip install 'tunesmith[ray]'")
 
-from tunesmith.distributed.ray_cluster import RayCluster
-from tunesmith.engines.far import FarEngine
+from tunesmith.run.engines.far import FarEngine
+from tunesmith.run.processes.ray_cluster import RayCluster
 
 pytestmark = pytest.mark.xdist_group("ray")
 

@@ -11,7 +11,7 @@ import pytest
 
 from long import again
 from sums import check_learned_as, learned, taught
-from tunesmith.assembly.session import RunResult
+from tunesmith.run.placement.session import RunResult
 
 pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-vllm")
 

@@ -10,10 +10,10 @@ import torch
 
 from engine_contract import FREE, PROMPT, Subject
 from pool_bench import PoolBench, each_check
-from tunesmith.assembly.engine_host import make_engine_host
-from tunesmith.distributed.child import ChildProcess
-from tunesmith.engines.far import FarEngine
 from tunesmith.errors import EngineLostError
+from tunesmith.learn.usercode.child import ChildProcess
+from tunesmith.run.engines.far import FarEngine
+from tunesmith.run.placement.engine_host import make_engine_host
 
 pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-vllm")
 pytestmark = pytest.mark.xdist_group("ranks")

@@ -9,10 +9,10 @@ import pytest
 
 from tiny import save_model
 from tiny_runs import rl_settings, write_lines
-from tunesmith import assembly
-from tunesmith.doctor.findings import diagnose
-from tunesmith.doctor.record import read_record
-from tunesmith.monitor.metrics import read_metrics
+from tunesmith.records.doctor.findings import diagnose
+from tunesmith.records.doctor.record import read_record
+from tunesmith.records.metrics import read_metrics
+from tunesmith.run import placement
 
 pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-vllm")
 
@@ -30,7 +30,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def steps(folder: Path, model: Path, name: str, **changed: Any) -> list[dict[str, Any]]:
     """The metrics of a run's steps."""
-    outcome = assembly.run_rl(None, rl_settings(folder, model, name, **changed))
+    outcome = placement.run_rl(None, rl_settings(folder, model, name, **changed))
     return [line for line in read_metrics(outcome.run_dir / "metrics.jsonl") if "grad_norm" in line]
 
 

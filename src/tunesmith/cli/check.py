@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from tunesmith.errors import CheckpointError, ClusterError, ConfigError, StorageError, boundary
-from tunesmith.loop.checkpoint import STATE_FILE, Checkpoints
-from tunesmith.loop.manifest import damages, has_manifest
+from tunesmith.run.loop.checkpoint import STATE_FILE, Checkpoints
+from tunesmith.run.loop.manifest import damages, has_manifest
 
 
 def check(
@@ -61,8 +61,8 @@ def check(
 
 
 def _check_cluster(shared: Path, bandwidth: float | None) -> None:
-    from tunesmith.assembly.cluster_check import examine
-    from tunesmith.distributed.torchrun import meeting
+    from tunesmith.run.placement.cluster_check import examine
+    from tunesmith.run.processes.torchrun import meeting
 
     with boundary(StorageError, f"cannot write to {shared}", OSError):
         if not shared.is_dir():
@@ -78,10 +78,10 @@ def _check_cluster(shared: Path, bandwidth: float | None) -> None:
 
 
 def _check_machine() -> None:
-    from tunesmith.monitor.progress import share
-    from tunesmith.monitor.text import aligned, shown_path
+    from tunesmith.guide.tune.machine import measure_machine
     from tunesmith.plan.facts.hardware import read_hardware
-    from tunesmith.tune.machine import measure_machine
+    from tunesmith.records.progress import share
+    from tunesmith.records.text import aligned, shown_path
 
     found = measure_machine(read_hardware(), lambda text: print(text, flush=True))
     rows = [["phase", "median error"], *([phase, share(error)] for phase, error in found["median_error"].items())]

@@ -102,7 +102,7 @@ def _about_options(command: str, options: Sequence[tuple[str, list[str]]], known
 
 def _instead(kind: Any, option: str, values: Sequence[str]) -> str:
     """What to write in place of an option with its values: an override, unless its value has another form here."""
-    from tunesmith.config.names.unknown import answer, find, rule_of
+    from tunesmith.guide.names.unknown import answer, find, rule_of
 
     ours = find(kind, option)
     if not ours.keys or any(m.how for m in ours.meanings):

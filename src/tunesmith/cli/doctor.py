@@ -23,8 +23,8 @@ def doctor(
 
     Exit code 3 if there is a problem or a warning, 0 if there are at most notes.
     """
-    from tunesmith.doctor.findings import diagnose
-    from tunesmith.doctor.record import read_record
+    from tunesmith.records.doctor.findings import diagnose
+    from tunesmith.records.doctor.record import read_record
 
     record = read_record(run)
     findings = diagnose(record)
@@ -34,7 +34,7 @@ def doctor(
         from rich.console import Console
         from rich.text import Text
 
-        from tunesmith.monitor.text import printable
+        from tunesmith.records.text import printable
 
         console = Console()
         for finding in findings:

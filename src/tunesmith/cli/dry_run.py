@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from tunesmith.assembly.dry_run import DryPhase
+    from tunesmith.guide.simulate.dry_run import DryPhase
     from tunesmith.plan.cost.device import Price
 
 ASSUMED_LINES = 1000
@@ -38,14 +38,14 @@ def print_dry_run(run: Path, overrides: Sequence[str], on: str) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from tunesmith.assembly.dry_run import check_dry_run, dry_run
-    from tunesmith.assembly.planning import plan_run
     from tunesmith.config.load import load_run
     from tunesmith.config.reading.places import placed
     from tunesmith.config.resolved import print_resolved
+    from tunesmith.guide.simulate.dry_run import check_dry_run, dry_run
     from tunesmith.plan.cost.memory import planned_devices
     from tunesmith.plan.report import layout_of_run
     from tunesmith.plan.resolve import resolve
+    from tunesmith.run.placement.planning import plan_run
 
     with placed(run, overrides):
         config = load_run(run, overrides)

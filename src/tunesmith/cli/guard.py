@@ -15,9 +15,9 @@ import typer
 from tunesmith.cli.shortage import shortage
 from tunesmith.cli.standard_output import lasting_output
 from tunesmith.errors import StorageError, TunesmithError, boundary, shortened
-from tunesmith.monitor.interrupts import Interrupted, handled
-from tunesmith.monitor.text import printable
-from tunesmith.redact import redact
+from tunesmith.records.interrupts import Interrupted, handled
+from tunesmith.records.redact import redact
+from tunesmith.records.text import printable
 
 P = ParamSpec("P")
 _OF_THE_SYSTEM = {

@@ -16,8 +16,8 @@ import typer
 
 from tunesmith.cli.arguments import Overrides, RunFile
 from tunesmith.errors import ConfigError, StorageError, boundary, nearest
-from tunesmith.monitor.run_dir import shown_command
-from tunesmith.storage import check_output, write_output
+from tunesmith.records.run_dir import shown_command
+from tunesmith.records.storage import check_output, write_output
 
 if TYPE_CHECKING:
     from tunesmith.config.schema import RunConfig

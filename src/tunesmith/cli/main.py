@@ -26,8 +26,8 @@ from tunesmith.cli.standard_output import open_standard_streams
 from tunesmith.cli.start import demo, init
 from tunesmith.cli.train import distill, dpo, kto, prm, rl, rm, sft
 from tunesmith.cli.tune import bench, tune
-from tunesmith.monitor.interrupts import own_process
-from tunesmith.openmp import spin_briefly
+from tunesmith.models.openmp import spin_briefly
+from tunesmith.records.interrupts import own_process
 
 app = typer.Typer(
     name="tunesmith",
@@ -72,7 +72,7 @@ def main() -> None:
     own_process()
     spin_briefly()
     if "RANK" in os.environ:  # started by torchrun or accelerate
-        from tunesmith.distributed.torchrun import join_launch
+        from tunesmith.run.processes.torchrun import join_launch
 
         join_launch()
     app()

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from tunesmith.errors import ConfigError
-from tunesmith.storage import check_output, write_output
+from tunesmith.records.storage import check_output, write_output
 
 
 def migrate(
@@ -39,10 +39,10 @@ def migrate(
     """
     from dataclasses import replace
 
-    from tunesmith.migrate.convert import convert
-    from tunesmith.migrate.read import read_source
-    from tunesmith.migrate.settle import settle
-    from tunesmith.migrate.write import account, run_file
+    from tunesmith.guide.migrate.convert import convert
+    from tunesmith.guide.migrate.read import read_source
+    from tunesmith.guide.migrate.settle import settle
+    from tunesmith.guide.migrate.write import account, run_file
 
     if output is not None:
         check_output(output, "--output", None)

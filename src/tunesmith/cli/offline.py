@@ -15,7 +15,7 @@ def generate(run: RunFile, overrides: Overrides = None) -> None:
     Example: tunesmith generate run.toml sampling.n=4 output.kind=best
     """
     from tunesmith.cli.outcome import print_usage
-    from tunesmith.offline.generate import run_generate
+    from tunesmith.run.offline.generate import run_generate
 
     done = run_generate(run, overrides or ())
     counts = {name: f"{count:,.4g}" if count % 1 else f"{count:,.0f}" for name, count in done.counts.items()}
@@ -36,9 +36,9 @@ def rft(
     Example: tunesmith rft run run.toml sampling.n=8 rft.rounds=2
     """
     from tunesmith.cli.outcome import print_examples, print_usage
-    from tunesmith.monitor.text import shown_path
-    from tunesmith.offline.rft import run_rft
-    from tunesmith.offline.rounds import describe
+    from tunesmith.records.text import shown_path
+    from tunesmith.run.offline.rft import run_rft
+    from tunesmith.run.offline.rounds import describe
 
     done = run_rft(step, run, overrides or ())
     print_examples(done.examples)

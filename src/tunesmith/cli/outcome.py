@@ -7,12 +7,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tunesmith.monitor.progress import duration, each_once, print_summary, share
-from tunesmith.monitor.text import shown_path
+from tunesmith.records.progress import duration, each_once, print_summary, share
+from tunesmith.records.text import shown_path
 
 if TYPE_CHECKING:
-    from tunesmith.assembly.session import RunResult
-    from tunesmith.monitor.text import EvalExample
+    from tunesmith.records.text import EvalExample
+    from tunesmith.run.placement.session import RunResult
 
 
 def print_outcome(outcome: RunResult) -> None:
@@ -38,8 +38,8 @@ def print_outcome(outcome: RunResult) -> None:
 
 def _findings(run_dir: Path) -> list[str]:
     """The doctor's findings, without notes."""
-    from tunesmith.doctor.findings import diagnose
-    from tunesmith.doctor.record import read_record
+    from tunesmith.records.doctor.findings import diagnose
+    from tunesmith.records.doctor.record import read_record
 
     with suppress(Exception):  # a successful run must not fail here
         return [finding.key for finding in diagnose(read_record(run_dir)) if finding.severity != "note"]
@@ -54,7 +54,7 @@ def print_usage(usage: Mapping[str, float], earlier: float, facts: Mapping[str, 
         earlier: seconds of calls before this one.
     """
     from tunesmith.config.values import format_size
-    from tunesmith.offline.usage import seconds_of
+    from tunesmith.run.offline.usage import seconds_of
 
     rows = {"earlier calls": duration(earlier)} if earlier else {}
     for name, metric in (

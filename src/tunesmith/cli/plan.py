@@ -21,10 +21,10 @@ def show_config(run: RunFile, overrides: Overrides = None) -> None:
     imported in another process. What depends on all of the data, such as the number of steps, is derived when the run
     starts.
     """
-    from tunesmith.assembly.checking import check_run
     from tunesmith.config.load import load_run, read_tree
     from tunesmith.config.reading.places import placed
     from tunesmith.config.resolved import print_resolved
+    from tunesmith.run.placement.checking import check_run
 
     with placed(run, overrides or ()):
         config = load_run(run, overrides or ())
@@ -51,13 +51,13 @@ def plan(
 
     Example: tunesmith plan run.toml --on 8xH100-80GB
     """
-    from tunesmith.assembly.planning import plan_run
     from tunesmith.config.load import load_run
     from tunesmith.config.reading.places import placed
     from tunesmith.config.resolved import print_resolved
     from tunesmith.errors import CapacityError
     from tunesmith.plan.cost.seconds import step_seconds
     from tunesmith.plan.report import layout_of_run, memory_of, memory_rows, other_rows, plan_of, seconds_rows
+    from tunesmith.run.placement.planning import plan_run
 
     with placed(run, overrides or ()):
         config = load_run(run, overrides or ())
@@ -78,7 +78,7 @@ def plan(
 
 
 def _print_table(rows: Sequence[tuple[str, list[str]]]) -> None:
-    from tunesmith.monitor.text import aligned
+    from tunesmith.records.text import aligned
 
     if rows:
         print("", *aligned([(name, *amounts) for name, amounts in rows]), sep="\n")

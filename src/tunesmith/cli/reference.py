@@ -13,7 +13,7 @@ import typer
 from tunesmith.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
-    from tunesmith.reference.settings import Setting
+    from tunesmith.guide.explain.settings import Setting
 
 _MOST = 8
 """Maximum pieces of advice to print."""
@@ -30,8 +30,8 @@ def keys(
     Example: tunesmith keys rollout
     """
     from tunesmith.config.commands import KINDS
-    from tunesmith.config.names.unknown import find
-    from tunesmith.reference.settings import settings_of
+    from tunesmith.guide.explain.settings import settings_of
+    from tunesmith.guide.names.unknown import find
 
     wanted = what or ""
     rows = settings_of(wanted)
@@ -82,8 +82,8 @@ def presets(
 
     Example: tunesmith presets grpo dapo
     """
-    from tunesmith.algorithms.presets import PRESETS, find_preset
-    from tunesmith.config.toml import toml_value
+    from tunesmith.learn.algorithms.presets import PRESETS, find_preset
+    from tunesmith.records.toml import toml_value
 
     for name in names or PRESETS:
         preset = find_preset(name)
@@ -115,8 +115,8 @@ def explain(
 
     Example: tunesmith explain clip_ratio
     """
-    from tunesmith.reference.explain import explain as find
-    from tunesmith.reference.explain import meaning_of, metric_in_run
+    from tunesmith.guide.explain.explain import explain as find
+    from tunesmith.guide.explain.explain import meaning_of, metric_in_run
 
     found = find(name)
     for line in found.foreign:
@@ -138,7 +138,7 @@ def explain(
 
 
 def _explain_setting(setting: Setting, run: Path | None, *, verbose: bool) -> None:
-    from tunesmith.reference.explain import called_elsewhere, value_in_run, without_effect
+    from tunesmith.guide.explain.explain import called_elsewhere, value_in_run, without_effect
 
     print_setting(setting)
     if run:
@@ -155,7 +155,7 @@ def _explain_setting(setting: Setting, run: Path | None, *, verbose: bool) -> No
 
 def _print_advice(name: str) -> None:
     """Print the documentation's advice, the guides first."""
-    from tunesmith.reference.advice import advice_about
+    from tunesmith.guide.explain.advice import advice_about
 
     advice = advice_about(name)
     for one in advice[:_MOST]:

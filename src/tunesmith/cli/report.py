@@ -33,10 +33,10 @@ def report(
 
     from tunesmith.config.values import format_size, parse_size
     from tunesmith.errors import ConfigError, boundary
-    from tunesmith.monitor.text import shown_path
-    from tunesmith.report.page import MARK, page
-    from tunesmith.report.run import embedded_rollouts, model, open_run
-    from tunesmith.storage import check_output, write_output
+    from tunesmith.records.report.page import MARK, page
+    from tunesmith.records.report.run import embedded_rollouts, model, open_run
+    from tunesmith.records.storage import check_output, write_output
+    from tunesmith.records.text import shown_path
 
     with boundary(ConfigError, "--rollouts", ValueError):
         most = parse_size(rollouts) // len(runs)
@@ -73,9 +73,9 @@ def watch(
     import asyncio
     import secrets
 
-    from tunesmith.http_server import serve
-    from tunesmith.report.run import open_run
-    from tunesmith.report.server import Watch, make_app
+    from tunesmith.records.http_server import serve
+    from tunesmith.records.report.run import open_run
+    from tunesmith.records.report.server import Watch, make_app
 
     watched = Watch([open_run(path) for path in runs], secrets.token_urlsafe(24))
 

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from tunesmith.errors import ConfigError
-from tunesmith.monitor.text import aligned
+from tunesmith.records.text import aligned
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from tunesmith.monitor.runs import RunSummary
+    from tunesmith.records.runs import RunSummary
 
 POLL = 1.0
 """Seconds between polls of a followed run."""
@@ -39,8 +39,8 @@ def runs(
 
     Example: tunesmith runs compare runs/first-1 runs/second-1
     """
-    from tunesmith.monitor.run_dir import LATEST
-    from tunesmith.monitor.runs import find_runs, read_run
+    from tunesmith.records.run_dir import LATEST
+    from tunesmith.records.runs import find_runs, read_run
 
     given = paths or []
     if what == "compare":
@@ -66,8 +66,8 @@ def runs(
 
 
 def _row(run: RunSummary) -> list[str]:
-    from tunesmith.monitor.progress import number
-    from tunesmith.monitor.runs import LEARNED
+    from tunesmith.records.progress import number
+    from tunesmith.records.runs import LEARNED
 
     values = {name: run.last[name] for name in LEARNED if isinstance(run.last.get(name), int | float)}
     result = ", ".join(f"{name} {number(value)}" for name, value in values.items())
@@ -78,9 +78,9 @@ def _row(run: RunSummary) -> list[str]:
 
 
 def _compare(found: Sequence[RunSummary], as_json: bool) -> None:
-    from tunesmith.config.toml import toml_value
-    from tunesmith.monitor.progress import number
-    from tunesmith.monitor.runs import differences, late_means
+    from tunesmith.records.progress import number
+    from tunesmith.records.runs import differences, late_means
+    from tunesmith.records.toml import toml_value
 
     names = [run.path.name for run in found]
     settings, means = differences(found), [late_means(run.path) for run in found]
@@ -99,8 +99,8 @@ def _compare(found: Sequence[RunSummary], as_json: bool) -> None:
 
 def _tail(run: RunSummary, last: int, follow: bool) -> None:
     """Print the newest steps; with ``follow`` also new ones, until the run stops."""
-    from tunesmith.monitor.run_dir import is_running
-    from tunesmith.monitor.runs import last_lines
+    from tunesmith.records.run_dir import is_running
+    from tunesmith.records.runs import last_lines
 
     shown: set[tuple[Any, ...]] = set()
     while True:
@@ -117,7 +117,7 @@ def _tail(run: RunSummary, last: int, follow: bool) -> None:
 
 
 def _line(metrics: Mapping[str, Any]) -> str:
-    from tunesmith.monitor.progress import COLUMNS, SAMPLING, number
+    from tunesmith.records.progress import COLUMNS, SAMPLING, number
 
     columns = SAMPLING if "completions" in metrics else COLUMNS
     values = {name: value for name, value in metrics.items() if isinstance(value, int | float)}

@@ -1,4 +1,4 @@
-"""``tunesmith serve-reward``: ``assembly.serve_reward`` builds the service, ``rewards/server.py`` serves it."""
+"""``tunesmith serve-reward``: ``placement.serve_reward`` builds the service, ``rewards/server.py`` serves it."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def serve_reward(
 
     Example: tunesmith serve-reward rewards.py:correct --port 8100
     """
-    from tunesmith.assembly.serve_reward import ServeOptions, serve_reward
     from tunesmith.errors import ConfigError
+    from tunesmith.run.placement.serve_reward import ServeOptions, serve_reward
 
     if dtype not in (None, "float32", "bfloat16"):
         raise ConfigError(f"--dtype {dtype}: it must be float32 or bfloat16")

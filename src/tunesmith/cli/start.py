@@ -25,8 +25,8 @@ def demo(
     import json
     from dataclasses import asdict
 
-    from tunesmith.monitor.run_dir import numbered_directory
-    from tunesmith.recipes.demo import run_demo
+    from tunesmith.guide.recipes.demo import run_demo
+    from tunesmith.records.run_dir import numbered_directory
 
     result = run_demo(directory or numbered_directory(Path("runs"), "demo"), seed)
     if as_json:
@@ -49,7 +49,7 @@ def init(
 
     Example: tunesmith init rl my-task --tiny-model
     """
-    from tunesmith.recipes.start import STARTS, copy_example, examples, write_start
+    from tunesmith.guide.recipes.start import STARTS, copy_example, examples, write_start
 
     complete = examples()
     if task is None:

@@ -11,7 +11,7 @@ from tunesmith.cli.dry_run import print_dry_run
 from tunesmith.cli.outcome import print_outcome
 
 if TYPE_CHECKING:
-    from tunesmith.assembly import RunResult
+    from tunesmith.run.placement import RunResult
 
 
 def rl(run: RunFile, overrides: Overrides = None, dry_run: DryRun = None) -> None:
@@ -19,7 +19,7 @@ def rl(run: RunFile, overrides: Overrides = None, dry_run: DryRun = None) -> Non
 
     Example: tunesmith rl run.toml train.lr=1e-5 rollout.group_size=16
     """
-    from tunesmith.assembly import run_rl
+    from tunesmith.run.placement import run_rl
 
     _train(run_rl, run, overrides or (), dry_run)
 
@@ -29,7 +29,7 @@ def distill(run: RunFile, overrides: Overrides = None, dry_run: DryRun = None) -
 
     Example: tunesmith distill run.toml rollout.prompts_per_step=32
     """
-    from tunesmith.assembly import run_distill
+    from tunesmith.run.placement import run_distill
 
     _train(run_distill, run, overrides or (), dry_run)
 
@@ -39,7 +39,7 @@ def sft(run: RunFile, overrides: Overrides = None, dry_run: DryRun = None) -> No
 
     Example: tunesmith sft run.toml train.epochs=2
     """
-    from tunesmith.assembly import run_sft
+    from tunesmith.run.placement import run_sft
 
     _train(run_sft, run, overrides or (), dry_run)
 
@@ -49,7 +49,7 @@ def rm(run: RunFile, overrides: Overrides = None, dry_run: DryRun = None) -> Non
 
     Example: tunesmith rm run.toml train.epochs=1
     """
-    from tunesmith.assembly import run_rm
+    from tunesmith.run.placement import run_rm
 
     _train(run_rm, run, overrides or (), dry_run)
 
@@ -59,7 +59,7 @@ def dpo(run: RunFile, overrides: Overrides = None, dry_run: DryRun = None) -> No
 
     Example: tunesmith dpo run.toml dpo.beta=0.05
     """
-    from tunesmith.assembly import run_dpo
+    from tunesmith.run.placement import run_dpo
 
     _train(run_dpo, run, overrides or (), dry_run)
 
@@ -69,7 +69,7 @@ def kto(run: RunFile, overrides: Overrides = None, dry_run: DryRun = None) -> No
 
     Example: tunesmith kto run.toml kto.desirable_weight=1.5
     """
-    from tunesmith.assembly import run_kto
+    from tunesmith.run.placement import run_kto
 
     _train(run_kto, run, overrides or (), dry_run)
 
@@ -79,7 +79,7 @@ def prm(run: RunFile, overrides: Overrides = None, dry_run: DryRun = None) -> No
 
     Example: tunesmith prm run.toml train.epochs=1
     """
-    from tunesmith.assembly import run_prm
+    from tunesmith.run.placement import run_prm
 
     _train(run_prm, run, overrides or (), dry_run)
 

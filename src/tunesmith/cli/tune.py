@@ -10,8 +10,8 @@ import typer
 from tunesmith.cli.arguments import Overrides, RunFile
 
 if TYPE_CHECKING:
-    from tunesmith.tune.result import Result
-    from tunesmith.tune.steps import Measured
+    from tunesmith.guide.tune.result import Result
+    from tunesmith.guide.tune.steps import Measured
 
 NOTHING = "Nothing was measured, so this says nothing about faster settings; give it more time with --minutes"
 
@@ -36,10 +36,10 @@ def tune(
     import json
     import sys
 
-    from tunesmith.monitor.interrupts import held
-    from tunesmith.storage import write_json
-    from tunesmith.tune.result import check_files, write_run_file
-    from tunesmith.tune.tuning import open_tuning
+    from tunesmith.guide.tune.result import check_files, write_run_file
+    from tunesmith.guide.tune.tuning import open_tuning
+    from tunesmith.records.interrupts import held
+    from tunesmith.records.storage import write_json
 
     said, file = list(overrides or ()), output or run.with_name("tuned.toml")
     report = file.with_suffix(".json")
@@ -60,9 +60,9 @@ def tune(
 
 
 def _print_result(result: Result, file: Path, report: Path) -> None:
-    from tunesmith.config.toml import toml_value
-    from tunesmith.monitor.text import aligned, printable, shown_path
-    from tunesmith.tune.result import shown, told
+    from tunesmith.guide.tune.result import shown, told
+    from tunesmith.records.text import aligned, printable, shown_path
+    from tunesmith.records.toml import toml_value
 
     known = sum(trial.outcome.interval is not None for trial in result.trials)
     heading = "The gain of each change"
@@ -97,7 +97,7 @@ def bench(
     import json
     from dataclasses import asdict
 
-    from tunesmith.tune.steps import measure_steps
+    from tunesmith.guide.tune.steps import measure_steps
 
     found = measure_steps(run, overrides or (), steps)
     if as_json:
@@ -107,8 +107,8 @@ def bench(
 
 
 def _print_steps(found: Measured) -> None:
-    from tunesmith.monitor.progress import count, number, share
-    from tunesmith.monitor.text import aligned
+    from tunesmith.records.progress import count, number, share
+    from tunesmith.records.text import aligned
 
     rows = [["phase", "seconds", "of the step", "tokens/s", "of the limit"]]
     for phase in found.phases:

@@ -1,12 +1,9 @@
-"""The settings of a run.
+"""What a person says: the typed sections of run files, and reading them.
 
-The sections of run files: ``schema`` defines those of every command, of reinforcement learning and of supervised
-training; ``algorithm``, ``optimizer`` and ``system`` define the largest tables; ``commands`` those of single commands,
-and lists the configurations by command. ``engines`` says what each value of ``system.engine`` is.
+``schema`` defines the sections of every command, of reinforcement learning and of supervised training;
+``algorithm``, ``optimizer`` and ``system`` define the largest tables, ``commands`` those of single commands.
+``engines`` says what each value of ``system.engine`` is. ``load`` reads a run file and overrides, and
+reports every problem at once; start there.
 
-Sections are built from ``section``, ``choice`` and ``values``.
-
-``load`` reads a run file and overrides: ``reading`` checks values and paths before the sections do, and writes the
-errors; ``names`` recognizes names from other frameworks. ``resolved`` holds a configuration with every value and its
-reason, and ``toml`` writes it.
+Stands on ``records`` (redaction, TOML), ``types`` and ``errors``; imports no torch.
 """

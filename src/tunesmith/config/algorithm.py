@@ -11,16 +11,16 @@ from typing import Annotated, Any, ClassVar, Literal, cast
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 from pydantic_core import PydanticUseDefault
 
-from tunesmith.algorithms.advantages import Estimator
-from tunesmith.algorithms.corrections import Correction
-from tunesmith.algorithms.filtering import DynamicFilter
-from tunesmith.algorithms.kl import KL, ReferenceKL
-from tunesmith.algorithms.losses import Loss
-from tunesmith.algorithms.presets import find_preset
-from tunesmith.algorithms.shaping import OverlongRamp
 from tunesmith.config.choice import Choice, on_is_a_table
 from tunesmith.config.section import Section, derived
 from tunesmith.config.values import Count, GradNorm, Rate, Share, Text, at_most
+from tunesmith.learn.algorithms.advantages import Estimator
+from tunesmith.learn.algorithms.corrections import Correction
+from tunesmith.learn.algorithms.filtering import DynamicFilter
+from tunesmith.learn.algorithms.kl import KL, ReferenceKL
+from tunesmith.learn.algorithms.losses import Loss
+from tunesmith.learn.algorithms.presets import find_preset
+from tunesmith.learn.algorithms.shaping import OverlongRamp
 
 Aggregation = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"]
 

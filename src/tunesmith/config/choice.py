@@ -102,7 +102,7 @@ class Choice(Section):
 
     @classmethod
     def _loaded(cls, reference: str) -> type[Self]:
-        from tunesmith.usercode.loading import load_object
+        from tunesmith.config.objects import load_object
 
         kind = load_object(reference, Path.cwd())
         base = f"{cls.__module__}.{cls.__name__}"

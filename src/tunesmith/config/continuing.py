@@ -12,7 +12,7 @@ from tunesmith.config.reading.files import same_path
 from tunesmith.config.resolved import RESOLVED_FILE, Resolved, entries, shown_value
 from tunesmith.config.verdicts import CONTENTS, verdict_of
 from tunesmith.errors import StorageError
-from tunesmith.storage import read_json
+from tunesmith.records.storage import read_json
 
 REMEDY = (
     "Restore what the run began with, or start another run from the checkpoint's model: its directory as model.path, "

@@ -17,8 +17,6 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from tunesmith.config.commands import KINDS, DistillConfig, all_keys, distill_kind
-from tunesmith.config.names.foreign import refusal_of, value_of
-from tunesmith.config.names.unknown import answer, explain_unknown, find
 from tunesmith.config.reading.describe import choices_at, describe_at, show
 from tunesmith.config.reading.files import locate_files
 from tunesmith.config.reading.overriding import apply_overrides
@@ -26,8 +24,10 @@ from tunesmith.config.reading.problems import DEEPEST, FileProblem, KeyPath, Ori
 from tunesmith.config.reading.shape import shape_problems
 from tunesmith.config.schema import RunConfig, SFTConfig
 from tunesmith.config.section import Section
-from tunesmith.config.toml import toml_value
 from tunesmith.errors import ConfigError, ProblemKind, boundary, closest, nearest, shortened
+from tunesmith.guide.names.foreign import refusal_of, value_of
+from tunesmith.guide.names.unknown import answer, explain_unknown, find
+from tunesmith.records.toml import toml_value
 
 C = TypeVar("C", bound=RunConfig)
 Tree = dict[str, Any]

@@ -15,11 +15,11 @@ from pydantic import BaseModel
 from tunesmith.config.choice import Choice
 from tunesmith.config.reading.describe import alternatives
 from tunesmith.config.schema import RunConfig
-from tunesmith.config.toml import toml_key, toml_value
 from tunesmith.errors import StorageError, boundary
-from tunesmith.monitor.text import beside_or_below, printable, shown_path
-from tunesmith.redact import redact_values
-from tunesmith.storage import write_output
+from tunesmith.records.redact import redact_values
+from tunesmith.records.storage import write_output
+from tunesmith.records.text import beside_or_below, printable, shown_path
+from tunesmith.records.toml import toml_key, toml_value
 
 C = TypeVar("C", bound=RunConfig)
 

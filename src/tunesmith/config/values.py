@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, Field
 
 from tunesmith.errors import nearest
-from tunesmith.redact import redact
+from tunesmith.records.redact import redact
 
 _DECIMAL = {"TB": 10**12, "GB": 10**9, "MB": 10**6, "KB": 10**3}
 _UNITS = {**_DECIMAL, "": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}

@@ -1,4 +1,10 @@
-"""Language models and reward models: loading, adapters, predictions and export."""
+"""Language models and reward models: loading, attention over forests, layers, heads, adapters, export.
+
+``parallel`` shards models that do not fit on one device, ``kernels`` computes the same faster, ``cpu`` holds the
+compiled functions for CPUs. Start in ``causal_lm``.
+
+Stands on ``config``, ``types`` and ``costs``.
+"""
 
 import logging
 

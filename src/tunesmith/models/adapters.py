@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, cast
@@ -31,8 +31,8 @@ from tunesmith.models.lora import (
     read_config,
     stored_embeddings,
 )
+from tunesmith.models.parallel.sharding import unshard_trained, whole
 from tunesmith.models.score_model import ScoreModel
-from tunesmith.parallel.sharding import unshard_trained, whole
 
 _CONTINUED = frozenset(
     {
@@ -188,7 +188,13 @@ def choose_targets(linear: Iterable[str], targets: str | Sequence[str] | None) -
 
 
 def merge(
-    adapter: Path, out: Path, *, base: str | None = None, dtype: str | None = None, trust_remote_code: bool = False
+    adapter: Path,
+    out: Path,
+    *,
+    base: str | None = None,
+    dtype: str | None = None,
+    end_of_turn: Callable[[Any], int | None] = lambda _: None,
+    trust_remote_code: bool = False,
 ) -> str:
     """Merge an adapter into its base, write the whole model, and return the base's path; see ``Decoder.merge``.
 
@@ -211,6 +217,7 @@ def merge(
         dtype=dtype,
         tokenizer=tokenizer,
         generation=read_generation(adapter),
+        end_of_turn=end_of_turn,
         trust_remote_code=trust_remote_code,
     )
     return base

@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from tunesmith.data.forest import Forest, Predictions
 from tunesmith.models.decoder import Decoder
+from tunesmith.models.forest import Forest, Predictions
 from tunesmith.models.head import Head, LogitScale, fused_logprobs
 
 

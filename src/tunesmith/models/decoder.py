@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,24 +14,24 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from tunesmith.data.embedding_rows import rows_of, set_rows
-from tunesmith.data.forest import Forest
+from tunesmith.costs import CostModel
 from tunesmith.errors import ModelError, StorageError, boundary
-from tunesmith.kernels.attention import AttentionContext
-from tunesmith.kernels.lean import LeanDecoder
-from tunesmith.kernels.quantised import Quantize, weights_of
 from tunesmith.models.attention import ForestAttention
+from tunesmith.models.embedding_rows import rows_of, set_rows
 from tunesmith.models.export import first_numbers, read_back, set_ends
+from tunesmith.models.forest import Forest
+from tunesmith.models.kernels.attention import AttentionContext
+from tunesmith.models.kernels.lean import LeanDecoder
+from tunesmith.models.kernels.quantised import Quantize, weights_of
 from tunesmith.models.loading import Differences, load_config, load_module, load_tokenizer
 from tunesmith.models.lora import LoraAdapter, merge_into
+from tunesmith.models.parallel.activations import HostActivations
+from tunesmith.models.parallel.host_memory import stored_state
+from tunesmith.models.parallel.sequence import SequenceGroup
+from tunesmith.models.parallel.shard_files import save_settings, save_weights
+from tunesmith.models.parallel.sharding import Sharding
+from tunesmith.models.parallel.streamed import StreamedLayers
 from tunesmith.models.rope import LengthRule, rotate_by_length, rotated_by, split_by_length
-from tunesmith.parallel.activations import HostActivations
-from tunesmith.parallel.host_memory import stored_state
-from tunesmith.parallel.sequence import SequenceGroup
-from tunesmith.parallel.shard_files import save_settings, save_weights
-from tunesmith.parallel.sharding import Sharding
-from tunesmith.parallel.streamed import StreamedLayers
-from tunesmith.plan.cost.operations import CostModel
 
 
 @dataclass(slots=True)
@@ -202,7 +202,7 @@ class Decoder:
         Raises:
             ModelError: the layers have no lean form.
         """
-        from tunesmith.kernels.compiled import CompiledLayers
+        from tunesmith.models.kernels.compiled import CompiledLayers
 
         lean = self._lean_for(f"system.compile = {mode!r}", "is compiled for training; set system.compile = false")
         lean.compiled = CompiledLayers(mode)
@@ -214,7 +214,7 @@ class Decoder:
             ModelError: the layers have no lean form.
             ImportError: Liger or one of its kernels is not installed.
         """
-        from tunesmith.kernels import liger
+        from tunesmith.models.kernels import liger
 
         lean = self._lean_for("system.kernels = 'liger'", "its kernels compute; leave it out")
         for name in liger.USED:  # an import error comes now, not in the first pass
@@ -332,6 +332,7 @@ class Decoder:
         dtype: str | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
         generation: GenerationConfig | None = None,
+        end_of_turn: Callable[[Any], int | None] = lambda _: None,
         trust_remote_code: bool = False,
     ) -> None:
         """Merge a saved adapter into its base and write the whole model.
@@ -340,7 +341,8 @@ class Decoder:
 
         Args:
             tokenizer: the tokenizer to write; None: the base's.
-            generation: the generation configuration to write; None: the base's, with the template's end of turn.
+            generation: the generation configuration to write; None: the base's.
+            end_of_turn: finds the token that ends a turn in a tokenizer's chat template, which is written too.
 
         Raises:
             ModelError: the base does not exist, or the adapter does not fit it.
@@ -348,7 +350,8 @@ class Decoder:
         """
         stored = load_config(base, trust_remote_code=trust_remote_code).dtype
         model = cls.load(base, tokenizer=tokenizer, trust_remote_code=trust_remote_code)
-        if changes := set_ends(model.module, model.tokenizer, saved=generation):
+        end = end_of_turn(model.tokenizer)
+        if changes := set_ends(model.module, model.tokenizer, end_of_turn=end, saved=generation):
             print(changes)
         with boundary(StorageError, f"cannot write to {out.parent}", OSError):
             out.parent.mkdir(parents=True, exist_ok=True)

@@ -12,10 +12,8 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrained
 from transformers.core_model_loading import WeightConverter
 
 from tunesmith.config.reading.files import ADAPTER_CONFIG
-from tunesmith.data.chat import end_of_turn_id
-from tunesmith.data.tokens import Tokenizer
 from tunesmith.errors import ModelError, boundary
-from tunesmith.parallel.shard_files import is_converted
+from tunesmith.models.parallel.shard_files import is_converted
 
 GENERATION_FILE = "generation_config.json"
 _FIRST = ("do_sample", "num_beams", "return_dict_in_generate", "cache_implementation")
@@ -40,13 +38,14 @@ def set_ends(
     module: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     *,
+    end_of_turn: int | None = None,
     saved: GenerationConfig | None = None,
     token_ids: Iterable[int] = (),
     strings: Iterable[str] = (),
 ) -> str | None:
     """Make a model's generation configuration hold everything that ends its completions, and valid to write.
 
-    The token ids are its own, the tokenizer's EOS, the end of turn of the chat template, and ``token_ids``.
+    The token ids are its own, the tokenizer's EOS, the chat template's ``end_of_turn``, and ``token_ids``.
 
     Args:
         saved: replaces the module's configuration: the one that was saved with an adapter.
@@ -59,8 +58,8 @@ def set_ends(
         return None
     config, changes = mended(saved or module.generation_config)
     tokens, texts = _split(tokenizer, [*ends(config)[1], *strings])
-    eos, end = cast("int | None", tokenizer.eos_token_id), end_of_turn_id(cast(Tokenizer, tokenizer))
-    own = [token for token in (eos, end) if token is not None]
+    eos = cast("int | None", tokenizer.eos_token_id)
+    own = [token for token in (eos, end_of_turn) if token is not None]
     found = list(dict.fromkeys([*ends(config)[0], *own, *tokens, *token_ids]))
     config.eos_token_id = cast(Any, found[0] if len(found) == 1 else found or None)
     config.stop_strings = cast(Any, texts or None)

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tunesmith.kernels.products import bfloat16_operands
-from tunesmith.kernels.weight_gradients import add_product, kept_sums, multiplies
-from tunesmith.plan.cost.operations import chunk_rows, chunk_words
+from tunesmith.costs import chunk_rows, chunk_words
+from tunesmith.models.cpu.products import bfloat16_operands
+from tunesmith.models.cpu.weight_gradients import add_product, kept_sums, multiplies
 
 
 @dataclass(frozen=True, slots=True)

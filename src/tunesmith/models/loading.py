@@ -25,13 +25,13 @@ from transformers.initialization import no_init_weights
 
 from tunesmith.config.reading.files import ADAPTER_CONFIG, is_hub_name
 from tunesmith.errors import ConfigError, ModelError, boundary
-from tunesmith.fake_device.tokenizer import NoTokenizer
-from tunesmith.kernels.quantised import Quantize, quantise
 from tunesmith.models.attention import ATTENTION_NAME
 from tunesmith.models.directory import check_model
 from tunesmith.models.families import check_family
-from tunesmith.parallel.shard_files import WeightFiles, fill, is_finite, shapes_of
-from tunesmith.parallel.sharding import Sharding, materialise
+from tunesmith.models.kernels.quantised import Quantize, quantise
+from tunesmith.models.no_tokenizer import NoTokenizer
+from tunesmith.models.parallel.shard_files import WeightFiles, fill, is_finite, shapes_of
+from tunesmith.models.parallel.sharding import Sharding, materialise
 from tunesmith.plan.facts.model_files import weights_in
 
 HUB_SECONDS = 5.0

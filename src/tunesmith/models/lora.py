@@ -29,10 +29,10 @@ from transformers import PreTrainedModel
 
 from tunesmith.config.reading.files import ADAPTER_CONFIG, WEIGHTS
 from tunesmith.errors import CheckpointError, ModelError, boundary
-from tunesmith.kernels.quantised import weights_of
+from tunesmith.models.kernels.quantised import weights_of
 from tunesmith.models.loading import listed
-from tunesmith.parallel.host_memory import stored_state
-from tunesmith.parallel.sharding import whole
+from tunesmith.models.parallel.host_memory import stored_state
+from tunesmith.models.parallel.sharding import whole
 
 TRAINED, START = "default", "start"
 """Names of peft adapters: the trained one, and the frozen copy of a saved one that training continues."""

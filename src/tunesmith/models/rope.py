@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from tunesmith.data.forest import Forest, Segment
+from tunesmith.models.forest import Forest, Segment
 
 _LENGTHS: ContextVar[Sequence[int] | None] = ContextVar("_LENGTHS", default=None)
 

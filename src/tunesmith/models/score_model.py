@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
@@ -11,10 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AutoModelForSequenceClassification
 
-from tunesmith.data.batch import Batch
-from tunesmith.data.forest import Forest, Packing, Predictions
 from tunesmith.errors import ModelError
 from tunesmith.models.decoder import Decoder
+from tunesmith.models.forest import Forest, Predictions
 from tunesmith.models.loading import Differences
 from tunesmith.types import Sample
 
@@ -74,15 +73,6 @@ class ScoreModel(Decoder):
     def context(self) -> int | None:
         """The number of positions that the model has."""
         return getattr(self.module.config, "max_position_embeddings", None)
-
-    def pack_sequences(self, batch: Batch, max_tokens: int, multiple_of: int = 1) -> Packing:
-        """Micro-batches of samples from ``whole_sequence``; each prediction is the score of one sequence."""
-        packing = Packing.of(batch, max_tokens, multiple_of=multiple_of)
-        if self.context is None:
-            return packing
-        last = self.context - 1  # the stand-in may have no position
-        forests = tuple(replace(forest, position_ids=forest.position_ids.clamp(max=last)) for forest in packing.forests)
-        return replace(packing, forests=forests)
 
 
 def is_trained(config: Any) -> bool:

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from tunesmith.data.embedding_rows import enough_rows, rows_of
-from tunesmith.data.forest import Forest, Predictions
 from tunesmith.errors import ModelError
 from tunesmith.models.causal_lm import CausalLM
+from tunesmith.models.embedding_rows import enough_rows, rows_of
+from tunesmith.models.forest import Forest, Predictions
 from tunesmith.models.head import fused_logprobs, likeliest
 
 

@@ -8,7 +8,6 @@ from typing import Any
 
 from tunesmith.config.resolved import Derived, Resolved, settings
 from tunesmith.config.schema import RunConfig
-from tunesmith.config.toml import toml_value
 from tunesmith.config.values import format_size
 from tunesmith.plan.cost.device import PARTS, Price
 from tunesmith.plan.cost.memory import planned_devices, planned_roles
@@ -16,6 +15,7 @@ from tunesmith.plan.cost.seconds import step_seconds
 from tunesmith.plan.facts.run import Facts
 from tunesmith.plan.filling import with_values
 from tunesmith.plan.layout.alternatives import cost, limits, next_best
+from tunesmith.records.toml import toml_value
 
 LAYOUT = (
     *("model.dtype", "system.device", "system.trainer_ranks", "system.zero_stage", "system.shard_size"),

@@ -15,7 +15,7 @@ from pydantic.fields import FieldInfo
 from tunesmith.config.choice import Choice
 from tunesmith.config.reading.problems import KeyPath
 from tunesmith.errors import shortened
-from tunesmith.redact import redact_values
+from tunesmith.records.redact import redact_values
 
 _WORDS: dict[Any, str] = {
     bool: "true or false",

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
-from tunesmith.config.toml import without_secrets
 from tunesmith.errors import ConfigError, Problem, ProblemKind
+from tunesmith.records.toml import without_secrets
 
 KeyPath = tuple[str | int, ...]
 """A key and its parents; integers are positions in an array of tables."""

@@ -9,7 +9,7 @@ from pydantic import BaseModel
 
 from tunesmith.config.reading.describe import alternatives, choices_at, describe_at, field_at, sections_of, show
 from tunesmith.config.reading.problems import DEEPEST, FileProblem, KeyPath, dotted, leaves
-from tunesmith.redact import is_redacted
+from tunesmith.records.redact import is_redacted
 
 LARGEST_INT = 2**53
 LARGEST_FLOAT, LEAST_FLOAT = 1e9, 1e-30

@@ -6,8 +6,8 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
+from tunesmith.costs import chunk_rows, chunk_words
 from tunesmith.plan.cost.device import Layout, Price
-from tunesmith.plan.cost.operations import chunk_rows, chunk_words
 from tunesmith.plan.facts.model import ModelFacts
 
 SMALL = 64 << 20

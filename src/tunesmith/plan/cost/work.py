@@ -13,8 +13,8 @@ from math import ceil
 from tunesmith.config.commands import DPOConfig, KTOConfig
 from tunesmith.config.schema import RLConfig, RunConfig
 from tunesmith.config.section import known
+from tunesmith.costs import CostModel, chunk_rows
 from tunesmith.plan.cost.memory import bytes_per_number, engine_kv, kv_bytes_per_number, layout_of
-from tunesmith.plan.cost.operations import CostModel, chunk_rows
 from tunesmith.plan.cost.price import USUAL_RANK, adapter_numbers, away_of_layer, copy_bytes, price, sent_bytes
 from tunesmith.plan.facts.model import ModelFacts
 from tunesmith.plan.facts.run import Facts

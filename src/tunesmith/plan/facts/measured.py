@@ -17,7 +17,7 @@ from tunesmith.config.schema import RunConfig
 from tunesmith.errors import StorageError, boundary
 from tunesmith.plan.facts.hardware import Hardware
 from tunesmith.plan.facts.model import ModelFacts
-from tunesmith.storage import measured_file, read_json, write_json
+from tunesmith.records.storage import measured_file, read_json, write_json
 
 Rates = Mapping[str, Mapping[str, float]]
 """Seconds per unit of each kind of work, by phase."""

@@ -8,7 +8,6 @@ from typing import Any
 
 from tunesmith.config.resolved import Resolved, settings
 from tunesmith.config.schema import RunConfig
-from tunesmith.config.toml import toml_value
 from tunesmith.config.values import megabytes
 from tunesmith.errors import ConfigError
 from tunesmith.plan.cost.memory import fits, free_memory, planned_devices
@@ -20,6 +19,7 @@ from tunesmith.plan.layout.layouts import layouts, with_given_system
 from tunesmith.plan.layout.search import fastest, on_all_gpus
 from tunesmith.plan.processes.devices import on_gpu
 from tunesmith.plan.resolve import resolve
+from tunesmith.records.toml import toml_value
 
 LEAST_GAIN = 1.01
 """Minimum speedup for which something is reported as limiting the speed."""

@@ -11,7 +11,6 @@ from tunesmith.config.commands import DPOConfig, KTOConfig, SamplingConfig, Scor
 from tunesmith.config.resolved import settings
 from tunesmith.config.schema import RunConfig
 from tunesmith.config.section import known
-from tunesmith.config.toml import toml_value
 from tunesmith.config.values import format_size
 from tunesmith.errors import Problem
 from tunesmith.plan.cost.device import PARTS, Price
@@ -34,6 +33,7 @@ from tunesmith.plan.layout.search import fastest_layout
 from tunesmith.plan.processes.devices import on_gpu
 from tunesmith.plan.processes.roles import has_critic, keeps_frozen, keeps_reference
 from tunesmith.plan.rules.checks import contradictions
+from tunesmith.records.toml import toml_value
 
 MORE_GPUS = (2, 4, 8, 16, 32, 64, 128)
 

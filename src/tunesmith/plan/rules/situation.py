@@ -7,15 +7,14 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any, Generic, TypeVar
 
-from tunesmith.algorithms.kl import KLInReward
-from tunesmith.algorithms.resolve import Reasons, resolve_algorithm
 from tunesmith.config.algorithm import AlgorithmSection
 from tunesmith.config.engines import EngineKind
 from tunesmith.config.resolved import settings
 from tunesmith.config.schema import RewardSection, RLConfig, RunConfig
 from tunesmith.config.section import Section, known
-from tunesmith.config.toml import toml_value
 from tunesmith.errors import ConfigError, Problem, ProblemKind
+from tunesmith.learn.algorithms.kl import KLInReward
+from tunesmith.learn.algorithms.resolve import Reasons, resolve_algorithm
 from tunesmith.plan.cost.memory import gpu_of, longest_sample
 from tunesmith.plan.facts.hardware import Hardware
 from tunesmith.plan.facts.model import ModelFacts
@@ -30,7 +29,8 @@ from tunesmith.plan.processes.roles import (
     scores,
 )
 from tunesmith.plan.processes.weights import engines_apart, weights_apart
-from tunesmith.redact import redact_values
+from tunesmith.records.redact import redact_values
+from tunesmith.records.toml import toml_value
 from tunesmith.types import altering
 
 C = TypeVar("C", bound=RunConfig)

@@ -9,7 +9,6 @@ from importlib.util import find_spec
 
 from tunesmith.config.schema import RLConfig, RunConfig
 from tunesmith.config.section import known
-from tunesmith.config.toml import toml_value
 from tunesmith.config.values import format_size, parse_size
 from tunesmith.errors import Problem, closest
 from tunesmith.plan.cost.memory import BLOCK, bytes_per_number
@@ -17,6 +16,7 @@ from tunesmith.plan.facts.run import Facts
 from tunesmith.plan.filling import Filling
 from tunesmith.plan.rules.rule import rule
 from tunesmith.plan.rules.situation import Situation, more
+from tunesmith.records.toml import toml_value
 
 # A rule is a condition and a sentence: with an argument on each line there would be twice as many.
 # fmt: off

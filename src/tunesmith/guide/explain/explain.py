@@ -1,0 +1,154 @@
+"""Everything known about a setting, a metric, or another framework's name for one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from tunesmith.errors import ConfigError, StorageError, boundary, closest
+from tunesmith.guide.explain.settings import Setting, settings_of
+from tunesmith.guide.names.foreign import FRAMEWORKS, Meaning, meanings, meanings_of, spelled
+from tunesmith.guide.names.unknown import find, rule_of
+from tunesmith.learn.algorithms.presets import PRESETS
+from tunesmith.plan.rules.checks import unread_reasons
+from tunesmith.records.catalogue import CATALOGUE, Metric
+from tunesmith.records.catalogue import find as find_metric
+from tunesmith.records.metrics import numbers
+from tunesmith.records.runs import last_lines
+from tunesmith.records.storage import read_json
+from tunesmith.records.toml import toml_value
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """The meanings of a name: our ``settings`` and ``metrics``, and its meaning in other frameworks (``foreign``)."""
+
+    settings: tuple[Setting, ...] = ()
+    metrics: tuple[Metric, ...] = ()
+    foreign: tuple[str, ...] = ()
+
+
+def explain(name: str) -> Explanation:
+    """Explain a setting, a metric or another framework's name.
+
+    Raises:
+        ConfigError: nothing has this name; the message suggests the nearest ones.
+    """
+    ours = find(None, name)
+    keys = dict.fromkeys((*ours.keys, *ours.elsewhere))
+    spelling, known = meanings_of(name)
+    if name in keys:
+        known = []
+    settings = [setting for key in keys for setting in settings_of(key) if setting.key == key]
+    metric = find_metric(name) if name == name.strip() else None
+    metric = metric or next((m for m in _all_metrics() if m.name == f"logged/{name}"), None)
+    metrics = [metric] if metric else [m for m in _all_metrics() if name in m.aliases]
+    foreign = tuple(dict.fromkeys(_meant(spelling, meaning) for meaning in known))
+    if not (settings or metrics or foreign):
+        raise ConfigError(f"no setting, metric or name in another framework is called '{name}'.{_near(name)}")
+    return Explanation(tuple(settings), tuple(metrics), foreign)
+
+
+def called_elsewhere(key: str) -> Iterator[tuple[str, str]]:
+    """Frameworks, each with its names for a setting and, in brackets, how values are converted."""
+    about = [meaning for meaning in meanings() if key in meaning.keys]
+    for framework, written in FRAMEWORKS.items():
+        by_rule: dict[str, list[str]] = {}
+        for meaning in about:
+            by_rule.setdefault(rule_of(meaning), []).extend(meaning.names.get(framework, ()))
+        texts = [", ".join(names) + (f" ({rule})" if rule else "") for rule, names in by_rule.items() if names]
+        if texts:
+            yield written, "; ".join(texts)
+
+
+def without_effect(key: str) -> Iterator[str]:
+    """The conditions in which a setting has no effect and is refused."""
+    return (re.sub(r"\{[\w.]+\}", "...", why) for why in unread_reasons(key))
+
+
+def value_in_run(run_dir: Path, key: str) -> str | None:
+    """A setting's value in a run and the reason, from the run's ``resolved.json``; None if the run has no such key.
+
+    A key of tables that ``resolved.json`` holds as one value, as a placement or a list, has all of that value.
+
+    Raises:
+        ConfigError: there is no such file.
+        StorageError: it is damaged.
+    """
+    file = run_dir / "resolved.json"
+    if not run_dir.is_dir() or not file.exists():
+        raise ConfigError(f"{run_dir} is not a run directory: it has no resolved.json")
+    with boundary(StorageError, f"cannot read {file}", (ValueError, KeyError, TypeError, AttributeError)):
+        entries, above = read_json(file)["settings"], key
+        while above not in entries or (above != key and not isinstance(entries[above]["value"], dict | list)):
+            if not (above := above.rpartition(".")[0]):
+                return None
+        entry, name = entries[above], "" if above == key else f"{above} = "
+        sources = {"said": "set by the run file or an override", "default": "the default"}
+        why = entry.get("reason") or sources.get(entry["source"], entry["source"])
+        return f"{name}{'none' if entry['value'] is None else toml_value(entry['value'])}: {why}"
+
+
+def metric_in_run(run_dir: Path, metric: Metric) -> Iterator[str]:
+    """First, last, minimum and maximum value of a metric in a run; one line per name that it has there.
+
+    Raises:
+        ConfigError: the run has no ``metrics.jsonl``.
+    """
+    file, found = run_dir / "metrics.jsonl", dict[str, list[tuple[int, float]]]()
+    if not file.exists():
+        raise ConfigError(f"{run_dir} is not a run directory: it has no metrics.jsonl")
+    for row in last_lines(run_dir, None):
+        for name, value in numbers(row).items():
+            if find_metric(name) is metric:
+                found.setdefault(name, []).append((row["step"], value))
+    for name, points in found.items():
+        (first, start), (last, end) = points[0], points[-1]
+        least, most = min(value for _, value in points), max(value for _, value in points)
+        yield f"{name}: {start:.4g} in step {first}, {end:.4g} in step {last}; from {least:.4g} to {most:.4g}"
+    if not found:
+        yield f"no {metric.name}"
+
+
+def _meant(name: str, meaning: Meaning) -> str:
+    """``clip_ratio (verl, StateSet Agents): algorithm.loss.clip_low and algorithm.loss.clip_high``."""
+    of = [FRAMEWORKS[f] for f, names in meaning.names.items() if f in FRAMEWORKS and name in map(spelled, names)]
+    rule = rule_of(meaning)
+    here = " and ".join(meaning.keys) or f"there is no such setting here: {meaning.why}"
+    return f"{name} ({', '.join(of) or 'earlier versions'}): {here}{f': {rule}' if rule and meaning.keys else ''}"
+
+
+def meaning_of(metric: Metric) -> str:
+    """A metric's meaning without markup; a meaning such as "its maximum" is preceded by what it refers to."""
+    text = ""
+    for of in next(metrics for metrics in CATALOGUE.values() if metric in metrics):
+        of_another = of.meaning.startswith(("Its ", "Their ", "The same "))
+        text = f"{text} {of.meaning}" if of_another and of is metric else text if of_another else of.meaning
+        if of is metric:
+            break
+    return text.replace("`", "")
+
+
+def _all_metrics() -> Iterator[Metric]:
+    return (metric for metrics in CATALOGUE.values() for metric in metrics)
+
+
+def _near(name: str) -> str:
+    """The nearest setting, metric and foreign name; for a section or preset, the command that shows it."""
+    keys = [setting.key for setting in settings_of()]
+    if name in {key.partition(".")[0] for key in keys}:
+        return f" It is a section: tunesmith keys {name}"
+    if name in PRESETS:
+        return f" It is a preset of algorithm.name: tunesmith presets {name}"
+    words = {key.rpartition(".")[2]: key for key in reversed(keys)}
+    metrics = [metric.name for metric in _all_metrics()]
+    foreign = [n for meaning in meanings() for names in meaning.names.values() for n in names if "*" not in n]
+    last = re.split(r"[./]", spelled(name))[-1]
+    near = [closest(name, keys, 0.75), words.get(closest(last, words, 0.75) or ""), closest(name, metrics, 0.75)]
+    near.append(closest(spelled(name), foreign, 0.75))
+    near_names = list(dict.fromkeys(word for word in near if word))
+    if near_names:
+        return f" Did you mean {' or '.join(near_names)}?"
+    return " tunesmith keys lists the settings; docs/observability.md the metrics"

@@ -1,0 +1,210 @@
+"""The launches in a shell script: OpenRLHF's and TRL's options, verl's Hydra overrides, and launchers' options."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from tunesmith.guide.migrate.given import ForeignLaunch, Given
+from tunesmith.guide.migrate.programs import find_program
+from tunesmith.guide.migrate.python import read_python
+from tunesmith.guide.migrate.shell import Word, read_script
+from tunesmith.guide.migrate.trees import accelerate_settings, read_tree_file, tree_settings
+from tunesmith.guide.names.foreign import spelled
+
+_LAUNCHERS = {"accelerate": "accelerate", "torchrun": "accelerate", "deepspeed": "accelerate", "ray": "openrlhf"}
+_DEVICES = ("num_processes", "nproc_per_node", "num_gpus")
+_NODES = ("nnodes", "num_nodes")
+_LARGEST = 2_000_000
+"""Size in bytes of the largest script that is read."""
+_MENTIONS = re.compile(r"openrlhf\.cli\.|verl\.trainer|\btrl (sft|dpo|grpo|kto|reward|rloo)\b|trl/scripts/")
+
+
+def read_shell(
+    text: str, variables: Mapping[str, str], folder: Path, line: int = 1, script: tuple[str, str] = ("", "")
+) -> list[ForeignLaunch]:
+    """Every known program that a script starts, including in files that it sources.
+
+    Args:
+        variables: values for variables that the script does not set.
+        folder: searched for files that the script names, after the working directory.
+        script: the text and name of the Python script whose docstring this is.
+    """
+    shell = read_script(text, variables, line)
+    launches: list[ForeignLaunch] = []
+    for words in shell.commands:
+        inner = [w for w in words if re.search(r"\s", w.text) and _MENTIONS.search(w.text)]
+        if inner and not _program(words):
+            known = {k: v for k, v in shell.variables.items() if isinstance(v, str)}
+            for word in inner:
+                text = word.text.replace("\\'", "'").replace('\\"', '"')
+                launches += read_shell(text, known | dict(variables), folder, word.line)
+        elif found := _program(words):
+            launches += _launch(*found, words, folder, script)
+        elif len(words) > 1 and words[0].text in ("source", ".") and (folder / words[1].text).is_file():
+            sourced = (folder / words[1].text).read_text(encoding="utf-8", errors="replace")
+            launches += read_shell(sourced, variables, folder) if sourced != text else []
+    return launches
+
+
+def _program(words: Sequence[Word]) -> tuple[int, str] | None:
+    """The index of a program's first option, and the program's name."""
+    for at, word in enumerate(words):
+        text = word.text
+        following = words[at + 1].text if at + 1 < len(words) else ""
+        if text.rpartition("/")[2] == "trl" and find_program(f"trl:{following}"):
+            return at + 2, f"trl:{following}"
+        if "=" in text or text.startswith("-"):
+            continue
+        if text.endswith(".py") and (find_program(text) or at):
+            return at + 1, text
+        if re.fullmatch(r"(\w+\.)+\w+", text) and find_program(text) and not text.endswith((".json", ".txt")):
+            return at + 1, text
+    return None
+
+
+def _launch(
+    start: int, name: str, words: Sequence[Word], folder: Path, script: tuple[str, str]
+) -> Iterator[ForeignLaunch]:
+    """A launch, also of a program that does not train or sample."""
+    program = find_program(name)
+    before, after = words[: start - 1], words[start:]
+    text, file = _script(name, folder, script) if name.endswith(".py") else ("", "")
+    if program is None:
+        said, notes = _options_with_config(after, "trl", folder)
+        for launch in read_python(text, file, {spelled(given.name): given.value for given in said}):
+            launcher = list(_launcher(before, folder, launch.program.framework))
+            settings, notes = (*launch.settings, *launcher, *said), [*launch.notes, *notes]
+            yield replace(launch, settings=settings, devices=_devices(before, launcher), notes=tuple(notes))
+        return
+    if not program.command:
+        yield ForeignLaunch(name, program)
+        return
+    read = _hydra if program.framework == "verl" else _options_with_config
+    settings, notes = read(after, program.framework, folder)
+    launcher = list(_launcher(before, folder, program.framework))
+    launch = ForeignLaunch(name, program, (*launcher, *settings), _devices(before, launcher), tuple(notes))
+    yield _with_own_settings(launch, text, file) if text else launch
+
+
+def _script(name: str, folder: Path, other: tuple[str, str]) -> tuple[str, str]:
+    """The text and the name of a script that is here; those of ``other`` if it is not."""
+    file = next((f for f in (Path(name), folder / name, folder / Path(name).name) if f.is_file()), None)
+    if file is None or file.stat().st_size > _LARGEST:
+        return other
+    return file.read_text(encoding="utf-8", errors="replace"), file.name
+
+
+def _with_own_settings(command: ForeignLaunch, text: str, name: str) -> ForeignLaunch:
+    """A command that starts a script, with what the script itself says when it is started so."""
+    options = {spelled(given.name): given.value for given in command.settings}
+    found = read_python(text, name, options)
+    own = [g for launch in found for g in launch.settings if not g.unknown or g.name.endswith("_dataset")]
+    notes = [note for launch in found for note in launch.notes]
+    return replace(command, settings=(*own, *command.settings), notes=(*command.notes, *notes))
+
+
+def options(words: Sequence[Word], framework: str) -> Iterator[Given]:
+    """``--name value``, ``--name=value``, ``--flag`` and ``--name a b``; ``--no_name`` turns a flag off."""
+    at = 0
+    while at < len(words):
+        word = words[at]
+        at += 1
+        if not re.match(r"--?[A-Za-z]", word.text):
+            continue
+        name, equals, value = word.text.lstrip("-").partition("=")
+        values = [value] if equals else []
+        while not equals and at < len(words) and not re.match(r"--?[A-Za-z]", words[at].text):
+            values.append(words[at].text)
+            at += 1
+        text = " ".join([word.text, *([] if equals else values)])
+        is_off = name.startswith("no_") and framework in ("trl", "transformers") and not values
+        items = [parsed(v) for v in values]
+        result: Any = not is_off if not items else items[0] if len(items) == 1 else items
+        yield Given(name.removeprefix("no_") if is_off else name, result, word.line, framework, text)
+
+
+def _options_with_config(words: Sequence[Word], framework: str, folder: Path) -> tuple[list[Given], list[str]]:
+    """Options, which override those in the file of TRL's ``--config FILE``; and what was not found."""
+    settings = list(options(words, framework))
+    named = next((g for g in settings if g.name == "config"), None)
+    if named is None or framework != "trl":
+        return settings, []
+    settings.remove(named)
+    tree = read_tree_file(str(named.value), folder)
+    if tree is None:
+        return settings, [f"line {named.line}: {named.text} was not found; migrate it as well"]
+    return [*tree_settings(tree, framework), *settings], []
+
+
+def _hydra(words: Sequence[Word], framework: str, folder: Path) -> tuple[list[Given], list[str]]:
+    """``key=value``, ``+key=value``, ``++key=value``, after the file of ``--config-path`` and ``--config-name``."""
+    hydra = {g.name.replace("_", "-"): g for g in options([w for w in words if w.text.startswith("--")], framework)}
+    path, file = (str(hydra[n].value) if n in hydra else "" for n in ("config-path", "config-name"))
+    settings, notes = list[Given](), list[str]()
+    if file:
+        tree = read_tree_file(f"{path}/{file.removesuffix('.yaml')}.yaml" if path else f"{file}.yaml", folder)
+        settings += tree_settings(tree, framework) if tree else []
+        if tree is None:
+            notes.append(
+                f"line {hydra['config-name'].line}: the configuration {file} was not found; migrate it as well"
+            )
+    for word in words:
+        found = re.match(r"\+{0,2}([A-Za-z_][\w.@/-]*)=(.*)", word.text, re.DOTALL)
+        if found and not word.text.startswith("-"):
+            settings.append(Given(found[1], parsed(found[2]), word.line, framework, word.text))
+    return settings, notes
+
+
+def _launcher(words: Sequence[Word], folder: Path, framework: str) -> Iterator[Given]:
+    """The launcher's own options, including those of accelerate's configuration file."""
+    which = next((w.text.rpartition("/")[2] for w in words if w.text.rpartition("/")[2] in _LAUNCHERS), "")
+    if not which:
+        return
+    own = framework if _LAUNCHERS[which] == "openrlhf" else "accelerate"
+    if which == "ray" and (job := next((w for w in words if w.text == "submit"), None)):
+        yield Given("ray_job_submit", True, job.line, "openrlhf", "ray job submit")
+    for given in options([w for w in words if w.text not in ("-m", "--module", "--", "-i", "-u")], own):
+        if given.name == "config_file" and (tree := read_tree_file(str(given.value), folder)):
+            yield from accelerate_settings(tree, given.line)
+        else:
+            yield given
+
+
+def _devices(words: Sequence[Word], launcher: Sequence[Given] = ()) -> int | None:
+    """The total number of processes that a launcher starts on all machines."""
+    found = {g.name.replace("-", "_"): g.value for g in (*options(words, "accelerate"), *launcher)}
+    count = next((found[name] for name in _DEVICES if isinstance(found.get(name), int)), None)
+    nodes = next((found[name] for name in _NODES if isinstance(found.get(name), int)), 1)
+    return None if count is None else count * (1 if "num_processes" in found else nodes)
+
+
+def parsed(text: str) -> Any:
+    """The value that a command line or a YAML scalar means: ``1e-6``, ``True``, ``null``, ``[a,b]``, ``{"a": 1}``."""
+    text = text.strip()
+    if re.fullmatch(r"[-+]?\d+", text) and len(text) < 20:
+        return int(text)
+    if re.fullmatch(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?", text):
+        return float(text)
+    if (word := text.lower()) in ("true", "false"):
+        return word == "true"
+    if word in ("null", "none", "~", ""):
+        return None
+    if text[0] in "[{(" and not re.search(r"\$[{(]", text):
+        return _listed(text)
+    return text[1:-1] if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"" else text
+
+
+def _listed(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        pass
+    if text[0] in "[(" and text[-1] in "])":
+        items = re.findall(r"'[^']*'|\"[^\"]*\"|[^,\s][^,]*", text[1:-1])
+        return [parsed(item) for item in items]
+    return text

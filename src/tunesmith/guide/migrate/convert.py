@@ -1,0 +1,219 @@
+"""Converts the settings of a launch to those of a run file, with an account of each."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, cast
+
+from tunesmith.config.commands import KINDS
+from tunesmith.config.reading.describe import choices_at
+from tunesmith.errors import ConfigError
+from tunesmith.guide.migrate.given import UNKNOWN, ForeignLaunch, Given, is_text
+from tunesmith.guide.migrate.script.data import Origin
+from tunesmith.guide.migrate.there import ROLES, Dropped, NotKnownError, There, Value, is_off
+from tunesmith.guide.migrate.values import CONVERSIONS
+from tunesmith.guide.names.foreign import FRAMEWORKS, Meaning, spelled, value_of
+from tunesmith.guide.names.unknown import rule_of
+from tunesmith.learn.data.splits import parse_split
+
+Kind = Literal["mapped", "derived", "off", "by hand", "computed", "absent", "changes", "unknown", "replaced"]
+"""The fate of a setting, in this order: it has a line; Tunesmith derives its purpose; it enabled nothing; a person must
+decide; its value is known only when the source runs; it has no counterpart, without or with an effect on learning; its
+name is unknown; a later line replaces it."""
+
+_OF_THE_POLICY = ("train.", "model.", "rollout.", "lora.", "system.gradient_checkpointing", "data.")
+"""Settings that only the policy has here; another model's settings must not replace them."""
+
+
+@dataclass(frozen=True, slots=True)
+class ConvertedSetting:
+    """One setting of the source, and its fate."""
+
+    given: Given
+    kind: Kind
+    text: str
+    keys: tuple[str, ...] = ()
+
+
+@dataclass(slots=True)
+class Entry:
+    """A line of the run file: the value, how it was computed, and from which settings (none: it is our own)."""
+
+    value: Any
+    how: str = ""
+    of: list[Given] = field(default_factory=list[Given])
+    note: str = ""
+
+
+@dataclass(slots=True)
+class Migration:
+    command: str
+    launch: ForeignLaunch
+    entries: dict[str, Entry]
+    rows: list[ConvertedSetting]
+
+
+def convert(launch: ForeignLaunch) -> Migration:
+    """Convert every setting of a launch, in order; then the program's defaults that affect learning."""
+    there = There(launch)
+    migration = Migration(launch.program.command, launch, {}, [])
+    for key, value in launch.program.extra.items():
+        migration.entries[key] = Entry(value, note=f"as {launch.name}")
+    last = {spelled(given.name): given for given in launch.settings}
+    for given in launch.settings:
+        if last[spelled(given.name)] is not given:
+            text = f"replaced by line {last[spelled(given.name)].line}"
+            migration.rows.append(ConvertedSetting(given, "replaced", text))
+        else:
+            migration.rows.append(_account(given, there, migration))
+    for given in there.defaults():
+        _account(given, there, migration, is_default=True)
+    for key in [key for key, entry in migration.entries.items() if entry.value is False]:
+        for inner in [inner for inner in migration.entries if inner.startswith(f"{key}.")]:
+            del migration.entries[inner]  # a table that is off has no keys
+    _check_held_out(migration)
+    return migration
+
+
+def _check_held_out(migration: Migration) -> None:
+    """
+    Raises:
+        ConfigError: the run file would train on rows that it evaluates on.
+    """
+    entries = migration.entries
+    if "data.train" not in entries or "data.eval" not in entries:
+        return
+    train, held_out = entries["data.train"], entries["data.eval"]
+    for origin in _origins(train.value):
+        if any(origin.overlaps(other) for other in _origins(held_out.value)):
+            places = " and ".join(f"{g.text} (line {g.line})" for entry in (train, held_out) for g in entry.of)
+            part = "".join(map(str, origin.cuts))
+            raise ConfigError(
+                f"the run file would train on rows that it evaluates on: {origin.path}, split {origin.split}{part}, is "
+                f"part of both data.train and data.eval ({places}). Rows that a script sets apart by its own code are "
+                "not told apart here: in the source name a file for each part, or take the evaluation out"
+            )
+
+
+def _origins(value: Any) -> list[Origin]:
+    """The sources in a value of ``data.train`` or ``data.eval``."""
+    origins: list[Origin] = []
+    for item in cast("list[Any]", value) if isinstance(value, list) else [value]:
+        table = cast("dict[str, Any]", item) if isinstance(item, dict) else {"path": item}
+        split, cut = parse_split(table.get("split", "train"))
+        origins.append(Origin(table["path"], table.get("subset"), split, (cut,) if cut else ()))
+    return origins
+
+
+def _account(given: Given, there: There, migration: Migration, *, is_default: bool = False) -> ConvertedSetting:
+    """The fate of one setting; its lines are added to the run file."""
+    meanings = there.meanings(given)
+    keys = tuple(key for m in meanings for key in m.keys if key in there.keys)[:1]
+    if given.unknown and keys:  # without a key, its value does not matter
+        why = given.why or f"its value is computed when the source runs ({given.unknown})"
+        return _computed(given, why, keys)
+    if not is_text(str(given.value)):
+        return ConvertedSetting(given, "by hand", "it has characters that no file can hold", keys)
+    if isinstance(given.value, float) and not math.isfinite(given.value):
+        return ConvertedSetting(given, "by hand", "it is not a finite number", keys)
+    if not meanings:
+        if is_off(given.value):
+            return ConvertedSetting(given, "off", "it is off there")
+        return ConvertedSetting(given, "unknown", "this name is not known")
+    results = [_result(given, meaning, there) for meaning in meanings]
+    best = next((r for r in results if not isinstance(r, ConvertedSetting)), results[0])
+    if isinstance(best, ConvertedSetting):
+        return best
+    keys = tuple(value.key for value in best)
+    if any(UNKNOWN.search(str(value.value)) or "None" in repr(value.value) for value in best):
+        return ConvertedSetting(given, "by hand", "a part of the value is not known here", keys)
+    for value in best:
+        if is_default and value.key in migration.entries:
+            continue
+        before = migration.entries.get(value.key)
+        if before and before.of and before.value == value.value:
+            before.of.append(given)
+        else:
+            migration.entries[value.key] = Entry(
+                value.value, value.how, [given], f"{FRAMEWORKS[there.framework]}'s default" if is_default else ""
+            )
+    return ConvertedSetting(given, "mapped", "", keys)
+
+
+def _result(given: Given, meaning: Meaning, there: There) -> Sequence[Value] | ConvertedSetting:
+    """The conversion of a setting by one of its meanings, in a run file's vocabulary."""
+    found = _values(given, meaning, there)
+    if isinstance(found, ConvertedSetting):
+        return found
+    values: list[Value] = []
+    for value in found:
+        word = value_of(value.key, value.value) or value.value
+        choices = choices_at(KINDS[there.command], tuple(value.key.split(".")), closed=True)
+        if choices and not isinstance(word, bool):
+            ours = next((choice for choice in choices if spelled(choice) == spelled(str(word))), None)
+            if ours is None:
+                text = f"there is no {value.value} here; {value.key} is {' or '.join(dict.fromkeys(choices))}"
+                return ConvertedSetting(given, "by hand", text, (value.key,))
+            word = ours if isinstance(word, str) else word
+        values.append(replace(value, value=word))
+    return values
+
+
+def _values(given: Given, meaning: Meaning, there: There) -> Sequence[Value] | ConvertedSetting:
+    mine = tuple(key for key in meaning.keys if key in there.keys)
+    if not mine:
+        return _without(given, meaning, there)
+    role = ROLES.match(given.name)
+    if role and all(key.startswith(_OF_THE_POLICY) for key in mine):
+        return ConvertedSetting(given, "off", f"the {role[1]} takes the policy's: {' and '.join(mine)}", mine)
+    word = str(given.value).lower()
+    if case := next((case for case in meaning.cases if "is" not in case or word in case["is"].split()), None):
+        if "value" in case:
+            return [Value(key, case["value"]) for key in mine]
+        kind: Kind = "off" if "off" in case else "derived" if "derived" in case else "by hand"
+        return ConvertedSetting(given, kind, case[kind].format(value=given.value), mine)
+    if meaning.convert:
+        try:
+            result = CONVERSIONS[meaning.convert](given, there)
+        except NotKnownError as error:
+            return _computed(given, str(error), mine)
+        except (ValueError, OverflowError) as error:  # not a number, or far too large
+            return ConvertedSetting(given, "by hand", f"the value cannot be read: {error}", mine)
+        if isinstance(result, Dropped):
+            return ConvertedSetting(given, "off" if result.off else "by hand", result.why, mine)
+        values = [value for value in result if value.key in there.keys]
+        return values or ConvertedSetting(given, "off", f"it has no meaning in tunesmith {there.command}", mine)
+    if is_off(given.value) and given.value != 0 and not (given.value is False and not meaning.value):
+        return ConvertedSetting(given, "off", "it is off there", mine)
+    if meaning.value:
+        on = bool(given.value) and given.value not in ("false", "False")
+        return (
+            [Value(key, meaning.value) for key in mine]
+            if on
+            else ConvertedSetting(given, "off", "it is off there", mine)
+        )
+    if meaning.how and not meaning.cases:
+        return ConvertedSetting(given, "off" if is_off(given.value) else "by hand", meaning.how, mine)
+    inverted = meaning.inverted and isinstance(given.value, bool)
+    return [Value(key, not given.value if inverted else given.value) for key in mine]
+
+
+def _computed(given: Given, why: str, keys: tuple[str, ...]) -> ConvertedSetting:
+    return ConvertedSetting(given, "computed", f"{why}; set {keys[0]} yourself", keys)
+
+
+def _without(given: Given, meaning: Meaning, there: There) -> ConvertedSetting:
+    """A setting that has no key in this run file."""
+    if is_off(given.value):
+        return ConvertedSetting(given, "off", f"it is off there; {meaning.why}" if meaning.why else "it is off there")
+    if meaning.keys:
+        rule = rule_of(meaning)
+        text = f"{' and '.join(meaning.keys)} has no meaning in tunesmith {there.command}"
+        return ConvertedSetting(given, "absent", f"{text}{f' ({rule})' if rule else ''}")
+    if meaning.derived:
+        return ConvertedSetting(given, "derived", meaning.why)
+    if meaning.effect:
+        return ConvertedSetting(given, "changes", f"{meaning.why}. {meaning.effect}")
+    return ConvertedSetting(given, "absent", meaning.why)

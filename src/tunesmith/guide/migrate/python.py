@@ -1,0 +1,251 @@
+"""Reads Python scripts of TRL, transformers and StateSet Agents, by following their values, never running them."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, cast
+
+from tunesmith.errors import ConfigError
+from tunesmith.guide.migrate.given import ForeignLaunch, Given
+from tunesmith.guide.migrate.programs import ForeignProgram, find_program
+from tunesmith.guide.migrate.script.data import Data, Splits, Step, Unknown, all_data, whole
+from tunesmith.guide.migrate.script.statements import Flow
+from tunesmith.guide.migrate.script.values import Function, Named, Object
+
+_PEFT = {"r": "lora_r", "target_modules": "lora_target_modules", "modules_to_save": "lora_modules_to_save"}
+"""Names in ``LoraConfig`` → names in TRL's ``ModelConfig``."""
+_PARTS = (
+    "args", "config", "peft_config", "processing_class", "tokenizer", "quantization_config", "callbacks",
+    "data_collator", "optimizers", "compute_metrics", "reward_processing_classes",
+)  # fmt: skip
+"""Arguments of a trainer that are objects, whose settings are read where they are made."""
+_SUPPORT = ("LoraConfig", "BitsAndBytesConfig", "ModelConfig", "ScriptArguments", "AgentConfig", "get_peft_model")
+"""What is made beside a configuration and holds settings of its own."""
+_ALONE = ("AgentConfig", "create_vllm_backend")
+"""What is a program where no configuration and no trainer is made."""
+_OF_MODEL = (
+    "torch_dtype", "dtype", "attn_implementation", "load_in_4bit", "load_in_8bit", "trust_remote_code",
+    "max_seq_length",
+)  # fmt: skip
+"""Arguments of ``from_pretrained`` that are settings."""
+_PATHS = ("pretrained_model_name_or_path", "model_name", "model_name_or_path")
+_SWITCHES = {
+    "allow_tf32": "tf32", "set_float32_matmul_precision": "tf32", "compile": "torch_compile",
+    "gradient_checkpointing_enable": "gradient_checkpointing",
+}  # fmt: skip
+"""Calls and assignments that are settings of TRL's and transformers' configurations."""
+_START = ("model", "args", "data_collator", "train_dataset", "eval_dataset")
+_PLACES: Mapping[str, Sequence[str]] = {
+    "GRPOTrainer": ("model", "reward_funcs", "args", "train_dataset", "eval_dataset"),
+    "RLOOTrainer": ("model", "reward_funcs", "args", "train_dataset", "eval_dataset"),
+    "DPOTrainer": ("model", "ref_model", *_START[1:]),
+    "KTOTrainer": ("model", "ref_model", *_START[1:]),
+    "GKDTrainer": ("model", "teacher_model", *_START[1:]),
+    "PPOTrainer": (
+        "args", "processing_class", "model", "ref_model", "reward_model", "train_dataset", "value_model",
+        "data_collator", "eval_dataset",
+    ),
+}  # fmt: skip
+"""Names of positional arguments of TRL's trainers; of the other ones ``_START``."""
+
+
+def read_python(text: str, name: str, options: Mapping[str, Any] | None = None) -> list[ForeignLaunch]:
+    """The training in a script: a launch per trainer, or none if it creates no known configuration.
+
+    Args:
+        options: what its command line says, by name.
+
+    Raises:
+        ConfigError: the text is not Python.
+    """
+    try:
+        tree = ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise ConfigError(f"{name} is not valid Python: {error}") from None
+    flow = Flow(tree, name, options or {})
+    trainers = {(made.line, made.kind): made for made in flow.made if _is_trainer(made.kind)}  # the last call of each
+    configs = [made for made in flow.made if _is_config(made.kind)]
+    if not trainers:
+        first = next(iter(configs), None) or next((m for m in flow.made if _last(m.kind) in _ALONE), None)
+        return [_launch(flow, None, configs or [first], first.kind)] if first else []
+    used = {id(config): trainer for trainer in trainers.values() if (config := _config_of(trainer))}
+    launches: list[ForeignLaunch] = []
+    for trainer in trainers.values():
+        own = _config_of(trainer)
+        shared = [config for config in configs if id(config) not in used]
+        held = [own] if own and own in configs else shared
+        launches.append(_launch(flow, trainer, held, held[0].kind if held else trainer.kind))
+    return launches
+
+
+def docstrings(text: str) -> list[tuple[str, int]]:
+    """Standalone string literals of a script, which may hold commands, each with its first line."""
+    try:
+        tree = ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return []
+    return [
+        (re.sub(r"^\s*(```\w*|#.*)$", "", node.value.value, flags=re.MULTILINE), node.lineno)
+        for node in tree.body
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+    ]
+
+
+def _launch(flow: Flow, trainer: Object | None, configs: Sequence[Object], kind: str) -> ForeignLaunch:
+    program = _program(kind, trainer)
+    reading = _Reading(flow, program.framework)
+    made = [*configs, *(m for m in flow.made if _last(m.kind) in _SUPPORT and m not in configs)]
+    settings = [given for one in made for given in reading.settings(one)]
+    settings += [given for one in flow.made for given in reading.switches(one)]
+    settings += reading.of_trainer(trainer) if trainer else []
+    settings.sort(key=lambda given: given.line)
+    used = [data for given in settings for data in all_data(given.value) if given.name.endswith("_dataset")]
+    paths = {origin.path for data in used for origin in data.origins}
+    unused = {(o.path, data.line): None for data in flow.loaded for o in data.origins if o.path not in paths}
+    notes = [f"line {line}: {path} is loaded, and not passed to the trainer as data" for path, line in unused]
+    return ForeignLaunch(_last(kind), program, tuple(settings), notes=tuple(notes))
+
+
+def _program(kind: str, trainer: Object | None) -> ForeignProgram:
+    """The program of a configuration; if the trainer is one for another command, that one's, with these defaults."""
+    program = _find(kind)
+    of_trainer = _find(trainer.kind) if trainer else None
+    assert program is not None
+    if of_trainer is None or of_trainer.command == program.command or program.framework != "transformers":
+        return program
+    return replace(of_trainer, defaults={**of_trainer.defaults, **program.defaults})
+
+
+class _Reading:
+    """The settings in what a script makes."""
+
+    def __init__(self, flow: Flow, framework: str) -> None:
+        self.flow, self.framework = flow, framework
+
+    def settings(self, made: Object) -> Iterator[Given]:
+        names = _PEFT if _last(made.kind) in ("LoraConfig", "get_peft_model") else {}
+        for name, value in made.fields.items():
+            if name in made.texts and name not in ("model", "peft_config"):
+                yield self.given(names.get(name, name), value, *made.texts[name])
+
+    def switches(self, made: Object) -> Iterator[Given]:
+        """``torch.compile(model)``, ``torch.backends.cuda.matmul.allow_tf32 = True`` and the like."""
+        name = _SWITCHES.get(_last(made.kind))
+        if name is None or (name in ("tf32", "torch_compile") and not made.kind.startswith("torch.")):
+            return
+        mode = made.fields.get("mode")
+        value = made.args[0] if _last(made.kind) == "allow_tf32" and made.args else True
+        yield self.given(
+            name, mode if name == "torch_compile" and isinstance(mode, str) else value, made.text, made.line
+        )
+
+    def of_trainer(self, trainer: Object) -> Iterator[Given]:
+        for name, (value, text, line) in _arguments(trainer).items():
+            if name in ("train_dataset", "eval_dataset"):
+                yield self.data(name, value, text, line)
+            elif name == "model":
+                yield from self.model(value, text, line)
+            elif name not in _PARTS and not (name == "ref_model" and value is None):
+                yield self.given(name, value, text, line)
+        yield from self.steps(trainer)
+
+    def data(self, name: str, value: Any, text: str, line: int) -> Given:
+        held = list(cast("dict[str, Any]", value).values()) if isinstance(value, dict) else whole(value)
+        if isinstance(held, Splits):
+            held = Unknown(text.partition("=")[2], line, "which of its splits is not said")
+        return self.given(name, held, text, line)
+
+    def model(self, value: Any, text: str, line: int) -> Iterator[Given]:
+        models = [made for made in self.flow.made if made.is_model and "CausalLM" in made.kind]
+        held = models[0] if len(models) == 1 and not isinstance(value, str | Object) else value
+        yield self.given("model_name_or_path", held, text, line)
+        if isinstance(held, Object) and held.is_model:
+            for name in _OF_MODEL:
+                if name in held.fields:
+                    yield self.given(name, held.fields[name], *held.texts.get(name, (name, held.line)))
+
+    def steps(self, trainer: Object) -> Iterator[Given]:
+        """What the script does to its rows: the steps of the training data, then those of the held-out data alone."""
+        held = _arguments(trainer)
+        values = [held.get(name, (None,))[0] for name in ("train_dataset", "eval_dataset")]
+        train, held_out = ([s for data in all_data(whole(value)) for s in data.steps] for value in values)
+        seen = {_what(step) for step in train}
+        steps = dict.fromkeys([*train, *(step for step in held_out if _what(step) not in seen)])
+        for number, step in enumerate(steps):
+            same = not held_out or {_what(one) for one in held_out} == seen
+            value = step.function if same and len({_what(s) for s in train}) == 1 else ""
+            if step is next((s for s in train if _what(s) == _what(step)), step):  # once, where both have it
+                yield Given(f"{number}.dataset.{step.name}", value, step.line, self.framework, step.text)
+
+    def given(self, name: str, value: Any, text: str, line: int) -> Given:
+        why = value.why if isinstance(value, Unknown) else ""
+        return Given(name, self.plain(value), line, self.framework, text if len(text) < 100 else f"{text[:97]}...", why)
+
+    def plain(self, value: Any) -> Any:
+        """The value as in a configuration file; ``${expression}`` if only running the script would tell."""
+        if isinstance(value, Function):
+            return value.reference or _placeholder(ast.unparse(value.node))
+        if isinstance(value, Named):
+            return value.dotted if value.dotted.startswith(("torch.", "trl.rewards.")) else _placeholder(value.dotted)
+        if isinstance(value, Object):
+            return self.plain(_path_of(value)) if value.is_model else _placeholder(f"{value.kind}(...)")
+        if isinstance(value, Unknown):
+            return _placeholder(value.text)
+        if isinstance(value, list | tuple):
+            return [self.plain(item) for item in cast("Sequence[Any]", value)]
+        if isinstance(value, dict):
+            return {str(key): self.plain(item) for key, item in cast("dict[Any, Any]", value).items()}
+        return value if isinstance(value, str | int | float | None | Data) else _placeholder(str(value))
+
+
+def _placeholder(text: str) -> str:
+    return "${" + re.sub(r"[{}]", "", text)[:80] + "}"
+
+
+def _what(step: Step) -> str:
+    """A step without the data set that it is a method of."""
+    return step.function or step.text
+
+
+def _path_of(model: Object) -> Any:
+    named = [model.fields[name] for name in _PATHS if name in model.fields]
+    return next(iter([*model.args[:1], *named]), Unknown(f"{model.kind}(...)", model.line))
+
+
+def _arguments(trainer: Object) -> dict[str, tuple[Any, str, int]]:
+    """By name: the value, the text and the line of each argument, positional ones included."""
+    places = _PLACES.get(_last(trainer.kind), _START)
+    found: dict[str, tuple[Any, str, int]] = {}
+    for name, value, (text, line) in zip(places, trainer.args, trainer.arg_texts, strict=False):
+        found[name] = (value, f"{name}={text}", line)
+    for name, value in trainer.fields.items():
+        found[name] = (value, *trainer.texts.get(name, (name, trainer.line)))
+    return found
+
+
+def _config_of(trainer: Object) -> Object | None:
+    held = _arguments(trainer)
+    value = next((held[name][0] for name in ("args", "config") if name in held), None)
+    return value if isinstance(value, Object) and _is_config(value.kind) else None
+
+
+def _last(kind: str) -> str:
+    return kind.rpartition(".")[2]
+
+
+def _is_config(kind: str) -> bool:
+    name = _last(kind)
+    return name.endswith(("Config", "Arguments", "Profile")) and name not in _SUPPORT and _find(kind) is not None
+
+
+def _is_trainer(kind: str) -> bool:
+    program = _find(kind) if _last(kind).endswith("Trainer") else None
+    return program is not None and program.framework in ("trl", "transformers", "stateset-agents")
+
+
+def _find(kind: str) -> ForeignProgram | None:
+    """The program of a class, by its full name, so that classes of one name in several frameworks are told apart."""
+    return find_program(kind) or find_program(_last(kind))

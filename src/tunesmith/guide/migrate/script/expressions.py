@@ -1,0 +1,288 @@
+"""Expressions of a script that is followed."""
+
+from __future__ import annotations
+
+import ast
+import operator
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, cast
+
+from tunesmith.guide.migrate.script.data import Data, Length, Splits, Step, Unknown
+from tunesmith.guide.migrate.script.values import (
+    Function,
+    Named,
+    Object,
+    Scope,
+    field_of,
+    is_known,
+    is_small,
+    items_of,
+    same,
+    short,
+    truth,
+)
+
+_BINARY: Mapping[type[ast.AST], Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod,
+    ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt,
+    ast.GtE: operator.ge, ast.In: lambda a, b: a in b, ast.NotIn: lambda a, b: a not in b,
+    ast.Is: operator.is_, ast.IsNot: operator.is_not,
+}  # fmt: skip
+
+
+LONGEST = 16
+"""Most values of a list that a loop is followed over."""
+
+
+class Expressions:
+    """The expressions. ``options`` are those of the script's command line; ``made`` is every
+    ``Object``, and ``loaded`` every data set, in order."""
+
+    def __init__(self, file: str, options: Mapping[str, Any]) -> None:
+        self.file, self.options = file, options
+        self.made: list[Object] = []
+        self.loaded: list[Data] = []
+        self.undecided = 0
+        """How many conditions that are not known the current statement depends on."""
+
+    # ---- expressions
+
+    def value(self, node: ast.expr, scope: Scope) -> Any:
+        match node:
+            case ast.Constant(value=value):
+                return value
+            case ast.Name(id=name):
+                return scope[name] if name in scope else Named(name)
+            case ast.Attribute(value=inner, attr=name):
+                return self.attribute(self.value(inner, scope), name, node)
+            case ast.Call():
+                return self.call(node, scope)
+            case ast.Await(value=inner) | ast.NamedExpr(value=inner):
+                held = self.value(inner, scope)
+                if isinstance(node, ast.NamedExpr):
+                    self.bind(node.target, held, inner, scope)
+                return held
+            case ast.List(elts=items) | ast.Tuple(elts=items) | ast.Set(elts=items):
+                return [one for item in items for one in self.spread(item, scope)]
+            case ast.Dict(keys=keys, values=values):
+                return self._dict(keys, values, scope)
+            case ast.Slice(lower=lower, upper=upper, step=None):
+                return slice(*(self.value(end, scope) if end else None for end in (lower, upper)))
+            case ast.Subscript(value=inner, slice=key):
+                return self._item(self.value(inner, scope), self.value(key, scope), node)
+            case ast.Lambda():
+                return Function(node, scope, self.file)
+            case ast.IfExp(test=test, body=body, orelse=other):
+                decided = truth(self.value(test, scope))
+                if decided is not None:
+                    return self.value(body if decided else other, scope)
+                return self.merged([self.value(body, scope), self.value(other, scope)], test)
+            case ast.BoolOp(op=op, values=values):
+                return self._bool(isinstance(op, ast.Or), values, node, scope)
+            case ast.UnaryOp(op=op, operand=operand):
+                return self._unary(op, operand, node, scope)
+            case ast.BinOp(left=left, op=op, right=right) | ast.Compare(left=left, ops=[op], comparators=[right]):
+                return self.binary(type(op), self.value(left, scope), self.value(right, scope), node)
+            case ast.JoinedStr(values=values):
+                parts = [self.value(v.value if isinstance(v, ast.FormattedValue) else v, scope) for v in values]
+                plain = all(isinstance(part, str | int | float) for part in parts)
+                text = "".join(map(str, parts)) if plain else ""
+                return text if plain and is_small(text) else self.unknown(node)
+            case ast.ListComp() | ast.DictComp() | ast.SetComp() | ast.GeneratorExp():
+                return self._comprehension(node, scope)
+            case _:
+                return self.unknown(node)
+
+    def unknown(self, node: ast.AST, why: str = "") -> Unknown:
+        return Unknown(short(node), getattr(node, "lineno", 0), why)
+
+    def merged(self, values: Sequence[Any], why: ast.AST, name: str = "") -> Any:
+        """The value that all alternatives agree on. A data set or nothing is that data set."""
+        first = next((value for value in values if value is not None), None)
+        compared = [v for v in values if v is not None] if isinstance(first, Data | Splits) else values
+        if all(same(value, first) for value in compared):
+            return first
+        line, text = getattr(why, "lineno", 0), short(why) if isinstance(why, ast.expr) else name
+        return Unknown(name or text, line, f"it depends on {text} (line {line})")
+
+    def spread(self, arg: ast.expr, scope: Scope) -> Sequence[Any]:
+        if isinstance(arg, ast.Starred):
+            held = items_of(self.value(arg.value, scope))
+            return [self.unknown(arg)] if held is None else held
+        return [self.value(arg, scope)]
+
+    def attribute(self, holder: Any, name: str, node: ast.expr) -> Any:
+        if isinstance(holder, Named):
+            return Named(f"{holder.dotted}.{name}")
+        if isinstance(holder, Data) and name in ("num_rows", "__len__"):
+            return Length()
+        if isinstance(holder, Object):
+            if name in holder.fields:
+                return holder.fields[name]
+            if holder.of and (found := self.method_of(holder.of, name)):
+                return found
+            known = field_of(holder, name, self.options)
+            return self.unknown(node) if known is None else known[0]
+        if isinstance(holder, Function) and isinstance(holder.node, ast.ClassDef):
+            return self.fields_of(holder).get(name, self.unknown(node))
+        return self.unknown(node, _why(holder))
+
+    def method_of(self, of: Function, name: str) -> Function | None:
+        defined = (item for item in cast("ast.ClassDef", of.node).body if isinstance(item, ast.FunctionDef))
+        return next((Function(item, of.scope, self.file) for item in defined if item.name == name), None)
+
+    def kind_of(self, of: Function) -> str:
+        """A class of the script that extends a library's trainer or configuration is taken for that one."""
+        node = cast("ast.ClassDef", of.node)
+        bases = [self.value(base, of.scope) for base in node.bases]
+        known = (
+            b.dotted for b in bases if isinstance(b, Named) and b.dotted.endswith(("Trainer", "Config", "Arguments"))
+        )
+        return next(known, node.name)
+
+    def fields_of(self, of: Function) -> dict[str, Any]:
+        """The fields of a class of the script and of its bases there, with their defaults."""
+        scope, found = of.scope.new_child(), dict[str, Any]()
+        for base in cast("ast.ClassDef", of.node).bases:
+            above = self.value(base, of.scope)
+            if isinstance(above, Function) and isinstance(above.node, ast.ClassDef) and above.node is not of.node:
+                found |= self.fields_of(above)
+        for item in cast("ast.ClassDef", of.node).body:
+            match item:
+                case ast.AnnAssign(target=ast.Name(id=name), value=node):
+                    value = self.value(node, scope) if node else Unknown(name, item.lineno)
+                    found[name] = scope[name] = self._default(name, value)
+                case ast.Assign(targets=[ast.Name(id=name)], value=node):
+                    found[name] = scope[name] = self.value(node, scope)
+                case _:
+                    pass
+        return found
+
+    def _default(self, name: str, value: Any) -> Any:
+        """The default in ``field(default=...)``, ``field(default_factory=...)`` and pydantic's ``Field(...)``."""
+        if not isinstance(value, Object) or value.kind.rpartition(".")[2] not in ("field", "Field"):
+            return value
+        made = value.fields.get("default_factory")
+        if isinstance(made, Function) and isinstance(made.node, ast.Lambda):
+            return self.value(made.node.body, made.scope)
+        first = value.args[0] if value.args else Unknown(name, value.line)
+        return value.fields.get("default", [] if made == Named("list") else {} if made == Named("dict") else first)
+
+    def _item(self, holder: Any, key: Any, node: ast.Subscript) -> Any:
+        if isinstance(holder, Splits) and isinstance(key, str):
+            found = holder.get(key)
+            return self.unknown(node) if found is None else found
+        try:
+            if isinstance(holder, list | dict | str) and is_known(key):
+                return cast("Any", holder)[key]
+        except (KeyError, IndexError, TypeError):
+            pass
+        why = "a column or some rows of a data set" if isinstance(holder, Data) else getattr(holder, "why", "")
+        return self.unknown(node, why)
+
+    def _dict(self, keys: Sequence[ast.expr | None], values: Sequence[ast.expr], scope: Scope) -> dict[Any, Any]:
+        found: dict[Any, Any] = {}
+        for key, node in zip(keys, values, strict=True):
+            value = self.value(node, scope)
+            if key is None:
+                found |= value if isinstance(value, dict) else {}
+            elif isinstance(name := self.value(key, scope), str | int | float):
+                found[name] = value
+        return found
+
+    def _bool(self, is_or: bool, values: Sequence[ast.expr], node: ast.expr, scope: Scope) -> Any:
+        """``a or b``, ``a and b``: decided by the operands that are known."""
+        value: Any = None
+        unsure = False
+        for one in values:
+            value = self.value(one, scope)
+            decided = truth(value)
+            if decided is is_or and not unsure:
+                return value
+            if decided is is_or and isinstance(value, bool):
+                return value
+            unsure |= decided is None
+        return self.unknown(node) if unsure else value
+
+    def _unary(self, op: ast.unaryop, operand: ast.expr, node: ast.expr, scope: Scope) -> Any:
+        value = self.value(operand, scope)
+        if isinstance(op, ast.Not):
+            decided = truth(value)
+            return self.unknown(node) if decided is None else not decided
+        if isinstance(op, ast.USub) and isinstance(value, int | float):
+            return -value
+        return self.unknown(node)
+
+    def binary(self, op: type[ast.AST], left: Any, right: Any, node: ast.AST) -> Any:
+        if op in (ast.Is, ast.IsNot) and right is None and truth(left) is not None:
+            return (left is None) == (op is ast.Is)
+        for side, factor in ((left, right), (right, left)):
+            if op is ast.Mult and isinstance(side, Length) and isinstance(factor, int | float) and not side.less:
+                return Length(side.share * factor)
+        if op is ast.Sub and left == Length() and isinstance(right, int):
+            return Length(less=right)
+        if op is ast.Div and isinstance(left, str) and isinstance(right, str):
+            return f"{left.rstrip('/')}/{right}"  # of a pathlib.Path
+        listed = isinstance(left, list) and isinstance(right, list) and op is ast.Add
+        sized = (
+            all(isinstance(side, int | float) for side in (left, right)) or issubclass(op, ast.cmpop) or op is ast.Add
+        )
+        if listed or (sized and is_known(left) and is_known(right) and op in _BINARY):
+            try:
+                result = _BINARY[op](left, right)
+            except (TypeError, ValueError, ArithmeticError):
+                return self.unknown(node)
+            if is_small(result):
+                return result
+        return self.unknown(node, next((s.why for s in (left, right) if isinstance(s, Unknown)), ""))
+
+    def _comprehension(self, node: Any, scope: Scope) -> Any:
+        """A comprehension over one short list of known values."""
+        first, inner = node.generators[0], scope.new_child()
+        over = self.value(first.iter, scope)
+        items = items_of(over)
+        short_list = items is not None and len(items) <= LONGEST and len(node.generators) == 1
+        found, sure = list[Any](), short_list
+        for item in items if items is not None and short_list else [self.unknown(first.iter)]:
+            self.bind(first.target, item, first.iter, inner)
+            kept = [truth(self.value(test, inner)) for test in first.ifs]
+            sure = sure and None not in kept
+            if False in kept:
+                continue
+            key = self.value(node.key, inner) if isinstance(node, ast.DictComp) else None
+            found.append((key, self.value(node.value if isinstance(node, ast.DictComp) else node.elt, inner)))
+        if isinstance(over, Data) and isinstance(node, ast.ListComp | ast.GeneratorExp) and len(node.generators) == 1:
+            return self._rows(node, over, scope)
+        if not sure:
+            return self.unknown(node)
+        return dict(found) if isinstance(node, ast.DictComp) else [value for _, value in found]
+
+    def _rows(self, node: Any, over: Data, scope: Scope) -> Data:
+        """``[function(row) for row in data]``, which is a map, and with a condition also a filter."""
+        first, made = node.generators[0], node.elt
+        called = self.value(made.func, scope) if isinstance(made, ast.Call) else None
+        plain = isinstance(made, ast.Call) and [ast.unparse(arg) for arg in (*made.args, *made.keywords)]
+        function = called.reference if plain == [ast.unparse(first.target)] and isinstance(called, Function) else ""
+        name = "filter" if first.ifs else "map"
+        if not first.ifs and ast.unparse(made) == ast.unparse(first.target):
+            return over
+        step = Step(name, short(node), node.lineno, "" if first.ifs else function)
+        return replace(over, steps=(*over.steps, step))
+
+    @abstractmethod
+    def call(self, node: ast.Call, scope: Scope) -> Any:
+        """The value of a call."""
+
+    @abstractmethod
+    def bind(self, target: ast.expr, value: Any, node: ast.expr, scope: Scope) -> None:
+        """Assign a value."""
+
+
+def _why(holder: Any) -> str:
+    """Why an attribute of a value is unknown."""
+    if not isinstance(holder, Unknown):
+        return ""
+    return holder.why or f"it depends on {holder.text} (line {holder.line})"

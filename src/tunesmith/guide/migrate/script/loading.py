@@ -1,0 +1,260 @@
+"""Calls of Hugging Face's ``datasets``, by the names of its functions and of its data sets' methods.
+
+Each gets the arguments of a call, and returns the data set that the call makes; or an ``Unknown`` with the reason why a
+run file cannot say it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from tunesmith.guide.migrate.script.data import (
+    WHOLE,
+    Call,
+    Data,
+    Length,
+    Origin,
+    RowSpan,
+    Splits,
+    Step,
+    Unknown,
+    share_text,
+    whole,
+)
+from tunesmith.learn.data.splits import Cut, parse_split
+
+_BUILDERS = ("json", "csv", "parquet")
+"""Names for files of a kind that a run file can name."""
+_OTHER_BUILDERS = ("text", "arrow", "imagefolder", "audiofolder", "webdataset", "pandas", "generator")
+
+
+def load_dataset(call: Call) -> Any:
+    path, subset, files = call.get(0, "path"), call.get(1, "name"), call.get(3, "data_files")
+    directory, split = call.get(2, "data_dir"), call.get(4, "split")
+    split = call.keywords.get("split", split)
+    if not isinstance(path, str):
+        return _because(call, path, "the name of the data set")
+    for value, what in ((subset, "its configuration"), (files, "its files"), (directory, "its directory")):
+        if isinstance(value, Unknown):
+            return _because(call, value, what)
+    if path in _OTHER_BUILDERS:
+        return call.unknown(f"a run file reads no {path} files")
+    notes = tuple(f"{name} = {call.keywords[name]!r}" for name in ("revision",) if call.keywords.get(name))
+    if path in _BUILDERS:
+        loaded: Any = _files(call, files, directory)
+    elif files is not None or directory is not None:
+        return call.unknown("a run file names no files inside a data set of the hub; download them, and name them")
+    else:
+        loaded = Splits(Data((Origin(path, subset if isinstance(subset, str) else None),), call.line, notes=notes))
+    return loaded if split is None or isinstance(loaded, Unknown) else _split(call, loaded, split)
+
+
+def _because(call: Call, value: Any, what: str) -> Unknown:
+    text = f" ({value.text})" if isinstance(value, Unknown) else ""
+    return call.unknown(getattr(value, "why", "") or f"{what} is not known here{text}")
+
+
+def _files(call: Call, files: Any, directory: Any) -> Any:
+    """A ``Splits`` of files: from text or a list, which are ``train``, or from a dictionary."""
+    if isinstance(directory, str) and files is None:
+        return Splits(None, {"train": Data((Origin(directory, split="train"),), call.line)})
+    parts: dict[str, Any] = {}
+    for split, names in (files if isinstance(files, dict) else {"train": files}).items():
+        named = list(names) if isinstance(names, list | tuple) else [names]
+        if not all(isinstance(name, str) for name in named):
+            parts[split] = call.unknown("the names of its files are not known here")
+        elif any("://" in name or "*" in name for name in named):
+            parts[split] = call.unknown("a run file names files and directories of this machine, without *")
+        else:
+            folder = f"{directory.rstrip('/')}/" if isinstance(directory, str) else ""
+            parts[split] = Data(tuple(Origin(folder + name, split="train") for name in named), call.line)
+    return Splits(None, parts)
+
+
+def _split(call: Call, loaded: Splits, split: Any) -> Any:
+    if isinstance(split, list | tuple):
+        return [_split(call, loaded, one) for one in split]
+    if not isinstance(split, str):
+        return _because(call, split, "the split")
+    if "+" in split:
+        return concatenate(Call([[_split(call, loaded, one.strip()) for one in split.split("+")]], {}, call.text, 0))
+    name, cut = parse_split(split)
+    if "[" in name:
+        return call.unknown(f"{split} is not a slice of rows")
+    part = loaded.get(name)
+    return call.unknown(f"there is no split {name}") if part is None else _cut(call, part, cut or WHOLE)
+
+
+def load_from_disk(call: Call) -> Any:
+    path = call.get(0, "dataset_path")
+    if not isinstance(path, str):
+        return _because(call, path, "the path")
+    return Splits(Data((Origin(path),), call.line), single=True)
+
+
+def from_file(call: Call) -> Any:
+    """``Dataset.from_json``, ``from_csv`` and ``from_parquet``."""
+    loaded = _files(call, call.get(0, "path_or_paths"), None)
+    return _split(call, loaded, call.keywords.get("split", "train"))
+
+
+def dataset_dict(call: Call) -> Any:
+    parts = call.args[0] if call.args else call.keywords
+    return Splits(None, dict(parts)) if isinstance(parts, Mapping) else call.unknown()
+
+
+def concatenate(call: Call) -> Any:
+    return _together(call, None)
+
+
+def interleave(call: Call) -> Any:
+    return _together(call, call.get(1, "probabilities"))
+
+
+def _together(call: Call, weights: Any) -> Any:
+    parts = call.get(0, "dsets", call.get(0, "datasets"))
+    parts = (
+        [parts] if isinstance(parts, Data) else [whole(part) for part in parts] if isinstance(parts, list) else parts
+    )
+    if not isinstance(parts, list | tuple) or not parts or not all(isinstance(part, Data) for part in parts):
+        unknown = [p for p in parts if isinstance(p, Unknown)] if isinstance(parts, list | tuple) else [parts]
+        return _because(call, unknown[0] if unknown else None, "one of the data sets")
+    if len({tuple((step.text, step.function) for step in part.steps) for part in parts}) > 1:
+        return call.unknown("its data sets are transformed in different ways; write the rows to files")
+    if weights is not None and (not isinstance(weights, list | tuple) or len(weights) != len(parts)):
+        return _because(call, weights, "the shares of the data sets")
+    origins = [
+        replace(origin, weight=float(weights[i])) if weights else origin
+        for i, part in enumerate(parts)
+        for origin in part.origins
+    ]
+    return Data(tuple(origins), call.line, parts[0].steps, any(part.shuffled for part in parts))
+
+
+def _cut(call: Call, data: Any, cut: Cut) -> Any:
+    if cut == WHOLE or not isinstance(data, Data):
+        return data
+    origin, *others = data.origins
+    if others:
+        return call.unknown("a part of several data sets has no line in a run file; write the rows to a file")
+    filtered = next((step for step in data.steps if step.name == "filter"), None)
+    if filtered and not all(end.endswith("%") for end in (cut.start, cut.stop) if end):
+        return call.unknown(f"a part of what {filtered.text} (line {filtered.line}) leaves; write the rows to a file")
+    notes = ("a random part there, these rows here",) if data.shuffled else ()
+    return replace(data, origins=(origin.cut(cut),), notes=(*data.notes, *notes))
+
+
+def method(data: Data | Splits, name: str, call: Call) -> Any:
+    """The value of ``data.name(...)``."""
+    if isinstance(data, Splits) and data.single and name in _PARTS:
+        data = whole(data)
+    if isinstance(data, Splits):
+        if name in ("pop", "get") and call.args and isinstance(call.args[0], str):
+            return data.get(call.args[0])
+        if name in ("values", "items", "keys") and data.base is None:
+            return list(getattr(data.parts, name)())
+        return data.each(lambda part: method(part, name, call) if isinstance(part, Data) else part)
+    if name in _SAME:
+        return data
+    if name in _STEPS:
+        return replace(
+            data, steps=(*data.steps, Step(name, f".{name}({call.arguments})", call.line, _mapped(name, call)))
+        )
+    if name == "shuffle":
+        return replace(data, shuffled=True)
+    if name in _PARTS:
+        return _PARTS[name](data, call)
+    return call.unknown(f"{name} of a data set is not followed")
+
+
+def _mapped(name: str, call: Call) -> str:
+    """The function of a ``map`` that makes a row of a row."""
+    function = getattr(call.get(0, "function"), "reference", "")
+    per_row = not any(call.keywords.get(word) for word in ("batched", "with_indices", "fn_kwargs", "with_rank"))
+    return function if name == "map" and per_row and len(call.args) < 2 else ""
+
+
+def _train_test_split(data: Data, call: Call) -> Any:
+    test, train = call.get(0, "test_size"), call.get(1, "train_size")
+    test = 0.25 if test is None and train is None else test
+    first, second = _ends(train, test)
+    if first is None or second is None:
+        return call.unknown("the size of the held-out part is not known here")
+    random = replace(data, shuffled=data.shuffled or call.keywords.get("shuffle", True) is not False)
+    return Splits(None, {"train": _cut(call, random, first), "test": _cut(call, random, second)})
+
+
+def _ends(train: Any, test: Any) -> tuple[Cut | None, Cut | None]:
+    """The first rows, and the last ones."""
+    first, last = (None if size is None else _size(size) for size in (train, test))
+    if "" in (first, last):
+        return None, None
+    if last is None or (isinstance(test, int) and isinstance(train, int)):
+        return Cut("", first or ""), Cut(first or "", "" if last is None else str(train + test))
+    start = f"{share_text(100 - float(last[:-1]))}%" if last.endswith("%") else f"-{last}"
+    return Cut("", first or start), Cut(start, "")
+
+
+def _size(size: Any) -> str:
+    """A size as the end of a cut; empty if it is not known."""
+    if isinstance(size, Length):
+        return "" if size.less else _end(size)
+    if isinstance(size, bool) or not isinstance(size, int | float) or size <= 0:
+        return ""
+    return str(size) if isinstance(size, int) else f"{share_text(100 * size)}%" if size < 1 else ""
+
+
+def _select(data: Data, call: Call) -> Any:
+    rows = call.get(0, "indices")
+    if isinstance(rows, range) and rows.step == 1 and rows.start >= 0:
+        return _cut(call, data, Cut(str(rows.start or ""), str(rows.stop)))
+    if isinstance(rows, RowSpan):
+        return _cut(call, data, Cut(_end(rows.start), _end(rows.stop)))
+    if isinstance(rows, list) and rows and rows == list(range(len(rows))):
+        return _cut(call, data, Cut("", str(len(rows))))
+    return call.unknown("which rows are selected is not known here")
+
+
+def _end(end: int | Length) -> str:
+    if end in (0, Length()):
+        return ""
+    if isinstance(end, int):
+        return str(end)
+    return f"-{end.less}" if end.less else f"{share_text(100 * end.share)}%"
+
+
+def _take(data: Data, call: Call) -> Any:
+    count = call.get(0, "n")
+    return _cut(call, data, Cut("", str(count))) if isinstance(count, int) else call.unknown()
+
+
+def _skip(data: Data, call: Call) -> Any:
+    count = call.get(0, "n")
+    return _cut(call, data, Cut(str(count), "")) if isinstance(count, int) else call.unknown()
+
+
+_PARTS: Mapping[str, Callable[[Data, Call], Any]] = {
+    "train_test_split": _train_test_split,
+    "select": _select,
+    "take": _take,
+    "skip": _skip,
+}
+_STEPS = ("map", "filter", "rename_column", "rename_columns", "add_column", "sort", "flatten", "class_encode_column")
+_SAME = (
+    "remove_columns", "select_columns", "cast", "cast_column", "with_format", "set_format", "with_transform",
+    "set_transform", "reset_format", "flatten_indices", "to_iterable_dataset", "copy", "unique",
+)  # fmt: skip
+"""Methods that keep the rows and what they say: a run file reads the columns that its format needs."""
+LOADERS: Mapping[str, Callable[[Call], Any]] = {
+    "load_dataset": load_dataset,
+    "load_from_disk": load_from_disk,
+    "Dataset.from_json": from_file,
+    "Dataset.from_csv": from_file,
+    "Dataset.from_parquet": from_file,
+    "DatasetDict": dataset_dict,
+    "IterableDatasetDict": dataset_dict,
+    "concatenate_datasets": concatenate,
+    "interleave_datasets": interleave,
+}

@@ -1,0 +1,117 @@
+"""The values of a script that is followed: what its names hold, as far as that is known without running it."""
+
+from __future__ import annotations
+
+import ast
+from collections import ChainMap
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from tunesmith.guide.migrate.script.data import Data, Length, RowSpan, Splits, Unknown
+from tunesmith.guide.names.foreign import spelled
+
+Scope = ChainMap[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """An imported name, or one that the script does not define; with its full dotted name."""
+
+    dotted: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Function:
+    """A function, lambda or class of the script."""
+
+    node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef
+    scope: Scope
+    file: str
+
+    @property
+    def reference(self) -> str:
+        """``file.py:name``; empty for a lambda."""
+        return "" if isinstance(self.node, ast.Lambda) else f"{self.file}:{self.node.name}"
+
+
+@dataclass(slots=True, eq=False)
+class Object:
+    """What a class or a library's function returned, with the arguments of its call as fields."""
+
+    kind: str
+    line: int
+    text: str = ""
+    fields: dict[str, Any] = field(default_factory=dict[str, Any])
+    texts: dict[str, tuple[str, int]] = field(default_factory=dict[str, tuple[str, int]])
+    """By field, ``name=expression`` and its line."""
+    args: Sequence[Any] = ()
+    arg_texts: Sequence[tuple[str, int]] = ()
+    of: Function | None = None
+    """The script's class."""
+    parsed: bool = False
+    """Whether the command line sets other fields."""
+
+    @property
+    def is_model(self) -> bool:
+        return self.kind.endswith("from_pretrained")
+
+
+_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "ScriptArguments": {
+        "dataset_name": None, "dataset_config": None, "dataset_train_split": "train", "dataset_test_split": "test",
+        "dataset_streaming": False,
+    },
+    "DatasetMixtureConfig": {"datasets": []},
+}  # fmt: skip
+"""Of TRL's classes for data."""
+
+
+def field_of(holder: Object, name: str, options: Mapping[str, Any]) -> tuple[Any] | None:
+    """A field that the script does not set: from the command line, or the library's default. None: not known."""
+    if holder.parsed and spelled(name) in options:
+        return (options[spelled(name)],)
+    kind = holder.kind.rpartition(".")[2]
+    if name in _DEFAULTS.get(kind, {}):
+        return (_DEFAULTS[kind][name],)
+    if name in ("eval_strategy", "evaluation_strategy") and kind.endswith(("Config", "Arguments")):
+        return ("no",)
+    return None
+
+
+def truth(value: Any) -> bool | None:
+    """Whether a condition holds; None if only running the script would tell."""
+    if isinstance(value, Unknown | Named | Length | RowSpan):
+        return None
+    return True if isinstance(value, Object | Function | Data | Splits) else bool(value)
+
+
+def items_of(value: Any) -> list[Any] | None:
+    if isinstance(value, list | tuple | range):
+        return list(cast("Sequence[Any]", value)) if len(cast("Sequence[Any]", value)) < 1000 else None
+    return list(cast("dict[Any, Any]", value)) if isinstance(value, dict) else None
+
+
+def same(one: Any, other: Any) -> bool:
+    return type(one) is type(other) and one == other
+
+
+def is_known(value: Any) -> bool:
+    """Whether a value is plain Python, all of it known."""
+    if isinstance(value, list | tuple):
+        return all(map(is_known, cast("Sequence[Any]", value)))
+    if isinstance(value, dict):
+        return all(map(is_known, cast("dict[Any, Any]", value).values()))
+    return value is None or isinstance(value, str | int | float | range)
+
+
+def is_small(value: Any) -> bool:
+    """Whether a computed value is small enough to compute on with."""
+    if isinstance(value, str | list):
+        return len(cast("Sequence[Any]", value)) < 10_000
+    return not isinstance(value, int) or value.bit_length() < 100
+
+
+def short(node: ast.AST) -> str:
+    text = " ".join(ast.unparse(node).split())
+    return text if len(text) < 100 else f"{text[:97]}..."

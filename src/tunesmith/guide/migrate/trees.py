@@ -1,0 +1,124 @@
+"""YAML and JSON configurations: verl's, TRL's, transformers', DeepSpeed's, accelerate's."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import yaml
+
+from tunesmith.errors import ConfigError, shortened
+from tunesmith.guide.migrate.given import Given
+
+_LARGEST = 5_000_000
+"""Maximum size of a file in bytes."""
+_MOST = 200_000
+"""Maximum number of values in a file; YAML's aliases can make it endless."""
+
+
+_OF_ANOTHER = re.compile(r"\$\{(?:oc\.select:)?([\w.]+)(?:,[^{}]*)?\}")
+"""OmegaConf's reference to another setting."""
+_STEPS = 5
+"""Maximum length of a chain of references."""
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML with ``1e-6`` as a number and dates as text."""
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:timestamp"]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$"), list("-+.0123456789")
+)
+
+
+def read_tree_text(text: str, name: str) -> Any:
+    """The tree of a YAML or JSON text.
+
+    Raises:
+        ConfigError: the text is neither.
+    """
+    try:
+        return _read_json(text) if name.endswith(".json") else _bounded(yaml.load(text, _Loader))
+    except (ValueError, yaml.YAMLError, RecursionError) as error:
+        raise ConfigError(f"{name} is not valid: {shortened(' '.join(str(error).split()), 200)}") from None
+
+
+def _read_json(text: str) -> Any:
+    """JSON, which may have comments, as DeepSpeed's documentation writes it: then it is read as YAML."""
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        without = re.sub(r"^\s*(//|#).*$", "", text, flags=re.MULTILINE)
+        if without == text:
+            raise error
+        return _bounded(yaml.load(without, _Loader))
+
+
+def _bounded(tree: Any) -> Any:
+    """
+    Raises:
+        ValueError: it has too many values.
+    """
+    left, count = [tree], 0
+    while left:
+        node, count = left.pop(), count + 1
+        if count > _MOST:
+            raise ValueError(f"it has more than {_MOST} values, as its aliases are written out")
+        if isinstance(node, Mapping):
+            left += cast(Mapping[str, Any], node).values()
+        elif isinstance(node, list):
+            left += cast("list[Any]", node)
+    return tree
+
+
+def read_tree_file(name: str, folder: Path) -> Mapping[str, Any] | None:
+    """The mapping in a file that a script names; None if there is no such file here."""
+    for path in (Path(name), folder / name, folder / Path(name).name):
+        if path.is_file() and path.stat().st_size < _LARGEST:
+            try:
+                tree = read_tree_text(path.read_text(encoding="utf-8", errors="replace"), path.name)
+            except ConfigError:
+                return None
+            return cast(Mapping[str, Any], tree) if isinstance(tree, Mapping) else None
+    return None
+
+
+def tree_settings(tree: Mapping[str, Any], framework: str, line: int = 0) -> Iterator[Given]:
+    """A setting for each leaf, by its dotted path; Hydra's own settings are left out."""
+    leaves = dict(_leaves(tree, ""))
+    for name, value in leaves.items():
+        for _ in range(_STEPS):
+            found = _OF_ANOTHER.fullmatch(value) if isinstance(value, str) else None
+            value = leaves.get(found[1], value) if found else value
+        yield Given(name, value, line, framework, f"{name}: {_short(value)}")
+
+
+def accelerate_settings(tree: Mapping[str, Any], line: int = 0) -> Iterator[Given]:
+    """The settings of accelerate's file; its DeepSpeed and FSDP settings are tables, whose keys need no prefix."""
+    for name, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from tree_settings(cast(Mapping[str, Any], value), "accelerate", line)
+        else:
+            yield Given(str(name), value, line, "accelerate", f"{name}: {_short(value)}")
+
+
+def _leaves(tree: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        if str(key).startswith("_") or (not prefix and key in ("defaults", "hydra")):
+            continue
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(cast(Mapping[str, Any], value), f"{prefix}{key}.")
+        else:
+            plain = value is None or isinstance(value, str | int | float)
+            yield f"{prefix}{key}", value if plain else json.loads(json.dumps(value, default=str, skipkeys=True))
+
+
+def _short(value: Any) -> str:
+    return shortened(json.dumps(value, default=str, ensure_ascii=False), 60)

@@ -1,0 +1,179 @@
+"""Errors for unknown keys: our name for them, the section or command they belong to, or the nearest spelling."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+from tunesmith.config.commands import KINDS, all_keys, commands_with
+from tunesmith.config.reading.describe import field_at, sections_of
+from tunesmith.config.reading.problems import FileProblem, KeyPath, dotted
+from tunesmith.config.schema import RunConfig
+from tunesmith.errors import closest
+from tunesmith.guide.names.foreign import Meaning, meanings_of, spelled, synonyms
+
+SAME_SECTION, OTHER_SECTION = 0.7, 0.85
+"""Required similarity of two words for a hint; a wrong hint is worse than none."""
+
+
+def explain_unknown(kind: type[RunConfig], path: KeyPath, value: object) -> list[FileProblem]:
+    """Problems for a key that ``kind`` lacks, or for each key of a table that it lacks, and what to write instead."""
+    if len(path) == 1 and (text := _section_of_others(kind, str(path[0]))):
+        return [FileProblem(path, text, "unknown")]
+    leaves = list(_leaves(path, cast(Mapping[str, Any], value))) if isinstance(value, Mapping) and value else []
+    answers = dict(_nearest_known(kind, leaf, len(path)) for leaf in leaves)
+    if any(answers.values()):
+        return [
+            FileProblem(place, text or f"unknown key {dotted(place)}.", "unknown") for place, text in answers.items()
+        ]
+    name = dotted(path)
+    known = None if _is_guess(kind, path) else answer(kind, name)
+    return [FileProblem(path, known or f"unknown key {name}.{_nearly(kind, path)}", "unknown")]
+
+
+@dataclass(frozen=True, slots=True)
+class Equivalent:
+    """The equivalent of a name: ``keys`` with the ``meanings`` that lead to them, or the reason ``why`` there are none.
+
+    ``elsewhere`` are keys of other commands.
+    """
+
+    keys: tuple[str, ...] = ()
+    meanings: tuple[Meaning, ...] = ()
+    elsewhere: tuple[str, ...] = ()
+    why: str = ""
+
+    @property
+    def sure(self) -> bool:
+        """Whether there are not several candidates: keys with the same last word."""
+        return bool(self.meanings) or len(self.keys) < 2
+
+
+def find(kind: type[RunConfig] | None, name: str) -> Equivalent:
+    """The equivalent of a key, or of another framework's flag, in run files of ``kind`` (None: of any command)."""
+    kinds = [kind] if kind else list(KINDS.values())
+    keys = list(dict.fromkeys(key for of in kinds for key in all_keys(of)))
+    name, last = spelled(name), spelled(name).rpartition(".")[2]
+    if any(name in all_keys(of, tables=True) for of in kinds):
+        return Equivalent((name,))
+    if meant := tuple(key for key in synonyms(name) if key in keys):
+        return Equivalent(meant)
+    spelling, known = meanings_of(name)
+    known = [m for m in known if not m.commands or kind is None or kind.command in m.commands.split()]
+    here = tuple(m for m in known if any(key in keys for key in m.keys))
+    ours = tuple(dict.fromkeys(key for m in here for key in m.keys if key in keys))
+    if own := _in_its_section(name, ours, keys):
+        return Equivalent(own)
+    same = [key for key in keys if key.rpartition(".")[2] == last]
+    if "." not in spelling and (related := _related(name, same)):
+        return Equivalent(tuple(related))
+    if same and "." not in spelling and not any(key in same for key in ours):
+        return Equivalent(tuple(dict.fromkeys([*same, *ours])))
+    if here:
+        return Equivalent(ours, here)
+    reasons = "; or ".join(m.why for m in known if m.why)
+    return Equivalent(why=reasons, elsewhere=tuple(dict.fromkeys(key for m in known for key in m.keys)))
+
+
+def answer(kind: type[RunConfig] | None, name: str) -> str | None:
+    """The result of ``find`` in words; None if the name is not known."""
+    ours, name = find(kind, name), name.lstrip("+~")
+    last = name.rpartition(".")[2]
+    if ours.keys and (not ours.meanings or all(key.rpartition(".")[2] == last for key in ours.keys)):
+        return f"unknown key {name}; did you mean {' or '.join(ours.keys)}?"
+    if ours.keys:
+        rules = "; or ".join(dict.fromkeys(rule for m in ours.meanings if (rule := rule_of(m))))
+        return f"{name} is called {' and '.join(ours.keys)} here{': ' if rules else ''}{rules}."
+    if ours.why:
+        return f"there is no {name}: {ours.why}."
+    if ours.elsewhere:
+        places = [f"{key} ({_commands(commands_with(key))})" for key in ours.elsewhere]
+        return f"{name} is called {' and '.join(places)}, and has no meaning in this run file."
+    return None
+
+
+def rule_of(meaning: Meaning) -> str:
+    """The rule for converting the value, or a remark about it."""
+    if meaning.inverted:
+        return "true there is false here"
+    return f'"{meaning.value}" where it is on' if meaning.value else meaning.how or meaning.note
+
+
+def _in_its_section(name: str, ours: tuple[str, ...], keys: list[str]) -> tuple[str, ...]:
+    """Keys of a name's own section with the last words of ``ours``: ``critic.lr`` for ``critic.learning_rate``."""
+    section = name.partition(".")[0]
+    if any(key.startswith(f"{section}.") for key in ours) or name.count(".") != 1:
+        return ()
+    return tuple(own for key in ours if (own := f"{section}.{key.rpartition('.')[2]}") in keys)
+
+
+def _related(name: str, keys: list[str]) -> list[str]:
+    """The keys in a name's section; else, if only one command has that section, in that command's other sections."""
+    section = name.partition(".")[0]
+    if inside := [key for key in keys if key.startswith(f"{section}.")]:
+        return inside
+    commands = commands_with(section)
+    return [key for key in keys if len(commands) == 1 and commands_with(key.partition(".")[0]) == commands]
+
+
+def _is_guess(kind: type[RunConfig], path: KeyPath) -> bool:
+    """Whether a section's key only matches names elsewhere: several, or one less similar than a key of its section."""
+    ours, section = find(kind, dotted(path)), str(path[0])
+    similar = closest(str(path[-1]), _valid(kind, path), OTHER_SECTION) is not None
+    if ours.why and not ours.keys:
+        return section in kind.model_fields and len(path) > 1 and similar
+    elsewhere = any(not key.startswith(f"{section}.") for key in ours.keys)
+    if len(path) == 1 or section not in kind.model_fields or not elsewhere or ours.meanings:
+        return False
+    return not ours.sure or similar
+
+
+def _section_of_others(kind: type[RunConfig], word: str) -> str | None:
+    """The error for a section that only other commands' run files have."""
+    if word == "rollout" and "sampling" in kind.model_fields:
+        return "[rollout] is called [sampling] here, and its group_size n."
+    if word in kind.model_fields or not (commands := commands_with(word)):
+        return None
+    return (
+        f"[{word}] has no meaning in a run file of tunesmith {kind.command}: it belongs to {_commands(commands)}. "
+        f"Remove it, or use {'that command' if len(commands) == 1 else 'one of those commands'}."
+    )
+
+
+def _commands(names: list[str]) -> str:
+    return "tunesmith " + (", ".join(names[:-1]) + f" or {names[-1]}" if len(names) > 1 else names[0])
+
+
+def _nearly(kind: type[RunConfig], path: KeyPath) -> str:
+    """A hint naming the key with the nearest spelling, preferably in the same section; else the valid keys."""
+    valid, word, similar = _valid(kind, path), str(path[-1]), find(kind, dotted(path)).keys
+    if close := closest(word, valid, OTHER_SECTION if similar else SAME_SECTION):
+        return f" Did you mean '{close}'?"
+    words = {key: key.rpartition(".")[2] for key in all_keys(kind)}
+    if not similar and (close := closest(word, words.values(), OTHER_SECTION)):
+        return f" Did you mean {' or '.join(repr(key) for key, last in words.items() if last == close)}?"
+    return f" Valid: {', '.join(sorted(valid))}." + (f" Similar: {', '.join(similar)}." if similar else "")
+
+
+def _valid(kind: type[RunConfig], path: KeyPath) -> list[str]:
+    """The valid keys of the section that contains a path."""
+    above = field_at(kind, path[:-1])
+    sections = [kind] if above is None else list(sections_of(above.annotation))
+    return list(dict.fromkeys(name for section in sections for name in section.model_fields))
+
+
+def _nearest_known(kind: type[RunConfig], leaf: KeyPath, least: int) -> tuple[KeyPath, str | None]:
+    """A key, or the nearest known table around it, and what to write instead."""
+    for length in range(len(leaf), least - 1, -1):
+        if text := answer(kind, dotted(leaf[:length])):
+            return leaf[:length], text
+    return leaf, None
+
+
+def _leaves(path: KeyPath, table: Mapping[str, Any]) -> Iterator[KeyPath]:
+    for key, value in table.items():
+        if isinstance(value, Mapping) and value:
+            yield from _leaves((*path, key), cast(Mapping[str, Any], value))
+        else:
+            yield (*path, key)

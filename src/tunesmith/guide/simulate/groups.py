@@ -1,0 +1,54 @@
+"""Process groups of a single process: operations return tensors of the right shapes, without communication."""
+
+# pyright: reportPrivateImportUsage=false
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import FakeProcessGroup
+from torch.testing._internal.distributed.fake_pg import FakeStore  # the import registers the backend
+
+from tunesmith.guide.simulate.threads import gpu_of_thread
+
+
+@contextmanager
+def fake_groups(most: int) -> Generator[None]:
+    """Inside, groups have no other members: torch.distributed's default group, and groups between GPUs.
+
+    The processes of a run have default groups of several sizes; here they are one group, of size ``most``.
+    """
+    initialise, size_of, joined = dist.init_process_group, dist.get_world_size, dict[str, int]()
+
+    def join(*_: Any, rank: int, world_size: int, **__: Any) -> None:
+        if not joined:
+            initialise("fake", store=FakeStore(), rank=rank, world_size=max(most, world_size))
+        joined[gpu_of_thread()] = world_size
+
+    def is_initialized() -> bool:
+        return gpu_of_thread() in joined
+
+    def world_size(group: Any = None) -> int:
+        return joined[gpu_of_thread()] if group is None else size_of(group)
+
+    with (
+        patch.multiple(dist, init_process_group=join, is_initialized=is_initialized, get_world_size=world_size),
+        patch.object(dist, "ProcessGroupNCCL", _Nccl, create=True),  # which a torch without CUDA lacks
+    ):
+        try:
+            yield
+        finally:
+            if joined:
+                dist.destroy_process_group()
+
+
+class _Nccl:
+    Options = SimpleNamespace
+
+    def __new__(cls, store: Any, rank: int, world: int, options: Any) -> Any:
+        del store, options
+        return FakeProcessGroup._create_internal(rank, world)  # pyright: ignore[reportPrivateUsage]

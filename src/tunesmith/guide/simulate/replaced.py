@@ -1,0 +1,190 @@
+"""The parts of torch that a fake device replaces: those that need a GPU before any operation is dispatched."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from threading import Thread
+from types import SimpleNamespace
+from typing import Any, Protocol
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grad
+
+from tunesmith.guide.simulate.groups import fake_groups
+from tunesmith.guide.simulate.memory import MemoryUse
+from tunesmith.guide.simulate.sharded import shards_named
+from tunesmith.guide.simulate.threads import starts_here
+
+META = torch.device("meta")
+GROUPED = "_group_tensors_by_device_and_dtype"
+_group = getattr(clip_grad, GROUPED)
+READ: dict[str, Any] = {"item": 0, "__float__": 0.0, "__int__": 0, "__index__": 0, "__bool__": True}
+"""Methods that read a value, and the values they return."""
+
+
+class Device(Protocol):
+    """The device that receives the events."""
+
+    memories: defaultdict[str, MemoryUse]
+    gpus: int
+    together: int
+
+    def wait(self, operation: str) -> None: ...
+
+    def numbers(self, tensor: Tensor) -> Tensor: ...
+
+    def on_this_thread(self) -> AbstractContextManager[None]: ...
+
+    def allocating(self, purpose: str) -> AbstractContextManager[None]: ...
+
+
+class Stream:
+    """Serves as an event, too: there are no values to wait for, so the order of operations does not matter.
+
+    A tensor that a stream uses keeps its memory until the host has waited for a later event.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self._device, self.used = device, list[Tensor]()
+
+    def synchronize(self) -> None:
+        self._device.wait("synchronize")
+        self.used.clear()
+
+    def record(self, stream: Stream | None = None) -> None:
+        if stream is not None:
+            self.used, stream.used = stream.used, []
+
+    def record_event(self, event: Stream | None = None) -> Stream:
+        return event or self
+
+    def wait_for(self, *_: Any) -> None: ...
+
+    wait_stream = wait_event = wait = wait_for
+
+
+@contextmanager
+def replaced(device: Device) -> Generator[None]:
+    """Replace methods of fake tensors and functions of ``torch.cuda``; new threads use the device, too."""
+    resize, run, start = torch.UntypedStorage.resize_, Thread.run, Thread.start
+
+    def reader(name: str) -> Callable[[Tensor], Any]:
+        def read(tensor: Tensor) -> Any:
+            if tensor.is_cuda:
+                device.wait(name)
+            return True if tensor.dtype == torch.bool else READ[name]
+
+        return read
+
+    def tolist(tensor: Tensor) -> Any:
+        device.wait("tolist")
+        return device.numbers(tensor).tolist()
+
+    def resized(storage: torch.UntypedStorage, size: int) -> None:
+        resize(storage, size)
+        for memory in [*device.memories.values()]:
+            memory.resized(storage)
+
+    def start_on(thread: Thread) -> None:
+        starts_here(thread)
+        start(thread)
+
+    def run_inside(thread: Thread) -> None:
+        with device.on_this_thread():
+            run(thread)
+
+    def kind(name: str) -> property:
+        return property(lambda tensor: tensor.device.type == name)
+
+    methods: dict[str, Any] = {name: reader(name) for name in READ} | {"tolist": tolist, "to": _to}
+    methods |= {"record_stream": _used_by, "is_pinned": _in_host_memory}
+    kinds = {f"is_{name}": kind(name) for name in ("cuda", "cpu", "meta")}
+    of_rows = {"to": _to, "device": property(lambda tensor: tensor._local_tensor.device)}
+    with ExitStack() as stack:
+        for owner, attributes in ((FakeTensor, methods | kinds), (DTensor, of_rows | kinds)):
+            for name, attribute in attributes.items():
+                stack.enter_context(patch.object(owner, name, attribute, create=True))
+        # A module that changes its parameters' dtype swaps them, unless one has a weak reference.
+        stack.enter_context(patch.object(torch.utils, "weakref", SimpleNamespace(getweakrefs=_no_references)))
+        stack.enter_context(patch.multiple(Thread, run=run_inside, start=start_on))
+        stack.enter_context(patch.object(torch, "set_num_threads", _nothing))  # the number is for another machine
+        stack.enter_context(patch.object(torch.UntypedStorage, "resize_", resized))
+        stack.enter_context(patch.multiple(torch.cuda, **_cuda(device)))
+        stack.enter_context(patch.object(clip_grad, GROUPED, _grouped))
+        stack.enter_context(fake_groups(device.together))
+        stack.enter_context(shards_named(device.allocating))
+        yield
+
+
+def _to(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Pass ``cuda`` as the meta device, where C++ believes the tensor is; otherwise it would copy it needlessly.
+
+    A tensor in host memory that moves to the device is copied here, because C++ would not copy it.
+    """
+    if tensor.device.type == "cpu" and any(_as_told(each) is META for each in (*args, *kwargs.values())):
+        dtypes = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.dtype)]
+        away = {"dtype": dtypes[0] if dtypes else tensor.dtype, "non_blocking": kwargs.get("non_blocking", False)}
+        return torch.ops.aten._to_copy.default(tensor, device=META, **away)
+    return Tensor.to(tensor, *map(_as_told, args), **{key: _as_told(value) for key, value in kwargs.items()})
+
+
+def _grouped(tensors: Any, with_indices: bool = False) -> Any:
+    """Restore the tensors' device: C++ believes they are on meta, and clipping would move its coefficient there."""
+    groups = _group(tensors, with_indices)
+    return {(lists[0][0].device, kind): (lists, indices) for (_, kind), (lists, indices) in groups.items()}
+
+
+def _as_told(argument: Any) -> Any:
+    names_cuda = isinstance(argument, str | torch.device) and str(argument).startswith("cuda")
+    return META if names_cuda else argument
+
+
+def _no_references(_: object) -> tuple[()]:
+    return ()
+
+
+def _nothing(*_: Any, **__: Any) -> None: ...
+
+
+def _in_host_memory(tensor: Tensor) -> bool:
+    """What has no numbers there is pinned."""
+    return tensor.is_cpu
+
+
+def _used_by(tensor: Tensor, stream: Stream) -> None:
+    stream.used.append(tensor)
+
+
+def _random_state(*_: Any) -> Tensor:
+    return torch.zeros(16, dtype=torch.uint8)
+
+
+def _cuda(device: Device) -> dict[str, Any]:
+    """Replacements for functions of ``torch.cuda``."""
+    stream = Stream(device)
+
+    def the_stream(*_: Any, **__: Any) -> Stream:
+        return stream
+
+    def another(*_: Any, **__: Any) -> Stream:
+        return Stream(device)
+
+    def synchronize(_: object = None) -> None:
+        stream.synchronize()
+
+    return {
+        "get_rng_state": _random_state,
+        "current_device": lambda: 0,
+        "device_count": lambda: device.gpus,
+        "synchronize": synchronize,
+        "stream": nullcontext,
+        "current_stream": the_stream,
+        **dict.fromkeys(("Stream", "Event"), another),
+        **dict.fromkeys(("init", "set_device", "set_rng_state", "empty_cache"), _nothing),
+    }

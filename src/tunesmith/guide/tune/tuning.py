@@ -1,0 +1,377 @@
+"""``tunesmith tune``: finds the system settings with which a run file's steps are fastest here."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from math import inf
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from tunesmith.config.load import load_run
+from tunesmith.config.reading.places import placed
+from tunesmith.config.resolved import settings
+from tunesmith.config.schema import RLConfig, RunConfig
+from tunesmith.costs import chunk_rows
+from tunesmith.errors import CapacityError, ConfigError
+from tunesmith.guide.tune.arms import Arm, TrialEnded
+from tunesmith.guide.tune.bench import Bench
+from tunesmith.guide.tune.intervals import Interval
+from tunesmith.guide.tune.knobs import (
+    KV,
+    LAYOUT,
+    RUNNING,
+    THREADS,
+    TOKENS,
+    TUNED,
+    Shape,
+    Values,
+    layouts_here,
+    neighbours,
+)
+from tunesmith.guide.tune.proof import Proof, compare_gradients
+from tunesmith.guide.tune.result import Journal, Result, Trial, moved, shown, told
+from tunesmith.guide.tune.search import Candidate, TrialOutcome, search
+from tunesmith.guide.tune.setup import (
+    check_tunable,
+    pinned_settings,
+    proof_config,
+    stated,
+    trial_config,
+    tuned_values,
+    without_tuned,
+)
+from tunesmith.plan.cost.memory import planned_devices
+from tunesmith.plan.cost.seconds import expected_seconds
+from tunesmith.plan.facts.hardware import read_hardware
+from tunesmith.plan.facts.measured import tuned_file
+from tunesmith.plan.facts.run import Facts
+from tunesmith.plan.filling import with_values
+from tunesmith.plan.layout.layouts import gpus_of_run, layouts
+from tunesmith.plan.resolve import resolve
+from tunesmith.records.children import remove_at_end
+from tunesmith.records.interrupts import Interrupted
+from tunesmith.records.progress import duration
+from tunesmith.records.waits import long_wait
+from tunesmith.run.placement.checking import facts_of_run
+
+ROOM = 0.9
+"""Share of the free memory that a second run may need to be kept next to the first."""
+LATE = 5
+"""Number of run starts to reserve time for at the end: for the proof, and to remeasure the gain."""
+MEASURED = ("system.gradient_checkpointing", TOKENS, THREADS, KV)
+"""Settings that would be derived from the free memory, but are written as measured."""
+OF_THE_LAYOUT = (*LAYOUT, TOKENS, THREADS, KV, RUNNING)
+"""Settings that are derived again for another layout."""
+
+
+@dataclass(slots=True)
+class Tuning:
+    """A call of ``tunesmith tune``."""
+
+    config: RunConfig
+    """The run file with overrides, in a trial's form, without the tuned settings."""
+    path: Path
+    bench: Bench
+    facts: Facts
+    journal: Journal
+    pinned: frozenset[str]
+    """Settings given on the command line, which stay."""
+    shape: Shape
+    derived: Values
+    usual: Values
+    """The entries of ``derived`` that are defaults."""
+    say: Callable[[str], None]
+    began: float
+    ends: float
+    """When the call should end (``time.monotonic``)."""
+    given: Values = field(init=False)
+    """The run file's settings; ``derived`` if it sets none of the tuned ones, or does not run."""
+    best: Values = field(init=False)
+    trial_seconds: float = 0.0
+    """About how long a trial takes: starting its run, and its first pair of steps."""
+    measured: int = 0
+    """Trials of this call."""
+    interrupted: bool = False
+    accepted: list[Trial] = field(default_factory=list[Trial])
+    _left: Trial | None = None
+    """The derived settings instead of the run file's, if they are faster."""
+    _resolved: list[tuple[Values, Any]] = field(default_factory=list[tuple[Values, Any]])
+    """Resolved settings: a configuration, or the outcome if they are refused."""
+
+    def __post_init__(self) -> None:
+        self.given = self.best = self.derived
+        self.bench.config_of, self.bench.fits = self.config_of, self.fits_beside
+
+    def config_of(self, values: Values) -> RunConfig:
+        return with_values(self.config, stated(values, self.usual))
+
+    def resolved(self, values: Values) -> RunConfig | TrialOutcome:
+        """The run with these settings; the outcome if they are refused."""
+        for known, before in self._resolved:
+            if known == values:
+                return before
+        try:
+            found: RunConfig | TrialOutcome = resolve(self.config_of(values), self.facts).config
+        except CapacityError as error:
+            found = TrialOutcome("memory", None, str(error))
+        except ConfigError as error:
+            found = TrialOutcome("refused", None, str(error))
+        self._resolved.append((values, found))
+        return found
+
+    def fits_beside(self, values: Values) -> bool:
+        """Whether a run fits into the memory that is free now, next to running processes."""
+        config = self.resolved(values)
+        if isinstance(config, TrialOutcome):
+            return False
+        devices = planned_devices(config, replace(self.facts, hardware=read_hardware()))
+        return bool(devices) and all(needed.peak <= ROOM * free for _, needed, free in devices)
+
+    def expected(self, values: Values) -> float:
+        config = self.resolved(values)
+        if isinstance(config, TrialOutcome):
+            return inf
+        return expected_seconds(config, self.facts, self.shape.samples, self.shape.tokens / self.shape.samples)
+
+    def candidates(self, best: Values) -> Iterator[Candidate]:
+        """Variants of the best settings, with one setting or the layout changed; refused ones are recorded."""
+        moves = [({key: value}, {**best, key: value}) for key, value in neighbours(best, self.shape)]
+        for move, values in (*moves, *self._layouts(best)):
+            if self.pinned.isdisjoint(move):
+                found = self.resolved(values)
+                if not isinstance(found, TrialOutcome):
+                    yield Candidate(move, values)
+                elif self.journal.find(best, values) is None:
+                    self.journal.add(Trial(best, values, move, found))
+
+    def _layouts(self, best: Values) -> Iterator[tuple[Values, Values]]:
+        """Layouts, each with the settings derived for it; all other settings stay."""
+        kept = {key: value for key, value in best.items() if key not in OF_THE_LAYOUT and value != self.derived[key]}
+        found: Iterator[Values] = iter(()) if self.shape.gpu else layouts_here(self.shape)
+        if gpus_of_run(self.config, self.facts) > 1:
+            found = layouts(self.config, self.facts)
+        for layout in found:
+            with suppress(ConfigError):
+                there = settings(resolve(with_values(self.config, layout), self.facts).config)
+                move = {key: value for key, value in layout.items() if best.get(key) != value}
+                if move:
+                    yield move, {**{key: there.get(key) for key in best}, **kept}
+
+    def compare(self, best: Values, candidate: Candidate, arm: Arm | None = None) -> TrialOutcome:
+        """Measure a candidate, or look it up in the journal; ``arm`` is its run if it is already running."""
+        outcome = self.journal.find(best, candidate.values)
+        if outcome is None:
+            self.measured += 1
+            changed = moved({key: v for key, v in best.items() if self.derived.get(key) != v})
+            passed = duration(time.monotonic() - self.began)
+            doing = f"trial {self.measured}: {moved(candidate.move)}"
+            self.say(f"{doing}, after {passed}; best so far: {changed or 'the derived settings'}")
+            with long_wait(f"measuring {doing}", self.say):
+                outcome = self.bench.compare(best, candidate.values, arm)
+            self.journal.add(Trial(best, candidate.values, candidate.move, outcome))
+        trial = Trial(best, candidate.values, candidate.move, outcome)
+        if outcome.faster:
+            self.accepted.append(trial)
+            self.best = candidate.values
+        self.say(told(trial))
+        return outcome
+
+    def find(self, given: RunConfig | None) -> None:
+        """Search for better settings until no candidate is left, time is up, or a signal arrives.
+
+        Args:
+            given: the run with the run file's system settings; None if it has none.
+        """
+        try:
+            if given is not None:
+                self._take(given)
+            search(self.best, self.candidates, self.expected, self.compare, self._time_is_left)
+        except Interrupted:
+            self.interrupted = True
+            self.bench.close()
+        except TrialEnded as ended:
+            self.say(f"the best settings do not run any more: {ended}")
+            self.bench.close()
+
+    def _time_is_left(self) -> bool:
+        """Whether another trial fits into the time limit."""
+        left = self.bench.ends - time.monotonic()
+        if self.bench.is_over or left < self.trial_seconds:
+            self.say(
+                f"no further trial is begun: one takes about {duration(self.trial_seconds)}, and "
+                f"{duration(max(0.0, left))} are left for trials"
+            )
+            return False
+        return True
+
+    def _take(self, config: RunConfig) -> None:
+        """Compare the run file's settings with the derived ones."""
+        arm = Arm(config, self.path, self.bench.folder)
+        self.bench.close()  # settings derived from the free memory must be those of a run alone on the machine
+        try:
+            try:
+                arm.start()
+            except TrialEnded as ended:
+                said = {key: value for key, value in settings(config, given_only=True).items() if key in TUNED}
+                self.journal.add(Trial(self.derived, said, said, TrialOutcome(ended.status, None, str(ended))))
+                self.say(told(self.journal.trials[-1]))
+                return
+            given = tuned_values(arm.resolved())[0]
+            move = {key: value for key, value in given.items() if self.derived.get(key) != value}
+            if move:
+                self.given = given
+                outcome = self.compare(self.derived, Candidate(move, given), arm)
+                if outcome.interval and outcome.interval.low > 0:
+                    back = {key: self.derived.get(key) for key in move}
+                    turned = TrialOutcome("measured", outcome.interval.turned)
+                    self._left = Trial(given, self.derived, back, turned)
+        finally:
+            if self.best != self.given or self.given == self.derived:
+                arm.end()
+
+    def proven(self) -> Proof | None:
+        """Go back to the fastest settings whose gradient matches the derived ones'; None if these are the fastest."""
+        while self.best != self.derived:
+            proof: Proof | None = None
+            with suppress(TrialEnded):
+                proof = self._prove(self.best)
+                if proof.holds:
+                    return proof
+            last = self.accepted.pop()
+            apart = f"by {proof.distance:.2g}" if proof else "as far as can be told"
+            self.say(f"given up, since the gradient differs {apart}: {told(last)}")
+            self.best = last.best
+        return None
+
+    def _prove(self, values: Values) -> Proof:
+        rollouts = self.bench.folder / "rollouts.pickle" if isinstance(self.config, RLConfig) else None
+        checkpoints: list[Path] = []
+        for each in (self.derived, values):
+            arm = Arm(proof_config(self.config_of(each)), self.path, self.bench.folder, rollouts)
+            try:
+                checkpoints.append(arm.finish())
+            finally:
+                arm.end()
+        ours, theirs = checkpoints
+        config = self.resolved(self.derived)
+        assert not isinstance(config, TrialOutcome), "it runs"
+        return compare_gradients(ours, theirs, config.model.dtype)
+
+    def conclude(self) -> Result:
+        """Prove the best settings, remeasure their gain, and store them."""
+        self.bench.close()  # the proof needs its memory
+        proof = self.proven()
+        gain = self._measured_again() if self.best != self.given else None
+        changed = {key: value for key, value in self.best.items() if self.derived.get(key) != value}
+        said = settings(self.config, given_only=True) | stated(self.best, self.usual)
+        kept = self.pinned.union(MEASURED)
+        result = Result(
+            values=self.best,
+            changed=changed,
+            written={key: said[key] for key in said if key in changed or (changed and key in kept)},
+            gain=gain,
+            proof=proof,
+            trials=tuple(self.journal.trials),
+            brought=((self._left,) if self._left else ()) + tuple(self.accepted),
+            given=self.given,
+            derived=self.derived,
+            subject=self.journal.subject,
+            measured=self.measured,
+            seconds=time.monotonic() - self.began,
+            interrupted=self.interrupted,
+        )
+        if not self.pinned:  # the best settings next to pinned ones may not be the best without them
+            self.journal.write({"values": result.written, "reason": result.reason} if changed else None)
+        return result
+
+    def _measured_again(self) -> Interval | None:
+        """The gain of the best settings; if they are no longer faster than the run file's, go back to these."""
+        self.bench.ends, self.bench.concludes = max(self.ends, time.monotonic() + 60), True
+        try:
+            outcome = self.bench.compare(self.given, self.best)
+        except TrialEnded as ended:
+            self.say(f"measured again, the run file's settings do not run any more: {ended}")
+            return None
+        finally:
+            self.bench.close()
+        if not outcome.faster:
+            found = outcome.status if outcome.interval is None else shown(outcome.interval)
+            self.say(f"measured again, the best settings are no longer faster than the run file's: {found}")
+            self.best, self.accepted, self._left = self.given, [], None
+        return outcome.interval
+
+
+@contextmanager
+def open_tuning(
+    path: Path, overrides: Sequence[str], minutes: float, say: Callable[[str], None], *, again: bool = False
+) -> Generator[Tuning]:
+    """Search for the fastest settings of a run for up to ``minutes``; the caller must still call ``conclude``.
+
+    Args:
+        again: repeat the measurements of earlier calls.
+
+    Raises:
+        ConfigError: the run cannot be tuned, or does not run even with the derived settings.
+    """
+    began = time.monotonic()
+    with placed(path, overrides):
+        config = load_run(path, overrides)
+        check_tunable(config)
+    pinned = pinned_settings(config, overrides)
+    base, facts = trial_config(without_tuned(config, pinned)), facts_of_run(config)
+    with TemporaryDirectory(prefix="tunesmith-tune-", ignore_cleanup_errors=True) as folder, ExitStack() as stack:
+        remove_at_end(Path(folder))
+        first = Arm(base, path, Path(folder), start_seconds=60 * minutes)
+        stack.callback(first.end)
+        say(f"starting the run with the derived settings, for two steps; the limit is {duration(60 * minutes)}")
+        try:
+            with long_wait("starting the run", say):
+                first.start()
+            step = time.monotonic()
+            with long_wait("taking a step", say):
+                first.step()
+            step = time.monotonic() - step
+        except TrialEnded as ended:
+            if ended.status == "slow":
+                raise ConfigError(
+                    f"nothing was measured: the run's first step did not end within --minutes {minutes:g}. Give it "
+                    f"several times as long, such as --minutes {10 * minutes:g}"
+                ) from None
+            raise ConfigError(f"the run does not work with the settings that are derived for it: {ended}") from None
+        say(f"starting takes {duration(first.starting)}, a step {duration(step)}")
+        shape = shape_of(base, facts, first)
+        derived, usual = tuned_values(first.resolved())
+        late = min(LATE * first.starting, 30 * minutes)
+        bench = Bench(path, Path(folder), began + 60 * minutes - late)
+        stack.callback(bench.close)
+        bench.hold(first, derived)
+        journal = Journal.open(*tuned_file(config, facts.hardware, facts.model), again=again)
+        length = {} if isinstance(base, RLConfig) else {"longest": -(-shape.tokens // shape.samples)}
+        facts = replace(facts, train_size=shape.samples, **length)
+        tuning = Tuning(
+            base, path, bench, facts, journal, pinned, shape, derived, usual, say, began, began + 60 * minutes
+        )
+        tuning.trial_seconds = first.starting + 2 * step
+        said = settings(config, given_only=True).keys() & set(TUNED) - pinned
+        tuning.find(trial_config(without_tuned(config, TUNED)) if said else None)
+        yield tuning
+
+
+def shape_of(config: RunConfig, facts: Facts, arm: Arm) -> Shape:
+    """The properties of a run's steps, after its first step."""
+    metrics, model = arm.metrics, facts.model
+    device = str(arm.resolved()["system.device"]["value"]).partition(":")[0]
+    rl = isinstance(config, RLConfig)
+    return Shape(
+        cores=facts.hardware.cores,
+        samples=max(1, int(metrics.get("rollouts") or metrics.get("samples") or 1)),
+        tokens=max(1, *(int(metrics.get(name) or 0) for name in ("tokens", "trained_tokens"))),
+        chunk=chunk_rows(model.vocab_size if model else 32768, device),
+        samples_itself=rl,
+        compares=(rl and config.rollout.group_size > 1) or config.command == "dpo",
+        gpu=device != "cpu",
+    )

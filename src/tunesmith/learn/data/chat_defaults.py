@@ -1,0 +1,84 @@
+"""Defaults written into a chat template, so that every program that renders it renders what the run rendered.
+
+``data.system_prompt`` and ``data.chat_template_kwargs`` become a few lines of Jinja before the template. They apply
+where a caller gives neither a system message nor the variable, so both can still be overridden.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, cast
+
+from tunesmith.errors import ConfigError
+from tunesmith.learn.data.chat_checks import check_options
+from tunesmith.types import Tokenizer
+
+_BEGIN = "{#- Defaults of the training run. -#}"
+_END = "{#- The model's own template: #}\n"
+"""Ends with a line break, which Jinja removes, so that the template after it still begins a line."""
+
+
+def set_defaults(tokenizer: Tokenizer, system_prompt: str | None, options: Mapping[str, Any] | None) -> None:
+    """Write defaults into each chat template of a tokenizer; nothing changes if it has none.
+
+    Raises:
+        ConfigError: the template does not read one of the variables, or a value has no form in Jinja.
+    """
+    if not tokenizer.chat_template or (system_prompt is None and not options):
+        return
+    check_options(options or {}, own_part(tokenizer.get_chat_template()), tokenizer.special_tokens_map)
+    lines = [_variable(name, value) for name, value in (options or {}).items()]
+    if system_prompt is not None:
+        lines.append(_system(system_prompt))
+    head = "".join([_BEGIN, *lines, _END])
+
+    def written(template: str) -> str:
+        return template if template.startswith(head) else head + template
+
+    template: Any = tokenizer.chat_template
+    if isinstance(template, Mapping):
+        named = cast("Mapping[str, str]", template)
+        tokenizer.chat_template = {name: written(one) for name, one in named.items()}
+    else:
+        tokenizer.chat_template = written(template)
+
+
+def own_part(template: Any) -> Any:
+    """A chat template without the defaults that runs have written before it."""
+    return template.rpartition(_END)[2] if isinstance(template, str) else template
+
+
+def _variable(name: str, value: Any) -> str:
+    return f"{{%- if {name} is not defined %}}{{% set {name} = {_literal(name, value)} %}}{{% endif -%}}"
+
+
+def _system(text: str) -> str:
+    first = f"[{{'role': 'system', 'content': {json.dumps(text, ensure_ascii=False)}}}]"
+    given = "messages | selectattr('role', 'equalto', 'system') | list"
+    return f"{{%- if not ({given}) %}}{{% set messages = {first} + messages | list %}}{{% endif -%}}"
+
+
+def _literal(name: str, value: Any) -> str:
+    """A value in Jinja's syntax."""
+    match value:
+        case None:
+            return "none"
+        case list() | tuple():
+            items = cast("list[Any]", value)
+            return f"[{', '.join(_literal(name, item) for item in items)}]"
+        case dict():
+            entries = cast("dict[str, Any]", value).items()
+            return (
+                "{" + ", ".join(f"{json.dumps(k, ensure_ascii=False)}: {_literal(name, v)}" for k, v in entries) + "}"
+            )
+        case bool() | int() | str():
+            return json.dumps(value, ensure_ascii=False)
+        case float() if value - value == 0:  # neither infinite nor NaN
+            return repr(value)
+        case _:
+            raise ConfigError(
+                f"data.chat_template_kwargs: '{name}' holds {value!r}, which a chat template cannot be given; "
+                "use text, a finite number, true, false, a list or a table",
+                keys=("data.chat_template_kwargs",),
+            )

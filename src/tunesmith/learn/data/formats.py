@@ -1,0 +1,274 @@
+"""Detection of a data row's format from its columns, and conversion to an ``Example``.
+
+For RL and supervised training: plain text; a prompt; a prompt with a completion; a conversation (``messages``, or
+ShareGPT's ``conversations`` with ``from`` and ``value``). For reward models and preferences, TRL's formats: a pair of
+answers; an answer with a label; an answer in steps with labels, also in Math-Shepherd's format. A prompt or an answer
+can be a list of messages.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from tunesmith.errors import nearest
+from tunesmith.learn.data.sources import Columns, SourceRow
+from tunesmith.learn.data.trie import common_length
+from tunesmith.learn.data.unread import check_unread
+from tunesmith.learn.data.values import (
+    column_names,
+    read_margin,
+    read_messages,
+    read_prompt,
+    read_steps,
+    read_text,
+    read_tools,
+    read_typed,
+)
+from tunesmith.types import Message, Prompt
+
+Goal = Literal["rl", "sft", "pairs", "judged", "steps"]
+Kind = Literal["text", "prompt", "prompt_completion", "messages", "pairs", "judged", "steps", "tagged"]
+
+PROMPTS = ("prompt", "question", "instruction", "query", "problem", "input")
+COMPLETIONS = ("completion", "response", "output", "answer", "solution", "target")
+CONVERSATIONS = ("messages", "conversations", "conversation")
+TEXT = "text"
+STEP_TAGS = ("label", "value")
+
+COLUMNS: dict[Goal, tuple[Kind, tuple[str, ...]]] = {
+    "rl": ("prompt", ()),
+    "sft": ("prompt_completion", ()),
+    "pairs": ("pairs", ("chosen", "rejected")),
+    "judged": ("judged", ("label",)),
+    "steps": ("steps", ("completions", "labels")),
+}
+"""The usual format of each goal, and the columns that it requires besides a prompt and a completion."""
+NEEDS: dict[Goal, str] = {
+    "rl": f"one of {', '.join(PROMPTS)} or {CONVERSATIONS[0]}",
+    "sft": f"'messages', 'text', or a prompt ({', '.join(PROMPTS)}) with a completion ({', '.join(COMPLETIONS)})",
+    "pairs": "'chosen' and 'rejected'",
+    "judged": "a prompt, a completion and 'label'; or 'chosen' and 'rejected'",
+    "steps": "a prompt, 'completions' (the steps) and 'labels'; or 'input' with separators and 'label'",
+}
+DESCRIPTIONS: dict[Kind, str] = {
+    "text": "plain text in {column}",
+    "prompt": "prompts in {column}",
+    "prompt_completion": "prompts in {column}, completions in '{completion}'",
+    "messages": "conversations in {column}",
+    "pairs": "prompts in {column}, answers in 'chosen' and 'rejected'",
+    "judged": "prompts in {column}, completions in '{completion}', judged by 'label'",
+    "steps": "prompts in {column}, steps in 'completions', judged by 'labels'",
+    "tagged": "answers in {column}, judged at their separators by '{completion}'",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """The kind of a row, and its columns ("": none)."""
+
+    kind: Kind
+    column: str = ""
+    """The column of the prompt, the conversation or the text."""
+    completion: str = ""
+    context: str = ""
+    """Alpaca's optional ``input`` next to ``instruction``."""
+
+    def describe(self, goal: Goal) -> str:
+        """A short sentence for the resolved configuration."""
+        if self.kind == "pairs" and not self.column:
+            return "prompts are what both answers begin with, answers in 'chosen' and 'rejected'"
+        column = f"'{self.column}'" + (f" (and '{self.context}' where given)" if self.context else "")
+        tail = "; a final assistant turn is not part of the prompt" if (self.kind, goal) == ("messages", "rl") else ""
+        return DESCRIPTIONS[self.kind].format(column=column, completion=self.completion) + tail
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """A row in the representation common to all formats; exactly one of ``text`` and ``prompt`` is set.
+
+    RL has no ``completion``. A conversation in supervised training is the ``completion`` of an empty ``prompt``.
+    """
+
+    where: str
+    id: str
+    text: str | None = None
+    prompt: Prompt | None = None
+    completion: Prompt | None = None
+    rejected: Prompt | None = None
+    """The rejected answer; ``completion`` is the preferred one."""
+    margin: float = 0.0
+    desirable: bool | None = None
+    steps: tuple[str, ...] = ()
+    labels: tuple[float, ...] = ()
+    """The probability that each step is good."""
+    tags: str | list[Any] | None = None
+    """Labels of the steps of ``text``: a list, or a copy of the text with labels instead of separators."""
+    tools: list[Any] | None = None
+    columns: Columns = field(default_factory=dict[str, Any])
+    source: int = 0
+    """Index of the source."""
+
+
+def detect(row: SourceRow, goal: Goal, prompt: str | None = None, completion: str | None = None) -> Format:
+    """The format of a row, from its columns and the names ``data.prompt`` and ``data.completion``.
+
+    Raises:
+        BadLine: the columns fit no format.
+    """
+    for name, key in ((prompt, "data.prompt"), (completion, "data.completion")):
+        if name is not None and name not in row.columns:
+            close = nearest(name, row.columns)
+            raise row.bad(f"no column '{name}' ({key}), found: {column_names(row)}.{close}".rstrip("."))
+    columns = row.columns.keys()
+    if form := _without_prompt_column(row, goal, prompt, completion):
+        return form
+    asking = prompt or _only_column(row, PROMPTS, "data.prompt")
+    context = "input" if asking == "instruction" else ""
+    if goal in ("pairs", "judged") and completion is None and {"chosen", "rejected"} <= columns:
+        return Format("pairs", asking, context=context)
+    kind, needed = COLUMNS[goal]
+    answering = completion or ""
+    if goal in ("sft", "judged"):
+        answering = answering or _only_column(row, COMPLETIONS, "data.completion")
+        needed = (answering or "completion", *needed)
+    if asking and set(needed) <= columns:
+        return Format(kind, asking, answering, context)
+    missing = [name for name in needed if name not in columns]
+    if goal in ("rl", "sft"):
+        missing = missing if asking else ["prompt"]
+    close = next((hint for name in missing if "Did" in (hint := nearest(name, columns))), "")
+    settable = f", or set data.{missing[0]}" if goal in ("rl", "sft") else ""
+    names = " and no ".join(missing) or "prompt"
+    raise row.bad(f"no {names}; found columns: {column_names(row)}; needs {NEEDS[goal]}{settable}.{close}".rstrip("."))
+
+
+def _without_prompt_column(row: SourceRow, goal: Goal, prompt: str | None, completion: str | None) -> Format | None:
+    """The format of a row that is a conversation, plain text, or text with separators between its steps."""
+    columns, unnamed = row.columns.keys(), prompt is None and completion is None
+    if goal == "steps" and prompt is None and "input" in columns and "completions" not in columns:
+        tags = next((name for name in STEP_TAGS if name in columns), None)
+        return Format("tagged", "input", tags) if tags else None
+    if goal not in ("rl", "sft"):
+        return None
+    if prompt in CONVERSATIONS and completion is None:
+        return Format("messages", prompt)
+    canonical = {"prompt", "completion"} if goal == "sft" else {"prompt"}
+    conversation = next((name for name in CONVERSATIONS if name in columns), None)
+    if unnamed and conversation and not canonical <= columns:
+        return Format("messages", conversation)
+    lacks_one = columns.isdisjoint(PROMPTS) or columns.isdisjoint(COMPLETIONS)
+    return Format("text", TEXT) if unnamed and goal == "sft" and TEXT in columns and lacks_one else None
+
+
+def _only_column(row: SourceRow, names: tuple[str, ...], key: str) -> str:
+    """The row's column among ``names``, or "". The first name takes precedence; two other names are ambiguous."""
+    present = [name for name in names if name in row.columns]
+    if "instruction" in present and "input" in present:
+        present.remove("input")
+    if len(present) > 1 and present[0] != names[0]:
+        raise row.bad(f"the columns {', '.join(present)} could each be meant; choose one with {key}")
+    return present[0] if present else ""
+
+
+def convert(row: SourceRow, form: Format, goal: Goal) -> Example:
+    """The row as an example; every column except ``prompt`` is passed on unchanged.
+
+    Raises:
+        BadLine: a column is missing, empty or of the wrong type.
+    """
+    check_unread(row, goal, form.kind)
+    identity = row.columns.get("id")
+    identity = str(identity) if isinstance(identity, str | int) and str(identity) else row.where
+    columns = {name: value for name, value in row.columns.items() if name != "prompt"}
+    example = Example(row.where, identity, tools=None if form.kind == "text" else read_tools(row), columns=columns)
+    match form.kind:
+        case "text":
+            return replace(example, text=read_text(row, form.column))
+        case "tagged":
+            tags: str | list[Any] = read_typed(row, form.completion, (str, list), "text or a list")
+            return replace(example, text=read_text(row, form.column), tags=tags)
+        case "messages":
+            messages = read_messages(row, form.column)
+            if goal == "sft":
+                return replace(example, prompt=[], completion=messages)
+            prompt = messages[:-1] if messages[-1]["role"] == "assistant" else messages
+            if not prompt:
+                raise row.bad(f"'{form.column}' holds nothing before the assistant's turn")
+            return replace(example, prompt=prompt)
+        case "pairs":
+            prompt, chosen, rejected = _pair(row, form)
+            margin = read_margin(row)
+            return replace(example, prompt=prompt, completion=chosen, rejected=rejected, margin=margin)
+        case "prompt":
+            return replace(example, prompt=_prompt(row, form))
+        case "steps":
+            prompt, (steps, labels) = _prompt(row, form), read_steps(row)
+            return replace(example, prompt=prompt, steps=steps, labels=labels)
+        case _:
+            prompt, completion = _prompt(row, form), read_prompt(row, form.completion)
+            example = replace(example, prompt=_asked(prompt, completion), completion=completion)
+            if form.kind == "judged":
+                return replace(example, desirable=read_typed(row, "label", bool, "true (desirable) or false"))
+            return example
+
+
+def _asked(prompt: Prompt, answer: Prompt) -> Prompt:
+    """The prompt; a text prompt becomes a user turn if the answer is a conversation."""
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) and isinstance(answer, list) else prompt
+
+
+def _prompt(row: SourceRow, form: Format) -> Prompt:
+    prompt = read_prompt(row, form.column)
+    if isinstance(prompt, list):
+        if prompt[-1]["role"] == "assistant":
+            raise row.bad(f"'{form.column}' ends with an assistant turn, so nothing is left to answer")
+        return prompt
+    return f"{prompt}\n\n{read_text(row, form.context)}" if form.context and row.columns.get(form.context) else prompt
+
+
+def _pair(row: SourceRow, form: Format) -> tuple[Prompt, Prompt, Prompt]:
+    """Prompt, chosen and rejected answer; without a prompt column, the prompt is the answers' common prefix."""
+    chosen, rejected = (read_prompt(row, name) for name in ("chosen", "rejected"))
+    if chosen == rejected:
+        raise row.bad("'chosen' and 'rejected' are the same, so nothing is preferred")
+    prompt = _prompt(row, form) if form.column else None
+    if isinstance(chosen, list) and isinstance(rejected, list):
+        return _pair_of_conversations(row, prompt, chosen, rejected)
+    if not isinstance(chosen, str) or not isinstance(rejected, str):
+        raise row.bad("one of 'chosen' and 'rejected' is text and the other a conversation")
+    if prompt is None:
+        at = common_length(chosen, rejected)
+        # The prompt ends before a space: no word is cut, and the answers begin as they would be sampled.
+        while at and not chosen[at - 1].isspace():
+            at -= 1
+        at = len(chosen[:at].rstrip())
+        if not at:
+            raise row.bad("there is no prompt, and 'chosen' and 'rejected' do not begin alike")
+        prompt, chosen, rejected = chosen[:at], chosen[at:], rejected[at:]
+    for name, text in (("chosen", chosen), ("rejected", rejected)):
+        if not text.strip():
+            raise row.bad(f"'{name}' is empty")
+    return prompt, chosen, rejected
+
+
+def _pair_of_conversations(
+    row: SourceRow, prompt: Prompt | None, chosen: list[Message], rejected: list[Message]
+) -> tuple[Prompt, Prompt, Prompt]:
+    """As ``_pair``, for conversations that are answers to the prompt or begin with it."""
+    if prompt is None or chosen[0]["role"] != "assistant":
+        alike = common_length(chosen, rejected)
+        prompt, chosen, rejected = chosen[:alike], chosen[alike:], rejected[alike:]
+    for name, answer in (("chosen", chosen), ("rejected", rejected)):
+        if not answer:
+            raise row.bad(f"'{name}' has no answer: it is the beginning of the other")
+        if answer[0]["role"] != "assistant":
+            raise row.bad(
+                f"'{name}' differs from the other in a turn of the {answer[0]['role']}; the two must answer one prompt"
+            )
+        turns = [turn for turn in answer if turn["role"] == "assistant"]
+        if not any(turn["content"].strip() or turn.get("tool_calls") for turn in turns):
+            raise row.bad(f"'{name}' is empty")
+    if not prompt:
+        raise row.bad("there is no prompt before the answers in 'chosen' and 'rejected'")
+    return _asked(prompt, chosen), chosen, rejected

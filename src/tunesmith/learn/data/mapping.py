@@ -1,0 +1,64 @@
+"""``data.map``: the user's function that changes each row before its format is detected."""
+
+from __future__ import annotations
+
+import inspect
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+from tunesmith.config.objects import load_function
+from tunesmith.errors import ConfigError, about
+from tunesmith.learn.data.sources import BadLine, Rows, SourceRow
+
+MapRow = Callable[[dict[str, Any]], Any]
+
+
+@about("data.map")
+def load_map(reference: str) -> MapRow:
+    """The function of ``data.map``.
+
+    Raises:
+        ConfigError: there is none, it is a coroutine, or it does not take one row.
+    """
+    function = load_function(reference, Path.cwd())
+    if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
+        raise ConfigError(
+            f"data.map = '{reference}' is a coroutine or a generator; it must return the row's columns.",
+            keys=("data.map",),
+        )
+    try:
+        inspect.signature(function).bind({})
+    except TypeError:
+        raise ConfigError(
+            f"data.map = '{reference}' must take one argument, a row as a dict of its columns.", keys=("data.map",)
+        ) from None
+    return function
+
+
+def mapped(rows: Rows, reference: str) -> Iterator[SourceRow | BadLine | None]:
+    """The rows with the columns that the function returns; None for a row that it leaves out.
+
+    A returned column is added or replaces the row's; the other columns stay. A call that fails makes a bad line.
+    """
+    function = load_map(reference)
+    for row in rows:
+        yield row if isinstance(row, BadLine) else _mapped(row, function, reference)
+
+
+def _mapped(row: SourceRow, function: MapRow, reference: str) -> SourceRow | BadLine | None:
+    try:
+        result: object = function(dict(row.columns))
+    except (Exception, SystemExit) as error:
+        frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename != __file__]
+        place = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
+        return row.bad(f"data.map = '{reference}' raised {type(error).__name__}: {error}{place}")
+    if result is None:
+        return None
+    if not isinstance(result, Mapping) or not all(isinstance(name, str) for name in cast("Mapping[Any, Any]", result)):
+        kind = type(result).__name__
+        return row.bad(
+            f"data.map = '{reference}' returned {kind}; it must return a dict of columns, or None to drop it"
+        )
+    return SourceRow(row.file, row.where, {**row.columns, **cast("Mapping[str, Any]", result)})

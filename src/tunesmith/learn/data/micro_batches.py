@@ -1,0 +1,132 @@
+"""A batch as micro-batches: forests, laid out once per layout.
+
+Scoring and every pass of an update use the same ``Packing``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+import numpy as np
+import torch
+
+from tunesmith.costs import CostModel
+from tunesmith.learn.data.batch import Batch
+from tunesmith.learn.data.packing import pack
+from tunesmith.learn.data.trie import build_nodes, prefix_order
+from tunesmith.models.forest import Forest, Segment
+
+
+def build_forest(batch: Batch, samples: Sequence[int] | None = None, *, share: bool = True) -> Forest:
+    """Lay out samples of a batch (all by default) as one forest, without the batch's columns.
+
+    A prefix shared by several samples is placed once. Predictions are in the order of ``samples``.
+
+    Example:
+        Prompt ``[5, 6]`` with completions ``[7, 2]`` and ``[8]`` gives tokens ``5 6 7 2 8``, segments
+        ``(0, 2, -1) (2, 2, 0) (4, 1, 0)``, source ``1 2 1`` and targets ``7 2 8``.
+    """
+    chosen = np.arange(batch.num_samples) if samples is None else np.array(samples, np.int64)
+    picked = batch.take(chosen)
+    lengths, offsets = picked.lengths.tolist(), picked.offsets.tolist()
+    nodes, last = build_nodes(lengths, prefix_order(picked, share=share))
+    starts = list(accumulate((n.stop - n.start for n in nodes), initial=0))
+    rows = np.empty(picked.num_tokens, np.int64)  # each token's row in the forest
+    for offset, stop, end in zip(offsets, lengths, last, strict=False):
+        while end >= 0:
+            node = nodes[end]
+            rows[offset + node.start : offset + stop] = np.arange(starts[end], starts[end] + stop - node.start)
+            stop, end = node.start, node.parent
+    token_ids, position_ids = np.empty(starts[-1], np.int64), np.empty(starts[-1], np.int64)
+    token_ids[rows] = picked.token_ids
+    position_ids[rows] = np.arange(picked.num_tokens) - np.repeat(picked.offsets[:-1], picked.lengths)
+    return Forest(
+        torch.from_numpy(token_ids),
+        torch.from_numpy(position_ids),
+        tuple(Segment(a, n.stop - n.start, n.parent) for a, n in zip(starts, nodes, strict=False)),
+        source=torch.from_numpy(rows[picked.predicted - 1]),
+        targets=torch.from_numpy(picked.token_ids[picked.predicted]),
+        sample=torch.from_numpy(picked.sample),
+        predictions=torch.from_numpy(batch.predictions_of(chosen)),
+        ends=torch.from_numpy(rows[picked.offsets[1:] - 1]),
+        group=torch.from_numpy(picked.group),
+        sample_ids=tuple(chosen.tolist()),
+        lengths=tuple((picked.lengths - picked.stand_ins).tolist()),
+    )
+
+
+def gather(forest: Forest, batch: Batch) -> Forest:
+    """The forest with the batch's columns in float32, or in float64 if that is torch's default dtype."""
+    rows, samples = forest.predictions.numpy(), list(forest.sample_ids)
+    dtype = torch.get_default_dtype() if torch.get_default_dtype() == torch.float64 else torch.float32
+    return replace(
+        forest,
+        columns={name: torch.from_numpy(c[rows]).to(dtype) for name, c in batch.columns.items()},
+        per_sample={name: torch.from_numpy(c[samples]).to(dtype) for name, c in batch.per_sample.items()},
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """A batch as micro-batches; iteration yields each with the batch's current columns."""
+
+    forests: tuple[Forest, ...]
+    num_predictions: int
+    """The length of an array of scores, which ``Forest.predictions`` index."""
+    batch: Batch | None = None
+    """The source of the columns; None if the forests already have them."""
+
+    @classmethod
+    def of(
+        cls,
+        batch: Batch,
+        max_tokens: int,
+        *,
+        share: bool = True,
+        keep_groups: bool = False,
+        multiple_of: int = 1,
+        cost: CostModel | None = None,
+    ) -> Packing:
+        """Pack a batch with ``packing.pack`` and lay out its forests; the batch caches the packing of each layout.
+
+        ``cost`` only balances micro-batches: a cached packing is returned for any cost.
+        """
+        layout = (max_tokens, share, keep_groups, multiple_of)
+        if layout not in batch.packings:
+            bins = pack(batch, max_tokens, share=share, keep_groups=keep_groups, multiple_of=multiple_of, cost=cost)
+            forests = tuple(build_forest(batch, samples, share=share) for samples in bins)
+            batch.packings[layout] = cls(forests, batch.num_predictions, batch)
+        return batch.packings[layout]
+
+    def __len__(self) -> int:
+        return len(self.forests)
+
+    def __iter__(self) -> Iterator[Forest]:
+        return iter(self.forests) if self.batch is None else (gather(forest, self.batch) for forest in self.forests)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(forest.num_tokens for forest in self.forests)
+
+    def with_ends(self) -> Packing:
+        """For scoring: one extra prediction per sample after its last token; these follow the batch's predictions."""
+        assert self.batch is not None
+        first = self.num_predictions
+        forests = tuple(forest.with_ends(first) for forest in self.forests)
+        return Packing(forests, first + self.batch.num_samples)
+
+    def for_rank(self, rank: int, world: int, *, columns: bool = True) -> Packing:
+        """The micro-batches of one of ``world`` ranks, without a reference to the batch.
+
+        Every rank gets the same number, with padding where needed, so that ranks stay in step.
+
+        Args:
+            columns: whether the forests have the batch's columns; scoring does not read them.
+        """
+        padding = [forest.padding() for forest in self.forests[:1] if rank >= len(self) % world > 0]
+        forests = (*self.forests[rank::world], *padding)
+        if columns and self.batch is not None:
+            forests = tuple(gather(forest, self.batch) for forest in forests)
+        return Packing(forests, self.num_predictions)

@@ -1,0 +1,356 @@
+"""Conversion of the lines of a ``[data]`` section to examples, and of examples to tokens within the limits.
+
+The report (``data.report``) counts and lists every unusable line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Generic, TypeVar, cast
+
+from tunesmith.config.schema import DataSection, Source
+from tunesmith.errors import ConfigError, DataError, Problem
+from tunesmith.learn.data.chat import ChatTemplate, Rendered
+from tunesmith.learn.data.formats import Example, Format, Goal, convert, detect
+from tunesmith.learn.data.loader import Loader, Part, fingerprint_of
+from tunesmith.learn.data.mapping import mapped
+from tunesmith.learn.data.prompts import PromptEncoder, choose_template, with_system
+from tunesmith.learn.data.report import LoadReport, TooLong
+from tunesmith.learn.data.sources import BadLine, SourceRow, read
+from tunesmith.learn.data.tokens import (
+    Encoded,
+    decode,
+    encode,
+    encode_with_offsets,
+    leading_ids,
+    mask_spans,
+    with_leading,
+)
+from tunesmith.models.embedding_rows import unused_note, without_row
+from tunesmith.types import Message, Prompt, Sample, Tokenizer
+
+T = TypeVar("T")
+U = TypeVar("U")
+V = TypeVar("V", int, bool)
+Sources = str | Source | tuple[str | Source, ...]
+
+SPARSE = 32
+"""Characters per token of the limit up to which a text is tokenized whole; ordinary text has three to five."""
+SHORTEST_START = 4096
+"""Characters of the shortest start of a text that is tokenized by itself: longer than any token or word."""
+FAR = 4
+"""Times the limit that a start's tokens must exceed. A cut changes a few tokens beside it, never that many."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared(Generic[T]):
+    """Items for a run, ordered by source, and the report on loading them."""
+
+    items: list[T]
+    parts: tuple[Part, ...]
+    report: LoadReport
+    fingerprint: str
+    """Identifies the data, because a saved position is valid only for the same data."""
+    shares: tuple[float, ...] = (1.0,)
+    """Each source's share of the draws."""
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def loader(
+        self, batch_size: int = 1, *, shuffle: bool = True, seed: int = 0, draws: int | None = None
+    ) -> Loader[T]:
+        """A loader over the items, mixed by the sources' weights; ``draws`` as in ``Loader``."""
+        return Loader(
+            self.items,
+            batch_size,
+            shuffle=shuffle,
+            seed=seed,
+            parts=self.parts,
+            fingerprint=self.fingerprint,
+            draws=draws,
+        )
+
+
+def as_sources(source: Sources) -> tuple[Source, ...]:
+    """The sources of a section's ``train`` or ``eval``."""
+    sources = source if isinstance(source, tuple) else (source,)
+    return tuple(Source(path=one) if isinstance(one, str) else one for one in sources)
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """The usable lines of a section's sources, their tokenizer and template, and the report."""
+
+    section: DataSection
+    sources: tuple[Source, ...]
+    tokenizer: Tokenizer
+    examples: list[Example]
+    report: LoadReport
+    fingerprint: str
+    template: ChatTemplate | None
+    leading: list[int]
+
+    @classmethod
+    def of(cls, section: DataSection, source: Sources, tokenizer: Tokenizer, goal: Goal) -> Reading:
+        """Read every line.
+
+        Raises:
+            DataError: nothing is usable, or a line that may not be skipped is bad.
+            ConfigError: a setting does not apply to this data or tokenizer.
+        """
+        check_section(section, goal)
+        limit = "max_prompt_tokens" if goal == "rl" else "max_tokens"
+        if section.too_long != "error" and getattr(section, limit) is None:
+            raise ConfigError(
+                f"data.too_long = '{section.too_long}' needs a limit: set data.{limit}.", keys=("data.too_long",)
+            )
+        sources = as_sources(source)
+        report = LoadReport(skip_bad=section.skip_bad, skip_too_long=section.too_long == "skip")
+        examples: list[Example] = []
+        for index, one in enumerate(sources):
+            before, seen = len(examples), set[str]()
+            for example in examples_of(section, one, goal, report):
+                # Ids must be unique, even if a source repeats an id or two sources share it.
+                unique = example.id if example.id not in seen else f"{example.id} ({example.where})"
+                seen.add(example.id)
+                if len(sources) > 1 and unique != example.where:
+                    unique = f"{one.path}#{unique}"
+                examples.append(replace(example, id=unique, source=index))
+            if len(examples) == before:
+                raise report.nothing_left(one.path)
+        lines: list[Any] = [[e.text, e.prompt, e.completion, e.tools, e.columns] for e in examples]
+        options = section.chat_template_kwargs
+        fingerprint = fingerprint_of([*lines, options] if options else lines)
+        template = choose_template(section, tokenizer, examples)
+        if note := unused_note(tokenizer):
+            report.note(note)
+        return cls(section, sources, tokenizer, examples, report, fingerprint, template, leading_ids(tokenizer))
+
+    def each(self, make: Callable[[Example], U]) -> list[tuple[Example, U]]:
+        """Every example with the result of ``make``; if ``make`` raises a DataError, the example is a bad line."""
+        results: list[tuple[Example, U]] = []
+        for example in self.examples:
+            with self.report.line(example.where):
+                results.append((example, make(example)))
+        return results
+
+    def check_length(self, text: str) -> None:
+        """Refuse a text whose start alone is far too long, so that the rest of its megabytes is never tokenized.
+
+        Only a text that exceeds the limit is refused here, and not every such text is.
+
+        Raises:
+            TooLong: the first characters alone have more than ``FAR`` times the tokens of the limit.
+        """
+        key = "max_tokens" if self.section.max_tokens is not None else "max_prompt_tokens"
+        limit = getattr(self.section, key)
+        if limit is None or self.section.too_long not in ("error", "skip"):
+            return
+        start = max(SHORTEST_START, SPARSE * limit)
+        while start < len(text):
+            count = len(encode(self.tokenizer, [text[:start]])[0])
+            if count > FAR * limit:
+                size = f"the first {start} of its {len(text)} characters alone have {count} tokens"
+                raise TooLong(f"{size}, the limit is {limit} (data.{key})")
+            start *= 2
+
+    def encoded(
+        self, rendered: Sequence[tuple[Example, Sequence[Rendered]]]
+    ) -> Iterator[tuple[Example, list[tuple[Rendered, Encoded]]]]:
+        """Every example's texts with their tokens; the texts of all examples are tokenized together."""
+        tokens = encode_with_offsets(self.tokenizer, [text.text for _, texts in rendered for text in texts])
+        for example, texts in rendered:
+            yield example, [(text, next(tokens)) for text in texts]
+
+    def sample(self, example: Example, text: Rendered, joint: Encoded, *, ended: bool = False) -> Sample:
+        """Tokens and mask of a text within the limit; DataError if it is unusable.
+
+        Plain text gets the tokenizer's BOS and EOS. With ``ended`` the sample ends at the last learned token.
+        """
+        ids, mask = mask_spans(self.tokenizer, text.text, joint, text.spans)
+        if self.template is None or example.text is not None:
+            whole = with_leading(self.leading, ids)
+            mask = [False] * (len(whole) - len(ids)) + mask
+            eos = self.tokenizer.eos_token_id
+            ids = [*whole, eos] if eos is not None and whole[-1:] != [eos] else whole
+            mask = mask + [True] * (len(ids) - len(whole))
+        mask = [False, *mask[1:]]  # nothing predicts the first token
+        if not any(mask):
+            raise DataError("nothing to learn: no token is predicted in the loss")
+        stop = len(mask) - mask[::-1].index(True) if ended else len(ids)
+        return self.fit_sample(Sample(ids[:stop], mask[:stop]))
+
+    def fit_sample(self, sample: Sample) -> Sample:
+        """The sample cut to ``data.max_tokens``.
+
+        Raises:
+            DataError: it may not be cut, nothing is left to learn, or a token has no row in the model's embedding.
+        """
+        limit, ids = self.section.max_tokens, sample.token_ids
+        self._check_rows(ids)
+        if limit is None or len(ids) <= limit:
+            return sample
+        reason = f"{len(ids)} tokens, the limit is {limit} (data.max_tokens)"
+        self._check_may_cut(reason)
+        mask = [False, *self._cut(sample.loss_mask, ids, limit)[1:]]
+        if not any(mask):
+            raise DataError(f"{reason}, and truncated to it nothing is left to learn")
+        self.report.truncated += 1
+        return Sample(self._cut(ids, ids, limit), mask)
+
+    def fit_prompt(self, encoder: PromptEncoder, example: Example, ids: list[int]) -> tuple[Prompt, list[int]]:
+        """The policy's prompt within ``data.max_prompt_tokens``.
+
+        Plain text is cut by tokens and decoded again. In a conversation the last user message is shortened, so that the
+        template around it stays complete.
+
+        Raises:
+            DataError: it may not be cut, stays too long, or has a token without a row in the model's embedding.
+        """
+        self._check_rows(ids)
+        prompt, limit = cast("Prompt", example.prompt), self.section.max_prompt_tokens
+        prompt = with_system(self.section, prompt) if self.template else prompt
+        if limit is None or len(ids) <= limit:
+            return prompt, ids
+        reason = f"the prompt has {len(ids)} tokens, the limit is {limit} (data.max_prompt_tokens)"
+        self._check_may_cut(reason)
+        if isinstance(prompt, str):
+            cut = self._cut(ids, ids, limit)
+            fitted = decode(self.tokenizer, cut[self._head(ids) :]), cut
+        else:
+            left = self.section.too_long == "truncate_left"
+            fitted = _fitting(encoder, prompt, example.tools, ids, limit, left)
+        if fitted is None:
+            raise DataError(f"{reason}, and shortening its last user message does not make it fit")
+        self.report.truncated += 1
+        return fitted
+
+    def _check_rows(self, ids: list[int]) -> None:
+        template = str(self.tokenizer.chat_template) if self.template else None
+        origins = {"data.system_prompt": self.section.system_prompt, "the chat template": template}
+        if problem := without_row(self.tokenizer, ids, origins):
+            raise DataError(problem)
+
+    def _check_may_cut(self, reason: str) -> None:
+        if self.section.too_long in ("error", "skip"):
+            raise TooLong(reason)
+
+    def _cut(self, values: list[V], ids: list[int], limit: int) -> list[V]:
+        """At most ``limit`` of the values, one per token of ``ids``; a cut on the left keeps BOS."""
+        if self.section.too_long == "truncate_right":
+            return values[:limit]
+        head = min(self._head(ids), limit)
+        return values[:head] + values[len(values) - (limit - head) :]
+
+    def _head(self, ids: list[int]) -> int:
+        return len(self.leading) if ids[: len(self.leading)] == self.leading else 0
+
+    def prepared(self, items: list[tuple[int, T]]) -> Prepared[T]:
+        """Prepare items ``(index of the source, item)``: one part per source, or a single part without weights."""
+        report, weights = self.report, weights_of(self.sources)
+        counts = [sum(i == index for i, _ in items) for index in range(len(self.sources))]
+        for source, count in zip(self.sources, counts, strict=True):
+            if not count:
+                raise report.nothing_left(source.path)
+        report.kept = report.read - len({skip.where for skip in report.skipped})
+        flat = [item for _, item in items]
+        if weights is None:
+            shares = tuple(count / len(flat) for count in counts)
+            return Prepared(flat, (Part("data", 0, len(flat)),), report, self.fingerprint, shares)
+        parts: list[Part] = []
+        for index, (source, weight, count) in enumerate(zip(self.sources, weights, counts, strict=True)):
+            start = parts[-1].stop if parts else 0
+            name = source.path if all(part.name != source.path for part in parts) else f"{source.path}#{index}"
+            parts.append(Part(name, start, start + count, weight))
+            report.note(f"{name}: {weight / sum(weights):.0%} of the draws, {count} items")
+        shares = tuple(weight / sum(weights) for weight in weights)
+        return Prepared(flat, tuple(parts), report, self.fingerprint, shares)
+
+
+UNUSED: dict[str, tuple[tuple[Goal, ...], str]] = {
+    "max_prompt_tokens": (("sft", "pairs", "judged", "steps"), "it is for prompts of RL; set data.max_tokens instead"),
+    "max_tokens": (("rl",), "it is for supervised training; set data.max_prompt_tokens instead"),
+    "completion": (("rl", "pairs", "steps"), "it is for supervised training and KTO"),
+    "loss_on": (("rl", "pairs", "judged", "steps"), "it is for supervised training"),
+}
+"""``[data]`` keys that have no effect for some goals, and the reason."""
+
+
+def check_section(section: DataSection, goal: Goal) -> None:
+    """Raise ConfigError for settings that have no effect."""
+    for key, (goals, reason) in UNUSED.items():
+        if goal in goals and getattr(section, key) is not None:
+            what = f"data.{key} has no effect here: {reason}. Leave it out."
+            raise ConfigError(Problem((f"data.{key}",), what, "unread"))
+
+
+def examples_of(section: DataSection, source: Source, goal: Goal, report: LoadReport) -> Iterator[Example]:
+    """The usable lines of one source; a file's first usable line determines its format."""
+    formats: dict[str, Format] = {}
+    left_out = 0
+    for row in mapped(read(source), section.map) if section.map else read(source):
+        report.read += 1
+        if row is None:
+            left_out += 1
+            continue
+        with report.line(row.where):
+            if isinstance(row, BadLine):
+                raise row
+            form = formats.get(row.file) or _detect(section, row, goal)
+            example = convert(row, form, goal)
+            if row.file not in formats:
+                formats[row.file] = form
+                report.formats.append(f"{row.file}: {form.describe(goal)}")
+            yield example
+    if left_out:
+        report.note(f"{source.path}: data.map leaves {left_out} rows out.")
+
+
+def _detect(section: DataSection, row: SourceRow, goal: Goal) -> Format:
+    form = detect(row, goal, section.prompt, section.completion)
+    if form.kind in ("text", "tagged"):
+        for key, value in (("chat", section.chat), ("system_prompt", section.system_prompt)):
+            if value:
+                what = f"data.{key} does not apply to the plain text of {row.file}; leave it out."
+                raise ConfigError(what, keys=(f"data.{key}",))
+        if section.loss_on not in (None, "all"):
+            raise ConfigError(
+                f"{row.file} is plain text without turns: data.loss_on can only be 'all'.", keys=("data.loss_on",)
+            )
+    return form
+
+
+def weights_of(sources: tuple[Source, ...]) -> list[float] | None:
+    """The sources' weights, or None if no source has one."""
+    weights = [source.weight for source in sources if source.weight is not None]
+    if weights and len(weights) < len(sources):
+        without = next(source.path for source in sources if source.weight is None)
+        raise ConfigError(
+            f"data: '{without}' has no weight, but other sources have; give each one or none.", keys=("data.train",)
+        )
+    return weights or None
+
+
+def _fitting(
+    encoder: PromptEncoder, prompt: list[Message], tools: list[Any] | None, ids: list[int], limit: int, left: bool
+) -> tuple[list[Message], list[int]] | None:
+    """Shorten the last user message until the prompt fits; None if that is impossible."""
+    last = max((i for i, message in enumerate(prompt) if message["role"] == "user"), default=None)
+    if last is None:
+        return None
+    while len(ids) > limit:
+        content = prompt[last]["content"]
+        offsets = next(encode_with_offsets(encoder.tokenizer, [content])).offsets
+        keep = len(offsets) - (len(ids) - limit)
+        if keep <= 0:
+            return None
+        shorter = content[offsets[-keep][0] :] if left else content[: offsets[keep - 1][1]]
+        if len(shorter) == len(content):  # the cut is inside a character of several tokens
+            shorter = content[1:] if left else content[:-1]
+        if not shorter.strip():
+            return None
+        prompt = [*prompt[:last], {**prompt[last], "content": shorter}, *prompt[last + 1 :]]
+        ids = encoder.ids(prompt, tools)
+    return prompt, ids

@@ -1,0 +1,307 @@
+"""Rows from files and Hugging Face data sets, each with its location: file and line, row or item number.
+
+JSON Lines, JSON and CSV are read here. ``pyarrow`` and ``datasets`` read Parquet, saved data sets and data sets on the
+hub; they are imported only for these sources.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from tunesmith.config.reading.files import is_hub_name
+from tunesmith.config.schema import Source
+from tunesmith.errors import ConfigError, DataError, boundary, nearest
+from tunesmith.learn.data.splits import Cut, parse_split
+
+Columns = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class SourceRow:
+    """A line of a text file, a row of a table or an item of a JSON list."""
+
+    file: str
+    where: str
+    """``file:number``, counted from 1; ``file, item number`` in a JSON list."""
+    columns: Columns
+
+    def bad(self, reason: str) -> BadLine:
+        return BadLine(self.where, reason)
+
+
+class BadLine(DataError):
+    """An unusable line: its location and the reason. Readers yield it, and the caller may raise it."""
+
+    def __init__(self, where: str, reason: str) -> None:
+        super().__init__(f"{where}: {reason}")
+        self.where, self.reason = where, reason
+
+
+Rows = Iterator[SourceRow | BadLine]
+
+SPLITS: dict[str, tuple[str, ...]] = {
+    "train": ("train", "training"),
+    "validation": ("validation", "valid", "val", "dev"),
+    "test": ("test", "eval"),
+}
+
+
+def read(source: Source) -> Rows:
+    """Every line of ``source`` in order: a ``Row``, or a ``BadLine`` with the reason.
+
+    Raises:
+        DataError: the source does not exist, cannot be read at all, or is damaged beyond one line.
+        ConfigError: ``split`` or ``subset`` is set for a source that has none.
+    """
+    path = Path(source.path).expanduser()
+    split, cut = parse_split(source.split)
+    if not path.exists():
+        if not is_hub_name(source.path, "datasets"):
+            raise DataError(f"data file not found: {path}.{_neighbours(path)}")
+        yield from _read_hub(source, split, cut)
+    elif source.subset is not None:
+        raise ConfigError(f"{source.path}: 'subset' is for data sets of the hub; leave it out for files.")
+    elif (path / "dataset_info.json").exists() or (path / "dataset_dict.json").exists():
+        yield from _read_saved(path, split, cut)
+    elif cut is None:
+        yield from _read_files(path, split)
+    else:
+        rows = list(_read_files(path, split))
+        yield from rows[cut.rows(len(rows))]
+
+
+def _read_files(path: Path, split: str) -> Rows:
+    """The rows of a file, or of a directory's files of a split."""
+    if path.is_dir():
+        for file in directory_files(path, split):
+            yield from READERS[file.suffix.lower()](file)
+    elif split != "train":
+        raise ConfigError(f"{path}: a plain file has no split '{split}'; leave 'split' out.")
+    elif path.suffix.lower() not in READERS:
+        raise DataError(f"{path}: unknown kind of file '{path.suffix}'. Valid: {', '.join(READERS)}.")
+    else:
+        yield from READERS[path.suffix.lower()](path)
+
+
+def on_hub(source: Source) -> bool:
+    """Whether a source is a data set on the hub."""
+    return is_hub_name(source.path, "datasets") and not Path(source.path).exists()
+
+
+def directory_files(directory: Path, split: str) -> list[Path]:
+    """The data files of a directory that belong to ``split``.
+
+    If files are named after splits (``train.jsonl``, ``data/test-00000-of-00001.parquet``), only those of the requested
+    split are read, so a test set in the same directory is never trained on.
+    """
+    with boundary(DataError, f"{directory}: its files cannot be listed; are they written meanwhile?", OSError):
+        paths = [p for p in sorted(directory.rglob("*")) if p.is_file() and p.suffix.lower() in READERS]
+    split_of = {p: _split_of(inner) for p in paths if not (inner := p.relative_to(directory)).parts[0].startswith(".")}
+    if not split_of:
+        raise DataError(f"{directory}: no data file in this directory. Valid: {', '.join(READERS)}.")
+    if not any(split_of.values()):
+        if split != "train":
+            raise DataError(f"{directory}: no file here is named after a split, so there is no '{split}'.")
+        return list(split_of)
+    wanted = next((name for name, words in SPLITS.items() if split in words), split)
+    chosen = [p for p, name in split_of.items() if name == wanted]
+    if not chosen:
+        known = sorted({name for name in split_of.values() if name})
+        raise DataError(f"{directory}: no file of the split '{split}'. Found: {', '.join(known)}.")
+    return chosen
+
+
+def _split_of(path: Path) -> str | None:
+    for part in reversed((*path.parent.parts, path.stem)):
+        word = part.lower().replace("_", "-").replace(".", "-").split("-")[0]
+        if name := next((name for name, words in SPLITS.items() if word in words), None):
+            return name
+    return None
+
+
+def _neighbours(path: Path) -> str:
+    if not path.parent.is_dir():
+        return f" The directory {path.parent} does not exist either."
+    names = [p.name for p in path.parent.iterdir() if p.suffix.lower() in READERS or p.is_dir()]
+    return nearest(path.name, names[:200]) if len(names) < 200 else ""
+
+
+def _reject_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a JSON value; write null or a number")
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> Columns:
+    columns = dict(pairs)
+    if len(columns) < len(pairs):
+        ((key, _),) = Counter(key for key, _ in pairs).most_common(1)
+        raise ValueError(f"the key '{key}' stands twice in one object")
+    return columns
+
+
+_DECODER = json.JSONDecoder(parse_constant=_reject_constant, object_pairs_hook=_unique_keys)
+
+
+def read_jsonl(path: Path) -> Rows:
+    """One JSON object per line, UTF-8. A blank line is a bad line."""
+    with boundary(DataError, f"cannot read {path}", OSError), path.open("rb") as file:
+        for number, raw in enumerate(file, 1):
+            row = SourceRow(str(path), f"{path}:{number}", {})
+            try:
+                text = raw.decode("utf-8-sig" if number == 1 else "utf-8").strip()
+                yield _row_of_object(row, _DECODER.decode(text)) if text else row.bad("blank line")
+            except UnicodeDecodeError as error:
+                reason = f"not UTF-8 at byte {error.start} of the line ({error.reason}); save the file as UTF-8"
+                yield row.bad(reason)
+            except json.JSONDecodeError as error:
+                start = "not JSON:" if raw.endswith(b"\n") else "the last line is cut off:"
+                yield row.bad(f"{start} {error.msg} at column {error.colno}")
+            except (ValueError, RecursionError) as error:
+                yield row.bad(f"not JSON: {error}")
+
+
+def _row_of_object(row: SourceRow, value: Any) -> SourceRow | BadLine:
+    if isinstance(value, dict):
+        return SourceRow(row.file, row.where, value)
+    return row.bad(f"holds {_kind(value)}, needs a JSON object with named columns")
+
+
+def _kind(value: object) -> str:
+    names = {"NoneType": "null", "list": "a list", "str": "a string", "bool": "a boolean"}
+    return names.get(type(value).__name__, "a number")
+
+
+def _decode_file(path: Path) -> str:
+    with boundary(DataError, f"cannot read {path}", OSError):
+        raw = path.read_bytes()
+    try:
+        if (nul := raw.find(0)) >= 0:
+            raise UnicodeDecodeError("utf-8", raw, nul, nul + 1, "a NUL character")
+        return raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = raw.count(b"\n", 0, error.start) + 1
+        raise DataError(f"{path}:{line}: not UTF-8 ({error.reason}); save the file as UTF-8.") from error
+
+
+def read_json(path: Path) -> Rows:
+    """A list of objects, or an object with a list under ``data``; a damaged file is refused as a whole."""
+    text = _decode_file(path).rstrip()
+    if not text:
+        return
+    try:
+        value = _DECODER.decode(text)
+    except json.JSONDecodeError as error:
+        if error.msg == "Extra data" and text.lstrip().startswith("{"):
+            raise DataError(f"{path}: this is one JSON object per line; name the file .jsonl.") from error
+        cut = " (the file may be cut off)" if error.pos >= len(text) else ""
+        raise DataError(f"{path}:{error.lineno}: not JSON: {error.msg}{cut}.") from error
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path}: not JSON: {error}.") from error
+    items = value.get("data") if isinstance(value, dict) else value
+    if not isinstance(items, list):
+        kind = f"an object with the keys {', '.join(value) or 'none'}" if isinstance(value, dict) else _kind(value)
+        raise DataError(f'{path}: holds {kind}; needs a list of objects or {{"data": [...]}}.')
+    for number, item in enumerate(items, 1):
+        yield _row_of_object(SourceRow(str(path), f"{path}, item {number}", {}), item)
+
+
+def read_csv(path: Path) -> Rows:
+    """Comma-separated values with column names on the first line; every value is text."""
+    reader = csv.reader(io.StringIO(_decode_file(path), newline=""), strict=True)
+    csv.field_size_limit(1 << 30)
+    with boundary(DataError, f"{path}:1: not CSV", csv.Error):
+        header = next(reader, None)
+    if header is None:
+        return
+    name, times = Counter(header).most_common(1)[0] if header else ("", 0)
+    if times > 1:
+        raise DataError(f"{path}:1: the column '{name}' stands twice in the header.")
+    while True:
+        line, reason = reader.line_num + 1, "blank line"
+        try:
+            fields = next(reader, None)
+        except csv.Error as error:
+            fields, reason = [], f"not CSV: {error}"
+        if fields is None:
+            return
+        if len(fields) == len(header) > 0:
+            yield SourceRow(str(path), f"{path}:{line}", dict(zip(header, fields, strict=True)))
+            continue
+        if fields:
+            reason = f"{len(fields)} fields where the header has {len(header)}"
+        # An unclosed quote swallows the lines after it, so name them all.
+        to = f" (lines {line} to {reader.line_num})" if reader.line_num > line else ""
+        yield BadLine(f"{path}:{line}", reason + to)
+
+
+def read_parquet(path: Path) -> Rows:
+    """Rows of a Parquet file."""
+    import pyarrow.parquet as parquet
+
+    with boundary(DataError, f"cannot read {path} as Parquet", Exception), parquet.ParquetFile(path) as file:
+        rows = (columns for batch in file.iter_batches(batch_size=1024) for columns in batch.to_pylist())
+        yield from _rows_of_table(str(path), rows)
+
+
+READERS: Mapping[str, Callable[[Path], Rows]] = {
+    ".jsonl": read_jsonl,
+    ".ndjson": read_jsonl,
+    ".json": read_json,
+    ".csv": read_csv,
+    ".parquet": read_parquet,
+}
+
+
+def _read_saved(path: Path, split: str, cut: Cut | None) -> Rows:
+    import datasets
+
+    with boundary(DataError, f"cannot load the saved data set {path}", Exception):
+        loaded: Any = datasets.load_from_disk(str(path))
+    if isinstance(loaded, dict):
+        if split not in loaded:
+            raise DataError(f"{path}: no split '{split}'.{nearest(split, loaded)}")
+        loaded = loaded[split]
+    elif split != "train":
+        raise ConfigError(f"{path}: a single saved data set has no split '{split}'; leave it out.")
+    with boundary(DataError, f"cannot read {path}", Exception):  # a damaged table is only noticed while reading
+        yield from _rows_of_table(str(path), *_part(loaded, cut))
+
+
+def _read_hub(source: Source, split: str, cut: Cut | None) -> Rows:
+    import datasets
+
+    what = f"'{source.path}' is not a file here, and loading it as a data set of the hub failed"
+    with boundary(DataError, what, Exception):
+        loaded = datasets.load_dataset(source.path, source.subset, split=split)
+        yield from _rows_of_table(f"{source.path}[{split}]", *_part(loaded, cut))
+
+
+def _part(table: Any, cut: Cut | None) -> tuple[Any, int]:
+    """The part of a table, and the number of its first row."""
+    if cut is None:
+        return table, 1
+    rows = range(len(table))[cut.rows(len(table))]
+    return table.select(rows), rows.start + 1
+
+
+def _rows_of_table(name: str, rows: Iterable[Any], first: int = 1) -> Rows:
+    """Rows of a table, where keys absent from a message or tool are null: all rows share one type."""
+    for number, columns in enumerate(rows, first):
+        kept = {k: _without_null(v) if k == "tools" or _is_conversation(v) else v for k, v in columns.items()}
+        yield SourceRow(name, f"{name}:{number}", kept)
+
+
+def _is_conversation(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(m, dict) and ("role" in m or "from" in m) for m in value)
+
+
+def _without_null(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: _without_null(v) for k, v in value.items() if v is not None}
+    return [_without_null(v) for v in value] if isinstance(value, list) else value

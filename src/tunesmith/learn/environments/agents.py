@@ -1,0 +1,93 @@
+"""Agents: a user's loop around the policy, written as one function::
+
+    async def agent(client, question, answer):
+        reply = await client.chat.completions.create(messages=[{"role": "user", "content": question}])
+        return float(answer in reply.choices[0].message.content)
+
+Its parameters select its arguments: ``client`` (OpenAI's interface, within the process), or ``base_url`` and
+``api_key`` (the same over HTTP, for an agent with its own client, which may be a plain function), and data columns.
+It returns the reward, a ``StepResult`` with a reward and metrics, or None if reward functions score the episode.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from tunesmith.errors import ConfigError, EpisodeError
+from tunesmith.learn.environments.base import Generate
+from tunesmith.learn.environments.conversation import Conversation, EpisodeSettings
+from tunesmith.learn.environments.games import columns_of
+from tunesmith.learn.environments.multi_turn import tools_in_data
+from tunesmith.learn.environments.openai_api import EpisodeApi, PolicyClient
+from tunesmith.learn.environments.steps import StepResult, as_reward, as_step
+from tunesmith.learn.usercode.calls import EpisodeCode, accepted, is_async
+from tunesmith.types import Rollout
+
+if TYPE_CHECKING:
+    from tunesmith.learn.environments.endpoint import Endpoint
+
+GIVEN = frozenset({"client", "base_url", "api_key"})
+OVER_HTTP = frozenset({"base_url", "api_key"})
+
+
+def is_agent(function: Callable[..., Any], reference: str) -> bool:
+    """Whether a function has an agent's form.
+
+    Raises:
+        ConfigError: it has the form, but no access to the policy.
+    """
+    access = GIVEN & inspect.signature(function).parameters.keys()
+    if not access and not is_async(function):
+        return False
+    if not access:
+        raise ConfigError(
+            f"'{reference}' takes neither 'client' nor 'base_url', so it has no access to the policy. "
+            "Write async def agent(client, **columns)."
+        )
+    if "client" in access and not is_async(function):
+        raise ConfigError(f"'{reference}' takes 'client', whose calls are awaited: define it with `async def`.")
+    return True
+
+
+@dataclass(frozen=True, slots=True)
+class Agent:
+    """An ``Environment`` whose episodes a user's agent plays."""
+
+    name: str
+    function: Callable[..., Any]
+    setting: EpisodeSettings
+    model: str
+    endpoint: Callable[[], Endpoint]
+    """Starts the endpoint on first use."""
+
+    async def play(self, rollout: Rollout, generate: Generate) -> None:
+        task = rollout.task
+        conversation = Conversation(rollout, generate, self.setting, self.setting.prompt_of(task), tools_in_data(task))
+        api = EpisodeApi(conversation, self.model)
+        arguments: dict[str, Any] = {**columns_of(task), "client": PolicyClient(api)}
+        with closing(conversation), closing(api), ExitStack() as served:
+            if not OVER_HTTP.isdisjoint(inspect.signature(self.function).parameters):
+                base_url, key = served.enter_context(self.endpoint().open(api))
+                arguments |= {"base_url": base_url, "api_key": key}
+            try:
+                with EpisodeCode(math.inf) as code:  # the rollout's deadline applies
+                    value = await code.run(self.name, self.function, **accepted(self.function, arguments))
+                if isinstance(value, StepResult):
+                    step = as_step(replace(value, done=True), self.name)
+                    rollout.metrics.update(step.metrics)
+                    value = step.reward
+                rollout.reward = as_reward(value, self.name)
+            except EpisodeError:
+                if conversation.failure is None:
+                    raise
+        if conversation.failure is not None:
+            raise conversation.failure  # the engine failed, even if the agent hid it
+        if not rollout.turns:
+            raise EpisodeError(f"{self.name} ended without a turn of the policy")
+        rollout.metrics["turns"] = float(conversation.turns)
+        rollout.metrics["forks"] = float(len(rollout.records) - 1)

@@ -1,0 +1,178 @@
+"""The policy behind OpenAI's interfaces ``chat.completions``, ``completions`` and ``responses``, for one episode."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+from tunesmith.learn.environments.conversation import Conversation, Reply
+from tunesmith.learn.environments.openai_answers import as_response, chat_choice, text_choice
+from tunesmith.learn.environments.openai_requests import (
+    NOT_ENFORCED,
+    OVERRIDDEN,
+    BadRequest,
+    ChatRequest,
+    ResponseRequest,
+    TextRequest,
+    messages_of,
+    parse,
+)
+from tunesmith.types import Message
+
+
+class EpisodeApi:
+    """Answers one episode's requests, on the event loop of the engine."""
+
+    def __init__(self, conversation: Conversation, model: str) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.model = model
+        self._conversation = conversation
+        self._running: set[asyncio.Task[Any]] = set()
+        self._responses: dict[str, list[Message]] = {}
+        """By response id: the conversation up to and including the response."""
+        self._answers = 0
+        self._closed = False
+
+    async def complete(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """The answer to a ``chat.completions`` request, as JSON.
+
+        Raises:
+            BadRequest: the request is malformed or cannot be served; also the exceptions of ``Conversation.reply``.
+        """
+        chat = parse(ChatRequest, request)
+        ask = partial(
+            self._conversation.reply,
+            chat.messages,
+            chat.tools or None,
+            max_new_tokens=chat.limit,
+            stop=tuple(chat.stop),
+            find_calls=chat.tool_choice != "none",
+            options=chat.chat_template_kwargs,
+        )
+        replies = await self._replies(request, chat.n or 1, ask)
+        decode = self._conversation.setting.renderer.decoded if chat.logprobs else None
+        choices = [chat_choice(index, reply, decode) for index, reply in enumerate(replies)]
+        return self._answer("chatcmpl", "chat.completion", choices, replies)
+
+    async def complete_text(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """The answer to a ``completions`` request: the policy continues raw text or token ids.
+
+        Raises:
+            BadRequest: as in ``complete``; also the exceptions of ``Conversation.continue_text``.
+        """
+        text = parse(TextRequest, request)
+        ask = partial(self._conversation.continue_text, text.prompt, max_new_tokens=text.limit, stop=tuple(text.stop))
+        replies = await self._replies(request, text.n or 1, ask)
+        echo = text.prompt if text.echo and isinstance(text.prompt, str) else ""
+        wanted = text.logprobs is not None and request["logprobs"] is not False
+        decode = self._conversation.setting.renderer.decoded if wanted else None
+        choices = [text_choice(index, reply, echo, decode) for index, reply in enumerate(replies)]
+        return self._answer("cmpl", "text_completion", choices, replies)
+
+    async def respond(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """The answer to a ``responses`` request.
+
+        Raises:
+            BadRequest: as in ``complete``, or ``previous_response_id`` is unknown.
+        """
+        parsed = parse(ResponseRequest, request)
+        previous = parsed.previous_response_id
+        if previous is not None and previous not in self._responses:
+            raise BadRequest(f"'previous_response_id' = {previous!r} is not a response of this episode")
+        messages = [*self._responses.get(previous or "", []), *messages_of(parsed.input)]
+        response = as_response(request, await self.complete(parsed.as_chat(request, messages)))
+        self._responses[response["id"]] = [*messages, *messages_of(response["output"])]
+        return response
+
+    def close(self) -> None:
+        """Answer no further requests, and cancel those in progress."""
+        self._closed = True
+        for task in self._running:
+            task.cancel()
+
+    async def _replies(
+        self, request: Mapping[str, Any], n: int, ask: Callable[[], Coroutine[Any, Any, Reply]]
+    ) -> list[Reply]:
+        """``n`` concurrent answers to a request."""
+        if self._closed:
+            raise BadRequest("this episode is over")
+        self._note(request)
+        task = asyncio.current_task()
+        assert task is not None
+        self._running.add(task)
+        try:
+            async with asyncio.TaskGroup() as group:
+                replies = [group.create_task(ask()) for _ in range(n)]
+        except ExceptionGroup as several:
+            raise several.exceptions[0] from None
+        finally:
+            self._running.discard(task)
+        return [reply.result() for reply in replies]
+
+    def _note(self, request: Mapping[str, Any]) -> None:
+        """List, in the rollout's notes, the parameters that do not apply."""
+        notes = self._conversation.rollout.notes
+        overridden = {name: request[name] for name in OVERRIDDEN if request.get(name) is not None}
+        if overridden:
+            notes.setdefault("overridden", {}).update(overridden)
+        ignored = {name: request[name] for name, free in NOT_ENFORCED.items() if request.get(name) not in free}
+        if ignored:
+            notes.setdefault("not_enforced", {}).update(ignored)
+
+    def _answer(self, prefix: str, kind: str, choices: list[dict[str, Any]], replies: list[Reply]) -> dict[str, Any]:
+        self._answers += 1
+        prompt, written = replies[0].prompt_tokens, sum(len(reply.completion.token_ids) for reply in replies)
+        return {
+            "id": f"{prefix}-{self._answers}",
+            "object": kind,
+            "created": int(time.time()),
+            "model": self.model,
+            "choices": choices,
+            "usage": {"prompt_tokens": prompt, "completion_tokens": written, "total_tokens": prompt + written},
+        }
+
+
+class Attributes(dict[str, Any]):
+    """JSON whose keys are also attributes, as in OpenAI's response objects."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+    @property
+    def output_text(self) -> str:
+        """The text of all messages of a response."""
+        parts = [part for item in self.output if item["type"] == "message" for part in item["content"]]
+        return "".join(part["text"] for part in parts)
+
+    def model_dump(self, *, exclude_none: bool = False, **_: Any) -> dict[str, Any]:
+        return {name: value for name, value in self.items() if not (exclude_none and value is None)}
+
+
+class PolicyClient:
+    """An agent's ``client`` within the process; usable from any event loop.
+
+    ``await client.chat.completions.create(messages=..., tools=...)``; ``completions`` and ``responses`` work the same.
+    """
+
+    def __init__(self, api: EpisodeApi) -> None:
+        self._loop = api.loop
+        self.chat = SimpleNamespace(completions=SimpleNamespace(create=self._creator(api.complete)))
+        self.completions = SimpleNamespace(create=self._creator(api.complete_text))
+        self.responses = SimpleNamespace(create=self._creator(api.respond))
+
+    def _creator(self, serve: Callable[[Mapping[str, Any]], Any]) -> Callable[..., Awaitable[Any]]:
+        async def create(*, extra_body: Mapping[str, Any] | None = None, **request: Any) -> Any:
+            if request.get("stream"):
+                raise BadRequest("'stream' is for the HTTP endpoint (an agent that takes 'base_url'); leave it out")
+            answer = asyncio.run_coroutine_threadsafe(serve({**request, **(extra_body or {})}), self._loop)
+            return json.loads(json.dumps(await asyncio.wrap_future(answer)), object_hook=Attributes)
+
+        return create

@@ -1,0 +1,78 @@
+"""The result of an environment's turn, and checks of user code that returns one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from tunesmith.errors import EpisodeError, shortened
+from tunesmith.learn.rewards.function import LARGEST_REWARD
+from tunesmith.types import Message
+
+Observation = str | list[Message] | None
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """The result of an environment's turn.
+
+    ``observation`` becomes a user message, or is a list of messages; it may be None only when ``done``. A ``reward``
+    of None leaves the turn without one.
+    """
+
+    observation: Observation = None
+    reward: float | None = None
+    done: bool = False
+    metrics: Mapping[str, float] = field(default_factory=dict[str, float])
+
+
+def as_observation(value: Any, what: str) -> Observation:
+    """Check an observation from user code; an EpisodeError if it is invalid."""
+    if value is None or isinstance(value, str):
+        return value
+    messages = value if isinstance(value, list | tuple) else ()
+    if messages and all(isinstance(m, Mapping) and "role" in m and "content" in m for m in messages):
+        return [dict(m) for m in messages]
+    raise EpisodeError(
+        f"{what} gave {shortened(repr(value))} as observation; expected text, a list of messages or None"
+    )
+
+
+def as_reward(value: Any, what: str, role: str = "reward") -> float | None:
+    """Check a reward (or another number, named by ``role``) from user code; an EpisodeError if it is invalid."""
+    if value is None:
+        return None
+    try:
+        number = math.nan if isinstance(value, str | bytes) else float(value)
+    except Exception:
+        number = math.nan
+    if not abs(number) <= LARGEST_REWARD:
+        raise EpisodeError(
+            f"{what} gave {shortened(repr(value))} as {role}; expected a finite number of at most "
+            f"{LARGEST_REWARD:g}, or None"
+        )
+    return number
+
+
+def as_step(value: Any, what: str) -> StepResult:
+    """Check a ``StepResult`` or ``(observation, reward, done)`` from user code; an EpisodeError if it is invalid."""
+    if isinstance(value, tuple) and len(value) == 3:
+        value = StepResult(*value)
+    if not isinstance(value, StepResult):
+        raise EpisodeError(
+            f"{what} returned {shortened(repr(value))}; expected (observation, reward, done) or a StepResult"
+        )
+    observation = as_observation(value.observation, what)
+    done: Any = value.done
+    if isinstance(done, str | None):
+        raise EpisodeError(f"{what} gave {shortened(repr(done))} as done; expected true or false")
+    if not done and not observation:
+        raise EpisodeError(f"{what} is not done and gave no observation: there is nothing to answer")
+    raw: Any = value.metrics
+    if not isinstance(raw, Mapping):
+        raise EpisodeError(f"{what} gave {shortened(repr(raw))} as metrics; expected numbers by name")
+    numbers = {name: as_reward(number, what, f"metric '{name}'") for name, number in raw.items()}
+    metrics = {name: number for name, number in numbers.items() if number is not None}
+    return StepResult(observation, as_reward(value.reward, what), bool(done), metrics)

@@ -1,0 +1,121 @@
+"""The user's reward functions in worker processes, with deadlines; a call whose worker was killed is repeated."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+from tunesmith.errors import ConfigError
+from tunesmith.learn.rewards.function import ItemFailure, RewardFunction, Score
+from tunesmith.learn.usercode.calls import FarFunction, PerLoop, RaisedInCall, Turns
+from tunesmith.learn.usercode.killable import Worker, WorkerError, WorkerLost, Workers, user_program
+from tunesmith.types import Status
+
+_PROGRAM = Path(__file__).with_name("user_program.py")
+ATTEMPTS = 3
+"""Attempts of a call whose worker was killed from outside."""
+ALONE = 4
+"""Limit of concurrent calls with their own process."""
+
+
+class IsolatedRewards:
+    """Reward functions in one worker process, which is replaced when it is killed or ends.
+
+    It runs calls as ``UserCalls`` does in this process.
+    """
+
+    abandoned = 0
+    """No call runs on after its deadline: its process is killed."""
+
+    def __init__(self, references: Sequence[tuple[str, str]], base_dir: Path, memory: str | None) -> None:
+        program = user_program(_PROGRAM, "RewardProgram", (list(references), str(base_dir)), memory, alone=True)
+        self._workers = Workers(program)
+        self._worker: Worker | None = None
+        self._turns = Turns()
+        self._alone = PerLoop(lambda: asyncio.Semaphore(ALONE))
+        self._starting = PerLoop(asyncio.Lock)
+        try:
+            description = self._workers.server().description
+        except WorkerError as error:
+            names = ", ".join(entry for _, entry in references)
+            raise ConfigError(
+                f"reward.functions: importing {names} failed: {error}", keys=("reward.functions",)
+            ) from None
+        if "refused" in description:
+            self.close()
+            raise ConfigError(description["refused"])
+        self.functions = [
+            RewardFunction(
+                name,
+                entry,
+                FarFunction(number, one["parameters"], one["asynchronous"]),
+                frozenset(one["columns"]),
+                one_of=frozenset(one["one_of"]),
+            )
+            for number, ((name, entry), one) in enumerate(zip(references, description["functions"], strict=True))
+        ]
+
+    async def run(self, function: Callable[..., Any], arguments: dict[str, Any], timeout: float) -> list[Score]:
+        """The scores of a call. The values that it logs are given to the functions for this in its arguments.
+
+        Raises:
+            DeadlineExceeded: it ran for more than ``timeout`` seconds; its process is killed, unless it is a coroutine
+                that can be cancelled.
+            RaisedInCall: it raised, or its process ended.
+            ValueError: its result is unusable.
+        """
+        assert isinstance(function, FarFunction)
+        sent = {name: value for name, value in arguments.items() if name not in ("log_extra", "log_metric")}
+        question, coroutine = (function.number, sent), function.asynchronous
+        try:
+            async with nullcontext() if coroutine else self._turns.turn(function.number, timeout):
+                answer = await self._ask(question, timeout, coroutine=coroutine)
+        except WorkerError as error:
+            raise RaisedInCall(None, str(error)) from None
+        if "raised" in answer:
+            raise RaisedInCall(None, answer["raised"])
+        if "unusable" in answer:
+            raise ValueError(answer["unusable"])
+        for column, values in answer["extras"].items():
+            arguments["log_extra"](column, values)
+        for name, value in answer["metrics"]:
+            arguments["log_metric"](name, value)
+        scores = answer["scores"]
+        for index, reason in answer["failures"]:
+            scores[index] = ItemFailure(Status.REWARD_FAILED, reason)
+        return scores
+
+    def close(self) -> None:
+        self._workers.close()
+        self._worker = None
+
+    async def _ask(self, question: tuple[Any, ...], timeout: float, *, coroutine: bool) -> Any:
+        """The worker's answer.
+
+        A call is repeated alone, in its own process, if its process was killed from outside or ended while other calls
+        ran in it: this shows which call ends its process.
+        """
+        try:
+            async with self._starting.here:
+                worker = self._worker
+                if worker is None or worker.lost:
+                    worker = self._worker = await asyncio.to_thread(self._workers.take)
+            return await worker.ask(question, timeout, coroutine=coroutine, shared=coroutine)
+        except WorkerLost as lost:
+            if not (lost.from_outside or coroutine):
+                raise
+        async with self._alone.here:
+            attempt = 1
+            while True:
+                attempt += 1
+                worker = await asyncio.to_thread(lambda: self._workers.server().worker())
+                try:
+                    return await worker.ask(question, timeout, coroutine=coroutine)
+                except WorkerLost as lost:
+                    if not lost.from_outside or attempt == ATTEMPTS:
+                        raise
+                finally:
+                    worker.close()

@@ -1,0 +1,63 @@
+"""Metrics of rollouts and their rewards, and the limit on the share of failed rollouts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from math import nan
+from statistics import fmean, pstdev
+
+from tunesmith.errors import RewardError
+from tunesmith.learn.usercode.calls import NOT_TRIED
+from tunesmith.types import Rollout, Status
+
+
+def check_failed(rollouts: Sequence[Rollout], max_share: float) -> None:
+    """Stop the run (``RewardError``) when more than ``max_share`` of the rollouts failed."""
+    failed = [r for r in rollouts if r.status is not Status.OK]
+    if not failed or len(failed) <= max_share * len(rollouts):
+        return
+    shown = next((r for r in failed if NOT_TRIED not in str(r.error)), failed[0])
+    kinds = Counter(r.status.value for r in failed)
+    counts = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
+    raise RewardError(
+        f"{len(failed)} of {len(rollouts)} rollouts failed ({counts}): "
+        f"{len(failed) / len(rollouts):.0%}, above reward.max_failed_share = {max_share:.0%}. "
+        f"The first, of task {shown.task.id}:\n{shown.error}"
+    )
+
+
+def reward_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """Mean and standard deviation of the total and of each reward, shares of failures, means of logged numbers.
+
+    ``applied`` is the share of rollouts that a reward applies to. ``answered`` and ``correct`` are shares of the
+    rollouts they were logged for; ``correct_of_answered`` is the accuracy among rollouts with an answer.
+    """
+    if not rollouts:
+        return {}
+    failed = Counter(r.status for r in rollouts if r.status is not Status.OK)
+    metrics = {"rollouts/failed": failed.total() / len(rollouts)}
+    metrics |= {f"rollouts/{status.value}": count / len(rollouts) for status, count in failed.items()}
+    usable = [r for r in rollouts if r.status is Status.OK]
+    totals = [r.reward for r in usable if r.reward is not None]
+    if totals:
+        metrics |= {"reward": fmean(totals), "reward/std": pstdev(totals)}
+    for name in dict.fromkeys(name for r in usable for name in r.rewards):
+        values = [v for r in usable if (v := r.rewards.get(name)) is not None]
+        metrics[f"reward/{name}/applied"] = len(values) / len(usable)
+        if values:
+            metrics |= {f"reward/{name}/mean": fmean(values), f"reward/{name}/std": pstdev(values)}
+    for name in dict.fromkeys(name for r in usable for name in r.metrics):
+        key = name if name in ("answered", "correct") else f"logged/{name}"
+        metrics[key] = mean([r.metrics[name] for r in usable if name in r.metrics])
+    if metrics.get("answered"):
+        metrics["correct_of_answered"] = metrics.get("correct", 0.0) / metrics["answered"]
+    return metrics
+
+
+def mean(values: Sequence[float]) -> float:
+    """The mean of logged numbers; NaN where their sum overflows or has infinities of both signs."""
+    try:
+        return fmean(values)
+    except (OverflowError, ValueError):
+        return nan

@@ -1,0 +1,201 @@
+"""The rewards of a run: scoring rollouts with them.
+
+A call that raises, exceeds ``reward.timeout`` or returns something unusable fails all its rollouts; an unusable item
+in a usable list fails only its rollout. A failed rollout has no reward, never a reward of zero.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any
+
+from tunesmith.errors import ConfigError, DataError, DeadlineExceeded, nearest
+from tunesmith.learn.rewards.foreign import hint
+from tunesmith.learn.rewards.function import (
+    LARGEST_REWARD,
+    ItemFailure,
+    Notes,
+    RewardFunction,
+    Score,
+    arguments_for,
+    scores_from,
+)
+from tunesmith.learn.rewards.metrics import mean, reward_metrics
+from tunesmith.learn.rewards.trainer_state import TrainerState
+from tunesmith.learn.usercode.calls import RaisedInCall, UserCalls, kept_default_dtype
+from tunesmith.types import Rollout, Status, Task
+
+if TYPE_CHECKING:
+    from tunesmith.learn.rewards.isolated import IsolatedRewards
+
+ENVIRONMENT = "environment"
+"""The name of the environment's own reward in ``Rollout.rewards``; its weight is 1."""
+
+
+_ASIDE: ContextVar[dict[str, list[float]] | None] = ContextVar("_ASIDE", default=None)
+"""Values logged in this task while ``apart`` keeps them out of the metrics."""
+
+
+class RewardSet:
+    """The reward functions of a run, with the threads and processes they run in."""
+
+    def __init__(
+        self, weights: dict[str, float], timeout: float, calls: UserCalls | IsolatedRewards | None = None
+    ) -> None:
+        """``weights`` by reward name; each reward is then added with ``add``.
+
+        ``calls`` runs the user's functions; None: threads of this process.
+        """
+        self.functions: tuple[RewardFunction, ...] = ()
+        self.weights = weights
+        self.state = TrainerState()
+        """The functions' ``trainer_state``; the loop replaces it each step."""
+        self.hands_instances = False
+        """Whether functions get the ``environments`` that played the episodes."""
+        self._timeout = timeout
+        self._calls = calls or UserCalls()
+        self._logged: dict[str, list[float]] = {}
+
+    def add(self, function: RewardFunction) -> None:
+        assert function.name in self.weights, f"the reward '{function.name}' has no weight"
+        self.functions = (*self.functions, function)
+
+    def check_tasks(self, tasks: Iterable[Task], key: str = "data.train") -> None:
+        """Reject data that the functions cannot work with, before training. ``key`` is its key in the run file.
+
+        Raises:
+            ConfigError: a function needs a column that no task has.
+            DataError: a built-in cannot use a task's answer, and no other reward can replace it.
+        """
+        tasks = list(tasks)
+        available = {name for task in tasks for name in task.columns}
+        for f in self.functions:
+            for name in sorted(f.columns - available):
+                raise ConfigError(
+                    f"reward.functions: '{f.reference}' needs the column '{name}', which {key} does not have."
+                    f"{hint(name) or nearest(name, available)}",
+                    keys=("reward.functions",),
+                )
+            if f.one_of and not f.one_of & available:
+                raise ConfigError(
+                    f"reward.functions: '{f.reference}' needs one of the columns {', '.join(sorted(f.one_of))}, and "
+                    f"{key} has none of them.{nearest(min(f.one_of), available)}",
+                    keys=("reward.functions",),
+                )
+            if f.check_gold is None:
+                continue
+            (column,) = f.columns
+            for task in tasks:
+                gold = task.columns.get(column)
+                problem = f.check_gold(gold)
+                # A task without an answer may get its reward from another function or from its environment.
+                alone = len(self.weights) == 1 and task.environment in ("single_turn", "tools")
+                if problem is not None and (gold is not None or alone):
+                    raise DataError(f"task {task.id}: the column '{column}' {problem}; '{f.name}' compares with it.")
+
+    async def score(self, rollouts: Sequence[Rollout], texts: Sequence[str]) -> None:
+        """Set ``rewards``, ``reward`` and ``metrics`` of each rollout, or mark it failed.
+
+        ``texts`` are the completions without special tokens. Rollouts that failed before are left unchanged. The
+        functions run concurrently; each gets all rollouts of this call as one batch. ``reward`` is the weighted sum
+        of the rewards that apply, added to the environment's.
+        """
+        pairs = [(r, t) for r, t in zip(rollouts, texts, strict=True) if r.status is Status.OK]
+        if not pairs:
+            return
+        played, texts = [r for r, _ in pairs], [t for _, t in pairs]
+        answers = await asyncio.gather(*(self._call(f, played, texts) for f in self.functions))
+        for function, (scores, notes) in zip(self.functions, answers, strict=True):
+            for i, (rollout, score) in enumerate(zip(played, scores, strict=True)):
+                _record(rollout, function, score)
+                _note(rollout, function, {column: values[i] for column, values in notes.extras.items()})
+            logged = self._logged if (aside := _ASIDE.get()) is None else aside
+            for name, value in notes.metrics:
+                logged.setdefault(name, []).append(value)
+        for rollout in played:
+            self._total(rollout)
+
+    def metrics(self, rollouts: Sequence[Rollout]) -> dict[str, float]:
+        """``reward_metrics``, means of the ``log_metric`` values since the last call, and abandoned threads."""
+        logged, self._logged = self._logged, {}
+        metrics = reward_metrics(rollouts) | {f"logged/{name}": mean(values) for name, values in logged.items()}
+        if self._calls.abandoned:
+            metrics["reward/abandoned_threads"] = float(self._calls.abandoned)
+        return metrics
+
+    @contextmanager
+    def apart(self) -> Generator[None]:
+        """Keep values logged inside this context out of ``metrics``; values that other tasks log meanwhile count."""
+        token = _ASIDE.set({})
+        yield
+        _ASIDE.reset(token)
+
+    def close(self) -> None:
+        """End threads and worker processes."""
+        self._calls.close()
+        for function in self.functions:
+            function.close()
+
+    async def _call(
+        self, f: RewardFunction, rollouts: Sequence[Rollout], texts: Sequence[str]
+    ) -> tuple[list[Score], Notes]:
+        size = len(rollouts)
+        notes = Notes(size)
+        if f.builtin:
+            return scores_from(await f.function(rollouts, texts, notes), size), notes
+        arguments = arguments_for(f, rollouts, texts, self.state, notes, self.hands_instances)
+        try:
+            with kept_default_dtype():
+                output = await self._calls.run(f.function, arguments, self._timeout)
+            return scores_from(output, size), notes
+        except RaisedInCall as raised:
+            failure = ItemFailure(Status.REWARD_FAILED, f"raised on a call of {size} completions:\n{raised.trace}")
+        except DeadlineExceeded as error:
+            failure = ItemFailure(Status.TIMED_OUT, f"{error} (reward.timeout, a call of {size} completions)")
+        except ValueError as error:
+            failure = ItemFailure(Status.REWARD_FAILED, str(error))
+        return [failure] * size, Notes(size)
+
+    def _total(self, rollout: Rollout) -> None:
+        if rollout.status is not Status.OK:
+            return
+        # A reward of weight 0 is only monitored; it cannot replace one that does not apply.
+        applied = [
+            self.weights[name] * value
+            for name, value in rollout.rewards.items()
+            if value is not None and self.weights[name] != 0
+        ]
+        if (own := rollout.reward) is not None:
+            rollout.rewards[ENVIRONMENT] = own
+            applied.insert(0, own)
+        if not applied:
+            reason = f"task {rollout.task.id}: no reward function applies (all gave None)"
+            rollout.fail(Status.REWARD_FAILED, reason)
+            return
+        rollout.reward = sum(applied)
+        if not abs(rollout.reward) <= LARGEST_REWARD:
+            reason = f"the rewards sum to {rollout.reward:g}, and {LARGEST_REWARD:g} is the limit"
+            rollout.fail(Status.REWARD_FAILED, f"task {rollout.task.id}: {reason}")
+
+
+def _record(rollout: Rollout, function: RewardFunction, score: Score) -> None:
+    if not isinstance(score, ItemFailure):
+        rollout.rewards[function.name] = score
+    elif rollout.status is Status.OK:
+        rollout.fail(score.status, f"task {rollout.task.id}: the reward '{function.reference}' {score.reason}")
+
+
+def _note(rollout: Rollout, function: RewardFunction, logged: dict[str, Any]) -> None:
+    """Numbers become metrics of the rollout, all else notes; a name in use is prefixed with the function's name."""
+    for column, value in logged.items():
+        if value is None:
+            continue
+        in_use = column in rollout.metrics or column in rollout.notes
+        name = f"{function.name}/{column}" if in_use else column
+        if isinstance(value, int | float):
+            rollout.metrics[name] = float(value)
+        else:
+            rollout.notes[name] = value

@@ -1,0 +1,137 @@
+"""A far object in a child process, which may run in another Python environment."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import IO
+
+from tunesmith.errors import TunesmithError
+from tunesmith.learn.usercode.far import PATIENCE, ConnectedFar
+
+_HOST = Path(__file__).with_name("host.py")
+_starter = ThreadPoolExecutor(1, "starter")
+"""Starts all children, because the kernel kills a child when the thread that started it ends."""
+
+
+class Process:
+    """A process with a connection, whose output is shown here and whose last lines are kept.
+
+    Args:
+        command: gets the connection's descriptor, this process's id and ``name`` as further arguments.
+        shows: whether its output appears here; ``out``: its standard output on standard output.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str | Path],
+        name: str,
+        environment: Mapping[str, str] | None = None,
+        *,
+        shows: bool = True,
+        out: bool = False,
+    ) -> None:
+        self.connection, theirs = Pipe()
+        end, pipe, self._shows = theirs.fileno(), subprocess.PIPE, shows
+        arguments = [*command, str(end), str(os.getpid()), name]
+        self.popen: subprocess.Popen[bytes] = _starter.submit(
+            subprocess.Popen,
+            arguments,
+            stdin=subprocess.DEVNULL,
+            stdout=pipe,
+            stderr=pipe,
+            pass_fds=[end],
+            bufsize=0,
+            env=environment,
+        ).result()
+        theirs.close()
+        self._lines: deque[str] = deque(maxlen=40)
+        self._readers = [self._forward(self.popen.stdout, not out), self._forward(self.popen.stderr, True)]
+
+    def said(self) -> str:
+        """The last lines that it printed."""
+        if self.popen.poll() is not None:
+            self._read_to_the_end()
+        return "".join(self._lines)[-2000:].strip()
+
+    def kill(self) -> int:
+        """Kill it, if it has not ended, and show the rest of its output; returns the exit code."""
+        self.popen.kill()
+        code = self.popen.wait()
+        self._read_to_the_end()
+        return code
+
+    def _read_to_the_end(self) -> None:
+        for reader in self._readers:
+            reader.join(1.0)  # a process that it started may hold the pipe open
+
+    def _forward(self, pipe: IO[bytes] | None, error: bool) -> threading.Thread:
+        """Print its output to the current ``sys.stdout`` or ``sys.stderr``, and keep the last lines."""
+
+        def read() -> None:
+            assert pipe is not None
+            with pipe:
+                for line in iter(pipe.readline, b""):
+                    text = line.decode(errors="replace")
+                    self._lines.append(text)
+                    if self._shows:
+                        with suppress(OSError, ValueError):
+                            print(text, end="", file=sys.stderr if error else sys.stdout, flush=True)
+
+        thread = threading.Thread(target=read, name="output", daemon=True)
+        thread.start()
+        return thread
+
+
+class ChildProcess(ConnectedFar):
+    """A far object in a child process. Its output appears on standard error here.
+
+    The child ends when this process does. It ignores the terminal's signals: this process ends it.
+
+    Args:
+        python: the interpreter of another environment that has Tunesmith.
+        environment: its environment variables; None: those of this process.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        lost: type[TunesmithError],
+        *,
+        python: Path | None = None,
+        environment: Mapping[str, str] | None = None,
+        patience: float = PATIENCE,
+    ) -> None:
+        self._process = Process([python or sys.executable, "-P", _HOST], name, environment)
+        connection: Connection = self._process.connection
+        super().__init__(connection, f"{name} (process {self._process.popen.pid})", lost, patience)
+        with suppress(OSError):
+            connection.send_bytes(pickle.dumps(None if python else sys.path))
+        self._start()
+
+    def _kill(self) -> None:
+        self._process.kill()
+
+    def _how_it_ended(self) -> str:
+        with suppress(subprocess.TimeoutExpired):
+            self.code = self._process.popen.wait(10.0)
+        lines = self._process.said().splitlines()[-5:]
+        return "\n  ".join([ending(self._process.kill()) + ("; it wrote last:" if lines else ""), *lines])
+
+
+def ending(code: int) -> str:
+    """How a process ended, in words."""
+    with suppress(ValueError):
+        return f"was ended by {signal.Signals(-code).name}"
+    return f"ended with exit code {code}"

@@ -1,0 +1,313 @@
+"""Code in killable worker processes: far objects that are forks of a loaded program.
+
+For work that no thread can stop: computer algebra on a model's text, regular expressions that backtrack without end,
+and all user code that may hang, crash, end its process or take all memory. A ``ForkServer`` loads a program once
+(``killable_child.py``); its forks start in milliseconds and are replaced when they are killed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import pickle
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import send_handle
+from pathlib import Path
+from typing import Any
+
+from tunesmith.config.values import parse_size
+from tunesmith.errors import DeadlineExceeded, TunesmithError
+from tunesmith.learn.usercode.calls import ANSWER_SECONDS, PerLoop, done_within
+from tunesmith.learn.usercode.child import Process, ending
+from tunesmith.learn.usercode.far import ConnectedFar
+
+STARTUP_SECONDS, ENDING_SECONDS = 60.0, 10.0
+IMPORT_SECONDS = 600.0
+MEMORY_BYTES = 4 << 30
+_CHILD = Path(__file__).with_name("killable_child.py")
+
+
+class WorkerError(TunesmithError, RuntimeError):
+    """A worker process raised, died or could not start."""
+
+
+class WorkerLost(WorkerError):
+    """A worker process ended. ``code`` is its exit code, negative if a signal ended it."""
+
+    def __init__(self, code: int, output: str = "") -> None:
+        super().__init__(f"the worker process {ending(code)}" + (f":\n{output}" if output else ""))
+        self.code = code
+
+    @property
+    def from_outside(self) -> bool:
+        """Whether it was killed, as the kernel does when memory runs out."""
+        return self.code == -signal.SIGKILL
+
+
+@dataclass(frozen=True, slots=True)
+class UserProgram:
+    """A function of a file, or the object it returns for ``arguments``, that workers call. Results go through JSON."""
+
+    file: Path
+    function: str
+    arguments: tuple[Any, ...] | None = None
+    memory: int = MEMORY_BYTES
+    """Bytes that a worker may use in addition to the loaded program."""
+    startup: float = STARTUP_SECONDS
+    shows: bool = False
+    """Whether its output appears here."""
+    alone: bool = False
+    """Whether there is only one worker at a time. It is then not forked if libraries have started threads, because a
+    fork could use only one thread."""
+
+
+def user_program(
+    path: Path, function: str, arguments: tuple[Any, ...], memory: str | None, *, alone: bool = False
+) -> UserProgram:
+    """A program that loads the user's code.
+
+    Args:
+        memory: limit of each worker; None: half of the machine's memory.
+    """
+    limit = parse_size(memory) if memory else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    return UserProgram(path, function, arguments, limit, IMPORT_SECONDS, shows=True, alone=alone)
+
+
+class ForkServer:
+    """A process that has loaded a program and forks workers; raises WorkerError if it cannot."""
+
+    def __init__(self, program: UserProgram) -> None:
+        self._program = program
+        self._process = Process([sys.executable, "-P", _CHILD], program.file.name, shows=program.shows, out=True)
+        self._pipe, self.pid = self._process.connection, self._process.popen.pid
+        self.last_output = self._process.said
+        self._lock = threading.Lock()
+        self._used = False
+        self._codes: dict[int, int | None] = {}
+        """The exit code of each fork; None: it has not been asked for."""
+        setup = {"file": str(program.file), "function": program.function, "arguments": program.arguments}
+        setup |= {"alone": program.alone, "path": sys.path, "memory": program.memory}
+        late = f"{program.file.name} did not start within {program.startup:g} s"
+        try:
+            ready = self._ask(setup, program.startup, late)
+        except BaseException:
+            self.close()
+            raise
+        self.description: Any = ready["value"]
+        self.forks: bool = ready["forks"]
+
+    @property
+    def alive(self) -> bool:
+        return self._process.popen.poll() is None
+
+    def worker(self) -> Worker:
+        """A new worker: a fork or, if the program cannot be forked, this process, or another if this one is used."""
+        if self.forks:
+            return self._worker()
+        with self._lock:
+            free, self._used = not self._used, True
+        return (self if free else ForkServer(self._program))._worker()
+
+    def _worker(self) -> Worker:
+        ours, theirs = Pipe()
+        with self._lock, theirs:
+            number = self._ask("worker", STARTUP_SECONDS, "no worker process could be started", theirs)
+            if self.forks:
+                self._codes[number] = None
+        return Worker(self, number, ours)
+
+    def end(self, number: int) -> int:
+        """Kill a worker, if it has not ended. Returns its exit code."""
+        if number == self.pid:
+            return self._process.kill()
+        with self._lock:
+            code = self._codes[number]
+            if code is None:
+                try:
+                    code = self._ask(number, ENDING_SECONDS, "a worker process does not end")
+                except WorkerError:  # with the server, its forks end
+                    code = -signal.SIGKILL
+                self._codes[number] = code
+        return code
+
+    def close(self) -> None:
+        """End the workers and the server; one that does not answer for ``ENDING_SECONDS`` is killed."""
+        for number in [number for number, code in list(self._codes.items()) if code is None]:
+            with suppress(ProcessLookupError):
+                os.kill(number, signal.SIGKILL)
+        if self._lock.acquire(timeout=ENDING_SECONDS):
+            self._lock.release()
+        else:
+            self._process.kill()  # the request in progress then fails, and its thread frees the lock
+        for number in list(self._codes):
+            self.end(number)
+        with self._lock:
+            self._process.kill()
+            self._pipe.close()
+
+    def _ask(self, request: Any, seconds: float, late: str, connection: Connection | None = None) -> Any:
+        """The answer to a request, with which a connection may be sent.
+
+        Raises:
+            WorkerLost: the process has ended.
+            WorkerError: with the text ``late``, if it did not answer in time; it is then killed, and its forks end.
+        """
+        try:
+            self._pipe.send_bytes(pickle.dumps(request))
+            if connection:
+                send_handle(self._pipe, connection.fileno(), self.pid)
+            if self._pipe.poll(seconds):
+                return json.loads(self._pipe.recv_bytes())
+        except (EOFError, OSError):
+            raise WorkerLost(self._process.popen.wait(), self.last_output()) from None
+        self._process.popen.kill()
+        raise WorkerError(late)
+
+
+class Worker(ConnectedFar):
+    """One process that holds the program's function. Requests are pickled; answers are JSON, which cannot run code.
+
+    No watchdog supervises it: each call has a deadline. When it ends, its calls raise WorkerLost.
+    """
+
+    def __init__(self, server: ForkServer, pid: int, connection: Connection) -> None:
+        super().__init__(connection, f"worker {pid}", WorkerLost, None)
+        self._server, self._number = server, pid
+        self._start()
+
+    async def ask(
+        self, arguments: Sequence[Any], timeout: float, *, coroutine: bool = False, shared: bool = False
+    ) -> Any:
+        """Call the function; the process is killed if it does not answer in time.
+
+        Args:
+            coroutine: call the program's coroutine function ``later`` instead.
+            shared: other calls are in progress in the process, so only this call's coroutine is cancelled, as long as
+                the event loop still answers.
+
+        Raises:
+            DeadlineExceeded: it did not answer in time.
+            WorkerLost: it ended, or was killed because one of its calls blocked the event loop.
+            WorkerError: it raised.
+        """
+        try:
+            result = self.submit("later" if coroutine else "__call__", *arguments)
+        except TypeError as error:
+            raise WorkerError(str(error)) from error
+        try:
+            if await done_within(result, timeout):
+                return result.result()
+            if not shared:
+                raise DeadlineExceeded(f"did not return within {timeout:g} s; its process was killed")
+            self.cancel(result)
+            if not await done_within(result, ANSWER_SECONDS):
+                self.close()  # one of its calls, perhaps not this one, blocks the event loop
+            if isinstance(lost := result.exception(), WorkerLost):
+                raise lost
+            raise DeadlineExceeded(f"did not return within {timeout:g} s")
+        except asyncio.CancelledError:
+            if shared:
+                self.cancel(result)
+            raise
+        finally:
+            if not (shared or result.done()):
+                self.close()
+
+    def _kill(self) -> None:
+        if self._number == self._server.pid:
+            self._server.close()
+        elif self.code is None:
+            with suppress(ProcessLookupError):
+                os.kill(self._number, signal.SIGKILL)
+
+    def _how_it_ended(self) -> str:
+        self.code = self._server.end(self._number)
+        return ending(self.code)
+
+    def _loss(self) -> WorkerLost:
+        return WorkerLost(-signal.SIGKILL if self.code is None else self.code, self._server.last_output())
+
+    def _decode(self, message: bytes) -> tuple[int, Any, WorkerError | None]:
+        number, value, error = json.loads(message)
+        return number, value, None if error is None else WorkerError(error)
+
+
+class Workers:
+    """Workers of one program: the idle ones, and a fork server for more, which starts on first use."""
+
+    def __init__(self, program: UserProgram) -> None:
+        self._program = program
+        self._lock = threading.Lock()
+        self._server: ForkServer | None = None
+        self._idle: list[Worker] = []
+
+    def server(self) -> ForkServer:
+        with self._lock:
+            if self._server is None or not self._server.alive:
+                self._server = ForkServer(self._program)
+            return self._server
+
+    def take(self) -> Worker:
+        """An idle worker, or a new one. Raises WorkerError."""
+        with self._lock:
+            while self._idle:
+                if not (worker := self._idle.pop()).lost:
+                    return worker
+        return self.server().worker()
+
+    def give_back(self, worker: Worker) -> None:
+        with self._lock:
+            if not worker.lost:
+                self._idle.append(worker)
+
+    def close(self) -> None:
+        """End all workers and the fork server. A later ``take`` starts a new one."""
+        with self._lock:
+            server, self._server, idle, self._idle = self._server, None, self._idle, []
+        for worker in idle:
+            worker.close()
+        if server is not None:
+            server.close()
+
+
+class KillablePool:
+    """Up to ``workers`` processes of one program, each with one call at a time; ends with ``close``.
+
+    Args:
+        deadline: seconds for one call, not counting the worker's start.
+    """
+
+    def __init__(self, program: UserProgram, deadline: float, workers: int = 1) -> None:
+        self._workers, self._deadline = Workers(program), deadline
+        self._places = PerLoop(lambda: asyncio.Semaphore(workers))
+        self.close = self._workers.close
+
+    async def run(self, *arguments: Any) -> Any:
+        """The function's result. A call whose process was killed from outside is repeated once.
+
+        Raises:
+            DeadlineExceeded: its process was killed at the deadline.
+            WorkerError: it raised, or its process ended.
+        """
+        async with self._places.here:
+            try:
+                return await self._run_once(arguments)
+            except WorkerLost as lost:
+                if not lost.from_outside:
+                    raise
+                return await self._run_once(arguments)
+
+    async def _run_once(self, arguments: tuple[Any, ...]) -> Any:
+        worker = await asyncio.to_thread(self._workers.take)
+        try:
+            return await worker.ask(arguments, self._deadline)
+        finally:
+            self._workers.give_back(worker)

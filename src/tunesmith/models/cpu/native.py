@@ -1,0 +1,91 @@
+"""Compiles the package's C++ for this machine on first use, keeps it, and loads it.
+
+A library's file name is derived from its source, the headers, the compiler, the CPU and its own content: it is compiled
+again if any of these changes or the file is damaged. Processes may compile at the same time. The library uses the
+OpenMP that torch has loaded, so both share a team of threads; import torch first.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import platform
+import shlex
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+
+from tunesmith.plan.facts.hardware import compilers, find_compiler
+from tunesmith.plan.facts.instructions import compiler_options, cpu_info
+from tunesmith.records.storage import cache_folder
+
+OPTIONS = ("-std=c++17", "-O3", "-fno-math-errno", "-fopenmp", "-fPIC", "-shared")
+SOURCES = Path(__file__).with_name("cpp")
+SECONDS = 300
+"""Time limit of the compiler."""
+
+
+@cache
+def library(name: str) -> ctypes.CDLL | None:
+    """The compiled ``name``.cpp of ``SOURCES``; None, with a warning, if it cannot be compiled or loaded here."""
+    found = find_compiler()
+    if found is None:
+        return _without(name, f"there is no C++ compiler ({compilers()})")
+    source = SOURCES / f"{name}.cpp"
+    try:
+        folder, command = _folder(), shlex.split(found)
+        key = f"{name}-{_key(command, source)}"
+        for kept in folder.glob(f"{key}-*.so") if folder else ():
+            if kept.name == _name(key, kept):
+                return ctypes.CDLL(str(kept))
+            kept.unlink(missing_ok=True)  # loading a partial library would crash the process
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:
+            mine = Path(scratch) / f"{name}.so"
+            _run(*command, *OPTIONS, *compiler_options(), "-o", str(mine), str(source))
+            loaded = ctypes.CDLL(str(mine))
+            if folder is not None:
+                mine.replace(folder / _name(key, mine))
+            return loaded
+    except (OSError, subprocess.SubprocessError) as error:
+        return _without(name, getattr(error, "stderr", None) or error)
+
+
+def _without(name: str, reason: object) -> None:
+    logging.getLogger(__name__).warning("%s.cpp is not compiled, and PyTorch's operations run: %s", name, reason)
+
+
+def _name(key: str, file: Path) -> str:
+    """The file name for this content."""
+    content = b""
+    with suppress(FileNotFoundError):  # another process has found it damaged
+        content = file.read_bytes()
+    return f"{key}-{hashlib.sha256(content).hexdigest()[:16]}.so"
+
+
+def _key(command: Sequence[str], source: Path) -> str:
+    cpu = cpu_info()
+    options = (*OPTIONS, *compiler_options())
+    facts = (cpu.get("model name"), cpu.get("flags") or cpu.get("Features"), platform.platform(), options, command)
+    version = _run(*command, "--version")
+    text = source.read_bytes() + b"".join(header.read_bytes() for header in sorted(source.parent.glob("*.h")))
+    return hashlib.sha256(repr((*facts, version)).encode() + text).hexdigest()[:16]
+
+
+def _folder() -> Path | None:
+    """Where libraries are kept; None if it is not writable, or if another user could put a library there."""
+    folder = cache_folder() / "native"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        ours = folder.parent.stat().st_uid == os.getuid()
+    except OSError:
+        return None
+    return folder if ours and os.access(folder, os.W_OK) else None
+
+
+def _run(*command: str) -> str:
+    return subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=True).stdout

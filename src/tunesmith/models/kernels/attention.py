@@ -1,0 +1,76 @@
+"""What attention kernels compute, and how a model's layers call them.
+
+A context decides what each token sees: a token forest (``ForestAttention``) in training and scoring, a KV cache
+(``PrefillAttention``, ``DecodeAttention``) in sampling.
+
+Shape legend: ``T`` tokens, ``H`` query heads, ``K`` key/value heads, ``D`` head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from tunesmith.models.forest import Segment
+
+
+class AttentionRule(NamedTuple):
+    """How the products of queries and keys become scores for the softmax."""
+
+    scale: float
+    """Factor on the products."""
+    window: int | None = None
+    """How many positions a token sees, counting back from and including itself; None: all."""
+    softcap: float | None = None
+    """Scores become ``softcap * tanh(scores / softcap)``."""
+
+
+class AttentionContext(Protocol):
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
+        """Attend in decoder layer ``layer``.
+
+        Args:
+            query: ``[T, H, D]``, rotated.
+            key: ``[T, K, D]``, rotated.
+            value: ``[T, K, D]``.
+
+        Returns:
+            ``[T, H, D]``.
+        """
+        ...
+
+
+class Kernel(Protocol):
+    """One implementation of attention over a token forest, prepared once for the segments of a forest."""
+
+    def __init__(self, segments: Sequence[Segment], device: torch.device) -> None: ...
+
+    @staticmethod
+    def supports(query: Tensor, rule: AttentionRule) -> bool:
+        """Whether the kernel computes this rule on this device and in this dtype."""
+        ...
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
+        """See ``AttentionContext.attend``."""
+        ...
+
+
+def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+    """Add the output of more keys to ``out [..., D]`` and ``lse [...]`` in place, weighted by their log-sum-exp."""
+    share = torch.sigmoid(part_lse - lse)
+    out.lerp_(part.to(out.dtype), share.unsqueeze(-1))
+    torch.logaddexp(lse, part_lse, out=lse)
+
+
+def on_gpu(query: Tensor) -> bool:
+    """Whether 16-bit kernels that need Ampere or later compute this query; without a GPU, they are only counted."""
+    return query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and _ampere(query.device)
+
+
+@cache
+def _ampere(device: torch.device) -> bool:
+    return not torch.cuda.is_available() or torch.cuda.get_device_capability(device) >= (8, 0)

@@ -1,0 +1,289 @@
+"""Llama-shaped decoders as a few large operations on the parameters of the Hugging Face model.
+
+In small models, and when few rows are decoded, the Hugging Face modules spend most of their time in many small
+operations and the Python between them. Here a layer is: norm, one product for queries, keys and values, rotary,
+attention, one product, norm, one product for gate and up, activation, one product. The results are equal. Decoders
+of any other shape run the Hugging Face modules.
+
+Shape legend: ``T`` tokens, ``d`` hidden size, ``H`` query heads, ``K`` key/value heads, ``D`` head size.
+"""
+
+# pyright: reportPrivateUsage=false
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tunesmith.models.cpu.layer_functions import HeadShape
+from tunesmith.models.cpu.products import Prepare, Product
+from tunesmith.models.cpu.weight_gradients import kept_sums
+from tunesmith.models.kernels.attention import AttentionContext, AttentionRule
+from tunesmith.models.kernels.lean_ops import OURS, Activation, Operations, embed, linear
+from tunesmith.plan.facts.model import LEAN_FAMILIES
+
+ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
+PRODUCTS = ("qkv", "out", "gate_up", "down")
+"""The products of a layer."""
+
+
+class Projection:
+    """Linear modules with the same input, computed as one product.
+
+    Their weights and biases become views of one tensor, so optimizer steps on the parameters change the operand of the
+    product. If a module was replaced (by an adapter), has a forward hook, or its weight has other storage, the modules
+    are called instead.
+    """
+
+    def __init__(self, owner: nn.Module, *names: str) -> None:
+        self._owner, self._names = owner._modules, names
+        self._modules = [cast(nn.Linear, owner.get_submodule(name)) for name in names]
+        self.weights = [m.weight for m in self._modules]
+        self.biases = [m.bias for m in self._modules if m.bias is not None]  # pyright: ignore[reportUnnecessaryComparison]
+        plain = all(type(m) is nn.Linear for m in self._modules)
+        self._fusable = plain and len(self.biases) in (0, len(names))
+        if self._fusable:
+            self.weight = _one_storage(self.weights)
+            self.bias = _one_storage(self.biases) if self.biases else None
+            self.moved()
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """The modules as they are now."""
+        return [cast(nn.Module, self._owner[name]) for name in self._names]
+
+    def moved(self) -> None:
+        """Record that the weights have new addresses but are still views of one tensor."""
+        if self._fusable:
+            self._expected = [
+                (name, m, cast("dict[str, Tensor]", m._parameters), m.weight.data_ptr())
+                for name, m in zip(self._names, self._modules, strict=True)
+            ]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """``[T, d]`` to the concatenated outputs of the modules."""
+        if not self.intact():
+            return torch.cat([module(x) for module in self.modules], -1)
+        if torch.is_grad_enabled() and (len(self.weights) > 1 or kept_sums(self.weights)):
+            return linear(x, self.weight, self.bias, self.weights, self.biases)
+        if len(self.weights) > 1:
+            return F.linear(x, self.weight, self.bias)
+        return F.linear(x, self.weights[0], self.biases[0] if self.biases else None)
+
+    def intact(self) -> bool:
+        """Whether the one product equals the modules' outputs."""
+        if not self._fusable:
+            return False
+        for name, module, own, place in self._expected:
+            # Plain dictionaries: this runs in every layer of every decoding step.
+            hooked = module._forward_hooks or module._forward_pre_hooks
+            if hooked or self._owner[name] is not module or own["weight"].data_ptr() != place:
+                return False
+        return True
+
+
+def _one_storage(parameters: Sequence[Tensor]) -> Tensor:
+    if len(parameters) == 1:
+        return parameters[0].detach()
+    with torch.inference_mode(False), torch.no_grad():
+        whole = torch.cat([p.detach() for p in parameters])
+        for parameter, view in zip(parameters, whole.split([len(p) for p in parameters]), strict=True):
+            parameter.data = view
+    return whole
+
+
+class Norm:
+    """A root-mean-square norm. Gemma's weights are offsets from one, applied before rounding."""
+
+    def __init__(self, module: Any) -> None:
+        self._own: dict[str, Tensor] = module._parameters
+        self.eps: float = module.variance_epsilon if hasattr(module, "variance_epsilon") else module.eps
+        self.offset = "Gemma" in type(module).__name__
+
+    @property
+    def weight(self) -> Tensor:
+        return self._own["weight"]
+
+    def of(self, dtype: torch.dtype) -> Norm:
+        """The norm with its current weight in another dtype."""
+        norm = copy.copy(self)
+        norm._own = {"weight": self.weight.detach().to(dtype)}
+        return norm
+
+    def __call__(self, x: Tensor, operations: Operations) -> Tensor:
+        return operations.rms_norm(x, self.weight, self.eps, self.offset)
+
+
+class Layer:
+    """One decoder layer of the shapes in ``LEAN_FAMILIES``."""
+
+    def __init__(self, module: Any, config: Any, index: int) -> None:
+        attention, mlp = module.self_attn, module.mlp
+        self.module, self.index = module, index
+        self.kind = type(module)
+        joint = hasattr(attention, "qkv_proj")
+        self.qkv: Projection | Product = Projection(
+            attention, *(("qkv_proj",) if joint else ("q_proj", "k_proj", "v_proj"))
+        )
+        self.out: Projection | Product = Projection(attention, "o_proj")
+        joint = hasattr(mlp, "gate_up_proj")
+        self.gate_up: Projection | Product = Projection(
+            mlp, *(("gate_up_proj",) if joint else ("gate_proj", "up_proj"))
+        )
+        self.down: Projection | Product = Projection(mlp, "down_proj")
+        windowed = config if config.model_type in ("mistral", "phi3") else attention
+        # Gemma 3 has the setting too, but its attention does not apply it.
+        softcap = config.attn_logit_softcapping if config.model_type == "gemma2" else None
+        self.rule = AttentionRule(attention.scaling, getattr(windowed, "sliding_window", None), softcap)
+        self.rotates = bool(getattr(attention, "use_rope", True))
+        self.activation: Activation = ACTIVATIONS[getattr(config, "hidden_act", None) or config.hidden_activation]
+        self.q_norm, self.k_norm = (
+            Norm(getattr(attention, n)) if hasattr(attention, n) else None for n in ("q_norm", "k_norm")
+        )
+        self.shape = HeadShape(config.num_attention_heads, config.num_key_value_heads)
+        if self.q_norm is not None:
+            self.shape = replace(self.shape, eps=self.q_norm.eps, offset=self.q_norm.offset)
+        self.before_attention = Norm(module.input_layernorm)
+        sandwich = hasattr(module, "pre_feedforward_layernorm")
+        self.after_attention = Norm(module.post_attention_layernorm) if sandwich else None
+        self.before_mlp = Norm(module.pre_feedforward_layernorm if sandwich else module.post_attention_layernorm)
+        self.after_mlp = Norm(module.post_feedforward_layernorm) if sandwich else None
+
+    def with_products(self, prepare: Prepare, dtype: torch.dtype) -> Layer:
+        """See ``LeanDecoder.with_products``."""
+        layer = copy.copy(self)
+        for name in PRODUCTS:
+            own: Projection = getattr(self, name)
+            setattr(layer, name, prepare(own.weight, own.bias))
+        for name, value in vars(self).items():
+            if isinstance(value, Norm):
+                setattr(layer, name, value.of(dtype))
+        return layer
+
+    def __call__(
+        self, x: Tensor, cos: Tensor, sin: Tensor, attention: AttentionContext, operations: Operations = OURS
+    ) -> Tensor:
+        """``[T, d]`` to ``[T, d]``; ``cos`` and ``sin`` are ``[T, 1, D]``, the first half of ``sin`` negated."""
+        tables = (cos, sin) if self.rotates else None
+        weights = [norm.weight for norm in (self.q_norm, self.k_norm) if norm is not None]
+        product = self.qkv(self.before_attention(x, operations))
+        seen = attention.attend(self.index, *operations.heads(product, tables, weights, self.shape), self.rule)
+        seen = self.out(seen.flatten(1))
+        x = x + (seen if self.after_attention is None else self.after_attention(seen, operations))
+        y = self.down(operations.gated(self.gate_up(self.before_mlp(x, operations)), self.activation))
+        return x + (y if self.after_mlp is None else self.after_mlp(y, operations))
+
+    def moved(self) -> None:
+        """As ``Projection.moved``, for all."""
+        for product in (self.qkv, self.out, self.gate_up, self.down):
+            if isinstance(product, Projection):
+                product.moved()
+
+
+class LeanDecoder:
+    """A decoder: embedding, layers, final norm."""
+
+    def __init__(self, model: Any, modules: Iterable[nn.Module]) -> None:
+        self.model, self.config = model, model.config
+        self.kind = type(model)
+        self.layers = [Layer(module, model.config, i) for i, module in enumerate(modules)]
+        self.norm = Norm(model.norm)
+        self.rows: torch.dtype | None = None
+        """Dtype in which layers compute; None: the embedding's."""
+        # Gemma 3 has different rotary tables for local and global layers.
+        local_and_global = self.config.model_type == "gemma3_text"
+        kinds: list[str | None] = list(self.config.layer_types) if local_and_global else [None] * len(self.layers)
+        self.layer_types = kinds
+        self.before_layer: list[Callable[[int], None]] = []
+        """Called with the index of each layer before it runs."""
+        self.after_layer: list[Callable[[int, Tensor], None]] = []
+        """Called with the index of each layer and its output."""
+        self.operations = OURS
+        """The operations of the layers and the final norm; inference mode has ``OURS``."""
+        self.compiled: Callable[[Layer, Tensor, Tensor, Tensor, AttentionContext], Tensor] | None = None
+        """Runs a layer in a trainer's passes; see ``compiled``."""
+
+    @classmethod
+    def of(cls, model: Any, modules: Iterable[nn.Module] | None = None) -> LeanDecoder | None:
+        """The lean form of a Hugging Face decoder; None if it has another shape.
+
+        Args:
+            modules: its layers, each on the device only until the next is requested; None: all are there.
+        """
+        config = model.config
+        if config.model_type not in LEAN_FAMILIES or not hasattr(model, "layers"):
+            return None
+        if (getattr(config, "hidden_act", None) or getattr(config, "hidden_activation", None)) not in ACTIVATIONS:
+            return None
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        factor = (getattr(config, "rope_parameters", None) or {}).get("partial_rotary_factor", 1.0)
+        if factor != 1.0 or head_dim % 2 or getattr(config, "use_bidirectional_attention", False):
+            return None
+        return cls(model, model.layers if modules is None else modules)
+
+    @property
+    def plain(self) -> bool:
+        """Whether every product of every layer has plain weights, without hooks or an adapter."""
+        return all(getattr(layer, name).intact() for layer in self.layers for name in PRODUCTS)
+
+    def with_products(self, prepare: Prepare, dtype: torch.dtype) -> LeanDecoder:
+        """This decoder, which has to be ``plain``, with products of prepared weights, for passes without gradients.
+
+        Args:
+            prepare: makes the product, on rows of ``dtype``.
+        """
+        decoder = copy.copy(self)
+        decoder.layers = [layer.with_products(prepare, dtype) for layer in self.layers]
+        decoder.norm, decoder.rows, decoder.compiled, decoder.operations = self.norm.of(dtype), dtype, None, OURS
+        return decoder
+
+    def moved(self) -> None:
+        """As ``Projection.moved``, for all."""
+        for layer in self.layers:
+            layer.moved()
+
+    @property
+    def usable(self) -> bool:
+        """Whether the modules still have their original classes (sharding replaces them)."""
+        return type(self.model) is self.kind and all(type(layer.module) is layer.kind for layer in self.layers)
+
+    def __call__(self, token_ids: Tensor, position_ids: Tensor, attention: AttentionContext) -> Tensor:
+        """See ``Decoder.hidden``."""
+        x = self._embedded(token_ids)
+        x = x if self.rows is None else x.to(self.rows)
+        tables = {kind: self.rotary(x, position_ids, kind) for kind in dict.fromkeys(self.layer_types)}
+        # An engine in this process runs in inference mode, with few rows and its own attention.
+        inference = torch.is_inference_mode_enabled()
+        compiled, operations = (None, OURS) if inference else (self.compiled, self.operations)
+        for layer, kind in zip(self.layers, self.layer_types, strict=True):
+            run: Callable[..., Tensor] = partial(layer, operations=operations)
+            if compiled is not None:
+                run = partial(compiled, layer)
+            if layer.module.gradient_checkpointing and layer.module.training and torch.is_grad_enabled():
+                run = partial(layer.module._gradient_checkpointing_func, run)
+            for begin in self.before_layer:
+                begin(layer.index)
+            x = run(x, *tables[kind], attention)
+            for end in self.after_layer:
+                end(layer.index, x)
+        return self.norm(x, operations)
+
+    def _embedded(self, token_ids: Tensor) -> Tensor:
+        module = self.model.embed_tokens
+        if type(module) is not nn.Embedding or module._forward_hooks or module._forward_pre_hooks:
+            return module(token_ids)
+        return embed(token_ids, module.weight, module.padding_idx)
+
+    def rotary(self, x: Tensor, position_ids: Tensor, kind: str | None) -> tuple[Tensor, Tensor]:
+        """The rotary tables of a kind of layer, ``[T, 1, D]`` each; see ``Layer``."""
+        extra = () if kind is None else (kind,)
+        cos, sin = self.model.rotary_emb(x, position_ids.unsqueeze(0), *extra)
+        sin = sin[0].clone()
+        sin[:, : sin.shape[-1] // 2].neg_()
+        return cos[0].unsqueeze(1), sin.unsqueeze(1)

@@ -1,0 +1,151 @@
+"""Reading and writing sharded or quantised models as safetensors files, without ever holding the whole model."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator
+from itertools import groupby
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from huggingface_hub import split_state_dict_into_shards_factory
+from huggingface_hub.constants import SAFETENSORS_INDEX_FILE, SAFETENSORS_WEIGHTS_FILE_PATTERN
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.dynamic_module_utils import custom_object_save
+
+from tunesmith.models.kernels.quantised import QuantisedLinear
+from tunesmith.models.parallel.sharding import Sharding, first_row, local, whole
+from tunesmith.plan.facts.model_files import weights_in
+
+FILE_BYTES = 2 << 30
+"""Size of a weight file; a rank holds one at a time while it writes."""
+
+
+class WeightFiles:
+    """The safetensors files of a model's directory, from which single rows can be read."""
+
+    def __init__(self, directory: Path) -> None:
+        self.weights = weights_in(directory)
+
+    @property
+    def names(self) -> set[str]:
+        return set(self.weights)
+
+    def rows(self, name: str, start: int, count: int) -> Tensor:
+        with safe_open(self.weights[name].file, framework="pt") as opened:
+            piece = opened.get_slice(name)
+            return piece[start : start + count] if piece.get_shape() else opened.get_tensor(name)
+
+
+def names_in(file: Path) -> list[str]:
+    with safe_open(file, framework="pt") as opened:
+        return list(opened.keys())
+
+
+@torch.no_grad()
+def fill(module: nn.Module, rows: Callable[[str, int, int], Tensor], names: set[str]) -> list[str]:
+    """Read this rank's rows of each parameter and persistent buffer in ``names``.
+
+    Weights that are to be quantised are read whole, one at a time, because their scales share second-level scales.
+    Returns the names of those with values that are not finite.
+    """
+    wrong: list[str] = []
+    quantised = {f"{name}.weight": part for name, part in module.named_modules() if isinstance(part, QuantisedLinear)}
+    for name, tensor in module.state_dict().items():
+        if name not in names:
+            continue
+        own, first = local(tensor), first_row(tensor)
+        if name in quantised:
+            part = quantised[name]
+            read = rows(name, 0, part.rows).to(own.device, part.dtype)
+            own.copy_(part.quantised(read)[first : first + len(own)])
+        else:
+            read = own.copy_(rows(name, first, len(own) if own.dim() else 1))
+        wrong += [] if is_finite(read) else [name]
+        del read  # before the next one is read
+    return wrong
+
+
+def shapes_of(module: nn.Module) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """The weights of a module with their shapes in a model's files."""
+    quantised = {f"{name}.weight": part for name, part in module.named_modules() if isinstance(part, QuantisedLinear)}
+    for name, tensor in module.state_dict().items():
+        if part := quantised.get(name):
+            yield name, (part.rows, part.in_features * part.out_features // part.rows)
+        else:
+            yield name, tuple(tensor.shape)
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Whether all values are finite; read once, and nothing of the tensor's size is allocated."""
+    if tensor.is_meta or not tensor.numel() or not tensor.is_floating_point():
+        return True
+    return all(bound.isfinite() for bound in tensor.aminmax())
+
+
+def is_converted(module: PreTrainedModel) -> bool:
+    """Whether the names or shapes of weights in a module's files are not the module's."""
+    nothing: dict[str, Tensor] = {}
+    return revert_weight_conversion(module, nothing) is not nothing
+
+
+def stored_weights(module: PreTrainedModel, named: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
+    """A module's weights under the names in its files: transformers may rename or fuse weights when it loads them.
+
+    The weights of one decoder layer are converted together and yielded before the next layer's are read.
+    """
+    if not is_converted(module):
+        yield from named
+        return
+    for _, group in groupby(named, lambda item: re.sub(r"(\.\d+\.).*", r"\1", item[0])):
+        yield from cast("dict[str, Tensor]", revert_weight_conversion(module, dict(group))).items()
+
+
+def save_weights(module: PreTrainedModel, directory: Path, dtype: torch.dtype, sharding: Sharding) -> None:
+    """Write a model in Hugging Face format; the ranks of one copy call this together, and each writes some files.
+
+    One file per rank is gathered at a time; then all ranks write in parallel.
+    """
+    state, world = module.state_dict(), sharding.mesh.size()
+    parameters = dict(module.named_parameters())  # tied ones once
+    buffers = [name for name, _ in module.named_buffers() if name in state]
+    split = split_state_dict_into_shards_factory(
+        {name: state[name].numel() * dtype.itemsize for name in (*parameters, *buffers)},
+        get_storage_size=int,
+        filename_pattern=SAFETENSORS_WEIGHTS_FILE_PATTERN,
+        max_shard_size=FILE_BYTES,
+    )
+    files = list(split.filename_to_tensors.items())
+    for first in range(0, len(files), world):
+        mine: dict[str, Tensor] = {}
+        for rank, (_, names) in enumerate(files[first : first + world]):
+            for name in names:
+                weight = whole(state[name], dtype if name in parameters else None)
+                if rank == sharding.rank:
+                    mine[name] = weight.cpu()
+        if mine:
+            plain = {name: tensor.contiguous() for name, tensor in stored_weights(module, mine.items())}
+            save_file(plain, directory / files[first + sharding.rank][0], metadata={"format": "pt"})
+    torch.distributed.barrier(sharding.mesh.get_group())
+    if sharding.rank == 0:
+        save_settings(module, directory)
+        if split.is_sharded:
+            index = {name: file for file, _ in files for name in names_in(directory / file)}
+            text = json.dumps({"metadata": split.metadata, "weight_map": index}, indent=2)
+            (directory / SAFETENSORS_INDEX_FILE).write_text(text, encoding="utf-8")
+
+
+def save_settings(module: PreTrainedModel, directory: Path) -> None:
+    """Write a model's configuration, its generation configuration, and the code that came with it."""
+    module.config.architectures = [type(module).__name__.removeprefix("FSDP")]
+    if module.is_remote_code():
+        custom_object_save(module, directory, config=cast(Any, module.config))
+    module.config.save_pretrained(directory)
+    if module.can_generate():
+        module.generation_config.save_pretrained(directory)  # pyright: ignore[reportOptionalMemberAccess]

@@ -1,0 +1,56 @@
+"""All metrics, read from ``catalogue.toml``: unit, form, meaning, and other tools' names."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """A metric. ``<word>`` in ``name`` is a placeholder for any word, which an alias may repeat."""
+
+    name: str
+    form: Literal["mean", "sum", "max", "min", "std", "last", "rate"]
+    """How a step's value is aggregated; ``last`` is the state at its end."""
+    meaning: str
+    unit: str = ""
+    aliases: Sequence[str] = ()
+
+    def match(self, name: str) -> re.Match[str] | None:
+        """Match a metric name and its placeholders, which may hold any character because users name their functions."""
+        return re.fullmatch(re.sub(r"<(\w+)>", r"(?P<\1>.+)", re.escape(self.name)), name)
+
+
+_TEXT = files("tunesmith.records").joinpath("catalogue.toml").read_text(encoding="utf-8")
+CATALOGUE: Mapping[str, Sequence[Metric]] = {
+    kind: [Metric(name, **entry) for name, entry in table.items()] for kind, table in tomllib.loads(_TEXT).items()
+}
+"""Metrics by kind; each kind is a table in the documentation."""
+_EXACT_FIRST = sorted((m for kind in CATALOGUE.values() for m in kind), key=lambda metric: metric.name.count("<"))
+"""``rollouts/failed`` comes before ``rollouts/<status>``."""
+
+
+def find(name: str) -> Metric | None:
+    """The metric with a name, as in a run's ``metrics.jsonl``."""
+    return next((metric for metric in _EXACT_FIRST if metric.match(name)), None)
+
+
+def with_aliases(metrics: Mapping[str, float]) -> dict[str, float]:
+    """The metrics, repeated under other tools' names. A metric's own name has precedence."""
+    return {alias: value for name, value in metrics.items() for alias in aliases(name)} | dict(metrics)
+
+
+@cache
+def aliases(name: str) -> tuple[str, ...]:
+    """Other tools' names for one metric: ``reward/std`` is ``reward_std`` elsewhere."""
+    if (metric := find(name)) is None:
+        return ()
+    words = metric.match(name)
+    assert words is not None, "it was found by its name"
+    return tuple(words.expand(alias.replace("<", r"\g<")) for alias in metric.aliases)

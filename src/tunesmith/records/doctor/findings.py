@@ -1,0 +1,41 @@
+"""What is wrong with a run: the findings of all rules."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import chain
+
+from tunesmith.records.doctor import data, gradients, held_out, memory, nothing_learned, policy, rewards, speed, updates
+from tunesmith.records.doctor.answers import answer_findings
+from tunesmith.records.doctor.columns import span, window
+from tunesmith.records.doctor.learning import at_the_end
+from tunesmith.records.doctor.record import RunRecord
+from tunesmith.records.doctor.rules import Finding, applied, worst_first
+from tunesmith.records.doctor.signs import Signs
+
+LEARNED = 0.2
+"""Rise of the reward, in standard deviations, above which a run has learned something."""
+RULES = [
+    *chain.from_iterable(topic.RULES for topic in (gradients, rewards, updates, data, policy, held_out, speed, memory))
+]
+"""In the order in which findings of a severity are listed."""
+
+
+def diagnose(record: RunRecord) -> list[Finding]:
+    """A run's findings, the worst first. Findings that another one explains are left out."""
+    if record.standing:
+        return answer_findings(record)
+    run = Signs(record)
+    found = applied(RULES, run, span(record.steps), span(record.steps[-window(run.steps) :]))
+    return worst_first([*_nothing_learned(run), *found], [*RULES, *nothing_learned.RULES])
+
+
+def _nothing_learned(run: Signs) -> list[Finding]:
+    """The run's own warning that it learns nothing. If everything is learned already, it is a note."""
+    facts = run.record.facts
+    problem = facts and at_the_end(run.record.steps, facts)
+    if not problem:
+        return []
+    if problem.key == "known" or (problem.key == "always_right" and run.reward_rise > LEARNED):
+        return [replace(problem, severity="note", cause="Everything is learned")]
+    return [problem]

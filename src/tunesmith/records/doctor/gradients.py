@@ -1,0 +1,85 @@
+"""Gradients that are not finite, and batches unlike the others."""
+
+from __future__ import annotations
+
+from tunesmith.records.doctor.columns import ratio
+from tunesmith.records.doctor.rules import Change, Evidence, Rules, put
+from tunesmith.records.doctor.signs import Signs, times
+
+JUMP = 20
+"""A gradient's norm that is so many times the usual one is a spike."""
+RULES = Rules[Signs]()
+twice_the_usual_norm = Change[Signs]("train.max_grad_norm", lambda run: f"{run['grad_norm'].median * 2:.2g}")
+
+
+@RULES.add("problem", times("train.lr", 0.3), put('model.dtype = "float32"'), explains="steps_dropped spikes spike")
+def not_finite(run: Signs) -> Evidence:
+    """The gradient is not finite: the learning rate is too high, or the number format overflows.
+
+    The first keeps the steps if they are too large; the second tells whether it is the number format.
+    """
+    if run.dropped > 0.05:
+        yield f"{run.dropped:.0%} of the optimizer steps were dropped ({run['skipped_steps'].sum:.0f})"
+
+
+@RULES.add("warning", times("train.lr", 0.5))
+def steps_dropped(run: Signs) -> Evidence:
+    """Single batches overflow, or the steps are at the edge of what is stable.
+
+    Smaller steps; one dropped step does no harm.
+    """
+    dropped = run["skipped_steps"].sum
+    if dropped > 0 and not run.dropped > 0.05:
+        yield f"{dropped:.0f} optimizer steps were dropped because the gradient was not finite"
+
+
+@RULES.add("warning", times("train.lr", 0.5))
+def tokens_not_finite(run: Signs) -> Evidence:
+    """The policy gives sampled tokens zero probability, or its activations overflow.
+
+    The policy stays where its own samples are likely.
+    """
+    tokens = run["nonfinite_tokens"]
+    if tokens.mean > 0:
+        yield (
+            f"{tokens.mean} tokens per step had a log-probability that is not finite "
+            f"(most in step {tokens.max_step:.0f})"
+        )
+
+
+@RULES.add("warning", twice_the_usual_norm, times("train.lr", 0.5), explains="spike")
+def spikes(run: Signs) -> Evidence:
+    """Some batches are unlike the others: outliers in rewards or data, or the learning rate is at its edge.
+
+    Such a batch moves the weights as far as others do.
+    """
+    norm = run["grad_norm"]
+    count = sum(jump.times > JUMP for jump in norm.jumps)
+    if count >= 3 and count / norm.count > 0.02:
+        yield (
+            f"the gradient's norm was more than {JUMP} times that of the steps before in {count} steps, and "
+            f"{norm.jump.value} in step {norm.jump.step:.0f}, where {norm.jump.usual} was usual"
+        )
+
+
+@RULES.add("note", twice_the_usual_norm)
+def spike(run: Signs) -> Evidence:
+    """A batch unlike the others.
+
+    Such a batch moves the weights as far as others do; once does no harm.
+    """
+    jump = run["grad_norm"].jump
+    if jump.times > JUMP:
+        yield f"the gradient's norm was {jump.value} in step {jump.step:.0f}, and {jump.usual} in the steps before"
+
+
+@RULES.add("note", twice_the_usual_norm)
+def always_clipped(run: Signs) -> Evidence:
+    """Every gradient is cut to the same length, so rare large batches no longer stand out.
+
+    Clipping catches outliers only.
+    """
+    norm = run["grad_norm"].median
+    clipped_by = ratio(norm, run.number("train.max_grad_norm"))
+    if run.steps >= 10 and clipped_by > 10:
+        yield f"the median gradient norm is {norm}, {clipped_by:.0f} times train.max_grad_norm"

@@ -1,0 +1,243 @@
+"""An index of a run's rollouts: each group's position in the files, and the fields for filtering.
+
+Lines are read on demand.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tunesmith.records.metrics import numbers, rotated
+from tunesmith.records.tail import Identity, ReadPosition, identity, json_object, open_lines
+
+SEARCHED = 256 << 20
+"""Bytes that one search reads; it returns the position to continue from."""
+_HEAD_ENDS = b', "prompt": '
+"""The part of a line before it is enough for the index. It cannot occur in texts, where quotes are escaped."""
+
+
+class LineGroup(NamedTuple):
+    """Consecutive lines of one step, kind and group. ``reward`` is the mean; ``low`` and ``high`` are its extremes."""
+
+    start: int
+    stop: int
+    step: int
+    kind: str
+    number: int
+    task: str
+    rollouts: int
+    failed: int
+    reward: float | None
+    low: float | None
+    high: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Query:
+    """A search for groups. ``text`` is searched in prompts, answers, errors and data columns, ignoring case."""
+
+    kind: str = ""
+    first: int | None = None
+    last: int | None = None
+    status: str = ""
+    """``failed``; ``contrast``: unequal rewards; ``equal``: equal rewards."""
+    text: str = ""
+
+    def admits(self, group: LineGroup) -> bool:
+        """Whether a group matches, apart from its text."""
+        unequal = group.low is not None and group.low != group.high
+        of_status = {"failed": group.failed > 0, "contrast": unequal, "equal": not unequal and group.low is not None}
+        return (
+            self.kind in ("", group.kind)
+            and (self.first is None or group.step >= self.first)
+            and (self.last is None or group.step <= self.last)
+            and of_status.get(self.status, True)
+        )
+
+
+@dataclass(slots=True)
+class _File:
+    """The indexed content of one file, regardless of its name."""
+
+    groups: list[LineGroup] = field(default_factory=list[LineGroup])
+    place: ReadPosition = field(default_factory=ReadPosition)
+    damaged: int = 0
+
+
+@dataclass(slots=True)
+class RolloutIndex:
+    """The groups of both files of a log, the older file's first. ``read_on`` adds new lines.
+
+    A group's position is its index among all groups seen of the run; it stays valid when the files are rotated.
+    """
+
+    path: Path
+    dropped: int = 0
+    """Number of indexed groups that have been rotated away."""
+    _files: dict[Identity, _File] = field(default_factory=dict[Identity, _File])
+    _paths: dict[Identity, Path] = field(default_factory=dict[Identity, Path])
+
+    def read_on(self) -> None:
+        """
+        Raises:
+            StorageError: a file cannot be read.
+        """
+        found: dict[Identity, _File] = {}
+        self._paths = {}
+        for path in rotated(self.path):
+            with open_lines(path) as file:
+                key = identity(file)
+                if key is None:
+                    continue
+                known = self._files.get(key, _File())
+                if not known.place.is_in(file):
+                    known = _File()  # a resumed run has truncated it
+                for start, line in known.place.lines(file):
+                    _add(known, start, line)
+                found[key], self._paths[key] = known, path
+        self.dropped += sum(len(file.groups) for key, file in self._files.items() if key not in found)
+        self._files = found
+
+    @property
+    def damaged(self) -> int:
+        """Number of lines that are not rollouts."""
+        return sum(file.damaged for file in self._files.values())
+
+    @property
+    def size(self) -> int:
+        """Total bytes of both files."""
+        return sum(file.place.read for file in self._files.values())
+
+    def groups(self) -> list[LineGroup]:
+        return [group for file in self._files.values() for group in file.groups]
+
+    def lines(self, place: int) -> list[dict[str, Any]]:
+        """The rollouts of the group at a position; none if the files have changed since."""
+        place -= self.dropped
+        for key, file in self._files.items():
+            if 0 <= place < len(file.groups):
+                return _read(self._paths[key], key, file.groups[place])
+            place -= len(file.groups)
+        return []
+
+    def find(self, query: Query, start: int | None, most: int) -> tuple[list[int], int | None]:
+        """Positions of at most ``most`` matching groups, the newest first.
+
+        Args:
+            start: the position to begin at; None: the newest.
+
+        Returns:
+            The positions, and the position to continue from; None at the end.
+        """
+        groups, found, left = self.groups(), list[int](), SEARCHED
+        last = len(groups) - 1 if start is None else min(len(groups) - 1, start - self.dropped)
+        for place in range(last, -1, -1):
+            if len(found) == most or left < 0:
+                return found, place + self.dropped
+            if not query.admits(groups[place]):
+                continue
+            if query.text:
+                left -= groups[place].stop - groups[place].start
+                if not any(holds(line, query.text) for line in self.lines(place + self.dropped)):
+                    continue
+            found.append(place + self.dropped)
+        return found, None
+
+
+def _add(file: _File, start: int, line: bytes) -> None:
+    """Count a line in its group."""
+    stop, head = start + len(line), _head(line)
+    if head is None:
+        file.damaged += 1
+        return
+    step, kind, number = head["step"], str(head.get("kind", "train")), head.get("group")
+    number = number if isinstance(number, int) else 0
+    reward = numbers({"reward": head.get("reward")}).get("reward")
+    failed = head.get("error") is not None or head.get("status", "ok") != "ok"
+    last = file.groups[-1] if file.groups else None
+    if last is None or (last.step, last.kind, last.number) != (step, kind, number):
+        task = str(head.get("task", ""))[:200]
+        file.groups.append(LineGroup(start, stop, step, kind, number, task, 1, int(failed), reward, reward, reward))
+        return
+    known = [value for value in (last.low, last.high, reward) if value is not None]
+    scored = last.rollouts - last.failed
+    mean = last.reward if reward is None else reward
+    if reward is not None and last.reward is not None:
+        mean = last.reward + (reward - last.reward) / (scored + 1)
+    file.groups[-1] = last._replace(
+        stop=stop,
+        rollouts=last.rollouts + 1,
+        failed=last.failed + failed,
+        reward=mean,
+        low=min(known, default=None),
+        high=max(known, default=None),
+    )
+
+
+def _head(line: bytes) -> dict[str, Any] | None:
+    """The fields of a line that the index needs, if possible without parsing its texts."""
+    cut = line.find(_HEAD_ENDS)
+    head = json_object(line[:cut] + b"}") if cut > 0 else None
+    if head is None or "reward" not in head:
+        head = json_object(line)
+    return head if head is not None and isinstance(head.get("step"), int) else None
+
+
+def _read(path: Path, key: Identity, group: LineGroup) -> list[dict[str, Any]]:
+    with open_lines(path) as file:
+        if identity(file) != key:
+            return []
+        file.seek(group.start)
+        lines = file.read(group.stop - group.start).splitlines()
+    read = [line for line in map(json_object, lines) if line is not None]
+    return [line for line in read if line.get("step") == group.step]
+
+
+def holds(line: dict[str, Any], text: str) -> bool:
+    """Whether a rollout's texts contain a text, ignoring case."""
+    wanted = text.casefold()
+    return any(wanted in part.casefold() for part in texts(line))
+
+
+def texts(line: dict[str, Any]) -> Iterator[str]:
+    """The searchable texts of a rollout."""
+    for name in ("task", "prompt", "completion", "error", "status", "columns", "notes"):
+        value = line.get(name)
+        if value is not None:
+            yield value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    parts = line.get("parts")
+    for part in parts if isinstance(parts, list) else ():
+        if isinstance(part, dict):
+            yield str(part.get("text", ""))
+
+
+def sample(index: RolloutIndex, most: int) -> list[int]:
+    """Positions of groups with at most ``most`` bytes in total: failures, evaluations and others, each spread evenly.
+
+    A group that exceeds the remaining bytes for its kind is left out.
+    """
+    groups = list(enumerate(index.groups(), index.dropped))
+    failed = [(place, group) for place, group in groups if group.failed]
+    shown = [(place, group) for place, group in groups if group.kind == "eval" and not group.failed]
+    others = [(place, group) for place, group in groups if group.kind != "eval" and not group.failed]
+    chosen, left = list[int](), most
+    for number, kind in enumerate((failed, shown, others)):
+        picked = list(_spread(kind, left // (3 - number)))
+        left -= sum(group.stop - group.start for _, group in picked)
+        chosen += [place for place, _ in picked]
+    return sorted(chosen)
+
+
+def _spread(groups: Sequence[tuple[int, LineGroup]], most: int) -> Iterator[tuple[int, LineGroup]]:
+    """Evenly spaced groups, as many as fit."""
+    size = sum(group.stop - group.start for _, group in groups)
+    count = len(groups) if size <= most else max(1, len(groups) * most // size)
+    for number in range(min(count, len(groups))):
+        place, group = groups[number * (len(groups) - 1) // max(1, count - 1)]
+        if group.stop - group.start <= most:
+            most -= group.stop - group.start
+            yield place, group

@@ -1,0 +1,198 @@
+"""A run's directory as plain JSON values for the page."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from tunesmith.errors import StorageError, TunesmithError, boundary
+from tunesmith.records.catalogue import CATALOGUE, find
+from tunesmith.records.doctor.findings import diagnose
+from tunesmith.records.doctor.record import read_facts, read_record
+from tunesmith.records.report.metrics import MetricsFile, curves, totals
+from tunesmith.records.report.rollouts import RolloutIndex, sample
+from tunesmith.records.report.steps import step_timelines
+from tunesmith.records.report.trace import read_traces
+from tunesmith.records.run_dir import PLAN_FILE
+from tunesmith.records.runs import check_holds, progress_of
+from tunesmith.records.standing import STATE_FILE, read_standing
+from tunesmith.records.storage import read_json
+from tunesmith.records.text import first_and_last
+from tunesmith.records.wilson import wilson
+
+Json = dict[str, Any]
+
+EXAMPLES = 12
+"""Number of held-out prompts shown with their first and last answers."""
+FILES = ("metrics.jsonl", "resolved.json", "rollouts.jsonl", STATE_FILE)
+"""A run's directory has at least one of them."""
+
+
+@dataclass(slots=True)
+class GrowingRun:
+    """A run whose growing files are read further with each ``read_on``."""
+
+    path: Path
+    metrics: MetricsFile
+    rollouts: RolloutIndex
+    _judged: tuple[int, list[Json], str | None] | None = None
+    """The number of steps at the last diagnosis, and its result."""
+
+    def read_on(self) -> bool:
+        """Returns whether the metrics or the rollouts have changed."""
+        size = self.rollouts.size
+        self.rollouts.read_on()
+        return self.metrics.read_on() | (size != self.rollouts.size)
+
+    def findings(self) -> tuple[list[Json], str | None]:
+        """The doctor's findings, or why it could not judge. A run is judged again after 2% more steps."""
+        rows = self.metrics.steps.rows
+        if self._judged is None or not self._judged[0] <= rows <= self._judged[0] * 1.02:
+            try:
+                found = [asdict(finding) for finding in diagnose(read_record(self.path))]
+                self._judged = rows, found, None
+            except TunesmithError as error:
+                self._judged = rows, [], str(error)
+        return self._judged[1:]
+
+
+def open_run(path: Path) -> GrowingRun:
+    """
+    Raises:
+        ConfigError: ``path`` is not a run's directory.
+        StorageError: its files cannot be read.
+    """
+    with boundary(StorageError, f"cannot read {path}", OSError):
+        check_holds(path, FILES)
+    run = GrowingRun(path, MetricsFile(path / "metrics.jsonl"), RolloutIndex(path / "rollouts.jsonl"))
+    run.read_on()
+    return run
+
+
+def names(paths: Sequence[Path]) -> list[str]:
+    """A name for each run: as much of the end of its path as distinguishes it."""
+    parts = [path.resolve().parts for path in paths]
+    for length in range(1, max(map(len, parts)) + 1):
+        found = ["/".join(part[-length:]) for part in parts]
+        if len(set(found)) == len(set(parts)):
+            return found
+    return [str(path) for path in paths]
+
+
+def run_json(run: GrowingRun, name: str) -> Json:
+    """Everything about a run except its rollouts."""
+    settings, notes, problems = read_settings(run.path / "resolved.json")
+    steps = run.metrics.steps
+    if run.metrics.damaged:
+        places = ", ".join(map(str, run.metrics.damaged[:5]))
+        problems.append(f"{len(run.metrics.damaged)} lines of metrics.jsonl are no records and are left out: {places}")
+    if run.rollouts.damaged:
+        problems.append(f"{run.rollouts.damaged} lines of the rollout files are no rollouts and are left out")
+    if not steps.rows:
+        problems.append("no step is complete yet")
+    findings, why_none = run.findings()
+    step = int(steps.column("step")[-1]) if steps.rows else 0
+    traces = read_traces(run.path / "trace")
+    progress = progress_of(run.path, {key: entry["value"] for key, entry in settings.items()}, step)
+    return {
+        "name": name,
+        "path": str(run.path),
+        "state": progress.state,
+        "steps": progress.step,
+        "total_steps": progress.total,
+        "unit": "step" if read_standing(run.path) is None else "prompt",
+        "problems": problems,
+        "notes": notes,
+        "curves": curves(steps),
+        "evaluations": evaluations(run),
+        "examples": examples(run.rollouts),
+        "seconds": totals(steps, "seconds/"),
+        "settings": settings,
+        "plan": read_plan(run.path),
+        "findings": findings,
+        "no_findings": why_none,
+        "traces": [*traces, *step_timelines(steps, [trace["step"] for trace in traces])],
+        "rollouts": {"groups": len(run.rollouts.groups()), "bytes": run.rollouts.size},
+    }
+
+
+def read_settings(path: Path) -> tuple[dict[str, Json], list[str], list[str]]:
+    """Settings by dotted key, each with ``value``, ``source`` and ``reason``; notes on them; problems of the file."""
+    if not path.exists():
+        return {}, [], [f"{path.name} is missing: the settings are not known"]
+    try:
+        saved = read_json(path)
+        kept = {key: dict(entry) for key, entry in saved["settings"].items() if "value" in entry}
+        return kept, [str(note) for note in saved.get("notes", ())], []
+    except (StorageError, ValueError, KeyError, TypeError, AttributeError) as error:
+        problem = f"{path.name} cannot be read, or is of another version: {type(error).__name__}: {error}"
+        return {}, [], [problem]
+
+
+def read_plan(path: Path) -> Json | None:
+    """The plan made when the run began; None if there is no readable plan."""
+    try:
+        plan = read_json(path / PLAN_FILE)
+        return {"memory": list(plan["memory"]), "seconds": dict(plan["seconds"])}
+    except (StorageError, ValueError, KeyError, TypeError):
+        return None
+
+
+def evaluations(run: GrowingRun) -> Json:
+    """Curves of the evaluations. ``low`` and ``high`` of a share are its 95% interval for the number of prompts."""
+    found = curves(run.metrics.evaluations)
+    facts = read_facts(run.path)
+    size = facts.eval_size if facts else None
+    for name, curve in found["metrics"].items():
+        if size and "low" not in curve and unit(name) == "share":
+            bounds = [None if v is None or not 0 <= v <= 1 else wilson(v, size) for v in curve["mean"]]
+            curve["low"] = [None if b is None else round(b[0], 4) for b in bounds]
+            curve["high"] = [None if b is None else round(b[1], 4) for b in bounds]
+    return {**found, "prompts": size}
+
+
+def examples(index: RolloutIndex) -> list[Json]:
+    """The first and last answers to the same held-out prompts."""
+    groups = [(place, group) for place, group in enumerate(index.groups(), index.dropped) if group.kind == "eval"]
+    if not groups:
+        return []
+    ends = {min(group.step for _, group in groups), max(group.step for _, group in groups)}
+    places = [place for place, group in groups if group.step in ends]
+    pairs = first_and_last(line for place in places for line in index.lines(place))[:EXAMPLES]
+    return [{"before": before, "after": after} for before, after in pairs]
+
+
+def unit(name: str) -> str:
+    """The unit of a metric; empty if it has none or is not in the catalogue."""
+    metric = find(name)
+    return metric.unit if metric else ""
+
+
+def described(metrics: Sequence[str]) -> dict[str, Json]:
+    """Each metric's group in the catalogue, unit and meaning."""
+    kinds = {metric.name: kind for kind, table in CATALOGUE.items() for metric in table}
+    found = {name: find(name) for name in metrics}
+    return {
+        name: {"group": kinds[m.name], "unit": m.unit, "meaning": m.meaning} if m else {"group": "other"}
+        for name, m in found.items()
+    }
+
+
+def model(runs: Sequence[GrowingRun]) -> Json:
+    """All runs for the page, without rollouts."""
+    made = [run_json(run, name) for run, name in zip(runs, names([run.path for run in runs]), strict=True)]
+    seen = dict.fromkeys(n for run in made for part in ("curves", "evaluations") for n in run[part]["metrics"])
+    return {"runs": made, "metrics": described(list(seen))}
+
+
+def embedded_rollouts(run: GrowingRun, most: int) -> list[Json]:
+    """A sample of the groups with their lines, of at most ``most`` bytes in the files."""
+    index = run.rollouts
+    return [{**group_json(index, place), "lines": index.lines(place)} for place in sample(index, most)]
+
+
+def group_json(index: RolloutIndex, place: int) -> Mapping[str, Any]:
+    """A group as shown in the list."""
+    return {"place": place, **index.groups()[place - index.dropped]._asdict()}

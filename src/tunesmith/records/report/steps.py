@@ -1,0 +1,51 @@
+"""The timeline of a step from its metrics only, for runs and steps without a trace: phases and shares by actor."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from typing import Any
+
+from tunesmith.records.report.metrics import Table
+from tunesmith.records.timeline import OUTSIDE_STEPS, TRAINER_WAITS
+
+ORDER = ("setup", "sync", "rollout", "train", "eval", "checkpoint", "other")
+"""The phases of a step in the loop's order."""
+
+
+def step_timelines(steps: Table, traced: Collection[int]) -> list[dict[str, Any]]:
+    """Timelines of the newest and the slowest step, unless they have a trace; in the form of ``read_trace``."""
+    if not steps.rows:
+        return []
+    seconds = [0.0 if math.isnan(s) else s for s in steps.column("seconds")]
+    slowest = max(range(len(seconds)), key=lambda row: seconds[row])
+    made = [_timeline(steps, row) for row in sorted({slowest, steps.rows - 1})]
+    return [each for each in made if each["rows"] and each["step"] not in traced]
+
+
+def _timeline(steps: Table, row: int) -> dict[str, Any]:
+    """Phases follow each other. An engine's or a reward's share of the step is put at the beginning of the rollouts,
+    because its actual times are unknown."""
+    line = {name: column[row] for name, column in steps.columns.items() if not math.isnan(column[row])}
+    phases = {name.removeprefix("seconds/"): s for name, s in line.items() if name.startswith("seconds/") and s > 0}
+    starts, now = dict[str, float](), 0.0
+    for name in sorted(phases, key=lambda name: ORDER.index(name) if name in ORDER else len(ORDER)):
+        starts[name], now = now, now + phases[name]
+    lanes: dict[str, list[list[Any]]] = {}
+    for name, start in starts.items():
+        lane = "trainer" if name == "train" or name in TRAINER_WAITS else "loop"
+        lanes.setdefault(lane, []).append([name, round(start, 6), round(phases[name], 6), TRAINER_WAITS.get(name)])
+    inside = sum(s for name, s in phases.items() if name not in OUTSIDE_STEPS)
+    begin = starts.get("rollout", 0.0)
+    for name, share in sorted(line.items()):
+        if name.startswith("idle/engine") and share < 1:
+            lane = name.removeprefix("idle/").replace("/", " ")
+            lanes[lane] = [["requests in flight", round(begin, 6), round((1 - share) * inside, 6), None]]
+        elif name.startswith("waiting/") and share > 0:
+            lanes[name.removeprefix("waiting/")] = [
+                ["only this works", round(begin, 6), round(share * inside, 6), None]
+            ]
+    if any(lane.startswith("engine ") for lane in lanes):
+        lanes.pop("engine", None)  # the mean of all
+    rows = [{"lane": lane, "spans": spans} for lane, spans in lanes.items()]
+    return {"step": int(line.get("step", 0)), "left_out": 0, "rows": rows, "metrics": True}

@@ -1,0 +1,315 @@
+"""The directory of a run: its files, and the lock that keeps other processes out.
+
+::
+
+    runs/arithmetic-1/
+        config.toml       the settings, with the derived ones as comments
+        resolved.json     every setting with its source and reason
+        plan.json         memory and seconds as planned when the run began
+        facts.json        facts about data and rewards for ``tunesmith doctor``
+        metrics.jsonl     one object per step
+        rollouts.jsonl    some groups of each step
+        rollouts-older.jsonl
+        state.json        how far a run of generate or rft has come
+        sinks.json        ids of the run in W&B, trackio and MLflow
+        checkpoints/      step-000010, ...
+        model             a link to the newest checkpoint's model
+        trace/            with monitor.trace_steps
+        profile/          with monitor.profile_steps
+        tensorboard/      with the TensorBoard sink
+        run.lock          held by the process that writes here
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import re
+import shlex
+import socket
+import stat
+import sys
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from tunesmith.errors import CheckpointError, ConfigError, StorageError, UserError, about, boundary
+from tunesmith.records.interrupts import Interrupted
+from tunesmith.records.standing import STATE_FILE, read_standing
+from tunesmith.records.toml import without_secrets
+
+PLAN_FILE = "plan.json"
+LATEST = "latest"
+"""A link in ``runs/`` to the newest directory there."""
+
+LOCK = "run.lock"
+_OURS = (
+    "config.toml", "resolved.json", "plan.json", "facts.json", "metrics.jsonl", "rollouts.jsonl",
+    "rollouts-older.jsonl", "sinks.json", "skipped.jsonl", "checkpoints", "trace", "profile", "tensorboard",
+    "completions.jsonl", "scores.jsonl", "best.jsonl", "pairs.jsonl", "conditional.jsonl", "report.json",
+    "report.html", "base", "round-1",
+)  # fmt: skip
+"""What runs write into their directories."""
+
+_locked_here: set[Path] = set()
+"""Directories that this process has locked; record locks do not exclude the process that holds them."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunDir:
+    """An existing run directory, locked by this process."""
+
+    path: Path
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def rollouts(self) -> Path:
+        return self.path / "rollouts.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def traces(self) -> Path:
+        return self.path / "trace"
+
+
+@contextmanager
+def open_run_dir(run_dir: Path | None, name: str, resume: bool | Literal["auto"] | Path) -> Generator[RunDir]:
+    """Create or enter a run's directory, and lock it against other processes while it is in use.
+
+    Args:
+        run_dir: None creates ``runs/<name>-<number>`` in the working directory.
+        name: of the run.
+        resume: ``checkpoint.resume``. True continues the run in ``run_dir``; "auto" does so if there is one; the path
+            of a checkpoint continues its run if that is in ``run_dir``, and otherwise starts a new run from it.
+
+    Raises:
+        ConfigError: the directory holds another run, or another process is writing to it.
+        CheckpointError: there is no run to resume.
+        StorageError: it cannot be created or written.
+    """
+    if run_dir is not None:
+        check_run_dir(run_dir, resume)
+    with boundary(StorageError, f"cannot create the run directory {run_dir or 'runs'}", OSError):
+        path = numbered_directory(Path("runs").absolute(), name) if run_dir is None else run_dir.resolve()
+        path.mkdir(parents=True, exist_ok=True)
+        if run_dir is None:
+            point(path.parent / LATEST, path)
+    with _locked(path):
+        _refuse_another_run(path, resume)
+        try:
+            yield RunDir(path)
+        except BaseException as error:
+            newest = newest_checkpoint(path)
+            begun = newest or (isinstance(error, Interrupted) and holds_run(path))
+            if (begun or _goes_on(path, error)) and not isinstance(error, CheckpointError):
+                if newest and isinstance(error, StorageError) and not error.names_checkpoint:
+                    error.add_note(f"the last good checkpoint is {newest}")
+                if (how := how_to_continue(path)) not in getattr(error, "__notes__", ()):  # by a run inside this one
+                    error.add_note(how)
+            raise
+
+
+def _goes_on(path: Path, error: BaseException) -> bool:
+    """Whether the command that failed answers prompts, and continues where it ended."""
+    return read_standing(path) is not None and not isinstance(error, UserError)
+
+
+def how_to_continue(path: Path) -> str:
+    """How to continue the run in a directory. Without a checkpoint, ``resume=auto`` restarts it."""
+    resume = f" checkpoint.resume={'true' if newest_checkpoint(path) else 'auto'}"
+    by_itself = read_standing(path) is not None
+    if (words := own_command()) is None:
+        resume = "" if by_itself else resume
+        return f"Continue with the same command and run_dir={shlex.quote(str(path))}{resume}"
+    if by_itself or words[1:2] in (["rft"], ["generate"]):
+        return f"Continue with: {shown_command(words)}"
+    if words[1:2] == ["demo"]:  # its stages are commands on run files beside their run directories
+        words = ["tunesmith", path.name, str(path.with_suffix(".toml"))]
+    kept = [word for word in words if not word.startswith(("run_dir=", "checkpoint.resume="))]
+    return f"Continue with: {shown_command([*kept, f'run_dir={path}', resume.strip()])}"
+
+
+def own_command() -> list[str] | None:
+    """The arguments of this process's ``tunesmith`` command; None in any other program."""
+    name, *words = sys.argv or [""]
+    return ["tunesmith", *words] if Path(name).name in ("tunesmith", "__main__.py") else None
+
+
+def shown_command(words: Sequence[str]) -> str:
+    """A command as one would type it in a shell, with secrets hidden."""
+    return shlex.join(map(without_secrets, words))
+
+
+@about("run_dir")
+def check_run_dir(run_dir: Path, resume: bool | Path | Literal["auto"]) -> None:
+    """Reject a directory that ``open_run_dir`` would reject, without touching it.
+
+    Raises:
+        ConfigError: it cannot be created or written, holds another run, or another process is writing to it.
+        CheckpointError: there is no run to resume.
+    """
+    if resume is True and not run_dir.is_dir():
+        raise CheckpointError(
+            f"checkpoint.resume = true: there is no run to resume: {run_dir} is not a directory",
+            keys=("checkpoint.resume", "run_dir"),
+        )
+    with boundary(ConfigError, f"run_dir = '{run_dir}' cannot be used", (OSError, ValueError, RuntimeError)):
+        above = next(p for p in (run_dir.absolute(), *run_dir.absolute().parents) if p.exists())
+        if not above.is_dir():
+            raise ConfigError(f"run_dir = '{run_dir}' cannot be a directory: {above} is a file", keys=("run_dir",))
+        if not os.access(above, os.W_OK | os.X_OK):
+            raise ConfigError(
+                f"run_dir = '{run_dir}' cannot be written: {above} is not writable for this user", keys=("run_dir",)
+            )
+        _refuse_another_run(run_dir.resolve(), resume)
+
+
+def _refuse_another_run(path: Path, resume: bool | Path | Literal["auto"]) -> None:
+    continued = resume in (True, "auto") or (isinstance(resume, Path) and resume.resolve().is_relative_to(path))
+    if not continued and holds_run(path):
+        raise ConfigError(
+            f"{path} already holds a run. Continue it with checkpoint.resume=true, choose another run_dir, or delete "
+            "it",
+            keys=("run_dir",),
+        )
+    if continued or os.path.lexists(path / LOCK):
+        return
+    found = [name for name in _OURS if os.path.lexists(path / name)]
+    if found or (path / "model").is_symlink():
+        raise ConfigError(
+            f"{path} has {', '.join(found or ['a link model'])}, which no run wrote there, and a run would write over; "
+            "choose another run_dir",
+            keys=("run_dir",),
+        )
+
+
+def point(link: Path, target: Path) -> None:
+    """Point a symbolic link to a directory. Nothing happens if ``link`` exists and is not a link."""
+    if link.exists() and not link.is_symlink():
+        return
+    new = link.with_name(f".{link.name}.{os.getpid()}")
+    with suppress(OSError):  # a convenience: some file systems have no links
+        new.unlink(missing_ok=True)
+        new.symlink_to(os.path.relpath(target, link.parent))
+        new.replace(link)
+
+
+def newest_checkpoint(path: Path) -> Path | None:
+    """The newest complete checkpoint in a run directory."""
+    folder = path / "checkpoints"
+    whole = [p for p in folder.iterdir() if not p.name.startswith(".")] if folder.is_dir() else []
+    return max(whole, default=None, key=lambda p: p.name)
+
+
+def holds_run(path: Path) -> bool:
+    """Whether a directory has metrics, a checkpoint or answers."""
+    metrics = path / "metrics.jsonl"
+    return (
+        (path / STATE_FILE).exists()
+        or newest_checkpoint(path) is not None
+        or (metrics.exists() and metrics.stat().st_size > 0)
+    )
+
+
+def numbered_directory(parent: Path, name: str) -> Path:
+    """Create a directory ``name-<number>``; safe if other processes do the same.
+
+    Raises:
+        StorageError: it cannot be created.
+    """
+    with boundary(StorageError, f"cannot create a run directory in {parent}", OSError):
+        parent.mkdir(parents=True, exist_ok=True)
+        number, name = 1, re.sub(r"[^\w.\-]+", "-", name)[:100].strip(".-") or "run"
+        while True:
+            try:
+                (path := parent / f"{name}-{number}").mkdir()
+            except FileExistsError:
+                number += 1
+            else:
+                return path
+
+
+def is_running(path: Path) -> bool:
+    """Whether a process is known to hold the lock of a run's directory; another user's lock cannot be read."""
+    path = path.absolute()
+    if path in _locked_here:  # opening the file here, and closing it, would drop the lock
+        return True
+    try:
+        lock = os.open(path / LOCK, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.lockf(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.errno in (errno.EACCES, errno.EAGAIN)
+    finally:
+        os.close(lock)
+    return False
+
+
+def _open_lock(lock: Path) -> int:
+    """Open or create the lock; anything else of that name is left alone.
+
+    Raises:
+        OSError: it cannot be opened.
+        ConfigError: it is not a lock.
+    """
+    try:
+        handle = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+        content = os.pread(handle, 200, 0) if stat.S_ISREG(os.fstat(handle).st_mode) else None
+    except OSError:
+        if not (lock.is_symlink() or (lock.exists() and not lock.is_file())):
+            raise
+        handle = content = None
+    if content is None or not (content == b"" or content.startswith(b"process ")):
+        if handle is not None:
+            os.close(handle)
+        raise ConfigError(
+            f"{lock} is there already and is not the lock of a run; choose another run_dir, or remove it",
+            keys=("run_dir",),
+        )
+    assert handle is not None
+    return handle
+
+
+@contextmanager
+def _locked(path: Path) -> Generator[None]:
+    """Hold the lock. The kernel releases it when the process ends, so it never becomes stale.
+
+    It is a record lock, not ``flock``, because children of a killed process must not inherit it.
+    """
+    if path in _locked_here:
+        raise ConfigError(f"this process already writes to {path}")
+    lock = path / LOCK
+    with boundary(StorageError, f"cannot write to the run directory {path}", OSError):
+        handle = _open_lock(lock)
+    try:
+        fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        owner = os.pread(handle, 200, 0).decode(errors="replace").strip()
+        os.close(handle)
+        if error.errno in (errno.EACCES, errno.EAGAIN):
+            raise ConfigError(
+                f"{path} is in use by {owner or 'another process'}: wait for it to end, stop it, "
+                "or choose another run_dir",
+                keys=("run_dir",),
+            ) from None
+        raise StorageError(f"cannot lock {lock}: {error}. Choose a run_dir on a local disk.") from error
+    with boundary(StorageError, f"cannot write {lock}", OSError):
+        os.ftruncate(handle, 0)
+        os.pwrite(handle, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+    _locked_here.add(path)
+    try:
+        yield
+    finally:
+        os.close(handle)
+        _locked_here.discard(path)

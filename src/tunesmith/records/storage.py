@@ -1,0 +1,235 @@
+"""Files and directories that are either complete or absent: written under another name, then renamed."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import re
+import secrets
+import shutil
+import stat
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from tempfile import gettempdir
+from typing import Any, BinaryIO, cast
+
+from tunesmith.errors import ConfigError, StorageError, boundary
+from tunesmith.records.redact import open_private
+
+_LEFTOVER = re.compile(r"(\d+)-[0-9a-f]{8}\.unfinished")
+_MOST_CHARACTERS = 40
+"""Of a file's name, in the temporary one's, which may have 255 bytes."""
+_MARKED_BYTES = 8192
+
+
+def cache_folder() -> Path:
+    """The folder for results that are kept for this machine; it need not exist."""
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "tunesmith"
+    except RuntimeError:  # a container's user without a home
+        return Path(gettempdir()) / f"tunesmith-{os.getuid()}"
+
+
+def measured_file(kind: str, subject: Mapping[str, Any]) -> Path:
+    """The file in ``cache_folder`` for measurements of a subject; each subject has its own."""
+    name = hashlib.sha256(json.dumps(subject, sort_keys=True).encode()).hexdigest()[:20]
+    return cache_folder() / kind / f"{name}.json"
+
+
+@contextmanager
+def replacing(path: Path, *, durable: bool = False) -> Generator[Path]:
+    """A path next to ``path`` to write a file or a directory to; it is renamed to ``path`` at the end.
+
+    An error inside removes it, and leaves ``path`` as it was. A directory at ``path`` has to be moved away before the
+    end. A symbolic link at ``path`` stays: what it points to is replaced. The new file has the mode and the owner of
+    the one that it replaces. Leftovers of killed processes are removed first.
+
+    Args:
+        durable: flush the new content to disk before renaming, so that it survives a crash of the machine.
+
+    Raises:
+        OSError: ``path`` cannot be written, or is neither a file nor a directory.
+    """
+    target = Path(os.path.realpath(path))
+    before = _status(target)
+    if before is not None and not (stat.S_ISREG(before.st_mode) or stat.S_ISDIR(before.st_mode)):
+        raise OSError(errno.EINVAL, "it is a device, a pipe or a socket, not a file", str(path))
+    unfinished = _unfinished(target)
+    try:
+        yield unfinished
+        if durable:
+            for entry in (*unfinished.rglob("*"), unfinished):
+                _flush(entry)
+        _put(unfinished, target)
+    except BaseException:
+        _remove(unfinished)
+        raise
+    if durable:
+        _flush(target.parent)
+
+
+def check_output(path: Path, option: str, mark: str | None, *, streams: bool = True) -> None:
+    """Refuse a path that ``write_output`` could not write, or with a file that another program wrote.
+
+    Args:
+        option: the option that names the path, for the messages.
+        mark: a text near the beginning of every file that this command writes; None: no file may be replaced, unless
+            it is empty.
+        streams: whether the path may be a device, such as /dev/stdout, or a named pipe.
+
+    Raises:
+        ConfigError: names the option.
+    """
+    with boundary(ConfigError, f"{option} {path} cannot be written", OSError):
+        found = _status(path)
+        if found is not None and stat.S_ISDIR(found.st_mode):
+            raise ConfigError(f"{option} {path} is a directory; name a file")
+        if found is not None and not stat.S_ISREG(found.st_mode):
+            if not (streams and _is_stream(found)):
+                raise ConfigError(f"{option} {path} is a device, a pipe or a socket; name a file")
+            return
+        folder = Path(os.path.realpath(path)).parent
+        if not (folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)):
+            raise ConfigError(f"{option} {path}: {folder} is not a directory that this user can write to")
+        if found is None or _own_descriptor(found) is not None:
+            return
+        with path.open("rb") as file:
+            beginning = file.read(_MARKED_BYTES)
+        if beginning and (mark is None or mark.encode() not in beginning):
+            whose = "" if mark is None else ", and was not written by this command"
+            raise ConfigError(f"{option} {path} is there already{whose}; name another file, or remove it")
+
+
+def write_output(path: Path, content: bytes, *, private: bool) -> None:
+    """Write to a path that the user has named: a file is replaced whole, a device or a named pipe is written to.
+
+    Args:
+        private: a new file is readable by its owner only.
+
+    Raises:
+        StorageError: it cannot be written.
+    """
+    with boundary(StorageError, f"cannot write {path}", OSError):
+        found = _status(path)
+        own = None if found is None else _own_descriptor(found)
+        if own is not None:
+            with open(os.dup(own), "wb") as file:
+                file.write(content)
+        elif found is not None and _is_stream(found):
+            with path.open("wb") as file:
+                file.write(content)
+        else:
+            opener = open_private if private else None
+            with replacing(path) as unfinished, open(unfinished, "wb", opener=opener) as file:
+                file.write(content)
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Write a JSON file, completely or not at all.
+
+    Raises:
+        StorageError: it cannot be written.
+    """
+    with boundary(StorageError, f"cannot write {path}", OSError), replacing(path) as unfinished:
+        unfinished.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read the JSON object in a file.
+
+    Raises:
+        StorageError: it cannot be read, or is no JSON object.
+    """
+    damaged = (OSError, ValueError, RecursionError)
+    with boundary(StorageError, f"cannot read {path}", damaged), open_file(path) as file:
+        found = json.loads(file.read().decode("utf-8"))
+        if not isinstance(found, dict):
+            raise ValueError("it holds no JSON object")
+        return cast("dict[str, Any]", found)
+
+
+def open_file(path: Path) -> BinaryIO:
+    """Open a file for reading; unlike ``open``, a named pipe is refused instead of waited for.
+
+    Raises:
+        OSError: it cannot be opened, or is not a file.
+    """
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise OSError(errno.EINVAL, "it is not a file", str(path))
+    return path.open("rb")
+
+
+def _status(path: Path) -> os.stat_result | None:
+    """What is at a path, or at the end of its links; None if nothing is."""
+    try:
+        return path.stat()
+    except FileNotFoundError:
+        return None
+
+
+def _is_stream(found: os.stat_result) -> bool:
+    return stat.S_ISCHR(found.st_mode) or stat.S_ISFIFO(found.st_mode)
+
+
+def _own_descriptor(found: os.stat_result) -> int | None:
+    """Standard output or standard error, if that is what was found: opened again, its file would be emptied."""
+    for descriptor in (1, 2):
+        with suppress(OSError):
+            if os.path.samestat(found, os.fstat(descriptor)):
+                return descriptor
+    return None
+
+
+def _unfinished(target: Path) -> Path:
+    """A new name next to a target. It tells the process, so that the leftovers of killed ones can be removed."""
+    stem = f".{target.name[:_MOST_CHARACTERS]}."
+    if target.parent.is_dir():
+        for name in os.listdir(target.parent):
+            left = _LEFTOVER.fullmatch(name.removeprefix(stem)) if name.startswith(stem) else None
+            if left and not _is_running(int(left[1])):
+                _remove(target.with_name(name))
+    return target.with_name(f"{stem}{os.getpid()}-{secrets.token_hex(4)}.unfinished")
+
+
+def _is_running(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except (PermissionError, OverflowError):
+        pass
+    return True
+
+
+def _put(unfinished: Path, target: Path) -> None:
+    """Rename to the target, with the mode and owner of the file that is replaced."""
+    before = _status(target)
+    if before is not None and stat.S_ISREG(before.st_mode) and unfinished.is_file():
+        new = unfinished.stat()
+        try:
+            if (new.st_uid, new.st_gid) != (before.st_uid, before.st_gid):
+                os.chown(unfinished, before.st_uid, before.st_gid)
+            unfinished.chmod(stat.S_IMODE(before.st_mode))
+        except PermissionError:  # another user's file, which we may be allowed to write to
+            shutil.copyfile(unfinished, target)
+            unfinished.unlink()
+            return
+    unfinished.replace(target)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,59 @@
+"""Formatting of TOML values and keys."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, cast
+
+from tunesmith.records.redact import redact, redact_values
+
+
+def toml_value(value: Any) -> str:
+    """A value as TOML; lists and tables on one line, without keys whose value is None.
+
+    Raises:
+        TypeError: TOML cannot represent the value.
+    """
+    match value:
+        case Path():
+            return toml_value(str(value))
+        case _ if hasattr(value, "item"):  # a NumPy number
+            return toml_value(value.item())
+        case bool():
+            return "true" if value else "false"
+        case int() | float():
+            return repr(value)
+        case str():
+            # JSON's escapes are TOML's too, but TOML also wants DEL escaped.
+            return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+        case list() | tuple():
+            return f"[{', '.join(map(toml_value, cast(Sequence[Any], value)))}]"
+        case Mapping():
+            pairs = [(str(k), v) for k, v in cast(Mapping[Any, Any], value).items() if v is not None]
+            return "{" + ", ".join(f"{toml_key(k)} = {toml_value(v)}" for k, v in pairs) + "}"
+        case _:
+            raise TypeError(f"TOML has no {type(value).__name__}")
+
+
+def toml_key(key: str) -> str:
+    """A key, bare where TOML allows it, else quoted."""
+    bare = key.isascii() and key.replace("-", "").replace("_", "").isalnum()
+    return key if bare else toml_value(key)
+
+
+def without_secrets(word: str) -> str:
+    """An argument of a command, such as an override, without secrets in its value."""
+    key, equals, text = word.partition("=")
+    value: Any = text
+    if equals and text.lstrip().startswith(("{", "[")):
+        with suppress(tomllib.TOMLDecodeError):
+            value = tomllib.loads(f"value = {text}")["value"]
+    *tables, name = key.split(".")
+    hidden = redact_values({name: value}, "env_vars" if "env_vars" in tables else "")[name]
+    if hidden == value:
+        return redact(word)
+    return f"{key}={hidden if isinstance(hidden, str) else toml_value(hidden)}"

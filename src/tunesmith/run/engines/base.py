@@ -1,0 +1,155 @@
+"""The protocols that every engine implements: in-process, vLLM, SGLang or fake; and an engine's counters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Protocol
+
+from tunesmith.errors import UserError
+from tunesmith.run.weights.base import Offer
+from tunesmith.types import Completion, Sampling
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """An engine's counters since its start; times in seconds, memory in bytes."""
+
+    sampled_tokens: int = 0
+    prefilled_tokens: int = 0
+    reused_prompt_tokens: int = 0
+    decode_steps: int = 0
+    decode_seconds: float = 0.0
+    prefill_seconds: float = 0.0
+    preemptions: int = 0
+    drafted_tokens: int = 0
+    """Tokens that speculative decoding drafted and verified; ``accepted_tokens`` of them were kept."""
+    accepted_tokens: int = 0
+    peak_running: int = 0
+    peak_kv_bytes: int = 0
+    kv_budget_bytes: int = 0
+    attainable_seconds: float = 0.0
+    """The least time these steps could have taken (the larger of bytes / bandwidth and flops / rate);
+    0 where the hardware's limits are not known."""
+    sync_bytes: int = 0
+    """Bytes of new weights that engines with their own copy have taken, all together."""
+    sync_seconds: float = 0.0
+    """Time in which they were published and taken."""
+
+    def since(self, earlier: EngineStats) -> EngineStats:
+        """The counts since ``earlier``; peaks and budgets still cover the whole time."""
+
+        def value(name: str) -> Any:
+            return getattr(self, name) - (0 if name in _PEAKS else getattr(earlier, name))
+
+        return EngineStats(**{f.name: value(f.name) for f in fields(EngineStats)})
+
+
+_PEAKS = ("peak_running", "peak_kv_bytes", "kv_budget_bytes")
+
+
+def add_stats(total: EngineStats, more: EngineStats, *, separate: bool = False) -> EngineStats:
+    """Counters add up; peaks and budgets are the highest, or add up if the engines are ``separate``."""
+
+    def value(name: str) -> Any:
+        a, b = getattr(total, name), getattr(more, name)
+        return max(a, b) if name in _PEAKS and not separate else a + b
+
+    return EngineStats(**{f.name: value(f.name) for f in fields(EngineStats)})
+
+
+class Sampler(Protocol):
+    """Generates completions, and frees its memory for the trainer. All methods are called from one event loop."""
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
+        """Complete one prompt. Called concurrently; equal prompts are prefilled once.
+
+        Cancelling the awaiting task aborts the request and frees its memory.
+
+        Raises:
+            UserError: prompt and completion can never fit the KV budget, or the prompt alone fills the
+                model's context; or a sampling setting is out of its range.
+            EngineError: generation failed.
+        """
+        ...
+
+    def stats(self) -> EngineStats:
+        """All counters since the engine started; reading does not reset them."""
+        ...
+
+    async def interrupt(self) -> None:
+        """End every request in flight with the tokens it has, ``finish_reason="abort"``."""
+        ...
+
+    async def sleep(self, level: int = 1) -> None:
+        """Free the KV memory; requests in flight must have ended.
+
+        Args:
+            level: 1 moves the engine's own weights off the device; 2 discards them, and ``load_weights`` must be
+                called before the next request, possibly before ``wake``.
+        """
+        ...
+
+    async def wake(self) -> None:
+        """Reallocate the KV memory."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+class RolloutEngine(Sampler, Protocol):
+    """An engine that samples with the trainer's weights."""
+
+    @property
+    def version(self) -> int:
+        """The policy version that new tokens are sampled with."""
+        ...
+
+    async def load_weights(self, version: int) -> None:
+        """Load the trainer's current weights as ``version``; cached prefixes of older ones are dropped.
+
+        Requests in flight continue: their later tokens carry the new version. If loading fails, the weights may be a
+        mix of versions; all requests, in flight or new, then wait until a load succeeds.
+        """
+        ...
+
+
+class Member(Sampler, Protocol):
+    """One engine of a pool, in another process; it receives weights as an offer (``weights.base``).
+
+    ``stats`` returns the newest counters that came with the engine's answers.
+
+    Every call raises ``EngineLostError`` once the engine is dead.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    async def take(self, version: int, offer: Offer) -> None:
+        """Load offered weights; requests in flight continue with them."""
+        ...
+
+
+def check_sampling(sampling: Sampling) -> None:
+    """Reject settings that make no sense.
+
+    Raises:
+        UserError: a setting is out of its range.
+    """
+    ranges = {
+        "max_new_tokens": (sampling.max_new_tokens >= 1, "at least 1"),
+        "temperature": (0 <= sampling.temperature < float("inf"), "0 (greedy) or a positive number"),
+        "top_p": (0 < sampling.top_p <= 1, "above 0 and at most 1"),
+        "top_k": (sampling.top_k >= 0, "0 (off) or a positive number"),
+        "repetition_penalty": (0 < sampling.repetition_penalty < float("inf"), "a positive number; 1 is off"),
+        "min_new_tokens": (
+            0 <= sampling.min_new_tokens <= sampling.max_new_tokens,
+            "at least 0 and at most max_new_tokens",
+        ),
+        "min_p": (0 <= sampling.min_p < 1, "at least 0 and below 1"),
+        "continued": (sampling.continued >= 0, "0 (a new completion) or more"),
+        "stop": (all(sampling.stop), "strings of at least one character"),
+    }
+    for name, (valid, expected) in ranges.items():
+        if not valid:
+            raise UserError(f"sampling.{name} = {getattr(sampling, name)!r} is out of range: use {expected}")

@@ -1,0 +1,100 @@
+"""An engine in another process: the pool's side and the engine's side."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from dataclasses import astuple, dataclass
+from typing import Any
+
+from tunesmith.errors import EngineError, EngineLostError, TunesmithError, boundary
+from tunesmith.learn.usercode.far import STARTING, Far
+from tunesmith.run.engines.base import EngineStats, RolloutEngine
+from tunesmith.run.weights.base import Offer
+from tunesmith.types import Completion, Sampling
+
+CLOSING = 10.0
+"""Seconds that an engine has to close before its process is killed."""
+
+TakeWeights = Callable[[Offer], Awaitable[None]]
+"""Puts offered weights where the engine reads them; other requests are answered meanwhile."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineHost:
+    """The engine, in its own process. Every answer carries the engine's counters."""
+
+    engine: RolloutEngine
+    take_weights: TakeWeights
+
+    async def ask(self, method: str, *args: Any) -> tuple[Any, EngineStats]:
+        """Call a method of the engine."""
+        with boundary(EngineError, "the engine failed", Exception):
+            return await getattr(self.engine, method)(*args), self.engine.stats()
+
+    async def take(self, version: int, offer: Offer) -> tuple[None, EngineStats]:
+        with boundary(EngineError, "cannot take new weights", Exception):
+            await self.take_weights(offer)
+        return await self.ask("load_weights", version)
+
+
+class FarEngine:
+    """A ``Member`` of an ``EnginePool``: an ``EngineHost`` in another process."""
+
+    def __init__(self, far: Far) -> None:
+        self.far = far
+        self._stats = EngineStats()
+
+    @classmethod
+    async def start(cls, far: Far, make: Callable[[], EngineHost], timeout: float = STARTING) -> FarEngine:
+        """Build the engine in its process.
+
+        Raises:
+            EngineLostError: its process was killed meanwhile.
+            TunesmithError: it cannot be built, or is not ready within ``timeout`` seconds; its process has ended.
+        """
+        try:
+            await asyncio.wait_for(asyncio.wrap_future(far.make(make)), timeout)
+        except TimeoutError:
+            await asyncio.to_thread(far.close)
+            raise EngineError(f"{far.name} was not ready within {timeout:g} s") from None
+        except BaseException as error:
+            await asyncio.shield(asyncio.to_thread(far.close))
+            if isinstance(error, EngineLostError) and (far.code or 0) > 0:  # a restart would exit again
+                raise EngineError(str(error)) from None
+            raise
+        return cls(far)
+
+    @property
+    def name(self) -> str:
+        return self.far.name
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
+        return await self._ask("ask", "generate", list(prompt_ids), sampling)
+
+    async def interrupt(self) -> None:
+        await self._ask("ask", "interrupt")
+
+    async def take(self, version: int, offer: Offer) -> None:
+        await self._ask("take", version, offer)
+
+    async def sleep(self, level: int = 1) -> None:
+        await self._ask("ask", "sleep", level)
+
+    async def wake(self) -> None:
+        await self._ask("ask", "wake")
+
+    def stats(self) -> EngineStats:
+        return self._stats
+
+    async def close(self) -> None:
+        with suppress(TunesmithError, TimeoutError):
+            await asyncio.wait_for(self.far.call_async("ask", "close"), CLOSING)
+        await asyncio.to_thread(self.far.close)
+
+    async def _ask(self, method: str, *args: Any) -> Any:
+        result, stats = await self.far.call_async(method, *args)
+        # Answers may arrive out of order, and counters only rise.
+        self._stats = EngineStats(*map(max, astuple(self._stats), astuple(stats)))
+        return result

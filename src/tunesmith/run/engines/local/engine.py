@@ -1,0 +1,276 @@
+"""The embedded rollout engine: continuous batching in process, on the trainer's own parameters.
+
+Its steps run on its ``StepThread``; requests and new weights are taken between steps. Unlike vLLM it shares only whole
+prompts, and keeps no second copy of the weights.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import count
+from typing import Any
+
+import torch
+
+from tunesmith.costs import PeakRates
+from tunesmith.errors import EngineError, UserError
+from tunesmith.learn.data.tokens import decode
+from tunesmith.models.causal_lm import CausalLM
+from tunesmith.models.parallel.host_weights import HostWeights
+from tunesmith.run.engines.base import EngineStats, check_sampling
+from tunesmith.run.engines.local.kv_pool import KVPool
+from tunesmith.run.engines.local.metering import Meter
+from tunesmith.run.engines.local.requests import LocalRequest, StepBatch, Uniforms
+from tunesmith.run.engines.local.runner import Runner, probe, text_config
+from tunesmith.run.engines.local.scheduler import Scheduler
+from tunesmith.run.engines.local.speculation import AssistantDrafter, NgramDrafter, Speculation
+from tunesmith.run.engines.partial import stop_strings, stop_token_ids
+from tunesmith.run.engines.step_thread import StepThread
+from tunesmith.types import Completion, FinishReason, Sampling
+
+
+class LocalEngine:
+    """Implements ``RolloutEngine`` on the trainer's own model: no copy, no synchronisation.
+
+    It reads the parameters while requests are in flight. Before they change in place, requests have to end or be
+    interrupted, unless ``update`` changes them.
+
+    Args:
+        kv_bytes: hard budget of KV memory.
+        max_running: limit of requests decoded together.
+        max_prefill_tokens: limit of tokens per prefill pass.
+        block_size: tokens by which KV memory is counted and grows.
+        compiled: decode with functions compiled for this CPU, if there is a compiler and the model is supported.
+        eos_token_ids: None takes those of the model's generation config and tokenizer.
+        limits: the hardware's, for ``stats().attainable_seconds``.
+        speculation: draft tokens ahead, without changing the completions.
+        update: writes new weights into the model between steps; None: the trainer has done so.
+        weights: the model's, if nothing else uses them; ``sleep`` at level 2 offloads them.
+
+    Raises:
+        UserError: the budget is too small for a single request, or the assistant does not fit the model.
+    """
+
+    def __init__(
+        self,
+        model: CausalLM,
+        *,
+        kv_bytes: int,
+        max_running: int,
+        max_prefill_tokens: int,
+        block_size: int = 16,
+        compiled: bool = True,
+        eos_token_ids: Iterable[int] | None = None,
+        limits: PeakRates | None = None,
+        speculation: Speculation | None = None,
+        update: Callable[[], None] | None = None,
+        weights: HostWeights | None = None,
+    ) -> None:
+        self._model, self._kv_bytes, self._speculation = model, kv_bytes, speculation
+        self._update, self._weights = update, weights
+        self._eos = frozenset(end_of_sequence_ids(model) if eos_token_ids is None else eos_token_ids)
+        self._context: int = text_config(model).max_position_embeddings
+        self._vocab_size: int = model.head.out_features
+        self.version = 0
+        self._whole = True
+        """Whether all weights are of one version; False after a failed load."""
+        self._ids = count()
+        self._in_flight: set[LocalRequest] = set()
+        self._state = "awake"
+        if speculation is not None:
+            speculation.check(model)
+        assistant = speculation.assistant if speculation else None
+        models = [model, assistant] if assistant else [model]
+        layouts, costs = zip(*(probe(each, compiled=compiled) for each in models), strict=True)
+        self._meter = Meter(costs[0], limits)
+        self._pool = KVPool(layouts, kv_bytes, max_running=max_running, block_size=block_size)
+        self._scheduler = Scheduler(self._pool, max_running, max_prefill_tokens, model.lengths)
+        self._runner, *others = (
+            Runner(each, memory, max_prefill_tokens, compiled=compiled, vocabulary=self._vocab_size)
+            for each, memory in zip(models, self._pool.memories, strict=True)
+        )
+        self._drafter = AssistantDrafter(others[0]) if others else NgramDrafter()
+        self._thread = StepThread("local engine", self._step, self._fail_running)
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
+        """See ``RolloutEngine``. Raises UserError, EngineError."""
+        request = self._request(tuple(prompt_ids), sampling)
+        self._in_flight.add(request)
+        self._thread.post(lambda: self._scheduler.waiting.append(request))
+        try:
+            return await asyncio.wrap_future(request.done)
+        except asyncio.CancelledError:
+            if self._state != "closed":  # wait for the end of the current step: the weights may change afterwards
+                await asyncio.shield(self._thread.call(lambda: self._scheduler.release([request])))
+            raise
+        finally:
+            self._in_flight.discard(request)
+
+    async def interrupt(self) -> None:
+        """See ``RolloutEngine``."""
+
+        def end() -> None:
+            requests = [*self._scheduler.waiting, *self._pool.running]
+            self._scheduler.release(requests)
+            _deliver(dict.fromkeys(requests, "abort"))
+
+        await self._thread.call(end)
+
+    async def load_weights(self, version: int) -> None:
+        """See ``RolloutEngine``."""
+
+        def load() -> None:
+            if self._weights is not None:
+                self._weights.come()
+            if self._update is not None:
+                self._whole = False
+                with torch.no_grad():
+                    self._update()
+                self._whole = True
+            self.version = version
+            self._pool.expire_prompts()
+            self._runner.refresh()
+
+        await self._thread.call(load)
+
+    async def sleep(self, level: int = 1) -> None:
+        """Free the KV memory and prepared weights; at level 2 also the weights, unless the trainer uses them.
+
+        Raises:
+            EngineError: requests are in flight.
+        """
+        if self._in_flight:
+            raise EngineError("the engine cannot sleep while requests are in flight: await them first")
+        if self._state == "awake":
+            self._state = "asleep"
+
+            def free() -> None:
+                self._pool.clear()
+                self._runner.refresh()
+                if level == 2 and self._weights is not None:
+                    self._weights.leave()
+
+            await self._thread.call(free)
+
+    async def wake(self) -> None:
+        """Reallocate the KV memory, empty."""
+        if self._state == "asleep":
+            await self._thread.call(self._pool.allocate)
+            self._state = "awake"
+
+    def stats(self) -> EngineStats:
+        return replace(
+            self._meter.counted,
+            reused_prompt_tokens=self._scheduler.reused_tokens,
+            preemptions=self._scheduler.preemptions,
+            kv_budget_bytes=self._kv_bytes,
+        )
+
+    async def close(self) -> None:
+        """Fail requests in flight, end the thread and free the memory."""
+        if self._state == "closed":
+            return
+        self._state = "closed"
+
+        def end() -> None:
+            waiting = list(self._scheduler.waiting)
+            self._scheduler.waiting.clear()
+            _fail([*waiting, *self._pool.clear()], EngineError("the engine was closed"))
+
+        await self._thread.close(end)
+
+    def _request(self, prompt_ids: tuple[int, ...], sampling: Sampling) -> LocalRequest:
+        """Check the arguments and build a request."""
+        if self._state != "awake":
+            raise EngineError("the engine is closed" if self._state == "closed" else "the engine is asleep: wake it")
+        check_sampling(sampling)
+        prompt = len(prompt_ids)
+        if not 0 < prompt < self._context:
+            raise UserError(
+                f"a prompt of {prompt} tokens leaves no room: the model's context is {self._context} tokens"
+                if prompt
+                else "the prompt is empty: at least one token is needed"
+            )
+        if not 0 <= min(prompt_ids) <= max(prompt_ids) < self._vocab_size:
+            raise UserError(f"the prompt holds a token id outside the vocabulary of {self._vocab_size}")
+        tokenizer: Any = self._model.tokenizer
+        request = LocalRequest(
+            prompt_ids=prompt_ids,
+            sampling=sampling,
+            max_new_tokens=min(sampling.max_new_tokens, self._context - prompt),
+            stop_token_ids=stop_token_ids(sampling, self._eos),
+            stop_strings=stop_strings(prompt_ids, sampling, partial(decode, tokenizer)),
+            id=next(self._ids),
+            uniforms=Uniforms(sampling.seed),
+        )
+        needed, total = self._pool.needed(prompt, request.kv_length), self._pool.total
+        if needed > total:
+            raise UserError(
+                f"a prompt of {prompt} tokens with up to {request.max_new_tokens} new ones needs {needed} "
+                f"tokens of KV memory, but the budget of {self._kv_bytes} bytes holds {total}: raise "
+                f"the budget (system.kv_memory) or lower max_new_tokens",
+                keys=("system.kv_memory",),
+            )
+        return request
+
+    def _step(self) -> bool:
+        """One prefill of the requests that can start; if there are none, one decode step of all running requests."""
+        if not (self._whole and self._scheduler.has_work):
+            return False
+        started = time.perf_counter()
+        with torch.inference_mode():
+            batch = self._scheduler.schedule()
+            self._draft(batch)
+            hidden = self._runner.run(batch)
+            tokens, logprobs = self._runner.draw(hidden, *batch.states())
+            if any(map(math.isnan, logprobs)):
+                raise EngineError("the model's logits are not finite: the weights may have diverged")
+            ended = batch.append(tokens, logprobs, self.version)
+            self._meter.count(batch, self._pool.used, time.perf_counter() - started)
+            self._scheduler.release(list(ended))
+        _deliver(ended)
+        if ended:
+            self._thread.wait_for_callers()
+        return self._scheduler.has_work
+
+    def _draft(self, batch: StepBatch) -> None:
+        """Draft the next tokens of a decode step's requests."""
+        speculation, rows = self._speculation, batch.requests
+        if speculation is not None and batch.prefill is None and len(rows) <= speculation.at_once:
+            most = [speculation.most(r, self._pool.capacity, self._model.lengths) for r in rows]
+            batch.drafts = self._drafter.propose(rows, most)
+
+    def _fail_running(self, cause: Exception) -> None:
+        _fail(self._pool.clear(), cause)
+        try:
+            self._pool.allocate()
+        except Exception as error:  # nothing can run: the next request tries to allocate again
+            _fail(self._scheduler.waiting, error)
+            self._scheduler.waiting.clear()
+
+
+def _deliver(ended: dict[LocalRequest, FinishReason]) -> None:
+    for request, reason in ended.items():
+        request.done.set_result(request.completion(reason))
+
+
+def _fail(requests: Iterable[LocalRequest], cause: Exception) -> None:
+    for request in requests:
+        error = EngineError(f"generation failed: {type(cause).__name__}: {cause}")
+        error.__cause__ = cause
+        request.done.set_exception(error)
+
+
+def end_of_sequence_ids(model: CausalLM) -> set[int]:
+    """End-of-sequence ids of the generation config and of the tokenizer."""
+    eos_ids: set[int] = set()
+    generation = getattr(model.module, "generation_config", None)
+    for ids in (getattr(generation, "eos_token_id", None), getattr(model.tokenizer, "eos_token_id", None)):
+        if ids is not None:
+            eos_ids.update([ids] if isinstance(ids, int) else ids)
+    return eos_ids

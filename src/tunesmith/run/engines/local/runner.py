@@ -1,0 +1,202 @@
+"""Runs the model for the engine: prefill and decode, and samples the next tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from tunesmith.costs import ForwardCost
+from tunesmith.errors import ModelError
+from tunesmith.models.causal_lm import CausalLM, logit_scale
+from tunesmith.models.kernels.attention import AttentionRule
+from tunesmith.run.engines.local import native_decode
+from tunesmith.run.engines.local.decode_attention import DecodeAttention, Grouping
+from tunesmith.run.engines.local.decode_model import DecodeModel
+from tunesmith.run.engines.local.kv_memory import KVLayout, KVMemory
+from tunesmith.run.engines.local.native_decode import NativeDecode
+from tunesmith.run.engines.local.prefill_attention import PrefillAttention
+from tunesmith.run.engines.local.requests import (
+    CachedPrompt,
+    LocalRequest,
+    Piece,
+    StepBatch,
+    prompt_places,
+    split_pieces,
+)
+from tunesmith.run.engines.local.sampler import SamplingPlan, penalise, sample
+
+
+def text_config(model: CausalLM) -> Any:
+    return model.module.config.get_text_config()
+
+
+class _Probe:
+    """An ``AttentionContext`` that records the shapes in each layer."""
+
+    def __init__(self) -> None:
+        self.shapes: dict[int, tuple[int, int, int]] = {}
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:  # noqa: ARG002
+        self.shapes[layer] = (query.shape[1], key.shape[1], key.shape[2])
+        return torch.zeros_like(query)
+
+
+@torch.inference_mode()
+def probe(model: CausalLM, *, compiled: bool) -> tuple[KVLayout, ForwardCost]:
+    """The layout of the model's KV cache and the cost of a forward pass, from a pass over one token.
+
+    Raises:
+        ModelError: the layers' keys and values differ in shape, or some layers have none.
+    """
+    context, zero = _Probe(), torch.zeros(1, dtype=torch.int64, device=model.device)
+    model.hidden(zero, zero, context)
+    shapes, layers = set(context.shapes.values()), len(context.shapes)
+    if len(shapes) != 1 or set(context.shapes) != set(range(layers)):
+        raise ModelError(
+            "the embedded engine needs a model whose layers all keep keys and values of one shape; layers "
+            f"of this {type(model.module).__name__} have (heads, key/value heads, head size) {sorted(shapes)}"
+        )
+    heads, kv_heads, head_dim = shapes.pop()
+    head, embedding = model.head.weight, cast(Tensor, model.module.get_input_embeddings().weight)
+    weights = sum(p.numel() for p in model.module.parameters())
+    weights -= 0 if head is embedding else embedding.numel()
+    dtype = native_decode.kv_dtype(model, compiled=compiled)
+    layout = KVLayout(layers, kv_heads, head_dim, dtype, model.device)
+    cost = ForwardCost(
+        weight_bytes=weights * head.element_size(),
+        weights=weights,
+        kv_bytes=layout.token_bytes,
+        attention_flops=4 * layers * heads * head_dim,
+    )
+    return layout, cost
+
+
+class Runner:
+    """Runs the model on the rows of its memory; caches what depends only on the running rows.
+
+    Args:
+        vocabulary: size of the engine's model: an assistant samples no token beyond it.
+    """
+
+    def __init__(
+        self,
+        model: CausalLM,
+        memory: KVMemory,
+        max_prefill_tokens: int,
+        *,
+        compiled: bool,
+        vocabulary: int,
+    ) -> None:
+        self._vocabulary = vocabulary
+        self.model, self._memory, self._max_prefill_tokens = model, memory, max_prefill_tokens
+        self._softcap: float | None = getattr(text_config(model), "final_logit_softcapping", None)
+        self._scale = logit_scale(text_config(model))
+        self._decode_model = DecodeModel(model, compiled=compiled)
+        functions = native_decode.loaded() if compiled and native_decode.fits(model) else None
+        self._native = NativeDecode(functions, model, memory) if functions is not None else None
+        self._grouping: Grouping | None = None
+        self._plan: tuple[list[LocalRequest], SamplingPlan] | None = None
+
+    def run(self, batch: StepBatch) -> Tensor:
+        """The hidden states ``[N, d]`` from which the batch samples (``StepBatch.states``)."""
+        if batch.prefill is not None:
+            return self._prefill(batch.requests, batch.prefill)
+        if any(batch.drafts):
+            rows = zip(batch.requests, batch.drafts, strict=True)
+            return self.read([Piece(r, r.cached, [r.token_ids[-1], *draft]) for r, draft in rows])
+        return self._decode(batch.requests)
+
+    def fill(self, pieces: Sequence[Piece]) -> Iterator[tuple[CachedPrompt | LocalRequest, Tensor]]:
+        """Compute the pieces' keys and values; yields the hidden state ``[d]`` at the end of each, chunk by chunk."""
+        for batch in split_pieces(pieces, self._max_prefill_tokens):
+            ends = torch.tensor([len(piece) for piece in batch], device=self.model.device).cumsum(0) - 1
+            for piece, end in zip(batch, self._read(batch, self.model).index_select(0, ends), strict=True):
+                yield piece.owner, end
+
+    def read(self, pieces: Sequence[Piece]) -> Tensor:
+        """The hidden states ``[N, d]`` of a few tokens of each piece, in one pass."""
+        return self._read(pieces, self._decode_model.decoder())
+
+    def draw(
+        self, hidden: Tensor, requests: Sequence[LocalRequest], drafted: Sequence[Sequence[int]]
+    ) -> tuple[list[int], list[float]]:
+        """Sample a token from each hidden state, and its log-probability.
+
+        Args:
+            hidden: ``[N, d]``.
+            requests: the request of each state.
+            drafted: draft tokens that each state has read after its request's own tokens. The sampled token depends
+                on the state, the tokens before it, the request's seed and the token's position.
+        """
+        logits = penalise(self._logits(hidden)[:, : self._vocabulary], requests, drafted)
+        numbers = [r.uniforms[len(r.token_ids) + len(ahead)] for r, ahead in zip(requests, drafted, strict=True)]
+        uniforms = torch.tensor(numbers, dtype=torch.float64, device=logits.device)
+        plan = self._sampling_plan(requests, logits)
+        if self._native is not None and plan.cut_rows is None:
+            tokens, logprobs = self._native.drawn(logits, plan.temperatures, uniforms)
+        else:
+            tokens, logprobs = sample(logits, plan, uniforms)
+        return tokens.tolist(), logprobs.tolist()
+
+    def refresh(self) -> None:
+        """Drop prepared weights: the weights have changed, or the memory is needed elsewhere."""
+        self._decode_model.refresh()
+        if self._native is not None:
+            self._native.refresh()
+
+    def _prefill(self, requests: Sequence[LocalRequest], pieces: Sequence[Piece]) -> Tensor:
+        """The hidden states ``[B, d]`` at the end of each request, or of its prompt."""
+        ends = dict(self.fill(pieces))
+        for owner, end in ends.items():
+            if isinstance(owner, CachedPrompt):
+                owner.last_hidden = end
+        states = [ends.get(r, r.prompt.last_hidden if r.prompt else None) for r in requests]
+        return torch.stack([state for state in states if state is not None])
+
+    def _decode(self, running: Sequence[LocalRequest]) -> Tensor:
+        """The hidden states ``[B, d]`` of each request's last token; ``running`` are all requests, by row."""
+        decoder = self._decode_model.decoder()
+        if self._native is not None and decoder.lean is not None and decoder.lean.usable:
+            return self._native.hidden(decoder.lean, running)
+        attention = DecodeAttention(self._memory, self._group(running), [r.cached for r in running])
+        tokens = torch.tensor([r.token_ids[-1] for r in running], device=self.model.device)
+        positions = torch.tensor([len(r.prompt_ids) + r.cached for r in running], device=self.model.device)
+        lengths = [r.prompt.rotary_length for r in running if r.prompt] if self.model.lengths else None
+        return decoder.hidden(tokens, positions, attention, lengths)
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """``[B, V]`` float32, never rounded to bfloat16: that would change log-probabilities by up to 0.03."""
+        if hidden.device.type == "cpu":
+            logits = self._decode_model.logits(hidden)
+        else:
+            weight, bias = self.model.head.weight, cast("Tensor | None", self.model.head.bias)
+            options: dict[str, Any] = {} if hidden.dtype == torch.float32 else {"out_dtype": torch.float32}
+            logits = torch.mm(hidden, weight.t(), **options)
+            logits = logits if bias is None else logits + bias
+        if self._scale != 1:
+            logits = logits * self._scale
+        if self._softcap is not None:
+            logits = torch.tanh(logits / self._softcap) * self._softcap
+        return logits
+
+    def _read(self, pieces: Sequence[Piece], model: CausalLM) -> Tensor:
+        """``[tokens, d]``: the hidden states of all pieces."""
+        tokens = torch.tensor([t for p in pieces for t in p.token_ids], device=model.device)
+        positions = torch.tensor([i for p in pieces for i in p.positions], device=model.device)
+        lengths = [p.prompt.rotary_length for p in pieces for _ in range(len(p))] if self.model.lengths else None
+        return model.hidden(tokens, positions, PrefillAttention(self._memory, pieces), lengths)
+
+    def _group(self, running: Sequence[LocalRequest]) -> Grouping:
+        places, layout = prompt_places(running), self._memory.layout
+        if self._grouping is None or self._grouping.places != places:
+            self._grouping = Grouping(places, layout.kv_heads, layout.device)
+        return self._grouping
+
+    def _sampling_plan(self, requests: Sequence[LocalRequest], logits: Tensor) -> SamplingPlan:
+        if self._plan is None or self._plan[0] != list(requests):
+            samplings = [r.sampling for r in requests]
+            self._plan = (list(requests), SamplingPlan.of(samplings, logits.shape[1], logits.device))
+        return self._plan[1]

@@ -1,0 +1,298 @@
+"""vLLM in this process, behind the engine interface.
+
+All calls into vLLM run on its ``StepThread``: new requests, aborts and new weights are handled between steps, so a
+token's version is exactly that of the weights that sampled it. A prefix cache entry is salted with the number of the
+load that its weights came from (``cache_salt``), so that none outlives its weights.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import count
+from typing import Any
+
+from tunesmith.config.engines import ENGINES
+from tunesmith.errors import EngineError, UserError, boundary
+from tunesmith.learn.data.tokens import decode
+from tunesmith.run.engines.base import EngineStats, add_stats, check_sampling
+from tunesmith.run.engines.partial import PartialCompletion, StopStrings, stop_strings
+from tunesmith.run.engines.step_thread import StepThread, promise
+from tunesmith.run.engines.vllm.start import VllmSettings, kv_bytes, start
+from tunesmith.run.weights.base import NamedTensors
+from tunesmith.types import Completion, FinishReason, Sampling
+
+
+@dataclass(slots=True, eq=False)
+class _Request(PartialCompletion):
+    """A request in vLLM, which decides when it ends, but does not see a stop string that begins in the prompt."""
+
+    across: StopStrings | None
+    """For a continued request: stop strings that may begin before its first token."""
+    done: Future[Completion] = field(default_factory=promise, init=False)
+
+
+class _Tally:
+    """Receives vLLM's per-step statistics instead of vLLM's own loggers."""
+
+    def __init__(self, kv_bytes: int) -> None:
+        self.kv_bytes = kv_bytes
+        self.step = EngineStats()
+
+    def record(self, scheduler_stats: Any, iteration_stats: Any, **_: Any) -> None:
+        guesses = scheduler_stats.spec_decoding_stats
+        self.step = EngineStats(
+            peak_kv_bytes=int(scheduler_stats.kv_cache_usage * self.kv_bytes),
+            drafted_tokens=guesses.num_draft_tokens if guesses else 0,
+            accepted_tokens=guesses.num_accepted_tokens if guesses else 0,
+        )
+        if iteration_stats is not None:
+            prompts = iteration_stats.prompt_token_stats
+            self.step = replace(
+                self.step,
+                sampled_tokens=iteration_stats.num_generation_tokens,
+                prefilled_tokens=prompts.computed,
+                reused_prompt_tokens=prompts.cached_tokens,
+                preemptions=iteration_stats.num_preempted_reqs,
+            )
+
+    def log(self) -> None: ...
+
+    def record_sleep_state(self, *_: Any) -> None: ...
+
+
+class VllmEngine:
+    """The real vLLM, colocated with the trainer; ``load_weights`` reads the new weights from ``weights``.
+
+    With several ranks, each calls ``weights`` in its own process.
+
+    Raises:
+        UserError: vLLM is missing, of a version that is not supported, or does not know the model.
+        EngineError: it cannot start, for example because memory is short.
+    """
+
+    def __init__(self, settings: VllmSettings, weights: NamedTensors) -> None:
+        self._weights, self._sleeps = weights, settings.sleeps
+        self._thread = StepThread("vllm", self._step, self._fail)
+        self._vllm, context = self._thread.run(partial(start, settings))
+        self._context: int = self._vllm.model_config.max_model_len
+        self._shortened = self._context < context
+        self._vllm.logger_manager = self._tally = _Tally(kv_bytes(self._vllm))
+        self._decode = partial(decode, self._vllm.get_tokenizer())
+        self._requests: dict[str, _Request] = {}
+        self._numbers = count()
+        self._version = self._loads = 0
+        self._state = "awake"
+        self._away: list[str] = []
+        """Device memory that a sleeping engine has released."""
+        self._discarded = False
+        """Whether the weights were discarded and have not been loaded since."""
+        self._whole = True
+        """Whether all weights are of one version; False after a failed load."""
+        self._stats, self._peak = EngineStats(), 0
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
+        self._check(len(prompt_ids), sampling)
+        across = stop_strings(prompt_ids, sampling, self._decode) if sampling.continued else None
+        name, request = str(next(self._numbers)), _Request(across)
+        self._requests[name] = request
+        self._peak = max(self._peak, len(self._requests))
+        prompt, parameters = list(prompt_ids), _parameters(sampling)
+
+        def add() -> None:
+            salted = {"prompt_token_ids": prompt, "cache_salt": str(self._loads)}
+            with boundary(EngineError, "vLLM refuses the request", Exception):
+                self._vllm.add_request(name, salted, parameters)
+
+        try:
+            await self._thread.call(add)
+            return await asyncio.wrap_future(request.done)
+        except BaseException:
+            if self._state != "closed":
+                self._thread.post(lambda: self._vllm.abort_request([name]))
+            raise
+        finally:
+            del self._requests[name]
+
+    async def interrupt(self) -> None:
+        requests = dict(self._requests)
+
+        def end() -> None:
+            self._vllm.abort_request(list(requests))
+            for request in requests.values():
+                if not request.done.done():
+                    request.done.set_result(request.completion("abort"))
+
+        await self._thread.call(end)
+
+    async def load_weights(self, version: int) -> None:
+        def load() -> None:
+            self._loads += 1  # also on failure: cached prefixes may then be of either version
+            if self._away:
+                self._fetch(["weights"])  # the trainer may keep the KV memory for now
+            self._whole = False
+            self._vllm.collective_rpc(partial(_reload, weights=self._weights))
+            self._version, self._discarded, self._whole = version, False, True
+
+        await self._thread.call(load)
+
+    async def sleep(self, level: int = 1) -> None:
+        if self._requests:
+            raise EngineError(f"{len(self._requests)} requests are in flight: an engine sleeps when they have ended")
+
+        def give_away() -> None:
+            self._vllm.reset_prefix_cache()
+            if self._sleeps and not self._away:
+                self._vllm.sleep(level=level)
+                self._away = ["weights", "kv_cache"]
+
+        done = self._thread.post(give_away)
+        self._state, self._discarded = "asleep", self._discarded or level == 2
+        await asyncio.wrap_future(done)
+
+    async def wake(self) -> None:
+        if self._state == "asleep":
+            await self._thread.call(lambda: self._fetch(list(self._away)))
+            self._state = "awake"
+
+    def stats(self) -> EngineStats:
+        return replace(self._stats, peak_running=self._peak, kv_budget_bytes=self._tally.kv_bytes)
+
+    async def close(self) -> None:
+        if self._state == "closed":
+            return
+        self._state = "closed"
+
+        def end() -> None:
+            self._end(EngineError("the vLLM engine was closed"))
+            self._vllm.engine_core.shutdown()
+
+        await self._thread.close(end)
+
+    def _check(self, prompt: int, sampling: Sampling) -> None:
+        """Refuse a request: UserError if it can never be served, EngineError if not in the engine's current state."""
+        check_sampling(sampling)
+        if 0 < sampling.temperature < (least := ENGINES["vllm"].least_temperature):
+            raise UserError(
+                f"sampling.temperature = {sampling.temperature:g}: vLLM would raise it to {least:g}; use 0 (greedy), "
+                "or at least as much",
+                keys=("sampling.temperature",),
+            )
+        if not 0 < prompt < self._context:
+            raise UserError(
+                f"a prompt of {prompt} tokens cannot be completed: give 1 to {self._context - 1} "
+                "(vLLM's max_model_len leaves room for at least one more)"
+            )
+        if self._shortened and prompt + sampling.max_new_tokens > self._context:
+            raise UserError(
+                f"a prompt of {prompt} tokens and {sampling.max_new_tokens} new ones do not fit the KV memory "
+                f"of {self._context} tokens: raise system.kv_memory",
+                keys=("sampling.max_new_tokens", "system.kv_memory"),
+            )
+        if self._state != "awake":
+            raise EngineError(f"the vLLM engine is {self._state}")
+        if self._discarded:
+            raise EngineError("the vLLM engine discarded its weights (sleep level 2): load_weights comes first")
+
+    def _fetch(self, parts: list[str]) -> None:
+        """Reallocate device memory that ``sleep`` released: ``weights``, ``kv_cache``."""
+        for tag in parts:
+            if tag in self._away:
+                self._vllm.wake_up(tags=[tag])
+                self._away.remove(tag)
+
+    def _step(self) -> bool:
+        if not (self._whole and self._vllm.has_unfinished_requests()):
+            return False
+        self._tally.step, started = EngineStats(), time.perf_counter()
+        outputs = self._vllm.step()
+        step, seconds = self._tally.step, time.perf_counter() - started
+        prefills = step.prefilled_tokens + step.reused_prompt_tokens > 0
+        times = {"prefill_seconds" if prefills else "decode_seconds": seconds}
+        self._stats = add_stats(self._stats, replace(step, decode_steps=1, **times))
+        for output in outputs:
+            self._deliver(output)
+        if any(output.finished for output in outputs):
+            self._thread.wait_for_callers()
+        return self._vllm.has_unfinished_requests()
+
+    def _deliver(self, output: Any) -> None:
+        request = self._requests.get(output.request_id)
+        if request is None or request.done.done():
+            return
+        new = output.outputs[0]
+        for token, chosen in zip(new.token_ids, new.logprobs, strict=True):
+            request.token_ids.append(token)
+            request.logprobs.append(chosen[token].logprob)
+            request.versions.append(self._version)
+            across = request.across
+            if across is None or len(request.token_ids) >= across.reach:
+                continue
+            if across.completed_by(request.token_ids):
+                request.done.set_result(request.completion("stop"))
+                self._vllm.abort_request([output.request_id])
+                return
+        if output.finished:
+            reason: FinishReason = new.finish_reason if new.finish_reason in ("stop", "length") else "abort"
+            request.done.set_result(request.completion(reason))
+
+    def _fail(self, cause: Exception) -> None:
+        self._end(EngineError(f"vLLM failed: {type(cause).__name__}: {cause}"))
+
+    def _end(self, error: EngineError) -> None:
+        """Fail every request in flight."""
+        requests = dict(self._requests)
+        for request in requests.values():
+            if not request.done.done():
+                request.done.set_exception(error)
+        self._vllm.abort_request(list(requests))
+
+
+def _reload(worker: Any, *, weights: NamedTensors) -> None:
+    """On each rank: replace its part of the weights.
+
+    vLLM can begin a reload only if the previous one has ended. So if weights fail to arrive, the reload ends without
+    them, and the error is raised afterwards.
+    """
+    failed: list[Exception] = []
+
+    def arriving() -> Iterator[tuple[str, Any]]:
+        try:
+            yield from weights()
+        except Exception as error:
+            failed.append(error)
+
+    worker.reload_weights(weights_iterator=arriving())
+    if failed:
+        raise failed[0]
+
+
+def _parameters(sampling: Sampling) -> Any:
+    from vllm.sampling_params import RequestOutputKind, SamplingParams  # pyright: ignore[reportMissingImports]
+
+    return SamplingParams(
+        max_tokens=sampling.max_new_tokens,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        repetition_penalty=sampling.repetition_penalty,
+        min_tokens=sampling.min_new_tokens,
+        stop=list(sampling.stop),
+        stop_token_ids=list(sampling.stop_token_ids),
+        ignore_eos=sampling.ignore_eos,
+        seed=sampling.seed,
+        logprobs=0,
+        detokenize=bool(sampling.stop),
+        skip_special_tokens=False,
+        include_stop_str_in_output=True,
+        output_kind=RequestOutputKind.DELTA,
+    )

@@ -1,0 +1,175 @@
+"""Checkpoints that are either complete or absent.
+
+A checkpoint is a directory ``checkpoints/step-000120`` with the backend's files (``model/`` in Hugging Face format,
+optimizer and random state), ``state.json`` (step, data position and everything else the loop needs to continue) and
+``manifest.json``. A crash at any moment leaves earlier checkpoints untouched.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from tunesmith.errors import CheckpointError, StorageError, boundary
+from tunesmith.records.storage import replacing
+from tunesmith.run.loop.manifest import write_manifest
+
+STATE_FILE = "state.json"
+REHEARSAL = ".rehearsal"
+_NAME = re.compile(r"step-(\d{6,})")
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoints:
+    """The checkpoints of one run. The newest ``keep`` and the best one are kept."""
+
+    directory: Path
+    keep: int
+
+    def path(self, step: int) -> Path:
+        return self.directory / f"step-{step:06d}"
+
+    def steps(self) -> list[int]:
+        """Steps of the complete checkpoints, oldest first."""
+        if not self.directory.is_dir():
+            return []
+        names = (_NAME.fullmatch(entry.name) for entry in self.directory.iterdir())
+        steps = (int(match[1]) for match in names if match)
+        return sorted(s for s in steps if (self.path(s) / STATE_FILE).is_file())
+
+    def newest(self) -> Path | None:
+        return next(iter(self.newest_first()), None)
+
+    def newest_first(self) -> list[Path]:
+        return [self.path(step) for step in reversed(self.steps())]
+
+    def save(self, step: int, state: dict[str, Any], write: Callable[[Path], None], best: int | None) -> Path:
+        """Write a checkpoint and drop the oldest ones.
+
+        Args:
+            state: the loop's, as JSON values.
+            write: writes everything else into the given directory.
+            best: step of the best checkpoint so far, which is never dropped.
+
+        Raises:
+            StorageError: it could not be written; earlier checkpoints are untouched.
+        """
+        target = self.path(step)
+        try:
+            with self._written(target, state, write):
+                self._remove(step)
+        except Exception as error:
+            if not _is_storage_failure(error):
+                raise
+            kept = self.newest()
+            safe = f"the last good checkpoint is {kept}" if kept else "no checkpoint was written yet"
+            failed = StorageError(f"cannot write checkpoint {target}: {error}; {safe}. Free space and resume.")
+            failed.names_checkpoint = True
+            raise failed from error
+        self._rotate(step, best)
+        return target
+
+    def rehearse(self, state: dict[str, Any], write: Callable[[Path], None]) -> None:
+        """Write a checkpoint as ``save`` does, and remove it. Args: as for ``save``; ``write`` leaves out the weights.
+
+        Raises:
+            StorageError: it could not be written.
+        """
+        target = self.directory / REHEARSAL
+        shutil.rmtree(target, ignore_errors=True)
+        try:
+            message = f"checkpoints cannot be written to {self.directory}"
+            with boundary(StorageError, message, OSError), self._written(target, state, write):
+                pass
+        finally:
+            shutil.rmtree(target, ignore_errors=True)
+
+    @contextmanager
+    def _written(self, target: Path, state: dict[str, Any], write: Callable[[Path], None]) -> Generator[None]:
+        """A context at whose end a checkpoint gets its name."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        with replacing(target, durable=True) as unfinished:
+            unfinished.mkdir()
+            write(unfinished)
+            (unfinished / STATE_FILE).write_text(json.dumps(state))
+            write_manifest(unfinished)
+            _make_readable(unfinished)
+            yield
+
+    def _rotate(self, newest: int, best: int | None) -> None:
+        steps = self.steps()
+        # Later ones are from before this run resumed from an earlier step.
+        later = [s for s in steps if s > newest]
+        older = [s for s in steps if s <= newest][: -self.keep]
+        for step in [*later, *(s for s in older if s != best)]:
+            self._remove(step)
+        for pattern in (".step-*.unfinished", ".step-*.removed", f"{REHEARSAL}*", f".{REHEARSAL}*"):
+            for leftover in self.directory.glob(pattern):
+                shutil.rmtree(leftover, ignore_errors=True)
+
+    def _remove(self, step: int) -> None:
+        """Delete a checkpoint; rename it first, so that a half-deleted directory never looks like one."""
+        if self.path(step).exists():
+            removed = self.directory / f".step-{step:06d}.removed"
+            shutil.rmtree(removed, ignore_errors=True)
+            self.path(step).rename(removed)
+
+
+def read_state(checkpoint: Path) -> dict[str, Any]:
+    """The loop's state in a checkpoint.
+
+    Raises:
+        CheckpointError: there is no complete checkpoint at this path.
+    """
+    if not (checkpoint / STATE_FILE).is_file():
+        raise CheckpointError(f"{checkpoint} is no complete checkpoint: it has no {STATE_FILE}")
+    with boundary(CheckpointError, f"{checkpoint / STATE_FILE} is damaged", (OSError, ValueError, RecursionError)):
+        state = json.loads((checkpoint / STATE_FILE).read_bytes())
+        if not (isinstance(state, dict) and isinstance(cast(Any, state).get("step"), int)):
+            raise ValueError("it names no step")
+    return cast("dict[str, Any]", state)
+
+
+def check_same_model(checkpoint: Path, model_path: str) -> None:
+    """Refuse a checkpoint whose architecture is not that of ``model_path``, before either is loaded.
+
+    A model that is only known by its hub name is compared later, tensor by tensor.
+    """
+    theirs, ours = checkpoint / "model" / "config.json", Path(model_path) / "config.json"
+    if not (theirs.is_file() and ours.is_file()):
+        return
+    saved, current = _read_config(theirs), _read_config(ours)
+    shape = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+    for key in shape:
+        if saved.get(key) != current.get(key):
+            raise CheckpointError(
+                f"{checkpoint} is a checkpoint of another model: its {key} is {saved.get(key)!r}, "
+                f"that of {model_path} is {current.get(key)!r}. Resume with the model the run began with."
+            )
+
+
+def _read_config(file: Path) -> dict[str, Any]:
+    with boundary(CheckpointError, f"cannot read {file}", (OSError, ValueError, RecursionError)):
+        found = json.loads(file.read_bytes())
+        if not isinstance(found, dict):
+            raise ValueError("it holds no settings")
+    return cast("dict[str, Any]", found)
+
+
+def _is_storage_failure(error: Exception) -> bool:
+    # safetensors reports a full disk as its own error that quotes the system's message.
+    words = str(error).lower()
+    return isinstance(error, OSError) or "no space left" in words or "file too large" in words or "i/o" in words
+
+
+def _make_readable(directory: Path) -> None:
+    """Give safetensors files, which are created for their owner only, the mode of other new files."""
+    mode = (directory / STATE_FILE).stat().st_mode & 0o777
+    for file in directory.rglob("*.safetensors"):
+        file.chmod(mode)

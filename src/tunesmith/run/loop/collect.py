@@ -1,0 +1,123 @@
+"""From tasks to rewarded groups of rollouts."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from itertools import count
+from typing import Any, TypeVar
+
+from tunesmith.errors import EngineError, EpisodeError, UserError
+from tunesmith.learn.environments.base import Environment, Generate
+from tunesmith.learn.rewards.reward_set import RewardSet
+from tunesmith.records.timeline import REWARD, ROLLOUTS, Timeline
+from tunesmith.run.loop.gate import DEADLINE
+from tunesmith.run.loop.seeds import derive_seed
+from tunesmith.types import Completion, Rollout, RolloutGroup, Sampling, Status, Task
+
+T = TypeVar("T")
+
+Complete = Callable[[Sequence[int], Sampling], Awaitable[Completion]]
+"""The method ``generate`` of an engine."""
+
+
+@dataclass(slots=True)
+class Collector:
+    """Plays tasks; finished groups are scored while others still play."""
+
+    complete: Complete
+    scorer: RewardSet | None
+    """None leaves the rollouts without a reward."""
+    environments: Mapping[str, Environment]
+    decode: Callable[[Sequence[int]], str]
+    timeout: float
+    """Seconds that one rollout may play; waiting for its turn does not count."""
+    concurrency: int | None = None
+    """Rollouts that may play at once; None is no limit."""
+    timeline: Timeline | None = None
+    _turn: AbstractAsyncContextManager[Any] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._turn = nullcontext() if self.concurrency is None else asyncio.Semaphore(self.concurrency)
+
+    async def collect(
+        self, tasks: Sequence[Task], sampling: Sampling, group_size: int, seed: int
+    ) -> list[RolloutGroup]:
+        """One group per task, in order. A rollout's samples depend only on ``seed`` and its place."""
+        return await all_or_error(
+            [self._group(task, sampling, group_size, derive_seed(seed, place)) for place, task in enumerate(tasks)]
+        )
+
+    async def _group(self, task: Task, sampling: Sampling, size: int, seed: int) -> RolloutGroup:
+        samplings = [replace(sampling, seed=derive_seed(seed, member)) for member in range(size)]
+        rollouts = await all_or_error([self._rollout(task, s) for s in samplings])
+        played = [r for r in rollouts if r.status is Status.OK]
+        try:
+            if played and self.scorer:
+                with self._span(REWARD, "score", task):
+                    await self.scorer.score(played, [self.decode(r.answer_ids) for r in played])
+        finally:
+            for rollout in rollouts:
+                rollout.instance = None
+        return RolloutGroup(task, rollouts)
+
+    async def _rollout(self, task: Task, sampling: Sampling) -> Rollout:
+        rollout = Rollout(task)
+        rollout.observe(task.prompt_ids)
+        async with self._turn:
+            with self._span(ROLLOUTS, task.environment, task):
+                await self._play(rollout, sampling)
+        return rollout
+
+    def _span(self, lane: str, name: str, task: Task) -> AbstractContextManager[Any]:
+        return self.timeline.span(lane, name, task=task.id) if self.timeline else nullcontext()
+
+    async def _play(self, rollout: Rollout, sampling: Sampling) -> None:
+        deadline = asyncio.timeout(self.timeout)
+        try:
+            async with deadline:
+                await self.environments[rollout.task.environment].play(rollout, self._generate(sampling, deadline))
+        except TimeoutError as error:
+            overdue = f"not finished within {self.timeout:g} s (rollout.timeout)"
+            rollout.fail(Status.TIMED_OUT, overdue if deadline.expired() else f"{type(error).__name__}: {error}")
+        except UserError:
+            raise
+        except EngineError as error:
+            rollout.fail(Status.ENGINE_FAILED, str(error))
+        except EpisodeError as error:
+            rollout.fail(Status.ENVIRONMENT_FAILED, str(error))
+        except Exception as error:
+            rollout.fail(Status.ENVIRONMENT_FAILED, f"{type(error).__name__}: {error}")
+
+    def _generate(self, sampling: Sampling, deadline: asyncio.Timeout) -> Generate:
+        """The policy for one rollout. Each call has its own seed; the first has the rollout's."""
+        calls = count()
+
+        async def generate(
+            prompt_ids: Sequence[int], /, *, max_new_tokens: int | None = None, stop: tuple[str, ...] = ()
+        ) -> Completion:
+            DEADLINE.set(deadline)
+            number, seed = next(calls), sampling.seed
+            most = min(sampling.max_new_tokens, max_new_tokens or sampling.max_new_tokens)
+            changed = replace(
+                sampling,
+                max_new_tokens=most,
+                min_new_tokens=min(sampling.min_new_tokens, most),
+                stop=sampling.stop + stop,
+                seed=seed if seed is None or number == 0 else derive_seed(seed, number),
+            )
+            return await self.complete(prompt_ids, changed)
+
+        return generate
+
+
+async def all_or_error(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """The results in order. The first error cancels the rest and is raised unchanged."""
+    try:
+        async with asyncio.TaskGroup() as running:
+            tasks = [running.create_task(one) for one in work]
+    except ExceptionGroup as several:
+        raise several.exceptions[0] from None
+    return [task.result() for task in tasks]

@@ -1,0 +1,110 @@
+"""Holds requests to an engine while weights change or the trainer needs the device.
+
+A rollout's deadline counts its playing time, and is paused while its request is held::
+
+    gate       open ──────────► hold │ closed                │ release ──► open
+    deadline   running ──────────────┤ off                   ├─ moved by the time of the hold
+    request    generating, aborted ──┤ waits in ``_enter``   ├─ continues from the tokens it has
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import suppress
+from contextvars import ContextVar
+from dataclasses import replace
+
+from tunesmith.run.engines.base import RolloutEngine
+from tunesmith.run.loop.seeds import derive_seed
+from tunesmith.types import Completion, Sampling
+
+DEADLINE: ContextVar[asyncio.Timeout | None] = ContextVar("deadline", default=None)
+"""The deadline of the rollout that calls the engine, in any task. ``Collector`` sets it."""
+
+
+class Gate:
+    """Passes requests on to ``engine``. Callers of ``generate`` notice neither new weights nor a hold.
+
+    With ``partial``, new weights are loaded while requests are in flight; their tokens then come from several versions.
+    Otherwise loading waits until those requests have ended, and new requests wait until ``release``. ``hold``
+    interrupts the requests in flight; after ``release`` they continue from the tokens they have.
+    """
+
+    def __init__(self, engine: RolloutEngine, *, partial: bool) -> None:
+        self.engine, self._partial = engine, partial
+        self._open = asyncio.Event()
+        self._open.set()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._running = 0
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
+        done = Completion([], [], [], "abort")
+        while done.finish_reason == "abort":
+            await self._enter()
+            more = await self._ask([*prompt_ids, *done.token_ids], remaining(sampling, len(done.token_ids)))
+            done = Completion(
+                [*done.token_ids, *more.token_ids],
+                [*done.logprobs, *more.logprobs],
+                [*done.versions, *more.versions],
+                more.finish_reason,
+            )
+        return done
+
+    async def hold(self) -> None:
+        """Admit no request until ``release``. Those in flight are interrupted, or end first without ``partial``."""
+        self._open.clear()
+        if not self._partial:
+            await self._idle.wait()
+        while self._running:
+            await self.engine.interrupt()
+            await asyncio.sleep(0)
+
+    def release(self) -> None:
+        self._open.set()
+
+    async def load_weights(self, version: int) -> None:
+        if not self._partial:
+            self._open.clear()
+            await self._idle.wait()
+        await self.engine.load_weights(version)
+
+    async def _enter(self) -> None:
+        """Wait while requests are held; the rollout's deadline is paused."""
+        if self._open.is_set():
+            return
+        deadline, now = DEADLINE.get(), asyncio.get_running_loop().time
+        due, since = deadline and deadline.when(), now()
+        if deadline is not None and due is not None:
+            _move(deadline, None)
+        try:
+            while not self._open.is_set():  # it may be held again before this task wakes up
+                await self._open.wait()
+        finally:
+            if deadline is not None and due is not None:
+                _move(deadline, due + now() - since)
+
+    async def _ask(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
+        self._running += 1
+        self._idle.clear()
+        try:
+            return await self.engine.generate(prompt_ids, sampling)
+        finally:
+            self._running -= 1
+            if not self._running:
+                self._idle.set()
+
+
+def _move(deadline: asyncio.Timeout, due: float | None) -> None:
+    with suppress(RuntimeError):  # the rollout has ended before its request
+        deadline.reschedule(due)
+
+
+def remaining(sampling: Sampling, written: int) -> Sampling:
+    """The sampling settings for the rest of a completion, after ``written`` tokens."""
+    if not written:
+        return sampling
+    seed = None if sampling.seed is None else derive_seed(sampling.seed, "after", written)
+    left, least = sampling.max_new_tokens - written, max(0, sampling.min_new_tokens - written)
+    return replace(sampling, max_new_tokens=left, min_new_tokens=least, seed=seed, continued=written)

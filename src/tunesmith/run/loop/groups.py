@@ -1,0 +1,124 @@
+"""Plays groups of rollouts, selects those that can be learned from, and measures them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from tunesmith.learn.rewards.metrics import check_failed
+from tunesmith.learn.rewards.trainer_state import TrainerState
+from tunesmith.run.engines.base import EngineStats
+from tunesmith.run.loop.collect import all_or_error
+from tunesmith.run.loop.learner import Metrics
+from tunesmith.run.loop.parts import RLParts
+from tunesmith.run.loop.session import Session
+from tunesmith.types import RolloutGroup, Task
+
+
+def update_trainer_state(parts: RLParts, session: Session) -> None:
+    """Update what reward functions can read about the run's progress."""
+    best, config = session.best, parts.config
+    parts.rewards.state = TrainerState(
+        global_step=session.step,
+        max_steps=session.total_steps,
+        epoch=float(parts.tasks.epoch),
+        logging_steps=config.monitor.every,
+        eval_steps=config.eval.every if isinstance(config.eval.every, int) else None,
+        save_steps=config.checkpoint.every if isinstance(config.checkpoint.every, int) else None,
+        best_metric=best.value,
+        best_global_step=best.step,
+        best_model_checkpoint=str(session.checkpoints.path(best.step)) if best.step else None,
+        metrics_file=session.recorder.metrics.path,
+    )
+
+
+def check_failures(parts: RLParts, groups: Sequence[RolloutGroup]) -> None:
+    """Stop the run if too many rollouts failed, greedy ones included."""
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    rollouts += [group.greedy for group in groups if group.greedy]
+    check_failed(rollouts, parts.config.reward.max_failed_share)
+
+
+def step_metrics(
+    parts: RLParts, played: Sequence[RolloutGroup], batch: Sequence[RolloutGroup], stats: EngineStats
+) -> Metrics:
+    """Metrics of the groups played for a step, of those it trains on, and of the engine since the last step."""
+    metrics = rollout_metrics(played)
+    metrics |= parts.rewards.metrics([rollout for group in played for rollout in group.rollouts])
+    metrics["epoch"] = float(parts.tasks.epoch)
+    if parts.tasks.rest_epochs:
+        metrics["tasks_resting"] = float(parts.tasks.resting)
+    return metrics | staleness_metrics(batch, parts.engine.version) | engine_metrics(stats)
+
+
+def engine_metrics(stats: EngineStats) -> Metrics:
+    metrics = {
+        "sampled_tokens": float(stats.sampled_tokens),
+        "reused_prompt_tokens": float(stats.reused_prompt_tokens),
+        "preemptions": float(stats.preemptions),
+        "kv_peak": float(stats.peak_kv_bytes),
+    }
+    prompt_tokens = stats.reused_prompt_tokens + stats.prefilled_tokens
+    if prompt_tokens:
+        metrics["prefix_hit_share"] = stats.reused_prompt_tokens / prompt_tokens
+    if stats.kv_budget_bytes:
+        metrics["kv_used"] = stats.peak_kv_bytes / stats.kv_budget_bytes
+    if stats.drafted_tokens:
+        metrics["draft_acceptance"] = stats.accepted_tokens / stats.drafted_tokens
+    if stats.sync_bytes and stats.sync_seconds:
+        metrics["sync_bytes"] = float(stats.sync_bytes)
+        metrics["sync_bytes_per_second"] = stats.sync_bytes / stats.sync_seconds
+    if stats.attainable_seconds or not prompt_tokens:  # else the engine's limits are unknown, and so are the step's
+        metrics["attainable_seconds"] = stats.attainable_seconds
+    return metrics
+
+
+async def play(parts: RLParts, tasks: Sequence[Task], seed: int) -> list[RolloutGroup]:
+    """One group per task, each with a greedy rollout if the algorithm needs one as its baseline."""
+    collect, sampling, size = parts.collector.collect, parts.sampling, parts.config.rollout.group_size
+    if "greedy_rollout" not in parts.config.algorithm.needs:
+        return await collect(tasks, sampling, size, seed)
+    greedy = replace(sampling, temperature=0.0)
+    groups, baselines = await all_or_error([collect(tasks, sampling, size, seed), collect(tasks, greedy, 1, seed)])
+    return [replace(g, greedy=b.rollouts[0]) for g, b in zip(groups, baselines, strict=True)]
+
+
+def select_learnable(parts: RLParts, groups: Sequence[RolloutGroup]) -> list[RolloutGroup]:
+    """The groups that can be learned from: any greedy rollout worked, and the filter, if on, finds contrast.
+
+    The curriculum rests the tasks of groups that the filter rejects.
+    """
+    dynamic_filter = parts.config.algorithm.dynamic_filter
+    comparable = [g for g in groups if g.greedy is None or g.greedy.reward is not None]
+    if not dynamic_filter:
+        return comparable
+    kept, rejected = dynamic_filter.split(comparable, parts.rewards.weights)
+    parts.tasks.rest(rejected)
+    return kept
+
+
+def rollout_metrics(groups: Sequence[RolloutGroup]) -> Metrics:
+    """Counts and lengths of a step's rollouts."""
+    rollouts = [r for g in groups for r in g.rollouts]
+    if not rollouts:
+        return {"rollouts": 0.0}
+    lengths = np.array([r.num_sampled for r in rollouts])
+    return {
+        "rollouts": float(len(rollouts)),
+        "tokens": float(lengths.sum()),
+        "completion_tokens": float(lengths.mean()),
+        "completion_tokens_min": float(lengths.min()),
+        "completion_tokens_max": float(lengths.max()),
+        "longest_sequence": float(max(len(record.token_ids) for r in rollouts for record in r.records)),
+        "truncated": float(np.mean([r.finish_reason == "length" for r in rollouts])),
+        "groups_equal": float(np.mean([len({r.reward for r in g.usable}) < 2 for g in groups])),
+    }
+
+
+def staleness_metrics(groups: Sequence[RolloutGroup], version: int) -> Metrics:
+    """How many versions before ``version`` the tokens of these groups were sampled."""
+    records = [record for g in groups for r in g.rollouts for record in r.records]
+    ages = [version - v for record in records for v, ours in zip(record.versions, record.sampled, strict=True) if ours]
+    return {"staleness/mean": float(np.mean(ages)), "staleness/max": float(max(ages))} if ages else {}

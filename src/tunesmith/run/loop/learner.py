@@ -1,0 +1,265 @@
+"""From a batch to optimizer steps: weights, micro-batches, gradients, and what to do when memory is short."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from tunesmith.errors import LESS_MEMORY, DeviceMemoryError, DivergedError
+from tunesmith.learn.algorithms.aggregation import weigh, with_shares
+from tunesmith.learn.algorithms.objective import Objective
+from tunesmith.learn.data.batch import Batch, Floats, Ints
+from tunesmith.learn.data.micro_batches import Packing
+from tunesmith.learn.data.packing import group_tokens
+from tunesmith.models.forest import forest_cost
+from tunesmith.records import interrupts
+from tunesmith.run.trainers.base import Metrics, Quantity, TrainBackend
+
+TRAINING, SCORING = "max_tokens", "scoring_max_tokens"
+SETTINGS = {TRAINING: "max_tokens_per_microbatch", SCORING: "scoring_max_tokens"}
+"""The setting of each cap."""
+SKIPPED_IN_A_ROW = 3
+"""Consecutive optimizer steps without a finite gradient that end a run."""
+TOTALS = ("microbatches", "trained_tokens", "attainable_seconds", "skipped_steps")
+"""Metrics that add up over the optimizer steps of an update; all others are means."""
+
+
+@dataclass(slots=True)
+class Learner:
+    """Takes optimizer steps on batches. The ``caps`` shrink when memory runs out and stay shrunk.
+
+    A sequence longer than a shrunk cap still gets a micro-batch by itself; one longer than the cap at the start is
+    refused.
+    """
+
+    backend: TrainBackend
+    aggregation: str
+    max_new_tokens: int | None
+    learning_rate: Callable[[int], float]
+    max_tokens: int
+    """Tokens per micro-batch, at the start."""
+    scoring_max_tokens: int | None = None
+    """Tokens per micro-batch without gradients, at the start; None: always the same as with gradients."""
+    share_prompts: bool = True
+    keep_groups: bool = False
+    """Samples of one group share a micro-batch, because the objective compares them."""
+    group_size: int = 1
+    """Rollouts sampled per group. Where ``batch_size`` is a multiple of it, groups stay in one optimizer batch."""
+    flops_per_second: float | None = None
+    """The rate that the device attains, for ``attainable_seconds``; None leaves that metric out."""
+    report: Callable[[str], None] = print
+    caps: dict[str, int] = field(init=False)
+    """The current tokens per micro-batch, by the name of the field that has those at the start."""
+    _learned: bool = field(default=False, init=False)
+    """Whether an optimizer step has changed the weights."""
+    _retries: int = field(default=0, init=False)
+    """How often memory ran out since the last update."""
+    _scored: tuple[float, float] = field(default=(0.0, 0.0), init=False)
+    """Seconds of scoring inside the current ``timed_scoring``, and the least possible."""
+    _skipped: int = field(default=0, init=False)
+    """Consecutive optimizer steps that have not changed the weights."""
+
+    def __post_init__(self) -> None:
+        self.caps = {TRAINING: self.max_tokens}
+        if self.scoring_max_tokens is not None:
+            self.caps[SCORING] = self.scoring_max_tokens
+
+    def resume(self, caps: Mapping[str, Any]) -> None:
+        """Take over a checkpoint's caps where they are lower, because memory ran out before."""
+        for name, cap in self.caps.items():
+            if caps.get(name, cap) < cap:
+                self.caps[name] = caps[name]
+                self.report(f"{SETTINGS[name]} stays at {caps[name]} tokens, as in the checkpoint")
+        self._learned = self.backend.optimizer_steps > 0
+
+    def update(
+        self, batch: Batch, objective: Objective, *, batch_size: int | None = None, passes: int = 1, seed: int = 0
+    ) -> Metrics:
+        """Minimise ``objective``: ``passes`` times over the batch, ``batch_size`` rollouts per optimizer step.
+
+        The gradient of an optimizer step does not depend on how its samples are packed.
+
+        Returns:
+            The metrics averaged over the optimizer steps, and totals for those in ``TOTALS``.
+        """
+        steps: list[Metrics] = []
+        for sweep in range(passes):
+            draw = np.random.default_rng([seed, sweep])
+            for part in optimizer_batches(batch, batch_size or batch.num_samples, self.group_size, draw):
+                weigh(part, self.aggregation, self.max_new_tokens)
+                steps.append(self._step(part, objective))
+        means = {name: float(np.mean([s[name] for s in steps])) for name in steps[0]}
+        totals = {name: means[name] * len(steps) for name in TOTALS if name in means}
+        if self._retries:
+            totals["memory_retries"], self._retries = float(self._retries), 0
+        return {**means, **totals, "optimizer_steps": float(len(steps))}
+
+    def score(self, batch: Batch, of: Quantity = "logprobs", *, reference: bool = False, ends: bool = False) -> Floats:
+        """The quantity ``of`` at each prediction, ``[N]``, from the model or the frozen reference.
+
+        Args:
+            ends: append the quantity after the last token of each sample: ``[N + S]``.
+        """
+        scores, least, started = np.zeros(0), 0.0, time.perf_counter()
+        for attempt in self._attempts(batch, SCORING):
+            with attempt as packing:
+                asked = packing.with_ends() if ends else packing
+                scores = self.backend.score(asked, of, reference=reference)
+                least = self._work(packing).get("attainable_seconds", 0.0) / 3  # forward only, a third of a step
+        self._scored = self._scored[0] + time.perf_counter() - started, self._scored[1] + least
+        return scores
+
+    @contextmanager
+    def timed_scoring(self) -> Generator[Metrics]:
+        """On exit, the dict has the seconds of scoring inside, and the least that the device could have taken; it stays
+        empty if there was none."""
+        metrics: Metrics = {}
+        self._scored = 0.0, 0.0
+        yield metrics
+        seconds, least = self._scored
+        if seconds:
+            known = {} if self.flops_per_second is None else {"attainable_seconds/scoring": least}
+            metrics |= {"scoring_seconds": seconds, **known}
+
+    def evaluate(self, batch: Batch, objective: Objective) -> Metrics:
+        """An objective's ``loss`` and metrics on a batch, without a gradient.
+
+        Training drops values that are not finite; if the model predicts one in an evaluation, all metrics are NaN.
+        """
+        weigh(batch, self.aggregation, self.max_new_tokens)
+        metrics: Metrics = {}
+        for attempt in self._attempts(batch, SCORING):
+            with attempt as packing:
+                metrics = with_shares(self.backend.evaluate(packing, objective))
+        return metrics
+
+    def _step(self, batch: Batch, objective: Objective) -> Metrics:
+        """Take an optimizer step; retry with a smaller loss scale while float16 gradients overflow."""
+        while True:
+            metrics: Metrics = {}
+            for attempt in self._attempts(batch, TRAINING):
+                with attempt as packing:
+                    summed = self.backend.forward_backward(packing, objective)
+                    metrics = with_shares(summed) | self._work(packing)
+            lr = self.learning_rate(self.backend.optimizer_steps)
+            interrupts.commit()
+            taken = dict(self.backend.step(lr))
+            if taken.pop("overflowed", 0.0) and math.isfinite(metrics["loss"]):
+                self.backend.give_up()
+                continue
+            self._check_taken(metrics["loss"], taken)
+            return {**metrics, **taken, "lr": lr}
+
+    def _check_taken(self, loss: float, taken: Mapping[str, float]) -> None:
+        """Accept a single non-finite gradient as a rare accident, but not the first of a run, or several in a row.
+
+        Raises:
+            DivergedError: it was the first, or one of several in a row.
+        """
+        if not taken.get("skipped_steps") and math.isfinite(loss):
+            self._learned, self._skipped = True, 0
+            return
+        self._skipped += 1
+        number, numbers = self.backend.optimizer_steps, f"loss {loss:g}, gradient norm {taken['grad_norm']:g}"
+        if self._learned and self._skipped < SKIPPED_IN_A_ROW:
+            self.report(f"optimizer step {number} was skipped, as its gradient is not finite ({numbers})")
+            return
+        which = f"{self._skipped} in a row are" if self._learned else "the first one is"
+        raise DivergedError(
+            f"at optimizer step {number} the gradient is not finite ({numbers}); {which}. Nothing of this step was "
+            "saved. Lower train.lr, and look at [algorithm]'s coefficients, the rewards' size and the model's weights"
+        )
+
+    def _work(self, packing: Packing) -> Metrics:
+        work = {"microbatches": float(len(packing)), "trained_tokens": float(packing.num_tokens)}
+        if self.flops_per_second is not None:
+            cost = self.backend.cost
+            work["attainable_seconds"] = sum(forest_cost(f, cost) for f in packing.forests) / self.flops_per_second
+        return work
+
+    def _attempts(self, batch: Batch, name: str) -> Iterator[_Attempt]:
+        """Packings of a batch, to be tried until one fits in memory, each with half the cap of the one before.
+
+        Args:
+            name: the cap's, in ``caps``.
+        """
+        name = name if name in self.caps else TRAINING
+        while True:
+            longest = self._longest(batch)
+            # A longer sequence raises a cap that was lowered on shorter ones.
+            cap = max(self.caps[name], min(getattr(self, name), longest))
+            attempt = _Attempt(
+                Packing.of(
+                    batch,
+                    cap,
+                    share=self.share_prompts,
+                    keep_groups=self.keep_groups,
+                    multiple_of=self.backend.ranks,
+                    cost=self.backend.cost,
+                )
+            )
+            yield attempt
+            if attempt.failure is None:
+                return
+            self._halve(name, attempt.failure, longest, cap)
+
+    def _halve(self, name: str, failure: str, longest: int, before: int) -> None:
+        self._retries += 1
+        lowered = self.caps[name] = min(self.caps[name], max(longest, before // 2))
+        if max(longest, lowered) >= before:
+            raise DeviceMemoryError(
+                f"{failure}, and no micro-batch can be smaller than the longest "
+                f"{'group' if self.keep_groups else 'sequence'} ({longest} tokens). "
+                f"Try, in this order: {'; '.join(LESS_MEMORY)}"
+            )
+        self.report(f"{failure}; {SETTINGS[name]} lowered from {before} to {lowered} and kept")
+
+    def _longest(self, batch: Batch) -> int:
+        """Tokens that have to stay together: of the longest sequence or, where groups are kept, the largest group."""
+        if self.keep_groups:
+            return group_tokens(batch, share=self.share_prompts)
+        return int(batch.lengths.max(initial=0))
+
+
+class _Attempt:
+    """A packing to try; if memory runs out inside ``with``, ``failure`` holds the message."""
+
+    def __init__(self, packing: Packing) -> None:
+        self.packing = packing
+        self.failure: str | None = None
+
+    def __enter__(self) -> Packing:
+        return self.packing
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
+        self.failure = str(error) if isinstance(error, DeviceMemoryError) else None
+        return self.failure is not None
+
+
+def optimizer_batches(batch: Batch, size: int, group_size: int, draw: np.random.Generator) -> Iterator[Batch]:
+    """Split into optimizer batches of ``size`` rollouts, groups in a random order; a batch that fits is yielded whole.
+
+    The samples of a rollout stay together; groups do where ``size`` is a multiple of ``group_size``.
+    """
+    if size >= batch.num_rollouts:
+        yield batch
+        return
+    groups = _numbered(np.where(batch.group >= 0, batch.group, -1 - batch.owners))
+    place = draw.permutation(groups.max() + 1).argsort()[groups]  # of each sample's group in the random order
+    order = np.lexsort((np.arange(batch.num_samples), _numbered(batch.owners), place))
+    units, per_batch = (place, size // group_size) if size % group_size == 0 else (batch.owners, size)
+    number = _numbered(units[order]) // per_batch
+    for cut in np.split(order, np.flatnonzero(np.diff(number)) + 1):
+        yield batch.take(cut)
+
+
+def _numbered(values: Ints) -> Ints:
+    """Distinct values numbered from 0 in order of first appearance."""
+    _, first, inverse = np.unique(values, return_index=True, return_inverse=True)
+    return first.argsort().argsort()[inverse]

@@ -1,0 +1,145 @@
+"""The parts of a run, which ``tunesmith.run.placement`` builds.
+
+Both kinds have the same methods for checkpoints. ``rehearse`` writes the models without their weights and returns what
+is to be noted. ``state`` returns what a run needs to continue besides the files of
+``write``, as JSON values; ``load`` reads those files, and ``take`` continues from the state. ``give_up`` undoes the
+changes of an interrupted step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from tunesmith.config.schema import RLConfig
+from tunesmith.learn.algorithms.kl import KLController
+from tunesmith.learn.algorithms.objective import Objective
+from tunesmith.learn.data.batch import Batch
+from tunesmith.learn.data.loader import Loader
+from tunesmith.learn.rewards.reward_set import RewardSet
+from tunesmith.run.engines.base import RolloutEngine
+from tunesmith.run.loop.canary import Canary
+from tunesmith.run.loop.collect import Collector
+from tunesmith.run.loop.critic import Critic
+from tunesmith.run.loop.curriculum import Curriculum
+from tunesmith.run.loop.evaluate import EvaluationPlan
+from tunesmith.run.loop.learner import Learner
+from tunesmith.run.trainers.base import Metrics, TrainBackend
+from tunesmith.types import Sampling
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class RLParts:
+    """Everything that ``rl.run`` works with."""
+
+    config: RLConfig
+    engine: RolloutEngine
+    sampling: Sampling
+    tasks: Curriculum
+    rewards: RewardSet
+    collector: Collector
+    learner: Learner
+    critic: Critic | None
+    kl: KLController
+    evaluation: EvaluationPlan | None
+    canary: Canary | None = None
+    """Compares sampler and trainer after each sync, if they do not share their weights."""
+    objective: Objective | None = None
+    """Minimised instead of the algorithm's loss."""
+
+    @property
+    def backend(self) -> TrainBackend:
+        return self.learner.backend
+
+    @property
+    def backends(self) -> list[TrainBackend]:
+        """The policy's backend, and the critic's if it has its own model."""
+        critic = self.critic and self.critic.learner.backend
+        return [self.backend] if critic is None or critic is self.backend else [self.backend, critic]
+
+    @property
+    def epoch(self) -> int:
+        return self.tasks.epoch
+
+    def write(self, directory: Path, *, model_only: bool) -> None:
+        for part in filter(None, (self.backend, self.critic)):
+            part.save(directory, model_only=model_only)
+
+    def rehearse(self, directory: Path) -> list[str]:
+        found = [part.rehearse(directory) for part in (self.backend, self.critic) if part]
+        return [note for note in found if note]
+
+    def load(self, directory: Path) -> None:
+        for part in filter(None, (self.backend, self.critic)):
+            part.load(directory)
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "tasks": self.tasks.state_dict(),
+            **self.learner.caps,
+            "kl": self.kl.state_dict(),
+            "critic": {**self.critic.learner.caps} if self.critic else None,
+        }
+
+    def take(self, state: dict[str, Any]) -> None:
+        self.tasks.load_state_dict(state["tasks"])
+        self.learner.resume(state)
+        self.kl.load_state_dict(state["kl"])
+        if self.critic:
+            self.critic.learner.resume(state["critic"])
+
+    def give_up(self) -> None:
+        for backend in self.backends:
+            backend.give_up()
+
+
+@dataclass(frozen=True, slots=True)
+class SupervisedParts(Generic[T]):
+    """Everything that ``supervised.run`` works with. A ``T`` is one line of data, ready for use."""
+
+    items: Loader[T]
+    learner: Learner
+    objective: Objective
+    prepare: Callable[[Sequence[T]], Batch]
+    """Makes an optimizer batch with every column the objective reads; may run models to score it."""
+    evaluate: Callable[[], Metrics] | None
+    """Returns the held-out set's metrics, under names that begin with ``eval/``."""
+    summarise: Callable[[Metrics], Metrics] = dict
+    """Makes a step's metrics from the objective's, which are sums over micro-batches."""
+    save_beside: Callable[[Path], None] | None = None
+    """Writes everything else a run needs to continue, after the backend has written the model."""
+    describe: Callable[[Path], None] | None = None
+    """Writes measurements of the model into a checkpoint."""
+
+    @property
+    def epoch(self) -> int:
+        return self.items.epoch
+
+    def write(self, directory: Path, *, model_only: bool) -> None:
+        self.learner.backend.save(directory, model_only=model_only)
+        if self.save_beside is not None and not model_only:
+            self.save_beside(directory)
+
+    def rehearse(self, directory: Path) -> list[str]:
+        note = self.learner.backend.rehearse(directory)
+        return [note] if note else []
+
+    def load(self, directory: Path) -> None:
+        self.learner.backend.load(directory)
+
+    def state(self) -> dict[str, Any]:
+        return {"samples": self.items.state_dict(), **self.learner.caps}
+
+    def take(self, state: dict[str, Any]) -> None:
+        self.items.load_state_dict(state["samples"])
+        self.learner.resume(state)
+
+    def give_up(self) -> None:
+        self.learner.backend.give_up()
+
+
+Parts = RLParts | SupervisedParts[Any]

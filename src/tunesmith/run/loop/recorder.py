@@ -1,0 +1,112 @@
+"""Records what happens in a run: measures it, writes it to the run's files and the sinks, and shows it."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from tunesmith.records.clock import Clock
+from tunesmith.records.doctor.learning import LearningWatch
+from tunesmith.records.doctor.record import RunFacts
+from tunesmith.records.memory import memory_metrics
+from tunesmith.records.metrics import MetricsLog
+from tunesmith.records.progress import Progress, each_once
+from tunesmith.records.text import answers_shown, shown_path
+from tunesmith.records.timeline import LOOP, OUTSIDE_STEPS, TRAINER, TRAINER_WAITS, Timeline
+from tunesmith.run.loop.profiling import StepProfiler
+from tunesmith.run.loop.rollout_log import RolloutLog, contrast, summary
+from tunesmith.types import RolloutGroup
+
+
+@dataclass(slots=True)
+class Recorder:
+    """The clocks, files and displays of a run."""
+
+    metrics: MetricsLog
+    progress: Progress
+    rollout_log: RolloutLog | None = None
+    """None in supervised training."""
+    clock: Clock = field(default_factory=Clock)
+    learning: LearningWatch = field(default_factory=lambda: LearningWatch(RunFacts()))
+    timeline: Timeline = field(default_factory=Timeline)
+    profiler: StepProfiler | None = None
+    total_tokens: float = field(default=0.0, init=False)
+    """Sum of the metric ``tokens`` over all steps."""
+    limit_is_known: bool = field(default=True, init=False)
+    """Whether the measured speed limit of the device can be trusted."""
+
+    @contextmanager
+    def phase(self, name: str, step: int) -> Generator[None]:
+        """Time spent inside counts towards the phase ``name`` of a step."""
+        self.progress.phase(name)
+        if self.profiler and name not in OUTSIDE_STEPS:
+            self.profiler.begin(step)
+        lane = TRAINER if name in ("train", *TRAINER_WAITS) else LOOP
+        waits_for = f"{TRAINER_WAITS[name]} of step {step}" if name in TRAINER_WAITS else None
+        with self.clock.phase(name), self.timeline.span(lane, name, waits_for=waits_for):
+            yield
+
+    def step(self, step: int, metrics: Mapping[str, float], *, last: bool) -> dict[str, float]:
+        """Write and show a finished step's metrics; returns them with its time by phase and its rates."""
+        profile = self.profiler and self.profiler.end(step)
+        seconds = self.clock.lap()
+        record = step_record(metrics, seconds) | self.timeline.finish_step(step) | memory_metrics()
+        if "tokens" in metrics:
+            self.total_tokens += metrics["tokens"]
+            record["total_tokens"] = self.total_tokens
+        share = record.get("limit_share", 0.0)
+        if share > 1 and self.limit_is_known:
+            self.limit_is_known = False
+            self.progress.note(
+                f"step {step} took {1 / share:.0%} of the least time that was measured for its work at the start: the "
+                "machine must have been busy then. limit_share is left out from here on"
+            )
+        if not self.limit_is_known:
+            record.pop("limit_share", None)
+        self.metrics.write(step, record, always=last)
+        self.progress.step(step, record, record["seconds"] - seconds.get("setup", 0.0))
+        if profile:
+            self.progress.note(f"profile of step {step}: {shown_path(profile)}")
+        if warning := self.learning.step({**record, "step": float(step)}):
+            self.progress.note(warning)
+        return record
+
+    def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write and show an evaluation's metrics."""
+        self.metrics.write(step, metrics, always=True)
+        numbers = {
+            name.removeprefix("eval/"): f"{value:.3g}"
+            for name, value in metrics.items()
+            if value or name != "eval/failed"
+        }
+        shown = (f"{names} {value}" for names, value in each_once(numbers).items())
+        self.progress.note(f"evaluation after step {step}: {'  '.join(shown)}")
+
+    def rollouts(self, step: int, groups: Sequence[RolloutGroup], kind: str = "train", *, last: bool) -> None:
+        """Log some rollouts of a step or an evaluation, and show a good and a bad one now and then."""
+        assert self.rollout_log is not None, "this run has no rollouts"
+        lines = self.rollout_log.write(step, groups, kind)
+        self.metrics.show(step, [summary(line) for line in lines], always=last)
+        # After 1, 2, 4, 8, ... steps: most often at the start, where most can be wrong.
+        if kind == "train" and step.bit_count() == 1 and (pair := contrast(lines)):
+            self.progress.note(answers_shown(*pair))
+
+
+def step_record(metrics: Mapping[str, float], seconds: Mapping[str, float]) -> dict[str, float]:
+    """A step's metrics with its seconds by phase and its rates, which leave out the phases ``OUTSIDE_STEPS``.
+
+    ``attainable_seconds`` in ``metrics`` excludes its parts (``attainable_seconds/<part>``), which are added here.
+    """
+    busy = sum(value for name, value in seconds.items() if name not in OUTSIDE_STEPS)
+    times = {f"seconds/{name}": value for name, value in seconds.items()}
+    record = {**metrics, **times, "seconds": sum(seconds.values())}
+    if "tokens" in metrics:
+        record["tokens_per_second"] = metrics["tokens"] / busy
+    samples = metrics.get("rollouts", metrics.get("samples"))
+    if samples is not None:
+        record["samples_per_second"] = samples / busy
+    if "attainable_seconds" in metrics:
+        least = sum(value for name, value in metrics.items() if name.partition("/")[0] == "attainable_seconds")
+        record |= {"attainable_seconds": least, "limit_share": least / busy}
+    return record

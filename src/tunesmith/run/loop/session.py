@@ -1,0 +1,258 @@
+"""What all training loops share: the step counter, what is due, and checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from math import isfinite
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+
+from tunesmith.config.schema import CheckpointSection, EvalSection
+from tunesmith.errors import CheckpointError, ConfigError, TunesmithError, boundary, nearest
+from tunesmith.records import interrupts
+from tunesmith.records.run_dir import point
+from tunesmith.run.loop.callbacks import STOP, Callbacks
+from tunesmith.run.loop.checkpoint import Checkpoints, read_state
+from tunesmith.run.loop.recorder import Recorder
+from tunesmith.types import RolloutGroup
+
+if TYPE_CHECKING:
+    from tunesmith.run.loop.parts import Parts
+
+
+class Publisher(Protocol):
+    """Writes model cards and uploads models."""
+
+    def describe(self, checkpoint: Path) -> None: ...
+
+    def publish(self, checkpoint: Path, *, last: bool) -> None:
+        """Upload a checkpoint's model. A failure is reported, not raised."""
+        ...
+
+
+_UNREADABLE = (
+    OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, RuntimeError, AssertionError, ArithmeticError,
+)  # fmt: skip
+"""Errors that libraries raise when they read damaged files."""
+
+
+class Saved(NamedTuple):
+    """When the last checkpoint was written, or the run was started."""
+
+    step: int
+    evaluated: bool
+    epoch: int
+    time: float
+
+
+def due(step: int, every: int | Literal["epoch"] | None, total: int, pass_ended: bool) -> bool:
+    """Whether an action is due that happens every ``every`` steps and at the end (None: only at the end)."""
+    if every == "epoch":
+        return step >= total or pass_ended
+    return step >= total or (every is not None and step % every == 0)
+
+
+@dataclass(slots=True)
+class Best:
+    """The best evaluation so far."""
+
+    metric: str
+    higher_is_better: bool
+    target: float | None = None
+    value: float | None = None
+    step: int | None = None
+
+    @property
+    def reached_target(self) -> bool:
+        return self.value is not None and self.target is not None and not self._better(self.target, self.value)
+
+    def update(self, value: float, step: int) -> None:
+        """Compare with an evaluation; one that is not finite is never the best."""
+        if isfinite(value) and (self.value is None or self._better(value, self.value)):
+            self.value, self.step = value, step
+
+    def _better(self, a: float, b: float) -> bool:
+        return a > b if self.higher_is_better else a < b
+
+
+@dataclass(slots=True)
+class Session:
+    """A run in progress. Training loops ask it what is due, and tell it what happened."""
+
+    total_steps: int
+    eval: EvalSection
+    checkpoint: CheckpointSection
+    recorder: Recorder
+    checkpoints: Checkpoints
+    best: Best
+    resume_from: Path | None = None
+    publisher: Publisher | None = None
+    callbacks: Callbacks = field(default_factory=Callbacks)
+    step: int = field(default=0, init=False)
+    evaluated: bool = field(default=False, init=False)
+    """Whether this step has been evaluated."""
+    stopped: bool = field(default=False, init=False)
+    """Whether a callback asked to end the run."""
+    _parts: Parts = field(init=False)
+    _describe: Callable[[Path], None] | None = field(default=None, init=False)
+    _state: dict[str, Any] = field(init=False)
+    """The parts' state after the last complete step."""
+    _epoch: int = field(default=0, init=False)
+    _pass_ended: bool = field(default=False, init=False)
+    """Whether a pass over the data ended with the last step."""
+    _saved: Saved = field(init=False)
+
+    @property
+    def running(self) -> bool:
+        """Whether there is a step to take: the run is not at its end or stopped, and ``eval.target`` is not reached."""
+        return self.step < self.total_steps and not self.best.reached_target and not self.stopped
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """Time spent inside counts towards the phase ``name`` of the next step."""
+        return self.recorder.phase(name, self.step + 1)
+
+    def note(self, text: str) -> None:
+        self.recorder.progress.note(text)
+
+    def start(self, parts: Parts, describe: Callable[[Path], None] | None = None) -> None:
+        """Begin to train ``parts``, or continue from the checkpoint ``resume_from``.
+
+        Args:
+            describe: writes measurements of the model into a checkpoint; skipped when a signal ends the run, as it may
+                take long.
+
+        Raises:
+            CheckpointError: the checkpoint is damaged, or belongs to another run.
+            ModelError, StorageError: a checkpoint could not be written.
+        """
+        self._parts, self._describe = parts, describe
+        if self.resume_from is not None:
+            with boundary(CheckpointError, f"cannot continue from {self.resume_from}", _UNREADABLE):
+                state = read_state(self.resume_from)
+                parts.load(self.resume_from)
+                self.step, self.recorder.total_tokens = state["step"], state["total_tokens"]
+                self.evaluated = state.get("evaluated", True)
+                self._pass_ended = state.get("pass_ended", False)
+                self.best.value, self.best.step = state["best"].get(self.best.metric, (None, None))
+                parts.take(state)
+            self.note(f"continuing at step {self.step} from {self.resume_from}")
+            if self.step >= self.total_steps:
+                self.note(f"nothing is left to do: the run has its {self.total_steps} steps (train.steps)")
+        self._state, self._epoch = parts.state(), parts.epoch
+        self._saved = Saved(self.step, self.evaluated, self._epoch, self.recorder.clock.now())
+        if self.running:
+            self.checkpoints.rehearse(self._state, self._rehearse)
+
+    def _rehearse(self, directory: Path) -> None:
+        """Write a checkpoint without weights and optimizer: a run that cannot save must not start."""
+        for difference in self._parts.rehearse(directory):
+            self.note(f"a saved tokenizer does not read back as it is: {difference}")
+        if self.publisher:
+            self.publisher.describe(directory)
+
+    def finish_step(self, metrics: Mapping[str, float], groups: Sequence[RolloutGroup] = ()) -> None:
+        """Count a step, record it, and log the rollouts of its groups.
+
+        If a signal ends the run from now on, this step is saved.
+        """
+        interrupts.commit()
+        self.step += 1
+        record = self.recorder.step(self.step, metrics, last=self.step == self.total_steps)
+        if groups:
+            self.recorder.rollouts(self.step, groups, last=self.step == self.total_steps)
+        self._pass_ended = self._parts.epoch > self._epoch
+        self._state, self._epoch, self.evaluated = self._parts.state(), self._parts.epoch, False
+        interrupts.settle()
+        self._call(self.callbacks.on_step, record)
+
+    def finish_evaluation(self, metrics: Mapping[str, float], groups: Sequence[RolloutGroup] = ()) -> None:
+        """Record an evaluation, and log its rollouts. The checkpoint of the best one is kept."""
+        self.evaluated = True
+        if groups:
+            self.recorder.rollouts(self.step, groups, "eval", last=True)
+        self.recorder.evaluation(self.step, metrics)
+        if self.best.metric in metrics:
+            self.best.update(metrics[self.best.metric], self.step)
+        elif self.best.value is None and ("eval/reward" in metrics or "eval/loss" in metrics):
+            raise ConfigError(
+                f"eval.metric: no evaluation gives '{self.best.metric}'.{nearest(self.best.metric, metrics)}",
+                keys=("eval.metric",),
+            )
+        self._call(self.callbacks.on_evaluation, dict(metrics))
+
+    def evaluation_due(self) -> bool:
+        """Whether this step still has to be evaluated. After a resume it does if a signal prevented it."""
+        if self.evaluated:
+            return False
+        if not self.step:
+            return self.eval.at_start
+        return due(self.step, self.eval.every, self.total_steps, self._pass_ended)
+
+    def checkpoint_due(self) -> bool:
+        """Whether a checkpoint is due by steps, epochs or time, because the run stops, or after the best evaluation."""
+        saved = self._saved
+        if not self.step or (self.step, self.evaluated) == (saved.step, saved.evaluated):
+            return False
+        is_best, every, minutes = self.best.step == self.step, self.checkpoint.every, self.checkpoint.minutes
+        if self.stopped or is_best or (minutes is not None and self.recorder.clock.now() - saved.time >= 60 * minutes):
+            return True
+        return due(self.step, every, self.total_steps, self._epoch > saved.epoch)
+
+    def save(self, *, stopping: bool = False) -> Path:
+        """Write a checkpoint of the last complete step.
+
+        Args:
+            stopping: a signal ends the run. The checkpoint can be resumed even with ``model_only``, and is not
+                published.
+        """
+        wanted = self.checkpoint.model_only
+        model_only = not stopping and (wanted is True or (wanted == "last" and not self.running))
+        state: dict[str, Any] = {
+            "step": self.step,
+            "best": {self.best.metric: [self.best.value, self.best.step]},
+            "evaluated": self.evaluated,
+            "pass_ended": self._pass_ended,
+            "total_tokens": self.recorder.total_tokens,
+        }
+        state |= {"model_only": True, "finished": not self.running} if model_only else {}
+
+        def write(directory: Path) -> None:
+            self._parts.write(directory, model_only=model_only)
+            if self._describe and not stopping:
+                self._describe(directory)
+            if self.publisher:
+                self.publisher.describe(directory)
+
+        with self.phase("checkpoint"), interrupts.held():
+            path = self.checkpoints.save(self.step, {**state, **self._state}, write, self.best.step)
+            self._saved = Saved(self.step, self.evaluated, self._epoch, self.recorder.clock.now())
+            if self.publisher and not stopping:
+                self.publisher.publish(path, last=not self.running)
+        point(path.parent.parent / "model", path / "model")
+        if not stopping:
+            self._call(self.callbacks.on_checkpoint, path)
+        return path
+
+    def _call(self, callback: Callable[[int, Any], bool | None] | None, value: Any) -> None:
+        if callback is not None and callback(self.step, value) is STOP:
+            self.stopped = True
+
+    def keep(self) -> str:
+        """After a signal: save the last complete step. Returns a message that says what was kept."""
+        newest = self.checkpoints.newest()
+        kept = f"the newest checkpoint is {newest}" if newest else "no checkpoint was written yet"
+        if interrupts.torn():
+            message = f"the step after step {self.step} was half done and is lost; {kept}"
+        elif self._saved.step == self.step:
+            message = f"no step was finished since; {kept}"
+        else:
+            try:
+                self._parts.give_up()
+                path = self.save(stopping=True)
+                message = f"stopped after step {self.step} of {self.total_steps}: {path} is written"
+            except TunesmithError as error:
+                message = f"step {self.step} could not be saved: {error}; {kept}"
+        self.note(message)
+        return message

@@ -1,0 +1,159 @@
+"""JSON Lines files of ``tunesmith generate`` and ``tunesmith rft``: one line per task, in the order of the data."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import compress
+from pathlib import Path
+from typing import Any, cast
+
+from tunesmith.config.reading.files import same_path
+from tunesmith.errors import ConfigError, DataError, StorageError, boundary
+from tunesmith.records.metrics import JsonLines, is_whole, keep_lines
+from tunesmith.records.redact import redact_values
+from tunesmith.records.storage import read_json, replacing, write_json
+from tunesmith.types import Rollout, RolloutGroup, Status, Task
+
+Json = dict[str, Any]
+FLAT = ("completion", "finish_reason", "tokens", "reward", "rewards", "metrics", "status", "error")
+LOGPROBS = ("token_ids", "logprobs")
+
+
+@dataclass(frozen=True, slots=True)
+class LineWriter:
+    """Turns a group into a line: the columns of its task, and its completions as a list under ``completions``."""
+
+    decode: Callable[[Sequence[int]], str]
+    flat: bool
+    """Whether there is one completion per prompt, with its fields in the line itself."""
+    scored: bool
+    logprobs: bool = False
+    overwritten: tuple[str, ...] = ()
+    """Further columns that a file selected from these lines overwrites or drops (``selection.OVERWRITTEN``)."""
+
+    def line(self, group: RolloutGroup) -> Json:
+        records = [self.record(rollout) for rollout in group.rollouts]
+        completions = records[0] if self.flat else {"completions": records}
+        return {"prompt": group.task.prompt, **group.task.columns, **completions}
+
+    def record(self, rollout: Rollout) -> Json:
+        """``{"completion", "finish_reason", "tokens"}``, with the reward, and with the error of a failed rollout."""
+        record: Json = {
+            "completion": self.decode(rollout.answer_ids),
+            "finish_reason": rollout.finish_reason,
+            "tokens": rollout.num_sampled,
+        }
+        if self.logprobs:
+            tokens = rollout.records[-1]
+            record["token_ids"] = list(compress(tokens.token_ids, tokens.sampled))
+            record["logprobs"] = list(compress(tokens.logprobs, tokens.sampled))
+        return record | (scores_of(rollout) if self.scored or rollout.status is not Status.OK else {})
+
+    def check_columns(self, tasks: Sequence[Task]) -> None:
+        """Reject data whose columns the output would overwrite.
+
+        Raises:
+            DataError: names the column.
+        """
+        own = (*FLAT, *(LOGPROBS if self.logprobs else ())) if self.flat else ("completions",)
+        for task in tasks:
+            if clash := [name for name in (*own, *self.overwritten) if name in task.columns]:
+                raise DataError(
+                    f"task {task.id}: the data has a column '{clash[0]}', which the output would write over; rename it"
+                )
+
+
+def scores_of(rollout: Rollout) -> Json:
+    """The total reward, each function's reward, the numbers they logged, and the error if there is one."""
+    scores: Json = {"reward": rollout.reward, "rewards": rollout.rewards}
+    if rollout.metrics:
+        scores["metrics"] = rollout.metrics
+    if rollout.status is not Status.OK:
+        scores |= {"status": rollout.status.value, "error": rollout.error}
+    return scores
+
+
+def records_of(line: Mapping[str, Any]) -> list[Json]:
+    """The completions of a line: the list ``completions``, or the one in the line itself."""
+    return cast("list[Json]", line["completions"]) if "completions" in line else [dict(line)]
+
+
+def repair(path: Path) -> int:
+    """Cut off an incomplete last line, which a killed process leaves. Returns the number of whole lines.
+
+    Raises:
+        DataError: whole lines follow a damaged one, which a kill cannot cause; nothing is cut.
+    """
+    if path.exists():
+        with boundary(StorageError, f"cannot read {path}", OSError), path.open("rb") as file:
+            whole = [is_whole(line, _is_object) for line in file]
+        if whole != sorted(whole, reverse=True):
+            raise DataError(
+                f"{path}, line {whole.index(False) + 1}: not a JSON object, and whole lines come after it. Correct or "
+                "remove that line; those after it would be lost"
+            )
+    return keep_lines(path, _is_object)
+
+
+def _is_object(line: Any) -> bool:
+    return isinstance(line, dict)
+
+
+def read_lines(path: Path) -> Iterator[Json]:
+    """The lines of a file, one at a time."""
+    with boundary(StorageError, f"cannot read {path}", OSError), path.open(encoding="utf-8") as file:
+        for line in file:
+            yield json.loads(line)
+
+
+def unfinished_file(path: Path) -> Path:
+    """The file next to an output with what cannot be written to it yet; see ``Unfinished``."""
+    return path.with_name(f".{path.stem}.unfinished.jsonl")
+
+
+def count_answered(path: Path) -> int:
+    """Number of finished lines, with those that are not written to the output yet."""
+    count = 0
+    with boundary(StorageError, f"cannot read {path}", OSError):
+        if path.exists():
+            with path.open("rb") as file:
+                count += sum(line.endswith(b"\n") for line in file)
+        if (more := unfinished_file(path)).exists():
+            with more.open("rb") as file:
+                count += sum(line.endswith(b"\n") and b', "line": ' in line for line in file)
+    return count
+
+
+def write_whole(path: Path, lines: Iterator[Json]) -> int:
+    """Write a file atomically: whole or not at all. Returns its number of lines."""
+    count = 0
+    with boundary(StorageError, f"cannot write {path}", OSError), replacing(path) as unfinished:
+        out = JsonLines(unfinished, private=True)
+        for count, line in enumerate(lines, 1):  # noqa: B007
+            out.write(line)
+        out.close()
+    return count
+
+
+def claim(path: Path, identity: Mapping[str, Any]) -> None:
+    """Record the origin of an output file's lines in a file next to it, or compare with an existing record.
+
+    Raises:
+        ConfigError: the file was begun with another origin.
+    """
+    note = path.with_name(f".{path.stem}.source.json")
+    if not path.exists():
+        unfinished_file(path).unlink(missing_ok=True)  # the user has deleted the output to begin again
+    current: Json = {key: same_path(value) for key, value in json.loads(json.dumps(redact_values(identity))).items()}
+    if path.exists() and note.exists():
+        before = read_json(note)
+        changed = [key for key in (*before, *current) if same_path(before.get(key)) != current.get(key)]
+        if changed:
+            raise ConfigError(
+                f"{path} was begun with {changed[0]} = {before.get(changed[0])!r}, and it is now "
+                f"{current.get(changed[0])!r}: its lines would not belong together. Set another run_dir, "
+                f"or delete {path}"
+            )
+    write_json(note, current)

@@ -1,0 +1,154 @@
+"""Shared by ``tunesmith generate`` and ``tunesmith rft``: opens a run that samples, and answers its tasks."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from contextlib import closing, contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from tunesmith.config.commands import GenerateConfig, RFTConfig, SamplingConfig
+from tunesmith.config.schema import RewardSection
+from tunesmith.learn.data.loader import fingerprint_of
+from tunesmith.learn.data.prepare import load_tasks
+from tunesmith.learn.environments.base import SingleTurn
+from tunesmith.learn.rewards.loading import load_rewards
+from tunesmith.learn.rewards.reward_set import RewardSet
+from tunesmith.plan.processes.weights import loads_model, weights_apart
+from tunesmith.records.interrupts import handled, keeping
+from tunesmith.records.run_dir import how_to_continue
+from tunesmith.run.engines.base import EngineStats, RolloutEngine
+from tunesmith.run.loop.collect import Collector
+from tunesmith.run.loop.seeds import derive_seed
+from tunesmith.run.offline.answering import answer, window_of
+from tunesmith.run.offline.lines import LineWriter, repair
+from tunesmith.run.offline.unfinished import Unfinished
+from tunesmith.run.offline.usage import Usage
+from tunesmith.run.offline.watch import JobWatch
+from tunesmith.run.placement.engines import make_engine, make_sampling
+from tunesmith.run.placement.models import load_model, saved_generation
+from tunesmith.run.placement.opening import FROM_A_COMMAND, Caller, OpenRun, open_run
+from tunesmith.run.placement.rewards import add_rewards
+from tunesmith.types import RolloutGroup, Task
+
+C = TypeVar("C", GenerateConfig, RFTConfig)
+_ENVIRONMENTS = {"single_turn": SingleTurn()}
+
+
+@contextmanager
+def open_sampling(
+    kind: type[C], path: Path | None, overrides: Sequence[str], caller: Caller = FROM_A_COMMAND
+) -> Generator[tuple[OpenRun[C, Task], RewardSet | None]]:
+    """Like ``open_run``; also load the rewards, if any, and read the data."""
+    with handled(), open_run(kind, path, overrides, caller) as run:
+        section, run_dir = run.config.reward, run.directory.path
+        with (
+            keeping(lambda: how_to_continue(run_dir)),
+            closing(load_rewards(section, run.base_dir)) if section else nullcontext() as rewards,
+        ):
+            run.read(partial(load_tasks, tokenizer=run.tokenizer), rewards and rewards.check_tasks)
+            yield run, rewards
+
+
+def longest_prompt(tasks: Sequence[Task]) -> int:
+    return max(len(task.prompt_ids) for task in tasks)
+
+
+def answer_tasks(
+    config: SamplingConfig,
+    tokenizer: Any,
+    rewards: RewardSet | None,
+    tasks: Sequence[Task],
+    writer: LineWriter,
+    out: Path,
+    usage: Usage,
+    watch: JobWatch,
+    *,
+    greedy: bool = False,
+    stop: tuple[str, ...] = (),
+) -> None:
+    """Append the lines that ``out`` lacks. If any are missing, the model is loaded, and freed afterwards.
+
+    Args:
+        config: resolved.
+        usage: must have an open phase.
+        greedy: one completion per prompt at temperature 0; ``[sampling]``'s ``n`` and ``temperature`` are not used.
+        stop: strings to stop at, in addition to those of ``[sampling]``.
+    """
+    writer.check_columns(tasks)
+    if repair(out) >= len(tasks):
+        return
+    section = config.sampling
+    n, temperature = (1, 0.0) if greedy else (section.n, section.temperature)
+    with usage.phase("setup"):
+        engine = _load(config, tokenizer, rewards)
+    sampling = make_sampling(section, tokenizer, temperature, saved_generation(config), stop)
+
+    async def produce(place: int, task: Task, unfinished: Unfinished) -> RolloutGroup:
+        alone = n == 1 and rewards is None  # a completion is a line at once
+        complete = engine.generate if alone else unfinished.completing(place, engine.generate)
+        collector = Collector(complete, rewards, _ENVIRONMENTS, writer.decode, section.timeout)
+        [group] = await collector.collect([task], sampling, n, derive_seed(section.seed, place))
+        return group
+
+    def stats() -> EngineStats:
+        usage.add_engine(counted := engine.stats())
+        return counted
+
+    async def begin() -> None:
+        # An engine with its own weights has read them from the model's files, without the adapter; SGLang has not.
+        if weights_apart(config) and (config.lora.on or config.system.engine_kind.served):
+            with usage.phase("setup"):
+                await engine.load_weights(0)
+
+    watch.follow(config, tokenizer, stats, n)
+    window, share = window_of(config.system.max_running, n), (config.reward or RewardSection()).max_failed_share
+    answer(
+        out,
+        tasks,
+        produce,
+        writer.line,
+        window=window,
+        max_failed_share=share,
+        watch=watch,
+        begin=begin,
+        end=engine.close,
+    )
+
+
+def _load(config: SamplingConfig, tokenizer: Any, rewards: RewardSet | None) -> RolloutEngine:
+    """The engine, with the model that it needs; also loads the reward models."""
+    from tunesmith.models.causal_lm import CausalLM
+
+    report = partial(print, flush=True)
+    model = load_model(CausalLM, config, tokenizer, frozen=True) if loads_model(config) else None
+    engine = make_engine(config, model, report)
+    if rewards is not None:
+        add_rewards(rewards, config, tokenizer, report)
+    return engine
+
+
+def identity(config: SamplingConfig, data: str, tokenizer: Any, *, greedy: bool = False) -> dict[str, Any]:
+    """Everything that the lines of an output depend on, by dotted key.
+
+    Args:
+        data: the data's fingerprint.
+        greedy: as for ``answer_tasks``.
+    """
+    model, template = config.model, tokenizer.chat_template
+    values: dict[str, Any] = {"model.path": model.path, "model.dtype": model.dtype, "model.quantize": model.quantize}
+    values |= {"data": data, "chat template (digest)": template and fingerprint_of([template])}
+    if config.lora.path is not None:
+        values["lora.path"] = str(config.lora.path)
+    for key in ("map", "system_prompt", "chat", "chat_template_kwargs", "too_long", "max_prompt_tokens"):
+        values[f"data.{key}"] = getattr(config.data, key)
+    if config.sampling_settings:
+        unread = {"timeout", "n", "temperature", "top_p", "top_k", "min_p", "seed"} if greedy else {"timeout"}
+        values |= {f"sampling.{k}": v for k, v in config.sampling.model_dump(mode="json", exclude=unread).items()}
+    if isinstance(config, GenerateConfig):
+        values["output.logprobs"] = config.output.logprobs
+    if config.reward is not None:
+        outcome = {"functions", "weights", "models", "remote", "answer", "pattern"}
+        values |= {f"reward.{k}": v for k, v in config.reward.model_dump(mode="json", include=outcome).items()}
+    return values

@@ -1,0 +1,103 @@
+"""``output.kind = "score"``: rewards of completions that the data holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+from tunesmith.config.commands import GenerateConfig
+from tunesmith.errors import DataError
+from tunesmith.learn.data.chat import end_of_turn_ids
+from tunesmith.learn.data.formats import Example
+from tunesmith.learn.data.prompts import choose_template
+from tunesmith.learn.data.tokens import encode
+from tunesmith.learn.rewards.reward_set import RewardSet
+from tunesmith.models.embedding_rows import without_row
+from tunesmith.run.engines.base import EngineStats
+from tunesmith.run.offline.answering import BLOCK, answer, window_of
+from tunesmith.run.offline.lines import Json, repair, scores_of
+from tunesmith.run.offline.unfinished import Unfinished
+from tunesmith.run.offline.watch import JobWatch
+from tunesmith.run.placement.rewards import add_rewards
+from tunesmith.types import Completion, Rollout, RolloutGroup, Task
+
+
+def score(
+    config: GenerateConfig, tokenizer: Any, rewards: RewardSet, tasks: Sequence[Task], out: Path, watch: JobWatch
+) -> None:
+    """Append a line with rewards for each line of data that ``out`` lacks.
+
+    Each completion is scored as a rollout, with the model's end token unless it was cut off.
+    """
+    column = config.data.completion
+    assert config.reward is not None, "there are rewards"
+    for task in tasks:
+        records = given_records(task, column)
+        for ids in encode(tokenizer, [record["completion"] for record in records]):
+            if problem := without_row(tokenizer, ids):
+                raise DataError(f"task {task.id}: in its completion, {problem}")
+    chat = choose_template(config.data, tokenizer, [Example(t.id, t.id, prompt=t.prompt) for t in tasks]) is not None
+    eos = tokenizer.eos_token_id
+    end = end_of_turn_ids(tokenizer) if chat else [] if eos is None else [eos]
+
+    async def produce(_: int, task: Task, __: Unfinished) -> RolloutGroup:
+        records = given_records(task, column)
+        rollouts: list[Rollout] = []
+        for record in records:
+            rollout = Rollout(task)
+            rollout.observe(task.prompt_ids)
+            reason = record.get("finish_reason", "stop")
+            ids = encode(tokenizer, [record["completion"]])[0]
+            if reason == "stop":
+                ids = [*ids, *end]
+            rollout.act(Completion(ids, [0.0] * len(ids), [0] * len(ids), reason))
+            rollouts.append(rollout)
+        await rewards.score(rollouts, [record["completion"] for record in records])
+        return RolloutGroup(task, rollouts)
+
+    if repair(out) < len(tasks):
+        add_rewards(rewards, config, tokenizer, partial(print, flush=True))
+        line, share = partial(_line, column=column), config.reward.max_failed_share
+        watch.follow(config, tokenizer, EngineStats, 1)
+        answer(out, tasks, produce, line, window=window_of(BLOCK, 1), max_failed_share=share, watch=watch)
+
+
+def given_records(task: Task, column: str | None) -> list[Json]:
+    """The completions of a data line: text, or a list of texts, messages or records that have a ``completion``.
+
+    Raises:
+        DataError: there are none.
+    """
+    names = (column,) if column else ("completion", "completions")
+    value: Any = next((task.columns[name] for name in names if name in task.columns), None)
+    records = [_record(item) for item in (cast("list[Any]", value) if isinstance(value, list) else [value])]
+    if not records or None in records:
+        raise DataError(
+            f"task {task.id}: no completion to score in {' or '.join(repr(n) for n in names)} (data.completion); "
+            "it is text, a list of texts, or what tunesmith generate wrote"
+        )
+    return cast("list[Json]", records)
+
+
+def _record(item: Any) -> Json | None:
+    match item:
+        case str():
+            return {"completion": item}
+        case {"completion": str()}:
+            return cast("Json", item)
+        case {"role": "assistant", "content": str() as content}:
+            return {"completion": content}
+        case _:
+            return None
+
+
+def _line(group: RolloutGroup, column: str | None) -> Json:
+    """The data line with the rewards of its completions."""
+    columns = group.task.columns
+    line = {"prompt": group.task.prompt, **columns}
+    if not isinstance(columns[column or ("completion" if "completion" in columns else "completions")], list):
+        return line | scores_of(group.rollouts[0])
+    records = zip(given_records(group.task, column), group.rollouts, strict=True)
+    return line | {"completions": [record | scores_of(rollout) for record, rollout in records]}

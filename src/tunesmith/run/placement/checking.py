@@ -1,0 +1,230 @@
+"""Checks that every command makes before it runs the user's code or loads anything heavy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Literal, TypeVar
+
+from tunesmith.config.commands import DistillConfig, GenerateConfig, OfflineDistillConfig, RFTConfig, SamplingConfig
+from tunesmith.config.resolved import Resolved
+from tunesmith.config.schema import RLConfig, RunConfig
+from tunesmith.errors import CheckpointError, ConfigError, about
+from tunesmith.learn.data.chat import NO_TEMPLATE
+from tunesmith.learn.data.formats import Example
+from tunesmith.learn.data.prompts import read_shots
+from tunesmith.learn.environments.loading import check_agents, check_environment
+from tunesmith.learn.rewards.loading import check_rewards
+from tunesmith.models.directory import check_model, lacks_template
+from tunesmith.models.embedding_rows import added_without_row, check_texts, texts_in
+from tunesmith.plan.facts.hardware import Hardware, read_hardware
+from tunesmith.plan.facts.hub import known_model_facts, known_parameters
+from tunesmith.plan.facts.measured import read_tuned
+from tunesmith.plan.facts.model import ModelFacts
+from tunesmith.plan.facts.run import Facts
+from tunesmith.plan.resolve import resolve
+from tunesmith.records.run_dir import RunDir, check_run_dir, is_running
+from tunesmith.records.standing import read_standing
+from tunesmith.run.engines.interpreter import check_interpreter
+from tunesmith.run.loop.checkpoint import Checkpoints
+from tunesmith.run.placement.environments import check_run_rewards, instances_for, sharing_process
+from tunesmith.run.placement.examining import examine_user_code, first_lines
+from tunesmith.run.placement.sinks import check_sinks
+from tunesmith.run.processes.torchrun import Launch
+
+C = TypeVar("C", bound=RunConfig)
+Resume = bool | Literal["auto"] | Path
+
+
+def with_launched_ranks(config: C) -> C:
+    """The configuration with ``torchrun``'s processes as the trainer's ranks, if it started this one.
+
+    Raises:
+        ConfigError: the settings ask for other processes.
+    """
+    launch, system = Launch.of(), config.system
+    if launch is None or isinstance(config, GenerateConfig):
+        return config
+    started = f"the launcher started {launch.world} processes (WORLD_SIZE)"
+    if launch.several_machines and isinstance(config, RLConfig):
+        raise ConfigError(
+            f"{started}, {launch.local_world} of them on this machine: for rollouts on several machines say "
+            'system.cluster = "ray", without a launcher',
+            keys=("system.cluster",),
+        )
+    if system.cluster != "none":
+        raise ConfigError(
+            f'{started}, and system.cluster = "{system.cluster}" starts its own; leave one of them out',
+            keys=("system.cluster",),
+        )
+    if "trainer_ranks" in system.model_fields_set and system.trainer_ranks != launch.world:
+        raise ConfigError(
+            f"system.trainer_ranks = {system.trainer_ranks}, and {started}; leave it out",
+            keys=("system.trainer_ranks",),
+        )
+    return config.model_copy(update={"system": system.model_copy(update={"trainer_ranks": launch.world})})
+
+
+def check_run(config: C, base_dir: Path, *, hub: bool = True, imports: bool = False) -> Resolved[C]:
+    """Check settings, files and machine; return the settings derived so far.
+
+    Args:
+        hub: also check data sets on the hub, which fetches them.
+        imports: also import the user's code, in another process; a run imports it itself.
+
+    Raises:
+        ConfigError, DataError, ModelError, CheckpointError: the run cannot work.
+    """
+    facts = facts_of_run(config, base_dir)
+    resolved = resolve(config, facts)
+    _check_device(resolved.config)
+    note = check_inputs(config, base_dir, facts.model, hub=hub, imports=imports)
+    return replace(resolved, notes=(*resolved.notes, note)) if note else resolved
+
+
+def check_inputs(
+    config: RunConfig, base_dir: Path, model: ModelFacts | None, *, hub: bool = True, imports: bool = False
+) -> str | None:
+    """The part of ``check_run`` that does not depend on the machine; return a note about code that was not checked."""
+    if isinstance(config, RLConfig):
+        near = sharing_process(config, base_dir)
+        check_run_rewards(near, base_dir)
+        check_environment(near.environment, base_dir)
+        check_agents(config.environment, base_dir)
+    elif isinstance(config, SamplingConfig) and config.reward is not None:
+        check_rewards(config.reward, base_dir)
+    check_sinks(config.monitor.sinks, base_dir)
+    check_interpreter(config)
+    for key, path in _model_paths(config):
+        if (directory := Path(path).expanduser()).is_dir():
+            with about(key):
+                check_model(directory)
+    examples = _check_data(config, hub, model)
+    _check_template(config, examples)
+    if config.run_dir is not None:
+        check_directory(config.run_dir, resumes(config.command, config.checkpoint.resume, config.run_dir))
+        checkpoint_to_continue(config, RunDir(config.run_dir))
+    return examine_user_code(config, base_dir, examples) if imports else None
+
+
+def _model_paths(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """The setting and the path of every language model that the run loads with a tokenizer."""
+    for key in ("model.path", "critic.path", "teacher.path", "rft.sampler", "system.draft_model"):
+        section, _, name = key.partition(".")
+        if (path := getattr(getattr(config, section, None), name, None)) is not None:
+            yield key, path
+
+
+@about("model.path")
+def _check_template(config: RunConfig, examples: Sequence[Example]) -> None:
+    """Refuse conversations for a model whose files have no chat template; others are judged with the tokenizer."""
+    talk = next((e for e in examples if isinstance(e.prompt, list) or isinstance(e.completion, list)), None)
+    directory = Path(config.model.path).expanduser()
+    needed = config.data.chat is True or talk is not None
+    if needed and config.model.chat_template is None and directory.is_dir() and lacks_template(directory):
+        what = f"{talk.where} is a conversation" if talk else "data.chat = true"
+        raise ConfigError(f"{what}, and the tokenizer in '{directory}' has no chat template: {NO_TEMPLATE}")
+
+
+def resumes(command: str, resume: Resume, run_dir: Path) -> Resume:
+    """``checkpoint.resume``; a command that answers prompts always finds the remaining work of its own runs."""
+    standing = read_standing(run_dir)
+    return "auto" if standing and standing.command == command else resume
+
+
+def check_directory(run_dir: Path, resume: Resume) -> None:
+    """Reject (UserError) a directory that the run cannot use, or that is in use."""
+    check_run_dir(run_dir, resume)
+    if is_running(run_dir.resolve()):
+        raise ConfigError(f"run_dir = '{run_dir}' is in use by another process: wait for it to end", keys=("run_dir",))
+
+
+def facts_of_run(config: RunConfig, base_dir: Path | None = None, hardware: Hardware | None = None) -> Facts:
+    """Facts known before the data is read.
+
+    Args:
+        base_dir: the run file's directory, next to which the user's code is read; None: it is not read.
+        hardware: a machine other than this one.
+    """
+    frozen, model, launch = frozen_parameters(config), known_model_facts(config.model.path), Launch.of()
+    here = launch.local_world if launch else None
+    machine = hardware or read_hardware()
+    if hardware is None and machine.gpus and config.system.cluster == "ray":
+        machine = replace(machine, nodes=_nodes_like(config, len(machine.gpus)))
+    tuned = read_tuned(config, machine, model) if config.system.tuned and not machine.named else None
+    instances = instances_for(config, base_dir) if base_dir else None
+    return Facts(machine, model, frozen_parameters=frozen, ranks_here=here, tuned=tuned, instances_for=instances)
+
+
+def _nodes_like(config: RunConfig, gpus: int) -> int:
+    """The number of machines in the Ray cluster with at least as many GPUs as this one."""
+    from tunesmith.run.processes.ray_cluster import cluster_machines
+
+    if find_spec("ray") is None:  # refused elsewhere
+        return 1
+    return max(1, sum(each["GPU"] >= gpus for each in cluster_machines(config.system)))
+
+
+def frozen_parameters(config: RunConfig) -> int:
+    """Total parameters of reward models and a teacher, as far as their sizes are known."""
+    reward = config.reward if isinstance(config, RLConfig | SamplingConfig) else None
+    rewards = sum(known_parameters(model.path) or 0 for model in (reward.models if reward else ()))
+    if not isinstance(config, DistillConfig | OfflineDistillConfig):
+        return rewards
+    # Assume that a teacher is no smaller than its student.
+    return rewards + (known_parameters(config.teacher.path) or known_parameters(config.model.path) or 0)
+
+
+def checkpoint_to_continue(config: RunConfig, run_dir: RunDir) -> Path | None:
+    """The checkpoint that ``checkpoint.resume`` refers to; None for a new run.
+
+    Raises:
+        CheckpointError: there is no checkpoint yet.
+    """
+    resume = config.checkpoint.resume
+    if resume is False:
+        return None
+    checkpoint = (
+        resume if isinstance(resume, Path) else Checkpoints(run_dir.checkpoints, config.checkpoint.keep).newest()
+    )
+    if checkpoint is None and resume == "auto":
+        return None
+    if checkpoint is None:
+        raise CheckpointError(
+            f"checkpoint.resume: there is no checkpoint to resume in {run_dir.checkpoints}: the run ended before its "
+            "first one. Start it again without checkpoint.resume, in another run_dir or after deleting this one",
+            keys=("checkpoint.resume",),
+        )
+    return checkpoint
+
+
+def _check_data(config: RunConfig, hub: bool, model: ModelFacts | None) -> list[Example]:
+    """Read each source up to its first usable line, whose tokens must be in the embedding; return those lines."""
+    added = added_without_row(Path(config.model.path).expanduser(), model.vocab_size) if model else {}
+
+    def check(example: Example) -> None:
+        texts = texts_in([example.text, example.prompt, example.completion, example.rejected, example.steps])
+        check_texts([*texts, config.data.system_prompt or ""], added, model.vocab_size if model else 0)
+
+    examples = first_lines(config, hub=hub, check=check)
+    if isinstance(config, RFTConfig) and config.rft.few_shot is not None:
+        with about("rft.few_shot"):
+            read_shots(config.rft.few_shot)
+    return examples
+
+
+def _check_device(config: RunConfig) -> None:
+    """Ask torch for a GPU if nothing else has detected one."""
+    device = config.system.device
+    if device == "cpu" or config.system.cluster != "none" or read_hardware().gpus:
+        return
+    import torch
+
+    count = torch.cuda.device_count()
+    if int(device.partition(":")[2] or 0) >= count:
+        found = f"torch sees {count} GPUs" if count else f"torch {torch.__version__} sees no GPU"
+        raise ConfigError(
+            f"system.device = '{device}', and {found} here; set 'cpu', or leave it out", keys=("system.device",)
+        )

@@ -1,0 +1,187 @@
+"""``tunesmith check cluster``: the hardware of a launch's processes, and the speed of communication between them."""
+
+from __future__ import annotations
+
+import os
+import socket
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tunesmith.config.system import Role
+from tunesmith.config.values import format_size
+from tunesmith.errors import TrainerLostError
+from tunesmith.learn.usercode.far import gather
+from tunesmith.plan.facts.hardware import read_hardware
+from tunesmith.plan.processes.devices import visible_names
+from tunesmith.run.placement.machines import RankHost, written_probe
+from tunesmith.run.placement.planes import launched_address
+from tunesmith.run.processes.machines import PACKAGES, own_view
+from tunesmith.run.processes.torchrun import LaunchedProcesses, Meeting
+
+SMALL, LARGE = 8, 32 << 20
+"""Bytes of the all-reduces that measure latency and bandwidth."""
+ROUNDS = 7
+_ENVIRONMENT = ("NCCL_", "GLOO_", "CUDA_VISIBLE_DEVICES")
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessPlace:
+    """The environment of one process."""
+
+    host: str
+    address: str
+    device: str
+    """The GPU's name and memory, or the CPU's name and cores."""
+    driver: str
+    """The GPU's driver version."""
+    versions: dict[str, str]
+    environment: dict[str, str]
+    """The settings of NCCL, gloo and CUDA."""
+
+
+def own_place() -> ProcessPlace:
+    machine = read_hardware()
+    device = f"{machine.cpu}, {machine.cores} cores"
+    if machine.gpus:
+        device = f"{machine.gpus[0].name}, {format_size(machine.gpus[0].memory_total)}"
+    view = own_view()
+    return ProcessPlace(
+        socket.gethostname(),
+        launched_address(),
+        device,
+        _driver() if machine.gpus else "",
+        {name: view[name] for name in ("python", *PACKAGES) if name in view},
+        {name: value for name, value in sorted(os.environ.items()) if name.startswith(_ENVIRONMENT)},
+    )
+
+
+def _driver() -> str:
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+
+
+@dataclass(slots=True)
+class Prober(RankHost):
+    """The object in each process."""
+
+    device: str = field(init=False)
+    group: Any = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self.address, self.device = launched_address(), "cuda" if read_hardware().gpus else "cpu"
+
+    def place(self) -> ProcessPlace:
+        return own_place()
+
+    def sees(self, probe: Path, text: str) -> bool:
+        return probe.is_file() and probe.read_text(encoding="utf-8") == text
+
+    def meet(self, rank: int, world: int, at: tuple[str, int]) -> None:
+        self.group = self.join(rank, world, at, self.device)
+
+    def seconds(self, num_bytes: int) -> float:
+        """Seconds of an all-reduce over the ranks: the median of several, after one that opens connections."""
+        import torch
+
+        numbers, found = torch.ones(num_bytes // 4, device=self.device), list[float]()
+        for _ in range(ROUNDS + 1):
+            start = time.perf_counter()
+            self.group.sum(numbers)
+            if numbers.is_cuda:
+                torch.cuda.synchronize()
+            found.append(time.perf_counter() - start)
+        return statistics.median(found[1:])
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterReport:
+    """The findings about all ranks.
+
+    Args:
+        blind: ranks that cannot see the shared directory.
+        seconds: durations of a small and a large all-reduce; None for a single process.
+    """
+
+    places: Sequence[ProcessPlace]
+    shared: Path
+    blind: Sequence[int] = ()
+    seconds: tuple[float, float] | None = None
+
+    @property
+    def bandwidth(self) -> float | None:
+        """Bytes per second over each rank's connection in a large all-reduce (``nccl-tests``, "bus bandwidth")."""
+        world = len(self.places)
+        return None if self.seconds is None else 2 * (world - 1) / world * LARGE / self.seconds[1]
+
+    def lines(self) -> list[str]:
+        first = self.places[0]
+        found = [", ".join(f"{name} {version}" for name, version in first.versions.items())]
+        for rank, place in enumerate(self.places):
+            driver = f", driver {place.driver}" if place.driver else ""
+            found.append(f"rank {rank}: {place.host} ({place.address}), {place.device}{driver}")
+        found += [f"{name}={value}" for name, value in first.environment.items()]
+        if self.seconds and self.bandwidth:
+            found.append(f"sum of {SMALL} bytes: {1e3 * self.seconds[0]:.3g} ms")
+            found.append(f"sum of {format_size(LARGE)}: {self.bandwidth / 1e9:.3g} GB/s")
+            found.append(f"shared directory: {self.shared}")
+        return found
+
+    def problems(self, least: float | None = None) -> list[str]:
+        """The problems found.
+
+        Args:
+            least: GB/s that the bandwidth has to reach.
+        """
+        found = [
+            *self._mixed("devices", lambda place: place.device),
+            *self._mixed("GPU drivers", lambda place: place.driver),
+            *self._mixed("versions", lambda place: ", ".join(f"{n} {v}" for n, v in place.versions.items())),
+        ]
+        for name in sorted({name for place in self.places for name in place.environment} - {"CUDA_VISIBLE_DEVICES"}):
+            found += self._mixed(name, lambda place, name=name: place.environment.get(name, "(not set)"))
+        if self.blind:
+            hosts = ", ".join(f"{rank} on {self.places[rank].host}" for rank in self.blind)
+            found.append(f"{self.shared} is not shared: rank {hosts} does not see what rank 0 writes there")
+        if least is not None and self.bandwidth is not None and self.bandwidth < least * 1e9:
+            found.append(f"the ranks sum at {self.bandwidth / 1e9:.3g} GB/s, and --bandwidth asks for {least:g}")
+        return found
+
+    def _mixed(self, what: str, of: Callable[[ProcessPlace], str]) -> list[str]:
+        ranks: dict[str, list[int]] = {}
+        for rank, place in enumerate(self.places):
+            ranks.setdefault(of(place), []).append(rank)
+        if len(ranks) == 1:
+            return []
+        listed = "; ".join(f"{value} (rank {', '.join(map(str, which))})" for value, which in ranks.items())
+        return [f"{what} differ: {listed}"]
+
+
+def examine(met: Meeting | None, shared: Path) -> ClusterReport:
+    """Examine all ranks of a launch, or only this process.
+
+    Raises:
+        ConfigError, TrainerLostError: the ranks do not come together.
+    """
+    if met is None:
+        return ClusterReport([own_place()], shared)
+    world, gpus = met.launch.world, read_hardware().gpus
+    own = visible_names(os.environ.get("CUDA_VISIBLE_DEVICES"), len(gpus))
+    seen: dict[Role, list[tuple[str]]] = {"actor": [(name,) for name in own]} if own else {}
+    with LaunchedProcesses(met, seen) as processes:
+        ranks = [processes.spawn("actor", TrainerLostError) for _ in range(world)]
+        gather(far.make(Prober) for far in ranks)
+        places: list[ProcessPlace] = gather(far.submit("place") for far in ranks)
+        with written_probe(shared) as (probe, text):
+            sees = gather(far.submit("sees", probe, text) for far in ranks)
+        at = ranks[0].call("open_store")
+        gather(far.submit("meet", rank, world, at) for rank, far in enumerate(ranks))
+        small, large = (max(gather(far.submit("seconds", size) for far in ranks)) for size in (SMALL, LARGE))
+    return ClusterReport(places, shared, [rank for rank, there in enumerate(sees) if not there], (small, large))

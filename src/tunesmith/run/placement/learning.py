@@ -1,0 +1,87 @@
+"""Facts about a run that ``doctor/learning.py`` needs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from itertools import islice
+from typing import Any
+
+from tunesmith.config.commands import DistillConfig
+from tunesmith.config.schema import RewardSection, RLConfig, RunConfig
+from tunesmith.learn.data.preference import Comparison
+from tunesmith.learn.data.reading import Prepared
+from tunesmith.plan.derive.capacity import computing_threads
+from tunesmith.plan.facts.hardware import usable_cpus
+from tunesmith.plan.length import optimizer_steps
+from tunesmith.records.doctor.record import RunFacts
+from tunesmith.types import Task
+
+LAST = 64
+"""The number of an item's last tokens by which it is recognised."""
+LOOKED_AT = 200
+"""The number of items in which unknown tokens are counted."""
+
+
+def learning_facts(config: RunConfig, tokenizer: Any, data: Prepared[Any], held_out: Sequence[Any]) -> RunFacts:
+    """Facts from a resolved configuration, its training data and its evaluation items."""
+    items, counts = data.items, data.report.counts
+    train, kinds, tested = config.train, {_content(item) for item in items}, list(map(_content, held_out))
+    facts = RunFacts(
+        reach=train.lr * optimizer_steps(config, len(items)),
+        lr=train.lr,
+        unknown=unknown_share(tokenizer, items),
+        train_size=len(items),
+        eval_size=len(tested) or None,
+        repeated=1 - len(kinds) / max(1, len(items)),
+        seen=sum(item in kinds for item in tested) / max(1, len(tested)),
+        too_long=counts["too_long"] / max(1, counts["read"]),
+        bad=counts["bad"] / max(1, counts["read"]),
+        source_share=max(data.shares) if len(data.shares) > 1 else None,
+        threads_per_core=computing_threads(config) / usable_cpus(),
+    )
+    if not isinstance(config, RLConfig):
+        return facts
+    algorithm = config.algorithm
+    needs, by_turn = algorithm.needs, config.environment.used and algorithm.advantage.by_turn
+    shaped = bool(algorithm.overlong) or algorithm.stop_properly is not None
+    return replace(
+        facts,
+        rollouts=True,
+        rewarded=not isinstance(config, DistillConfig),
+        from_total=not (by_turn or shaped or "reward_weights" in needs),
+        compares_group="group" in needs,
+        full_reward=_full_reward(config.reward) if not config.environment.used else None,
+        frozen_steps=config.critic.freeze_actor_steps,
+        temperature=config.rollout.temperature,
+        max_new_tokens=config.rollout.max_new_tokens,
+    )
+
+
+def unknown_share(tokenizer: Any, items: Iterable[Any]) -> float:
+    """Share of unknown tokens (the tokenizer's unk token) in the first prompts or samples."""
+    unknown: int | None = tokenizer.unk_token_id
+    tokens = [token for item in islice(items, LOOKED_AT) for token in _tokens(item)]
+    return tokens.count(unknown) / len(tokens) if unknown is not None and tokens else 0.0
+
+
+def _content(item: Any) -> int:
+    """A hash that is equal for equal items; it reads only their length and last tokens, since data can be large."""
+    if isinstance(item, Task):
+        rest = "" if item.environment == "single_turn" else repr(item.columns)
+        return hash((rest, len(item.prompt_ids), item.prompt_ids[-LAST:]))
+    samples = item.samples if isinstance(item, Comparison) else (item,)
+    return hash(tuple((len(sample.token_ids), *sample.token_ids[-LAST:]) for sample in samples))
+
+
+def _tokens(item: Any) -> Sequence[int]:
+    if isinstance(item, Task):
+        return item.prompt_ids
+    return (item.samples[0] if isinstance(item, Comparison) else item).token_ids
+
+
+def _full_reward(section: RewardSection) -> float | None:
+    """The total reward if every function returns 1; None for models and servers, which have no maximum."""
+    if not section.functions or section.models or section.remote:
+        return None
+    return sum(w for w in section.weights or [1.0] * len(section.functions) if w > 0)

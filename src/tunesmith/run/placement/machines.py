@@ -1,0 +1,119 @@
+"""How the ranks of a launch find each other, and what their machines must have in common."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from hashlib import sha256
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tunesmith.errors import ConfigError, ModelError
+from tunesmith.learn.usercode.far import Far, gather
+from tunesmith.run.processes.machines import differences
+
+if TYPE_CHECKING:
+    from tunesmith.run.processes.rank_group import RankGroup
+
+SAMPLE = 1 << 20
+"""Bytes compared at each file's beginning and end; the beginning of a safetensors file lists its tensors."""
+
+
+@dataclass(slots=True)
+class RankHost:
+    """The object in each process of a group."""
+
+    address: str = field(init=False)
+    """This machine's address, as the other ranks reach it; set by subclasses."""
+    store: Any = field(default=None, init=False)
+
+    def open_store(self) -> tuple[str, int]:
+        """Open the store through which the ranks find each other; return its host and port."""
+        from tunesmith.run.processes.process_group import open_store
+        from tunesmith.run.processes.rank_group import PATIENCE
+
+        self.store = open_store(self.address, PATIENCE)
+        return self.address, self.store.port
+
+    def join(self, rank: int, world: int, place: tuple[str, int], device: str) -> RankGroup:
+        """Args: place: the result of ``open_store`` on the first rank."""
+        from tunesmith.run.processes.rank_group import RankGroup, reach_store
+
+        self.store = self.store or reach_store(*place)
+        return RankGroup(self.store, rank, world, self.address, device)
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Findings of a rank about its machine."""
+
+    host: str
+    probe: str | None
+    """The text of the probed file; None if it does not exist."""
+    files: dict[str, str]
+    """Size and digest of the files in the model's directory, by name; empty for a model on the hub."""
+
+
+def look(model: str, probe: Path) -> Machine:
+    """The findings of this process.
+
+    Args:
+        model: ``model.path``.
+        probe: a file in the run's directory, which is read.
+    """
+    directory = Path(model).expanduser()
+    kinds = (".safetensors", ".json", ".jinja", ".model")
+    names = sorted(file for file in directory.glob("*") if file.suffix in kinds) if directory.is_dir() else []
+    seen = probe.read_text(encoding="utf-8") if probe.is_file() else None
+    return Machine(socket.gethostname(), seen, {file.name: _digest(file) for file in names})
+
+
+def _digest(file: Path) -> str:
+    size = file.stat().st_size
+    with file.open("rb") as opened:
+        digest = sha256(opened.read(SAMPLE))
+        opened.seek(max(0, size - SAMPLE))
+        digest.update(opened.read())
+    return f"{size} bytes, {digest.hexdigest()[:12]}"
+
+
+@contextmanager
+def written_probe(directory: Path) -> Generator[tuple[Path, str]]:
+    """A file with random text, which other machines see if they share the directory."""
+    probe, text = directory.absolute() / f".shared-{secrets.token_hex(4)}", secrets.token_hex(16)
+    probe.write_text(text, encoding="utf-8")
+    try:
+        yield probe, text
+    finally:
+        probe.unlink(missing_ok=True)
+
+
+def check_machines(ranks: Sequence[Far], model: str, run_dir: Path) -> None:
+    """Refuse machines that do not see the run's directory, or whose files of the model differ.
+
+    Args:
+        ranks: far objects with a method ``look``.
+
+    Raises:
+        ConfigError: the machines write to different directories of the same name.
+        ModelError: they have different models.
+    """
+    with written_probe(run_dir) as (probe, text):
+        first, *others = gather(far.submit("look", probe) for far in ranks)
+    for rank, found in enumerate(others, start=1):
+        if found.probe != text:
+            raise ConfigError(
+                f"run_dir = '{run_dir}' is not the same directory everywhere: rank {rank} on {found.host} does not see "
+                f"what rank 0 wrote there on {first.host}. Every rank writes its part of a checkpoint, so set run_dir "
+                "to a directory that all machines share under one path",
+                keys=("run_dir",),
+            )
+        if different := differences(first.files, found.files):
+            raise ModelError(
+                f"model.path = '{model}' is not the same model everywhere: on {first.host} (rank 0) and {found.host} "
+                f"(rank {rank}) {'; '.join(different)}",
+                keys=("model.path",),
+            )

@@ -1,0 +1,105 @@
+"""Planning a run on a machine that need not be present."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from tunesmith.config.commands import ScoreConfig
+from tunesmith.config.engines import FASTEST_ENGINE
+from tunesmith.config.resolved import Derived, Resolved
+from tunesmith.config.schema import RLConfig, RunConfig
+from tunesmith.config.section import known
+from tunesmith.errors import CapacityError, ConfigError
+from tunesmith.plan.cost.memory import bytes_per_number
+from tunesmith.plan.cost.seconds import measurable
+from tunesmith.plan.facts.machines import THIS, machine
+from tunesmith.plan.facts.measured import read_rates
+from tunesmith.plan.facts.run import Facts
+from tunesmith.plan.filling import with_values
+from tunesmith.plan.layout.alternatives import costly
+from tunesmith.plan.layout.fitting import layout_that_fits
+from tunesmith.plan.processes.cluster import bundles, missing
+from tunesmith.plan.resolve import resolve, sequence_limits
+from tunesmith.plan.rules.checks import contradictions, unread_problems
+from tunesmith.run.placement.checking import check_inputs, facts_of_run
+
+C = TypeVar("C", bound=RunConfig)
+ENGINE = "system.engine"
+
+ASSUMED_SAMPLE, ASSUMED_PROMPT = 2048, 1024
+"""Assumed tokens of the longest sample and prompt if no setting limits them, because the data is not read."""
+
+
+def plan_run(config: RunConfig, on: str, base_dir: Path | None = None) -> tuple[Resolved[Any], Facts]:
+    """A run resolved for a machine, and the facts used.
+
+    Args:
+        base_dir: the run file's directory; for this machine, files and code are then checked as ``check_run`` does.
+
+    Raises:
+        ConfigError: an unknown machine, or settings that contradict each other or the machine.
+        CapacityError: the run does not fit.
+    """
+    elsewhere = None if on.strip().lower() == THIS else machine(on)
+    said, config = config, _with_planned_engine(config) if elsewhere and elsewhere.gpus else config
+    facts, notes = _with_lengths(config, facts_of_run(config, hardware=elsewhere))
+    hardware = facts.hardware
+    if base_dir is not None and elsewhere is None:
+        note = check_inputs(config, base_dir, facts.model, hub=False, imports=True)
+        notes += [note] if note else []
+    if hardware.nodes > 1 and not config.samples:  # torchrun starts as many on each
+        facts = replace(facts, ranks_here=len(hardware.gpus))
+        world, ranks = hardware.nodes * len(hardware.gpus), known(config.system, "trainer_ranks")
+        if ranks not in (None, world):
+            raise ConfigError(
+                f"system.trainer_ranks = {ranks}, and torchrun starts {world} ranks on {hardware.nodes} machines of "
+                f"{len(hardware.gpus)} GPUs, one for each; leave system.trainer_ranks out",
+                keys=("system.trainer_ranks",),
+            )
+    resolved = resolve(config, facts)
+    if resolved.config.system.cluster == "ray" and isinstance(resolved.config, RLConfig):
+        each = {"CPU": float(facts.hardware.cores), "GPU": float(len(facts.hardware.gpus))}
+        if lacking := missing(bundles(resolved.config), [each] * facts.hardware.nodes):
+            raise CapacityError(f"{lacking}{layout_that_fits(config, resolved.config, facts)}")
+    if facts.hardware.nodes > 1 and resolved.config.samples and resolved.config.system.cluster == "none":
+        notes.append(
+            f'this run uses one of {facts.hardware.nodes} machines; system.cluster = "ray" spreads it over all'
+        )
+    if measurable(resolved.config, facts) and not read_rates(facts.hardware, bytes_per_number(resolved.config)):
+        notes.append("how long a step takes on this CPU is not known yet: tunesmith check machine measures its rates")
+    notes += costly(config, resolved, facts)
+    if config is not said:
+        given = {key: value for key, value in resolved.given.items() if key != ENGINE}
+        derived = (*resolved.derived, Derived(ENGINE, config.system.engine, "planned, as it samples fastest on GPUs"))
+        resolved = replace(resolved, given=given, derived=derived)
+        notes.append(f'{ENGINE} = "{config.system.engine}" is planned; a run does not choose it, so write it there')
+    return replace(resolved, notes=(*notes, *resolved.notes)), facts
+
+
+def _with_planned_engine(config: C) -> C:
+    """The run with vLLM, which a named machine may have, if no engine was set and vLLM is able to do it."""
+    if "engine" in config.system.model_fields_set or not config.samples:
+        return config
+    other = with_values(config, {ENGINE: FASTEST_ENGINE})
+    refused = {problem.keys for problem in (*contradictions(other), *unread_problems(other))}
+    return config if refused - {problem.keys for problem in contradictions(config)} else other
+
+
+def _with_lengths(config: RunConfig, facts: Facts) -> tuple[Facts, list[str]]:
+    """Facts with the length of the data's longest line, and a note if it is assumed."""
+    if facts.model is None:
+        return facts, [f"{config.model.path}: neither its files nor the hub told its sizes; memory is not planned"]
+    supervised = config.supervised
+    key = "data.max_tokens" if supervised else "data.max_prompt_tokens"
+    limit = config.data.max_tokens if supervised else config.data.max_prompt_tokens
+    if limit is not None:
+        return replace(facts, longest=limit), []
+    assumed = ASSUMED_SAMPLE if supervised else ASSUMED_PROMPT
+    room = min((n for n, _ in sequence_limits(config, facts)), default=assumed + config.new_tokens)
+    longest = max(1, min(assumed, room - config.new_tokens - isinstance(config, ScoreConfig)))
+    what = "sample" if supervised else "prompt"
+    return replace(facts, longest=longest), [
+        f"the longest {what} is assumed to have {longest} tokens, since the data is not read; {key} sets another length"
+    ]

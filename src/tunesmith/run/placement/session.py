@@ -1,0 +1,185 @@
+"""The session of a training run: its log, progress, timeline, checkpoints and sinks; and the run's result."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+from tunesmith.config.commands import RMConfig
+from tunesmith.config.schema import RLConfig, RunConfig
+from tunesmith.config.values import parse_size
+from tunesmith.records.doctor.learning import LearningWatch
+from tunesmith.records.doctor.record import write_facts
+from tunesmith.records.interrupts import handled, keeping
+from tunesmith.records.metrics import MetricsLog, is_evaluation, read_metrics
+from tunesmith.records.progress import open_progress
+from tunesmith.records.run_dir import how_to_continue
+from tunesmith.records.text import EvalExample, shown_path
+from tunesmith.records.timeline import Timeline
+from tunesmith.records.watchdog import Watchdog
+from tunesmith.run.loop.checkpoint import Checkpoints, read_state
+from tunesmith.run.loop.profiling import StepProfiler
+from tunesmith.run.loop.recorder import Recorder
+from tunesmith.run.loop.rollout_log import RolloutLog, examples, read_evaluated
+from tunesmith.run.loop.session import Best, Session
+from tunesmith.run.placement.hub import open_hub
+from tunesmith.run.placement.learning import learning_facts
+from tunesmith.run.placement.opening import OpenRun
+from tunesmith.run.placement.sinks import open_sinks
+
+SHOWN = 6
+"""Held-out prompts whose answers are shown at the end of a run."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunResult:
+    """The result of a run: its directory, model and numbers."""
+
+    run_dir: Path
+    checkpoint: Path
+    """The last checkpoint's model, in Hugging Face format."""
+    evaluations: list[dict[str, Any]] = field(repr=False)
+    """One entry per evaluation, first to last."""
+    seconds: dict[str, float] = field(repr=False)
+    """Seconds by phase."""
+    best: str | None = None
+    """The best evaluation and its checkpoint, if not the last one."""
+    warning: str | None = None
+    """Why the run learned nothing, if so."""
+    examples: Sequence[EvalExample] = field(default=(), repr=False)
+    """Held-out prompts, with answers from before and after training."""
+    scores: bool = False
+    """Whether the model is a reward model."""
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """The rows of ``metrics.jsonl``: one per step, and one per evaluation."""
+        return read_metrics(self.run_dir / "metrics.jsonl")
+
+    def to_pandas(self) -> Any:
+        """The metrics as a ``pandas.DataFrame``."""
+        from pandas import DataFrame
+
+        return DataFrame(self.metrics)
+
+    def load(self, **options: Any) -> tuple[Any, Any]:
+        """The trained model and its tokenizer, loaded by transformers; ``options`` go to ``from_pretrained``."""
+        return load_trained(self.checkpoint, scores=self.scores, **options)
+
+
+def load_trained(path: Path, *, scores: bool = False, **options: Any) -> tuple[Any, Any]:
+    """A model (or an adapter on its base) and its tokenizer.
+
+    transformers gives an adapter its base's generation configuration; here it gets its own.
+    """
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+    from tunesmith.models.export import read_generation
+
+    kind: Any = AutoModelForSequenceClassification if scores else AutoModelForCausalLM
+    if scores:
+        options = {"num_labels": 1, **options}
+    model, tokenizer = kind.from_pretrained(path, **options), cast(Any, AutoTokenizer).from_pretrained(path)
+    if model.can_generate() and (saved := read_generation(path)):
+        model.generation_config = saved
+    return model, tokenizer
+
+
+@contextmanager
+def open_session(run: OpenRun[Any, Any], checkpoint: Path | None, metric: str) -> Generator[Session]:
+    """The session of a run.
+
+    Args:
+        checkpoint: the one to resume from; after a restart, not the one with which the run was opened.
+        metric: the metric that selects the best checkpoint, unless ``eval.metric`` names another.
+    """
+    config: RunConfig = run.config
+    run_dir, metric = run.directory, config.eval.metric or metric
+    with ExitStack() as stack:
+        stack.enter_context(handled())
+        facts = learning_facts(config, run.tokenizer, run.train, run.eval_items or ())
+        write_facts(facts, run_dir.path)
+        step, every = read_state(checkpoint)["step"] if checkpoint else None, config.monitor.every
+        progress = open_progress(config.train.steps, start=step or 0, live=config.monitor.progress, every=every)
+        sinks = open_sinks(config, run_dir, run.base_dir, step, progress.note)
+        metrics = MetricsLog(run_dir.metrics, sinks, every, step)
+        rollouts = open_rollout_log(run, step)
+        if rollouts:
+            stack.callback(rollouts.close)
+        profiler = StepProfiler(run_dir.path / "profile", config.monitor.profile_steps)
+        stack.callback(profiler.close)
+        timeline = Timeline(run_dir.traces, config.monitor.trace_steps)
+        stack.enter_context(progress)
+        if config.monitor.stall_after:
+            stack.enter_context(Watchdog(timeline, config.monitor.stall_after, progress.note))
+        yield Session(
+            total_steps=config.train.steps,
+            eval=config.eval,
+            checkpoint=config.checkpoint,
+            publisher=open_hub(config, run_dir, progress.note),
+            recorder=Recorder(
+                stack.enter_context(metrics),
+                progress,
+                rollouts,
+                learning=LearningWatch(facts),
+                timeline=timeline,
+                profiler=profiler,
+            ),
+            checkpoints=Checkpoints(run_dir.checkpoints, config.checkpoint.keep),
+            best=Best(metric, higher_is_better="loss" not in metric, target=config.eval.target),
+            callbacks=run.caller.callbacks,
+            resume_from=checkpoint,
+        )
+
+
+def open_rollout_log(run: OpenRun[Any, Any], step: int | None) -> RolloutLog | None:
+    """The rollout log; None in supervised training."""
+    monitor, tokenizer = run.config.monitor, run.tokenizer
+    if not isinstance(run.config, RLConfig):
+        return None
+    decode = partial(tokenizer.decode, skip_special_tokens=True)
+    size = parse_size(monitor.rollouts_size)
+    return RolloutLog(
+        run.directory.rollouts,
+        monitor.samples,
+        size,
+        decode,
+        tokenizer.decode,
+        tokens=monitor.tokens,
+        resume_step=step,
+    )
+
+
+def kept_on_interrupt(run: OpenRun[Any, Any], session: Session) -> AbstractContextManager[None]:
+    """If a signal ends the code inside, save the progress; say what was kept and how to continue."""
+    return keeping(lambda: f"{session.keep()}\n{how_to_continue(run.directory.path)}")
+
+
+def run_result(run: OpenRun[Any, Any], session: Session) -> RunResult:
+    run_dir = run.directory
+    newest = session.checkpoints.newest()
+    assert newest is not None, "a run ends with a checkpoint"
+    evaluations = [line for line in read_metrics(run_dir.metrics) if is_evaluation(line)]
+    session.recorder.clock.lap()
+    kept = session.checkpoints.path(session.best.step) if session.best.step else None
+    better = kept is not None and kept != newest and kept.exists()
+    best = (
+        f"{session.best.metric} {session.best.value:.3g} at step {session.best.step}: {shown_path(kept)}/model"
+        if kept and better
+        else None
+    )
+    shown = examples(read_evaluated(run_dir.rollouts), SHOWN) if session.recorder.rollout_log else []
+    return RunResult(
+        run_dir.path,
+        newest / "model",
+        evaluations,
+        session.recorder.clock.totals,
+        best,
+        session.recorder.learning.end(),
+        shown,
+        isinstance(run.config, RMConfig),
+    )

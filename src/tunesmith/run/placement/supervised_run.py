@@ -1,0 +1,221 @@
+"""A run that trains on data without rollouts: its parts, for each command, and the loop over them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from tunesmith.config.commands import DPOConfig, KTOConfig, OfflineDistillConfig, PRMConfig, RMConfig
+from tunesmith.config.schema import RunConfig, SFTConfig
+from tunesmith.learn.algorithms.objective import DistillationObjective, Objective, SFTObjective
+from tunesmith.learn.algorithms.preference import (
+    AGGREGATION,
+    DPOObjective,
+    KTOObjective,
+    RewardObjective,
+    StepObjective,
+)
+from tunesmith.learn.data.batch import Batch
+from tunesmith.learn.data.preference import Comparison, Solution
+from tunesmith.learn.data.prepare import Prepared
+from tunesmith.learn.rewards.stats import STATS_FILE
+from tunesmith.models.causal_lm import CausalLM
+from tunesmith.models.score_model import ScoreModel
+from tunesmith.plan.length import draws
+from tunesmith.plan.processes.roles import keeps_reference
+from tunesmith.run.loop import preference, supervised
+from tunesmith.run.loop.learner import Learner
+from tunesmith.run.loop.parts import SupervisedParts
+from tunesmith.run.loop.session import Session
+from tunesmith.run.loop.supervised import evaluate
+from tunesmith.run.placement.models import load_model
+from tunesmith.run.placement.opening import OpenRun
+from tunesmith.run.placement.processes import MakeBackend
+from tunesmith.run.placement.session import RunResult, kept_on_interrupt, open_session, run_result
+from tunesmith.run.placement.trainers import compare_with, load_teacher, make_backend, make_learner, make_trainer
+from tunesmith.run.placement.training_data import TRAINING_DATA, label_tokens
+from tunesmith.run.processes.local import Processes
+from tunesmith.run.trainers.base import Metrics
+from tunesmith.run.trainers.torch import TorchBackend
+from tunesmith.types import Sample
+
+T = TypeVar("T")
+
+
+def train_on_data(run: OpenRun[Any, Any], processes: Processes | None, checkpoint: Path | None) -> RunResult:
+    """The run from ``checkpoint`` on, or from the beginning."""
+    with open_session(run, checkpoint, TRAINING_DATA[type(run.config)].metric) as session:
+        with session.phase("setup"):
+            parts = make_parts(run, session, processes)
+            session.start(parts, parts.describe)
+        with kept_on_interrupt(run, session):
+            supervised.run(parts, session)
+        return run_result(run, session)
+
+
+@dataclass(frozen=True, slots=True)
+class Setup(Generic[T]):
+    """The inputs for building the parts."""
+
+    run: OpenRun[Any, T]
+    session: Session
+    processes: Processes | None
+    """The processes of the trainer's ranks; None: this process trains."""
+
+    def learner(self, make: MakeBackend, aggregation: str = AGGREGATION, *, keep_groups: bool = False) -> Learner:
+        """A learner with its model loaded."""
+        run, config = self.run, self.run.config
+        trained = make_trainer(self.processes, config, make, run.tokenizer, run_dir=run.directory.path)
+        return make_learner(config, self.session, trained, aggregation, config.train.steps, keep_groups=keep_groups)
+
+    def parts(
+        self,
+        learner: Learner,
+        objective: Objective,
+        prepare: Callable[[Sequence[T]], Batch],
+        summarise: Callable[[Metrics], Metrics] = dict,
+        *,
+        train: Prepared[T] | None = None,
+        held_out: Sequence[T] | None = None,
+        without: tuple[str, ...] = ("nonfinite",),
+    ) -> SupervisedParts[T]:
+        """The loop's parts; ``train`` and ``held_out`` are the run's data with anything added since it was read.
+
+        Args:
+            without: name prefixes of metrics that evaluations omit.
+        """
+        config: RunConfig = self.run.config
+        items, data, train = held_out or self.run.eval_items, config.data, train or self.run.train
+        return SupervisedParts(
+            items=train.loader(
+                config.train.batch_size, shuffle=data.shuffle, seed=data.seed, draws=draws(config, len(train))
+            ),
+            learner=learner,
+            objective=objective,
+            prepare=prepare,
+            evaluate=partial(evaluate, learner, objective, prepare, items, summarise, without) if items else None,
+            summarise=summarise,
+        )
+
+
+def make_parts(run: OpenRun[Any, Any], session: Session, processes: Processes | None) -> SupervisedParts[Any]:
+    """Load the model and build everything else that the command needs."""
+    return _MAKERS[type(run.config)](Setup(run, session, processes))
+
+
+def _sft(setup: Setup[Sample]) -> SupervisedParts[Sample]:
+    learner = setup.learner(_language_model, "token_mean")
+    return setup.parts(learner, SFTObjective(), Batch.of, without=("nonfinite", "nll"))  # nll is the loss
+
+
+def _distill(setup: Setup[Sample]) -> SupervisedParts[Sample]:
+    learner = setup.learner(_student, "token_mean")
+    return setup.parts(learner, DistillationObjective(setup.run.config.distill.alpha), Batch.of)
+
+
+def _rm(setup: Setup[Comparison]) -> SupervisedParts[Comparison]:
+    run, config = setup.run, setup.run.config
+    padding = padding_token(run.tokenizer, run.train.items)
+    learner = setup.learner(partial(_reward_model, padding=padding), keep_groups=True)
+    objective = RewardObjective(margins=config.rm.loss == "sigmoid")
+    parts = setup.parts(learner, objective, preference.pair_batch, preference.with_reward_std)
+    if (measure := parts.evaluate) is None:
+        return parts
+
+    @lru_cache(maxsize=1)
+    def measure_after(_: int) -> Metrics:
+        """The metrics after a number of optimizer steps, shared by an evaluation and the checkpoint after it."""
+        return measure()
+
+    def latest() -> Metrics:
+        return measure_after(learner.backend.optimizer_steps)
+
+    # The statistics are for the saved weights, not their moving average.
+    stats = partial(preference.write_reward_stats, measure if config.eval.use_ema else latest, STATS_FILE)
+    return replace(parts, evaluate=latest, describe=stats)
+
+
+def padding_token(tokenizer: Any, items: Sequence[Comparison]) -> str | None:
+    """A padding token that ends no sequence: transformers reads the score before the padding; None if there is none."""
+    ends = {sample.token_ids[-1] for item in items for sample in item.samples}
+    if tokenizer.pad_token_id is not None and tokenizer.pad_token_id not in ends:
+        return tokenizer.pad_token
+    free = [token for token in tokenizer.all_special_ids if token not in ends]
+    return tokenizer.convert_ids_to_tokens(free[0]) if free else None
+
+
+def _dpo(setup: Setup[Comparison]) -> SupervisedParts[Comparison]:
+    section = setup.run.config.dpo
+    objective = DPOObjective(section.loss, section.beta, section.label_smoothing, section.nll_coef)
+    learner = setup.learner(_language_model, keep_groups=True)
+    prepare = partial(preference.reference_pairs, learner)
+    return _reference_parts(setup, learner, objective, prepare, beforehand=section.precompute_reference)
+
+
+def _kto(setup: Setup[Comparison]) -> SupervisedParts[Comparison]:
+    section = setup.run.config.kto
+    objective = KTOObjective(section.beta, section.desirable_weight, section.undesirable_weight)
+    learner = setup.learner(_language_model)
+    prepare, summarise = partial(preference.judged_answers, learner), preference.with_margin
+    return _reference_parts(setup, learner, objective, prepare, summarise, beforehand=section.precompute_reference)
+
+
+def _prm(setup: Setup[Solution]) -> SupervisedParts[Solution]:
+    good, bad = label_tokens(setup.run.config, setup.run.tokenizer)
+    learner = setup.learner(_language_model, keep_groups=True)
+    return setup.parts(learner, StepObjective(), partial(preference.step_pairs, good=good, bad=bad))
+
+
+def _reference_parts(
+    setup: Setup[Comparison],
+    learner: Learner,
+    objective: Objective,
+    prepare: Callable[[Sequence[Comparison]], Batch],
+    summarise: Callable[[Metrics], Metrics] = dict,
+    *,
+    beforehand: bool,
+) -> SupervisedParts[Comparison]:
+    """The loop's parts, with the reference scored batch by batch, or ``beforehand`` for all the data."""
+    if not beforehand:
+        return setup.parts(learner, objective, prepare, summarise)
+    references = preference.References(learner, setup.session.resume_from)
+    train, held_out = setup.run.train, setup.run.eval_items
+    train = replace(train, items=references.attach("train", train.items))
+    held_out = references.attach("eval", held_out) if held_out is not None else None
+    parts = setup.parts(learner, objective, prepare, summarise, train=train, held_out=held_out)
+    return replace(parts, save_beside=references.save)
+
+
+# What each rank of a trainer builds
+
+
+def _language_model(config: RunConfig, tokenizer: Any) -> TorchBackend[CausalLM]:
+    model = load_model(CausalLM, config, tokenizer)
+    reference = load_model(CausalLM, config, tokenizer, frozen=True) if keeps_reference(config) else None
+    return make_backend(config, model, partial(CausalLM.predict, chunk=config.system.logprob_chunk), reference)
+
+
+def _student(config: OfflineDistillConfig, tokenizer: Any) -> TorchBackend[CausalLM]:
+    predict = compare_with(load_teacher(config, tokenizer), config)
+    return make_backend(config, load_model(CausalLM, config, tokenizer), predict)
+
+
+def _reward_model(config: RMConfig, tokenizer: Any, padding: str | None) -> TorchBackend[ScoreModel]:
+    model = load_model(ScoreModel, config, tokenizer)
+    if padding is not None:
+        tokenizer.pad_token = padding
+        model.module.config.pad_token_id = tokenizer.pad_token_id
+    return make_backend(config, model, ScoreModel.predict)
+
+
+_MAKERS: dict[type[RunConfig], Callable[[Setup[Any]], SupervisedParts[Any]]] = {
+    SFTConfig: _sft,
+    OfflineDistillConfig: _distill,
+    RMConfig: _rm,
+    DPOConfig: _dpo,
+    KTOConfig: _kto,
+    PRMConfig: _prm,
+}

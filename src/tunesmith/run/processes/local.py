@@ -1,0 +1,103 @@
+"""The processes of a run on this machine, each with its own GPUs if there are several."""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, wait
+from itertools import count
+from pathlib import Path
+from threading import Lock
+from typing import Self
+
+from tunesmith.config.system import Role
+from tunesmith.errors import EngineError, TunesmithError
+from tunesmith.learn.usercode.child import ChildProcess
+from tunesmith.learn.usercode.far import Far
+from tunesmith.plan.processes.cluster import NAMES
+
+RANKED: tuple[Role, ...] = ("actor", "critic")
+"""Roles in which several processes train one model."""
+
+
+class Processes(ABC):
+    """Starts a run's processes, on this machine (``LocalProcesses``) or a Ray cluster (``RayCluster``).
+
+    Use as a context manager; leaving it ends them.
+    """
+
+    def __init__(self) -> None:
+        self._running: dict[Far, tuple[Role, int | None]] = {}
+        """The role and place of each process; None: it has none."""
+        self._lock = Lock()
+
+    def spawn(self, role: Role, lost: type[TunesmithError], python: Path | None = None) -> Far:
+        """A new process for a role.
+
+        Args:
+            lost: the error that its calls raise when the process has ended.
+            python: the interpreter of another environment that has Tunesmith.
+
+        Raises:
+            EngineError: there is no room for another one.
+        """
+        with self._lock:  # engines start at the same time, each in its own place
+            far, place = self._start(role, lost, python)
+            self._running[far] = role, place
+        far.ended.add_done_callback(lambda _: self._running.pop(far, None))
+        return far
+
+    def close(self, *roles: Role) -> None:
+        """End the processes of these roles."""
+        for far, (role, _) in list(self._running.items()):
+            if role in roles:
+                far.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close(*NAMES)
+
+    @abstractmethod
+    def _start(self, role: Role, lost: type[TunesmithError], python: Path | None) -> tuple[Far, int | None]:
+        """A new process, and its place among those of its role."""
+
+
+class LocalProcesses(Processes):
+    """Child processes. When one ends, its GPUs go to the next process of its role.
+
+    Args:
+        gpus: for each process of a role, the GPUs that it sees; a role that is missing sees those of this process.
+    """
+
+    def __init__(self, gpus: Mapping[Role, Sequence[Sequence[str]]] | None = None) -> None:
+        super().__init__()
+        self._gpus = gpus or {}
+
+    def _start(self, role: Role, lost: type[TunesmithError], python: Path | None) -> tuple[Far, int | None]:
+        place = self._free_place(role)
+        return self._start_at(place, role, lost, python), place
+
+    def _start_at(self, place: int, role: Role, lost: type[TunesmithError], python: Path | None) -> Far:
+        environment = None
+        if role in self._gpus:
+            environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(self._gpus[role][place])}
+        name = f"rank {place} of the {NAMES[role]}" if role in RANKED else f"the {NAMES[role]}'s process"
+        return ChildProcess(name, lost, python=python, environment=environment)
+
+    def _free_place(self, role: Role) -> int:
+        places = self._gpus.get(role)
+        while True:
+            running = {place: far for far, (other, place) in list(self._running.items()) if other == role}
+            free = next(place for place in count() if place not in running)
+            if places is None or free < len(places):
+                return free
+            ending = [far.ended for far in running.values() if far.lost]
+            if not ending:
+                each = "1 GPU" if len(places[0]) == 1 else f"{len(places[0])} GPUs"
+                raise EngineError(
+                    f"there are GPUs for {len(places)} {NAMES[role]}s of {each} each, and none is left for another"
+                )
+            wait(ending, return_when=FIRST_COMPLETED)

@@ -1,0 +1,291 @@
+"""The processes of a run on a Ray cluster, which is joined or started."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from tunesmith.config.system import Role, SystemSection
+from tunesmith.errors import ClusterError, ConfigError, EngineError, TunesmithError, about, boundary, nearest
+from tunesmith.learn.usercode.far import PATIENCE, Far
+from tunesmith.plan.processes.cluster import NAMES, Bundle, missing
+from tunesmith.run.processes.local import Processes
+
+PLACING = 120.0
+"""Seconds to wait for resources that others hold, on a cluster that is large enough."""
+REACHING = 10.0
+"""Seconds to wait for a cluster's first answer."""
+OBJECT_STORE = 200 << 20
+"""Bytes for objects in transit between processes of a cluster started here; more goes to disk."""
+
+
+class RayCluster(Processes):
+    """Places for the processes of one run. A process's place is its bundle; None: it is in no bundle."""
+
+    def __init__(self, group: Any, bundles: Sequence[Bundle], *, connected: bool) -> None:
+        super().__init__()
+        self._group, self._bundles, self._connected = group, bundles, connected
+        self._numbers = count(1)
+        self._dealt: dict[int, list[str]] = {}
+        """The GPUs of bundles whose processes see different numbers of GPUs."""
+
+    @classmethod
+    def open(cls, system: SystemSection, bundles: Sequence[Bundle]) -> RayCluster:
+        """Reserve ``bundles``, each on one machine.
+
+        Raises:
+            ClusterError: there is no cluster at the address, it is too small, or others hold too much of it.
+            ConfigError: Ray does not know, or refuses, the runtime environment.
+        """
+        connected = _connect(system, sum(len(bundle.roles) for bundle in bundles))
+        try:
+            group = _reserve(bundles)
+            if system.weight_plane == "memory":
+                check_machines(bundles, _machines(group))
+            return cls(group, bundles, connected=connected)
+        except BaseException:
+            _disconnect(connected)
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        import ray
+        from ray.exceptions import RayError
+
+        super().__exit__()
+        with suppress(RayError, ValueError):
+            ray.util.remove_placement_group(self._group)
+        _disconnect(self._connected)
+
+    def _start(self, role: Role, lost: type[TunesmithError], python: Path | None) -> tuple[Far, int | None]:
+        """A new process in a free place of its role, or outside the reservation if all places are taken.
+
+        Args:
+            python: the interpreter of another environment, with Ray of the same version and Tunesmith.
+
+        Raises:
+            EngineError: all places are taken and the cluster has no other room.
+        """
+        import ray
+
+        from tunesmith.run.processes.ray_actor import Actor, RayActor
+
+        named = type(NAMES[role].title().replace(" ", ""), (Actor,), {})  # what `ps` shows
+        made: Any = ray.remote(named)
+        rooms = [i for i, bundle in enumerate(self._bundles) if self._taken(i, role) < bundle.roles.count(role)]
+        # Each process of a reward model has a different place; consecutive trainer ranks share one.
+        bundle = min(rooms, key=lambda i: self._taken(i, role) if role == "reward" else i, default=None)
+        options = self._outside(role) if bundle is None else self._inside(bundle)
+        if python is not None:
+            # Not resolved: the interpreter of a virtual environment is a link to another one.
+            options["runtime_env"] = {"py_executable": str(python.absolute())}
+        gpus = None if bundle is None else self._gpus(bundle, role)
+        # More requests than an engine runs may queue, and pings have to get through.
+        actor = made.options(max_concurrency=1 << 14, **options).remote(os.getcwd(), gpus)
+        return RayActor(actor, f"the {NAMES[role]}'s actor ({next(self._numbers)})", lost), bundle
+
+    def _gpus(self, bundle: int, role: Role) -> list[str] | None:
+        """The bundle's GPUs that the next process of a role sees; None: those that Ray assigns."""
+        import ray
+
+        place = self._bundles[bundle]
+        if not place.dealt:
+            return None
+        if bundle not in self._dealt:
+            ask: Any = ray.remote(_own_gpus)
+            options = {**self._inside(bundle), "num_gpus": int(place.gpus)}
+            self._dealt[bundle] = ray.get(ask.options(**options).remote(), timeout=PATIENCE)
+        found = self._dealt[bundle]
+        return found if role == "rollout" else [found[self._taken(bundle, role) % len(found)]]
+
+    def _taken(self, bundle: int, role: Role) -> int:
+        """Places of the bundle that processes of a role take; Ray waits for those that are ending."""
+        return sum(place == (role, bundle) and not far.lost for far, place in list(self._running.items()))
+
+    def _inside(self, bundle: int) -> dict[str, Any]:
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        cpus, gpus = self._bundles[bundle].share
+        there = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle)
+        return {"num_cpus": cpus, "num_gpus": gpus, "scheduling_strategy": there}
+
+    def _outside(self, role: Role) -> dict[str, Any]:
+        """Resources for a process outside the reservation, of a pool that has grown since the start."""
+        import ray
+
+        place = next(bundle for bundle in self._bundles if role in bundle.roles)
+        cpus, gpus = place.share[0], place.gpus if place.dealt else place.share[1]
+        free, wanted = ray.available_resources(), {"CPU": cpus, "GPU": gpus}
+        if any(free.get(unit, 0.0) < n for unit, n in wanted.items()):
+            raise EngineError(
+                f"no room for another {NAMES[role]}: it needs {_in_words(wanted)}; the cluster has {_in_words(free)} "
+                "free"
+            )
+        return {"num_cpus": cpus, "num_gpus": gpus}
+
+
+def check_machines(bundles: Sequence[Bundle], machines: Mapping[int, str]) -> None:
+    """Refuse engines that cannot read the memory in which the trainer leaves its weights.
+
+    Args:
+        machines: the machine of each bundle, by index.
+
+    Raises:
+        ClusterError: they are on another machine.
+    """
+    found: dict[Role, list[str]] = {
+        role: [machines[i] for i, bundle in enumerate(bundles) if role in bundle.roles] for role in ("actor", "rollout")
+    }
+    if found["actor"] and set(found["rollout"]) - {found["actor"][0]}:
+        raise ClusterError(
+            'system.weight_plane = "memory" is for engines on the trainer\'s machine, and the cluster has places for '
+            'them on others: set system.weight_plane = "gloo", or "disk" with a system.engine_directory that all '
+            "machines see"
+        )
+
+
+def cluster_machines(system: SystemSection) -> list[dict[str, float]]:
+    """``CPU`` and ``GPU`` of each machine of the cluster that ``system.ray_address`` or ``RAY_ADDRESS`` names; empty if
+    neither is set.
+
+    Raises:
+        ClusterError: there is no cluster at the address.
+    """
+
+    if not (system.ray_address or os.environ.get("RAY_ADDRESS")):
+        return []
+    connected = _connect(system, 0)
+    try:
+        return [{unit: node["Resources"].get(unit, 0.0) for unit in ("CPU", "GPU")} for node in _alive()]
+    finally:
+        _disconnect(connected)
+
+
+def _alive() -> list[dict[str, Any]]:
+    import ray
+
+    return [node for node in ray.nodes() if node["Alive"]]
+
+
+def _machines(group: Any) -> Mapping[int, str]:
+    import ray
+
+    return ray.util.placement_group_table(group)["bundles_to_node_id"]
+
+
+def _own_gpus() -> list[str]:
+    import ray
+
+    return [str(gpu) for gpu in ray.get_gpu_ids()]
+
+
+def _connect(system: SystemSection, processes: int) -> bool:
+    """Connect to a cluster; returns whether this process was not connected before."""
+    address = system.ray_address or os.environ.get("RAY_ADDRESS")
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    if address is not None:
+        return _open(system, processes, address)
+    # Ray reads this on import, and opens no port to other machines. A `ray start` from here may open some later.
+    only_here = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+    said = os.environ.get(only_here)
+    os.environ[only_here] = said or "0"
+    try:
+        return _open(system, processes, None)
+    finally:
+        if said is None:
+            del os.environ[only_here]
+
+
+def _open(system: SystemSection, processes: int, address: str | None) -> bool:
+    import ray
+
+    environment = _environment(system.ray_runtime_env)
+    if ray.is_initialized():
+        for key, said in (("ray_runtime_env", environment), ("ray_address", system.ray_address)):
+            if said:
+                what = f"system.{key}: this process uses Ray already, as it was started; leave it out"
+                raise ConfigError(what, keys=(f"system.{key}",))
+        return False
+    common: dict[str, Any] = {"runtime_env": environment, "logging_level": "error", "log_to_driver": True}
+    if address is not None:
+        cure = "Start it (ray start --head), correct system.ray_address or RAY_ADDRESS, or leave them out"
+        with boundary(ClusterError, f"there is no Ray cluster at {address}. {cure}", Exception):
+            _reach(address)
+        token = "Where it asks for a token (as `ray start` says), set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN"
+        with boundary(ClusterError, f"the Ray cluster at {address} does not let this run in. {token}", Exception):
+            ray.init(address=address, **common)
+        return True
+    # Processes may share cores, so that a small machine is large enough.
+    cores = max(len(os.sched_getaffinity(0)), processes)
+    with boundary(ClusterError, "cannot start Ray on this machine", Exception):
+        ray.init(
+            address="local",
+            num_cpus=cores,
+            include_dashboard=False,
+            object_store_memory=OBJECT_STORE,
+            _node_ip_address="127.0.0.1",
+            **common,
+        )
+    return True
+
+
+def _reach(address: str) -> None:
+    """Check that the address answers, because Ray itself tries for more than half a minute."""
+    host, _, port = address.rpartition(":")
+    if address == "auto":
+        return
+    if "://" in address or not (host and port.isdigit()):
+        raise ValueError("an address is written host:port; run the command on a machine of the cluster")
+    socket.create_connection((host.strip("[]"), int(port)), REACHING).close()
+
+
+def _disconnect(connected: bool) -> None:
+    import ray
+
+    if connected:
+        ray.shutdown()
+
+
+def _environment(said: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    from ray.runtime_env import RuntimeEnv
+
+    if not said:
+        return None
+    if unknown := sorted(said.keys() - RuntimeEnv.known_fields):
+        raise ConfigError(
+            f"system.ray_runtime_env: Ray knows no '{unknown[0]}'.{nearest(unknown[0], RuntimeEnv.known_fields)}",
+            keys=("system.ray_runtime_env",),
+        )
+    refused = "system.ray_runtime_env: Ray refuses it"
+    with about("system.ray_runtime_env"), boundary(ConfigError, refused, (ValueError, TypeError)):
+        return dict(RuntimeEnv(**said))
+
+
+def _reserve(bundles: Sequence[Bundle]) -> Any:
+    """Reserve a placement group, and wait until it is ready."""
+    import ray
+
+    machines = [node["Resources"] for node in _alive()]
+    if (problem := missing(bundles, machines)) is not None:
+        raise ClusterError(problem)
+    group = ray.util.placement_group([bundle.resources for bundle in bundles], strategy="PACK")
+    if not group.wait(PLACING):
+        free = _in_words(ray.available_resources())
+        ray.util.remove_placement_group(group)
+        wanted = "; ".join(_in_words(bundle.resources) for bundle in bundles)
+        raise ClusterError(
+            f"the cluster had no room within {PLACING:g} s: wanted, each on one machine, {wanted}; free are {free}. "
+            "Wait for other runs to end, or take less with system.placement"
+        )
+    return group
+
+
+def _in_words(resources: Mapping[str, float]) -> str:
+    return (
+        " and ".join(f"{resources.get(unit, 0.0):g} {unit}s" for unit in ("CPU", "GPU") if resources.get(unit))
+        or "none"
+    )

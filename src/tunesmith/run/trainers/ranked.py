@@ -1,0 +1,145 @@
+"""A trainer in other processes: one or several ranks, which train one model together."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tunesmith.costs import CostModel
+from tunesmith.errors import DeviceMemoryError
+from tunesmith.learn.algorithms.objective import Objective
+from tunesmith.learn.data.batch import Floats
+from tunesmith.learn.data.micro_batches import Packing
+from tunesmith.learn.usercode.far import Far, gather, submitted
+from tunesmith.run.trainers.base import Metrics, Quantity
+
+REFERENCE_DIRECTORY = "reference"
+
+
+class RankedBackend:
+    """Gives each rank its share of a packing's micro-batches, and adds up what the ranks return.
+
+    Args:
+        replicas: objects with a ``backend``, which have joined one ``RankGroup`` if there are several.
+        references: objects with ``passes``, ``take``, ``save`` and ``load``, each with the reference or its share of
+            it, if the reference has its own processes; the micro-batches are split among them.
+        sequence: how many consecutive ranks share a micro-batch; each of them returns the combined result.
+
+    Raises:
+        TrainerLostError: from every method, when the process of a rank or of the reference has ended.
+    """
+
+    def __init__(self, replicas: Sequence[Far], references: Sequence[Far] = (), sequence: int = 1) -> None:
+        self.replicas, self.references, self.sequence = replicas, references, sequence
+        self.cost: CostModel = self.first.get("backend.cost")
+        self.optimizer_steps: int = self.first.get("backend.optimizer_steps")
+        self._reference_is_new = False
+
+    @property
+    def first(self) -> Far:
+        """The replica to ask for values that are equal on all."""
+        return self.replicas[0]
+
+    @property
+    def ranks(self) -> int:
+        return len(self.replicas) // self.sequence
+
+    def score(self, packing: Packing, of: Quantity = "logprobs", *, reference: bool = False) -> Floats:
+        if reference and self.references:
+            count = len(self.references)
+            shares = (packing.for_rank(n, count, columns=False) for n in range(count))
+            asked = zip(self.references, shares, strict=True)
+            return np.sum(self._together(far.submit("passes.score", share, of) for far, share in asked), axis=0)
+        parts = self._parts(packing, "backend.score", of, columns=False, reference=reference)
+        return np.sum(parts, axis=0)
+
+    def forward_backward(self, packing: Packing, objective: Objective) -> Metrics:
+        return _summed(self._parts(packing, "backend.forward_backward", objective))
+
+    def evaluate(self, packing: Packing, objective: Objective) -> Metrics:
+        return _summed(self._parts(packing, "backend.evaluate", objective))
+
+    def _parts(self, packing: Packing, name: str, *args: Any, columns: bool = True, **kwargs: Any) -> list[Any]:
+        """Call a method on all at once, each with its share of the micro-batches; returns one result per share."""
+        shares = [packing.for_rank(rank, self.ranks, columns=columns) for rank in range(self.ranks)]
+        answers = self._together(
+            replica.submit(name, shares[rank // self.sequence], *args, **kwargs)
+            for rank, replica in enumerate(self.replicas)
+        )
+        return answers[:: self.sequence]
+
+    def _together(self, answers: Iterable[Future[Any]]) -> list[Any]:
+        """The answers of all; if memory runs out, all of them have ended before the error is raised."""
+        answers = submitted(answers)
+        try:
+            return self._gather(answers)
+        except DeviceMemoryError:
+            for answer in answers:  # the next attempt must not overlap with this one
+                with suppress(DeviceMemoryError):
+                    answer.result()
+            raise
+
+    def step(self, lr: float) -> dict[str, float]:
+        metrics: dict[str, float] = self._each("backend.step", lr)
+        self.optimizer_steps += not metrics.get("overflowed")
+        return metrics
+
+    def give_up(self) -> None:
+        self._each("backend.give_up")
+
+    @contextmanager
+    def ema_weights(self) -> Generator[None]:
+        self._each("backend.use_average")
+        try:
+            yield
+        finally:
+            self._each("backend.use_own")
+
+    def offload(self) -> None:
+        self._each("backend.offload")
+
+    def reload(self) -> None:
+        self._each("backend.reload")
+
+    def refresh_reference(self) -> None:
+        if not self.references:
+            self._each("backend.refresh_reference")
+            return
+        weights = self._each("weights")
+        self._gather(far.submit("take", weights) for far in self.references)
+        self._reference_is_new = True
+
+    def save(self, directory: Path, *, model_only: bool = False) -> None:
+        self._gather(r.submit("backend.save", directory.absolute(), model_only=model_only) for r in self.replicas)
+        if self.references and self._reference_is_new and not model_only:
+            written = directory.absolute() / REFERENCE_DIRECTORY
+            self._gather(far.submit("save", written) for far in self.references)
+
+    def rehearse(self, directory: Path) -> str | None:
+        return self._each("backend.rehearse", directory.absolute())
+
+    def load(self, directory: Path) -> None:
+        self._each("backend.load", directory.absolute())
+        self.optimizer_steps = self.first.get("backend.optimizer_steps")
+        saved = directory.absolute() / REFERENCE_DIRECTORY
+        if self.references and saved.is_dir():
+            self._gather(far.submit("load", saved) for far in self.references)
+            self._reference_is_new = True
+
+    def _gather(self, answers: Iterable[Future[Any]]) -> list[Any]:
+        return gather(answers, [*self.replicas, *self.references])
+
+    def _each(self, name: str, *args: Any) -> Any:
+        """Call a method on all at once; returns the result of the first."""
+        return self._gather(replica.submit(name, *args) for replica in self.replicas)[0]
+
+
+def _summed(parts: Sequence[Metrics]) -> Metrics:
+    """Add up the ranks' sums over micro-batches."""
+    names = dict.fromkeys(name for part in parts for name in part)
+    return {name: sum(part.get(name, 0.0) for part in parts) for name in names}

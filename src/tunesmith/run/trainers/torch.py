@@ -1,0 +1,352 @@
+"""Training with plain torch on one device, or on one of several with a process each."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Generic, TypeVar
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from tunesmith.costs import CostModel
+from tunesmith.errors import CheckpointError, DivergedError, ModelError, boundary
+from tunesmith.learn.algorithms.objective import Objective
+from tunesmith.learn.data.batch import Floats
+from tunesmith.learn.data.micro_batches import Packing
+from tunesmith.models.decoder import Decoder
+from tunesmith.models.forest import Forest, Predictions
+from tunesmith.models.loading import read_shards
+from tunesmith.models.parallel.activations import HostActivations, compute_again
+from tunesmith.models.parallel.host_memory import stored_state
+from tunesmith.models.parallel.sharding import local
+from tunesmith.models.parallel.streamed import stored
+from tunesmith.run.processes.rank_group import RankGroup
+from tunesmith.run.trainers.base import Metrics, Quantity
+from tunesmith.run.trainers.memory import memory_boundary
+from tunesmith.run.trainers.optimizer import AdamWSettings, LossScale, MasterOptimizer
+from tunesmith.run.trainers.passes import Passes, Sums
+from tunesmith.run.trainers.state_files import OPTIMIZER_FILE, StateFiles, write_state
+
+MODEL_DIRECTORY = "model"
+AVERAGE_DIRECTORY, REFERENCE_DIRECTORY = "ema", "reference"
+HEAD_FILE = "value_head.safetensors"
+RANDOM_FILE = "random-{rank:05d}.safetensors"
+"""Random state of each rank but the first, whose state is with the optimizer's."""
+
+
+M = TypeVar("M", bound=Decoder)
+
+
+class TorchBackend(Generic[M]):
+    """One model, its optimizer and, where a KL needs it, a frozen reference.
+
+    ``predict`` runs a model on a forest: ``partial(CausalLM.predict, temperature=0.7)``, ``ScoreModel.predict``.
+    A ``value_head`` that it uses is trained and saved along with the model. With ``ema_decay`` a float32 average of
+    the weights, ``a ← decay·a + (1 − decay)·w``, is updated after every optimizer step.
+
+    A backend that has joined a ``group`` is one of several ranks, each with its own random numbers. It has a copy of
+    the weights, whose gradients are summed over the ranks at each step; or, if the model is sharded
+    (``parallel/sharding.py``), some rows of every weight.
+    """
+
+    ranks = 1
+
+    def __init__(
+        self,
+        model: M,
+        settings: AdamWSettings,
+        predict: Callable[[M, Forest], Predictions],
+        *,
+        reference: M | None = None,
+        value_head: nn.Linear | None = None,
+        head_lr_ratio: float = 1.0,
+        ema_decay: float | None = None,
+        gradient_checkpointing: float = 0,
+        offload_activations: bool = False,
+        offload_reference: bool = False,
+        seed: int = 0,
+    ) -> None:
+        self.model, self.passes = model, Passes(model, predict)
+        self.reference = None if reference is None else Passes(reference, predict, offload=offload_reference)
+        self.value_head = value_head
+        self.optimizer = MasterOptimizer(model.module, settings, value_head, head_lr_ratio, ema_decay)
+        if model.dtype == torch.float16:
+            self.optimizer.loss_scale = LossScale()
+        self.group: RankGroup | None = None
+        self._reference_is_new = False
+        self.optimizer_steps = 0
+        self._held: dict[str, Tensor] = {}
+        """The model's own weights, while the average replaces them."""
+        torch.manual_seed(seed)
+        self._settled = self._random_state()
+        if gradient_checkpointing:
+            compute_again(model.module, gradient_checkpointing)
+        if offload_activations:
+            model.host_activations = HostActivations(model.module, model.lean)
+
+    def join(self, group: RankGroup) -> None:
+        """Train together with the other ranks.
+
+        Raises:
+            ModelError: they do not have the same weights.
+        """
+        parameters, sharding = self.optimizer.parameters.values(), self.model.sharding
+        group.check_equal(stored(p) for p in parameters if not isinstance(p, DTensor))
+        if sharding is not None and len(sharding.copies.mesh) > 1:
+            group.check_equal((local(p) for p in parameters if isinstance(p, DTensor)), sharding.copies.get_group())
+        self.group = self.passes.group = group
+        self.optimizer.join(group.waiting)
+        if self.reference is not None:
+            self.reference.group = group
+        torch.manual_seed(torch.initial_seed() + group.rank)
+        self._settled = self._random_state()
+
+    @property
+    def cost(self) -> CostModel:
+        return self.model.training_cost()
+
+    def score(self, packing: Packing, of: Quantity = "logprobs", *, reference: bool = False) -> Floats:
+        if not reference:
+            return self.passes.score(packing, of)
+        if self.reference is not None:
+            return self.reference.score(packing, of)
+        assert self.model.adapter is not None, "this run has no reference model"
+        with self.model.adapter.reference():  # the same model without the adapter
+            return self.passes.score(packing, of)
+
+    def forward_backward(self, packing: Packing, objective: Objective) -> Metrics:
+        # A failed backward pass leaves partial gradients, so every call starts without any.
+        self.optimizer.zero_grad()
+        self.model.module.train()
+        sums, sharding = Sums(), self.model.sharding
+
+        def set_gradient_sync(index: int) -> bool:
+            last = index == len(packing) - 1
+            return sharding is not None and sharding.set_gradient_sync(self.model.module, last=last)
+
+        for forest in self.passes.over(packing, set_gradient_sync):
+            with self.passes.attempt("a micro-batch", forest):
+                loss, metrics = objective(forest, self.passes.predict(forest))
+                self.optimizer.backward(loss)
+                sums.add({"loss": loss, **metrics})
+            loss = metrics = None  # frees the graph before the next one grows, even if this pass failed
+        return sums.read()
+
+    @torch.no_grad()
+    def evaluate(self, packing: Packing, objective: Objective) -> Metrics:
+        self.model.module.eval()
+        sums = Sums()
+
+        for forest in self.passes.over(packing):
+            with self.passes.attempt("evaluating a micro-batch", forest):
+                predictions = self.passes.predict(forest)
+                loss, metrics = objective(forest, predictions)
+                read = (predictions.logprobs, predictions.values)
+                broken = sum((~t.isfinite()).sum() for t in read if t is not None)
+                sums.add({"loss": loss, **metrics, "broken": torch.as_tensor(broken)})
+        total = sums.read()
+        return dict.fromkeys(total, math.nan) if total.pop("broken", 0.0) else total
+
+    def step(self, lr: float) -> dict[str, float]:
+        with memory_boundary("the optimizer step"):
+            self.sum_gradients()
+            metrics = self.optimizer.step(lr, self._sum_of_shards if self.group and self.optimizer.sharded else None)
+            if metrics.get("overflowed"):
+                return metrics
+            self._check_finite(lr, metrics["grad_norm"])
+            self.optimizer.update_average()
+        self.optimizer_steps += 1
+        self._settled = self._random_state()
+        return metrics
+
+    def sum_gradients(self) -> None:
+        """Sum the gradients of an optimizer batch over the ranks, unless the passes have already done so."""
+        self.optimizer.take_gradients()
+        if self.group is None:
+            return
+        masters, sharded, sharding = self.optimizer.masters, self.optimizer.sharded, self.model.sharding
+        self.group.sum_gradients(master for name, master in masters.items() if name not in sharded)
+        if sharding is not None and len(sharding.copies.mesh) > 1:
+            self.group.sum_gradients(
+                (masters[name] for name in masters if name in sharded), sharding.copies.get_group()
+            )
+
+    def _sum_of_shards(self, number: Tensor) -> Tensor:
+        """The sum over a copy's ranks, bitwise equal on the ranks of all copies."""
+        assert self.group is not None
+        assert self.model.sharding is not None
+        total = self.group.sum(number.to(self.group.device)) / len(self.model.sharding.copies.mesh)
+        return total.to(number.device)
+
+    def _check_finite(self, lr: float, grad_norm: float) -> None:
+        """Refuse non-finite weights, which must not replace good ones in a checkpoint."""
+        if (name := self.optimizer.not_finite()) is not None:
+            settings = self.optimizer.settings
+            raise DivergedError(
+                f"after optimizer step {self.optimizer_steps + 1} the weight '{name}' is not finite (learning rate "
+                f"{lr:g}, gradient norm {grad_norm:g}, weight decay {settings.weight_decay:g}, eps {settings.eps:g}). "
+                "Nothing of this step was saved. Lower train.lr or raise train.warmup_steps, and keep train.eps and "
+                "train.max_grad_norm near their defaults"
+            )
+
+    def give_up(self) -> None:
+        self.optimizer.zero_grad()
+        self.use_own()
+        self._set_random_state(self._settled)
+
+    @contextmanager
+    def ema_weights(self) -> Generator[None]:
+        try:
+            self.use_average()
+            yield
+        finally:
+            self.use_own()
+
+    def use_average(self) -> None:
+        """Compute with the average of the weights, until ``use_own``."""
+        assert self.optimizer.average, "this run keeps no average"
+        parameters = {name: stored(p) for name, p in self.optimizer.parameters.items()}
+        self._held = {name: p.to("cpu", copy=True) for name, p in parameters.items()}
+        self._put(self.optimizer.average)
+
+    def use_own(self) -> None:
+        """Compute with the model's own weights again."""
+        self._put(self._held)
+        self._held = {}
+
+    def _put(self, weights: dict[str, Tensor]) -> None:
+        """Copy in place: a sampler in this process reads the same memory."""
+        for name, weight in weights.items():
+            stored(self.optimizer.parameters[name]).copy_(weight)
+
+    @torch.no_grad()
+    def refresh_reference(self) -> None:
+        assert self.reference is not None, "this run has no reference model"
+        with self.reference.here(changes=True):
+            frozen = self.reference.model.module.parameters()
+            for ours, theirs in zip(self.model.module.parameters(), frozen, strict=True):
+                local(theirs).copy_(stored(ours))
+        self._reference_is_new = True
+
+    def offload(self) -> None:
+        self.optimizer.move("cpu")
+        if self.model.device.type == "cuda":  # gives cached memory to an engine on the same device
+            torch.cuda.empty_cache()
+
+    def reload(self) -> None:
+        self.optimizer.move(self.model.device)
+
+    def save(self, directory: Path, *, model_only: bool = False) -> None:
+        """See ``TrainBackend``. The first rank writes the ranks' common state, and each its part of sharded state.
+
+        If there are several sharded copies, the ranks of the first one write their parts.
+        """
+        directory.mkdir(parents=True, exist_ok=True)  # whichever rank arrives first
+        rank, sharding = self.group.rank if self.group else 0, self.model.sharding
+        first_copy = rank == 0 or (sharding is not None and sharding.first_copy)
+        if first_copy:
+            self.model.save(directory / MODEL_DIRECTORY)
+            if self.optimizer.average:
+                with self.ema_weights():
+                    self.model.save(directory / AVERAGE_DIRECTORY)
+            if self._reference_is_new and self.reference is not None and not model_only:
+                with self.reference.here():
+                    self.reference.model.save(directory / REFERENCE_DIRECTORY)
+        if model_only:
+            return
+        if rank == 0 and self.value_head is not None:
+            save_file({n: t.cpu() for n, t in self.value_head.state_dict().items()}, directory / HEAD_FILE)
+        tensors = self.optimizer.state()
+        sharded = {
+            key: first for key in tensors if (first := self.optimizer.first_row(key.split(":", 1)[1])) is not None
+        }
+        if rank:
+            save_file(self._random_state(), directory / RANDOM_FILE.format(rank=rank))
+            tensors = {key: tensors[key] for key in sharded}
+        else:
+            tensors |= self._random_state()
+        if tensors and first_copy:
+            write_state(directory, tensors, sharded, self.optimizer_steps, rank)
+
+    def rehearse(self, directory: Path) -> str | None:
+        if self.group is not None and self.group.rank:
+            return None
+        directory.mkdir(parents=True, exist_ok=True)
+        self.model.check_space(directory)
+        return self.model.rehearse(directory / MODEL_DIRECTORY)
+
+    def load(self, directory: Path) -> None:
+        load_weights(self.model, directory / MODEL_DIRECTORY)
+        if self.reference is not None and (directory / REFERENCE_DIRECTORY).is_dir():
+            with self.reference.here(changes=True):
+                load_weights(self.reference.model, directory / REFERENCE_DIRECTORY)
+            self._reference_is_new = True
+        if self.value_head is not None:
+            with boundary(CheckpointError, f"cannot read the value head {directory / HEAD_FILE}", Exception):
+                self.value_head.load_state_dict(load_file(directory / HEAD_FILE))
+        with boundary(CheckpointError, f"cannot read {directory / OPTIMIZER_FILE}", Exception):
+            files = StateFiles(directory)
+            tensors = {key: self._own_rows(files, key) for key in files.names}
+        random = {key: tensors.pop(key) for key in list(tensors) if key.startswith("random:")}
+        if self.group and self.group.rank:
+            file = directory / RANDOM_FILE.format(rank=self.group.rank)
+            with boundary(CheckpointError, f"cannot read {file}", Exception):
+                random = load_file(file) if file.is_file() else {}  # none: fewer ranks wrote the checkpoint
+        self._set_random_state(random)
+        self.optimizer.load_state(tensors, directory)
+        self.optimizer_steps = files.version
+        self._settled = self._random_state()
+
+    def _own_rows(self, files: StateFiles, key: str) -> Tensor:
+        """A tensor of a checkpoint, or this rank's rows of it."""
+        name = key.split(":", 1)[1]
+        master = self.optimizer.masters.get(name)
+        if master is None or not master.dim():
+            return files.read(key)
+        return files.read(key, self.optimizer.first_row(name) or 0, len(master))
+
+    def _random_state(self) -> dict[str, Tensor]:
+        states = {"random:cpu": torch.get_rng_state()}
+        if self.model.device.type == "cuda":
+            states["random:cuda"] = torch.cuda.get_rng_state(self.model.device)
+        return states
+
+    def _set_random_state(self, states: dict[str, Tensor]) -> None:
+        """Set the random state; without one, it stays."""
+        if "random:cpu" in states:
+            torch.set_rng_state(states["random:cpu"])
+        if "random:cuda" in states and self.model.device.type == "cuda":
+            torch.cuda.set_rng_state(states["random:cuda"], self.model.device)
+
+
+def load_weights(model: Decoder, directory: Path) -> None:
+    """Load the weights that ``model.save`` wrote, or its adapter's, into the model.
+
+    Raises:
+        CheckpointError: they are of another model.
+    """
+    if model.adapter is not None:
+        model.adapter.load(directory)
+        return
+    if model.sharding is not None:
+        with boundary(CheckpointError, f"{directory} holds another model than this run's", ModelError):
+            read_shards(model.module, directory)
+        return
+    saved = type(model).load(directory, dtype=model.module.dtype, device="cpu").module.state_dict()
+    current = stored_state(model.module)
+    different = [k for k, v in current.items() if k not in saved or saved[k].shape != v.shape]
+    if different or len(saved) != len(current):
+        name = different[0] if different else next(k for k in saved if k not in current)
+        raise CheckpointError(
+            f"{directory} holds another model than this run's: '{name}' differs. "
+            "Resume with the model the run was started with, or start a new run_dir.",
+            keys=("run_dir",),
+        )
+    with torch.no_grad():
+        for key, value in current.items():
+            value.copy_(saved[key])

@@ -1,0 +1,188 @@
+"""Weights broadcast from the trainer to engines: between GPUs (NCCL), or between machines' memories (gloo).
+
+``publish`` copies the weights: with NCCL on the trainer's GPU, or into host memory if ``system.weight_copy = "host"``;
+with gloo always into host memory. If the ranks of a sharded trainer copy on their GPUs, each rank that takes part in
+the all-gather keeps and sends some of the tensors: no rank has a whole second copy. The published weights have to be
+kept, because a replacement for a lost engine may need them at any time, even in the middle of an optimizer step, when
+the model's weights have changed and the ranks of a sharded trainer cannot gather them.
+
+With NCCL an engine keeps no second copy: it writes each bucket over its weights as it arrives. If a round fails midway,
+its weights are of no single version, and it takes no step until it has loaded others (``RolloutEngine``). With
+gloo an engine uses the weights only after all have arrived and been checked.
+
+Integrity: NCCL, gloo and the links below them retransmit or fail; they do not lose bytes. Possible faults are a wrong
+order of streams, memory reused too early, or a table of another version. To detect these, each bucket has a
+position-dependent sum of its words (``checksum.word_sum``), which the sender's device computes when it copies and each
+engine's device when it receives; the sums follow the last bucket, and the engine's host reads once whether all agree.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tunesmith.errors import EngineError
+from tunesmith.models.openmp import to_thread
+from tunesmith.plan.processes.weights import BUCKET
+from tunesmith.run.processes.checksum import word_sum
+from tunesmith.run.processes.process_group import GroupKind
+from tunesmith.run.weights.base import NamedTensors, Offer
+from tunesmith.run.weights.rounds import LOOPBACK, Link, Round, joined, place
+from tunesmith.run.weights.spread import Run, Spread, spread
+
+
+@dataclass(slots=True)
+class BroadcastPlane:
+    """The trainer's side, on each rank that sends; only the first one makes offers.
+
+    Args:
+        device: this rank's device.
+        on_device: keep the copy on the device; otherwise in host memory, and each bucket is moved there to be sent.
+        host: address of this machine that engines can reach.
+        room: bytes of this rank's copy.
+        ranks: processes per engine. If there are several, each receives by its rank in the engine's default group.
+        rank: this rank, of ``senders`` that publish together; the others join a round as takers do.
+        bucket_bytes: bytes of whole tensors sent at a time; a larger tensor is sent by itself.
+        patience: seconds that engines may take to join, and one bucket to arrive.
+        plane: ``nccl`` or ``gloo``, which tells engines how to receive.
+        group: the backend; gloo stands in for NCCL if there is no GPU.
+    """
+
+    tensors: NamedTensors
+    device: str = "cuda"
+    on_device: bool = True
+    host: str = LOOPBACK
+    room: int = 0
+    ranks: int = 1
+    rank: int = 0
+    senders: int = 1
+    bucket_bytes: int = BUCKET
+    patience: float = 60.0
+    plane: str = "nccl"
+    group: GroupKind = "nccl"
+    _version: int = field(default=0, init=False)
+    _kept: Spread | None = field(default=None, init=False)
+    _sums: dict[int, Tensor] = field(default_factory=dict[int, Tensor], init=False)
+    """The checksum of each run that this rank keeps on the device."""
+    _rounds: dict[int, Round] = field(default_factory=dict[int, Round], init=False)
+    """The rounds in progress, by the port of their store."""
+    _helping: set[asyncio.Task[None]] = field(default_factory=set["asyncio.Task[None]"], init=False)
+
+    async def publish(self, version: int) -> None:
+        await self._end_rounds()  # they read from the copy, which is overwritten
+        await asyncio.gather(*self._helping)
+        await to_thread(self._copy, version)
+
+    async def offer(self, takers: int) -> list[Offer]:
+        """See ``Plane.offer``. If there are several senders, each of the others must ``help`` with the first offer."""
+        kept = self._kept
+        assert kept is not None and self.rank == 0, "nothing was published"
+        runs = [{f.name: getattr(run, f.name) for f in fields(run)} for run in kept.runs]  # tables are not copied
+        header = {"version": self._version, "runs": runs, "device": torch.device(self.device).type}
+        said: Offer = {"plane": self.plane, "group": self.group, "version": self._version, "host": self.host}
+        said["bytes"] = sum(run.size for run in kept.runs)
+        said |= {"world": self.senders + takers * self.ranks, "senders": self.senders, "ranks": self.ranks}
+        begun = Round({**said, "patience": self.patience}, header, self._send)
+        self._rounds[begun.store.port] = begun
+        return [{**begun.offer, "rank": self.senders + taker * self.ranks} for taker in range(takers)]
+
+    async def help(self, offer: Offer) -> None:
+        """Send this rank's part in a round that the first rank has begun."""
+        task = asyncio.create_task(to_thread(self._help, {**offer, "rank": self.rank, "ranks": 1}))
+        self._helping.add(task)
+        task.add_done_callback(self._helping.discard)
+
+    async def withdraw(self, offers: Sequence[Offer]) -> None:
+        for offer in offers:
+            if found := self._rounds.get(offer["port"]):
+                found.withdrawn.set()
+
+    async def close(self) -> None:
+        for begun in self._rounds.values():
+            begun.withdrawn.set()
+        await self._end_rounds()
+        self._kept = None
+
+    async def _end_rounds(self) -> None:
+        await asyncio.gather(*(begun.work for begun in self._rounds.values()))
+        self._rounds.clear()
+
+    def _copy(self, version: int) -> None:
+        before = self._kept
+        ranks: dict[str, int] = {"rank": self.rank, "ranks": self.senders, "room": self.room}
+        there, into = self.device if self.on_device else "cpu", before.buffer if before else None
+        kept = self._kept = spread(self.tensors(), self.bucket_bytes, there, into=into, **ranks)
+        self._sums = {number: word_sum(run) for number, run in kept.own.items()} if self.on_device else {}
+        self._version = version
+        if kept.buffer.is_cuda:  # from here on the weights may change
+            torch.cuda.current_stream(kept.buffer.device).synchronize()
+
+    def _send(self, link: Link) -> None:
+        """Send the runs that this rank keeps, and receive but ignore those of others."""
+        kept = self._kept
+        assert kept is not None, "a round ends before the plane is closed"
+        sums = dict(self._sums)
+        for number, run in enumerate(kept.runs):
+            bucket = kept.own.get(number)
+            if bucket is None:
+                bucket = torch.empty(run.size, dtype=torch.uint8, device=self.device)
+            elif not self.on_device:
+                bucket = bucket.to(self.device)
+                sums[number] = word_sum(bucket)
+            link.broadcast(bucket, run.owner)
+        for owner, numbers in _shares(kept.runs):
+            own = torch.stack([sums[n] for n in numbers]) if owner == self.rank else None
+            link.broadcast(_empty_sums(numbers, self.device) if own is None else own, owner)
+
+    def _help(self, offer: Offer) -> None:
+        with suppress(EngineError), joined(offer) as link:  # the takers report failures
+            self._send(link)
+
+
+def take_broadcast(offer: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a round: with NCCL on the GPU as they arrive, with gloo in memory once all have arrived.
+
+    Raises:
+        EngineError: the round ended, or the weights are of another version or damaged; with NCCL, some may have been
+            yielded.
+    """
+    yield from _arriving(offer) if offer["plane"] == "nccl" else list(_arriving(offer))
+
+
+def _arriving(offer: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a round, bucket by bucket.
+
+    A bucket is freed when the next one is requested, unless one of its tensors is kept. Once begun, the iteration has
+    to reach the end: others in the round wait, and only then is it known that all tensors were right.
+    """
+    with joined(offer) as link:
+        runs, device, sums = [Run(**run) for run in link.header["runs"]], link.header["device"], list[Tensor]()
+        for run in runs:
+            bucket = torch.empty(run.size, dtype=torch.uint8, device=device)
+            link.broadcast(bucket, run.owner)
+            sums.append(word_sum(bucket))
+            yield from run.named(bucket)
+            del bucket
+        right = torch.ones((), dtype=torch.bool, device=device)
+        for owner, numbers in _shares(runs):
+            sent = _empty_sums(numbers, device)
+            link.broadcast(sent, owner)
+            right &= (torch.stack([sums[n] for n in numbers]) == sent).all()
+        if not bool(right):
+            raise EngineError(f"{place(offer)}: a checksum is wrong; the weights were damaged on their way")
+
+
+def _shares(runs: Sequence[Run]) -> Iterator[tuple[int, list[int]]]:
+    """Each rank that keeps runs, with the numbers of its runs."""
+    for owner in sorted({run.owner for run in runs}):
+        yield owner, [number for number, run in enumerate(runs) if run.owner == owner]
+
+
+def _empty_sums(numbers: Sequence[int], device: str) -> Tensor:
+    return torch.empty(len(numbers), dtype=torch.int64, device=device)

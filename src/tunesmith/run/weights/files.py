@@ -1,0 +1,215 @@
+"""Weights passed from one process to another through files, preferably in memory (``/dev/shm``).
+
+A file is written under another name and renamed when it is complete. It carries its version and a checksum of every
+tensor, and is renamed again when the next version is written, so that no engine opens an old one. The weights are
+written as they are gathered, a file at a time.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory, gettempdir
+from typing import Any, cast
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from tunesmith.errors import EngineError, StorageError, boundary
+from tunesmith.models.openmp import to_thread
+from tunesmith.records.children import owned_name, remove_at_end, remove_stale
+from tunesmith.run.processes.checksum import checksum
+from tunesmith.run.weights.base import NamedTensors, Offer, Plane
+
+MEMORY = Path("/dev/shm")
+DTYPES = {
+    **{f"float{bits}": f"F{bits}" for bits in (16, 32, 64)},
+    **{f"{sign}int{bits}": f"{sign.upper() or 'I'}{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)},
+    "bfloat16": "BF16",
+    "bool": "BOOL",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+}
+"""safetensors' names of dtypes."""
+ROOM = 2.5
+"""Free memory, in multiples of the weights, needed to prefer it to disk: the files of two versions are kept."""
+PREFIX = "tunesmith-weights-"
+FILE_BYTES = 256 << 20
+"""Bytes per file; a larger tensor has its own file."""
+
+
+def shared_directory(num_bytes: int, parent: Path | None = None) -> TemporaryDirectory[str]:
+    """A directory for weights of ``num_bytes``, removed with the process. Leftovers of killed ones are removed first.
+
+    Args:
+        parent: where it is made; None: in memory if there is room, otherwise on disk.
+    """
+    if parent is not None:
+        with boundary(StorageError, f"system.engine_directory: cannot write to {parent}", OSError):
+            parent.mkdir(parents=True, exist_ok=True)
+            remove_stale(parent, PREFIX)
+            made = _temporary(parent)
+    else:
+        made = _in_memory_or_on_disk(num_bytes)
+    remove_at_end(Path(made.name))
+    return made
+
+
+def _in_memory_or_on_disk(num_bytes: int) -> TemporaryDirectory[str]:
+    places = [MEMORY]
+    with suppress(FileNotFoundError):  # no directory for temporary files can be written to
+        places.append(Path(gettempdir()))
+    for place in places:
+        with suppress(OSError):
+            remove_stale(place, PREFIX)
+    for place in places:
+        with suppress(OSError):
+            if place != MEMORY or shutil.disk_usage(MEMORY).free > ROOM * num_bytes:
+                return _temporary(place)
+    raise StorageError(
+        f"new weights reach other processes through files, and {' or '.join(map(str, places))} cannot be written to: "
+        "set the variable TMPDIR to a directory on a disk with room for the weights"
+    )
+
+
+def _temporary(parent: Path) -> TemporaryDirectory[str]:
+    return TemporaryDirectory(prefix=owned_name(PREFIX), dir=parent)
+
+
+@dataclass(slots=True)
+class FilePlane(Plane):
+    """Publishes a trainer's weights, each time in different files, which any number of engines may read.
+
+    The files of the version before last are overwritten: existing pages take a third of the time of new ones. An engine
+    that still reads them notices by their checksums.
+
+    Args:
+        file_bytes: bytes per file. This much plus one tensor is held in memory while files are written.
+    """
+
+    tensors: NamedTensors
+    directory: TemporaryDirectory[str]
+    file_bytes: int = FILE_BYTES
+    _published: int = field(default=0, init=False)
+    _newest: tuple[int, list[Path]] | None = field(default=None, init=False)
+    _spares: list[Path] = field(default_factory=list[Path], init=False)
+
+    async def publish(self, version: int) -> None:
+        # On a thread: requests in flight continue meanwhile.
+        await to_thread(self.write, version)
+
+    async def offer(self, takers: int) -> list[Offer]:
+        assert self._newest is not None, "nothing was published"
+        version, paths = self._newest
+        size = sum(path.stat().st_size for path in paths)
+        return [{"plane": "file", "version": version, "paths": [str(path) for path in paths], "bytes": size}] * takers
+
+    async def close(self) -> None:
+        self.directory.cleanup()
+
+    def write(self, version: int) -> None:
+        """Write the current weights as ``version``.
+
+        They are written even if the version is unchanged: an evaluation may have put averaged weights in place.
+        Meanwhile the directory holds the complete files of the last publication.
+        """
+        self._published += 1
+        (_, last), written = self._newest or (0, list[Path]()), list[Path]()
+        try:
+            for number, bucket in enumerate(in_buckets(self.tensors(), self.file_bytes)):
+                path = Path(self.directory.name) / f"{self._published}-version-{version}-{number:05d}.new"
+                written.append(path)
+                with boundary(StorageError, f"cannot write weights to {path}", OSError):
+                    if self._spares:
+                        self._spares.pop(0).rename(path)
+                    _write(path, version, bucket)
+        except BaseException:
+            for path in written:
+                path.unlink(missing_ok=True)
+            raise
+        for path in self._spares:
+            path.unlink()
+        # The last files cannot be found any more, but engines that are reading them can go on.
+        self._spares = [path.rename(path.with_suffix(".old")) for path in last]
+        written = [path.rename(path.with_suffix(".safetensors")) for path in written]
+        self._newest = version, written
+
+
+def in_buckets(named: Iterable[tuple[str, Tensor]], size: int) -> Iterator[dict[str, Tensor]]:
+    """Tensors in groups of at most ``size`` bytes; a larger one is by itself.
+
+    A group is emptied when the next one is requested: only one more tensor is held besides it.
+    """
+    bucket: dict[str, Tensor] = {}
+    filled = 0
+    for name, tensor in named:
+        if bucket and filled + tensor.nbytes > size:
+            yield bucket
+            bucket.clear()
+            filled = 0
+        bucket[name] = tensor
+        filled += tensor.nbytes
+    if bucket:
+        yield bucket
+
+
+def _write(path: Path, version: int, tensors: Mapping[str, Tensor]) -> None:
+    """A safetensors file (github.com/huggingface/safetensors, "Format"), the checksum of each tensor in its metadata.
+
+    Tied tensors are written under each of their names. The largest item sizes come first, which keeps all aligned.
+    """
+    ordered = sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)
+    table: dict[str, Any] = {}
+    end = 0
+    for name in ordered:
+        tensor, start = tensors[name], end
+        end += tensor.nbytes
+        kind = DTYPES[str(tensor.dtype).removeprefix("torch.")]
+        table[name] = {"dtype": kind, "shape": list(tensor.shape), "data_offsets": [start, end]}
+
+    def header(sums: Mapping[str, int]) -> bytes:
+        said = {"version": str(version), "checksums": json.dumps(sums), "format": "pt"}
+        return json.dumps({"__metadata__": said, **table}).encode()
+
+    room = -(-len(header(dict.fromkeys(ordered, 2**32))) // 8) * 8
+    sums: dict[str, int] = {}
+    with path.open("r+b" if path.exists() else "wb", buffering=0) as file:
+        file.seek(8 + room)
+        for name in ordered:
+            plain = tensors[name].detach().cpu().contiguous()
+            sums[name] = checksum(plain)
+            raw = memoryview(cast(Any, plain.flatten().view(torch.uint8).numpy()))
+            while raw:
+                raw = raw[file.write(raw) :]
+        file.truncate()
+        file.seek(0)
+        file.write(room.to_bytes(8, "little") + header(sums).ljust(room))
+
+
+def take_files(offer: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of published files, one after the other.
+
+    Raises:
+        EngineError: a file is of another version, or a tensor is not what was written.
+    """
+    for path in offer["paths"]:
+        yield from _take(path, offer["version"])
+
+
+def _take(path: str, version: int) -> Iterator[tuple[str, Tensor]]:
+    with boundary(EngineError, f"cannot read {path}", (OSError, SafetensorError)):
+        opened = safe_open(path, framework="pt")
+    with opened:
+        said = opened.metadata()
+        if said["version"] != str(version):
+            raise EngineError(f"{path} holds the weights of version {said['version']}, not of {version}")
+        for name, expected in json.loads(said["checksums"]).items():
+            tensor = opened.get_tensor(name)
+            if checksum(tensor) != expected:
+                raise EngineError(f"{path}: the checksum of '{name}' is wrong; the weights were damaged on their way")
+            yield name, tensor
