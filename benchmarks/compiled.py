@@ -1,9 +1,10 @@
 """Training with layers compiled by ``torch.compile``, compared with the same training without.
 
-``python -m benchmarks.compiled`` takes optimizer steps of both in turn, in one process, so that a slow minute of the
-machine affects both equally; on a CPU it counts CPU seconds of one thread, which other programs disturb least. It
-writes ``results/compiled-cpu.json`` (on a GPU ``compiled-cuda.json``). A ratio is the seconds with
-``system.compile = "default"`` over the seconds without: below 1, compiling pays off.
+``python -m benchmarks.compiled`` takes optimizer steps of both in turn, in one process, so that a
+slow minute of the machine affects both equally; on a CPU it counts CPU seconds of one thread, which
+other programs disturb least. It writes ``results/compiled-cpu.json`` (on a GPU
+``compiled-cuda.json``). A ratio is the seconds with ``system.compile = "default"`` over the seconds
+without: below 1, compiling pays off.
 """
 
 from __future__ import annotations
@@ -55,14 +56,20 @@ def packing(vocabulary: int, samples: int) -> Packing:
     rng, prompt = np.random.default_rng(0), WORKLOAD.prompt_tokens
     lengths = WORKLOAD.lengths()[:samples]
     batch = Batch.of(
-        [Sample(rng.integers(5, vocabulary, prompt + n).tolist(), [False] * prompt + [True] * n) for n in lengths]
+        [
+            Sample(rng.integers(5, vocabulary, prompt + n).tolist(), [False] * prompt + [True] * n)
+            for n in lengths
+        ]
     )
     weigh(batch, "token_mean")
     return Packing.of(batch, CAP)
 
 
-def measured(name: str, dtype: str, device: str, rounds: int, samples: int, folder: Path) -> dict[str, Any]:
-    """Seconds of each part, round by round, without and with compiled layers; and the seconds of compiling."""
+def measured(
+    name: str, dtype: str, device: str, rounds: int, samples: int, folder: Path
+) -> dict[str, Any]:
+    """Seconds of each part, round by round, without and with compiled layers; and the seconds of
+    compiling."""
     shape, path = MODELS[name], folder / name.replace(",", "").replace(" ", "-")
     if not path.exists():
         build_model(path, shape)
@@ -78,8 +85,12 @@ def measured(name: str, dtype: str, device: str, rounds: int, samples: int, fold
         for part, found in seconds.items():
             for backend, times in zip(backends, found, strict=True):
                 work = _trained if part == PARTS[0] else _scored
-                times.append(_seconds(lambda work=work, backend=backend: work(backend, data), device, clock))
-    ratios = {part: [on / off for off, on in zip(*found, strict=True)] for part, found in seconds.items()}
+                times.append(
+                    _seconds(lambda work=work, backend=backend: work(backend, data), device, clock)
+                )
+    ratios = {
+        part: [on / off for off, on in zip(*found, strict=True)] for part, found in seconds.items()
+    }
     return {
         "model": name,
         "dtype": dtype,
@@ -110,7 +121,9 @@ def _work(backend: TorchBackend[CausalLM], data: Packing) -> None:
     _scored(backend, data)
 
 
-def _seconds(work: Callable[[], None], device: str, clock: Callable[[], float] = time.perf_counter) -> float:
+def _seconds(
+    work: Callable[[], None], device: str, clock: Callable[[], float] = time.perf_counter
+) -> float:
     start = clock()
     work()
     if device == "cuda":
@@ -132,7 +145,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=9, help="steps of each")
     parser.add_argument("--samples", type=int, default=12, help="in a step")
     native = device == "cuda" or read_hardware().bf16
-    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"] if native else ["float32"])
+    parser.add_argument(
+        "--dtypes", nargs="+", default=["float32", "bfloat16"] if native else ["float32"]
+    )
     parser.add_argument("--models", nargs="+", default=[*MODELS])
     parser.add_argument("--out", type=Path, default=FOLDER / f"compiled-{device}.json")
     given = parser.parse_args(arguments)
@@ -144,7 +159,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
             for name in given.models
             for dtype in given.dtypes
         ]
-    results = {"machine": machine(tuple(given.dtypes)) | {"threads": 1}, "rounds": given.rounds, "rows": rows}
+    results = {
+        "machine": machine(tuple(given.dtypes)) | {"threads": 1},
+        "rounds": given.rounds,
+        "rows": rows,
+    }
     given.out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     if given.out == RESULTS:
         write_between(PAGE, BEGIN, END, table(results))

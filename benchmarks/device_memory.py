@@ -1,6 +1,7 @@
 """Planned memory of a training step against the memory of the real step's code, on a simulated GPU.
 
-``python -m benchmarks.device_memory`` prints a row for each case and writes ``results/device-memory.json``.
+``python -m benchmarks.device_memory`` prints a row for each case and writes
+``results/device-memory.json``.
 """
 
 from __future__ import annotations
@@ -56,7 +57,15 @@ class Case:
 
     @property
     def name(self) -> str:
-        return " ".join((self.machine, self.shape, f"{self.layers} layers", f"{self.tokens} tokens", *self.options))
+        return " ".join(
+            (
+                self.machine,
+                self.shape,
+                f"{self.layers} layers",
+                f"{self.tokens} tokens",
+                *self.options,
+            )
+        )
 
 
 CASES = [
@@ -107,23 +116,35 @@ DEEP = [
 ]
 """Whole models, of which only a few layers are run."""
 DEPTHS = (4, 6)
-"""Numbers of layers whose difference gives the memory of a layer. With only two, a sharded model peaks at another
-point than with more: there is no third layer whose weights are gathered ahead."""
+"""Numbers of layers whose difference gives the memory of a layer. With only two, a sharded model
+peaks at another point than with more: there is no third layer whose weights are gathered ahead."""
 
 
 def resolved(directory: Path, case: Case) -> tuple[RunConfig, Facts]:
     shape = SHAPES[case.shape] | {"num_hidden_layers": case.layers}
     (directory / "config.json").write_text(json.dumps(shape))
     (directory / "data.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
-    own = (f"model.path={directory}", f"data.train={directory}/data.jsonl", f"run_dir={directory}/run")
+    own = (
+        f"model.path={directory}",
+        f"data.train={directory}/data.jsonl",
+        f"run_dir={directory}/run",
+    )
     sizes = ("data.max_tokens=2048", f"system.max_tokens_per_microbatch={case.tokens}")
     chosen = any(option.startswith("system.gradient_checkpointing") for option in case.options)
-    given = ("train.batch_size=128",) if chosen else ("train.batch_size=128", "system.gradient_checkpointing=false")
+    given = (
+        ("train.batch_size=128",)
+        if chosen
+        else ("train.batch_size=128", "system.gradient_checkpointing=false")
+    )
     model, there = facts_of(shape), machine(case.machine)
     assert model is not None
     model = replace(model, parameters=estimated_parameters(shape, model))
-    facts = Facts(there, model, train_size=1000, ranks_here=len(there.gpus) if there.nodes > 1 else None)
-    return resolve(load_config(KINDS["sft"], None, [*own, *sizes, *given, *case.options]), facts).config, facts
+    facts = Facts(
+        there, model, train_size=1000, ranks_here=len(there.gpus) if there.nodes > 1 else None
+    )
+    return resolve(
+        load_config(KINDS["sft"], None, [*own, *sizes, *given, *case.options]), facts
+    ).config, facts
 
 
 def compared(directory: Path, case: Case) -> dict[str, Any]:
@@ -134,22 +155,35 @@ def compared(directory: Path, case: Case) -> dict[str, Any]:
     measured = dry_run(config, facts)[FIRST]["train"]
     parts = {part: getattr(price, part) for part in PARTS}
     total = price.training - price.libraries
-    return _row(case, total, measured.total) | {"planned_parts": parts, "measured_parts": measured.peak}
+    return _row(case, total, measured.total) | {
+        "planned_parts": parts,
+        "measured_parts": measured.peak,
+    }
 
 
 def extrapolated(directory: Path, case: Case) -> dict[str, Any]:
-    """Bytes of a whole model's step, planned, and extrapolated from a few layers; ``free``: memory of the GPU."""
+    """Bytes of a whole model's step, planned, and extrapolated from a few layers; ``free``: memory
+    of the GPU."""
     config, facts = resolved(directory, case)
     [(_, price, free)] = planned_devices(config, facts)
     split = (*case.options, f"system.shard_size={config.system.shard_size}")
     some = [compared(directory, replace(case, layers=n, options=split))["measured"] for n in DEPTHS]
     whole = some[0] + (some[1] - some[0]) // (DEPTHS[1] - DEPTHS[0]) * (case.layers - DEPTHS[0])
     measured = {f"measured_of_{n}_layers": size for n, size in zip(DEPTHS, some, strict=True)}
-    return _row(case, price.training - price.libraries, whole) | measured | {"free": free - price.libraries}
+    return (
+        _row(case, price.training - price.libraries, whole)
+        | measured
+        | {"free": free - price.libraries}
+    )
 
 
 def _row(case: Case, total: int, measured: int) -> dict[str, Any]:
-    return {"case": case.name, "planned": total, "measured": measured, "ratio": round(measured / total, 3)}
+    return {
+        "case": case.name,
+        "planned": total,
+        "measured": measured,
+        "ratio": round(measured / total, 3),
+    }
 
 
 def main() -> None:
@@ -167,7 +201,9 @@ def main() -> None:
         "prediction": prediction,
         "rows": rows,
     }
-    Path(__file__).with_name("results").joinpath("device-memory.json").write_text(json.dumps(result, indent=2) + "\n")
+    Path(__file__).with_name("results").joinpath("device-memory.json").write_text(
+        json.dumps(result, indent=2) + "\n"
+    )
 
 
 if __name__ == "__main__":

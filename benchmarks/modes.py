@@ -1,8 +1,10 @@
-"""One run in every mode, with a slow reward and a long tail of lengths: ``python -m benchmarks.modes --help``.
+"""One run in every mode, with a slow reward and a long tail of lengths: ``python -m
+benchmarks.modes --help``.
 
-Each arm is the same ``tunesmith rl`` on model S (``workload.py``): an agent whose answers have lognormal lengths,
-the same in every arm, and a slow reward. The arms differ only in settings of the mode and run one
-after the other. The results file has the seconds of each step; the page's table comes from it.
+Each arm is the same ``tunesmith rl`` on model S (``workload.py``): an agent whose answers have
+lognormal lengths, the same in every arm, and a slow reward. The arms differ only in settings of the
+mode and run one after the other. The results file has the seconds of each step; the page's table
+comes from it.
 """
 
 from __future__ import annotations
@@ -55,21 +57,49 @@ PARTIAL = {"rollout.partial": True}
 ARMS: Mapping[str, Mapping[str, Any]] = {
     "synchronous": {},
     "synchronous, engine apart": APART,
-    "over-generation, shared": {"rollout.max_staleness": 1, "rollout.over_generation": 1.5, **PARTIAL},
-    "one step behind, drained": {"rollout.max_staleness": 1, "rollout.over_generation": 2.0, **APART},
-    "one step behind, partial": {"rollout.max_staleness": 1, "rollout.over_generation": 2.0, **APART, **PARTIAL},
-    "four steps behind, drained": {"rollout.max_staleness": 4, "rollout.over_generation": 4.0, **APART},
-    "four steps behind, partial": {"rollout.max_staleness": 4, "rollout.over_generation": 4.0, **APART, **PARTIAL},
+    "over-generation, shared": {
+        "rollout.max_staleness": 1,
+        "rollout.over_generation": 1.5,
+        **PARTIAL,
+    },
+    "one step behind, drained": {
+        "rollout.max_staleness": 1,
+        "rollout.over_generation": 2.0,
+        **APART,
+    },
+    "one step behind, partial": {
+        "rollout.max_staleness": 1,
+        "rollout.over_generation": 2.0,
+        **APART,
+        **PARTIAL,
+    },
+    "four steps behind, drained": {
+        "rollout.max_staleness": 4,
+        "rollout.over_generation": 4.0,
+        **APART,
+    },
+    "four steps behind, partial": {
+        "rollout.max_staleness": 4,
+        "rollout.over_generation": 4.0,
+        **APART,
+        **PARTIAL,
+    },
 }
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.modes", description=__doc__)
     parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=list(ARMS), metavar="ARM")
-    parser.add_argument("--steps", type=int, default=40, help=f"of a run, of which the first {SETTLED} are left out")
+    parser.add_argument(
+        "--steps", type=int, default=40, help=f"of a run, of which the first {SETTLED} are left out"
+    )
     parser.add_argument("--reward-seconds", type=float, default=2.0)
-    parser.add_argument("--out", type=Path, default=RESULTS, help="other arms that are in it already stay")
-    parser.add_argument("--page", action="store_true", help="only write docs/modes.md anew from --out")
+    parser.add_argument(
+        "--out", type=Path, default=RESULTS, help="other arms that are in it already stay"
+    )
+    parser.add_argument(
+        "--page", action="store_true", help="only write docs/modes.md anew from --out"
+    )
     given = parser.parse_args(arguments)
     if not given.page:
         workload = {"reward_seconds": given.reward_seconds, "steps": given.steps}
@@ -97,16 +127,22 @@ def measure(arms: Sequence[str], steps: int, seconds: float) -> dict[str, list[d
         (here / "template.jinja").write_text(TEMPLATE)
         (here / "agent.py").write_text(AGENT.replace("SECONDS", str(seconds)))
         texts = WORKLOADS["A"].texts()
-        (here / "tasks.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts * 8))
+        (here / "tasks.jsonl").write_text(
+            "".join(json.dumps({"prompt": text}) + "\n" for text in texts * 8)
+        )
         (here / "run.toml").touch()
         for number, arm in enumerate(arms):
             runs[arm] = [_facts(line) for line in _run(here, here / str(number), steps, ARMS[arm])]
-            print(f"{arm}: {mean(step['seconds'] for step in runs[arm][SETTLED:]):.2f} s per step", flush=True)
+            print(
+                f"{arm}: {mean(step['seconds'] for step in runs[arm][SETTLED:]):.2f} s per step",
+                flush=True,
+            )
     return runs
 
 
 def _run(here: Path, run_dir: Path, steps: int, changed: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The metrics of each step. Engine and trainer have one core each if they work at the same time."""
+    """The metrics of each step. Engine and trainer have one core each if they work at the same
+    time."""
     settings: dict[str, Any] = {
         "run_dir": str(run_dir), "model.path": str(here / "model"), "model.dtype": "bfloat16",
         "model.chat_template": str(here / "template.jinja"), "data.train": str(here / "tasks.jsonl"),
@@ -116,17 +152,28 @@ def _run(here: Path, run_dir: Path, steps: int, changed: Mapping[str, Any]) -> l
         "monitor.progress": False, "data.chat": True,
         **changed,
     }  # fmt: skip
-    threads = 1 if settings.get("rollout.max_staleness") and settings.get("system.engine_process") else 2
+    threads = (
+        1 if settings.get("rollout.max_staleness") and settings.get("system.engine_process") else 2
+    )
     overrides = [f"{key}={json.dumps(value)}" for key, value in settings.items()]
     command = [sys.executable, "-m", "tunesmith", "rl", str(here / "run.toml"), *overrides]
     environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise SystemExit(f"{' '.join(command)} failed:\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
+        raise SystemExit(
+            f"{' '.join(command)} failed:\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
+        )
     return [line for line in read_metrics(run_dir / "metrics.jsonl") if "optimizer_steps" in line]
 
 
-_KEPT = ("seconds", "idle/engine", "idle/trainer", "staleness/mean", "staleness/max", "seconds/sync")
+_KEPT = (
+    "seconds",
+    "idle/engine",
+    "idle/trainer",
+    "staleness/mean",
+    "staleness/max",
+    "seconds/sync",
+)
 
 
 def _facts(line: Mapping[str, Any]) -> dict[str, float]:

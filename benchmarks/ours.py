@@ -70,7 +70,8 @@ def measure(wanted: Measure) -> Result:
 
 
 async def measure_rollout(wanted: Measure) -> Result:
-    """All completions of the workload on the embedded engine, then the difference to the trainer's log-probs."""
+    """All completions of the workload on the embedded engine, then the difference to the trainer's
+    log-probs."""
     workload = WORKLOADS[wanted.workload]
     config, model = _config(wanted), _model(wanted)
     system, limits = config.system, _limits(wanted)
@@ -116,7 +117,8 @@ def measure_train(wanted: Measure) -> Result:
     prompts = _prompts(model, workload)
     words = range(FIRST_WORD, workload.model.vocabulary)
     written = [rng.choices(words, k=length) for length in workload.lengths()]
-    # The log-probability an untrained model gives every token, so that the loss's ratios are near 1.
+    # The log-probability an untrained model gives every token, so that the loss's ratios are near
+    # 1.
     old = [-math.log(workload.model.vocabulary)] * sum(workload.lengths())
     objective = policy_objective(_config(wanted).algorithm)
     runs: list[float] = []
@@ -134,7 +136,8 @@ def measure_train(wanted: Measure) -> Result:
 
 
 def measure_step(wanted: Measure) -> Result:
-    """``tunesmith rl`` as a user runs it, except for the forced lengths; the first step warms up."""
+    """``tunesmith rl`` as a user runs it, except for the forced lengths; the first step warms
+    up."""
     workload, scratch = WORKLOADS[wanted.workload], Path(wanted.scratch)
     lengths = workload.lengths()
     with _forced(lengths, workload.group):
@@ -151,44 +154,65 @@ def measure_step(wanted: Measure) -> Result:
 
 
 def measure_sft(wanted: Measure) -> Result:
-    """``tunesmith sft`` as a user runs it: every step is on all examples; the first one warms up."""
+    """``tunesmith sft`` as a user runs it: every step is on all examples; the first one warms
+    up."""
     workload, scratch = WORKLOADS[wanted.workload], Path(wanted.scratch)
     data = scratch / "examples.jsonl"
     lines = [{"prompt": prompt, "completion": written} for prompt, written in workload.examples()]
     data.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    settings = [f"train.batch_size={workload.size}", "data.shuffle=false", f"run_dir={scratch / 'run'}"]
+    settings = [
+        f"train.batch_size={workload.size}",
+        "data.shuffle=false",
+        f"run_dir={scratch / 'run'}",
+    ]
     outcome = run_sft(None, [*_settings(wanted, data), *_training(wanted), *settings])
     steps = read_metrics(outcome.run_dir / "metrics.jsonl")[1:]
-    assert all(step["tokens"] == workload.example_tokens for step in steps), "examples have other lengths"
+    assert all(step["tokens"] == workload.example_tokens for step in steps), (
+        "examples have other lengths"
+    )
     facts = {"limit_share": median(step["limit_share"] for step in steps)}
-    return Result({"sft": [step["seconds"] for step in steps]}, workload.example_tokens, peak_memory_mb(), facts)
+    return Result(
+        {"sft": [step["seconds"] for step in steps]},
+        workload.example_tokens,
+        peak_memory_mb(),
+        facts,
+    )
 
 
 def measure_generate(wanted: Measure) -> Result:
-    """``tunesmith generate``, greedy, with one completion per prompt, except for the forced lengths.
+    """``tunesmith generate``, greedy, with one completion per prompt, except for the forced
+    lengths.
 
-    ``generate`` is its sampling phase, which ends when the answers are written; the command also loads the model.
+    ``generate`` is its sampling phase, which ends when the answers are written; the command also
+    loads the model.
     """
     workload, scratch = WORKLOADS[wanted.workload], Path(wanted.scratch)
     data, lengths = scratch / "prompts.jsonl", workload.lengths()
-    data.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt, _ in workload.examples()))
+    data.write_text(
+        "".join(json.dumps({"prompt": prompt}) + "\n" for prompt, _ in workload.examples())
+    )
     settings = [*_settings(wanted, data), f"sampling.max_new_tokens={workload.longest}"]
     taken: list[dict[str, float]] = []
     for number in range(1 + wanted.repeats):
         with _forced(lengths, 1):
             done = run_generate(None, [*settings, f"run_dir={scratch / f'run{number}'}"])
-        written = [json.loads(line)["tokens"] for line in done.output.read_text(encoding="utf-8").splitlines()]
+        written = [
+            json.loads(line)["tokens"]
+            for line in done.output.read_text(encoding="utf-8").splitlines()
+        ]
         assert written == lengths, "the lengths were not forced"
         taken.append(done.usage)
     sampling = [usage["seconds/sampling"] for usage in taken[1:]]
-    whole = [sum(s for name, s in usage.items() if name.startswith("seconds/")) for usage in taken[1:]]
+    whole = [
+        sum(s for name, s in usage.items() if name.startswith("seconds/")) for usage in taken[1:]
+    ]
     return Result({"generate": sampling, "generate/command": whole}, sum(lengths), peak_memory_mb())
 
 
 @contextmanager
 def _forced(lengths: Sequence[int], group: int) -> Generator[None]:
-    """Completion ``k`` of the ``n``-th prompt that the embedded engine gets under one version of the weights has
-    ``lengths[n * group + k]`` tokens."""
+    """Completion ``k`` of the ``n``-th prompt that the embedded engine gets under one version of
+    the weights has ``lengths[n * group + k]`` tokens."""
 
     class ForcedLengths(LocalEngine):
         def __init__(self, *args: Any, **settings: Any) -> None:
@@ -213,7 +237,8 @@ def _forced(lengths: Sequence[int], group: int) -> Generator[None]:
 
 
 def _overrides(wanted: Measure) -> list[str]:
-    """The workload's run file as settings on the command line, with its data and reward in the scratch directory."""
+    """The workload's run file as settings on the command line, with its data and reward in the
+    scratch directory."""
     workload, scratch = WORKLOADS[wanted.workload], Path(wanted.scratch)
     data, reward = scratch / "tasks.jsonl", scratch / "rewards.py"
     data.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in workload.texts()))
@@ -280,7 +305,9 @@ def _prompts(model: CausalLM, workload: Workload) -> list[list[int]]:
     return [model.tokenizer(text)["input_ids"] for text in workload.texts()]
 
 
-def _batch(prompts: list[list[int]], written: list[list[int]], old: list[float], workload: Workload) -> Batch:
+def _batch(
+    prompts: list[list[int]], written: list[list[int]], old: list[float], workload: Workload
+) -> Batch:
     """Completions as the learner gets them; half of every group is right."""
     samples: list[Sample] = []
     for i, ids in enumerate(written):

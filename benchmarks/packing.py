@@ -1,7 +1,9 @@
-"""What balancing the costs of micro-batches saves, in the cost model's operations: no clock, the same on each machine.
+"""What balancing the costs of micro-batches saves, in the cost model's operations: no clock, the
+same on each machine.
 
-``python -m benchmarks.packing`` packs samples for several ranks, with the moves and swaps of ``data/packing.py`` and
-without them. Ranks stay in step: each round of micro-batches takes as long as its costliest one.
+``python -m benchmarks.packing`` packs samples for several ranks, with the moves and swaps of
+``data/packing.py`` and without them. Ranks stay in step: each round of micro-batches takes as long
+as its costliest one.
 """
 
 from __future__ import annotations
@@ -29,16 +31,24 @@ COST = CostModel.of_decoder(
 
 
 def mixes(rng: random.Random) -> dict[str, Batch]:
-    """Batches of 128 completions with lognormal lengths, with the prompts that different users have."""
+    """Batches of 128 completions with lognormal lengths, with the prompts that different users
+    have."""
 
     def tokens(median: int, most: int) -> list[int]:
         count = min(most, max(8, round(math.exp(rng.gauss(math.log(median), 0.8)))))
         return [rng.randrange(100_000) for _ in range(count)]
 
     def batch(prompts: list[list[int]], each: int) -> Batch:
-        groups = [(group, prompt, tokens(128, 1024)) for group, prompt in enumerate(prompts) for _ in range(each)]
+        groups = [
+            (group, prompt, tokens(128, 1024))
+            for group, prompt in enumerate(prompts)
+            for _ in range(each)
+        ]
         return Batch.of(
-            [Sample([*p, *c], [False] * len(p) + [True] * len(c), group, i) for i, (group, p, c) in enumerate(groups)]
+            [
+                Sample([*p, *c], [False] * len(p) + [True] * len(c), group, i)
+                for i, (group, p, c) in enumerate(groups)
+            ]
         )
 
     systems = [tokens(1500, 2000) for _ in range(5)]
@@ -46,7 +56,9 @@ def mixes(rng: random.Random) -> dict[str, Batch]:
         "one completion per prompt": batch([tokens(128, 1024) for _ in range(128)], 1),
         "pairs of answers": batch([tokens(128, 1024) for _ in range(64)], 2),
         "groups of 8": batch([tokens(128, 1024) for _ in range(16)], 8),
-        "one of five long system prompts": batch([[*rng.choice(systems), *tokens(64, 256)] for _ in range(128)], 1),
+        "one of five long system prompts": batch(
+            [[*rng.choice(systems), *tokens(64, 256)] for _ in range(128)], 1
+        ),
     }
 
 
@@ -70,7 +82,9 @@ def saved(ranks: int) -> dict[str, float]:
 
 def main() -> None:
     columns = {ranks: saved(ranks) for ranks in (1, 2, 4, 8)}
-    table = Table("samples", *(f"{ranks} {'rank' if ranks == 1 else 'ranks'}" for ranks in columns), box=None)
+    table = Table(
+        "samples", *(f"{ranks} {'rank' if ranks == 1 else 'ranks'}" for ranks in columns), box=None
+    )
     for name in columns[1]:
         table.add_row(name, *(f"{found[name]:.1%}" for found in columns.values()))
     Console().print(table)

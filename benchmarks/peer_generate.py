@@ -1,5 +1,5 @@
-"""``transformers.generate`` on a rollout, all completions in one padded batch; and greedy, with one completion per
-prompt."""
+"""``transformers.generate`` on a rollout, all completions in one padded batch; and greedy, with one
+completion per prompt."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ def measure(wanted: Measure) -> Result:
     transformers: Any = import_module("transformers")
     workload = WORKLOADS[wanted.workload]
     tokenizer = transformers.AutoTokenizer.from_pretrained(wanted.model, padding_side="left")
-    model = transformers.AutoModelForCausalLM.from_pretrained(wanted.model, dtype=getattr(torch, wanted.dtype))
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        wanted.model, dtype=getattr(torch, wanted.dtype)
+    )
     texts, lengths = asked(wanted), workload.lengths()
     sampled = {"do_sample": True, "top_k": 0} if wanted.part == "rollout" else {"do_sample": False}
     size = min(int(wanted.options.get("batch", len(texts))), len(texts))
@@ -27,7 +29,9 @@ def measure(wanted: Measure) -> Result:
             prompts = tokenizer(texts[at : at + size], return_tensors="pt", padding=True)
             ends = [min(most, n) for n in lengths[at : at + size]]
             forced = forced_lengths(prompts["input_ids"].shape[1], ends)
-            model.generate(**prompts, **sampled, max_new_tokens=max(ends), logits_processor=[forced])
+            model.generate(
+                **prompts, **sampled, max_new_tokens=max(ends), logits_processor=[forced]
+            )
         return time.perf_counter() - started
 
     run(8)
@@ -36,7 +40,8 @@ def measure(wanted: Measure) -> Result:
 
 
 def asked(wanted: Measure) -> list[str]:
-    """The prompt of each completion: shared within groups for a rollout, all different for ``generate``."""
+    """The prompt of each completion: shared within groups for a rollout, all different for
+    ``generate``."""
     workload = WORKLOADS[wanted.workload]
     if wanted.part == "generate":
         return [prompt for prompt, _ in workload.examples()]
@@ -44,7 +49,8 @@ def asked(wanted: Measure) -> list[str]:
 
 
 def forced_lengths(prompt_tokens: int, lengths: list[int]) -> Any:
-    """A logits processor that ends row ``r`` after ``lengths[r % len(lengths)]`` tokens, and no earlier."""
+    """A logits processor that ends row ``r`` after ``lengths[r % len(lengths)]`` tokens, and no
+    earlier."""
     torch: Any = import_module("torch")
     ends = torch.tensor(lengths)
 

@@ -1,4 +1,5 @@
-"""TRL's GRPOTrainer on full steps, with the seconds of generation, and its SFTTrainer with packing."""
+"""TRL's GRPOTrainer on full steps, with the seconds of generation, and its SFTTrainer with
+packing."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ def measure_sft(wanted: Measure) -> Result:
             packing=True,
             max_length=max(int(wanted.options["packed"]), longest),
             per_device_train_batch_size=int(wanted.options["micro_batch"]),
-            # A step is an epoch, for any number of packed rows, so its tokens are those of all examples.
+            # A step is an epoch, for any number of packed rows, so its tokens are those of all
+            # examples.
             gradient_accumulation_steps=workload.size,
             num_train_epochs=1 + wanted.repeats,
             **_common(wanted),
@@ -45,7 +47,9 @@ def measure_sft(wanted: Measure) -> Result:
         callbacks=[times],
     )
     tokens = sum(len(row) for row in trainer.train_dataset["input_ids"])
-    assert tokens == workload.example_tokens, f"{tokens} tokens instead of {workload.example_tokens}"
+    assert tokens == workload.example_tokens, (
+        f"{tokens} tokens instead of {workload.example_tokens}"
+    )
     trainer.train()
     assert len(steps) == 1 + wanted.repeats, "an epoch was not one step"
     return Result({"sft": steps[1:]}, tokens, peak_memory_mb())
@@ -95,7 +99,9 @@ def _load(wanted: Measure) -> tuple[Any, Any]:
     torch: Any = import_module("torch")
     transformers: Any = import_module("transformers")
     tokenizer = transformers.AutoTokenizer.from_pretrained(wanted.model, padding_side="left")
-    return tokenizer, transformers.AutoModelForCausalLM.from_pretrained(wanted.model, dtype=torch.float32)
+    return tokenizer, transformers.AutoModelForCausalLM.from_pretrained(
+        wanted.model, dtype=torch.float32
+    )
 
 
 def _common(wanted: Measure) -> dict[str, Any]:
@@ -129,7 +135,8 @@ def _times() -> tuple[list[float], Any]:
 
 
 def _time_generate(model: Any, lengths: list[int]) -> list[float]:
-    """Make the model's ``generate`` force the lengths; the list collects the seconds of each call."""
+    """Make the model's ``generate`` force the lengths; the list collects the seconds of each
+    call."""
     seconds: list[float] = []
     kind: Any = type(model)
     original = kind.generate

@@ -37,15 +37,22 @@ def measure(wanted: Measure) -> Result:
         disable_log_stats=True,
     )
     prompts = asked(wanted)
-    drawn = {"temperature": 1.0, "logprobs": 0} if wanted.part == "rollout" else {"temperature": 0.0}
-    sampling = [vllm.SamplingParams(max_tokens=n, ignore_eos=True, detokenize=False, **drawn) for n in lengths]
+    drawn = (
+        {"temperature": 1.0, "logprobs": 0} if wanted.part == "rollout" else {"temperature": 0.0}
+    )
+    sampling = [
+        vllm.SamplingParams(max_tokens=n, ignore_eos=True, detokenize=False, **drawn)
+        for n in lengths
+    ]
     runs: list[float] = []
     for _ in range(1 + wanted.repeats):
         llm.reset_prefix_cache()
         started = time.perf_counter()
         written = llm.generate(prompts, sampling, use_tqdm=False)
         runs.append(time.perf_counter() - started)
-        assert [len(w.outputs[0].token_ids) for w in written] == lengths, "the lengths were not forced"
+        assert [len(w.outputs[0].token_ids) for w in written] == lengths, (
+            "the lengths were not forced"
+        )
     return Result({wanted.part: runs[1:]}, sum(lengths), peak_memory_mb())
 
 

@@ -14,7 +14,8 @@ PARTS = ("rollout", "generate", "train", "sft", "step")
 SAMPLED = ("rollout", "generate")
 DTYPES = ("float32", "bfloat16")
 TRL_BATCHES = {"micro_batch": 16, "large": 4}
-"""TRL's fastest micro-batch sizes: ``large`` for a model for which more rows need too much activation memory."""
+"""TRL's fastest micro-batch sizes: ``large`` for a model for which more rows need too much
+activation memory."""
 
 
 @dataclass(frozen=True)
@@ -33,14 +34,48 @@ class System:
 
 SYSTEMS = (
     System("tunesmith", "benchmarks.ours", PARTS, 3),
-    System("tunesmith unshared", "benchmarks.ours", ("train",), 2, None, DTYPES, {"system.share_prompts": False}),
+    System(
+        "tunesmith unshared",
+        "benchmarks.ours",
+        ("train",),
+        2,
+        None,
+        DTYPES,
+        {"system.share_prompts": False},
+    ),
     System("transformers.generate", "benchmarks.peer_generate", ("rollout",), 1, "generate"),
-    System("transformers.generate", "benchmarks.peer_generate", ("generate",), 1, "generate", DTYPES, {"batch": 16}),
+    System(
+        "transformers.generate",
+        "benchmarks.peer_generate",
+        ("generate",),
+        1,
+        "generate",
+        DTYPES,
+        {"batch": 16},
+    ),
     System("vLLM eager", "benchmarks.peer_vllm", SAMPLED, 3, "vllm", DTYPES, {"compiled": False}),
     System("vLLM compiled", "benchmarks.peer_vllm", SAMPLED, 3, "vllm", DTYPES, {"compiled": True}),
-    System("TRL stock", "benchmarks.peer_trl", ("step",), 1, "trl", ("float32",), {"micro_batch": 64, "large": 4}),
-    System("TRL at its best", "benchmarks.peer_trl", ("step",), 1, "trl", ("bfloat16",), TRL_BATCHES),
-    System("TRL packed", "benchmarks.peer_trl", ("sft",), 2, "trl", DTYPES, {"micro_batch": 1, "packed": 1024}),
+    System(
+        "TRL stock",
+        "benchmarks.peer_trl",
+        ("step",),
+        1,
+        "trl",
+        ("float32",),
+        {"micro_batch": 64, "large": 4},
+    ),
+    System(
+        "TRL at its best", "benchmarks.peer_trl", ("step",), 1, "trl", ("bfloat16",), TRL_BATCHES
+    ),
+    System(
+        "TRL packed",
+        "benchmarks.peer_trl",
+        ("sft",),
+        2,
+        "trl",
+        DTYPES,
+        {"micro_batch": 1, "packed": 1024},
+    ),
 )
 
 
@@ -90,7 +125,8 @@ class Found:
 
 
 def find(name: str, given: str | None) -> Found:
-    """Look for a peer: in the given interpreter, else in the one of its environment variable, else in this one.
+    """Look for a peer: in the given interpreter, else in the one of its environment variable, else
+    in this one.
 
     Raises:
         ValueError: an interpreter was named but does not have the peer.
@@ -100,7 +136,11 @@ def find(name: str, given: str | None) -> Found:
     python = named or sys.executable
     try:
         asked = subprocess.run(
-            [python, "-c", VERSIONS, *peer.packages], capture_output=True, text=True, timeout=60, check=True
+            [python, "-c", VERSIONS, *peer.packages],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
         )
         versions: dict[str, str] = json.loads(asked.stdout)
     except (OSError, subprocess.SubprocessError) as error:

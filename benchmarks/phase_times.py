@@ -1,8 +1,9 @@
-"""Seconds of each phase of a step: predicted against measured, on shapes that the prediction was not fitted to.
+"""Seconds of each phase of a step: predicted against measured, on shapes that the prediction was
+not fitted to.
 
-``python -m benchmarks.phase_times`` fits the rates of this machine to ``tune/machine.py``'s shapes, alternating with
-other shapes, so that a slow minute of the machine affects all equally. The least time of each phase counts. Nothing
-else should run meanwhile.
+``python -m benchmarks.phase_times`` fits the rates of this machine to ``tune/machine.py``'s shapes,
+alternating with other shapes, so that a slow minute of the machine affects all equally. The least
+time of each phase counts. Nothing else should run meanwhile.
 """
 
 from __future__ import annotations
@@ -18,7 +19,15 @@ import torch
 
 from benchmarks.report import write_between
 from benchmarks.run import machine
-from tunesmith.guide.tune.machine import ROUNDS, SHAPES, Prediction, fitted, predictions, probes, take_turns
+from tunesmith.guide.tune.machine import (
+    ROUNDS,
+    SHAPES,
+    Prediction,
+    fitted,
+    predictions,
+    probes,
+    take_turns,
+)
 from tunesmith.plan.facts.hardware import read_hardware
 
 RESULTS = Path(__file__).with_name("results") / "phase-times-cpu-2-core.json"
@@ -29,7 +38,9 @@ CLAIM = 0.15
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.phase_times", description=__doc__)
-    parser.add_argument("--fitted", type=int, default=SHAPES, help="shapes that the rates are fitted to")
+    parser.add_argument(
+        "--fitted", type=int, default=SHAPES, help="shapes that the rates are fitted to"
+    )
     parser.add_argument("--checked", type=int, default=20, help="other shapes")
     parser.add_argument("--seed", type=int, default=1, help="of the other shapes")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="steps of each shape")
@@ -39,8 +50,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     known, other = probes(0, given.fitted), probes(given.seed, given.checked)
     take_turns([*known, *other], given.rounds, lambda text: print(text, flush=True))
     found = predictions(other, fitted(known))
-    shapes = {"fitted": given.fitted, "checked": given.checked, "seed": given.seed, "rounds": given.rounds}
-    results = {"machine": machine(("float32", "bfloat16")), **shapes, "claim": CLAIM, **summary(found)}
+    shapes = {
+        "fitted": given.fitted,
+        "checked": given.checked,
+        "seed": given.seed,
+        "rounds": given.rounds,
+    }
+    results = {
+        "machine": machine(("float32", "bfloat16")),
+        **shapes,
+        "claim": CLAIM,
+        **summary(found),
+    }
     given.out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     if given.out == RESULTS:
         write_between(PAGE, BEGIN, END, table(results))
@@ -48,7 +69,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def summary(found: Sequence[Prediction]) -> dict[str, Any]:
-    """For each phase, the share of shapes within ``CLAIM``, the median and the largest error; and every prediction."""
+    """For each phase, the share of shapes within ``CLAIM``, the median and the largest error; and
+    every prediction."""
     off: dict[str, list[float]] = {}
     for each in found:
         off.setdefault(each.phase, []).append(abs(each.ratio - 1))
@@ -79,9 +101,14 @@ def _row(each: Prediction) -> dict[str, Any]:
 
 
 def table(results: dict[str, Any]) -> str:
-    rows = ["| phase | shapes within 15% | median error | largest |", "| --- | ---: | ---: | ---: |"]
+    rows = [
+        "| phase | shapes within 15% | median error | largest |",
+        "| --- | ---: | ---: | ---: |",
+    ]
     for phase, each in results["phases"].items():
-        rows.append(f"| {phase} | {each['within']} of {each['of']} | {each['median']:.0%} | {each['most']:.0%} |")
+        rows.append(
+            f"| {phase} | {each['within']} of {each['of']} | {each['median']:.0%} | {each['most']:.0%} |"
+        )
     return "\n".join(rows)
 
 

@@ -1,8 +1,9 @@
 """Every preset on the same task with the same budget: ``python -m benchmarks.presets --help``.
 
-A tiny model is taught three-digit addition by example, once per seed, as ``tunesmith demo`` does; then each
-preset gets the same number of steps, prompts and rollouts, its own defaults, and the same start per seed. Each core
-does one run at a time. The results file holds each run's curve; the page's table and picture come from it.
+A tiny model is taught three-digit addition by example, once per seed, as ``tunesmith demo`` does;
+then each preset gets the same number of steps, prompts and rollouts, its own defaults, and the same
+start per seed. Each core does one run at a time. The results file holds each run's curve; the
+page's table and picture come from it.
 """
 
 from __future__ import annotations
@@ -23,7 +24,13 @@ from typing import Any
 
 from tunesmith.config.load import load_config
 from tunesmith.config.schema import RLConfig
-from tunesmith.guide.recipes.arithmetic import ANSWER, make_model, problems, write_examples, write_tasks
+from tunesmith.guide.recipes.arithmetic import (
+    ANSWER,
+    make_model,
+    problems,
+    write_examples,
+    write_tasks,
+)
 from tunesmith.learn.algorithms.presets import PRESETS
 from tunesmith.plan.cost.memory import planned_devices
 from tunesmith.plan.facts.hardware import read_hardware
@@ -51,7 +58,11 @@ RL: Mapping[str, Any] = {
     "rollout.group_size": GROUP, "rollout.max_new_tokens": 40, "train.lr": 1e-4, "train.warmup_steps": 5,
     "monitor.samples": 0,
 }  # fmt: skip
-COMMON: Mapping[str, Any] = {"model.dtype": "float32", "data.chat": False, "monitor.progress": False}
+COMMON: Mapping[str, Any] = {
+    "model.dtype": "float32",
+    "data.chat": False,
+    "monitor.progress": False,
+}
 
 
 NAMES = [name for name, preset in PRESETS.items() if preset.settings["advantage"] != "token_reward"]
@@ -62,9 +73,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--presets", nargs="+", default=NAMES, choices=NAMES, metavar="NAME")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="runs at a time, a core each")
+    parser.add_argument(
+        "--jobs", type=int, default=os.cpu_count() or 1, help="runs at a time, a core each"
+    )
     parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--page", action="store_true", help="only write docs/presets.md anew from --out")
+    parser.add_argument(
+        "--page", action="store_true", help="only write docs/presets.md anew from --out"
+    )
     given = parser.parse_args(arguments)
     if not given.page:
         for results in measure(given.presets, given.seeds, given.steps, given.jobs):
@@ -75,16 +90,25 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(table(results))
 
 
-def measure(presets: Sequence[str], seeds: Sequence[int], steps: int, jobs: int) -> Iterator[dict[str, Any]]:
+def measure(
+    presets: Sequence[str], seeds: Sequence[int], steps: int, jobs: int
+) -> Iterator[dict[str, Any]]:
     """Yield the contents of a results file, extended after each seed."""
-    budget = {"steps": steps, "prompts_per_step": PROMPTS, "group_size": GROUP, "lr": RL["train.lr"]}
+    budget = {
+        "steps": steps,
+        "prompts_per_step": PROMPTS,
+        "group_size": GROUP,
+        "lr": RL["train.lr"],
+    }
     machine = {"cores": read_hardware().cores, "runs_at_a_time": jobs}
     runs: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="presets-") as name, ThreadPoolExecutor(jobs) as pool:
         starts = {seed: _start(Path(name) / f"seed-{seed}", seed) for seed in seeds}
         list(pool.map(_teach, starts.values(), starts))
         for seed, start in starts.items():
-            runs += pool.map(lambda preset, start=start, seed=seed: _run(start, preset, seed, steps), presets)
+            runs += pool.map(
+                lambda preset, start=start, seed=seed: _run(start, preset, seed, steps), presets
+            )
             date = time.strftime("%Y-%m-%d", time.gmtime())
             yield {"date": date, "machine": machine, "budget": budget, "runs": runs}
 
@@ -123,7 +147,9 @@ def _run(start: Path, preset: str, seed: int, steps: int) -> dict[str, Any]:
         "preset": preset,
         "seed": seed,
         "rewards": [round(line["reward"], 4) for line in steps_made],
-        "seconds": [round(t, 2) for t in accumulate(line["seconds"] - _beside(line) for line in steps_made)],
+        "seconds": [
+            round(t, 2) for t in accumulate(line["seconds"] - _beside(line) for line in steps_made)
+        ],
         "accuracies": _accuracies(lines),
     }
 
@@ -139,7 +165,8 @@ def _beside(line: Mapping[str, float]) -> float:
 
 def _tunesmith(command: str, settings: Mapping[str, Any]) -> None:
     words = [
-        f"{key}={json.dumps(value if not isinstance(value, Path) else str(value))}" for key, value in settings.items()
+        f"{key}={json.dumps(value if not isinstance(value, Path) else str(value))}"
+        for key, value in settings.items()
     ]
     empty = settings["run_dir"].with_suffix(".toml")
     empty.touch()
@@ -170,23 +197,40 @@ ON_A_GPU = (
 
 
 def planned_memory(preset: str) -> int:
-    """Bytes of an H100 that ``tunesmith plan`` expects a run with the preset to need, with a model of 0.5B."""
+    """Bytes of an H100 that ``tunesmith plan`` expects a run with the preset to need, with a model
+    of 0.5B."""
     facts = Facts(machine("H100-80GB"), HALF_A_BILLION, train_size=1000, longest=512)
     config = load_config(RLConfig, None, [*ON_A_GPU, f"algorithm.name={preset}"], files=False)
-    return max(needed.peak for _, needed, _ in planned_devices(resolve(config, facts).config, facts))
+    return max(
+        needed.peak for _, needed, _ in planned_devices(resolve(config, facts).config, facts)
+    )
 
 
 def table(results: Mapping[str, Any]) -> str:
     """Markdown: means over the seeds, with the range of the final accuracy."""
     steps = results["budget"]["steps"]
-    names = ("preset", "accuracy before", *(f"after {k * steps // QUARTERS}" for k in range(1, QUARTERS)))
-    names += ("at the end (lowest to highest)", "reward of the last ten steps", "seconds", "planned GPU memory")
+    names = (
+        "preset",
+        "accuracy before",
+        *(f"after {k * steps // QUARTERS}" for k in range(1, QUARTERS)),
+    )
+    names += (
+        "at the end (lowest to highest)",
+        "reward of the last ten steps",
+        "seconds",
+        "planned GPU memory",
+    )
     rows = [f"| {' | '.join(names)} |", "|---" * len(names) + "|"]
     for preset, runs in by_preset(results):
-        before, *between, last = ([r["accuracies"][k] for r in runs] for k in range(len(runs[0]["accuracies"])))
+        before, *between, last = (
+            [r["accuracies"][k] for r in runs] for k in range(len(runs[0]["accuracies"]))
+        )
         cells = [f"`{preset}`", *(f"{mean(values):.2f}" for values in (before, *between))]
         cells += [f"{mean(last):.2f} ({min(last):.2f} to {max(last):.2f})"]
-        cells += [f"{mean(mean(r['rewards'][-10:]) for r in runs):.2f}", f"{mean(r['seconds'][-1] for r in runs):.0f}"]
+        cells += [
+            f"{mean(mean(r['rewards'][-10:]) for r in runs):.2f}",
+            f"{mean(r['seconds'][-1] for r in runs):.0f}",
+        ]
         cells += [f"{planned_memory(preset) / 1e9:.1f} GB"]
         rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows) + "\n"

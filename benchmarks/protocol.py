@@ -1,7 +1,7 @@
 """The protocol of a measurement: one JSON argument in, one JSON line out.
 
-Every measurement runs in its own process, in the Python environment of the measured system, so this module
-and ``workload`` import nothing but the standard library.
+Every measurement runs in its own process, in the Python environment of the measured system, so this
+module and ``workload`` import nothing but the standard library.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class Measure:
 class Result:
     """The results of a measurement.
 
-    ``seconds`` holds a list of runs for each figure: the part's own name, and names that begin with it, such as
-    ``step/rollout``. ``tokens`` are the tokens that one run samples (for training: runs through the model). ``facts``
-    are further values, such as ``limit_share``.
+    ``seconds`` holds a list of runs for each figure: the part's own name, and names that begin with
+    it, such as ``step/rollout``. ``tokens`` are the tokens that one run samples (for training: runs
+    through the model). ``facts`` are further values, such as ``limit_share``.
     """
 
     seconds: dict[str, list[float]]
@@ -73,13 +73,23 @@ def ask(module: str, measure: Measure, python: str) -> Result:
     """Run a measure in a fresh process of ``python``.
 
     Raises:
-        RuntimeError: the process failed or overran the deadline; the message ends with its last output.
+        RuntimeError: the process failed or overran the deadline; the message ends with its last
+            output.
     """
-    quiet = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "TRANSFORMERS_VERBOSITY": "error"}
+    quiet = {
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "TRANSFORMERS_VERBOSITY": "error",
+    }
     command = [python, "-m", module, json.dumps(asdict(measure))]
     try:
         done = subprocess.run(
-            command, cwd=ROOT, env=os.environ | quiet, capture_output=True, text=True, timeout=DEADLINE
+            command,
+            cwd=ROOT,
+            env=os.environ | quiet,
+            capture_output=True,
+            text=True,
+            timeout=DEADLINE,
         )
     except subprocess.TimeoutExpired:
         raise RuntimeError(f"not finished within {DEADLINE:g} s") from None

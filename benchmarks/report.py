@@ -1,7 +1,7 @@
 """Summaries of all rounds: medians, ratios round by round, and their tables.
 
-``python -m benchmarks.report RESULTS.json [--readme]`` prints the tables of a results file; ``--readme`` puts
-them into benchmarks/README.md.
+``python -m benchmarks.report RESULTS.json [--readme]`` prints the tables of a results file;
+``--readme`` puts them into benchmarks/README.md.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ README = Path(__file__).with_name("README.md")
 BEGIN, END = "<!-- results: {} -->", "<!-- end of results -->"
 
 Record = Mapping[str, Any]
-"""A ``Measure``'s system, part, workload and dtype, its ``round``, and the fields of its ``Result``."""
+"""A ``Measure``'s system, part, workload and dtype, its ``round``, and the fields of its
+``Result``."""
 Key = tuple[str, str, str, str]
 """Workload, figure, system, dtype."""
 
@@ -38,8 +39,9 @@ def write_between(page: Path, begin: str, end: str, text: str) -> None:
 def summarise(records: Iterable[Record]) -> dict[str, list[dict[str, Any]]]:
     """``measures`` and ``ratios`` of all rounds.
 
-    A figure's value in a round is the median of that round's runs. A ratio is a system's seconds over ours
-    in the same round, so that a temporary slowdown of the machine affects both; above 1 ours is faster.
+    A figure's value in a round is the median of that round's runs. A ratio is a system's seconds
+    over ours in the same round, so that a temporary slowdown of the machine affects both; above 1
+    ours is faster.
     """
     seconds: dict[Key, dict[int, float]] = defaultdict(dict)
     others: dict[Key, list[Record]] = defaultdict(list)
@@ -53,7 +55,9 @@ def summarise(records: Iterable[Record]) -> dict[str, list[dict[str, Any]]]:
         _ratio(theirs, by_round, ours, seconds[ours])
         for theirs, by_round in seconds.items()
         for ours in seconds
-        if theirs[2] != OURS and ours[:3] == (*theirs[:2], OURS) and by_round.keys() & seconds[ours].keys()
+        if theirs[2] != OURS
+        and ours[:3] == (*theirs[:2], OURS)
+        and by_round.keys() & seconds[ours].keys()
     ]
     return {"measures": measures, "ratios": ratios}
 
@@ -70,7 +74,10 @@ def _measure(key: Key, by_round: Mapping[int, float], records: Sequence[Record])
         "rounds": [by_round[n] for n in sorted(by_round)],
         "tokens": records[-1]["tokens"],
         "peak_memory_mb": median(r["peak_memory_mb"] for r in records),
-        **{name: median(r["facts"][name] for r in records if name in r["facts"]) for name in sorted(facts)},
+        **{
+            name: median(r["facts"][name] for r in records if name in r["facts"])
+            for name in sorted(facts)
+        },
     }
 
 
@@ -113,8 +120,19 @@ def speed_rows(results: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
 
 
 def fact_rows(results: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """Header and rows of the values only ours reports: tokens per second, share of the limit, log-prob mismatch."""
-    header = ["workload", "figure", "system", "dtype", "tokens", "tokens/s", "of limit", "mismatch max", "mean"]
+    """Header and rows of the values only ours reports: tokens per second, share of the limit,
+    log-prob mismatch."""
+    header = [
+        "workload",
+        "figure",
+        "system",
+        "dtype",
+        "tokens",
+        "tokens/s",
+        "of limit",
+        "mismatch max",
+        "mean",
+    ]
     rows = [
         [
             *(m["workload"], m["figure"], m["system"], m["dtype"], str(m["tokens"])),
@@ -130,7 +148,13 @@ def fact_rows(results: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
 
 def _place(measure: Mapping[str, Any]) -> tuple[object, ...]:
     """Order of rows: by workload and figure, ours first."""
-    return measure["workload"], measure["figure"], measure["system"] != OURS, measure["system"], measure["dtype"]
+    return (
+        measure["workload"],
+        measure["figure"],
+        measure["system"] != OURS,
+        measure["system"],
+        measure["dtype"],
+    )
 
 
 def machine_line(results: Mapping[str, Any]) -> str:
@@ -184,19 +208,28 @@ def readme_results(text: str) -> dict[str, str]:
 
 def put_into(text: str, results: Path) -> str:
     """The README with new tables of a results file, for which it has markers."""
-    begin, tables = BEGIN.format(results.name), markdown(json.loads(results.read_text(encoding="utf-8")))
+    begin, tables = (
+        BEGIN.format(results.name),
+        markdown(json.loads(results.read_text(encoding="utf-8"))),
+    )
     head, rest = text.split(begin, 1)
     return f"{head}{begin}\n\n{tables}\n{END}{rest.split(END, 1)[1]}"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.report", description="Show a results file.")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.report", description="Show a results file."
+    )
     parser.add_argument("results", type=Path)
-    parser.add_argument("--readme", action="store_true", help="put its tables into benchmarks/README.md")
+    parser.add_argument(
+        "--readme", action="store_true", help="put its tables into benchmarks/README.md"
+    )
     given = parser.parse_args()
     show(json.loads(given.results.read_text(encoding="utf-8")))
     if given.readme:
-        README.write_text(put_into(README.read_text(encoding="utf-8"), given.results), encoding="utf-8")
+        README.write_text(
+            put_into(README.read_text(encoding="utf-8"), given.results), encoding="utf-8"
+        )
 
 
 if __name__ == "__main__":

@@ -1,11 +1,14 @@
 """The gain from each optimisation of RFT's training: ``python -m benchmarks.rft --help``.
 
-Questions are answered once by sampling. Then each arm trains on the same right answers from the same start, with
-the same seed, learning rate and epochs, each in its own process:
+Questions are answered once by sampling. Then each arm trains on the same right answers from the
+same start, with the same seed, learning rate and epochs, each in its own process:
 
-- ``padded``: Hugging Face's ``Trainer`` with batches of 32 padded sequences and gradient checkpointing, in float32.
-- ``padded, ...``: the same with one of the ten changes advised for such a script, and with all of them.
-- ``tunesmith``: this package with its derived settings; ``tunesmith, ...``: with one setting reverted.
+- ``padded``: Hugging Face's ``Trainer`` with batches of 32 padded sequences and gradient
+checkpointing, in float32.
+- ``padded, ...``: the same with one of the ten changes advised for such a script, and with all of
+them.
+- ``tunesmith``: this package with its derived settings; ``tunesmith, ...``: with one setting
+reverted.
 """
 
 from __future__ import annotations
@@ -71,7 +74,9 @@ class Arm:
 
 def _together() -> dict[str, Any]:
     """All compatible advice together: gradient accumulation instead of the batch of 64."""
-    return {k: v for name, change in ADVISED.items() if name != "batch of 64" for k, v in change.items()}
+    return {
+        k: v for name, change in ADVISED.items() if name != "batch of 64" for k, v in change.items()
+    }
 
 
 ARMS: Mapping[str, Arm] = {
@@ -84,17 +89,25 @@ ARMS: Mapping[str, Arm] = {
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.rft", description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.rft", description=__doc__.partition("\n")[0]
+    )
     parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=list(ARMS), metavar="ARM")
-    parser.add_argument("--model", help="a directory or hub name to sample and train; default: a tiny one is made")
-    parser.add_argument("--answers", type=Path, help="train on these lines (prompt, completion) and sample nothing")
+    parser.add_argument(
+        "--model", help="a directory or hub name to sample and train; default: a tiny one is made"
+    )
+    parser.add_argument(
+        "--answers", type=Path, help="train on these lines (prompt, completion) and sample nothing"
+    )
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--epochs", type=float, default=1.0)
     parser.add_argument("--lr", type=float, default=5e-4)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--questions", type=int, default=3000, help="to sample answers to")
-    parser.add_argument("--warm-up-steps", type=int, default=600, help="of the tiny model, before it is sampled")
+    parser.add_argument(
+        "--warm-up-steps", type=int, default=600, help="of the tiny model, before it is sampled"
+    )
     parser.add_argument("--out", type=Path, default=RESULTS)
     given = parser.parse_args(arguments)
     results = measure(given)
@@ -122,10 +135,14 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
                 records[name] = {"failed": (done.stderr.strip().splitlines() or ["no message"])[-1]}
                 print(f"{name}: failed: {records[name]['failed']}", flush=True)
                 continue
-            records[name] = json.loads(done.stdout.splitlines()[-1]) | {"settings": dict(arm.settings)}
+            records[name] = json.loads(done.stdout.splitlines()[-1]) | {
+                "settings": dict(arm.settings)
+            }
             print(f"{name}: {records[name]['seconds']:.1f} s", flush=True)
     hardware = read_hardware()
-    where = given.device if given.device == "cuda" else f"{given.threads} thread(s) of {hardware.cpu}"
+    where = (
+        given.device if given.device == "cuda" else f"{given.threads} thread(s) of {hardware.cpu}"
+    )
     return {
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
         "machine": {"where": where, "bf16": hardware.bf16},
@@ -150,7 +167,9 @@ def prepare(here: Path, given: argparse.Namespace) -> dict[str, Any]:
     model = given.model
     if model is None:
         where = here / "runs" / "sft"
-        run_sft(here / "sft.toml", [f"run_dir={where}", f"train.steps={given.warm_up_steps}", *system])
+        run_sft(
+            here / "sft.toml", [f"run_dir={where}", f"train.steps={given.warm_up_steps}", *system]
+        )
         model = str(where / f"checkpoints/step-{given.warm_up_steps:06d}/model")
     common = [f"run_dir={here / 'rft'}", f"model.path={model}", *system]
     answers = given.answers
@@ -161,7 +180,11 @@ def prepare(here: Path, given: argparse.Namespace) -> dict[str, Any]:
     names = ("device", "threads", "epochs", "lr", "seed")
     job = {"model": model, "answers": str(answers), "rft": str(here / "rft.toml")}
     kept = len(answers.read_text(encoding="utf-8").splitlines())
-    return {"job": job | {name: getattr(given, name) for name in names}, "before": before, "kept": kept}
+    return {
+        "job": job | {name: getattr(given, name) for name in names},
+        "before": before,
+        "kept": kept,
+    }
 
 
 def markdown(results: Mapping[str, Any]) -> str:

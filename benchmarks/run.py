@@ -1,7 +1,7 @@
 """Measure Tunesmith against its peers: ``python -m benchmarks.run --help``.
 
-Rounds alternate: each round takes every measurement once, in a fresh process, so that a temporary slowdown of the
-machine affects all of them.
+Rounds alternate: each round takes every measurement once, in a fresh process, so that a temporary
+slowdown of the machine affects all of them.
 """
 
 from __future__ import annotations
@@ -31,11 +31,22 @@ from tunesmith.run.trainers.limits import measure_limits
 
 RESULTS = Path(__file__).with_name("results")
 TABLES: dict[str, dict[str, Any]] = {
-    "quick": {"workloads": ["A", "long"], "parts": ["rollout", "generate", "sft"], "dtype": ["bfloat16"], "rounds": 1},
+    "quick": {
+        "workloads": ["A", "long"],
+        "parts": ["rollout", "generate", "sft"],
+        "dtype": ["bfloat16"],
+        "rounds": 1,
+    },
     "all": {"workloads": [name for name in WORKLOADS if name != "tiny"], "dtype": ["bfloat16"]},
 }
 """The measurements of each choice of tables; the arguments override them."""
-UNITS = {"amx_bf16": "AMX", "avx512_bf16": "AVX-512 bfloat16", "avx512f": "AVX-512", "avx2": "AVX2", "asimd": "NEON"}
+UNITS = {
+    "amx_bf16": "AMX",
+    "avx512_bf16": "AVX-512 bfloat16",
+    "avx512f": "AVX-512",
+    "avx2": "AVX2",
+    "asimd": "NEON",
+}
 """A CPU's units for matrix products, the fastest first, by their flags in /proc/cpuinfo."""
 
 
@@ -52,7 +63,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(str(error))
     given.out.parent.mkdir(parents=True, exist_ok=True)
     results: dict[str, Any] = {}
-    for results in run(given.workloads, given.parts, given.dtype, peers, given.rounds, earlier, given.models):
+    for results in run(
+        given.workloads, given.parts, given.dtype, peers, given.rounds, earlier, given.models
+    ):
         given.out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     show(results)
     print(f"written to {given.out}")
@@ -68,7 +81,8 @@ def run(
     earlier: Mapping[str, Any] | None = None,
     models: Path | None = None,
 ) -> Iterator[dict[str, Any]]:
-    """Take all measurements ``rounds`` times; yields the contents of a results file after each round.
+    """Take all measurements ``rounds`` times; yields the contents of a results file after each
+    round.
 
     Args:
         earlier: a results file whose rounds come before these.
@@ -87,7 +101,11 @@ def run(
         },
         "peers": earlier["peers"]
         | {
-            name: {"present": p.python is not None, "version": p.version, "install": PEERS[name].install}
+            name: {
+                "present": p.python is not None,
+                "version": p.version,
+                "install": PEERS[name].install,
+            }
             for name, p in peers.items()
         },
     }
@@ -112,7 +130,9 @@ def run(
             yield {**taken, **summarise(records), "records": records, "failed": failed}
 
 
-def _measure(system: System, python: str, workload: str, part: str, dtype: str, models: Path) -> dict[str, Any]:
+def _measure(
+    system: System, python: str, workload: str, part: str, dtype: str, models: Path
+) -> dict[str, Any]:
     """One measurement in its own process, as a record.
 
     Raises:
@@ -134,18 +154,29 @@ def _measure(system: System, python: str, workload: str, part: str, dtype: str, 
     figures = ", ".join(f"{name} {median(runs):.2f} s" for name, runs in result.seconds.items())
     wall = time.perf_counter() - started
     print(f"{workload} {dtype} {system.name}: {figures} (in all {wall:.0f} s)", flush=True)
-    return {"system": system.name, "part": part, "workload": workload, "dtype": dtype, **asdict(result)}
+    return {
+        "system": system.name,
+        "part": part,
+        "workload": workload,
+        "dtype": dtype,
+        **asdict(result),
+    }
 
 
 def _plan(
-    systems: Sequence[tuple[System, str]], workloads: Sequence[str], parts: Sequence[str], dtypes: Sequence[str]
+    systems: Sequence[tuple[System, str]],
+    workloads: Sequence[str],
+    parts: Sequence[str],
+    dtypes: Sequence[str],
 ) -> Iterator[tuple[System, str, str, str, str]]:
     """The measurements of one round, in an order that puts compared ones next to each other."""
     for workload in workloads:
         for part in parts:
             for system, python in systems:
                 if part in system.parts:
-                    yield from ((system, python, workload, part, d) for d in dtypes if d in system.dtypes)
+                    yield from (
+                        (system, python, workload, part, d) for d in dtypes if d in system.dtypes
+                    )
 
 
 def _python(system: System, peers: Mapping[str, Found]) -> str | None:
@@ -185,7 +216,9 @@ def _earlier(out: Path) -> dict[str, Any] | None:
     keys = ("cpu", "units", "cores", "threads", "torch", "transformers")
     now = _facts()
     if other := [key for key in keys if found["machine"].get(key) != now[key]]:
-        raise ValueError(f"--add: {out} was measured with another {', '.join(other)}; name another file with --out")
+        raise ValueError(
+            f"--add: {out} was measured with another {', '.join(other)}; name another file with --out"
+        )
     return found
 
 
@@ -209,7 +242,9 @@ def _facts() -> dict[str, Any]:
         "units": next((name for flag, name in UNITS.items() if flag in flags), ""),
         "cores": os.cpu_count(),
         "threads": hardware.cores,
-        "environment": {k: v for k, v in os.environ.items() if k.startswith(("OMP_", "MKL_", "KMP_"))},
+        "environment": {
+            k: v for k, v in os.environ.items() if k.startswith(("OMP_", "MKL_", "KMP_"))
+        },
         "memory_gb": round(hardware.memory_total / 1e9, 1),
         "platform": platform.platform(terse=True),
         "python": platform.python_version(),
@@ -225,8 +260,12 @@ def _positive(text: str) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.run", description="Tunesmith beside its peers.")
-    parser.add_argument("table", nargs="?", choices=list(TABLES), help="what to measure, if not as the options say")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.run", description="Tunesmith beside its peers."
+    )
+    parser.add_argument(
+        "table", nargs="?", choices=list(TABLES), help="what to measure, if not as the options say"
+    )
     parser.add_argument("--workloads", nargs="+", choices=list(WORKLOADS), default=["A", "B"])
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=list(DTYPES))
@@ -236,7 +275,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--vllm-python", help="interpreter with vLLM (or TUNESMITH_VLLM_PYTHON)")
     parser.add_argument("--models", type=Path, help="keep the models in this directory")
     parser.add_argument("--out", type=Path, default=RESULTS / "latest.json")
-    parser.add_argument("--add", action="store_true", help="keep the rounds that --out holds, and add these")
+    parser.add_argument(
+        "--add", action="store_true", help="keep the rounds that --out holds, and add these"
+    )
     return parser
 
 

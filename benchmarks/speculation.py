@@ -1,10 +1,13 @@
-"""Speculative decoding in the embedded engine: where it pays, by concurrent completions and right guesses.
+"""Speculative decoding in the embedded engine: where it pays, by concurrent completions and right
+guesses.
 
-``python -m benchmarks.speculation`` decodes the same completions without guesses and with four guesses per step, in
-turn, in one process. Models have random weights, so guesses are made from the tokens that the run without guesses
-sampled: each is that token with probability ``right``, else another one. The n-gram look-up runs as well, for its time;
-its guesses are replaced. A user's own share of right guesses is the metric ``draft_acceptance``. A ratio is the time
-without guesses over the time with them: above 1 guessing pays.
+``python -m benchmarks.speculation`` decodes the same completions without guesses and with four
+guesses per step, in turn, in one process. Models have random weights, so guesses are made from the
+tokens that the run without guesses
+sampled: each is that token with probability ``right``, else another one. The n-gram look-up runs as
+well, for its time; its guesses are replaced. A user's own share of right guesses is the metric
+``draft_acceptance``. A ratio is the time without guesses over the time with them: above 1 guessing
+pays.
 """
 
 from __future__ import annotations
@@ -52,7 +55,9 @@ class Recorded(NgramDrafter):
         for request, count in zip(running, most, strict=True):
             seed, start = request.sampling.seed, len(request.token_ids)
             assert seed is not None
-            guesses.append([self._guess(token) for token in self._sampled[seed][start : start + max(0, count)]])
+            guesses.append(
+                [self._guess(token) for token in self._sampled[seed][start : start + max(0, count)]]
+            )
         return guesses
 
     def _guess(self, token: int) -> int:
@@ -63,12 +68,23 @@ def measured(name: str, dtype: str, rounds: int, folder: Path) -> list[dict[str,
     """The ratio for each number of completions at once and each share of right guesses."""
     shape, path = MODELS[name], folder / MODELS[name].name
     build_model(path, shape)
-    return asyncio.run(_measured(name, CausalLM.load(path, dtype=getattr(torch, dtype)), shape.vocabulary, rounds))
+    return asyncio.run(
+        _measured(name, CausalLM.load(path, dtype=getattr(torch, dtype)), shape.vocabulary, rounds)
+    )
 
 
-async def _measured(name: str, model: CausalLM, vocabulary: int, rounds: int) -> list[dict[str, Any]]:
-    sizes: dict[str, Any] = {"kv_bytes": 2**30, "max_running": max(ROWS), "max_prefill_tokens": 2048}
-    plain, guessing = LocalEngine(model, **sizes), LocalEngine(model, **sizes, speculation=Speculation(GUESSES))
+async def _measured(
+    name: str, model: CausalLM, vocabulary: int, rounds: int
+) -> list[dict[str, Any]]:
+    sizes: dict[str, Any] = {
+        "kv_bytes": 2**30,
+        "max_running": max(ROWS),
+        "max_prefill_tokens": 2048,
+    }
+    plain, guessing = (
+        LocalEngine(model, **sizes),
+        LocalEngine(model, **sizes, speculation=Speculation(GUESSES)),
+    )
     rows = list[dict[str, Any]]()
     for count in ROWS:
         sampled, _ = await _decode(plain, vocabulary, count)
@@ -82,32 +98,50 @@ async def _measured(name: str, model: CausalLM, vocabulary: int, rounds: int) ->
                 ratios.append(without / taken)
             counted = guessing.stats().since(before)
             kept = counted.accepted_tokens / counted.drafted_tokens
-            rows.append({"model": name, "rows": count, "right": right, "kept": kept, "ratio": median(ratios)})
+            rows.append(
+                {
+                    "model": name,
+                    "rows": count,
+                    "right": right,
+                    "kept": kept,
+                    "ratio": median(ratios),
+                }
+            )
             print(rows[-1], flush=True)
     await plain.close()
     await guessing.close()
     return rows
 
 
-async def _decode(engine: LocalEngine, vocabulary: int, count: int) -> tuple[list[list[int]], float]:
+async def _decode(
+    engine: LocalEngine, vocabulary: int, count: int
+) -> tuple[list[list[int]], float]:
     """Completions of one prompt, and seconds."""
     rng = random.Random(1)
     prompt = [rng.randrange(FIRST_WORD, vocabulary) for _ in range(PROMPT)]
     await engine.load_weights(0)
     started = time.perf_counter()
     found = await asyncio.gather(
-        *(engine.generate(prompt, Sampling(NEW, temperature=0.0, ignore_eos=True, seed=i)) for i in range(count))
+        *(
+            engine.generate(prompt, Sampling(NEW, temperature=0.0, ignore_eos=True, seed=i))
+            for i in range(count)
+        )
     )
     return [list(each.token_ids) for each in found], time.perf_counter() - started
 
 
 def table(results: dict[str, Any]) -> str:
     heads = " | ".join(f"{right:.0%} right" for right in RIGHT)
-    lines = [f"| model | completions at once | {heads} |", "| --- | ---: |" + " ---: |" * len(RIGHT)]
+    lines = [
+        f"| model | completions at once | {heads} |",
+        "| --- | ---: |" + " ---: |" * len(RIGHT),
+    ]
     ratios = {(row["model"], row["rows"], row["right"]): row["ratio"] for row in results["rows"]}
     for name, count in dict.fromkeys((model, rows) for model, rows, _ in ratios):
         lines.append(
-            f"| {name} | {count} | " + " | ".join(f"{ratios[name, count, right]:.2f}" for right in RIGHT) + " |"
+            f"| {name} | {count} | "
+            + " | ".join(f"{ratios[name, count, right]:.2f}" for right in RIGHT)
+            + " |"
         )
     return "\n".join(lines)
 
@@ -120,8 +154,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=RESULTS)
     given = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder:
-        rows = [row for name in given.models for row in measured(name, given.dtype, given.rounds, Path(folder))]
-    sizes = {"prompt": PROMPT, "new": NEW, "guesses": GUESSES, "rounds": given.rounds, "dtype": given.dtype}
+        rows = [
+            row
+            for name in given.models
+            for row in measured(name, given.dtype, given.rounds, Path(folder))
+        ]
+    sizes = {
+        "prompt": PROMPT,
+        "new": NEW,
+        "guesses": GUESSES,
+        "rounds": given.rounds,
+        "dtype": given.dtype,
+    }
     results = {"machine": machine((given.dtype,)), **sizes, "rows": rows}
     given.out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     if given.out == RESULTS:

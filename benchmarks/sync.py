@@ -1,7 +1,9 @@
-"""How long new weights take to reach an engine in another process, per plane: ``python -m benchmarks.sync --help``.
+"""How long new weights take to reach an engine in another process, per plane: ``python -m
+benchmarks.sync --help``.
 
-The clock runs from the trainer's ``publish`` to the answer of a process that has every tensor, checked, in its own
-memory. A plain copy of the same bytes from memory to memory is timed too. Each round takes every measurement once.
+The clock runs from the trainer's ``publish`` to the answer of a process that has every tensor,
+checked, in its own memory. A plain copy of the same bytes from memory to memory is timed too. Each
+round takes every measurement once.
 """
 
 from __future__ import annotations
@@ -36,10 +38,14 @@ COPY = "plain copy"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.sync", description="Weights to another process.")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.sync", description="Weights to another process."
+    )
     parser.add_argument("--sizes", nargs="+", choices=list(SIZES), default=list(SIZES))
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--disk", type=Path, help="a directory on disk; None: that of temporary files")
+    parser.add_argument(
+        "--disk", type=Path, help="a directory on disk; None: that of temporary files"
+    )
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--page", action="store_true", help="put the table into docs/weights.md")
     parser.add_argument("--take", action="store_true", help=argparse.SUPPRESS)
@@ -61,13 +67,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.page:
         text = PAGE.read_text(encoding="utf-8")
         begin = BEGIN.format(given.out.name)
-        before, after = text.split(BEGIN.format(readme_results(text)[0]), 1)[0], text.split(END, 1)[1]
+        before, after = (
+            text.split(BEGIN.format(readme_results(text)[0]), 1)[0],
+            text.split(END, 1)[1],
+        )
         PAGE.write_text(f"{before}{begin}\n\n{table(results)}\n{END}{after}", encoding="utf-8")
     return 0
 
 
 async def run(sizes: Sequence[str], rounds: int, disk: Path) -> list[dict[str, Any]]:
-    """Measure every plane and size, ``rounds`` times; the first of each warms up and does not count."""
+    """Measure every plane and size, ``rounds`` times; the first of each warms up and does not
+    count."""
     records: list[dict[str, Any]] = []
     for size in sizes:
         weights = make_weights(size)
@@ -123,7 +133,11 @@ async def sync(plane: Plane, taker: asyncio.subprocess.Process, version: int) ->
     ended = time.perf_counter()
     if not answer:
         raise RuntimeError(f"the other process ended with {await taker.wait()}")
-    return {"seconds": ended - started, "publish_seconds": published - started, "take_seconds": ended - published}
+    return {
+        "seconds": ended - started,
+        "publish_seconds": published - started,
+        "take_seconds": ended - published,
+    }
 
 
 def serve() -> None:
@@ -162,9 +176,13 @@ def table(results: Mapping[str, Any]) -> str:
         "| --- | --- | ---: | ---: | ---: | ---: |",
     ]
     for m in results["measures"]:
-        parts = [f"{m[key] * 1e3:.1f}" if key in m else "" for key in ("publish_seconds", "take_seconds")]
+        parts = [
+            f"{m[key] * 1e3:.1f}" if key in m else "" for key in ("publish_seconds", "take_seconds")
+        ]
         ratio = "" if m["size"] == "tiny" else f"{m['over_copy']:.1f}"
-        lines.append(f"| {m['size']} | {m['plane']} | {m['seconds'] * 1e3:.1f} | {parts[0]} | {parts[1]} | {ratio} |")
+        lines.append(
+            f"| {m['size']} | {m['plane']} | {m['seconds'] * 1e3:.1f} | {parts[0]} | {parts[1]} | {ratio} |"
+        )
     return "\n".join(lines) + "\n"
 
 

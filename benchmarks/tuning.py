@@ -1,11 +1,14 @@
-"""``tunesmith tune`` against an exhaustive sweep, from bad settings: ``python -m benchmarks.tuning --help``.
+"""``tunesmith tune`` against an exhaustive sweep, from bad settings: ``python -m benchmarks.tuning
+--help``.
 
-Three small real runs have 72 combinations of settings each. The sweep takes steps with all of them, and more with the
-best eight. A time counts relative to a fixed combination timed just before and after it, so that a slow minute of the
-machine is not attributed to a setting. The tuner begins with bad settings, and may change the same keys; all others are
-pinned, threads to one, since two would wait for each other while other programs run. Then the tuned settings, the
-sweep's best and the bad ones take steps in turn, and the losses of real steps with the bad and the tuned settings are
-compared. Each call continues for about ``--seconds`` with the remaining work, and nothing is measured twice.
+Three small real runs have 72 combinations of settings each. The sweep takes steps with all of them,
+and more with the best eight. A time counts relative to a fixed combination timed just before and
+after it, so that a slow minute of the machine is not attributed to a setting. The tuner begins with
+bad settings, and may change the same keys; all others are pinned, threads to one, since two would
+wait for each other while other programs run. Then the tuned settings, the sweep's best and the bad
+ones take steps in turn, and the losses of real steps with the bad and the tuned settings are
+compared. Each call continues for about ``--seconds`` with the remaining work, and nothing is
+measured twice.
 """
 
 from __future__ import annotations
@@ -57,7 +60,8 @@ Values = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A run: its settings besides the model, the values of each tuned key, and the bad initial ones."""
+    """A run: its settings besides the model, the values of each tuned key, and the bad initial
+    ones."""
 
     said: Values
     grid: Mapping[str, Sequence[Any]]
@@ -67,7 +71,9 @@ class Case:
     def pinned(self) -> Values:
         samples = "rollout.group_size" in self.said
         return {
-            key: value for key, value in PINNED.items() if key not in self.grid and (samples or key not in SAMPLING)
+            key: value
+            for key, value in PINNED.items()
+            if key not in self.grid and (samples or key not in SAMPLING)
         }
 
     @property
@@ -76,7 +82,10 @@ class Case:
         return {key: values[len(values) // 2] for key, values in self.grid.items()}
 
     def points(self) -> list[Values]:
-        return [dict(zip(self.grid, values, strict=True)) for values in itertools.product(*self.grid.values())]
+        return [
+            dict(zip(self.grid, values, strict=True))
+            for values in itertools.product(*self.grid.values())
+        ]
 
 
 CASES = {
@@ -105,8 +114,12 @@ REWARD = "def length(completions, **columns):\n    return [float(len(text) % 2) 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.tuning", description=__doc__)
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES))
-    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "tunesmith-tuning")
-    parser.add_argument("--seconds", type=float, default=110, help="after which a call begins nothing new")
+    parser.add_argument(
+        "--folder", type=Path, default=Path(tempfile.gettempdir()) / "tunesmith-tuning"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=110, help="after which a call begins nothing new"
+    )
     parser.add_argument("--out", type=Path, default=RESULTS)
     given = parser.parse_args(arguments)
     ends = time.monotonic() + given.seconds
@@ -119,7 +132,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 print(f"{name}: {work.__name__} is not done; call again", flush=True)
                 return
     found = {name: _results(given.folder, name) for name in CASES}
-    results = {"machine": machine(("float32",)), "cases": {name: case for name, case in found.items() if case}}
+    results = {
+        "machine": machine(("float32",)),
+        "cases": {name: case for name, case in found.items() if case},
+    }
     given.out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     if given.out == RESULTS:
         write_between(PAGE, BEGIN, END, table(results))
@@ -138,14 +154,27 @@ def make(folder: Path) -> None:
         return " ".join(f"w{draw.randrange(4, MODEL.vocabulary)}" for _ in range(count))
 
     lines: dict[str, list[dict[str, str]]] = {
-        "sft": [{"prompt": words(24), "completion": f" {words(draw.randint(40, 72))}"} for _ in range(64)],
-        "dpo": [{"prompt": words(64), "chosen": f" {words(40)}", "rejected": f" {words(40)}"} for _ in range(64)],
+        "sft": [
+            {"prompt": words(24), "completion": f" {words(draw.randint(40, 72))}"}
+            for _ in range(64)
+        ],
+        "dpo": [
+            {"prompt": words(64), "chosen": f" {words(40)}", "rejected": f" {words(40)}"}
+            for _ in range(64)
+        ],
         "rl": [{"prompt": words(48)} for _ in range(32)],
     }
     (folder / "reward.py").write_text(REWARD)
     for name, case in CASES.items():
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines[name]))
-        said = {"model.path": "model", "model.dtype": "float32", "data.chat": False, "monitor.progress": False}
+        (folder / f"{name}.jsonl").write_text(
+            "".join(json.dumps(line) + "\n" for line in lines[name])
+        )
+        said = {
+            "model.path": "model",
+            "model.dtype": "float32",
+            "data.chat": False,
+            "monitor.progress": False,
+        }
         (folder / f"{name}.toml").write_text(_toml({**said, **case.said}, name))
         (folder / f"{name}-bad.toml").write_text(_toml({**said, **case.said, **case.bad}, name))
 
@@ -155,7 +184,9 @@ def _toml(values: Values, name: str) -> str:
     for key, value in values.items():
         section, _, rest = key.partition(".")
         tables.setdefault(section, []).append(f"{rest} = {json.dumps(value)}")
-    tables.setdefault("train", []).append("steps = 8" + ("\nlr = 1e-4" if name != "rl" else "\nlr = 1e-5"))
+    tables.setdefault("train", []).append(
+        "steps = 8" + ("\nlr = 1e-4" if name != "rl" else "\nlr = 1e-5")
+    )
     if name == "dpo":
         tables.setdefault("dpo", [])
     return "\n".join(f"[{table}]\n" + "\n".join(lines) for table, lines in tables.items()) + "\n"
@@ -203,7 +234,8 @@ class State:
 
         def on_step(_: int, metrics: dict[str, Any]) -> None:
             left_out = sum(
-                float(metrics.get(f"seconds/{name}", 0.0)) for name in ("setup", "other", "eval", "checkpoint")
+                float(metrics.get(f"seconds/{name}", 0.0))
+                for name in ("setup", "other", "eval", "checkpoint")
             )
             found.append({**metrics, "busy": metrics["seconds"] - left_out})
             if len(found) == count:
@@ -220,7 +252,8 @@ class State:
         return found
 
     def sweep(self, ends: float) -> bool:
-        """Measure each point once, in an order drawn once: a few between two measurements of a fixed point."""
+        """Measure each point once, in an order drawn once: a few between two measurements of a
+        fixed point."""
         points = self.case.points()
         order = random.Random(0).sample(points, len(points))
         while left := [point for point in order if json.dumps(point) not in self.read()["sweep"]]:
@@ -229,7 +262,12 @@ class State:
             before = self.seconds(self.case.fixed)
             times = {json.dumps(point): self.seconds(point) for point in left[:BESIDE]}
             beside = (before + self.seconds(self.case.fixed)) / 2
-            self.keep(sweep={**self.read()["sweep"], **{point: [each / beside] for point, each in times.items()}})
+            self.keep(
+                sweep={
+                    **self.read()["sweep"],
+                    **{point: [each / beside] for point, each in times.items()},
+                }
+            )
         return True
 
     def sweep_best(self, ends: float) -> bool:
@@ -241,7 +279,9 @@ class State:
                 return False
             fixed = self.seconds(self.case.fixed)
             order = random.Random(turns).sample(best, len(best))
-            known |= {point: [*known[point], self.seconds(json.loads(point)) / fixed] for point in order}
+            known |= {
+                point: [*known[point], self.seconds(json.loads(point)) / fixed] for point in order
+            }
             self.keep(sweep=known)
         return True
 
@@ -260,7 +300,10 @@ class State:
             before = self.read().get("tuned", {}).get("trials", 0)
             minutes = min(10.0, (ends - time.monotonic()) / 60)
             with open_tuning(
-                self.folder / f"{self.name}-bad.toml", said, minutes, lambda text: print(text, flush=True)
+                self.folder / f"{self.name}-bad.toml",
+                said,
+                minutes,
+                lambda text: print(text, flush=True),
             ) as tuning:
                 over = tuning.bench.is_over
                 result = tuning.conclude()
@@ -283,13 +326,20 @@ class State:
             return True
         if time.monotonic() > ends - 30:
             return False
-        arms: dict[str, Values] = {"tuned": self.read()["tuned"]["values"], "best": self.best, "bad": self.case.bad}
-        turns = [{arm: self.seconds(values, 4) for arm, values in arms.items()} for _ in range(TURNS)]
+        arms: dict[str, Values] = {
+            "tuned": self.read()["tuned"]["values"],
+            "best": self.best,
+            "bad": self.case.bad,
+        }
+        turns = [
+            {arm: self.seconds(values, 4) for arm, values in arms.items()} for _ in range(TURNS)
+        ]
         self.keep(turns=turns)
         return True
 
     def learn(self, ends: float) -> bool:
-        """Losses of real steps with the bad and the tuned settings; for rollouts, whose losses are near 0, rewards."""
+        """Losses of real steps with the bad and the tuned settings; for rollouts, whose losses are
+        near 0, rewards."""
         if "losses" in self.read():
             return True
         if time.monotonic() > ends - 15:
@@ -297,7 +347,10 @@ class State:
         of = "reward" if self.name == "rl" else "loss"
         losses = {
             arm: [step[of] for step in self._steps(values, 7, trial=False)]
-            for arm, values in {"bad": self.case.bad, "tuned": self.read()["tuned"]["values"]}.items()
+            for arm, values in {
+                "bad": self.case.bad,
+                "tuned": self.read()["tuned"]["values"],
+            }.items()
         }
         self.keep(losses=losses)
         return True
@@ -308,7 +361,9 @@ def _results(folder: Path, name: str) -> dict[str, Any]:
     found = state.read()
     if "losses" not in found:
         return {}
-    ratios = {arm: median(turn[arm] / turn["tuned"] for turn in found["turns"]) for arm in ("bad", "best")}
+    ratios = {
+        arm: median(turn[arm] / turn["tuned"] for turn in found["turns"]) for arm in ("bad", "best")
+    }
     pairs = zip(found["losses"]["bad"], found["losses"]["tuned"], strict=True)
     return {
         "points": len(found["sweep"]),

@@ -1,7 +1,8 @@
 """The workloads: models, prompts and completion lengths. Only torch is needed.
 
-The models have Qwen3's architecture, tied embeddings and random parameters. Completion lengths are forced, so that
-every system samples exactly the same number of tokens: lognormal around a median, between a shortest and a longest.
+The models have Qwen3's architecture, tied embeddings and random parameters. Completion lengths are
+forced, so that every system samples exactly the same number of tokens: lognormal around a median,
+between a shortest and a longest.
 """
 
 from __future__ import annotations
@@ -69,9 +70,13 @@ class Workload:
         return [self._text(rng, self.prompt_tokens) for _ in range(self.prompts)]
 
     def examples(self) -> list[tuple[str, str]]:
-        """One prompt per completion, each with its completion, whose EOS is counted in ``lengths``."""
+        """One prompt per completion, each with its completion, whose EOS is counted in
+        ``lengths``."""
         rng = random.Random(2)
-        return [(self._text(rng, self.prompt_tokens), f" {self._text(rng, n - 1)}") for n in self.lengths()]
+        return [
+            (self._text(rng, self.prompt_tokens), f" {self._text(rng, n - 1)}")
+            for n in self.lengths()
+        ]
 
     @property
     def example_tokens(self) -> int:
@@ -79,14 +84,18 @@ class Workload:
         return self.size * self.prompt_tokens + sum(self.lengths())
 
     def _text(self, rng: random.Random, words: int) -> str:
-        return " ".join(f"w{rng.randrange(FIRST_WORD, self.model.vocabulary)}" for _ in range(words))
+        return " ".join(
+            f"w{rng.randrange(FIRST_WORD, self.model.vocabulary)}" for _ in range(words)
+        )
 
 
 WORKLOADS = {
     "A": Workload(prompts=8, group=8, prompt_tokens=64),
     "B": Workload(prompts=8, group=8, prompt_tokens=512),
     "2k": Workload(prompts=2, group=32, prompt_tokens=2048, model=S_32K),
-    "long": Workload(prompts=4, group=16, prompt_tokens=256, median=128, sigma=1.0, longest=1024, model=S_32K),
+    "long": Workload(
+        prompts=4, group=16, prompt_tokens=256, median=128, sigma=1.0, longest=1024, model=S_32K
+    ),
     "152k": Workload(prompts=8, group=4, prompt_tokens=64, model=S_152K),
     "0.1B": Workload(prompts=4, group=8, prompt_tokens=128, longest=256, model=SMALL),
     "0.6B": Workload(prompts=2, group=8, prompt_tokens=128, longest=128, model=QWEN3),
@@ -116,11 +125,21 @@ def build_model(directory: Path, shape: Shape = S) -> None:
         pad_token_id=0,
     )
     transformers.Qwen3ForCausalLM(config).to(getattr(torch, shape.dtype)).save_pretrained(directory)
-    words = ["<pad>", "<bos>", "<eos>", "<unk>", *(f"w{i}" for i in range(FIRST_WORD, shape.vocabulary))]
+    words = [
+        "<pad>",
+        "<bos>",
+        "<eos>",
+        "<unk>",
+        *(f"w{i}" for i in range(FIRST_WORD, shape.vocabulary)),
+    ]
     core = tokenizers.Tokenizer(
         tokenizers.models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>")
     )
     core.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
     transformers.PreTrainedTokenizerFast(
-        tokenizer_object=core, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>", unk_token="<unk>"
+        tokenizer_object=core,
+        pad_token="<pad>",
+        bos_token="<bos>",
+        eos_token="<eos>",
+        unk_token="<unk>",
     ).save_pretrained(directory)

@@ -1,4 +1,5 @@
-"""A real headless Chromium, driven by the DevTools protocol (chromedevtools.github.io/devtools-protocol)."""
+"""A real headless Chromium, driven by the DevTools protocol
+(chromedevtools.github.io/devtools-protocol)."""
 
 from __future__ import annotations
 
@@ -19,7 +20,14 @@ NAMES = ("chromium", "chromium-browser", "google-chrome")
 SECONDS = 120
 """Time that a page has for what is awaited."""
 FLAGS = (
-    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"),
+    *(
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-quic",
+        "--no-first-run",
+        "--disable-sync",
+    ),
     *("--disable-background-networking", "--disable-component-update", "--disable-dev-shm-usage"),
     "--remote-debugging-port=0",
 )
@@ -30,7 +38,8 @@ def chromium() -> str | None:
 
 
 class Page:
-    """A tab. ``errors`` is what its console reported, ``requests`` the addresses that it asked for."""
+    """A tab. ``errors`` is what its console reported, ``requests`` the addresses that it asked
+    for."""
 
     def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
         self._socket, self._calls = socket, 0
@@ -48,9 +57,14 @@ class Page:
                 self.requests.append(parameters["request"]["url"])
             elif event.get("method") == "Runtime.exceptionThrown":
                 self.errors.append(json.dumps(parameters["exceptionDetails"]))
-            elif event.get("method") == "Log.entryAdded" and parameters["entry"]["level"] == "error":
+            elif (
+                event.get("method") == "Log.entryAdded" and parameters["entry"]["level"] == "error"
+            ):
                 self.errors.append(json.dumps(parameters["entry"]))
-            elif event.get("method") == "Runtime.consoleAPICalled" and parameters["type"] in ("error", "warning"):
+            elif event.get("method") == "Runtime.consoleAPICalled" and parameters["type"] in (
+                "error",
+                "warning",
+            ):
                 self.errors.append(json.dumps(parameters["args"]))
 
     async def call(self, method: str, **parameters: Any) -> Any:
@@ -67,7 +81,9 @@ class Page:
 
     async def run(self, expression: str) -> Any:
         """The value of a JavaScript expression."""
-        answer = await self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        answer = await self.call(
+            "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
+        )
         assert "exceptionDetails" not in answer, answer
         return answer["result"].get("value")
 
@@ -105,7 +121,9 @@ async def browser(width: int = 1280, height: int = 800) -> AsyncGenerator[Page]:
             async with aiohttp.ClientSession() as session:
                 async with session.get(f"http://127.0.0.1:{port}/json/list") as answer:
                     tab = next(target for target in await answer.json() if target["type"] == "page")
-                async with session.ws_connect(tab["webSocketDebuggerUrl"], max_msg_size=0) as socket:
+                async with session.ws_connect(
+                    tab["webSocketDebuggerUrl"], max_msg_size=0
+                ) as socket:
                     page = Page(socket)
                     listening = asyncio.create_task(page.listen())
                     for domain in ("Page", "Runtime", "Log", "Network"):

@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 
 def passing() -> Callable[[float], None]:
-    """Lets so many seconds pass on the running event loop's clock: its deadlines come, and nobody has waited."""
+    """Lets so many seconds pass on the running event loop's clock: its deadlines come, and nobody
+    has waited."""
     loop = asyncio.get_running_loop()
     passed, now = list[float](), loop.time
     loop.time = lambda: now() + sum(passed)

@@ -18,12 +18,18 @@ import forks
 
 gc.disable()  # until all is imported: what modules make is not garbage
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before anything imports the hub's client
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a background job ignores Ctrl-C, and so would the tested runs
+if (
+    signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+):  # a background job ignores Ctrl-C, and so would the tested runs
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The same examples everywhere, however slow the machine is.
 settings.register_profile(
-    "steady", derandomize=True, database=None, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    "steady",
+    derandomize=True,
+    database=None,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("steady")
 
@@ -37,7 +43,8 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(autouse=True)
 def same_numbers() -> None:
-    """What a test draws, and its threads, do not depend on which tests ran before it in the same process.
+    """What a test draws, and its threads, do not depend on which tests ran before it in the same
+    process.
 
     Tiny models gain nothing from more than one thread, and lose much where cores are busy.
     """
@@ -47,7 +54,9 @@ def same_numbers() -> None:
     if "torch" in sys.modules:
         torch = sys.modules["torch"]
         # ``torch.manual_seed`` formats the stack for each kind of device that is not in use yet.
-        (torch.manual_seed if torch.cuda.is_initialized() else torch.default_generator.manual_seed)(0)
+        (torch.manual_seed if torch.cuda.is_initialized() else torch.default_generator.manual_seed)(
+            0
+        )
         torch.set_num_threads(1)
 
 
@@ -56,7 +65,8 @@ def children_start_at_once() -> Iterator[None]:
     """The children of this process; ``new_children`` are started as always."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(
-            "tunesmith.learn.usercode.child.subprocess", SimpleNamespace(**{**vars(subprocess), "Popen": forks.popen})
+            "tunesmith.learn.usercode.child.subprocess",
+            SimpleNamespace(**{**vars(subprocess), "Popen": forks.popen}),
         )
         yield
 
@@ -70,7 +80,8 @@ def new_children() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def not_the_command_s_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A test that calls the script's entry point does not let a later test's signal end this process."""
+    """A test that calls the script's entry point does not let a later test's signal end this
+    process."""
     monkeypatch.setattr("tunesmith.records.interrupts._own", False)
 
 
@@ -82,8 +93,14 @@ def only_known_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
 
     write = MetricsLog.write
 
-    def checked(self: MetricsLog, step: int, metrics: Mapping[str, float], *, always: bool = False) -> None:
-        unknown = [name for name in metrics if find(name) is None or find(name.removeprefix("critic/")) is None]
+    def checked(
+        self: MetricsLog, step: int, metrics: Mapping[str, float], *, always: bool = False
+    ) -> None:
+        unknown = [
+            name
+            for name in metrics
+            if find(name) is None or find(name.removeprefix("critic/")) is None
+        ]
         assert not unknown, f"records/catalogue.py lacks {unknown}"
         write(self, step, metrics, always=always)
 

@@ -1,11 +1,21 @@
-"""Tokenizers of the three common kinds, made from nothing, and chat templates of the public families."""
+"""Tokenizers of the three common kinds, made from nothing, and chat templates of the public
+families."""
 
 from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    trainers,
+)
 from transformers import PreTrainedTokenizerFast
 
 from tunesmith.learn.data.chat import HERMES
@@ -45,7 +55,9 @@ def template(name: str) -> str:
 
 def _finish(core: Tokenizer, chat_template: str | None) -> PreTrainedTokenizerFast:
     core.add_tokens([AddedToken(mark, special=False, normalized=False) for mark in MARKS])
-    core.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
+    core.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in SPECIAL]
+    )
     made = PreTrainedTokenizerFast(
         tokenizer_object=core,
         bos_token="<s>",
@@ -87,9 +99,16 @@ def _byte_level(trim: bool) -> str:
 def _metaspace() -> str:
     """BPE with byte fallback with blanks as visible marks, as in Llama 2, Mistral and Gemma."""
     core = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
-    core.pre_tokenizer = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme="first", split=False)
+    core.pre_tokenizer = pre_tokenizers.Metaspace(
+        replacement="▁", prepend_scheme="first", split=False
+    )
     core.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
     )
     trainer = trainers.BpeTrainer(
         vocab_size=600,

@@ -1,4 +1,5 @@
-"""Tables of the documents that are made from registries: ``python tests/docs_tables.py`` writes them anew.
+"""Tables of the documents that are made from registries: ``python tests/docs_tables.py`` writes
+them anew.
 
 Each stands between ``<!-- table: name -->`` and ``<!-- end -->``.
 """
@@ -60,17 +61,28 @@ def choices(family: type[Choice]) -> str:
             kind.use,
             _source(kind.source),
             _settings({name: field.default for name, field in kind.model_fields.items()}),
-            *([", ".join(NEEDS[need] for need in sorted(kind.needs))] if any(k.needs for k in kinds) else []),
+            *(
+                [", ".join(NEEDS[need] for need in sorted(kind.needs))]
+                if any(k.needs for k in kinds)
+                else []
+            ),
         ]
         for kind in kinds
     ]
-    return _table(("name", "formula", "for", "source", "keys and defaults", "needs")[: len(rows[0])], rows)
+    return _table(
+        ("name", "formula", "for", "source", "keys and defaults", "needs")[: len(rows[0])], rows
+    )
 
 
 def keys(table: str, section: str = "algorithm") -> str:
     """Every key in a table of a section."""
     rows = [
-        (f"`{setting.key.removeprefix(f'{section}.')}`", setting.kind, setting.default, _cell(setting.meaning))
+        (
+            f"`{setting.key.removeprefix(f'{section}.')}`",
+            setting.kind,
+            setting.default,
+            _cell(setting.meaning),
+        )
         for setting in settings_of(f"{section}.{table}")
         if setting.key != f"{section}.{table}"
     ]
@@ -104,13 +116,20 @@ def families_refused() -> str:
     reasons: dict[str, list[str]] = {}
     for name, reason in REFUSED.items():
         reasons.setdefault(reason, []).append(f"`{name}`")
-    return _table(("architectures", "why"), [(", ".join(names), reason) for reason, names in reasons.items()])
+    return _table(
+        ("architectures", "why"), [(", ".join(names), reason) for reason, names in reasons.items()]
+    )
 
 
 def findings(rules: Sequence[Rule[Any]]) -> str:
     """Every finding of the doctor, with the settings that it names."""
     cells = [
-        (f"`{rule.key}`", rule.severity, _cell(rule.cause), ", ".join(f"`{change.key}`" for change in rule.change))
+        (
+            f"`{rule.key}`",
+            rule.severity,
+            _cell(rule.cause),
+            ", ".join(f"`{change.key}`" for change in rule.change),
+        )
         for rule in rules
     ]
     return _table(("finding", "severity", "cause", "settings to change"), cells)
@@ -119,7 +138,12 @@ def findings(rules: Sequence[Rule[Any]]) -> str:
 def profiles() -> str:
     """What each profile of ``[system]`` sets."""
     rows = [
-        (f"`{name}`", f"`{entry.key.partition('.')[2]} = {_value(entry.value)}`", entry.why, _condition(entry))
+        (
+            f"`{name}`",
+            f"`{entry.key.partition('.')[2]} = {_value(entry.value)}`",
+            entry.why,
+            _condition(entry),
+        )
         for name, entries in SYSTEM_PROFILES.items()
         for entry in entries
     ]
@@ -128,7 +152,9 @@ def profiles() -> str:
 
 def _condition(entry: ProfileValue) -> str:
     """Where a profile sets a value, in words."""
-    return ", ".join(filter(None, (entry.where, "where a sample fits with it" if entry.if_fits else "")))
+    return ", ".join(
+        filter(None, (entry.where, "where a sample fits with it" if entry.if_fits else ""))
+    )
 
 
 TABLES: Mapping[str, Callable[[], str]] = {
@@ -136,9 +162,15 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "doctor": partial(findings, RULES),
     "doctor_answers": partial(findings, [*RUN, *ROUND]),
     **{made.__name__: made for made in (presets, families, families_refused, hardware)},
-    **{f"types_{key}": partial(choices, family) for key, family in AlgorithmSection.families.items()},
+    **{
+        f"types_{key}": partial(choices, family)
+        for key, family in AlgorithmSection.families.items()
+    },
     "muon": partial(keys, "optimizer", "train"),
-    **{f"keys_{key}": partial(keys, key) for key in (*AlgorithmSection.families, "overlong", "dynamic_filter")},
+    **{
+        f"keys_{key}": partial(keys, key)
+        for key in (*AlgorithmSection.families, "overlong", "dynamic_filter")
+    },
     **{f"metrics_{kind}": partial(metrics, kind) for kind in CATALOGUE},
     **{name: partial(_foreign, name) for name in FOREIGN},
 }
@@ -158,7 +190,9 @@ def _value(value: object) -> str:
         case None:
             return "off"
         case dict():
-            return f"{value['type']} with " + ", ".join(f"{k} {_value(v)}" for k, v in value.items() if k != "type")
+            return f"{value['type']} with " + ", ".join(
+                f"{k} {_value(v)}" for k, v in value.items() if k != "type"
+            )
         case bool():
             return str(value).lower()
         case _:

@@ -10,9 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-DOCUMENTS = sorted([ROOT / "README.md", *ROOT.glob("docs/*.md"), *ROOT.glob("examples/*/README.md")])
+DOCUMENTS = sorted(
+    [ROOT / "README.md", *ROOT.glob("docs/*.md"), *ROOT.glob("examples/*/README.md")]
+)
 
-HOME = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]["Source"] + "/blob/main/"
+HOME = (
+    tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]["Source"]
+    + "/blob/main/"
+)
 
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 _LINK = re.compile(r"\[[^\]]+\]\(([^)\s]+)\)")
@@ -45,7 +50,12 @@ class KeyRow:
 
 def blocks(*languages: str) -> list[Block]:
     """Every block in one of these languages, document by document."""
-    return [block for document in DOCUMENTS for block in blocks_of(document) if block.language in languages]
+    return [
+        block
+        for document in DOCUMENTS
+        for block in blocks_of(document)
+        if block.language in languages
+    ]
 
 
 def blocks_of(document: Path) -> Iterator[Block]:
@@ -77,7 +87,9 @@ def links(document: Path) -> list[str]:
 
 def anchors(document: Path) -> set[str]:
     """What a link to a heading of this document may say after ``#``, as GitHub makes it."""
-    headings = re.findall(r"^#+ (.+)$", _FENCE.sub("", document.read_text(encoding="utf-8")), re.MULTILINE)
+    headings = re.findall(
+        r"^#+ (.+)$", _FENCE.sub("", document.read_text(encoding="utf-8")), re.MULTILINE
+    )
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 

@@ -1,4 +1,5 @@
-"""What every rollout engine must do. A test module makes a ``Subject`` per engine and calls each check.
+"""What every rollout engine must do. A test module makes a ``Subject`` per engine and calls each
+check.
 
 A check takes a ``Subject`` and is a coroutine function named ``check_*``; ``CHECKS`` lists them.
 """
@@ -27,7 +28,8 @@ class Subject:
     engine: RolloutEngine
     decode: Callable[[Sequence[int]], str]
     score: Callable[[Sequence[int], Sequence[int]], list[float]] | None = None
-    """Log-probabilities of a completion after a prompt at temperature 1; None where nothing can tell."""
+    """Log-probabilities of a completion after a prompt at temperature 1; None where nothing can
+    tell."""
     context: int = 64
     """Longest prompt and completion together."""
 
@@ -56,7 +58,10 @@ async def check_seed_decides(s: Subject) -> None:
 
 async def check_company_does_not_matter(s: Subject) -> None:
     alone = await s.write()
-    crowd = [s.write(replace(FREE, seed=i, max_new_tokens=3 + i), [20 + i % 3] * (3 + i)) for i in range(9)]
+    crowd = [
+        s.write(replace(FREE, seed=i, max_new_tokens=3 + i), [20 + i % 3] * (3 + i))
+        for i in range(9)
+    ]
     among, *_ = await asyncio.gather(s.write(), *crowd)
     assert among.token_ids == alone.token_ids
     assert among.logprobs == pytest.approx(alone.logprobs, abs=1e-4)
@@ -98,7 +103,9 @@ async def check_stop_string_that_began_before_an_interruption(s: Subject) -> Non
         raise AssertionError("no completion begins with characters")
     ends = replace(FREE, seed=seed, stop=("never there, and longer than the completion", stop))
     new = await s.write(ends, [*PROMPT, *clean])
-    assert new.token_ids == free.token_ids, "in a new completion the prompt is no part of a stop string"
+    assert new.token_ids == free.token_ids, (
+        "in a new completion the prompt is no part of a stop string"
+    )
     end = next(n for n in range(1, 3) if stop in s.decode([*clean, *free.token_ids[:n]]))
     on = await s.write(replace(ends, continued=2), [*PROMPT, *clean])
     assert on.token_ids == free.token_ids[:end] and on.finish_reason == "stop"
@@ -116,7 +123,9 @@ async def check_nothing_ends_too_early(s: Subject) -> None:
         return
     assert stop not in done.token_ids[:7] and done.token_ids[:3] == free.token_ids[:3]
     assert all(p <= 0 for p in done.logprobs)
-    assert (await s.write(replace(FREE, min_new_tokens=12, stop=(text,)))).token_ids == free.token_ids
+    assert (
+        await s.write(replace(FREE, min_new_tokens=12, stop=(text,)))
+    ).token_ids == free.token_ids
 
 
 async def check_context_limit_ends_with_length(s: Subject) -> None:
@@ -163,7 +172,9 @@ async def check_short_ones_are_delivered_while_long_ones_run(s: Subject) -> None
 
 
 async def check_abort(s: Subject) -> None:
-    kept, dropped = (asyncio.create_task(s.write(replace(FREE, max_new_tokens=30))) for _ in range(2))
+    kept, dropped = (
+        asyncio.create_task(s.write(replace(FREE, max_new_tokens=30))) for _ in range(2)
+    )
     for _ in range(5):
         await asyncio.sleep(0)
     dropped.cancel()
@@ -176,7 +187,10 @@ async def check_abort(s: Subject) -> None:
 async def check_interrupt(s: Subject) -> None:
     """What was written so far is handed over, and can be gone on from."""
     alone = await s.write(replace(FREE, max_new_tokens=40, temperature=0.0))
-    running = [asyncio.create_task(s.write(replace(FREE, max_new_tokens=40, temperature=0.0))) for _ in range(3)]
+    running = [
+        asyncio.create_task(s.write(replace(FREE, max_new_tokens=40, temperature=0.0)))
+        for _ in range(3)
+    ]
     short = asyncio.create_task(s.write(replace(FREE, max_new_tokens=2)))
     await short
     await s.engine.interrupt()

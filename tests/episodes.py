@@ -24,9 +24,18 @@ class RecordingEngine(FakeEngine):
 
     def __init__(self, tokenizer: Any, policy: Policy) -> None:
         def script(prompt_ids: Sequence[int], sampling: Sampling) -> list[int]:  # noqa: ARG001
-            return list(tokenizer(policy(tokenizer.decode(prompt_ids)), add_special_tokens=False)["input_ids"])
+            return list(
+                tokenizer(policy(tokenizer.decode(prompt_ids)), add_special_tokens=False)[
+                    "input_ids"
+                ]
+            )
 
-        super().__init__(script, eos_token_ids=(tokenizer.eos_token_id,), context=100_000, decode=tokenizer.decode)
+        super().__init__(
+            script,
+            eos_token_ids=(tokenizer.eos_token_id,),
+            context=100_000,
+            decode=tokenizer.decode,
+        )
         self.exchanges: list[tuple[list[int], list[int]]] = []
         self.samplings: list[Sampling] = []
 
@@ -44,13 +53,18 @@ class Sum:
 
 
 def load(folder: Path, code: str, **section: Any) -> EnvironmentSet:
-    """The environments of a section, whose files are all ``env.py``, on threads where nothing else is said."""
+    """The environments of a section, whose files are all ``env.py``, on threads where nothing else
+    is said."""
     (folder / "env.py").write_text(code)
     return load_environments(EnvironmentSection(**{"isolation": "thread", **section}), folder)
 
 
 def made_task(
-    tokenizer: Any, prompt: str | list[Message] = "Go.", chat: bool = True, identity: str = "t", **columns: Any
+    tokenizer: Any,
+    prompt: str | list[Message] = "Go.",
+    chat: bool = True,
+    identity: str = "t",
+    **columns: Any,
 ) -> Task:
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     if chat:
@@ -58,7 +72,9 @@ def made_task(
     else:
         assert isinstance(prompt, str)
         text = prompt
-    return Task(identity, prompt, tuple(tokenizer(text, add_special_tokens=False)["input_ids"]), columns)
+    return Task(
+        identity, prompt, tuple(tokenizer(text, add_special_tokens=False)["input_ids"]), columns
+    )
 
 
 def play(
@@ -81,20 +97,30 @@ def play(
     ends = tokenizer(end, add_special_tokens=False)["input_ids"] if chat else []
 
     def prompt_of(task: Task) -> list[Message]:
-        return [{"role": "user", "content": task.prompt}] if isinstance(task.prompt, str) else task.prompt
+        return (
+            [{"role": "user", "content": task.prompt}]
+            if isinstance(task.prompt, str)
+            else task.prompt
+        )
 
     def with_tools(task: Task) -> Task:
         tools = environments.tools_of(task)
         if not tools:
             return task
-        text = tokenizer.apply_chat_template(prompt_of(task), tools, add_generation_prompt=True, tokenize=False)
-        return replace(task, prompt_ids=tuple(tokenizer(text, add_special_tokens=False)["input_ids"]))
+        text = tokenizer.apply_chat_template(
+            prompt_of(task), tools, add_generation_prompt=True, tokenize=False
+        )
+        return replace(
+            task, prompt_ids=tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
+        )
 
     async def run() -> list[Rollout]:
         by_name = build_environments(
             environments, tokenizer, prompt_of, chat=chat, max_tokens=max_tokens, model="policy"
         )
-        collector = Collector(engine.generate, scorer or Sum(), by_name, tokenizer.decode, timeout, concurrency)
+        collector = Collector(
+            engine.generate, scorer or Sum(), by_name, tokenizer.decode, timeout, concurrency
+        )
         prepared = [with_tools(task) for task in environments.route(tasks)]
         sampling = Sampling(max_new_tokens, seed=1, stop_token_ids=tuple(ends))
         groups = await collector.collect(prepared, sampling, group_size, 0)
@@ -107,10 +133,16 @@ def play(
 
 
 def check_tokens(rollout: Rollout, engine: RecordingEngine) -> None:
-    """Every turn of every record is bit for bit what the engine consumed and produced, and each is trained once."""
+    """Every turn of every record is bit for bit what the engine consumed and produced, and each is
+    trained once."""
     exchanges = list(engine.exchanges)
     for record in rollout.records:
-        assert len(record.token_ids) == len(record.sampled) == len(record.logprobs) == len(record.versions)
+        assert (
+            len(record.token_ids)
+            == len(record.sampled)
+            == len(record.logprobs)
+            == len(record.versions)
+        )
         written = [False] * len(record.token_ids)
         for turn in record.turns:
             exchange = (record.token_ids[: turn.start], record.token_ids[turn.start : turn.stop])

@@ -25,8 +25,8 @@ def numbers(token_ids: Sequence[int]) -> str:
 class FakeEngine:
     """Fulfils ``RolloutEngine``: one token per turn of the event loop, uniform over the vocabulary.
 
-    Unscripted tokens are a hash of seed, prompt and position (greedy: without the seed), so equal requests
-    give equal completions. Every log-probability is that of the uniform distribution.
+    Unscripted tokens are a hash of seed, prompt and position (greedy: without the seed), so equal
+    requests give equal completions. Every log-probability is that of the uniform distribution.
 
     Args:
         script: what to write; None hashes.
@@ -64,7 +64,9 @@ class FakeEngine:
             raise EngineError(self._unavailable)
         check_sampling(sampling)
         if not 0 < len(prompt_ids) < self._context:
-            raise UserError(f"a prompt of {len(prompt_ids)} tokens does not fit the context of {self._context}")
+            raise UserError(
+                f"a prompt of {len(prompt_ids)} tokens does not fit the context of {self._context}"
+            )
         self._running += 1
         self._peak_running = max(self._peak_running, self._running)
         try:
@@ -73,11 +75,18 @@ class FakeEngine:
             self._running -= 1
 
     async def _write(self, prompt_ids: tuple[int, ...], sampling: Sampling) -> Completion:
-        limit, least = min(sampling.max_new_tokens, self._context - len(prompt_ids)), sampling.min_new_tokens
+        limit, least = (
+            min(sampling.max_new_tokens, self._context - len(prompt_ids)),
+            sampling.min_new_tokens,
+        )
         stops = stop_token_ids(sampling, self._eos)
         held_back = sum(0 <= token < self._vocab_size for token in stops)
         watch = stop_strings(prompt_ids, sampling, self._decode)
-        tokens = iter(self._script(prompt_ids, sampling) if self._script else self._hashed(prompt_ids, sampling))
+        tokens = iter(
+            self._script(prompt_ids, sampling)
+            if self._script
+            else self._hashed(prompt_ids, sampling)
+        )
         done = PartialCompletion()
         interruptions = self._interruptions
         for token in tokens:
@@ -90,19 +99,33 @@ class FakeEngine:
             if self._unavailable:
                 raise EngineError(self._unavailable)
             done.token_ids.append(token)
-            done.logprobs.append(0.0 if self._script else -math.log(self._vocab_size - (held_back if early else 0)))
+            done.logprobs.append(
+                0.0 if self._script else -math.log(self._vocab_size - (held_back if early else 0))
+            )
             done.versions.append(self._version)
             self._sampled += 1
-            if (not early and token in stops) or (watch is not None and watch.completed_by(done.token_ids)):
+            if (not early and token in stops) or (
+                watch is not None and watch.completed_by(done.token_ids)
+            ):
                 return done.completion("stop")
             if len(done.token_ids) >= limit:
                 return done.completion("length")
-        raise EngineError(f"the script ended after {len(done.token_ids)} tokens without a stop condition")
+        raise EngineError(
+            f"the script ended after {len(done.token_ids)} tokens without a stop condition"
+        )
 
     def _hashed(self, prompt_ids: tuple[int, ...], sampling: Sampling) -> Iterable[int]:
-        seed = 0 if sampling.temperature == 0 else next(self._fresh_seed) if sampling.seed is None else sampling.seed
+        seed = (
+            0
+            if sampling.temperature == 0
+            else next(self._fresh_seed)
+            if sampling.seed is None
+            else sampling.seed
+        )
         for position in count():
-            digest = hashlib.blake2b(repr((seed, prompt_ids, position)).encode(), digest_size=8).digest()
+            digest = hashlib.blake2b(
+                repr((seed, prompt_ids, position)).encode(), digest_size=8
+            ).digest()
             yield int.from_bytes(digest) % self._vocab_size
 
     async def interrupt(self) -> None:
@@ -115,7 +138,9 @@ class FakeEngine:
         """Raises EngineError while requests are in flight."""
         del level  # it has no weights
         if self._running:
-            raise EngineError("the engine cannot sleep while requests are in flight: await them first")
+            raise EngineError(
+                "the engine cannot sleep while requests are in flight: await them first"
+            )
         self._unavailable = self._unavailable or "the engine sleeps: call wake() first"
 
     async def wake(self) -> None:

@@ -18,7 +18,11 @@ from tunesmith.plan.facts.model import facts_of
 from tunesmith.plan.facts.run import Facts
 from tunesmith.plan.resolve import resolve
 
-QWEN3: dict[str, Any] = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "max_position_embeddings": 40960}
+QWEN3: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "max_position_embeddings": 40960,
+}
 TINY = QWEN3 | {
     "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 512, "tie_word_embeddings": True,
@@ -47,7 +51,11 @@ def resolved(
     """
     (directory / "config.json").write_text(json.dumps(shape))
     (directory / "data.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
-    own = (f"model.path={directory}", f"data.train={directory}/data.jsonl", f"run_dir={directory}/run")
+    own = (
+        f"model.path={directory}",
+        f"data.train={directory}/data.jsonl",
+        f"run_dir={directory}/run",
+    )
     model, others = facts_of(shape), 0
     assert model is not None
     if frozen is not None:
@@ -69,7 +77,9 @@ def resolved(
     return resolve(load_config(kind, None, [*own, *overrides]), facts).config, facts
 
 
-def phases_of(directory: Path, command: str, *overrides: str, spec: str = "H100-80GB") -> dict[str, DryPhase]:
+def phases_of(
+    directory: Path, command: str, *overrides: str, spec: str = "H100-80GB"
+) -> dict[str, DryPhase]:
     """Of a tiny model, on the trainer's GPU."""
     data = RL if command == "rl" else ("data.max_tokens=64",)
     given = GIVEN[:2] if command == "rl" else (GIVEN[0], GIVEN[2])

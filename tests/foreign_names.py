@@ -1,10 +1,12 @@
-"""The settings that other frameworks have: ``python tests/foreign_names.py`` counts how many of them are answered.
+"""The settings that other frameworks have: ``python tests/foreign_names.py`` counts how many of
+them are answered.
 
-``python tests/foreign_names.py DIR`` first lists them anew from sources: ``DIR`` holds unpacked wheels or source
-distributions, one directory each, named after the distribution, such as
-``trl-1.16.0`` (``pip download --no-deps trl==1.16.0``, then ``unzip``). What is read are names only: options of
-``argparse``, fields of dataclasses, keys of YAML files. The lists are kept in ``tests/foreign/``, one name a line,
-after a line with the versions. ``guides.txt`` has the names of five tuning guides, taken down by hand.
+``python tests/foreign_names.py DIR`` first lists them anew from sources: ``DIR`` holds unpacked
+wheels or source distributions, one directory each, named after the distribution, such as
+``trl-1.16.0`` (``pip download --no-deps trl==1.16.0``, then ``unzip``). What is read are names
+only: options of ``argparse``, fields of dataclasses, keys of YAML files. The lists are kept in
+``tests/foreign/``, one name a line, after a line with the versions. ``guides.txt`` has the names of
+five tuning guides, taken down by hand.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ def listed(framework: str) -> list[str]:
 
 
 def versions(framework: str) -> str:
-    return (LISTS / f"{framework}.txt").read_text(encoding="utf-8").splitlines()[0].removeprefix("# ")
+    return (
+        (LISTS / f"{framework}.txt").read_text(encoding="utf-8").splitlines()[0].removeprefix("# ")
+    )
 
 
 def frameworks() -> list[str]:
@@ -55,7 +59,8 @@ def spelled(node: ast.expr) -> Iterator[str]:
 
 
 def fields(path: Path, *classes: str) -> Iterator[str]:
-    """Annotated fields of the classes; of every class whose name ends in Config or Arguments, if none is named."""
+    """Annotated fields of the classes; of every class whose name ends in Config or Arguments, if
+    none is named."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if not isinstance(node, ast.ClassDef):
             continue
@@ -70,11 +75,15 @@ def fields(path: Path, *classes: str) -> Iterator[str]:
 def alias(value: ast.expr | None) -> str | None:
     """Of pydantic's ``Field(..., alias="name")``."""
     words = value.keywords if isinstance(value, ast.Call) else []
-    return next((w.value.value for w in words if w.arg == "alias" and isinstance(w.value, ast.Constant)), None)
+    return next(
+        (w.value.value for w in words if w.arg == "alias" and isinstance(w.value, ast.Constant)),
+        None,
+    )
 
 
 def constants(path: Path) -> Iterator[str]:
-    """Values of upper-case text constants that have a ``_DEFAULT`` beside them: keys that are read by hand."""
+    """Values of upper-case text constants that have a ``_DEFAULT`` beside them: keys that are read
+    by hand."""
     found = {
         line.targets[0].id: line.value.value
         for line in ast.parse(path.read_text(encoding="utf-8")).body
@@ -99,7 +108,10 @@ def leaves(tree: Any, prefix: str = "") -> Iterator[str]:
 
 
 def trl(root: Path) -> Iterator[str]:
-    for path in [*root.glob("trl/trainer/*_config.py"), *root.glob("trl/experimental/*/*_config.py")]:
+    for path in [
+        *root.glob("trl/trainer/*_config.py"),
+        *root.glob("trl/experimental/*/*_config.py"),
+    ]:
         yield from fields(path)
     yield from fields(root / "trl/scripts/utils.py")
     for path in root.glob("trl/scripts/*.py"):
@@ -142,14 +154,19 @@ def stateset(root: Path) -> Iterator[str]:
 
 
 def deepspeed(root: Path) -> Iterator[str]:
-    """Of its JSON file; what is inside ``optimizer`` and ``scheduler`` is handed to their classes, and stands here."""
+    """Of its JSON file; what is inside ``optimizer`` and ``scheduler`` is handed to their classes,
+    and stands here."""
     package = root / "deepspeed"
     yield from (n for n in constants(package / "runtime/constants.py") if n != "enabled")
     for path, made, table in (
         ("runtime/precision_config.py", "DeepSpeedFP16Config", "fp16"),
         ("runtime/precision_config.py", "DeepSpeedBF16Config", "bf16"),
         ("runtime/zero/config.py", "DeepSpeedZeroConfig", "zero_optimization"),
-        ("runtime/zero/offload_config.py", "DeepSpeedZeroOffloadParamConfig", "zero_optimization.offload_param"),
+        (
+            "runtime/zero/offload_config.py",
+            "DeepSpeedZeroOffloadParamConfig",
+            "zero_optimization.offload_param",
+        ),
         (
             "runtime/zero/offload_config.py",
             "DeepSpeedZeroOffloadOptimizerConfig",
@@ -168,7 +185,8 @@ def deepspeed(root: Path) -> Iterator[str]:
     for name in constants(package / "runtime/activation_checkpointing/config.py"):
         yield f"activation_checkpointing.{name}"
     yield from (
-        f"optimizer.params.{name}" for name in ("lr", "betas", "eps", "weight_decay", "torch_adam", "adam_w_mode")
+        f"optimizer.params.{name}"
+        for name in ("lr", "betas", "eps", "weight_decay", "torch_adam", "adam_w_mode")
     )
     yield from (f"scheduler.params.{name}" for name in (
         "warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "warmup_type", "total_num_steps", "cos_min_ratio",
@@ -212,7 +230,9 @@ def counts(framework: str) -> tuple[int, int, list[str]]:
 if __name__ == "__main__":
     if len(sys.argv) > 1:
         relist(Path(sys.argv[1]))
-    print(f"{'framework':16} {'names':>5} {'a key':>6} {'a reason':>9} {'answered':>9}  not answered")
+    print(
+        f"{'framework':16} {'names':>5} {'a key':>6} {'a reason':>9} {'answered':>9}  not answered"
+    )
     for each in frameworks():
         keys, reasons, unanswered = counts(each)
         total = len(listed(each))

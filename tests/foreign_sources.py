@@ -1,5 +1,6 @@
 """What becomes of every setting in the scripts and configurations of other frameworks:
-``python tests/foreign_sources.py FOLDER...`` reads all below each folder, such as the examples of a checkout of TRL.
+``python tests/foreign_sources.py FOLDER...`` reads all below each folder, such as the examples of a
+checkout of TRL.
 
 A file that starts and configures no training is counted, and left out.
 """
@@ -19,11 +20,13 @@ SUFFIXES = (".sh", ".slurm", ".py", ".ipynb", ".yaml", ".yml", ".json")
 
 
 def count(folder: Path) -> Counter[str]:
-    """Of each kind, how many settings there are; ``launches``, of them those ``refused`` and those whose run file is
-    ``invalid``; other ``files``.
+    """Of each kind, how many settings there are; ``launches``, of them those ``refused`` and those
+    whose run file is ``invalid``; other ``files``.
     """
     found: Counter[str] = Counter()
-    for path in sorted(path for path in folder.rglob("*") if path.suffix in SUFFIXES and path.is_file()):
+    for path in sorted(
+        path for path in folder.rglob("*") if path.suffix in SUFFIXES and path.is_file()
+    ):
         try:
             launches = read_source(path, {})
         except ConfigError:

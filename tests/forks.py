@@ -1,7 +1,9 @@
-"""Processes that start at once: forks of one process that has imported what they import, which takes seconds.
+"""Processes that start at once: forks of one process that has imported what they import, which
+takes seconds.
 
 A fork's parent is the process that asked for it, as with ``subprocess``: it is adopted (prctl(2),
-``PR_SET_CHILD_SUBREAPER``), so that exit codes, signals and the end with the parent are the real ones.
+``PR_SET_CHILD_SUBREAPER``), so that exit codes, signals and the end with the parent are the real
+ones.
 """
 
 from __future__ import annotations
@@ -46,12 +48,21 @@ _servers: list[socket.socket] = []
 class Forked(subprocess.Popen[Any]):
     """A child of this process that the server has made, and the ends of its pipes."""
 
-    def __init__(self, command: Sequence[Any], pid: int, out: int | None, err: int | None, text: bool) -> None:
+    def __init__(
+        self, command: Sequence[Any], pid: int, out: int | None, err: int | None, text: bool
+    ) -> None:
         self.args, self.pid, self.returncode, self.stdin = command, pid, None, None
         how: Any = ("r", -1) if text else ("rb", 0)
-        self.stdout, self.stderr = (None if end is None else os.fdopen(end, *how) for end in (out, err))
+        self.stdout, self.stderr = (
+            None if end is None else os.fdopen(end, *how) for end in (out, err)
+        )
         self.text_mode, self.encoding, self.errors, self._sigint_wait_secs = text, None, None, 0.25
-        self._waitpid_lock, self._child_created, self._communication_started, self._input = Lock(), True, False, None
+        self._waitpid_lock, self._child_created, self._communication_started, self._input = (
+            Lock(),
+            True,
+            False,
+            None,
+        )
 
 
 def popen(
@@ -65,14 +76,29 @@ def popen(
     pass_fds: Sequence[int] = (),
     **others: Any,
 ) -> subprocess.Popen[Any]:
-    """``subprocess.Popen``; a child of ``ChildProcess``, ``python -m`` of ours and ``python -c`` are forks."""
+    """``subprocess.Popen``; a child of ``ChildProcess``, ``python -m`` of ours and ``python -c``
+    are forks."""
     if not forks(command):
-        told: Any = {"cwd": cwd, "env": env, "stdout": stdout, "stderr": stderr, "text": text, "pass_fds": pass_fds}
+        told: Any = {
+            "cwd": cwd,
+            "env": env,
+            "stdout": stdout,
+            "stderr": stderr,
+            "text": text,
+            "pass_fds": pass_fds,
+        }
         return subprocess.Popen(command, **told, **others)
-    assert not others.keys() - {"stdin", "bufsize"}, "a fork reads nothing, and is in this process's session"
+    assert not others.keys() - {"stdin", "bufsize"}, (
+        "a fork reads nothing, and is in this process's session"
+    )
     out, theirs_out = _ends(stdout, 1)
     err, theirs_err = (None, theirs_out) if stderr == STDOUT else _ends(stderr, 2)
-    setup = [str(part) for part in command[1:]], str(cwd or os.getcwd()), dict(env or os.environ), [1, 2, *pass_fds]
+    setup = (
+        [str(part) for part in command[1:]],
+        str(cwd or os.getcwd()),
+        dict(env or os.environ),
+        [1, 2, *pass_fds],
+    )
     try:
         pid = _order(pickle.dumps(setup), [theirs_out, theirs_err, *pass_fds])
     finally:
@@ -128,7 +154,11 @@ def _open() -> socket.socket:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     command = [sys.executable, __file__, str(theirs.fileno()), str(os.getpid())]
     path = os.pathsep.join(path for path in sys.path if path)
-    environment = {**os.environ, "PYTHONPATH": path, "OPENBLAS_NUM_THREADS": "1"}  # it starts its threads when imported
+    environment = {
+        **os.environ,
+        "PYTHONPATH": path,
+        "OPENBLAS_NUM_THREADS": "1",
+    }  # it starts its threads when imported
     subprocess.Popen(command, stdin=DEVNULL, pass_fds=[theirs.fileno()], env=environment)
     theirs.close()
     _servers.append(ours)
@@ -140,13 +170,17 @@ def serve(server: socket.socket, parent: int) -> None:
 
     end_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's is the parent's to answer
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns that a CPU has not all of its kernels
+    logging.getLogger("bitsandbytes").setLevel(
+        logging.ERROR
+    )  # it warns that a CPU has not all of its kernels
     gc.disable()
     for name in IMPORTED:
         import_module(name)
     gc.freeze()  # a fork's collector would copy every page
     threads = os.listdir("/proc/self/task")
-    assert len(threads) == 1, f"a fork would lack {len(threads) - 1} threads that imports have started"
+    assert len(threads) == 1, (
+        f"a fork would lack {len(threads) - 1} threads that imports have started"
+    )
     while True:
         message, descriptors, *_ = socket.recv_fds(server, 1 << 20, 9)
         if not message:

@@ -12,14 +12,17 @@ from tunesmith.plan.facts.machines import gpu_kinds
 from tunesmith.plan.facts.model import ModelFacts
 
 MODELS = {
-    "1B (Llama 3.2)": ModelFacts(1_235_814_400, 16, 2048, 8192, 32, 8, 64, 128256, 131072, tied=True),
+    "1B (Llama 3.2)": ModelFacts(
+        1_235_814_400, 16, 2048, 8192, 32, 8, 64, 128256, 131072, tied=True
+    ),
     "7B (Qwen 2.5)": ModelFacts(7_615_616_512, 28, 3584, 18944, 28, 4, 128, 152064, 32768),
     "13B (Llama 2)": ModelFacts(13_015_864_320, 40, 5120, 13824, 40, 40, 128, 32000, 4096),
     "32B (Qwen 2.5)": ModelFacts(32_763_876_352, 64, 5120, 27648, 40, 8, 128, 152064, 32768),
     "70B (Llama 3)": ModelFacts(70_553_706_496, 80, 8192, 28672, 64, 8, 128, 128256, 131072),
 }
 TOKENS = 2048
-"""Of a micro-batch, with gradient checkpointing; and of each of the 16 sequences that inference decodes together."""
+"""Of a micro-batch, with gradient checkpointing; and of each of the 16 sequences that inference
+decodes together."""
 WAYS = {
     "full": Layout(2, checkpointing=True, tokens=TOKENS),
     "full, optimizer in host memory": Layout(2, offload=True, checkpointing=True, tokens=TOKENS),

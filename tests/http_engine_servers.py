@@ -1,9 +1,9 @@
 """A local stand-in for an SGLang server, with a real tiny model behind it.
 
 Requests and answers have the shapes of SGLang 0.5.23 (``srt/entrypoints/http_server.py``,
-``srt/managers/{io_struct,tokenizer_manager,schedule_batch}.py``, ``srt/layers/sampler.py``), and so does its behaviour:
-which settings it refuses, what it ignores, which token ends a completion, what an abort answers. It is no proof
-that the server itself does so.
+``srt/managers/{io_struct,tokenizer_manager,schedule_batch}.py``, ``srt/layers/sampler.py``), and so
+does its behaviour: which settings it refuses, what it ignores, which token ends a completion, what
+an abort answers. It is no proof that the server itself does so.
 """
 
 from __future__ import annotations
@@ -44,7 +44,9 @@ class Writer:
     def draw(self, scores: torch.Tensor, key: Any) -> int:
         """By the Gumbel trick, with noise that depends on nothing but ``key``."""
         digest = hashlib.blake2b(repr(key).encode(), digest_size=7).digest()
-        noise = torch.rand(len(scores), generator=torch.Generator().manual_seed(int.from_bytes(digest)))
+        noise = torch.rand(
+            len(scores), generator=torch.Generator().manual_seed(int.from_bytes(digest))
+        )
         return int((scores - noise.clamp(1e-9, 1 - 1e-9).log().neg().log()).argmax())
 
 
@@ -120,7 +122,11 @@ class Sglang:
 
     async def _server_info(self, _: Any) -> web.Response:
         most = self.context - 1 - 5
-        found = {"enable_deterministic_inference": self.deterministic, "max_req_input_len": most, "version": "0.5.23"}
+        found = {
+            "enable_deterministic_inference": self.deterministic,
+            "max_req_input_len": most,
+            "version": "0.5.23",
+        }
         return web.json_response(found)
 
     async def _pause_generation(self, body: Any) -> web.Response:
@@ -142,10 +148,16 @@ class Sglang:
             assert (Path(body["model_path"]) / "config.json").exists()
             self.writer.load(Path(body["model_path"]))
         except Exception as error:
-            failed = {"success": False, "message": f"Failed to update weights: {error}.", "num_paused_requests": 0}
+            failed = {
+                "success": False,
+                "message": f"Failed to update weights: {error}.",
+                "num_paused_requests": 0,
+            }
             return web.json_response(failed, status=400)
         self.weight_version = body["weight_version"]
-        return web.json_response({"success": True, "message": "Succeeded to update.", "num_paused_requests": 0})
+        return web.json_response(
+            {"success": True, "message": "Succeeded to update.", "num_paused_requests": 0}
+        )
 
     async def _abort_request(self, body: Any) -> web.Response:
         self.aborts.append(body.get("rid"))
@@ -155,7 +167,11 @@ class Sglang:
 
     async def _generate(self, body: Any) -> web.Response:
         ids, settings = body["input_ids"], body["sampling_params"]
-        if not ids or len(ids) >= self.context or settings["max_new_tokens"] + len(ids) > self.context:
+        if (
+            not ids
+            or len(ids) >= self.context
+            or settings["max_new_tokens"] + len(ids) > self.context
+        ):
             message = f"Requested token count exceeds the model's maximum context length of {self.context} tokens."
             return web.json_response({"error": {"message": message}}, status=400)
         await self.may_run.wait()
@@ -175,7 +191,9 @@ class Sglang:
             "output_token_logprobs": pairs,
         }
         text = self.writer.tokenizer.decode(request.output_ids)
-        return web.json_response({"text": text, "output_ids": request.output_ids, "meta_info": meta})
+        return web.json_response(
+            {"text": text, "output_ids": request.output_ids, "meta_info": meta}
+        )
 
     async def _write(self, ids: list[int], settings: Any, request: _Request) -> dict[str, Any]:
         self._draws += 1
@@ -189,13 +207,17 @@ class Sglang:
             so_far = [*ids, *request.output_ids]
             scores = (self.writer.logits(so_far) / temperature).log_softmax(-1)
             greedy = settings["temperature"] == 0
-            token = int(scores.argmax()) if greedy else self.writer.draw(scores, (drawn, len(so_far)))
+            token = (
+                int(scores.argmax()) if greedy else self.writer.draw(scores, (drawn, len(so_far)))
+            )
             request.output_ids.append(token)
             request.logprobs.append(float(scores[token]))
             await asyncio.sleep(0)
             if len(request.output_ids) >= limit:
                 return {"type": "length", "length": limit}
-            if not settings["ignore_eos"] and token in self.writer.eos | set(settings.get("stop_token_ids", ())):
+            if not settings["ignore_eos"] and token in self.writer.eos | set(
+                settings.get("stop_token_ids", ())
+            ):
                 return {"type": "stop", "matched": token}
             text = self.writer.tokenizer.decode(request.output_ids)
             if matched := next((s for s in settings.get("stop", ()) if s in text), None):

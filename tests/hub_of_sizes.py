@@ -12,7 +12,9 @@ import pytest
 from tunesmith.plan.facts import hub
 
 
-def serve(sizes: Mapping[str, Mapping[str, Any]], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def serve(
+    sizes: Mapping[str, Mapping[str, Any]], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Let ``tunesmith.plan.facts.hub`` find ``sizes``, configurations by the models' names."""
 
     def file(name: str, wanted: str) -> Path | None:

@@ -1,4 +1,5 @@
-"""Small whole runs for the doctor: a policy that answers with one of three digits, and what can be wrong with it."""
+"""Small whole runs for the doctor: a policy that answers with one of three digits, and what can be
+wrong with it."""
 
 from __future__ import annotations
 
@@ -134,17 +135,23 @@ class AtTimesHuge(Loss):
 
 def tasks(count: int, start: int = 0) -> list[dict[str, str]]:
     """The first character of a prompt says which digit is right."""
-    return [{"prompt": f"{'abc'[n % 3]}{n}:", "answer": str(n % 3)} for n in range(start, start + count)]
+    return [
+        {"prompt": f"{'abc'[n % 3]}{n}:", "answer": str(n % 3)} for n in range(start, start + count)
+    ]
 
 
 def examples(count: int, start: int = 0) -> list[dict[str, str]]:
     """Any of the three digits after any prompt."""
-    return [{"prompt": t["prompt"], "completion": str(n // 3 % 3)} for n, t in enumerate(tasks(count, start))]
+    return [
+        {"prompt": t["prompt"], "completion": str(n // 3 % 3)}
+        for n, t in enumerate(tasks(count, start))
+    ]
 
 
 @dataclass(frozen=True, slots=True)
 class Ward:
-    """A folder with data and rewards, a model of random weights, and a policy that answers with one of three digits."""
+    """A folder with data and rewards, a model of random weights, and a policy that answers with one
+    of three digits."""
 
     folder: Path
     blank: Path
@@ -157,16 +164,22 @@ class Ward:
             "reward__functions": ["exact_match"], "rollout__prompts_per_step": 12, "rollout__group_size": 8,
             "rollout__max_new_tokens": 6, "train__steps": 16, "train__lr": 2e-3,
         }  # fmt: skip
-        settings = {key: str(v) if isinstance(v, Path) else v for key, v in (settings | changed).items()}
+        settings = {
+            key: str(v) if isinstance(v, Path) else v for key, v in (settings | changed).items()
+        }
         settings["reward__functions"] = [
             name if name == "exact_match" else f"{self.folder / 'judge.py'}:{name}"
             for name in settings["reward__functions"]
         ]
-        return placement.run_rl(None, rl_settings(self.folder, self.policy, run, **settings)).run_dir
+        return placement.run_rl(
+            None, rl_settings(self.folder, self.policy, run, **settings)
+        ).run_dir
 
     def sft(self, run: str, **changed: Any) -> Path:
         settings = {key: str(v) if isinstance(v, Path) else v for key, v in changed.items()}
-        return placement.run_sft(None, sft_settings(self.folder, self.blank, run, **settings)).run_dir
+        return placement.run_sft(
+            None, sft_settings(self.folder, self.blank, run, **settings)
+        ).run_dir
 
 
 def make_ward(folder: Path) -> Ward:
@@ -179,13 +192,16 @@ def make_ward(folder: Path) -> Ward:
     (folder / "loss.py").write_text(LOSS)
 
     write_lines(folder / "examples.jsonl", examples(90))
-    settings = sft_settings(folder, blank, "taught", train__steps=80, train__batch_size=30, train__lr=5e-3)
+    settings = sft_settings(
+        folder, blank, "taught", train__steps=80, train__batch_size=30, train__lr=5e-3
+    )
     return Ward(folder, blank, placement.run_sft(None, settings).checkpoint)
 
 
 @contextmanager
 def skipping(target: Any = None, name: str = "", seconds: float = 0.0) -> Generator[None]:
-    """The run's clocks count ``SKIPPED``; each call of a coroutine or a function of ``target`` adds ``seconds``."""
+    """The run's clocks count ``SKIPPED``; each call of a coroutine or a function of ``target`` adds
+    ``seconds``."""
 
     def now() -> float:
         return time.perf_counter() + SKIPPED[0]

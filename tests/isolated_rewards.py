@@ -108,7 +108,9 @@ def loading(folder: Path) -> Iterator[Make]:
     made: list[RewardSet] = []
 
     def rewards(*names: str, isolation: str = "process", **keys: Any) -> RewardSet:
-        section = RewardSection(functions=tuple(f"code.py:{n}" for n in names), isolation=isolation, **keys)  # type: ignore[arg-type]
+        section = RewardSection(
+            functions=tuple(f"code.py:{n}" for n in names), isolation=isolation, **keys
+        )  # type: ignore[arg-type]
         made.append(load_rewards(section, folder))
         return made[-1]
 

@@ -1,7 +1,8 @@
-"""Runs the tests that compute as on other kinds of CPU: ``python tests/kinds.py [KIND ...]``; all without names.
+"""Runs the tests that compute as on other kinds of CPU: ``python tests/kinds.py [KIND ...]``; all
+without names.
 
-Each kind is this CPU within the limits that PyTorch, oneDNN, MKL and PyTorch's compiler follow; what Tunesmith plans
-and compiles follows the first two (``plan.facts.instructions``).
+Each kind is this CPU within the limits that PyTorch, oneDNN, MKL and PyTorch's compiler follow;
+what Tunesmith plans and compiles follows the first two (``plan.facts.instructions``).
 """
 
 from __future__ import annotations
@@ -25,13 +26,22 @@ KINDS = {
     "sse": (Level.SSE, "default", "SSE41", "SSE4_2", "x86-64-v2"),
 }
 """What the CPU can do, and the values of ``LIMITS``."""
-LIMITS = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "TORCHINDUCTOR_CPP_MARCH")
+LIMITS = (
+    "ATEN_CPU_CAPABILITY",
+    "ONEDNN_MAX_CPU_ISA",
+    "MKL_ENABLE_INSTRUCTIONS",
+    "TORCHINDUCTOR_CPP_MARCH",
+)
 COMPUTES = re.compile(r"^(?:import|from) (?:torch|tiny\w*|training)\b", re.MULTILINE)
 
 
 def files() -> list[str]:
     """The test files that compute: those that use tensors or models."""
-    return [str(path) for path in sorted(TESTS.glob("test_*.py")) if COMPUTES.search(path.read_text(encoding="utf-8"))]
+    return [
+        str(path)
+        for path in sorted(TESTS.glob("test_*.py"))
+        if COMPUTES.search(path.read_text(encoding="utf-8"))
+    ]
 
 
 def run(kind: str) -> int:
@@ -40,10 +50,25 @@ def run(kind: str) -> int:
     if level >= highest():
         print(f"{kind}: this CPU can do no more than that, so `make test` runs as on this kind")
         return 0
-    print(f"{kind}:", *(f"{name}={limit}" for name, limit in zip(LIMITS, limits, strict=True)), flush=True)
+    print(
+        f"{kind}:",
+        *(f"{name}={limit}" for name, limit in zip(LIMITS, limits, strict=True)),
+        flush=True,
+    )
     started = time.perf_counter()
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **dict(zip(LIMITS, limits, strict=True))}
-    command = [sys.executable, "-m", "pytest", "-n", "2", "--dist", "worksteal", "-m", "not slow", *files()]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-n",
+        "2",
+        "--dist",
+        "worksteal",
+        "-m",
+        "not slow",
+        *files(),
+    ]
     status = subprocess.run(command, env=environment, cwd=TESTS.parent, check=False).returncode
     print(f"{kind}: {time.perf_counter() - started:.0f} s, exit status {status}", flush=True)
     return status

@@ -1,4 +1,5 @@
-"""Liger's functions in PyTorch: their arguments, the layouts that the kernels read, and what they write in place.
+"""Liger's functions in PyTorch: their arguments, the layouts that the kernels read, and what they
+write in place.
 
 ``test_liger_kernels.py`` holds the product to the kernels themselves.
 """
@@ -43,7 +44,9 @@ class LigerInTorch:
         return counted
 
 
-def rms_norm_forward(X: Tensor, W: Tensor, eps: float, offset: float, casting_mode: int, row_mode: bool | None) -> Any:
+def rms_norm_forward(
+    X: Tensor, W: Tensor, eps: float, offset: float, casting_mode: int, row_mode: bool | None
+) -> Any:
     assert W.dim() == 1 and isinstance(offset, float) and not row_mode
     rows = X.view(-1, X.shape[-1])
     scale = rows.float().square().mean(-1).add(eps).rsqrt()
@@ -66,7 +69,9 @@ def rms_norm_backward(
 ) -> tuple[Tensor, Tensor]:
     assert (BLOCK_SIZE, num_warps) == LAUNCH and not row_mode
     grad = dY.view(-1, dY.shape[-1])
-    rows = torch.as_strided(X, grad.shape, (X.stride(0), 1), X.storage_offset()).float()  # as the kernel walks
+    rows = torch.as_strided(
+        X, grad.shape, (X.stride(0), 1), X.storage_offset()
+    ).float()  # as the kernel walks
     unit, terms = rows * RSTD[:, None], grad.float()
     inner = terms * (W.float() + offset)
     if casting_mode == AS_LLAMA:
@@ -81,7 +86,10 @@ def rms_norm_backward(
 def _turn(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, sign: int) -> tuple[Tensor, Tensor]:
     """``[1, H, T, D]`` and ``[1, K, T, D]``: in place where heads come after tokens in memory."""
     tokens, half = q.shape[2], q.shape[3] // 2
-    tables = [torch.as_strided(t, (tokens, 1, half), (t.stride(-2), 0, 1), t.storage_offset()) for t in (cos, sin)]
+    tables = [
+        torch.as_strided(t, (tokens, 1, half), (t.stride(-2), 0, 1), t.storage_offset())
+        for t in (cos, sin)
+    ]
     turned: list[Tensor] = []
     for part in (q.transpose(1, 2).contiguous(), k.transpose(1, 2).contiguous()):
         first, second = (x.to(sin.dtype) for x in part[0].clone().chunk(2, -1))
@@ -109,5 +117,7 @@ def swiglu_fused_gate_up_backward(y: Tensor, dc: Tensor, in_place: bool = False)
     rows = y.view(-1, y.shape[-1])
     gate, up = (part.float() for part in rows.chunk(2, -1))
     grad, sigmoid = dc.view(-1, y.shape[-1] // 2).float(), gate.sigmoid()
-    both = torch.cat((grad * (gate * sigmoid * (1 - sigmoid) + sigmoid) * up, grad * gate * sigmoid), -1).to(y.dtype)
+    both = torch.cat(
+        (grad * (gate * sigmoid * (1 - sigmoid) + sigmoid) * up, grad * gate * sigmoid), -1
+    ).to(y.dtype)
     return rows.copy_(both) if in_place else both

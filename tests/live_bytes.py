@@ -15,7 +15,8 @@ from tunesmith.models.parallel.sharding import local
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the storages of what operations take and give, for as long as they exist; not those of the meta device."""
+    """Counts the storages of what operations take and give, for as long as they exist; not those of
+    the meta device."""
 
     def __init__(self) -> None:
         super().__init__()

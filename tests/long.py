@@ -1,4 +1,5 @@
-"""Tests that ``make test-long`` runs: those of learning once more on other seeds, and others that take minutes."""
+"""Tests that ``make test-long`` runs: those of learning once more on other seeds, and others that
+take minutes."""
 
 from __future__ import annotations
 

@@ -15,7 +15,9 @@ from tunesmith.models.forest import Forest
 from tunesmith.types import Sample
 
 
-def batch_of(lengths: Sequence[int], columns: Mapping[str, Sequence[float]], prompt: int = 2, size: int = 2) -> Batch:
+def batch_of(
+    lengths: Sequence[int], columns: Mapping[str, Sequence[float]], prompt: int = 2, size: int = 2
+) -> Batch:
     """Samples with so many loss tokens, ``size`` to a group, and columns over all of those."""
     masks = [[False] * prompt + [True] * length for length in lengths]
     batch = Batch.of([Sample([1] * len(mask), mask, i // size) for i, mask in enumerate(masks)])
@@ -45,7 +47,10 @@ def random_logprobs(batch: Batch, seed: int, scale: float = 0.2) -> list[Tensor]
     """Per sample, log-probabilities ``[n]`` near the old ones, in float64 with gradient."""
     rng = np.random.default_rng(seed)
     olds = batch.split(batch.columns["old_logprobs"])
-    near = [torch.tensor(np.nan_to_num(old) + rng.normal(0, scale, old.size), dtype=torch.float64) for old in olds]
+    near = [
+        torch.tensor(np.nan_to_num(old) + rng.normal(0, scale, old.size), dtype=torch.float64)
+        for old in olds
+    ]
     return [values.requires_grad_() for values in near]
 
 
@@ -54,9 +59,15 @@ def micro_batch(batch: Batch, samples: Sequence[int]) -> Forest:
     forest = build_forest(batch, samples, share=False)
     rows, chosen = forest.predictions.numpy(), list(samples)
     columns = {name: torch.from_numpy(column[rows]) for name, column in batch.columns.items()}
-    per_sample = {name: torch.from_numpy(column[chosen]) for name, column in batch.per_sample.items()}
+    per_sample = {
+        name: torch.from_numpy(column[chosen]) for name, column in batch.per_sample.items()
+    }
     return replace(forest, columns=columns, per_sample=per_sample)
 
 
 def gather(logprobs: Sequence[Tensor], samples: Sequence[int]) -> Tensor:
-    return torch.cat([logprobs[i] for i in samples]) if len(samples) else torch.zeros(0, dtype=torch.float64)
+    return (
+        torch.cat([logprobs[i] for i in samples])
+        if len(samples)
+        else torch.zeros(0, dtype=torch.float64)
+    )

@@ -1,4 +1,5 @@
-"""Model directories that hold something unusual: each a change of a tiny model's files, and what loading it means."""
+"""Model directories that hold something unusual: each a change of a tiny model's files, and what
+loading it means."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ UP = "model.layers.1.mlp.up_proj.weight"
 
 @dataclass(frozen=True, slots=True)
 class Odd:
-    """``make`` changes a directory; every loader then reads the same weights, or refuses with the words ``refused``."""
+    """``make`` changes a directory; every loader then reads the same weights, or refuses with the
+    words ``refused``."""
 
     make: Callable[[Path], Any]
     refused: tuple[str, ...] = ()
@@ -51,7 +53,10 @@ def split(path: Path, *, keep: bool = False) -> None:
     """Two shards with an index."""
     weights = load_file(path / ONE)
     names = sorted(weights)
-    parts = {"model-00001-of-00002.safetensors": names[::2], "model-00002-of-00002.safetensors": names[1::2]}
+    parts = {
+        "model-00001-of-00002.safetensors": names[::2],
+        "model-00002-of-00002.safetensors": names[1::2],
+    }
     for file, own in parts.items():
         save_file({name: weights[name] for name in own}, path / file, metadata={"format": "pt"})
     where = {name: file for file, own in parts.items() for name in own}
@@ -84,7 +89,9 @@ def adapter(path: Path) -> None:
     """A trained adapter in the directory of a whole model."""
     from peft import LoraConfig, get_peft_model
 
-    config = LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj"], init_lora_weights=False)
+    config = LoraConfig(
+        task_type="CAUSAL_LM", r=2, target_modules=["q_proj"], init_lora_weights=False
+    )
     get_peft_model(AutoModelForCausalLM.from_pretrained(path), config).save_pretrained(path)
 
 
@@ -152,10 +159,16 @@ ODD: dict[str, Odd] = {
     "a broken index": Odd(lambda p: [split(p), (p / INDEX).write_text("{")], (INDEX,)),
     "an index without a map": Odd(lambda p: [split(p), (p / INDEX).write_text("{}")], (INDEX,)),
     "consolidated beside": Odd(lambda p: copy_weights(p, "consolidated.safetensors")),
-    "consolidated beside shards": Odd(lambda p: [copy_weights(p, "consolidated.safetensors"), split(p)]),
-    "only consolidated": Odd(lambda p: (p / ONE).rename(p / "consolidated.safetensors"), ("model.safetensors",)),
+    "consolidated beside shards": Odd(
+        lambda p: [copy_weights(p, "consolidated.safetensors"), split(p)]
+    ),
+    "only consolidated": Odd(
+        lambda p: (p / ONE).rename(p / "consolidated.safetensors"), ("model.safetensors",)
+    ),
     "a variant beside": Odd(lambda p: copy_weights(p, "model.fp16.safetensors")),
-    "only a variant": Odd(lambda p: (p / ONE).rename(p / "model.fp16.safetensors"), ("model.safetensors",)),
+    "only a variant": Odd(
+        lambda p: (p / ONE).rename(p / "model.fp16.safetensors"), ("model.safetensors",)
+    ),
     "an original folder": Odd(lambda p: copy_weights(p, "original/model.safetensors")),
     "bin beside": Odd(pickled),
     "only bin": Odd(lambda p: pickled(p, only=True), ("pickled",)),
@@ -166,15 +179,27 @@ ODD: dict[str, Odd] = {
     "extra weights": Odd(lambda p: change(p, lambda w: w.update(other=torch.zeros(2))), ("other",)),
     "a missing norm": Odd(lambda p: change(p, lambda w: w.pop(NORM)), (NORM,)),
     "a missing head": Odd(lambda p: change(p, lambda w: w.pop(HEAD)), (HEAD,)),
-    "a head of a tied model": Odd(lambda p: change(p, lambda w: w.update({HEAD: w[EMBEDDING].clone()})), tied=True),
+    "a head of a tied model": Odd(
+        lambda p: change(p, lambda w: w.update({HEAD: w[EMBEDDING].clone()})), tied=True
+    ),
     "another head of a tied model": Odd(
-        lambda p: change(p, lambda w: w.update({HEAD: w[EMBEDDING] * 2})), (HEAD, "tie_word_embeddings"), tied=True
+        lambda p: change(p, lambda w: w.update({HEAD: w[EMBEDDING] * 2})),
+        (HEAD, "tie_word_embeddings"),
+        tied=True,
     ),
-    "untied by the configuration alone": Odd(lambda p: configure(p, tie_word_embeddings=False), (HEAD,), tied=True),
+    "untied by the configuration alone": Odd(
+        lambda p: configure(p, tie_word_embeddings=False), (HEAD,), tied=True
+    ),
     "saved from the base model": Odd(
-        lambda p: [change(p, lambda w: w.pop(HEAD)), renamed(p, lambda n: n.removeprefix("model."))], (HEAD,)
+        lambda p: [
+            change(p, lambda w: w.pop(HEAD)),
+            renamed(p, lambda n: n.removeprefix("model.")),
+        ],
+        (HEAD,),
     ),
-    "saved from the base model, tied": Odd(lambda p: renamed(p, lambda n: n.removeprefix("model.")), tied=True),
+    "saved from the base model, tied": Odd(
+        lambda p: renamed(p, lambda n: n.removeprefix("model.")), tied=True
+    ),
     "language_model.": Odd(lambda p: renamed(p, lambda n: f"language_model.{n}"), (EMBEDDING,)),
     "more layers": Odd(lambda p: configure(p, num_hidden_layers=3), ("model.layers.2.",)),
     "fewer layers": Odd(lambda p: configure(p, num_hidden_layers=1), ("model.layers.1.",)),
@@ -185,31 +210,46 @@ ODD: dict[str, Odd] = {
     "whole numbers": Odd(lambda p: change(p, lambda w: w.update({NORM: w[NORM].long()})), (NORM,)),
     "nan": Odd(lambda p: set_value(p, UP, float("nan")), (UP, ONE)),
     "inf": Odd(lambda p: set_value(p, EMBEDDING, float("-inf")), (EMBEDDING, ONE)),
-    "nan in a shard": Odd(lambda p: [set_value(p, UP, float("nan")), split(p)], (UP, "of-00002.safetensors")),
+    "nan in a shard": Odd(
+        lambda p: [set_value(p, UP, float("nan")), split(p)], (UP, "of-00002.safetensors")
+    ),
     "a cut file": Odd(lambda p: cut(p, -100), (ONE,)),
     "a cut header": Odd(lambda p: cut(p, 20), (ONE,)),
     "an empty file": Odd(lambda p: cut(p, 0), (ONE,)),
     "a pointer of git lfs": Odd(
-        lambda p: (p / ONE).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\n"), (ONE, "git lfs")
+        lambda p: (p / ONE).write_text(
+            "version https://git-lfs.github.com/spec/v1\noid sha256:0\n"
+        ),
+        (ONE, "git lfs"),
     ),
     "another shape": Odd(lambda p: change(p, lambda w: w.update({UP: w[UP][:-1].clone()})), (UP,)),
-    "more rows than the configuration": Odd(lambda p: configure(p, vocab_size=290), (HEAD, "[290, 32]")),
+    "more rows than the configuration": Odd(
+        lambda p: configure(p, vocab_size=290), (HEAD, "[290, 32]")
+    ),
     "padded rows": Odd(
-        lambda p: shutil.copytree(save_model(p.with_name("wide"), vocab_size=320), p, dirs_exist_ok=True)
+        lambda p: shutil.copytree(
+            save_model(p.with_name("wide"), vocab_size=320), p, dirs_exist_ok=True
+        )
     ),
     "links": Odd(linked),
-    "a broken link": Odd(lambda p: [(p / ONE).unlink(), (p / ONE).symlink_to("gone")], ("model.safetensors",)),
-    "a generation configuration": Odd(lambda p: configure(p, "generation_config.json", temperature=0.5)),
+    "a broken link": Odd(
+        lambda p: [(p / ONE).unlink(), (p / ONE).symlink_to("gone")], ("model.safetensors",)
+    ),
+    "a generation configuration": Odd(
+        lambda p: configure(p, "generation_config.json", temperature=0.5)
+    ),
     "a broken generation configuration": Odd(
         lambda p: (p / "generation_config.json").write_text("{"), ("generation_config.json",)
     ),
     "no generation configuration": Odd(lambda p: (p / "generation_config.json").unlink()),
     "a processor's configuration": Odd(lambda p: configure(p, "preprocessor_config.json", size=3)),
     "no tokenizer": Odd(
-        lambda p: [(p / name).unlink() for name in ("tokenizer.json", "tokenizer_config.json")], ("tokenizer",)
+        lambda p: [(p / name).unlink() for name in ("tokenizer.json", "tokenizer_config.json")],
+        ("tokenizer",),
     ),
     "another quantisation": Odd(
-        lambda p: configure(p, quantization_config={"quant_method": "gptq", "bits": 4}), ("quantization_config", "gptq")
+        lambda p: configure(p, quantization_config={"quant_method": "gptq", "bits": 4}),
+        ("quantization_config", "gptq"),
     ),
     "no architectures": Odd(lambda p: configure(p, architectures=...)),
     "a score model": Odd(score_model, (HEAD,)),

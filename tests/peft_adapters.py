@@ -1,4 +1,5 @@
-"""Adapters as peft writes them: a table of configurations, each saved for a tiny model with peft's own logits."""
+"""Adapters as peft writes them: a table of configurations, each saved for a tiny model with peft's
+own logits."""
 
 from __future__ import annotations
 
@@ -42,41 +43,63 @@ WRITTEN: dict[str, Written] = {
     "rank_pattern": Written({**Q, "rank_pattern": {"down_proj": 2}}, trains=True),
     "alpha_pattern": Written({**Q, "alpha_pattern": {"layers.0.self_attn.q_proj": 3}}, trains=True),
     "rslora and patterns": Written(
-        {**Q, "use_rslora": True, "rank_pattern": {"q_proj": 7}, "alpha_pattern": {"q_proj": 1}}, trains=True
+        {**Q, "use_rslora": True, "rank_pattern": {"q_proj": 7}, "alpha_pattern": {"q_proj": 1}},
+        trains=True,
     ),
     "layers_to_transform": Written({**Q, "layers_to_transform": [1]}, trains=True),
-    "layers_pattern": Written({**Q, "layers_to_transform": 0, "layers_pattern": "layers"}, trains=True),
-    "exclude_modules": Written({"target_modules": "all-linear", "exclude_modules": ["o_proj"]}, trains=True),
+    "layers_pattern": Written(
+        {**Q, "layers_to_transform": 0, "layers_pattern": "layers"}, trains=True
+    ),
+    "exclude_modules": Written(
+        {"target_modules": "all-linear", "exclude_modules": ["o_proj"]}, trains=True
+    ),
     "dropout": Written({**Q, "lora_dropout": 0.3}, trains=True),
     "gaussian": Written({**Q, "init_lora_weights": "gaussian"}, trains=True),
     "fan_in_fan_out": Written(
-        {"target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True}, "gpt2", {"bos_token_id": 1}, trains=True
+        {"target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True},
+        "gpt2",
+        {"bos_token_id": 1},
+        trains=True,
     ),
     "a family with biases": Written({"target_modules": ["q_proj", "v_proj"]}, "qwen2", trains=True),
     "no task_type": Written({**Q, "task_type": None}, trains=True),
     "embedding": Written({"target_modules": ["q_proj", "embed_tokens"]}, refused="embed_tokens"),
     "head": Written({"target_modules": ["q_proj", "lm_head"]}, refused="lm_head"),
-    "embedding and head": Written({"target_modules": ["embed_tokens", "lm_head"]}, refused="embed_tokens"),
-    "embedding and head, tied": Written(
-        {"target_modules": ["embed_tokens", "lm_head"], "ensure_weight_tying": True}, refused="ensure_weight_tying"
+    "embedding and head": Written(
+        {"target_modules": ["embed_tokens", "lm_head"]}, refused="embed_tokens"
     ),
-    "a new embedding": Written({**Q, "modules_to_save": ["embed_tokens"]}, refused="modules_to_save"),
+    "embedding and head, tied": Written(
+        {"target_modules": ["embed_tokens", "lm_head"], "ensure_weight_tying": True},
+        refused="ensure_weight_tying",
+    ),
+    "a new embedding": Written(
+        {**Q, "modules_to_save": ["embed_tokens"]}, refused="modules_to_save"
+    ),
     "a new head": Written({**Q, "modules_to_save": ["lm_head"]}, refused="modules_to_save"),
-    "both new": Written({**Q, "modules_to_save": ["embed_tokens", "lm_head"]}, refused="modules_to_save"),
+    "both new": Written(
+        {**Q, "modules_to_save": ["embed_tokens", "lm_head"]}, refused="modules_to_save"
+    ),
     "both new, tied": Written(
-        {**Q, "modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}, refused="modules_to_save"
+        {**Q, "modules_to_save": ["embed_tokens"], "ensure_weight_tying": True},
+        refused="modules_to_save",
     ),
     "a new norm": Written({**Q, "modules_to_save": ["norm"]}, refused="modules_to_save"),
-    "new layers' parts": Written({"target_modules": ["q_proj"], "modules_to_save": ["mlp"]}, refused="modules_to_save"),
+    "new layers' parts": Written(
+        {"target_modules": ["q_proj"], "modules_to_save": ["mlp"]}, refused="modules_to_save"
+    ),
     "dora": Written({**Q, "use_dora": True}, refused="use_dora"),
     "dora on the embedding": Written(
         {"target_modules": ["k_proj", "embed_tokens"], "use_dora": True}, refused="use_dora"
     ),
     "target_parameters": Written(
-        {"target_modules": ["q_proj"], "target_parameters": ["mlp.up_proj.weight"]}, refused="target_parameters"
+        {"target_modules": ["q_proj"], "target_parameters": ["mlp.up_proj.weight"]},
+        refused="target_parameters",
     ),
     "experts": Written(
-        {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]},
+        {
+            "target_modules": ["q_proj"],
+            "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+        },
         "qwen3_moe",
         {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8},
         refused="target_parameters",
@@ -86,14 +109,18 @@ WRITTEN: dict[str, Written] = {
     "lora_bias": Written({**Q, "lora_bias": True}, model=BIASES, refused="lora_bias"),
     "tokens": Written({**Q, "trainable_token_indices": [5, 77]}, refused="trainable_token_indices"),
     "tokens, tied": Written(
-        {**Q, "trainable_token_indices": [5, 77], "ensure_weight_tying": True}, refused="trainable_token_indices"
+        {**Q, "trainable_token_indices": [5, 77], "ensure_weight_tying": True},
+        refused="trainable_token_indices",
     ),
     "tokens of both": Written(
-        {**Q, "trainable_token_indices": {"embed_tokens": [5], "lm_head": [5]}}, refused="trainable_token_indices"
+        {**Q, "trainable_token_indices": {"embed_tokens": [5], "lm_head": [5]}},
+        refused="trainable_token_indices",
     ),
     "pissa": Written({**Q, "init_lora_weights": "pissa"}, refused="init_lora_weights"),
     "olora": Written({**Q, "init_lora_weights": "olora"}, refused="init_lora_weights"),
-    "repeated layers": Written({**Q, "layer_replication": [(0, 2), (1, 2)]}, refused="layer_replication"),
+    "repeated layers": Written(
+        {**Q, "layer_replication": [(0, 2), (1, 2)]}, refused="layer_replication"
+    ),
     "more tokens": Written({"target_modules": ["q_proj"]}, tokens=3, refused="embed_tokens"),
     "more tokens, saved": Written(
         {**Q, "modules_to_save": ["embed_tokens", "lm_head"]}, tokens=3, refused="modules_to_save"
@@ -102,7 +129,8 @@ WRITTEN: dict[str, Written] = {
 
 
 def write(folder: Path, written: Written, *, tied: bool, name: str = "default") -> Tensor:
-    """Save a base as ``folder/model`` and an adapter as ``folder/adapter``; return peft's logits ``[T, V]``."""
+    """Save a base as ``folder/model`` and an adapter as ``folder/adapter``; return peft's logits
+    ``[T, V]``."""
     base = save_model(folder / "model", written.family, tie_word_embeddings=tied, **written.model)
     module: Any = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     if written.tokens:

@@ -1,4 +1,5 @@
-"""A pool of engines elsewhere under the contract: one for a whole module, because starting an engine takes seconds."""
+"""A pool of engines elsewhere under the contract: one for a whole module, because starting an
+engine takes seconds."""
 
 from __future__ import annotations
 
@@ -21,7 +22,9 @@ from tunesmith.run.engines.pool import EnginePool
 from tunesmith.run.placement.planes import file_plane
 from tunesmith.run.weights.base import Plane
 
-CONTEXT = 256  # a long completion is still being written when weights have come from another process
+CONTEXT = (
+    256  # a long completion is still being written when weights have come from another process
+)
 LAST = next(check for check in CHECKS if check.__name__.endswith("close_fails_what_is_in_flight"))
 
 each_check = pytest.mark.parametrize(
@@ -42,7 +45,9 @@ class PoolBench:
     """Trainer's model, pool and event loop; ``start`` says where an engine of ``settings`` runs."""
 
     def __init__(self, folder: Path, family: str = "llama", **shape: Any) -> None:
-        self.path = save_model(folder / "model", family, max_position_embeddings=CONTEXT, vocab_size=261, **shape)
+        self.path = save_model(
+            folder / "model", family, max_position_embeddings=CONTEXT, vocab_size=261, **shape
+        )
         self.model = CausalLM.load(self.path)
         self.named = self.model.module.state_dict().items
         self.settings: dict[str, Any] = {
@@ -53,7 +58,12 @@ class PoolBench:
         self.runner = asyncio.Runner()
 
     def use_vllm(self, **options: Any) -> None:
-        common = {"dtype": "float32", "max_model_len": CONTEXT, "kv_bytes": 1 << 26, "max_running": 8}
+        common = {
+            "dtype": "float32",
+            "max_model_len": CONTEXT,
+            "kv_bytes": 1 << 26,
+            "max_running": 8,
+        }
         self.settings = {"engine": "vllm", "model": str(self.path), **common, **options}
 
     async def start(self) -> Member:
@@ -67,9 +77,16 @@ class PoolBench:
             self.runner.run(self.engine.close())
 
     def another(self, plane: Plane | None = None, **options: Any) -> EnginePool:
-        return EnginePool(lambda _: self.start(), plane or file_plane(self.named), report=self.said.append, **options)
+        return EnginePool(
+            lambda _: self.start(),
+            plane or file_plane(self.named),
+            report=self.said.append,
+            **options,
+        )
 
-    def check(self, check: Callable[[Subject], Awaitable[None]], engine: EnginePool | None = None) -> None:
+    def check(
+        self, check: Callable[[Subject], Awaitable[None]], engine: EnginePool | None = None
+    ) -> None:
         decode: Any = self.model.tokenizer.decode
         subject = Subject(engine or self.engine, lambda ids: decode(list(ids)), self.score, CONTEXT)
 
@@ -83,4 +100,9 @@ class PoolBench:
         plain = AutoModelForCausalLM.from_pretrained(self.path, dtype=torch.float32)
         plain.load_state_dict(self.model.module.state_dict())
         logits = plain(torch.tensor([[*prompt, *completion]])).logits[0, len(prompt) - 1 : -1]
-        return logits.log_softmax(-1).gather(1, torch.tensor(completion).unsqueeze(1)).squeeze(1).tolist()
+        return (
+            logits.log_softmax(-1)
+            .gather(1, torch.tensor(completion).unsqueeze(1))
+            .squeeze(1)
+            .tolist()
+        )

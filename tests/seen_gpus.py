@@ -1,4 +1,5 @@
-"""An engine that says which GPUs its process sees, and ways in which one cannot be built; light to import."""
+"""An engine that says which GPUs its process sees, and ways in which one cannot be built; light to
+import."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from tunesmith.types import Completion
 
 
 class SeenGpus:
-    """As much of an ``EngineHost`` as is needed; the GPUs are its completions' ``finish_reason``."""
+    """As much of an ``EngineHost`` as is needed; the GPUs are its completions'
+    ``finish_reason``."""
 
     async def ask(self, method: str, *args: Any) -> tuple[Any, EngineStats]:
         del method, args

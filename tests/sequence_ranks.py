@@ -1,4 +1,5 @@
-"""Ranks that share micro-batches, in threads of this process: real gloo groups, and one backend for each."""
+"""Ranks that share micro-batches, in threads of this process: real gloo groups, and one backend for
+each."""
 
 # pyright: reportPrivateImportUsage=false
 from __future__ import annotations
@@ -55,7 +56,9 @@ class SequenceRanks:
         place = rank % self.size, self.size, HERE, PATIENCE
         own: Any = dist.PrefixStore(f"sequence {rank // self.size}", store)
         part = process_group("gloo", own, *place)
-        return RankGroup(store, rank, self.world, HERE, patience=PATIENCE), SequenceGroup(part, self.kind)
+        return RankGroup(store, rank, self.world, HERE, patience=PATIENCE), SequenceGroup(
+            part, self.kind
+        )
 
     def _each(self, do: Callable[[int], Any]) -> list[Any]:
         answers = [self._pool.submit(do, rank) for rank in range(self.world)]
@@ -63,16 +66,27 @@ class SequenceRanks:
             answer.exception()
         return [answer.result() for answer in answers]
 
-    def shares(self, packing: Packing, do: Callable[[TorchBackend[Any], Packing], Any]) -> list[Any]:
+    def shares(
+        self, packing: Packing, do: Callable[[TorchBackend[Any], Packing], Any]
+    ) -> list[Any]:
         """What each rank does with its group's share."""
-        shares = [packing.for_rank(share, self.world // self.size) for share in range(self.world // self.size)]
+        shares = [
+            packing.for_rank(share, self.world // self.size)
+            for share in range(self.world // self.size)
+        ]
         return self._each(lambda rank: do(self.backends[rank], shares[rank // self.size]))
 
-    def gradient(self, packing: Packing, objective: Objective) -> tuple[dict[str, float], dict[str, Tensor]]:
+    def gradient(
+        self, packing: Packing, objective: Objective
+    ) -> tuple[dict[str, float], dict[str, Tensor]]:
         """Metrics of the whole optimizer batch, and its gradient: the sum of the ranks'."""
-        found: Sequence[dict[str, float]] = self.shares(packing, lambda b, share: b.forward_backward(share, objective))
+        found: Sequence[dict[str, float]] = self.shares(
+            packing, lambda b, share: b.forward_backward(share, objective)
+        )
         for rank, metrics in enumerate(found):
-            assert metrics == found[rank // self.size * self.size], "a group's ranks compute the same metrics"
+            assert metrics == found[rank // self.size * self.size], (
+                "a group's ranks compute the same metrics"
+            )
         shares = found[:: self.size]
         grads: dict[str, Tensor] = {}
         for backend in self.backends:
@@ -97,11 +111,16 @@ class SequenceRanks:
         assert all(metrics == found[0] for metrics in found)
         return found[0]
 
-    def score(self, packing: Packing, of: Quantity = "logprobs", *, reference: bool = False) -> Floats:
-        """What each rank of a group says at the predictions of its group's share; the sum over groups."""
+    def score(
+        self, packing: Packing, of: Quantity = "logprobs", *, reference: bool = False
+    ) -> Floats:
+        """What each rank of a group says at the predictions of its group's share; the sum over
+        groups."""
         found = self.shares(packing, lambda b, share: b.score(share, of, reference=reference))
         return np.sum(found[:: self.size], axis=0)
 
 
 def gradients(backend: TorchBackend[Any]) -> dict[str, Tensor]:
-    return {name: m.grad.clone() for name, m in backend.optimizer.masters.items() if m.grad is not None}
+    return {
+        name: m.grad.clone() for name, m in backend.optimizer.masters.items() if m.grad is not None
+    }

@@ -69,7 +69,12 @@ class Rank:
         def load(*, trains: bool = True) -> Any:
             with LiveBytes() as seen:
                 model = kind.load(
-                    path, dtype=dtype, sharding=sharding, trains=trains, quantize=quantize, streams=streams and trains
+                    path,
+                    dtype=dtype,
+                    sharding=sharding,
+                    trains=trains,
+                    quantize=quantize,
+                    streams=streams and trains,
                 )
             self.most_loading = seen.most
             if adapter is not None:
@@ -80,7 +85,9 @@ class Rank:
 
         frozen = load(trains=False) if reference else None
         settings = AdamWSettings(max_grad_norm=1.0, weight_decay=0.1, muon=muon, offload=offload)
-        self.backend: TorchBackend[Any] = TorchBackend(load(), settings, kind.predict, reference=frozen, **options)
+        self.backend: TorchBackend[Any] = TorchBackend(
+            load(), settings, kind.predict, reference=frozen, **options
+        )
         self.backend.join(RankGroup(store, rank, world, HERE))
         self.rank = rank
         self.share = rank // sequence, world // sequence
@@ -94,16 +101,22 @@ class Rank:
         backward: bool = False,
         objective: Objective = SFTObjective(),  # noqa: B008
     ) -> tuple[dict[str, float], dict[str, Tensor]]:
-        """Loss and whole gradients; ``DeviceMemoryError`` on rank 1 in a layer's pass over more than so many tokens."""
-        with short_of_memory(self.backend.model.module, most_tokens if self.rank == 1 else None, backward=backward):
+        """Loss and whole gradients; ``DeviceMemoryError`` on rank 1 in a layer's pass over more
+        than so many tokens."""
+        with short_of_memory(
+            self.backend.model.module, most_tokens if self.rank == 1 else None, backward=backward
+        ):
             metrics = self.backend.forward_backward(packing.for_rank(*self.share), objective)
         self.backend.sum_gradients()
         optimizer = self.backend.optimizer
         named = {name: m.grad for name, m in optimizer.masters.items() if m.grad is not None}
-        return metrics, {name: whole_of_rows(grad, optimizer.parameters[name]) for name, grad in named.items()}
+        return metrics, {
+            name: whole_of_rows(grad, optimizer.parameters[name]) for name, grad in named.items()
+        }
 
     def gradient_within(self, packing: Packing, limit: int) -> dict[str, Tensor]:
-        """Whole gradients; ``DeviceMemoryError`` if a backward pass needs more bytes of activations."""
+        """Whole gradients; ``DeviceMemoryError`` if a backward pass needs more bytes of
+        activations."""
         with limited_activations(self.backend.model.module, limit):
             return self.gradient(packing)[1]
 
@@ -133,7 +146,9 @@ class Rank:
         return norms, self.weights()
 
     def weights(self) -> dict[str, Tensor]:
-        return {name: t.clone() for name, t in whole_weights(self.backend.model.module, torch.float64)}
+        return {
+            name: t.clone() for name, t in whole_weights(self.backend.model.module, torch.float64)
+        }
 
     def score(self, packing: Packing, *, reference: bool = False) -> Any:
         return self.backend.score(packing.for_rank(*self.share, columns=False), reference=reference)
@@ -142,8 +157,11 @@ class Rank:
         return sent_by(self.backend, packing.for_rank(*self.share))
 
     def base(self) -> tuple[int, int]:
-        """Bytes of the frozen weights that this rank keeps, and the most that there were while they were read."""
-        frozen = (local(p).nbytes for p in self.backend.model.module.parameters() if not p.requires_grad)
+        """Bytes of the frozen weights that this rank keeps, and the most that there were while they
+        were read."""
+        frozen = (
+            local(p).nbytes for p in self.backend.model.module.parameters() if not p.requires_grad
+        )
         return sum(frozen), self.most_loading
 
     def numbers(self) -> tuple[int, int]:
@@ -169,11 +187,15 @@ def whole_of_rows(rows: Tensor, parameter: Tensor) -> Tensor:
     if not isinstance(parameter, DTensor):
         return rows
     mesh, placements = parameter.device_mesh, parameter.placements
-    return whole(DTensor.from_local(rows, mesh, placements, shape=parameter.shape, stride=parameter.stride()))
+    return whole(
+        DTensor.from_local(rows, mesh, placements, shape=parameter.shape, stride=parameter.stride())
+    )
 
 
 @contextmanager
-def short_of_memory(module: nn.Module, most_tokens: int | None, *, backward: bool = False) -> Iterator[None]:
+def short_of_memory(
+    module: nn.Module, most_tokens: int | None, *, backward: bool = False
+) -> Iterator[None]:
     """The last layer raises what the CPU's allocator raises, if it sees more tokens."""
 
     def fail(_: Any = None) -> None:
@@ -192,7 +214,8 @@ def short_of_memory(module: nn.Module, most_tokens: int | None, *, backward: boo
 
 @contextmanager
 def limited_activations(module: nn.Module, limit: int) -> Generator[list[int]]:
-    """Out of memory, if autograd keeps more bytes than that without parameters; the list has how many so far."""
+    """Out of memory, if autograd keeps more bytes than that without parameters; the list has how
+    many so far."""
     weights = {local(p).untyped_storage().data_ptr() for p in module.parameters()}
     kept: dict[int, Tensor] = {}  # keeps the memory, so that no other tensor has the same place
     total = [0]
@@ -215,7 +238,9 @@ class Ranks:
 
     def __init__(self, path: Path, world: int, stage: int, **options: Any) -> None:
         self._store = open_store(HERE, 60.0)
-        self._fars = [ChildProcess(f"rank {n} of the trainer", TrainerLostError) for n in range(world)]
+        self._fars = [
+            ChildProcess(f"rank {n} of the trainer", TrainerLostError) for n in range(world)
+        ]
         make = partial(Rank, path, world=world, port=self._store.port, stage=stage, **options)
         gather(far.make(partial(make, rank=rank)) for rank, far in enumerate(self._fars))
 

@@ -1,4 +1,5 @@
-"""One small arithmetic run for every mode: a model that adds or subtracts learns from its score alone to add."""
+"""One small arithmetic run for every mode: a model that adds or subtracts learns from its score
+alone to add."""
 
 from __future__ import annotations
 
@@ -42,7 +43,9 @@ def taught(folder: Path, seed: int, head_dim: int = 16, steps: int = 600) -> Pat
     draw.shuffle(pairs)
     lines = [{"prompt": f"{a:02}+{b:02}=", "answer": f"{a + b:02}"} for a, b in pairs]
     wrong = [{**line, "answer": f"{a - b:02}"} for line, (a, b) in zip(lines, pairs, strict=True)]
-    examples = [{"prompt": line["prompt"], "completion": line["answer"]} for line in (*lines, *wrong)]
+    examples = [
+        {"prompt": line["prompt"], "completion": line["answer"]} for line in (*lines, *wrong)
+    ]
     write_lines(folder / "examples.jsonl", examples)
     write_lines(folder / "tasks.jsonl", lines)
     settings = {
@@ -61,7 +64,9 @@ def learned(folder: Path, model: Path, run: str, seed: int, changed: dict[str, A
     return placement.run_rl(None, overrides(COMMON | RL | settings | changed))
 
 
-def check_learned_as(local: RunResult, outcome: RunResult, *, staleness: int, same_start: bool) -> None:
+def check_learned_as(
+    local: RunResult, outcome: RunResult, *, staleness: int, same_start: bool
+) -> None:
     """Both learned to add, and one no better than the other.
 
     Args:
@@ -72,7 +77,8 @@ def check_learned_as(local: RunResult, outcome: RunResult, *, staleness: int, sa
     assert after > before + 0.25
     assert abs(after - local.evaluations[-1]["eval/reward"]) < 0.12
     theirs, ours = (
-        [line for line in read_metrics(o.run_dir / "metrics.jsonl") if "grad_norm" in line] for o in (local, outcome)
+        [line for line in read_metrics(o.run_dir / "metrics.jsonl") if "grad_norm" in line]
+        for o in (local, outcome)
     )
     assert len(ours) == 40
     assert max(line["staleness/max"] for line in ours) <= staleness

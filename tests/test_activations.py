@@ -1,4 +1,5 @@
-"""What the backward pass has of the forward pass: the gradient stays the same bit by bit, and the memory falls."""
+"""What the backward pass has of the forward pass: the gradient stays the same bit by bit, and the
+memory falls."""
 
 from __future__ import annotations
 
@@ -26,7 +27,14 @@ from tunesmith.models.causal_lm import CausalLM
 from tunesmith.models.parallel.activations import compute_again
 from tunesmith.models.parallel.sharding import decoder_layers
 from tunesmith.plan.cost.device import Layout
-from tunesmith.plan.cost.price import activation_bytes, backward_bytes, layer_bytes, price, recomputed, sent_bytes
+from tunesmith.plan.cost.price import (
+    activation_bytes,
+    backward_bytes,
+    layer_bytes,
+    price,
+    recomputed,
+    sent_bytes,
+)
 from tunesmith.plan.facts.model import read_model_facts
 from tunesmith.plan.facts.run import Facts
 from tunesmith.run.trainers.torch import TorchBackend
@@ -41,7 +49,8 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def backend_of(path: Path, kind: str, **options: Any) -> TorchBackend[CausalLM]:
-    """A backend on the lean decoder, on the Hugging Face modules, with an adapter, or in bfloat16."""
+    """A backend on the lean decoder, on the Hugging Face modules, with an adapter, or in
+    bfloat16."""
     torch.manual_seed(0)
     model = CausalLM.load(path, dtype=torch.bfloat16 if kind == "bfloat16" else torch.float32)
     if kind == "lora":
@@ -56,7 +65,9 @@ def gradient(backend: TorchBackend[CausalLM]) -> dict[str, Tensor]:
     batch = Packing.of(training.weighed(training.samples_of()), 60)
     assert len(batch) >= 2
     backend.forward_backward(batch, SFTObjective())
-    return {name: m.grad.clone() for name, m in backend.optimizer.masters.items() if m.grad is not None}
+    return {
+        name: m.grad.clone() for name, m in backend.optimizer.masters.items() if m.grad is not None
+    }
 
 
 @cache
@@ -111,13 +122,22 @@ def test_the_layers_are_evenly_spread_and_the_last_one_is_kept(layers: int) -> N
         for length in range(1, layers):
             windows = [sum(chosen[start : start + length]) for start in range(layers - length + 1)]
             assert max(windows) - min(windows) <= 1
-    assert sum(recomputed(layers, 1e-9)) == 1 and sum(recomputed(layers, 1 - 1e-9)) == max(1, layers - 1)
+    assert sum(recomputed(layers, 1e-9)) == 1 and sum(recomputed(layers, 1 - 1e-9)) == max(
+        1, layers - 1
+    )
 
 
-def test_layers_that_have_no_switch_cannot_be_chosen(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_that_have_no_switch_cannot_be_chosen(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     module = CausalLM.load(path).module
     compute_again(module, 0.5)
-    assert [layer.gradient_checkpointing for layer in decoder_layers(module)] == [True, False, True, False]
+    assert [layer.gradient_checkpointing for layer in decoder_layers(module)] == [
+        True,
+        False,
+        True,
+        False,
+    ]
     monkeypatch.setattr("tunesmith.models.parallel.activations.GradientCheckpointingLayer", int)
     compute_again(module, 1.0)
     with pytest.raises(ModelError, match=r"0\.5.*true or false"):
@@ -126,8 +146,14 @@ def test_layers_that_have_no_switch_cannot_be_chosen(path: Path, monkeypatch: py
 
 @pytest.mark.parametrize("value", ["1.5", "-0.5", '"half"'])
 def test_other_shares_are_refused(value: str) -> None:
-    with pytest.raises(ConfigError, match=r"gradient_checkpointing.*true or false or a number above 0 and below 1"):
-        load_config(SFTConfig, None, ["model.path=m", "data.train=d", f"system.gradient_checkpointing={value}"])
+    with pytest.raises(
+        ConfigError, match=r"gradient_checkpointing.*true or false or a number above 0 and below 1"
+    ):
+        load_config(
+            SFTConfig,
+            None,
+            ["model.path=m", "data.train=d", f"system.gradient_checkpointing={value}"],
+        )
 
 
 def away(backend: TorchBackend[CausalLM], chunk: int = 1000) -> TorchBackend[CausalLM]:
@@ -139,14 +165,19 @@ def away(backend: TorchBackend[CausalLM], chunk: int = 1000) -> TorchBackend[Cau
 
 @KINDS
 @pytest.mark.parametrize(
-    "share", [pytest.param(0, marks=pytest.mark.slow), 0.5, pytest.param(True, marks=pytest.mark.slow)]
+    "share",
+    [pytest.param(0, marks=pytest.mark.slow), 0.5, pytest.param(True, marks=pytest.mark.slow)],
 )
-def test_the_gradient_is_the_same_with_activations_in_host_memory(path: Path, kind: str, share: float) -> None:
+def test_the_gradient_is_the_same_with_activations_in_host_memory(
+    path: Path, kind: str, share: float
+) -> None:
     expected = plain(path, kind)
     backend = away(backend_of(path, kind, gradient_checkpointing=share, offload_activations=True))
     for _ in range(2):
         found = gradient(backend)
-        assert found.keys() == expected.keys() and all(found[name].equal(grad) for name, grad in expected.items())
+        assert found.keys() == expected.keys() and all(
+            found[name].equal(grad) for name, grad in expected.items()
+        )
 
 
 def sent(backend: TorchBackend[CausalLM], samples: Sequence[Sample]) -> int:
@@ -193,7 +224,9 @@ def test_weights_small_tensors_and_passes_without_gradient_stay(path: Path) -> N
     most = sent(backend, samples)
     assert 0 < most < saved(backend_of(path, "hugging face"))
     for name, parameter in backend.model.module.named_parameters():
-        parameter.requires_grad_("layers" not in name)  # autograd then saves views of the frozen weights
+        parameter.requires_grad_(
+            "layers" not in name
+        )  # autograd then saves views of the frozen weights
     assert sent(backend, samples) <= most
     backend.score(Packing.of(training.weighed(samples), 60))
     assert len(home.free) * 1000 == most
@@ -206,15 +239,23 @@ def test_its_price_by_hand() -> None:
         (0.5, hidden + layer, hidden + 2 * layer, 2 * (hidden + layer)),
         (1, 2 * hidden, 2 * hidden + layer, 4 * hidden),
     ):
-        of, plain = (Layout(2, tokens=10, checkpointing=share, offload_activations=flag) for flag in (True, False))
+        of, plain = (
+            Layout(2, tokens=10, checkpointing=share, offload_activations=flag)
+            for flag in (True, False)
+        )
         assert activation_bytes(SMALL, of) == kept + 2 * hidden
-        assert backward_bytes(SMALL, of) - backward_bytes(SMALL, replace(plain, checkpointing=0)) == most - kept
+        assert (
+            backward_bytes(SMALL, of) - backward_bytes(SMALL, replace(plain, checkpointing=0))
+            == most - kept
+        )
         assert price(SMALL, of).host == 10 * host
         assert price(SMALL, replace(of, sequence=2, models=2)).host == 2 * 5 * host
     both = price(SMALL, Layout(2, tokens=10, offload=True, offload_activations=True))
     state = 16 * 5_000_000  # weights, gradients and two moments
     wasted = 4 * 5_000_000 // 10  # of the pinned pieces that the weights are in
-    arriving = 2 * 2 * (4096 + 3 * 768) * 256  # gradients of the head and a block, in pieces of up to twice their size
+    arriving = (
+        2 * 2 * (4096 + 3 * 768) * 256
+    )  # gradients of the head and a block, in pieces of up to twice their size
     assert both.host == state + wasted + arriving + 40 * layer
 
 
@@ -226,7 +267,8 @@ def with_memory(longest: int, memory: int) -> Facts:
 
 
 def test_what_is_sent_and_what_is_recomputed_by_hand() -> None:
-    """Of a GPU of 79 GB, 95% are used: 1 GB by CUDA, 54 by the state of 3B, the rest by activations.
+    """Of a GPU of 79 GB, 95% are used: 1 GB by CUDA, 54 by the state of 3B, the rest by
+    activations.
 
     In a layer's backward pass there are five vectors of the feed-forward size, too.
     """
@@ -242,32 +284,53 @@ def test_what_is_sent_and_what_is_recomputed_by_hand() -> None:
 
     def found(longest: int, memory: int) -> tuple[bool, bool, int]:
         system = resolved(SFTConfig, with_memory(longest, memory)).system
-        return system.offload_activations, system.offload_optimizer, round(28 * system.gradient_checkpointing)
+        return (
+            system.offload_activations,
+            system.offload_optimizer,
+            round(28 * system.gradient_checkpointing),
+        )
 
-    # A host with room for all layers but two, which stay; for ten of these; and for no more than their inputs.
+    # A host with room for all layers but two, which stay; for ten of these; and for no more than
+    # their inputs.
     assert 32_768 * here(2) > room > 32_768 * here(1)
     assert 32_768 * sent(26) < 0.95 * 512 * GB and found(32_768, 512) == (True, False, 0)
-    assert 32_768 * sent(10) < 0.95 * 64 * GB < 32_768 * sent(11) and found(32_768, 64) == (True, False, 17)
+    assert 32_768 * sent(10) < 0.95 * 64 * GB < 32_768 * sent(11) and found(32_768, 64) == (
+        True,
+        False,
+        17,
+    )
     assert 32_768 * sent(0) > 0.95 * 4 * GB and found(32_768, 4) == (False, False, 27)
     # The layers' inputs do not fit on the GPU, and the optimizer not in host memory.
     assert 48_000 * here(1) > room > 48_000 * (beside + 2 * inputs + saved)
-    assert 16 * 3 * GB > 0.95 * 20 * GB > 48_000 * sent(0) and found(48_000, 20) == (True, False, 27)
+    assert 16 * 3 * GB > 0.95 * 20 * GB > 48_000 * sent(0) and found(48_000, 20) == (
+        True,
+        False,
+        27,
+    )
     # Nor do a layer and what it needs, unless the optimizer goes.
     assert 58_000 * (beside + 2 * inputs + saved) > room
-    assert 16 * 3 * GB + 58_000 * sent(26) < 0.95 * 512 * GB and found(58_000, 512) == (True, True, 0)
+    assert 16 * 3 * GB + 58_000 * sent(26) < 0.95 * 512 * GB and found(58_000, 512) == (
+        True,
+        True,
+        0,
+    )
 
 
 def test_it_is_derived_where_the_inputs_of_the_layers_do_not_fit() -> None:
     key, facts = "system.offload_activations", with_memory(58_000, 512)
     assert resolved(SFTConfig, on(A100, SMALL, longest=2048)).system.offload_activations is False
-    assert f"{key} = true" in refusal(SFTConfig, facts, f"{key}=false", "system.offload_optimizer=false")
+    assert f"{key} = true" in refusal(
+        SFTConfig, facts, f"{key}=false", "system.offload_optimizer=false"
+    )
     assert "does not fit" in refusal(SFTConfig, replace(facts, longest=300_000))
     small = replace(facts, hardware=replace(facts.hardware, memory_available=4 * GB))
     assert f"{key} = true" in refusal(SFTConfig, small, f"{key}=true")
     assert resolved(SFTConfig, on(None, SMALL)).system.offload_activations is False
 
 
-@pytest.mark.parametrize(("facts", "word"), [(on(None, SMALL), "GPUs"), (on(A100, replace(SMALL, layers=2)), "2")])
+@pytest.mark.parametrize(
+    ("facts", "word"), [(on(None, SMALL), "GPUs"), (on(A100, replace(SMALL, layers=2)), "2")]
+)
 def test_activations_that_cannot_go_are_refused(facts: Any, word: str) -> None:
     text = refusal(SFTConfig, facts, "system.offload_activations=true")
     assert "system.offload_activations" in text and word in text

@@ -15,8 +15,13 @@ GROUP_ESTIMATORS = {name for name, kind in Estimator.types.items() if "group" in
 UNWHITENED = ("grpo", "dr_grpo", "rloo", "opo", "gpg")
 
 
-def group(rewards: Sequence[float], lengths: Sequence[int] | None = None, index: int = 0) -> list[Outcome]:
-    return [Outcome(index, r, n, {"r": r}) for r, n in zip(rewards, lengths or [2] * len(rewards), strict=True)]
+def group(
+    rewards: Sequence[float], lengths: Sequence[int] | None = None, index: int = 0
+) -> list[Outcome]:
+    return [
+        Outcome(index, r, n, {"r": r})
+        for r, n in zip(rewards, lengths or [2] * len(rewards), strict=True)
+    ]
 
 
 def computed(name: str, rollouts: Sequence[Outcome], **constants: float) -> Advantages:
@@ -62,7 +67,12 @@ def test_remax_by_hand() -> None:
 
 
 def test_gdpo_standardises_each_reward_by_itself() -> None:
-    parts = [{"a": 0.0, "b": 0.0}, {"a": 1.0, "b": 0.0}, {"a": 0.0, "b": 100.0}, {"a": 1.0, "b": 100.0}]
+    parts = [
+        {"a": 0.0, "b": 0.0},
+        {"a": 1.0, "b": 0.0},
+        {"a": 0.0, "b": 100.0},
+        {"a": 1.0, "b": 100.0},
+    ]
     rollouts = [Outcome(0, sum(p.values()), 1, p, {"b": 2.0}) for p in parts]
     unit = 0.5 / math.sqrt(1 / 3)  # each component is standardised to ± this
     raw = np.array([-3 * unit, -1 * unit, 1 * unit, 3 * unit])
@@ -110,10 +120,15 @@ def test_reinforce_baseline_centres_the_reward_but_not_the_kl() -> None:
     assert found == pytest.approx((flat - flat.mean()) / (flat.std(ddof=1) + 1e-6), abs=1e-12)
 
 
-def brute_gae(rewards: Sequence[float], values: Sequence[float], final: float, gamma: float, lam: float) -> list[float]:
+def brute_gae(
+    rewards: Sequence[float], values: Sequence[float], final: float, gamma: float, lam: float
+) -> list[float]:
     following = [*values, final][1:]
     deltas = [r + gamma * n - v for r, n, v in zip(rewards, following, values, strict=True)]
-    return [sum((gamma * lam) ** (k - t) * deltas[k] for k in range(t, len(deltas))) for t in range(len(deltas))]
+    return [
+        sum((gamma * lam) ** (k - t) * deltas[k] for k in range(t, len(deltas)))
+        for t in range(len(deltas))
+    ]
 
 
 def test_gae_by_hand() -> None:
@@ -156,7 +171,9 @@ def test_vapo_lambda_grows_with_length() -> None:
     lam = 1 - 1 / (alpha * n + 1)
     assert lam == pytest.approx(2 / 3)
     rewards = [0.0] * (n - 1) + [1.0]
-    assert found.advantages[0] == pytest.approx(brute_gae(rewards, values.tolist(), 0.0, 1.0, lam), abs=1e-12)
+    assert found.advantages[0] == pytest.approx(
+        brute_gae(rewards, values.tolist(), 0.0, 1.0, lam), abs=1e-12
+    )
     assert found.returns is not None
     assert found.returns[0] == pytest.approx(np.ones(n), abs=1e-12)  # λ 1: the reward itself
 
@@ -167,7 +184,10 @@ def test_vapo_lambda_grows_with_length() -> None:
     st.lists(st.integers(0, 5), min_size=1, max_size=6),
 )
 def test_equal_rewards_give_exactly_zero(name: str, reward: float, lengths: list[int]) -> None:
-    rollouts = [Outcome(0, reward, n, {"r": reward}, values=np.full(n, reward), greedy_reward=reward) for n in lengths]
+    rollouts = [
+        Outcome(0, reward, n, {"r": reward}, values=np.full(n, reward), greedy_reward=reward)
+        for n in lengths
+    ]
     found = computed(name, rollouts)
     for n, advantages in zip(lengths, found.advantages, strict=True):
         assert advantages.shape == (n,)

@@ -1,4 +1,5 @@
-"""Agents: the user's own loop around the policy. Tokens stay exact, edited histories fork, failures are typed."""
+"""Agents: the user's own loop around the policy. Tokens stay exact, edited histories fork, failures
+are typed."""
 
 from __future__ import annotations
 
@@ -29,10 +30,15 @@ def counting(text: str) -> str:
 
 def agent(body: str, signature: str = "client, **columns") -> str:
     lines = "".join(f"    {line}\n" for line in body.strip().splitlines())
-    return START + f"import asyncio\n\nasync def agent({signature}):\n    ask = client.chat.completions.create\n{lines}"
+    return (
+        START
+        + f"import asyncio\n\nasync def agent({signature}):\n    ask = client.chat.completions.create\n{lines}"
+    )
 
 
-def test_an_agent_speaks_with_the_policy_and_gives_the_reward(tokenizer: Any, tmp_path: Path) -> None:
+def test_an_agent_speaks_with_the_policy_and_gives_the_reward(
+    tokenizer: Any, tmp_path: Path
+) -> None:
     code = agent("""
 reply = await ask(model="any", messages=START, temperature=0.2, max_tokens=50)
 choice = reply.choices[0]
@@ -47,12 +53,20 @@ return float(reply.choices[0].message.content == answer)
     check_tokens(ok(rollout), engine)
     assert rollout.reward == 1.0 and len(rollout.records) == 1 and len(rollout.turns) == 2
     assert rollout.token_ids[: len(task.prompt_ids)] == list(task.prompt_ids)
-    assert rollout.notes["overridden"] == {"temperature": 0.2}, "the run says how the policy samples"
+    assert rollout.notes["overridden"] == {"temperature": 0.2}, (
+        "the run says how the policy samples"
+    )
     assert engine.samplings[0].max_new_tokens == 50 and engine.samplings[0].temperature == 1.0
-    assert rollout.messages is not None and [m["role"] for m in rollout.messages] == ["assistant", "user", "assistant"]
+    assert rollout.messages is not None and [m["role"] for m in rollout.messages] == [
+        "assistant",
+        "user",
+        "assistant",
+    ]
 
 
-def test_an_edited_history_forks_and_nothing_is_learned_twice(tokenizer: Any, tmp_path: Path) -> None:
+def test_an_edited_history_forks_and_nothing_is_learned_twice(
+    tokenizer: Any, tmp_path: Path
+) -> None:
     code = agent("""
 said = list(START)
 for _ in range(2):
@@ -71,7 +85,8 @@ return 1.0
 
 
 def test_two_answers_to_the_same_words_share_their_tokens(tokenizer: Any, tmp_path: Path) -> None:
-    """Asked again where the record has gone on, a fork begins with that record's own tokens, as context."""
+    """Asked again where the record has gone on, a fork begins with that record's own tokens, as
+    context."""
     code = agent("""
 first = (await ask(messages=START)).choices[0].message
 both = [[*START, first, {"role": "user", "content": text}] for text in ("left", "right")]
@@ -98,7 +113,8 @@ return 1.0
 
 
 def test_policy_tokens_are_never_tokenized_again(tokenizer: Any, tmp_path: Path) -> None:
-    """A turn written in other tokens than the tokenizer would choose keeps them in the next prompt."""
+    """A turn written in other tokens than the tokenizer would choose keeps them in the next
+    prompt."""
     letters = [i for c in "say so" for i in tokenizer(c, add_special_tokens=False)["input_ids"]]
     end = tokenizer("<|im_end|>", add_special_tokens=False)["input_ids"]
     assert letters != tokenizer("say so", add_special_tokens=False)["input_ids"]
@@ -114,7 +130,9 @@ for _ in range(3):
             return getattr(tokenizer, name)
 
         def __call__(self, text: Any, **options: Any) -> Any:
-            return {"input_ids": [*letters, *end]} if text == "spell" else tokenizer(text, **options)
+            return (
+                {"input_ids": [*letters, *end]} if text == "spell" else tokenizer(text, **options)
+            )
 
     (rollout,), engine = play(environments, Spelling(), [made_task(tokenizer)], lambda _: "spell")
     check_tokens(ok(rollout), engine)
@@ -123,7 +141,9 @@ for _ in range(3):
     assert rollout.reward is None, "reward functions judge it"
 
 
-def test_tools_of_an_agent_are_told_and_calls_come_as_openai_has_them(tokenizer: Any, tmp_path: Path) -> None:
+def test_tools_of_an_agent_are_told_and_calls_come_as_openai_has_them(
+    tokenizer: Any, tmp_path: Path
+) -> None:
     code = agent("""
 import json
 tools = [{"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {
@@ -149,7 +169,9 @@ return float(reply.choices[0].message.content)
     (rollout,), engine = play(environments, tokenizer, [made_task(tokenizer)], policy)
     check_tokens(ok(rollout), engine)
     assert rollout.reward == 7.0
-    assert len(rollout.records) == 1, "the call stays as the policy wrote it, whatever the template makes of it"
+    assert len(rollout.records) == 1, (
+        "the call stays as the policy wrote it, whatever the template makes of it"
+    )
 
 
 def test_a_call_that_cannot_be_read_stays_in_the_text(tokenizer: Any, tmp_path: Path) -> None:
@@ -161,7 +183,10 @@ return float(choice.message.content == "<tool_call>{</tool_call>")
 """)
     environments = load(tmp_path, code, path="env.py:agent")
     (rollout,), _ = play(
-        environments, tokenizer, [made_task(tokenizer)], lambda _: "<tool_call>{</tool_call><|im_end|>"
+        environments,
+        tokenizer,
+        [made_task(tokenizer)],
+        lambda _: "<tool_call>{</tool_call><|im_end|>",
     )
     assert ok(rollout).reward == 1.0
 
@@ -188,7 +213,9 @@ NO_CALL = {"role": "assistant", "content": None, "tool_calls": [{"id": "c"}]}
         (f"await ask(messages=[{NO_CALL}])", Status.ENVIRONMENT_FAILED, "is a list of calls with a 'function'"),
     ],
 )  # fmt: skip
-def test_what_goes_wrong_in_an_agent(body: str, status: Status, words: str, tokenizer: Any, tmp_path: Path) -> None:
+def test_what_goes_wrong_in_an_agent(
+    body: str, status: Status, words: str, tokenizer: Any, tmp_path: Path
+) -> None:
     limit = 1.0 if status is Status.TIMED_OUT else 60.0
     environments = load(tmp_path, agent(body), path="env.py:agent")
     (rollout,), _ = play(environments, tokenizer, [made_task(tokenizer)], counting, timeout=limit)
@@ -214,14 +241,18 @@ return 1.0
 
 
 @pytest.mark.parametrize("hidden", [False, True])
-def test_an_engine_that_fails_is_not_the_agents_fault(hidden: bool, tokenizer: Any, tmp_path: Path) -> None:
+def test_an_engine_that_fails_is_not_the_agents_fault(
+    hidden: bool, tokenizer: Any, tmp_path: Path
+) -> None:
     body = "await ask(messages=START)"
     if hidden:
         body = f"try: {body}\nexcept Exception: return 0.0"
     environments = load(tmp_path, agent(body), path="env.py:agent")
     # A script that ends without a token to stop at is an engine's failure.
     (rollout,), _ = play(environments, tokenizer, [made_task(tokenizer)], lambda _: "endless")
-    assert rollout.status is Status.ENGINE_FAILED and "without a stop condition" in str(rollout.error)
+    assert rollout.status is Status.ENGINE_FAILED and "without a stop condition" in str(
+        rollout.error
+    )
 
 
 @pytest.mark.parametrize(
@@ -258,8 +289,12 @@ def test_agents_do_not_have_the_settings_of_environments(
 ) -> None:
     game = "class Game:\n    def reset(self): ...\n    def step(self, action): ...\n"
     (tmp_path / "env.py").write_text(agent("return 1.0") + game)
-    check_agents(EnvironmentSection(path={"a": "env.py:agent", "g": "env.py:Game"}, **settings), tmp_path)
-    with pytest.raises(ConfigError, match=f"{refused} .*env.py:agent") if refused else nullcontext():
+    check_agents(
+        EnvironmentSection(path={"a": "env.py:agent", "g": "env.py:Game"}, **settings), tmp_path
+    )
+    with (
+        pytest.raises(ConfigError, match=f"{refused} .*env.py:agent") if refused else nullcontext()
+    ):
         check_agents(EnvironmentSection(path="env.py:agent", **settings), tmp_path)
 
 

@@ -11,7 +11,12 @@ from micro import batch_of, random_batch
 from tunesmith.learn.algorithms.aggregation import sequence_weights, weigh
 from tunesmith.learn.data.batch import Batch
 
-AGGREGATIONS = ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm")
+AGGREGATIONS = (
+    "token_mean",
+    "seq_mean_token_mean",
+    "seq_mean_token_sum",
+    "seq_mean_token_sum_norm",
+)
 
 
 @pytest.mark.parametrize(
@@ -35,14 +40,21 @@ def test_weights_by_hand(aggregation: str, expected: Fraction) -> None:
 def test_sequences_without_loss_tokens_count_nowhere(counts: list[int], aggregation: str) -> None:
     lengths = np.array(counts)
     weights = sequence_weights(lengths, aggregation, 16)
-    assert weights[lengths > 0].tolist() == sequence_weights(lengths[lengths > 0], aggregation, 16).tolist()
+    assert (
+        weights[lengths > 0].tolist()
+        == sequence_weights(lengths[lengths > 0], aggregation, 16).tolist()
+    )
     assert not weights[lengths == 0].any()
     if lengths.any() and aggregation.endswith("_mean"):
         assert (weights * lengths).sum() == pytest.approx(1.0)
 
 
-@given(st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=4), min_size=1, max_size=5), st.data())
-def test_a_rollout_weighs_the_same_however_often_it_forked(rollouts: list[list[int]], data: st.DataObject) -> None:
+@given(
+    st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=4), min_size=1, max_size=5), st.data()
+)
+def test_a_rollout_weighs_the_same_however_often_it_forked(
+    rollouts: list[list[int]], data: st.DataObject
+) -> None:
     aggregation = data.draw(st.sampled_from(AGGREGATIONS))
     whole = sequence_weights(np.array([sum(parts) for parts in rollouts]), aggregation, 16)
     flat = data.draw(st.permutations([(i, n) for i, parts in enumerate(rollouts) for n in parts]))

@@ -54,7 +54,11 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def learned(run_dir: Path) -> list[dict[str, Any]]:
     names = ("reward", "loss", "grad_norm", "lr")
-    return [{name: row[name] for name in names} for row in read_metrics(run_dir / "metrics.jsonl") if "loss" in row]
+    return [
+        {name: row[name] for name in names}
+        for row in read_metrics(run_dir / "metrics.jsonl")
+        if "loss" in row
+    ]
 
 
 def share(completions: Sequence[str], **_: Any) -> list[float]:
@@ -72,16 +76,29 @@ def test_a_run_from_python_is_the_commands_run(model: Path, here: Path) -> None:
         return [0.0 for _ in completions]
 
     rows = Dataset.from_list(sums(12))
-    outcome = tunesmith.rl(model, rows, reward=[closure, ready], eval=sums(4), run_dir="run", **SMALL)
+    outcome = tunesmith.rl(
+        model, rows, reward=[closure, ready], eval=sums(4), run_dir="run", **SMALL
+    )
     assert outcome.run_dir == here / "run"
-    assert [json.loads(line) for line in (here / "run/data/train.jsonl").read_text().splitlines()] == sums(12)
-    command = placement.run_rl(None, rl_settings(here, model, "command", data__eval=write_eval(here)))
+    assert [
+        json.loads(line) for line in (here / "run/data/train.jsonl").read_text().splitlines()
+    ] == sums(12)
+    command = placement.run_rl(
+        None, rl_settings(here, model, "command", data__eval=write_eval(here))
+    )
     assert learned(outcome.run_dir) == learned(command.run_dir)
-    assert [row["reward"] for row in outcome.metrics if "loss" in row] == [r["reward"] for r in learned(here / "run")]
-    assert "reward/closure/mean" in outcome.metrics[-2] and "reward/ready/mean" in outcome.metrics[-2]
+    assert [row["reward"] for row in outcome.metrics if "loss" in row] == [
+        r["reward"] for r in learned(here / "run")
+    ]
+    assert (
+        "reward/closure/mean" in outcome.metrics[-2] and "reward/ready/mean" in outcome.metrics[-2]
+    )
     assert len(outcome.to_pandas()) == len(outcome.metrics)
     trained, tokenizer = outcome.load()
-    assert trained.config.model_type == "llama" and tokenizer.decode(tokenizer("1+1=").input_ids) == "1+1="
+    assert (
+        trained.config.model_type == "llama"
+        and tokenizer.decode(tokenizer("1+1=").input_ids) == "1+1="
+    )
     entry = json.loads((here / "run/resolved.json").read_text())["settings"]["reward.isolation"]
     assert entry["value"] == "thread"
 
@@ -137,11 +154,16 @@ def test_a_run_goes_on_where_it_was_stopped(model: Path, here: Path) -> None:
 def test_evaluations_and_checkpoints_stop_a_run_too(model: Path) -> None:
     steps = SFT | {"train__steps": 6, "checkpoint__every": 2}
     stopped = tunesmith.sft(
-        model, EXAMPLES, on_checkpoint=lambda step, path: path.name != f"step-{max(step, 4):06d}", **steps
+        model,
+        EXAMPLES,
+        on_checkpoint=lambda step, path: path.name != f"step-{max(step, 4):06d}",
+        **steps,
     )
     assert stopped.run_dir.name == "sft-1" and stopped.checkpoint.parent.name == "step-000004"
     steps |= {"eval": EXAMPLES[:2], "eval__every": 1}
-    stopped = tunesmith.sft(model, EXAMPLES, on_evaluation=lambda step, metrics: step < len(metrics) + 2, **steps)
+    stopped = tunesmith.sft(
+        model, EXAMPLES, on_evaluation=lambda step, metrics: step < len(metrics) + 2, **steps
+    )
     assert stopped.run_dir.name == "sft-2" and stopped.checkpoint.parent.name == "step-000003"
     assert {"eval/loss"} <= stopped.evaluations[-1].keys()
 
@@ -154,9 +176,13 @@ def test_evaluations_and_checkpoints_stop_a_run_too(model: Path) -> None:
 
 @pytest.mark.parametrize("command", ["rm", "dpo", "kto", "prm"])
 def test_preferences_and_steps_from_rows(command: str, model: Path) -> None:
-    settings = {key: value for key, value in SFT.items() if not (command == "prm" and key == "data__chat")}
+    settings = {
+        key: value for key, value in SFT.items() if not (command == "prm" and key == "data__chat")
+    }
     more = {"prm": {"good": "+", "bad": "-"}} if command == "prm" else {}
-    outcome = getattr(tunesmith, command)(model, lines_of(command, 8), **(settings | more | {"train__steps": 1}))
+    outcome = getattr(tunesmith, command)(
+        model, lines_of(command, 8), **(settings | more | {"train__steps": 1})
+    )
     trained, _ = outcome.load()
     assert (command == "rm") == ("SequenceClassification" in type(trained).__name__)
 
@@ -165,11 +191,17 @@ def test_distillation_and_rejection_sampling(model: Path) -> None:
     distilled = tunesmith.distill(model, sums(6), teacher=model, **{**SMALL, "train__steps": 1})
     assert "teacher_kl" in distilled.metrics[0]
 
-    settings = {key: value for key, value in SFT.items() if key != "train__steps"} | {"train__epochs": 1}
+    settings = {key: value for key, value in SFT.items() if key != "train__steps"} | {
+        "train__epochs": 1
+    }
     # Any of the first bytes ends an answer, so that some answers come to their end.
     settings |= {"sampling": {"n": 4, "max_new_tokens": 8, "stop_token_ids": list(range(5, 100))}}
-    done = tunesmith.rft(model, sums(12), reward=lambda completions, **_: [1.0] * len(completions), **settings)
-    assert done.run_dir == Path("runs/rft").absolute() and done.load()[0].config.model_type == "llama"
+    done = tunesmith.rft(
+        model, sums(12), reward=lambda completions, **_: [1.0] * len(completions), **settings
+    )
+    assert (
+        done.run_dir == Path("runs/rft").absolute() and done.load()[0].config.model_type == "llama"
+    )
 
 
 def test_environments_are_classes_of_the_program(model: Path) -> None:
@@ -239,18 +271,28 @@ def test_a_reward_gets_the_values_of_rows_or_their_iso_text(model: Path) -> None
         seen.append([given[name][0] for name in row])
         return [0.0 for _ in completions]
 
-    tunesmith.rl(model, [line | row for line in sums(4)], reward=reward, **{**SMALL, "train__steps": 1})
+    tunesmith.rl(
+        model, [line | row for line in sums(4)], reward=reward, **{**SMALL, "train__steps": 1}
+    )
     assert seen[0] == [value for _, value in columns]
     assert list(map(type, seen[0])) == [type(value) for _, value in columns]
 
 
 @pytest.mark.parametrize("rows_format", [None, "numpy"])
 def test_rows_of_a_dataset_are_its_values(rows_format: str | None, model: Path) -> None:
-    rows = [line | {"day": datetime(2020, 1, day + 1), "n": [day, 2], "x": 0.5} for day, line in enumerate(sums(4))]
-    data, reward = Dataset.from_list(rows).with_format(rows_format), lambda completions, **_: share(completions)
+    rows = [
+        line | {"day": datetime(2020, 1, day + 1), "n": [day, 2], "x": 0.5}
+        for day, line in enumerate(sums(4))
+    ]
+    data, reward = (
+        Dataset.from_list(rows).with_format(rows_format),
+        lambda completions, **_: share(completions),
+    )
     tunesmith.rl(model, data, reward=reward, run_dir="run", **{**SMALL, "train__steps": 1})
     written = [json.loads(line) for line in Path("run/data/train.jsonl").read_text().splitlines()]
-    assert [datetime.fromisoformat(line.pop("day")) for line in written] == [row.pop("day") for row in rows]
+    assert [datetime.fromisoformat(line.pop("day")) for line in written] == [
+        row.pop("day") for row in rows
+    ]
     assert written == rows
 
 
@@ -277,9 +319,13 @@ LOOP.append(LOOP)
     ],
     ids=lambda value: type(value).__name__,
 )  # fmt: skip
-def test_what_json_cannot_hold_is_refused_with_row_and_column(value: Any, told: str, here: Path) -> None:
+def test_what_json_cannot_hold_is_refused_with_row_and_column(
+    value: Any, told: str, here: Path
+) -> None:
     good, bad = ({**line, "held": held} for line, held in zip(sums(2), (None, value), strict=True))
-    with pytest.raises(DataError, match=rf"^row 2 of eval, column 'held': .*{told}.*leave the column out"):
+    with pytest.raises(
+        DataError, match=rf"^row 2 of eval, column 'held': .*{told}.*leave the column out"
+    ):
         tunesmith.rl("model", sums(2), eval=[good, bad], reward=share, **SMALL)
     assert not any((here / "runs").iterdir())
 
@@ -305,7 +351,9 @@ def test_a_reward_that_raises_is_told_with_its_traceback(model: Path) -> None:
         tunesmith.rl(model, sums(2), reward=broken, **SMALL)
 
 
-def test_importable_functions_keep_a_process_of_their_own(here: Path, model: Path, monkeypatch: Any) -> None:
+def test_importable_functions_keep_a_process_of_their_own(
+    here: Path, model: Path, monkeypatch: Any
+) -> None:
     (here / "my_rewards.py").write_text(
         "def short(completions, **columns):\n    return [-len(c) for c in completions]\n"
     )
@@ -319,7 +367,9 @@ def test_importable_functions_keep_a_process_of_their_own(here: Path, model: Pat
 
 
 def test_a_saved_run_file_says_that_its_function_is_gone(model: Path) -> None:
-    outcome = tunesmith.rl(model, sums(4), reward=lambda completions, **_: share(completions), **SMALL)
+    outcome = tunesmith.rl(
+        model, sums(4), reward=lambda completions, **_: share(completions), **SMALL
+    )
     config = load_config(RLConfig, outcome.run_dir / "config.toml")
     (reference,) = config.reward.functions
     with pytest.raises(ConfigError, match="object of a Python program"):
@@ -334,13 +384,17 @@ def test_values_of_a_program_become_toml() -> None:
 
 
 def test_results_print_short(model: Path) -> None:
-    result = tunesmith.sft(model, EXAMPLES, eval=EXAMPLES, **{**SFT, "train__steps": 3, "eval__every": 1})
+    result = tunesmith.sft(
+        model, EXAMPLES, eval=EXAMPLES, **{**SFT, "train__steps": 3, "eval__every": 1}
+    )
     assert len(result.evaluations) == 4 and len(repr(result)) < 300 and "run_dir" in repr(result)
     (answer,) = tunesmith.generate(model, ["a" * 50], n=5, max_new_tokens=200, chat=False)
     assert len(repr(answer)) < 500 and "2 more" in repr(answer)
 
 
-def test_a_notebook_gets_plain_output(model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
+def test_a_notebook_gets_plain_output(
+    model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
     """Rich writes every line as an output of its own where it finds the kernel of a notebook."""
 
     class ZMQInteractiveShell: ...
@@ -348,4 +402,6 @@ def test_a_notebook_gets_plain_output(model: Path, capsys: pytest.CaptureFixture
     monkeypatch.setattr(builtins, "get_ipython", ZMQInteractiveShell, raising=False)
     monkeypatch.setattr("rich.jupyter.display", lambda *_: pytest.fail("an output beside the text"))
     tunesmith.sft(model, EXAMPLES, **{**SFT, "train__steps": 1})
-    assert {"train.steps", "step"} <= {line.split(" ")[0] for line in capsys.readouterr().out.splitlines()}
+    assert {"train.steps", "step"} <= {
+        line.split(" ")[0] for line in capsys.readouterr().out.splitlines()
+    }

@@ -1,4 +1,5 @@
-"""The one-device backend: optimizer against torch's own, master weights, schedule, saving and loading."""
+"""The one-device backend: optimizer against torch's own, master weights, schedule, saving and
+loading."""
 
 from __future__ import annotations
 
@@ -49,7 +50,10 @@ def add_gradient(module: Two, seed: int) -> None:
 def test_it_is_torchs_adamw_with_decay_on_matrices_only() -> None:
     ours, theirs = Two(), Two()
     made = MasterOptimizer(ours, AdamWSettings(0.1, (0.8, 0.95), 1e-7, None))
-    groups = [{"params": [theirs.matrix], "weight_decay": 0.1}, {"params": [theirs.vector], "weight_decay": 0.0}]
+    groups = [
+        {"params": [theirs.matrix], "weight_decay": 0.1},
+        {"params": [theirs.vector], "weight_decay": 0.0},
+    ]
     plain = torch.optim.AdamW(groups, betas=(0.8, 0.95), eps=1e-7)
     for step in range(4):
         add_gradient(ours, step), add_gradient(theirs, step)
@@ -71,7 +75,9 @@ def test_the_first_step_by_hand() -> None:
     assert module.matrix.grad is not None and module.vector.grad is not None
     signs = module.matrix.grad.sign(), module.vector.grad.sign()
     MasterOptimizer(module, AdamWSettings(0.5, max_grad_norm=0.0)).step(0.01)
-    torch.testing.assert_close(module.matrix.detach(), before[0] * (1 - 0.01 * 0.5) - 0.01 * signs[0])
+    torch.testing.assert_close(
+        module.matrix.detach(), before[0] * (1 - 0.01 * 0.5) - 0.01 * signs[0]
+    )
     torch.testing.assert_close(module.vector.detach(), before[1] - 0.01 * signs[1])
 
 
@@ -79,7 +85,13 @@ def test_clipping_scales_the_whole_gradient_and_reports_its_norm() -> None:
     module = Two()
     made = MasterOptimizer(module, AdamWSettings(max_grad_norm=0.5))
     add_gradient(module, 1)
-    norm = math.sqrt(sum(float(p.grad.square().sum()) for p in (module.matrix, module.vector) if p.grad is not None))
+    norm = math.sqrt(
+        sum(
+            float(p.grad.square().sum())
+            for p in (module.matrix, module.vector)
+            if p.grad is not None
+        )
+    )
     grad = module.matrix.grad.clone() if module.matrix.grad is not None else None
     metrics = made.step(0.0)
     assert metrics == {"grad_norm": pytest.approx(norm), "skipped_steps": 0.0}
@@ -92,7 +104,9 @@ def test_a_gradient_that_is_not_finite_moves_nothing() -> None:
     made = MasterOptimizer(module, AdamWSettings())
     add_gradient(module, 1)
     made.step(0.1)
-    before = {n: t.clone() for n, t in made.state().items()} | {"matrix": module.matrix.detach().clone()}
+    before = {n: t.clone() for n, t in made.state().items()} | {
+        "matrix": module.matrix.detach().clone()
+    }
     add_gradient(module, 2)
     assert module.vector.grad is not None
     module.vector.grad[0] = math.inf
@@ -129,7 +143,9 @@ def test_bfloat16_weights_have_float32_masters_that_gather_what_rounding_would_l
     moved = (master - start.float()).abs()
     torch.testing.assert_close(moved, torch.full_like(moved, 40e-4), rtol=0.02, atol=0.0)
     large = start.abs() > 0.5
-    assert large.any() and (module.matrix - start)[large].abs().max() > 0, "steps below its precision add up"
+    assert large.any() and (module.matrix - start)[large].abs().max() > 0, (
+        "steps below its precision add up"
+    )
 
 
 def test_micro_batch_gradients_of_bfloat16_add_up_in_float32() -> None:
@@ -164,9 +180,13 @@ def test_state_continues_exactly(dtype: torch.dtype) -> None:
 def test_the_whole_state_goes_where_the_weights_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps too, which the fused kernel of CUDA wants there."""
     plain = torch.optim.AdamW
-    monkeypatch.setattr(torch.optim, "AdamW", lambda groups, fused, **kw: plain(groups, fused=not fused, **kw))
+    monkeypatch.setattr(
+        torch.optim, "AdamW", lambda groups, fused, **kw: plain(groups, fused=not fused, **kw)
+    )
     module = Two()
-    here, there = (MasterOptimizer(m, AdamWSettings()) for m in (module, Two().to("meta")))  # in the place of a GPU
+    here, there = (
+        MasterOptimizer(m, AdamWSettings()) for m in (module, Two().to("meta"))
+    )  # in the place of a GPU
     add_gradient(module, 1), here.step(0.01)
     there.load_state(here.state())
     here.move("meta")
@@ -176,7 +196,9 @@ def test_the_whole_state_goes_where_the_weights_are(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_on_a_gpu_it_continues_from_a_state_on_the_cpu_as_if_it_had_stayed(dtype: torch.dtype) -> None:
+def test_on_a_gpu_it_continues_from_a_state_on_the_cpu_as_if_it_had_stayed(
+    dtype: torch.dtype,
+) -> None:
     one, other = Two(dtype).cuda(), Two(dtype).cuda()
     a, b = MasterOptimizer(one, AdamWSettings()), MasterOptimizer(other, AdamWSettings())
     a.parameters["matrix"].sum().backward(), a.step(0.01)
@@ -202,10 +224,14 @@ def test_schedules_by_hand() -> None:
     assert rates(6, schedule="linear", warmup=2) == pytest.approx([0.5, 1.0, 1.0, 0.75, 0.5, 0.25])
     assert rates(4, warmup=4) == [0.25, 0.5, 0.75, 1.0]
     assert rates(2, warmup=1, schedule="cosine") == [1.0, 1.0]
-    assert learning_rate(99, peak=1.0, total=5, warmup=0, schedule="cosine", min_ratio=0.1) == pytest.approx(0.1)
+    assert learning_rate(
+        99, peak=1.0, total=5, warmup=0, schedule="cosine", min_ratio=0.1
+    ) == pytest.approx(0.1)
 
 
-@pytest.mark.parametrize(("total", "warmup"), [(1, 0), (2, 0), (7, 0), (7, 1), (7, 3), (7, 6), (100, 10)])
+@pytest.mark.parametrize(
+    ("total", "warmup"), [(1, 0), (2, 0), (7, 0), (7, 1), (7, 3), (7, 6), (100, 10)]
+)
 @pytest.mark.parametrize(
     ("schedule", "theirs", "options"),
     [
@@ -329,7 +355,9 @@ def test_random_state_comes_back(models: dict[str, Path], tmp_path: Path) -> Non
     assert torch.rand(5).equal(expected)
 
 
-@pytest.mark.parametrize(("then", "now"), [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)])
+@pytest.mark.parametrize(
+    ("then", "now"), [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)]
+)
 def test_resumed_in_another_precision_nothing_learned_is_lost(
     models: dict[str, Path], tmp_path: Path, then: torch.dtype, now: torch.dtype
 ) -> None:
@@ -341,7 +369,10 @@ def test_resumed_in_another_precision_nothing_learned_is_lost(
     after.forward_backward(packing(50), nll)
     after.step(0.0)
     torch.testing.assert_close(
-        after.model.module.lm_head.weight.float(), before.model.module.lm_head.weight.float(), rtol=0.01, atol=1e-3
+        after.model.module.lm_head.weight.float(),
+        before.model.module.lm_head.weight.float(),
+        rtol=0.01,
+        atol=1e-3,
     )
     exact = before.optimizer.masters["lm_head.weight"]
     if now is torch.float32:
@@ -349,7 +380,8 @@ def test_resumed_in_another_precision_nothing_learned_is_lost(
 
 
 def test_small_gradients_survive_float16(models: dict[str, Path]) -> None:
-    """Gradients of a hundred-thousandth of the loss are below float16's smallest number unless the loss is scaled."""
+    """Gradients of a hundred-thousandth of the loss are below float16's smallest number unless the
+    loss is scaled."""
 
     def small(forest: Forest, predictions: Predictions) -> tuple[Tensor, dict[str, Tensor]]:
         return 1e-5 * nll(forest, predictions)[0], {}
@@ -360,7 +392,11 @@ def test_small_gradients_survive_float16(models: dict[str, Path]) -> None:
             backend.optimizer.loss_scale = None
         backend.forward_backward(packing(0), small)
         factor = backend.optimizer.loss_scale.factor if backend.optimizer.loss_scale else 1.0
-        grads = [m.grad.flatten() / factor for m in backend.optimizer.masters.values() if m.grad is not None]
+        grads = [
+            m.grad.flatten() / factor
+            for m in backend.optimizer.masters.values()
+            if m.grad is not None
+        ]
         return torch.cat(grads)
 
     exact = gradient(torch.float32)
@@ -368,7 +404,9 @@ def test_small_gradients_survive_float16(models: dict[str, Path]) -> None:
     assert (gradient(torch.float16, scaled=False) - exact).norm() > 0.05 * exact.norm()
 
 
-def test_a_step_that_overflows_is_dropped_and_halves_the_factor(models: dict[str, Path], tmp_path: Path) -> None:
+def test_a_step_that_overflows_is_dropped_and_halves_the_factor(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
     backend = backend_of(models["llama"], torch.float16)
     scale = backend.optimizer.loss_scale
     assert scale is not None
@@ -377,7 +415,9 @@ def test_a_step_that_overflows_is_dropped_and_halves_the_factor(models: dict[str
     loss = backend.forward_backward(packing(0), nll)["loss"]
     assert loss < 20, "the loss that is reported is not scaled"
     metrics = backend.step(0.01)
-    assert metrics["overflowed"] == 1 and metrics["loss_scale"] == 2.0**40 and scale.factor == 2.0**39
+    assert (
+        metrics["overflowed"] == 1 and metrics["loss_scale"] == 2.0**40 and scale.factor == 2.0**39
+    )
     assert backend.optimizer_steps == 0
     assert all(weight.equal(before[name]) for name, weight in backend.optimizer.masters.items())
     scale.factor = 2.0**10
@@ -399,7 +439,9 @@ def test_the_factor_grows_after_enough_steps() -> None:
     assert scale.factor == LEAST and again == [True] * 17 + [False] * 23
 
 
-def test_another_models_checkpoint_is_refused_by_tensor(models: dict[str, Path], tmp_path: Path) -> None:
+def test_another_models_checkpoint_is_refused_by_tensor(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
     backend_of(models["wide"]).save(tmp_path)
     with pytest.raises(CheckpointError, match=r"another model than this run's: '.*mlp.*' differs"):
         backend_of(models["llama"]).load(tmp_path)

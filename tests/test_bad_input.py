@@ -1,4 +1,5 @@
-"""What a person gets for bad input: exit code 2, one message that names the place, and nothing loaded in vain."""
+"""What a person gets for bad input: exit code 2, one message that names the place, and nothing
+loaded in vain."""
 
 from __future__ import annotations
 
@@ -20,7 +21,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_what_settings_and_the_first_lines_show_is_refused_without_torch(tmp_path: Path, model: Path) -> None:
+def test_what_settings_and_the_first_lines_show_is_refused_without_torch(
+    tmp_path: Path, model: Path
+) -> None:
     rl_settings(tmp_path, model)
     (tmp_path / "empty.jsonl").touch()
     (tmp_path / "blank.jsonl").write_text("\n\n")
@@ -59,12 +62,17 @@ def test_what_settings_and_the_first_lines_show_is_refused_without_torch(tmp_pat
         empty = tmp_path / "none.toml"
         empty.touch()
         first = (
-            said if said == ["run.toml"] else [str(empty), *(b for b in base if b.partition("=")[0] not in keys), *said]
+            said
+            if said == ["run.toml"]
+            else [str(empty), *(b for b in base if b.partition("=")[0] not in keys), *said]
         )
         commands.append(["rl", *first])
     for (said, words), ended in zip(changes, tunesmith(tmp_path, commands), strict=True):
         assert ended.code == 2, (said, ended)
-        assert ended.told.startswith("error: ") and "Traceback" not in ended.told, (said, ended.told)
+        assert ended.told.startswith("error: ") and "Traceback" not in ended.told, (
+            said,
+            ended.told,
+        )
         assert all(word in ended.told for word in words), (said, ended.told)
         assert not ended.loaded, said
     assert not (tmp_path / "run/metrics.jsonl").exists()
@@ -99,17 +107,38 @@ def test_what_needs_the_tokenizer_is_refused_before_the_model_is_loaded(
     (tmp_path / "begun/metrics.jsonl").write_text('{"step": 0}\n')
     needs = f"{tmp_path / 'rewards.py'}:needs"
     cases: list[tuple[list[str], list[str]]] = [
-        (rl_settings(tmp_path, model, data__train=str(long)), ["long.jsonl:4", "600 tokens", "504"]),
-        (rl_settings(tmp_path, model, data__max_prompt_tokens=5), ["train.jsonl:11", "6 tokens, the limit is 5"]),
+        (
+            rl_settings(tmp_path, model, data__train=str(long)),
+            ["long.jsonl:4", "600 tokens", "504"],
+        ),
+        (
+            rl_settings(tmp_path, model, data__max_prompt_tokens=5),
+            ["train.jsonl:11", "6 tokens, the limit is 5"],
+        ),
         (rl_settings(tmp_path, model, data__eval=str(long)), ["long.jsonl:4", "600 tokens"]),
-        (rl_settings(tmp_path, model, system__max_tokens_per_microbatch=12), ["train.jsonl:11", "6 tokens", "4"]),
-        (rl_settings(tmp_path, model, rollout__max_new_tokens=512), ["max_new_tokens = 512", "context of 512"]),
-        (rl_settings(tmp_path, model, reward__functions=[needs]), ["needs", "'solution'", "does not have"]),
+        (
+            rl_settings(tmp_path, model, system__max_tokens_per_microbatch=12),
+            ["train.jsonl:11", "6 tokens", "4"],
+        ),
+        (
+            rl_settings(tmp_path, model, rollout__max_new_tokens=512),
+            ["max_new_tokens = 512", "context of 512"],
+        ),
+        (
+            rl_settings(tmp_path, model, reward__functions=[needs]),
+            ["needs", "'solution'", "does not have"],
+        ),
         (rl_settings(tmp_path, tmp_path / "gone/model"), ["gone/model"]),
         (rl_settings(tmp_path, bare), ["bare", "tokenizer"]),
         (rl_settings(tmp_path, unfinished), ["unfinished", "config.json"]),
-        (rl_settings(tmp_path, model, "old", checkpoint__resume=True), ["another model", "num_hidden_layers"]),
-        (rl_settings(tmp_path, model, "begun", checkpoint__resume=True), ["no checkpoint to resume", "begun"]),
+        (
+            rl_settings(tmp_path, model, "old", checkpoint__resume=True),
+            ["another model", "num_hidden_layers"],
+        ),
+        (
+            rl_settings(tmp_path, model, "begun", checkpoint__resume=True),
+            ["no checkpoint to resume", "begun"],
+        ),
         (rl_settings(tmp_path, model, "begun"), ["already holds a run", "checkpoint.resume=true"]),
         (
             rl_settings(tmp_path, model, "new", checkpoint__resume=str(tmp_path / "old")),
@@ -117,7 +146,9 @@ def test_what_needs_the_tokenizer_is_refused_before_the_model_is_loaded(
         ),
     ]
     for settings, words in cases:
-        monkeypatch.setattr(sys, "argv", ["tunesmith", "rl", str(tmp_path / "none.toml"), *settings])
+        monkeypatch.setattr(
+            sys, "argv", ["tunesmith", "rl", str(tmp_path / "none.toml"), *settings]
+        )
         with pytest.raises(SystemExit) as ended:
             cli.main()
         told = capsys.readouterr().err
@@ -131,13 +162,16 @@ def test_supervised_training_names_the_line_too(tmp_path: Path, model: Path) -> 
     from tunesmith.run import placement
 
     data = write_lines(
-        tmp_path / "d.jsonl", [{"prompt": "a", "completion": "b"}, {"prompt": "a" * 600, "completion": "b"}]
+        tmp_path / "d.jsonl",
+        [{"prompt": "a", "completion": "b"}, {"prompt": "a" * 600, "completion": "b"}],
     )
     with pytest.raises(DataError, match=r"d\.jsonl:2: 60\d tokens, the limit is 512"):
         placement.run_sft(None, sft_settings(tmp_path, model, data__train=str(data)))
     write_lines(tmp_path / "e.jsonl", [{"prompt": "a", "completion": "b"}, {"prompt": "a"}])
     with pytest.raises(DataError, match=r"e\.jsonl:2"):
-        placement.run_sft(None, sft_settings(tmp_path, model, data__train=str(tmp_path / "e.jsonl")))
+        placement.run_sft(
+            None, sft_settings(tmp_path, model, data__train=str(tmp_path / "e.jsonl"))
+        )
 
 
 def test_a_damaged_model_is_named(tmp_path: Path) -> None:

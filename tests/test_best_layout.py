@@ -24,10 +24,16 @@ from tunesmith.plan.resolve import resolve
 from tunesmith.plan.rules.checks import refused_settings
 
 GPUS = ("T4-16GB", "A10G-24GB", "L4-24GB", "A100-40GB", "A100-80GB", "H100-80GB", "H200-141GB")
-MACHINES = [*GPUS, *(f"{count}x{gpu}" for gpu in GPUS for count in (2, 8)), "2x8xA100-80GB", "2x8xH100-80GB"]
+MACHINES = [
+    *GPUS,
+    *(f"{count}x{gpu}" for gpu in GPUS for count in (2, 8)),
+    "2x8xA100-80GB",
+    "2x8xH100-80GB",
+]
 WAYS = {"full": [], "LoRA": ["lora.rank=16"]}
 CLOSE = 1.05
-"""A layout may take this much longer than the fastest: numbers of tokens and of recomputed layers are rounded."""
+"""A layout may take this much longer than the fastest: numbers of tokens and of recomputed layers
+are rounded."""
 
 
 def case(model: str, on: str, way: str) -> tuple[Any, Facts]:
@@ -46,7 +52,11 @@ def everything(config: Any, facts: Facts) -> Iterator[dict[str, Any]]:
         powers = [n for n in (1, 2, 4, 8, 16) if ranks % n == 0]
         sequences = [n for n in powers if n <= 8 and model.heads % n == 0]
         stages = [(0, None)] + [(stage, n) for stage in (1, 2, 3) for n in powers if n > 1]
-        flags = [(o, p, a) for o, p, a in product((False, True), repeat=3) if o or not p or config.lora.on]
+        flags = [
+            (o, p, a)
+            for o, p, a in product((False, True), repeat=3)
+            if o or not p or config.lora.on
+        ]
         for (stage, shards), (optimizer, parameters, activations) in product(stages, flags):
             if parameters and stage in (1, 2):
                 continue  # refused: they gather all layers
@@ -66,7 +76,10 @@ def everything(config: Any, facts: Facts) -> Iterator[dict[str, Any]]:
 
 def seconds_if_it_fits(config: Any, facts: Facts) -> float | None:
     devices = planned_devices(config, facts)
-    if any(needed.peak > LIMIT * free or host_problem(config, needed, facts) for _, needed, free in devices):
+    if any(
+        needed.peak > LIMIT * free or host_problem(config, needed, facts)
+        for _, needed, free in devices
+    ):
         return None
     return step_seconds(config, facts)["step"]
 
@@ -76,7 +89,9 @@ def check(model: str, on: str, way: str, sample: int | None = None) -> None:
     base, ours = with_values(config, {"system.device": "cuda", "model.dtype": "bfloat16"}), None
     if facts.hardware.gpus[0].capability < (8, 0):
         base = with_values(base, {"model.dtype": "float16"})
-    base = with_values(base, {"train.batch_size": 32, "system.offload_reference": False, "system.compile": False})
+    base = with_values(
+        base, {"train.batch_size": 32, "system.offload_reference": False, "system.compile": False}
+    )
     try:
         chosen = resolve(config, facts)
     except CapacityError:
@@ -87,7 +102,9 @@ def check(model: str, on: str, way: str, sample: int | None = None) -> None:
     tried = [*everything(config, facts)]
     found = [(seconds_if_it_fits(with_values(base, each), facts), each) for each in
              (tried if sample is None else Random(0).sample(tried, min(sample, len(tried))))]  # fmt: skip
-    fitting = sorted(((seconds, each) for seconds, each in found if seconds), key=lambda pair: pair[0])
+    fitting = sorted(
+        ((seconds, each) for seconds, each in found if seconds), key=lambda pair: pair[0]
+    )
     if ours is None:
         assert not fitting, f"{fitting[0][1]} fits"
     elif fitting:
@@ -119,8 +136,12 @@ def test_no_layout_is_better(model: str, on: str, way: str) -> None:
     check(model, on, way)
 
 
-@pytest.mark.parametrize("said", [(), ("system.engine=vllm",), ("system.engine=vllm", "rollout.max_staleness=1")])
-@pytest.mark.parametrize("model", ["7B (Qwen 2.5)", pytest.param("70B (Llama 3)", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "said", [(), ("system.engine=vllm",), ("system.engine=vllm", "rollout.max_staleness=1")]
+)
+@pytest.mark.parametrize(
+    "model", ["7B (Qwen 2.5)", pytest.param("70B (Llama 3)", marks=pytest.mark.slow)]
+)
 def test_no_other_layout_of_the_plan_is_faster(model: str, said: tuple[str, ...]) -> None:
     facts = Facts(machine("8xH100-80GB"), MODELS[model], train_size=1000, longest=1024)
     base = ["model.path=org/m", "data.train=org/d", 'reward.functions=["math"]']
@@ -135,7 +156,11 @@ def test_no_other_layout_of_the_plan_is_faster(model: str, said: tuple[str, ...]
 
 
 def test_what_rules_refuse_is_not_chosen() -> None:
-    for said in (["train.optimizer=muon"], ["system.compile=default"], ["train.optimizer=muon", "lora.rank=8"]):
+    for said in (
+        ["train.optimizer=muon"],
+        ["system.compile=default"],
+        ["train.optimizer=muon", "lora.rank=8"],
+    ):
         config, facts = case("7B (Qwen 2.5)", "8xA100-80GB", "full")
         config = load_config(SFTConfig, None, ["model.path=org/m", "data.train=org/d", *said[:1]])
         chosen = resolve(config, facts).config

@@ -1,7 +1,8 @@
-"""Weights from GPU to GPU: nothing passes through the host, two buckets are held, and a round that fails harms nobody.
+"""Weights from GPU to GPU: nothing passes through the host, two buckets are held, and a round that
+fails harms nobody.
 
-Rounds between processes and threads run with gloo on CPU tensors in NCCL's place; where tensors are, and how many bytes
-of them, is counted on GPUs that are not there.
+Rounds between processes and threads run with gloo on CPU tensors in NCCL's place; where tensors
+are, and how many bytes of them, is counted on GPUs that are not there.
 """
 
 from __future__ import annotations
@@ -75,7 +76,10 @@ def test_runs_are_of_whole_tensors() -> None:
         "d": torch.ones(8, dtype=torch.bfloat16),
     }
     runs = spread((made | {"head": made["a"]}).items(), 64).runs
-    assert [(run.start, run.start + run.size, [(name, start) for name, *_, start in run.table]) for run in runs] == [
+    assert [
+        (run.start, run.start + run.size, [(name, start) for name, *_, start in run.table])
+        for run in runs
+    ] == [
         (0, 19, [("a", 0), ("b", 16), ("head", 0)]),
         (32, 432, [("c", 0)]),
         (432, 448, [("none", 0), ("d", 0)]),
@@ -83,8 +87,14 @@ def test_runs_are_of_whole_tensors() -> None:
     named = tensors()
     for size in (1, 100, 700, 10_000):
         flat = spread(named.items(), size)
-        arrived = dict(pair for number, run in enumerate(flat.runs) for pair in run.named(flat.own[number].clone()))
-        assert arrived.keys() == named.keys() and all(arrived[name].equal(t) for name, t in named.items())
+        arrived = dict(
+            pair
+            for number, run in enumerate(flat.runs)
+            for pair in run.named(flat.own[number].clone())
+        )
+        assert arrived.keys() == named.keys() and all(
+            arrived[name].equal(t) for name, t in named.items()
+        )
         assert all(run.size <= max(size, 1280) for run in flat.runs)
 
 
@@ -117,12 +127,18 @@ class Wire:
 
 
 @pytest.mark.parametrize("on_device", [True, False])
-def test_nothing_of_the_weights_passes_through_the_host(monkeypatch: pytest.MonkeyPatch, on_device: bool) -> None:
-    """On a GPU that is not there: places at which the host waits are noted, and so are copies to it."""
+def test_nothing_of_the_weights_passes_through_the_host(
+    monkeypatch: pytest.MonkeyPatch, on_device: bool
+) -> None:
+    """On a GPU that is not there: places at which the host waits are noted, and so are copies to
+    it."""
     monkeypatch.setattr(sums, "SLAB", 1 << 9)
     wire = Wire()
     with FakeDevice() as fake:
-        made = {f"layers.{n}.weight": torch.empty(BUCKET // 4, dtype=torch.bfloat16, device="cuda") for n in range(16)}
+        made = {
+            f"layers.{n}.weight": torch.empty(BUCKET // 4, dtype=torch.bfloat16, device="cuda")
+            for n in range(16)
+        }
         named = made | {"head": made["layers.0.weight"]}
         total, own = sum(t.nbytes for t in made.values()), fake.memory
         plane = BroadcastPlane(named.items, "cuda", on_device, room=total, bucket_bytes=BUCKET)
@@ -154,7 +170,9 @@ def test_nothing_of_the_weights_passes_through_the_host(monkeypatch: pytest.Monk
             made["layers.1.weight"].copy_(tensor)
             names.append(name)
         assert sorted(names) == sorted(named) and wire.taken == 9 and wire.devices == {"cuda"}
-        assert [place.split()[-1] for place in fake.waits] == ["__bool__"] and sum(fake.waits.values()) == 1
+        assert [place.split()[-1] for place in fake.waits] == ["__bool__"] and sum(
+            fake.waits.values()
+        ) == 1
         assert 1.9 * BUCKET <= sum(own.peak.values()) - before <= 2 * BUCKET + 2**14
 
 
@@ -183,7 +201,9 @@ def test_ranks_share_out_whole_tensors_evenly(ranks: int) -> None:
     assert [run.table for run in parts[0].runs] == [run.table for run in flat.runs]
     arrived: dict[str, Tensor] = {}
     for number, run in enumerate(parts[0].runs):
-        assert [number in part.own for part in parts] == [rank == run.owner for rank in range(ranks)]
+        assert [number in part.own for part in parts] == [
+            rank == run.owner for rank in range(ranks)
+        ]
         arrived |= dict(run.named(parts[run.owner].own[number]))
     assert all(arrived[name].equal(tensor) for name, tensor in named.items())
     for part in parts:
@@ -202,7 +222,9 @@ class Near:
         return await getattr(self.plane, method.removeprefix("plane."))(*args)
 
 
-def ranked(named: NamedTensors, senders: int, **options: Any) -> tuple[list[BroadcastPlane], FarPlane]:
+def ranked(
+    named: NamedTensors, senders: int, **options: Any
+) -> tuple[list[BroadcastPlane], FarPlane]:
     planes = [plane_of(named, rank=rank, senders=senders, **options) for rank in range(senders)]
     fars: list[Any] = [Near(plane) for plane in planes]
     return planes, FarPlane(*fars)
@@ -219,8 +241,12 @@ async def test_each_rank_of_a_sharded_trainer_sends_what_it_keeps(senders: int) 
         found = await take_all(offers)
         for weights in [*found, *await take_all(await plane.offer(1))]:
             assert isinstance(weights, dict), weights
-            assert weights.keys() == wanted.keys() and all(weights[name].equal(t) for name, t in wanted.items())
-        assert [offer["version"] for offer in offers] == [version] * 2 and offers[1]["rank"] == senders + 1
+            assert weights.keys() == wanted.keys() and all(
+                weights[name].equal(t) for name, t in wanted.items()
+            )
+        assert [offer["version"] for offer in offers] == [version] * 2 and offers[1][
+            "rank"
+        ] == senders + 1
     kept = [len(part._kept.own) for part in planes if part._kept]
     assert len(kept) == senders and min(kept) > 0
     last = planes[-1]._kept
@@ -253,7 +279,8 @@ async def test_a_copy_in_host_memory_sends_the_same() -> None:
 
 
 class Stopping:
-    """``BroadcastPlane._send`` that stops after a few buckets, once: there it waits until the round is withdrawn."""
+    """``BroadcastPlane._send`` that stops after a few buckets, once: there it waits until the round
+    is withdrawn."""
 
     def __init__(self, patch: pytest.MonkeyPatch, then: Callable[[], None] = lambda: None) -> None:
         self.send, self.then, self.stopped = BroadcastPlane._send, then, False
@@ -273,7 +300,9 @@ class Stopping:
         raise EngineError(why)
 
 
-async def test_who_takes_stops_when_another_engine_of_the_round_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_who_takes_stops_when_another_engine_of_the_round_fails(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     Stopping(monkeypatch)
     named = {f"{n}": torch.full((300,), float(n)) for n in range(5)}
     plane = plane_of(named.items, patience=300)
@@ -283,7 +312,9 @@ async def test_who_takes_stops_when_another_engine_of_the_round_fails(monkeypatc
     first = await asyncio.gather(*(asyncio.to_thread(next, each) for each in taking))
     assert [(name, float(tensor[0])) for name, tensor in first] == 2 * [("0", 0.0)]
     await plane.withdraw(offers)
-    rest = await asyncio.gather(*(asyncio.to_thread(list[Any], each) for each in taking), return_exceptions=True)
+    rest = await asyncio.gather(
+        *(asyncio.to_thread(list[Any], each) for each in taking), return_exceptions=True
+    )
     for error in rest:
         assert isinstance(error, EngineError) and "broadcast of version 5" in str(error)
     [again] = await take_all(await plane.offer(1))
@@ -324,7 +355,9 @@ def test_weights_that_come_bucket_by_bucket_are_those_of_the_trainer(bench: Benc
         await bench.engine.load_weights(11)
         done = await bench.engine.generate([11, 12, 13, 14], FREE)
         assert done.versions == [11] * 12
-        assert done.logprobs == pytest.approx(bench.score([11, 12, 13, 14], done.token_ids), abs=1e-4)
+        assert done.logprobs == pytest.approx(
+            bench.score([11, 12, 13, 14], done.token_ids), abs=1e-4
+        )
 
     bench.runner.run(run())
 
@@ -332,7 +365,8 @@ def test_weights_that_come_bucket_by_bucket_are_those_of_the_trainer(bench: Benc
 def test_an_engine_that_dies_in_the_middle_leaves_the_others_right(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The one that is left has weights of two versions until it has taken them again, and writes nothing with them."""
+    """The one that is left has weights of two versions until it has taken them again, and writes
+    nothing with them."""
 
     async def run() -> None:
         engine = bench.another(size=2)
@@ -348,7 +382,10 @@ def test_an_engine_that_dies_in_the_middle_leaves_the_others_right(
             await asyncio.wait_for(engine.load_weights(6), 600)
             written = await asyncio.wait_for(asyncio.gather(*writing), 600)
             assert stopping.stopped and first not in pids(engine) and len(pids(engine)) == 2
-            assert all(done.versions == sorted(done.versions) and {*done.versions} <= {5, 6} for done in written)
+            assert all(
+                done.versions == sorted(done.versions) and {*done.versions} <= {5, 6}
+                for done in written
+            )
             for prompt in ([11, 12], [50, 51, 52], [70], [90, 91]):
                 done = await engine.generate(prompt, FREE)
                 assert done.versions == [6] * 12
@@ -378,8 +415,16 @@ async def test_between_two_gpus() -> None:
     command = [sys.executable, "-c", TAKE, json.dumps(offer)]
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "1"}
     done = await asyncio.to_thread(
-        subprocess.run, command, env=environment, capture_output=True, text=True, timeout=300, check=True
+        subprocess.run,
+        command,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=True,
     )
     found = json.loads(done.stdout.splitlines()[-1])
-    assert found == {name: ["cuda:0", tensor.double().sum().item()] for name, tensor in named.items()}
+    assert found == {
+        name: ["cuda:0", tensor.double().sum().item()] for name, tensor in named.items()
+    }
     await plane.close()

@@ -29,7 +29,9 @@ SAMPLING = Sampling(8, ignore_eos=True, seed=1)
 class Apart(LocalEngine):
     """A member of a pool with its own weights; it never updates those in ``keeps``."""
 
-    def __init__(self, name: str, path: Path, dtype: torch.dtype, keeps: Iterable[str] = ()) -> None:
+    def __init__(
+        self, name: str, path: Path, dtype: torch.dtype, keeps: Iterable[str] = ()
+    ) -> None:
         self.name = name
         lm = CausalLM.load(path, dtype=dtype)
         super().__init__(lm, kv_bytes=1 << 20, max_running=4, max_prefill_tokens=64)
@@ -45,7 +47,9 @@ class Apart(LocalEngine):
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("canary") / "model", "qwen3", tie_word_embeddings=False)
+    return save_model(
+        tmp_path_factory.mktemp("canary") / "model", "qwen3", tie_word_embeddings=False
+    )
 
 
 def bench(path: Path, dtype: str = "float32", *keeps: str) -> tuple[EnginePool, Canary, Any]:
@@ -59,7 +63,14 @@ def bench(path: Path, dtype: str = "float32", *keeps: str) -> tuple[EnginePool, 
     learner = learner_of(backend)
     return (
         pool,
-        Canary(lambda: {m.name: m for m in pool.members}, learner, PROMPT, SAMPLING, TOLERANCES[dtype], "by hand"),
+        Canary(
+            lambda: {m.name: m for m in pool.members},
+            learner,
+            PROMPT,
+            SAMPLING,
+            TOLERANCES[dtype],
+            "by hand",
+        ),
         backend.model,
     )
 
@@ -88,7 +99,9 @@ async def test_a_head_that_stays_behind_is_caught(path: Path) -> None:
     await canary.check(1)
     change(model)
     await pool.load_weights(2)
-    with pytest.raises(EngineError, match=r"version 2 .* by hand, engine 1 .* 0\.001.* system\.canary"):
+    with pytest.raises(
+        EngineError, match=r"version 2 .* by hand, engine 1 .* 0\.001.* system\.canary"
+    ):
         await canary.check(2)
     await pool.close()
 

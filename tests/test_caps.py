@@ -38,12 +38,16 @@ def caps(resolved: Any) -> dict[str, int | None]:
 
 
 def test_scoring_has_as_many_tokens_as_fit_the_memory_of_a_micro_batch() -> None:
-    resolved, facts = found(SFTConfig, "H200", "data.eval=org/e", "system.max_tokens_per_microbatch=2048")
+    resolved, facts = found(
+        SFTConfig, "H200", "data.eval=org/e", "system.max_tokens_per_microbatch=2048"
+    )
     tokens, price = caps(resolved), planned(resolved.config, facts)
     assert price is not None and tokens["scoring_max_tokens"] == 32768, "more would be no faster"
     assert price.scored <= price.activations + price.head and price.scoring <= price.training
     again = "system.gradient_checkpointing=true"
-    resolved, facts = found(SFTConfig, "H200", "data.eval=org/e", "system.max_tokens_per_microbatch=2048", again)
+    resolved, facts = found(
+        SFTConfig, "H200", "data.eval=org/e", "system.max_tokens_per_microbatch=2048", again
+    )
     price, layout = planned(resolved.config, facts), layout_of(resolved.config, facts)
     scoring = resolved.config.system.scoring_max_tokens
     assert price is not None and 2048 < scoring < 32768 and scoring % 256 == 0
@@ -53,26 +57,41 @@ def test_scoring_has_as_many_tokens_as_fit_the_memory_of_a_micro_batch() -> None
 
 
 def test_where_micro_batches_are_large_scoring_has_the_same_layout() -> None:
-    resolved, _ = found(SFTConfig, "H200", "data.eval=org/e", "system.max_tokens_per_microbatch=40000")
+    resolved, _ = found(
+        SFTConfig, "H200", "data.eval=org/e", "system.max_tokens_per_microbatch=40000"
+    )
     assert caps(resolved)["scoring_max_tokens"] == 40000
-    assert caps(found(SFTConfig, "H200")[0]) | {CAPS[0]: 0} == dict.fromkeys(CAPS[1:]) | {CAPS[0]: 0}, "nothing scores"
+    assert caps(found(SFTConfig, "H200")[0]) | {CAPS[0]: 0} == dict.fromkeys(CAPS[1:]) | {
+        CAPS[0]: 0
+    }, "nothing scores"
 
 
 def test_a_critic_and_reward_models_have_their_own() -> None:
     models = ("lora.rank=16", 'reward.models=[{path = "org/judge"}]')
-    given = ("rollout.max_new_tokens=512", "system.max_tokens_per_microbatch=4096", *WITH_REFERENCE, *models)
+    given = (
+        "rollout.max_new_tokens=512",
+        "system.max_tokens_per_microbatch=4096",
+        *WITH_REFERENCE,
+        *models,
+    )
     resolved, facts = found(RLConfig, "H200", *given, frozen_parameters=7_000_000_000)
     tokens = caps(resolved)
     assert all(value is not None and value >= 4096 for value in tokens.values()), tokens
     price, roles = planned(resolved.config, facts), planned_roles(resolved.config, facts)
-    assert price is not None and price.rewarded and roles["reward models"].rewarded == price.rewarded
+    assert (
+        price is not None and price.rewarded and roles["reward models"].rewarded == price.rewarded
+    )
     assert price.peak <= facts.hardware.gpus[0].memory_free
     shown = plan_of(resolved.config, resolved, facts)
     assert set(shown["memory"][0]["phases"]) == {"training", "scoring", "sampling"}
     assert {f"system.{key}" for key in CAPS} <= set(shown["layout"])
-    more, _ = found(RLConfig, "H200", *given, "system.critic_max_tokens=32768", frozen_parameters=7_000_000_000)
+    more, _ = found(
+        RLConfig, "H200", *given, "system.critic_max_tokens=32768", frozen_parameters=7_000_000_000
+    )
     larger = planned(more.config, facts)
-    assert larger is not None and larger.activations > price.activations, "its own micro-batch counts"
+    assert larger is not None and larger.activations > price.activations, (
+        "its own micro-batch counts"
+    )
 
 
 @pytest.mark.parametrize(
@@ -93,4 +112,11 @@ def test_a_cap_that_nothing_reads_is_refused(kind: type[RunConfig], said: str, k
 @pytest.mark.parametrize("key", ["scoring_max_tokens", "critic_max_tokens"])
 def test_a_cap_below_the_longest_sample_is_refused(key: str) -> None:
     with pytest.raises(ConfigError, match=rf"system\.{key} = 100 .*at least 257"):
-        found(RLConfig, "H200", f"system.{key}=100", "rollout.max_new_tokens=256", "lora.rank=16", *WITH_REFERENCE)
+        found(
+            RLConfig,
+            "H200",
+            f"system.{key}=100",
+            "rollout.max_new_tokens=256",
+            "lora.rank=16",
+            *WITH_REFERENCE,
+        )

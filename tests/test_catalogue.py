@@ -1,4 +1,5 @@
-"""The catalogue of metrics: names, patterns and other tools' names. ``conftest.py`` holds every run to it."""
+"""The catalogue of metrics: names, patterns and other tools' names. ``conftest.py`` holds every run
+to it."""
 
 from __future__ import annotations
 

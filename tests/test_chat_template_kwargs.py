@@ -1,4 +1,5 @@
-"""``data.chat_template_kwargs`` in every command: set in what is rendered, recorded, refused where nothing reads it."""
+"""``data.chat_template_kwargs`` in every command: set in what is rendered, recorded, refused where
+nothing reads it."""
 
 from __future__ import annotations
 
@@ -21,7 +22,14 @@ from tunesmith.run.offline.sampling import identity
 from tunesmith.run.placement.models import load_tokenizer
 
 SHOUTS = "{% if shout is defined and shout %}<bos>{% endif %}" + tiny.CHATML
-ANSWERED = {"prompt": "1+1=", "completion": "2", "chosen": "2", "rejected": "3", "label": True, "answer": "2"}
+ANSWERED = {
+    "prompt": "1+1=",
+    "completion": "2",
+    "chosen": "2",
+    "rejected": "3",
+    "label": True,
+    "answer": "2",
+}
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +45,9 @@ def test_the_variable_is_set_in_all_data(tmp_path: Path, model: Path, goal: str)
     if goal == "steps":
         lines = [{"prompt": "1+1=", "completions": ["a", "b"], "labels": [True, False]}]
     elif goal != "pairs":
-        lines = [{k: v for k, v in line.items() if k not in ("chosen", "rejected")} for line in lines]
+        lines = [
+            {k: v for k, v in line.items() if k not in ("chosen", "rejected")} for line in lines
+        ]
     else:
         lines = [{k: line[k] for k in ("prompt", "chosen", "rejected")} for line in lines]
     train = write_lines(tmp_path / "train.jsonl", lines)
@@ -46,11 +56,24 @@ def test_the_variable_is_set_in_all_data(tmp_path: Path, model: Path, goal: str)
         config = load_config(
             SFTConfig,
             None,
-            [f"model.path={model}", f"data.train={train}", f"data.chat_template_kwargs={{shout={str(on).lower()}}}"],
+            [
+                f"model.path={model}",
+                f"data.train={train}",
+                f"data.chat_template_kwargs={{shout={str(on).lower()}}}",
+            ],
         )
         tokenizer, section = load_tokenizer(config), config.data
-        make: Any = {"rl": load_tasks, "sft": load_samples, "pairs": load_pairs, "judged": load_judged}.get(goal)
-        made = make(section, section.train, tokenizer) if make else load_steps(section, section.train, tokenizer, "\n")
+        make: Any = {
+            "rl": load_tasks,
+            "sft": load_samples,
+            "pairs": load_pairs,
+            "judged": load_judged,
+        }.get(goal)
+        made = (
+            make(section, section.train, tokenizer)
+            if make
+            else load_steps(section, section.train, tokenizer, "\n")
+        )
         found[on] = made
         for item in made.items:
             sequences = [s.token_ids for s in item.samples] if hasattr(item, "samples") else None
@@ -87,7 +110,9 @@ def test_a_run_takes_it_and_refuses_what_nothing_reads(tmp_path: Path, model: Pa
     with pytest.raises(ConfigError, match=r"'shot'.*shout"):
         placement.run_rl(None, [*settings("typo"), "data.chat_template_kwargs={shot=true}"])
     with pytest.raises(ConfigError, match=r"data\.chat_template_kwargs has no effect"):
-        placement.run_rl(None, [*settings("plain"), "data.chat=false", "data.chat_template_kwargs={shout=true}"])
+        placement.run_rl(
+            None, [*settings("plain"), "data.chat=false", "data.chat_template_kwargs={shout=true}"]
+        )
 
 
 def test_the_python_function_takes_it(model: Path) -> None:

@@ -1,4 +1,5 @@
-"""``tunesmith check cluster``: what it says of machines that differ, and what it times between real processes."""
+"""``tunesmith check cluster``: what it says of machines that differ, and what it times between real
+processes."""
 
 from __future__ import annotations
 
@@ -15,7 +16,9 @@ from typer.testing import CliRunner
 from tunesmith.cli.main import app
 from tunesmith.run.placement.cluster_check import LARGE, ClusterReport, ProcessPlace
 
-H100 = ProcessPlace("a", "10.0.0.1", "H100, 80GB", "580.65", {"torch": "2.13.0"}, {"NCCL_DEBUG": "INFO"})
+H100 = ProcessPlace(
+    "a", "10.0.0.1", "H100, 80GB", "580.65", {"torch": "2.13.0"}, {"NCCL_DEBUG": "INFO"}
+)
 B = replace(H100, host="b", address="10.0.0.2")
 
 
@@ -28,20 +31,30 @@ def test_equal_machines_are_reported_without_problems() -> None:
     assert found.problems() == [] and found.problems(3.0) == []
     assert found.bandwidth == pytest.approx(LARGE / 0.01), "two ranks send and get each byte once"
     text = "\n".join(found.lines())
-    for word in ("rank 1: b (10.0.0.2), H100, 80GB, driver 580.65", "0.01 ms", "3.36 GB/s", "NCCL_DEBUG=INFO"):
+    for word in (
+        "rank 1: b (10.0.0.2), H100, 80GB, driver 580.65",
+        "0.01 ms",
+        "3.36 GB/s",
+        "NCCL_DEBUG=INFO",
+    ):
         assert word in text
 
 
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
-        ({"device": "A100, 40GB"}, ("devices differ", "H100, 80GB (rank 0)", "A100, 40GB (rank 1)")),
+        (
+            {"device": "A100, 40GB"},
+            ("devices differ", "H100, 80GB (rank 0)", "A100, 40GB (rank 1)"),
+        ),
         ({"driver": "550.1"}, ("GPU drivers differ", "580.65", "550.1")),
         ({"versions": {"torch": "2.12.0"}}, ("versions differ", "torch 2.13.0", "torch 2.12.0")),
         ({"environment": {}}, ("NCCL_DEBUG differ", "INFO (rank 0)", "(not set) (rank 1)")),
     ],
 )
-def test_what_differs_is_named_with_both_values(changed: dict[str, Any], words: tuple[str, ...]) -> None:
+def test_what_differs_is_named_with_both_values(
+    changed: dict[str, Any], words: tuple[str, ...]
+) -> None:
     [problem] = report(replace(B, **changed)).problems()
     assert all(word in problem for word in words)
 
@@ -65,9 +78,21 @@ def test_ranks_are_timed(tmp_path: Path, least: str, code: int) -> None:
     torchrun = Path(sys.executable).parent / "torchrun"
     if not torchrun.exists():
         pytest.skip("there is no torchrun here")
-    command = [torchrun, "--nproc-per-node", "2", "-m", "tunesmith", "check", "cluster", "--bandwidth", least]
+    command = [
+        torchrun,
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "tunesmith",
+        "check",
+        "cluster",
+        "--bandwidth",
+        least,
+    ]
     env = {**os.environ, "NO_COLOR": "1", "GLOO_LOG": "x"}
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=280, check=False)
+    done = subprocess.run(
+        command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=280, check=False
+    )
     assert (done.returncode != 0) == bool(code), done.stderr
     assert "rank 1: " in done.stdout and " GB/s" in done.stdout and "GLOO_LOG=x" in done.stdout
     assert ("1 problem:" in done.stderr and "asks for 1e+06" in done.stderr) == bool(code)

@@ -1,4 +1,5 @@
-"""Checkpoints are there whole or not at all, the right ones stay, and a resumed run is the run it was."""
+"""Checkpoints are there whole or not at all, the right ones stay, and a resumed run is the run it
+was."""
 
 from __future__ import annotations
 
@@ -29,7 +30,9 @@ def write(directory: Path) -> None:
 
 
 def content(checkpoint: Path) -> dict[str, str]:
-    return {str(p.relative_to(checkpoint)): p.read_text() for p in checkpoint.rglob("*") if p.is_file()}
+    return {
+        str(p.relative_to(checkpoint)): p.read_text() for p in checkpoint.rglob("*") if p.is_file()
+    }
 
 
 def test_a_checkpoint_holds_what_was_written_and_its_state(tmp_path: Path) -> None:
@@ -47,13 +50,22 @@ def test_a_checkpoint_holds_what_was_written_and_its_state(tmp_path: Path) -> No
     ("error", "kind"),
     [
         (OSError(errno.ENOSPC, "No space left on device"), StorageError),
-        (RuntimeError("Error while serializing: I/O error: No space left on device (os error 28)"), StorageError),
+        (
+            RuntimeError(
+                "Error while serializing: I/O error: No space left on device (os error 28)"
+            ),
+            StorageError,
+        ),
         (KeyError("ours"), KeyError),
         (KeyboardInterrupt(), KeyboardInterrupt),
     ],
 )
 def test_a_write_that_fails_half_way_leaves_the_one_before(
-    tmp_path: Path, at: int, error: BaseException, kind: type[BaseException], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    at: int,
+    error: BaseException,
+    kind: type[BaseException],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     kept = Checkpoints(tmp_path, 1)
     before = content(kept.save(1, {"step": 1}, write, None))
@@ -79,7 +91,9 @@ def test_a_write_that_fails_half_way_leaves_the_one_before(
         assert raised.value.exit_code == 2  # type: ignore[attr-defined]
     assert kept.steps() == [1] and content(tmp_path / "step-000001") == before
     kept.save(3, {"step": 3}, write, None)
-    assert [p.name for p in tmp_path.iterdir()] == ["step-000003"], "and what was left over is cleaned up"
+    assert [p.name for p in tmp_path.iterdir()] == ["step-000003"], (
+        "and what was left over is cleaned up"
+    )
 
 
 def test_without_any_checkpoint_a_full_disk_says_so(tmp_path: Path) -> None:
@@ -90,11 +104,15 @@ def test_without_any_checkpoint_a_full_disk_says_so(tmp_path: Path) -> None:
         Checkpoints(tmp_path, 1).save(1, {}, full, None)
 
 
-def test_a_failing_flush_is_a_failing_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_flush_is_a_failing_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     kept = Checkpoints(tmp_path, 1)
     kept.save(1, {}, write, None)
     with monkeypatch.context() as patched:
-        patched.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError(errno.EIO, "Input/output error")))
+        patched.setattr(
+            os, "fsync", lambda _: (_ for _ in ()).throw(OSError(errno.EIO, "Input/output error"))
+        )
         with pytest.raises(StorageError):
             kept.save(2, {}, write, None)
     assert kept.steps() == [1]
@@ -111,7 +129,11 @@ def test_leftovers_of_a_kill_are_no_checkpoints(tmp_path: Path) -> None:
     write(tmp_path / "step-000003")  # somebody's copy, without state
     assert kept.steps() == [1] and kept.newest() == tmp_path / "step-000001"
     kept.save(2, {"step": 2}, write, None)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-000001", "step-000002", "step-000003"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "step-000001",
+        "step-000002",
+        "step-000003",
+    ]
 
 
 def test_rotation_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
@@ -123,7 +145,9 @@ def test_rotation_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
     assert kept.steps() == [5, 6], "what was best until now goes"
 
 
-def test_a_checkpoint_is_removed_in_one_move(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_is_removed_in_one_move(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A kill while one is deleted must not leave half of it under its name."""
     kept = Checkpoints(tmp_path, 1)
     kept.save(1, {}, write, None)
@@ -144,7 +168,10 @@ def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
     kept = Checkpoints(tmp_path, 2)
     kept.save(1, {"step": 1, "n": 1}, write, None)
     kept.save(1, {"step": 1, "n": 2}, write, None)
-    assert read_state(tmp_path / "step-000001") == {"step": 1, "n": 2} and len(list(tmp_path.iterdir())) == 1
+    assert (
+        read_state(tmp_path / "step-000001") == {"step": 1, "n": 2}
+        and len(list(tmp_path.iterdir())) == 1
+    )
 
 
 def test_reading_what_is_no_checkpoint(tmp_path: Path) -> None:
@@ -211,7 +238,9 @@ CASES: list[tuple[str, Make, dict[str, Any]]] = [
 ]  # fmt: skip
 
 
-def settings_of(case: tuple[str, Make, dict[str, Any]], folder: Path, model: Path, run: str, **more: Any) -> list[str]:
+def settings_of(
+    case: tuple[str, Make, dict[str, Any]], folder: Path, model: Path, run: str, **more: Any
+) -> list[str]:
     _, make, changed = case
     found = dict(changed)
     make(folder, model)  # writes the files
@@ -234,7 +263,11 @@ def settings_of(case: tuple[str, Make, dict[str, Any]], folder: Path, model: Pat
     ids=lambda value: value if isinstance(value, str) else value[0],
 )
 def test_cut_off_and_resumed_it_ends_bit_by_bit_as_if_it_had_run_through(
-    tmp_path: Path, model: Path, case: tuple[str, Make, dict[str, Any]], dtype: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    model: Path,
+    case: tuple[str, Make, dict[str, Any]],
+    dtype: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     run = placement.run_sft if case[1] is sft_settings else placement.run_rl
     straight = run(None, settings_of(case, tmp_path, model, "straight", model__dtype=dtype))
@@ -285,10 +318,19 @@ def test_the_learned_cap_the_kl_controller_the_best_and_the_position_survive(
 
 def test_another_metric_resumed_with_has_no_best_yet(tmp_path: Path, model: Path) -> None:
     placement.run_rl(None, settings_of(CASES[1], tmp_path, model, "run", train__steps=2))
-    more = {"eval__metric": "eval/length", "eval__target": 0.0, "eval__at_start": False, "train__steps": 3}
-    outcome = placement.run_rl(None, [*settings_of(CASES[1], tmp_path, model, "run", **more), "checkpoint.resume=true"])
+    more = {
+        "eval__metric": "eval/length",
+        "eval__target": 0.0,
+        "eval__at_start": False,
+        "train__steps": 3,
+    }
+    outcome = placement.run_rl(
+        None, [*settings_of(CASES[1], tmp_path, model, "run", **more), "checkpoint.resume=true"]
+    )
     state = read_state(outcome.checkpoint.parent)
-    assert state["step"] == 3 and state["best"] == {"eval/length": [outcome.evaluations[-1]["eval/length"], 3]}
+    assert state["step"] == 3 and state["best"] == {
+        "eval/length": [outcome.evaluations[-1]["eval/length"], 3]
+    }
 
 
 def test_changed_data_is_refused_on_resume(tmp_path: Path, model: Path) -> None:
@@ -303,7 +345,9 @@ def test_another_model_is_refused_before_anything_is_loaded(tmp_path: Path, mode
     settings = sft_settings(tmp_path, model, train__steps=1)
     placement.run_sft(None, settings)
     other = save_model(tmp_path / "other", hidden_size=64)
-    with pytest.raises(CheckpointError, match=r"another model: its hidden_size is 32, that of .* is 64"):
+    with pytest.raises(
+        CheckpointError, match=r"another model: its hidden_size is 32, that of .* is 64"
+    ):
         placement.run_sft(None, [*settings, "checkpoint.resume=true", f'model.path="{other}"'])
     check_same_model(tmp_path / "sft/checkpoints/step-000001", str(model))
     check_same_model(tmp_path / "sft/checkpoints/step-000001", "hub/name")
@@ -317,17 +361,23 @@ def test_a_finished_run_resumed_changes_nothing_and_more_steps_go_on(
     before = tensors(outcome.checkpoint)
     again = placement.run_sft(None, [*settings, "checkpoint.resume=true"])
     assert "nothing is left to do: the run has its 2 steps" in capsys.readouterr().out
-    assert again.checkpoint == outcome.checkpoint and tensors(again.checkpoint).keys() == before.keys()
+    assert (
+        again.checkpoint == outcome.checkpoint and tensors(again.checkpoint).keys() == before.keys()
+    )
     more = placement.run_sft(None, [*settings, "checkpoint.resume=true", "train.steps=4"])
     assert more.checkpoint.parent.name == "step-000004"
     assert [line["step"] for line in untimed(more.run_dir / "metrics.jsonl")] == [1, 2, 3, 4]
 
 
-def test_a_path_resumes_from_that_checkpoint_also_into_another_run(tmp_path: Path, model: Path) -> None:
+def test_a_path_resumes_from_that_checkpoint_also_into_another_run(
+    tmp_path: Path, model: Path
+) -> None:
     settings = sft_settings(tmp_path, model, checkpoint__every=2, checkpoint__keep=5)
     straight = placement.run_sft(None, settings)
     second = tmp_path / "sft/checkpoints/step-000002"
-    elsewhere = placement.run_sft(None, [*sft_settings(tmp_path, model, "fork"), f'checkpoint.resume="{second}"'])
+    elsewhere = placement.run_sft(
+        None, [*sft_settings(tmp_path, model, "fork"), f'checkpoint.resume="{second}"']
+    )
     same_tensors(straight.checkpoint.parent, elsewhere.checkpoint.parent)
     back = placement.run_sft(None, [*settings, f'checkpoint.resume="{second}"', "train.steps=3"])
     assert Checkpoints(tmp_path / "sft/checkpoints", 5).steps() == [2, 3]
@@ -337,5 +387,12 @@ def test_a_path_resumes_from_that_checkpoint_also_into_another_run(tmp_path: Pat
 def test_a_checkpoint_has_no_pickles_and_a_readable_state(tmp_path: Path, model: Path) -> None:
     outcome = placement.run_rl(None, rl_settings(tmp_path, model, train__steps=1))
     files = [p for p in outcome.run_dir.rglob("*") if p.is_file()]
-    assert {p.suffix for p in files} <= {".json", ".jsonl", ".safetensors", ".toml", ".jinja", ".lock"}
+    assert {p.suffix for p in files} <= {
+        ".json",
+        ".jsonl",
+        ".safetensors",
+        ".toml",
+        ".jinja",
+        ".lock",
+    }
     assert json.loads((outcome.checkpoint.parent / "state.json").read_text())["step"] == 1

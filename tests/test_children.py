@@ -49,7 +49,9 @@ def wait_until(holds: Callable[[], bool]) -> None:
 
 @pytest.mark.parametrize("stopped", [False, True])
 def test_a_child_that_reads_nothing_ends_with_its_parent(stopped: bool) -> None:
-    with subprocess.Popen([sys.executable, "-c", PARENT, STUCK], stdout=subprocess.PIPE, text=True) as parent:
+    with subprocess.Popen(
+        [sys.executable, "-c", PARENT, STUCK], stdout=subprocess.PIPE, text=True
+    ) as parent:
         assert parent.stdout is not None
         said = {parent.stdout.readline().strip(), parent.stdout.readline().strip()}
         child = psutil.Process(int(next(iter(said - {"ready"}))))
@@ -64,7 +66,9 @@ def test_a_directory_goes_when_the_whole_process_group_is_killed(tmp_path: Path)
     directory = tmp_path / "two words\\n'"
     directory.mkdir()
     (directory / "weights").write_bytes(b"x")
-    ended = subprocess.run([sys.executable, "-c", OWNER, str(directory)], start_new_session=True, timeout=300)
+    ended = subprocess.run(
+        [sys.executable, "-c", OWNER, str(directory)], start_new_session=True, timeout=300
+    )
     assert ended.returncode == -signal.SIGKILL
     wait_until(lambda: not directory.exists())
 
@@ -75,7 +79,10 @@ def test_what_processes_that_are_no_more_left_is_removed_and_nothing_else(tmp_pa
     mine = owned_name(PREFIX)
     machine, number, started, _ = mine.removeprefix(PREFIX).split("-")
     assert number == str(os.getpid())
-    stale = [f"{PREFIX}{machine}-{gone.pid}-{started}-a", f"{PREFIX}{machine}-{number}-1{started}-b"]
+    stale = [
+        f"{PREFIX}{machine}-{gone.pid}-{started}-a",
+        f"{PREFIX}{machine}-{number}-1{started}-b",
+    ]
     others = [f"{mine}c", f"{PREFIX}another0-{gone.pid}-{started}-d", f"{PREFIX}abc", "else"]
     for name in (*stale, *others):
         (tmp_path / name).mkdir()

@@ -1,4 +1,5 @@
-"""The command-line shell as a person meets it: real processes, exit codes, and what is not imported."""
+"""The command-line shell as a person meets it: real processes, exit codes, and what is not
+imported."""
 
 from __future__ import annotations
 
@@ -18,7 +19,14 @@ import typer
 import commands
 from tunesmith.cli.guard import guarded
 from tunesmith.cli.outcome import print_outcome
-from tunesmith.errors import ConfigError, DeviceMemoryError, ModelError, RewardError, StorageError, boundary
+from tunesmith.errors import (
+    ConfigError,
+    DeviceMemoryError,
+    ModelError,
+    RewardError,
+    StorageError,
+    boundary,
+)
 from tunesmith.learn.usercode.host import portable
 from tunesmith.run.placement.session import RunResult
 
@@ -67,7 +75,9 @@ def test_help_is_light(folder: Path) -> None:
     assert ended.returncode == 0
     assert all(command in ended.stdout for command in ("rl", "sft", "demo", "config"))
     assert not modules & {*HEAVY, "numpy", "pydantic", "rich"}
-    for told in commands.tunesmith(folder, [[command, "--help"] for command in ("rl", "sft", "demo", "config")]):
+    for told in commands.tunesmith(
+        folder, [[command, "--help"] for command in ("rl", "sft", "demo", "config")]
+    ):
         assert told.code == 0 and "Usage" in told.shown and not told.loaded
 
 
@@ -80,7 +90,10 @@ def test_version(folder: Path) -> None:
 def test_a_bad_setting_ends_with_2_and_one_message_before_anything_loads(folder: Path) -> None:
     (folder / "empty.jsonl").touch()
     cases = [
-        (["rl", "run.toml", "train.learning_rate=1"], "train.learning_rate is called train.lr here"),
+        (
+            ["rl", "run.toml", "train.learning_rate=1"],
+            "train.learning_rate is called train.lr here",
+        ),
         (["rl", "run.toml", "rollout.group_size=1"], "leaves nothing to compare"),
         (
             ["rl", "run.toml", "train.steps=5", "train.warmup_steps=6"],
@@ -90,9 +103,14 @@ def test_a_bad_setting_ends_with_2_and_one_message_before_anything_loads(folder:
         (["rl", "run.toml", "data.train=empty.jsonl"], "empty.jsonl is empty"),
         (["rl", "gone.toml"], "run file gone.toml does not exist"),
         (["sft", "run.toml"], "[reward] has no meaning in a run file of tunesmith sft"),
-        (["config", "run.toml", "train.lr=fast"], 'train.lr is "fast"; it must be a number above 0'),
+        (
+            ["config", "run.toml", "train.lr=fast"],
+            'train.lr is "fast"; it must be a number above 0',
+        ),
     ]
-    for (_, words), ended in zip(cases, commands.tunesmith(folder, [said for said, _ in cases]), strict=True):
+    for (_, words), ended in zip(
+        cases, commands.tunesmith(folder, [said for said, _ in cases]), strict=True
+    ):
         assert ended.code == 2
         assert ended.told.startswith("error: ") and words in ended.told
         assert "Traceback" not in ended.told and not ended.loaded
@@ -107,12 +125,17 @@ def test_unknown_commands_and_missing_arguments(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_config_shows_what_a_run_file_resolves_to(folder: Path) -> None:
-    ended, modules = tunesmith(folder, "config", "run.toml", "train.steps=40", "train.warmup_ratio=0.1")
+    ended, modules = tunesmith(
+        folder, "config", "run.toml", "train.steps=40", "train.warmup_ratio=0.1"
+    )
     assert ended.returncode == 0, ended.stderr
     assert not modules & HEAVY
     rows = {line.split()[0]: line for line in ended.stdout.splitlines() if line.strip()}
     assert "as you said" in rows["train.steps"]
-    assert "4" in rows["train.warmup_steps"] and "0.1 of 40 optimizer steps" in rows["train.warmup_steps"]
+    assert (
+        "4" in rows["train.warmup_steps"]
+        and "0.1 of 40 optimizer steps" in rows["train.warmup_steps"]
+    )
     assert "preset grpo" in rows["algorithm.advantage"] and "algorithm.kl" not in rows
     everything, _ = tunesmith(folder, "config", "-v", "run.toml")
     assert "algorithm.kl" in everything.stdout and "monitor.verbose" in everything.stdout
@@ -164,14 +187,30 @@ def test_a_scheduler_s_signal_is_an_interruption(capsys: pytest.CaptureFixture[s
     assert signal.getsignal(signal.SIGTERM) == before
 
 
-def test_the_best_checkpoint_is_named_where_it_is_not_the_last(capsys: pytest.CaptureFixture[str]) -> None:
-    print_outcome(RunResult(Path("run"), Path("model"), [{"eval/reward": 0.5}], {}, "eval/reward 0.9 at step 2: kept"))
+def test_the_best_checkpoint_is_named_where_it_is_not_the_last(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    print_outcome(
+        RunResult(
+            Path("run"),
+            Path("model"),
+            [{"eval/reward": 0.5}],
+            {},
+            "eval/reward 0.9 at step 2: kept",
+        )
+    )
     assert "eval/reward 0.9 at step 2: kept" in capsys.readouterr().out
 
 
-def test_an_evaluation_that_is_not_finite_is_shown_as_such(capsys: pytest.CaptureFixture[str]) -> None:
-    print_outcome(RunResult(Path("run"), Path("model"), [{"eval/loss": None}, {"eval/loss": 2.0}], {}))
-    print_outcome(RunResult(Path("run"), Path("model"), [{"eval/loss": 2.0}, {"eval/loss": None}], {}))
+def test_an_evaluation_that_is_not_finite_is_shown_as_such(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    print_outcome(
+        RunResult(Path("run"), Path("model"), [{"eval/loss": None}, {"eval/loss": 2.0}], {})
+    )
+    print_outcome(
+        RunResult(Path("run"), Path("model"), [{"eval/loss": 2.0}, {"eval/loss": None}], {})
+    )
     told = capsys.readouterr().out
     assert "nan → 2" in told and "2 → nan" in told
 
@@ -185,8 +224,12 @@ def test_guarding_keeps_the_signature_for_the_parser() -> None:
     assert inspect.signature(wrapped) == inspect.signature(command)
 
 
-@pytest.mark.parametrize("number", ["ENAMETOOLONG", "ELOOP", "ENOSPC", "EROFS", "EMFILE", "EACCES", "EIO", "ENOMEM"])
-def test_errors_of_the_system_are_said_in_one_line(number: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "number", ["ENAMETOOLONG", "ELOOP", "ENOSPC", "EROFS", "EMFILE", "EACCES", "EIO", "ENOMEM"]
+)
+def test_errors_of_the_system_are_said_in_one_line(
+    number: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     def fail() -> None:
         raise OSError(getattr(errno, number), "as the system says", "x" * 5000)
 
@@ -206,13 +249,28 @@ class Panic(BaseException):
     [
         (MemoryError(), {}, 3, "tunesmith plan"),
         (MemoryError(), {"AS": 2**30}, 3, "ulimit -v"),
-        (ImportError("libtorch_cpu.so: failed to map segment from shared object"), {"AS": 2**30}, 3, "ulimit -v"),
+        (
+            ImportError("libtorch_cpu.so: failed to map segment from shared object"),
+            {"AS": 2**30},
+            3,
+            "ulimit -v",
+        ),
         (DeviceMemoryError("cannot load the weights: os error 12"), {"AS": 2**30}, 3, "ulimit -v"),
         (RuntimeError("can't start new thread"), {"AS": 2**30}, 3, "ulimit -v"),
-        (RuntimeError("can't start new thread"), {"NPROC": 64}, 2, "64 processes and threads (ulimit -u)"),
+        (
+            RuntimeError("can't start new thread"),
+            {"NPROC": 64},
+            2,
+            "64 processes and threads (ulimit -u)",
+        ),
         (BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable"), {}, 2, "pids.max"),
         (OSError(errno.EMFILE, "Too many open files", "x"), {"NOFILE": 64}, 2, "64 (ulimit -n)"),
-        (Panic("pool has not been initialized.: ThreadPoolBuildError { code: 11 }"), {"NPROC": 64}, 2, "ulimit -u"),
+        (
+            Panic("pool has not been initialized.: ThreadPoolBuildError { code: 11 }"),
+            {"NPROC": 64},
+            2,
+            "ulimit -u",
+        ),
         (Panic("index out of bounds"), {}, 1, "Traceback"),
     ],
 )
@@ -225,13 +283,18 @@ def test_what_the_shell_limits_is_said_with_how_to_lift_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     found = {getattr(resource, f"RLIMIT_{name}"): most for name, most in limits.items()}
-    monkeypatch.setattr(resource, "getrlimit", lambda kind: (found.get(kind, resource.RLIM_INFINITY),) * 2)
+    monkeypatch.setattr(
+        resource, "getrlimit", lambda kind: (found.get(kind, resource.RLIM_INFINITY),) * 2
+    )
     ended, told = ending(error, capsys)
     assert ended == code and words in told and ("Traceback" in told) == (code == 1)
 
 
 def test_a_file_is_not_at_fault_where_memory_ran_out() -> None:
-    with pytest.raises(DeviceMemoryError, match="cannot load x"), boundary(ModelError, "cannot load x", OSError):
+    with (
+        pytest.raises(DeviceMemoryError, match="cannot load x"),
+        boundary(ModelError, "cannot load x", OSError),
+    ):
         raise OSError("Cannot allocate memory (os error 12)")
 
 
@@ -254,6 +317,9 @@ ODD: list[tuple[list[str], str]] = [
 
 
 def test_odd_words_are_refused_by_name(folder: Path) -> None:
-    """Also in a time that does not grow with the square of their length, which would take minutes."""
-    for (words, named), ended in zip(ODD, commands.tunesmith(folder, [words for words, _ in ODD]), strict=True):
+    """Also in a time that does not grow with the square of their length, which would take
+    minutes."""
+    for (words, named), ended in zip(
+        ODD, commands.tunesmith(folder, [words for words, _ in ODD]), strict=True
+    ):
         assert ended.code == 2 and named in ended.told and "Traceback" not in ended.told, words

@@ -1,4 +1,5 @@
-"""The run files for clusters resolve, fit the machines that their comments name, and are laid out as these say."""
+"""The run files for clusters resolve, fit the machines that their comments name, and are laid out
+as these say."""
 
 from __future__ import annotations
 
@@ -27,7 +28,12 @@ from tunesmith.run.placement.planning import plan_run
 
 FILES = sorted((ROOT / "examples" / "clusters").glob("*.toml"))
 COMMAND, EXPECTED = re.compile(r"#   tunesmith plan (.*)"), re.compile(r"#     (.*)")
-LLAMA = {"model_type": "llama", "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 131072}
+LLAMA = {
+    "model_type": "llama",
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+}
 SIZES: dict[str, dict[str, Any]] = {
     "meta-llama/Llama-3.2-1B-Instruct": LLAMA | {
         "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
@@ -70,8 +76,12 @@ def hub_of_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("command", "expected"), cases(), ids=lambda case: case if isinstance(case, str) else "")
-def test_a_recipe_fits_its_machine(command: str, expected: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("command", "expected"), cases(), ids=lambda case: case if isinstance(case, str) else ""
+)
+def test_a_recipe_fits_its_machine(
+    command: str, expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(ROOT)
     file, option, machine, *said = shlex.split(command)
     assert option == "--on"
@@ -95,12 +105,16 @@ def test_a_recipe_fits_its_machine(command: str, expected: list[str], monkeypatc
 @pytest.mark.parametrize(
     "command",
     [
-        pytest.param(command, marks=[pytest.mark.long] * (" --on 2x" in command or " --on 6x" in command))
+        pytest.param(
+            command, marks=[pytest.mark.long] * (" --on 2x" in command or " --on 6x" in command)
+        )
         for command, expected in cases()
         if "does not" not in "".join(expected)
     ],
 )
-def test_a_recipe_takes_steps_on_its_machine(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recipe_takes_steps_on_its_machine(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With the layout of the whole model, and two of its layers."""
     monkeypatch.chdir(ROOT)
     file, _, machine, *said = shlex.split(command)
@@ -109,10 +123,15 @@ def test_a_recipe_takes_steps_on_its_machine(command: str, tmp_path: Path, monke
     if not config.trains:
         pytest.skip("only what trains takes steps")
     if config.model.quantize:
-        pytest.importorskip("bitsandbytes", reason="an optional extra: pip install 'tunesmith[quantize]'")
+        pytest.importorskip(
+            "bitsandbytes", reason="an optional extra: pip install 'tunesmith[quantize]'"
+        )
     config = with_values(config, {"model.path": _shallow(tmp_path, config.model.path)})
     if isinstance(config, RLConfig):
-        judges = [m.model_copy(update={"path": _shallow(tmp_path, m.path, scores=True)}) for m in config.reward.models]
+        judges = [
+            m.model_copy(update={"path": _shallow(tmp_path, m.path, scores=True)})
+            for m in config.reward.models
+        ]
         config = with_values(config, {"reward.models": tuple(judges)})
     gpus = dry_run(config, facts)
     assert {"load", "train"} <= gpus[FIRST].keys()
@@ -138,10 +157,15 @@ def test_ranks_that_torchrun_would_not_start_are_refused() -> None:
     file = ROOT / "examples" / "clusters" / "sft_full.toml"
     said = ["system.trainer_ranks=5"]
     config = load_config(find_kind(file, said), file, said)
-    with pytest.raises(ConfigError, match=r"trainer_ranks = 5, and torchrun starts 16 ranks on 2 machines of 8 GPUs"):
+    with pytest.raises(
+        ConfigError,
+        match=r"trainer_ranks = 5, and torchrun starts 16 ranks on 2 machines of 8 GPUs",
+    ):
         plan_run(config, "2x8xA100-80GB")
 
 
 def test_every_recipe_names_a_machine() -> None:
     assert len(FILES) >= 8
-    assert {shlex.split(command)[0] for command, _ in cases()} == {str(file.relative_to(ROOT)) for file in FILES}
+    assert {shlex.split(command)[0] for command, _ in cases()} == {
+        str(file.relative_to(ROOT)) for file in FILES
+    }

@@ -1,4 +1,5 @@
-"""Rollouts that fail are data, everything is in order, and rewards are computed while others still run."""
+"""Rollouts that fail are data, everything is in order, and rewards are computed while others still
+run."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ class Counting(FakeEngine):
 
 
 class Scorer:
-    """Rewards the length; remembers what it was called with, and how much had been sampled by then."""
+    """Rewards the length; remembers what it was called with, and how much had been sampled by
+    then."""
 
     def __init__(self, engine: Counting | None = None) -> None:
         self.calls: list[tuple[str, list[str]]] = []
@@ -53,7 +55,10 @@ def tasks(count: int, environment: str = "single_turn") -> list[Task]:
 
 
 def collector(
-    engine: Any = None, scorer: Any = None, environments: dict[str, Environment] | None = None, timeout: float = 60.0
+    engine: Any = None,
+    scorer: Any = None,
+    environments: dict[str, Environment] | None = None,
+    timeout: float = 60.0,
 ) -> Collector:
     return Collector(
         (engine or FakeEngine()).generate,
@@ -64,7 +69,9 @@ def collector(
     )
 
 
-def collect(made: Collector, of: Sequence[Task], size: int = 3, seed: int = 0) -> list[RolloutGroup]:
+def collect(
+    made: Collector, of: Sequence[Task], size: int = 3, seed: int = 0
+) -> list[RolloutGroup]:
     return asyncio.run(made.collect(of, SAMPLING, size, seed))
 
 
@@ -74,7 +81,10 @@ def test_groups_come_in_the_tasks_order_with_all_their_members() -> None:
     for group in groups:
         assert len(group.rollouts) == 3 and len(group.usable) == 3
         for r in group.rollouts:
-            assert r.token_ids[:2] == list(group.task.prompt_ids) and r.records[-1].sampled[:2] == [False, False]
+            assert r.token_ids[:2] == list(group.task.prompt_ids) and r.records[-1].sampled[:2] == [
+                False,
+                False,
+            ]
             assert r.reward == r.num_sampled == len(r.completion_ids)
 
 
@@ -155,15 +165,24 @@ class Clumsy:
 
 
 def test_a_raising_environment_keeps_what_was_sampled_and_leaves_others_alone() -> None:
-    environments: dict[str, Environment] = {"single_turn": SingleTurn(), "clumsy": Clumsy(KeyError("tool"))}
+    environments: dict[str, Environment] = {
+        "single_turn": SingleTurn(),
+        "clumsy": Clumsy(KeyError("tool")),
+    }
     groups = collect(collector(environments=environments), [*tasks(1), *tasks(1, "clumsy")])
     assert len(groups[0].usable) == 3 and not groups[1].usable
     for r in groups[1].rollouts:
-        assert r.status is Status.ENVIRONMENT_FAILED and r.error == "KeyError: 'tool'" and r.num_sampled > 0
+        assert (
+            r.status is Status.ENVIRONMENT_FAILED
+            and r.error == "KeyError: 'tool'"
+            and r.num_sampled > 0
+        )
 
 
 def test_an_environments_own_timeout_is_told_as_such() -> None:
-    environments: dict[str, Environment] = {"single_turn": Clumsy(TimeoutError("the search tool did not answer"))}
+    environments: dict[str, Environment] = {
+        "single_turn": Clumsy(TimeoutError("the search tool did not answer"))
+    }
     (group,) = collect(collector(environments=environments), tasks(1))
     assert group.rollouts[0].status is Status.TIMED_OUT
     assert group.rollouts[0].error == "TimeoutError: the search tool did not answer"

@@ -59,12 +59,16 @@ def gradients(model: CausalLM, seed: int = 0) -> dict[str, torch.Tensor]:
     model.module.train()
     model.module.zero_grad()
     model.predict(forest_of(samples_of(seed))).logprobs.sum().backward()
-    return {name: p.grad.clone() for name, p in model.module.named_parameters() if p.grad is not None}
+    return {
+        name: p.grad.clone() for name, p in model.module.named_parameters() if p.grad is not None
+    }
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_they_compute_what_the_lean_layers_compute(family: str, checkpointing: bool, tmp_path: Path) -> None:
+def test_they_compute_what_the_lean_layers_compute(
+    family: str, checkpointing: bool, tmp_path: Path
+) -> None:
     model = CausalLM.load(save_model(tmp_path, family, **FAMILIES[family]), dtype=torch.float64)
     assert model.lean is not None
     if checkpointing:
@@ -77,7 +81,9 @@ def test_they_compute_what_the_lean_layers_compute(family: str, checkpointing: b
     with torch.no_grad():
         torch.testing.assert_close(model.predict(forest).logprobs, scores, rtol=1e-12, atol=1e-12)
     layers = len(model.lean.layers)
-    assert len(used) == (3 if checkpointing else 2) * layers  # forward, again in backward, and scoring
+    assert (
+        len(used) == (3 if checkpointing else 2) * layers
+    )  # forward, again in backward, and scoring
 
 
 def counted(model: CausalLM) -> list[int]:
@@ -117,7 +123,9 @@ def test_an_adapter_that_training_continues_is_the_reference(tmp_path: Path) -> 
     path, forest = save_model(tmp_path / "model", "llama"), forest_of(samples_of())
     adapters.attach(model := CausalLM.load(path), LoraSection(rank=2)).save(tmp_path / "adapter")
     model = CausalLM.load(path)
-    adapter = adapters.attach(model, LoraSection(path=tmp_path / "adapter"), path=tmp_path / "adapter")
+    adapter = adapters.attach(
+        model, LoraSection(path=tmp_path / "adapter"), path=tmp_path / "adapter"
+    )
     for name, parameter in model.module.named_parameters():
         if ".lora_B." in name:
             torch.nn.init.normal_(parameter, std=0.1)
@@ -182,7 +190,9 @@ def test_a_family_without_a_lean_form_is_refused(tmp_path: Path) -> None:
         CausalLM.load(save_model(tmp_path, "gpt2")).compile_layers("default")
 
 
-def test_inductors_cache_is_tunesmiths_unless_one_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inductors_cache_is_tunesmiths_unless_one_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = CausalLM.load(save_model(tmp_path))
     model.compile_layers("default")
     assert os.environ[CACHE] == "unused"
@@ -192,12 +202,16 @@ def test_inductors_cache_is_tunesmiths_unless_one_is_named(tmp_path: Path, monke
     assert Path(os.environ[CACHE]) == tmp_path / "tunesmith" / "inductor"
 
 
-def resolved(tmp_path: Path, command: str, *said: str, family: str = "llama", on: str = "") -> RunConfig:
+def resolved(
+    tmp_path: Path, command: str, *said: str, family: str = "llama", on: str = ""
+) -> RunConfig:
     model, data = save_model(tmp_path / family, family), tmp_path / "data.jsonl"
     data.write_text('{"prompt": "a", "completion": "b"}\n')
     given = [f"model.path={model}", f"data.train={data}", *said]
     hardware = machine(on) if on else read_hardware()
-    return resolve(load_config(KINDS[command], None, given), Facts(hardware, read_model_facts(model))).config
+    return resolve(
+        load_config(KINDS[command], None, given), Facts(hardware, read_model_facts(model))
+    ).config
 
 
 @pytest.mark.parametrize(
@@ -219,7 +233,14 @@ def test_what_does_not_go_together(
         monkeypatch.setenv("CXX", "/nowhere")
     options = [option for option in said if "." in option and "CXX" not in option]
     with pytest.raises(ConfigError) as error:
-        resolved(tmp_path, command, "system.device=cpu", "system.compile=default", *options, family=family)
+        resolved(
+            tmp_path,
+            command,
+            "system.device=cpu",
+            "system.compile=default",
+            *options,
+            family=family,
+        )
     assert "system.compile" in str(error.value) and named in str(error.value)
 
 
@@ -239,7 +260,9 @@ def test_a_run_compiles_its_models_and_not_its_own_training_functions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(training_functions, "_allowed", True)
-    config = resolved(tmp_path, "sft", "system.device=cpu", "system.compile=default", "system.threads=1")
+    config = resolved(
+        tmp_path, "sft", "system.device=cpu", "system.compile=default", "system.threads=1"
+    )
     model = load_model(CausalLM, config, load_tokenizer(config))
     assert model.lean is not None and isinstance(model.lean.compiled, compiled.CompiledLayers)
     assert training_functions.functions() is None

@@ -1,4 +1,5 @@
-"""``tunesmith config`` refuses what the run refuses, and every refusal names the key and where it stands."""
+"""``tunesmith config`` refuses what the run refuses, and every refusal names the key and where it
+stands."""
 
 from __future__ import annotations
 
@@ -78,7 +79,10 @@ def test_what_the_run_would_do_is_shown(folder: Path, capsys: pytest.CaptureFixt
 CASES: list[tuple[list[str], list[str]]] = [
     (["reward.functions=exact_mach"], ["reward.functions", "exact_match"]),
     (["reward.functions=regex_format"], ["reward.pattern is missing"]),
-    (["reward.functions=regex_format", "reward.pattern=(a"], ["reward.pattern", "override 'reward.pattern=(a'"]),
+    (
+        ["reward.functions=regex_format", "reward.pattern=(a"],
+        ["reward.pattern", "override 'reward.pattern=(a'"],
+    ),
     (['reward.functions=["math","math"]'], ["reward.functions", "more than once"]),
     (["data.max_tokens=5"], ["data.max_tokens", "data.max_prompt_tokens"]),
     (["data.prompt=question"], ["train.jsonl:1", "question", "data.prompt"]),
@@ -96,9 +100,18 @@ CASES: list[tuple[list[str], list[str]]] = [
     (["algorithm.name=GPRO"], ["algorithm.name", "Did you mean"]),
     (["algorithm.name=GRPOO"], ["algorithm.name", "Did you mean 'grpo'?"]),
     (["eval.metric="], ["eval.metric", "empty"]),
-    (["data.eval=train.jsonl", "eval.metric=eval/acuracy"], ["eval.metric", "Did you mean 'eval/accuracy'?"]),
-    (["data.eval=train.jsonl", "eval.metric=eval/reward/shar"], ["eval.metric", "eval/reward/share"]),
-    (["data.eval=train.jsonl", "eval.metric=eval/pass@4", "eval.samples=2"], ["eval.metric", "eval/pass@2"]),
+    (
+        ["data.eval=train.jsonl", "eval.metric=eval/acuracy"],
+        ["eval.metric", "Did you mean 'eval/accuracy'?"],
+    ),
+    (
+        ["data.eval=train.jsonl", "eval.metric=eval/reward/shar"],
+        ["eval.metric", "eval/reward/share"],
+    ),
+    (
+        ["data.eval=train.jsonl", "eval.metric=eval/pass@4", "eval.samples=2"],
+        ["eval.metric", "eval/pass@2"],
+    ),
     (["train.seed=1180591620717411303424"], ["train.seed", "too large"]),
     (["train.seed=-1"], ["train.seed", "at least 0"]),
     ([f"train.steps={'9' * 400}"], ["train.steps", "too large"]),
@@ -123,8 +136,12 @@ CASES: list[tuple[list[str], list[str]]] = [
 ]
 
 
-@pytest.mark.parametrize(("overrides", "told"), CASES, ids=[" ".join(said)[:60] for said, _ in CASES])
-def test_config_refuses_what_cannot_run(folder: Path, overrides: list[str], told: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("overrides", "told"), CASES, ids=[" ".join(said)[:60] for said, _ in CASES]
+)
+def test_config_refuses_what_cannot_run(
+    folder: Path, overrides: list[str], told: list[str]
+) -> None:
     message = refusal(*overrides)
     assert all(word in message for word in told), message
     assert not (folder / "runs").exists()
@@ -145,8 +162,15 @@ def test_the_line_of_every_setting_in_a_conflict_is_told(folder: Path) -> None:
     assert "lines 13, 14 and 19" in size and "train.batch_size = 3" in size
 
 
-def test_a_value_that_is_refused_without_its_key_gets_the_key_that_was_being_read(folder: Path) -> None:
-    with pytest.raises(ConfigError) as raised, placed(Path("run.toml"), []), about("run_dir"), about("model.path"):
+def test_a_value_that_is_refused_without_its_key_gets_the_key_that_was_being_read(
+    folder: Path,
+) -> None:
+    with (
+        pytest.raises(ConfigError) as raised,
+        placed(Path("run.toml"), []),
+        about("run_dir"),
+        about("model.path"),
+    ):
         raise ConfigError(f"cannot read '{folder / 'model'}'")
     (problem,) = raised.value.problems
     assert problem.keys == ("model.path",) and problem.place == "run.toml, line 4 (model.path)"
@@ -156,15 +180,22 @@ def test_a_value_that_is_refused_without_its_key_gets_the_key_that_was_being_rea
 def test_places_are_those_of_the_keys_and_never_of_words_in_the_text(folder: Path) -> None:
     (folder / "run.toml").write_text("[train]\nlr = 1e-6\nsteps = 3\n[eval]\nevery = 5\n")
     with pytest.raises(ConfigError) as raised, placed(Path("run.toml"), ["train.seed=1"]):
-        raise ConfigError("do not fit", keys=("eval.every", "train.seed", "train.lr", "train.steps", "rollout.stop"))
+        raise ConfigError(
+            "do not fit",
+            keys=("eval.every", "train.seed", "train.lr", "train.steps", "rollout.stop"),
+        )
     assert str(raised.value) == "run.toml, lines 2, 3 and 5 and override 'train.seed=1': do not fit"
     with pytest.raises(ConfigError) as raised, placed(Path("run.toml"), []):
-        raise ConfigError(Problem(("train.lr",), "train.steps is right"), Problem((), "train.steps too"))
+        raise ConfigError(
+            Problem(("train.lr",), "train.steps is right"), Problem((), "train.steps too")
+        )
     assert [problem.place for problem in raised.value.problems] == ["run.toml, line 2", ""]
 
 
 @pytest.mark.usefixtures("folder")
-def test_one_value_where_a_list_is_meant_is_a_list_of_one(capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_value_where_a_list_is_meant_is_a_list_of_one(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     show_config(
         Path("run.toml"),
         [
@@ -186,7 +217,9 @@ def test_overrides_without_a_run_file_are_told_apart_from_it() -> None:
         show_config(Path("run_dir=x"), [])
 
 
-def test_the_commands_check_what_config_checks(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_commands_check_what_config_checks(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each command goes through ``check_run``, before it makes its directory."""
     from tunesmith.run import placement
     from tunesmith.run.offline import generate, rft
@@ -252,7 +285,9 @@ def test_a_hub_name_without_a_hub_is_refused_after_one_try(monkeypatch: pytest.M
     assert asked == [loading.HUB_SECONDS]
 
 
-def test_the_speed_of_memory_is_measured_where_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_speed_of_memory_is_measured_where_memory_is_short(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     import torch
 
     from tunesmith.run.trainers import limits
@@ -277,15 +312,21 @@ def test_the_speed_of_memory_is_measured_where_memory_is_short(monkeypatch: pyte
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+    ),
     max_leaves=8,
 )
 KEYS = [key for key in all_keys(RLConfig) if not key.startswith("reward.")]
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(said=st.dictionaries(st.sampled_from(KEYS), VALUES, min_size=1, max_size=3))
-def test_any_value_of_any_key_is_accepted_or_refused_with_its_key(folder: Path, said: dict[str, Any]) -> None:
+def test_any_value_of_any_key_is_accepted_or_refused_with_its_key(
+    folder: Path, said: dict[str, Any]
+) -> None:
     overrides = [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in said.items()]
     try:
         load_config(RLConfig, folder / "run.toml", overrides)
@@ -293,19 +334,25 @@ def test_any_value_of_any_key_is_accepted_or_refused_with_its_key(folder: Path, 
         assert any(key in str(error) for key in said), error
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(at=st.integers(0, len(RUN)), inserted=st.text(max_size=4), cut=st.integers(0, 5))
 def test_a_damaged_run_file_is_accepted_or_refused_with_its_name(
     folder: Path, at: int, inserted: str, cut: int
 ) -> None:
-    (folder / "run.toml").write_text(RUN[:at] + inserted + RUN[at + cut :], encoding="utf-8", errors="replace")
+    (folder / "run.toml").write_text(
+        RUN[:at] + inserted + RUN[at + cut :], encoding="utf-8", errors="replace"
+    )
     try:
         load_config(RLConfig, folder / "run.toml")
     except ConfigError as error:
         assert "run.toml" in str(error)
 
 
-@pytest.mark.parametrize(("key", "value"), [("rope_parameters", 5), ("eos_token_id", "x"), ("rms_norm_eps", "bert")])
+@pytest.mark.parametrize(
+    ("key", "value"), [("rope_parameters", 5), ("eos_token_id", "x"), ("rms_norm_eps", "bert")]
+)
 def test_what_transformers_raises_of_an_odd_configuration_is_told_as_the_models(
     folder: Path, key: str, value: Any
 ) -> None:

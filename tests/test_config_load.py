@@ -10,7 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tunesmith.config.commands import KINDS, DistillConfig, DPOConfig, GenerateConfig, OutputSection, all_keys
+from tunesmith.config.commands import (
+    KINDS,
+    DistillConfig,
+    DPOConfig,
+    GenerateConfig,
+    OutputSection,
+    all_keys,
+)
 from tunesmith.config.load import find_kind, load_config, read_tree
 from tunesmith.config.objects import load_function
 from tunesmith.config.reading.overriding import parse_override
@@ -45,7 +52,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     here.mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     (here / "train.jsonl").write_text('{"prompt": "1+1="}\n')
-    (here / "rewards.py").write_text("def correct(completions, **kw):\n    return [1.0] * len(completions)\n")
+    (here / "rewards.py").write_text(
+        "def correct(completions, **kw):\n    return [1.0] * len(completions)\n"
+    )
     (here / "run.toml").write_text(RUN)
     return here
 
@@ -104,7 +113,11 @@ def test_overrides_win_and_are_typed(folder: Path) -> None:
 
 
 def test_everything_may_come_from_overrides(folder: Path) -> None:
-    overrides = ["model.path=org/m", f"data.train={folder / 'train.jsonl'}", 'reward.functions=["math"]']
+    overrides = [
+        "model.path=org/m",
+        f"data.train={folder / 'train.jsonl'}",
+        'reward.functions=["math"]',
+    ]
     assert load_config(RLConfig, None, overrides).reward.functions == ("math",)
 
 
@@ -130,8 +143,12 @@ def test_override_values(text: str, key: tuple[str, ...], value: Any) -> None:
 def test_words_for_our_keys_are_words_for_keys_that_there_are() -> None:
     keys = {key for kind in KINDS.values() for key in all_keys(kind, tables=True)}
     for section in {key.partition(".")[0] for key in keys}:
-        assert not meanings_of(f"{section}.no_such_word")[1], f"another framework's names swallow all of [{section}]"
-    table = tomllib.loads(Path(foreign.__file__).with_name("synonyms.toml").read_text(encoding="utf-8"))
+        assert not meanings_of(f"{section}.no_such_word")[1], (
+            f"another framework's names swallow all of [{section}]"
+        )
+    table = tomllib.loads(
+        Path(foreign.__file__).with_name("synonyms.toml").read_text(encoding="utf-8")
+    )
     assert table.keys() <= keys
     for key, words in table.items():
         for word in words.split():
@@ -146,7 +163,9 @@ def test_words_for_our_keys_are_words_for_keys_that_there_are() -> None:
         ('system.compile="reduce-overhead"', ("'max-autotune'", "CUDA graph", 'Write "default"')),
     ],
 )
-def test_values_known_from_elsewhere_are_refused_with_the_reason(said: str, words: tuple[str, ...]) -> None:
+def test_values_known_from_elsewhere_are_refused_with_the_reason(
+    said: str, words: tuple[str, ...]
+) -> None:
     with pytest.raises(ConfigError) as refused:
         load_config(RLConfig, None, [said], files=False)
     assert all(word in str(refused.value) for word in words)
@@ -164,29 +183,50 @@ def test_what_is_no_override_is_refused(text: str) -> None:
         ("[train]\nlearning_rat = 1\n", "run.toml, line 10: unknown key train.learning_rat"),
         ("[trian]\n", "line 9: unknown key trian. Did you mean 'train'?"),
         ("[train]\nstep = 5\n", "unknown key train.step. Did you mean 'steps'?"),
-        ("[train]\ngroup_size = 5\n", "unknown key train.group_size; did you mean rollout.group_size?"),
+        (
+            "[train]\ngroup_size = 5\n",
+            "unknown key train.group_size; did you mean rollout.group_size?",
+        ),
         ("[eval]\ninitial = true\n", "unknown key eval.initial; did you mean eval.at_start?"),
-        ("[critic]\nlearning_rate = 1\n", "unknown key critic.learning_rate; did you mean critic.lr?"),
+        (
+            "[critic]\nlearning_rate = 1\n",
+            "unknown key critic.learning_rate; did you mean critic.lr?",
+        ),
         ("[train]\nsteps = 0\n", "train.steps is 0; it must be a whole number above 0."),
         ("[train]\nsteps = 1.5\n", "train.steps is 1.5; it must be a whole number above 0."),
         ('[train]\nlr = "1e-4"\n', "a number above 0. Write 1e-4 without quotes."),
         ("[train]\nlr = inf\n", "train.lr is Infinity; it must be a number above 0."),
         ("[train]\nlr = true\n", "train.lr is true; it must be a number above 0."),
-        ('[train]\nschedule = "cosin"\n', "one of 'constant', 'linear', 'cosine'. Did you mean 'cosine'?"),
+        (
+            '[train]\nschedule = "cosin"\n',
+            "one of 'constant', 'linear', 'cosine'. Did you mean 'cosine'?",
+        ),
         ("[train]\nbetas = [0.9]\n", "train.betas is [0.9]; it must be a list of 2"),
         ('[rollout]\nstop = ["x", ""]\n', "rollout.stop[1]: it is empty"),
         (
             "[train]\nbetas = [0.9, 1.0]\n",
             "train.betas[1] is 1.0; it must be a number of at least 0 and below 1.",
         ),
-        ("[train]\nmax_grad_norm = -1\n", "train.max_grad_norm is -1; it must be a number above 0, or 0 for"),
+        (
+            "[train]\nmax_grad_norm = -1\n",
+            "train.max_grad_norm is -1; it must be a number above 0, or 0 for",
+        ),
         ("[rollout]\ntop_p = 1.5\n", "it must be a number above 0 and of at most 1."),
-        ('[system]\nshare_prompts = "true"\n', "it must be true or false. Write true without quotes."),
+        (
+            '[system]\nshare_prompts = "true"\n',
+            "it must be true or false. Write true without quotes.",
+        ),
         ('[system]\nkv_memory = "5 apples"\n', "system.kv_memory: '5 apples' is not a size"),
         (f'[system]\nkv_memory = "{"9" * 400}GB"\n', "is not a size"),
         ("[system]\nkv_memory = 5\n", "system.kv_memory is 5; it must be a size such as '512MB'"),
-        ('[monitor]\nsinks = "tensorbord"\n', "there is no sink 'tensorbord'. Did you mean 'tensorboard'?"),
-        ("[algorithm]\ncliprange = 0.2\n", "is called algorithm.loss.clip_low and algorithm.loss.clip_high here"),
+        (
+            '[monitor]\nsinks = "tensorbord"\n',
+            "there is no sink 'tensorbord'. Did you mean 'tensorboard'?",
+        ),
+        (
+            "[algorithm]\ncliprange = 0.2\n",
+            "is called algorithm.loss.clip_low and algorithm.loss.clip_high here",
+        ),
         (
             "[train]\nmicro_batch_size = 4\n",
             "there is no train.micro_batch_size: micro-batches are derived",
@@ -210,10 +250,16 @@ def test_problems_are_told_in_peoples_words(folder: Path, more: str, told: str) 
         (DistillConfig, "algorithm.top_k", "; did you mean rollout.top_k?"),
         (RLConfig, "lora.target", ". Did you mean 'targets'?"),
         (RLConfig, "algorithm.target", "; did you mean algorithm.kl.target?"),
-        (RLConfig, "trian.every", "; did you mean eval.every or monitor.every or checkpoint.every?"),
+        (
+            RLConfig,
+            "trian.every",
+            "; did you mean eval.every or monitor.every or checkpoint.every?",
+        ),
     ],
 )
-def test_an_unknown_key_is_answered_from_its_section_first(kind: type[RunConfig], path: str, told: str) -> None:
+def test_an_unknown_key_is_answered_from_its_section_first(
+    kind: type[RunConfig], path: str, told: str
+) -> None:
     (problem,) = explain_unknown(kind, tuple(path.split(".")), 1)
     assert problem.text == f"unknown key {path}{told}"
 
@@ -221,7 +267,9 @@ def test_an_unknown_key_is_answered_from_its_section_first(kind: type[RunConfig]
 def test_where_several_other_sections_have_a_key_the_valid_ones_come_first() -> None:
     (problem,) = explain_unknown(GenerateConfig, ("output", "path"), "answers.jsonl")
     valid, similar = problem.text.split(" Similar: ")
-    assert valid == f"unknown key output.path. Valid: {', '.join(sorted(OutputSection.model_fields))}."
+    assert (
+        valid == f"unknown key output.path. Valid: {', '.join(sorted(OutputSection.model_fields))}."
+    )
     assert similar == "model.path, lora.path."
 
 
@@ -232,7 +280,9 @@ def test_data_of_no_source_is_refused(folder: Path) -> None:
 
 
 def test_a_key_below_which_something_was_said_has_that_override_as_its_place(folder: Path) -> None:
-    assert refused(folder, "environment.path.a.b=c").startswith("override 'environment.path.a.b=c': environment.path")
+    assert refused(folder, "environment.path.a.b=c").startswith(
+        "override 'environment.path.a.b=c': environment.path"
+    )
     assert refused(folder, "reward.x.y=1", more="[rollout]\n").startswith(
         "override 'reward.x.y=1': unknown key reward.x"
     )
@@ -246,23 +296,34 @@ def test_a_section_that_is_no_table(folder: Path) -> None:
 
 def test_all_problems_are_listed_at_once_in_the_order_of_the_file(folder: Path) -> None:
     message = refused(
-        folder, "rollout.temprature=1", more="[train]\nlr = -1\nstps = 3\n[rollout]\nnum_generations = 4\n"
+        folder,
+        "rollout.temprature=1",
+        more="[train]\nlr = -1\nstps = 3\n[rollout]\nnum_generations = 4\n",
     )
     lines = message.splitlines()
     assert lines[0].endswith("run.toml has 4 problems:")
     assert lines[1].strip() == "line 10: train.lr is -1; it must be a number above 0."
     assert lines[2].strip().startswith("line 11: unknown key train.stps.")
     assert lines[3].strip() == "line 13: rollout.num_generations is called rollout.group_size here."
-    assert lines[4].strip().startswith("override 'rollout.temprature=1': unknown key rollout.temprature.")
+    assert (
+        lines[4]
+        .strip()
+        .startswith("override 'rollout.temprature=1': unknown key rollout.temprature.")
+    )
 
 
 def test_a_problem_inside_a_union_names_its_place_only(folder: Path) -> None:
     (folder / "run.toml").write_text(
-        RUN.replace('train = "train.jsonl"', 'train = [\n  "train.jsonl",\n  {path = "train.jsonl", weight = -1},\n]')
+        RUN.replace(
+            'train = "train.jsonl"',
+            'train = [\n  "train.jsonl",\n  {path = "train.jsonl", weight = -1},\n]',
+        )
     )
     with pytest.raises(ConfigError) as caught:
         load_config(RLConfig, folder / "run.toml", [])
-    assert str(caught.value).endswith("line 5: data.train[1].weight is -1; it must be a number above 0.")
+    assert str(caught.value).endswith(
+        "line 5: data.train[1].weight is -1; it must be a number above 0."
+    )
 
 
 def test_unknown_keys_of_a_source(folder: Path) -> None:
@@ -281,10 +342,13 @@ def test_missing_sections(folder: Path) -> None:
 
 
 def test_a_reward_has_no_meaning_for_supervised_training(folder: Path) -> None:
-    with pytest.raises(ConfigError, match=r"line 7: \[reward\] has no meaning in a run file of tunesmith sft"):
+    with pytest.raises(
+        ConfigError, match=r"line 7: \[reward\] has no meaning in a run file of tunesmith sft"
+    ):
         load_config(SFTConfig, folder / "run.toml", [])
     with pytest.raises(
-        ConfigError, match=r"'algorithm.name=ppo': \[algorithm\] has no meaning in a run file of tunesmith generate"
+        ConfigError,
+        match=r"'algorithm.name=ppo': \[algorithm\] has no meaning in a run file of tunesmith generate",
     ):
         load_config(GenerateConfig, folder / "run.toml", ["algorithm.name=ppo"])
     assert find_kind(folder / "run.toml") is RLConfig
@@ -322,7 +386,9 @@ def test_a_run_file_that_is_not_there(folder: Path) -> None:
 
 
 def test_files_that_are_not_there(folder: Path) -> None:
-    assert "data.train: trian.jsonl does not exist (looked in" in refused(folder, "data.train=trian.jsonl")
+    assert "data.train: trian.jsonl does not exist (looked in" in refused(
+        folder, "data.train=trian.jsonl"
+    )
     assert "Did you mean 'train.jsonl'?" in refused(folder, "data.train=trian.jsonl")
     assert "data.eval: ./no does not exist" in refused(folder, "data.eval=./no")
     assert "model.path: ./m does not exist" in refused(folder, "model.path=./m")
@@ -345,7 +411,10 @@ def test_files_of_environments_whose_names_have_a_dot(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("said", "told"),
     [
-        ("model.chat_template='{{% for m in messages %}}{}'".format("x" * 5000), "File name too long"),
+        (
+            "model.chat_template='{{% for m in messages %}}{}'".format("x" * 5000),
+            "File name too long",
+        ),
         ("model.path=~nobody-here/model", "home directory"),
     ],
 )
@@ -370,14 +439,18 @@ def test_rewards_that_are_not_there(folder: Path, reward: str, told: str) -> Non
 
 def test_rewards_may_be_in_an_importable_module(folder: Path) -> None:
     (folder / "scores").mkdir()
-    (folder / "scores" / "exact.py").write_text("def same(completions):\n    return [1.0] * len(completions)\n")
+    (folder / "scores" / "exact.py").write_text(
+        "def same(completions):\n    return [1.0] * len(completions)\n"
+    )
     [reference] = load(folder, 'reward.functions=["scores.exact:same"]').reward.functions
     assert reference == "scores.exact:same"
     assert load_function(reference, folder)(["a", "b"]) == [1.0, 1.0]
 
 
 def test_rewards_may_be_imported_or_assigned(folder: Path) -> None:
-    (folder / "many.py").write_text("from os.path import join as f, exists\ng = f\nif True:\n    def h(): ...\n")
+    (folder / "many.py").write_text(
+        "from os.path import join as f, exists\ng = f\nif True:\n    def h(): ...\n"
+    )
     for name in ("f", "exists", "g", "h"):
         load(folder, f'reward.functions=["many.py:{name}"]')
     (folder / "star.py").write_text("from os.path import *\n")
@@ -424,8 +497,15 @@ z = {inner = 1}
     assert line_of(("nowhere",), lines) is None
 
 
-plain = st.one_of(st.booleans(), st.integers(-(2**63), 2**63 - 1), st.floats(allow_nan=False), st.text(max_size=20))
-values = st.recursive(plain, lambda v: st.lists(v, max_size=3) | st.dictionaries(st.text(max_size=5), v, max_size=3))
+plain = st.one_of(
+    st.booleans(),
+    st.integers(-(2**63), 2**63 - 1),
+    st.floats(allow_nan=False),
+    st.text(max_size=20),
+)
+values = st.recursive(
+    plain, lambda v: st.lists(v, max_size=3) | st.dictionaries(st.text(max_size=5), v, max_size=3)
+)
 
 
 @settings(deadline=None)
@@ -442,7 +522,12 @@ def test_sizes(size: int) -> None:
 
 
 def test_sizes_by_hand() -> None:
-    assert [parse_size(s) for s in ("512MB", "1.5 GiB", "4gb", "7")] == [512 * 10**6, 3 * 2**29, 4 * 10**9, 7]
+    assert [parse_size(s) for s in ("512MB", "1.5 GiB", "4gb", "7")] == [
+        512 * 10**6,
+        3 * 2**29,
+        4 * 10**9,
+        7,
+    ]
     assert [format_size(s) for s in (131_000_000, 1_614_000_000, 12)] == ["131MB", "1.61GB", "12B"]
     for bad in ("", "MB", "-1MB", "0GB", "1 XB"):
         with pytest.raises(ValueError, match="is not a size"):
@@ -486,8 +571,16 @@ def test_an_override_takes_the_place_of_what_excludes_it_in_the_file(
     reasons = read_tree(run, [override])[1].reasons
     assert reasons.keys() == {said} and key in reasons[said] and str(run) in reasons[said]
     if not key.startswith("lora"):
-        with pytest.raises(ConfigError, match=key):  # both on one side are a contradiction as before
-            check(load_config(SFTConfig, None, ["model.path=o/m", "data.train=o/d", override, f"{key}={value}"]))
+        with pytest.raises(
+            ConfigError, match=key
+        ):  # both on one side are a contradiction as before
+            check(
+                load_config(
+                    SFTConfig,
+                    None,
+                    ["model.path=o/m", "data.train=o/d", override, f"{key}={value}"],
+                )
+            )
 
 
 @pytest.mark.parametrize(
@@ -506,7 +599,9 @@ def test_none_leaves_a_setting_of_the_file_out(tmp_path: Path, key: str, value: 
 def test_none_is_a_value_where_it_is_one_and_text_in_quotes() -> None:
     base = ["model.path=o/m", "data.train=o/d", 'reward.functions=["math"]']
     config = load_config(
-        RLConfig, None, [*base, "system.cluster=none", "algorithm.correction=none", 'data.prompt="none"']
+        RLConfig,
+        None,
+        [*base, "system.cluster=none", "algorithm.correction=none", 'data.prompt="none"'],
     )
     assert (config.system.cluster, config.data.prompt) == ("none", "none")
     assert "correction" in config.algorithm.model_fields_set
@@ -525,7 +620,9 @@ def test_none_is_a_value_where_it_is_one_and_text_in_quotes() -> None:
         ("model.path=none", "model.path is missing"),
     ],
 )
-def test_what_may_be_meant_to_leave_a_key_out_is_answered_with_how(override: str, told: str) -> None:
+def test_what_may_be_meant_to_leave_a_key_out_is_answered_with_how(
+    override: str, told: str
+) -> None:
     with pytest.raises(ConfigError) as refused:
         load_config(SFTConfig, None, ["model.path=o/m", "data.train=o/d", override])
     assert told in str(refused.value)

@@ -15,7 +15,13 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from tunesmith.config.commands import DistillConfig, GenerateConfig, OfflineDistillConfig, RFTConfig, all_keys
+from tunesmith.config.commands import (
+    DistillConfig,
+    GenerateConfig,
+    OfflineDistillConfig,
+    RFTConfig,
+    all_keys,
+)
 from tunesmith.config.load import load_config
 from tunesmith.config.resolved import Resolved, config_text, print_resolved, save_resolved, settings
 from tunesmith.config.schema import RLConfig, RunConfig, SFTConfig
@@ -84,7 +90,12 @@ def test_steps_come_from_the_data_and_the_batch() -> None:
 
 
 def test_warmup_ratio_counts_optimizer_steps() -> None:
-    config = rl("train.steps=10", "train.batch_size=32", "train.passes_per_batch=2", "train.warmup_ratio=0.1")
+    config = rl(
+        "train.steps=10",
+        "train.batch_size=32",
+        "train.passes_per_batch=2",
+        "train.warmup_ratio=0.1",
+    )
     resolved = resolve(config, facts())
     assert derived(resolved, "train.warmup_steps") == (4, "0.1 of 40 optimizer steps")
 
@@ -119,11 +130,18 @@ def test_learning_rate_falls_with_the_size_of_the_model() -> None:
             "cuda:1",
             "bfloat16",
         ),
-        (Hardware("c", 4, 16 * GB, 8 * GB, True, (V100,)), ["system.device=cpu"], "cpu", "bfloat16"),
+        (
+            Hardware("c", 4, 16 * GB, 8 * GB, True, (V100,)),
+            ["system.device=cpu"],
+            "cpu",
+            "bfloat16",
+        ),
         (CPU, ["model.dtype=float32"], "cpu", "float32"),
     ],
 )
-def test_device_and_number_format(hardware: Hardware, overrides: list[str], device: str, dtype: str) -> None:
+def test_device_and_number_format(
+    hardware: Hardware, overrides: list[str], device: str, dtype: str
+) -> None:
     config = resolve(rl(*overrides), facts(hardware=hardware)).config
     assert (config.system.device, config.model.dtype) == (device, dtype)
 
@@ -131,11 +149,16 @@ def test_device_and_number_format(hardware: Hardware, overrides: list[str], devi
 def test_micro_batches_follow_the_memory_and_always_hold_the_longest_sample() -> None:
     def tokens(config: RunConfig, available: int, **changes: Any) -> int | None:
         machine = Hardware("c", 4, available, available, bf16=False)
-        return resolve(config, facts(hardware=machine, **changes)).config.system.max_tokens_per_microbatch
+        return resolve(
+            config, facts(hardware=machine, **changes)
+        ).config.system.max_tokens_per_microbatch
 
-    # Per token: 6 layers × (8·256 + 4·256 + 4·768) numbers × 4 bytes; half of what the state leaves free, and the head:
-    # the gradient of 100 rows of 4096 logits, and three times a gradient of 4096 × 256.
-    layer = 4 * (4 * 256 + 3 * 256 + 3 * 128 + 3 * 768) + 4 * (2 + 4)  # saved in it, then needed by its backward pass
+    # Per token: 6 layers × (8·256 + 4·256 + 4·768) numbers × 4 bytes; half of what the state leaves
+    # free, and the head: the gradient of 100 rows of 4096 logits, and three times a gradient of
+    # 4096 × 256.
+    layer = 4 * (4 * 256 + 3 * 256 + 3 * 128 + 3 * 768) + 4 * (
+        2 + 4
+    )  # saved in it, then needed by its backward pass
     per_token = 6 * layer + 2 * 4 * 256 + 5 * 4 * 768 + 2 * 4 * 256
     state = 16 * 5_000_000 + 4 * 100 * 256 + 4 * 4096 * (100 + 3 * 256)
     assert tokens(sft(), state + 2 * per_token * 1024) == 1024
@@ -157,21 +180,28 @@ def test_on_a_cpu_fewer_completions_are_sampled_at_once_so_that_the_first_end_ea
     base = ["model.path=org/m", "data.train=org/d"]
     config, model = load_config(GenerateConfig, None, base), replace(SMALL, parameters=parameters)
     assert derived(resolve(config, facts(model=model)), "system.max_running")[0] == together
-    given = resolve(load_config(GenerateConfig, None, [*base, "system.max_running=9"]), facts(model=model))
+    given = resolve(
+        load_config(GenerateConfig, None, [*base, "system.max_running=9"]), facts(model=model)
+    )
     assert given.config.system.max_running == 9
     assert "system.max_running" not in {each.key for each in given.derived}
 
 
 def test_sampler_memory_is_what_the_batch_needs_or_its_share() -> None:
     resolved = resolve(rl(), facts())
-    # 64 requests of 100 + 512 tokens and two blocks of 32; 2 · 6 layers · 2 heads · 64 numbers of 4 bytes per token, in
-    # bfloat16 too, as the local engine has them on a CPU without a compiler; one plane to move rows in; a tenth more.
+    # 64 requests of 100 + 512 tokens and two blocks of 32; 2 · 6 layers · 2 heads · 64 numbers of 4
+    # bytes per token, in bfloat16 too, as the local engine has them on a CPU without a compiler;
+    # one plane to move rows in; a tenth more.
     wanted = 64 * (612 + 64) * (2 * 6 + 1) * 2 * 64 * 4
     assert resolved.config.model.dtype == "bfloat16"
     assert derived(resolved, "system.kv_memory")[0] == f"{-(-wanted * 11 // 10**7)}MB"
-    tight = resolve(rl("rollout.group_size=256", "rollout.max_new_tokens=3000", "system.max_running=2048"), facts())
+    tight = resolve(
+        rl("rollout.group_size=256", "rollout.max_new_tokens=3000", "system.max_running=2048"),
+        facts(),
+    )
     value, reason = derived(tight, "system.kv_memory")
-    # Of the head: gradients of 3100 rows, of a tile of 512 × 4096 logits, and of its weights, in three tensors.
+    # Of the head: gradients of 3100 rows, of a tile of 512 × 4096 logits, and of its weights, in
+    # three tensors.
     head = 4 * 3100 * 256 + (4 + 2) * 512 * 4096 + (2 * 4 + 2) * 4096 * 256
     assert value == f"{-(-(8 * GB - (18 + 8) * 5_000_000 - head) // 4 // 10**6)}MB"
     assert reason.startswith("a quarter of the free memory")
@@ -193,7 +223,13 @@ def test_state_counts_the_teacher_in_place_of_a_reference() -> None:
 
 def test_intervals_longer_than_the_run_are_shortened_and_it_says_so() -> None:
     resolved = resolve(
-        rl("train.steps=20", "checkpoint.every=500", "data.eval=org/e", "eval.every=50", "monitor.every=7"),
+        rl(
+            "train.steps=20",
+            "checkpoint.every=500",
+            "data.eval=org/e",
+            "eval.every=50",
+            "monitor.every=7",
+        ),
         facts(),
     )
     assert derived(resolved, "checkpoint.every") == (20, "shortened from 500: the run has 20 steps")
@@ -205,12 +241,23 @@ def test_intervals_longer_than_the_run_are_shortened_and_it_says_so() -> None:
 def test_limits_come_from_the_models_context() -> None:
     assert resolve(rl(), facts()).config.data.max_prompt_tokens == 2048 - 512
     assert resolve(sft(), facts()).config.data.max_tokens == 2048
-    rft = load_config(RFTConfig, None, ["model.path=org/m", "data.train=org/d", 'reward.functions=["math"]'])
-    assert resolve(rft, facts()).config.data.max_tokens is None, "its prompts leave room for an answer"
-    assert resolve(rl("data.eval=org/e", "eval.samples=8"), facts()).config.eval.pass_at == (1, 2, 4, 8)
+    rft = load_config(
+        RFTConfig, None, ["model.path=org/m", "data.train=org/d", 'reward.functions=["math"]']
+    )
+    assert resolve(rft, facts()).config.data.max_tokens is None, (
+        "its prompts leave room for an answer"
+    )
+    assert resolve(rl("data.eval=org/e", "eval.samples=8"), facts()).config.eval.pass_at == (
+        1,
+        2,
+        4,
+        8,
+    )
 
 
-@pytest.mark.parametrize("config", [rl("data.eval=org/d", "eval.samples=4", "train.warmup_ratio=0.1"), sft()])
+@pytest.mark.parametrize(
+    "config", [rl("data.eval=org/d", "eval.samples=4", "train.warmup_ratio=0.1"), sft()]
+)
 def test_resolving_again_changes_nothing(config: RunConfig) -> None:
     once = resolve(config, facts())
     again = resolve(once.config, facts())
@@ -221,22 +268,54 @@ def test_resolving_again_changes_nothing(config: RunConfig) -> None:
 @pytest.mark.parametrize(
     ("config", "kind", "keys"),
     [
-        (rl("rollout.group_size=1"), "contradiction", ["algorithm.advantage", "rollout.group_size"]),
-        (rl("rollout.group_size=1", "algorithm.name=rloo"), "contradiction", ["algorithm.advantage"]),
-        (rl("rollout.group_size=1", "algorithm.name=dr_grpo"), "contradiction", ["algorithm.advantage"]),
-        (rl("rollout.group_size=1", "algorithm.name=dapo"), "contradiction", ["algorithm.advantage"]),
-        (rl("train.steps=10", "train.warmup_steps=11"), "contradiction", ["train.warmup_steps", "train.steps"]),
+        (
+            rl("rollout.group_size=1"),
+            "contradiction",
+            ["algorithm.advantage", "rollout.group_size"],
+        ),
+        (
+            rl("rollout.group_size=1", "algorithm.name=rloo"),
+            "contradiction",
+            ["algorithm.advantage"],
+        ),
+        (
+            rl("rollout.group_size=1", "algorithm.name=dr_grpo"),
+            "contradiction",
+            ["algorithm.advantage"],
+        ),
+        (
+            rl("rollout.group_size=1", "algorithm.name=dapo"),
+            "contradiction",
+            ["algorithm.advantage"],
+        ),
+        (
+            rl("train.steps=10", "train.warmup_steps=11"),
+            "contradiction",
+            ["train.warmup_steps", "train.steps"],
+        ),
         (sft("train.steps=10", "train.warmup_steps=11"), "contradiction", ["train.warmup_steps"]),
-        (rl("train.warmup_steps=1", "train.warmup_ratio=0.1"), "contradiction", ["train.warmup_ratio"]),
+        (
+            rl("train.warmup_steps=1", "train.warmup_ratio=0.1"),
+            "contradiction",
+            ["train.warmup_ratio"],
+        ),
         (rl("train.steps=1", "train.epochs=1"), "contradiction", ["train.steps", "train.epochs"]),
         (sft("train.min_lr_ratio=0.1"), "unread", ["train.min_lr_ratio"]),
         (rl("eval.every=5"), "unread", ["eval.every"]),
         (rl("data.eval=org/d", "eval.temperature=0.5"), "unread", ["eval.temperature"]),
-        (rl("data.eval=org/d", "eval.samples=4", "eval.pass_at=[1,8]"), "contradiction", ["eval.pass_at"]),
+        (
+            rl("data.eval=org/d", "eval.samples=4", "eval.pass_at=[1,8]"),
+            "contradiction",
+            ["eval.pass_at"],
+        ),
         (rl("rollout.temperature=0"), "contradiction", ["rollout.temperature"]),
         (rl("train.batch_size=20"), "contradiction", ["train.batch_size", "rollout.group_size"]),
         (rl("train.batch_size=100"), "contradiction", ["train.batch_size"]),
-        (rl("system.max_tokens_per_microbatch=100"), "contradiction", ["system.max_tokens_per_microbatch"]),
+        (
+            rl("system.max_tokens_per_microbatch=100"),
+            "contradiction",
+            ["system.max_tokens_per_microbatch"],
+        ),
         (rl("algorithm.overlong.buffer=600"), "contradiction", ["algorithm.overlong.buffer"]),
         (
             rl("algorithm.name=reinforce", "algorithm.dynamic_filter=true", "rollout.group_size=1"),
@@ -253,7 +332,9 @@ def test_resolving_again_changes_nothing(config: RunConfig) -> None:
         ),
     ],
 )
-def test_contradictions_are_refused_before_any_fact_is_known(config: RunConfig, kind: str, keys: list[str]) -> None:
+def test_contradictions_are_refused_before_any_fact_is_known(
+    config: RunConfig, kind: str, keys: list[str]
+) -> None:
     with pytest.raises(ConfigError) as caught:
         check(config)
     assert [p for p in caught.value.problems if p.kind == kind and {*keys} <= {*p.keys}]
@@ -266,7 +347,8 @@ def test_batch_sizes_that_would_do_are_named() -> None:
 
 
 @pytest.mark.parametrize(
-    "config", [sft("data.max_tokens=3000"), rl("data.max_prompt_tokens=3000", "rollout.max_new_tokens=64")]
+    "config",
+    [sft("data.max_tokens=3000"), rl("data.max_prompt_tokens=3000", "rollout.max_new_tokens=64")],
 )
 def test_longer_samples_may_be_allowed_than_there_are(config: RunConfig) -> None:
     """The size of a micro-batch is derived by what there is."""
@@ -280,8 +362,14 @@ def test_what_is_said_to_be_unread_are_settings_that_exist() -> None:
     for entry in UNREAD:
         known = all_keys(entry.kind, tables=True)
         shown = re.findall(r"\{([\w.]+)\}", entry.why)
-        assert {*shown, *(key for key in (*entry.keys, *entry.but) if not key.endswith("."))} <= {*known}
-        assert all(any(key.startswith(table) for key in known) for table in entry.keys if table.endswith("."))
+        assert {*shown, *(key for key in (*entry.keys, *entry.but) if not key.endswith("."))} <= {
+            *known
+        }
+        assert all(
+            any(key.startswith(table) for key in known)
+            for table in entry.keys
+            if table.endswith(".")
+        )
 
 
 def test_all_contradictions_are_listed() -> None:
@@ -312,7 +400,9 @@ def test_all_contradictions_are_listed() -> None:
         ),
     ],
 )
-def test_contradictions_with_the_facts(config: RunConfig, changes: dict[str, Any], told: str) -> None:
+def test_contradictions_with_the_facts(
+    config: RunConfig, changes: dict[str, Any], told: str
+) -> None:
     with pytest.raises(ConfigError) as caught:
         resolve(config, facts(**changes))
     assert told in str(caught.value)
@@ -361,7 +451,9 @@ def test_a_resumed_run_keeps_what_the_earlier_one_said(tmp_path: Path) -> None:
         (("system.engine_process=true", "rollout.max_staleness=1", "system.threads=6"), 6, 6, ""),
     ],
 )  # fmt: skip
-def test_who_computes_at_once_shares_the_cores(said: tuple[str, ...], trainer: int, engine: int, reason: str) -> None:
+def test_who_computes_at_once_shares_the_cores(
+    said: tuple[str, ...], trainer: int, engine: int, reason: str
+) -> None:
     machine = replace(facts().hardware, cores=8, gpus=())
     resolved = resolve(rl(*said), replace(facts(), hardware=machine))
     assert resolved.config.system.threads == trainer and engine_threads(resolved.config) == engine
@@ -390,7 +482,9 @@ def test_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert {d.key for d in made.derived} <= {line.split()[0] for line in everything.splitlines()}
 
 
-def test_a_said_value_is_shown_though_it_switches_something_off(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_said_value_is_shown_though_it_switches_something_off(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     print_resolved(resolve(rl("train.seed=0", "system.compile=false"), facts()), all_of_it=False)
     rows = {line.split()[0] for line in capsys.readouterr().out.splitlines()}
     assert {"train.seed", "system.compile"} <= rows
@@ -407,13 +501,22 @@ def test_model_facts_without_torch(tmp_path: Path) -> None:
     save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
     assert read_model_facts(tmp_path) == ModelFacts(3 * 4 + 5 + 1, 2, 32, 64, 4, 2, 8, 300, 512)
     for rope in (
-        {"original_max_position_embeddings": 64, "rope_scaling": {"type": "su", "short_factor": [1.0]}},
+        {
+            "original_max_position_embeddings": 64,
+            "rope_scaling": {"type": "su", "short_factor": [1.0]},
+        },
         {"rope_parameters": {"rope_type": "longrope", "original_max_position_embeddings": 64}},
-        {"rope_parameters": {"full_attention": {"rope_type": "longrope", "original_max_position_embeddings": 64}}},
+        {
+            "rope_parameters": {
+                "full_attention": {"rope_type": "longrope", "original_max_position_embeddings": 64}
+            }
+        },
     ):
         (tmp_path / "config.json").write_text(json.dumps(sizes | rope))
         assert (found := read_model_facts(tmp_path)) is not None and found.switch == 64
-    (tmp_path / "config.json").write_text('{"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 9}')
+    (tmp_path / "config.json").write_text(
+        '{"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 9}'
+    )
     (tmp_path / "model.safetensors").unlink()
     gpt2 = read_model_facts(tmp_path)
     assert gpt2 == ModelFacts(None, 2, 32, 128, 4, 4, 8, 9, None)
@@ -427,15 +530,23 @@ def test_model_facts_without_torch(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "told"),
     [
-        ("model.safetensors", b"version https://git-lfs.github.com/spec/v1\noid sha256:ab\n", "a Git LFS pointer"),
+        (
+            "model.safetensors",
+            b"version https://git-lfs.github.com/spec/v1\noid sha256:ab\n",
+            "a Git LFS pointer",
+        ),
         ("model.safetensors", b"<html>no such file</html>", "is damaged"),
         ("model.safetensors", struct.pack("<Q", 2) + b"[]", "cannot read"),
         ("model.safetensors", struct.pack("<Q", 10) + b'{"a": {}} ', "cannot read"),
         ("config.json", b"[]", "cannot read"),
     ],
 )
-def test_files_that_are_no_model_are_refused_in_words(tmp_path: Path, name: str, content: bytes, told: str) -> None:
-    (tmp_path / "config.json").write_text('{"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 9}')
+def test_files_that_are_no_model_are_refused_in_words(
+    tmp_path: Path, name: str, content: bytes, told: str
+) -> None:
+    (tmp_path / "config.json").write_text(
+        '{"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 9}'
+    )
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ModelError, match=rf"cannot read .*{name}") as caught:
         read_model_facts(tmp_path)
@@ -461,7 +572,10 @@ def test_limits_of_the_groups_of_a_process(tmp_path: Path, monkeypatch: pytest.M
     assert hardware.memory()[0] == 2 * 10**9 and hardware.memory()[1] <= 14 * 10**8
     assert hardware.usable_cpus() == 1
     own.write_text("4:memory:/old\n1:cpu,cpuacct:/old\n0::/\n")
-    assert hardware.memory() == (5 * 10**8, min(5 * 10**8, hardware.memory()[1])) and hardware.usable_cpus() == 1
+    assert (
+        hardware.memory() == (5 * 10**8, min(5 * 10**8, hardware.memory()[1]))
+        and hardware.usable_cpus() == 1
+    )
     own.write_text("0::/../job\n")
     assert hardware.memory()[0] > 3 * 10**9
 
@@ -491,7 +605,10 @@ def test_parts_of_a_gpu_have_their_own_memory() -> None:
     )
     [part] = parse_gpus(listing, "MIG-d8", parts)
     assert part == Gpu("NVIDIA H100 80GB HBM3 MIG 1g.10gb+me", 10 * GB, 10 * GB, (9, 0))
-    assert [g.memory_free for g in parse_gpus(listing, "MIG-c7,MIG-d8", parts)] == [40 * GB, 10 * GB]
+    assert [g.memory_free for g in parse_gpus(listing, "MIG-c7,MIG-d8", parts)] == [
+        40 * GB,
+        10 * GB,
+    ]
     assert parse_gpus(listing, "MIG-e9", parts) == parse_gpus(listing, "MIG-c7") == ()
     assert len(parse_gpus(listing, None, parts)) == 1
 
@@ -536,9 +653,13 @@ def test_limits_are_measured_once() -> None:
 
 @pytest.mark.parametrize("terminal", [True, False])
 def test_keys_values_and_reasons_are_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], terminal: bool
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    terminal: bool,
 ) -> None:
-    """Below the value where 80 columns do not hold both; in a file on one line, without blanks at its end."""
+    """Below the value where 80 columns do not hold both; in a file on one line, without blanks at
+    its end."""
     import rich.console
 
     monkeypatch.chdir(tmp_path)
@@ -559,22 +680,32 @@ def test_keys_values_and_reasons_are_whole(
     assert str(tmp_path) not in text and "long" * 12 in text
     assert not any(line.endswith(" ") for line in lines)
     if terminal:
-        wide = [line for line in lines if len(line) > 80 and "longlong" not in line and not line.startswith("note")]
+        wide = [
+            line
+            for line in lines
+            if len(line) > 80 and "longlong" not in line and not line.startswith("note")
+        ]
         assert not wide
     else:
         assert not any(line.startswith("    ") for line in lines)
 
 
 @pytest.mark.parametrize(("longest", "expected"), [(40, True), (30, False)])
-def test_rollouts_that_grow_past_a_switch_of_frequencies_are_scored_anew(longest: int, expected: bool) -> None:
-    """What was drawn with the short frequencies is scored with the long ones: the first ratio would not be 1."""
+def test_rollouts_that_grow_past_a_switch_of_frequencies_are_scored_anew(
+    longest: int, expected: bool
+) -> None:
+    """What was drawn with the short frequencies is scored with the long ones: the first ratio would
+    not be 1."""
     model = ModelFacts(1_000_000, 2, 32, 64, 4, 2, 8, 300, 512, switch=64)
     found = resolve(rl("rollout.max_new_tokens=32"), facts(model=model, longest=longest))
     value, reason = derived(found, "algorithm.decoupled")
     assert value is expected and ("64 tokens" in reason) is expected
     if expected:
         with pytest.raises(ConfigError, match="64 tokens"):
-            resolve(rl("rollout.max_new_tokens=32", "algorithm.decoupled=false"), facts(model=model, longest=longest))
+            resolve(
+                rl("rollout.max_new_tokens=32", "algorithm.decoupled=false"),
+                facts(model=model, longest=longest),
+            )
 
 
 @pytest.mark.parametrize(
@@ -586,7 +717,9 @@ def test_rollouts_that_grow_past_a_switch_of_frequencies_are_scored_anew(longest
         ["algorithm.loss=gpg", "algorithm.correction=icepop", "algorithm.correction.high=3.0"],
     ],
 )
-def test_the_choices_of_a_run_are_written_as_they_were_made(tmp_path: Path, overrides: list[str]) -> None:
+def test_the_choices_of_a_run_are_written_as_they_were_made(
+    tmp_path: Path, overrides: list[str]
+) -> None:
     found = resolve(rl(*overrides), facts())
     (tmp_path / "run.toml").write_text(config_text(found))
     again = resolve(load_config(RLConfig, tmp_path / "run.toml"), facts())

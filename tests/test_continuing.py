@@ -1,4 +1,5 @@
-"""A continued run refuses, or tells the effect of, each change of a setting or file that is part of what is learned."""
+"""A continued run refuses, or tells the effect of, each change of a setting or file that is part of
+what is learned."""
 
 from __future__ import annotations
 
@@ -33,8 +34,13 @@ def test_every_setting_has_exactly_one_entry() -> None:
     assert len(named) == len(set(named))
     assert all(bool(verdict.effect) == (verdict.kind == "effect") for verdict in SETTINGS)
     assert all(verdict_of(key) for key in KEYS), "each key has an entry, or a table around it has"
-    assert all(any(key == name or key.startswith(name) for key in KEYS) for name in named), "no entry is of nothing"
-    assert all(said.key.partition(".")[0] in RLConfig.model_fields | {"teacher": 0} for said in CONTENTS.values())
+    assert all(any(key == name or key.startswith(name) for key in KEYS) for name in named), (
+        "no entry is of nothing"
+    )
+    assert all(
+        said.key.partition(".")[0] in RLConfig.model_fields | {"teacher": 0}
+        for said in CONTENTS.values()
+    )
 
 
 REQUIRED = ["model.path=o/m", "data.train=o/d", "teacher.path=o/t", 'reward.functions=["math"]']
@@ -52,7 +58,9 @@ def _config(kind: Any) -> Any:
 
 
 @pytest.mark.parametrize("key", sorted({key for kind in ALL for key in settings(_config(kind))}))
-def test_a_change_of_any_setting_is_refused_told_or_does_not_matter(tmp_path: Path, key: str) -> None:
+def test_a_change_of_any_setting_is_refused_told_or_does_not_matter(
+    tmp_path: Path, key: str
+) -> None:
     resolved = resolved_of(key)
     save_resolved(resolved, tmp_path)
     file = tmp_path / "resolved.json"
@@ -61,7 +69,9 @@ def test_a_change_of_any_setting_is_refused_told_or_does_not_matter(tmp_path: Pa
     file.write_text(json.dumps(saved))
     found, kind = changes(resolved, {}, tmp_path), verdict_of(key).kind
     lines = {"refused": found.refused, "effect": found.told, "speed": found.told}.get(kind, [])
-    assert [*found.refused, *found.told] == lines and len(lines) == (kind in ("refused", "effect", "speed"))
+    assert [*found.refused, *found.told] == lines and len(lines) == (
+        kind in ("refused", "effect", "speed")
+    )
     assert all(line.startswith(f'{key}: "before" → ') for line in lines)
 
 
@@ -69,10 +79,14 @@ def test_a_change_of_any_setting_is_refused_told_or_does_not_matter(tmp_path: Pa
 def test_a_change_of_any_file_is_refused_or_told(tmp_path: Path, name: str) -> None:
     resolved = resolved_of("model.path")
     save_resolved(resolved, tmp_path, {name: "1"})
-    assert changes(resolved, {name: Content("a file", "1")}, tmp_path) == changes(resolved, {}, tmp_path)
+    assert changes(resolved, {name: Content("a file", "1")}, tmp_path) == changes(
+        resolved, {}, tmp_path
+    )
     found = changes(resolved, {name: Content("a file", "2")}, tmp_path)
     lines = found.refused if CONTENTS[name].refused else found.told
-    assert len(lines) == 1 == len(found.refused + found.told) and lines[0].startswith(CONTENTS[name].key)
+    assert len(lines) == 1 == len(found.refused + found.told) and lines[0].startswith(
+        CONTENTS[name].key
+    )
     assert not changes(resolved, {name: Content("a file", "2")}, tmp_path / "new").told
 
 
@@ -124,7 +138,11 @@ def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(("changed", "edit", "key"), SFT)
 def test_what_the_checkpoint_does_not_go_with_is_refused_before_a_model_is_loaded(
-    begun: Path, monkeypatch: pytest.MonkeyPatch, changed: dict[str, Any], edit: Callable[[Path], Any] | None, key: str
+    begun: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    changed: dict[str, Any],
+    edit: Callable[[Path], Any] | None,
+    key: str,
 ) -> None:
     from tunesmith.models.causal_lm import CausalLM
 
@@ -132,7 +150,9 @@ def test_what_the_checkpoint_does_not_go_with_is_refused_before_a_model_is_loade
         raise AssertionError("the model was loaded")
 
     monkeypatch.setattr(CausalLM, "load", load)
-    before = {file: file.read_bytes() for file in (*begun.glob("*.jsonl"), *(begun / "model").iterdir())}
+    before = {
+        file: file.read_bytes() for file in (*begun.glob("*.jsonl"), *(begun / "model").iterdir())
+    }
     saved = (begun / "sft/resolved.json").read_bytes()
     try:
         if edit:
@@ -149,14 +169,18 @@ def test_what_the_checkpoint_does_not_go_with_is_refused_before_a_model_is_loade
 
 
 @pytest.mark.slow
-def test_what_changes_from_now_on_is_told_and_happens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_changes_from_now_on_is_told_and_happens(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     model = save_model(tmp_path / "model")
     kl = {"algorithm__kl__coef": 0.1, "data__eval": None}
     placement.run_rl(None, rl_settings(tmp_path, model, train__steps=1, **kl))
     capsys.readouterr()
     moved = tmp_path / "moved"
     (tmp_path / "model").rename(moved)
-    (tmp_path / "rewards.py").write_text((tmp_path / "rewards.py").read_text().replace('"N"', '"Q"'))
+    (tmp_path / "rewards.py").write_text(
+        (tmp_path / "rewards.py").read_text().replace('"N"', '"Q"')
+    )
     write_lines(tmp_path / "held_out.jsonl", sums(2))
     said: dict[str, Any] = {
         "train__steps": 2,
@@ -164,9 +188,18 @@ def test_what_changes_from_now_on_is_told_and_happens(tmp_path: Path, capsys: py
         "rollout__temperature": 0.9,
         "train__lr": 1e-3,
     }
-    said |= {"system__threads": 2, "data__eval": str(tmp_path / "held_out.jsonl"), "checkpoint__resume": True}
+    said |= {
+        "system__threads": 2,
+        "data__eval": str(tmp_path / "held_out.jsonl"),
+        "checkpoint__resume": True,
+    }
     placement.run_rl(None, rl_settings(tmp_path, moved, **said))
-    lines = capsys.readouterr().out.partition("; from step 1 on:")[2].partition("run directory")[0].splitlines()
+    lines = (
+        capsys.readouterr()
+        .out.partition("; from step 1 on:")[2]
+        .partition("run directory")[0]
+        .splitlines()
+    )
     told = {line.strip().partition(": ")[0] for line in lines if line.startswith("  ")}
     assert told == {
         "algorithm.kl.coef", "rollout.temperature", "train.lr", "train.steps", "system.threads", "reward.functions",
@@ -177,7 +210,10 @@ def test_what_changes_from_now_on_is_told_and_happens(tmp_path: Path, capsys: py
 
 
 def test_a_digest_of_weights_sees_a_change_and_not_a_move(tmp_path: Path) -> None:
-    tokenizer, data = SimpleNamespace(chat_template=None, get_vocab=dict), cast(Any, SimpleNamespace(fingerprint="x"))
+    tokenizer, data = (
+        SimpleNamespace(chat_template=None, get_vocab=dict),
+        cast(Any, SimpleNamespace(fingerprint="x")),
+    )
     digests: list[str] = []
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):
         folder = save_model(tmp_path / name, seed=seed)

@@ -17,7 +17,9 @@ WEIGHTS = [0.25, 1.0, 4.0, 1.5]  # product 1.5, geometric mean 1.5^(1/4) = 1.107
 
 def made(name: str, low: float = 0.5, high: float = 2.0) -> Correction:
     kind = Correction.types[name]
-    return kind(**{key: value for key, value in (("low", low), ("high", high)) if key in kind.model_fields})
+    return kind(
+        **{key: value for key, value in (("low", low), ("high", high)) if key in kind.model_fields}
+    )
 
 
 @pytest.mark.parametrize(
@@ -74,7 +76,9 @@ def test_huge_differences_stay_finite(name: str) -> None:
 
 
 def test_the_column_is_made_where_a_correction_is_set() -> None:
-    section, _ = resolve_algorithm(AlgorithmSection.model_validate({"correction": "token_clamp"}), max_new_tokens=8)
+    section, _ = resolve_algorithm(
+        AlgorithmSection.model_validate({"correction": "token_clamp"}), max_new_tokens=8
+    )
     batch = random_batch(0)
     prepare_columns(batch, section, seed=0)
     old, sampler = batch.columns["old_logprobs"], batch.columns["behaviour_logprobs"]

@@ -13,8 +13,18 @@ from tunesmith.errors import StorageError
 from tunesmith.records.costs import largest_costs
 
 
-def event(name: str, start: float, micros: float, thread: int = 1, kind: str = "cpu_op") -> dict[str, Any]:
-    return {"ph": "X", "cat": kind, "name": name, "ts": start, "dur": micros, "pid": 1, "tid": thread}
+def event(
+    name: str, start: float, micros: float, thread: int = 1, kind: str = "cpu_op"
+) -> dict[str, Any]:
+    return {
+        "ph": "X",
+        "cat": kind,
+        "name": name,
+        "ts": start,
+        "dur": micros,
+        "pid": 1,
+        "tid": thread,
+    }
 
 
 def trace(path: Path, *events: dict[str, Any]) -> Path:
@@ -25,9 +35,23 @@ def trace(path: Path, *events: dict[str, Any]) -> Path:
 
 
 def test_an_operation_costs_what_those_it_calls_do_not(tmp_path: Path) -> None:
-    calls = [event("linear", 0, 100), event("mm", 10, 60), event("copy", 80, 5), event("linear", 100, 50)]
-    file = trace(tmp_path, *calls, event("mm", 0, 200, thread=2), event("user", 0, 500, kind="user_annotation"))
-    assert largest_costs(file, 3) == [("mm", 260e-6), ("linear", pytest.approx(85e-6)), ("copy", 5e-6)]
+    calls = [
+        event("linear", 0, 100),
+        event("mm", 10, 60),
+        event("copy", 80, 5),
+        event("linear", 100, 50),
+    ]
+    file = trace(
+        tmp_path,
+        *calls,
+        event("mm", 0, 200, thread=2),
+        event("user", 0, 500, kind="user_annotation"),
+    )
+    assert largest_costs(file, 3) == [
+        ("mm", 260e-6),
+        ("linear", pytest.approx(85e-6)),
+        ("copy", 5e-6),
+    ]
     assert largest_costs(file, 1) == [("mm", 260e-6)]
 
 
@@ -41,7 +65,10 @@ def test_calls_of_compiled_functions_count(tmp_path: Path) -> None:
 
 def test_on_a_gpu_its_kernels_count(tmp_path: Path) -> None:
     file = trace(
-        tmp_path, event("mm", 0, 900), event("gemm", 5, 30, kind="kernel"), event("gemm", 40, 30, kind="kernel")
+        tmp_path,
+        event("mm", 0, 900),
+        event("gemm", 5, 30, kind="kernel"),
+        event("gemm", 40, 30, kind="kernel"),
     )
     assert largest_costs(file, 3) == [("gemm", pytest.approx(60e-6))]
 

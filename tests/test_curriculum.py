@@ -1,4 +1,5 @@
-"""Tasks that taught nothing rest for the stated epochs, are tried again after them, and stay so across a resume."""
+"""Tasks that taught nothing rest for the stated epochs, are tried again after them, and stay so
+across a resume."""
 
 from __future__ import annotations
 
@@ -59,9 +60,13 @@ def test_where_the_data_lies_now_does_not_matter() -> None:
     tasks.settle(tasks.next_batch(3))
     rest(tasks, "ac")
     tasks.next_batch(2)
-    moved = Curriculum(Loader([Task(f"moved/{task.id}", task.id, (5,)) for task in TASKS], shuffle=False), 1)
+    moved = Curriculum(
+        Loader([Task(f"moved/{task.id}", task.id, (5,)) for task in TASKS], shuffle=False), 1
+    )
     # What is read is in the fingerprint of ``data.reading``; of these items their names are too.
-    moved.load_state_dict(json.loads(json.dumps({**tasks.state_dict(), "fingerprint": moved.loader.fingerprint})))
+    moved.load_state_dict(
+        json.loads(json.dumps({**tasks.state_dict(), "fingerprint": moved.loader.fingerprint}))
+    )
     assert names(moved.next_batch(4)) == "moved/dmoved/bmoved/dmoved/a"
 
 

@@ -70,7 +70,11 @@ def added(path: Path) -> None:
     ],
 )
 def test_a_damaged_file_is_named_and_a_whole_checkpoint_offered(
-    tmp_path: Path, finished: tuple[Path, list[str]], name: str, damage: Callable[[Path], Any], named: str
+    tmp_path: Path,
+    finished: tuple[Path, list[str]],
+    name: str,
+    damage: Callable[[Path], Any],
+    named: str,
 ) -> None:
     run_dir, said = finished
     run = tmp_path / "run"
@@ -78,11 +82,16 @@ def test_a_damaged_file_is_named_and_a_whole_checkpoint_offered(
     newest = Checkpoints(run / "checkpoints", 2).newest()
     assert newest is not None and damages(newest) == []
     damage(newest / name)
-    here = [word for word in said if not word.startswith("run_dir=")] + [f'run_dir="{run}"', "train.steps=3"]
+    here = [word for word in said if not word.startswith("run_dir=")] + [
+        f'run_dir="{run}"',
+        "train.steps=3",
+    ]
     for resume in ("true", '"auto"', f'"{newest}"'):
         with pytest.raises(CheckpointError) as raised:
             placement.run_sft(None, [*here, f"checkpoint.resume={resume}"])
-        assert named in str(raised.value) and str(run / "checkpoints/step-000001") in str(raised.value)
+        assert named in str(raised.value) and str(run / "checkpoints/step-000001") in str(
+            raised.value
+        )
     outcome = placement.run_sft(None, [*here, f'checkpoint.resume="{run}/checkpoints/step-000001"'])
     assert outcome.checkpoint.parent.name == "step-000003"
 
@@ -99,16 +108,22 @@ def test_the_command_says_what_is_whole(tmp_path: Path, finished: tuple[Path, li
     assert CliRunner().invoke(app, ["check", str(tmp_path)]).exit_code == 2
 
 
-def test_a_checkpoint_without_its_checksums_is_refused(tmp_path: Path, finished: tuple[Path, list[str]]) -> None:
+def test_a_checkpoint_without_its_checksums_is_refused(
+    tmp_path: Path, finished: tuple[Path, list[str]]
+) -> None:
     run_dir, said = finished
     old = shutil.copytree(run_dir / "checkpoints/step-000001", tmp_path / "step-000001")
     (old / "manifest.json").unlink()
-    here = [word for word in said if not word.startswith("run_dir=")] + [f'run_dir="{tmp_path / "on"}"']
+    here = [word for word in said if not word.startswith("run_dir=")] + [
+        f'run_dir="{tmp_path / "on"}"'
+    ]
     with pytest.raises(CheckpointError, match=r"manifest\.json"):
         placement.run_sft(None, [*here, f'checkpoint.resume="{old}"'])
 
 
-def changed(model: Path, to: Path, change: Callable[[dict[str, torch.Tensor]], Any], **config: Any) -> Path:
+def changed(
+    model: Path, to: Path, change: Callable[[dict[str, torch.Tensor]], Any], **config: Any
+) -> Path:
     shutil.copytree(model, to)
     weights = load_file(to / "model.safetensors")
     change(weights)
@@ -118,7 +133,9 @@ def changed(model: Path, to: Path, change: Callable[[dict[str, torch.Tensor]], A
     return to
 
 
-def test_weights_that_are_missing_or_too_many_are_refused_by_name(tmp_path: Path, model: Path) -> None:
+def test_weights_that_are_missing_or_too_many_are_refused_by_name(
+    tmp_path: Path, model: Path
+) -> None:
     cases: list[tuple[str, Callable[[dict[str, torch.Tensor]], Any], dict[str, Any], str]] = [
         ("layers", dict.copy, {"num_hidden_layers": 9}, "model.layers.2."),
         ("fewer", dict.copy, {"num_hidden_layers": 1}, "model.layers.1."),
@@ -164,7 +181,10 @@ def test_weights_that_are_not_finite_never_become_a_checkpoint(
     tmp_path: Path, model: Path, lr: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They come of the last step, after which nothing else would look at them."""
-    monkeypatch.setattr("tunesmith.run.placement.trainers.learning_rate", lambda step, **_: lr if step == 2 else 1e-3)
+    monkeypatch.setattr(
+        "tunesmith.run.placement.trainers.learning_rate",
+        lambda step, **_: lr if step == 2 else 1e-3,
+    )
     with pytest.raises(DivergedError, match="is not finite") as raised:
         placement.run_sft(None, sft_settings(tmp_path, model, train__steps=3, checkpoint__every=1))
     assert raised.value.exit_code == 2
@@ -179,14 +199,18 @@ def poison(monkeypatch: pytest.MonkeyPatch, steps: set[int]) -> None:
 
     def step(self: TorchBackend[Any], lr: float) -> dict[str, float]:
         if self.optimizer_steps + 1 in steps:
-            next(m for m in self.optimizer.masters.values() if m.grad is not None).grad.fill_(float("nan"))
+            next(m for m in self.optimizer.masters.values() if m.grad is not None).grad.fill_(
+                float("nan")
+            )
         return original(self, lr)
 
     monkeypatch.setattr(TorchBackend, "step", step)
 
 
 @pytest.mark.parametrize(
-    ("steps", "ends_at"), [({3, 5, 6}, None), ({1}, 1), ({3, 4, 5}, 5)], ids=["rare", "the first", "three in a row"]
+    ("steps", "ends_at"),
+    [({3, 5, 6}, None), ({1}, 1), ({3, 4, 5}, 5)],
+    ids=["rare", "the first", "three in a row"],
 )
 def test_rare_gradients_that_are_not_finite_are_skipped_and_others_end_the_run(
     tmp_path: Path,
@@ -206,18 +230,28 @@ def test_rare_gradients_that_are_not_finite_are_skipped_and_others_end_the_run(
         placement.run_sft(None, said)
     saved = Checkpoints(tmp_path / "sft/checkpoints", 9)
     assert saved.steps() == list(range(1, ends_at))
-    assert all(t.isfinite().all() for step in saved.steps() for t in tensors(saved.path(step)).values())
+    assert all(
+        t.isfinite().all() for step in saved.steps() for t in tensors(saved.path(step)).values()
+    )
 
 
-def test_a_model_without_its_optimizer_is_no_place_to_go_on_from(tmp_path: Path, model: Path) -> None:
-    said = sft_settings(tmp_path, model, train__steps=2, checkpoint__every=1, checkpoint__model_only="last")
+def test_a_model_without_its_optimizer_is_no_place_to_go_on_from(
+    tmp_path: Path, model: Path
+) -> None:
+    said = sft_settings(
+        tmp_path, model, train__steps=2, checkpoint__every=1, checkpoint__model_only="last"
+    )
     outcome = placement.run_sft(None, said)
     first, last = (outcome.run_dir / f"checkpoints/step-00000{n}" for n in (1, 2))
-    assert (first / "optimizer.safetensors").exists() and not (last / "optimizer.safetensors").exists()
+    assert (first / "optimizer.safetensors").exists() and not (
+        last / "optimizer.safetensors"
+    ).exists()
     assert read_state(last)["finished"] and damages(last) == []
     with pytest.raises(CheckpointError, match="model_only"):
         placement.run_sft(None, [*said, "checkpoint.resume=true", "train.steps=3"])
-    placement.run_sft(None, [*said, f'checkpoint.resume="{first}"', "checkpoint.model_only=true", "train.steps=3"])
+    placement.run_sft(
+        None, [*said, f'checkpoint.resume="{first}"', "checkpoint.model_only=true", "train.steps=3"]
+    )
     assert not (outcome.run_dir / "checkpoints/step-000003/optimizer.safetensors").exists()
 
 
@@ -235,10 +269,14 @@ def test_a_run_s_directory_stands_for_its_newest_model(
 def undisturbed(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
     """The last checkpoint of a run of four steps."""
     folder = tmp_path_factory.mktemp("undisturbed")
-    return placement.run_sft(None, sft_settings(folder, model, train__steps=4, checkpoint__every=1)).checkpoint
+    return placement.run_sft(
+        None, sft_settings(folder, model, train__steps=4, checkpoint__every=1)
+    ).checkpoint
 
 
-@pytest.mark.parametrize("deleted", ["sft/metrics.jsonl", "sft", "sft/checkpoints", "own", "examples.jsonl"])
+@pytest.mark.parametrize(
+    "deleted", ["sft/metrics.jsonl", "sft", "sft/checkpoints", "own", "examples.jsonl"]
+)
 def test_a_run_goes_on_without_what_is_deleted_under_it(
     deleted: str,
     undisturbed: Path,
@@ -260,7 +298,9 @@ def test_a_run_goes_on_without_what_is_deleted_under_it(
 
     monkeypatch.setattr(Session, "finish_step", finish_step)
     own = shutil.copytree(model, tmp_path / "own")
-    outcome = placement.run_sft(None, sft_settings(tmp_path, own, train__steps=4, checkpoint__every=1))
+    outcome = placement.run_sft(
+        None, sft_settings(tmp_path, own, train__steps=4, checkpoint__every=1)
+    )
     same_tensors(undisturbed, outcome.checkpoint)
     assert AutoTokenizer.from_pretrained(outcome.checkpoint)("ab")["input_ids"]
     lines = [json.loads(line) for line in (tmp_path / "sft/metrics.jsonl").read_text().splitlines()]

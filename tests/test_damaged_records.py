@@ -1,4 +1,5 @@
-"""A damaged file in a run's directory: every command that reads runs says so or leaves it out, and shows the others."""
+"""A damaged file in a run's directory: every command that reads runs says so or leaves it out, and
+shows the others."""
 
 from __future__ import annotations
 
@@ -14,7 +15,10 @@ from hand_made_runs import make_run
 
 DEEP = "[" * 100_000
 HUGE = "1" * 5_000
-RECORDS = [["metrics.jsonl"], ["resolved.json", "facts.json", "plan.json", "rollouts.jsonl", "run.lock"]]
+RECORDS = [
+    ["metrics.jsonl"],
+    ["resolved.json", "facts.json", "plan.json", "rollouts.jsonl", "run.lock"],
+]
 """The second ones together, because each is read on its own."""
 
 
@@ -64,7 +68,11 @@ def test_every_reader_bears_every_damage(tmp_path: Path) -> None:
                 (run / record).unlink(missing_ok=True)
                 damage(run / record)
             path = str(run)
-            asked += [["doctor", path], ["report", path, "--out", str(tmp_path / "out.html")], ["runs", "tail", path]]
+            asked += [
+                ["doctor", path],
+                ["report", path, "--out", str(tmp_path / "out.html")],
+                ["runs", "tail", path],
+            ]
             asked += [["runs", "compare", path, str(tmp_path / "good")], ["check", path]]
             asked += [["explain", "train.lr", "--run", path], ["explain", "reward", "--run", path]]
     asked += [["runs", "list", str(tmp_path)], ["runs", "list", str(tmp_path), "--json"]]
@@ -81,7 +89,9 @@ def test_every_reader_bears_every_damage(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [name for name in DAMAGES if name not in ("pipe", "dangling")])
-def test_settings_that_cannot_be_compared_refuse_to_continue_with_a_remedy(tmp_path: Path, damage: str) -> None:
+def test_settings_that_cannot_be_compared_refuse_to_continue_with_a_remedy(
+    tmp_path: Path, damage: str
+) -> None:
     from tunesmith.config.continuing import changes
     from tunesmith.config.load import load_config
     from tunesmith.config.resolved import Resolved

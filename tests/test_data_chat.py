@@ -1,4 +1,5 @@
-"""Assistant masks are token-exact on the public chat formats, or the template is refused by name."""
+"""Assistant masks are token-exact on the public chat formats, or the template is refused by
+name."""
 
 from __future__ import annotations
 
@@ -14,7 +15,13 @@ from hypothesis import strategies as st
 
 import data_tokenizers as kit
 from tunesmith.errors import ConfigError, DataError
-from tunesmith.learn.data.chat import MOST_TURNS, ChatTemplate, Rendered, end_of_turn_id, end_of_turn_ids
+from tunesmith.learn.data.chat import (
+    MOST_TURNS,
+    ChatTemplate,
+    Rendered,
+    end_of_turn_id,
+    end_of_turn_ids,
+)
 from tunesmith.learn.data.chat_defaults import set_defaults
 from tunesmith.learn.data.tokens import encode_with_offsets, mask_spans
 
@@ -39,9 +46,12 @@ FAMILIES: dict[str, Callable[[str], str]] = {
 }
 KEEPS_EARLIER_TURNS = sorted(set(FAMILIES) - {"qwen3", "qwen3_thinking"})
 
-# Letters, blanks, line breaks, several-byte and several-token characters, and look-alikes of markup.
+# Letters, blanks, line breaks, several-byte and several-token characters, and look-alikes of
+# markup.
 WORD = st.text(st.sampled_from("ab C.1\n\té中🙂<|{%"), min_size=1, max_size=12)
-CONTENT = WORD.filter(lambda text: text.strip() != "").map(lambda text: unicodedata.normalize("NFC", text))
+CONTENT = WORD.filter(lambda text: text.strip() != "").map(
+    lambda text: unicodedata.normalize("NFC", text)
+)
 TALK = st.lists(st.tuples(CONTENT, CONTENT), min_size=1, max_size=3)
 
 
@@ -59,7 +69,10 @@ def conversation(talk: list[tuple[str, str]]) -> list[dict[str, Any]]:
     return [
         message
         for asked, answered in talk
-        for message in ({"role": "user", "content": asked}, {"role": "assistant", "content": answered})
+        for message in (
+            {"role": "user", "content": asked},
+            {"role": "assistant", "content": answered},
+        )
     ]
 
 
@@ -73,7 +86,8 @@ def runs(tok: Any, text: Rendered) -> tuple[list[str], str]:
             found.append([])
         if learn:
             found[-1].append(token)
-    # The decoder of a metaspace tokenizer strips the first blank of a text, so decode after another token.
+    # The decoder of a metaspace tokenizer strips the first blank of a text, so decode after another
+    # token.
     start = tok.convert_tokens_to_ids("<s>")
     return [tok.decode([start, *run])[3:] for run in found], tok.decode(ids)
 
@@ -82,7 +96,9 @@ def runs(tok: Any, text: Rendered) -> tuple[list[str], str]:
 @pytest.mark.parametrize("family", KEEPS_EARLIER_TURNS)
 @settings(max_examples=15, deadline=None)
 @given(talk=TALK)
-def test_learned_tokens_are_exactly_the_assistants(family: str, kind: str, talk: list[tuple[str, str]]) -> None:
+def test_learned_tokens_are_exactly_the_assistants(
+    family: str, kind: str, talk: list[tuple[str, str]]
+) -> None:
     tok = tokenizer(family, kind)
     texts = template(family, kind).learned(conversation(talk))
     assert len(texts) == 1
@@ -105,12 +121,16 @@ def test_a_template_that_strips_thinking_is_learned_turn_by_turn(
     assert len(texts) == len(talk)
     for i, (text, (_, answer)) in enumerate(zip(texts, talk, strict=True)):
         assert runs(tok, text)[0] == [FAMILIES[family](answer)]
-        prompt = tok.apply_chat_template(messages[: 2 * i + 1], tokenize=False, add_generation_prompt=True)
+        prompt = tok.apply_chat_template(
+            messages[: 2 * i + 1], tokenize=False, add_generation_prompt=True
+        )
         assert text.text[: text.spans[0][0]] == prompt
 
 
 def test_qwen3_thinking_is_learned_and_earlier_thinking_is_not_shown() -> None:
-    messages = conversation([("1+1?", "<think>\nadd\n</think>\n\n2"), ("2+2?", "<think>\nmore\n</think>\n\n4")])
+    messages = conversation(
+        [("1+1?", "<think>\nadd\n</think>\n\n2"), ("2+2?", "<think>\nmore\n</think>\n\n4")]
+    )
     first, second = template("qwen3").learned(messages)
     assert first.text[slice(*first.spans[0])] == "<think>\nadd\n</think>\n\n2<|im_end|>"
     assert second.text[slice(*second.spans[0])] == "<think>\nmore\n</think>\n\n4<|im_end|>"
@@ -163,7 +183,9 @@ def test_only_turns_from_first_on_are_learned() -> None:
 
 
 def test_text_after_the_last_assistant_turn_is_left_out() -> None:
-    (text,) = template("chatml").learned([*conversation([("a", "b")]), {"role": "user", "content": "bye"}])
+    (text,) = template("chatml").learned(
+        [*conversation([("a", "b")]), {"role": "user", "content": "bye"}]
+    )
     assert "bye" not in text.text
 
 
@@ -183,21 +205,29 @@ def test_a_template_without_special_tokens_is_learned_to_the_end_of_the_line() -
         ("chatml", [{"role": "assistant", "content": "hi"}], "begins with the assistant"),
     ],
 )
-def test_what_cannot_be_masked_exactly_is_refused(family: str, messages: list[Any], reason: str) -> None:
+def test_what_cannot_be_masked_exactly_is_refused(
+    family: str, messages: list[Any], reason: str
+) -> None:
     with pytest.raises(DataError) as caught:
-        template(family).learned([*messages, *conversation([("x", "y")])] if family == "gemma" else messages)
+        template(family).learned(
+            [*messages, *conversation([("x", "y")])] if family == "gemma" else messages
+        )
     assert reason in str(caught.value)
 
 
 def test_a_template_that_drops_part_of_the_turn_is_refused() -> None:
-    source = kit.template("chatml").replace("message.content +", "message.content.split('</think>')[-1] +")
+    source = kit.template("chatml").replace(
+        "message.content +", "message.content.split('</think>')[-1] +"
+    )
     found = ChatTemplate.of(kit.byte_level(source))
     with pytest.raises(DataError, match="changes or drops part"):
         found.learned(conversation([("a", "<think>hm</think>b")]))
 
 
 def test_marks_that_miss_a_turn_are_refused() -> None:
-    source = kit.template("smollm3_marked").replace("'assistant' -%}", "'assistant' and loop.index0 > 1 -%}", 1)
+    source = kit.template("smollm3_marked").replace(
+        "'assistant' -%}", "'assistant' and loop.index0 > 1 -%}", 1
+    )
     found = ChatTemplate.of(kit.byte_level(source))
     with pytest.raises(DataError, match="do not mark"):
         found.learned(conversation([("a", "b")]))
@@ -210,27 +240,40 @@ WITH_TOOL = [
     {"role": "tool", "name": "add", "content": "2"},
     {"role": "assistant", "content": "2"},
 ]
-WITH_THOUGHT = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "reasoning_content": "hm"}]
+WITH_THOUGHT = [
+    {"role": "user", "content": "a"},
+    {"role": "assistant", "content": "b", "reasoning_content": "hm"},
+]
 
 
 @pytest.mark.parametrize(
-    "family", ["chatml", "smollm2", "smollm3_marked", "llama2", "phi3", "phi4", "mistral_v3", "gemma"]
+    "family",
+    ["chatml", "smollm2", "smollm3_marked", "llama2", "phi3", "phi4", "mistral_v3", "gemma"],
 )
-def test_a_part_of_a_message_that_the_template_does_not_write_is_refused_by_name(family: str) -> None:
+def test_a_part_of_a_message_that_the_template_does_not_write_is_refused_by_name(
+    family: str,
+) -> None:
     found = template(family)
     for messages, what in ((WITH_TOOL[:2], "a tool call"), (WITH_THOUGHT, "'reasoning_content'")):
         with pytest.raises(DataError, match=rf"(leaves out {what}|refuses this conversation)"):
             found.learned(messages)
-    with pytest.raises(DataError, match=r"leaves out|refuses this conversation|changes or drops|cannot be determined"):
+    with pytest.raises(
+        DataError,
+        match=r"leaves out|refuses this conversation|changes or drops|cannot be determined",
+    ):
         found.learned(WITH_TOOL)
     for key in ("reasoning", "thinking"):
         with pytest.raises(DataError, match=f"leaves out '{key}'"):
-            found.learned([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", key: "hm"}])
+            found.learned(
+                [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", key: "hm"}]
+            )
 
 
 def test_arguments_answers_and_names_that_are_not_written_are_refused_in_prompts_too() -> None:
     source = kit.template("qwen2")
-    assert template("qwen2").learned(WITH_TOOL) and template("qwen2").whole(WITH_TOOL[:3], prompt=True)
+    assert template("qwen2").learned(WITH_TOOL) and template("qwen2").whole(
+        WITH_TOOL[:3], prompt=True
+    )
     named = [{"role": "user", "name": "Ann", "content": "a"}, {"role": "assistant", "content": "b"}]
     with pytest.raises(DataError, match=r"the name of message 1 \(user\)"):
         template("qwen2").learned(named)
@@ -238,11 +281,18 @@ def test_arguments_answers_and_names_that_are_not_written_are_refused_in_prompts
         template("qwen2").whole(named[:1], prompt=True)
     for old, new, what in (
         ("call.function.arguments | tojson", "'{}'", "a tool call's arguments of message 2"),
-        ("+ message.content + '\\n</tool_response>'", "+ '\\n</tool_response>'", "the tool's answer of message 3"),
+        (
+            "+ message.content + '\\n</tool_response>'",
+            "+ '\\n</tool_response>'",
+            "the tool's answer of message 3",
+        ),
     ):
         assert old in source
         found = ChatTemplate.of(kit.byte_level(source.replace(old, new)))
-        for refused in (lambda f: f.learned(WITH_TOOL), lambda f: f.whole(WITH_TOOL[:3], prompt=True)):
+        for refused in (
+            lambda f: f.learned(WITH_TOOL),
+            lambda f: f.whole(WITH_TOOL[:3], prompt=True),
+        ):
             with pytest.raises(DataError, match=what):
                 refused(found)
 
@@ -264,7 +314,9 @@ def test_the_page_says_what_templates_hold() -> None:
 
     page = (kit.TEMPLATES.parent.parent / "docs" / "data.md").read_text()
     rows = [
-        line.strip("|").split(" | ") for line in page[page.index("| templates | turns |") :].splitlines()[2:] if line
+        line.strip("|").split(" | ")
+        for line in page[page.index("| templates | turns |") :].splitlines()[2:]
+        if line
     ]
     seen: set[str] = set()
     for names, turns, tools, thinking in (row for row in rows if len(row) == 4):
@@ -273,21 +325,29 @@ def test_the_page_says_what_templates_hold() -> None:
             marked = family == "smollm3_marked"
             assert learns(family, conversation([("a", "b")])) == (turns == "yes"), family
             assert learns(family, WITH_TOOL) == (tools.startswith("yes") and not marked), family
-            assert learns(family, WITH_THOUGHT) == ("reasoning_content" in thinking and not marked), family
+            assert learns(family, WITH_THOUGHT) == (
+                "reasoning_content" in thinking and not marked
+            ), family
             assert learns(family, conversation([("a", "<think>\nhm\n</think>\n\nb")])), family
     assert seen == set(NAMED.values())
 
 
 @pytest.mark.parametrize("family", ["qwen3_thinking", "deepseek_r1"])
 def test_thinking_in_the_content_is_learned_behind_a_prompt_that_opens_it(family: str) -> None:
-    messages = conversation([("1+1?", "<think>\nadd\n</think>\n\n2"), ("2+2?", "<think>\nmore\n</think>\n\n4")])
+    messages = conversation(
+        [("1+1?", "<think>\nadd\n</think>\n\n2"), ("2+2?", "<think>\nmore\n</think>\n\n4")]
+    )
     texts = template(family).learned(messages)
-    for number, (text, thought, answer) in enumerate(zip(texts, ("add", "more"), "24", strict=True)):
+    for number, (text, thought, answer) in enumerate(
+        zip(texts, ("add", "more"), "24", strict=True)
+    ):
         prompt = template(family).render(messages[: 2 * number + 1], prompt=True)
         [(start, stop)] = text.spans
         assert prompt.endswith("<think>\n") and text.text[:start] == prompt
         learned = text.text[start:stop]
-        assert learned.startswith(f"{thought}\n</think>\n\n{answer}") and learned.count("<think>") == 0
+        assert (
+            learned.startswith(f"{thought}\n</think>\n\n{answer}") and learned.count("<think>") == 0
+        )
         assert learned.endswith(template(family).stop_marker)
     with pytest.raises(DataError):
         template("deepseek_r1").learned(conversation([("1+1?", "2")]))
@@ -295,13 +355,20 @@ def test_thinking_in_the_content_is_learned_behind_a_prompt_that_opens_it(family
 
 def test_what_follows_the_end_of_an_answer_is_learned_up_to_the_eos() -> None:
     """Cohere's turns end with two special tokens, of which the second is the model's EOS."""
-    for tail, expected in (("<|end|></s>", "<|end|></s>"), ("<|end|><|eot_id|>", "<|end|>"), ("</s><|end|>", "</s>")):
+    for tail, expected in (
+        ("<|end|></s>", "<|end|></s>"),
+        ("<|end|><|eot_id|>", "<|end|>"),
+        ("</s><|end|>", "</s>"),
+    ):
         tok = kit.byte_level(kit.template("phi3").replace("<|end|>", tail))
         found = ChatTemplate.of(tok)
         assert found.stop_marker.strip() == expected and found.ends_turns
         assert found.turn_ends[0] == expected and found.turn_ends[-1] == tail[: tail.index(">") + 1]
         assert end_of_turn_ids(tok) == tok(expected, add_special_tokens=False)["input_ids"]
-        assert end_of_turn_id(tok) == tok.convert_tokens_to_ids(["</s>" if "</s>" in expected else "<|end|>"])[0]
+        assert (
+            end_of_turn_id(tok)
+            == tok.convert_tokens_to_ids(["</s>" if "</s>" in expected else "<|end|>"])[0]
+        )
 
 
 class Counting:
@@ -328,7 +395,10 @@ def test_long_conversations_are_rendered_a_fixed_number_of_times_or_refused() ->
     assert counting.rendered == 0
     assert len(found.learned(long, first=len(long) - 1)[0].spans) == 1
     assert counting.rendered <= 3
-    found.whole([{"role": role, "content": "a"} for role in ("user", "assistant")] * 10_000 + [long[0]], prompt=True)
+    found.whole(
+        [{"role": role, "content": "a"} for role in ("user", "assistant")] * 10_000 + [long[0]],
+        prompt=True,
+    )
     assert counting.rendered <= 5
 
 
@@ -344,7 +414,9 @@ def test_variables_of_the_template_reach_every_rendering() -> None:
     assert off.whole(messages[:1], prompt=True).endswith("<|im_start|>assistant\n" + THINK)
     assert template("qwen3").whole(messages[:1], prompt=True).endswith("<|im_start|>assistant\n")
     for text, answer in zip(off.learned(messages), "bd", strict=True):
-        assert [text.text[a:b] for a, b in text.spans] == [f"{answer}<|im_end|>"], "the empty thinking is not its own"
+        assert [text.text[a:b] for a, b in text.spans] == [f"{answer}<|im_end|>"], (
+            "the empty thinking is not its own"
+        )
     from tunesmith.learn.environments.rendering import ChatRenderer
 
     ids = ChatRenderer(off).whole(messages[:1], None)
@@ -365,14 +437,24 @@ def test_variables_of_the_template_reach_every_rendering() -> None:
         ("smollm3_marked", "namespace", "does not read 'namespace'"),
     ],
 )
-def test_a_variable_that_the_template_does_not_read_is_refused_by_name(family: str, name: str, told: str) -> None:
+def test_a_variable_that_the_template_does_not_read_is_refused_by_name(
+    family: str, name: str, told: str
+) -> None:
     with pytest.raises(ConfigError) as caught:
         thinking_off(tokenizer(family, "byte_level"), **{name: False})
-    assert name in str(caught.value) and told in str(caught.value) and "data.chat_template_kwargs" in str(caught.value)
+    assert (
+        name in str(caught.value)
+        and told in str(caught.value)
+        and "data.chat_template_kwargs" in str(caught.value)
+    )
 
 
-@pytest.mark.parametrize(("family", "reason"), [("gemma", "not supported"), ("drops_system", "leaves out message 1")])
-def test_a_system_message_that_the_template_cannot_hold_is_refused(family: str, reason: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "reason"), [("gemma", "not supported"), ("drops_system", "leaves out message 1")]
+)
+def test_a_system_message_that_the_template_cannot_hold_is_refused(
+    family: str, reason: str
+) -> None:
     with pytest.raises(ConfigError, match=reason):
         template(family).check_system()
 
@@ -382,7 +464,9 @@ def test_a_message_that_the_template_leaves_out_is_refused() -> None:
     with pytest.raises(DataError, match=r"leaves out message 1 \(developer: 'be brief'\)"):
         template("qwen2").learned([{"role": "developer", "content": "be brief"}, *talk])
     with pytest.raises(DataError, match="leaves out message 1"):
-        template("qwen2").whole([{"role": "developer", "content": "be brief"}, talk[0]], prompt=True)
+        template("qwen2").whole(
+            [{"role": "developer", "content": "be brief"}, talk[0]], prompt=True
+        )
     tools = [{"type": "function", "function": {"name": "add"}}]
     assert '"add"' in template("qwen2").whole(talk[:1], tools, prompt=True)
     with pytest.raises(DataError, match="no place for tools"):

@@ -1,4 +1,5 @@
-"""Formats are found from the columns; what cannot be used names what was found and what is needed."""
+"""Formats are found from the columns; what cannot be used names what was found and what is
+needed."""
 
 from __future__ import annotations
 
@@ -29,7 +30,12 @@ def test_prompts_for_rl(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("prompt", "completion"),
-    [("prompt", "completion"), ("question", "answer"), ("instruction", "output"), ("input", "target")],
+    [
+        ("prompt", "completion"),
+        ("question", "answer"),
+        ("instruction", "output"),
+        ("input", "target"),
+    ],
 )
 def test_prompt_completion_for_sft(prompt: str, completion: str) -> None:
     example = made({prompt: "1+1?", completion: "2"}, "sft")
@@ -78,7 +84,9 @@ def test_prompts_and_completions_that_are_messages() -> None:
 
 
 def test_messages_as_json_text_and_with_absent_keys_of_a_table() -> None:
-    row = {"messages": '[{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}]'}
+    row = {
+        "messages": '[{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}]'
+    }
     assert made(row, "sft").completion == [USER, ASSISTANT]
     assert made({"messages": [{**USER, "tool_calls": None}]}, "rl").prompt == [USER]
 
@@ -99,7 +107,10 @@ def test_named_columns() -> None:
     assert made(row, "rl", prompt="ask").prompt == "1+1?"
     assert made(row, "sft", prompt="ask", completion="say").completion == "2"
     assert made({"text": "1+1?"}, "rl", prompt="text").prompt == "1+1?"
-    assert made({"messages": [USER, ASSISTANT]}, "sft", prompt="messages").completion == [USER, ASSISTANT]
+    assert made({"messages": [USER, ASSISTANT]}, "sft", prompt="messages").completion == [
+        USER,
+        ASSISTANT,
+    ]
 
 
 def test_tools_are_read_and_passed_on() -> None:
@@ -111,12 +122,27 @@ def test_tools_are_read_and_passed_on() -> None:
 @pytest.mark.parametrize(
     ("columns", "goal", "names", "reason"),
     [
-        ({"a": 1, "b": 2}, "rl", {}, "no prompt; found columns: a, b; needs one of prompt, question"),
+        (
+            {"a": 1, "b": 2},
+            "rl",
+            {},
+            "no prompt; found columns: a, b; needs one of prompt, question",
+        ),
         ({"text": "x"}, "rl", {}, "or set data.prompt"),
         ({"question": "x"}, "sft", {}, "no completion; found columns: question"),
         ({"answer": "x"}, "sft", {}, "no prompt; found columns: answer"),
-        ({"qestion": "x"}, "rl", {"prompt": "question"}, "no column 'question'.*Did you mean 'qestion'"),
-        ({"question": "x", "problem": "y"}, "rl", {}, "question, problem could each be meant.*data.prompt"),
+        (
+            {"qestion": "x"},
+            "rl",
+            {"prompt": "question"},
+            "no column 'question'.*Did you mean 'qestion'",
+        ),
+        (
+            {"question": "x", "problem": "y"},
+            "rl",
+            {},
+            "question, problem could each be meant.*data.prompt",
+        ),
         (
             {"problem": "x", "solution": "y", "answer": "z"},
             "sft",
@@ -133,8 +159,18 @@ def test_tools_are_read_and_passed_on() -> None:
         ({"messages": "hello"}, "sft", {}, "'messages' is text but not JSON"),
         ({"messages": [USER, 3]}, "sft", {}, r"messages\[1\] is int"),
         ({"messages": [{"content": "x"}]}, "sft", {}, r"messages\[0\] has no role, found: content"),
-        ({"messages": [{"from": ["u"], "value": "x"}]}, "sft", {}, r"messages\[0\] has no role, found: from, value"),
-        ({"messages": [{"role": "asistant", "content": "x"}]}, "sft", {}, "Did you mean 'assistant'"),
+        (
+            {"messages": [{"from": ["u"], "value": "x"}]},
+            "sft",
+            {},
+            r"messages\[0\] has no role, found: from, value",
+        ),
+        (
+            {"messages": [{"role": "asistant", "content": "x"}]},
+            "sft",
+            {},
+            "Did you mean 'assistant'",
+        ),
         ({"messages": [{"role": "user"}]}, "sft", {}, "no text in 'content'"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "sft", {}, "not text"),
         ({"prompt": "x", "tools": "{"}, "rl", {}, "'tools' is text but not JSON"),
@@ -153,16 +189,24 @@ def test_formats_describe_themselves() -> None:
         "prompts in 'instruction' (and 'input' where given), completions in 'output'"
     )
     talk = detect(SourceRow("a", "a:1", {"messages": []}), "rl")
-    assert talk.describe("rl") == "conversations in 'messages'; a final assistant turn is not part of the prompt"
+    assert (
+        talk.describe("rl")
+        == "conversations in 'messages'; a final assistant turn is not part of the prompt"
+    )
 
 
 def test_arguments_of_calls_are_objects_as_in_an_episode() -> None:
     def talk(arguments: Any) -> list[dict[str, Any]]:
         call = {"type": "function", "function": {"name": "add", "arguments": arguments}}
-        return [{"role": "user", "content": "q"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+        return [
+            {"role": "user", "content": "q"},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+        ]
 
     def read(arguments: Any) -> Any:
-        [_, answer] = read_messages(SourceRow("f", "f:1", {"messages": talk(arguments)}), "messages")
+        [_, answer] = read_messages(
+            SourceRow("f", "f:1", {"messages": talk(arguments)}), "messages"
+        )
         return answer["tool_calls"][0]["function"]["arguments"]
 
     assert read('{"a": 1}') == read({"a": 1}) == {"a": 1}
@@ -182,7 +226,9 @@ TALK = {"messages": [USER, ASSISTANT]}
     ],
     ids=str,
 )  # fmt: skip
-def test_a_column_that_would_change_the_line_and_is_not_read_is_refused(column: dict[str, Any], goal: Goal) -> None:
+def test_a_column_that_would_change_the_line_and_is_not_read_is_refused(
+    column: dict[str, Any], goal: Goal
+) -> None:
     (name,) = column
     with pytest.raises(BadLine, match=f"^a.jsonl:7: the column '{name}'"):
         made({**LINE, "label": True, **column}, goal)
@@ -202,7 +248,9 @@ def test_a_column_that_would_change_the_line_and_is_not_read_is_refused(column: 
         ({"text": "x", "tools": [{"type": "function"}]}, "sft", "tools"),
     ],
 )
-def test_weights_labels_and_tools_that_are_not_read_are_refused(columns: dict[str, Any], goal: Goal, name: str) -> None:
+def test_weights_labels_and_tools_that_are_not_read_are_refused(
+    columns: dict[str, Any], goal: Goal, name: str
+) -> None:
     with pytest.raises(BadLine, match=f"^a.jsonl:7: the column '{name}'"):
         made(columns, goal)
 
@@ -215,7 +263,9 @@ def test_weights_labels_and_tools_that_are_not_read_are_refused(columns: dict[st
         ({"prompt": "p", "label": False}, "rl"),
     ],
 )  # fmt: skip
-def test_columns_without_an_effect_on_the_line_are_left_alone(columns: dict[str, Any], goal: Goal) -> None:
+def test_columns_without_an_effect_on_the_line_are_left_alone(
+    columns: dict[str, Any], goal: Goal
+) -> None:
     made(columns, goal)
 
 

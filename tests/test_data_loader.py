@@ -37,7 +37,12 @@ SHAPE = st.lists(st.integers(1, 7), min_size=1, max_size=3)
     after=st.lists(st.integers(0, 9), max_size=4),
 )
 def test_a_restored_loader_continues_exactly(
-    sizes: list[int], weights: list[float], shuffle: bool, seed: int, before: list[int], after: list[int]
+    sizes: list[int],
+    weights: list[float],
+    shuffle: bool,
+    seed: int,
+    before: list[int],
+    after: list[int],
 ) -> None:
     straight = loader(sizes, weights, shuffle=shuffle, seed=seed)
     for n in before:
@@ -52,7 +57,9 @@ def test_a_restored_loader_continues_exactly(
 
 @given(sizes=SHAPE, shuffle=st.booleans(), seed=st.integers(0, 9))
 @settings(max_examples=40, deadline=None)
-def test_each_part_gives_each_of_its_items_once_an_epoch(sizes: list[int], shuffle: bool, seed: int) -> None:
+def test_each_part_gives_each_of_its_items_once_an_epoch(
+    sizes: list[int], shuffle: bool, seed: int
+) -> None:
     made = loader(sizes, shuffle=shuffle, seed=seed)
     drawn = made.take(60)
     for part in made.parts:
@@ -120,4 +127,6 @@ def test_fingerprints_see_content_and_order() -> None:
     tasks = [Task("1", "a", (1, 2), {"answer": "x"}), Task("2", "b", (3,), {"answer": "y"})]
     same = [Task("1", "a", (1, 2), {"answer": "x"}), Task("2", "b", (3,), {"answer": "y"})]
     assert fingerprint_of(tasks) == fingerprint_of(same) != fingerprint_of(tasks[::-1])
-    assert fingerprint_of(tasks) != fingerprint_of([tasks[0], Task("2", "b", (3,), {"answer": "z"})])
+    assert fingerprint_of(tasks) != fingerprint_of(
+        [tasks[0], Task("2", "b", (3,), {"answer": "z"})]
+    )

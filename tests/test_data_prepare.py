@@ -1,4 +1,5 @@
-"""From files to tasks and samples: prompts, masks, limits, mixtures, and the account of every line."""
+"""From files to tasks and samples: prompts, masks, limits, mixtures, and the account of every
+line."""
 
 from __future__ import annotations
 
@@ -42,7 +43,9 @@ def samples(train: Any, tokenizer: Any, **settings: Any) -> SampleSet:
 def learned(tokenizer: Any, sample: Sample) -> tuple[str, str]:
     """All of a sample, and what of it is learned."""
     assert len(sample.token_ids) == len(sample.loss_mask) and not sample.loss_mask[0]
-    chosen = [token for token, learn in zip(sample.token_ids, sample.loss_mask, strict=True) if learn]
+    chosen = [
+        token for token, learn in zip(sample.token_ids, sample.loss_mask, strict=True) if learn
+    ]
     return tokenizer.decode(sample.token_ids), tokenizer.decode(chosen)
 
 
@@ -51,30 +54,43 @@ def with_bos(tokenizer: Any, eos: bool = False) -> Any:
     from tokenizers import processors
 
     core = tokenizer._tokenizer
-    ids = [(token, tokenizer.convert_tokens_to_ids(token)) for token in (tokenizer.bos_token, tokenizer.eos_token)]
+    ids = [
+        (token, tokenizer.convert_tokens_to_ids(token))
+        for token in (tokenizer.bos_token, tokenizer.eos_token)
+    ]
     single = f"{ids[0][0]} $A" + (f" {ids[1][0]}" if eos else "")
     core.post_processor = processors.TemplateProcessing(single=single, special_tokens=ids)
     return tokenizer
 
 
-def test_text_prompts_go_through_the_template_and_other_columns_are_passed_on(tmp_path: Path) -> None:
+def test_text_prompts_go_through_the_template_and_other_columns_are_passed_on(
+    tmp_path: Path,
+) -> None:
     tok = tiny.tokenizer()
     path = put(tmp_path / "a.jsonl", SUMS)
     made = tasks(path, tok)
     task = made.items[2]
-    assert tok.decode(task.prompt_ids) == "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n"
+    assert (
+        tok.decode(task.prompt_ids) == "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n"
+    )
     assert task.prompt == "2+2?" and task.id == f"{path}:3"
     assert task.columns == {"question": "2+2?", "answer": "4", "level": 2}
     assert made.report.counts == {"read": 6, "kept": 6, "truncated": 0, "bad": 0, "too_long": 0}
     assert made.report.formats == [f"{path}: prompts in 'question'"]
-    assert sorted(t.id for t in made.loader(6, seed=1).next_batch()) == sorted(t.id for t in made.items)
+    assert sorted(t.id for t in made.loader(6, seed=1).next_batch()) == sorted(
+        t.id for t in made.items
+    )
 
 
 def test_plain_prompts_get_what_the_tokenizer_puts_before_a_text_once(tmp_path: Path) -> None:
     path = put(tmp_path / "a.jsonl", [{"prompt": "ab"}, {"prompt": "<bos>ab"}])
     tok = with_bos(tiny.tokenizer(None), eos=True)
     first, second = tasks(path, tok).items
-    assert first.prompt_ids == second.prompt_ids == (1, *tok("ab", add_special_tokens=False)["input_ids"])
+    assert (
+        first.prompt_ids
+        == second.prompt_ids
+        == (1, *tok("ab", add_special_tokens=False)["input_ids"])
+    )
     without = tasks(path, tiny.tokenizer(), chat=False).items[0]
     assert without.prompt_ids == first.prompt_ids[1:]
 
@@ -83,7 +99,9 @@ def test_a_template_that_writes_bos_does_not_double_it(tmp_path: Path) -> None:
     tok = with_bos(kit.byte_level(kit.template("llama3")))
     (task,) = tasks(put(tmp_path / "a.jsonl", [{"prompt": "hi"}]), tok).items
     assert list(task.prompt_ids).count(tok.bos_token_id) == 1
-    (sample,) = samples(put(tmp_path / "b.jsonl", [{"prompt": "hi", "completion": "ho"}]), tok).items
+    (sample,) = samples(
+        put(tmp_path / "b.jsonl", [{"prompt": "hi", "completion": "ho"}]), tok
+    ).items
     assert sample.token_ids.count(tok.bos_token_id) == 1
     assert sample.token_ids[: len(task.prompt_ids)] == list(task.prompt_ids)
 
@@ -93,7 +111,9 @@ def test_system_prompt(tmp_path: Path) -> None:
     own = [{"role": "system", "content": "mine"}, {"role": "user", "content": "x"}]
     path = put(tmp_path / "a.jsonl", [{"prompt": "x"}, {"prompt": own}])
     first, second = tasks(path, tok, system_prompt="brief").items
-    assert tok.decode(first.prompt_ids).startswith("<|im_start|>system\nbrief<|im_end|>\n<|im_start|>user\nx")
+    assert tok.decode(first.prompt_ids).startswith(
+        "<|im_start|>system\nbrief<|im_end|>\n<|im_start|>user\nx"
+    )
     assert tok.decode(second.prompt_ids).startswith("<|im_start|>system\nmine<|im_end|>\n")
     plain = put(tmp_path / "b.jsonl", SUMS)
     with pytest.raises(ConfigError, match="system_prompt needs a chat template"):
@@ -114,7 +134,9 @@ def test_chat_settings_that_do_not_fit(tmp_path: Path) -> None:
 
 
 def test_ids_from_a_column_stay_unique(tmp_path: Path) -> None:
-    a = put(tmp_path / "a.jsonl", [{"prompt": "x", "id": 1}, {"prompt": "y", "id": 1}, {"prompt": "z"}])
+    a = put(
+        tmp_path / "a.jsonl", [{"prompt": "x", "id": 1}, {"prompt": "y", "id": 1}, {"prompt": "z"}]
+    )
     assert [t.id for t in tasks(a, tiny.tokenizer()).items] == ["1", f"1 ({a}:2)", f"{a}:3"]
     b = put(tmp_path / "b.jsonl", [{"prompt": "x", "id": 1}])
     ids = [t.id for t in tasks((a, b), tiny.tokenizer()).items]
@@ -128,7 +150,10 @@ def test_a_bad_line_stops_with_its_place_or_is_skipped_counted_and_listed(tmp_pa
     report = tasks(path, tiny.tokenizer(), skip_bad=True).report
     assert report.counts == {"read": 10, "kept": 6, "truncated": 0, "bad": 4, "too_long": 0}
     assert [skip.where.rsplit(":", 1)[1] for skip in report.skipped] == ["7", "8", "9", "10"]
-    assert "6 of 10 lines used, 4 bad and skipped" in report.summary() and "and 1 more" in report.summary()
+    assert (
+        "6 of 10 lines used, 4 bad and skipped" in report.summary()
+        and "and 1 more" in report.summary()
+    )
     report.write_skipped(tmp_path / "skipped.jsonl")
     written = [json.loads(line) for line in (tmp_path / "skipped.jsonl").read_text().splitlines()]
     assert written[1] == {"where": f"{path}:8", "kind": "bad", "reason": "'question' is null"}
@@ -144,7 +169,9 @@ def test_a_column_without_a_name_is_no_context(tmp_path: Path) -> None:
 def test_a_bad_first_line_does_not_decide_the_format(tmp_path: Path) -> None:
     path = put(tmp_path / "a.jsonl", [{"x": 1}, *SUMS])
     assert len(tasks(path, tiny.tokenizer(), skip_bad=True)) == 6
-    with pytest.raises(DataError, match=r"a\.jsonl:1: no prompt; found columns: x; needs one of prompt"):
+    with pytest.raises(
+        DataError, match=r"a\.jsonl:1: no prompt; found columns: x; needs one of prompt"
+    ):
         tasks(path, tiny.tokenizer())
 
 
@@ -160,7 +187,9 @@ def test_an_empty_file_is_refused(tmp_path: Path, name: str) -> None:
 
 def test_nothing_usable_is_refused_with_the_reasons(tmp_path: Path) -> None:
     path = put(tmp_path / "a.jsonl", [{"question": None}, {"question": True}])
-    with pytest.raises(DataError, match=r"(?s)no usable line.*0 of 2 lines used, 2 bad.*'question' is null"):
+    with pytest.raises(
+        DataError, match=r"(?s)no usable line.*0 of 2 lines used, 2 bad.*'question' is null"
+    ):
         tasks(path, tiny.tokenizer(), skip_bad=True)
     long = put(tmp_path / "b.jsonl", SUMS)
     with pytest.raises(DataError, match=r"(?s)no usable line.*6 too long and skipped"):
@@ -200,7 +229,12 @@ STEPS = {"prompt": "q", "completions": ["a", "b"], "labels": [True, False]}
 )
 @pytest.mark.parametrize("chat", [False, True])
 def test_of_a_text_that_is_far_too_long_only_the_start_is_tokenized(
-    load: Any, limit: str, line: dict[str, Any], chat: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    load: Any,
+    limit: str,
+    line: dict[str, Any],
+    chat: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     sizes: list[int] = []
     tokenize = PreTrainedTokenizerFast.__call__
@@ -218,7 +252,9 @@ def test_of_a_text_that_is_far_too_long_only_the_start_is_tokenized(
     assert max(sizes) == reading.SHORTEST_START
     assert made.report.counts == {"read": 3, "kept": 2, "truncated": 0, "bad": 0, "too_long": 1}
     assert len(made) == 2
-    with pytest.raises(DataError, match=rf"a\.jsonl:3: .*4096 of its 1\d{{6}} .*the limit is 100 \(data\.{limit}\)"):
+    with pytest.raises(
+        DataError, match=rf"a\.jsonl:3: .*4096 of its 1\d{{6}} .*the limit is 100 \(data\.{limit}\)"
+    ):
         load(section.model_copy(update={"too_long": "error"}), path, tok)
 
 
@@ -226,7 +262,9 @@ def test_a_text_of_few_long_tokens_is_kept(tmp_path: Path, monkeypatch: pytest.M
     """Its length says nothing: only the tokens count, also where they are found start by start."""
     monkeypatch.setattr(reading, "SPARSE", 2)
     monkeypatch.setattr(reading, "SHORTEST_START", 8)
-    path = put(tmp_path / "a.jsonl", [{"prompt": "<|im_start|>" * 10}, {"prompt": "<|im_start|>" * 11}])
+    path = put(
+        tmp_path / "a.jsonl", [{"prompt": "<|im_start|>" * 10}, {"prompt": "<|im_start|>" * 11}]
+    )
     (task,) = tasks(path, tiny.tokenizer(None), max_prompt_tokens=10, too_long="skip").items
     assert task.prompt_ids == (3,) * 10
 
@@ -234,10 +272,17 @@ def test_a_text_of_few_long_tokens_is_kept(tmp_path: Path, monkeypatch: pytest.M
 def test_truncating_a_conversation_keeps_the_template_whole(tmp_path: Path) -> None:
     tok = tiny.tokenizer()
     path = put(tmp_path / "a.jsonl", [{"prompt": "0123456789🙂🙂"}])
-    empty = len(tok.apply_chat_template([{"role": "user", "content": ""}], add_generation_prompt=True)["input_ids"])
+    empty = len(
+        tok.apply_chat_template([{"role": "user", "content": ""}], add_generation_prompt=True)[
+            "input_ids"
+        ]
+    )
     for side, kept in (("truncate_left", "89🙂🙂"), ("truncate_right", "0123456789")):
         (task,) = tasks(path, tok, max_prompt_tokens=empty + 10, too_long=side).items
-        assert tok.decode(task.prompt_ids) == f"<|im_start|>user\n{kept}<|im_end|>\n<|im_start|>assistant\n"
+        assert (
+            tok.decode(task.prompt_ids)
+            == f"<|im_start|>user\n{kept}<|im_end|>\n<|im_start|>assistant\n"
+        )
         assert task.prompt == kept
     with pytest.raises(DataError, match="shortening its last user message does not make it fit"):
         tasks(path, tok, max_prompt_tokens=empty - 1, too_long="truncate_left")
@@ -246,7 +291,9 @@ def test_truncating_a_conversation_keeps_the_template_whole(tmp_path: Path) -> N
 def test_a_sample_over_the_limit(tmp_path: Path) -> None:
     tok = with_bos(tiny.tokenizer(None))
     path = put(tmp_path / "a.jsonl", [{"prompt": "0123", "completion": "456"}])
-    with pytest.raises(DataError, match=r"a\.jsonl:1: 9 tokens, the limit is 6 \(data\.max_tokens\)"):
+    with pytest.raises(
+        DataError, match=r"a\.jsonl:1: 9 tokens, the limit is 6 \(data\.max_tokens\)"
+    ):
         samples(path, tok, max_tokens=6)
     left = samples(path, tok, max_tokens=6, too_long="truncate_left")
     assert learned(tok, left.items[0]) == ("<bos>3456<eos>", "456<eos>")
@@ -278,7 +325,8 @@ def test_completions_are_learned_with_eos_or_the_end_of_turn(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("kind", kit.KINDS)
 @pytest.mark.parametrize(
-    ("prompt", "completion"), [("A: ", "4"), ("A:", " 4"), ("A:\n", "\n4"), ("A", "B\n"), ("é ", "🙂")]
+    ("prompt", "completion"),
+    [("A: ", "4"), ("A:", " 4"), ("A:\n", "\n4"), ("A", "B\n"), ("é ", "🙂")],
 )
 def test_the_prompt_of_a_plain_completion_is_tokenized_as_in_rl(
     tmp_path: Path, kind: str, prompt: str, completion: str
@@ -289,12 +337,17 @@ def test_the_prompt_of_a_plain_completion_is_tokenized_as_in_rl(
     (sample,) = samples(put(tmp_path / "a.jsonl", [row]), tok).items
     assert sample.token_ids[: len(task.prompt_ids)] == list(task.prompt_ids)
     assert sample.loss_mask.index(True) == len(task.prompt_ids)
-    assert tok.decode(sample.token_ids, clean_up_tokenization_spaces=False) == prompt + completion + "</s>"
+    assert (
+        tok.decode(sample.token_ids, clean_up_tokenization_spaces=False)
+        == prompt + completion + "</s>"
+    )
 
 
 def test_loss_on_in_conversations(tmp_path: Path) -> None:
     tok = tiny.tokenizer()
-    ask, say = ({"role": role, "content": text} for role, text in (("user", "q"), ("assistant", "a")))
+    ask, say = (
+        {"role": role, "content": text} for role, text in (("user", "q"), ("assistant", "a"))
+    )
     last = {"role": "assistant", "content": "b"}
     talk = put(tmp_path / "a.jsonl", [{"messages": [ask, say, ask, last]}])
     both, final = "a<|im_end|>b<|im_end|>", "b<|im_end|>"
@@ -317,7 +370,12 @@ def test_a_message_of_weight_0_is_not_learned(tmp_path: Path) -> None:
             next(m for m in messages if m["content"] == text)["weight"] = weight
         return put(tmp_path / "w.jsonl", [{"messages": messages}])
 
-    for weights, texts in (({"b": 0}, "d"), ({"d": 0}, "b"), ({"b": 1, "d": 1.0}, "bd"), ({"a": 0}, "bd")):
+    for weights, texts in (
+        ({"b": 0}, "d"),
+        ({"d": 0}, "b"),
+        ({"b": 1, "d": 1.0}, "bd"),
+        ({"a": 0}, "bd"),
+    ):
         (sample,) = samples(line(**weights), tokenizer).items
         said = learned(tokenizer, sample)[1]
         assert [t for t in "abcd" if t in said.replace("<|im_end|>", "")] == list(texts)
@@ -331,9 +389,13 @@ def test_a_message_of_weight_0_is_not_learned(tmp_path: Path) -> None:
 
 def test_a_stripped_conversation_becomes_several_samples_and_says_so(tmp_path: Path) -> None:
     tok = kit.byte_level(kit.template("qwen3"))
-    talk = [{"role": r, "content": c} for r, c in zip(["user", "assistant"] * 2, "qasb", strict=True)]
+    talk = [
+        {"role": r, "content": c} for r, c in zip(["user", "assistant"] * 2, "qasb", strict=True)
+    ]
     made = samples(put(tmp_path / "a.jsonl", [{"messages": talk}]), tok)
-    assert [learned(tok, s)[1] for s in made.items] == [f"<think>\n\n</think>\n\n{c}<|im_end|>" for c in "ab"]
+    assert [learned(tok, s)[1] for s in made.items] == [
+        f"<think>\n\n</think>\n\n{c}<|im_end|>" for c in "ab"
+    ]
     assert "1 conversations became several samples" in made.report.summary()
     assert made.report.counts["kept"] == 1
 
@@ -366,7 +428,12 @@ def test_settings_that_would_be_ignored_are_refused(tmp_path: Path) -> None:
     path = put(tmp_path / "a.jsonl", SUMS)
     text = put(tmp_path / "b.jsonl", [{"text": "x"}])
     tok = tiny.tokenizer()
-    for settings in ({"completion": "answer"}, {"loss_on": "all"}, {"max_tokens": 5}, {"too_long": "skip"}):
+    for settings in (
+        {"completion": "answer"},
+        {"loss_on": "all"},
+        {"max_tokens": 5},
+        {"too_long": "skip"},
+    ):
         with pytest.raises(ConfigError, match=f"data.{next(iter(settings))}"):
             tasks(path, tok, **settings)
     for settings in ({"max_prompt_tokens": 5}, {"too_long": "skip"}):
@@ -405,7 +472,10 @@ def test_peek_says_the_format_and_refuses_early_without_a_tokenizer(tmp_path: Pa
     path = put(tmp_path / "a.jsonl", SUMS)
     section = DataSection(train=path)
     [(told, first)] = peek(section, path, "sft")
-    assert told == f"{path}: prompts in 'question', completions in 'answer'" and first.where == f"{path}:1"
+    assert (
+        told == f"{path}: prompts in 'question', completions in 'answer'"
+        and first.where == f"{path}:1"
+    )
     code = (
         "import sys\n"
         "from tunesmith.config.schema import DataSection\n"
@@ -453,7 +523,9 @@ def test_rows_are_mapped_before_their_format_is_detected(tmp_path: Path, prep: s
     path, tok = put(tmp_path / "a.jsonl", SUMS), tiny.tokenizer()
     task = tasks(path, tok, map=f"{prep}:chat").items[2]
     assert task.prompt == "2+2? Think." and task.id == f"{path}:3"
-    assert task.columns == {"question": "2+2?", "answer": "004", "level": 2}, "the other columns stay"
+    assert task.columns == {"question": "2+2?", "answer": "004", "level": 2}, (
+        "the other columns stay"
+    )
     made = tasks(path, tok, map=f"{prep}:odd")
     assert [t.columns["level"] for t in made.items] == [1, 3, 5]
     assert made.report.counts["read"] == 6 and any("3 rows" in note for note in made.report.notes)
@@ -464,9 +536,16 @@ def test_rows_are_mapped_before_their_format_is_detected(tmp_path: Path, prep: s
 
 @pytest.mark.parametrize(
     ("name", "line", "word"),
-    [("breaks", 4, "ZeroDivisionError"), ("exits", 1, "SystemExit"), ("lists", 1, "list"), ("none", 0, "")],
+    [
+        ("breaks", 4, "ZeroDivisionError"),
+        ("exits", 1, "SystemExit"),
+        ("lists", 1, "list"),
+        ("none", 0, ""),
+    ],
 )
-def test_a_row_that_cannot_be_mapped_is_a_bad_line(tmp_path: Path, prep: str, name: str, line: int, word: str) -> None:
+def test_a_row_that_cannot_be_mapped_is_a_bad_line(
+    tmp_path: Path, prep: str, name: str, line: int, word: str
+) -> None:
     path, tok = put(tmp_path / "a.jsonl", SUMS), tiny.tokenizer()
     with pytest.raises(DataError) as caught:
         tasks(path, tok, map=f"{prep}:{name}")

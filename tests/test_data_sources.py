@@ -38,7 +38,10 @@ def test_jsonl(tmp_path: Path) -> None:
 
 
 def test_jsonl_with_byte_order_mark_crlf_and_no_final_newline(tmp_path: Path) -> None:
-    assert columns(lines(tmp_path / "a.jsonl", b'\xef\xbb\xbf{"a": 1}\r\n{"a": 2}')) == [{"a": 1}, {"a": 2}]
+    assert columns(lines(tmp_path / "a.jsonl", b'\xef\xbb\xbf{"a": 1}\r\n{"a": 2}')) == [
+        {"a": 1},
+        {"a": 2},
+    ]
 
 
 @pytest.mark.parametrize(
@@ -57,7 +60,9 @@ def test_jsonl_with_byte_order_mark_crlf_and_no_final_newline(tmp_path: Path) ->
         (b'{"a": ' + b"[" * 100_000 + b"\n", "not JSON"),
     ],
 )
-def test_a_bad_jsonl_line_is_named_and_the_others_are_kept(tmp_path: Path, line: bytes, reason: str) -> None:
+def test_a_bad_jsonl_line_is_named_and_the_others_are_kept(
+    tmp_path: Path, line: bytes, reason: str
+) -> None:
     after = b"" if reason.startswith("the last") else b'{"a": 3}\n'
     first, bad, *rest = lines(tmp_path / "a.jsonl", b'{"a": 1}\n' + line + after)
     assert isinstance(first, SourceRow) and isinstance(bad, BadLine)
@@ -139,23 +144,36 @@ def test_what_a_message_or_a_tool_lacks_in_a_table_is_not_there(tmp_path: Path) 
     def row(arguments: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
         call = {"function": {"name": "f", "arguments": arguments}}
         said = {"role": "assistant", "content": "x"}
-        return {"messages": [{**said, "tool_calls": [call]}, said], "tools": [{"function": schema}], "tests": [schema]}
+        return {
+            "messages": [{**said, "tool_calls": [call]}, said],
+            "tools": [{"function": schema}],
+            "tests": [schema],
+        }
 
-    rows = [row({"a": 1}, {"x": {"type": "string"}}), row({"city": "Rome"}, {"y": {"type": "integer"}})]
+    rows = [
+        row({"a": 1}, {"x": {"type": "string"}}),
+        row({"city": "Rome"}, {"y": {"type": "integer"}}),
+    ]
     table = datasets.Dataset.from_list(rows)
     table.to_parquet(str(tmp_path / "a.parquet"))
     table.save_to_disk(str(tmp_path / "saved"))
     for path in ("a.parquet", "saved"):
         found = columns(list(read(Source(path=str(tmp_path / path)))))
-        assert [(one["messages"], one["tools"]) for one in found] == [(one["messages"], one["tools"]) for one in rows]
-        assert found[0]["tests"] == [{"x": {"type": "string"}, "y": None}], "other columns are passed on untouched"
+        assert [(one["messages"], one["tools"]) for one in found] == [
+            (one["messages"], one["tools"]) for one in rows
+        ]
+        assert found[0]["tests"] == [{"x": {"type": "string"}, "y": None}], (
+            "other columns are passed on untouched"
+        )
 
 
 def test_saved_data_sets(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
     one = datasets.Dataset.from_list(ROWS)
     one.save_to_disk(str(tmp_path / "one"))
-    datasets.DatasetDict({"train": one, "test": one.select([1])}).save_to_disk(str(tmp_path / "both"))
+    datasets.DatasetDict({"train": one, "test": one.select([1])}).save_to_disk(
+        str(tmp_path / "both")
+    )
     assert columns(list(read(Source(path=str(tmp_path / "one"))))) == ROWS
     assert columns(list(read(Source(path=str(tmp_path / "both"), split="test")))) == ROWS[1:]
     with pytest.raises(DataError, match=r"no split 'tests'\. Did you mean 'test'"):
@@ -205,21 +223,30 @@ def test_settings_that_would_be_ignored_are_refused(tmp_path: Path) -> None:
 
 
 JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
     max_leaves=8,
 )
 
 
 @settings(max_examples=60, deadline=None)
-@given(rows=st.lists(st.dictionaries(st.text(), JSON, max_size=4), max_size=5), indent=st.sampled_from([None, 1]))
+@given(
+    rows=st.lists(st.dictionaries(st.text(), JSON, max_size=4), max_size=5),
+    indent=st.sampled_from([None, 1]),
+)
 def test_json_and_jsonl_give_back_what_was_written(
     tmp_path_factory: pytest.TempPathFactory, rows: list[dict[str, Any]], indent: int | None
 ) -> None:
     folder = tmp_path_factory.mktemp("rows")
     assert columns(lines(folder / "a.jsonl", jsonl(rows))) == rows
     assert columns(lines(folder / "a.json", json.dumps(rows, indent=indent))) == rows
-    assert columns(lines(folder / "b.json", json.dumps({"n": 1, "data": rows}, indent=indent))) == rows
+    assert (
+        columns(lines(folder / "b.json", json.dumps({"n": 1, "data": rows}, indent=indent))) == rows
+    )
 
 
 def test_a_saved_data_set_whose_table_is_damaged_is_refused_by_name(tmp_path: Path) -> None:
@@ -238,7 +265,9 @@ def test_a_nul_character_is_refused_with_its_line(tmp_path: Path) -> None:
         list(read(Source(path=str(tmp_path / "a.csv"))))
 
 
-def test_a_directory_whose_files_vanish_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_directory_whose_files_vanish_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def vanishing(*_: object) -> Any:
         yield tmp_path / "a.jsonl"
         raise FileNotFoundError(2, "No such file or directory", str(tmp_path / "gone"))

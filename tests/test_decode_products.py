@@ -24,7 +24,9 @@ from tunesmith.run.engines.local.engine import LocalEngine
 from tunesmith.types import Completion, Sample, Sampling
 
 KINDS = [
-    pytest.param(dtype, name, kind, is_head, id=f"{str(dtype)[6:]}-{name}-{'head' if is_head else 'layer'}")
+    pytest.param(
+        dtype, name, kind, is_head, id=f"{str(dtype)[6:]}-{name}-{'head' if is_head else 'layer'}"
+    )
     for is_head, table in enumerate((LAYERS, HEADS))
     for dtype, kinds in table.items()
     for name, kind in kinds.items()
@@ -34,12 +36,17 @@ KINDS = [
 def chosen(dtype: torch.dtype, is_head: int) -> set[str]:
     """The kinds that this machine may choose for a layer or the head."""
     cases = [(small, compiled) for small in (True, False) for compiled in (True, False)]
-    return {products.fastest(dtype, small=small, compiled=compiled)[is_head] for small, compiled in cases}
+    return {
+        products.fastest(dtype, small=small, compiled=compiled)[is_head]
+        for small, compiled in cases
+    }
 
 
 @pytest.mark.parametrize(("dtype", "name", "kind", "is_head"), KINDS)
 @pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize(("rows", "outputs"), [(1, 208), (5, 200), (5, 208), (12, 3), (37, 48), (37, 1040)])
+@pytest.mark.parametrize(
+    ("rows", "outputs"), [(1, 208), (5, 200), (5, 208), (12, 3), (37, 48), (37, 1040)]
+)
 def test_each_kind_computes_the_product(
     dtype: torch.dtype, name: str, kind: Kind, is_head: int, biased: bool, rows: int, outputs: int
 ) -> None:
@@ -58,30 +65,52 @@ def test_each_kind_computes_the_product(
 
 
 def test_large_models_prepare_fewer_bytes_per_weight() -> None:
-    assert prepared_bytes(SMALL, 1 << 40) == 8 * SMALL and prepared_bytes(SMALL + 1, 1 << 40) == 4 * (SMALL + 1)
+    assert prepared_bytes(SMALL, 1 << 40) == 8 * SMALL and prepared_bytes(
+        SMALL + 1, 1 << 40
+    ) == 4 * (SMALL + 1)
     assert prepared_bytes(1000, 8 * 8000 - 1) == 0
 
 
 @pytest.mark.parametrize(
-    ("has", "kind"), [("tiles", products.COMPILED), ("pairs", products.PAIRS), ("", products.PANELS)]
+    ("has", "kind"),
+    [("tiles", products.COMPILED), ("pairs", products.PAIRS), ("", products.PANELS)],
 )
-def test_compiled_products_are_of_one_kind(has: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    library = SimpleNamespace(tunesmith_has_tiles=lambda: has == "tiles", tunesmith_has_pairs=lambda: has != "")
+def test_compiled_products_are_of_one_kind(
+    has: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = SimpleNamespace(
+        tunesmith_has_tiles=lambda: has == "tiles", tunesmith_has_pairs=lambda: has != ""
+    )
     monkeypatch.setattr(products, "functions", lambda: library)
     assert products.fastest(torch.bfloat16, small=True, compiled=True) == (kind, kind)
-    assert products.fastest(torch.float32, small=True, compiled=True) == (products.PANELS, products.PANELS)
+    assert products.fastest(torch.float32, small=True, compiled=True) == (
+        products.PANELS,
+        products.PANELS,
+    )
 
 
 @pytest.mark.parametrize("has_bfloat16", [True, False])
 def test_without_compiled_functions_weights_are_packed_where_that_works(
     has_bfloat16: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(products, "works", lambda _, weights: has_bfloat16 or weights == torch.float32)
+    monkeypatch.setattr(
+        products, "works", lambda _, weights: has_bfloat16 or weights == torch.float32
+    )
     monkeypatch.setattr(products, "functions", lambda: None)
     for compiled in (True, False):
-        assert products.fastest(torch.float32, small=False, compiled=compiled) == ("packed", "packed")
-        kinds = [products.fastest(torch.bfloat16, small=small, compiled=compiled) for small in (True, False)]
-        assert kinds == ([("packed", "twice")] * 2 if has_bfloat16 else [("float32", "float32"), ("plain", "float32")])
+        assert products.fastest(torch.float32, small=False, compiled=compiled) == (
+            "packed",
+            "packed",
+        )
+        kinds = [
+            products.fastest(torch.bfloat16, small=small, compiled=compiled)
+            for small in (True, False)
+        ]
+        assert kinds == (
+            [("packed", "twice")] * 2
+            if has_bfloat16
+            else [("float32", "float32"), ("plain", "float32")]
+        )
 
 
 def test_pairs_of_an_odd_number_of_inputs_are_not_made() -> None:
@@ -90,7 +119,9 @@ def test_pairs_of_an_odd_number_of_inputs_are_not_made() -> None:
     weight, x = torch.randn(32, 7).bfloat16(), torch.randn(3, 7).bfloat16()
     for table, close in ((LAYERS, 0.02), (HEADS, 1e-6)):
         found = table[torch.bfloat16][products.PAIRS].prepare(weight, None)(x)
-        assert torch.allclose(found.double(), x.double() @ weight.double().t(), rtol=close, atol=close * 4)
+        assert torch.allclose(
+            found.double(), x.double() @ weight.double().t(), rtol=close, atol=close * 4
+        )
 
 
 def test_of_a_float32_model_that_copies_do_not_fit_beside_nothing_is_prepared(
@@ -129,7 +160,9 @@ def completions(engine: LocalEngine, rows: int) -> list[Completion]:
 def scores(model: CausalLM, token_ids: Sequence[int]) -> list[float]:
     """Of the tokens after the prompt of three, by the trainer."""
     with torch.no_grad():
-        logprobs = model.predict(forest_of([Sample([7, 8, 9, *token_ids], [False] * 3 + [True] * len(token_ids))]))
+        logprobs = model.predict(
+            forest_of([Sample([7, 8, 9, *token_ids], [False] * 3 + [True] * len(token_ids))])
+        )
     assert isinstance(logprobs.logprobs, Tensor)
     return logprobs.logprobs.tolist()
 
@@ -150,15 +183,23 @@ def scores(model: CausalLM, token_ids: Sequence[int]) -> list[float]:
     ],
 )
 def test_the_engine_samples_as_the_trainer_scores_with_every_kind(
-    tmp_path: Path, dtype: torch.dtype, kind: str, head: str, adapted: bool, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    dtype: torch.dtype,
+    kind: str,
+    head: str,
+    adapted: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Before and after new weights, and after it slept; a machine does not choose what it does not have."""
+    """Before and after new weights, and after it slept; a machine does not choose what it does not
+    have."""
     kinds = [LAYERS[dtype][kind], HEADS[dtype][head]]
     if not all(works(one, dtype) for one in kinds):
         assert kind not in chosen(dtype, 0) or head not in chosen(dtype, 1)
         return
     monkeypatch.setattr(
-        decode_model, "fastest", lambda weights, **_: (kind, head) if weights == dtype else ("plain", "plain")
+        decode_model,
+        "fastest",
+        lambda weights, **_: (kind, head) if weights == dtype else ("plain", "plain"),
     )
     model = CausalLM.load(save_model(tmp_path / "model", "qwen3", head_dim=16), dtype=dtype)
     if adapted:

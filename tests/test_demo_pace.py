@@ -7,7 +7,16 @@ from pathlib import Path
 import pytest
 
 from tunesmith.guide.recipes.arithmetic import make_model
-from tunesmith.guide.recipes.demo import BUSY_SECONDS, LEAST, RL_COST, RL_STEPS, SECONDS, SFT_STEPS, Pace, measure
+from tunesmith.guide.recipes.demo import (
+    BUSY_SECONDS,
+    LEAST,
+    RL_COST,
+    RL_STEPS,
+    SECONDS,
+    SFT_STEPS,
+    Pace,
+    measure,
+)
 
 STEPS = SFT_STEPS + RL_COST * RL_STEPS
 

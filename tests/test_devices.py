@@ -1,4 +1,5 @@
-"""GPUs for engine processes: which each is given, what is refused, and that a process sees its own alone."""
+"""GPUs for engine processes: which each is given, what is refused, and that a process sees its own
+alone."""
 
 from __future__ import annotations
 
@@ -46,7 +47,10 @@ def config(*said: str) -> RLConfig:
 
 
 def vllm(tensor: int, pipeline: int = 1) -> tuple[str, ...]:
-    sizes = f"system.vllm.tensor_parallel_size={tensor}", f"system.vllm.pipeline_parallel_size={pipeline}"
+    sizes = (
+        f"system.vllm.tensor_parallel_size={tensor}",
+        f"system.vllm.pipeline_parallel_size={pipeline}",
+    )
     return 'system.engine="vllm"', *sizes
 
 
@@ -78,9 +82,15 @@ def test_each_engine_has_gpus_of_its_own(
     gpus=st.integers(2, 12), trainer=st.integers(0, 11), engines=st.integers(1, 6), ranks=st.integers(1, 4),
     hybrid=st.booleans(),
 )  # fmt: skip
-def test_no_gpu_is_given_twice(gpus: int, trainer: int, engines: int, ranks: int, hybrid: bool) -> None:
+def test_no_gpu_is_given_twice(
+    gpus: int, trainer: int, engines: int, ranks: int, hybrid: bool
+) -> None:
     trainer %= gpus
-    own = f'system.device="cuda:{trainer}"', f"system.hybrid={str(hybrid).lower()}", f"system.engines={engines}"
+    own = (
+        f'system.device="cuda:{trainer}"',
+        f"system.hybrid={str(hybrid).lower()}",
+        f"system.engines={engines}",
+    )
     wanted = config(*own, *vllm(ranks))
     places = own_devices(wanted, visible_names(None, gpus))
     assert places is not None and all(len(place) == ranks for place in places)
@@ -107,7 +117,9 @@ def test_gpus_have_the_names_they_go_by_here() -> None:
         (('system.weight_plane="nccl"', "system.hybrid=true"), 2, "engine and trainer share one"),
     ],
 )  # fmt: skip
-def test_too_few_gpus_are_refused_with_numbers(said: tuple[str, ...], gpus: int, words: str) -> None:
+def test_too_few_gpus_are_refused_with_numbers(
+    said: tuple[str, ...], gpus: int, words: str
+) -> None:
     assert words in "".join(map(str, device_problems(config(*said), gpus)))
 
 
@@ -161,9 +173,16 @@ async def test_a_process_sees_its_own_gpus_and_leaves_them_to_its_successor() ->
 
 @pytest.mark.parametrize(
     ("make", "expected"),
-    [(never, EngineError), (never, asyncio.CancelledError), (refused, UserError), (ended, EngineError)],
+    [
+        (never, EngineError),
+        (never, asyncio.CancelledError),
+        (refused, UserError),
+        (ended, EngineError),
+    ],
 )
-async def test_a_place_is_free_when_its_process_has_ended(make: Any, expected: type[BaseException]) -> None:
+async def test_a_place_is_free_when_its_process_has_ended(
+    make: Any, expected: type[BaseException]
+) -> None:
     processes = LocalProcesses({"rollout": [("1",)]})
 
     for _ in range(2):
@@ -196,7 +215,9 @@ def test_a_gpu_that_is_not_there_is_told_in_words(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", [GenerateConfig, RFTConfig])
-def test_runs_that_sample_only_give_every_gpu_to_engines(kind: type[GenerateConfig] | type[RFTConfig]) -> None:
+def test_runs_that_sample_only_give_every_gpu_to_engines(
+    kind: type[GenerateConfig] | type[RFTConfig],
+) -> None:
     def sampler(*said: str) -> Any:
         return load_config(kind, None, [*BASE, *said])
 
@@ -210,36 +231,53 @@ def test_runs_that_sample_only_give_every_gpu_to_engines(kind: type[GenerateConf
     assert problem.keys == ("system.weight_plane",) and problem.kind == "machine"
 
 
-ON_THE_GPU = tuple(f"system.offload_{what}=false" for what in ("optimizer", "parameters", "activations"))
+ON_THE_GPU = tuple(
+    f"system.offload_{what}=false" for what in ("optimizer", "parameters", "activations")
+)
 
 
 def test_an_engine_on_a_gpu_of_its_own_plans_with_its_memory() -> None:
     gpu = Gpu("GPU", 80 * 10**9, 60 * 10**9, (9, 0))
     model = ModelFacts(10**9, 24, 2048, 8192, 16, 16, 128, 32000, 10**5)
     cpu = Hardware("CPU", cores=2, memory_total=24 * 10**9, memory_available=20 * 10**9, bf16=True)
-    crowd = ("rollout.max_new_tokens=20000", "rollout.group_size=256", "system.max_running=1024", *ON_THE_GPU)
+    crowd = (
+        "rollout.max_new_tokens=20000",
+        "rollout.group_size=256",
+        "system.max_running=1024",
+        *ON_THE_GPU,
+    )
 
     def planned(*said: str, gpus: int = 3) -> tuple[str | None, str]:
         facts = Facts(replace(cpu, gpus=(gpu,) * gpus), model, train_size=100, longest=40)
         found = resolve(config(*crowd, *said), facts)
         assert resolve(found.config, facts).config == found.config
-        return found.config.system.kv_memory, next(d.reason for d in found.derived if d.key == "system.kv_memory")
+        return found.config.system.kv_memory, next(
+            d.reason for d in found.derived if d.key == "system.kv_memory"
+        )
 
     here = ("system.engine_python=" + f'"{sys.executable}"',)
     own = ("system.hybrid=false",)
     assert planned(*own)[0] == "29000MB"  # (60 GB - 2 of weights) / 2
-    assert planned(*own)[1].startswith("on its own GPU, half of the free memory; 1024 requests at once would take")
+    assert planned(*own)[1].startswith(
+        "on its own GPU, half of the free memory; 1024 requests at once would take"
+    )
     assert planned(*vllm(2), *here, *own)[0] == "29500MB"  # 1 GB of weights on each rank
-    # A quarter of 60 GB - 18 of weights, gradients and optimizer - 2 of the engine's own weights - temporaries of 20040
-    # tokens: five vectors of the feed-forward size in a layer's backward pass, and its activations if all layers are
-    # recomputed. The copy of the weights that engines read by CUDA IPC is 2 GB more.
+    # A quarter of 60 GB - 18 of weights, gradients and optimizer - 2 of the engine's own weights -
+    # temporaries of 20040 tokens: five vectors of the feed-forward size in a layer's backward pass,
+    # and its activations if all layers are recomputed. The copy of the weights that engines read by
+    # CUDA IPC is 2 GB more.
     left = (60 - 18 - 2) * 10**9 - 20_040 * 5 * 2 * 8192
     layer = 20_040 * (2 * (4 * 2048 + 3 * 2048 + 3 * 2048 + 3 * 8192) + 4 * (2 + 16))
     again = "system.gradient_checkpointing=true"
-    for said, gpus, more in (((), 1, 0), (('system.weight_plane="ipc"',), 3, 2 * 10**9), ((again,), 1, layer)):
+    for said, gpus, more in (
+        ((), 1, 0),
+        (('system.weight_plane="ipc"',), 3, 2 * 10**9),
+        ((again,), 1, layer),
+    ):
         size, reason = planned("system.hybrid=false", *said, gpus=gpus)
         assert size == megabytes((left - more) // 4) and reason.startswith("a quarter")
-    # Half of 60 GB - 2 of the trainer's weights - 2 of the engine's: the rest is away while the engine samples.
+    # Half of 60 GB - 2 of the trainer's weights - 2 of the engine's: the rest is away while the
+    # engine samples.
     size, reason = planned("system.hybrid=true")
     assert size == "28000MB" and reason.startswith("while the policy does not train, half")
     on_ray = ("system.engine_process=false", 'system.cluster="ray"', *own)
@@ -253,12 +291,24 @@ def test_an_engine_on_a_gpu_of_its_own_plans_with_its_memory() -> None:
 def test_engines_on_one_device_share_what_is_free_of_it(kind: Any, gpus: int) -> None:
     gpu = Gpu("GPU", 80 * 10**9, 80 * 10**9, (9, 0))
     machine = Hardware("CPU", 2, 80 * 10**9, 80 * 10**9, bf16=True, gpus=(gpu,) * gpus)
-    facts = Facts(machine, ModelFacts(10**9, 24, 2048, 8192, 16, 16, 128, 32000, 10**5), train_size=10**4, longest=40)
+    facts = Facts(
+        machine,
+        ModelFacts(10**9, 24, 2048, 8192, 16, 16, 128, 32000, 10**5),
+        train_size=10**4,
+        longest=40,
+    )
     here = (*ON_THE_GPU, "system.hybrid=false") if gpus else ()  # also beside four engines
-    crowd = {RLConfig: ("rollout.group_size=1024", *here), GenerateConfig: ("sampling.n=1000",)}[kind]
+    crowd = {RLConfig: ("rollout.group_size=1024", *here), GenerateConfig: ("sampling.n=1000",)}[
+        kind
+    ]
 
     def planned(engines: int) -> tuple[int, str]:
-        said = (*BASE, f'system.device="{"cuda" if gpus else "cpu"}"', "system.max_running=4096", *crowd)
+        said = (
+            *BASE,
+            f'system.device="{"cuda" if gpus else "cpu"}"',
+            "system.max_running=4096",
+            *crowd,
+        )
         found = resolve(load_config(kind, None, [*said, f"system.engines={engines}"]), facts)
         assert found.config.system.kv_memory
         reason = next(d.reason for d in found.derived if d.key == "system.kv_memory")
@@ -266,14 +316,16 @@ def test_engines_on_one_device_share_what_is_free_of_it(kind: Any, gpus: int) ->
 
     alone, together = planned(1)[0], planned(4)
     assert 4 * together[0] <= alone and "of the free memory, shared by 4 engines; " in together[1]
-    # Half of what all weights leave, or a quarter of what they and the trainer leave. On a CPU, an engine also has
-    # copies of its weights that products read faster.
+    # Half of what all weights leave, or a quarter of what they and the trainer leave. On a CPU, an
+    # engine also has copies of its weights that products read faster.
     weights, part = (2 if gpus else 6) * 10**9, 1 / 2 if kind is GenerateConfig else 1 / 4
     assert 4 * together[0] == pytest.approx(alone - 3 * weights * part, abs=4 * 10**6)
 
 
 def on_ray(**said: Any) -> RLConfig:
-    system = {k: v for k, v in {"cluster": "ray", "device": "cuda", **said}.items() if v is not None}
+    system = {
+        k: v for k, v in {"cluster": "ray", "device": "cuda", **said}.items() if v is not None
+    }
     return RLConfig.model_validate(
         config("system.engine_process=false").model_dump(exclude={"system"}) | {"system": system}
     )
@@ -289,7 +341,13 @@ def on_ray(**said: Any) -> RLConfig:
         ({"placement": {"actor": {"gpus": 0.5}}, "device": "cpu"}, []),
         ({"placement": {"actor": {"gpus": 0.6}}}, []),  # one fits on a GPU
         ({}, []),
-        ({"placement": {"actor": {"gpus": 0.5}, "colocate": [["actor", "rollout"]]}, "engines": 2}, []),
+        (
+            {
+                "placement": {"actor": {"gpus": 0.5}, "colocate": [["actor", "rollout"]]},
+                "engines": 2,
+            },
+            [],
+        ),
     ],
 )
 def test_two_ranks_on_one_gpu_are_refused(said: dict[str, Any], refused: list[str]) -> None:
@@ -304,7 +362,10 @@ def test_two_ranks_on_one_gpu_are_refused(said: dict[str, Any], refused: list[st
         ({"placement": {"colocate": [["actor", "ref", "rollout"]]}}, True),
         ({}, False),
         ({"placement": {"colocate": [["actor", "ref"]]}}, False),
-        ({"placement": {"colocate": [["actor", "rollout"]]}, "engines": 2, "trainer_ranks": 2}, False),
+        (
+            {"placement": {"colocate": [["actor", "rollout"]]}, "engines": 2, "trainer_ranks": 2},
+            False,
+        ),
     ],
 )
 def test_ipc_on_a_cluster_is_between_an_engine_and_a_trainer_that_share_a_gpu(

@@ -1,4 +1,5 @@
-"""Distillation: the divergence and its gradient by hand and by finite differences, the three modes as whole runs."""
+"""Distillation: the divergence and its gradient by hand and by finite differences, the three modes
+as whole runs."""
 
 from __future__ import annotations
 
@@ -33,11 +34,15 @@ from tunesmith.types import Sample
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     folder = tmp_path_factory.mktemp("models")
-    return save_model(folder / "student"), save_model(folder / "teacher", seed=1, initializer_range=0.2)
+    return save_model(folder / "student"), save_model(
+        folder / "teacher", seed=1, initializer_range=0.2
+    )
 
 
 @pytest.fixture(scope="module")
-def taught(models: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def taught(
+    models: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, Path]:
     """A student, and a teacher that has learned something."""
     lesson = sft_settings(tmp_path_factory.mktemp("lesson"), models[0], train__steps=40)
     return models[0], placement.run_sft(None, lesson).checkpoint
@@ -69,9 +74,15 @@ def test_log_probabilities_at_tokens_and_their_gradient(scale: LogitScale, bias:
     torch.testing.assert_close(found, expected)
     inputs = [t for t in (hidden, weight, added) if t is not None]
     up = normal(7, 3, seed=5)
-    for a, b in zip(torch.autograd.grad(found, inputs, up), torch.autograd.grad(expected, inputs, up), strict=True):
+    for a, b in zip(
+        torch.autograd.grad(found, inputs, up),
+        torch.autograd.grad(expected, inputs, up),
+        strict=True,
+    ):
         torch.testing.assert_close(a, b)
-    assert torch.autograd.gradcheck(lambda *t: fused_logprobs(t[0], Head(t[1], added, scale, 3), tokens)[0], inputs[:2])
+    assert torch.autograd.gradcheck(
+        lambda *t: fused_logprobs(t[0], Head(t[1], added, scale, 3), tokens)[0], inputs[:2]
+    )
 
 
 def test_the_likeliest_tokens() -> None:
@@ -84,8 +95,12 @@ def test_the_likeliest_tokens() -> None:
 
 def test_the_divergence_by_hand() -> None:
     """Teacher (1/2, 1/4 | 1/4), student (1/4, 1/4 | 1/2): 1/2 log 2 + 0 − 1/4 log 2."""
-    teacher, student = (torch.tensor([p], dtype=torch.float64).log() for p in ([0.5, 0.25], [0.25, 0.25]))
-    torch.testing.assert_close(forward_kl(teacher, student), torch.tensor([0.25 * np.log(2.0)], dtype=torch.float64))
+    teacher, student = (
+        torch.tensor([p], dtype=torch.float64).log() for p in ([0.5, 0.25], [0.25, 0.25])
+    )
+    torch.testing.assert_close(
+        forward_kl(teacher, student), torch.tensor([0.25 * np.log(2.0)], dtype=torch.float64)
+    )
     torch.testing.assert_close(forward_kl(teacher, teacher), torch.zeros(1, dtype=torch.float64))
 
 
@@ -113,7 +128,9 @@ def test_its_gradient_is_that_of_finite_differences() -> None:
     assert torch.autograd.gradcheck(kl, [normal(3, 6, seed=1).requires_grad_()])
 
 
-def objective_of(alpha: float, logprobs: list[float], divergence: list[float]) -> tuple[float, dict[str, float]]:
+def objective_of(
+    alpha: float, logprobs: list[float], divergence: list[float]
+) -> tuple[float, dict[str, float]]:
     [forest] = whole([Sample([1, 2, 3], [False, True, True]), Sample([1, 4], [False, True])])
     found = Predictions(torch.tensor(logprobs), divergence=torch.tensor(divergence))
     loss, metrics = DistillationObjective(alpha)(forest, found)
@@ -123,11 +140,17 @@ def objective_of(alpha: float, logprobs: list[float], divergence: list[float]) -
 def test_the_objective_by_hand() -> None:
     loss, metrics = objective_of(0.25, [-1.0, -2.0, -3.0], [0.5, 0.0, 1.0])
     assert loss == pytest.approx(0.75 * 2.0 + 0.25 * 0.5)
-    assert metrics == {"nll": pytest.approx(2.0), "teacher_kl": pytest.approx(0.5), "nonfinite_tokens": 0}
+    assert metrics == {
+        "nll": pytest.approx(2.0),
+        "teacher_kl": pytest.approx(0.5),
+        "nonfinite_tokens": 0,
+    }
     loss, metrics = objective_of(1.0, [-1.0, -2.0, -3.0], [0.6, float("nan"), 0.3])
     assert loss == pytest.approx(0.3) and metrics["nonfinite_tokens"] == 1
     [nothing] = whole([])
-    empty = DistillationObjective(0.5)(nothing, Predictions(torch.zeros(0), divergence=torch.zeros(0)))
+    empty = DistillationObjective(0.5)(
+        nothing, Predictions(torch.zeros(0), divergence=torch.zeros(0))
+    )
     assert float(empty[0]) == 0 and all(float(metric) == 0 for metric in empty[1].values())
 
 
@@ -144,15 +167,20 @@ def loaded(models: tuple[Path, Path]) -> tuple[CausalLM, CausalLM]:
 
 
 def plain(model: CausalLM, sample: Sample) -> Tensor:
-    """Log-probabilities ``[n, V]`` where the sample predicts, by the Hugging Face layers' hidden states alone."""
+    """Log-probabilities ``[n, V]`` where the sample predicts, by the Hugging Face layers' hidden
+    states alone."""
     forest = forest_of([sample])
     from tunesmith.models.attention import ForestAttention
 
-    hidden = model.hidden(forest.token_ids, forest.position_ids, ForestAttention(forest))[forest.source]
+    hidden = model.hidden(forest.token_ids, forest.position_ids, ForestAttention(forest))[
+        forest.source
+    ]
     return model.head(hidden).log_softmax(-1)
 
 
-def test_a_teacher_in_host_memory_says_the_same_and_is_gone_afterwards(models: tuple[Path, Path]) -> None:
+def test_a_teacher_in_host_memory_says_the_same_and_is_gone_afterwards(
+    models: tuple[Path, Path],
+) -> None:
     student, teacher = loaded(models)
     for parameter in teacher.module.parameters():  # memory of a file cannot be given back
         parameter.data = parameter.data.clone()
@@ -170,7 +198,9 @@ def test_a_student_is_compared_with_its_teacher_token_by_token(models: tuple[Pat
     student, teacher = loaded(models)
     predict = partial(predict_with_teacher, teacher=teacher, chunk=2)
     found = predict(student, forest_of(SEQUENCES), top_k=300)
-    expected = torch.cat([plain(teacher, s).exp() * (plain(teacher, s) - plain(student, s)) for s in SEQUENCES]).sum(-1)
+    expected = torch.cat(
+        [plain(teacher, s).exp() * (plain(teacher, s) - plain(student, s)) for s in SEQUENCES]
+    ).sum(-1)
     assert found.divergence is not None and found.logprobs is not None
     torch.testing.assert_close(found.divergence, expected, rtol=1e-6, atol=1e-9)
     torch.testing.assert_close(found.logprobs, student.predict(forest_of(SEQUENCES)).logprobs)
@@ -200,16 +230,24 @@ def test_the_gradient_does_not_depend_on_the_split(models: tuple[Path, Path]) ->
 
 def test_on_policy_each_token_has_its_own_advantage() -> None:
     def advantages(*paid: list[float]) -> list[list[float]]:
-        outcomes = [Outcome(0, 5.0 * i, len(p), token_rewards=np.array(p)) for i, p in enumerate(paid)]
+        outcomes = [
+            Outcome(0, 5.0 * i, len(p), token_rewards=np.array(p)) for i, p in enumerate(paid)
+        ]
         return [a.tolist() for a in TokenReward()(outcomes).advantages]
 
-    assert advantages([0.5, -1.0], [-2.5]) == [[1.5, 0.0], [-1.5]], "the rollout's reward does not count"
+    assert advantages([0.5, -1.0], [-2.5]) == [[1.5, 0.0], [-1.5]], (
+        "the rollout's reward does not count"
+    )
     assert advantages([0.1, 0.1], [0.1]) == [[0.0, 0.0], [0.0]], "exactly zero"
     assert advantages([0.7]) == [[0.0]]
 
 
-def on_samples(folder: Path, models: tuple[Path, Path], run: str = "run", **changed: Any) -> list[str]:
-    return rl_settings(folder, models[0], run, reward__functions=None, teacher__path=str(models[1]), **changed)
+def on_samples(
+    folder: Path, models: tuple[Path, Path], run: str = "run", **changed: Any
+) -> list[str]:
+    return rl_settings(
+        folder, models[0], run, reward__functions=None, teacher__path=str(models[1]), **changed
+    )
 
 
 def on_data(folder: Path, models: tuple[Path, Path], run: str = "sft", **changed: Any) -> list[str]:
@@ -223,9 +261,13 @@ def lines_of(outcome: placement.RunResult) -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["on_policy", "sampled"])
-def test_a_run_on_the_students_samples(tmp_path: Path, taught: tuple[Path, Path], mode: str) -> None:
+def test_a_run_on_the_students_samples(
+    tmp_path: Path, taught: tuple[Path, Path], mode: str
+) -> None:
     settings = {"train__steps": 12, "rollout__group_size": 16, "lora__rank": 8}
-    outcome = placement.run_distill(None, on_samples(tmp_path, taught, distill__mode=mode, **settings))
+    outcome = placement.run_distill(
+        None, on_samples(tmp_path, taught, distill__mode=mode, **settings)
+    )
     lines = lines_of(outcome)
     assert (
         lines[-1]["teacher_kl"] < 0.9 * lines[0]["teacher_kl"]
@@ -235,27 +277,49 @@ def test_a_run_on_the_students_samples(tmp_path: Path, taught: tuple[Path, Path]
     assert "ref_kl" not in lines[0]
 
 
-def test_a_run_on_given_answers_evaluates_and_resumes(tmp_path: Path, models: tuple[Path, Path]) -> None:
+def test_a_run_on_given_answers_evaluates_and_resumes(
+    tmp_path: Path, models: tuple[Path, Path]
+) -> None:
     sft_settings(tmp_path, models[0])
     data = str(tmp_path / "examples.jsonl")
-    settings = {"data__eval": data, "train__steps": 4, "checkpoint__every": 2, "distill__alpha": 1.0}
+    settings = {
+        "data__eval": data,
+        "train__steps": 4,
+        "checkpoint__every": 2,
+        "distill__alpha": 1.0,
+    }
     outcome = placement.run_distill(None, on_data(tmp_path, models, **settings))
     first, last = outcome.evaluations[0], outcome.evaluations[-1]
-    assert last["eval/teacher_kl"] < first["eval/teacher_kl"] and first["eval/loss"] == first["eval/teacher_kl"]
-    placement.run_distill(None, on_data(tmp_path, models, "half", **{**settings, "train__steps": 2}))
-    again = placement.run_distill(None, on_data(tmp_path, models, "half", **settings, checkpoint__resume=True))
+    assert (
+        last["eval/teacher_kl"] < first["eval/teacher_kl"]
+        and first["eval/loss"] == first["eval/teacher_kl"]
+    )
+    placement.run_distill(
+        None, on_data(tmp_path, models, "half", **{**settings, "train__steps": 2})
+    )
+    again = placement.run_distill(
+        None, on_data(tmp_path, models, "half", **settings, checkpoint__resume=True)
+    )
     same_tensors(outcome.checkpoint.parent, again.checkpoint.parent)
 
 
 @pytest.mark.parametrize(
     ("make", "changed", "words"),
     [
-        (on_samples, {"distill__alpha": 0.5}, 'distill.alpha has no effect with mode = "on_policy"'),
+        (
+            on_samples,
+            {"distill__alpha": 0.5},
+            'distill.alpha has no effect with mode = "on_policy"',
+        ),
         (on_samples, {"distill__top_k": 5}, "distill.top_k has no effect"),
         (on_samples, {"algorithm__name": "grpo"}, "does not use the teacher"),
         (on_samples, {"algorithm__kl": "none"}, "learns from the KL to the teacher in the reward"),
         (on_samples, {"algorithm__kl__target": 0.1}, "would adapt the weight of the teacher"),
-        (on_samples, {"distill__mode": "sampled", "algorithm__entropy_coef": 0.1}, "entropy_coef has no effect"),
+        (
+            on_samples,
+            {"distill__mode": "sampled", "algorithm__entropy_coef": 0.1},
+            "entropy_coef has no effect",
+        ),
         (on_samples, {"algorithm__dynamic_filter": True}, "no prompt would be kept"),
         (on_samples, {"distill__mode": "offpolicy"}, "'on_policy', 'sampled', 'offline'"),
         (on_data, {"distill__alpha": 0}, "ignores the teacher"),
@@ -275,12 +339,16 @@ def test_the_preset_needs_the_command(tmp_path: Path, models: tuple[Path, Path])
         placement.run_rl(None, rl_settings(tmp_path, models[0], algorithm__name="distill"))
 
 
-def test_a_teacher_with_other_tokens_is_refused_by_what_differs(tmp_path: Path, models: tuple[Path, Path]) -> None:
+def test_a_teacher_with_other_tokens_is_refused_by_what_differs(
+    tmp_path: Path, models: tuple[Path, Path]
+) -> None:
     other = save_model(tmp_path / "other")
     longer = tokenizer()
     longer.add_tokens(["<think>"])
     longer.save_pretrained(other)
-    with pytest.raises(ModelError, match=r"other tokens .*: 261 and 262; only the teacher has '<think>'"):
+    with pytest.raises(
+        ModelError, match=r"other tokens .*: 261 and 262; only the teacher has '<think>'"
+    ):
         placement.run_distill(None, on_data(tmp_path, (models[0], other)))
 
     class Renumbered:

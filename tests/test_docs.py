@@ -1,4 +1,5 @@
-"""Documents and examples say what is so: run files load, code runs, commands parse, links lead somewhere."""
+"""Documents and examples say what is so: run files load, code runs, commands parse, links lead
+somewhere."""
 
 from __future__ import annotations
 
@@ -18,7 +19,17 @@ import pytest
 
 import tiny
 from docs_tables import PAGES, with_tables
-from documents import DOCUMENTS, ROOT, Block, anchors, blocks, blocks_of, commands, key_tables, links
+from documents import (
+    DOCUMENTS,
+    ROOT,
+    Block,
+    anchors,
+    blocks,
+    blocks_of,
+    commands,
+    key_tables,
+    links,
+)
 from key_tables import check_row
 from tiny_preferences import lines_of
 from tiny_rewards import save_reward_model
@@ -61,18 +72,27 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for file in (name, f"{name}_held_out"):
             write_lines(folder / f"{file}.jsonl", lines_of(command, 2))
     functions = [
-        name for block in blocks("python") for name, made in run(block).items() if isinstance(made, FunctionType)
+        name
+        for block in blocks("python")
+        for name, made in run(block).items()
+        if isinstance(made, FunctionType)
     ]
     for block in blocks("python"):
-        if file := re.match(r"# (\w+\.py)\n", block.text):  # a file of the reader's own, that run files name
+        if file := re.match(
+            r"# (\w+\.py)\n", block.text
+        ):  # a file of the reader's own, that run files name
             (folder / file[1]).write_text(block.text)
-    code = "".join(f"def {name}(completions, **columns):\n    return [0.0] * len(completions)\n" for name in functions)
+    code = "".join(
+        f"def {name}(completions, **columns):\n    return [0.0] * len(completions)\n"
+        for name in functions
+    )
     (folder / "rewards.py").write_text(code)
     return folder
 
 
 def resolved(path: Path, *overrides: str) -> Resolved[Any]:
-    """What ``tunesmith config`` does, and the look at the data and rewards that a run begins with."""
+    """What ``tunesmith config`` does, and the look at the data and rewards that a run begins
+    with."""
     config = load_config(find_kind(path, overrides), path, overrides)
     check(config)
     if isinstance(config, RLConfig):
@@ -102,7 +122,9 @@ def test_what_the_front_page_shows_as_derived_is_derived(place: Path) -> None:
 
 
 RUNS = [
-    (path, example) for example in EXAMPLES for path in ([ROOT / "README.md"] if example.name == "arithmetic" else [])
+    (path, example)
+    for example in EXAMPLES
+    for path in ([ROOT / "README.md"] if example.name == "arithmetic" else [])
 ]
 RUNS += [(example / "README.md", example) for example in EXAMPLES]
 
@@ -112,7 +134,9 @@ def test_printed_runs_have_the_columns_and_settings_of_now(page: Path, example: 
     """Columns are those of progress lines; settings, steps and learning rate are the run file's."""
     run_file = tomllib.loads((example / "rl.toml").read_text())
     labels = {label for label, _ in COLUMNS.values()}
-    for line in "".join(block.text for block in blocks_of(page) if block.language == "text").splitlines():
+    for line in "".join(
+        block.text for block in blocks_of(page) if block.language == "text"
+    ).splitlines():
         if step := re.match(r"step (\d+)/(\d+)  ", line):
             shown = dict(part.rsplit(" ", 1) for part in line[step.end() :].split("  "))
             assert set(shown) <= labels, line
@@ -131,7 +155,8 @@ def test_printed_runs_have_the_columns_and_settings_of_now(page: Path, example: 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)
 def test_run_files_of_the_examples_load_and_resolve(example: Path, tmp_path: Path) -> None:
-    """On the files that the example makes; the warm start's checkpoint is where ``rl.toml`` looks for it."""
+    """On the files that the example makes; the warm start's checkpoint is where ``rl.toml`` looks
+    for it."""
     here = tmp_path / example.name
     shutil.copytree(example, here, ignore=shutil.ignore_patterns("runs", "model", "*.jsonl"))
     load_module(here / "prepare.py")["main"]()
@@ -139,7 +164,9 @@ def test_run_files_of_the_examples_load_and_resolve(example: Path, tmp_path: Pat
     sft = resolved(here / "sft.toml").config
     assert sft.run_dir is not None
     steps = f"checkpoints/step-{sft.train.steps:06d}/model"
-    assert Path(start) == sft.run_dir.relative_to(Path.cwd()) / steps, "rl.toml begins where sft.toml ends"
+    assert Path(start) == sft.run_dir.relative_to(Path.cwd()) / steps, (
+        "rl.toml begins where sft.toml ends"
+    )
     shutil.copytree(here / "model", here / start)
     resolved(here / "rl.toml")
 
@@ -151,7 +178,8 @@ def load_module(path: Path) -> dict[str, Any]:
 
 
 def run(block: Block) -> dict[str, Any]:
-    """What a block of Python defines. One that needs a model, a file or a service of the reader's is compiled only."""
+    """What a block of Python defines. One that needs a model, a file or a service of the reader's
+    is compiled only."""
     code = compile(block.text, block.name, "exec")
     names: dict[str, Any] = {}
     if not re.search(r"from_pretrained|from trl |tunesmith\.[a-z]+\(", block.text):
@@ -168,7 +196,10 @@ def test_python_runs(block: Block) -> None:
         "answer": ["42", "2"],
     }
     for name, function in run(block).items():
-        if isinstance(function, FunctionType) and "completions" in inspect.signature(function).parameters:
+        if (
+            isinstance(function, FunctionType)
+            and "completions" in inspect.signature(function).parameters
+        ):
             scores = function(**lists)
             scores = asyncio.run(scores) if inspect.iscoroutine(scores) else scores
             assert len(scores) == 2 and all(isinstance(s, float) for s in scores), name
@@ -181,7 +212,8 @@ def test_json_lines_are_json(block: Block) -> None:
 
 @pytest.mark.parametrize(("where", "arguments"), commands())
 def test_commands_parse(where: str, arguments: list[str]) -> None:
-    """The subcommand exists, its options are known, and every override is a setting with a valid value."""
+    """The subcommand exists, its options are known, and every override is a setting with a valid
+    value."""
     import typer
 
     from tunesmith.cli.main import app
@@ -226,12 +258,16 @@ def test_every_setting_is_documented_as_it_is() -> None:
     for name, field in RLConfig.model_fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
             sections[f"[{name}]"] = field.annotation
-            sections |= {f"[{name}.{key}]": inner for key, inner in tables_in(field.annotation).items()}
+            sections |= {
+                f"[{name}.{key}]": inner for key, inner in tables_in(field.annotation).items()
+            }
     assert set(tables) == {*sections, "Top level"}
     assert [row.key for row in tables["Top level"]] == ["run_dir"]
     for heading, section in sections.items():
         inner = tables_in(section)
-        assert [row.key for row in tables[heading]] == [k for k in section.model_fields if k not in inner], heading
+        assert [row.key for row in tables[heading]] == [
+            k for k in section.model_fields if k not in inner
+        ], heading
         for row in tables[heading]:
             check_row(heading, row, section)
 
@@ -241,7 +277,11 @@ def tables_in(section: type[Section]) -> dict[str, type[Section]]:
 
     def sections(of: type[Section]) -> dict[str, type[Section]]:
         kinds = {key: field.annotation for key, field in of.model_fields.items()}
-        tables = {key: kind for key, kind in kinds.items() if isinstance(kind, type) and issubclass(kind, Section)}
+        tables = {
+            key: kind
+            for key, kind in kinds.items()
+            if isinstance(kind, type) and issubclass(kind, Section)
+        }
         return {key: kind for key, kind in tables.items() if not issubclass(kind, Choice)}
 
     return {key: inner for key, inner in sections(section).items() if not sections(inner)}
@@ -264,25 +304,39 @@ def test_the_reading_path_is_the_order_of_calls() -> None:
     )
     for (function, file), (called, next_file) in pairwise(path):
         # an objective or a loss is called as an object: objective(...), self.loss(...)
-        name = next_file.rpartition("/")[2] if called.endswith("__call__") else called.rpartition(".")[2]
+        name = (
+            next_file.rpartition("/")[2]
+            if called.endswith("__call__")
+            else called.rpartition(".")[2]
+        )
         found = names_in(file, function)
-        assert name in found or any(name.startswith(n) for n in found if n in ("objective", "loss")), called
+        assert name in found or any(
+            name.startswith(n) for n in found if n in ("objective", "loss")
+        ), called
     names_in(path[-1][1], path[-1][0])
 
 
 def names_in(file: str, function: str) -> set[str]:
-    """Names, attributes and texts in the body of a function, such as ``update`` or ``Learner.update``."""
+    """Names, attributes and texts in the body of a function, such as ``update`` or
+    ``Learner.update``."""
     node: ast.AST = ast.parse((ROOT / "src" / "tunesmith" / file).read_text(encoding="utf-8"))
     for part in function.split("."):
         node = next(n for n in ast.iter_child_nodes(node) if getattr(n, "name", None) == part)
-    used = (getattr(n, "id", None) or getattr(n, "attr", None) or getattr(n, "value", None) for n in ast.walk(node))
+    used = (
+        getattr(n, "id", None) or getattr(n, "attr", None) or getattr(n, "value", None)
+        for n in ast.walk(node)
+    )
     return {text for text in used if isinstance(text, str)}
 
 
 def test_only_the_listed_files_ask_for_an_engine_by_name() -> None:
     """Others ask for a property of ``config.engines``, so that a new engine misses none of them."""
     page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    listed = set(re.findall(r"`([\w/]+\.(?:py|toml))`", page.partition("### A new engine")[2].partition("\n## ")[0]))
+    listed = set(
+        re.findall(
+            r"`([\w/]+\.(?:py|toml))`", page.partition("### A new engine")[2].partition("\n## ")[0]
+        )
+    )
     name = f"[\"']({'|'.join(ENGINES)})[\"']"
     code = rf"\bengine(_kind)?\b *(==|!=|(not )?in) *[(\[{{]?{name}|[\"']engine[\"']: *{name}"
     package = ROOT / "src" / "tunesmith"

@@ -127,7 +127,14 @@ CASES: dict[str, tuple[dict[str, Column], dict[str, Any]]] = {
 }  # fmt: skip
 
 
-YIELD = {"questions": 200, "solved": 150, "samples": 800, "correct": 300, "kept": 250, "correct_share": [0.375]}
+YIELD = {
+    "questions": 200,
+    "solved": 150,
+    "samples": 800,
+    "correct": 300,
+    "kept": 250,
+    "correct_share": [0.375],
+}
 """The counts of a healthy round."""
 ANSWERS: dict[str, dict[str, Any]] = {
     "run_failed": {"state": "failed", "error": "RewardError: no"},
@@ -148,9 +155,19 @@ def write_answers(path: Path, case: Mapping[str, Any]) -> Path:
     """The directory of an RFT run of 200 questions with 4 samples each."""
     columns = {name: case.get(name, 0.0) for name in ("rollouts/failed", "truncated")}
     path.mkdir(exist_ok=True)
-    write_lines(path / "metrics.jsonl", [{"step": n, "completions": 40, **columns} for n in range(10, 201, 10)])
-    settings = {"sampling.n": 4, "sampling.max_new_tokens": 64, "train.batch_size": 64, "train.lr": 1e-5}
-    document = {"settings": {key: {"value": value, "source": "said"} for key, value in settings.items()}}
+    write_lines(
+        path / "metrics.jsonl",
+        [{"step": n, "completions": 40, **columns} for n in range(10, 201, 10)],
+    )
+    settings = {
+        "sampling.n": 4,
+        "sampling.max_new_tokens": 64,
+        "train.batch_size": 64,
+        "train.lr": 1e-5,
+    }
+    document = {
+        "settings": {key: {"value": value, "source": "said"} for key, value in settings.items()}
+    }
     (path / "resolved.json").write_text(json.dumps(document))
     standing = Standing("rft", case.get("state", "done"), 200, 200, case.get("error"))
     (path / "state.json").write_text(json.dumps(asdict(standing)))
@@ -185,7 +202,12 @@ def test_answers_without_a_line_of_metrics_are_judged_too(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("correct", "kept", "keys", "advised"),
     [
-        (4, 4, ["few_kept"], None),  # 1.7 % of 240: hundreds of samples per question would be needed
+        (
+            4,
+            4,
+            ["few_kept"],
+            None,
+        ),  # 1.7 % of 240: hundreds of samples per question would be needed
         (60, 60, ["few_kept"], 5),
         (64, 64, [], None),
         (200, 64, [], None),
@@ -194,7 +216,13 @@ def test_answers_without_a_line_of_metrics_are_judged_too(tmp_path: Path) -> Non
 def test_a_yield_is_judged_by_batch_and_questions(
     correct: int, kept: int, keys: list[str], advised: int | None
 ) -> None:
-    counts = {"questions": 60, "solved": min(correct, 50), "samples": 240, "correct": correct, "kept": kept}
+    counts = {
+        "questions": 60,
+        "solved": min(correct, 50),
+        "samples": 240,
+        "correct": correct,
+        "kept": kept,
+    }
     findings = yield_findings(counts, 4, 64, "round-1")
     assert [finding.key for finding in findings] == keys
     changes = [change for finding in findings for change in finding.change]
@@ -212,14 +240,21 @@ def write_run(path: Path, columns: Mapping[str, Column], sft: bool = False, **ch
     ]
     held_out = {name: changed.pop(name) for name in list(changed) if name.startswith("eval/")}
     for name, values in held_out.items():
-        lines += [{"step": 1 + n * STEPS // len(values), name: value} for n, value in enumerate(values)]
+        lines += [
+            {"step": 1 + n * STEPS // len(values), name: value} for n, value in enumerate(values)
+        ]
     write_lines(path / "metrics.jsonl", lines)
     settings = {**(SFT if sft else RL), **changed}
-    document = {"settings": {key: {"value": value, "source": "said"} for key, value in settings.items()}}
+    document = {
+        "settings": {key: {"value": value, "source": "said"} for key, value in settings.items()}
+    }
     (path / "resolved.json").write_text(json.dumps(document))
     write_facts(RunFacts(rollouts=not sft, train_size=100, **{"eval_size": 500, **facts}), path)
     if rollouts:
-        rows = [{"kind": "train", "step": 1, "group": n // 8, "tokens": n % 8, "reward": n % 8 / 8} for n in range(64)]
+        rows = [
+            {"kind": "train", "step": 1, "group": n // 8, "tokens": n % 8, "reward": n % 8 / 8}
+            for n in range(64)
+        ]
         write_lines(path / "rollouts.jsonl", rows)
     return path
 
@@ -237,7 +272,9 @@ def test_a_disease_is_found(tmp_path: Path, key: str) -> None:
     assert re.search(r"\d", finding.numbers + " ".join(finding.change))
     assert not re.search(r"\?|\bnan\b", finding.numbers), "each number is known"
     [rule] = (rule for rule in RULES if rule.key == key)
-    assert [change.partition(" = ")[0] for change in finding.change] == [change.key for change in rule.change]
+    assert [change.partition(" = ")[0] for change in finding.change] == [
+        change.key for change in rule.change
+    ]
 
 
 def test_every_rule_has_a_case() -> None:
@@ -259,11 +296,16 @@ def test_changes_are_settings() -> None:
     known = {setting.key for setting in settings_of("")}
     for rule in ALL:
         for change in rule.change:
-            assert change.key in known or change.key.rpartition(".")[0] in known, (rule.key, change.key)
+            assert change.key in known or change.key.rpartition(".")[0] in known, (
+                rule.key,
+                change.key,
+            )
 
 
 def test_what_nothing_was_learned_from_comes_first(tmp_path: Path) -> None:
-    path = write_run(tmp_path, {"reward": 0, "reward/std": 0, "correct": 0, "groups_equal": 1, "truncated": 0.5})
+    path = write_run(
+        tmp_path, {"reward": 0, "reward/std": 0, "correct": 0, "groups_equal": 1, "truncated": 0.5}
+    )
     findings = diagnose(read_record(path))
     assert [finding.key for finding in findings] == ["always_wrong", "truncated"]
     assert findings[0].severity == "problem"
@@ -271,7 +313,9 @@ def test_what_nothing_was_learned_from_comes_first(tmp_path: Path) -> None:
 
 def test_the_numbers_are_those_of_the_run(tmp_path: Path) -> None:
     finding = found(write_run(tmp_path, {"truncated": rising(0.1, 0.7)}))["truncated"]
-    first, last = (sum(0.1 + 0.6 * n / 29 for n in steps) / 6 for steps in (range(6), range(24, 30)))
+    first, last = (
+        sum(0.1 + 0.6 * n / 29 for n in steps) / 6 for steps in (range(6), range(24, 30))
+    )
     assert f"{first:.0%}" in finding.numbers and f"{last:.0%}" in finding.numbers
     assert finding.change[0] == "rollout.max_new_tokens = 128"
 
@@ -281,7 +325,9 @@ def test_exit_codes_and_json(tmp_path: Path) -> None:
     ill = write_run(tmp_path / "ill", {"truncated": 0.9})
     answer = runner.invoke(app, ["doctor", str(ill), "--json"])
     assert answer.exit_code == 3
-    assert json.loads(answer.stdout)["findings"][0] == json.loads(json.dumps(asdict(found(ill)["truncated"])))
+    assert json.loads(answer.stdout)["findings"][0] == json.loads(
+        json.dumps(asdict(found(ill)["truncated"]))
+    )
     assert runner.invoke(app, ["doctor", str(write_run(tmp_path / "well", {}))]).exit_code == 0
     noted = write_run(tmp_path / "noted", {"grad_norm": 30})
     assert runner.invoke(app, ["doctor", str(noted)]).exit_code == 0
@@ -301,7 +347,9 @@ def test_a_run_that_was_killed_is_read(tmp_path: Path) -> None:
 
 def test_odd_files_are_read(tmp_path: Path) -> None:
     """As another version, or a hand, may have written them."""
-    path = write_run(tmp_path, {"truncated": 0.9}, **{"train.steps": "many", "rollout.max_staleness": "two"})
+    path = write_run(
+        tmp_path, {"truncated": 0.9}, **{"train.steps": "many", "rollout.max_staleness": "two"}
+    )
     with (path / "metrics.jsonl").open("a") as file:
         file.write('{"eval/reward": 0.5}\n[1]\n{"step": "x"}\n')
     assert list(found(path)) == ["truncated"]
@@ -311,7 +359,10 @@ def test_changes_that_cannot_be_made_are_left_out(tmp_path: Path) -> None:
     one = found(write_run(tmp_path / "one", {"preemptions": 4}, **{"system.max_running": 1}))
     assert one["preempted"].change == ()
     first = found(write_run(tmp_path / "first", {}, sft=True, **{"eval/loss": [1.2, 1.5, 1.6]}))
-    assert [change.partition(" ")[0] for change in first["overfitting"].change] == ["train.steps", "eval.metric"]
+    assert [change.partition(" ")[0] for change in first["overfitting"].change] == [
+        "train.steps",
+        "eval.metric",
+    ]
 
 
 def test_the_steps_of_a_finding_are_those_of_its_numbers(tmp_path: Path) -> None:
@@ -339,7 +390,12 @@ def test_numbers_that_are_none_are_left_out(tmp_path: Path) -> None:
     """Of another program, or of a damaged file."""
     path = write_run(tmp_path, {})
     with (path / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 1e400}\n{"step": NaN}\n{"step": {"a": 1}}\n[1]\n{"step": 999, "reward": Infinity}\n')
+        file.write(
+            '{"step": 1e400}\n{"step": NaN}\n{"step": {"a": 1}}\n[1]\n{"step": 999, "reward": Infinity}\n'
+        )
     record = read_record(path)
-    assert [line["step"] for line in record.steps][-2:] == [STEPS, 999] and "reward" not in record.steps[-1]
+    assert [line["step"] for line in record.steps][-2:] == [
+        STEPS,
+        999,
+    ] and "reward" not in record.steps[-1]
     assert not {finding.severity for finding in diagnose(record)} & {"problem"}

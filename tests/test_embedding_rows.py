@@ -1,4 +1,5 @@
-"""Tokens for which the model's embedding has no row, in every command and every place that text comes from."""
+"""Tokens for which the model's embedding has no row, in every command and every place that text
+comes from."""
 
 from __future__ import annotations
 
@@ -49,7 +50,12 @@ def answered(count: int) -> list[dict[str, Any]]:
     return [{"prompt": f"{s['prompt']}", "completion": s["answer"]} for s in sums(count)]
 
 
-REWARD = ["reward.isolation=thread", "rollout.group_size=4", "rollout.prompts_per_step=2", "rollout.max_new_tokens=4"]
+REWARD = [
+    "reward.isolation=thread",
+    "rollout.group_size=4",
+    "rollout.prompts_per_step=2",
+    "rollout.max_new_tokens=4",
+]
 COMMANDS: dict[str, tuple[Run, Callable[[int], list[dict[str, Any]]], str, list[str]]] = {
     "sft": (placement.run_sft, answered, "completion", []),
     "dpo": (placement.run_dpo, lambda n: lines_of("dpo", n), "rejected", []),
@@ -66,12 +72,19 @@ COMMANDS: dict[str, tuple[Run, Callable[[int], list[dict[str, Any]]], str, list[
         ["reward.isolation=thread", "rft.threshold=0.5", "sampling.max_new_tokens=4"],
     ),
     "generate": (run_generate, sums, "prompt", ["sampling.max_new_tokens=4"]),
-    "score": (run_generate, answered, "completion", ["output.kind=score", "reward.isolation=thread"]),
+    "score": (
+        run_generate,
+        answered,
+        "completion",
+        ["output.kind=score", "reward.isolation=thread"],
+    ),
 }
 REWARDED = ("rl", "rft", "score")
 
 
-def settings(folder: Path, model: Path, name: str, lines: list[dict[str, Any]], *more: str) -> list[str]:
+def settings(
+    folder: Path, model: Path, name: str, lines: list[dict[str, Any]], *more: str
+) -> list[str]:
     write_lines(folder / "train.jsonl", lines)
     (folder / "rewards.py").write_text(REWARDS)
     own = list(COMMANDS[name][3])
@@ -81,7 +94,12 @@ def settings(folder: Path, model: Path, name: str, lines: list[dict[str, Any]], 
         own.append(f"teacher.path={model}")
     if name not in ("generate", "score", "rft"):
         own += ["train.steps=1", "train.batch_size=2"]
-    common = [f"run_dir={folder / 'run'}", f"model.path={model}", "model.dtype=float32", "system.threads=1"]
+    common = [
+        f"run_dir={folder / 'run'}",
+        f"model.path={model}",
+        "model.dtype=float32",
+        "system.threads=1",
+    ]
     return [*common, f"data.train={folder / 'train.jsonl'}", "data.chat=false", *own, *more]
 
 
@@ -92,7 +110,9 @@ def refusal(run: Callable[[], Any], kind: type[UserError] = DataError) -> str:
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_a_line_with_such_a_token_is_refused_when_data_is_read(tmp_path: Path, model: Path, name: str) -> None:
+def test_a_line_with_such_a_token_is_refused_when_data_is_read(
+    tmp_path: Path, model: Path, name: str
+) -> None:
     run, make, column, _ = COMMANDS[name]
     lines = make(6)
     lines[4][column] += NEW
@@ -107,7 +127,9 @@ def test_data_for_evaluation_is_read_alike(tmp_path: Path, model: Path, name: st
     held_out = make(3)
     held_out[2][column] += NEW
     file = write_lines(tmp_path / "held_out.jsonl", held_out)
-    message = refusal(lambda: run(None, settings(tmp_path, model, name, make(6), f"data.eval={file}")))
+    message = refusal(
+        lambda: run(None, settings(tmp_path, model, name, make(6), f"data.eval={file}"))
+    )
     assert f"{file}:3" in message and NEW in message
 
 
@@ -123,9 +145,13 @@ def test_the_texts_around_every_line_are_named(tmp_path: Path, model: Path) -> N
 
 
 def test_worked_examples_are_checked_with_their_line(tmp_path: Path, model: Path) -> None:
-    shots = write_lines(tmp_path / "shots.jsonl", [*answered(1), {"prompt": "1", "completion": NEW}])
+    shots = write_lines(
+        tmp_path / "shots.jsonl", [*answered(1), {"prompt": "1", "completion": NEW}]
+    )
     more = [f"rft.few_shot={shots}"]
-    message = refusal(lambda: COMMANDS["rft"][0](None, settings(tmp_path, model, "rft", sums(6), *more)))
+    message = refusal(
+        lambda: COMMANDS["rft"][0](None, settings(tmp_path, model, "rft", sums(6), *more))
+    )
     assert f"{shots}:2" in message and NEW in message
 
 
@@ -133,7 +159,9 @@ def test_such_lines_can_be_skipped_and_are_listed(tmp_path: Path, model: Path) -
     lines = answered(6)
     lines[4]["prompt"] += NEW
     placement.run_sft(None, settings(tmp_path, model, "sft", lines, "data.skip_bad=true"))
-    [skipped] = [json.loads(line) for line in (tmp_path / "run/skipped.jsonl").read_text().splitlines()]
+    [skipped] = [
+        json.loads(line) for line in (tmp_path / "run/skipped.jsonl").read_text().splitlines()
+    ]
     assert skipped["where"].endswith("train.jsonl:5") and NEW in skipped["reason"]
 
 
@@ -147,16 +175,22 @@ def test_a_check_without_a_run_reads_the_first_line(tmp_path: Path, model: Path)
 
 @pytest.mark.parametrize("named", ["config.json", "generation_config.json", "tokenizer"])
 def test_an_end_of_sequence_without_a_row_is_refused(tmp_path: Path, named: str) -> None:
-    path = base(tmp_path / "model", "<end>", **({"eos_token": "<end>"} if named == "tokenizer" else {}))
+    path = base(
+        tmp_path / "model", "<end>", **({"eos_token": "<end>"} if named == "tokenizer" else {})
+    )
     if named != "tokenizer":
         file = path / named
         file.write_text(json.dumps({**json.loads(file.read_text()), "eos_token_id": [2, ROWS]}))
-    message = refusal(lambda: placement.run_sft(None, settings(tmp_path, path, "sft", answered(3))), ModelError)
+    message = refusal(
+        lambda: placement.run_sft(None, settings(tmp_path, path, "sft", answered(3))), ModelError
+    )
     assert named in message and str(ROWS) in message and "eos_token" in message
 
 
 @pytest.mark.parametrize(("command", "key"), [("rl", "rollout"), ("generate", "sampling")])
-def test_tokens_to_stop_at_are_the_model_s(tmp_path: Path, model: Path, command: str, key: str) -> None:
+def test_tokens_to_stop_at_are_the_model_s(
+    tmp_path: Path, model: Path, command: str, key: str
+) -> None:
     for token in (ROWS, 10**6):
         said = settings(tmp_path, model, command, sums(6), f"{key}.stop_token_ids=[5, {token}]")
         message = refusal(lambda said=said: COMMANDS[command][0](None, said), ConfigError)
@@ -171,7 +205,9 @@ def test_the_label_of_a_step_has_a_row(tmp_path: Path, model: Path) -> None:
 def test_prompts_from_python_are_checked_by_their_place(model: Path) -> None:
     loaded = CausalLM.load(model)
     for source in (model, loaded):
-        message = refusal(lambda source=source: generate(source, ["a", f"b{NEW}"], chat=False), UserError)
+        message = refusal(
+            lambda source=source: generate(source, ["a", f"b{NEW}"], chat=False), UserError
+        )
         assert "prompts[1]" in message and NEW in message
 
 
@@ -201,4 +237,8 @@ def test_what_an_environment_writes_fails_its_own_episode_only(tmp_path: Path) -
     rollouts, _ = play(environments, tokenizer, tasks, lambda _: "x<|im_end|>")
     fine, failed = sorted(rollouts, key=lambda rollout: rollout.task.id)
     assert fine.status is Status.OK
-    assert failed.status is Status.ENVIRONMENT_FAILED and NEW in str(failed.error) and failed.reward is None
+    assert (
+        failed.status is Status.ENVIRONMENT_FAILED
+        and NEW in str(failed.error)
+        and failed.reward is None
+    )

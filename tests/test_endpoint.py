@@ -122,7 +122,9 @@ keys = []
 """
 
 
-def test_plain_agents_side_by_side_are_told_apart_by_their_keys(tokenizer: Any, tmp_path: Path) -> None:
+def test_plain_agents_side_by_side_are_told_apart_by_their_keys(
+    tokenizer: Any, tmp_path: Path
+) -> None:
     environments = load(tmp_path, PLAIN, path="env.py:agent")
 
     def echo(text: str) -> str:
@@ -161,7 +163,9 @@ def test_an_episode_that_is_over_is_not_answered(tokenizer: Any, tmp_path: Path)
 )
 def test_connections_have_limits(sent: bytes, status: int | None) -> None:
     with (
-        closing(Endpoint(Limits(head_seconds=60.0 if status else 0.1, body_seconds=0.1))) as endpoint,
+        closing(
+            Endpoint(Limits(head_seconds=60.0 if status else 0.1, body_seconds=0.1))
+        ) as endpoint,
         socket.create_connection(("127.0.0.1", endpoint.port), timeout=100) as connection,
     ):
         connection.sendall(sent)

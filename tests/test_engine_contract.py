@@ -20,7 +20,9 @@ CONTEXT = 64
 
 
 def fake(_: Path) -> Subject:
-    return Subject(FakeEngine(context=CONTEXT), lambda ids: "".join(f"{i} " for i in ids), context=CONTEXT)
+    return Subject(
+        FakeEngine(context=CONTEXT), lambda ids: "".join(f"{i} " for i in ids), context=CONTEXT
+    )
 
 
 @cache
@@ -38,9 +40,16 @@ def local(directory: Path, speculation: Speculation | None = None) -> Subject:
     @torch.inference_mode()
     def score(prompt: Sequence[int], completion: Sequence[int]) -> list[float]:
         logits = plain(torch.tensor([[*prompt, *completion]])).logits[0, len(prompt) - 1 : -1]
-        return logits.log_softmax(-1).gather(1, torch.tensor(completion).unsqueeze(1)).squeeze(1).tolist()
+        return (
+            logits.log_softmax(-1)
+            .gather(1, torch.tensor(completion).unsqueeze(1))
+            .squeeze(1)
+            .tolist()
+        )
 
-    engine = LocalEngine(lm, kv_bytes=1 << 20, max_running=6, max_prefill_tokens=32, speculation=speculation)
+    engine = LocalEngine(
+        lm, kv_bytes=1 << 20, max_running=6, max_prefill_tokens=32, speculation=speculation
+    )
     return Subject(engine, lambda ids: lm.tokenizer.decode(list(ids)), score, CONTEXT)
 
 

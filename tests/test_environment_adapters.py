@@ -102,14 +102,22 @@ def test_a_trl_environment(name: str, reward: float, tokenizer: Any, tmp_path: P
     heard = [m["content"] for m in rollout.messages if m["role"] == "tool"]
     assert heard == ["Error: ValueError: too much at once", "counter: 5", "counter: 7"]
     prompt = tokenizer.decode(rollout.token_ids[: rollout.turns[0].start])
-    assert "user\nCount. Reach 7.<|im_end|>" in prompt and "How much to add." in prompt and "self" not in prompt
+    assert (
+        "user\nCount. Reach 7.<|im_end|>" in prompt
+        and "How much to add." in prompt
+        and "self" not in prompt
+    )
     assert "get_reward" not in prompt
 
 
 def test_columns_and_arguments_of_any_name(tokenizer: Any, tmp_path: Path) -> None:
     environments = load(tmp_path, NAMES, path="env.py:Names")
-    task = replace(made_task(tokenizer), columns={"method": "a", "what": "b", "function": "c", "name": "d"})
-    (rollout,), _ = play(environments, tokenizer, [task], said([call("plot", function="f", what="w")]))
+    task = replace(
+        made_task(tokenizer), columns={"method": "a", "what": "b", "function": "c", "name": "d"}
+    )
+    (rollout,), _ = play(
+        environments, tokenizer, [task], said([call("plot", function="f", what="w")])
+    )
     assert ok(rollout).messages is not None
     assert [m["content"] for m in rollout.messages or () if m["role"] == "tool"] == ["a b c d: f w"]
 
@@ -169,8 +177,12 @@ def test_an_openrlhf_agent_instance(name: str, tokenizer: Any, tmp_path: Path) -
     def policy(text: str) -> str:
         return f"{text.count('tries')}<|im_end|>"
 
-    tools = [{"type": "function", "function": {"name": "add"}}]  # of the data: what is said goes to `step` all the same
-    (rollout,), engine = play(environments, tokenizer, [made_task(tokenizer, label="2", tools=tools)], policy)
+    tools = [
+        {"type": "function", "function": {"name": "add"}}
+    ]  # of the data: what is said goes to `step` all the same
+    (rollout,), engine = play(
+        environments, tokenizer, [made_task(tokenizer, label="2", tools=tools)], policy
+    )
     check_tokens(ok(rollout), engine)
     assert rollout.reward == 1.0 and len(rollout.records) == 1 and len(rollout.turns) == 3
     assert rollout.metrics["steps"] == 3.0 and rollout.metrics["scores"] == 1.0
@@ -184,7 +196,9 @@ def test_a_wrong_dictionary_is_told(tokenizer: Any, tmp_path: Path) -> None:
     environments = load(tmp_path, OPENRLHF, path="env.py:Wrong")
     (rollout,), _ = play(environments, tokenizer, [made_task(tokenizer)], lambda _: "x<|im_end|>")
     assert rollout.status is Status.ENVIRONMENT_FAILED
-    assert "expected a dictionary with 'rewards', 'environment_feedback' and 'done'" in str(rollout.error)
+    assert "expected a dictionary with 'rewards', 'environment_feedback' and 'done'" in str(
+        rollout.error
+    )
 
 
 JUDGES = """
@@ -204,7 +218,9 @@ def blind(completions):
 """
 
 
-def rewarded(tmp_path: Path, environments: EnvironmentSet, *names: str, isolation: str = "thread") -> RewardSet:
+def rewarded(
+    tmp_path: Path, environments: EnvironmentSet, *names: str, isolation: str = "thread"
+) -> RewardSet:
     (tmp_path / "judges.py").write_text(JUDGES)
     section = {"functions": [f"judges.py:{name}" for name in names], "isolation": isolation}
     rewards = load_rewards(RewardSection.model_validate(section), tmp_path, instances=True)
@@ -216,7 +232,10 @@ def test_rewards_get_the_instances_that_played(tokenizer: Any, tmp_path: Path) -
     environments = load(tmp_path, TRL, path={"count": "env.py:CounterEnv"})
     rewards = rewarded(tmp_path, environments, "totals", "maybe")
     routes = ["count", "count", "single_turn"]
-    tasks = [made_task(tokenizer, str(n), identity=str(n), goal=7, environment=to) for n, to in enumerate(routes)]
+    tasks = [
+        made_task(tokenizer, str(n), identity=str(n), goal=7, environment=to)
+        for n, to in enumerate(routes)
+    ]
     turns = count()
 
     def policy(text: str) -> str:
@@ -226,15 +245,23 @@ def test_rewards_get_the_instances_that_played(tokenizer: Any, tmp_path: Path) -
         return call("add", number=next(turns)) + "<|im_end|>"
 
     rollouts, _ = play(environments, tokenizer, tasks, policy, group_size=2, scorer=rewards)
-    heard = [str(m["content"]) for r in rollouts[:4] for m in ok(r).messages or () if m["role"] == "tool"]
+    heard = [
+        str(m["content"]) for r in rollouts[:4] for m in ok(r).messages or () if m["role"] == "tool"
+    ]
     assert sorted(heard) == [f"counter: {n}" for n in range(4)]
-    assert [f"counter: {r.rewards['totals']:g}" for r in rollouts[:4]] == heard, "in the order of the completions"
+    assert [f"counter: {r.rewards['totals']:g}" for r in rollouts[:4]] == heard, (
+        "in the order of the completions"
+    )
     assert all(r.rewards["maybe"] == r.rewards["totals"] for r in rollouts[:4])
-    assert all(r.status is Status.REWARD_FAILED for r in rollouts[4:]), "maybe has none there, and does not look"
+    assert all(r.status is Status.REWARD_FAILED for r in rollouts[4:]), (
+        "maybe has none there, and does not look"
+    )
     assert all(r.instance is None for r in rollouts)
     seen = vars(sys.modules[rewards.functions[0].function.__module__])["seen"]
     deadline = monotonic() + 60
-    while any(one() is not None for one in seen) and monotonic() < deadline:  # an episode's thread may still end
+    while (
+        any(one() is not None for one in seen) and monotonic() < deadline
+    ):  # an episode's thread may still end
         gc.collect()
         sleep(0.01)
     assert len(seen) == 4 and all(one() is None for one in seen), "dropped with their rewards"
@@ -242,10 +269,14 @@ def test_rewards_get_the_instances_that_played(tokenizer: Any, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("name", ["maybe", "blind"])
-def test_instances_are_not_kept_where_nothing_takes_them(name: str, tokenizer: Any, tmp_path: Path) -> None:
+def test_instances_are_not_kept_where_nothing_takes_them(
+    name: str, tokenizer: Any, tmp_path: Path
+) -> None:
     native = "class E:\n    def reset(self, **columns): ...\n    def step(self, action): return None, 1.0, True\n"
     environments = load(
-        tmp_path, native if name == "maybe" else TRL, path="env.py:" + ("E", "NoReset")[name == "blind"]
+        tmp_path,
+        native if name == "maybe" else TRL,
+        path="env.py:" + ("E", "NoReset")[name == "blind"],
     )
     rewards = rewarded(tmp_path, environments, name)
     assert not environments.keeps_instances
@@ -270,7 +301,9 @@ def test_instances_that_cannot_be_handed_are_refused(
         rewarded(tmp_path, environments, "totals", isolation=reward)
 
 
-def test_functions_that_take_instances_derive_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_functions_that_take_instances_derive_threads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "env.py").write_text(TRL)
     (tmp_path / "judges.py").write_text(JUDGES)
@@ -292,7 +325,9 @@ def test_functions_that_take_instances_derive_threads(tmp_path: Path, monkeypatc
         found = resolved(function)
         assert found.config.reward.isolation == found.config.environment.isolation == kind
         reasons = [d.reason for d in found.derived if d.key.endswith(".isolation")]
-        assert len(reasons) == 2 and all((f"judges.py:{function}" in r) == (kind == "thread") for r in reasons)
+        assert len(reasons) == 2 and all(
+            (f"judges.py:{function}" in r) == (kind == "thread") for r in reasons
+        )
     for section in ("reward", "environment"):
         with pytest.raises(ConfigError, match=f"{section}.isolation.*judges.py:totals"):
             resolved("totals", **{f"{section}.isolation": "process"})

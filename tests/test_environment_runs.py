@@ -33,7 +33,9 @@ MIXED = next(block.text for block in PAGE if block.language == "json" and '"game
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model whose chat template has a place for tools."""
-    path = tiny.save_model(tmp_path_factory.mktemp("models") / "model", max_position_embeddings=4096)
+    path = tiny.save_model(
+        tmp_path_factory.mktemp("models") / "model", max_position_embeddings=4096
+    )
     tiny.tokenizer(template("qwen2")).save_pretrained(path)
     return path
 
@@ -43,7 +45,9 @@ def metrics(run_dir: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("block", [b for b in PAGE if b.language == "toml"], ids=lambda block: str(block.line))
+@pytest.mark.parametrize(
+    "block", [b for b in PAGE if b.language == "toml"], ids=lambda block: str(block.line)
+)
 def test_the_pages_run_files_run(block: Block, model: Path, tmp_path: Path) -> None:
     for code in PAGE:
         if code.language == "python" and (file := re.match(r"# (\w+\.py)\n", code.text)):
@@ -56,7 +60,9 @@ def test_the_pages_run_files_run(block: Block, model: Path, tmp_path: Path) -> N
         "rollout.prompts_per_step": 4, "rollout.group_size": 2, "rollout.max_new_tokens": 4, "system.threads": 1,
         "rollout.temperature": 0.9, "rollout.timeout": 60.0,
     }  # fmt: skip
-    outcome = run_rl(tmp_path / "run.toml", [f"{key}={json.dumps(value)}" for key, value in small.items()])
+    outcome = run_rl(
+        tmp_path / "run.toml", [f"{key}={json.dumps(value)}" for key, value in small.items()]
+    )
     (step,) = metrics(outcome.run_dir)
     assert step["rollouts/failed"] == 0.0 and step["rollouts"] == 8.0
     assert step["logged/turns"] >= 1.0 and step["trained_tokens"] > 0
@@ -66,7 +72,9 @@ def test_the_pages_run_files_run(block: Block, model: Path, tmp_path: Path) -> N
 def test_limits_of_prompts_count_the_tools_that_are_told(tmp_path: Path) -> None:
     code = next(block.text for block in PAGE if block.text.startswith("# tools.py"))
     (tmp_path / "tools.py").write_text(code)
-    path = str(write_lines(tmp_path / "t.jsonl", [{"prompt": "7*6?"}, {"prompt": "7*6? " + "x" * 300}]))
+    path = str(
+        write_lines(tmp_path / "t.jsonl", [{"prompt": "7*6?"}, {"prompt": "7*6? " + "x" * 300}])
+    )
     environments = load_environments(EnvironmentSection(tools=("tools.py:times",)), tmp_path)
     tokenizer = byte_level(template("qwen2"))
 
@@ -79,7 +87,11 @@ def test_limits_of_prompts_count_the_tools_that_are_told(tmp_path: Path) -> None
     with pytest.raises(DataError, match=f"the prompt has {long} tokens, the limit is {long - 1}"):
         load(max_prompt_tokens=long - 1)
     cut = load(max_prompt_tokens=long - 9, too_long="truncate_right").items[1]
-    assert len(cut.prompt_ids) <= long - 9 and isinstance(cut.prompt, str) and cut.prompt.startswith("7*6? x")
+    assert (
+        len(cut.prompt_ids) <= long - 9
+        and isinstance(cut.prompt, str)
+        and cut.prompt.startswith("7*6? x")
+    )
 
 
 CODE = """
@@ -109,38 +121,73 @@ def test_a_run_needs_no_rewards_beside_its_environments(model: Path, tmp_path: P
     outcome = run_rl(None, settings)
     lines = metrics(outcome.run_dir)
     steps = [line for line in lines if "logged/turns" in line]
-    assert [line["logged/turns"] for line in steps] == [3.0] * 3 and steps[0]["logged/unfinished"] == 1.0
+    assert [line["logged/turns"] for line in steps] == [3.0] * 3 and steps[0][
+        "logged/unfinished"
+    ] == 1.0
     assert outcome.evaluations[-1]["eval/reward"] >= 0.0
-    shown = [json.loads(line) for line in (outcome.run_dir / "rollouts.jsonl").read_text().splitlines()]
+    shown = [
+        json.loads(line) for line in (outcome.run_dir / "rollouts.jsonl").read_text().splitlines()
+    ]
     assert all(line["status"] == "ok" and line["reward"] is not None for line in shown)
-    derived = json.loads((outcome.run_dir / "resolved.json").read_text())["settings"]["environment.max_tokens"]
+    derived = json.loads((outcome.run_dir / "resolved.json").read_text())["settings"][
+        "environment.max_tokens"
+    ]
     assert derived["source"] == "derived" and derived["value"] >= 3 * 2
 
 
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
-        ({"environment__path": "env.py:Leters"}, "env.py has no function 'Leters'. Did you mean 'Letters'?"),
+        (
+            {"environment__path": "env.py:Leters"},
+            "env.py has no function 'Leters'. Did you mean 'Letters'?",
+        ),
         ({"environment__path": "evn.py:Letters"}, "environment.path: evn.py does not exist"),
         ({"environment__path": "env.py"}, "write file.py:name"),
         ({"environment__path": {"a": "env.py:Leters"}}, "environment.path.a: "),
         ({"environment__tools": ["env.py:ad"]}, "environment.tools[0]: "),
-        ({"environment__max_turns": 3}, "environment.max_turns has no effect without an environment"),
-        ({"environment__path": "env.py:Letters", "environment__column": "x"}, "environment.column has no effect"),
-        ({"environment__path": "env.py:Letters", "environment__max_turn": 3}, "environment.max_turn. Did you mean"),
-        ({"environment__path": "env.py:Letters", "environment__max_turns": 0}, "a whole number above 0"),
-        ({"environment__path": {"single_turn": "env.py:Letters"}}, "the name 'single_turn' is reserved"),
-        ({"environment__path": "env.py:Letters", "environment__max_tokens": 9999}, "the model's context of 4096"),
+        (
+            {"environment__max_turns": 3},
+            "environment.max_turns has no effect without an environment",
+        ),
+        (
+            {"environment__path": "env.py:Letters", "environment__column": "x"},
+            "environment.column has no effect",
+        ),
+        (
+            {"environment__path": "env.py:Letters", "environment__max_turn": 3},
+            "environment.max_turn. Did you mean",
+        ),
+        (
+            {"environment__path": "env.py:Letters", "environment__max_turns": 0},
+            "a whole number above 0",
+        ),
+        (
+            {"environment__path": {"single_turn": "env.py:Letters"}},
+            "the name 'single_turn' is reserved",
+        ),
+        (
+            {"environment__path": "env.py:Letters", "environment__max_tokens": 9999},
+            "the model's context of 4096",
+        ),
     ],
 )
 def test_what_is_refused_before_a_model_loads(
-    changed: dict[str, Any], words: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    changed: dict[str, Any],
+    words: str,
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     (tmp_path / "env.py").write_text(CODE)
     monkeypatch.chdir(tmp_path)
-    overrides = rl_settings(tmp_path, model, **{k: v for k, v in changed.items() if not isinstance(v, dict)})
+    overrides = rl_settings(
+        tmp_path, model, **{k: v for k, v in changed.items() if not isinstance(v, dict)}
+    )
     for key, table in ((k, v) for k, v in changed.items() if isinstance(v, dict)):
-        overrides += [f"{key.replace('__', '.')}.{name}={json.dumps(value)}" for name, value in table.items()]
+        overrides += [
+            f"{key.replace('__', '.')}.{name}={json.dumps(value)}" for name, value in table.items()
+        ]
     with pytest.raises(ConfigError) as raised:
         run_rl(None, overrides)
     assert words in str(raised.value)
@@ -149,7 +196,9 @@ def test_what_is_refused_before_a_model_loads(
 def test_a_missing_column_is_refused_before_a_model_loads(model: Path, tmp_path: Path) -> None:
     (tmp_path / "env.py").write_text(CODE)
     path = f"{tmp_path / 'env.py'}:Needs"
-    with pytest.raises(ConfigError, match=r"Needs.reset' needs 'level', which is not a column of the data"):
+    with pytest.raises(
+        ConfigError, match=r"Needs.reset' needs 'level', which is not a column of the data"
+    ):
         run_rl(None, rl_settings(tmp_path, model, environment__path=path))
     with pytest.raises(DataError, match=r"has no column 'environment' \(environment.column\)"):
         run_rl(None, [*rl_settings(tmp_path, model), f"environment.path.needs={json.dumps(path)}"])
@@ -186,10 +235,21 @@ def test_training_tokens_are_bit_for_bit_those_of_the_engine(
     run_rl(None, rl_settings(tmp_path, model, data__chat=True, **changed))
     assert trained and len(exchanges) == 2 * 16 * 3
     for batch in trained:
-        sampler, turns = batch.columns["behaviour_logprobs"], np.flatnonzero(np.diff(batch.predicted) > 1) + 1
-        for places in np.split(np.arange(batch.num_predictions), turns):  # the prompt of the next sample parts them too
-            begin, (start, stop) = batch.offsets[batch.sample[places[0]]], batch.predicted[places[[0, -1]]] + [0, 1]
-            prompt, wrote = batch.token_ids[begin:start].tolist(), batch.token_ids[start:stop].tolist()
+        sampler, turns = (
+            batch.columns["behaviour_logprobs"],
+            np.flatnonzero(np.diff(batch.predicted) > 1) + 1,
+        )
+        for places in np.split(
+            np.arange(batch.num_predictions), turns
+        ):  # the prompt of the next sample parts them too
+            begin, (start, stop) = (
+                batch.offsets[batch.sample[places[0]]],
+                batch.predicted[places[[0, -1]]] + [0, 1],
+            )
+            prompt, wrote = (
+                batch.token_ids[begin:start].tolist(),
+                batch.token_ids[start:stop].tolist(),
+            )
             exchanges.remove((prompt, wrote, sampler[places].tolist()))
     assert not exchanges, "every turn is learned once"
 
@@ -212,7 +272,9 @@ class Door:
         reward__isolation=None, train__steps=1,
     )  # fmt: skip
     page = blocks_of(ROOT / "docs" / "rewards.md")
-    (tmp_path / "judge.py").write_text(next(block.text for block in page if "def solved(environments" in block.text))
+    (tmp_path / "judge.py").write_text(
+        next(block.text for block in page if "def solved(environments" in block.text)
+    )
     run_dir = run_rl(None, settings).run_dir
     (step,) = metrics(run_dir)
     assert step["reward/solved/mean"] == 3.0 and step["rollouts/failed"] == 0.0

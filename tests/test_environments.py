@@ -1,4 +1,5 @@
-"""Episodes of several turns: what is played, what becomes of tokens and rewards, and what of failures."""
+"""Episodes of several turns: what is played, what becomes of tokens and rewards, and what of
+failures."""
 
 from __future__ import annotations
 
@@ -44,7 +45,9 @@ def bisect(text: str) -> str:
 @pytest.mark.parametrize("asy", ["", "async "])
 def test_an_environment_is_played_to_its_end(asy: str, tokenizer: Any, tmp_path: Path) -> None:
     environments = load(tmp_path, GUESS.format(asy=asy), path="env.py:Guess")
-    (rollout,), engine = play(environments, tokenizer, [made_task(tokenizer, "0 to 15?", secret=4)], bisect)
+    (rollout,), engine = play(
+        environments, tokenizer, [made_task(tokenizer, "0 to 15?", secret=4)], bisect
+    )
     assert ok(rollout).reward == 1.0 - 0.25 and len(rollout.records) == 1
     assert tokenizer.decode(rollout.completion_ids) == (
         "8<|im_end|>\n<|im_start|>user\nlower<|im_end|>\n<|im_start|>assistant\n4<|im_end|>"
@@ -111,12 +114,15 @@ def test_a_template_that_drops_thinking_forks_the_record(kind: str, tmp_path: Pa
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["chatml", "qwen2", "llama3", "phi3", "smollm2"])
 def test_a_conversation_that_goes_on_is_one_record(kind: str, name: str, tmp_path: Path) -> None:
-    """Its text is what the template renders, its tokens are those that were sampled and those put behind them."""
+    """Its text is what the template renders, its tokens are those that were sampled and those put
+    behind them."""
     tokenizer: Any = KINDS[kind](template(name))
     end = {"llama3": "<|eot_id|>", "phi3": "<|end|>"}.get(name, "<|im_end|>")
     environments = load(tmp_path, ECHO, path="env.py:Echo")
     task = made_task(tokenizer, turns=3)
-    (rollout,), engine = play(environments, tokenizer, [task], lambda _: f"Hello there{end}", end=end)
+    (rollout,), engine = play(
+        environments, tokenizer, [task], lambda _: f"Hello there{end}", end=end
+    )
     check_tokens(ok(rollout), engine)
     assert len(rollout.records) == 1 and len(rollout.turns) == 3
     assert rollout.messages is not None
@@ -130,30 +136,37 @@ def test_a_conversation_that_goes_on_is_one_record(kind: str, name: str, tmp_pat
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("tokens", [("<|end|>", "</s>"), ("<|end|>", "<|eot_id|>", "</s>"), ("</s>", "<|end|>")])
+@pytest.mark.parametrize(
+    "tokens", [("<|end|>", "</s>"), ("<|end|>", "<|eot_id|>", "</s>"), ("</s>", "<|end|>")]
+)
 def test_a_turn_that_stops_at_any_of_its_end_tokens_is_ended_once(
     kind: str, tokens: tuple[str, ...], tmp_path: Path
 ) -> None:
-    """As Cohere's, whose answer and turn end with a token each: the rest of them follows, and no token twice."""
+    """As Cohere's, whose answer and turn end with a token each: the rest of them follows, and no
+    token twice."""
     tokenizer: Any = KINDS[kind](template("phi3").replace("<|end|>", "".join(tokens)))
     environments = load(tmp_path, ECHO, path="env.py:Echo")
     learned = tokens.index("</s>") + 1
     for count in range(1, learned + 1):
         written, task = "Hello there" + "".join(tokens[:count]), made_task(tokenizer, turns=3)
-        (rollout,), engine = play(environments, tokenizer, [task], lambda _, w=written: w, end=tokens[count - 1])
+        (rollout,), engine = play(
+            environments, tokenizer, [task], lambda _, w=written: w, end=tokens[count - 1]
+        )
         check_tokens(ok(rollout), engine)
         assert len(rollout.records) == 1 and len(rollout.turns) == 3
         assert all(message["content"] == "Hello there" for message in (rollout.messages or [])[::2])
         before = tokenizer.decode(rollout.token_ids[: rollout.turns[-1].start])
-        assert before.count("Hello there" + "".join(tokens)) == 2 and before.count(tokens[0]) == before.count(
-            tokens[-1]
-        )
+        assert before.count("Hello there" + "".join(tokens)) == 2 and before.count(
+            tokens[0]
+        ) == before.count(tokens[-1])
 
 
 def test_a_turn_that_was_cut_is_ended_for_the_policy(tokenizer: Any, tmp_path: Path) -> None:
     environments = load(tmp_path, ECHO, path="env.py:Echo")
     task = made_task(tokenizer, turns=2)
-    (rollout,), engine = play(environments, tokenizer, [task], lambda _: "abcdef ghi<|im_end|>", max_new_tokens=7)
+    (rollout,), engine = play(
+        environments, tokenizer, [task], lambda _: "abcdef ghi<|im_end|>", max_new_tokens=7
+    )
     check_tokens(ok(rollout), engine)
     assert tokenizer.decode(rollout.completion_ids) == (
         "abcdef <|im_end|>\n<|im_start|>user\nheard 'abcdef '<|im_end|>\n<|im_start|>assistant\nabcdef "
@@ -164,7 +177,9 @@ def test_a_turn_that_was_cut_is_ended_for_the_policy(tokenizer: Any, tmp_path: P
 def test_plain_text_is_put_behind_plain_text(tmp_path: Path) -> None:
     tokenizer = byte_level()
     environments = load(tmp_path, ECHO, path="env.py:Echo")
-    tools = [{"type": "function", "function": {"name": "add"}}]  # of the data; there is no template to tell of them
+    tools = [
+        {"type": "function", "function": {"name": "add"}}
+    ]  # of the data; there is no template to tell of them
     task = made_task(tokenizer, "7?", chat=False, turns=2, first=" go ", tools=tools)
     (rollout,), engine = play(environments, tokenizer, [task], lambda _: "ab</s>", chat=False)
     check_tokens(ok(rollout), engine)
@@ -175,37 +190,62 @@ def test_plain_text_is_put_behind_plain_text(tmp_path: Path) -> None:
     ("first", "prompt"),
     [
         (" Now.", "Go. Now."),
-        ([{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Other."}], "Other."),
+        (
+            [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Other."}],
+            "Other.",
+        ),
     ],
 )
-def test_what_reset_returns_begins_the_conversation(first: Any, prompt: str, tokenizer: Any, tmp_path: Path) -> None:
+def test_what_reset_returns_begins_the_conversation(
+    first: Any, prompt: str, tokenizer: Any, tmp_path: Path
+) -> None:
     environments = load(tmp_path, ECHO, path="env.py:Echo")
     (rollout,), engine = play(
-        environments, tokenizer, [made_task(tokenizer, turns=1, first=first)], lambda _: "x<|im_end|>"
+        environments,
+        tokenizer,
+        [made_task(tokenizer, turns=1, first=first)],
+        lambda _: "x<|im_end|>",
     )
     check_tokens(ok(rollout), engine)
     text = tokenizer.decode(rollout.token_ids)
-    assert f"user\n{prompt}<|im_end|>" in text and ("system\nBe brief." in text) == isinstance(first, list)
+    assert f"user\n{prompt}<|im_end|>" in text and ("system\nBe brief." in text) == isinstance(
+        first, list
+    )
     assert len(rollout.records) == 1
 
 
-def test_an_episode_ends_at_the_limit_of_turns_and_keeps_its_rewards(tokenizer: Any, tmp_path: Path) -> None:
+def test_an_episode_ends_at_the_limit_of_turns_and_keeps_its_rewards(
+    tokenizer: Any, tmp_path: Path
+) -> None:
     environments = load(tmp_path, ECHO, path="env.py:Echo", max_turns=3)
-    (rollout,), _ = play(environments, tokenizer, [made_task(tokenizer, turns=99)], lambda _: "x<|im_end|>")
-    assert ok(rollout).reward == 1.5 and rollout.metrics["turns"] == 3.0 and rollout.metrics["unfinished"] == 1.0
+    (rollout,), _ = play(
+        environments, tokenizer, [made_task(tokenizer, turns=99)], lambda _: "x<|im_end|>"
+    )
+    assert (
+        ok(rollout).reward == 1.5
+        and rollout.metrics["turns"] == 3.0
+        and rollout.metrics["unfinished"] == 1.0
+    )
 
 
 def test_an_episode_ends_where_there_is_no_room_left(tokenizer: Any, tmp_path: Path) -> None:
     environments = load(tmp_path, ECHO, path="env.py:Echo", max_turns=99)
     task = made_task(tokenizer, turns=99)
-    (rollout,), engine = play(environments, tokenizer, [task], lambda _: "x<|im_end|>", max_tokens=150)
+    (rollout,), engine = play(
+        environments, tokenizer, [task], lambda _: "x<|im_end|>", max_tokens=150
+    )
     check_tokens(ok(rollout), engine)
     assert rollout.metrics["unfinished"] == 1.0 and len(rollout.token_ids) <= 150
     assert all(
-        s.max_new_tokens <= 150 - len(ids) for s, (ids, _) in zip(engine.samplings, engine.exchanges, strict=True)
+        s.max_new_tokens <= 150 - len(ids)
+        for s, (ids, _) in zip(engine.samplings, engine.exchanges, strict=True)
     )
-    (rollout,), _ = play(environments, tokenizer, [task], lambda _: "x<|im_end|>", max_tokens=len(task.prompt_ids))
-    assert rollout.status is Status.ENVIRONMENT_FAILED and "environment.max_tokens" in str(rollout.error)
+    (rollout,), _ = play(
+        environments, tokenizer, [task], lambda _: "x<|im_end|>", max_tokens=len(task.prompt_ids)
+    )
+    assert rollout.status is Status.ENVIRONMENT_FAILED and "environment.max_tokens" in str(
+        rollout.error
+    )
 
 
 FAILING = """
@@ -278,13 +318,19 @@ WRONG = {
 
 
 def test_what_goes_wrong_fails_its_own_rollout_only(tokenizer: Any, tmp_path: Path) -> None:
-    environments = load(tmp_path, FAILING, path={"plain": "env.py:Failing", "async": "env.py:Blocking"}, timeout=1.0)
+    environments = load(
+        tmp_path, FAILING, path={"plain": "env.py:Failing", "async": "env.py:Blocking"}, timeout=1.0
+    )
     hows = (*WRONG, "fine", "never ends")
     tasks = [made_task(tokenizer, identity=how, how=how, environment="plain") for how in hows]
     tasks += [
-        made_task(tokenizer, identity=f"async {how}", how=how, environment="async") for how in ("hangs", "blocks")
+        made_task(tokenizer, identity=f"async {how}", how=how, environment="async")
+        for how in ("hangs", "blocks")
     ]
-    tasks += [made_task(tokenizer, identity=f"async {n}", how="fine", environment="async") for n in range(6)]
+    tasks += [
+        made_task(tokenizer, identity=f"async {n}", how="fine", environment="async")
+        for n in range(6)
+    ]
     rollouts, _ = play(environments, tokenizer, tasks, lambda _: "x<|im_end|>")
     seen = {r.task.id: r for r in rollouts}
     for how, (status, words) in WRONG.items():
@@ -294,7 +340,9 @@ def test_what_goes_wrong_fails_its_own_rollout_only(tokenizer: Any, tmp_path: Pa
     assert ok(seen["fine"]).reward == 1.0
     assert ok(seen["never ends"]).reward == 8.0 and seen["never ends"].metrics["unfinished"] == 1.0
     assert seen["async hangs"].status is seen["async blocks"].status is Status.TIMED_OUT
-    assert all(ok(seen[f"async {n}"]).reward == 1.0 for n in range(6)), "one that blocks stops no other"
+    assert all(ok(seen[f"async {n}"]).reward == 1.0 for n in range(6)), (
+        "one that blocks stops no other"
+    )
 
 
 def test_an_environment_that_cannot_be_made_is_told(tokenizer: Any, tmp_path: Path) -> None:
@@ -363,11 +411,19 @@ async def count(client, **columns):
     return float(len(closed))
 """
     environments = load(tmp_path, code, path={"closing": "env.py:Closing", "count": "env.py:count"})
-    tasks = [made_task(tokenizer, how=how, environment="closing") for how in ("fine", "raises", "cannot close")]
+    tasks = [
+        made_task(tokenizer, how=how, environment="closing")
+        for how in ("fine", "raises", "cannot close")
+    ]
     rollouts, _ = play(environments, tokenizer, tasks, lambda _: "x<|im_end|>")
     assert [r.status for r in rollouts] == [Status.OK, Status.ENVIRONMENT_FAILED, Status.OK]
     assert "OSError: busy" in rollouts[2].notes["close"]
-    (count,), _ = play(environments, tokenizer, [made_task(tokenizer, environment="count")], lambda _: "x<|im_end|>")
+    (count,), _ = play(
+        environments,
+        tokenizer,
+        [made_task(tokenizer, environment="count")],
+        lambda _: "x<|im_end|>",
+    )
     assert ok(count).reward == 3.0
 
 
@@ -375,7 +431,9 @@ MIXED = GUESS.format(asy="") + ECHO
 
 
 def test_a_column_says_who_plays_a_task(tokenizer: Any, tmp_path: Path) -> None:
-    environments = load(tmp_path, MIXED, path={"guess": "env.py:Guess", "echo": "env.py:Echo"}, column="game")
+    environments = load(
+        tmp_path, MIXED, path={"guess": "env.py:Guess", "echo": "env.py:Echo"}, column="game"
+    )
     tasks = [
         made_task(tokenizer, game="guess", secret=4, turns=None),
         made_task(tokenizer, game="echo", turns=3),
@@ -390,21 +448,30 @@ def test_a_column_says_who_plays_a_task(tokenizer: Any, tmp_path: Path) -> None:
     ("columns", "words"),
     [
         ({"gane": "guess"}, "has no column 'game' (environment.column)"),
-        ({"game": "guest"}, "there is no environment 'guest' (environment.path). Did you mean 'guess'?"),
+        (
+            {"game": "guest"},
+            "there is no environment 'guest' (environment.path). Did you mean 'guess'?",
+        ),
     ],
 )
 def test_a_task_that_nobody_plays_is_refused(
     columns: dict[str, Any], words: str, tokenizer: Any, tmp_path: Path
 ) -> None:
-    environments = load(tmp_path, MIXED, path={"guess": "env.py:Guess", "echo": "env.py:Echo"}, column="game")
+    environments = load(
+        tmp_path, MIXED, path={"guess": "env.py:Guess", "echo": "env.py:Echo"}, column="game"
+    )
     with pytest.raises(DataError) as raised:
         environments.route([made_task(tokenizer, **columns)])
     assert words in str(raised.value)
 
 
-def test_a_column_that_reset_needs_is_missed_before_anything_is_played(tokenizer: Any, tmp_path: Path) -> None:
+def test_a_column_that_reset_needs_is_missed_before_anything_is_played(
+    tokenizer: Any, tmp_path: Path
+) -> None:
     environments = load(tmp_path, GUESS.format(asy=""), path="env.py:Guess")
-    with pytest.raises(ConfigError, match=r"Guess.reset' needs 'secret', .* Did you mean 'secrets'\?"):
+    with pytest.raises(
+        ConfigError, match=r"Guess.reset' needs 'secret', .* Did you mean 'secrets'\?"
+    ):
         environments.route([made_task(tokenizer, secrets=3)])
 
 

@@ -1,4 +1,5 @@
-"""From episodes to samples: a sample per record, a turn's reward at its place, nothing learned twice."""
+"""From episodes to samples: a sample per record, a turn's reward at its place, nothing learned
+twice."""
 
 from __future__ import annotations
 
@@ -30,12 +31,17 @@ def group(*rollouts: list[Record], last: float = 0.0) -> RolloutGroup:
     task = Task("t", "p", (3, 3))
     return RolloutGroup(
         task,
-        [Rollout(task, records, sum(t.reward for r in records for t in r.turns) + last) for records in rollouts],
+        [
+            Rollout(task, records, sum(t.reward for r in records for t in r.turns) + last)
+            for records in rollouts
+        ],
     )
 
 
 def batch_of(groups: list[RolloutGroup], **settings: Any) -> Batch:
-    return make_experience(groups, algorithm(**settings), cast("Any", None), kl_coef=0.0, max_new_tokens=8, seed=0)
+    return make_experience(
+        groups, algorithm(**settings), cast("Any", None), kl_coef=0.0, max_new_tokens=8, seed=0
+    )
 
 
 def test_each_record_is_a_sample_with_its_rollouts_advantage() -> None:
@@ -52,7 +58,8 @@ def test_each_record_is_a_sample_with_its_rollouts_advantage() -> None:
 
 
 def test_a_turns_reward_counts_from_the_token_where_it_was_paid() -> None:
-    """Returns to go with γ = 0.5 of 1 at the second token and 4 (of the end) at the last, over two records."""
+    """Returns to go with γ = 0.5 of 1 at the second token and 4 (of the end) at the last, over two
+    records."""
     rollout = [record((2, 1.0)), record((1, 0.0), prompt=4)]
     other = [record((1, 0.0))]
     made = group(rollout, other)

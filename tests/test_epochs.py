@@ -41,7 +41,9 @@ def resolved(kind: type[RunConfig], rows: int, *overrides: str) -> Any:
     epochs=st.one_of(st.integers(1, 4).map(float), st.floats(0.1, 4)),
     stopped=st.integers(0, 5),
 )
-def test_the_batches_of_a_supervised_run_are_its_passes(rows: int, size: int, epochs: float, stopped: int) -> None:
+def test_the_batches_of_a_supervised_run_are_its_passes(
+    rows: int, size: int, epochs: float, stopped: int
+) -> None:
     config = resolved(SFTConfig, rows, f"train.batch_size={size}", f"train.epochs={epochs}").config
     assert config.train.batch_size == min(size, rows)
 
@@ -50,11 +52,16 @@ def test_the_batches_of_a_supervised_run_are_its_passes(rows: int, size: int, ep
 
     made = loader()
     batches = [made.next_batch() for _ in range(config.train.steps)]
-    assert all(batches) and not made.next_batch(), "every step has rows, and after the last one none are left"
+    assert all(batches) and not made.next_batch(), (
+        "every step has rows, and after the last one none are left"
+    )
     assert all(len(set(batch)) == len(batch) <= min(size, rows) for batch in batches)
     counts = Counter(row for batch in batches for row in batch)
     assert counts.total() == max(1, round(epochs * rows))
-    assert {counts[row] for row in range(rows)} <= {int(counts.total() // rows), -(-counts.total() // rows)}
+    assert {counts[row] for row in range(rows)} <= {
+        int(counts.total() // rows),
+        -(-counts.total() // rows),
+    }
     again, early = loader(), min(stopped, len(batches))
     before = loader()
     for _ in range(early):
@@ -64,9 +71,20 @@ def test_the_batches_of_a_supervised_run_are_its_passes(rows: int, size: int, ep
 
 
 @settings(max_examples=60, deadline=None)
-@given(rows=st.integers(1, 30), prompts=st.integers(1, 40), epochs=st.floats(0.1, 4), group=st.sampled_from((2, 4)))
-def test_the_groups_of_an_rl_run_are_its_passes(rows: int, prompts: int, epochs: float, group: int) -> None:
-    said = [f"rollout.prompts_per_step={prompts}", f"rollout.group_size={group}", f"train.epochs={epochs}"]
+@given(
+    rows=st.integers(1, 30),
+    prompts=st.integers(1, 40),
+    epochs=st.floats(0.1, 4),
+    group=st.sampled_from((2, 4)),
+)
+def test_the_groups_of_an_rl_run_are_its_passes(
+    rows: int, prompts: int, epochs: float, group: int
+) -> None:
+    said = [
+        f"rollout.prompts_per_step={prompts}",
+        f"rollout.group_size={group}",
+        f"train.epochs={epochs}",
+    ]
     config: RLConfig = resolved(RLConfig, rows, *said, f"train.batch_size={prompts}").config
     steps = [prompts_of(config, step, rows) for step in range(config.train.steps)]
     assert sum(steps) == max(1, round(epochs * rows)) and set(steps[:-1]) <= {min(prompts, rows)}
@@ -77,17 +95,59 @@ def test_the_groups_of_an_rl_run_are_its_passes(rows: int, prompts: int, epochs:
 @pytest.mark.parametrize(
     ("kind", "rows", "said", "key", "value", "reason"),
     [
-        (SFTConfig, 5, ["train.batch_size=8", "train.epochs=3"], "train.batch_size", 5, "lowered from 8"),
-        (SFTConfig, 5, ["train.batch_size=8", "train.epochs=3"], "train.steps", 3, "3 passes over 5 samples, 5 to a"),
-        (SFTConfig, 10, ["train.batch_size=4", "train.epochs=2"], "train.steps", 6, "2 to the last of a pass"),
-        (SFTConfig, 10, ["train.batch_size=4", "train.epochs=0.5"], "train.steps", 2, "1 to the last"),
+        (
+            SFTConfig,
+            5,
+            ["train.batch_size=8", "train.epochs=3"],
+            "train.batch_size",
+            5,
+            "lowered from 8",
+        ),
+        (
+            SFTConfig,
+            5,
+            ["train.batch_size=8", "train.epochs=3"],
+            "train.steps",
+            3,
+            "3 passes over 5 samples, 5 to a",
+        ),
+        (
+            SFTConfig,
+            10,
+            ["train.batch_size=4", "train.epochs=2"],
+            "train.steps",
+            6,
+            "2 to the last of a pass",
+        ),
+        (
+            SFTConfig,
+            10,
+            ["train.batch_size=4", "train.epochs=0.5"],
+            "train.steps",
+            2,
+            "1 to the last",
+        ),
         (SFTConfig, 64, [], "train.steps", 2, "one pass over 64 samples, 32 to a step"),
         (KTOConfig, 3, ["train.batch_size=8"], "train.batch_size", 3, "lowered from 8"),
         (RLConfig, 5, [], "rollout.prompts_per_step", 5, "lowered from 8: the data has 5 prompts"),
         (RLConfig, 5, [], "train.batch_size", 40, "the whole rollout batch"),
-        (RLConfig, 20, ["train.epochs=2"], "train.steps", 5, "2 passes over 20 prompts, 8 to a step"),
+        (
+            RLConfig,
+            20,
+            ["train.epochs=2"],
+            "train.steps",
+            5,
+            "2 passes over 20 prompts, 8 to a step",
+        ),
         (RLConfig, 21, ["train.epochs=2"], "train.steps", 6, "2 to the last"),
-        (RLConfig, 16, ["algorithm.dynamic_filter=true"], "train.steps", 2, "filtered prompts do not count"),
+        (
+            RLConfig,
+            16,
+            ["algorithm.dynamic_filter=true"],
+            "train.steps",
+            2,
+            "filtered prompts do not count",
+        ),
     ],
 )
 def test_the_plan_says_what_steps_have(
@@ -119,15 +179,27 @@ def run_of(folder: Path, command: str, **changed: Any) -> list[dict[str, Any]]:
         (folder / "rewards.py").write_text(
             "def share(completions, **_):\n    return [float(len(c)) for c in completions]"
         )
-        result = placement.run_rl(None, rl_settings(folder, model, **{"train__steps": None, **changed}))
+        result = placement.run_rl(
+            None, rl_settings(folder, model, **{"train__steps": None, **changed})
+        )
     else:
-        write_lines(folder / "examples.jsonl", [{"prompt": s["prompt"], "completion": s["answer"]} for s in sums(5)])
-        result = placement.run_sft(None, sft_settings(folder, model, **{"train__steps": None, **changed}))
+        write_lines(
+            folder / "examples.jsonl",
+            [{"prompt": s["prompt"], "completion": s["answer"]} for s in sums(5)],
+        )
+        result = placement.run_sft(
+            None, sft_settings(folder, model, **{"train__steps": None, **changed})
+        )
     return untimed(result.run_dir / "metrics.jsonl")
 
 
 def test_the_metrics_of_few_rows_have_as_many_samples_as_was_said(tmp_path: Path) -> None:
-    changed = {"train__epochs": 3, "train__batch_size": 8, "train__schedule": "linear", "train__lr": 1e-3}
+    changed = {
+        "train__epochs": 3,
+        "train__batch_size": 8,
+        "train__schedule": "linear",
+        "train__lr": 1e-3,
+    }
     steps = run_of(tmp_path, "sft", **changed)
     assert [step["samples"] for step in steps] == [5, 5, 5]
     assert [step["epoch"] for step in steps] == [1, 2, 3]
@@ -135,9 +207,16 @@ def test_the_metrics_of_few_rows_have_as_many_samples_as_was_said(tmp_path: Path
 
 
 def test_the_last_step_of_an_rl_run_has_the_prompts_that_are_left(tmp_path: Path) -> None:
-    changed = {"rollout__prompts_per_step": 4, "rollout__group_size": 2, "train__epochs": 2, "train__batch_size": 4}
+    changed = {
+        "rollout__prompts_per_step": 4,
+        "rollout__group_size": 2,
+        "train__epochs": 2,
+        "train__batch_size": 4,
+    }
     steps = run_of(tmp_path, "rl", **changed, train__schedule="linear", train__lr=1e-3)
     assert [step["rollouts"] for step in steps] == [8, 8, 4]
     assert [step["optimizer_steps"] for step in steps] == [2, 2, 1]
-    assert steps[-1]["lr"] == pytest.approx(1e-3 / 5), "the schedule ends with the last optimizer step"
+    assert steps[-1]["lr"] == pytest.approx(1e-3 / 5), (
+        "the schedule ends with the last optimizer step"
+    )
     assert steps[-1]["epoch"] == 2

@@ -29,7 +29,9 @@ def test_pass_at_k_by_hand() -> None:
     assert pass_at_k(4, 1, 4) == 1.0
 
 
-@given(st.integers(1, 7).flatmap(lambda n: st.tuples(st.just(n), st.integers(0, n), st.integers(1, n))))
+@given(
+    st.integers(1, 7).flatmap(lambda n: st.tuples(st.just(n), st.integers(0, n), st.integers(1, n)))
+)
 def test_pass_at_k_is_the_share_of_subsets_with_one_that_passes(case: tuple[int, int, int]) -> None:
     n, correct, k = case
     subsets = list(combinations([i < correct for i in range(n)], k))
@@ -47,7 +49,10 @@ class Scorer:
         values = self.rewards[rollouts[0].task.id]
         for place, rollout in enumerate(rollouts):
             rollout.reward = values[0 if len(rollouts) == 1 else place]
-            rollout.rewards = {"right": rollout.reward, "style": None if rollout.task.id == "a" else 0.5}
+            rollout.rewards = {
+                "right": rollout.reward,
+                "style": None if rollout.task.id == "a" else 0.5,
+            }
             if self.answered:
                 rollout.metrics["answered"] = float(rollout.task.id == "a")
 
@@ -116,7 +121,9 @@ def test_a_rollout_passes_when_every_reward_that_applies_to_it_is_full() -> None
 
 def test_pass_at_k_draws_samples_beside_the_greedy_ones() -> None:
     engine = Watching()
-    metrics, groups = measured(engine, Scorer({"a": [0.0, 1.0, 0.0], "b": [0.0] * 3}), samples=3, pass_at=(1, 2, 3))
+    metrics, groups = measured(
+        engine, Scorer({"a": [0.0, 1.0, 0.0], "b": [0.0] * 3}), samples=3, pass_at=(1, 2, 3)
+    )
     assert metrics["eval/accuracy"] == 0.0
     assert metrics["eval/pass@1"] == pytest.approx((1 / 3 + 0) / 2)
     assert metrics["eval/pass@2"] == pytest.approx((2 / 3 + 0) / 2)
@@ -132,12 +139,18 @@ def test_failed_rollouts_count_as_not_passed_and_are_told() -> None:
     assert metrics["eval/reward"] == 1.0, "of those that have one"
     assert metrics["eval/pass@1"] == 0.5
     metrics, _ = measured(Watching(failing=6), Scorer({}), tasks=TASKS[1:])
-    assert metrics["eval/failed"] == 1.0 and metrics["eval/accuracy"] == 0.0 and "eval/reward" not in metrics
+    assert (
+        metrics["eval/failed"] == 1.0
+        and metrics["eval/accuracy"] == 0.0
+        and "eval/reward" not in metrics
+    )
 
 
 def test_a_reward_that_the_first_rollout_lacks_is_averaged_too() -> None:
     rollouts = [Rollout(task) for task in TASKS]
-    for rollout, rewards in zip(rollouts, ({"right": 1.0}, {"right": 0.0, "environment": 2.0}), strict=True):
+    for rollout, rewards in zip(
+        rollouts, ({"right": 1.0}, {"right": 0.0, "environment": 2.0}), strict=True
+    ):
         rollout.reward, rollout.rewards = sum(rewards.values()), dict(rewards)
     groups = [RolloutGroup(r.task, [r]) for r in rollouts]
     for ordered in (groups, groups[::-1]):

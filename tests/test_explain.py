@@ -1,4 +1,5 @@
-"""``tunesmith explain``: settings, metrics and names of other frameworks, from what the code and the documents say."""
+"""``tunesmith explain``: settings, metrics and names of other frameworks, from what the code and
+the documents say."""
 
 from __future__ import annotations
 
@@ -20,7 +21,13 @@ from tunesmith.config.resolved import Derived, Resolved, save_resolved
 from tunesmith.config.schema import RLConfig, RunConfig
 from tunesmith.errors import StorageError
 from tunesmith.guide.explain.advice import advice_about
-from tunesmith.guide.explain.explain import called_elsewhere, explain, meaning_of, metric_in_run, value_in_run
+from tunesmith.guide.explain.explain import (
+    called_elsewhere,
+    explain,
+    meaning_of,
+    metric_in_run,
+    value_in_run,
+)
 from tunesmith.guide.names.foreign import meanings
 from tunesmith.records.catalogue import CATALOGUE
 
@@ -39,7 +46,8 @@ def run_files(kind: type[RunConfig] = RunConfig) -> Iterator[type[RunConfig]]:
 
 
 def keys_admitted(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    """Every dotted key that a type admits: a walk over all types within each annotation, lists and unions as well."""
+    """Every dotted key that a type admits: a walk over all types within each annotation, lists and
+    unions as well."""
     for name, field in section.model_fields.items():
         waiting: list[Any] = [field.annotation]
         inside: list[type[BaseModel]] = []
@@ -56,7 +64,11 @@ def keys_admitted(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
 
 def test_every_key_that_the_types_admit_and_every_metric_is_explained() -> None:
     keys = {key for kind in run_files() for key in keys_admitted(kind)}
-    assert {"system.placement.reward.shards", "reward.remote.urls", "algorithm.loss.tau_positive"} < keys
+    assert {
+        "system.placement.reward.shards",
+        "reward.remote.urls",
+        "algorithm.loss.tau_positive",
+    } < keys
     for key in keys:
         [setting] = explain(key).settings
         assert setting.key == key and setting.kind and setting.default and setting.meaning, key
@@ -66,7 +78,13 @@ def test_every_key_that_the_types_admit_and_every_metric_is_explained() -> None:
 
 
 def test_every_name_of_another_framework_is_explained() -> None:
-    names = {n for meaning in meanings() for names in meaning.names.values() for n in names if "*" not in n}
+    names = {
+        n
+        for meaning in meanings()
+        for names in meaning.names.values()
+        for n in names
+        if "*" not in n
+    }
     for name in sorted(names)[::10]:
         found = explain(name)
         assert found.foreign or found.settings, name
@@ -76,13 +94,19 @@ def test_every_name_of_another_framework_is_explained() -> None:
     ("name", "keys", "frameworks"),
     [
         ("--n_samples_per_prompt", ["rollout.group_size", "sampling.n"], "OpenRLHF"),
-        ("actor_rollout_ref.actor.clip_ratio", ["algorithm.loss.clip_low", "algorithm.loss.clip_high"], "verl"),
+        (
+            "actor_rollout_ref.actor.clip_ratio",
+            ["algorithm.loss.clip_low", "algorithm.loss.clip_high"],
+            "verl",
+        ),
         ("num_generations", ["rollout.group_size", "sampling.n"], "TRL, StateSet Agents"),
         ("zero_optimization.stage", ["system.zero_stage"], "DeepSpeed"),
         ("warmup_ratio", ["train.warmup_ratio"], "transformers, StateSet Agents"),
     ],
 )
-def test_a_name_of_another_framework_leads_to_settings(name: str, keys: list[str], frameworks: str) -> None:
+def test_a_name_of_another_framework_leads_to_settings(
+    name: str, keys: list[str], frameworks: str
+) -> None:
     found = explain(name)
     assert [setting.key for setting in found.settings] == keys
     assert frameworks in found.foreign[0]
@@ -126,11 +150,22 @@ PLACED = "system.placement.reward.shards=4"
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
-    config = load_config(RLConfig, None, ["model.path=org/m", "data.train=org/d", "rollout.group_size=16", PLACED])
-    save_resolved(Resolved(config, {"rollout.group_size": 16}, (Derived("train.lr", 2e-6, "the size"),)), tmp_path)
-    rows = [{"step": 1, "reward": 0.25}, {"step": 2, "reward": 0.125}, {"step": 3, "reward": None, "reward/std": 0.5}]
+    config = load_config(
+        RLConfig, None, ["model.path=org/m", "data.train=org/d", "rollout.group_size=16", PLACED]
+    )
+    save_resolved(
+        Resolved(config, {"rollout.group_size": 16}, (Derived("train.lr", 2e-6, "the size"),)),
+        tmp_path,
+    )
+    rows = [
+        {"step": 1, "reward": 0.25},
+        {"step": 2, "reward": 0.125},
+        {"step": 3, "reward": None, "reward/std": 0.5},
+    ]
     lines = "".join(json.dumps(row) + "\n" for row in rows)
-    (tmp_path / "metrics.jsonl").write_text(lines + '{"step": 4, "rew')  # as a run that was killed leaves it
+    (tmp_path / "metrics.jsonl").write_text(
+        lines + '{"step": 4, "rew'
+    )  # as a run that was killed leaves it
     return tmp_path
 
 
@@ -138,14 +173,21 @@ def test_the_value_in_a_run_comes_with_its_source(run_dir: Path) -> None:
     assert value_in_run(run_dir, "rollout.group_size") == "16: set by the run file or an override"
     assert value_in_run(run_dir, "rollout.prompts_per_step") == "8: the default"
     assert str(value_in_run(run_dir, "train.lr")).endswith("the size")
-    assert value_in_run(run_dir, "dpo.beta") is None and value_in_run(run_dir, "algorithm.loss.clip_low") is None
-    assert str(value_in_run(run_dir, "system.placement.reward.shards")).startswith("system.placement = {reward = {sh")
+    assert (
+        value_in_run(run_dir, "dpo.beta") is None
+        and value_in_run(run_dir, "algorithm.loss.clip_low") is None
+    )
+    assert str(value_in_run(run_dir, "system.placement.reward.shards")).startswith(
+        "system.placement = {reward = {sh"
+    )
     assert f"in {run_dir}: 16" in printed("num_generations", "--run", str(run_dir))
 
 
 def test_the_metric_of_a_run_is_summed_up(run_dir: Path) -> None:
     [reward] = [m for m in CATALOGUE["rollouts"] if m.name == "reward"]
-    assert list(metric_in_run(run_dir, reward)) == ["reward: 0.25 in step 1, 0.125 in step 2; from 0.125 to 0.25"]
+    assert list(metric_in_run(run_dir, reward)) == [
+        "reward: 0.25 in step 1, 0.125 in step 2; from 0.125 to 0.25"
+    ]
 
 
 @pytest.mark.parametrize("damage", ["{", "[]", '{"settings": 3}', '{"settings": {"train.lr": 1}}'])
@@ -188,13 +230,17 @@ def test_it_needs_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-@pytest.mark.parametrize("name", ["--micro_train_batch_size", "--ds.zero_stage", "--train.lr", "--bf16"])
+@pytest.mark.parametrize(
+    "name", ["--micro_train_batch_size", "--ds.zero_stage", "--train.lr", "--bf16"]
+)
 def test_a_name_may_have_the_dashes_of_an_option(name: str) -> None:
     result = CliRunner().invoke(app, ["explain", name])
     assert result.exit_code == 0 and "No such option" not in result.output, result.output
 
 
-@pytest.mark.parametrize("name", ["turns", "forks", "unfinished", "tool_calls", "bad_calls", "accepted", "completions"])
+@pytest.mark.parametrize(
+    "name", ["turns", "forks", "unfinished", "tool_calls", "bad_calls", "accepted", "completions"]
+)
 def test_what_a_run_prints_is_explained(name: str) -> None:
     [metric] = explain(name).metrics
     assert metric.name.removeprefix("logged/") == name

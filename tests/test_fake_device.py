@@ -33,7 +33,8 @@ from tunesmith.run.weights.files import FILE_BYTES
 
 NF4 = "model.quantize=nf4"
 AT_THE_END = {"passes.py", "optimizer.py"}
-"""Where a step may read: the sums of its micro-batches, and whether the gradient and the weights are finite."""
+"""Where a step may read: the sums of its micro-batches, and whether the gradient and the weights
+are finite."""
 
 
 def test_the_cpu_computes_and_the_device_only_says_what_would_come_of_it() -> None:
@@ -48,7 +49,9 @@ def test_the_cpu_computes_and_the_device_only_says_what_would_come_of_it() -> No
             torch.ones(3, device="cuda") + torch.ones(3)
         assert not device.waits.keys() - {key for key in device.waits if "_to_copy" in key}
     with pytest.raises((AssertionError, RuntimeError)):
-        torch.ones(3, device="cuda") if not torch.cuda.is_available() else pytest.skip("there is a GPU")
+        torch.ones(3, device="cuda") if not torch.cuda.is_available() else pytest.skip(
+            "there is a GPU"
+        )
 
 
 def test_reading_waits_and_gives_zeros() -> None:
@@ -146,7 +149,10 @@ def test_what_a_stream_uses_keeps_its_memory_until_the_host_has_waited() -> None
     "options",
     [
         (),
-        *(pytest.param(("lora.rank=4", *q), marks=pytest.mark.slow) for q in ((), (NF4,), ("model.quantize=int8",))),
+        *(
+            pytest.param(("lora.rank=4", *q), marks=pytest.mark.slow)
+            for q in ((), (NF4,), ("model.quantize=int8",))
+        ),
         ("system.gradient_checkpointing=true",),
     ],
 )
@@ -167,7 +173,9 @@ def test_soft_caps_keep_no_scores_of_pairs(tmp_path: Path) -> None:
     given = (f"data.max_tokens={tokens}", f"system.max_tokens_per_microbatch={tokens}", GIVEN[2])
     train = dry_run(*resolved(tmp_path, "sft", shape, "H100-80GB", *given))[FIRST]["train"]
     assert {key.split("/")[1].split(":")[0] for key in train.waits} == AT_THE_END
-    assert train.peak["activations"] < tokens * tokens * TINY["num_attention_heads"]  # a byte for each score of a layer
+    assert (
+        train.peak["activations"] < tokens * tokens * TINY["num_attention_heads"]
+    )  # a byte for each score of a layer
 
 
 STAGE = "system.zero_stage={}".format
@@ -186,7 +194,15 @@ SHARED = "system.sequence_parallel={{type = '{}', size = 2}}".format
                 ("sft", (STAGE(1), "train.optimizer=muon", "train.ema_decay=0.9")),
                 ("sft", (STAGE(2), "lora.rank=4")),
                 ("sft", (STAGE(2), "system.shard_size=2", SHARED("ring"))),
-                ("sft", (STAGE(3), SHARED("ulysses"), "lora.rank=4", "system.gradient_checkpointing=true")),
+                (
+                    "sft",
+                    (
+                        STAGE(3),
+                        SHARED("ulysses"),
+                        "lora.rank=4",
+                        "system.gradient_checkpointing=true",
+                    ),
+                ),
                 ("sft", (STAGE(2), "lora.rank=4", NF4)),
                 ("dpo", (STAGE(3), "lora.rank=4", NF4, "system.gradient_checkpointing=true")),
                 ("dpo", (STAGE(3),)),
@@ -195,14 +211,20 @@ SHARED = "system.sequence_parallel={{type = '{}', size = 2}}".format
         ),
     ],
 )
-def test_a_rank_waits_only_at_the_end_of_a_step(tmp_path: Path, command: str, options: tuple[str, ...]) -> None:
+def test_a_rank_waits_only_at_the_end_of_a_step(
+    tmp_path: Path, command: str, options: tuple[str, ...]
+) -> None:
     train = phases_of(tmp_path, command, *options, spec="4xH100-80GB")["train"]
     files = {key.split("/")[1].split(":")[0] for key in train.waits}
-    assert files <= {*AT_THE_END, "lock_step.py", "rank_group.py"} and max(train.waits.values()) <= 2
+    assert (
+        files <= {*AT_THE_END, "lock_step.py", "rank_group.py"} and max(train.waits.values()) <= 2
+    )
     numbers = 512 * 64 + 2 * (64 * 16 * (4 + 2 + 2 + 4) + 3 * 64 * 128)
     if options[0] == STAGE(3) and "lora.rank=4" not in options:
         expected = {"weights": 4 * numbers / 4, "optimizer": 8 * numbers / 4}
-        assert {name: train.peak[name] for name in expected} == pytest.approx(expected, rel=0.12)  # blocks of 512 bytes
+        assert {name: train.peak[name] for name in expected} == pytest.approx(
+            expected, rel=0.12
+        )  # blocks of 512 bytes
 
 
 def test_gradients_in_host_memory_are_summed_between_gpus_and_come_back() -> None:
@@ -229,16 +251,31 @@ def test_ranks_step_in_host_memory(tmp_path: Path, options: tuple[str, ...]) -> 
     said = ("data.max_tokens=64", GIVEN[0], GIVEN[2], "system.offload_optimizer=true", *options)
     config, facts = resolved(tmp_path, "sft", TINY | {"num_hidden_layers": 4}, "4xH100-80GB", *said)
     train = dry_run(config, facts)[FIRST]["train"]
-    assert not train.peak.get("optimizer") and any(key.startswith("run/trainers/masters.py") for key in train.waits)
+    assert not train.peak.get("optimizer") and any(
+        key.startswith("run/trainers/masters.py") for key in train.waits
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 3])
 def test_the_plan_of_a_quantised_base_is_what_it_takes(tmp_path: Path, stage: int) -> None:
     """Wide enough that blocks of 512 bytes matter little."""
-    pytest.importorskip("bitsandbytes", reason="an optional extra: pip install 'tunesmith[quantize]'")
-    shape = TINY | {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 8, "head_dim": 256}
-    said = ("lora.rank=8", NF4, STAGE(stage), "system.trainer_ranks=4", "system.gradient_checkpointing=true")
+    pytest.importorskip(
+        "bitsandbytes", reason="an optional extra: pip install 'tunesmith[quantize]'"
+    )
+    shape = TINY | {
+        "hidden_size": 1024,
+        "intermediate_size": 4096,
+        "num_hidden_layers": 8,
+        "head_dim": 256,
+    }
+    said = (
+        "lora.rank=8",
+        NF4,
+        STAGE(stage),
+        "system.trainer_ranks=4",
+        "system.gradient_checkpointing=true",
+    )
     config, facts = resolved(tmp_path, "sft", shape, "4xH100-80GB", *said, GIVEN[0], GIVEN[2])
     train = dry_run(config, facts)[FIRST]["train"]
     [(_, planned, _)] = planned_devices(config, facts)
@@ -257,7 +294,9 @@ def test_a_wait_in_a_micro_batch_is_found(tmp_path: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(passes, "run", reading)
     waits = phases_of(tmp_path, "sft", STAGE(3), spec="2xH100-80GB")["train"].waits
-    found = [key for key in waits if key.startswith("run/trainers/passes.py") and key.endswith(" item")]
+    found = [
+        key for key in waits if key.startswith("run/trainers/passes.py") and key.endswith(" item")
+    ]
     assert len(found) == 1 and waits[found[0]] == MICROBATCHES
 
 
@@ -266,7 +305,10 @@ def test_activations_in_host_memory_make_nobody_wait(tmp_path: Path) -> None:
     deep, said = TINY | {"num_hidden_layers": 6}, ("data.max_tokens=64", "train.batch_size=8")
     peaks: list[int] = []
     for away in (False, True):
-        more = ("system.max_tokens_per_microbatch=16384", f"system.offload_activations={str(away).lower()}")
+        more = (
+            "system.max_tokens_per_microbatch=16384",
+            f"system.offload_activations={str(away).lower()}",
+        )
         train = dry_run(*resolved(tmp_path, "sft", deep, "H100-80GB", *said, *more))[FIRST]["train"]
         assert {key.split("/")[1].split(":")[0] for key in train.waits} == AT_THE_END
         peaks.append(train.total)
@@ -300,15 +342,24 @@ HELD = ("keys and values", "engines' weights")
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["local", "vllm"])
-@pytest.mark.parametrize("options", [(STAGE(0),), (STAGE(3), "algorithm.name=ppo", "train.ema_decay=0.9")])
-def test_ranks_and_engines_take_turns_on_a_gpu(tmp_path: Path, options: tuple[str, ...], engine: str) -> None:
+@pytest.mark.parametrize(
+    "options", [(STAGE(0),), (STAGE(3), "algorithm.name=ppo", "train.ema_decay=0.9")]
+)
+def test_ranks_and_engines_take_turns_on_a_gpu(
+    tmp_path: Path, options: tuple[str, ...], engine: str
+) -> None:
     phases = phases_of(tmp_path, "rl", *options, f"system.engine={engine}", spec="4xH100-80GB")
     scored = ["score"] if "algorithm.name=ppo" in options else []
     assert [*phases] == ["load", "publish", "sample", "hand over", "train", *scored]
     sample, train = phases["sample"].peak, phases["train"].peak
-    assert sample["keys and values"] == pytest.approx(16e6, rel=0.01) and sample["engines' weights"] > 2 * 512 * 64
+    assert (
+        sample["keys and values"] == pytest.approx(16e6, rel=0.01)
+        and sample["engines' weights"] > 2 * 512 * 64
+    )
     assert not sample.get("optimizer") and train["optimizer"] > 0
-    assert all(train.get(purpose, 0) < 2**12 for purpose in HELD)  # but for buffers that no one sends
+    assert all(
+        train.get(purpose, 0) < 2**12 for purpose in HELD
+    )  # but for buffers that no one sends
     files = {key.split("/")[1].split(":")[0] for key in phases["train"].waits}
     assert files <= {*AT_THE_END, "lock_step.py", "rank_group.py"}
 
@@ -324,23 +375,43 @@ def test_an_engine_in_the_trainers_process_takes_turns(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["local", "vllm"])
 def test_engines_have_gpus_of_their_own(tmp_path: Path, engine: str) -> None:
-    given = (*RL, *GIVEN[:2], "rollout.max_staleness=1", "system.trainer_ranks=2", f"system.engine={engine}")
+    given = (
+        *RL,
+        *GIVEN[:2],
+        "rollout.max_staleness=1",
+        "system.trainer_ranks=2",
+        f"system.engine={engine}",
+    )
     config, facts = resolved(tmp_path, "rl", TINY, "4xH100-80GB", *given)
     gpus = dry_run(config, facts)
     assert set(gpus) == {FIRST, "engine"} and not {*HELD} & gpus[FIRST]["train"].peak.keys()
     planned = {name: price for name, price, _ in planned_devices(config, facts)}["engine"]
     assert gpus["engine"]["sample"].peak["keys and values"] == pytest.approx(planned.kv, rel=0.01)
-    assert gpus["engine"]["sample"].peak["engines' weights"] == pytest.approx(planned.engine, rel=0.06)  # small blocks
+    assert gpus["engine"]["sample"].peak["engines' weights"] == pytest.approx(
+        planned.engine, rel=0.06
+    )  # small blocks
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2, 4])
 def test_roles_on_ray_have_gpus_of_their_own(tmp_path: Path, processes: int) -> None:
-    """One process has the whole reference and a whole reward model; two share their weights, as the trainer's ranks
-    share theirs; and more may share a reward model than train."""
+    """One process has the whole reference and a whole reward model; two share their weights, as the
+    trainer's ranks share theirs; and more may share a reward model than train."""
     judge = TINY | {"architectures": ["Qwen3ForSequenceClassification"], "id2label": {"0": ""}}
-    given = ("algorithm.name=ppo", "algorithm.kl.coef=0.1", STAGE(3), f'reward.models=[{{path="{tmp_path}/frozen"}}]')
-    given = (*RL, *GIVEN[:2], *given, "system.cluster=ray", "system.trainer_ranks=2", "system.engines=1")
+    given = (
+        "algorithm.name=ppo",
+        "algorithm.kl.coef=0.1",
+        STAGE(3),
+        f'reward.models=[{{path="{tmp_path}/frozen"}}]',
+    )
+    given = (
+        *RL,
+        *GIVEN[:2],
+        *given,
+        "system.cluster=ray",
+        "system.trainer_ranks=2",
+        "system.engines=1",
+    )
     given = (*given, f"system.placement.ref.processes={min(2, processes)}")
     given = (*given, f"system.placement.reward.processes={processes}")
     config, facts = resolved(tmp_path, "rl", TINY, "2x8xH100-80GB", *given, frozen=judge)
@@ -349,24 +420,41 @@ def test_roles_on_ray_have_gpus_of_their_own(tmp_path: Path, processes: int) -> 
     planned = {name: price for name, price, _ in planned_devices(config, facts)}
     for name in ("trainer", "critic"):
         peak = gpus[name]["train"].peak
-        assert peak["weights"] == pytest.approx(planned[name].weights, rel=0.06), name  # small blocks
+        assert peak["weights"] == pytest.approx(planned[name].weights, rel=0.06), (
+            name
+        )  # small blocks
         assert "optimizer" in peak and "frozen models" not in peak
     frozen = gpus["reference"]["train"].peak["frozen models"]
     assert frozen == pytest.approx(planned["reference"].frozen, rel=0.06)
     frozen = gpus["reward model"]["reward"].peak["frozen models"]
-    assert frozen == pytest.approx(planned["reward model"].frozen, rel=0.03 * (1 + processes))  # and small shares
+    assert frozen == pytest.approx(
+        planned["reward model"].frozen, rel=0.03 * (1 + processes)
+    )  # and small shares
 
 
 @pytest.mark.slow
 def test_the_plan_of_a_reward_model_that_two_share_is_what_it_takes(tmp_path: Path) -> None:
-    shape = TINY | {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 4, "vocab_size": 32000}
+    shape = TINY | {
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 4,
+        "vocab_size": 32000,
+    }
     shape |= {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128}
     judge = shape | {"architectures": ["Qwen3ForSequenceClassification"], "id2label": {"0": ""}}
-    given = (f'reward.models=[{{path="{tmp_path}/frozen"}}]', "system.cluster=ray", "system.placement.reward.shards=2")
+    given = (
+        f'reward.models=[{{path="{tmp_path}/frozen"}}]',
+        "system.cluster=ray",
+        "system.placement.reward.shards=2",
+    )
     given = (*given, "system.trainer_ranks=1", "system.engines=1", "system.reward_max_tokens=256")
-    config, facts = resolved(tmp_path, "rl", shape, "8xH100-80GB", *RL, *GIVEN[:2], *given, frozen=judge)
+    config, facts = resolved(
+        tmp_path, "rl", shape, "8xH100-80GB", *RL, *GIVEN[:2], *given, frozen=judge
+    )
     phase = dry_run(config, facts)["reward model"]["reward"]
-    [planned] = [price for name, price, _ in planned_devices(config, facts) if name == "reward model"]
+    [planned] = [
+        price for name, price, _ in planned_devices(config, facts) if name == "reward model"
+    ]
     assert phase.peak["frozen models"] == pytest.approx(planned.frozen, rel=0.001)
     assert planned.frozen == 2 * facts.frozen_parameters // 2
     assert phase.total == pytest.approx(planned.peak - planned.libraries, rel=0.05)
@@ -374,8 +462,15 @@ def test_the_plan_of_a_reward_model_that_two_share_is_what_it_takes(tmp_path: Pa
 
 @pytest.mark.slow
 def test_weights_are_gathered_in_two_buckets_at_most(tmp_path: Path) -> None:
-    shape = TINY | {"hidden_size": 4096, "vocab_size": 65536, "intermediate_size": 8192, "num_hidden_layers": 4}
-    config, facts = resolved(tmp_path, "rl", shape, "4xH100-80GB", *RL, *GIVEN[:2], STAGE(3), "rollout.max_staleness=1")
+    shape = TINY | {
+        "hidden_size": 4096,
+        "vocab_size": 65536,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 4,
+    }
+    config, facts = resolved(
+        tmp_path, "rl", shape, "4xH100-80GB", *RL, *GIVEN[:2], STAGE(3), "rollout.max_staleness=1"
+    )
     peak = dry_run(config, facts)[FIRST]["publish"].peak
     largest = 65536 * 4096 * 2
     assert facts.model and 2 * (facts.model.parameters or 0) > 1.5 * largest
@@ -384,9 +479,17 @@ def test_weights_are_gathered_in_two_buckets_at_most(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_weights_for_nccl_are_copied_on_the_gpu_and_nowhere_else(tmp_path: Path, ranks: int) -> None:
+def test_weights_for_nccl_are_copied_on_the_gpu_and_nowhere_else(
+    tmp_path: Path, ranks: int
+) -> None:
     shape = TINY | {"hidden_size": 512, "vocab_size": 16384, "intermediate_size": 1024}
-    given = (*RL, *GIVEN[:2], "rollout.max_staleness=1", f"system.trainer_ranks={ranks}", "system.weight_plane=nccl")
+    given = (
+        *RL,
+        *GIVEN[:2],
+        "rollout.max_staleness=1",
+        f"system.trainer_ranks={ranks}",
+        "system.weight_plane=nccl",
+    )
     given += (STAGE(3),) if ranks > 1 else ()
     config, facts = resolved(tmp_path, "rl", shape, "4xH100-80GB", *given)
     price, publish = planned(config, facts), dry_run(config, facts)[FIRST]["publish"]
@@ -420,14 +523,22 @@ def test_a_tensor_in_host_memory_comes_back() -> None:
         away = tensor.to("cpu")
         assert away.is_cpu and isinstance(away, FakeTensor)
         back = away.to("cuda:0", dtype=torch.bfloat16)
-        assert back.is_cuda and back.dtype == torch.bfloat16 and away.to(torch.device("cuda"), torch.float32).is_cuda
+        assert (
+            back.is_cuda
+            and back.dtype == torch.bfloat16
+            and away.to(torch.device("cuda"), torch.float32).is_cuda
+        )
 
 
 @pytest.mark.slow
 def test_the_commands_take_steps_on_a_machine_that_is_not_there(tmp_path: Path) -> None:
-    resolved(tmp_path, "sft", TINY, "H100-80GB", "data.max_tokens=64")  # writes the model and the data
+    resolved(
+        tmp_path, "sft", TINY, "H100-80GB", "data.max_tokens=64"
+    )  # writes the model and the data
     run = tmp_path / "run.toml"
-    run.write_text(f'run_dir = "run"\nmodel.path = "{tmp_path}"\ndata.train = "{tmp_path}/data.jsonl"\n')
+    run.write_text(
+        f'run_dir = "run"\nmodel.path = "{tmp_path}"\ndata.train = "{tmp_path}/data.jsonl"\n'
+    )
     given = [str(run), "data.max_tokens=64", GIVEN[0], "--dry-run"]
     done = CliRunner().invoke(app, ["sft", *given, "8xH100-80GB"])
     assert done.exit_code == 0, done.output

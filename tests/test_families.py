@@ -28,27 +28,56 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": WINDOW},
     "mixtral": {"sliding_window": WINDOW, "num_local_experts": 4},
     "qwen2": {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1},
-    "qwen3": {"head_dim": 16, "use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1},
+    "qwen3": {
+        "head_dim": 16,
+        "use_sliding_window": True,
+        "sliding_window": WINDOW,
+        "max_window_layers": 1,
+    },
     "qwen2_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
-    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 8},
+    "qwen3_moe": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "head_dim": 8,
+    },
     "gemma": {"head_dim": 8},
     "gemma2": {"head_dim": 8, "sliding_window": WINDOW, "query_pre_attn_scalar": 8},
-    "gemma3_text": {"head_dim": 8, "sliding_window": WINDOW, "query_pre_attn_scalar": 8, "num_hidden_layers": 7},
+    "gemma3_text": {
+        "head_dim": 8,
+        "sliding_window": WINDOW,
+        "query_pre_attn_scalar": 8,
+        "num_hidden_layers": 7,
+    },
     "vaultgemma": {"head_dim": 8, "sliding_window": WINDOW},
     "phi3": {"sliding_window": WINDOW},
     "smollm3": {"num_hidden_layers": 5},
     "starcoder2": {"sliding_window": WINDOW},
     "cohere": {"logit_scale": 0.3},
-    "cohere2": {"logit_scale": 0.3, "sliding_window": WINDOW, "num_hidden_layers": 5, "head_dim": 8},
+    "cohere2": {
+        "logit_scale": 0.3,
+        "sliding_window": WINDOW,
+        "num_hidden_layers": 5,
+        "head_dim": 8,
+    },
     "granite": {"logits_scaling": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.7},
     "granitemoe": {"logits_scaling": 3.0, "num_local_experts": 4, "num_experts_per_tok": 2},
-    "granitemoeshared": {"num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 16},
+    "granitemoeshared": {
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "shared_intermediate_size": 16,
+    },
     "olmo3": {"sliding_window": WINDOW, "num_hidden_layers": 5},
     "exaone4": {"sliding_window": WINDOW, "num_hidden_layers": 5},
     "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 32},
     "glm": {"head_dim": 8},
     "glm4": {"head_dim": 8},
-    "glm4_moe": {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 8},
+    "glm4_moe": {
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "head_dim": 8,
+    },
     "hunyuan_v1_dense": {"head_dim": 8},
     "minimax_m2": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8},
     "ministral": {"sliding_window": WINDOW, "head_dim": 8},
@@ -78,13 +107,19 @@ def samples() -> list[Sample]:
 
 def build(model_type: str, dtype: torch.dtype = torch.float32, **overrides: Any) -> CausalLM:
     torch.manual_seed(0)
-    config = AutoConfig.for_model(model_type, **{**tiny.SMALL, **SPECIAL.get(model_type, {}), **overrides})
+    config = AutoConfig.for_model(
+        model_type, **{**tiny.SMALL, **SPECIAL.get(model_type, {}), **overrides}
+    )
     check_family(config)
-    module = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager").eval()
+    module = AutoModelForCausalLM.from_config(
+        config, dtype=dtype, attn_implementation="eager"
+    ).eval()
     with torch.no_grad():
         for parameter in module.parameters():
             # Sharper than the usual start, so that an attention mistake shows.
-            parameter.normal_(std=0.15) if parameter.dim() > 1 else parameter.add_(torch.randn_like(parameter) * 0.1)
+            parameter.normal_(std=0.15) if parameter.dim() > 1 else parameter.add_(
+                torch.randn_like(parameter) * 0.1
+            )
     return CausalLM(module, tiny.tokenizer())
 
 
@@ -110,11 +145,15 @@ def logprobs(model: CausalLM, forest: Forest, **options: Any) -> tuple[Tensor, T
     return found.logprobs, found.entropy
 
 
-def assert_same_gradients(got: dict[str, Tensor], want: dict[str, Tensor], tolerance: float) -> None:
+def assert_same_gradients(
+    got: dict[str, Tensor], want: dict[str, Tensor], tolerance: float
+) -> None:
     assert got.keys() == want.keys()
     scale = max(float(g.norm()) for g in want.values())
     for name, gradient in want.items():
-        assert (got[name] - gradient).norm() <= tolerance * max(float(gradient.norm()), 1e-2 * scale), name
+        assert (got[name] - gradient).norm() <= tolerance * max(
+            float(gradient.norm()), 1e-2 * scale
+        ), name
 
 
 @pytest.mark.parametrize("model_type", sorted(KNOWN))
@@ -134,7 +173,8 @@ def test_forest_equals_one_sequence_at_a_time(model_type: str) -> None:
 
 
 def exact_norms(monkeypatch: pytest.MonkeyPatch, model: CausalLM) -> None:
-    """Hugging Face takes root-mean-square norms in float32 even in a float64 model; take them in float64."""
+    """Hugging Face takes root-mean-square norms in float32 even in a float64 model; take them in
+    float64."""
 
     def forward(self: Any, x: Tensor) -> Tensor:
         eps = self.variance_epsilon if hasattr(self, "variance_epsilon") else self.eps
@@ -146,7 +186,9 @@ def exact_norms(monkeypatch: pytest.MonkeyPatch, model: CausalLM) -> None:
 
 
 @pytest.mark.parametrize("model_type", LEAN_FAMILIES)
-def test_lean_equals_hugging_face_in_float64(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lean_equals_hugging_face_in_float64(
+    model_type: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, forest = build(model_type, torch.float64), forest_of(samples())
     model.module.set_attn_implementation(ATTENTION_NAME)
     exact_norms(monkeypatch, model)
@@ -175,7 +217,8 @@ def test_lean_with_biases_and_partly_frozen() -> None:
 
 
 def test_lean_follows_the_modules(tmp_path: Path) -> None:
-    """Optimizer steps reach the fused weights, and replaced, hooked or moved modules are called themselves."""
+    """Optimizer steps reach the fused weights, and replaced, hooked or moved modules are called
+    themselves."""
     model, forest = CausalLM.load(tiny.save_model(tmp_path / "m", "llama")), forest_of(samples())
     lean = model.lean
     assert lean is not None
@@ -204,7 +247,9 @@ def test_lean_follows_the_modules(tmp_path: Path) -> None:
     check()
     attention.v_proj.register_forward_hook(lambda _m, _i, out: out + 1)
     check()
-    model.module.base_model.layers[1].self_attn.q_proj.register_forward_pre_hook(lambda _m, inputs: (2 * inputs[0],))
+    model.module.base_model.layers[1].self_attn.q_proj.register_forward_pre_hook(
+        lambda _m, inputs: (2 * inputs[0],)
+    )
     check()
     attention.q_proj.weight = torch.nn.Parameter(torch.randn_like(attention.q_proj.weight))
     check()

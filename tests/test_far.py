@@ -1,4 +1,5 @@
-"""One contract for objects in other processes, however they are started: calls, errors, cancellation, liveness."""
+"""One contract for objects in other processes, however they are started: calls, errors,
+cancellation, liveness."""
 
 from __future__ import annotations
 
@@ -200,16 +201,24 @@ def made(start: Start, code: Any) -> Far:
 
 
 @pytest.mark.parametrize(("how", "words"), [("killed", "SIGKILL"), ("exits", "7")])
-def test_a_process_that_ends_fails_what_waits_and_what_comes(start: Start, code: Any, how: str, words: str) -> None:
+def test_a_process_that_ends_fails_what_waits_and_what_comes(
+    start: Start, code: Any, how: str, words: str
+) -> None:
     far = made(start, code)
-    waiting = [far.submit("wait", 600), far.submit("later", 600, 0)] if how == "killed" else [far.submit("die")]
+    waiting = (
+        [far.submit("wait", 600), far.submit("later", 600, 0)]
+        if how == "killed"
+        else [far.submit("die")]
+    )
     if how == "killed":
         os.kill(far.pid(), signal.SIGKILL)
     for answer in waiting:
         with pytest.raises(EngineLostError) as error:
             answer.result(100)
         if isinstance(far, ChildProcess):
-            assert words in str(error.value) and (how == "killed" or "my last words" in str(error.value))
+            assert words in str(error.value) and (
+                how == "killed" or "my last words" in str(error.value)
+            )
     far.ended.result(100)
     with pytest.raises(EngineLostError, match="the engine"):
         far.call("add", 1)
@@ -277,7 +286,9 @@ time.sleep(60)
 
 
 def test_a_child_ends_with_its_parent() -> None:
-    with subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True) as parent:
+    with subprocess.Popen(
+        [sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True
+    ) as parent:
         assert parent.stdout is not None
         child = psutil.Process(int(parent.stdout.readline()))
         parent.kill()
@@ -292,7 +303,9 @@ def test_signals_of_the_terminal_leave_a_child_alone(far: Far) -> None:
         assert far.call("add", 0) == far.get("part.n")
 
 
-def test_a_child_in_another_environment(tmp_path: Path, code: Any, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_child_in_another_environment(
+    tmp_path: Path, code: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
     interpreter = tmp_path / "python"
     interpreter.write_text(f'#!/bin/bash\nexport ANOTHER=yes\nexec {sys.executable} "$@"\n')
     interpreter.chmod(0o755)

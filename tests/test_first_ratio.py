@@ -1,4 +1,5 @@
-"""The loss's ratio starts at 1, whatever the sampler does to the distribution and however old its weights are."""
+"""The loss's ratio starts at 1, whatever the sampler does to the distribution and however old its
+weights are."""
 
 from __future__ import annotations
 
@@ -38,7 +39,12 @@ TEMPERATURE = 1.3
 
 
 def config(*overrides: str) -> RLConfig:
-    base = ["model.path=org/m", "data.train=org/d", 'reward.functions=["math"]', f"rollout.temperature={TEMPERATURE}"]
+    base = [
+        "model.path=org/m",
+        "data.train=org/d",
+        'reward.functions=["math"]',
+        f"rollout.temperature={TEMPERATURE}",
+    ]
     return load_config(RLConfig, None, [*base, *overrides])
 
 
@@ -55,7 +61,8 @@ class Values:
 
 @dataclass
 class Bench:
-    """A policy that samples and trains; ``groups`` by what altered its distribution and how old its weights were."""
+    """A policy that samples and trains; ``groups`` by what altered its distribution and how old its
+    weights were."""
 
     learner: Learner
     groups: dict[tuple[str, bool], list[RolloutGroup]]
@@ -103,7 +110,9 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
             if altered == "min_new_tokens":
                 setting["stop_token_ids"] = ENDS
             for place, rollout in enumerate(rollouts):
-                sampling = Sampling(8, TEMPERATURE, ignore_eos=True, seed=10 * number + place, **setting)
+                sampling = Sampling(
+                    8, TEMPERATURE, ignore_eos=True, seed=10 * number + place, **setting
+                )
                 rollout.observe(task.prompt_ids)
                 rollout.act(await engine.generate(list(task.prompt_ids), sampling))
                 rollout.reward = float(rng.normal())
@@ -128,7 +137,9 @@ def test_every_setting_that_alters_the_distribution_is_tried() -> None:
     assert ALTERED.keys() == UNALTERED.keys()
 
 
-CASES = [(name, list[str]()) for name in PRESETS] + [("grpo", [f"algorithm.loss={loss}"]) for loss in Loss.types]
+CASES = [(name, list[str]()) for name in PRESETS] + [
+    ("grpo", [f"algorithm.loss={loss}"]) for loss in Loss.types
+]
 ALL = slice(None)
 
 
@@ -136,7 +147,10 @@ ALL = slice(None)
     ("altered", "stale", "cases"),
     [
         *(pytest.param("", stale, ALL) for stale in (False, True)),
-        *(pytest.param(altered, True, slice(place, None, len(ALTERED))) for place, altered in enumerate(ALTERED)),
+        *(
+            pytest.param(altered, True, slice(place, None, len(ALTERED)))
+            for place, altered in enumerate(ALTERED)
+        ),
         *(
             pytest.param(altered, stale, ALL, marks=pytest.mark.slow)
             for altered, stale in product(ALTERED, (False, True))
@@ -149,18 +163,24 @@ def test_the_first_ratio_of_every_preset_and_loss_is_1_and_nothing_is_clipped(
     for name, more in CASES[cases]:
         metrics = bench.first_step(name, altered, stale, *more)
         assert metrics["ratio"] == pytest.approx(1, abs=1e-5), (name, more)
-        # GEPO's ratio is against the mean probability of its group, which is not the sequence's own.
+        # GEPO's ratio is against the mean probability of its group, which is not the sequence's
+        # own.
         clipped = {metrics.get(side, 0.0) for side in ("clip_low", "clip_high")}
         assert clipped == {0.0} or "gepo" in (name, *"".join(more).split("=")), (name, more)
         assert np.isfinite(metrics["grad_norm"]) and metrics["grad_norm"] > 0, (name, more)
 
 
-def test_what_the_sampler_reports_of_an_altered_distribution_is_another_number(bench: Bench) -> None:
-    """Without this the test above would pass for nothing: the ratio to the sampler's numbers is far from 1."""
+def test_what_the_sampler_reports_of_an_altered_distribution_is_another_number(
+    bench: Bench,
+) -> None:
+    """Without this the test above would pass for nothing: the ratio to the sampler's numbers is far
+    from 1."""
     for name in ALTERED:
         [first, *_] = bench.groups[name, False]
         batch = rollout_batch([(first.rollouts[0], 0)])
-        assert np.abs(bench.learner.score(batch) - batch.columns["behaviour_logprobs"]).mean() > 0.1, name
+        assert (
+            np.abs(bench.learner.score(batch) - batch.columns["behaviour_logprobs"]).mean() > 0.1
+        ), name
 
 
 def test_the_plan_says_why_and_refuses_what_cannot_be_right() -> None:

@@ -1,4 +1,5 @@
-"""FlexAttention's part of forest attention: which blocks are computed, and the rule, with its gradients on a CPU."""
+"""FlexAttention's part of forest attention: which blocks are computed, and the rule, with its
+gradients on a CPU."""
 
 from __future__ import annotations
 
@@ -19,30 +20,53 @@ from tunesmith.models.kernels import flex_attention
 from tunesmith.models.kernels.attention import AttentionRule
 from tunesmith.models.kernels.flex_attention import BLOCK, CudaFlex, seen_blocks
 
-LONG = (Segment(0, 300, -1), Segment(300, 100, 0), Segment(400, 260, 0), Segment(660, 50, 2), Segment(710, 186, -1))
+LONG = (
+    Segment(0, 300, -1),
+    Segment(300, 100, 0),
+    Segment(400, 260, 0),
+    Segment(660, 50, 2),
+    Segment(710, 186, -1),
+)
 """Several blocks: some of them seen whole, by segments that begin and end inside of blocks."""
 CPU = torch.device("cpu")
 
 
 def rule_of_the_kernel(
-    query: Tensor, key: Tensor, value: Tensor, *, score_mod: Any, block_mask: BlockMask, scale: float, enable_gqa: bool
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    score_mod: Any,
+    block_mask: BlockMask,
+    scale: float,
+    enable_gqa: bool,
 ) -> Tensor:
-    """``flex_attention`` as PyTorch computes it uncompiled, which it refuses to do on a CPU with gradients."""
+    """``flex_attention`` as PyTorch computes it uncompiled, which it refuses to do on a CPU with
+    gradients."""
     assert enable_gqa == (query.shape[1] != key.shape[1])
     names = ("PRESCALE_QK", "ROWS_GUARANTEED_SAFE", "BLOCKS_ARE_CONTIGUOUS", "OUTPUT_MAX")
-    options = {"BACKEND": "AUTO", "WRITE_DQ": True, "OUTPUT_LOGSUMEXP": True, **dict.fromkeys(names, False)}
+    options = {
+        "BACKEND": "AUTO",
+        "WRITE_DQ": True,
+        "OUTPUT_LOGSUMEXP": True,
+        **dict.fromkeys(names, False),
+    }
     return uncompiled(query, key, value, score_mod, block_mask.as_tuple(), scale, options)[0]
 
 
 @settings(max_examples=30, deadline=None)
 @given(st.one_of(st.just(TREE), st.just(LONG), forests()), st.sampled_from([None, 1, 7, 150, 400]))
-def test_blocks_are_those_in_which_tokens_see(segments: tuple[Segment, ...], window: int | None) -> None:
+def test_blocks_are_those_in_which_tokens_see(
+    segments: tuple[Segment, ...], window: int | None
+) -> None:
     seen = visible(segments, window)
     some, whole = seen_blocks(segments, window)
     for i, rows in enumerate(seen.split(BLOCK)):
         for j, block in enumerate(rows.split(BLOCK, 1)):
             if window is None:
-                assert whole[i, j] == block.all() and some[i, j] == (block.any() and not block.all()), (i, j)
+                assert whole[i, j] == block.all() and some[i, j] == (
+                    block.any() and not block.all()
+                ), (i, j)
             assert not whole[i, j] or block.all(), (i, j)
             assert not block.any() or some[i, j] != whole[i, j], (i, j)
     if segments is LONG and window in (None, 400):
@@ -57,7 +81,9 @@ def test_the_mask_is_what_tokens_see(window: int | None) -> None:
         blocks = mask.to_dense()[0, 0].bool()  # those that are seen in part or whole
         listed = torch.stack(seen_blocks(segments, window)).any(0)
         assert blocks.equal(listed) and mask.shape[-2:] == seen.shape
-        assert mask.q_indices is not None and mask.full_q_indices is not None, "the backward pass goes by columns"
+        assert mask.q_indices is not None and mask.full_q_indices is not None, (
+            "the backward pass goes by columns"
+        )
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (2, 1)])
@@ -81,7 +107,9 @@ def test_the_rule_and_its_gradients(
 
 
 @pytest.mark.slow
-def test_the_compiled_kernel_computes_the_listed_blocks_for_any_length(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_compiled_kernel_computes_the_listed_blocks_for_any_length(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """On a CPU, where PyTorch compiles it without gradients."""
     import torch._dynamo
     from torch._dynamo.utils import counters
@@ -114,6 +142,9 @@ def test_exact_on_cuda(heads: int, kv_heads: int, window: int | None) -> None:
         want = reference(seen, *exact, 0.125, 20.0)
         assert difference(got, want) < 1e-2
         upstream = torch.randn_like(got)
-        gradients = torch.autograd.grad(got, inputs, upstream), torch.autograd.grad(want, exact, upstream.double())
+        gradients = (
+            torch.autograd.grad(got, inputs, upstream),
+            torch.autograd.grad(want, exact, upstream.double()),
+        )
         for a, b in zip(*gradients, strict=True):
             assert difference(a, b) < 2e-2

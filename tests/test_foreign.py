@@ -1,4 +1,5 @@
-"""Names of other frameworks: each is answered with ours, with how its value is converted, or with why there is none."""
+"""Names of other frameworks: each is answered with ours, with how its value is converted, or with
+why there is none."""
 
 from __future__ import annotations
 
@@ -21,7 +22,14 @@ from tunesmith.config.reading.problems import dotted, key_lines
 from tunesmith.config.schema import RLConfig, RunConfig, SFTConfig
 from tunesmith.errors import ConfigError
 from tunesmith.guide.migrate.values import CONVERSIONS
-from tunesmith.guide.names.foreign import EARLIER, FRAMEWORKS, foreign_values, meanings, meanings_of, value_of
+from tunesmith.guide.names.foreign import (
+    EARLIER,
+    FRAMEWORKS,
+    foreign_values,
+    meanings,
+    meanings_of,
+    value_of,
+)
 from tunesmith.guide.names.unknown import find
 
 KEYS = {key for kind in KINDS.values() for key in all_keys(kind)}
@@ -39,10 +47,13 @@ def test_nearly_every_setting_of_a_framework_is_answered(framework: str) -> None
     assert len(listed(framework)) >= 100
     assert (keys + reasons) / len(listed(framework)) >= 0.98, unanswered
     for name in listed(framework):  # also as what a run file of some command says
-        assert name in unanswered or any((f := find(kind, name)).keys or f.why for kind in KINDS.values()), name
+        assert name in unanswered or any(
+            (f := find(kind, name)).keys or f.why for kind in KINDS.values()
+        ), name
 
 
-# Read one by one in the documentation of the frameworks; what is not here is held by the tests below only.
+# Read one by one in the documentation of the frameworks; what is not here is held by the tests
+# below only.
 MEANT = {
     "learning_rate": "train.lr",
     "actor_learning_rate": "train.lr",
@@ -217,19 +228,25 @@ def test_the_data_leads_to_keys_that_exist_and_says_each_thing_once() -> None:
         for framework, names in meaning.names.items():
             for name in names:
                 commands = {c for key in meaning.keys for c in commands_with(key)} or {"absent"}
-                for command in commands & set(meaning.commands.split()) if meaning.commands else commands:
+                for command in (
+                    commands & set(meaning.commands.split()) if meaning.commands else commands
+                ):
                     seen[framework, name, command].append(meaning.keys)
     assert not [where for where, found in seen.items() if len(found) > 1]
 
 
 def test_values_of_other_frameworks_are_valid_here() -> None:
     for key, values in foreign_values().items():
-        choices = choices_at(RLConfig, tuple(key.split("."))) or choices_at(KINDS["dpo"], tuple(key.split(".")))
+        choices = choices_at(RLConfig, tuple(key.split("."))) or choices_at(
+            KINDS["dpo"], tuple(key.split("."))
+        )
         assert key in KEYS and (not choices or set(values) <= set(choices)), key
     assert value_of("model.dtype", "bf16") == "bfloat16"
     assert value_of("algorithm.kl.estimator", "low_var_kl") == "k3"
     assert 'Write "bfloat16"' in refused("model.dtype=bf16", "reward.functions=['math']")
-    assert 'Write "token_mean"' in refused("algorithm.aggregation=token-mean", "reward.functions=['math']")
+    assert 'Write "token_mean"' in refused(
+        "algorithm.aggregation=token-mean", "reward.functions=['math']"
+    )
 
 
 @pytest.mark.parametrize(
@@ -263,15 +280,26 @@ def test_every_key_of_a_table_is_answered_at_its_line(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(RLConfig, run)
     lines = str(caught.value).splitlines()[1:]
-    assert [line.strip().partition(":")[0] for line in lines] == ["line 8", "line 9", "line 10", "line 12"]
-    assert "algorithm.loss.clip_low" in lines[0] and "train.lr" in lines[1] and "system.zero_stage" in lines[3]
+    assert [line.strip().partition(":")[0] for line in lines] == [
+        "line 8",
+        "line 9",
+        "line 10",
+        "line 12",
+    ]
+    assert (
+        "algorithm.loss.clip_low" in lines[0]
+        and "train.lr" in lines[1]
+        and "system.zero_stage" in lines[3]
+    )
 
 
 def test_a_table_is_answered_by_its_keys_or_as_a_whole() -> None:
     message = refused("ds.lora={rank = 8, zzz = 1}", "zero_optimization.offload_optimizer={device = 'cpu'}",
                       "lr_scheduler_kwargs={min_lr = 1e-6}", "reward.functions=['math']")  # fmt: skip
     assert "did you mean lora.rank" in message and "unknown key ds.lora.zzz." in message
-    assert "zero_optimization.offload_optimizer.device is called system.offload_optimizer" in message
+    assert (
+        "zero_optimization.offload_optimizer.device is called system.offload_optimizer" in message
+    )
     assert "lr_scheduler_kwargs is called train.min_lr_ratio" in message
 
 
@@ -279,7 +307,10 @@ WORDS = st.text(st.sampled_from("abcdefghijklmnopqrstuvwxyz_"), min_size=3, max_
 
 
 @settings(deadline=None, max_examples=200)
-@given(WORDS.filter(lambda w: not meanings_of(w)[1]), st.sampled_from(["train", "system", "rollout", "algorithm"]))
+@given(
+    WORDS.filter(lambda w: not meanings_of(w)[1]),
+    st.sampled_from(["train", "system", "rollout", "algorithm"]),
+)
 def test_a_hint_is_for_the_word_and_not_for_its_section(word: str, section: str) -> None:
     """A word that is like no key gets no "did you mean", whatever section it stands in."""
     if any(word == key.rpartition(".")[2] for key in KEYS):
@@ -288,10 +319,14 @@ def test_a_hint_is_for_the_word_and_not_for_its_section(word: str, section: str)
     if hint := re.search(r"[Dd]id you mean '([\w.]+)'", message):
         import difflib
 
-        assert difflib.SequenceMatcher(None, word, hint[1].rpartition(".")[2]).ratio() >= 0.69, message
+        assert difflib.SequenceMatcher(None, word, hint[1].rpartition(".")[2]).ratio() >= 0.69, (
+            message
+        )
 
 
-@pytest.mark.parametrize("wrong", ["train.wandboo", "train.frobnicate", "system.colocation_xy", "train.quantiles"])
+@pytest.mark.parametrize(
+    "wrong", ["train.wandboo", "train.frobnicate", "system.colocation_xy", "train.quantiles"]
+)
 def test_no_hint_is_better_than_a_wrong_one(wrong: str) -> None:
     assert "did you mean" not in refused(f"{wrong}=1", "reward.functions=['math']").lower()
 
@@ -324,27 +359,41 @@ def parsed(command: str, arguments: Sequence[str], capsys: pytest.CaptureFixture
     return capsys.readouterr().err
 
 
-def test_options_of_other_frameworks_are_answered_with_overrides(capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_of_other_frameworks_are_answered_with_overrides(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     said = parsed(
         "rl",
         ["run.toml", "--lr", "1e-5", "--num-generations=8", "--ds.load_in_4bit", "--disable_tqdm", "true",
          "--clip_ratio", "0.2", "--actor.eps_clip_low_high", "0.2", "0.28", "--ds.zero_stage", "3", "--nonsense"],
         capsys,
     )  # fmt: skip
-    lines = {line.split(":")[0].split()[0]: line for line in said.splitlines() if line.startswith("  --")}
+    lines = {
+        line.split(":")[0].split()[0]: line for line in said.splitlines() if line.startswith("  --")
+    }
     assert len(lines) == 8
     assert lines["--lr"].endswith("write train.lr=1e-5")
     assert lines["--num-generations"].endswith("write rollout.group_size=8")
     assert lines["--ds.load_in_4bit"].endswith("write model.quantize=nf4")
     assert "monitor.progress=false" in lines["--disable_tqdm"]
-    assert lines["--clip_ratio"].endswith("write algorithm.loss.clip_low=0.2 algorithm.loss.clip_high=0.2")
-    assert "algorithm.loss.clip_low and algorithm.loss.clip_high" in lines["--actor.eps_clip_low_high"]
+    assert lines["--clip_ratio"].endswith(
+        "write algorithm.loss.clip_low=0.2 algorithm.loss.clip_high=0.2"
+    )
+    assert (
+        "algorithm.loss.clip_low and algorithm.loss.clip_high" in lines["--actor.eps_clip_low_high"]
+    )
     assert "system.zero_stage" in lines["--ds.zero_stage"] and "unknown" in lines["--nonsense"]
 
 
 def test_a_command_s_own_options_are_suggested_first(capsys: pytest.CaptureFixture[str]) -> None:
-    said = parsed("launch", ["slurm", "run.toml", "--node", "2", "--gpus_per_node", "8", "--lr", "1"], capsys)
-    assert "did you mean --nodes?" in said and "did you mean --gpus-per-node?" in said and "train.lr=1" in said
+    said = parsed(
+        "launch", ["slurm", "run.toml", "--node", "2", "--gpus_per_node", "8", "--lr", "1"], capsys
+    )
+    assert (
+        "did you mean --nodes?" in said
+        and "did you mean --gpus-per-node?" in said
+        and "train.lr=1" in said
+    )
 
 
 def test_settings_are_completed() -> None:
@@ -363,9 +412,17 @@ def test_every_command_answers_options(command: str, capsys: pytest.CaptureFixtu
 
 @pytest.mark.parametrize(
     ("word", "meant"),
-    [("trainn", "sft"), ("help", "--help"), ("grpo", "algorithm.name=grpo"), ("rll", "rl"), ("confg", "config")],
+    [
+        ("trainn", "sft"),
+        ("help", "--help"),
+        ("grpo", "algorithm.name=grpo"),
+        ("rll", "rl"),
+        ("confg", "config"),
+    ],
 )
-def test_mistyped_commands_get_a_suggestion(word: str, meant: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistyped_commands_get_a_suggestion(
+    word: str, meant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert re.search(rf"Did you mean tunesmith .*{re.escape(meant)}", parsed(word, [], capsys))
 
 
@@ -373,7 +430,9 @@ def test_an_unknown_command_gets_none(capsys: pytest.CaptureFixture[str]) -> Non
     assert "Did you mean" not in parsed("qqqqqq", [], capsys)
 
 
-def test_an_override_in_the_place_of_the_run_file_is_seen(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_override_in_the_place_of_the_run_file_is_seen(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     said = parsed("rl", ["run_dir=x"], capsys)
     assert "the run file is missing" in said and "tunesmith rl RUN.toml run_dir=x" in said
 
@@ -385,13 +444,23 @@ def test_presets_and_choices_are_found_whatever_their_letters() -> None:
 
 def test_the_examples_of_the_page_say_the_same_on_both_sides() -> None:
     """Each setting of the other framework has its key in the run file that follows it."""
-    blocks = [b for b in blocks_of(ROOT / "docs" / "coming-from.md") if b.language in ("text", "toml")]
-    pairs = [(a.text, b.text) for a, b in pairwise(blocks) if (a.language, b.language) == ("text", "toml")]
-    pairs = [(theirs, ours) for theirs, ours in pairs if not ours.startswith("# From")]  # which was migrated
+    blocks = [
+        b for b in blocks_of(ROOT / "docs" / "coming-from.md") if b.language in ("text", "toml")
+    ]
+    pairs = [
+        (a.text, b.text)
+        for a, b in pairwise(blocks)
+        if (a.language, b.language) == ("text", "toml")
+    ]
+    pairs = [
+        (theirs, ours) for theirs, ours in pairs if not ours.startswith("# From")
+    ]  # which was migrated
     assert len(pairs) == 3
     for theirs, ours in pairs:
         paths = [path[:length] for path in key_lines(ours) for length in range(1, len(path) + 1)]
-        said = {dotted(path) for path in paths} | {re.sub(r"\[\d+\]", "", dotted(path)) for path in paths}
+        said = {dotted(path) for path in paths} | {
+            re.sub(r"\[\d+\]", "", dotted(path)) for path in paths
+        }
         names = re.findall(r"--([\w.]+)", theirs) or re.findall(r"(?<![\w.])([\w.]+)=", theirs)
         told = [name for name in names if name not in ("args", "model")]
         assert len(told) > 10

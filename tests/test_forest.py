@@ -37,7 +37,11 @@ def check_invariants(forest: Forest, samples: list[Sample], share: bool) -> None
     row = 0
     for i, segment in enumerate(forest.segments):
         assert segment.length > 0 and segment.start == row and segment.parent < i
-        assert segment.parent < 0 or i == segment.parent + 1 or segment_of(forest, row - 1) >= segment.parent
+        assert (
+            segment.parent < 0
+            or i == segment.parent + 1
+            or segment_of(forest, row - 1) >= segment.parent
+        )
         row += segment.length
         assert forest.position_ids[path(forest, i)].tolist() == list(range(len(path(forest, i))))
     assert row == forest.num_tokens == num_forest_tokens(Batch.of(chosen), share=share)
@@ -52,7 +56,9 @@ def check_invariants(forest: Forest, samples: list[Sample], share: bool) -> None
             seen = rows[: rows.index(source) + 1]
             assert forest.token_ids[seen].tolist() == one.token_ids[:t]
         last = path(forest, segment_of(forest, int(forest.ends[s])))
-        assert forest.token_ids[last[: last.index(int(forest.ends[s])) + 1]].tolist() == one.token_ids
+        assert (
+            forest.token_ids[last[: last.index(int(forest.ends[s])) + 1]].tolist() == one.token_ids
+        )
     assert forest.sample.tolist() == sorted(forest.sample.tolist())
     assert forest.predictions.tolist() == list(range(len(forest.predictions)))
 
@@ -113,12 +119,18 @@ def test_a_sample_that_continues_another_is_one_segment() -> None:
 
 def test_one_token_and_no_loss() -> None:
     forest = build_forest(Batch.of([sample([4], "."), sample([4], "."), sample([7], ".")]))
-    assert forest.num_tokens == 2 and forest.targets.numel() == 0 and forest.source.dtype == torch.int64
+    assert (
+        forest.num_tokens == 2
+        and forest.targets.numel() == 0
+        and forest.source.dtype == torch.int64
+    )
 
 
 def test_empty_forest() -> None:
     forest = build_forest(Batch.of([]))
-    assert forest.num_tokens == 0 and forest.segments == () and forest.token_ids.dtype == torch.int64
+    assert (
+        forest.num_tokens == 0 and forest.segments == () and forest.token_ids.dtype == torch.int64
+    )
 
 
 def test_indices_choose_and_order() -> None:
@@ -180,21 +192,36 @@ def test_every_forest_holds_its_samples(samples: list[Sample], share: bool) -> N
 
 
 def test_a_deep_trie_does_not_exhaust_the_stack() -> None:
-    samples = [sample([*range(n), 5000], "." * n + "x") for n in range(1, 1200)]  # above the recursion limit
+    samples = [
+        sample([*range(n), 5000], "." * n + "x") for n in range(1, 1200)
+    ]  # above the recursion limit
     assert num_forest_tokens(Batch.of(samples)) == 1199 + 1199
     assert build_forest(Batch.of(samples)).num_tokens == 2398
 
 
 @settings(max_examples=100, deadline=None)
 @given(batches(), st.data())
-def test_a_part_of_a_batch_is_the_batch_of_those_samples(samples: list[Sample], data: st.DataObject) -> None:
+def test_a_part_of_a_batch_is_the_batch_of_those_samples(
+    samples: list[Sample], data: st.DataObject
+) -> None:
     batch = Batch.of(samples)
     batch.add("place", range(batch.num_predictions))
     batch.add_per_sample("number", [float("nan"), *range(1, len(samples))])
     chosen = data.draw(st.lists(st.integers(0, len(samples) - 1), unique=True))
     part, expected = batch.take(chosen), Batch.of([samples[i] for i in chosen])
-    for name in ("token_ids", "offsets", "predicted", "sample", "group", "rollout", "lengths", "counts"):
+    for name in (
+        "token_ids",
+        "offsets",
+        "predicted",
+        "sample",
+        "group",
+        "rollout",
+        "lengths",
+        "counts",
+    ):
         assert getattr(part, name).tolist() == getattr(expected, name).tolist(), name
-    assert part.columns["place"].tolist() == batch.predictions_of(np.array(chosen, np.int64)).tolist()
+    assert (
+        part.columns["place"].tolist() == batch.predictions_of(np.array(chosen, np.int64)).tolist()
+    )
     assert part.finite.tolist() == [chosen[s] != 0 for s in part.sample]
     assert batch.take(range(len(samples))) is batch

@@ -1,4 +1,5 @@
-"""Attention on a forest is exact, and gradients do not depend on how a batch is cut, packed or shared."""
+"""Attention on a forest is exact, and gradients do not depend on how a batch is cut, packed or
+shared."""
 
 from __future__ import annotations
 
@@ -57,7 +58,12 @@ def visible(segments: tuple[Segment, ...], window: int | None = None) -> Tensor:
 
 
 def reference(
-    mask: Tensor, query: Tensor, key: Tensor, value: Tensor, scale: float, softcap: float | None = None
+    mask: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+    softcap: float | None = None,
 ) -> Tensor:
     groups = query.shape[1] // key.shape[1]
     key, value = (t.repeat_interleave(groups, 1) for t in (key, value))
@@ -68,9 +74,14 @@ def reference(
     return torch.einsum("hts,shd->thd", weights, value)
 
 
-def tensors(total: int, heads: int, kv_heads: int, dtype: torch.dtype, dim: int = 16) -> list[Tensor]:
+def tensors(
+    total: int, heads: int, kv_heads: int, dtype: torch.dtype, dim: int = 16
+) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
-    made = [torch.randn(total, h, dim, generator=generator, dtype=torch.float64) for h in (heads, kv_heads, kv_heads)]
+    made = [
+        torch.randn(total, h, dim, generator=generator, dtype=torch.float64)
+        for h in (heads, kv_heads, kv_heads)
+    ]
     return [t.to(dtype).requires_grad_() for t in made]
 
 
@@ -87,7 +98,12 @@ def difference(a: Tensor, b: Tensor) -> float:
     ("window", "softcap"), [(None, None), (4, None), (1, None), (None, 1.5), (7, 1.5), (500, None)]
 )
 def test_exact(
-    heads: int, kv_heads: int, dtype: torch.dtype, tolerance: float, window: int | None, softcap: float | None
+    heads: int,
+    kv_heads: int,
+    dtype: torch.dtype,
+    tolerance: float,
+    window: int | None,
+    softcap: float | None,
 ) -> None:
     inputs = tensors(58, heads, kv_heads, dtype)
     upstream = torch.randn(58, heads, 16, dtype=torch.float64)
@@ -97,13 +113,16 @@ def test_exact(
     want = reference(visible(TREE, window), *exact, 0.3, softcap)
     assert got.dtype == dtype and got.shape == (58, heads, 16)
     assert difference(got, want) < tolerance
-    for a, b in zip(got_gradients, torch.autograd.grad(want, exact, upstream.to(dtype).double()), strict=True):
+    for a, b in zip(
+        got_gradients, torch.autograd.grad(want, exact, upstream.to(dtype).double()), strict=True
+    ):
         assert difference(a, b) < 2 * tolerance
 
 
 @st.composite
 def forests(draw: st.DrawFn) -> tuple[Segment, ...]:
-    """Any table in pre-order: each next parent is the last segment or one of its ancestors, or none."""
+    """Any table in pre-order: each next parent is the last segment or one of its ancestors, or
+    none."""
     segments: list[Segment] = []
     for _ in range(draw(st.integers(1, 8))):
         path, at = [-1], len(segments) - 1
@@ -137,7 +156,9 @@ def test_strided_inputs() -> None:
     want = reference(visible(TREE), q, k, v, 0.3)
     torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
     upstream = torch.randn_like(want)
-    (a,), (b,) = (torch.autograd.grad(out, joint, upstream, retain_graph=True) for out in (got, want))
+    (a,), (b,) = (
+        torch.autograd.grad(out, joint, upstream, retain_graph=True) for out in (got, want)
+    )
     torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
 
 
@@ -149,13 +170,17 @@ def test_bfloat16_gradients_are_near_those_of_float64(
     monkeypatch.setattr(training_functions, "_allowed", True)
     segments = (*TREE[:-1], Segment(57, 100, -1), Segment(157, 65, 6), Segment(222, 33, 6))
     inputs = [t.bfloat16() for t in tensors(255, heads, kv_heads, torch.float32, dim)]
-    inputs[0] = torch.cat((inputs[0], inputs[1]), 1).split([heads, kv_heads], 1)[0]  # strided, as in a layer
+    inputs[0] = torch.cat((inputs[0], inputs[1]), 1).split([heads, kv_heads], 1)[
+        0
+    ]  # strided, as in a layer
     towards = torch.randn(255, heads, dim).bfloat16()
     attention = ForestAttention(segments)
 
     def gradients(dtype: torch.dtype) -> tuple[Tensor, ...]:
         own = [t.detach().to(dtype).requires_grad_() for t in inputs]
-        return torch.autograd.grad(attention.attend(0, *own, AttentionRule(0.2)), own, towards.to(dtype))
+        return torch.autograd.grad(
+            attention.attend(0, *own, AttentionRule(0.2)), own, towards.to(dtype)
+        )
 
     for found, exact in zip(gradients(torch.bfloat16), gradients(torch.float64), strict=True):
         assert (found - exact).norm() < 5e-3 * exact.norm()
@@ -178,7 +203,8 @@ def test_without_gradients() -> None:
 
 
 def conversations() -> list[Sample]:
-    """Groups over shared prompts, a fork two deep, several turns with loss, and a loner; with weights."""
+    """Groups over shared prompts, a fork two deep, several turns with loss, and a loner; with
+    weights."""
     rng = random.Random(3)
 
     def draw(count: int) -> list[int]:
@@ -202,11 +228,16 @@ def conversations() -> list[Sample]:
 
 def weights(samples: list[Sample]) -> Tensor:
     """A number for each prediction, which depends on its sample alone."""
-    parts = [torch.randn(sum(s.loss_mask), generator=torch.Generator().manual_seed(sum(s.token_ids))) for s in samples]
+    parts = [
+        torch.randn(sum(s.loss_mask), generator=torch.Generator().manual_seed(sum(s.token_ids)))
+        for s in samples
+    ]
     return torch.cat(parts)
 
 
-def gradient(model: CausalLM, batches: list[list[Sample]], share: bool, entropy: bool = False) -> Tensor:
+def gradient(
+    model: CausalLM, batches: list[list[Sample]], share: bool, entropy: bool = False
+) -> Tensor:
     model.module.zero_grad()
     for batch in batches:
         forest, weight = forest_of(batch, share=share), weights(batch)
@@ -216,7 +247,9 @@ def gradient(model: CausalLM, batches: list[list[Sample]], share: bool, entropy:
         if found.entropy is not None:
             loss = loss + 0.3 * (weight * found.entropy).sum()
         loss.backward()
-    return torch.cat([p.grad.flatten() for p in model.module.parameters() if p.grad is not None]).clone()
+    return torch.cat(
+        [p.grad.flatten() for p in model.module.parameters() if p.grad is not None]
+    ).clone()
 
 
 def cut(samples: list[Sample], parts: int) -> list[list[Sample]]:
@@ -234,9 +267,14 @@ def default_dtype(request: pytest.FixtureRequest) -> Any:
 
 @pytest.mark.parametrize("default_dtype", [torch.float64, torch.float32], indirect=True)
 @pytest.mark.parametrize("model_type", ["qwen3", "gpt2", "gemma2"])
-def test_gradient_does_not_depend_on_the_system(model_type: str, default_dtype: torch.dtype, tmp_path: Path) -> None:
-    """1, 2 or 7 micro-batches (2 with checkpointing), any order, shared prompts or not, lean or not."""
-    overrides = {"gemma2": {"sliding_window": 10, "head_dim": 8}, "qwen3": {"head_dim": 8}}.get(model_type, {})
+def test_gradient_does_not_depend_on_the_system(
+    model_type: str, default_dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """1, 2 or 7 micro-batches (2 with checkpointing), any order, shared prompts or not, lean or
+    not."""
+    overrides = {"gemma2": {"sliding_window": 10, "head_dim": 8}, "qwen3": {"head_dim": 8}}.get(
+        model_type, {}
+    )
     model = CausalLM.load(tiny.save_model(tmp_path, model_type, **overrides), dtype=default_dtype)
     model.module.train()
     samples = conversations()
@@ -250,10 +288,17 @@ def test_gradient_does_not_depend_on_the_system(model_type: str, default_dtype: 
             for share in (True, False):
                 shuffled = rng.sample(samples, len(samples))
                 got = gradient(model, cut(shuffled, parts), share, entropy=True)
-                assert float((got - want).norm() / want.norm()) < tolerance, (checkpointing, parts, share)
+                assert float((got - want).norm() / want.norm()) < tolerance, (
+                    checkpointing,
+                    parts,
+                    share,
+                )
         packed = [[samples[i] for i in b] for b in pack(Batch.of(samples), 40)]
         assert len(packed) > 3
-        assert float((gradient(model, packed, True, entropy=True) - want).norm() / want.norm()) < tolerance
+        assert (
+            float((gradient(model, packed, True, entropy=True) - want).norm() / want.norm())
+            < tolerance
+        )
 
 
 def test_checkpointing_saves_memory_and_recomputes(tmp_path: Path) -> None:
@@ -279,12 +324,19 @@ def test_checkpointing_saves_memory_and_recomputes(tmp_path: Path) -> None:
 
 
 def emulated_runs(
-    query: Tensor, key: Tensor, query_ends: Tensor, key_ends: Tensor, longest: tuple[int, int], rule: tuple[Any, ...]
+    query: Tensor,
+    key: Tensor,
+    query_ends: Tensor,
+    key_ends: Tensor,
+    longest: tuple[int, int],
+    rule: tuple[Any, ...],
 ) -> Iterator[tuple[slice, slice, Tensor]]:
     """Of each run of the flash kernel its query rows, key rows and scores ``[H, q, k]``."""
     causal, left, right, scale = rule
     assert right in (None, 0) and query_ends[-1] == len(query) and key_ends[-1] == len(key)
-    for (a, b), (c, d) in zip(pairwise(query_ends.tolist()), pairwise(key_ends.tolist()), strict=True):
+    for (a, b), (c, d) in zip(
+        pairwise(query_ends.tolist()), pairwise(key_ends.tolist()), strict=True
+    ):
         assert b - a <= longest[0] and d - c <= longest[1]
         last = torch.arange(b - a)[:, None] + (d - c) - (b - a)  # aligned at the bottom right
         at = torch.arange(d - c)
@@ -313,7 +365,8 @@ def emulated_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, qe: Tensor, ke: Tensor, lq: int, lk: int,
     *rest: Any, **by: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """``aten._flash_attention_backward``: the softmax comes from the log-sum-exp that it is given."""
+    """``aten._flash_attention_backward``: the softmax comes from the log-sum-exp that it is
+    given."""
     groups = q.shape[1] // k.shape[1]
     wide_k, wide_v = (t.repeat_interleave(groups, 1) for t in (k, v))
     rule = (rest[1], by.get("window_size_left"), by.get("window_size_right"), by["scale"])
@@ -329,10 +382,19 @@ def emulated_backward(
     return dq, *(t.unflatten(1, (-1, groups)).sum(2) for t in (dk, dv))
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.one_of(st.just(TREE), forests()), st.one_of(st.none(), st.integers(1, 45)), st.sampled_from([1, 2, 4]))
+@settings(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    st.one_of(st.just(TREE), forests()),
+    st.one_of(st.none(), st.integers(1, 45)),
+    st.sampled_from([1, 2, 4]),
+)
 def test_the_calls_of_the_cuda_kernel(
-    monkeypatch: pytest.MonkeyPatch, segments: tuple[Segment, ...], window: int | None, kv_heads: int
+    monkeypatch: pytest.MonkeyPatch,
+    segments: tuple[Segment, ...],
+    window: int | None,
+    kv_heads: int,
 ) -> None:
     """With an emulated kernel; ``test_exact_on_cuda`` has the real one."""
     monkeypatch.setattr(varlen_attention, "_forward", emulated_forward)
@@ -345,7 +407,10 @@ def test_the_calls_of_the_cuda_kernel(
     exact = [t.detach().double().requires_grad_() for t in inputs]
     want = reference(visible(segments, window), *exact, 0.3)
     assert difference(got, want) < 1e-5
-    gradients = torch.autograd.grad(got, inputs, upstream), torch.autograd.grad(want, exact, upstream.double())
+    gradients = (
+        torch.autograd.grad(got, inputs, upstream),
+        torch.autograd.grad(want, exact, upstream.double()),
+    )
     for a, b in zip(*gradients, strict=True):
         assert difference(a, b) < 1e-5
 
@@ -374,7 +439,9 @@ def test_a_stop_of_a_ring_in_both_kernels(monkeypatch: pytest.MonkeyPatch, causa
     found: list[list[Tensor]] = []
     for kernel in (CpuFlash, varlen_attention.CudaFlash):
         out, lse = kernel.forward(query, key, value, causal, 0.3)
-        parts = kernel.backward(grad, query, key, value, 0.5 * out, lse + 0.7, causal, 0.3)  # another part merged in
+        parts = kernel.backward(
+            grad, query, key, value, 0.5 * out, lse + 0.7, causal, 0.3
+        )  # another part merged in
         found.append([out, lse, *parts])
     for ours, theirs in zip(*found, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
@@ -394,13 +461,18 @@ def test_exact_on_cuda(heads: int, kv_heads: int, dtype: torch.dtype, window: in
     exact = [t.detach().double().requires_grad_() for t in inputs]
     want = reference(visible(TREE, window).cuda(), *exact, 0.125)
     assert difference(got, want) < tolerance
-    gradients = torch.autograd.grad(got, inputs, upstream), torch.autograd.grad(want, exact, upstream.double())
+    gradients = (
+        torch.autograd.grad(got, inputs, upstream),
+        torch.autograd.grad(want, exact, upstream.double()),
+    )
     for a, b in zip(*gradients, strict=True):
         assert difference(a, b) < 2 * tolerance
 
 
 def test_one_root_is_plain_causal_attention() -> None:
     q, k, v = (t.detach() for t in tensors(20, 4, 4, torch.float64))
-    want = scaled_dot_product_attention(*(t.transpose(0, 1) for t in (q, k, v)), is_causal=True, scale=0.3)
+    want = scaled_dot_product_attention(
+        *(t.transpose(0, 1) for t in (q, k, v)), is_causal=True, scale=0.3
+    )
     got = ForestAttention([Segment(0, 20, -1)]).attend(0, q, k, v, AttentionRule(0.3))
     torch.testing.assert_close(got, want.transpose(0, 1), rtol=0, atol=1e-12)

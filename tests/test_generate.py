@@ -1,4 +1,5 @@
-"""Batch inference: order, resuming, what is made of the completions, and equality with one at a time."""
+"""Batch inference: order, resuming, what is made of the completions, and equality with one at a
+time."""
 
 from __future__ import annotations
 
@@ -50,7 +51,9 @@ def generate(folder: Path, model: Path, *overrides: str, **sections: dict[str, A
     """A run in ``folder`` on 30 sums, with a reward, 3 samples of 6 tokens each."""
     if not (folder / "in.jsonl").exists():
         folder.mkdir(exist_ok=True)
-        write_lines(folder / "in.jsonl", [{"question": s["prompt"], "gold": s["answer"]} for s in sums(30)])
+        write_lines(
+            folder / "in.jsonl", [{"question": s["prompt"], "gold": s["answer"]} for s in sums(30)]
+        )
         (folder / "rewards.py").write_text(REWARDS)
     settings: dict[str, dict[str, Any]] = {
         "model": {"path": str(model), "dtype": "float32"},
@@ -60,7 +63,11 @@ def generate(folder: Path, model: Path, *overrides: str, **sections: dict[str, A
         "system": {"threads": 1},
         **sections,
     }
-    said = [f"{section}.{key}={toml_value(value)}" for section, keys in settings.items() for key, value in keys.items()]
+    said = [
+        f"{section}.{key}={toml_value(value)}"
+        for section, keys in settings.items()
+        for key, value in keys.items()
+    ]
     return run_generate(None, [f"run_dir={folder / 'out'}", *said, *overrides])
 
 
@@ -101,7 +108,9 @@ def tasks_of(count: int) -> list[Task]:
     return [Task(f"t{i}", f"p{i}", (5, i + 6), {"row": i}) for i in range(count)]
 
 
-def answered(path: Path, tasks: Sequence[Task], engine: Any, window: int, n: int = 2) -> list[dict[str, Any]]:
+def answered(
+    path: Path, tasks: Sequence[Task], engine: Any, window: int, n: int = 2
+) -> list[dict[str, Any]]:
     collector = Collector(engine.generate, None, {"single_turn": SingleTurn()}, numbers, 60.0)
     writer = LineWriter(numbers, flat=False, scored=False, logprobs=True)
 
@@ -132,8 +141,11 @@ def test_lines_come_in_order_whatever_is_in_flight_and_wherever_it_was_cut(tmp_p
     ("finished", "interrupted"),
     [(0, True), (1, True), (37, True), (158, True), (0, False), (1, False), (37, False)],
 )
-def test_no_finished_completion_is_sampled_again(tmp_path: Path, finished: int, interrupted: bool) -> None:
-    """Completions finish in another order than that of the data, and the run ends after some of them."""
+def test_no_finished_completion_is_sampled_again(
+    tmp_path: Path, finished: int, interrupted: bool
+) -> None:
+    """Completions finish in another order than that of the data, and the run ends after some of
+    them."""
     calls: list[int | None] = []
 
     class Ending(FakeEngine):
@@ -164,7 +176,9 @@ def test_no_finished_completion_is_sampled_again(tmp_path: Path, finished: int, 
     assert {p.name for p in tmp_path.iterdir() if "unfinished" in p.name} == set()
 
 
-def test_the_file_of_unfinished_work_stays_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_file_of_unfinished_work_stays_small(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("tunesmith.run.offline.unfinished.LEAST_BYTES", 4000)
     out, sizes = tmp_path / "a.jsonl", list[int]()
 
@@ -216,11 +230,17 @@ def test_data_that_the_output_would_write_over_is_refused() -> None:
         LineWriter(numbers, flat=True, scored=True).check_columns([task])
     LineWriter(numbers, flat=False, scored=True).check_columns([task])
     with pytest.raises(DataError, match="column 'reward'"):
-        LineWriter(numbers, flat=False, scored=True, overwritten=OVERWRITTEN["best"]).check_columns([task])
+        LineWriter(numbers, flat=False, scored=True, overwritten=OVERWRITTEN["best"]).check_columns(
+            [task]
+        )
     judged = Task("t", "p", (5,), {"chosen": "x"})
-    LineWriter(numbers, flat=False, scored=True, overwritten=OVERWRITTEN["conditional"]).check_columns([judged])
+    LineWriter(
+        numbers, flat=False, scored=True, overwritten=OVERWRITTEN["conditional"]
+    ).check_columns([judged])
     with pytest.raises(DataError, match="column 'chosen'"):
-        LineWriter(numbers, flat=False, scored=True, overwritten=OVERWRITTEN["pairs"]).check_columns([judged])
+        LineWriter(
+            numbers, flat=False, scored=True, overwritten=OVERWRITTEN["pairs"]
+        ).check_columns([judged])
 
 
 @pytest.mark.parametrize("value", [None, [], [1], 5, [{"role": "user", "content": "x"}]])
@@ -229,7 +249,9 @@ def test_lines_without_a_completion_to_score_are_refused(value: Any) -> None:
         given_records(Task("t", "p", (5,), {"completion": value}), None)
 
 
-def test_columns_and_order_are_kept_and_a_second_run_changes_nothing(tmp_path: Path, model: Path) -> None:
+def test_columns_and_order_are_kept_and_a_second_run_changes_nothing(
+    tmp_path: Path, model: Path
+) -> None:
     done = generate(tmp_path, model)
     lines = lines_of(done.output)
     assert [line["gold"] for line in lines] == [s["answer"] for s in sums(30)]
@@ -266,10 +288,16 @@ def test_a_report_says_what_all_calls_took_also_of_one_that_failed(
     assert set(seconds_of(done.usage)) == {"sampling", "selection", "setup"}
     assert done.usage["seconds/sampling"] >= first["usage"]["seconds/sampling"]
     assert done.earlier == pytest.approx(sum(seconds_of(first["usage"]).values()))
-    assert done.usage["kv_peak"] > 0 and 0 < done.usage["kv_used"] <= 1 and done.usage["memory/host_peak"] > 0
+    assert (
+        done.usage["kv_peak"] > 0
+        and 0 < done.usage["kv_used"] <= 1
+        and done.usage["memory/host_peak"] > 0
+    )
 
 
-def test_best_pairs_and_conditional_are_made_of_the_same_completions(tmp_path: Path, model: Path) -> None:
+def test_best_pairs_and_conditional_are_made_of_the_same_completions(
+    tmp_path: Path, model: Path
+) -> None:
     lines = lines_of(generate(tmp_path, model).output)
     rewards = [[r["reward"] for r in line["completions"]] for line in lines]
     best = lines_of(generate(tmp_path, model, "output.kind=best").output)
@@ -278,32 +306,51 @@ def test_best_pairs_and_conditional_are_made_of_the_same_completions(tmp_path: P
     pairs = lines_of(done.output)
     assert [line["chosen_reward"] for line in pairs] == [max(r) for r in rewards if max(r) > min(r)]
     assert done.lines + done.counts.get("tied", 0) == 30
-    told = lines_of(generate(tmp_path, model, "output.kind=conditional", "output.reward_levels=3").output)
-    assert len(told) == 90 and {line["prompt"].split(": ")[1] for line in told} == {"1 ", "2 ", "3 "}
+    told = lines_of(
+        generate(tmp_path, model, "output.kind=conditional", "output.reward_levels=3").output
+    )
+    assert len(told) == 90 and {line["prompt"].split(": ")[1] for line in told} == {
+        "1 ",
+        "2 ",
+        "3 ",
+    }
 
 
 def test_scoring_gives_the_rewards_that_generating_gave(tmp_path: Path, model: Path) -> None:
     made = lines_of(generate(tmp_path, model).output)
-    bare = [{**line, "completions": [{"completion": r["completion"]} for r in line["completions"]]} for line in made]
+    bare = [
+        {**line, "completions": [{"completion": r["completion"]} for r in line["completions"]]}
+        for line in made
+    ]
     write_lines(tmp_path / "given.jsonl", bare)
     data = {"train": str(tmp_path / "given.jsonl"), "chat": False}
     scored = lines_of(generate(tmp_path, model, "output.kind=score", data=data, sampling={}).output)
     assert [[r["reward"] for r in line["completions"]] for line in scored] == [
         [r["reward"] for r in line["completions"]] for line in made
     ]
-    flat = [{"prompt": line["prompt"], "completion": line["completions"][0]["completion"]} for line in made]
+    flat = [
+        {"prompt": line["prompt"], "completion": line["completions"][0]["completion"]}
+        for line in made
+    ]
     write_lines(tmp_path / "flat.jsonl", flat)
     data = {"train": str(tmp_path / "flat.jsonl"), "chat": False}
     (tmp_path / "out" / "scores.jsonl").unlink()
     scored = lines_of(generate(tmp_path, model, "output.kind=score", data=data, sampling={}).output)
-    assert [line["reward"] for line in scored] == [line["completions"][0]["reward"] for line in made]
+    assert [line["reward"] for line in scored] == [
+        line["completions"][0]["reward"] for line in made
+    ]
 
 
 @pytest.mark.parametrize("chat", [False, True])
-def test_a_reward_model_scores_given_answers_as_transformers_does(tmp_path: Path, model: Path, chat: bool) -> None:
+def test_a_reward_model_scores_given_answers_as_transformers_does(
+    tmp_path: Path, model: Path, chat: bool
+) -> None:
     """On the prompt as it is asked, the answer, and what ends one."""
     judge = save_reward_model(tmp_path / "judge")
-    given_lines = [{"prompt": "1+1=", "completion": "2"}, {"prompt": "what", "completion": "ever and ever"}]
+    given_lines = [
+        {"prompt": "1+1=", "completion": "2"},
+        {"prompt": "what", "completion": "ever and ever"},
+    ]
     write_lines(tmp_path / "given.jsonl", given_lines)
     reward = {"models": [{"path": str(judge)}]}
     settings = [
@@ -314,9 +361,17 @@ def test_a_reward_model_scores_given_answers_as_transformers_does(tmp_path: Path
     lines = lines_of(run_generate(None, settings).output)
     tokens, whole = tiny.tokenizer(), []
     for line in given_lines:
-        asked = f"<|im_start|>user\n{line['prompt']}<|im_end|>\n<|im_start|>assistant\n" if chat else line["prompt"]
-        whole.append(tokens(asked + line["completion"] + ("<|im_end|>" if chat else "<eos>")).input_ids)
-    assert [line["reward"] for line in lines] == pytest.approx(direct_scores(judge, whole), abs=1e-4)
+        asked = (
+            f"<|im_start|>user\n{line['prompt']}<|im_end|>\n<|im_start|>assistant\n"
+            if chat
+            else line["prompt"]
+        )
+        whole.append(
+            tokens(asked + line["completion"] + ("<|im_end|>" if chat else "<eos>")).input_ids
+        )
+    assert [line["reward"] for line in lines] == pytest.approx(
+        direct_scores(judge, whole), abs=1e-4
+    )
     best = lines_of(generate(tmp_path / "best", model, "output.kind=best", reward=reward).output)
     assert len(best) == 30 and all("reward_model" in line["rewards"] for line in best)
 
@@ -328,7 +383,9 @@ def test_one_greedy_completion_stands_flat_and_needs_no_reward(tmp_path: Path, m
         "data.chat=false", "sampling.max_new_tokens=4", "system.threads=1",
     ]  # fmt: skip
     lines = lines_of(run_generate(None, settings).output)
-    assert [set(line) for line in lines] == [{"prompt", "answer", "completion", "finish_reason", "tokens"}] * 5
+    assert [set(line) for line in lines] == [
+        {"prompt", "answer", "completion", "finish_reason", "tokens"}
+    ] * 5
 
 
 @pytest.mark.slow
@@ -384,7 +441,13 @@ def test_what_would_be_ignored_or_cannot_work_is_refused(
 
 
 def test_an_unread_reward_kind_without_a_reward_is_refused(tmp_path: Path, model: Path) -> None:
-    settings = [f"model.path={model}", "data.train=org/x", "output.kind=pairs", "sampling.n=2", f"run_dir={tmp_path}"]
+    settings = [
+        f"model.path={model}",
+        "data.train=org/x",
+        "output.kind=pairs",
+        "sampling.n=2",
+        f"run_dir={tmp_path}",
+    ]
     with pytest.raises(ConfigError, match="needs a reward"):
         run_generate(None, settings)
 
@@ -393,12 +456,17 @@ PROMPTS = ["7*6=", "a longer prompt than the first: 12+30=", "x", "1+1="]
 
 
 def test_equal_to_unbatched_greedy_of_transformers(model: Path) -> None:
-    theirs, tokenizer = AutoModelForCausalLM.from_pretrained(model), AutoTokenizer.from_pretrained(model)
+    theirs, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(model),
+        AutoTokenizer.from_pretrained(model),
+    )
     loaded = CausalLM.load(model)
     made = tunesmith.generate(loaded, PROMPTS, max_new_tokens=12, chat=False, max_prefill_tokens=16)
     for prompt, ours in zip(PROMPTS, made, strict=True):
         ids = torch.tensor([tokenizer(prompt).input_ids])
-        out = theirs.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False)
+        out = theirs.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False
+        )
         assert ours.token_ids == [out[0, ids.shape[1] :].tolist()]
         assert ours.text == tokenizer.decode(ours.token_ids[0], skip_special_tokens=True)
         alone = tunesmith.generate(loaded, [prompt], max_new_tokens=12, chat=False)[0]
@@ -411,12 +479,19 @@ def test_samples_depend_on_seed_and_place_and_templates_are_applied(model: Path)
     settings: dict[str, Any] = {"n": 3, "max_new_tokens": 6, "chat": False}
     first, again = (tunesmith.generate(loaded, PROMPTS, **settings, seed=5) for _ in range(2))
     assert [g.token_ids for g in first] == [g.token_ids for g in again]
-    assert first[0].token_ids != tunesmith.generate(loaded, PROMPTS, **settings, seed=6)[0].token_ids
+    assert (
+        first[0].token_ids != tunesmith.generate(loaded, PROMPTS, **settings, seed=6)[0].token_ids
+    )
     assert len({tuple(ids) for ids in first[0].token_ids}) > 1
     by_text = tunesmith.generate(loaded, ["hi"], max_new_tokens=4)[0]
-    by_messages = tunesmith.generate(loaded, [[{"role": "user", "content": "hi"}]], max_new_tokens=4)[0]
+    by_messages = tunesmith.generate(
+        loaded, [[{"role": "user", "content": "hi"}]], max_new_tokens=4
+    )[0]
     plain = tunesmith.generate(
-        loaded, ["<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"], max_new_tokens=4, chat=False
+        loaded,
+        ["<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"],
+        max_new_tokens=4,
+        chat=False,
     )[0]
     assert by_text.token_ids == by_messages.token_ids == plain.token_ids
 
@@ -443,7 +518,11 @@ def test_the_record_of_a_failed_rollout_says_why() -> None:
     rollout = replace(Rollout(Task("t", "p", (5,))))
     rollout.fail(rollout.status.TIMED_OUT, "too slow")
     record = LineWriter(numbers, flat=True, scored=False).record(rollout)
-    assert record["error"] == "too slow" and record["reward"] is None and record["finish_reason"] == "abort"
+    assert (
+        record["error"] == "too slow"
+        and record["reward"] is None
+        and record["finish_reason"] == "abort"
+    )
 
 
 @pytest.mark.parametrize(
@@ -463,5 +542,7 @@ def test_what_cannot_be_generated_is_refused(
 
 
 def test_prompts_may_come_one_by_one(model: Path) -> None:
-    made = tunesmith.generate(CausalLM.load(model), (p for p in PROMPTS[:2]), max_new_tokens=2, chat=False)
+    made = tunesmith.generate(
+        CausalLM.load(model), (p for p in PROMPTS[:2]), max_new_tokens=2, chat=False
+    )
     assert [generation.prompt for generation in made] == PROMPTS[:2]

@@ -32,7 +32,9 @@ GENERATE, RFT = ROOT / "docs" / "generate.md", ROOT / "docs" / "rft.md"
         (RFT, "[rft]", RFTSection),
     ],
 )
-def test_every_setting_is_documented_as_it_is(page: Path, heading: str, section: type[Section]) -> None:
+def test_every_setting_is_documented_as_it_is(
+    page: Path, heading: str, section: type[Section]
+) -> None:
     rows = key_tables(page)[heading]
     assert [row.key for row in rows] == list(section.model_fields)
     for row in rows:
@@ -42,9 +44,17 @@ def test_every_setting_is_documented_as_it_is(page: Path, heading: str, section:
 def test_the_profiles_page_is_the_profiles() -> None:
     text = RFT.read_text(encoding="utf-8")
     rows = dict(re.findall(r"^\| `([\w.]+)` \| (.*) \|$", text, re.MULTILINE))
-    for place, profile in enumerate(map(profile_values, ("conservative", "balanced", "aggressive"))):
+    for place, profile in enumerate(
+        map(profile_values, ("conservative", "balanced", "aggressive"))
+    ):
         for key, (value, _) in profile.items():
-            shown = str(value).lower() if isinstance(value, bool) else f"{value:g}" if value != str(value) else value
+            shown = (
+                str(value).lower()
+                if isinstance(value, bool)
+                else f"{value:g}"
+                if value != str(value)
+                else value
+            )
             assert rows[key].split(" | ")[place] == shown, key
     assert TEMPLATE in GENERATE.read_text(encoding="utf-8")
 
@@ -61,7 +71,9 @@ def test_the_python_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_the_table_of_the_ablation_has_every_arm() -> None:
     shares = {"accuracy": [0.5, 0.4, 0.6]}
     arm = {"seconds": 2.0, "peak_memory_mb": 300.0, "evaluation": shares}
-    arms: dict[str, Any] = {name: {**arm, "seconds": 4.0 if name == "padded" else 2.0} for name in ARMS}
+    arms: dict[str, Any] = {
+        name: {**arm, "seconds": 4.0 if name == "padded" else 2.0} for name in ARMS
+    }
     arms["padded, TF32"] = {"failed": "no GPU"}
     results = {
         "date": "2026-01-01", "machine": {"where": "a CPU", "bf16": False}, "model": "m", "epochs": 1.0, "lr": 1e-3,

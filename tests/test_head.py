@@ -18,8 +18,13 @@ N, D, V = 37, 16, 101
 
 def inputs(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
-    made = [torch.randn(*shape, generator=generator, dtype=torch.float64) for shape in ((N, D), (V, D), (V,))]
-    hidden, weight, bias = ((t * s).to(dtype).requires_grad_() for t, s in zip(made, (1, 0.5, 1), strict=True))
+    made = [
+        torch.randn(*shape, generator=generator, dtype=torch.float64)
+        for shape in ((N, D), (V, D), (V,))
+    ]
+    hidden, weight, bias = (
+        (t * s).to(dtype).requires_grad_() for t, s in zip(made, (1, 0.5, 1), strict=True)
+    )
     return hidden, weight, bias, torch.randint(0, V, (N,), generator=generator)
 
 
@@ -70,7 +75,9 @@ def test_equals_the_plain_way(
 
     head = Head(weight, bias if with_bias else None, LogitScale(0.7, softcap, temperature), chunk)
     got, got_entropy = fused_logprobs(hidden, head, targets, entropy=entropy)
-    want, want_entropy = plain(hidden, weight, bias if with_bias else None, targets, temperature, softcap, 0.7)
+    want, want_entropy = plain(
+        hidden, weight, bias if with_bias else None, targets, temperature, softcap, 0.7
+    )
     torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
     assert (got_entropy is None) != entropy
     if got_entropy is not None:
@@ -81,7 +88,10 @@ def test_equals_the_plain_way(
 
 
 def test_hand_computed() -> None:
-    hidden, weight = torch.tensor([[1.0]]), torch.tensor([[0.0], [1.0]]).log1p()  # logits 0 and log 2
+    hidden, weight = (
+        torch.tensor([[1.0]]),
+        torch.tensor([[0.0], [1.0]]).log1p(),
+    )  # logits 0 and log 2
     logprobs, entropy = fused_logprobs(hidden, Head(weight), torch.tensor([1]), entropy=True)
     assert logprobs.item() == pytest.approx(-0.405465, abs=1e-6)  # log 2/3
     assert entropy is not None and entropy.item() == pytest.approx(0.636514, abs=1e-6)
@@ -92,7 +102,8 @@ def test_hand_computed() -> None:
 def test_the_entropy_of_a_sharp_distribution_does_not_cancel(
     sharpness: float, words: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Entropies from log V down to 0, in float32: logsumexp minus the mean logit is off by 1e-5 and more."""
+    """Entropies from log V down to 0, in float32: logsumexp minus the mean logit is off by 1e-5 and
+    more."""
     monkeypatch.setitem(WORDS, "cpu", words)
     hidden, weight, bias, targets = inputs(torch.float32)
     exact = [t.detach().double() * s for t, s in ((hidden, sharpness), (weight, 1), (bias, 1))]
@@ -107,7 +118,9 @@ def test_entropy_alone_has_a_gradient() -> None:
     _, entropy = fused_logprobs(hidden, Head(weight, chunk=10), targets, entropy=True)
     assert entropy is not None
     (got,) = torch.autograd.grad(entropy.sum(), hidden)
-    (want,) = torch.autograd.grad(plain(hidden, weight, None, targets, 1.0, None, 1.0)[1].sum(), hidden)
+    (want,) = torch.autograd.grad(
+        plain(hidden, weight, None, targets, 1.0, None, 1.0)[1].sum(), hidden
+    )
     torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12)
 
 
@@ -120,7 +133,9 @@ def test_low_precision_inputs_give_float32_logprobs(dtype: torch.dtype) -> None:
     assert logprobs.dtype == torch.float32
     torch.testing.assert_close(logprobs.double(), want, rtol=0, atol=2e-6)
     got = torch.autograd.grad(logprobs.sum(), [hidden, weight, bias])
-    for a, b, t in zip(got, torch.autograd.grad(want.sum(), exact), (hidden, weight, bias), strict=True):
+    for a, b, t in zip(
+        got, torch.autograd.grad(want.sum(), exact), (hidden, weight, bias), strict=True
+    ):
         assert a.dtype == t.dtype
         assert (a.double() - b).norm() <= b.norm() * (1e-6 if dtype == torch.float32 else 6e-3)
 
@@ -159,7 +174,10 @@ class Largest(TorchDispatchMode):
 
 @pytest.mark.parametrize("entropy", [False, True])
 def test_never_a_tensor_of_tokens_by_vocabulary(entropy: bool) -> None:
-    hidden, weight = torch.randn(512, 8, requires_grad=True), torch.randn(300, 8, requires_grad=True)
+    hidden, weight = (
+        torch.randn(512, 8, requires_grad=True),
+        torch.randn(300, 8, requires_grad=True),
+    )
     with Largest() as largest:
         logprobs, entropies = fused_logprobs(
             hidden, Head(weight, chunk=16), torch.zeros(512, dtype=torch.long), entropy=entropy
@@ -190,7 +208,9 @@ def test_the_likeliest_are_those_of_all_logits(
 ) -> None:
     monkeypatch.setitem(WORDS, "cpu", words)
     generator = torch.Generator().manual_seed(0)
-    hidden, weight, bias = (torch.randn(*shape, generator=generator).double() for shape in ((5, 8), (40, 8), (40,)))
+    hidden, weight, bias = (
+        torch.randn(*shape, generator=generator).double() for shape in ((5, 8), (40, 8), (40,))
+    )
     scale = LogitScale(factor=1.5, softcap=softcap, temperature=0.8)
     tokens, logprobs = likeliest(hidden, Head(weight, bias, scale, chunk=2), 9)
     z = (hidden @ weight.T + bias) * 1.5

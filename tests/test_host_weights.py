@@ -46,7 +46,9 @@ def backend_of(path: Path, kind: str, *, away: bool) -> TorchBackend[CausalLM]:
     if reference.lean is not None:
         reference.lean = LeanDecoder.of(reference.module.base_model)
     settings = training.AdamWSettings()
-    return TorchBackend(model, settings, CausalLM.predict, reference=reference, offload_reference=away)
+    return TorchBackend(
+        model, settings, CausalLM.predict, reference=reference, offload_reference=away
+    )
 
 
 def held(backend: TorchBackend[CausalLM]) -> int:
@@ -55,7 +57,9 @@ def held(backend: TorchBackend[CausalLM]) -> int:
 
 
 @pytest.mark.parametrize("kind", ["lean", "hugging face", "bfloat16"])
-def test_scores_are_the_same_and_the_weights_are_gone_afterwards(path: Path, tmp_path: Path, kind: str) -> None:
+def test_scores_are_the_same_and_the_weights_are_gone_afterwards(
+    path: Path, tmp_path: Path, kind: str
+) -> None:
     here, there = (backend_of(path, kind, away=flag) for flag in (False, True))
     batch = Packing.of(training.weighed(training.samples_of()), 60)
 
@@ -83,10 +87,15 @@ def test_the_joint_products_are_used_when_the_weights_are_back(path: Path) -> No
     there = backend_of(path, "lean", away=True)
     assert there.reference is not None and there.reference.model.lean is not None
     with there.reference.here():
-        assert all(layer.qkv.intact() and layer.gate_up.intact() for layer in there.reference.model.lean.layers)
+        assert all(
+            layer.qkv.intact() and layer.gate_up.intact()
+            for layer in there.reference.model.lean.layers
+        )
 
 
-def test_weights_do_not_stay_where_not_all_came(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_do_not_stay_where_not_all_came(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     there = backend_of(path, "lean", away=True)
     monkeypatch.setattr(LeanDecoder, "moved", Mock(side_effect=torch.OutOfMemoryError))
     with pytest.raises(torch.OutOfMemoryError):
@@ -126,14 +135,18 @@ async def test_an_engine_gives_its_weights_away_at_level_two_and_takes_new_ones(
 def test_engines_keep_the_base_of_an_adapter_while_the_policy_trains() -> None:
     n = SMALL.parameters or 0
     away, kept = (
-        price(SMALL, Layout(2, lora_rank=8, engines=1, turns=True, keeps_base=flag)) for flag in (False, True)
+        price(SMALL, Layout(2, lora_rank=8, engines=1, turns=True, keeps_base=flag))
+        for flag in (False, True)
     )
     assert kept.training == away.training + 2 * n and kept.sampling == away.sampling
 
 
 def test_its_price_by_hand() -> None:
     n = SMALL.parameters or 0
-    away, here = (price(SMALL, Layout(2, tokens=10, references=1, offload_frozen=flag)) for flag in (True, False))
+    away, here = (
+        price(SMALL, Layout(2, tokens=10, references=1, offload_frozen=flag))
+        for flag in (True, False)
+    )
     assert (away.frozen, away.scorer, away.host) == (0, 2 * n, int(PINNED * 2 * n))
     assert (here.frozen, here.scorer) == (2 * n, 0)
     assert away.training == here.training - 2 * n
@@ -141,14 +154,17 @@ def test_its_price_by_hand() -> None:
 
 
 def test_the_price_of_what_judges_and_teaches_by_hand() -> None:
-    """Reward models are there while it samples, a teacher while it scores, with gradients in a micro-batch."""
+    """Reward models are there while it samples, a teacher while it scores, with gradients in a
+    micro-batch."""
     n = SMALL.parameters or 0
     shape = Layout(2, tokens=10, frozen_parameters=n, checkpointing=1)
     here, away = price(SMALL, shape), price(SMALL, replace(shape, offload_frozen=True))
     assert (away.frozen, away.judge, away.scorer, away.host) == (0, 2 * n, 0, int(PINNED * 2 * n))
     assert (away.training, away.sampling) == (here.training - 2 * n, here.sampling)
     for stage in (0, 3):
-        teacher = replace(shape, offload_frozen=True, teaches="microbatch", zero_stage=stage, shards=2)
+        teacher = replace(
+            shape, offload_frozen=True, teaches="microbatch", zero_stage=stage, shards=2
+        )
         own, before = price(SMALL, teacher), price(SMALL, replace(teacher, teaches="batch"))
         assert (own.frozen, own.judge, own.scorer, own.host) == (0, 0, 2 * n, int(PINNED * 2 * n))
         assert before.scoring == own.scoring + 2 * n and before.teaching == 0
@@ -169,36 +185,55 @@ ROOM = LIMIT * 79 * GB - LIBRARIES
 
 @pytest.mark.parametrize(("n", "reference_goes"), [(3_800_000_000, True), (7_615_616_512, False)])
 def test_a_reference_goes_where_the_optimizer_can_stay(n: int, reference_goes: bool) -> None:
-    """By hand: a trained parameter takes 2 bytes of weight, 4 of gradient and 12 of optimizer, and 2 of reference.
+    """By hand: a trained parameter takes 2 bytes of weight, 4 of gradient and 12 of optimizer, and
+    2 of reference.
 
     The optimizer of 7B has to go, and then the reference has room.
     """
     assert 20 * n > ROOM > (18 if reference_goes else 4) * n and (18 * n < ROOM) == reference_goes
     system = resolved(DPOConfig, on(A100, replace(QWEN_7B, parameters=n), memory=512 * GB)).system
-    assert (system.offload_reference, system.offload_optimizer) == (reference_goes, not reference_goes)
+    assert (system.offload_reference, system.offload_optimizer) == (
+        reference_goes,
+        not reference_goes,
+    )
 
 
 @pytest.mark.parametrize(("batch", "reward_model_goes"), [(64, False), (8, True)])
 def test_what_takes_less_time_goes(batch: int, reward_model_goes: bool) -> None:
-    """By hand: a large reward model comes once per step, for which the optimizer makes room and returns.
+    """By hand: a large reward model comes once per step, for which the optimizer makes room and
+    returns.
 
-    An optimizer in host memory reads and writes 28 bytes per parameter there in each of its steps, and 6 pass the bus.
+    An optimizer in host memory reads and writes 28 bytes per parameter there in each of its steps,
+    and 6 pass the bus.
     """
     n, frozen = 2 * GB, 25 * GB
     assert 18 * n + 2 * frozen > ROOM > max(18 * n, 2 * n + 2 * frozen)
     coming = (2 * frozen + 2 * 12 * n) / TO_THE_HOST
     steps = 64 // batch * (28 * n / OF_THE_HOST + 6 * n / TO_THE_HOST)
     assert (coming < steps) == reward_model_goes
-    said = ["algorithm.kl=none", "rollout.prompts_per_step=8", "rollout.group_size=8", f"train.batch_size={batch}"]
-    facts = on(A100, replace(QWEN_7B, layers=4, parameters=n), memory=512 * GB, frozen_parameters=frozen)
+    said = [
+        "algorithm.kl=none",
+        "rollout.prompts_per_step=8",
+        "rollout.group_size=8",
+        f"train.batch_size={batch}",
+    ]
+    facts = on(
+        A100, replace(QWEN_7B, layers=4, parameters=n), memory=512 * GB, frozen_parameters=frozen
+    )
     system = resolved(RLConfig, facts, 'reward.models=[{path="org/rm"}]', *said).system
-    assert (system.offload_reference, system.offload_optimizer) == (reward_model_goes, not reward_model_goes)
+    assert (system.offload_reference, system.offload_optimizer) == (
+        reward_model_goes,
+        not reward_model_goes,
+    )
 
 
 def test_it_is_derived_where_the_gpu_is_short() -> None:
     key, host = "system.offload_reference", 512 * GB
     large = on(A100, QWEN_7B, memory=host)
-    assert resolved(DPOConfig, large, "dpo.precompute_reference=true").system.offload_reference is False
+    assert (
+        resolved(DPOConfig, large, "dpo.precompute_reference=true").system.offload_reference
+        is False
+    )
     assert resolved(SFTConfig, large).system.offload_reference is False
     assert resolved(DPOConfig, on(A100, SMALL)).system.offload_reference is False
     assert resolved(DPOConfig, large, "lora.rank=16").system.offload_reference is False
@@ -206,7 +241,9 @@ def test_it_is_derived_where_the_gpu_is_short() -> None:
     assert resolved(RLConfig, on(A100, SMALL), model).system.offload_reference is False
     for length, away in ((1000, False), (30_000, True)):
         taught = on(A100, QWEN_7B, memory=host, frozen_parameters=26 * GB, longest=length)
-        assert resolved(OfflineDistillConfig, taught, "lora.rank=16").system.offload_reference is away
+        assert (
+            resolved(OfflineDistillConfig, taught, "lora.rank=16").system.offload_reference is away
+        )
     said: list[tuple[Any, Any, list[str], str]] = [
         (DPOConfig, on(None, SMALL), [], "GPUs"),
         (SFTConfig, on(A100, SMALL), [], "no reference"),

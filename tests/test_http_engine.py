@@ -33,7 +33,9 @@ NEVER = 10**6
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("served"), "llama", max_position_embeddings=CONTEXT, vocab_size=261)
+    return save_model(
+        tmp_path_factory.mktemp("served"), "llama", max_position_embeddings=CONTEXT, vocab_size=261
+    )
 
 
 @pytest.fixture(scope="module")
@@ -80,8 +82,11 @@ def sglang_engine(url: str, model: CausalLM, **options: Any) -> Alone:
 
 @torch.inference_mode()
 def logits_of(model: CausalLM, prompt: Sequence[int], completion: Sequence[int]) -> torch.Tensor:
-    """``[completion, vocabulary]``, by transformers alone, with the trainer's weights as they are now."""
-    plain = AutoModelForCausalLM.from_pretrained(model.module.config.name_or_path, dtype=torch.float32)
+    """``[completion, vocabulary]``, by transformers alone, with the trainer's weights as they are
+    now."""
+    plain = AutoModelForCausalLM.from_pretrained(
+        model.module.config.name_or_path, dtype=torch.float32
+    )
     plain.load_state_dict(model.module.state_dict())
     return plain(torch.tensor([[*prompt, *completion]])).logits[0, len(prompt) - 1 : -1]
 
@@ -89,7 +94,12 @@ def logits_of(model: CausalLM, prompt: Sequence[int], completion: Sequence[int])
 def scorer(model: CausalLM) -> Callable[[Sequence[int], Sequence[int]], list[float]]:
     def score(prompt: Sequence[int], completion: Sequence[int]) -> list[float]:
         logits = logits_of(model, prompt, completion)
-        return logits.log_softmax(-1).gather(1, torch.tensor(completion).unsqueeze(1)).squeeze(1).tolist()
+        return (
+            logits.log_softmax(-1)
+            .gather(1, torch.tensor(completion).unsqueeze(1))
+            .squeeze(1)
+            .tolist()
+        )
 
     return score
 
@@ -110,7 +120,9 @@ async def test_sglang_fulfils_the_contract(
         await engine.close()
 
 
-def test_new_weights_arrive_and_each_token_is_of_the_weights_that_drew_it(sglang: Sglang, path: Path) -> None:
+def test_new_weights_arrive_and_each_token_is_of_the_weights_that_drew_it(
+    sglang: Sglang, path: Path
+) -> None:
     own = CausalLM.load(path)
     score = scorer(own)
 
@@ -147,7 +159,9 @@ async def test_the_last_weights_alone_stay_on_disk(sglang: Sglang, model: Causal
     engine = sglang_engine(sglang.url, model)
     for version in (1, 2, 3):
         await engine.load_weights(version)
-    folder = Path(next(body["model_path"] for name, body in sglang.asked if name.startswith("update")))
+    folder = Path(
+        next(body["model_path"] for name, body in sglang.asked if name.startswith("update"))
+    )
     assert [file.name for file in folder.glob("*.safetensors")] == ["3-version-3-00000.safetensors"]
     await engine.close()
     assert not folder.exists()
@@ -178,7 +192,9 @@ def test_a_server_that_restarted_is_given_its_weights_again(sglang: Sglang, path
     assert any("lost its weights (it has 'default')" in line for line in told)
 
 
-async def test_a_server_that_somebody_else_uses_too_is_refused(sglang: Sglang, model: CausalLM) -> None:
+async def test_a_server_that_somebody_else_uses_too_is_refused(
+    sglang: Sglang, model: CausalLM
+) -> None:
     async def trouble(request: web.Request, _: Any) -> web.StreamResponse | None:
         sglang.weight_version = "theirs" if request.path == "/generate" else sglang.weight_version
         return None
@@ -199,7 +215,9 @@ async def test_a_server_that_was_left_paused_goes_on(sglang: Sglang, model: Caus
     await engine.close()
 
 
-async def test_a_command_that_only_samples_gives_the_server_its_model_first(sglang: Sglang, path: Path) -> None:
+async def test_a_command_that_only_samples_gives_the_server_its_model_first(
+    sglang: Sglang, path: Path
+) -> None:
     own = CausalLM.load(path)
     with torch.no_grad():
         own.head.weight.mul_(2.0)
@@ -247,8 +265,16 @@ def test_an_error_that_passes_is_outlived(sglang: Sglang, model: CausalLM) -> No
 @pytest.mark.parametrize(
     ("answer", "kind", "reason"),
     [
-        (lambda: web.Response(status=500, text="out of memory"), EngineLostError, "answered 500: out of memory"),
-        (lambda: web.Response(status=400, text="no such thing"), EngineError, "answered 400: no such thing"),
+        (
+            lambda: web.Response(status=500, text="out of memory"),
+            EngineLostError,
+            "answered 500: out of memory",
+        ),
+        (
+            lambda: web.Response(status=400, text="no such thing"),
+            EngineError,
+            "answered 400: no such thing",
+        ),
         (lambda: web.Response(text="<html>"), EngineError, "did not answer with JSON: <html>"),
         (lambda: web.json_response({"text": "hello"}), EngineError, "SGLang 0.5.23 does not"),
         (lambda: web.json_response([]), EngineError, "SGLang 0.5.23 does not"),
@@ -270,7 +296,11 @@ def test_an_error_that_passes_is_outlived(sglang: Sglang, model: CausalLM) -> No
     ids=["failing", "refusing", "no-json", "other-json", "list", "no-logprob"],
 )
 async def test_what_cannot_be_used_is_an_engine_error_with_the_address(
-    answer: Callable[[], web.Response], kind: type[EngineError], reason: str, sglang: Sglang, model: CausalLM
+    answer: Callable[[], web.Response],
+    kind: type[EngineError],
+    reason: str,
+    sglang: Sglang,
+    model: CausalLM,
 ) -> None:
     async def trouble(request: web.Request, _: Any) -> web.StreamResponse | None:
         if request.path != "/generate":
@@ -316,7 +346,9 @@ async def loads_nothing(request: web.Request, body: Any) -> web.StreamResponse |
     return None
 
 
-async def test_weights_that_the_server_cannot_load_leave_it_going(sglang: Sglang, model: CausalLM) -> None:
+async def test_weights_that_the_server_cannot_load_leave_it_going(
+    sglang: Sglang, model: CausalLM
+) -> None:
     engine = sglang_engine(sglang.url, model)
     await engine.load_weights(1)
     sglang.trouble = loads_nothing
@@ -327,7 +359,9 @@ async def test_weights_that_the_server_cannot_load_leave_it_going(sglang: Sglang
 
 
 @pytest.mark.parametrize("before", [[], [1]], ids=["at first", "later"])
-async def test_weights_given_again_keep_their_version(sglang: Sglang, model: CausalLM, before: list[int]) -> None:
+async def test_weights_given_again_keep_their_version(
+    sglang: Sglang, model: CausalLM, before: list[int]
+) -> None:
     engine = sglang_engine(sglang.url, model)
     for version in before:
         await engine.load_weights(version)
@@ -348,14 +382,18 @@ async def test_a_server_that_does_not_answer_is_refused_with_how_to_start_it(
 
     engine = sglang_engine(url, model)
     for _ in range(2):  # the second request does not wait again
-        with pytest.raises(UserError, match=re.escape("python -m sglang.launch_server --model-path")) as raised:
+        with pytest.raises(
+            UserError, match=re.escape("python -m sglang.launch_server --model-path")
+        ) as raised:
             await engine.generate(PROMPT, FREE)
         assert f"{url} cannot be used" in str(raised.value)
     await engine.close()
 
 
 async def test_another_model_is_refused(sglang: Sglang, model: CausalLM, tmp_path: Path) -> None:
-    larger = CausalLM.load(save_model(tmp_path, "llama", max_position_embeddings=CONTEXT, vocab_size=400))
+    larger = CausalLM.load(
+        save_model(tmp_path, "llama", max_position_embeddings=CONTEXT, vocab_size=400)
+    )
 
     async def refused(engine: Any, reason: str) -> None:
         with pytest.raises(UserError, match=reason):
@@ -368,7 +406,9 @@ async def test_another_model_is_refused(sglang: Sglang, model: CausalLM, tmp_pat
     await refused(sglang_engine(sglang.url, model), "serves a 'qwen2'")
 
 
-async def test_what_sglang_has_no_log_probabilities_of_is_refused(sglang: Sglang, model: CausalLM) -> None:
+async def test_what_sglang_has_no_log_probabilities_of_is_refused(
+    sglang: Sglang, model: CausalLM
+) -> None:
     engine = sglang_engine(sglang.url, model)
     for name, value in (
         ("top_p", 0.9),

@@ -43,11 +43,17 @@ def urls(servers: list[Sglang]) -> str:
 def test_rl_trains_with_servers(tmp_path: Path, model: Path, servers: list[Sglang]) -> None:
     for run, number, more in (("one", 1, {}), ("two", 2, {}), ("adapter", 1, {"lora__rank": 4})):
         settings = rl_settings(tmp_path, model, run, train__steps=2, **more)
-        run_rl(None, [*settings, "system.engine=sglang", f"system.engine_urls={urls(servers[:number])}"])
-        lines = [json.loads(line) for line in (tmp_path / run / "metrics.jsonl").read_text().splitlines()]
+        run_rl(
+            None,
+            [*settings, "system.engine=sglang", f"system.engine_urls={urls(servers[:number])}"],
+        )
+        lines = [
+            json.loads(line) for line in (tmp_path / run / "metrics.jsonl").read_text().splitlines()
+        ]
         assert [line["step"] for line in lines if "reward" in line] == [1, 2]
         assert not any("limit_share" in line or "attainable_seconds" in line for line in lines)
-        # Sampler and trainer agree on how likely each token was: the weights arrived before each step.
+        # Sampler and trainer agree on how likely each token was: the weights arrived before each
+        # step.
         assert all(abs(line["policy_kl"]) < 1e-6 for line in lines if "reward" in line)
     for server in servers:
         assert server.weight_version.endswith("-version-1")
@@ -68,8 +74,14 @@ def generate_settings(folder: Path, model: Path) -> list[str]:
     ]
 
 
-def test_generate_gives_sglang_the_weights_first(tmp_path: Path, model: Path, servers: list[Sglang]) -> None:
-    said = [*generate_settings(tmp_path, model), "system.engine=sglang", f"system.engine_urls={urls(servers)}"]
+def test_generate_gives_sglang_the_weights_first(
+    tmp_path: Path, model: Path, servers: list[Sglang]
+) -> None:
+    said = [
+        *generate_settings(tmp_path, model),
+        "system.engine=sglang",
+        f"system.engine_urls={urls(servers)}",
+    ]
     assert len(run_generate(None, said).output.read_text().splitlines()) == 3
     assert all(server.weight_version.endswith("-version-0") for server in servers)
 
@@ -80,9 +92,13 @@ def test_a_server_that_is_not_there_ends_the_command_at_once(
     monkeypatch.setattr("tunesmith.run.engines.http.engine.START_PATIENCE", 0.1)
     url = unused_url().removesuffix("/reward")
     said = ["system.engine=sglang", f"system.engine_urls=['{url}']"]
-    with pytest.raises(UserError, match=f"{url} cannot be used.* Start SGLang there with: python -m sglang"):
+    with pytest.raises(
+        UserError, match=f"{url} cannot be used.* Start SGLang there with: python -m sglang"
+    ):
         run_rl(None, [*rl_settings(tmp_path, model), *said])
-    with pytest.raises(UserError, match=f"{url} cannot be used.* Start SGLang there with: python -m sglang"):
+    with pytest.raises(
+        UserError, match=f"{url} cannot be used.* Start SGLang there with: python -m sglang"
+    ):
         run_generate(None, [*generate_settings(tmp_path, model), *said])
 
 
@@ -99,17 +115,34 @@ FAR = 'system.engine_urls=["http://node7:30000"]'
         ),
         ([HERE], 'system.engine_urls has no effect with system.engine = "local"'),
         (["system.engine=sglang", "system.engine_urls=['127.0.0.1:30000']"], "is not a URL"),
-        (["system.engine=sglang", 'system.engine_urls=["http://a:1", "http://a:1"]'], "names a server twice"),
+        (
+            ["system.engine=sglang", 'system.engine_urls=["http://a:1", "http://a:1"]'],
+            "names a server twice",
+        ),
         (["system.engine=sglang", HERE, "system.kv_memory=1GB"], "system.kv_memory has no effect"),
-        (["system.engine=sglang", HERE, "system.engine_process=true"], "system.engine_process has no effect"),
+        (
+            ["system.engine=sglang", HERE, "system.engine_process=true"],
+            "system.engine_process has no effect",
+        ),
         (["system.engine=sglang", HERE, "system.speculative=ngram"], "leave it out"),
-        (["system.engine=sglang", HERE, "lora.rank=4", "model.quantize=int8"], "with engines that take whole weights"),
-        (["system.engine=sglang", HERE, "rollout.top_p=0.9"], "rollout.top_p = 0.9 does not go with"),
+        (
+            ["system.engine=sglang", HERE, "lora.rank=4", "model.quantize=int8"],
+            "with engines that take whole weights",
+        ),
+        (
+            ["system.engine=sglang", HERE, "rollout.top_p=0.9"],
+            "rollout.top_p = 0.9 does not go with",
+        ),
         (["system.engine=sglang", FAR], "weights reach http://node7:30000 through files"),
-        (["system.engine=sglang", FAR, "system.engine_directory=nowhere"], "system.engine_directory"),
+        (
+            ["system.engine=sglang", FAR, "system.engine_directory=nowhere"],
+            "system.engine_directory",
+        ),
     ],
 )
-def test_what_cannot_be_is_refused_before_a_server_is_asked(said: list[str], problem: str, tmp_path: Path) -> None:
+def test_what_cannot_be_is_refused_before_a_server_is_asked(
+    said: list[str], problem: str, tmp_path: Path
+) -> None:
     data = write_lines(tmp_path / "t.jsonl", sums(1))
     usual = ["model.path=org/m", f"data.train={data}", "reward.functions=['math']"]
     with pytest.raises(ConfigError) as raised:

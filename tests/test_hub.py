@@ -1,4 +1,5 @@
-"""Models on the hub: what is sent where, what the card says, and that no failure there costs the run."""
+"""Models on the hub: what is sent where, what the card says, and that no failure there costs the
+run."""
 
 from __future__ import annotations
 
@@ -36,9 +37,16 @@ def api(monkeypatch: pytest.MonkeyPatch) -> Iterator[MagicMock]:
 
 
 def test_the_last_model_goes_to_a_private_repository_with_its_card(
-    tmp_path: Path, model: Path, api: MagicMock, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    model: Path,
+    api: MagicMock,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("sys.argv", ["tunesmith", "rl", str(tmp_path / "run.toml"), f"model.path='{model}'", "a.b=c/d"])
+    monkeypatch.setattr(
+        "sys.argv",
+        ["tunesmith", "rl", str(tmp_path / "run.toml"), f"model.path='{model}'", "a.b=c/d"],
+    )
     outcome = placement.run_rl(
         None, rl_settings(tmp_path, model, checkpoint__push_to_hub="ann/sums", checkpoint__every=1)
     )
@@ -51,7 +59,11 @@ def test_the_last_model_goes_to_a_private_repository_with_its_card(
     assert "base_model" not in said, "a directory of this machine is no model of the hub"
     assert "| reward |" in card.text and "train.jsonl" in card.text and "[rollout]" in card.text
     assert "tunesmith rl run.toml" in card.text and "a.b=c/d" in card.text
-    assert not any(str(folder) in card.text for folder in (*tmp_path.parents, *model.parents) if len(folder.parts) > 1)
+    assert not any(
+        str(folder) in card.text
+        for folder in (*tmp_path.parents, *model.parents)
+        if len(folder.parts) > 1
+    )
     assert damages(outcome.checkpoint.parent) == [], "the card is part of the checkpoint"
     assert "https://hub/commit/1" in capsys.readouterr().out
 
@@ -59,8 +71,14 @@ def test_the_last_model_goes_to_a_private_repository_with_its_card(
 def test_each_checkpoint_s_model_goes_there_where_that_is_asked_for(
     tmp_path: Path, model: Path, api: MagicMock
 ) -> None:
-    more: dict[str, Any] = {"checkpoint__push": "all", "checkpoint__hub_private": False, "lora__rank": 2}
-    said = sft_settings(tmp_path, model, train__steps=3, checkpoint__every=1, checkpoint__push_to_hub="a/b", **more)
+    more: dict[str, Any] = {
+        "checkpoint__push": "all",
+        "checkpoint__hub_private": False,
+        "lora__rank": 2,
+    }
+    said = sft_settings(
+        tmp_path, model, train__steps=3, checkpoint__every=1, checkpoint__push_to_hub="a/b", **more
+    )
     outcome = placement.run_sft(None, said)
     api.create_repo.assert_called_once_with("a/b", private=False, exist_ok=True)
     assert [c.kwargs["folder_path"].parent.name for c in api.upload_folder.call_args_list] == [
@@ -73,9 +91,15 @@ def test_a_push_that_fails_costs_nothing_and_shows_no_token(
     tmp_path: Path, model: Path, api: MagicMock, capsys: pytest.CaptureFixture[str]
 ) -> None:
     api.upload_folder.side_effect = OSError(f"bad gateway for Bearer {TOKEN}")
-    outcome = placement.run_sft(None, sft_settings(tmp_path, model, train__steps=1, checkpoint__push_to_hub="a/b"))
+    outcome = placement.run_sft(
+        None, sft_settings(tmp_path, model, train__steps=1, checkpoint__push_to_hub="a/b")
+    )
     told = capsys.readouterr().out
-    assert outcome.checkpoint.exists() and "bad gateway" in told and f"hf upload a/b {outcome.checkpoint}" in told
+    assert (
+        outcome.checkpoint.exists()
+        and "bad gateway" in told
+        and f"hf upload a/b {outcome.checkpoint}" in told
+    )
     written = [p.read_bytes() for p in outcome.run_dir.rglob("*") if p.is_file()]
     assert TOKEN not in told and not any(TOKEN.encode() in content for content in written)
 

@@ -10,11 +10,18 @@ from tunesmith.plan.facts.hardware import read_hardware
 from tunesmith.plan.facts.instructions import Level, compiler_options, cpu_flags, highest
 
 FLAGS = (
-    "sse4_2 avx f16c fma avx2 avx_vnni avx512f avx512bw avx512_vnni avx512_bf16 avx512_fp16 amx_tile amx_int8 amx_bf16"
+    "sse4_2 avx f16c fma avx2 avx_vnni avx512f avx512bw avx512_vnni avx512_bf16 avx512_fp16 "
+    "amx_tile amx_int8 amx_bf16"
 )
 
 
-def limit(monkeypatch: pytest.MonkeyPatch, flags: str, aten: str = "", onednn: str = "", key: str = "flags") -> None:
+def limit(
+    monkeypatch: pytest.MonkeyPatch,
+    flags: str,
+    aten: str = "",
+    onednn: str = "",
+    key: str = "flags",
+) -> None:
     monkeypatch.setattr(instructions, "cpu_info", lambda: {key: flags})
     monkeypatch.setenv("ATEN_CPU_CAPABILITY", aten)
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", onednn)
@@ -52,11 +59,15 @@ def test_the_lower_limit_holds(
     assert native == "-march=native"
     names = {flag.replace("avx512_", "avx512") for flag in FLAGS.split()}
     assert forbidden <= names and bool(forbidden) == (level < Level.TILES)
-    assert ("avx512f" in forbidden) == (level < Level.AVX512) and ("avx" in forbidden) == (level < Level.AVX2)
+    assert ("avx512f" in forbidden) == (level < Level.AVX512) and ("avx" in forbidden) == (
+        level < Level.AVX2
+    )
 
 
 @pytest.mark.parametrize("flags", ["sse4_2", "sse4_2 avx avx2 fma"])
-def test_nothing_is_forbidden_that_the_cpu_does_not_have(flags: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_forbidden_that_the_cpu_does_not_have(
+    flags: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     limit(monkeypatch, flags, "avx2", "AVX2")
     assert compiler_options() == ("-march=native",) and cpu_flags() == set(flags.split())
 

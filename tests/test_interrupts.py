@@ -1,4 +1,5 @@
-"""Signals: what they cut, what they wait for, and that a run which they end goes on as if nothing had happened."""
+"""Signals: what they cut, what they wait for, and that a run which they end goes on as if nothing
+had happened."""
 
 from __future__ import annotations
 
@@ -30,12 +31,15 @@ from tunesmith.run.trainers.torch import TorchBackend
 
 @pytest.fixture(autouse=True)
 def signals_as_in_a_terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Whoever runs the tests (``nohup``, a script's background job) may have set signals to be ignored.
+    """Whoever runs the tests (``nohup``, a script's background job) may have set signals to be
+    ignored.
 
     A step has all the time it needs.
     """
     monkeypatch.setattr(interrupts, "GRACE", 600.0)
-    before = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGHUP, signal.SIGTERM)}
+    before = {
+        number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGHUP, signal.SIGTERM)
+    }
     before[signal.SIGINT] = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     for number, handler in before.items():
@@ -48,13 +52,18 @@ def script(body: str) -> list[str]:
 
 
 def ended(body: str, *signals: int, ignored: bool = False) -> tuple[int, str]:
-    """Exit code and standard error of a program that gets signals once it has said that it is ready.
+    """Exit code and standard error of a program that gets signals once it has said that it is
+    ready.
 
     The second comes when it has spoken of the first; its input ends after the last.
     """
     shell = ["/bin/sh", "-c", 'trap "" INT; exec "$@"', "sh"] if ignored else []
     with subprocess.Popen(
-        [*shell, *script(body)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [*shell, *script(body)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     ) as process:
         assert process.stdout is not None and process.stderr is not None
         assert process.stdout.readline() == "ready\n"
@@ -81,7 +90,9 @@ except BaseException as ended:
 
 
 @pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)], ids=["int", "term", "hup"]
+    ("number", "code"),
+    [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)],
+    ids=["int", "term", "hup"],
 )
 def test_each_signal_ends_a_command_with_its_code(number: int, code: int) -> None:
     found, said = ended(GUARDED.replace("WORK", "time.sleep(60)"), number)
@@ -101,13 +112,16 @@ def test_a_second_signal_ends_what_the_first_has_to_wait_for() -> None:
 
 def test_a_closing_terminal_sends_several_that_count_as_one() -> None:
     inside = f"{SAYS_READY}; sys.stdin.read(); print('whole', file=sys.stderr)"
-    waiting = GUARDED.replace(SAYS_READY, f"with interrupts.held(): {inside}").replace("    WORK\n", "")
+    waiting = GUARDED.replace(SAYS_READY, f"with interrupts.held(): {inside}").replace(
+        "    WORK\n", ""
+    )
     found, said = ended(waiting, signal.SIGHUP, signal.SIGHUP)
     assert found == 129 and "whole" in said
 
 
 def test_what_a_busy_main_thread_cannot_keep_is_kept_beside_it() -> None:
-    """The signal comes from native code that returns to no Python as long as this process is there."""
+    """The signal comes from native code that returns to no Python as long as this process is
+    there."""
     native = "exec >/dev/null 2>&1; kill -TERM $PPID; while kill -0 $PPID; do sleep 0.1; done"
     busy = "\n    interrupts.GRACE = 0.2"
     busy += f"\n    with interrupts.keeping(lambda: 'kept'): os.system({native!r})"
@@ -169,7 +183,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("runs")
 
 
-def at_call(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, number: int, after: bool = False) -> None:
+def at_call(
+    monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, number: int, after: bool = False
+) -> None:
     """A signal comes at the beginning, or the end, of a method's ``number``-th call."""
     original: Callable[..., Any] = getattr(owner, name)
     calls: list[int] = []
@@ -193,7 +209,12 @@ def settings(folder: Path, model: Path, run: str, kind: str) -> list[str]:
     if kind == "sft":
         lines = [{"prompt": s["prompt"], "completion": s["answer"]} for s in lines]
     held_out = str(write_lines(folder / "held_out.jsonl", lines))
-    more: dict[str, Any] = {"data__eval": held_out, "eval__every": 2, "train__steps": 4, "train__schedule": "cosine"}
+    more: dict[str, Any] = {
+        "data__eval": held_out,
+        "eval__every": 2,
+        "train__steps": 4,
+        "train__schedule": "cosine",
+    }
     if kind != "sft":
         more |= {"train__passes_per_batch": 2, "train__batch_size": 8}
         more |= {"algorithm__kl": "none"} if kind == "lora" else {"algorithm__kl__coef": 0.05}
@@ -204,7 +225,8 @@ def settings(folder: Path, model: Path, run: str, kind: str) -> list[str]:
     return make(folder, model, run, **more)
 
 
-# In RL a step is 4 optimizer steps of a micro-batch each (2 passes, 2 batches), an evaluation is a call to collect.
+# In RL a step is 4 optimizer steps of a micro-batch each (2 passes, 2 batches), an evaluation is a
+# call to collect.
 PLACES: list[tuple[str, str, Any, str, int, bool, int | None]] = [
     ("rollouts", "rl", Collector, "collect", 3, False, 1),
     ("backward", "rl", TorchBackend, "forward_backward", 5, True, 1),
@@ -226,7 +248,8 @@ FAST = ("rollouts", "between optimizer steps", "end of evaluation", "evaluate")
 
 
 @pytest.mark.parametrize(
-    "place", [pytest.param(p, id=p[0], marks=() if p[0] in FAST else pytest.mark.slow) for p in PLACES]
+    "place",
+    [pytest.param(p, id=p[0], marks=() if p[0] in FAST else pytest.mark.slow) for p in PLACES],
 )
 def test_a_run_that_a_signal_ends_keeps_its_last_whole_step(
     folder: Path, model: Path, place: Any, monkeypatch: pytest.MonkeyPatch
@@ -265,11 +288,20 @@ def test_a_step_that_does_not_end_in_time_is_lost_and_the_checkpoint_before_stay
     assert "half done" in capsys.readouterr().out
 
 
-def test_a_checkpoint_is_due_by_time_and_by_passes_over_the_data(tmp_path: Path, model: Path) -> None:
+def test_a_checkpoint_is_due_by_time_and_by_passes_over_the_data(
+    tmp_path: Path, model: Path
+) -> None:
     outcome = placement.run_sft(
-        None, sft_settings(tmp_path, model, train__steps=7, checkpoint__every="epoch", checkpoint__keep=9)
+        None,
+        sft_settings(
+            tmp_path, model, train__steps=7, checkpoint__every="epoch", checkpoint__keep=9
+        ),
     )
-    assert Checkpoints(outcome.run_dir / "checkpoints", 9).steps() == [3, 6, 7]  # 24 lines, 8 to a step
+    assert Checkpoints(outcome.run_dir / "checkpoints", 9).steps() == [
+        3,
+        6,
+        7,
+    ]  # 24 lines, 8 to a step
     timed = sft_settings(tmp_path, model, "timed", checkpoint__minutes=1e-9, checkpoint__keep=9)
     outcome = placement.run_sft(None, timed)
     assert Checkpoints(outcome.run_dir / "checkpoints", 9).steps() == [1, 2, 3, 4, 5, 6]
@@ -281,14 +313,23 @@ def test_an_evaluation_is_due_after_each_pass_also_after_an_interruption(
     said = sft_settings(tmp_path, model, train__steps=7, eval__every="epoch")
     said.append(f"data.eval={tmp_path / 'examples.jsonl'}")
     with monkeypatch.context() as patched, pytest.raises(Interrupted):
-        at_call(patched, TorchBackend, "step", 3, after=True)  # before the evaluation of the first pass
+        at_call(
+            patched, TorchBackend, "step", 3, after=True
+        )  # before the evaluation of the first pass
         placement.run_sft(None, said)
     outcome = placement.run_sft(None, [*said, "checkpoint.resume=true"])
     lines = map(json.loads, (outcome.run_dir / "metrics.jsonl").read_text().splitlines())
-    assert [line["step"] for line in lines if "eval/loss" in line] == [0, 3, 6, 7]  # 24 lines, 8 to a step
+    assert [line["step"] for line in lines if "eval/loss" in line] == [
+        0,
+        3,
+        6,
+        7,
+    ]  # 24 lines, 8 to a step
 
 
-def test_auto_needs_a_directory_and_begins_where_there_is_nothing_to_continue(tmp_path: Path, model: Path) -> None:
+def test_auto_needs_a_directory_and_begins_where_there_is_nothing_to_continue(
+    tmp_path: Path, model: Path
+) -> None:
     said = [*sft_settings(tmp_path, model, train__steps=1), "checkpoint.resume=auto"]
     assert placement.run_sft(None, said).checkpoint.parent.name == "step-000001"
     assert placement.run_sft(None, [*said, "train.steps=2"]).checkpoint.parent.name == "step-000002"
@@ -297,7 +338,8 @@ def test_auto_needs_a_directory_and_begins_where_there_is_nothing_to_continue(tm
 
 
 def test_a_process_that_goes_on_after_a_command_is_not_ended() -> None:
-    """A notebook or a test may call a command; only the command's own process may be ended from inside."""
+    """A notebook or a test may call a command; only the command's own process may be ended from
+    inside."""
     body = """
 import typer
 from tunesmith.cli.guard import guarded
@@ -360,6 +402,8 @@ gc.collect()
     "place", [17, pytest.param(0, marks=pytest.mark.slow), pytest.param(63, marks=pytest.mark.slow)]
 )
 def test_a_signal_inside_a_task_ends_all_tasks_quietly(place: int) -> None:
-    done = subprocess.run([sys.executable, "-c", IN_A_TASK, str(place)], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", IN_A_TASK, str(place)], capture_output=True, text=True, timeout=60
+    )
     told = [line for line in done.stderr.splitlines() if "SIGTERM: stopping" not in line]
     assert (done.returncode, done.stdout, told) == (0, "SIGTERM\n", [])

@@ -26,7 +26,9 @@ def as_leaf(values: list[float]) -> Tensor:
 def test_values_by_hand(estimator: str) -> None:
     reference = torch.tensor(REFERENCE, dtype=torch.float64)
     expected = BY_HAND[estimator.rstrip("+")]
-    assert kl_loss(as_leaf(LOGPROBS), reference, estimator).tolist() == pytest.approx(expected, abs=1e-15)
+    assert kl_loss(as_leaf(LOGPROBS), reference, estimator).tolist() == pytest.approx(
+        expected, abs=1e-15
+    )
     if not estimator.endswith("+"):
         values = kl_values(np.array(LOGPROBS), np.array(REFERENCE), estimator)
         assert values.tolist() == pytest.approx(expected, abs=1e-15)
@@ -40,7 +42,10 @@ def test_gradients_by_finite_differences(estimator: str) -> None:
 
 @pytest.mark.parametrize("estimator", ["k2", "k1+", "k3+"])
 def test_straight_through_gradient_is_that_of_k2(estimator: str) -> None:
-    logprobs, reference = as_leaf([-1.0, -8.0, -0.5]), torch.tensor([-1.5, -1.0, -0.5], dtype=torch.float64)
+    logprobs, reference = (
+        as_leaf([-1.0, -8.0, -0.5]),
+        torch.tensor([-1.5, -1.0, -0.5], dtype=torch.float64),
+    )
     kl_loss(logprobs, reference, estimator).sum().backward()
     assert logprobs.grad is not None
     assert logprobs.grad.tolist() == pytest.approx([0.5, -7.0, 0.0])
@@ -59,7 +64,9 @@ def test_every_estimator_is_right_in_expectation() -> None:
     p, q = torch.tensor([0.5, 0.3, 0.2]).double(), torch.tensor([0.4, 0.4, 0.2]).double()
     true = (p * (p / q).log()).sum().item()
     for estimator in ("k1", "k3"):
-        assert (p * kl_loss(p.log(), q.log(), estimator)).sum().item() == pytest.approx(true, abs=1e-12)
+        assert (p * kl_loss(p.log(), q.log(), estimator)).sum().item() == pytest.approx(
+            true, abs=1e-12
+        )
 
 
 def test_k2_has_the_gradient_of_the_kl_on_policy() -> None:
@@ -68,7 +75,9 @@ def test_k2_has_the_gradient_of_the_kl_on_policy() -> None:
     p = logits.log_softmax(0)
     (true,) = torch.autograd.grad((p.exp() * (p - q)).sum(), logits, retain_graph=True)
     for estimator in ("k2", "k1+", "k3+"):
-        (found,) = torch.autograd.grad((p.exp().detach() * kl_loss(p, q, estimator)).sum(), logits, retain_graph=True)
+        (found,) = torch.autograd.grad(
+            (p.exp().detach() * kl_loss(p, q, estimator)).sum(), logits, retain_graph=True
+        )
         assert torch.allclose(found, true, atol=1e-12)
     (k1,) = torch.autograd.grad((p.exp().detach() * kl_loss(p, q, "k1")).sum(), logits)
     assert torch.allclose(k1, torch.zeros(3).double(), atol=1e-12)

@@ -1,4 +1,5 @@
-"""Who runs, in a pool that only counts; and the dense pool: rows keep what was written, within the budget."""
+"""Who runs, in a pool that only counts; and the dense pool: rows keep what was written, within the
+budget."""
 
 from __future__ import annotations
 
@@ -46,7 +47,9 @@ class CountingPool:
 
     def _used(self, more: Sequence[LocalRequest] = ()) -> int:
         requests = [*self.running, *more]
-        return sum(len(r.token_ids) + 1 for r in requests) + sum(len(p) for p in {r.prompt for r in requests} if p)
+        return sum(len(r.token_ids) + 1 for r in requests) + sum(
+            len(p) for p in {r.prompt for r in requests} if p
+        )
 
     def prompt(self, token_ids: tuple[int, ...], rotary_length: int) -> CachedPrompt | None:
         del rotary_length
@@ -55,9 +58,13 @@ class CountingPool:
     def can_admit(self, requests: Sequence[LocalRequest]) -> bool:
         return self._used(requests) <= self.total
 
-    def admit(self, requests: Sequence[LocalRequest], waiting: Sequence[LocalRequest]) -> list[CachedPrompt]:
+    def admit(
+        self, requests: Sequence[LocalRequest], waiting: Sequence[LocalRequest]
+    ) -> list[CachedPrompt]:
         del waiting
-        fresh = list({r.prompt: None for r in requests if r.prompt and r.prompt not in self.prompts})
+        fresh = list(
+            {r.prompt: None for r in requests if r.prompt and r.prompt not in self.prompts}
+        )
         self.prompts += fresh
         self.running += requests
         return fresh
@@ -116,7 +123,8 @@ LAYOUT = KVLayout(layers=1, kv_heads=2, head_dim=4, dtype=torch.float32, device=
 
 
 def mark(pool: KVPool, fresh: Sequence[CachedPrompt]) -> None:
-    """Write each request's number in the slots of its tokens, and a number of its own for each prompt."""
+    """Write each request's number in the slots of its tokens, and a number of its own for each
+    prompt."""
     for memory in pool.memories:
         for prompt in fresh:
             memory.prompts.memory[:, prompt.row, :, : len(prompt)] = hash(prompt.token_ids) % 1000
@@ -128,7 +136,10 @@ def check(pool: KVPool, kv_bytes: int) -> None:
     assert sum(memory.nbytes for memory in pool.memories) <= kv_bytes and pool.used <= pool.total
     for memory in pool.memories:
         for prompt in pool.prompts:
-            assert (memory.prompts.memory[:, prompt.row, :, : len(prompt)] == hash(prompt.token_ids) % 1000).all()
+            assert (
+                memory.prompts.memory[:, prompt.row, :, : len(prompt)]
+                == hash(prompt.token_ids) % 1000
+            ).all()
         for r in pool.running:
             assert (memory.completions.memory[:, r.row, :, : r.cached] == r.id).all()
             assert r.cached <= pool.capacity
@@ -139,13 +150,16 @@ def check(pool: KVPool, kv_bytes: int) -> None:
 
 @settings(deadline=None, max_examples=40)
 @given(seed=st.integers(0, 10**6), tokens=st.integers(200, 600), models=st.integers(1, 2))
-def test_rows_keep_what_was_written_whoever_comes_and_goes(seed: int, tokens: int, models: int) -> None:
+def test_rows_keep_what_was_written_whoever_comes_and_goes(
+    seed: int, tokens: int, models: int
+) -> None:
     rng = random.Random(seed)
     kv_bytes = tokens * LAYOUT.slot_bytes * models
     pool = KVPool([LAYOUT] * models, kv_bytes, max_running=6, block_size=4)
     scheduler = Scheduler(pool, max_running=6, max_prefill_tokens=60)
     scheduler.waiting.extend(
-        request(i, prompt=[rng.randrange(4)] * rng.randrange(3, 40), new=rng.randrange(1, 90)) for i in range(20)
+        request(i, prompt=[rng.randrange(4)] * rng.randrange(3, 40), new=rng.randrange(1, 90))
+        for i in range(20)
     )
     ended = 0
     while scheduler.has_work:
@@ -197,7 +211,9 @@ def test_compact_groups_zones_and_moves_few(zones: list[int | None]) -> None:
 def test_memory_that_is_never_written_takes_none_on_a_cpu() -> None:
     process, size = psutil.Process(), 256 << 20
     before = process.memory_info().rss
-    memory = KVMemory(KVLayout(2, 2, 16, torch.bfloat16, torch.device("cpu")), size // (5 * 2 * 16 * 2))
+    memory = KVMemory(
+        KVLayout(2, 2, 16, torch.bfloat16, torch.device("cpu")), size // (5 * 2 * 16 * 2)
+    )
     assert memory.nbytes == size // 320 * 320 and process.memory_info().rss - before < size // 8
     bank = memory.arranged(memory.prompts, [], 0, (3, 8))
     assert bank.memory.shape == (4, 3, 2, 8, 16) and not bank.memory.any()

@@ -1,4 +1,5 @@
-"""Compiled functions of a layer's training passes, beside float64 and what PyTorch's operations give."""
+"""Compiled functions of a layer's training passes, beside float64 and what PyTorch's operations
+give."""
 
 from __future__ import annotations
 
@@ -10,7 +11,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tunesmith.models.cpu import layer_functions, training_functions
-from tunesmith.models.cpu.layer_functions import Gated, HeadShape, RmsNorm, TurnedHeads, computed, fits
+from tunesmith.models.cpu.layer_functions import (
+    Gated,
+    HeadShape,
+    RmsNorm,
+    TurnedHeads,
+    computed,
+    fits,
+)
 from tunesmith.models.cpu.training_functions import functions
 from tunesmith.models.kernels import lean_ops
 
@@ -37,7 +45,9 @@ def wide(x: Tensor) -> Tensor:
     return x.detach().double().requires_grad_()
 
 
-def agree(found: Tensor | None, exact: Tensor | None, *, roundings: int = 2, sums: float = 1e-3) -> None:
+def agree(
+    found: Tensor | None, exact: Tensor | None, *, roundings: int = 2, sums: float = 1e-3
+) -> None:
     """As near as numbers are that were rounded so often.
 
     Args:
@@ -45,11 +55,16 @@ def agree(found: Tensor | None, exact: Tensor | None, *, roundings: int = 2, sum
     """
     assert found is not None and exact is not None
     scale = float(exact.detach().abs().max())
-    torch.testing.assert_close(found.double(), exact, rtol=roundings * ROUNDED, atol=sums * scale + 1e-6)
+    torch.testing.assert_close(
+        found.double(), exact, rtol=roundings * ROUNDED, atol=sums * scale + 1e-6
+    )
 
 
 def same_gradients(
-    found: Iterable[Tensor], inputs: Sequence[Tensor], exact: Iterable[Tensor], wides: Sequence[Tensor]
+    found: Iterable[Tensor],
+    inputs: Sequence[Tensor],
+    exact: Iterable[Tensor],
+    wides: Sequence[Tensor],
 ) -> None:
     """Of a sum of the results with other weights for each number."""
     torch.manual_seed(1)
@@ -104,7 +119,8 @@ def test_gate_of_large_numbers_is_finite() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "heads", "kv_heads", "size"), [(1, 1, 1, 2), (37, 3, 1, 24), (300, 4, 2, 64), (9, 2, 2, 6)]
+    ("rows", "heads", "kv_heads", "size"),
+    [(1, 1, 1, 2), (37, 3, 1, 24), (300, 4, 2, 64), (9, 2, 2, 6)],
 )
 @pytest.mark.parametrize("norms", [0, 1, 2])
 def test_heads(rows: int, heads: int, kv_heads: int, size: int, norms: int) -> None:
@@ -117,9 +133,13 @@ def test_heads(rows: int, heads: int, kv_heads: int, size: int, norms: int) -> N
     cos, sin = cos.bfloat16(), sin.bfloat16()
     own, own_weights = wide(x), [wide(w) for w in weights]
     parts = own.view(rows, -1, size).split([heads, kv_heads, kv_heads], 1)
-    normed = [exact_norm(p, w, norms == 2) for p, w in zip(parts, own_weights, strict=False)] or parts[:2]
+    normed = [
+        exact_norm(p, w, norms == 2) for p, w in zip(parts, own_weights, strict=False)
+    ] or parts[:2]
     exact = [p * cos.double() + p.roll(size // 2, -1) * sin.double() for p in normed]
-    found = computed(TurnedHeads, x, cos, sin, HeadShape(heads, kv_heads, 1e-6, norms == 2), *weights)
+    found = computed(
+        TurnedHeads, x, cos, sin, HeadShape(heads, kv_heads, 1e-6, norms == 2), *weights
+    )
     assert [t.shape for t in found] == [(rows, heads, size), *[(rows, kv_heads, size)] * 2]
     for a, b in zip(found, exact, strict=False):
         agree(a, b, roundings=4, sums=2 * ROUNDED)  # what is rotated was rounded
@@ -139,14 +159,21 @@ def test_rows_that_are_apart_and_threads(threads: int) -> None:
         alone = x.detach().clone().requires_grad_()
         weight.grad = None
         computed(RmsNorm, alone, weight, 1e-6, False).backward(grad.clone())
-        assert once is not None and weight.grad is not None and alone.grad is not None and x.grad is not None
+        assert (
+            once is not None
+            and weight.grad is not None
+            and alone.grad is not None
+            and x.grad is not None
+        )
         assert torch.equal(once, weight.grad) and torch.equal(x.grad, alone.grad)
     finally:
         torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("operation", ["rms_norm", "gated"])
-def test_as_pytorch_s_operations_which_serve_all_else(operation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_as_pytorch_s_operations_which_serve_all_else(
+    operation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     x, weight = drawn(50, 96), drawn(96)
     run: dict[str, Callable[[Tensor], Tensor]] = {
         "rms_norm": lambda t: lean_ops.rms_norm(t, weight.to(t.dtype), 1e-6, False),

@@ -1,4 +1,5 @@
-"""What a run gets of a machine with several GPUs when nothing was said, and what is left as it was said."""
+"""What a run gets of a machine with several GPUs when nothing was said, and what is left as it was
+said."""
 
 from __future__ import annotations
 
@@ -38,7 +39,9 @@ def facts(on: str, model: ModelFacts | None, **changes: Any) -> Facts:
     return Facts(machine(on), model, **{"train_size": 1000, "longest": 1000, **changes})
 
 
-def resolved(kind: Any, on: str, model: ModelFacts | None, *said: str, **changes: Any) -> Resolved[Any]:
+def resolved(
+    kind: Any, on: str, model: ModelFacts | None, *said: str, **changes: Any
+) -> Resolved[Any]:
     base = ["model.path=org/m", "data.train=org/d", *KINDS[kind]]
     return resolve(load_config(kind, None, [*base, *said]), facts(on, model, **changes))
 
@@ -46,17 +49,23 @@ def resolved(kind: Any, on: str, model: ModelFacts | None, *said: str, **changes
 def layout(*arguments: Any, **changes: Any) -> dict[str, Any]:
     config = resolved(*arguments, **changes).config
     values = {
-        key: settings(config).get(f"system.{key}") for key in ("trainer_ranks", "zero_stage", "engines", "hybrid")
+        key: settings(config).get(f"system.{key}")
+        for key in ("trainer_ranks", "zero_stage", "engines", "hybrid")
     }
     return values | {"tensor": settings(config).get("system.vllm.tensor_parallel_size")}
 
 
-@pytest.mark.parametrize("kind", [SFTConfig, DPOConfig, RMConfig, DistillConfig, RLConfig, RFTConfig])
+@pytest.mark.parametrize(
+    "kind", [SFTConfig, DPOConfig, RMConfig, DistillConfig, RLConfig, RFTConfig]
+)
 def test_every_gpu_trains_with_a_whole_copy_where_it_fits(kind: Any) -> None:
     found = resolved(kind, "8xH100", SMALL)
     assert found.config.system.trainer_ranks == 8 and found.config.system.zero_stage in (0, 1)
     reasons = {d.key: d.reason for d in found.derived}
-    assert "all 8 GPUs" in reasons["system.trainer_ranks"] and "of 85GB" in reasons["system.zero_stage"]
+    assert (
+        "all 8 GPUs" in reasons["system.trainer_ranks"]
+        and "of 85GB" in reasons["system.zero_stage"]
+    )
 
 
 @pytest.mark.parametrize("kind", [SFTConfig, DPOConfig, RMConfig, RLConfig])
@@ -79,7 +88,14 @@ def test_engines_and_trainer_take_turns_on_all_gpus() -> None:
 def test_where_both_go_on_at_once_each_has_half_and_the_trainer_more_where_it_needs_more() -> None:
     found = layout(RLConfig, "8xH100", SMALL, "rollout.max_staleness=1")
     assert (found["trainer_ranks"], found["engines"], found["hybrid"]) == (4, 4, False)
-    thirty = replace(QWEN_7B, parameters=32 * 10**9, layers=64, hidden_size=5120, intermediate_size=27648, heads=40)
+    thirty = replace(
+        QWEN_7B,
+        parameters=32 * 10**9,
+        layers=64,
+        hidden_size=5120,
+        intermediate_size=27648,
+        heads=40,
+    )
     found = layout(RLConfig, "16xH200", thirty, "rollout.max_staleness=1", *VLLM)
     config = resolved(RLConfig, "16xH200", thirty, "rollout.max_staleness=1", *VLLM).config
     assert found["trainer_ranks"] + found["engines"] * found["tensor"] <= 16
@@ -96,11 +112,17 @@ def test_an_engine_is_split_only_as_far_as_needed() -> None:
 
 def test_ranks_share_sequences_that_fit_no_rank_alone() -> None:
     for longest, alone in ((8_000, True), (300_000, False), (800_000, False)):
-        found = resolved(SFTConfig, "8xH200", replace(QWEN_7B, context=2**20), longest=longest).config.system
+        found = resolved(
+            SFTConfig, "8xH200", replace(QWEN_7B, context=2**20), longest=longest
+        ).config.system
         assert found.trainer_ranks == 8 and (found.sequence_parallel.size == 1) == alone
     ring = 'system.sequence_parallel={type="ring", size=8}'
-    assert resolved(SFTConfig, "8xH200", QWEN_7B, ring).config.system.trainer_ranks == 8, "28 heads are not divided"
-    said = resolved(SFTConfig, "8xH200", QWEN_7B, "system.sequence_parallel.size=4", "train.batch_size=1").config.system
+    assert resolved(SFTConfig, "8xH200", QWEN_7B, ring).config.system.trainer_ranks == 8, (
+        "28 heads are not divided"
+    )
+    said = resolved(
+        SFTConfig, "8xH200", QWEN_7B, "system.sequence_parallel.size=4", "train.batch_size=1"
+    ).config.system
     assert (said.trainer_ranks, said.sequence_parallel.size) == (4, 4)
 
 
@@ -113,7 +135,10 @@ def test_what_was_said_stays() -> None:
         (("system.engine_process=false",), {"trainer_ranks": 1, "engines": 1}),
         (("system.trainer_ranks=1", "system.engines=1"), {"trainer_ranks": 1, "engines": 1}),
         (('system.weight_plane="nccl"',), {"hybrid": False}),
-        (('system.weight_plane="ipc"', "system.engine_process=true"), {"trainer_ranks": 1, "engines": 1}),
+        (
+            ('system.weight_plane="ipc"', "system.engine_process=true"),
+            {"trainer_ranks": 1, "engines": 1},
+        ),
         (('system.device="cuda:3"',), {"trainer_ranks": 1, "engines": 1}),
         (('system.device="cpu"',), {"trainer_ranks": 1, "engines": 1, "hybrid": False}),
     ):
@@ -133,7 +158,9 @@ def test_one_device_and_a_model_of_unknown_size_are_as_before(kind: Any) -> None
         found = resolved(kind, on, model)
         system = found.config.system
         assert (system.trainer_ranks, system.zero_stage, system.engine_process) == (1, 0, False)
-        assert not {"system.trainer_ranks", "system.zero_stage", "system.engines"} & {d.key for d in found.derived}
+        assert not {"system.trainer_ranks", "system.zero_stage", "system.engines"} & {
+            d.key for d in found.derived
+        }
 
 
 def test_gpus_of_another_kind_or_with_another_program_are_left_alone() -> None:
@@ -147,7 +174,10 @@ def test_gpus_of_another_kind_or_with_another_program_are_left_alone() -> None:
 
 
 def test_what_is_learned_stays() -> None:
-    one, many = resolved(SFTConfig, "H200", SMALL).config, resolved(SFTConfig, "8xH200", SMALL).config
+    one, many = (
+        resolved(SFTConfig, "H200", SMALL).config,
+        resolved(SFTConfig, "8xH200", SMALL).config,
+    )
     for key, value in settings(one).items():
         assert key.startswith("system.") or settings(many)[key] == value
     few = resolved(SFTConfig, "8xH200", SMALL, "train.batch_size=3").config
@@ -174,12 +204,22 @@ def test_the_fastest_that_fits_is_chosen() -> None:
 
 
 def test_more_gpus_are_offered_with_the_numbers() -> None:
-    with pytest.raises(CapacityError, match=r"offload_optimizer = true .*, or 2 such GPUs with system\.zero_stage = 2"):
+    with pytest.raises(
+        CapacityError,
+        match=r"offload_optimizer = true .*, or 2 such GPUs with system\.zero_stage = 2",
+    ):
         resolved(SFTConfig, "A100-80GB", QWEN_7B, "system.offload_optimizer=false")
     with pytest.raises(CapacityError, match=r"on each of 4 devices"):
         resolved(SFTConfig, "4xA100-80GB", LLAMA_70B)
-    found = resolved(SFTConfig, "8x8xH100", LLAMA_70B, "train.batch_size=64", ranks_here=8).config.system
-    assert (found.trainer_ranks, found.zero_stage) == (64, 3) and found.shard_size in (8, 16, 32, 64)
+    found = resolved(
+        SFTConfig, "8x8xH100", LLAMA_70B, "train.batch_size=64", ranks_here=8
+    ).config.system
+    assert (found.trainer_ranks, found.zero_stage) == (64, 3) and found.shard_size in (
+        8,
+        16,
+        32,
+        64,
+    )
 
 
 def test_a_separate_critic_is_sharded_also_under_a_launcher() -> None:
@@ -189,8 +229,12 @@ def test_a_separate_critic_is_sharded_also_under_a_launcher() -> None:
 
 
 @pytest.mark.parametrize(("said", "stage"), [((), 0), (("system.zero_stage=3",), 3)])
-def test_on_a_cpu_nothing_is_sharded_or_shared_unless_it_is_said(said: tuple[str, ...], stage: int) -> None:
-    config = load_config(SFTConfig, None, ["model.path=org/m", "data.train=org/d", "system.trainer_ranks=2", *said])
+def test_on_a_cpu_nothing_is_sharded_or_shared_unless_it_is_said(
+    said: tuple[str, ...], stage: int
+) -> None:
+    config = load_config(
+        SFTConfig, None, ["model.path=org/m", "data.train=org/d", "system.trainer_ranks=2", *said]
+    )
     found: set[tuple[int, int]] = set()
     for size in range(12, 40, 2):
         cpu = Hardware("CPU", 8, size * 10**9, size * 10**9, bf16=True)
@@ -200,8 +244,12 @@ def test_on_a_cpu_nothing_is_sharded_or_shared_unless_it_is_said(said: tuple[str
     assert found == {(stage, 1)}
 
 
-@pytest.mark.parametrize(("torch", "stage"), [("2.12.1+cu130", 0), ("2.13.0", 3), ("3.0.0a0+git1", 3)])
-def test_no_stage_is_derived_that_torch_does_not_have(torch: str, stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("torch", "stage"), [("2.12.1+cu130", 0), ("2.13.0", 3), ("3.0.0a0+git1", 3)]
+)
+def test_no_stage_is_derived_that_torch_does_not_have(
+    torch: str, stage: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("tunesmith.plan.layout.layouts.version", lambda _: torch)
     here = facts("2xA100-80GB", QWEN_7B)
     here = replace(here, hardware=replace(here.hardware, named=False))
@@ -210,9 +258,13 @@ def test_no_stage_is_derived_that_torch_does_not_have(torch: str, stage: int, mo
     assert resolved(SFTConfig, "2xA100-80GB", QWEN_7B).config.system.zero_stage == 3, (
         "another machine has its own torch"
     )
-    said = load_config(SFTConfig, None, ["model.path=org/m", "data.train=org/d", "system.zero_stage=3"])
+    said = load_config(
+        SFTConfig, None, ["model.path=org/m", "data.train=org/d", "system.zero_stage=3"]
+    )
     assert resolve(said, here).config.system.zero_stage == 3, "loading refuses it by name"
-    one = replace(here, hardware=replace(here.hardware, gpus=here.hardware.gpus[:1], memory_available=10**9))
+    one = replace(
+        here, hardware=replace(here.hardware, gpus=here.hardware.gpus[:1], memory_available=10**9)
+    )
     with pytest.raises(CapacityError) as caught:
         resolve(config, one)
     assert ("zero_stage" in str(caught.value)) == (stage > 0), "nor is it offered on more GPUs"
@@ -221,8 +273,14 @@ def test_no_stage_is_derived_that_torch_does_not_have(torch: str, stage: int, mo
 @pytest.mark.slow
 def test_a_student_shares_no_sequence_with_a_teacher_whose_heads_are_not_known() -> None:
     model = replace(QWEN_7B, context=2**20)
-    assert resolved(SFTConfig, "8xH200", model, longest=300_000).config.system.sequence_parallel.size > 1
-    assert resolved(SFTConfig, "8xH200", model, longest=900_000).config.system.sequence_parallel.size > 1
+    assert (
+        resolved(SFTConfig, "8xH200", model, longest=300_000).config.system.sequence_parallel.size
+        > 1
+    )
+    assert (
+        resolved(SFTConfig, "8xH200", model, longest=900_000).config.system.sequence_parallel.size
+        > 1
+    )
     with pytest.raises(CapacityError):
         resolved(DistillConfig, "8xH200", model, longest=900_000)
     said = resolved(DistillConfig, "8xH200", SMALL, "system.sequence_parallel.size=2").config.system
@@ -231,15 +289,23 @@ def test_a_student_shares_no_sequence_with_a_teacher_whose_heads_are_not_known()
 
 @pytest.mark.parametrize("engines", range(1, 8))
 def test_the_trainer_has_the_gpus_that_engines_leave(engines: int) -> None:
-    found = layout(RLConfig, "8xH100", SMALL, "rollout.max_staleness=1", f"system.engines={engines}")
-    assert (found["engines"], found["trainer_ranks"], found["hybrid"]) == (engines, 8 - engines, False)
+    found = layout(
+        RLConfig, "8xH100", SMALL, "rollout.max_staleness=1", f"system.engines={engines}"
+    )
+    assert (found["engines"], found["trainer_ranks"], found["hybrid"]) == (
+        engines,
+        8 - engines,
+        False,
+    )
 
 
 def test_too_many_engines_are_refused_with_the_number_of_gpus() -> None:
     for kind, said in ((RLConfig, "rollout.max_staleness=1"), (GenerateConfig, "system.threads=1")):
         with pytest.raises(ConfigError) as caught:
             resolved(kind, "8xH100", SMALL, "system.engines=9", said)
-        assert "this process sees 8" in str(caught.value) and "engine_process" not in str(caught.value)
+        assert "this process sees 8" in str(caught.value) and "engine_process" not in str(
+            caught.value
+        )
     with pytest.raises(ConfigError) as caught:
         resolved(RLConfig, "8xH100", SMALL, *VLLM, "system.vllm.tensor_parallel_size=3")
     assert "attention heads" in str(caught.value) and "engine_process" not in str(caught.value)

@@ -1,4 +1,5 @@
-"""What a step learns does not depend on how it is computed: micro-batches, order, sharing, memory."""
+"""What a step learns does not depend on how it is computed: micro-batches, order, sharing,
+memory."""
 
 from __future__ import annotations
 
@@ -30,7 +31,12 @@ from tunesmith.run.loop.learner import optimizer_batches
 from tunesmith.run.trainers.torch import TorchBackend
 from tunesmith.types import Sample
 
-AGGREGATIONS = ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm")
+AGGREGATIONS = (
+    "token_mean",
+    "seq_mean_token_mean",
+    "seq_mean_token_sum",
+    "seq_mean_token_sum_norm",
+)
 
 
 @pytest.fixture(scope="module")
@@ -38,12 +44,14 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("models")
     tied = {"qwen3": {"head_dim": 8, "tie_word_embeddings": True}}
     return {
-        family: save_model(folder / family, family, **tied.get(family, {})) for family in ("llama", "qwen3", "gpt2")
+        family: save_model(folder / family, family, **tied.get(family, {}))
+        for family in ("llama", "qwen3", "gpt2")
     }
 
 
 def forked(samples: Sequence[Sample], rng: np.random.Generator) -> list[Sample]:
-    """The same rollouts with their last tokens in further records, after what came before as context."""
+    """The same rollouts with their last tokens in further records, after what came before as
+    context."""
     made: list[Sample] = []
     for number, sample in enumerate(samples):
         first, places = sample.loss_mask.index(True), range(len(sample.token_ids))
@@ -60,9 +68,15 @@ BY_SEQUENCE = ("gspo", "gspo_token", "gmpo")
 
 
 @pytest.mark.parametrize(
-    "aggregation", [pytest.param(each, marks=() if each == "token_mean" else pytest.mark.slow) for each in AGGREGATIONS]
+    "aggregation",
+    [
+        pytest.param(each, marks=() if each == "token_mean" else pytest.mark.slow)
+        for each in AGGREGATIONS
+    ],
 )
-def test_a_rollout_teaches_the_same_however_it_is_cut_into_forks(models: dict[str, Path], aggregation: str) -> None:
+def test_a_rollout_teaches_the_same_however_it_is_cut_into_forks(
+    models: dict[str, Path], aggregation: str
+) -> None:
     rng, backend = np.random.default_rng(0), backend_of(models["llama"], torch.float64)
     learner = learner_of(backend, aggregation=aggregation)
     samples = samples_of()
@@ -91,8 +105,18 @@ def test_a_rollout_teaches_the_same_however_it_is_cut_into_forks(models: dict[st
 
 def test_an_optimizer_batch_counts_rollouts_and_keeps_their_forks_together() -> None:
     batch = Batch.of(forked(samples_of(groups=4, size=3), np.random.default_rng(1)))
-    for size, expected in ((12, [12]), (20, [12]), (6, [6, 6]), (3, [3] * 4), (4, [4, 4, 4]), (5, [5, 5, 2])):
-        parts = [part.rollout.tolist() for part in optimizer_batches(batch, size, 3, np.random.default_rng(0))]
+    for size, expected in (
+        (12, [12]),
+        (20, [12]),
+        (6, [6, 6]),
+        (3, [3] * 4),
+        (4, [4, 4, 4]),
+        (5, [5, 5, 2]),
+    ):
+        parts = [
+            part.rollout.tolist()
+            for part in optimizer_batches(batch, size, 3, np.random.default_rng(0))
+        ]
         assert [len(set(part)) for part in parts] == expected
         assert sorted(r for part in parts for r in part) == sorted(batch.rollout.tolist())
         assert sum(len(set(part)) for part in parts) == 12, "no rollout is in two batches"
@@ -117,7 +141,9 @@ def test_gradient_is_the_same_however_it_is_cut(
     torch.set_default_dtype(dtype)
     try:
         plain = backend_of(models[family], dtype)
-        expected, reference = gradient(learner_of(plain, share_prompts=False), Batch.of(samples), SFTObjective())
+        expected, reference = gradient(
+            learner_of(plain, share_prompts=False), Batch.of(samples), SFTObjective()
+        )
         backend = backend_of(models[family], dtype, gradient_checkpointing=checkpointing)
         counts: list[float] = []
         for name, cut in CUTS:
@@ -137,14 +163,17 @@ def test_gradient_in_1_2_and_7_micro_batches(models: dict[str, Path], wanted: in
     batch = Batch.of(samples_of())
     backend = backend_of(models["llama"])
     expected, _ = gradient(learner_of(backend), batch, SFTObjective())
-    cap = next(cap for cap in (*range(21, 30), *range(30, 400, 6)) if len(Packing.of(batch, cap)) == wanted)
+    cap = next(
+        cap for cap in (*range(21, 30), *range(30, 400, 6)) if len(Packing.of(batch, cap)) == wanted
+    )
     found, metrics = gradient(learner_of(backend, cap), batch, SFTObjective())
     assert metrics["microbatches"] == wanted and difference(found, expected) < 1e-5
 
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_every_aggregation_is_the_plain_formula(models: dict[str, Path], aggregation: str) -> None:
-    """Against the loss of one sequence at a time, through the Hugging Face model itself, aggregated by hand."""
+    """Against the loss of one sequence at a time, through the Hugging Face model itself, aggregated
+    by hand."""
     samples = samples_of(1, 2, 2)
     backend = backend_of(models["llama"])
     module = CausalLM.load(models["llama"]).module
@@ -233,7 +262,9 @@ def test_several_steps_per_batch_keep_groups_whole_and_take_each_sample_once_a_p
     metrics = learner.update(grouped([4] * 6), SFTObjective(), batch_size=8, passes=2, seed=5)
     assert metrics["optimizer_steps"] == 6 and backend.rates == [1, 2, 3, 4, 5, 6]
     for steps in (backend.steps[:3], backend.steps[3:]):
-        assert sorted(t for step in steps for t in step) == [10 * g + m for g in range(6) for m in range(4)]
+        assert sorted(t for step in steps for t in step) == [
+            10 * g + m for g in range(6) for m in range(4)
+        ]
         for step in steps:
             assert len(step) == 8 and len({t // 10 for t in step}) == 2
     assert backend.steps[:3] != backend.steps[3:], "each pass has its own order"
@@ -242,7 +273,9 @@ def test_several_steps_per_batch_keep_groups_whole_and_take_each_sample_once_a_p
 
 def test_groups_that_lost_members_stay_whole_and_steps_stay_as_many() -> None:
     backend = Recorder()
-    learner_of(backend, group_size=4).update(grouped([4, 1, 3, 4, 4, 2]), SFTObjective(), batch_size=8, seed=5)
+    learner_of(backend, group_size=4).update(
+        grouped([4, 1, 3, 4, 4, 2]), SFTObjective(), batch_size=8, seed=5
+    )
     assert len(backend.steps) == 3
     assert all(len({t // 10 for t in step}) == 2 for step in backend.steps)
 
@@ -256,7 +289,9 @@ def test_a_batch_smaller_than_a_group_cuts_it() -> None:
 def test_the_order_depends_on_the_seed_alone() -> None:
     def order(seed: int) -> list[list[int]]:
         backend = Recorder()
-        learner_of(backend, group_size=2).update(grouped([2] * 8), SFTObjective(), batch_size=4, seed=seed)
+        learner_of(backend, group_size=2).update(
+            grouped([2] * 8), SFTObjective(), batch_size=4, seed=seed
+        )
         return backend.steps
 
     assert order(1) == order(1) != order(2)
@@ -295,16 +330,24 @@ def test_a_batch_is_packed_once_for_scoring_and_for_every_pass(
     policy.score(batch), critic.score(batch, ends=True)
     critic.update(batch, SFTObjective(), passes=2)
     policy.update(batch, SFTObjective(), passes=3)
-    assert len(layouts) > 1 and sorted(i for layout in layouts for i in layout) == list(range(batch.num_samples))
+    assert len(layouts) > 1 and sorted(i for layout in layouts for i in layout) == list(
+        range(batch.num_samples)
+    )
 
 
 def test_scoring_is_timed_beside_its_least_time(models: dict[str, Path]) -> None:
-    learner, batch = learner_of(backend_of(models["llama"]), flops_per_second=1e9), Batch.of(samples_of())
+    learner, batch = (
+        learner_of(backend_of(models["llama"]), flops_per_second=1e9),
+        Batch.of(samples_of()),
+    )
     learner.score(batch)  # outside: not counted
     with learner.timed_scoring() as scored:
         learner.score(batch), learner.score(batch)
     least = learner.update(batch, SFTObjective())["attainable_seconds"]
-    assert scored.keys() == {"scoring_seconds", "attainable_seconds/scoring"} and scored["scoring_seconds"] > 0
+    assert (
+        scored.keys() == {"scoring_seconds", "attainable_seconds/scoring"}
+        and scored["scoring_seconds"] > 0
+    )
     assert scored["attainable_seconds/scoring"] == pytest.approx(2 * least / 3)
     with learner.timed_scoring() as nothing:
         pass
@@ -313,14 +356,19 @@ def test_scoring_is_timed_beside_its_least_time(models: dict[str, Path]) -> None
 
 def test_a_sample_over_the_cap_is_refused_with_what_to_do() -> None:
     with pytest.raises(UserError, match=r"raise system\.max_tokens_per_microbatch") as error:
-        learner_of(Recorder(), 4).update(Batch.of([Sample([1] * 5, [False] + [True] * 4)]), SFTObjective())
+        learner_of(Recorder(), 4).update(
+            Batch.of([Sample([1] * 5, [False] + [True] * 4)]), SFTObjective()
+        )
     assert isinstance(error.value, SampleTooLong)
 
 
 class Failing:
-    """A backend that does not fit: at the given micro-batches, or above a size, before or half-way through backward."""
+    """A backend that does not fit: at the given micro-batches, or above a size, before or half-way
+    through backward."""
 
-    def __init__(self, inner: TorchBackend, *, at: Sequence[int] = (), above: int = 4096, where: str) -> None:
+    def __init__(
+        self, inner: TorchBackend, *, at: Sequence[int] = (), above: int = 4096, where: str
+    ) -> None:
         self.inner, self.at, self.above, self.where = inner, set(at), above, where
         self.calls = 0
 
@@ -340,7 +388,8 @@ class Failing:
             if self.calls in self.at or forest.num_tokens > self.above:
                 if self.where == "forward":
                     raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory")
-                # Gradients arrive from the last layer to the first: when this one fails, the later ones are added.
+                # Gradients arrive from the last layer to the first: when this one fails, the later
+                # ones are added.
                 layer: Any = self.inner.model.module.base_model.layers[0]
                 handles.append(layer.mlp.down_proj.weight.register_hook(_exhaust))
             return objective(forest, predictions)
@@ -353,7 +402,9 @@ class Failing:
 
 
 def _exhaust(_: Tensor) -> Tensor:
-    raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 byte")
+    raise RuntimeError(
+        "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 byte"
+    )
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
@@ -382,7 +433,9 @@ def test_a_step_that_did_not_fit_is_the_step_of_the_lower_cap_bit_by_bit(
 def test_failing_backward_half_way_really_leaves_gradients_behind(models: dict[str, Path]) -> None:
     backend = backend_of(models["llama"])
     with pytest.raises(DeviceMemoryError):
-        Failing(backend, at=[1], where="backward").forward_backward(whole(samples_of()), SFTObjective())
+        Failing(backend, at=[1], where="backward").forward_backward(
+            whole(samples_of()), SFTObjective()
+        )
     assert any(p.grad is not None for p in backend.optimizer.parameters.values())
 
 
@@ -406,7 +459,15 @@ def test_scoring_has_a_cap_of_its_own(models: dict[str, Path]) -> None:
     learner.update(batch, SFTObjective())
     learner.evaluate(batch, SFTObjective())
     assert {layout[0] for layout in batch.packings} >= {60, 240}
-    assert max(f.num_tokens for layout, p in batch.packings.items() if layout[0] == 240 for f in p.forests) > 60
+    assert (
+        max(
+            f.num_tokens
+            for layout, p in batch.packings.items()
+            if layout[0] == 240
+            for f in p.forests
+        )
+        > 60
+    )
     learner.resume({"max_tokens": 80, "scoring_max_tokens": 100})
     assert learner.caps == {"max_tokens": 60, "scoring_max_tokens": 100}
 
@@ -420,7 +481,8 @@ def test_one_sequence_that_does_not_fit_ends_the_run_with_advice(models: dict[st
 
 
 def test_a_cap_lowered_for_short_sequences_gives_way_to_a_longer_one() -> None:
-    """Memory that ran out among short ones must not forbid a longer one that was allowed at the start."""
+    """Memory that ran out among short ones must not forbid a longer one that was allowed at the
+    start."""
 
     def learn(samples: list[Sample]) -> None:
         learner.update(Batch.of(samples), SFTObjective())
@@ -446,8 +508,12 @@ def test_what_counts_as_out_of_memory() -> None:
     assert is_out_of_memory(OSError(12, "Cannot allocate memory")) and is_out_of_memory(
         RuntimeError("can't start new thread")
     )
-    assert not is_out_of_memory(OSError(2, "No such file")) and not is_out_of_memory(StorageError(12, "memory"))
-    assert not is_out_of_memory(RuntimeError("shape mismatch")) and not is_out_of_memory(ValueError("bad_alloc"))
+    assert not is_out_of_memory(OSError(2, "No such file")) and not is_out_of_memory(
+        StorageError(12, "memory")
+    )
+    assert not is_out_of_memory(RuntimeError("shape mismatch")) and not is_out_of_memory(
+        ValueError("bad_alloc")
+    )
 
 
 def test_other_errors_are_not_taken_for_memory(models: dict[str, Path]) -> None:

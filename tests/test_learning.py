@@ -1,4 +1,5 @@
-"""A run that learns nothing says so, with the cause; one that learns does not. Real small runs, one per cause."""
+"""A run that learns nothing says so, with the cause; one that learns does not. Real small runs, one
+per cause."""
 
 from __future__ import annotations
 
@@ -94,7 +95,9 @@ def test_a_run_that_learns_nothing_says_why(
 ) -> None:
     reward, changed = RL_CASES[cause]
     if cause == "equal_answers":  # prompts of different lengths
-        write_lines(tmp_path / "train.jsonl", [{"prompt": "7" * n, "answer": "1"} for n in range(1, 13)])
+        write_lines(
+            tmp_path / "train.jsonl", [{"prompt": "7" * n, "answer": "1"} for n in range(1, 13)]
+        )
         (tmp_path / "rewards.py").write_text("")
     outcome = rl(tmp_path, model, reward, **changed)
     out = capsys.readouterr().out
@@ -111,15 +114,36 @@ def test_a_run_that_learns_nothing_says_why(
     ("name", "changed"),
     [
         ("a healthy run", {}),
-        ("a critic that learns first", {"algorithm__name": "ppo", "critic__freeze_actor_steps": 3, "train__steps": 4}),
+        (
+            "a critic that learns first",
+            {"algorithm__name": "ppo", "critic__freeze_actor_steps": 3, "train__steps": 4},
+        ),
         ("a warm-up", {"train__warmup_steps": 3}),
         ("a dynamic filter", {"algorithm__name": "dapo", "rollout__oversample": 1.5}),
-        ("one step behind", {"rollout__max_staleness": 1, "rollout__partial": True, "rollout__over_generation": 1.5}),
-        ("no groups", {"algorithm__name": "reinforce", "rollout__group_size": 1, "rollout__prompts_per_step": 8}),
+        (
+            "one step behind",
+            {
+                "rollout__max_staleness": 1,
+                "rollout__partial": True,
+                "rollout__over_generation": 1.5,
+            },
+        ),
+        (
+            "no groups",
+            {
+                "algorithm__name": "reinforce",
+                "rollout__group_size": 1,
+                "rollout__prompts_per_step": 8,
+            },
+        ),
     ],
 )
 def test_a_run_that_learns_is_left_alone(
-    tmp_path: Path, model: Path, name: str, changed: dict[str, Any], capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    model: Path,
+    name: str,
+    changed: dict[str, Any],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     outcome = rl(tmp_path, model, "high_bytes", **changed)
     assert "nothing is learned" not in capsys.readouterr().out and outcome.warning is None, name
@@ -140,7 +164,9 @@ def test_prompts_of_unknown_tokens_are_said_before_anything_loads(
     tokenizer = AutoTokenizer.from_pretrained(here)
     tokenizer.unk_token = "7"  # what the tokenizer gives for a character that it lacks
     tokenizer.save_pretrained(here)
-    write_lines(tmp_path / "train.jsonl", [{"prompt": "7" * n, "answer": "1"} for n in range(4, 16)])
+    write_lines(
+        tmp_path / "train.jsonl", [{"prompt": "7" * n, "answer": "1"} for n in range(4, 16)]
+    )
     (tmp_path / "rewards.py").write_text("")
     outcome = rl(tmp_path, here, "zero")
     out = capsys.readouterr().out
@@ -150,26 +176,45 @@ def test_prompts_of_unknown_tokens_are_said_before_anything_loads(
 
 @pytest.mark.parametrize(
     ("cause", "changed"),
-    [("lr_without_effect", {"train__lr": 1e-12}), ("lr_too_high", {"train__lr": 1.0, "train__steps": 12})],
+    [
+        ("lr_without_effect", {"train__lr": 1e-12}),
+        ("lr_too_high", {"train__lr": 1.0, "train__steps": 12}),
+    ],
 )
 def test_supervised_runs_say_it_too(
-    tmp_path: Path, model: Path, cause: str, changed: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    model: Path,
+    cause: str,
+    changed: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     watches = watched(monkeypatch)
     outcome = placement.run_sft(None, sft_settings(tmp_path, model, **changed))
     assert outcome.warning is not None
-    assert cause in {watches[0].reported, *(f.key for f in [at_the_end(watches[0].history, watches[0].facts)] if f)}
+    assert cause in {
+        watches[0].reported,
+        *(f.key for f in [at_the_end(watches[0].history, watches[0].facts)] if f),
+    }
 
 
 def test_a_healthy_supervised_run_is_left_alone(
     tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    outcome = placement.run_sft(None, sft_settings(tmp_path, model, train__steps=24, train__warmup_steps=4))
+    outcome = placement.run_sft(
+        None, sft_settings(tmp_path, model, train__steps=24, train__warmup_steps=4)
+    )
     assert outcome.warning is None and "nothing is learned" not in capsys.readouterr().out
 
 
 def steps_of(count: int, **metrics: float) -> list[Mapping[str, float]]:
-    base = {"loss": 1.0, "grad_norm": 0.5, "optimizer_steps": 1.0, "rollouts": 16.0, "reward/std": 0.3, "reward": 0.5}
+    base = {
+        "loss": 1.0,
+        "grad_norm": 0.5,
+        "optimizer_steps": 1.0,
+        "rollouts": 16.0,
+        "reward/std": 0.3,
+        "reward": 0.5,
+    }
     return [{"step": float(i), **base, **metrics} for i in range(1, count + 1)]
 
 
@@ -194,7 +239,9 @@ RL = RunFacts(rollouts=True, full_reward=1.0)
         ({"grad_norm": 0.0}, RunFacts(), "no_gradient"),
     ],
 )
-def test_the_cause_by_the_numbers(metrics: dict[str, float], facts: RunFacts, cause: str | None) -> None:
+def test_the_cause_by_the_numbers(
+    metrics: dict[str, float], facts: RunFacts, cause: str | None
+) -> None:
     found = finding(steps_of(3, **metrics), facts)
     assert (found and found.key) == cause
     assert finding(steps_of(2, **metrics), facts) is None, "not before the third step"
@@ -235,4 +282,8 @@ def test_a_long_run_is_remembered_in_part() -> None:
     watch = LearningWatch(RunFacts())
     for number in range(10_000):
         watch.step({"step": float(number), "loss": 1.0, "grad_norm": 1.0})
-    assert len(watch.history) <= 4000 and watch.history[0]["step"] == 0 and watch.history[-1]["step"] == 9_999
+    assert (
+        len(watch.history) <= 4000
+        and watch.history[0]["step"] == 0
+        and watch.history[-1]["step"] == 9_999
+    )

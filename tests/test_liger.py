@@ -62,13 +62,16 @@ def test_they_compute_what_the_lean_layers_compute(
     model.use_liger()
     assert difference(gradients(model), want) < 1e-5
     layers = model.lean.layers
-    norms = sum(isinstance(part, type(model.lean.norm)) for layer in layers for part in vars(layer).values())
+    norms = sum(
+        isinstance(part, type(model.lean.norm)) for layer in layers for part in vars(layer).values()
+    )
     again = 2 if checkpointing else 1
     gates = len(layers) * (layers[0].activation == "silu")
     assert stand_in.calls == Counter(
         rms_norm_forward=again * norms + 1,
         rms_norm_backward=norms + 1,
-        rope_backward=again * sum(layer.rotates for layer in layers),  # ours is the other way around
+        rope_backward=again
+        * sum(layer.rotates for layer in layers),  # ours is the other way around
         rope_forward=sum(layer.rotates for layer in layers),
         swiglu_fused_gate_up_forward=again * gates,
         swiglu_fused_gate_up_backward=gates,
@@ -90,24 +93,35 @@ def test_the_gradient_of_a_norm_s_weight_is_a_sum_of_float32_terms(stand_in: Lig
     LIGER.rms_norm(x, weight, 1e-6, False).backward(grad)
     exact = x.double() * (x.double().square().mean(-1, keepdim=True) + 1e-6).rsqrt()
     assert weight.grad is not None and stand_in.calls["rms_norm_backward"] == 1
-    torch.testing.assert_close(weight.grad.double(), (exact * grad.double()).sum(0), rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(
+        weight.grad.double(), (exact * grad.double()).sum(0), rtol=1e-5, atol=1e-4
+    )
 
 
 def rotate(of: Operations, x: Tensor, heads: int, cos: Tensor, sin: Tensor) -> Tensor:
     """Queries and keys ``[T, heads, D]``, the first ``heads`` of them queries, rotated."""
     shape = HeadShape(heads, x.shape[1] - heads)
-    return torch.cat(of.heads(torch.cat((x, x[:, heads:]), 1).flatten(1), (cos, sin), [], shape)[:2], 1)
+    return torch.cat(
+        of.heads(torch.cat((x, x[:, heads:]), 1).flatten(1), (cos, sin), [], shape)[:2], 1
+    )
 
 
 @pytest.mark.parametrize("rows", [1, 5])
 def test_what_others_hold_is_not_written_over(rows: int, stand_in: LigerInTorch) -> None:
-    """Each operation beside a residual, whose branches get one gradient; of one row every part is contiguous."""
+    """Each operation beside a residual, whose branches get one gradient; of one row every part is
+    contiguous."""
     cos, sin = (torch.randn(rows, 1, 4).repeat(1, 1, 2) for _ in range(2))
     sin[..., :4].neg_()
     weight = torch.randn(8)
     for ours, theirs in (
-        (lambda x: OURS.rms_norm(x, weight, 1e-6, False), lambda x: LIGER.rms_norm(x, weight, 1e-6, False)),
-        (lambda x: OURS.gated(x, "silu").repeat(1, 1, 2), lambda x: LIGER.gated(x, "silu").repeat(1, 1, 2)),
+        (
+            lambda x: OURS.rms_norm(x, weight, 1e-6, False),
+            lambda x: LIGER.rms_norm(x, weight, 1e-6, False),
+        ),
+        (
+            lambda x: OURS.gated(x, "silu").repeat(1, 1, 2),
+            lambda x: LIGER.gated(x, "silu").repeat(1, 1, 2),
+        ),
         (lambda x: rotate(OURS, x, 2, cos, sin), lambda x: rotate(LIGER, x, 2, cos, sin)),
     ):
         x, grad = torch.randn(rows, 3, 8), torch.randn(rows, 3, 8)
@@ -126,7 +140,8 @@ def test_what_others_hold_is_not_written_over(rows: int, stand_in: LigerInTorch)
 
 
 def test_a_part_of_a_product_and_nothing_at_all(stand_in: LigerInTorch) -> None:
-    """Queries and keys are a part of one product's rows; a rank without a sample computes no rows."""
+    """Queries and keys are a part of one product's rows; a rank without a sample computes no
+    rows."""
     for rows in (1, 7, 0):
         qkv = torch.randn(rows, 5, 8, requires_grad=True)
         cos, sin = (torch.randn(rows, 1, 4).repeat(1, 1, 2) for _ in range(2))
@@ -134,7 +149,9 @@ def test_a_part_of_a_product_and_nothing_at_all(stand_in: LigerInTorch) -> None:
         found = []
         for operations in (OURS, LIGER):
             weight = torch.arange(1.0, 9, requires_grad=True)
-            q, k, _ = operations.heads(qkv.flatten(1), (cos, sin), [weight, weight], HeadShape(3, 1, 1e-6, True))
+            q, k, _ = operations.heads(
+                qkv.flatten(1), (cos, sin), [weight, weight], HeadShape(3, 1, 1e-6, True)
+            )
             assert q.shape == (rows, 3, 8) and k.shape == (rows, 1, 8)
             out = operations.gated(q.flatten(1), "silu").sum() + k.sum()
             found.append((out.detach(), *torch.autograd.grad(out, (qkv, weight))))
@@ -164,7 +181,9 @@ def test_engines_compute_with_ours(tmp_path: Path, stand_in: LigerInTorch) -> No
     with torch.inference_mode():
         model.predict(forest_of(samples_of()))
     assert not stand_in.calls and model.lean is not None
-    decoder = model.lean.with_products(lambda weight, bias: lambda x: F.linear(x, weight, bias), torch.float32)
+    decoder = model.lean.with_products(
+        lambda weight, bias: lambda x: F.linear(x, weight, bias), torch.float32
+    )
     assert decoder.operations is OURS and model.lean.operations is LIGER
     with torch.no_grad():
         model.predict(forest_of(samples_of()))
@@ -172,7 +191,9 @@ def test_engines_compute_with_ours(tmp_path: Path, stand_in: LigerInTorch) -> No
 
 
 @pytest.mark.parametrize("activation", ["gelu", "gelu_tanh"])
-def test_activations_without_a_kernel_are_ours(activation: lean_ops.Activation, stand_in: LigerInTorch) -> None:
+def test_activations_without_a_kernel_are_ours(
+    activation: lean_ops.Activation, stand_in: LigerInTorch
+) -> None:
     x = torch.randn(3, 8, requires_grad=True)
     assert LIGER.gated(x, activation).equal(OURS.gated(x, activation)) and not stand_in.calls
 
@@ -184,7 +205,9 @@ def test_tensors_of_many_numbers_go_row_by_row(monkeypatch: pytest.MonkeyPatch) 
         modes.append(bool(arguments[-1]))
         return x.clone(), x, x[:, 0].clone(), 8, 4, 0
 
-    monkeypatch.setattr(liger, "kernels", lambda _: type("Kernels", (), {"rms_norm_forward": staticmethod(forward)}))
+    monkeypatch.setattr(
+        liger, "kernels", lambda _: type("Kernels", (), {"rms_norm_forward": staticmethod(forward)})
+    )
     monkeypatch.setattr(liger, "_MOST_NUMBERS", 16)
     for rows in (1, 2):
         LIGER.rms_norm(torch.randn(rows, 8), torch.randn(8), 1e-6, False)
@@ -203,14 +226,18 @@ def test_a_run_on_a_gpu_computes_with_them(
     monkeypatch.setattr(training_functions, "_allowed", False)
     config = resolved(tmp_path, "sft", "system.kernels=liger", "model.dtype=float32", on=GPU)
     assert config.system.kernels == "liger"
-    here = config.model_copy(update={"system": config.system.model_copy(update={"device": "cpu", "threads": 1})})
+    here = config.model_copy(
+        update={"system": config.system.model_copy(update={"device": "cpu", "threads": 1})}
+    )
     model = load_model(CausalLM, here, load_tokenizer(here))
     assert torch.isfinite(model.predict(forest_of(samples_of())).logprobs).all() and stand_in.calls
     with pytest.raises(ConfigError, match=r"system\.kernels = 'liger'"):
         check_dry_run(config)
 
 
-def test_ours_is_the_default(tmp_path: Path, stand_in: LigerInTorch, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ours_is_the_default(
+    tmp_path: Path, stand_in: LigerInTorch, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(training_functions, "_allowed", False)
     config = resolved(tmp_path, "sft", "system.device=cpu", "system.threads=1")
     assert config.system.kernels == "torch"
@@ -228,7 +255,9 @@ def test_ours_is_the_default(tmp_path: Path, stand_in: LigerInTorch, monkeypatch
         ("sft", ("family=gpt2",), "gpt2"),
     ],
 )
-def test_what_does_not_go_together(command: str, said: tuple[str, ...], named: str, tmp_path: Path) -> None:
+def test_what_does_not_go_together(
+    command: str, said: tuple[str, ...], named: str, tmp_path: Path
+) -> None:
     family = "gpt2" if "family=gpt2" in said else "llama"
     options = [option for option in said if "." in option]
     with pytest.raises(ConfigError) as error:
@@ -241,8 +270,19 @@ def test_rows_that_are_too_wide_are_refused_with_their_width(tmp_path: Path) -> 
     model = read_model_facts(Path(config.model.path))
     assert model is not None
     for width, problems in ((65536, 0), (65537, 1)):
-        found = list(contradictions(config, Facts(machine(GPU), replace(model, intermediate_size=width))))
-        assert len([each for each in found if str(width) in each.text and "system.kernels" in each.keys]) == problems
+        found = list(
+            contradictions(config, Facts(machine(GPU), replace(model, intermediate_size=width)))
+        )
+        assert (
+            len(
+                [
+                    each
+                    for each in found
+                    if str(width) in each.text and "system.kernels" in each.keys
+                ]
+            )
+            == problems
+        )
 
 
 def kernels_asked_for() -> RunConfig:
@@ -251,7 +291,9 @@ def kernels_asked_for() -> RunConfig:
 
 
 @pytest.mark.parametrize("installed", [None, "0.7.0", "0.8.1"])
-def test_what_is_missing_or_too_old_is_refused(installed: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_missing_or_too_old_is_refused(
+    installed: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def version(name: str) -> str:
         if installed is None:
             raise checks.PackageNotFoundError(name)

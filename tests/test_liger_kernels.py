@@ -1,7 +1,7 @@
 """Liger's own kernels behind our functions, beside ours and beside float64.
 
-They need the extra ``liger``, and a CUDA device or Triton's interpreter, which is slow and only for small tensors:
-``TRITON_INTERPRET=1 pytest tests/test_liger_kernels.py``.
+They need the extra ``liger``, and a CUDA device or Triton's interpreter, which is slow and only for
+small tensors: ``TRITON_INTERPRET=1 pytest tests/test_liger_kernels.py``.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ pytest.importorskip("liger_kernel", reason="Liger is an extra: pip install 'tune
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if DEVICE == "cpu" and not INTERPRETED:
-    pytest.skip("Triton's kernels need a CUDA device, or TRITON_INTERPRET=1", allow_module_level=True)
+    pytest.skip(
+        "Triton's kernels need a CUDA device, or TRITON_INTERPRET=1", allow_module_level=True
+    )
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 EXACT = {torch.float32: 1e-5, torch.float16: 2**-9, torch.bfloat16: 2**-6}
@@ -37,7 +39,8 @@ EXACT = {torch.float32: 1e-5, torch.float16: 2**-9, torch.bfloat16: 2**-6}
 
 @pytest.fixture(autouse=True)
 def interpretable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a compiled kernel has and the interpreter lacks: CUDA's ``rsqrt``, and numbers given to it as float32."""
+    """What a compiled kernel has and the interpreter lacks: CUDA's ``rsqrt``, and numbers given to
+    it as float32."""
     if not INTERPRETED:
         return
     import numpy as np
@@ -49,17 +52,24 @@ def interpretable(monkeypatch: pytest.MonkeyPatch) -> None:
     def converted(argument: Any) -> Any:
         if not isinstance(argument, float):
             return convert(argument)
-        return tl.tensor(interpreter.TensorHandle(np.array([argument], np.float32), tl.float32), tl.float32)
+        return tl.tensor(
+            interpreter.TensorHandle(np.array([argument], np.float32), tl.float32), tl.float32
+        )
 
     monkeypatch.setattr(interpreter, "_implicit_cvt", converted)
-    monkeypatch.setattr(kernels("rms_norm"), "rsqrt", lambda x: tl.rsqrt(x))  # the interpreter replaces the root
+    monkeypatch.setattr(
+        kernels("rms_norm"), "rsqrt", lambda x: tl.rsqrt(x)
+    )  # the interpreter replaces the root
 
 
 Results = Sequence[Tensor]
 
 
 def results(
-    function: Callable[..., Any], inputs: Sequence[Tensor], grads: Sequence[Tensor], dtype: torch.dtype
+    function: Callable[..., Any],
+    inputs: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    dtype: torch.dtype,
 ) -> Results:
     """Outputs of a function and the gradients of its inputs, computed in a type."""
     leaves = [x.to(DEVICE, dtype).requires_grad_() for x in inputs]
@@ -76,7 +86,10 @@ def close(found: Results, wanted: Results, bound: float) -> None:
 
 
 def compare(
-    function: Callable[[Any], Callable[..., Any]], inputs: Sequence[Tensor], grads: Sequence[Tensor], dtype: torch.dtype
+    function: Callable[[Any], Callable[..., Any]],
+    inputs: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    dtype: torch.dtype,
 ) -> None:
     """Theirs beside ours in the same type, and beside ours in float64."""
     inputs, grads = ([x.to(dtype).double() for x in tensors] for tensors in (inputs, grads))
@@ -90,15 +103,20 @@ def compare(
 @pytest.mark.parametrize("shape", [(1, 8), (9, 100), (5, 3, 16)])
 def test_norms(shape: tuple[int, ...], offset: bool, dtype: torch.dtype) -> None:
     inputs = (3 * torch.randn(shape), torch.randn(shape[-1]))
-    compare(lambda of: lambda x, w: of.rms_norm(x, w, 1e-6, offset), inputs, [torch.randn(shape)], dtype)
+    compare(
+        lambda of: lambda x, w: of.rms_norm(x, w, 1e-6, offset), inputs, [torch.randn(shape)], dtype
+    )
 
 
 @pytest.mark.parametrize("offset", [False, True])
 def test_norms_round_where_ours_do(offset: bool) -> None:
-    """But for the last bit of the root numbers are the same, so that few fall on the other side of a rounding."""
+    """But for the last bit of the root numbers are the same, so that few fall on the other side of
+    a rounding."""
     x, weight = torch.randn(16, 64, device=DEVICE).half(), torch.randn(64, device=DEVICE).half()
     with torch.no_grad():
-        different = OURS.rms_norm(x, weight, 1e-6, offset) != LIGER.rms_norm(x, weight, 1e-6, offset)
+        different = OURS.rms_norm(x, weight, 1e-6, offset) != LIGER.rms_norm(
+            x, weight, 1e-6, offset
+        )
     assert different.float().mean() < 0.02
 
 
@@ -108,12 +126,17 @@ def test_the_gradient_of_a_norm_s_weight_is_a_sum_of_float32_terms() -> None:
     LIGER.rms_norm(x, weight, 1e-6, False).backward(grad)
     exact = x.double() * (x.double().square().mean(-1, keepdim=True) + 1e-6).rsqrt()
     assert weight.grad is not None
-    torch.testing.assert_close(weight.grad.double(), (exact * grad.double()).sum(0), rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(
+        weight.grad.double(), (exact * grad.double()).sum(0), rtol=1e-5, atol=1e-4
+    )
 
 
 def tables(rows: int, size: int) -> tuple[Tensor, Tensor]:
     angles = torch.arange(1, rows + 1)[:, None] * 100.0 ** -(torch.arange(size // 2) / (size // 2))
-    cos, sin = (torch.cat((table, table), -1).unsqueeze(1).double() for table in (angles.cos(), angles.sin()))
+    cos, sin = (
+        torch.cat((table, table), -1).unsqueeze(1).double()
+        for table in (angles.cos(), angles.sin())
+    )
     sin[..., : size // 2].neg_()
     return cos, sin
 
@@ -128,7 +151,9 @@ def test_rotations(rows: int, heads: int, keys: int, size: int, dtype: torch.dty
 
     def rotate(of: Any) -> Callable[..., Any]:
         shape = HeadShape(heads, keys)
-        return lambda x: of.heads(x.flatten(1), (cos.to(DEVICE, x.dtype), sin.to(DEVICE, x.dtype)), [], shape)[:2]
+        return lambda x: of.heads(
+            x.flatten(1), (cos.to(DEVICE, x.dtype), sin.to(DEVICE, x.dtype)), [], shape
+        )[:2]
 
     compare(rotate, [qkv], grads, dtype)
 
@@ -149,7 +174,10 @@ def test_swiglu(rows: int, size: int, dtype: torch.dtype) -> None:
 
 def test_no_rows() -> None:
     """A rank without a sample computes none."""
-    x, weight = torch.randn(0, 6, 8, device=DEVICE, requires_grad=True), torch.ones(8, device=DEVICE).requires_grad_()
+    x, weight = (
+        torch.randn(0, 6, 8, device=DEVICE, requires_grad=True),
+        torch.ones(8, device=DEVICE).requires_grad_(),
+    )
     cos, sin = (table.float().to(DEVICE) for table in tables(0, 8))
     q, k, _ = LIGER.heads(x.flatten(1), (cos, sin), [weight, weight], HeadShape(4, 1, 1e-6))
     out = LIGER.gated(q.flatten(1), "silu").sum() + k.sum()
@@ -160,7 +188,9 @@ def test_no_rows() -> None:
 def rotate(of: Operations, x: Tensor, heads: int, cos: Tensor, sin: Tensor) -> Tensor:
     """Queries and keys ``[T, heads, D]``, the first ``heads`` of them queries, rotated."""
     shape = HeadShape(heads, x.shape[1] - heads)
-    return torch.cat(of.heads(torch.cat((x, x[:, heads:]), 1).flatten(1), (cos, sin), [], shape)[:2], 1)
+    return torch.cat(
+        of.heads(torch.cat((x, x[:, heads:]), 1).flatten(1), (cos, sin), [], shape)[:2], 1
+    )
 
 
 @pytest.mark.parametrize("rows", [1, 4])
@@ -195,7 +225,11 @@ def test_a_model_s_gradient(family: str, checkpointing: bool, tmp_path: Path) ->
         model.module.train()
         model.module.zero_grad()
         model.predict(forest).logprobs.sum().backward()
-        return {name: p.grad.clone() for name, p in model.module.named_parameters() if p.grad is not None}
+        return {
+            name: p.grad.clone()
+            for name, p in model.module.named_parameters()
+            if p.grad is not None
+        }
 
     want = gradients()
     with torch.no_grad():

@@ -64,7 +64,9 @@ def free(tokens: int, seed: int = 0, **options: Any) -> Sampling:
     return Sampling(tokens, ignore_eos=True, seed=seed, **options)
 
 
-async def together(engine: LocalEngine, *requests: tuple[Sequence[int], Sampling]) -> list[Completion]:
+async def together(
+    engine: LocalEngine, *requests: tuple[Sequence[int], Sampling]
+) -> list[Completion]:
     return await asyncio.gather(*(engine.generate(p, s) for p, s in requests))
 
 
@@ -72,10 +74,17 @@ def run(engine: LocalEngine, *requests: tuple[Sequence[int], Sampling]) -> list[
     return asyncio.run(together(engine, *requests))
 
 
-def scores(plain: Any, prompt: Sequence[int], completion: Sequence[int], temperature: float = 1.0) -> list[float]:
+def scores(
+    plain: Any, prompt: Sequence[int], completion: Sequence[int], temperature: float = 1.0
+) -> list[float]:
     with torch.inference_mode():
-        logits = plain(torch.tensor([[*prompt, *completion]])).logits[0, len(prompt) - 1 : -1] / temperature
-    return logits.log_softmax(-1).gather(1, torch.tensor(completion).unsqueeze(1)).squeeze(1).tolist()
+        logits = (
+            plain(torch.tensor([[*prompt, *completion]])).logits[0, len(prompt) - 1 : -1]
+            / temperature
+        )
+    return (
+        logits.log_softmax(-1).gather(1, torch.tensor(completion).unsqueeze(1)).squeeze(1).tolist()
+    )
 
 
 @cache
@@ -97,21 +106,32 @@ def generated(family: str, prompt: tuple[int, ...], max_new_tokens: int) -> list
 
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_is_generate_and_logprobs_are_the_trainers(family: str, compiled: bool, tmp_path: Path) -> None:
-    """Prompts of unequal length, alone and in groups, chunked and together; every window is passed."""
+def test_greedy_is_generate_and_logprobs_are_the_trainers(
+    family: str, compiled: bool, tmp_path: Path
+) -> None:
+    """Prompts of unequal length, alone and in groups, chunked and together; every window is
+    passed."""
     model = CausalLM.load(save_model(tmp_path, family, **FAMILIES[family]))
     engine = make(model, 16384, max_running=7, max_prefill_tokens=20, compiled=compiled)
     starts = prompts(1, 5, 12, 33)
-    requests = [(p, Sampling(16 + 3 * i, temperature=t, seed=i)) for i, p in enumerate(starts) for t in (0, 0.8, 0)]
+    requests = [
+        (p, Sampling(16 + 3 * i, temperature=t, seed=i))
+        for i, p in enumerate(starts)
+        for t in (0, 0.8, 0)
+    ]
     for (prompt, sampling), done in zip(requests, run(engine, *requests), strict=True):
         if sampling.temperature == 0:
             assert done.token_ids == generated(family, tuple(prompt), sampling.max_new_tokens)
-        expected_scores = scores(plain_of(family), prompt, done.token_ids, sampling.temperature or 1.0)
+        expected_scores = scores(
+            plain_of(family), prompt, done.token_ids, sampling.temperature or 1.0
+        )
         assert done.logprobs == pytest.approx(expected_scores, abs=1e-4)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_long_and_short_completions_side_by_side(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_and_short_completions_side_by_side(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Rows of unlike lengths attend in parts; each is scored as if it were alone."""
     monkeypatch.setitem(decode_attention.WORTH_A_PART, "cpu", 1)
     save_model(tmp_path, family, **FAMILIES[family], max_position_embeddings=512)
@@ -140,7 +160,11 @@ def test_a_prompt_is_prefilled_once_for_its_group(llama: CausalLM) -> None:
     group = prompts(20)[0]
     run(engine, *[(group, free(5, seed)) for seed in range(8)])
     stats = engine.stats()
-    assert (stats.prefilled_tokens, stats.reused_prompt_tokens, stats.sampled_tokens) == (20, 140, 40)
+    assert (stats.prefilled_tokens, stats.reused_prompt_tokens, stats.sampled_tokens) == (
+        20,
+        140,
+        40,
+    )
     run(engine, (group, free(5)))
     assert engine.stats().prefilled_tokens == 20
     asyncio.run(engine.load_weights(1))
@@ -149,7 +173,8 @@ def test_a_prompt_is_prefilled_once_for_its_group(llama: CausalLM) -> None:
 
 
 def test_new_weights_reach_the_next_token(llama: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parameters are shared: changed in place, they count at once; a request in flight has both versions."""
+    """Parameters are shared: changed in place, they count at once; a request in flight has both
+    versions."""
     weight, (prompt,) = llama.head.weight, prompts(6)
     engine = make(llama, update=lambda: weight.neg_())
     before = run(engine, (prompt, free(8, temperature=0)))[0]
@@ -203,7 +228,10 @@ def test_an_engine_whose_weights_came_in_part_waits_for_all_of_them(
         held.go.set()
         with pytest.raises(EngineError, match="the rest did not come"):
             await loading
-        drawn, waiting = engine.stats().sampled_tokens, asyncio.create_task(engine.generate(other, free(5)))
+        drawn, waiting = (
+            engine.stats().sampled_tokens,
+            asyncio.create_task(engine.generate(other, free(5))),
+        )
         for _ in range(5):
             await engine._thread.call(lambda: None)  # a step would follow
         assert engine.stats().sampled_tokens == drawn
@@ -213,7 +241,9 @@ def test_an_engine_whose_weights_came_in_part_waits_for_all_of_them(
     monkeypatch.setattr(Runner, "draw", held)
     split, flying, waited = asyncio.run(load())
     assert not failing and 1 <= split < 8
-    assert [flying.token_ids, waited.token_ids] == [done.token_ids for done in before], "with the right weights"
+    assert [flying.token_ids, waited.token_ids] == [done.token_ids for done in before], (
+        "with the right weights"
+    )
     assert flying.versions == [0] * split + [2] * (8 - split) and waited.versions == [2] * 5
 
 
@@ -244,7 +274,9 @@ def test_the_youngest_is_preempted_and_loses_nothing(llama: CausalLM) -> None:
 
 def test_what_never_fits_is_refused_with_the_numbers(llama: CausalLM) -> None:
     engine = make(llama, 96)
-    with pytest.raises(UserError, match=r"20 tokens with up to 90 new ones needs 128 tokens .* holds 96"):
+    with pytest.raises(
+        UserError, match=r"20 tokens with up to 90 new ones needs 128 tokens .* holds 96"
+    ):
         run(engine, (prompts(20)[0], free(90)))
     with pytest.raises(UserError, match="holds 16 tokens: this model needs at least"):
         make(llama, 16)
@@ -273,7 +305,10 @@ def test_cancelled_requests_make_room_whether_running_or_waiting(
     monkeypatch.setattr(Runner, "draw", held)
 
     async def go() -> None:
-        tasks = [asyncio.create_task(engine.generate(p, free(50, i))) for i, p in enumerate(prompts(4, 4, 6, 6, 8))]
+        tasks = [
+            asyncio.create_task(engine.generate(p, free(50, i)))
+            for i, p in enumerate(prompts(4, 4, 6, 6, 8))
+        ]
         while engine.stats().peak_running < 3:
             await asyncio.sleep(0)
         for i in (0, 3):
@@ -281,14 +316,22 @@ def test_cancelled_requests_make_room_whether_running_or_waiting(
         await turns()
         held.go.set()
         done = await asyncio.gather(*tasks, return_exceptions=True)
-        assert [isinstance(d, asyncio.CancelledError) for d in done] == [True, False, False, True, False]
+        assert [isinstance(d, asyncio.CancelledError) for d in done] == [
+            True,
+            False,
+            False,
+            True,
+            False,
+        ]
         assert [len(d.token_ids) for d in done if isinstance(d, Completion)] == [50] * 3
 
     asyncio.run(go())
     assert engine.stats().sampled_tokens < 4 * 50
 
 
-def test_a_failed_step_fails_what_ran_and_the_engine_goes_on(llama: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_step_fails_what_ran_and_the_engine_goes_on(
+    llama: CausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine, (prompt,) = make(llama, max_running=2), prompts(4)
     draw, calls = Runner.draw, iter(range(1000))
 
@@ -300,7 +343,9 @@ def test_a_failed_step_fails_what_ran_and_the_engine_goes_on(llama: CausalLM, mo
     monkeypatch.setattr(Runner, "draw", broken)
 
     async def go() -> list[Completion | BaseException]:
-        return await asyncio.gather(*(engine.generate(prompt, free(8, i)) for i in range(4)), return_exceptions=True)
+        return await asyncio.gather(
+            *(engine.generate(prompt, free(8, i)) for i in range(4)), return_exceptions=True
+        )
 
     first, second, third, fourth = asyncio.run(go())
     for failed in (first, second):
@@ -350,7 +395,9 @@ def test_memory_that_cannot_be_taken_fails_requests_and_the_next_ones_run(
         monkeypatch.setattr(KVPool, "allocate", allocate)
         with pytest.raises(EngineError):  # its failure takes the memory back
             await asyncio.wait_for(engine.generate(prompts(4)[0], free(3)), 60)
-        done = await asyncio.wait_for(together(engine, *((prompt, free(3)) for prompt in prompts(4, 5, 6))), 60)
+        done = await asyncio.wait_for(
+            together(engine, *((prompt, free(3)) for prompt in prompts(4, 5, 6))), 60
+        )
         assert [len(one.token_ids) for one in done] == [3] * 3
         await engine.close()
 
@@ -363,7 +410,9 @@ async def turns() -> None:
         await asyncio.sleep(0)
 
 
-def test_the_event_loop_does_not_wait_for_steps(llama: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_event_loop_does_not_wait_for_steps(
+    llama: CausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
     held = held_at(2)
     monkeypatch.setattr(Runner, "draw", held)
     threads = threading.active_count()
@@ -383,8 +432,11 @@ def test_the_event_loop_does_not_wait_for_steps(llama: CausalLM, monkeypatch: py
     assert threading.active_count() <= threads  # closing ends the engine's
 
 
-def test_what_is_computed_together_is_the_same_in_every_run(llama: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two turns each, few at a time, as a rollout has them: what follows on a completion starts at the same step."""
+def test_what_is_computed_together_is_the_same_in_every_run(
+    llama: CausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two turns each, few at a time, as a rollout has them: what follows on a completion starts at
+    the same step."""
     draw = Runner.draw
     passes: list[int] = []
 
@@ -399,9 +451,13 @@ def test_what_is_computed_together_is_the_same_in_every_run(llama: CausalLM, mon
 
         async def episode(seed: int) -> None:
             async with slots:
-                first = await asyncio.create_task(engine.generate(prompts(4)[0], free(3 + seed % 5, seed)))
+                first = await asyncio.create_task(
+                    engine.generate(prompts(4)[0], free(3 + seed % 5, seed))
+                )
                 await asyncio.sleep(0)
-                await engine.generate([*prompts(4)[0], *first.token_ids, 9], free(4 + seed % 3, seed))
+                await engine.generate(
+                    [*prompts(4)[0], *first.token_ids, 9], free(4 + seed % 3, seed)
+                )
 
         await asyncio.gather(*(episode(i) for i in range(9)))
         await engine.close()
@@ -421,7 +477,9 @@ def test_the_trainers_random_numbers_stay_its_own(llama: CausalLM) -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-async def test_weights_do_not_change_within_a_step(llama: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_weights_do_not_change_within_a_step(
+    llama: CausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Neither while they are updated nor after a request was cancelled is anything computed."""
     busy, draw = [False], Runner.draw
 
@@ -474,20 +532,28 @@ def test_eos_comes_from_the_generation_config_and_can_be_ignored(llama: CausalLM
 
 
 def test_attainable_time_by_hand(llama: CausalLM) -> None:
-    """One prompt of 4 and 3 tokens: a prefill of 4, then decodes that read 5 and 6 cached tokens."""
+    """One prompt of 4 and 3 tokens: a prefill of 4, then decodes that read 5 and 6 cached
+    tokens."""
     by_bytes = make(llama, limits=PeakRates(bytes_per_second=1.0, flops_per_second=1e30))
     run(by_bytes, (prompts(4)[0], free(3)))
     weights = sum(p.numel() for p in llama.module.parameters()) - 300 * 32
-    assert by_bytes.stats().attainable_seconds == pytest.approx(3 * 4 * weights + (5 + 6) * TOKEN_BYTES)
+    assert by_bytes.stats().attainable_seconds == pytest.approx(
+        3 * 4 * weights + (5 + 6) * TOKEN_BYTES
+    )
     by_flops = make(llama, limits=PeakRates(bytes_per_second=1e30, flops_per_second=1.0))
     run(by_flops, (prompts(4)[0], free(3)))
     pairs = 4 * 5 // 2 + 5 + 6
-    assert by_flops.stats().attainable_seconds == pytest.approx(2 * weights * 6 + 4 * 2 * 4 * 8 * pairs)
+    assert by_flops.stats().attainable_seconds == pytest.approx(
+        2 * weights * 6 + 4 * 2 * 4 * 8 * pairs
+    )
     assert make(llama).stats().attainable_seconds == 0
 
 
 def test_long_prompts_are_chunked_and_short_ones_kept_whole() -> None:
-    pieces = [Piece(CachedPrompt((0,) * n, row=row), 0, (0,) * n) for row, n in enumerate((3, 3, 3, 20, 2))]
+    pieces = [
+        Piece(CachedPrompt((0,) * n, row=row), 0, (0,) * n)
+        for row, n in enumerate((3, 3, 3, 20, 2))
+    ]
     batches = [[(p.owner.row, p.start, p.stop) for p in batch] for batch in split_pieces(pieces, 8)]
     assert batches == [
         [(0, 0, 3), (1, 0, 3)],
@@ -510,7 +576,9 @@ def test_a_bfloat16_model_is_sampled_as_its_trainer_scores_it(tmp_path: Path) ->
     (prompt,) = prompts(6)
     for rows, tolerance in ((4, 0.03), (24, 0.06)):
         for done in run(engine, *[(prompt, free(12, i)) for i in range(rows)]):
-            assert done.logprobs == pytest.approx(scores(exact, prompt, done.token_ids), abs=tolerance)
+            assert done.logprobs == pytest.approx(
+                scores(exact, prompt, done.token_ids), abs=tolerance
+            )
     for parameters in (exact.parameters(), model.module.parameters()):
         with torch.no_grad():
             for p in parameters:
@@ -518,7 +586,9 @@ def test_a_bfloat16_model_is_sampled_as_its_trainer_scores_it(tmp_path: Path) ->
     asyncio.run(engine.load_weights(1))
     for rows, tolerance in ((1, 0.03), (24, 0.06)):
         for done in run(engine, *[(prompt, free(12, i)) for i in range(rows)]):
-            assert done.logprobs == pytest.approx(scores(exact, prompt, done.token_ids), abs=tolerance)
+            assert done.logprobs == pytest.approx(
+                scores(exact, prompt, done.token_ids), abs=tolerance
+            )
 
 
 @pytest.mark.gpu

@@ -1,4 +1,5 @@
-"""LoRA: what is trained, saved, resumed and merged; the sampler and the reference see the right weights."""
+"""LoRA: what is trained, saved, resumed and merged; the sampler and the reference see the right
+weights."""
 
 from __future__ import annotations
 
@@ -40,14 +41,19 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def samples() -> list[Sample]:
-    return [Sample([*PROMPT, *rest], [False] * 4 + [True] * len(rest)) for rest in ([8, 20, 6], [11], [60, 61, 62, 2])]
+    return [
+        Sample([*PROMPT, *rest], [False] * 4 + [True] * len(rest))
+        for rest in ([8, 20, 6], [11], [60, 61, 62, 2])
+    ]
 
 
 def forest(indices: list[int] | None = None) -> Forest:
     return forest_of(samples(), indices)
 
 
-def adapted(base: Path, dtype: torch.dtype = torch.float32, **section: Any) -> TorchBackend[CausalLM]:
+def adapted(
+    base: Path, dtype: torch.dtype = torch.float32, **section: Any
+) -> TorchBackend[CausalLM]:
     model = CausalLM.load(base, dtype=dtype)
     torch.manual_seed(0)
     adapters.attach(model, LoraSection(**{"rank": 4, **section}))
@@ -66,7 +72,8 @@ def logprobs(backend: TorchBackend[Any], *, reference: bool = False) -> Tensor:
 
 
 def hugging_face(model: Any) -> Tensor:
-    """Log-probabilities of the samples' loss tokens by a plain Hugging Face model, one sequence at a time."""
+    """Log-probabilities of the samples' loss tokens by a plain Hugging Face model, one sequence at
+    a time."""
     model.eval()
     rows: list[Tensor] = []
     for s in samples():
@@ -81,7 +88,8 @@ def test_only_the_adapter_is_trained_and_has_optimizer_state(base: Path) -> None
     backend = adapted(base)
     assert backend.model.adapter is not None
     before = {n: p.detach().clone() for n, p in backend.model.module.named_parameters()}
-    # q, o 32x32; k, v 32->16; gate, up 32->64; down 64->32: rank times inputs and outputs, in two layers.
+    # q, o 32x32; k, v 32->16; gate, up 32->64; down 64->32: rank times inputs and outputs, in two
+    # layers.
     count = 2 * 4 * (2 * 64 + 2 * 48 + 3 * 96)
     assert backend.model.adapter.counts() == (
         count,
@@ -99,7 +107,9 @@ def test_at_first_it_is_the_base_and_the_reference_stays_it(base: Path) -> None:
     trained(backend)
     torch.testing.assert_close(logprobs(backend, reference=True), logprobs(plain))
     assert (logprobs(backend) - logprobs(plain)).abs().max() > 0.1
-    assert all(p.requires_grad for p in backend.optimizer.masters.values()), "scoring the reference freezes nothing"
+    assert all(p.requires_grad for p in backend.optimizer.masters.values()), (
+        "scoring the reference freezes nothing"
+    )
 
 
 def test_the_gradient_is_autograds_and_independent_of_the_split(base: Path) -> None:
@@ -123,7 +133,8 @@ def gradients(backend: TorchBackend[Any], split: list[list[int] | None]) -> list
 
 
 def hugging_face_training(model: Any) -> Tensor:
-    """As ``hugging_face``, with gradient, on the adapted module itself: one sequence in a forest at a time."""
+    """As ``hugging_face``, with gradient, on the adapted module itself: one sequence in a forest at
+    a time."""
     lm = CausalLM(model, None)  # pyright: ignore[reportArgumentType]
     found = [lm.predict(forest([i])).logprobs for i in range(3)]
     return torch.cat(found)
@@ -131,8 +142,11 @@ def hugging_face_training(model: Any) -> Tensor:
 
 @pytest.mark.parametrize("targets", [("q_proj", "v_proj"), ("mlp.down_proj",)])
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_named_targets_and_gradient_checkpointing(base: Path, targets: tuple[str, ...], checkpointing: bool) -> None:
-    """The base's first layers need no gradient, yet one has to pass from checkpoint to checkpoint."""
+def test_named_targets_and_gradient_checkpointing(
+    base: Path, targets: tuple[str, ...], checkpointing: bool
+) -> None:
+    """The base's first layers need no gradient, yet one has to pass from checkpoint to
+    checkpoint."""
     backend = trained(adapted(base, targets=targets))
     names = {n.split(".lora_")[0].rpartition(".")[2] for n in backend.optimizer.masters}
     assert names == {t.rpartition(".")[2] for t in targets}
@@ -173,7 +187,9 @@ def test_the_sampler_sees_the_adapter(base: Path, dtype: torch.dtype) -> None:
         trained(backend)
         assert (logprobs(backend) - before).abs().max() > 0.1
         theirs, ours = sampled()
-        torch.testing.assert_close(theirs, ours, rtol=0, atol=1e-4 if dtype == torch.float32 else 0.05)
+        torch.testing.assert_close(
+            theirs, ours, rtol=0, atol=1e-4 if dtype == torch.float32 else 0.05
+        )
 
 
 def test_saved_loaded_and_merged_it_is_the_same_model(base: Path, tmp_path: Path) -> None:
@@ -185,7 +201,9 @@ def test_saved_loaded_and_merged_it_is_the_same_model(base: Path, tmp_path: Path
     assert "model.safetensors" not in names, "no copy of the base"
     plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     size = plain.num_parameters()
-    torch.testing.assert_close(hugging_face(PeftModel.from_pretrained(plain, tmp_path / "adapter")), ours)
+    torch.testing.assert_close(
+        hugging_face(PeftModel.from_pretrained(plain, tmp_path / "adapter")), ours
+    )
     assert placement.run_merge(tmp_path / "adapter", tmp_path / "merged") == str(base)
     merged = CausalLM.load(tmp_path / "merged")
     assert merged.module.num_parameters() == size
@@ -193,7 +211,9 @@ def test_saved_loaded_and_merged_it_is_the_same_model(base: Path, tmp_path: Path
     torch.testing.assert_close(found, ours, rtol=0, atol=1e-5)
 
 
-def test_a_continued_adapter_starts_where_it_was_and_is_its_own_reference(base: Path, tmp_path: Path) -> None:
+def test_a_continued_adapter_starts_where_it_was_and_is_its_own_reference(
+    base: Path, tmp_path: Path
+) -> None:
     first = trained(adapted(base))
     first.model.save(tmp_path / "first")
     model = CausalLM.load(base)
@@ -216,7 +236,11 @@ def test_a_reward_model_trains_its_head_beside_the_adapter(base: Path, tmp_path:
         return (predictions.values - 1.0).square().sum(), {}
 
     sequences = whole([whole_sequence([5, 6, 7]), whole_sequence([5, 8])])
-    losses = [backend.forward_backward(sequences, objective)["loss"] for _ in range(20) if backend.step(0.005)]
+    losses = [
+        backend.forward_backward(sequences, objective)["loss"]
+        for _ in range(20)
+        if backend.step(0.005)
+    ]
     assert losses[-1] < losses[0] / 2
     model.save(tmp_path / "adapter")
     placement.run_merge(tmp_path / "adapter", tmp_path / "merged")
@@ -236,7 +260,12 @@ def test_a_run_saves_the_adapter_and_resumes_bit_for_bit(
     tmp_path: Path, base: Path, kind: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make = rl_settings if kind == "rl" else sft_settings
-    settings: dict[str, Any] = {"lora__rank": 4, "train__steps": 4, "checkpoint__every": 2, "checkpoint__keep": 5}
+    settings: dict[str, Any] = {
+        "lora__rank": 4,
+        "train__steps": 4,
+        "checkpoint__every": 2,
+        "checkpoint__keep": 5,
+    }
     settings |= {"algorithm__kl__coef": 0.1} if kind == "rl" else {"lora__dropout": 0.1}
     whole = run(make(tmp_path, base, "whole", **settings), kind)
     assert "LoRA: 4,096 of" in capsys.readouterr().out
@@ -244,9 +273,21 @@ def test_a_run_saves_the_adapter_and_resumes_bit_for_bit(
     again = run(make(tmp_path, base, "half", **settings, checkpoint__resume=True), kind)
     same_tensors(whole.checkpoint.parent, again.checkpoint.parent)
     assert untimed(whole.run_dir / "metrics.jsonl") == untimed(again.run_dir / "metrics.jsonl")
-    assert half.checkpoint.name == "model" and not any("embed" in name for name in tensors(whole.checkpoint.parent))
+    assert half.checkpoint.name == "model" and not any(
+        "embed" in name for name in tensors(whole.checkpoint.parent)
+    )
     with pytest.raises(CheckpointError, match=r"lora\.targets"):
-        run(make(tmp_path, base, "half", **settings, lora__targets=["q_proj"], checkpoint__resume=True), kind)
+        run(
+            make(
+                tmp_path,
+                base,
+                "half",
+                **settings,
+                lora__targets=["q_proj"],
+                checkpoint__resume=True,
+            ),
+            kind,
+        )
     without = {k: v for k, v in settings.items() if not k.startswith("lora")}
     with pytest.raises(CheckpointError, match=r"lora\.rank"):
         run(make(tmp_path, base, "half", **without, checkpoint__resume=True), kind)
@@ -257,14 +298,22 @@ def test_a_run_saves_the_adapter_and_resumes_bit_for_bit(
 
 def test_a_whole_model_beside_the_adapter_when_asked_for(tmp_path: Path, base: Path) -> None:
     (tmp_path / "own.jinja").write_text(f"{CHATML}{{# its own #}}")
-    changed = {"lora__rank": 2, "lora__save_merged": True, "model__chat_template": str(tmp_path / "own.jinja")}
+    changed = {
+        "lora__rank": 2,
+        "lora__save_merged": True,
+        "model__chat_template": str(tmp_path / "own.jinja"),
+    }
     outcome = run(sft_settings(tmp_path, base, train__steps=2, **changed), "sft")
     merged = CausalLM.load(outcome.checkpoint.with_name("model_merged"))
     assert "its own" in str(cast(Any, merged.tokenizer).chat_template)
     start = CausalLM.load(base)
-    names = {n for n, p in merged.module.named_parameters() if not p.equal(start.module.get_parameter(n))}
+    names = {
+        n for n, p in merged.module.named_parameters() if not p.equal(start.module.get_parameter(n))
+    }
     assert names and all("proj" in n for n in names)
-    continued = sft_settings(tmp_path, base, "on", train__steps=1, lora__path=str(outcome.checkpoint), train__lr=1e-9)
+    continued = sft_settings(
+        tmp_path, base, "on", train__steps=1, lora__path=str(outcome.checkpoint), train__lr=1e-9
+    )
     torch.testing.assert_close(
         tensors(run(continued, "sft").checkpoint), tensors(outcome.checkpoint), rtol=0, atol=1e-6
     )
@@ -275,7 +324,10 @@ def test_a_whole_model_beside_the_adapter_when_asked_for(tmp_path: Path, base: P
     [
         ({"lora__alpha": 8}, "lora.alpha has no effect without an adapter"),
         ({"lora__targets": ["q_proj"]}, "lora.targets has no effect without an adapter"),
-        ({"lora__rank": 2, "lora__targets": ["q_prj"]}, "no linear module 'q_prj'. Did you mean 'q_proj'"),
+        (
+            {"lora__rank": 2, "lora__targets": ["q_prj"]},
+            "no linear module 'q_prj'. Did you mean 'q_proj'",
+        ),
         ({"lora__rank": 2, "lora__targets": ["lm_head"]}, "no linear module 'lm_head'"),
         ({"lora__rank": 2, "lora__targets": []}, "lora.targets is empty"),
         ({"lora__rank": 0}, "above 0"),
@@ -299,7 +351,9 @@ def test_paths_that_hold_something_else_are_told(tmp_path: Path, base: Path) -> 
     trained(adapted(base), 1).model.save(tmp_path / "adapter")
     with pytest.raises(ConfigError, match=r"holds no LoRA adapter"):
         run(sft_settings(tmp_path, base, lora__path=str(base)), "sft")
-    with pytest.raises(ConfigError, match=r"holds a LoRA adapter and no whole model.*\s.*tunesmith merge"):
+    with pytest.raises(
+        ConfigError, match=r"holds a LoRA adapter and no whole model.*\s.*tunesmith merge"
+    ):
         run(sft_settings(tmp_path, tmp_path / "adapter"), "sft")
     with pytest.raises(ConfigError, match=r"lora\.rank has no effect with lora\.path"):
         run(sft_settings(tmp_path, base, lora__path=str(tmp_path / "adapter"), lora__rank=8), "sft")
@@ -327,20 +381,30 @@ def test_a_saved_adapter_with_more_than_low_rank_matrices_is_refused(
     tmp_path: Path, base: Path, extra: dict[str, Any], named: str
 ) -> None:
     config = LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj"], **extra)
-    get_peft_model(AutoModelForCausalLM.from_pretrained(base), config).save_pretrained(tmp_path / "adapter")
+    get_peft_model(AutoModelForCausalLM.from_pretrained(base), config).save_pretrained(
+        tmp_path / "adapter"
+    )
     with pytest.raises(ModelError, match=rf"{named}.*tunesmith merge"):
         adapters.attach(CausalLM.load(base), LoraSection(), path=tmp_path / "adapter")
     placement.run_merge(tmp_path / "adapter", tmp_path / "merged")
 
 
-def test_quantising_without_bitsandbytes_is_refused_before_anything_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quantising_without_bitsandbytes_is_refused_before_anything_loads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     from tunesmith.plan.rules import checks
 
     monkeypatch.setattr(checks, "find_spec", lambda _: None)
     config = SFTConfig.model_validate(
-        {"model": {"path": "m", "quantize": "int8"}, "data": {"train": "t.jsonl"}, "lora": {"rank": 4}}
+        {
+            "model": {"path": "m", "quantize": "int8"},
+            "data": {"train": "t.jsonl"},
+            "lora": {"rank": 4},
+        }
     )
-    with pytest.raises(ConfigError, match=r"needs bitsandbytes, which is not installed: pip install"):
+    with pytest.raises(
+        ConfigError, match=r"needs bitsandbytes, which is not installed: pip install"
+    ):
         checks.check(config)
 
 

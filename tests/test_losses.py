@@ -21,7 +21,12 @@ from tunesmith.learn.algorithms.losses import (
     group_logprob,
     value_loss,
 )
-from tunesmith.learn.algorithms.objective import SFTObjective, ValueObjective, policy_objective, prepare_columns
+from tunesmith.learn.algorithms.objective import (
+    SFTObjective,
+    ValueObjective,
+    policy_objective,
+    prepare_columns,
+)
 from tunesmith.learn.algorithms.resolve import resolve_algorithm
 from tunesmith.learn.data import micro_batches
 from tunesmith.learn.data.batch import Batch
@@ -29,7 +34,12 @@ from tunesmith.learn.data.micro_batches import build_forest
 from tunesmith.models.forest import Predictions
 
 LOSSES = sorted(Loss.types)
-AGGREGATIONS = ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm")
+AGGREGATIONS = (
+    "token_mean",
+    "seq_mean_token_mean",
+    "seq_mean_token_sum",
+    "seq_mean_token_sum_norm",
+)
 
 
 def double(values: Sequence[float]) -> Tensor:
@@ -73,7 +83,8 @@ def log(*ratios: float) -> list[float]:
 
 
 def test_ppo_by_hand() -> None:
-    # Inside; above for A>0 (clipped); above for A<0 (not); below for A<0 (clipped); below for A>0 (not).
+    # Inside; above for A>0 (clipped); above for A<0 (not); below for A<0 (clipped); below for A>0
+    # (not).
     micro = batch(log(1.1, 1.5, 1.5, 0.5, 0.5), [2.0, 2.0, -2.0, -2.0, 2.0])
     token = loss_of("ppo", clip_low=0.2, clip_high=0.28)(micro)
     assert token.loss.tolist() == pytest.approx([-2.2, -2.56, 3.0, 1.6, -1.0])
@@ -95,7 +106,9 @@ def test_dual_clip_bounds_the_loss_of_negative_advantages_only() -> None:
 
 @pytest.mark.parametrize("name", ["reinforce", "gpg"])
 def test_policy_gradient_by_hand(name: str) -> None:
-    assert values(name, batch([0.5, 0.0], [2.0, -1.0], old=[-1.0, -3.0])) == pytest.approx([1.0, -3.0])
+    assert values(name, batch([0.5, 0.0], [2.0, -1.0], old=[-1.0, -3.0])) == pytest.approx(
+        [1.0, -3.0]
+    )
 
 
 def test_gspo_by_hand() -> None:
@@ -125,12 +138,18 @@ def test_gspo_token_has_the_value_and_gradient_of_gspo() -> None:
 def test_cispo_by_hand() -> None:
     micro = batch(log(0.5, 3.0, 7.0), [1.0, -2.0, 1.0], old=[-1.0, -2.0, -3.0])
     params = {"clip_low": 1.0, "clip_high": 4.0}
-    expected = [-0.5 * (-1 + math.log(0.5)), 6.0 * (-2 + math.log(3.0)), -5.0 * (-3 + math.log(7.0))]
+    expected = [
+        -0.5 * (-1 + math.log(0.5)),
+        6.0 * (-2 + math.log(3.0)),
+        -5.0 * (-3 + math.log(7.0)),
+    ]
     token = loss_of("cispo", **params)(micro)
     assert token.loss.tolist() == pytest.approx(expected)
     token.loss.sum().backward()
     assert micro.logprobs.grad is not None
-    assert micro.logprobs.grad.tolist() == pytest.approx([-0.5, 6.0, -5.0])  # a clipped token still learns
+    assert micro.logprobs.grad.tolist() == pytest.approx(
+        [-0.5, 6.0, -5.0]
+    )  # a clipped token still learns
 
 
 def test_sapo_by_hand() -> None:
@@ -149,7 +168,9 @@ def test_gmpo_by_hand() -> None:
     up = batch([1.0, -1.0, 0.1], [2.0] * 3)
     assert values("gmpo", up, **params) == pytest.approx([-2 * math.exp((0.4 - 1.0 + 0.1) / 3)] * 3)
     down = batch([1.0, -1.0, 0.1], [-2.0] * 3)
-    assert values("gmpo", down, **params) == pytest.approx([2 * math.exp((1.0 - 0.3 + 0.1) / 3)] * 3)
+    assert values("gmpo", down, **params) == pytest.approx(
+        [2 * math.exp((1.0 - 0.3 + 0.1) / 3)] * 3
+    )
 
 
 def test_gepo_by_hand() -> None:
@@ -198,7 +219,10 @@ def test_tokens_chosen_by_covariance() -> None:
     assert KLCov(cov_share=0.5).select(cov, rng).tolist() == [3, 0]
     assert ClipCov(cov_share=0.5, cov_low=1.0, cov_high=8.0).select(cov, rng).tolist() == [0]
     assert ClipCov(cov_share=0.5, cov_low=20.0, cov_high=30.0).select(cov, rng).size == 0
-    assert set(ClipCov(cov_share=1.0, cov_low=1.0, cov_high=10.0).select(cov, rng).tolist()) == {0, 3}
+    assert set(ClipCov(cov_share=1.0, cov_low=1.0, cov_high=10.0).select(cov, rng).tolist()) == {
+        0,
+        3,
+    }
 
 
 def test_value_loss_by_hand_and_gradient() -> None:
@@ -209,10 +233,13 @@ def test_value_loss_by_hand_and_gradient() -> None:
     token.loss.sum().backward()
     assert predicted.grad is not None
     assert predicted.grad.tolist() == pytest.approx([1.0, 0.0, -1.0])
-    assert value_loss(predicted, returns, old, None).loss.tolist() == pytest.approx([0.5, 0.125, 0.5])
+    assert value_loss(predicted, returns, old, None).loss.tolist() == pytest.approx(
+        [0.5, 0.125, 0.5]
+    )
     shift = double([0.01, 0.02, 0.03])
     assert torch.autograd.gradcheck(
-        lambda v: value_loss(v, returns, old, 0.5).loss, (predicted.detach() + shift).requires_grad_()
+        lambda v: value_loss(v, returns, old, 0.5).loss,
+        (predicted.detach() + shift).requires_grad_(),
     )
 
 
@@ -223,14 +250,18 @@ def test_no_value_within_the_clip_counts_as_clipped() -> None:
     assert token.clipped_low is not None and token.clipped_high is not None
     assert not (token.clipped_low | token.clipped_high).any()
     token = value_loss(old + 0.7, old + 0.1, old, 0.5)
-    assert token.clipped_high is not None and not token.clipped_high.any()  # the clip acts, but the free loss is more
+    assert (
+        token.clipped_high is not None and not token.clipped_high.any()
+    )  # the clip acts, but the free loss is more
     token = value_loss(old - 0.7, old - 2.0, old, 0.5)
     assert token.clipped_low is not None and token.clipped_low.all()
 
 
 # What a loss holds fixed while it is differentiated: everything behind a stop-gradient.
 SURROGATES = {
-    "cispo": lambda x, b, p: -(b.log_ratio.exp().clamp(1 - p.clip_low, 1 + p.clip_high)) * b.advantages * x,
+    "cispo": lambda x, b, p: (
+        -(b.log_ratio.exp().clamp(1 - p.clip_low, 1 + p.clip_high)) * b.advantages * x
+    ),
     "gspo_token": lambda x, b, p: (
         PPO(clip_low=p.clip_low, clip_high=p.clip_high)(
             PolicyBatch(
@@ -270,7 +301,9 @@ def test_gradient_by_finite_differences(name: str) -> None:
     def value(x: Tensor) -> float:
         if name in SURROGATES:
             return float((coefficients * SURROGATES[name](x, frozen, loss)).sum())
-        moved = PolicyBatch(x, micro.old_logprobs, micro.advantages, micro.keep, micro.sample, 4, micro.columns)
+        moved = PolicyBatch(
+            x, micro.old_logprobs, micro.advantages, micro.keep, micro.sample, 4, micro.columns
+        )
         return float((coefficients * loss(moved).loss).sum())
 
     (gradient,) = torch.autograd.grad((coefficients * loss(micro).loss).sum(), micro.logprobs)
@@ -284,7 +317,8 @@ def test_gradient_by_finite_differences(name: str) -> None:
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_on_policy_every_loss_has_the_policy_gradient(name: str) -> None:
-    """At ratio 1 the gradient is −A per token (−A/|y| per token of a sequence loss), the right sign."""
+    """At ratio 1 the gradient is −A per token (−A/|y| per token of a sequence loss), the right
+    sign."""
     # The group's expected probability equals the sequence's own here.
     micro = batch([0.0] * 4, [1.5, 1.5, -0.5, -0.5], sample=[0, 0, 1, 1], group=-1.0)
     loss_of(name)(micro).loss.sum().backward()
@@ -365,7 +399,8 @@ def test_any_split_and_order_give_the_same_step(name: str, aggregation: str) -> 
 
 
 def test_the_scalar_by_hand() -> None:
-    """Two sequences of 1 and 2 tokens on policy: −mean(A) plus β·KL minus c·H, weighted by correction."""
+    """Two sequences of 1 and 2 tokens on policy: −mean(A) plus β·KL minus c·H, weighted by
+    correction."""
     columns = {
         "advantages": [0.5, 0.5, 0.5],
         "old_logprobs": [-1.0, -1.0, -2.0],
@@ -396,7 +431,8 @@ def test_the_scalar_by_hand() -> None:
 
 
 def test_shares_of_tokens_are_exact_and_lack_no_token_that_was_dropped_late() -> None:
-    """11 tokens, all twice as likely as before: clipped from above, but for one whose log-probability is lost."""
+    """11 tokens, all twice as likely as before: clipped from above, but for one whose
+    log-probability is lost."""
     ready = batch_of([11], {"advantages": [1.0] * 11, "old_logprobs": [-2.0] * 11})
     weigh(ready, "token_mean")
     forest = micro_batches.gather(build_forest(ready, [0]), ready)
@@ -412,16 +448,22 @@ def test_shares_of_tokens_are_exact_and_lack_no_token_that_was_dropped_late() ->
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("column", ["advantages", "old_logprobs", "ref_logprobs"])
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_a_non_finite_input_is_as_if_the_token_were_not_there(name: str, column: str, bad: float) -> None:
+def test_a_non_finite_input_is_as_if_the_token_were_not_there(
+    name: str, column: str, bad: float
+) -> None:
     section = resolved(loss=name, kl={"coef": 0.1})
     clean_columns = random_batch(3, lengths=(3, 4)).columns
     values = clean_columns[column]
     whole = batch_of((3, 4), {**clean_columns, column: [values[0], bad, *values[2:]]})
-    shorter = batch_of((2, 4), {name: np.delete(values, 1) for name, values in clean_columns.items()})
+    shorter = batch_of(
+        (2, 4), {name: np.delete(values, 1) for name, values in clean_columns.items()}
+    )
     logprobs = random_logprobs(whole, 4)
     without = [torch.cat([logprobs[0][:1], logprobs[0][2:]]), logprobs[1]]
 
-    def step(ready: Batch, current: Sequence[Tensor]) -> tuple[float, list[Tensor], dict[str, float]]:
+    def step(
+        ready: Batch, current: Sequence[Tensor]
+    ) -> tuple[float, list[Tensor], dict[str, float]]:
         prepare_columns(ready, section, seed=1)
         weigh(ready, "seq_mean_token_mean")
         return evaluated(ready, current, [[0, 1]], section)
@@ -465,13 +507,19 @@ def test_a_batch_without_loss_tokens_gives_zero(name: str) -> None:
 
 def test_columns_that_were_not_made_are_named() -> None:
     with pytest.raises(AssertionError, match=r"aggregation\.weigh"):
-        policy_objective(resolved())(micro_batch(random_batch(0, lengths=(2,)), [0]), Predictions(torch.zeros(2)))
+        policy_objective(resolved())(
+            micro_batch(random_batch(0, lengths=(2,)), [0]), Predictions(torch.zeros(2))
+        )
     ready = batch_of((1,), {"advantages": [1.0], "old_logprobs": [0.0]})
     weigh(ready, "token_mean")
     with pytest.raises(AssertionError, match="ref_logprobs"):
-        policy_objective(resolved(kl={"coef": 0.1}))(micro_batch(ready, [0]), Predictions(torch.zeros(1)))
+        policy_objective(resolved(kl={"coef": 0.1}))(
+            micro_batch(ready, [0]), Predictions(torch.zeros(1))
+        )
     with pytest.raises(AssertionError, match="entropy"):
-        policy_objective(resolved(entropy_coef=0.1))(micro_batch(ready, [0]), Predictions(torch.zeros(1)))
+        policy_objective(resolved(entropy_coef=0.1))(
+            micro_batch(ready, [0]), Predictions(torch.zeros(1))
+        )
 
 
 def test_sft_objective_is_the_mean_nll() -> None:
@@ -483,7 +531,9 @@ def test_sft_objective_is_the_mean_nll() -> None:
     scalar.backward()
     assert logprobs.grad is not None
     assert logprobs.grad.tolist() == pytest.approx([-1 / 3] * 3)
-    dropped, found = SFTObjective()(micro_batch(ready, [0, 1]), Predictions(double([-1.0, math.nan, -6.0])))
+    dropped, found = SFTObjective()(
+        micro_batch(ready, [0, 1]), Predictions(double([-1.0, math.nan, -6.0]))
+    )
     assert dropped.item() == pytest.approx(7 / 3)
     assert found["nonfinite_tokens"].item() == 1
 
@@ -495,7 +545,11 @@ def test_value_objective_adds_up_over_micro_batches() -> None:
     weigh(ready, "token_mean")
     predicted = [x.detach() for x in random_logprobs(ready, 1)]
     objective = ValueObjective(0.1)
-    whole, metrics = objective(micro_batch(ready, [0, 1]), Predictions(values=gather(predicted, [0, 1])))
+    whole, metrics = objective(
+        micro_batch(ready, [0, 1]), Predictions(values=gather(predicted, [0, 1]))
+    )
     parts = [objective(micro_batch(ready, [i]), Predictions(values=predicted[i])) for i in (1, 0)]
     assert sum(p[0].item() for p in parts) == pytest.approx(whole.item())
-    assert sum(p[1]["value_error"].item() for p in parts) == pytest.approx(metrics["value_error"].item())
+    assert sum(p[1]["value_error"].item() for p in parts) == pytest.approx(
+        metrics["value_error"].item()
+    )

@@ -81,12 +81,18 @@ def test_the_table_is_plausible() -> None:
     for kind in gpu_kinds().values():
         nominal = int(kind.name.rpartition("-")[2].removesuffix("GB")) * 2**30
         assert 0.9 * nominal < kind.memory < 1.1 * nominal and kind.source.startswith("https://")
-        assert 10e12 < kind.flops < 5000e12 and 100e9 < kind.bandwidth < 10e12 and kind.link < kind.bandwidth
+        assert (
+            10e12 < kind.flops < 5000e12
+            and 100e9 < kind.bandwidth < 10e12
+            and kind.link < kind.bandwidth
+        )
 
 
 def test_a_run_resolves_as_on_that_machine() -> None:
     config = load_config(SFTConfig, None, ["model.path=org/m", "data.train=org/d", "lora.rank=16"])
-    found = resolve(config, Facts(machine("H100-80GB"), QWEN_7B, train_size=1000, longest=1000)).config
+    found = resolve(
+        config, Facts(machine("H100-80GB"), QWEN_7B, train_size=1000, longest=1000)
+    ).config
     assert found.system.device == "cuda" and found.model.dtype == "bfloat16"
     with pytest.raises(ConfigError, match=r"16\.\dGB|free"):
         resolve(config, Facts(machine("T4-16GB"), QWEN_7B, train_size=1000, longest=32000))

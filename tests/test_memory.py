@@ -1,4 +1,5 @@
-"""The cost model of memory: bytes by hand, what is refused and with which remedy, facts of hub models, the table."""
+"""The cost model of memory: bytes by hand, what is refused and with which remedy, facts of hub
+models, the table."""
 
 from __future__ import annotations
 
@@ -35,7 +36,13 @@ from tunesmith.models.causal_lm import CausalLM
 from tunesmith.models.parallel.shard_files import WeightFiles, names_in
 from tunesmith.plan.cost.device import Layout
 from tunesmith.plan.cost.memory import LIMIT, MARGIN, planned, request_kv
-from tunesmith.plan.cost.price import activation_bytes, adapter_numbers, copy_bytes, price, recomputed
+from tunesmith.plan.cost.price import (
+    activation_bytes,
+    adapter_numbers,
+    copy_bytes,
+    price,
+    recomputed,
+)
 from tunesmith.plan.facts import hub
 from tunesmith.plan.facts.hardware import Gpu, Hardware
 from tunesmith.plan.facts.model import ModelFacts, facts_of, read_model_facts
@@ -80,7 +87,9 @@ def refusal(kind: Any, facts: Facts, *said: str) -> str:
 
 
 @pytest.mark.parametrize(("dtype", "each"), [(torch.bfloat16, 18), (torch.float32, 16)])
-def test_the_trainer_holds_so_many_bytes_of_each_number(tmp_path: Path, dtype: torch.dtype, each: int) -> None:
+def test_the_trainer_holds_so_many_bytes_of_each_number(
+    tmp_path: Path, dtype: torch.dtype, each: int
+) -> None:
     """Counted in the optimizer itself, after a backward pass and a step."""
     model = CausalLM.load(save_model(tmp_path / "model"), dtype=dtype)
     optimizer = MasterOptimizer(model.module, AdamWSettings())
@@ -109,7 +118,8 @@ def test_parts_of_a_price_by_hand() -> None:
     assert (full.weights, full.gradients, full.optimizer) == (4 * n, 8 * n, 32 * n)
     assert full.frozen == 2 * n + 14
     lora = adapter_numbers(SMALL, 8)
-    # Queries and outputs of 256 × 256, keys and values of 256 × 128, three of 256 × 768; 8 rows in and out, 6 layers.
+    # Queries and outputs of 256 × 256, keys and values of 256 × 128, three of 256 × 768; 8 rows in
+    # and out, 6 layers.
     assert lora == 8 * 6 * (2 * 512 + 2 * 384 + 3 * 1024)
     adapter = price(SMALL, Layout(2, lora_rank=8))
     assert adapter.state == 2 * n + 16 * lora
@@ -117,15 +127,22 @@ def test_parts_of_a_price_by_hand() -> None:
     assert copy_bytes(SMALL, 2, "nf4") == 2 * embedding + int(0.516 * (n - embedding))
     turns = price(SMALL, Layout(2, engines=1, kv_bytes=10**9, turns=True))
     assert turns.training == turns.state + turns.head and turns.sampling == 4 * n + 10**9
-    assert price(SMALL, Layout(2, engines=1, kv_bytes=10**9)).training == turns.training + 2 * n + 10**9
+    assert (
+        price(SMALL, Layout(2, engines=1, kv_bytes=10**9)).training
+        == turns.training + 2 * n + 10**9
+    )
     assert price(SMALL, Layout(2, trains=False)).peak == 2 * n
     assert price(SMALL, Layout(2, tokens=10)).activations == 10 * activation_bytes(SMALL, Layout(2))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [SFTConfig, RLConfig, DPOConfig, RMConfig, DistillConfig, RFTConfig])
+@pytest.mark.parametrize(
+    "kind", [SFTConfig, RLConfig, DPOConfig, RMConfig, DistillConfig, RFTConfig]
+)
 @pytest.mark.parametrize("gpu", [A10G, A100, None])
-def test_full_training_of_70b_fits_nowhere_and_it_says_so_at_once(kind: Any, gpu: Gpu | None) -> None:
+def test_full_training_of_70b_fits_nowhere_and_it_says_so_at_once(
+    kind: Any, gpu: Gpu | None
+) -> None:
     text = refusal(kind, on(gpu, LLAMA_70B), *(["rft.threshold=1"] if kind is RFTConfig else []))
     assert "does not fit on" in text and "weights 141GB, gradients 282GB, optimizer 847GB" in text
     assert "system.device_memory" in text
@@ -150,7 +167,9 @@ def test_the_nearest_that_fits_is_named(
 ) -> None:
     monkeypatch.setattr("tunesmith.plan.rules.checks.find_spec", lambda _: object())
     longest = 7000 if "longest" in said else 1000
-    text = refusal(SFTConfig, on(gpu, model, longest=longest), *(word for word in said if word != "longest"))
+    text = refusal(
+        SFTConfig, on(gpu, model, longest=longest), *(word for word in said if word != "longest")
+    )
     assert remedy in text and f"{gpu.memory_free // GB}GB are free" in text
 
 
@@ -166,18 +185,25 @@ def test_what_is_named_fits() -> None:
 
 def test_more_memory_may_be_said_and_less() -> None:
     facts = on(A100, QWEN_7B)
-    assert resolved(SFTConfig, facts, 'system.device_memory="200GB"').system.max_tokens_per_microbatch > 0
+    assert (
+        resolved(SFTConfig, facts, 'system.device_memory="200GB"').system.max_tokens_per_microbatch
+        > 0
+    )
     assert "20GB are free" in refusal(SFTConfig, facts, 'system.device_memory="20GB"')
 
 
 def test_what_runs_today_is_not_refused() -> None:
-    """Small models with little memory, models of unknown size, and what is short by less than the margin."""
+    """Small models with little memory, models of unknown size, and what is short by less than the
+    margin."""
     assert resolved(RLConfig, on(None, SMALL, memory=250_000_000))
     assert resolved(SFTConfig, on(None, replace(QWEN_7B, parameters=None)))
     state = price(SMALL, Layout(2, "cpu", tokens=1000)).peak
     config = load_config(SFTConfig, None, ["model.path=org/m", "data.train=org/d"])
     found = resolve(config, on(None, SMALL, memory=int(state / 1.05)))
-    assert any("may not fit" in note for note in found.notes) or found.config.system.gradient_checkpointing
+    assert (
+        any("may not fit" in note for note in found.notes)
+        or found.config.system.gradient_checkpointing
+    )
 
 
 def test_checkpointing_is_derived_for_as_few_layers_as_the_longest_sample_needs() -> None:
@@ -211,7 +237,9 @@ def test_a_share_is_derived_for_a_model_of_any_depth() -> None:
 def test_turns_are_taken_where_memory_is_short() -> None:
     small = replace(QWEN_7B, parameters=500_000_000)
     assert resolved(RLConfig, on(A100, small)).system.hybrid is False
-    assert resolved(RLConfig, on(A100, replace(small, parameters=3_500_000_000))).system.hybrid is True
+    assert (
+        resolved(RLConfig, on(A100, replace(small, parameters=3_500_000_000))).system.hybrid is True
+    )
     assert resolved(RLConfig, on(None, SMALL)).system.hybrid is False
 
 
@@ -224,7 +252,10 @@ def test_models_beside_the_policy_count() -> None:
 
     n = SMALL.parameters or 0
     assert peak(RLConfig, "algorithm.name=ppo", "algorithm.kl=none") == 36 * n
-    assert peak(RLConfig, "algorithm.name=ppo", "algorithm.kl=none", "critic.shared_trunk=true") == 18 * n
+    assert (
+        peak(RLConfig, "algorithm.name=ppo", "algorithm.kl=none", "critic.shared_trunk=true")
+        == 18 * n
+    )
     assert peak(DPOConfig) == 20 * n and peak(DPOConfig, "dpo.precompute_reference=true") == 18 * n
     assert peak(DPOConfig, "lora.rank=8") == 2 * n + 16 * adapter_numbers(SMALL, 8)
     assert peak(DistillConfig, frozen_parameters=7) == 18 * n + 14
@@ -236,8 +267,16 @@ def test_the_table_names_every_part_and_what_is_free() -> None:
     facts = on(A100, SMALL)
     rows = dict(memory_rows(memory_of(resolved(RLConfig, facts), facts)))
     assert rows["memory of each device"] == ["trainer's"]
-    assert rows["policy: weights"] == ["10MB"] and rows["policy: optimizer"] == ["60MB"] and rows["free"] == ["79GB"]
-    assert {"policy: gradients", "policy: activations of a micro-batch", "engines: keys and values"} <= rows.keys()
+    assert (
+        rows["policy: weights"] == ["10MB"]
+        and rows["policy: optimizer"] == ["60MB"]
+        and rows["free"] == ["79GB"]
+    )
+    assert {
+        "policy: gradients",
+        "policy: activations of a micro-batch",
+        "engines: keys and values",
+    } <= rows.keys()
     two = replace(facts, hardware=replace(facts.hardware, gpus=(A100, A100)))
     apart = dict(memory_rows(memory_of(resolved(RLConfig, two, "system.hybrid=false"), two)))
     assert apart["memory of each device"] == ["trainer's", "engine's"]
@@ -249,9 +288,19 @@ def test_the_table_names_every_part_and_what_is_free() -> None:
 def test_the_command_shows_it(tmp_path: Path) -> None:
     model = save_model(tmp_path / "model")
     (tmp_path / "run.toml").write_text("")
-    done = CliRunner().invoke(app, ["plan", str(tmp_path / "run.toml"), *sft_settings(tmp_path, model)])
+    done = CliRunner().invoke(
+        app, ["plan", str(tmp_path / "run.toml"), *sft_settings(tmp_path, model)]
+    )
     assert done.exit_code == 0, done.output
-    for words in ("memory of each", "weights", "gradients", "optimizer", "activations", "at most, at once", "free"):
+    for words in (
+        "memory of each",
+        "weights",
+        "gradients",
+        "optimizer",
+        "activations",
+        "at most, at once",
+        "free",
+    ):
         assert words in done.output
 
 
@@ -271,7 +320,8 @@ def cached_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path
 
 
 def test_a_hub_models_facts_come_from_its_configuration(cached_hub: Path, tmp_path: Path) -> None:
-    """Counted by formula, equal to what the weights of the same model hold; then by the index of its weights."""
+    """Counted by formula, equal to what the weights of the same model hold; then by the index of
+    its weights."""
     local = save_model(tmp_path / "local")
     (cached_hub / "config.json").write_text((local / "config.json").read_text())
     assert hub.known_model_facts("org/m") == hub.known_model_facts(str(local)) is not None
@@ -282,12 +332,16 @@ def test_a_hub_models_facts_come_from_its_configuration(cached_hub: Path, tmp_pa
     assert found is not None and found.parameters == hub.known_parameters("org/m") == 12345
 
 
-def test_a_hub_that_does_not_answer_leaves_the_size_unknown(cached_hub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_that_does_not_answer_leaves_the_size_unknown(
+    cached_hub: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     del cached_hub
     assert hub.known_model_facts("org/other") is None
     assert hub.known_model_facts("no hub name: at all") is None
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-    monkeypatch.setattr("huggingface_hub.get_hf_file_metadata", lambda *_, **__: __import__("time").sleep(30))
+    monkeypatch.setattr(
+        "huggingface_hub.get_hf_file_metadata", lambda *_, **__: __import__("time").sleep(30)
+    )
     monkeypatch.setattr(hub, "PATIENCE", 0.01)
     assert hub.known_model_facts("org/another") is None
 
@@ -296,7 +350,9 @@ def test_a_remedy_goes_with_what_was_given() -> None:
     facts = on(A10G, QWEN_7B)
     assert "lora.rank = 16" in refusal(DPOConfig, facts)
     text = refusal(DPOConfig, facts, "system.offload_reference=true")
-    assert "lora.rank = 16 and system.offload_reference = false" in text, "an adapter needs no reference"
+    assert "lora.rank = 16 and system.offload_reference = false" in text, (
+        "an adapter needs no reference"
+    )
     resolved(DPOConfig, facts, "lora.rank=16", "system.offload_reference=false")
 
 
@@ -310,9 +366,15 @@ def test_muon_saves_nothing_of_an_adapter_and_none_is_offered() -> None:
 
 @pytest.mark.parametrize(
     ("family", "options"),
-    [("llama", {}), ("qwen3", {"tie_word_embeddings": True}), ("mistral", {"num_key_value_heads": 4})],
+    [
+        ("llama", {}),
+        ("qwen3", {"tie_word_embeddings": True}),
+        ("mistral", {"num_key_value_heads": 4}),
+    ],
 )
-def test_the_formula_counts_as_the_weights_do(family: str, options: dict[str, Any], tmp_path: Path) -> None:
+def test_the_formula_counts_as_the_weights_do(
+    family: str, options: dict[str, Any], tmp_path: Path
+) -> None:
     path = save_model(tmp_path / "model", family, hidden_size=64, head_dim=16, **options)
     facts = read_model_facts(path)
     assert facts is not None and facts.parameters is not None
@@ -322,9 +384,12 @@ def test_the_formula_counts_as_the_weights_do(family: str, options: dict[str, An
 
 @pytest.mark.parametrize(("gpu", "memory"), [(None, 22 * GB), (None, 24 * GB), (A10G, 500 * GB)])
 def test_one_request_finds_memory_for_its_keys_and_values(gpu: Gpu | None, memory: int) -> None:
-    """Also where it takes more than the quarter of the free memory that keys and values usually have."""
+    """Also where it takes more than the quarter of the free memory that keys and values usually
+    have."""
     facts = on(gpu, LLAMA_8B, memory, longest=4000)
-    config = resolved(RLConfig, facts, "lora.rank=16", "rollout.max_new_tokens=2000", "system.hybrid=false")
+    config = resolved(
+        RLConfig, facts, "lora.rank=16", "rollout.max_new_tokens=2000", "system.hybrid=false"
+    )
     numbers = 6000 * 2 * LLAMA_8B.layers * LLAMA_8B.kv_heads * LLAMA_8B.head_dim
     assert parse_size(config.system.kv_memory) > (2 if gpu else 4) * numbers
     own = planned(config, facts)
@@ -356,7 +421,9 @@ def test_keys_values_and_prepared_weights_of_an_engine_that_multiplies_tiles(
     older = replace(facts, hardware=replace(facts.hardware, tiles=False))
     other = planned(config, older)
     assert other is not None and other.engine == 8 * 5_000_000
-    pairs = planned(config, replace(facts, hardware=replace(facts.hardware, tiles=False, pairs=True)))
+    pairs = planned(
+        config, replace(facts, hardware=replace(facts.hardware, tiles=False, pairs=True))
+    )
     assert pairs is not None and pairs.engine == (8 if prepared else 2) * 5_000_000
 
 
@@ -365,23 +432,34 @@ def test_a_head_of_another_width_is_copied_for_tiles() -> None:
     facts = replace(facts, hardware=replace(facts.hardware, compiler="g++", tiles=True))
     needed = planned(resolved(RLConfig, facts), facts)
     assert needed is not None and needed.engine == 8 * 5_000_000
-    facts = replace(facts, hardware=replace(facts.hardware, tiles=False, pairs=True))  # which any width is made of
+    facts = replace(
+        facts, hardware=replace(facts.hardware, tiles=False, pairs=True)
+    )  # which any width is made of
     needed = planned(resolved(RLConfig, facts), facts)
     assert needed is not None and needed.engine == 2 * 5_000_000
 
 
 @pytest.mark.parametrize(("rope", "lean"), [({}, True), ({"partial_rotary_factor": 0.75}, False)])
-def test_a_model_that_rotates_in_part_runs_no_compiled_functions(rope: dict[str, float], lean: bool) -> None:
+def test_a_model_that_rotates_in_part_runs_no_compiled_functions(
+    rope: dict[str, float], lean: bool
+) -> None:
     sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 100}
-    for config in ({**sizes, **rope}, {**sizes, "rope_parameters": {"rope_type": "default", **rope}}):
+    for config in (
+        {**sizes, **rope},
+        {**sizes, "rope_parameters": {"rope_type": "default", **rope}},
+    ):
         facts = facts_of({"model_type": "phi3", **config})
         assert facts is not None and facts.lean is lean
 
 
 @pytest.mark.parametrize(("prompt", "new"), [(1000, 500), (1, 1), (33, 17)])
-def test_memory_for_less_than_one_request_is_refused_as_the_engine_would(prompt: int, new: int) -> None:
+def test_memory_for_less_than_one_request_is_refused_as_the_engine_would(
+    prompt: int, new: int
+) -> None:
     facts = on(None, SMALL, longest=prompt)
-    layout = KVLayout(SMALL.layers, SMALL.kv_heads, SMALL.head_dim, torch.float32, torch.device("cpu"))
+    layout = KVLayout(
+        SMALL.layers, SMALL.kv_heads, SMALL.head_dim, torch.float32, torch.device("cpu")
+    )
     slots = KVPool([layout], 10**6).needed(prompt, max(1, new - 1))
     said = (f"rollout.max_new_tokens={new}", "system.engine_process=false")
     config = resolved(RLConfig, facts, *said, f"system.kv_memory={slots * layout.slot_bytes}B")
@@ -397,7 +475,9 @@ def test_experts_are_counted_under_each_familys_name() -> None:
         "intermediate_size": 18432, "moe_intermediate_size": 2048, "n_routed_experts": 256, "n_shared_experts": 1,
     }  # fmt: skip
     facts = facts_of(config)
-    assert facts is not None and hub.estimated_parameters(config, facts) == pytest.approx(671e9, rel=0.06)
+    assert facts is not None and hub.estimated_parameters(config, facts) == pytest.approx(
+        671e9, rel=0.06
+    )
 
 
 def test_weights_in_a_second_layout_are_not_counted(tmp_path: Path) -> None:
@@ -431,8 +511,11 @@ def test_every_step_says_what_memory_it_took_and_how_fast_it_was(tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_the_table_of_gpus_agrees_with_what_a_run_is_refused_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wherever the page says yes, the run resolves; and full training is refused where it says no by more than half."""
+def test_the_table_of_gpus_agrees_with_what_a_run_is_refused_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Wherever the page says yes, the run resolves; and full training is refused where it says no
+    by more than half."""
     monkeypatch.setattr("tunesmith.plan.rules.checks.find_spec", lambda _: object())
     ways = {
         "full": ["system.offload_optimizer=false"],
@@ -452,6 +535,10 @@ def test_the_table_of_gpus_agrees_with_what_a_run_is_refused_for(monkeypatch: py
 
 
 def test_the_peak_of_a_program_is_not_that_of_the_one_that_started_it() -> None:
-    shown = "from tunesmith.records.memory import memory_metrics as m; print(m()['memory/host_peak'])"
-    child = subprocess.run([sys.executable, "-c", shown], capture_output=True, text=True, check=True)
+    shown = (
+        "from tunesmith.records.memory import memory_metrics as m; print(m()['memory/host_peak'])"
+    )
+    child = subprocess.run(
+        [sys.executable, "-c", shown], capture_output=True, text=True, check=True
+    )
     assert 10**6 < float(child.stdout) < memory_metrics()["memory/host_peak"] / 2

@@ -1,4 +1,5 @@
-"""``tunesmith migrate``: whole sources in the style of each framework, with batches computed by hand."""
+"""``tunesmith migrate``: whole sources in the style of each framework, with batches computed by
+hand."""
 
 from __future__ import annotations
 
@@ -152,7 +153,9 @@ fi
 """
 
 
-def migrated(text: str, name: str = "run.sh", devices: int | None = None, **variables: str) -> Migration:
+def migrated(
+    text: str, name: str = "run.sh", devices: int | None = None, **variables: str
+) -> Migration:
     """The migration of the one program in a source, whose run file loads and is checked."""
     [launch] = read_text(textwrap.dedent(text), Path(name), variables)
     migration = convert(replace(launch, devices=devices) if devices else launch)
@@ -181,7 +184,9 @@ def test_an_openrlhf_script_with_old_flags(tmp_path: Path) -> None:
     run = values(migration, tmp_path)
     assert run["rollout.prompts_per_step"] == 256
     assert run["rollout.group_size"] == 4
-    assert run["train.batch_size"] == 128  # completions per optimizer step: 8 steps of the 1024 completions
+    assert (
+        run["train.batch_size"] == 128
+    )  # completions per optimizer step: 8 steps of the 1024 completions
     assert run["train.passes_per_batch"] == 1 and run["train.epochs"] == 2
     assert (run["data.max_prompt_tokens"], run["rollout.max_new_tokens"]) == (1024, 512)
     assert run["algorithm.name"] == "ppo" and run["algorithm.advantage.gae_lambda"] == 0.95
@@ -190,7 +195,9 @@ def test_an_openrlhf_script_with_old_flags(tmp_path: Path) -> None:
     assert run["model.dtype"] == "bfloat16" and run["data.train"] == "org/prompts"
     assert run["reward.remote"][0]["urls"] == ["http://127.0.0.1:5000/get_reward"]
     assert run["reward.remote"][0]["protocol"] == "openrlhf"
-    assert run["train.schedule"] == "cosine" and run["train.min_lr_ratio"] == 0.1, "OpenRLHF's defaults"
+    assert run["train.schedule"] == "cosine" and run["train.min_lr_ratio"] == 0.1, (
+        "OpenRLHF's defaults"
+    )
     assert row_of(migration, "--micro_train_batch_size").kind == "derived"
     assert row_of(migration, "--packing_samples").kind == "derived"
     assert row_of(migration, "--save_steps").kind == "off"
@@ -202,13 +209,22 @@ def test_an_openrlhf_script_with_old_flags(tmp_path: Path) -> None:
 def test_an_openrlhf_script_with_new_flags_in_a_here_document(tmp_path: Path) -> None:
     migration = migrated(SFT_OPENRLHF)
     run = values(migration, tmp_path)
-    assert run["train.batch_size"] == 64 and run["train.epochs"] == 3 and run["data.max_tokens"] == 1024
-    assert [(s["path"], s["weight"]) for s in run["data.train"]] == [("org/a", 0.25), ("org/b", 0.75)]
+    assert (
+        run["train.batch_size"] == 64
+        and run["train.epochs"] == 3
+        and run["data.max_tokens"] == 1024
+    )
+    assert [(s["path"], s["weight"]) for s in run["data.train"]] == [
+        ("org/a", 0.25),
+        ("org/b", 0.75),
+    ]
     assert (run["data.prompt"], run["data.completion"]) == ("question", "response")
     assert "lora.rank" not in run and row_of(migration, "lora.rank").kind == "off"
 
 
-def test_a_verl_script_with_variables_arrays_and_conditions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_verl_script_with_variables_arrays_and_conditions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HOME", "/home/me")
     migration = migrated(VERL)
     run = values(migration, tmp_path)
@@ -218,14 +234,26 @@ def test_a_verl_script_with_variables_arrays_and_conditions(tmp_path: Path, monk
     assert run["train.lr"] == 2e-6 and run["rollout.temperature"] == 0.9
     assert run["rollout.max_new_tokens"] == 2048
     assert run["system.max_tokens_per_microbatch"] == 4096
-    assert (run["algorithm.kl"], run["algorithm.kl.coef"], run["algorithm.kl.estimator"]) == ("loss", 0.001, "k3")
+    assert (run["algorithm.kl"], run["algorithm.kl.coef"], run["algorithm.kl.estimator"]) == (
+        "loss",
+        0.001,
+        "k3",
+    )
     assert (run["algorithm.loss.clip_low"], run["algorithm.loss.clip_high"]) == (0.2, 0.28)
     assert run["algorithm.aggregation"] == "token_mean", "verl's default"
     assert run["data.too_long"] == "truncate_left"
     assert run["train.weight_decay"] == 0.01, "the critic's must not become the policy's"
-    assert run["monitor.sinks"] == ["wandb"] and run["checkpoint.every"] == 20 and "eval.every" not in run
+    assert (
+        run["monitor.sinks"] == ["wandb"]
+        and run["checkpoint.every"] == 20
+        and "eval.every" not in run
+    )
     unknown = row_of(migration, "experiment_name")
-    assert unknown.kind == "computed" and "${EXPERIMENT}" in unknown.text and "monitor.run_name" in unknown.text
+    assert (
+        unknown.kind == "computed"
+        and "${EXPERIMENT}" in unknown.text
+        and "monitor.run_name" in unknown.text
+    )
     assert "# run_name =" in run_file(migration, "source")
 
 
@@ -241,14 +269,20 @@ def test_a_trl_script_is_parsed_and_not_run(tmp_path: Path) -> None:
     run = values(migration, tmp_path)
     assert run["train.batch_size"] == 64  # 4 × 8 × 2 devices
     assert run["rollout.prompts_per_step"] == 8  # 64 completions, 8 per prompt
-    assert run["train.steps"] == 100  # 200 optimizer steps, 2 for each rollout batch (num_iterations)
+    assert (
+        run["train.steps"] == 100
+    )  # 200 optimizer steps, 2 for each rollout batch (num_iterations)
     assert run["train.passes_per_batch"] == 2 and "train.epochs" not in run
     assert run["reward.functions"] == ["grpo.py:correct"]
     assert run["data.train"] == "org/math" and run["model.path"] == "org/base"
     assert run["algorithm.advantage"] == "dr_grpo"  # scale_rewards=False
     assert run["algorithm.aggregation"] == "seq_mean_token_sum_norm"
     assert (run["algorithm.loss.clip_low"], run["algorithm.loss.clip_high"]) == (0.1, 0.1)
-    assert (run["lora.rank"], run["lora.alpha"], run["lora.targets"]) == (16, 32, ["q_proj", "v_proj"])
+    assert (run["lora.rank"], run["lora.alpha"], run["lora.targets"]) == (
+        16,
+        32,
+        ["q_proj", "v_proj"],
+    )
     assert row_of(migration, "temperature").kind == "computed"
     assert "rollout.temperature" not in run, "TRL's default is not what an unknown value is"
     assert row_of(migration, "optim").kind == "by hand"
@@ -307,7 +341,10 @@ def test_verls_supervised_training_counts_samples(tmp_path: Path) -> None:
 def test_ranks_that_share_a_sequence_come_along(tmp_path: Path) -> None:
     sharing = SFT_VERL.rstrip() + " ulysses_sequence_parallel_size=2\n"
     assert values(migrated(sharing), tmp_path)["system.sequence_parallel.size"] == 2
-    verl = VERL.replace("critic.optim.lr", "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2 critic.optim.lr")
+    verl = VERL.replace(
+        "critic.optim.lr",
+        "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2 critic.optim.lr",
+    )
     assert row_of(migrated(verl), "ulysses").kind == "by hand"
 
 
@@ -328,7 +365,11 @@ def test_verls_asynchronous_training(tmp_path: Path) -> None:
     assert run["rollout.prompts_per_step"] == 128  # 4 batches of 32 prompts
     assert run["train.batch_size"] == 512  # 32 prompts × 16 completions
     assert run["train.steps"] == 400 and "train.epochs" not in run  # 51200 prompts, 128 a step
-    assert run["rollout.max_staleness"] == 1 and run["rollout.partial"] is True and run["system.engine_process"] is True
+    assert (
+        run["rollout.max_staleness"] == 1
+        and run["rollout.partial"] is True
+        and run["system.engine_process"] is True
+    )
     assert (run["algorithm.overlong.buffer"], run["algorithm.overlong.factor"]) == (512, 0.5)
 
 
@@ -346,15 +387,32 @@ def test_a_trl_yaml_file(tmp_path: Path) -> None:
     migration = migrated(text, "sft.yaml", devices=4)
     run = values(migration, tmp_path)
     assert migration.command == "sft" and run["train.batch_size"] == 24  # 2 × 3 × 4 devices
-    assert run["train.lr"] == 1e-4 and run["train.schedule"] == "cosine" and run["train.min_lr_ratio"] == 0.1
-    assert row_of(migration, "packing").kind == "derived" and row_of(migration, "packing").given.line == 9
+    assert (
+        run["train.lr"] == 1e-4
+        and run["train.schedule"] == "cosine"
+        and run["train.min_lr_ratio"] == 0.1
+    )
+    assert (
+        row_of(migration, "packing").kind == "derived"
+        and row_of(migration, "packing").given.line == 9
+    )
 
 
 def test_training_arguments_as_json(tmp_path: Path) -> None:
-    arguments = {"output_dir": "out", "per_device_train_batch_size": 8, "gradient_accumulation_steps": 2}
-    text = json.dumps({**arguments, "learning_rate": 3e-5, "warmup_steps": 10, "adam_beta2": 0.95, "fp16": False})
+    arguments = {
+        "output_dir": "out",
+        "per_device_train_batch_size": 8,
+        "gradient_accumulation_steps": 2,
+    }
+    text = json.dumps(
+        {**arguments, "learning_rate": 3e-5, "warmup_steps": 10, "adam_beta2": 0.95, "fp16": False}
+    )
     run = values(migrated(text, "training_args.json"), tmp_path)
-    assert run["train.batch_size"] == 16 and run["train.warmup_steps"] == 10 and run["train.betas"] == [0.9, 0.95]
+    assert (
+        run["train.batch_size"] == 16
+        and run["train.warmup_steps"] == 10
+        and run["train.betas"] == [0.9, 0.95]
+    )
 
 
 def test_a_deepspeed_file(tmp_path: Path) -> None:
@@ -365,7 +423,11 @@ def test_a_deepspeed_file(tmp_path: Path) -> None:
     }  # fmt: skip
     migration = migrated(json.dumps(tree), "ds.json", devices=8)
     run = values(migration, tmp_path)
-    assert run["train.batch_size"] == 96 and run["train.max_grad_norm"] == 0.5 and run["train.lr"] == 2e-5
+    assert (
+        run["train.batch_size"] == 96
+        and run["train.max_grad_norm"] == 0.5
+        and run["train.lr"] == 2e-5
+    )
     assert run["model.dtype"] == "bfloat16" and run["train.betas"] == [0.9, 0.95]
     assert row_of(migration, "weight_decay").kind == "off"
 
@@ -380,7 +442,11 @@ def test_an_accelerate_file(tmp_path: Path) -> None:
     num_processes: 8
     """
     run = values(migrated(text, "accelerate.yaml"), tmp_path)
-    assert run["system.zero_stage"] == 3 and run["system.trainer_ranks"] == 8 and run["model.dtype"] == "bfloat16"
+    assert (
+        run["system.zero_stage"] == 3
+        and run["system.trainer_ranks"] == 8
+        and run["model.dtype"] == "bfloat16"
+    )
 
 
 @pytest.mark.parametrize(
@@ -416,7 +482,9 @@ def test_liger_s_kernels(said: dict[str, Any], kernels: str | None, tmp_path: Pa
 def test_dynamo_of_accelerate_goes_before_sharding(tmp_path: Path) -> None:
     text = "{mixed_precision: bf16, num_processes: 8, dynamo_config: {dynamo_backend: INDUCTOR}"
     assert values(migrated(f"{text}}}", "accelerate.yaml"), tmp_path)["system.compile"] == "default"
-    run = values(migrated(f"{text}, deepspeed_config: {{zero_stage: 3}}}}", "accelerate.yaml"), tmp_path)
+    run = values(
+        migrated(f"{text}, deepspeed_config: {{zero_stage: 3}}}}", "accelerate.yaml"), tmp_path
+    )
     assert run["system.zero_stage"] == 3 and "system.compile" not in run
 
 
@@ -431,19 +499,25 @@ def test_a_verl_yaml_file(tmp_path: Path) -> None:
     trainer: {total_training_steps: 50}
     """
     run = values(migrated(text, "ppo.yaml"), tmp_path)
-    assert run["train.batch_size"] == 64 and run["train.steps"] == 50 and run["algorithm.name"] == "rloo"
+    assert (
+        run["train.batch_size"] == 64
+        and run["train.steps"] == 50
+        and run["algorithm.name"] == "rloo"
+    )
 
 
 def test_a_docstring_may_hold_the_command(tmp_path: Path) -> None:
-    script = (
-        '"""\npython trl/scripts/sft.py --model_name_or_path org/base --dataset_name org/d --learning_rate 2e-5\n"""\n'
-    )
+    command = "python trl/scripts/sft.py --model_name_or_path org/base --dataset_name org/d"
+    script = f'"""\n{command} --learning_rate 2e-5\n"""\n'
     run = values(migrated(script + "main(parser.parse_args())", "sft.py"), tmp_path)
     assert run["train.lr"] == 2e-5 and run["data.train"] == "org/d"
 
 
 def test_a_notebook(tmp_path: Path) -> None:
-    cells = [{"cell_type": "code", "source": ["%pip install trl\n", "x = 1"]}, {"cell_type": "code", "source": [GRPO]}]
+    cells = [
+        {"cell_type": "code", "source": ["%pip install trl\n", "x = 1"]},
+        {"cell_type": "code", "source": [GRPO]},
+    ]
     run = values(migrated(json.dumps({"cells": cells}), "grpo.ipynb"), tmp_path)
     assert run["lora.rank"] == 16
 
@@ -505,7 +579,9 @@ def test_values_of_wrong_kinds_are_accounted_for() -> None:
     assert all(row.text or row.kind == "mapped" for row in migration.rows)
 
 
-def test_what_only_the_run_knows_is_named_with_its_key_unless_its_value_does_not_matter(tmp_path: Path) -> None:
+def test_what_only_the_run_knows_is_named_with_its_key_unless_its_value_does_not_matter(
+    tmp_path: Path,
+) -> None:
     text = """
     python -m verl.trainer.main_ppo data.train_files=train.jsonl actor_rollout_ref.model.path=$1 \\
       actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=$M \\
@@ -516,7 +592,9 @@ def test_what_only_the_run_knows_is_named_with_its_key_unless_its_value_does_not
     assert (model.kind, model.keys) == ("computed", ("model.path",)) and "${1}" in model.text
     assert row_of(migration, "micro_batch_size_per_gpu").kind == "derived", "whatever its value is"
     assert row_of(migration, "temperature").keys == ("rollout.temperature",)
-    assert "# path =" in run_file(migration, "source") and "# temperature =" in run_file(migration, "source")
+    assert "# path =" in run_file(migration, "source") and "# temperature =" in run_file(
+        migration, "source"
+    )
     assert values(migrated(text, **{"1": "org/base"}), tmp_path)["model.path"] == "org/base"
 
 
@@ -532,7 +610,9 @@ def test_settings_that_are_another_ones_in_yaml_have_its_value() -> None:
     migration = migrated(textwrap.dedent(text), "verl.yaml")
     given = {row.given.name: row.given.value for row in migration.rows}
     assert given["critic.ppo_epochs"] == 2, "that of the policy"
-    assert given["actor_rollout_ref.actor.ppo_mini_batch_size"] == "${data.train_batch_size}", "which is not given"
+    assert given["actor_rollout_ref.actor.ppo_mini_batch_size"] == "${data.train_batch_size}", (
+        "which is not given"
+    )
     assert row_of(migration, "critic.ppo_mini_batch_size").kind != "mapped"
 
 
@@ -565,8 +645,13 @@ def test_the_command_writes_a_run_file_that_is_checked(tmp_path: Path) -> None:
 def test_several_programs_are_named_and_one_is_chosen(tmp_path: Path) -> None:
     (tmp_path / "both.sh").write_text(SFT_VERL + ACCELERATED)
     result = CliRunner().invoke(app, ["migrate", str(tmp_path / "both.sh"), "--which", "2"])
-    assert result.exit_code == 0 and "hinge" in result.output and "fsdp_sft_trainer" in result.output
-    assert CliRunner().invoke(app, ["migrate", str(tmp_path / "both.sh"), "--which", "3"]).exit_code == 2
+    assert (
+        result.exit_code == 0 and "hinge" in result.output and "fsdp_sft_trainer" in result.output
+    )
+    assert (
+        CliRunner().invoke(app, ["migrate", str(tmp_path / "both.sh"), "--which", "3"]).exit_code
+        == 2
+    )
 
 
 def test_a_server_is_named(tmp_path: Path) -> None:
@@ -577,7 +662,9 @@ def test_a_server_is_named(tmp_path: Path) -> None:
 
 def test_a_sourced_script_is_followed(tmp_path: Path) -> None:
     (tmp_path / "sft.sh").write_text(SFT_OPENRLHF)
-    [launch] = read_text("name=sft\nsource ./${name}.sh slurm\nsource ./job.sh\n", tmp_path / "job.sh", {})
+    [launch] = read_text(
+        "name=sft\nsource ./${name}.sh slurm\nsource ./job.sh\n", tmp_path / "job.sh", {}
+    )
     assert launch.name == "openrlhf.cli.train_sft"
     (tmp_path / "a.sh").write_text("source b.sh\n")
     (tmp_path / "b.sh").write_text("source a.sh\n")
@@ -596,7 +683,9 @@ def test_the_example_on_the_page_is_what_is_written() -> None:
     page = ROOT / "docs" / "coming-from.md"
     [script] = [block.text for block in blocks_of(page) if block.language == "bash"]
     migration = migrated(script)
-    assert run_file(migration, "train.sh") in [block.text for block in blocks_of(page) if block.language == "toml"]
+    assert run_file(migration, "train.sh") in [
+        block.text for block in blocks_of(page) if block.language == "toml"
+    ]
     text = "\n".join(account(migration)) + "\n"
     assert text in [block.text for block in blocks_of(page) if block.language == "text"]
 
@@ -606,7 +695,10 @@ def test_the_example_on_the_page_is_what_is_written() -> None:
     [
         "a: &a [*a]\n",
         "a: &a [x, x, x, x, x, x, x, x]\n"
-        + "".join(f"{b}: &{b} [{', '.join([f'*{a}'] * 8)}]\n" for a, b in zip("abcdefgh", "bcdefghi", strict=True)),
+        + "".join(
+            f"{b}: &{b} [{', '.join([f'*{a}'] * 8)}]\n"
+            for a, b in zip("abcdefgh", "bcdefghi", strict=True)
+        ),
     ],
 )
 def test_aliases_without_end_are_refused(tmp_path: Path, text: str) -> None:
@@ -650,14 +742,21 @@ def test_the_file_of_deepspeed_that_a_script_names_is_read(tmp_path: Path) -> No
         "from trl import SFTConfig, SFTTrainer\nSFTTrainer('org/m', SFTConfig(output_dir='o', deepspeed='ds.json', "
         "max_grad_norm=0.7), train_dataset='org/d')\n"
     )
-    (tmp_path / "run.sh").write_text("accelerate launch --num_processes 4 --use_deepspeed train.py\n")
+    (tmp_path / "run.sh").write_text(
+        "accelerate launch --num_processes 4 --use_deepspeed train.py\n"
+    )
     for source in ("train.py", "run.sh"):
         [launch] = read_source(tmp_path / source, {})
         entries = convert(launch).entries
-        assert entries["system.offload_optimizer"].value is True and entries["model.dtype"].value == "bfloat16"
+        assert (
+            entries["system.offload_optimizer"].value is True
+            and entries["model.dtype"].value == "bfloat16"
+        )
         assert entries["train.max_grad_norm"].value == 0.7, "the script's own wins"
     assert entries["system.trainer_ranks"].value == 4 and entries["system.zero_stage"].value == 2
-    assert {"--num_processes 4", "--use_deepspeed"} <= {row.given.text for row in convert(launch).rows}
+    assert {"--num_processes 4", "--use_deepspeed"} <= {
+        row.given.text for row in convert(launch).rows
+    }
     (tmp_path / "ds.json").unlink()
     [launch] = read_source(tmp_path / "train.py", {})
     assert any("ds.json" in note and "line 2" in note for note in launch.notes)
@@ -698,7 +797,10 @@ def test_a_job_of_ray_is_a_run_on_ray() -> None:
     )
     on_ray = migrated(f'ray job submit --address="http://127.0.0.1:8265" -- {command}').entries
     assert on_ray["system.cluster"].value == "ray" and "system.engine_process" not in on_ray
-    assert on_ray["system.ray_address"].value == "http://127.0.0.1:8265" and on_ray["system.engines"].value == 4
+    assert (
+        on_ray["system.ray_address"].value == "http://127.0.0.1:8265"
+        and on_ray["system.engines"].value == 4
+    )
     alone = migrated(command).entries
     assert "system.cluster" not in alone and alone["system.engine_process"].value is True
 
@@ -709,7 +811,10 @@ def test_openrlhf_s_inference_with_vllm() -> None:
         "--output_path out.jsonl"
     )
     entries = migrated(text).entries
-    assert entries["system.engine"].value == "vllm" and entries["system.vllm.tensor_parallel_size"].value == 2
+    assert (
+        entries["system.engine"].value == "vllm"
+        and entries["system.vllm.tensor_parallel_size"].value == 2
+    )
 
 
 @pytest.mark.parametrize(
@@ -731,7 +836,10 @@ def test_switches_of_torch_are_accounted_for(line: str, key: str, value: Any) ->
     migration = migrated(text, "train.py")
     [row] = [row for row in migration.rows if row.given.line == 5]
     assert row.given.text in line and row.kind != "unknown"
-    assert migration.entries["model.path"].value == "org/m" and migration.entries["model.dtype"].value == "bfloat16"
+    assert (
+        migration.entries["model.path"].value == "org/m"
+        and migration.entries["model.dtype"].value == "bfloat16"
+    )
     if key:
         assert migration.entries[key].value == value
 
@@ -763,7 +871,8 @@ def test_classes_of_one_name_are_told_apart_by_their_import(
 GROWING = {
     "values": "x0=aaaaaaaaaa\n" + "".join(f"x{n}={f'$x{n - 1}' * 10}\n" for n in range(1, 25)),
     "arrays": "a=(1 2)\n" + 'a=("${a[@]}" "${a[@]}")\n' * 40,
-    "defaults": "x0=aaaaaaaaaa\n" + "".join(f'x{n}="${{x{n - 1}:-b}}${{x{n - 1}}}"\n' for n in range(1, 40)),
+    "defaults": "x0=aaaaaaaaaa\n"
+    + "".join(f'x{n}="${{x{n - 1}:-b}}${{x{n - 1}}}"\n' for n in range(1, 40)),
 }
 
 
@@ -776,7 +885,9 @@ def test_variables_that_grow_without_end_are_refused(lines: str, tmp_path: Path)
 
 def test_numbers_that_grow_without_end_are_unknown() -> None:
     growing = "x=10\n" + "x=$((x * x))\n" * 60
-    migration = migrated(growing + VERL.replace("data.train_batch_size=128", "data.train_batch_size=$x"))
+    migration = migrated(
+        growing + VERL.replace("data.train_batch_size=128", "data.train_batch_size=$x")
+    )
     assert migration.entries["rollout.group_size"].value == 8
     assert row_of(migration, "data.train_batch_size").kind == "computed"
 

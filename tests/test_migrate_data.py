@@ -37,7 +37,10 @@ def written(migration: Migration, key: str) -> Any:
 
 def test_there_are_many_public_scripts() -> None:
     assert len(SCRIPTS) >= 45 and len({script["name"] for script in SCRIPTS}) == len(SCRIPTS)
-    assert sum("train" in script for script in SCRIPTS) > 35 and sum("eval" in script for script in SCRIPTS) > 15
+    assert (
+        sum("train" in script for script in SCRIPTS) > 35
+        and sum("eval" in script for script in SCRIPTS) > 15
+    )
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script["name"])
@@ -52,7 +55,11 @@ def test_public_scripts_train_and_evaluate_on_what_they_say(script: dict[str, An
     )
     assert all(row.given.line and row.given.text in "\n".join(account(migration)) for row in steps)
     by_hand = [row.given.name for row in migration.rows if row.kind in ("by hand", "computed")]
-    asked = {name.removesuffix("_dataset") for name in by_hand if name in ("train_dataset", "eval_dataset")}
+    asked = {
+        name.removesuffix("_dataset")
+        for name in by_hand
+        if name in ("train_dataset", "eval_dataset")
+    }
     assert asked == set(script.get("asked", ()))
     if "train" not in script:
         assert 'train = "DATA"' in run_file(migration, "train.py")
@@ -99,8 +106,12 @@ TRAINERS = {
 }
 
 
-@pytest.mark.parametrize(("loaded", "passed", "trainer"), list(itertools.product(LOADED, PASSED, TRAINERS)))
-def test_the_data_is_the_same_however_it_is_loaded_and_passed(loaded: str, passed: str, trainer: str) -> None:
+@pytest.mark.parametrize(
+    ("loaded", "passed", "trainer"), list(itertools.product(LOADED, PASSED, TRAINERS))
+)
+def test_the_data_is_the_same_however_it_is_loaded_and_passed(
+    loaded: str, passed: str, trainer: str
+) -> None:
     config = f"{trainer}Config(output_dir='o')"
     made = PASSED[passed].format(
         trainer=f"{trainer}Trainer", config=config, places=TRAINERS[trainer].format(config=config)
@@ -109,7 +120,11 @@ def test_the_data_is_the_same_however_it_is_loaded_and_passed(loaded: str, passe
     [launch] = read_text(text, Path("train.py"), {})
     entries = convert(launch).entries
     assert entries["data.train"].value == {"path": "openai/gsm8k", "subset": "main"}
-    assert entries["data.eval"].value == {"path": "openai/gsm8k", "split": "test[:200]", "subset": "main"}
+    assert entries["data.eval"].value == {
+        "path": "openai/gsm8k",
+        "split": "test[:200]",
+        "subset": "main",
+    }
     assert entries["model.path"].value == "org/m"
 
 
@@ -135,14 +150,19 @@ OVERLAPPING = {
 
 @pytest.mark.parametrize("lines", OVERLAPPING.values(), ids=OVERLAPPING)
 def test_no_run_file_trains_on_what_the_source_evaluates_on(lines: str) -> None:
-    with pytest.raises(ConfigError, match=r"train_dataset=a \(line \d+\) and eval_dataset=b \(line \d+\)"):
+    with pytest.raises(
+        ConfigError, match=r"train_dataset=a \(line \d+\) and eval_dataset=b \(line \d+\)"
+    ):
         migrated(script(lines))
 
 
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("run.sh", "python -m verl.trainer.main_ppo data.train_files=a.parquet data.val_files=[b.parquet,a.parquet]"),
+        (
+            "run.sh",
+            "python -m verl.trainer.main_ppo data.train_files=a.parquet data.val_files=[b.parquet,a.parquet]",
+        ),
         ("run.sh", "trl sft --dataset_name org/d --dataset_test_split train --eval_strategy steps"),
         ("run.sh", "python -m openrlhf.cli.train_sft --data.dataset org/d --eval.dataset org/d"),
         (
@@ -188,12 +208,18 @@ def test_what_is_not_followed_is_asked_with_its_line(lines: str) -> None:
 
 FILES = {
     "one": ("load_dataset('json', data_files='a.jsonl', split='train')", "a.jsonl"),
-    "several": ("load_dataset('csv', data_files=['a.csv', 'b.csv'], split='train')", ["a.csv", "b.csv"]),
+    "several": (
+        "load_dataset('csv', data_files=['a.csv', 'b.csv'], split='train')",
+        ["a.csv", "b.csv"],
+    ),
     "by split": (
         "load_dataset('parquet', data_files={'train': 'a.parquet', 'test': 'b.parquet'})['train']",
         "a.parquet",
     ),
-    "in a folder": ("load_dataset('json', data_dir='rows', data_files='a.json')['train']", "rows/a.json"),
+    "in a folder": (
+        "load_dataset('json', data_dir='rows', data_files='a.json')['train']",
+        "rows/a.json",
+    ),
     "a folder": ("load_dataset('json', data_dir='rows', split='train')", "rows"),
     "a part": (
         "load_dataset('json', data_files='a.jsonl', split='train[10:20]')",
@@ -238,8 +264,16 @@ def test_two_trainers_of_a_script_are_two_programs() -> None:
         "DPOTrainer('a', args=dpo, train_dataset=load_dataset('org/b', split='train'))\n"
     )
     first, second = (convert(launch) for launch in read_text(text, Path("both.py"), {}))
-    assert (first.command, first.entries["data.train"].value, first.entries["train.lr"].value) == ("sft", "org/a", 1e-5)
-    assert (second.command, second.entries["data.train"].value, second.entries["train.lr"].value) == (
+    assert (first.command, first.entries["data.train"].value, first.entries["train.lr"].value) == (
+        "sft",
+        "org/a",
+        1e-5,
+    )
+    assert (
+        second.command,
+        second.entries["data.train"].value,
+        second.entries["train.lr"].value,
+    ) == (
         "dpo",
         "org/b",
         1e-6,
@@ -274,7 +308,11 @@ def test_a_script_without_end_is_read_to_the_end(lines: str) -> None:
 
 
 def test_a_script_that_calls_itself_without_end_is_refused() -> None:
-    doubling = ["def f0(): return 1", *(f"def f{n}(): return f{n - 1}(), f{n - 1}()" for n in range(1, 40)), "f39()"]
+    doubling = [
+        "def f0(): return 1",
+        *(f"def f{n}(): return f{n - 1}(), f{n - 1}()" for n in range(1, 40)),
+        "f39()",
+    ]
     with pytest.raises(ConfigError, match="too often"):
         migrated(script("a = b = None\n" + "\n".join(doubling)))
 
@@ -288,7 +326,9 @@ def test_a_command_s_options_and_its_file_are_the_script_s_defaults(tmp_path: Pa
         "data = load_dataset(rows.rows_name, split=rows.rows_split)\n"
         "GRPOTrainer(model=model.model_name_or_path, reward_funcs=[f], args=args, train_dataset=data)\n"
     )
-    (tmp_path / "recipe.yaml").write_text("model_name_or_path: org/m\nrows_name: org/mine\nlearning_rate: 3.0e-6\n")
+    (tmp_path / "recipe.yaml").write_text(
+        "model_name_or_path: org/m\nrows_name: org/mine\nlearning_rate: 3.0e-6\n"
+    )
     (tmp_path / "run.sh").write_text(
         "accelerate launch --num_processes 2 learn.py --config recipe.yaml --rows_split train[:1%]\n"
     )

@@ -1,4 +1,5 @@
-"""Servers that break the rules of HTTP: a request ends as a failure with its type or is repeated; none hangs."""
+"""Servers that break the rules of HTTP: a request ends as a failure with its type or is repeated;
+none hangs."""
 
 from __future__ import annotations
 
@@ -22,11 +23,17 @@ from tunesmith.run.engines.http import server as sglang
 from tunesmith.types import Status
 
 Script = Callable[[asyncio.StreamWriter, int], Awaitable[None]]
-"""Writes the answer to the request of this number, counted from 1; then the connection is closed."""
+"""Writes the answer to the request of this number, counted from 1; then the connection is
+closed."""
 
 
 def answer(body: bytes, *headers: str, status: str = "200 OK") -> bytes:
-    lines = [f"HTTP/1.1 {status}", f"Content-Length: {len(body)}", "Content-Type: application/json", *headers]
+    lines = [
+        f"HTTP/1.1 {status}",
+        f"Content-Length: {len(body)}",
+        "Content-Type: application/json",
+        *headers,
+    ]
     return "\r\n".join([*lines, "", ""]).encode() + body
 
 
@@ -64,13 +71,16 @@ async def silent(writer: asyncio.StreamWriter, number: int) -> None:
 
 @contextmanager
 def scripted(script: Script) -> Iterator[tuple[str, list[int]]]:
-    """The address of a server that reads a request and runs the script, and the numbers of its requests."""
+    """The address of a server that reads a request and runs the script, and the numbers of its
+    requests."""
     loop, numbers = asyncio.new_event_loop(), list[int]()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with suppress(asyncio.IncompleteReadError, ConnectionError):
             head = await reader.readuntil(b"\r\n\r\n")
-            length = next(line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length"))
+            length = next(
+                line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length")
+            )
             await reader.readexactly(int(length.split(b":")[1]))
             numbers.append(len(numbers) + 1)
             await script(writer, numbers[-1])
@@ -79,7 +89,9 @@ def scripted(script: Script) -> Iterator[tuple[str, list[int]]]:
 
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
-    opened = asyncio.run_coroutine_threadsafe(asyncio.start_server(serve, "127.0.0.1", 0), loop).result(60)
+    opened = asyncio.run_coroutine_threadsafe(
+        asyncio.start_server(serve, "127.0.0.1", 0), loop
+    ).result(60)
     try:
         yield f"http://127.0.0.1:{opened.sockets[0].getsockname()[1]}", numbers
     finally:
@@ -132,7 +144,9 @@ WRONG: dict[str, tuple[Script, str]] = {
 def ask_reward(url: str, size: int = 1, timeout: float = 60.0) -> list[Any]:
     async def ask() -> list[Any]:
         entry = RemoteReward(urls=(f"{url}/reward",), timeout=timeout, retries=1)
-        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=entry.timeout)) as session:
+        async with aiohttp.ClientSession(
+            timeout=aiohttp.ClientTimeout(total=entry.timeout)
+        ) as session:
             return await RewardClient(entry).ask(session, {"prompts": ["x"] * size}, size)
 
     return asyncio.run(asyncio.wait_for(ask(), 120))
@@ -160,12 +174,16 @@ def test_a_reward_server_that_breaks_the_rules_is_a_failure_with_its_type(name: 
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_an_engine_whose_server_breaks_the_rules_is_an_error(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_whose_server_breaks_the_rules_is_an_error(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     script, kind = WRONG[name]
     monkeypatch.setattr(sglang, "ANSWER", 0.1 if kind == LATE else 60.0)
     with scripted(script) as (url, _), pytest.raises(EngineError) as raised:
         ask_engine(url)
-    assert isinstance(raised.value, EngineLostError) == (kind != REFUSED) and url in str(raised.value)
+    assert isinstance(raised.value, EngineLostError) == (kind != REFUSED) and url in str(
+        raised.value
+    )
 
 
 @pytest.mark.parametrize(
@@ -194,7 +212,13 @@ def test_what_is_no_reward_is_never_a_reward_of_zero(body: str) -> None:
 
 @pytest.mark.parametrize(
     "first",
-    [b"", SHORT, b"hello\r\n\r\n", answer(b"", status="500 Oops"), answer(b"", "Retry-After: 0", status="429 Slow")],
+    [
+        b"",
+        SHORT,
+        b"hello\r\n\r\n",
+        answer(b"", status="500 Oops"),
+        answer(b"", "Retry-After: 0", status="429 Slow"),
+    ],
     ids=["closed", "cut short", "no HTTP", "failed", "too many"],
 )
 def test_what_passes_is_outlived(first: bytes) -> None:

@@ -1,4 +1,5 @@
-"""Odd model directories: every loader and the planner read the same model, or all refuse with the same words."""
+"""Odd model directories: every loader and the planner read the same model, or all refuse with the
+same words."""
 
 from __future__ import annotations
 
@@ -34,7 +35,13 @@ QUICK = (
     "another shape",
     "links",
 )
-PLANNED = ("a broken generation configuration", "an adapter beside", "an adapter alone", "stale shards", "a cut file")
+PLANNED = (
+    "a broken generation configuration",
+    "an adapter beside",
+    "an adapter alone",
+    "stale shards",
+    "a cut file",
+)
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +67,11 @@ def test_what_only_vllm_reads_has_its_values_checked_too(tmp_path: Path, role: s
     good, bad = save_model(tmp_path / "good"), save_model(tmp_path / "bad")
     ODD["nan"].make(bad)
     paths = {"model.path": good, "system.draft_model": good, role: bad}
-    said = [*(f"{key}={path}" for key, path in paths.items()), "data.train=org/data", 'system.engine="vllm"']
+    said = [
+        *(f"{key}={path}" for key, path in paths.items()),
+        "data.train=org/data",
+        'system.engine="vllm"',
+    ]
     config = load_config(GenerateConfig, None, [*said, 'system.speculative="draft"'])
     with pytest.raises(ModelError) as refused:
         make_engine(config, None, lambda _: None)
@@ -74,8 +85,12 @@ def logprobs(model: CausalLM) -> torch.Tensor:
         return run(model.module, lambda: (model.predict(FOREST).logprobs,))[0]
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in ODD])
-def test_every_loader_reads_a_directory_alike(tmp_path: Path, sharding: Sharding, name: str) -> None:
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in ODD]
+)
+def test_every_loader_reads_a_directory_alike(
+    tmp_path: Path, sharding: Sharding, name: str
+) -> None:
     odd, path = ODD[name], tmp_path / "model"
     save_model(path, odd.family, tie_word_embeddings=odd.tied)
     odd.make(path)
@@ -84,7 +99,10 @@ def test_every_loader_reads_a_directory_alike(tmp_path: Path, sharding: Sharding
         if odd.refused:
             with pytest.raises(ModelError) as refused:
                 load(path)
-            assert all(words in str(refused.value) for words in odd.refused), (kind, str(refused.value))
+            assert all(words in str(refused.value) for words in odd.refused), (
+                kind,
+                str(refused.value),
+            )
         else:
             found[kind] = logprobs(load(path))
     if name in PLANNED:

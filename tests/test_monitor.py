@@ -73,7 +73,9 @@ def test_resuming_drops_later_and_torn_lines(tmp_path: Path) -> None:
 
 @settings(deadline=None)
 @given(st.lists(st.integers(0, 20)).map(sorted), st.integers(-1, 21), st.integers(0, 30))
-def test_what_stays_is_what_was_complete_and_not_later(written: list[int], step: int, torn: int) -> None:
+def test_what_stays_is_what_was_complete_and_not_later(
+    written: list[int], step: int, torn: int
+) -> None:
     import tempfile
 
     with tempfile.TemporaryDirectory() as folder:
@@ -113,7 +115,9 @@ def test_sinks_get_every_nth_step_and_what_must_not_be_missed(tmp_path: Path) ->
             self.steps.append(-2 if failed else -1)
 
     sink = Recorder()
-    with MetricsLog(tmp_path / "m.jsonl", [Background("recorder", sink, print)], every=3) as metrics:
+    with MetricsLog(
+        tmp_path / "m.jsonl", [Background("recorder", sink, print)], every=3
+    ) as metrics:
         for step in range(1, 8):
             metrics.write(step, {}, always=step == 7)
     assert sink.steps == [3, 6, 7, -1]
@@ -138,7 +142,9 @@ def test_a_run_is_never_overwritten(folder: Path) -> None:
         (run.path / "config.toml").write_text("")
     with open_run_dir(path, "", False) as run:
         MetricsLog(run.metrics).write(1, {})
-    with pytest.raises(ConfigError, match=r"already holds a run\. Continue it with checkpoint\.resume=true"):
+    with pytest.raises(
+        ConfigError, match=r"already holds a run\. Continue it with checkpoint\.resume=true"
+    ):
         open_run_dir(path, "", False).__enter__()
     with open_run_dir(path, "", True):
         pass
@@ -155,7 +161,9 @@ def test_resuming_needs_a_run(folder: Path) -> None:
 
 def test_a_directory_that_cannot_be_made(folder: Path) -> None:
     (folder / "file").touch()
-    with pytest.raises(ConfigError, match=r"run_dir = '.*run' cannot be a directory: .*file is a file"):
+    with pytest.raises(
+        ConfigError, match=r"run_dir = '.*run' cannot be a directory: .*file is a file"
+    ):
         open_run_dir(folder / "file" / "run", "", False).__enter__()
 
 
@@ -178,7 +186,9 @@ time.sleep(60)
 
 def test_two_processes_cannot_share_a_directory_and_a_dead_one_holds_nothing(folder: Path) -> None:
     path = folder / "out"
-    holder = subprocess.Popen([sys.executable, "-c", HOLD, str(path)], stdout=subprocess.PIPE, text=True)
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(path)], stdout=subprocess.PIPE, text=True
+    )
     assert holder.stdout is not None
     child = int(holder.stdout.readline())
     try:
@@ -203,7 +213,9 @@ def test_one_process_cannot_open_a_directory_twice(folder: Path) -> None:
         pass
 
 
-def test_an_interrupted_run_says_how_to_go_on(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_run_says_how_to_go_on(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sys, "argv", ["pytest"])
     with pytest.raises(KeyboardInterrupt) as caught, open_run_dir(folder / "out", "", False) as run:
         (run.checkpoints / "step-000001").mkdir(parents=True)
@@ -216,7 +228,9 @@ def test_an_interrupted_run_says_how_to_go_on(folder: Path, monkeypatch: pytest.
     assert not hasattr(caught.value, "__notes__"), "there is nothing to go on from"
 
 
-def test_a_stage_of_the_demo_continues_as_a_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stage_of_the_demo_continues_as_a_run(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On the run file that the demo wrote: ``tunesmith demo`` takes no settings."""
     monkeypatch.setattr(sys, "argv", ["tunesmith", "demo", "--json", "--dir", str(folder)])
     (folder / "sft" / "checkpoints" / "step-000001").mkdir(parents=True)
@@ -374,7 +388,11 @@ def test_the_live_panel_shows_the_rewards_course() -> None:
 
 @pytest.mark.parametrize(("said", "live"), [([], True), (["monitor.progress=false"], False)])
 def test_a_run_in_a_terminal_has_the_panel_unless_it_is_off(
-    said: list[str], live: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    said: list[str],
+    live: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     made: list[Progress] = []
 
@@ -389,7 +407,9 @@ def test_a_run_in_a_terminal_has_the_panel_unless_it_is_off(
     assert isinstance(progress, LivePanel) == live
     shown = capsys.readouterr().out
     assert "step 2/2" in shown.replace("\xa0", " ")
-    assert ("\x1b[?25h" in shown) == live, "the panel hides the cursor, and shows it again at its end"
+    assert ("\x1b[?25h" in shown) == live, (
+        "the panel hides the cursor, and shows it again at its end"
+    )
 
 
 def test_what_a_model_writes_cannot_steer_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
@@ -407,7 +427,10 @@ def test_one_line_is_one_line(text: str, most: int) -> None:
 
 
 def test_a_number_that_several_names_share_is_shown_once() -> None:
-    assert each_once({"accuracy": "0.9", "reward": "0.9", "failed": "0"}) == {"accuracy, reward": "0.9", "failed": "0"}
+    assert each_once({"accuracy": "0.9", "reward": "0.9", "failed": "0"}) == {
+        "accuracy, reward": "0.9",
+        "failed": "0",
+    }
 
 
 def test_the_panel_fits_eighty_columns_and_breaks_between_numbers() -> None:
@@ -419,12 +442,22 @@ def test_the_panel_fits_eighty_columns_and_breaks_between_numbers() -> None:
     console = Console(file=screen, force_terminal=True, width=80, color_system=None)
     panel = LivePanel(1000, console=console)
     for step in range(1, 80):
-        panel.step(step, {**METRICS, "reward": step / 80, "lr": 1.25e-6, "tokens_per_second": 123456.0}, 30.0)
+        panel.step(
+            step,
+            {**METRICS, "reward": step / 80, "lr": 1.25e-6, "tokens_per_second": 123456.0},
+            30.0,
+        )
     console.print(panel.render())
     shown = screen.getvalue().splitlines()
     assert all(len(line) <= 80 for line in shown)
     text = screen.getvalue().replace("\xa0", " ")
-    for pair in ("reward 0.988", "KL(reference) 0.0012", "grad norm 0.52", "lr 1.25e-06", "tok/s 123,456"):
+    for pair in (
+        "reward 0.988",
+        "KL(reference) 0.0012",
+        "grad norm 0.52",
+        "lr 1.25e-06",
+        "tok/s 123,456",
+    ):
         assert any(pair in line for line in text.splitlines()), pair
 
 
@@ -448,7 +481,9 @@ def test_the_least_seconds_of_a_step_are_summed_and_a_run_faster_than_them_leave
                 "attainable_seconds/train": 2.0,
                 "attainable_seconds/scoring": 1.0,
             }
-            session.finish_step({"loss": 1.0, "grad_norm": 1.0, **{k: v * 1e-9 for k, v in least.items()}})
+            session.finish_step(
+                {"loss": 1.0, "grad_norm": 1.0, **{k: v * 1e-9 for k, v in least.items()}}
+            )
     lines = list(read_metrics(tmp_path / "metrics.jsonl"))
     assert [line["attainable_seconds"] for line in lines] == pytest.approx([4e-9, 1e9, 4e-9])
     assert ["limit_share" in line for line in lines] == [True, False, False]
@@ -458,4 +493,7 @@ def test_the_least_seconds_of_a_step_are_summed_and_a_run_faster_than_them_leave
 def test_the_newest_run_has_a_link_and_a_name_is_no_path(folder: Path) -> None:
     for _ in range(2):
         with open_run_dir(None, "../a b/ü", False) as run:
-            assert run.path.parent == folder / "runs" and (folder / "runs" / "latest").resolve() == run.path
+            assert (
+                run.path.parent == folder / "runs"
+                and (folder / "runs" / "latest").resolve() == run.path
+            )

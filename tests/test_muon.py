@@ -1,4 +1,5 @@
-"""Muon: the paper's formula on the same gradients, which weights it moves, its state, its settings."""
+"""Muon: the paper's formula on the same gradients, which weights it moves, its state, its
+settings."""
 
 from __future__ import annotations
 
@@ -33,7 +34,9 @@ def optimizer_of(
     path: Path, dtype: torch.dtype = torch.float32, decay: float = 0.1, **muon: Any
 ) -> tuple[CausalLM, MasterOptimizer]:
     loaded = CausalLM.load(path, dtype=dtype)
-    return loaded, MasterOptimizer(loaded.module, AdamWSettings(decay, max_grad_norm=0.0, muon=Muon(**muon)))
+    return loaded, MasterOptimizer(
+        loaded.module, AdamWSettings(decay, max_grad_norm=0.0, muon=Muon(**muon))
+    )
 
 
 def give_gradients(made: MasterOptimizer, seed: int) -> dict[str, Tensor]:
@@ -57,9 +60,13 @@ def newton_schulz(matrix: Tensor, steps: int) -> Tensor:
 
 @pytest.mark.parametrize("nesterov", [True, False])
 @pytest.mark.parametrize("scale", ["match_rms_adamw", "original"])
-def test_matrices_of_the_layers_take_the_published_steps(model: Path, nesterov: bool, scale: str) -> None:
+def test_matrices_of_the_layers_take_the_published_steps(
+    model: Path, nesterov: bool, scale: str
+) -> None:
     lr, ratio, decay, beta = 0.01, 2.0, 0.1, 0.9
-    loaded, made = optimizer_of(model, momentum=beta, nesterov=nesterov, ns_steps=4, adjust_lr=scale, lr_ratio=ratio)
+    loaded, made = optimizer_of(
+        model, momentum=beta, nesterov=nesterov, ns_steps=4, adjust_lr=scale, lr_ratio=ratio
+    )
     names = hidden_matrices(loaded.module)
     start = {name: made.masters[name].detach().clone() for name in names}
     weights = dict(start)
@@ -72,26 +79,31 @@ def test_matrices_of_the_layers_take_the_published_steps(model: Path, nesterov: 
             u = beta * moments[name] + (1 - beta) * grads[name] if nesterov else moments[name]
             a, b = weight.shape
             factor = 0.2 * max(a, b) ** 0.5 if scale == "match_rms_adamw" else max(1, a / b) ** 0.5
-            weights[name] = weight * (1 - lr * ratio * decay) - lr * ratio * factor * newton_schulz(u, 4)
+            weights[name] = weight * (1 - lr * ratio * decay) - lr * ratio * factor * newton_schulz(
+                u, 4
+            )
     for name, weight in weights.items():  # both iterate in bfloat16, in another order of operations
         moved = weight - start[name]
         assert float((made.masters[name].detach() - weight).norm() / moved.norm()) < 0.05, name
 
 
 def test_its_steps_are_as_large_as_adamws(model: Path) -> None:
-    """The root mean square of a step's entries is near 0.2 of the learning rate, for every shape."""
+    """The root mean square of a step's entries is near 0.2 of the learning rate, for every
+    shape."""
     loaded, made = optimizer_of(model, decay=0.0)
     before = {name: made.masters[name].detach().clone() for name in hidden_matrices(loaded.module)}
     give_gradients(made, 0)
     made.step(0.01)
     for name, weight in before.items():
-        assert float((made.masters[name].detach() - weight).square().mean().sqrt()) == pytest.approx(0.002, rel=0.3), (
-            name
-        )
+        assert float(
+            (made.masters[name].detach() - weight).square().mean().sqrt()
+        ) == pytest.approx(0.002, rel=0.3), name
 
 
 @pytest.mark.parametrize(("family", "each"), [("qwen3", 7), ("gpt2", 4)])
-def test_it_moves_the_matrices_of_the_layers_and_adamw_all_else(tmp_path: Path, family: str, each: int) -> None:
+def test_it_moves_the_matrices_of_the_layers_and_adamw_all_else(
+    tmp_path: Path, family: str, each: int
+) -> None:
     loaded, made = optimizer_of(save_model(tmp_path, family))
     names, layers = hidden_matrices(loaded.module), int(loaded.module.config.num_hidden_layers)
     assert len(names) == each * layers
@@ -101,7 +113,9 @@ def test_it_moves_the_matrices_of_the_layers_and_adamw_all_else(tmp_path: Path, 
         made.step(0.01), plain.step(0.01)
     same = {name for name, weight in made.masters.items() if weight.equal(plain.masters[name])}
     assert same == plain.masters.keys() - names
-    assert {name for key in made.state() if (name := key.removeprefix("momentum_buffer:")) != key} == names
+    assert {
+        name for key in made.state() if (name := key.removeprefix("momentum_buffer:")) != key
+    } == names
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -128,18 +142,28 @@ def test_a_state_of_the_other_optimizer_is_refused(model: Path) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "size"), [(torch.bfloat16, 2), (torch.float32, 4)])
-def test_the_cost_model_knows_that_matrices_have_one_moment(model: Path, dtype: torch.dtype, size: int) -> None:
+def test_the_cost_model_knows_that_matrices_have_one_moment(
+    model: Path, dtype: torch.dtype, size: int
+) -> None:
     _, made = optimizer_of(model, dtype)
     give_gradients(made, 0), made.step(0.01), give_gradients(made, 1)
     held = [t for name in made.masters for t in made.slot(name).values() if t.ndim]
-    held += [*made.parameters.values(), *(m.grad for m in made.masters.values() if m.grad is not None)]
+    held += [
+        *made.parameters.values(),
+        *(m.grad for m in made.masters.values() if m.grad is not None),
+    ]
     held += [m for name, m in made.masters.items() if m is not made.parameters[name]]
     facts = read_model_facts(model)
     assert facts is not None
-    norms = sum(m.numel() for m in made.masters.values() if m.ndim < 2)  # few, and counted as the layers' matrices
+    norms = sum(
+        m.numel() for m in made.masters.values() if m.ndim < 2
+    )  # few, and counted as the layers' matrices
     assert sum(t.nbytes for t in held) == price(facts, Layout(size, muon=True)).state + 4 * norms
     sharded = {"zero_stage": 3, "shards": 4}
-    less = price(SMALL, Layout(2, **sharded)).optimizer - price(SMALL, Layout(2, muon=True, **sharded)).optimizer
+    less = (
+        price(SMALL, Layout(2, **sharded)).optimizer
+        - price(SMALL, Layout(2, muon=True, **sharded)).optimizer
+    )
     assert less == 4 * (5_000_000 - 2 * 4096 * 256) // 4
 
 
@@ -151,7 +175,9 @@ def test_settings() -> None:
     assert config("train.optimizer=muon").train.optimizer == Muon()
     chosen = config('train.optimizer={ type = "muon", momentum = 0.9 }').train.optimizer
     assert isinstance(chosen, Muon) and chosen.momentum == 0.9
-    assert config("train.optimizer.type=muon", "train.optimizer.ns_steps=3").train.optimizer == Muon(ns_steps=3)
+    assert config(
+        "train.optimizer.type=muon", "train.optimizer.ns_steps=3"
+    ).train.optimizer == Muon(ns_steps=3)
     assert config().train.optimizer.name == "adamw"
 
 

@@ -1,4 +1,5 @@
-"""The compiled decode step computes what PyTorch's operations do; where nothing can be compiled, those run."""
+"""The compiled decode step computes what PyTorch's operations do; where nothing can be compiled,
+those run."""
 
 from __future__ import annotations
 
@@ -35,7 +36,13 @@ from tunesmith.plan.resolve import resolve
 from tunesmith.records.costs import COMPILED_CALL, largest_costs
 from tunesmith.run.engines.local import native_decode
 from tunesmith.run.engines.local.engine import LocalEngine
-from tunesmith.run.engines.local.native_decode import ACTIVATIONS, BankData, LayerData, RowsData, StepData
+from tunesmith.run.engines.local.native_decode import (
+    ACTIVATIONS,
+    BankData,
+    LayerData,
+    RowsData,
+    StepData,
+)
 from tunesmith.run.engines.local.runner import probe
 from tunesmith.run.loop.profiling import StepProfiler
 from tunesmith.run.placement.models import load_model, load_tokenizer
@@ -52,12 +59,19 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "smollm3": {"num_hidden_layers": 4},
     "gemma": {"head_dim": 80, "num_key_value_heads": 1},
     "gemma2": {"head_dim": 16, "sliding_window": 8, "query_pre_attn_scalar": 16},
-    "gemma3_text": {"head_dim": 18, "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
+    "gemma3_text": {
+        "head_dim": 18,
+        "sliding_window": 8,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
 }
 
 
-def bank(rows: int, heads: int, slots: int, dim: int, dtype: torch.dtype) -> tuple[Tensor, BankData]:
-    """Keys and values of two layers; what no row has written is NaN, which no result may have seen."""
+def bank(
+    rows: int, heads: int, slots: int, dim: int, dtype: torch.dtype
+) -> tuple[Tensor, BankData]:
+    """Keys and values of two layers; what no row has written is NaN, which no result may have
+    seen."""
     memory = torch.full((4, rows, heads, slots, dim), math.nan, dtype=dtype)
     return memory, BankData(memory.data_ptr(), *memory.stride()[:3])
 
@@ -94,7 +108,9 @@ def test_attention_is_that_of_each_row_alone(shape: dict[str, Any], seed: int) -
     functions = native_decode.loaded()
     rows, heads_kv, share, dim = shape["rows"], shape["kv_heads"], shape["share"], shape["dim"]
     heads, plane, (row_type, bank_type) = heads_kv * share, 2 * shape["layer"], shape["dtypes"]
-    prompts, of_prompts = bank(len(shape["prompts"]), heads_kv, max(shape["prompts"]) + 3, dim, bank_type)
+    prompts, of_prompts = bank(
+        len(shape["prompts"]), heads_kv, max(shape["prompts"]) + 3, dim, bank_type
+    )
     own, of_own = bank(len(rows), heads_kv, 48, dim, bank_type)
     for i, length in enumerate(shape["prompts"]):
         prompts[plane : plane + 2, i, :, :length] = torch.randn(2, heads_kv, length, dim)
@@ -107,7 +123,15 @@ def test_attention_is_that_of_each_row_alone(shape: dict[str, Any], seed: int) -
     changing = torch.tensor([[n for _, n in rows], [shape["prompts"][p] + n for p, n in rows]])
     size, narrow = 8 * len(rows), torch.bfloat16
     step = StepData(
-        *(len(rows), heads, heads_kv, dim, shape["threads"], row_type == narrow, bank_type == narrow),
+        *(
+            len(rows),
+            heads,
+            heads_kv,
+            dim,
+            shape["threads"],
+            row_type == narrow,
+            bank_type == narrow,
+        ),
         *(layout.blocks, layout.starts.data_ptr()),
         *(layout.fixed.data_ptr() + i * size for i in range(3)),
         *(changing.data_ptr() + i * size for i in range(2)),
@@ -120,7 +144,9 @@ def test_attention_is_that_of_each_row_alone(shape: dict[str, Any], seed: int) -
     if shape["rotates"]:
         layer.cos, layer.sin = cos.data_ptr(), sin.data_ptr()
     out = torch.full((len(rows), heads * dim), math.nan, dtype=row_type)
-    functions.tunesmith_attend(ctypes.byref(step), ctypes.byref(layer), qkv.data_ptr(), out.data_ptr())
+    functions.tunesmith_attend(
+        ctypes.byref(step), ctypes.byref(layer), qkv.data_ptr(), out.data_ptr()
+    )
     for i, (prompt, written) in enumerate(rows):
         q, k, v = qkv[i].double().view(-1, dim).split([heads, heads_kv, heads_kv])
         q, k = normed(q, q_norm, 1e-6), normed(k, k_norm, 1e-6)
@@ -130,26 +156,42 @@ def test_attention_is_that_of_each_row_alone(shape: dict[str, Any], seed: int) -
         assert torch.allclose(own[plane, i, :, written].double(), k, rtol=0.01, atol=0.02)
         assert torch.equal(own[plane + 1, i, :, written], v.to(bank_type))
         keys, values = (
-            torch.cat((prompts[p, prompt, :, : shape["prompts"][prompt]], own[p, i, :, : written + 1]), 1).double()
+            torch.cat(
+                (prompts[p, prompt, :, : shape["prompts"][prompt]], own[p, i, :, : written + 1]), 1
+            ).double()
             for p in (plane, plane + 1)
         )
         first = max(0, keys.shape[1] - shape["window"]) if shape["window"] else 0
         scores = q.view(heads_kv, share, dim) @ keys[:, first:].transpose(1, 2) * scale
-        scores = torch.tanh(scores / shape["softcap"]) * shape["softcap"] if shape["softcap"] else scores
+        scores = (
+            torch.tanh(scores / shape["softcap"]) * shape["softcap"] if shape["softcap"] else scores
+        )
         expected = (scores.softmax(-1) @ values[:, first:]).flatten()
         close: dict[str, Any] = (
-            {"rtol": 1e-4, "atol": 1e-4} if row_type == torch.float32 else {"rtol": 2**-8, "atol": 2**-7}
+            {"rtol": 1e-4, "atol": 1e-4}
+            if row_type == torch.float32
+            else {"rtol": 2**-8, "atol": 2**-7}
         )
         torch.testing.assert_close(out[i].double(), expected, **close)
 
 
 @needs_compiler
 @given(
-    st.integers(1, 40), st.integers(1, 1100), TYPES, st.booleans(), st.booleans(), st.sampled_from(list(ACTIVATIONS))
+    st.integers(1, 40),
+    st.integers(1, 1100),
+    TYPES,
+    st.booleans(),
+    st.booleans(),
+    st.sampled_from(list(ACTIVATIONS)),
 )
 @settings(max_examples=40, deadline=None)
-def test_norms_and_activations(rows: int, width: int, dtype: torch.dtype, adds: bool, inner: bool, kind: Any) -> None:
-    functions, step = native_decode.loaded(), StepData(rows=rows, threads=2, narrow_rows=dtype == torch.bfloat16)
+def test_norms_and_activations(
+    rows: int, width: int, dtype: torch.dtype, adds: bool, inner: bool, kind: Any
+) -> None:
+    functions, step = (
+        native_decode.loaded(),
+        StepData(rows=rows, threads=2, narrow_rows=dtype == torch.bfloat16),
+    )
     x, y = torch.randn(rows, width) * 3, (torch.randn(rows, width) * 3).to(dtype)
     weight, own = torch.rand(2, width).unbind()
     out, expected = torch.empty(rows, width, dtype=dtype), x.double()
@@ -163,14 +205,25 @@ def test_norms_and_activations(rows: int, width: int, dtype: torch.dtype, adds: 
     torch.testing.assert_close(x.double(), expected, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(out.double(), normed(expected, weight, 1e-5), rtol=close, atol=close)
     both = (torch.randn(rows, 2 * width) * 10).to(dtype)
-    functions.tunesmith_gated(ctypes.byref(step), width, both.data_ptr(), out.data_ptr(), ACTIVATIONS[kind])
+    functions.tunesmith_gated(
+        ctypes.byref(step), width, both.data_ptr(), out.data_ptr(), ACTIVATIONS[kind]
+    )
     gate, up = both.double().chunk(2, -1)
-    active = F.silu(gate) if kind == "silu" else F.gelu(gate, approximate="tanh" if kind == "gelu_tanh" else "none")
+    active = (
+        F.silu(gate)
+        if kind == "silu"
+        else F.gelu(gate, approximate="tanh" if kind == "gelu_tanh" else "none")
+    )
     torch.testing.assert_close(out.double(), active * up, rtol=close, atol=1e-4)
 
 
 @needs_compiler
-@given(st.integers(1, 300), st.integers(1, 5), st.sampled_from([0.0, 0.3, 1.0, 2.0]), st.sampled_from([1, 3]))
+@given(
+    st.integers(1, 300),
+    st.integers(1, 5),
+    st.sampled_from([0.0, 0.3, 1.0, 2.0]),
+    st.sampled_from([1, 3]),
+)
 @settings(max_examples=60, deadline=None)
 def test_tokens_are_drawn_by_the_inverse_of_the_distribution(
     vocabulary: int, rows: int, temperature: float, threads: int
@@ -195,11 +248,15 @@ def test_tokens_are_drawn_by_the_inverse_of_the_distribution(
 def test_a_row_that_is_not_finite_is_not_drawn_from(bad: float, temperature: float) -> None:
     logits = torch.randn(3, 50)
     logits[1, 20] = bad
-    finite = drawn(logits, temperature, torch.rand(3, dtype=torch.float64), 1)[1].isfinite().tolist()
+    finite = (
+        drawn(logits, temperature, torch.rand(3, dtype=torch.float64), 1)[1].isfinite().tolist()
+    )
     assert finite == [True, False, True]
 
 
-def drawn(logits: Tensor, temperature: float, uniforms: Tensor, threads: int) -> tuple[Tensor, Tensor]:
+def drawn(
+    logits: Tensor, temperature: float, uniforms: Tensor, threads: int
+) -> tuple[Tensor, Tensor]:
     tokens, logprobs = torch.empty(len(logits), dtype=torch.int64), torch.empty(len(logits))
     temperatures = torch.full((len(logits),), temperature)
     places = (t.data_ptr() for t in (logits, temperatures, uniforms, tokens, logprobs))
@@ -212,8 +269,13 @@ def completions(model: CausalLM, requests: int = 9, **options: Any) -> list[Comp
     prompts = [[5 + (7 * i + 3 * j) % 250 for j in range(n)] for i, n in enumerate((1, 12, 33))]
 
     async def all_of_them() -> list[Completion]:
-        samplings = [Sampling(10 + 3 * i, temperature=i % 3 / 2, seed=i, ignore_eos=True) for i in range(requests)]
-        return await asyncio.gather(*(engine.generate(prompts[i % 3], s) for i, s in enumerate(samplings)))
+        samplings = [
+            Sampling(10 + 3 * i, temperature=i % 3 / 2, seed=i, ignore_eos=True)
+            for i in range(requests)
+        ]
+        return await asyncio.gather(
+            *(engine.generate(prompts[i % 3], s) for i, s in enumerate(samplings))
+        )
 
     return asyncio.run(all_of_them())
 
@@ -221,7 +283,9 @@ def completions(model: CausalLM, requests: int = 9, **options: Any) -> list[Comp
 @needs_compiler
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_samples_as_with_pytorchs_operations(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_every_family_samples_as_with_pytorchs_operations(
+    family: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
     model = CausalLM.load(save_model(tmp_path, family, **FAMILIES[family]), dtype=torch.float32)
     with torch.no_grad():
         for weight in model.module.parameters():
@@ -232,10 +296,19 @@ def test_every_family_samples_as_with_pytorchs_operations(family: str, dtype: to
     plain, compiled = (completions(model, compiled=flag) for flag in (False, True))
     close = 1e-4 if dtype == torch.float32 else 0.1
     for one, other in zip(plain, compiled, strict=True):
-        same = next((i for i, (a, b) in enumerate(zip(one.token_ids, other.token_ids, strict=True)) if a != b), None)
+        same = next(
+            (
+                i
+                for i, (a, b) in enumerate(zip(one.token_ids, other.token_ids, strict=True))
+                if a != b
+            ),
+            None,
+        )
         assert same is None or dtype == torch.bfloat16
         assert one.logprobs[:same] == pytest.approx(other.logprobs[:same], abs=close)
-    assert any(a.logprobs != b.logprobs for a, b in zip(plain, compiled, strict=True)), "the same path ran twice"
+    assert any(a.logprobs != b.logprobs for a, b in zip(plain, compiled, strict=True)), (
+        "the same path ran twice"
+    )
 
 
 @needs_compiler
@@ -265,7 +338,11 @@ def test_a_trace_has_the_compiled_calls(tmp_path: Path) -> None:
     completions(model, requests=2)
     trace = profiler.end(1)
     assert trace is not None
-    named = {name: seconds for name, seconds in largest_costs(trace, 1000) if name.startswith(COMPILED_CALL)}
+    named = {
+        name: seconds
+        for name, seconds in largest_costs(trace, 1000)
+        if name.startswith(COMPILED_CALL)
+    }
     assert (
         named.keys() == {f"{COMPILED_CALL}{name}" for name in ("decode layers", "product", "draw")}
         and min(named.values()) > 0
@@ -288,17 +365,23 @@ PROGRAM = 'from tunesmith.models.cpu.native import library; print(library("decod
 @pytest.mark.slow
 def test_processes_that_compile_at_once_keep_one_library(tmp_path: Path) -> None:
     environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path / "cache")}
-    running = [subprocess.Popen([sys.executable, "-c", PROGRAM], env=environment, stdout=-1, text=True) for _ in "ab"]
+    running = [
+        subprocess.Popen([sys.executable, "-c", PROGRAM], env=environment, stdout=-1, text=True)
+        for _ in "ab"
+    ]
     assert [process.communicate(timeout=300)[0].strip() for process in running] == ["True", "True"]
     (kept,) = (tmp_path / "cache" / "tunesmith" / "native").iterdir()
     written = kept.stat().st_mtime_ns
-    again = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, check=True)
+    again = subprocess.run(
+        [sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, check=True
+    )
     assert again.stdout.strip() == "True" and kept.stat().st_mtime_ns == written
 
 
 @pytest.fixture
 def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A library that is compiled at once, for ``library.__wrapped__("small")``, and where it is kept."""
+    """A library that is compiled at once, for ``library.__wrapped__("small")``, and where it is
+    kept."""
     (tmp_path / "small.cpp").write_text('extern "C" long seven() { return 7; }')
     monkeypatch.setattr(native, "SOURCES", tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -313,7 +396,8 @@ def seven() -> int:
 
 @needs_compiler
 def test_a_damaged_library_is_compiled_anew(small: Path) -> None:
-    """To load the beginning of one ends the process with SIGBUS. A mapped file is not written to, but replaced."""
+    """To load the beginning of one ends the process with SIGBUS. A mapped file is not written to,
+    but replaced."""
     assert seven() == 7
     (kept,) = small.iterdir()
     whole, other = kept.read_bytes(), small / "small-0123456789abcdef.so"
@@ -325,11 +409,15 @@ def test_a_damaged_library_is_compiled_anew(small: Path) -> None:
         assert {file.name for file in small.iterdir()} == {kept.name, other.name}
         assert kept.read_bytes() == whole
     written = kept.stat().st_mtime_ns
-    assert seven() == 7 and kept.stat().st_mtime_ns == written, "what is whole is not compiled again"
+    assert seven() == 7 and kept.stat().st_mtime_ns == written, (
+        "what is whole is not compiled again"
+    )
 
 
 @needs_compiler
-def test_a_compiler_may_have_a_wrapper_and_arguments(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiler_may_have_a_wrapper_and_arguments(
+    small: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("CXX", f"env {find_compiler()} -Wall")
     assert seven() == 7 and len([*small.iterdir()]) == 1
 
@@ -358,12 +446,22 @@ def test_the_command_of_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     ("script", "said"),
     [
         (None, "no C++ compiler"),
-        ('#!/bin/sh\n[ "$1" = --version ] || { echo "no such option" >&2; exit 1; }\n', "no such option"),
-        ('#!/bin/sh\nfor i; do if [ "$o" = -o ]; then echo junk > $i; fi; o=$i; done\n', "decode.so"),
+        (
+            '#!/bin/sh\n[ "$1" = --version ] || { echo "no such option" >&2; exit 1; }\n',
+            "no such option",
+        ),
+        (
+            '#!/bin/sh\nfor i; do if [ "$o" = -o ]; then echo junk > $i; fi; o=$i; done\n',
+            "decode.so",
+        ),
     ],
 )
 def test_without_a_library_pytorchs_operations_run(
-    script: str | None, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    script: str | None,
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     compiler = tmp_path / "compiler"
     if script is not None:
@@ -377,7 +475,8 @@ def test_without_a_library_pytorchs_operations_run(
     sampled = completions(model)
     assert said in caplog.text
     assert sampled == completions(model, compiled=False)
-    # The plan has counted keys and values of the model's type, and PyTorch's operations read those too.
+    # The plan has counted keys and values of the model's type, and PyTorch's operations read those
+    # too.
     narrow = CausalLM.load(tmp_path / "model", dtype=torch.bfloat16)
     assert probe(narrow, compiled=True)[0].dtype == torch.bfloat16
     found, exact = completions(narrow), completions(narrow, compiled=False)
@@ -394,11 +493,21 @@ def test_the_setting_is_derived_from_compiler_family_and_device(
 
     def found(model: Path, compiler: str | None, *more: str) -> bool:
         monkeypatch.setenv("CXX", compiler or str(tmp_path / "none"))
-        given = [f"model.path={model}", f"data.train={data}", "system.device=cpu", "sampling.max_new_tokens=8", *more]
+        given = [
+            f"model.path={model}",
+            f"data.train={data}",
+            "system.device=cpu",
+            "sampling.max_new_tokens=8",
+            *more,
+        ]
         config = load_config(GenerateConfig, None, given)
-        return resolve(config, Facts(read_hardware(), read_model_facts(model))).config.system.compile
+        return resolve(
+            config, Facts(read_hardware(), read_model_facts(model))
+        ).config.system.compile
 
-    assert found(directory, sys.executable) and not found(directory, sys.executable, "system.compile=false")
+    assert found(directory, sys.executable) and not found(
+        directory, sys.executable, "system.compile=false"
+    )
     assert not found(directory, None) and not found(other, sys.executable)
     for model, compiler in ((directory, None), (other, sys.executable)):
         with pytest.raises(ConfigError, match=r"system\.compile"):
@@ -417,7 +526,13 @@ def test_training_in_bfloat16_compiles_where_the_cpu_multiplies_it(
     facts = Facts(hardware, read_model_facts(directory))
 
     def found(*more: str) -> SFTConfig:
-        given = [f"model.path={directory}", f"data.train={data}", "system.device=cpu", "model.dtype=bfloat16", *more]
+        given = [
+            f"model.path={directory}",
+            f"data.train={data}",
+            "system.device=cpu",
+            "model.dtype=bfloat16",
+            *more,
+        ]
         return resolve(load_config(SFTConfig, None, given), facts).config
 
     assert found().system.compile == bool(has) and not found("model.dtype=float32").system.compile
@@ -431,8 +546,13 @@ def test_training_in_bfloat16_compiles_where_the_cpu_multiplies_it(
 
 @needs_compiler
 def test_the_library_shares_the_threads_of_torch() -> None:
-    """A second OpenMP would have a second team, and each operation would wait for sleeping threads."""
+    """A second OpenMP would have a second team, and each operation would wait for sleeping
+    threads."""
     torch.ones(1).sum()
     assert library("decode") is not None
-    loaded = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "libgomp" in line}
+    loaded = {
+        line.split()[-1]
+        for line in Path("/proc/self/maps").read_text().splitlines()
+        if "libgomp" in line
+    }
     assert len(loaded) <= 1

@@ -1,4 +1,5 @@
-"""Number formats of sampling: which are derived, quantised models without an adapter, and what company changes."""
+"""Number formats of sampling: which are derived, quantised models without an adapter, and what
+company changes."""
 
 from __future__ import annotations
 
@@ -45,7 +46,10 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_gpu_without_bfloat16_computes_in_float16() -> None:
     machine = facts(hardware=replace(CPU, gpus=(OLD,)))
-    assert resolve(load_config(GenerateConfig, None, BASE[:2]), machine).config.model.dtype == "float16"
+    assert (
+        resolve(load_config(GenerateConfig, None, BASE[:2]), machine).config.model.dtype
+        == "float16"
+    )
     for kind, said in ((RLConfig, BASE), (RFTConfig, BASE), (SFTConfig, BASE[:2])):
         found: Any = resolve(load_config(kind, None, said), machine)
         assert found.config.model.dtype == "float16"
@@ -67,15 +71,24 @@ def test_products_in_float32_take_tf32_on_gpus_only(directory: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("setting", ["model.quantize=int8", "model.quantize=nf4", "model.dtype=float16"])
+@pytest.mark.parametrize(
+    "setting", ["model.quantize=int8", "model.quantize=nf4", "model.dtype=float16"]
+)
 def test_generate_samples_from_rounded_weights_without_an_adapter(
     directory: Path, tmp_path: Path, setting: str
 ) -> None:
     write_lines(tmp_path / "train.jsonl", [{"prompt": text} for text in ("ab", "cd", "ef")])
     said = [f"model.path={directory}", f"data.train={tmp_path / 'train.jsonl'}", "data.chat=false"]
-    said += ["sampling.max_new_tokens=6", "output.logprobs=true", "system.device=cpu", "model.dtype=float32"]
+    said += [
+        "sampling.max_new_tokens=6",
+        "output.logprobs=true",
+        "system.device=cpu",
+        "model.dtype=float32",
+    ]
     done = run_generate(None, [*said, f"run_dir={tmp_path / 'out'}", setting])
-    rounds: dict[str, Any] = {"quantize": setting.split("=")[1]} if "quantize" in setting else {"dtype": torch.float16}
+    rounds: dict[str, Any] = (
+        {"quantize": setting.split("=")[1]} if "quantize" in setting else {"dtype": torch.float16}
+    )
     exact, rounded = CausalLM.load(directory), CausalLM.load(directory, **rounds)
     with torch.no_grad():
         for line in map(json.loads, done.output.read_text().splitlines()):
@@ -100,7 +113,9 @@ def test_a_sampler_keeps_no_second_copy_of_its_adapter(directory: Path, tmp_path
     attach(first, LoraSection(rank=4)).save(tmp_path / "adapter")
     sizes = {}
     for frozen in (False, True):
-        found = attach(CausalLM.load(directory), LoraSection(), path=tmp_path / "adapter", frozen=frozen)
+        found = attach(
+            CausalLM.load(directory), LoraSection(), path=tmp_path / "adapter", frozen=frozen
+        )
         assert (START in found.peft.peft_config) is not frozen
         sizes[frozen] = found.counts()
     adapter = sizes[False][0]
@@ -108,7 +123,9 @@ def test_a_sampler_keeps_no_second_copy_of_its_adapter(directory: Path, tmp_path
 
 
 def completed(model: CausalLM, prompts: list[list[int]]) -> list[Completion]:
-    engine = LocalEngine(model, kv_bytes=1 << 23, max_running=ROWS, max_prefill_tokens=512, compiled=False)
+    engine = LocalEngine(
+        model, kv_bytes=1 << 23, max_running=ROWS, max_prefill_tokens=512, compiled=False
+    )
 
     async def all_of_them() -> list[Completion]:
         sampling = Sampling(24, temperature=0.0, ignore_eos=True)
@@ -117,16 +134,22 @@ def completed(model: CausalLM, prompts: list[list[int]]) -> list[Completion]:
     return asyncio.run(all_of_them())
 
 
-@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16])
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16]
+)
 def test_company_changes_a_greedy_completion_only_where_two_tokens_are_about_as_likely(
     directory: Path, dtype: torch.dtype
 ) -> None:
-    """Without compiled products up to 12 rows of a bfloat16 model decode in float32, and more in bfloat16 where the CPU
-    has such products; elsewhere nothing changes. In float32 nothing changes anywhere."""
+    """Without compiled products up to 12 rows of a bfloat16 model decode in float32, and more in
+    bfloat16 where the CPU has such products; elsewhere nothing changes. In float32 nothing changes
+    anywhere."""
     rng = random.Random(0)
     prompts = [[rng.randrange(5, 260) for _ in range(4 + i % 7)] for i in range(ROWS)]
     model = CausalLM.load(directory, dtype=dtype)
-    together, alone = completed(model, prompts), [completed(model, [prompt])[0] for prompt in prompts]
+    together, alone = (
+        completed(model, prompts),
+        [completed(model, [prompt])[0] for prompt in prompts],
+    )
     rounding = 1e-4 if dtype == torch.float32 else 0.1
     for one, other in zip(together, alone, strict=True):
         pairs = zip(one.token_ids, other.token_ids, strict=True)
@@ -134,7 +157,10 @@ def test_company_changes_a_greedy_completion_only_where_two_tokens_are_about_as_
         # Where they part, each took its likeliest token, and the two are as likely up to rounding.
         assert one.logprobs[: same + 1] == pytest.approx(other.logprobs[: same + 1], abs=rounding)
         assert same == len(one.token_ids) or dtype == torch.bfloat16
-    changed = [a.logprobs != pytest.approx(b.logprobs, abs=1e-4) for a, b in zip(together, alone, strict=True)]
+    changed = [
+        a.logprobs != pytest.approx(b.logprobs, abs=1e-4)
+        for a, b in zip(together, alone, strict=True)
+    ]
     assert not any(changed) or dtype == torch.bfloat16
 
 

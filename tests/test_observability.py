@@ -1,4 +1,5 @@
-"""A run tells where its time went: metrics of every step, traces, and who waits when nothing moves."""
+"""A run tells where its time went: metrics of every step, traces, and who waits when nothing
+moves."""
 
 from __future__ import annotations
 
@@ -43,10 +44,16 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_run_writes_the_trace_asked_for_and_its_metrics(tmp_path: Path, model: Path) -> None:
     rl_settings(tmp_path, model)
     held_out = str(write_lines(tmp_path / "held_out.jsonl", sums(4, 50)))
-    changed: dict[str, Any] = {"monitor__trace_steps": [2], "data__eval": held_out, "eval__every": 1}
+    changed: dict[str, Any] = {
+        "monitor__trace_steps": [2],
+        "data__eval": held_out,
+        "eval__every": 1,
+    }
     run = placement.run_rl(None, rl_settings(tmp_path, model, **changed)).run_dir
     assert [path.name for path in (run / "trace").iterdir()] == ["step-000002.json"]
-    lanes = check_trace(json.loads((run / "trace" / "step-000002.json").read_text(encoding="utf-8")))
+    lanes = check_trace(
+        json.loads((run / "trace" / "step-000002.json").read_text(encoding="utf-8"))
+    )
     assert list(lanes) == ["loop", "trainer", "engine 0", "reward", "rollouts"]
     names = {lane: {event["name"] for row in rows for event in row} for lane, rows in lanes.items()}
     assert names == {
@@ -57,10 +64,16 @@ def test_a_run_writes_the_trace_asked_for_and_its_metrics(tmp_path: Path, model:
     requests = [event for row in lanes["engine 0"] for event in row]
     # Twenty are sampled in the step: sixteen to learn from, four to evaluate before it.
     assert len(requests) == 20
-    assert sum(e["args"]["tokens"] for e in requests) >= lines[1]["sampled_tokens"] == lines[1]["tokens"]
+    assert (
+        sum(e["args"]["tokens"] for e in requests)
+        >= lines[1]["sampled_tokens"]
+        == lines[1]["tokens"]
+    )
     for line in lines:
         assert 0 < line["idle/trainer"] < 1 and 0 < line["idle/engine"] < 1
-        assert line["idle/trainer"] + line["idle/engine"] >= 1 - 1e-9, "without overlap one of the two is idle"
+        assert line["idle/trainer"] + line["idle/engine"] >= 1 - 1e-9, (
+            "without overlap one of the two is idle"
+        )
         assert line["engine_tokens_per_second"] > line["tokens_per_second"]
         assert line["staleness/mean"] == line["staleness/max"] == 0
         assert line["longest_sequence"] in range(4 + 8, 6 + 8 + 1)
@@ -68,18 +81,29 @@ def test_a_run_writes_the_trace_asked_for_and_its_metrics(tmp_path: Path, model:
 
 
 def test_supervised_training_is_on_the_timeline_too(tmp_path: Path, model: Path) -> None:
-    run = placement.run_sft(None, sft_settings(tmp_path, model, train__steps=2, monitor__trace_steps=[1, 2])).run_dir
-    assert [path.name for path in sorted((run / "trace").iterdir())] == ["step-000001.json", "step-000002.json"]
-    lanes = check_trace(json.loads((run / "trace" / "step-000002.json").read_text(encoding="utf-8")))
+    run = placement.run_sft(
+        None, sft_settings(tmp_path, model, train__steps=2, monitor__trace_steps=[1, 2])
+    ).run_dir
+    assert [path.name for path in sorted((run / "trace").iterdir())] == [
+        "step-000001.json",
+        "step-000002.json",
+    ]
+    lanes = check_trace(
+        json.loads((run / "trace" / "step-000002.json").read_text(encoding="utf-8"))
+    )
     assert {event["name"] for row in lanes["trainer"] for event in row} == {"train"}
     for line in read_metrics(run / "metrics.jsonl"):
         assert 0 <= line["idle/trainer"] < 1 and "idle/engine" not in line
 
 
 @pytest.mark.parametrize("steps", [{"train__steps": 3}, {"train__steps": None, "train__epochs": 1}])
-def test_a_step_beyond_the_run_cannot_be_traced(tmp_path: Path, model: Path, steps: dict[str, Any]) -> None:
+def test_a_step_beyond_the_run_cannot_be_traced(
+    tmp_path: Path, model: Path, steps: dict[str, Any]
+) -> None:
     settings = rl_settings(tmp_path, model, monitor__trace_steps=[2, 4], **steps)
-    with pytest.raises(ConfigError, match=r"monitor.trace_steps = \[2, 4\]: the run ends after step 3"):
+    with pytest.raises(
+        ConfigError, match=r"monitor.trace_steps = \[2, 4\]: the run ends after step 3"
+    ):
         placement.run_rl(None, settings)
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
@@ -91,7 +115,10 @@ def test_staleness_is_counted_per_sampled_token() -> None:
     rollout.observe([8])
     rollout.records.append(Record([3, 6, 9], [False, False, True], [0.0] * 3, [-1, -1, 7], []))
     groups = [RolloutGroup(TASK, [rollout])]
-    assert staleness_metrics(groups, 7) == {"staleness/mean": pytest.approx((3 + 2 + 0) / 3), "staleness/max": 3}
+    assert staleness_metrics(groups, 7) == {
+        "staleness/mean": pytest.approx((3 + 2 + 0) / 3),
+        "staleness/max": 3,
+    }
     assert staleness_metrics([RolloutGroup(TASK, [Rollout(TASK)])], 7) == {}
     assert rollout_metrics(groups)["longest_sequence"] == 6
 
@@ -135,7 +162,9 @@ def test_the_watchdog_names_a_stalled_reward_and_the_run_goes_on() -> None:
 
     async def run() -> list[RolloutGroup]:
         reward, engine = Stalled(), TimedEngine(FakeEngine(), timeline)
-        collector = Collector(engine.generate, reward, {"single_turn": SingleTurn()}, numbers, 60.0, timeline=timeline)
+        collector = Collector(
+            engine.generate, reward, {"single_turn": SingleTurn()}, numbers, 60.0, timeline=timeline
+        )
         with timeline.span(TRAINER, "rollout", waits_for="the rollouts of step 1"):
             collecting = asyncio.create_task(collector.collect([TASK], SAMPLING, 2, seed=0))
             await reward.asked.wait()
@@ -155,7 +184,9 @@ def test_the_watchdog_names_a_stalled_reward_and_the_run_goes_on() -> None:
 
 
 def test_the_page_shows_what_is_said_when_nothing_moves() -> None:
-    requests = [Span("engine 0", "generate", 42.0 + i, details={"prompt": 212 + i}) for i in range(7)]
+    requests = [
+        Span("engine 0", "generate", 42.0 + i, details={"prompt": 212 + i}) for i in range(7)
+    ]
     reward = Span(REWARD, "score", 62.0, details={"task": "train.jsonl:31"})
     trainer = Span(TRAINER, "rollout", 0.0, waits_for="the rollouts of step 12")
     said = stall_report([*requests, reward, trainer], now=362.0, still=300.0).splitlines()
@@ -167,17 +198,27 @@ def test_the_page_shows_what_is_said_when_nothing_moves() -> None:
 def test_a_profile_has_the_operators_of_its_step(tmp_path: Path, model: Path, command: str) -> None:
     wanted: dict[str, Any] = {"monitor__profile_steps": [2], "train__steps": 3}
     if command == "ahead":
-        wanted |= {"rollout__max_staleness": 1, "rollout__partial": True, "rollout__over_generation": 1.5}
+        wanted |= {
+            "rollout__max_staleness": 1,
+            "rollout__partial": True,
+            "rollout__over_generation": 1.5,
+        }
     if command == "sft":
         run = placement.run_sft(None, sft_settings(tmp_path, model, **wanted)).run_dir
     else:
         run = placement.run_rl(None, rl_settings(tmp_path, model, **wanted)).run_dir
     assert [path.name for path in (run / "profile").iterdir()] == ["step-000002.json.gz"]
-    events = json.loads(gzip.decompress((run / "profile" / "step-000002.json.gz").read_bytes()))["traceEvents"]
+    events = json.loads(gzip.decompress((run / "profile" / "step-000002.json.gz").read_bytes()))[
+        "traceEvents"
+    ]
     names = {event.get("name", "") for event in events}
-    assert "aten::mm" in names and any("Backward" in name for name in names), "training, in whatever thread"
+    assert "aten::mm" in names and any("Backward" in name for name in names), (
+        "training, in whatever thread"
+    )
 
 
 def test_a_step_beyond_the_run_cannot_be_profiled(tmp_path: Path, model: Path) -> None:
     with pytest.raises(ConfigError, match=r"monitor\.profile_steps"):
-        placement.run_sft(None, sft_settings(tmp_path, model, train__steps=2, monitor__profile_steps=[3]))
+        placement.run_sft(
+            None, sft_settings(tmp_path, model, train__steps=2, monitor__profile_steps=[3])
+        )

@@ -81,7 +81,11 @@ assert reply.choices[0].finish_reason == "stop"
 await ask(messages=[*START, reply.choices[0].message, {"role": "user", "content": "a wall"}])
 return 1.0
 """
-    rollout = ok(played(tokenizer, tmp_path, body, says("Action: look\nObservation: I made this up<|im_end|>")))
+    rollout = ok(
+        played(
+            tokenizer, tmp_path, body, says("Action: look\nObservation: I made this up<|im_end|>")
+        )
+    )
     (record,) = rollout.records
     first = record.token_ids[record.turns[0].start : record.turns[0].stop]
     assert "Observation:" in tokenizer.decode(first) and record.sampled[record.turns[0].stop - 1]
@@ -89,7 +93,13 @@ return 1.0
 
 @pytest.mark.parametrize(
     ("text", "stop", "kept"),
-    [("a b c", ("c", "b"), "a "), ("abc", ("x",), "abc"), ("abc", (), "abc"), ("abcb", ("b",), "a"), ("b", ("b",), "")],
+    [
+        ("a b c", ("c", "b"), "a "),
+        ("abc", ("x",), "abc"),
+        ("abc", (), "abc"),
+        ("abcb", ("b",), "a"),
+        ("b", ("b",), ""),
+    ],
 )
 def test_before_stop(text: str, stop: tuple[str, ...], kept: str) -> None:
     assert before_stop(text, stop) == kept
@@ -122,11 +132,15 @@ return 1.0
     rollout = ok(played(tokenizer, tmp_path, body, says(" upon<|im_end|>")))
     texts = [tokenizer.decode(r.token_ids) for r in rollout.records]
     assert any(t == "Once upon a time upon<|im_end|>" for t in texts), texts
-    fork = next(r for r, t in zip(rollout.records, texts, strict=True) if t.startswith("Once upon a"))
+    fork = next(
+        r for r, t in zip(rollout.records, texts, strict=True) if t.startswith("Once upon a")
+    )
     assert not any(fork.sampled[: fork.turns[0].start]), "the first answer is context in the fork"
 
 
-def test_the_rendered_prompt_as_raw_text_is_the_tasks_own_record(tokenizer: Any, tmp_path: Path) -> None:
+def test_the_rendered_prompt_as_raw_text_is_the_tasks_own_record(
+    tokenizer: Any, tmp_path: Path
+) -> None:
     body = """
 text = columns["rendered"]
 await client.completions.create(prompt=text)
@@ -138,7 +152,9 @@ return 1.0
     task = made_task(tokenizer, rendered=tokenizer.decode(task.prompt_ids))
     (rollout,), engine = play(environments, tokenizer, [task], says("yes<|im_end|>"))
     check_tokens(ok(rollout), engine)
-    assert len(rollout.records) == 1 and rollout.token_ids[: len(task.prompt_ids)] == list(task.prompt_ids)
+    assert len(rollout.records) == 1 and rollout.token_ids[: len(task.prompt_ids)] == list(
+        task.prompt_ids
+    )
 
 
 def test_responses_with_tools_are_one_growing_conversation(tokenizer: Any, tmp_path: Path) -> None:
@@ -160,7 +176,13 @@ return 1.0
 
     rollout = ok(played(tokenizer, tmp_path, body, policy))
     assert [len(record.turns) for record in rollout.records] == [3], "nothing forks"
-    assert [m["role"] for m in rollout.messages] == ["assistant", "tool", "assistant", "user", "assistant"]
+    assert [m["role"] for m in rollout.messages] == [
+        "assistant",
+        "tool",
+        "assistant",
+        "user",
+        "assistant",
+    ]
 
 
 def test_instructions_are_not_carried_on(tokenizer: Any, tmp_path: Path) -> None:
@@ -218,9 +240,16 @@ def test_what_the_others_refuse(call: str, key: str, tokenizer: Any, tmp_path: P
 
 def test_items_of_one_turn_are_one_message() -> None:
     call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
-    said = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "so"}]}
+    said = {
+        "type": "message",
+        "role": "assistant",
+        "content": [{"type": "output_text", "text": "so"}],
+    }
     result = {"type": "function_call_output", "call_id": "c", "output": "1"}
-    roles = [(m["role"], len(m.get("tool_calls", ()))) for m in messages_of([said, call, call, result, call, result])]
+    roles = [
+        (m["role"], len(m.get("tool_calls", ())))
+        for m in messages_of([said, call, call, result, call, result])
+    ]
     assert roles == [("assistant", 2), ("tool", 0), ("assistant", 1), ("tool", 0)]
     assert messages_of([{"type": "reasoning", "summary": []}]) == []
     with pytest.raises(EpisodeError, match="computer_call"):
@@ -239,7 +268,10 @@ def test_the_stream_says_what_the_response_says(reason: str, status: str) -> Non
     assert response["status"] == status and events[-1]["response"] == response
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
     done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
-    assert done == response["output"] and [item["type"] for item in done] == ["message", "function_call"]
+    assert done == response["output"] and [item["type"] for item in done] == [
+        "message",
+        "function_call",
+    ]
     assert "".join(e["delta"] for e in events if e["type"] == "response.output_text.delta") == "so"
 
 
@@ -262,7 +294,9 @@ return 1.0
     assert rollout.status is Status.OK
 
 
-def test_a_variable_that_the_template_does_not_read_is_refused(tokenizer: Any, tmp_path: Path) -> None:
+def test_a_variable_that_the_template_does_not_read_is_refused(
+    tokenizer: Any, tmp_path: Path
+) -> None:
     body = "await ask(messages=START, chat_template_kwargs={'enable_thinking': False})"
     rollout = played(tokenizer, tmp_path, body, says("x<|im_end|>"))
     assert rollout.status is Status.ENVIRONMENT_FAILED and "enable_thinking" in str(rollout.error)

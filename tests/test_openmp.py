@@ -43,8 +43,11 @@ print(counted)
 @pytest.mark.skipif(not TASKS.exists(), reason="threads are counted in /proc")
 def test_a_team_ends_with_its_work() -> None:
     environment = os.environ | {"OMP_NUM_THREADS": "2"}
-    done = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, check=True)
-    # One worker while the main thread computes, none after it; then only the thread that `to_thread` keeps.
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, check=True
+    )
+    # One worker while the main thread computes, none after it; then only the thread that
+    # `to_thread` keeps.
     assert done.stdout.strip() == "[1, 0, 1]"
 
 
@@ -76,6 +79,10 @@ def test_the_command_sets_it_before_torch_is_loaded() -> None:
         "try: main()\n"
         "except SystemExit: print(os.environ['GOMP_SPINCOUNT'], 'torch' in sys.modules)"
     )
-    environment = {k: v for k, v in os.environ.items() if k not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    environment = {
+        k: v for k, v in os.environ.items() if k not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
+    )
     assert done.stdout.splitlines()[-1] == f"{SPINS} False"

@@ -1,4 +1,5 @@
-"""What stands at a path that a command writes to is written through, replaced whole, or refused and left alone."""
+"""What stands at a path that a command writes to is written through, replaced whole, or refused and
+left alone."""
 
 from __future__ import annotations
 
@@ -21,7 +22,9 @@ from tunesmith.errors import ConfigError
 from tunesmith.records.storage import replacing, write_json
 from tunesmith.run.placement import run_rl
 
-SCRIPT = "python -m openrlhf.cli.train_sft --pretrain org/model --dataset train.jsonl --max_len 64\n"
+SCRIPT = (
+    "python -m openrlhf.cli.train_sft --pretrain org/model --dataset train.jsonl --max_len 64\n"
+)
 RUN = '[model]\npath = "model"\n[data]\ntrain = "train.jsonl"\nchat = false\n[reward]\nfunctions = ["math"]\n'
 
 WRITERS: dict[str, Callable[[str], list[str]]] = {
@@ -120,7 +123,13 @@ def seen(folder: Path) -> dict[str, tuple[object, ...]]:
     found: dict[str, tuple[object, ...]] = {}
     for path in folder.rglob("*"):
         info = path.lstat()
-        content = os.readlink(path) if path.is_symlink() else path.read_bytes() if stat.S_ISREG(info.st_mode) else None
+        content = (
+            os.readlink(path)
+            if path.is_symlink()
+            else path.read_bytes()
+            if stat.S_ISREG(info.st_mode)
+            else None
+        )
         found[str(path.relative_to(folder))] = (info.st_mode, info.st_rdev, info.st_uid, content)
     return found
 
@@ -146,7 +155,11 @@ def test_no_output_replaces_what_is_not_ours(made: Path, tmp_path: Path) -> None
     def receive(pipe: Path) -> None:
         received[pipe] = pipe.read_bytes()
 
-    pipes = [path for writer, place, path in tried if place == "pipe" and writer in ("report", "launch", "migrate")]
+    pipes = [
+        path
+        for writer, place, path in tried
+        if place == "pipe" and writer in ("report", "launch", "migrate")
+    ]
     readers = [threading.Thread(target=receive, args=(path,), daemon=True) for path in pipes]
     for reader in readers:
         reader.start()
@@ -162,7 +175,11 @@ def test_no_output_replaces_what_is_not_ours(made: Path, tmp_path: Path) -> None
     assert not wrong, "\n".join(map(str, wrong))
     after = seen(tmp_path)
     assert {name: after.get(name) for name in before} == before
-    assert len(received) == 3 and b"<title>Tunesmith" in received[pipes[0]] and b"#SBATCH" in received[pipes[1]]
+    assert (
+        len(received) == 3
+        and b"<title>Tunesmith" in received[pipes[0]]
+        and b"#SBATCH" in received[pipes[1]]
+    )
 
 
 @pytest.mark.slow
@@ -173,7 +190,9 @@ def test_links_stay_and_files_keep_mode_and_owner(made: Path, tmp_path: Path, wr
     (tmp_path / ".empty.unfinished").write_text("mine, not a leftover")
     (tmp_path / "empty").touch()
     (tmp_path / "empty").chmod(0o604)
-    first = commands.tunesmith(made, [command(str(tmp_path / "dangling")), command(str(tmp_path / "empty"))])
+    first = commands.tunesmith(
+        made, [command(str(tmp_path / "dangling")), command(str(tmp_path / "empty"))]
+    )
     assert [ended.code for ended in first] == [0, 0], first
     assert os.readlink(tmp_path / "dangling") == "made" and (tmp_path / "made").stat().st_size > 100
     assert stat.S_IMODE((tmp_path / "empty").stat().st_mode) == 0o604
@@ -193,20 +212,29 @@ def test_links_stay_and_files_keep_mode_and_owner(made: Path, tmp_path: Path, wr
 def test_standard_output_by_its_name_is_written_through(made: Path, tmp_path: Path) -> None:
     """Where the shell has redirected it to a file, that file keeps what others write to it."""
     program = "from tunesmith.cli.main import main; main()"
-    code = (
-        f"cd {made}; echo first; {commands.sys.executable} -c '{program}' report done --out /proc/self/fd/1; echo last"
-    )
+    python = commands.sys.executable
+    report = f"{python} -c '{program}' report done --out /proc/self/fd/1"
+    code = f"cd {made}; echo first; {report}; echo last"
     assert os.system(f"({code}) > {tmp_path}/log 2>&1") == 0
     log = (tmp_path / "log").read_text()
     assert log.startswith("first") and log.endswith("last\n") and "<title>Tunesmith" in log
 
 
-NOT_OURS = ["config.toml", "resolved.json", "plan.json", "metrics.jsonl", "rollouts.jsonl", "completions.jsonl"]
+NOT_OURS = [
+    "config.toml",
+    "resolved.json",
+    "plan.json",
+    "metrics.jsonl",
+    "rollouts.jsonl",
+    "completions.jsonl",
+]
 
 
 @pytest.mark.parametrize("name", NOT_OURS)
 @pytest.mark.parametrize("place", ["file", "pipe", "link to file", "directory"])
-def test_a_run_directory_with_another_s_files_is_refused(made: Path, tmp_path: Path, name: str, place: str) -> None:
+def test_a_run_directory_with_another_s_files_is_refused(
+    made: Path, tmp_path: Path, name: str, place: str
+) -> None:
     (tmp_path / "run").mkdir()
     PLACES[place](tmp_path / "run" / name)
     before = seen(tmp_path / "run")
@@ -215,7 +243,9 @@ def test_a_run_directory_with_another_s_files_is_refused(made: Path, tmp_path: P
     assert {n: s for n, s in seen(tmp_path / "run").items() if n != "run.lock"} == before
 
 
-@pytest.mark.parametrize("place", ["file", "pipe", "link to file", "directory", "socket", "null", "loop"])
+@pytest.mark.parametrize(
+    "place", ["file", "pipe", "link to file", "directory", "socket", "null", "loop"]
+)
 def test_what_is_not_a_lock_is_not_emptied(made: Path, tmp_path: Path, place: str) -> None:
     (tmp_path / "run").mkdir()
     PLACES[place](tmp_path / "run" / "run.lock")
@@ -225,7 +255,9 @@ def test_what_is_not_a_lock_is_not_emptied(made: Path, tmp_path: Path, place: st
     assert seen(tmp_path / "run") == before
 
 
-@pytest.mark.parametrize("place", [p for p in PLACES if p not in ("file", "link to file", "long", "under a file")])
+@pytest.mark.parametrize(
+    "place", [p for p in PLACES if p not in ("file", "link to file", "long", "under a file")]
+)
 def test_records_that_must_be_whole_refuse_anything_but_files(tmp_path: Path, place: str) -> None:
     PLACES[place](tmp_path / "x.json")
     before = seen(tmp_path)

@@ -10,7 +10,9 @@ PACKAGE = ROOT / "src" / "tunesmith"
 
 
 def test_the_wheel_has_every_data_file() -> None:
-    patterns = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["tunesmith"]
+    patterns = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"][
+        "package-data"
+    ]["tunesmith"]
     linked = {PACKAGE / "docs", PACKAGE / "examples"}
     data = [
         path.relative_to(PACKAGE)

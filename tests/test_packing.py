@@ -64,14 +64,18 @@ def test_ranks_keep_siblings_together() -> None:
 
 
 def test_costs_follow_the_formula() -> None:
-    cost = CostModel.of_decoder(parameters=10, layers=2, heads=3, head_dim=4, vocabulary=7, hidden=5)
+    cost = CostModel.of_decoder(
+        parameters=10, layers=2, heads=3, head_dim=4, vocabulary=7, hidden=5
+    )
     assert cost.prefix(1) == 6 * 10 + 12 * 2 * 3 * 4
     assert cost.prefix(3) == 3 * 6 * 10 + 6 * 12 * 2 * 3 * 4
     assert cost.head == 6 * 7 * 5
 
 
 def test_a_sample_over_the_cap_is_named() -> None:
-    with pytest.raises(SampleTooLong, match=r"sample 1 has 9 tokens.*\(8\).*max_tokens_per_microbatch"):
+    with pytest.raises(
+        SampleTooLong, match=r"sample 1 has 9 tokens.*\(8\).*max_tokens_per_microbatch"
+    ):
         pack(Batch.of([completion([1], 3), completion([1], 8)]), 8)
 
 
@@ -81,15 +85,20 @@ def test_nothing_to_pack() -> None:
 
 @st.composite
 def batches(draw: st.DrawFn) -> list[Sample]:
-    prompts = draw(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=8), min_size=1, max_size=5))
+    prompts = draw(
+        st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=8), min_size=1, max_size=5)
+    )
     return [
-        completion(draw(st.sampled_from(prompts)), draw(st.integers(0, 9))) for _ in range(draw(st.integers(1, 25)))
+        completion(draw(st.sampled_from(prompts)), draw(st.integers(0, 9)))
+        for _ in range(draw(st.integers(1, 25)))
     ]
 
 
 @settings(max_examples=200, deadline=None)
 @given(batches(), st.integers(17, 60), st.booleans())
-def test_every_sample_once_and_never_over_the_cap(samples: list[Sample], cap: int, share: bool) -> None:
+def test_every_sample_once_and_never_over_the_cap(
+    samples: list[Sample], cap: int, share: bool
+) -> None:
     bins = pack(Batch.of(samples), cap, share=share)
     assert sorted(i for b in bins for i in b) == list(range(len(samples)))
     assert all(b == sorted(b) and b for b in bins)
@@ -97,7 +106,8 @@ def test_every_sample_once_and_never_over_the_cap(samples: list[Sample], cap: in
     assert max(sizes) <= cap
     assert bins == pack(Batch.of(samples), cap, share=share)
     if not share:
-        # Best fit decreasing never leaves two bins that would fit into one, so half of the bound is certain.
+        # Best fit decreasing never leaves two bins that would fit into one, so half of the bound is
+        # certain.
         assert len(bins) <= 2 * -(-sum(sizes) // cap)
 
 

@@ -1,4 +1,5 @@
-"""The page of the peers, the list it is made from and the tests the list names. No peer is needed here."""
+"""The page of the peers, the list it is made from and the tests the list names. No peer is needed
+here."""
 
 from __future__ import annotations
 
@@ -19,7 +20,9 @@ PEERS = Path(__file__).parent / "peers"
 def functions() -> set[str]:
     """Names of all tests that ``make test-peers`` runs."""
     trees = [ast.parse(path.read_text(encoding="utf-8")) for path in PEERS.glob("agree_*.py")]
-    defined = (node.name for tree in trees for node in tree.body if isinstance(node, ast.FunctionDef))
+    defined = (
+        node.name for tree in trees for node in tree.body if isinstance(node, ast.FunctionDef)
+    )
     return {name for name in defined if name.startswith(("agree_", "differ_"))}
 
 
@@ -52,10 +55,13 @@ def test_everything_in_the_registries_is_compared_or_says_why_not() -> None:
 
 
 def test_the_tests_name_what_the_package_has() -> None:
-    """They run in an environment of their own, so that a name that moved would go unnoticed here."""
+    """They run in an environment of their own, so that a name that moved would go unnoticed
+    here."""
     for path in PEERS.glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("tunesmith."):
                 module = import_module(node.module or "")
                 for name in node.names:
-                    assert hasattr(module, name.name), f"{path.name}: {node.module} has no {name.name}"
+                    assert hasattr(module, name.name), (
+                        f"{path.name}: {node.module} has no {name.name}"
+                    )

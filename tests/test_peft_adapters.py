@@ -27,7 +27,11 @@ from tunesmith.types import Sample, Sampling
 
 QUICK = ("rank_pattern", "embedding", "head", "both new, tied", "tokens", "more tokens")
 CASES = [
-    pytest.param(name, tied, marks=[] if name in QUICK and (tied or name == "embedding") else pytest.mark.slow)
+    pytest.param(
+        name,
+        tied,
+        marks=[] if name in QUICK and (tied or name == "embedding") else pytest.mark.slow,
+    )
     for name in WRITTEN
     for tied in (False, True)
 ]
@@ -39,7 +43,8 @@ def predicted(logits: Tensor) -> Tensor:
 
 
 def ours(model: CausalLM) -> tuple[Tensor, float]:
-    """The same from a packed forest, and that of the local engine's next token, which is the likeliest."""
+    """The same from a packed forest, and that of the local engine's next token, which is the
+    likeliest."""
     forest = build_forest(Batch.of([Sample(TOKENS, [False] + [True] * (len(TOKENS) - 1))]))
     engine = LocalEngine(model, kv_bytes=1 << 20, max_running=4, max_prefill_tokens=64)
     completion = asyncio.run(engine.generate(TOKENS, Sampling(max_new_tokens=1, temperature=0)))
@@ -54,7 +59,9 @@ def same(model: CausalLM, logits: Tensor) -> None:
 
 
 @pytest.mark.parametrize(("name", "tied"), CASES)
-def test_merged_or_continued_it_is_what_peft_computes(tmp_path: Path, name: str, tied: bool) -> None:
+def test_merged_or_continued_it_is_what_peft_computes(
+    tmp_path: Path, name: str, tied: bool
+) -> None:
     written = WRITTEN[name]
     logits = write(tmp_path, written, tied=tied)
     placement.run_merge(tmp_path / "adapter", tmp_path / "merged")
@@ -62,7 +69,10 @@ def test_merged_or_continued_it_is_what_peft_computes(tmp_path: Path, name: str,
     merged = CausalLM.load(tmp_path / "merged")
     same(merged, logits)
     weights = load_file(tmp_path / "merged/model.safetensors")
-    assert any(key.startswith("lm_head") for key in weights) != merged.module.config.tie_word_embeddings
+    assert (
+        any(key.startswith("lm_head") for key in weights)
+        != merged.module.config.tie_word_embeddings
+    )
     model = CausalLM.load(tmp_path / "model")
     if written.trains:
         adapters.attach(model, LoraSection(), path=tmp_path / "adapter", frozen=True)
@@ -77,7 +87,11 @@ def test_merged_or_continued_it_is_what_peft_computes(tmp_path: Path, name: str,
 def test_every_setting_of_peft_is_continued_or_refused() -> None:
     """A setting that peft adds is refused until someone has looked at it."""
     assert adapters.beyond_plain(LoraConfig(r=4, target_modules=["q_proj"])) == []
-    for key, value in {"use_qalora": True, "layer_replication": [(0, 1)], "lora_bias": True}.items():
+    for key, value in {
+        "use_qalora": True,
+        "layer_replication": [(0, 1)],
+        "lora_bias": True,
+    }.items():
         assert adapters.beyond_plain(LoraConfig(**{key: value})) == [key]
     config: Any = LoraConfig()
     config.lora_bias = "of a later version"
@@ -112,7 +126,9 @@ def test_a_file_that_is_not_the_configuration_s_is_named(tmp_path: Path) -> None
                 if use == "merge":
                     placement.run_merge(tmp_path / "adapter", tmp_path / "merged")
                 else:
-                    adapters.attach(CausalLM.load(tmp_path / "model"), LoraSection(), path=tmp_path / "adapter")
+                    adapters.attach(
+                        CausalLM.load(tmp_path / "model"), LoraSection(), path=tmp_path / "adapter"
+                    )
             assert named in str(refused.value) and str(file) in str(refused.value)
     file.write_bytes(b"\x00" * 7)
     with pytest.raises(ModelError, match=r"adapter_model\.safetensors"):
@@ -134,7 +150,9 @@ def test_an_embedding_in_the_file_counts_only_if_it_differs_from_the_base_s(tmp_
         adapters.attach(CausalLM.load(tmp_path / "model"), LoraSection(), path=tmp_path / "adapter")
 
 
-def test_an_adapter_in_a_folder_of_its_name_is_found_and_pickled_ones_are_refused(tmp_path: Path) -> None:
+def test_an_adapter_in_a_folder_of_its_name_is_found_and_pickled_ones_are_refused(
+    tmp_path: Path,
+) -> None:
     logits = write(tmp_path, WRITTEN["two modules"], tied=False, name="polite")
     assert adapter_directory(tmp_path / "adapter") == tmp_path / "adapter/polite"
     placement.run_merge(tmp_path / "adapter", tmp_path / "merged")

@@ -1,4 +1,5 @@
-"""Repetition penalty and least length are those of transformers; log-probabilities are of what was drawn from."""
+"""Repetition penalty and least length are those of transformers; log-probabilities are of what was
+drawn from."""
 
 from __future__ import annotations
 
@@ -40,11 +41,17 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(tmp_path_factory.mktemp("llama"), initializer_range=0.3)
 
 
-def by_transformers(plain: Any, prompt: Sequence[int], done: Completion, sampling: Sampling) -> list[float]:
+def by_transformers(
+    plain: Any, prompt: Sequence[int], done: Completion, sampling: Sampling
+) -> list[float]:
     """The log-probability of each token in what transformers would draw from."""
-    processors = LogitsProcessorList([RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty)])
+    processors = LogitsProcessorList(
+        [RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty)]
+    )
     processors.append(
-        MinNewTokensLengthLogitsProcessor(len(prompt), sampling.min_new_tokens, [*sampling.stop_token_ids])
+        MinNewTokensLengthLogitsProcessor(
+            len(prompt), sampling.min_new_tokens, [*sampling.stop_token_ids]
+        )
     )
     found: list[float] = []
     for n, token in enumerate(done.token_ids):
@@ -63,7 +70,13 @@ def requests() -> list[tuple[list[int], Sampling]]:
         {"repetition_penalty": 1.7},
         {"repetition_penalty": 0.6, "temperature": 0.7},
         {"min_new_tokens": 9, "stop_token_ids": ENDS},
-        {"repetition_penalty": 1.3, "min_new_tokens": 5, "stop_token_ids": ENDS, "temperature": 1.4, "top_p": 0.9},
+        {
+            "repetition_penalty": 1.3,
+            "min_new_tokens": 5,
+            "stop_token_ids": ENDS,
+            "temperature": 1.4,
+            "top_p": 0.9,
+        },
         {},
     ]
     made: list[tuple[list[int], Sampling]] = []
@@ -76,20 +89,34 @@ def requests() -> list[tuple[list[int], Sampling]]:
 
 def test_the_embedded_engine_draws_from_what_transformers_would(directory: Path) -> None:
     plain: Any = AutoModelForCausalLM.from_pretrained(directory)
-    engine = LocalEngine(CausalLM.load(directory), kv_bytes=1 << 20, max_running=7, max_prefill_tokens=32)
+    engine = LocalEngine(
+        CausalLM.load(directory), kv_bytes=1 << 20, max_running=7, max_prefill_tokens=32
+    )
 
     async def all_of_them() -> list[Completion]:
-        return await asyncio.gather(*(engine.generate(prompt, sampling) for prompt, sampling in requests()))
+        return await asyncio.gather(
+            *(engine.generate(prompt, sampling) for prompt, sampling in requests())
+        )
 
     for (prompt, sampling), done in zip(requests(), asyncio.run(all_of_them()), strict=True):
-        assert done.logprobs == pytest.approx(by_transformers(plain, prompt, done, sampling), abs=1e-4)
+        assert done.logprobs == pytest.approx(
+            by_transformers(plain, prompt, done, sampling), abs=1e-4
+        )
         assert len(done.token_ids) > sampling.min_new_tokens
         assert not set(done.token_ids[: sampling.min_new_tokens]) & set(sampling.stop_token_ids)
         if sampling.temperature == 0:
             ids = torch.tensor([prompt])
-            settings = {"repetition_penalty": sampling.repetition_penalty, "min_new_tokens": sampling.min_new_tokens}
-            settings |= {"eos_token_id": list(sampling.stop_token_ids) or None, "max_new_tokens": 20}
-            want = plain.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, **settings)
+            settings = {
+                "repetition_penalty": sampling.repetition_penalty,
+                "min_new_tokens": sampling.min_new_tokens,
+            }
+            settings |= {
+                "eos_token_id": list(sampling.stop_token_ids) or None,
+                "max_new_tokens": 20,
+            }
+            want = plain.generate(
+                ids, attention_mask=torch.ones_like(ids), do_sample=False, **settings
+            )
             assert done.token_ids == want[0, len(prompt) :].tolist()
 
 
@@ -100,7 +127,9 @@ def test_they_are_settings_of_every_command_that_samples(directory: Path) -> Non
         model, ["ab"], max_new_tokens=12, repetition_penalty=5.0, min_new_tokens=12, chat=False
     )
     prompt: list[int] = model.tokenizer("ab")["input_ids"]
-    want = Sampling(12, 0.0, repetition_penalty=5.0, min_new_tokens=12, stop_token_ids=(2, 4))  # EOS, end of turn
+    want = Sampling(
+        12, 0.0, repetition_penalty=5.0, min_new_tokens=12, stop_token_ids=(2, 4)
+    )  # EOS, end of turn
     done = Completion(found.token_ids[0], [], [], "length")
     assert found.logprobs[0] == pytest.approx(by_transformers(plain, prompt, done, want), abs=1e-4)
     assert len(done.token_ids) == len(set(done.token_ids)) == 12
@@ -108,7 +137,12 @@ def test_they_are_settings_of_every_command_that_samples(directory: Path) -> Non
 
 @pytest.mark.parametrize(("kind", "section"), [(RLConfig, "rollout"), (GenerateConfig, "sampling")])
 def test_a_least_length_above_the_longest_is_refused(kind: Any, section: str) -> None:
-    said = ["model.path=org/m", "data.train=org/d", 'reward.functions=["math"]', f"{section}.max_new_tokens=8"]
+    said = [
+        "model.path=org/m",
+        "data.train=org/d",
+        'reward.functions=["math"]',
+        f"{section}.max_new_tokens=8",
+    ]
     check(load_config(kind, None, [*said, f"{section}.min_new_tokens=8"]))
     with pytest.raises(ConfigError, match=rf"{section}\.min_new_tokens = 9"):
         check(load_config(kind, None, [*said, f"{section}.min_new_tokens=9"]))

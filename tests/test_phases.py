@@ -1,4 +1,5 @@
-"""Seconds of a step's phases on a CPU: what is counted, the rates that are fitted, and which runs they are for."""
+"""Seconds of a step's phases on a CPU: what is counted, the rates that are fitted, and which runs
+they are for."""
 
 from __future__ import annotations
 
@@ -65,16 +66,23 @@ def test_rates_are_found_again() -> None:
 
 def test_shapes_are_the_same_every_time_and_others_for_another_seed() -> None:
     first = list(islice(shapes(0), 20))
-    assert first == list(islice(shapes(0), 20)) and not {*map(repr, first)} & {*map(repr, islice(shapes(1), 20))}
+    assert first == list(islice(shapes(0), 20)) and not {*map(repr, first)} & {
+        *map(repr, islice(shapes(1), 20))
+    }
     assert {work.bytes_per_number for work in first} == {2, 4}
 
 
 @pytest.mark.parametrize("number", [2, 4])
 def test_real_steps_are_measured_in_every_phase_and_predicted(number: int) -> None:
-    probes = [Probe(Work(SMALL, number, prompts=2, group=2, prompt=8, new=new, micro=64)) for new in (2, 4, 6)]
+    probes = [
+        Probe(Work(SMALL, number, prompts=2, group=2, prompt=8, new=new, micro=64))
+        for new in (2, 4, 6)
+    ]
     for probe in probes:
         probe.step()
-        assert probe.seconds.keys() == amounts(probe.work).keys() and all(s > 0 for s in probe.seconds.values())
+        assert probe.seconds.keys() == amounts(probe.work).keys() and all(
+            s > 0 for s in probe.seconds.values()
+        )
     found = predictions(probes, fitted(probes))
     assert len(found) == 3 * 7 and all(each.ratio > 0 for each in found)
     whole = [each for each in found if each.phase == "step"]
@@ -91,7 +99,9 @@ def test_what_is_counted_are_the_weights_of_the_model() -> None:
 
 
 RATES = {
-    str(number): {phase: dict.fromkeys(does, 1e-9 * number) for phase, does in amounts(WORK).items()}
+    str(number): {
+        phase: dict.fromkeys(does, 1e-9 * number) for phase, does in amounts(WORK).items()
+    }
     for number in (2, 4)
 }
 
@@ -114,7 +124,11 @@ def measured() -> None:
 
 def plan(kind: type[RunConfig], *said: str) -> Any:
     base = ["model.path=m", "data.train=org/data", "system.device=cpu", "model.dtype=float32"]
-    base += ['reward.functions=["exact_match"]', "rollout.max_new_tokens=32"] if kind is RLConfig else []
+    base += (
+        ['reward.functions=["exact_match"]', "rollout.max_new_tokens=32"]
+        if kind is RLConfig
+        else []
+    )
     return plan_run(load_config(kind, None, [*base, *said]), "this")
 
 
@@ -130,11 +144,15 @@ def test_a_machine_that_was_not_measured_is_told() -> None:
     assert seconds["step"] == pytest.approx(sum(s for name, s in seconds.items() if name != "step"))
     longest = longest_sample(found.config, facts)
     assert longest is not None
-    assert seconds["decode"] == phase_seconds(work_of(found.config, facts, longest), RATES["4"])["decode"]
+    assert (
+        seconds["decode"]
+        == phase_seconds(work_of(found.config, facts, longest), RATES["4"])["decode"]
+    )
 
 
 @pytest.mark.parametrize(
-    "said", ["system.trainer_ranks=2", "lora.rank=4", "system.engine_process=true", "algorithm.name=ppo"]
+    "said",
+    ["system.trainer_ranks=2", "lora.rank=4", "system.engine_process=true", "algorithm.name=ppo"],
 )
 @pytest.mark.usefixtures("folder")
 def test_runs_that_do_something_else_have_no_seconds(said: str) -> None:
@@ -154,7 +172,8 @@ def test_settings_that_cost_time_do_so_here() -> None:
     assert longest is not None
     more = cpu_seconds(again.config, facts)["forward and backward"]
     assert more == pytest.approx(
-        whole["forward and backward"] + again_seconds(work_of(again.config, facts, longest), RATES["4"])
+        whole["forward and backward"]
+        + again_seconds(work_of(again.config, facts, longest), RATES["4"])
     )
     twice, facts = plan(RLConfig, "train.passes_per_batch=2")
     assert cpu_seconds(twice.config, facts)["optimizer"] == 2 * whole["optimizer"]
@@ -173,7 +192,9 @@ def test_supervised_runs_have_no_sampling() -> None:
     assert seconds.keys() == {"forward and backward", "optimizer", "step"}
 
 
-@pytest.mark.parametrize("text", ["{", '{"rates": 3}', '{"rates": {"4": {"decode": {"steps": "x"}}}}', '{"rates": {}}'])
+@pytest.mark.parametrize(
+    "text", ["{", '{"rates": 3}', '{"rates": {"4": {"decode": {"steps": "x"}}}}', '{"rates": {}}']
+)
 @pytest.mark.usefixtures("folder")
 def test_a_damaged_file_is_as_none(text: str) -> None:
     measured()

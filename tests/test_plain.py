@@ -59,7 +59,9 @@ def test_values_become_what_json_has(value: Any, expected: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "value", [CYCLE, nested(100_000), float("nan"), Decimal("NaN"), object(), "\ud800"], ids=lambda v: type(v).__name__
+    "value",
+    [CYCLE, nested(100_000), float("nan"), Decimal("NaN"), object(), "\ud800"],
+    ids=lambda v: type(v).__name__,
 )
 def test_anything_can_be_written_and_read_again(value: Any, tmp_path: Path) -> None:
     lines = JsonLines(tmp_path / "x.jsonl")
@@ -68,10 +70,18 @@ def test_anything_can_be_written_and_read_again(value: Any, tmp_path: Path) -> N
     assert len(read_metrics(tmp_path / "x.jsonl")) == 1
 
 
-SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False)
+SCALARS = (
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False)
+)
 TEXTS = st.text(st.characters(exclude_categories=("Cs",)))
 
 
-@given(st.recursive(SCALARS | TEXTS, lambda inner: st.lists(inner) | st.dictionaries(TEXTS, inner), max_leaves=10))
+@given(
+    st.recursive(
+        SCALARS | TEXTS,
+        lambda inner: st.lists(inner) | st.dictionaries(TEXTS, inner),
+        max_leaves=10,
+    )
+)
 def test_json_stays_as_it_is(value: Any) -> None:
     assert plain(value) == value and json.loads(json.dumps(plain(value))) == value

@@ -1,4 +1,5 @@
-"""Several optimizer steps in each number format, beside the same steps as a loop of plain PyTorch."""
+"""Several optimizer steps in each number format, beside the same steps as a loop of plain
+PyTorch."""
 
 from __future__ import annotations
 
@@ -30,13 +31,20 @@ class Trained:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
     return save_model(tmp_path_factory.mktemp("model"), **sizes)
 
 
 def change(weights: dict[str, Tensor], model: Path) -> Tensor:
     before = load_file(model / "model.safetensors")
-    return torch.cat([(weights[name].float() - before[name].float()).flatten() for name in sorted(before)])
+    return torch.cat(
+        [(weights[name].float() - before[name].float()).flatten() for name in sorted(before)]
+    )
 
 
 def plain(model: Path, dtype: torch.dtype) -> Trained:
@@ -44,8 +52,13 @@ def plain(model: Path, dtype: torch.dtype) -> Trained:
     tokenizer = AutoTokenizer.from_pretrained(model)
     masters = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     computing = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
-    optimizer = torch.optim.AdamW(masters.parameters(), lr=LR, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0)
-    rows = [(tokenizer(s["prompt"])["input_ids"], [*tokenizer(s["answer"])["input_ids"], 2]) for s in sums(24)]
+    optimizer = torch.optim.AdamW(
+        masters.parameters(), lr=LR, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0
+    )
+    rows = [
+        (tokenizer(s["prompt"])["input_ids"], [*tokenizer(s["answer"])["input_ids"], 2])
+        for s in sums(24)
+    ]
     losses: list[float] = []
     for step in range(STEPS):
         batch = [rows[(step * BATCH + place) % len(rows)] for place in range(BATCH)]
@@ -57,7 +70,9 @@ def plain(model: Path, dtype: torch.dtype) -> Trained:
                 of.grad = torch.zeros_like(of)
         for prompt, answer in batch:
             computing.zero_grad()
-            logits = computing(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1].float()
+            logits = (
+                computing(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1].float()
+            )
             loss = cross_entropy(logits, torch.tensor(answer), reduction="sum") / tokens
             (loss * scale).backward()
             total += loss.item()
@@ -76,8 +91,13 @@ def ours(folder: Path, model: Path, dtype: str, compiled: bool) -> Trained:
         train__lr=LR, train__warmup_steps=0, system__compile=compiled,
     )  # fmt: skip
     outcome = placement.run_sft(None, settings)
-    lines = [json.loads(line) for line in (folder / "sft" / "metrics.jsonl").read_text().splitlines()]
-    return Trained([line["loss"] for line in lines], change(load_file(outcome.checkpoint / "model.safetensors"), model))
+    lines = [
+        json.loads(line) for line in (folder / "sft" / "metrics.jsonl").read_text().splitlines()
+    ]
+    return Trained(
+        [line["loss"] for line in lines],
+        change(load_file(outcome.checkpoint / "model.safetensors"), model),
+    )
 
 
 @pytest.mark.parametrize(
@@ -88,11 +108,14 @@ def ours(folder: Path, model: Path, dtype: str, compiled: bool) -> Trained:
 def test_steps_are_those_of_a_plain_loop(
     tmp_path: Path, model: Path, dtype: str, compiled: bool, off: float, along: float
 ) -> None:
-    """``off`` bounds a loss's difference, and ``along`` the cosine between the changes of all weights."""
+    """``off`` bounds a loss's difference, and ``along`` the cosine between the changes of all
+    weights."""
     training_functions.allow(True)
     if compiled and training_functions.functions() is None:
         pytest.skip("this CPU or compiler has no compiled training functions")
     wanted, got = plain(model, getattr(torch, dtype)), ours(tmp_path, model, dtype, compiled)
-    assert wanted.losses[0] - wanted.losses[-1] > 1.0, "the steps teach something, beside which the bounds are small"
+    assert wanted.losses[0] - wanted.losses[-1] > 1.0, (
+        "the steps teach something, beside which the bounds are small"
+    )
     assert got.losses == pytest.approx(wanted.losses, abs=off)
     assert torch.cosine_similarity(wanted.change, got.change, dim=0) > along

@@ -62,7 +62,9 @@ def plan(kind: type[RunConfig], on: str, *said: str) -> Any:
 
 @pytest.mark.slow
 def test_the_command_needs_neither_the_machine_nor_torch(folder: Path) -> None:
-    ended, modules = tunesmith(folder, "plan", "run.toml", "lora.rank=16", "--on", "2xA100-80GB", "--json")
+    ended, modules = tunesmith(
+        folder, "plan", "run.toml", "lora.rank=16", "--on", "2xA100-80GB", "--json"
+    )
     assert ended.returncode == 0, ended.stderr
     assert not modules & HEAVY
     found = json.loads(ended.stdout)
@@ -70,7 +72,11 @@ def test_the_command_needs_neither_the_machine_nor_torch(folder: Path) -> None:
     assert found["layout"]["lora.rank"] == {"value": 16, "reason": "given"}
     assert found["layout"]["model.dtype"]["value"] == "bfloat16"
     [device] = found["memory"]
-    assert device["device"] == "trainer" and 0 < device["share"] < 1 and device["phases"]["training"] == device["peak"]
+    assert (
+        device["device"] == "trainer"
+        and 0 < device["share"] < 1
+        and device["phases"]["training"] == device["peak"]
+    )
     assert any("data.max_tokens" in note for note in found["notes"])
 
 
@@ -82,7 +88,9 @@ def test_the_command_needs_neither_the_machine_nor_torch(folder: Path) -> None:
         (("--on", "H100", "train.lr=0"), 2, ["train.lr"]),
     ],
 )
-def test_what_is_refused_has_its_exit_code(said: tuple[str, ...], code: int, told: list[str]) -> None:
+def test_what_is_refused_has_its_exit_code(
+    said: tuple[str, ...], code: int, told: list[str]
+) -> None:
     done = CliRunner().invoke(app, ["plan", "run.toml", *said])
     assert done.exit_code == code and all(word in done.output for word in told)
 
@@ -98,7 +106,14 @@ def test_the_table_has_each_part_of_each_role() -> None:
     done = CliRunner().invoke(app, ["plan", "run.toml", "--on", "H200"])
     assert done.exit_code == 0, done.output
     rows = [line.split("  ")[0] for line in done.output.splitlines()]
-    for row in ("policy: weights", "policy: optimizer", "while training", "at most, at once", "free", "step"):
+    for row in (
+        "policy: weights",
+        "policy: optimizer",
+        "while training",
+        "at most, at once",
+        "free",
+        "step",
+    ):
         assert row in rows
 
 
@@ -123,19 +138,36 @@ def test_the_roles_of_a_device_add_up(kind: type[RunConfig], said: tuple[str, ..
 
 
 def test_roles_of_a_cluster_have_devices_of_their_own() -> None:
-    said = (*ON_RAY, "algorithm.name=ppo", "algorithm.kl.coef=0.1", "system.gradient_checkpointing=true")
+    said = (
+        *ON_RAY,
+        "algorithm.name=ppo",
+        "algorithm.kl.coef=0.1",
+        "system.gradient_checkpointing=true",
+    )
     resolved, facts = plan(RLConfig, "2x8xA100-80GB", *said)
     devices = {name: planned for name, planned, _ in planned_devices(resolved.config, facts)}
     assert devices.keys() == {"trainer", "engine", "critic", "reference"}
     assert devices["reference"].frozen == 2 * facts.model.parameters
     assert devices["engine"].engine == facts.model.parameters  # bfloat16, over two ranks
-    assert devices["critic"].optimizer == devices["trainer"].optimizer and devices["critic"].activations
+    assert (
+        devices["critic"].optimizer == devices["trainer"].optimizer
+        and devices["critic"].activations
+    )
     apart = ("system.placement.ref.processes=2", 'system.placement.colocate=[["actor", "critic"]]')
-    for stage, share in ((3, 1.0), (2, 2.0)):  # of the bytes of a copy of 2 bytes a number, over two processes
-        resolved, facts = plan(RLConfig, "2x8xA100-80GB", *said, *apart, f"system.zero_stage={stage}")
-        shared = {name: planned for name, planned, _ in planned_devices(resolved.config, facts)}["reference"]
+    for stage, share in (
+        (3, 1.0),
+        (2, 2.0),
+    ):  # of the bytes of a copy of 2 bytes a number, over two processes
+        resolved, facts = plan(
+            RLConfig, "2x8xA100-80GB", *said, *apart, f"system.zero_stage={stage}"
+        )
+        shared = {name: planned for name, planned, _ in planned_devices(resolved.config, facts)}[
+            "reference"
+        ]
         assert shared.frozen == share * facts.model.parameters
-        assert (shared.activations > devices["reference"].activations) == (stage == 3), "a layer is gathered ahead"
+        assert (shared.activations > devices["reference"].activations) == (stage == 3), (
+            "a layer is gathered ahead"
+        )
     with pytest.raises(CapacityError, match=r"13 GPUs are needed .*, and the cluster has 8"):
         plan(RLConfig, "8xA100-80GB", *said, "system.placement.colocate=[]")
     together, _ = plan(RLConfig, "8xA100-80GB", *said)
@@ -143,8 +175,9 @@ def test_roles_of_a_cluster_have_devices_of_their_own() -> None:
 
 
 def test_seconds_follow_operations_and_devices() -> None:
-    """By hand: 6 operations for each parameter and token, at a share of the peak rate; a third more to recompute;
-    weights and gradients are read again for each micro-batch, and kernels of each layer's three passes are launched.
+    """By hand: 6 operations for each parameter and token, at a share of the peak rate; a third more
+    to recompute; weights and gradients are read again for each micro-batch, and kernels of each
+    layer's three passes are launched.
     """
     said = ("system.gradient_checkpointing=false", "train.batch_size=4", "data.max_tokens=100")
     found, facts = plan(SFTConfig, "H200", *said)
@@ -157,12 +190,18 @@ def test_seconds_follow_operations_and_devices() -> None:
     assert seconds["training"] == pytest.approx(flops / (989e12 * FLOPS_SHARE) + beside, rel=1e-3)
     assert seconds["step"] == seconds["training"]
     assert found.config.system.zero_stage == 0
-    two, facts = plan(SFTConfig, "2xH200", *said, "system.zero_stage=0", 'system.device_memory="999GB"')
+    two, facts = plan(
+        SFTConfig, "2xH200", *said, "system.zero_stage=0", 'system.device_memory="999GB"'
+    )
     seconds_of_two = step_seconds(two.config, facts)
-    spared = flops / (989e12 * FLOPS_SHARE) + 28 * facts.model.parameters / (4.8e12 * BANDWIDTH_SHARE)
+    spared = flops / (989e12 * FLOPS_SHARE) + 28 * facts.model.parameters / (
+        4.8e12 * BANDWIDTH_SHARE
+    )
     assert seconds_of_two["training"] == pytest.approx(seconds["training"] - spared / 2, rel=1e-3)
     assert seconds_of_two["between GPUs"] == pytest.approx(8 * facts.model.parameters / 2 / 450e9)
-    lora, facts = plan(SFTConfig, "2xH200", *said, "lora.rank=2", "system.trainer_ranks=2", "system.zero_stage=0")
+    lora, facts = plan(
+        SFTConfig, "2xH200", *said, "lora.rank=2", "system.trainer_ranks=2", "system.zero_stage=0"
+    )
     assert step_seconds(lora.config, facts)["between GPUs"] == pytest.approx(
         8 * adapter_numbers(facts.model, 2) / 2 / 450e9
     )
@@ -170,12 +209,18 @@ def test_seconds_follow_operations_and_devices() -> None:
     whole = step_seconds(again.config, facts)["training"]
     assert seconds["training"] < whole < 4 / 3 * seconds["training"]
     half, facts = plan(SFTConfig, "H200", *said[1:], "system.gradient_checkpointing=0.5")
-    assert step_seconds(half.config, facts)["training"] == pytest.approx((seconds["training"] + whole) / 2)
+    assert step_seconds(half.config, facts)["training"] == pytest.approx(
+        (seconds["training"] + whole) / 2
+    )
 
 
 def test_training_computes_a_shared_prompt_once() -> None:
     """By hand: of 2 groups of 4, 6 samples need no prompt of their own."""
-    said = ("system.gradient_checkpointing=false", "system.zero_stage=0", "data.max_prompt_tokens=100")
+    said = (
+        "system.gradient_checkpointing=false",
+        "system.zero_stage=0",
+        "data.max_prompt_tokens=100",
+    )
     said += ("rollout.prompts_per_step=2", "rollout.group_size=4", "rollout.max_new_tokens=20")
     said += ('system.device_memory="400GB"',)
     seconds = {}
@@ -184,27 +229,42 @@ def test_training_computes_a_shared_prompt_once() -> None:
         seconds[share] = step_seconds(found.config, facts)["training"]
     weights, pairs = facts.model.parameters - 2 * 152064 * 3584, 100 * 101 / 2
     prompt = 6 * weights * 100 + 12 * 28 * 28 * 128 * pairs
-    assert seconds["false"] - seconds["true"] == pytest.approx(6 * prompt / (989e12 * FLOPS_SHARE), rel=1e-3)
+    assert seconds["false"] - seconds["true"] == pytest.approx(
+        6 * prompt / (989e12 * FLOPS_SHARE), rel=1e-3
+    )
 
 
 @pytest.mark.parametrize(("gpu", "inside", "beyond"), [("H100", 450e9, 50e9), ("L4", 32e9, 16e9)])
 def test_what_leaves_a_machine_is_slower(gpu: str, inside: float, beyond: float) -> None:
     """An adapter of 400 Gb/s per GPU; where PCIe alone joins them, two share an adapter."""
-    said = ["model.path=tiny", 'system.cluster="ray"', "system.trainer_ranks=8", "system.zero_stage=3"]
+    said = [
+        "model.path=tiny",
+        'system.cluster="ray"',
+        "system.trainer_ranks=8",
+        "system.zero_stage=3",
+    ]
     said += ["system.engines=8", 'system.placement.colocate=[["actor","rollout"]]']
     for size in (8, 4):
         resolved, facts = plan(RLConfig, f"2x{size}x{gpu}", *said)
-        within = 8 * facts.model.parameters * (size - 1) / size / inside  # gathered twice, and summed in float32
-        among = 8 * facts.model.parameters / 4 / 2 / beyond if size == 4 else 0.0  # the sums of two copies' rows
+        within = (
+            8 * facts.model.parameters * (size - 1) / size / inside
+        )  # gathered twice, and summed in float32
+        among = (
+            8 * facts.model.parameters / 4 / 2 / beyond if size == 4 else 0.0
+        )  # the sums of two copies' rows
         assert resolved.config.system.shard_size == size
-        assert step_seconds(resolved.config, facts)["between GPUs"] == pytest.approx(within + among, rel=1e-3)
+        assert step_seconds(resolved.config, facts)["between GPUs"] == pytest.approx(
+            within + among, rel=1e-3
+        )
 
 
 def test_working_at_once_takes_the_longer_phase() -> None:
     said = (*ON_RAY, "data.max_prompt_tokens=512")
     in_turn, facts = plan(RLConfig, "8xH100", *said)
     turns = step_seconds(in_turn.config, facts)
-    at_once = step_seconds(plan(RLConfig, "8xH100", *said, "rollout.max_staleness=1")[0].config, facts)
+    at_once = step_seconds(
+        plan(RLConfig, "8xH100", *said, "rollout.max_staleness=1")[0].config, facts
+    )
     assert turns["step"] == pytest.approx(sum(turns.values()) / 2)
     assert at_once["step"] < sum(v for k, v in at_once.items() if k != "step")
 
@@ -225,16 +285,22 @@ def test_a_model_without_sizes_is_planned_without_memory(monkeypatch: pytest.Mon
 
 
 def test_the_plan_says_what_limits_it_and_what_else_there_is() -> None:
-    config = load_config(SFTConfig, None, ["model.path=7b", "data.train=org/data", "train.steps=100"])
+    config = load_config(
+        SFTConfig, None, ["model.path=7b", "data.train=org/data", "train.steps=100"]
+    )
     resolved, facts = plan_run(config, "8xA100-80GB")
     found = plan_of(config, resolved, facts, 2.0)
     step = found["seconds"]["step"]
     first, *others = found["limits"]
-    assert first["limit"] == "the GPUs' arithmetic" and first["times"] == pytest.approx(step / first["step"])
+    assert first["limit"] == "the GPUs' arithmetic" and first["times"] == pytest.approx(
+        step / first["step"]
+    )
     training = found["seconds"]["training"]
     assert first["step"] == pytest.approx(step - training / 2)
     assert {"the links between GPUs", "the GPUs' memory"} >= {each["limit"] for each in others}
-    assert len(found["next_best"]) == 3 and all(each["layout"] and each["share"] <= 1 for each in found["next_best"])
+    assert len(found["next_best"]) == 3 and all(
+        each["layout"] and each["share"] <= 1 for each in found["next_best"]
+    )
     for each in found["next_best"]:
         said = [f"{key}={json.dumps(value)}" for key, value in each["layout"].items()]
         there, facts = plan(SFTConfig, "8xA100-80GB", "train.steps=100", *said)
@@ -244,12 +310,18 @@ def test_the_plan_says_what_limits_it_and_what_else_there_is() -> None:
 
 
 def test_what_is_given_stays_in_the_next_best_layouts() -> None:
-    said = ["model.path=7b", "data.train=org/data", "system.zero_stage=3", "system.gradient_checkpointing=true"]
+    said = [
+        "model.path=7b",
+        "data.train=org/data",
+        "system.zero_stage=3",
+        "system.gradient_checkpointing=true",
+    ]
     config = load_config(SFTConfig, None, said)
     found = plan_of(config, *plan_run(config, "8xA100-80GB"))
     assert "cost" not in found
     assert not any(
-        {"system.zero_stage", "system.gradient_checkpointing"} & each["layout"].keys() for each in found["next_best"]
+        {"system.zero_stage", "system.gradient_checkpointing"} & each["layout"].keys()
+        for each in found["next_best"]
     )
 
 
@@ -258,8 +330,14 @@ def test_twice_the_memory_ends_what_memory_takes() -> None:
     config = load_config(SFTConfig, None, ["model.path=7b", "data.train=org/data"])
     resolved, facts = plan_run(config, "H200")
     assert resolved.config.system.gradient_checkpointing
-    memory = next(each for each in plan_of(config, resolved, facts)["limits"] if each["limit"] == "the GPUs' memory")
-    without, facts = plan(SFTConfig, "H200", "system.gradient_checkpointing=false", 'system.device_memory="400GB"')
+    memory = next(
+        each
+        for each in plan_of(config, resolved, facts)["limits"]
+        if each["limit"] == "the GPUs' memory"
+    )
+    without, facts = plan(
+        SFTConfig, "H200", "system.gradient_checkpointing=false", 'system.device_memory="400GB"'
+    )
     assert memory["step"] == pytest.approx(step_seconds(without.config, facts)["step"], rel=0.02)
 
 
@@ -275,9 +353,23 @@ def test_an_optimizer_step_on_the_host_takes_time() -> None:
 
 def test_a_price_needs_gpus_whose_speed_is_known() -> None:
     done = CliRunner().invoke(app, ["plan", "run.toml", "--on", "8xH100-80GB", "--price", "2.5"])
-    assert done.exit_code == 0 and "cost of a step" in done.output and "the next best layouts" in done.output
+    assert (
+        done.exit_code == 0
+        and "cost of a step" in done.output
+        and "the next best layouts" in done.output
+    )
     done = CliRunner().invoke(
-        app, ["plan", "run.toml", "--on", "H200", "model.dtype=float32", "lora.rank=8", "--price", "2.5"]
+        app,
+        [
+            "plan",
+            "run.toml",
+            "--on",
+            "H200",
+            "model.dtype=float32",
+            "lora.rank=8",
+            "--price",
+            "2.5",
+        ],
     )
     assert done.exit_code == 2 and "--price" in done.output
 
@@ -306,7 +398,9 @@ def test_what_fits_fits_with_what_was_said(share: str, named: bool) -> None:
     assert ("system.gradient_checkpointing = true" in str(refused.value)) == named
 
 
-def test_the_memory_of_a_gpu_that_is_not_listed_has_to_be_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_memory_of_a_gpu_that_is_not_listed_has_to_be_said(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     with pytest.raises(ConfigError, match=r"system\.device_memory"):
         plan(SFTConfig, "this", "system.device=cuda")
@@ -327,16 +421,22 @@ def test_the_memory_of_a_gpu_that_is_not_listed_has_to_be_said(monkeypatch: pyte
         ("2xH100-80GB", ("system.trainer_ranks=1", 'system.device_memory="32GB"'), "host"),
     ],
 )
-def test_what_nccl_sends_is_copied_on_the_gpu_where_that_has_room(on: str, said: tuple[str, ...], place: str) -> None:
+def test_what_nccl_sends_is_copied_on_the_gpu_where_that_has_room(
+    on: str, said: tuple[str, ...], place: str
+) -> None:
     given = ('system.weight_plane="nccl"', "rollout.max_staleness=1", *said)
     resolved, facts = plan(RLConfig, on, *given)
-    devices = {name: (planned, free) for name, planned, free in planned_devices(resolved.config, facts)}
+    devices = {
+        name: (planned, free) for name, planned, free in planned_devices(resolved.config, facts)
+    }
     embedding = 2 * facts.model.vocab_size * facts.model.hidden_size
     ranks, whole = publishing_ranks(resolved.config), 2 * facts.model.parameters
     shared = whole if ranks == 1 else whole // ranks + 2 * embedding
     assert resolved.config.system.weight_copy == place
     assert devices["trainer"][0].published == (shared if place == "gpu" else embedding)
-    assert devices["engine"][0].published == 2 * embedding, "the one that is written, and the next one"
+    assert devices["engine"][0].published == 2 * embedding, (
+        "the one that is written, and the next one"
+    )
     assert devices["trainer"][0].peak <= devices["trainer"][1]
     if place == "host":
         said_so, _ = plan(RLConfig, on, *given, 'system.weight_copy="gpu"')
@@ -344,7 +444,12 @@ def test_what_nccl_sends_is_copied_on_the_gpu_where_that_has_room(on: str, said:
 
 
 def test_an_adapter_alone_takes_no_embedding_to_send() -> None:
-    said = ("lora.rank=8", 'system.weight_plane="nccl"', "rollout.max_staleness=1", "system.trainer_ranks=1")
+    said = (
+        "lora.rank=8",
+        'system.weight_plane="nccl"',
+        "rollout.max_staleness=1",
+        "system.trainer_ranks=1",
+    )
     said += ("system.engine=local",)
     resolved, facts = plan(RLConfig, "2xH100-80GB", *said)
     devices = {name: planned for name, planned, _ in planned_devices(resolved.config, facts)}
@@ -353,10 +458,13 @@ def test_an_adapter_alone_takes_no_embedding_to_send() -> None:
 
 
 def test_a_setting_that_excludes_a_much_faster_layout_is_named() -> None:
-    """Liger's kernels and compiled layers exclude sharding, and what does not fit whole goes to the host."""
+    """Liger's kernels and compiled layers exclude sharding, and what does not fit whole goes to the
+    host."""
     for key, value in (("compile", '"default"'), ("offload_optimizer", "true")):
         said, _ = plan(SFTConfig, "8xH100-80GB", f"system.{key}={value}")
-        assert sum(f"system.{key} = " in note and " s without it" in note for note in said.notes) == 1, key
+        assert (
+            sum(f"system.{key} = " in note and " s without it" in note for note in said.notes) == 1
+        ), key
     plain, _ = plan(SFTConfig, "8xH100-80GB", "system.zero_stage=3")
     assert not any("without it" in note for note in plain.notes)
 
@@ -364,7 +472,9 @@ def test_a_setting_that_excludes_a_much_faster_layout_is_named() -> None:
 def test_a_share_of_memory_for_vllm_is_planned() -> None:
     free = {"system.vllm.memory_share=0.5": True, "system.vllm.memory_share=0.95": False}
     for said, room in free.items():
-        found, facts = plan(RLConfig, "8xA100-80GB", "system.engine=vllm", "system.hybrid=true", said)
+        found, facts = plan(
+            RLConfig, "8xA100-80GB", "system.engine=vllm", "system.hybrid=true", said
+        )
         [(_, needed, _)] = planned_devices(found.config, facts)
         share, total = float(said.partition("=")[2]), facts.hardware.gpus[0].memory_total
         assert needed.engine + needed.kv + 10**9 == pytest.approx(share * total, rel=1e-3)
@@ -373,7 +483,11 @@ def test_a_share_of_memory_for_vllm_is_planned() -> None:
 
 def test_a_machine_that_is_named_is_planned_with_vllm() -> None:
     large, _ = plan(RLConfig, "8x8xH100-80GB", "model.path=72b", "system.cluster=ray")
-    assert large.config.system.engine == "vllm" and any("system.engine" in note for note in large.notes)
+    assert large.config.system.engine == "vllm" and any(
+        "system.engine" in note for note in large.notes
+    )
     for said in (("system.engine=local",), ("lora.rank=8", "model.quantize=nf4")):
         own, _ = plan(RLConfig, "8xH100-80GB", *said)
-        assert own.config.system.engine == "local" and not any("system.engine" in note for note in own.notes)
+        assert own.config.system.engine == "local" and not any(
+            "system.engine" in note for note in own.notes
+        )

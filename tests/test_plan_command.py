@@ -18,7 +18,11 @@ from tunesmith.config.commands import KINDS
 from tunesmith.config.load import find_kind
 from tunesmith.errors import LESS_MEMORY
 
-SIZED, UNKNOWN, JUDGE = "meta-llama/Llama-3.1-8B-Instruct", "org/gated", "Skywork/Skywork-Reward-Llama-3.1-8B"
+SIZED, UNKNOWN, JUDGE = (
+    "meta-llama/Llama-3.1-8B-Instruct",
+    "org/gated",
+    "Skywork/Skywork-Reward-Llama-3.1-8B",
+)
 RL = ['reward.functions=["math"]', "algorithm.name=grpo"]
 PPO = [*RL, "algorithm.name=ppo", "algorithm.kl.coef=0.01", f'reward.models=[{{path="{JUDGE}"}}]']
 TEACHER = f"teacher.path={SIZED}"
@@ -47,7 +51,8 @@ def hub_of_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def planned(*said: str) -> tuple[int, str]:
-    """The exit code and JSON output of the command, which prints the same as text; a traceback fails."""
+    """The exit code and JSON output of the command, which prints the same as text; a traceback
+    fails."""
     codes: set[int] = set()
     output = ""
     for option in ((), ("--json",)):
@@ -74,8 +79,11 @@ def test_every_command_is_tried() -> None:
 @pytest.mark.parametrize("on", MACHINES)
 @pytest.mark.parametrize("cluster", CLUSTERS)
 @pytest.mark.parametrize("command", RUNS)
-def test_every_run_is_planned_or_refused(command: str, cluster: str, on: str, tmp_path: Path) -> None:
-    """Also with a model whose size is not known; what is refused there are settings, never memory."""
+def test_every_run_is_planned_or_refused(
+    command: str, cluster: str, on: str, tmp_path: Path
+) -> None:
+    """Also with a model whose size is not known; what is refused there are settings, never
+    memory."""
     (tmp_path / "run.toml").touch()
     codes: set[int] = set()
     for model in (SIZED, UNKNOWN):
@@ -88,7 +96,9 @@ def test_every_run_is_planned_or_refused(command: str, cluster: str, on: str, tm
 
 
 @pytest.mark.parametrize("size", [pytest.param("known", marks=pytest.mark.slow), "unknown"])
-@pytest.mark.parametrize("command", [command for command, expected in cases() if "does not" not in "".join(expected)])
+@pytest.mark.parametrize(
+    "command", [command for command, expected in cases() if "does not" not in "".join(expected)]
+)
 def test_every_recipe_is_planned(command: str, size: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     unknown = [f"model.path={UNKNOWN}"] if size == "unknown" else []
@@ -106,7 +116,13 @@ def test_a_run_on_ray_with_a_critic_has_other_layouts(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_small_run_on_ray_is_planned(tmp_path: Path) -> None:
     (tmp_path / "run.toml").touch()
-    said = [f"model.path={SIZED}", "data.train=org/d", *RL, "system.cluster=ray", "system.trainer_ranks=2"]
+    said = [
+        f"model.path={SIZED}",
+        "data.train=org/d",
+        *RL,
+        "system.cluster=ray",
+        "system.trainer_ranks=2",
+    ]
     assert planned(str(tmp_path / "run.toml"), *said, "lora.rank=16", "--on", "4xH100-80GB")[0] == 0
 
 
@@ -114,7 +130,10 @@ def test_the_list_of_what_takes_less_memory_is_the_documents() -> None:
     text = (ROOT / "docs" / "troubleshooting.md").read_text()
     section = text[text.index("## It runs out of memory") :]
     rows = re.findall(r"^\d+\. (.*)$", section[: section.index("\n## ", 1)], re.MULTILINE)
-    keys = [set(re.findall(r"(?:system|lora|model|rollout|data)\.[\w.]*\w", said)) for said in LESS_MEMORY]
+    keys = [
+        set(re.findall(r"(?:system|lora|model|rollout|data)\.[\w.]*\w", said))
+        for said in LESS_MEMORY
+    ]
     assert len(rows) == len(keys)
     for row, named in zip(rows, keys, strict=True):
         assert all(f"`{key}" in row for key in named), row

@@ -110,7 +110,9 @@ class Bench:
     def __init__(self, size: int = 2, **options: Any) -> None:
         self.made: list[FakeMember] = []
         self.plane, self.said = FakePlane(), list[str]()
-        self.pool = EnginePool(self.start, self.plane, size=size, report=self.said.append, **options)
+        self.pool = EnginePool(
+            self.start, self.plane, size=size, report=self.said.append, **options
+        )
 
     async def start(self, number: int) -> FakeMember:
         await asyncio.sleep(0.001)
@@ -120,7 +122,8 @@ class Bench:
     async def ask(self, count: int, sampling: Sampling = LONG) -> list[asyncio.Task[Completion]]:
         """As many requests, in flight on all engines."""
         tasks = [
-            asyncio.create_task(self.pool.generate([30 + i] * 20, replace(sampling, seed=i))) for i in range(count)
+            asyncio.create_task(self.pool.generate([30 + i] * 20, replace(sampling, seed=i)))
+            for i in range(count)
         ]
         while sum(member.engine._running for member in self.made) < count:
             await asyncio.sleep(0)
@@ -130,7 +133,10 @@ class Bench:
 async def alone(count: int, sampling: Sampling = LONG) -> list[list[int]]:
     """What one engine would answer."""
     engine = FakeEngine(context=CONTEXT)
-    return [(await engine.generate([30 + i] * 20, replace(sampling, seed=i))).token_ids for i in range(count)]
+    return [
+        (await engine.generate([30 + i] * 20, replace(sampling, seed=i))).token_ids
+        for i in range(count)
+    ]
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda c: c.__name__.removeprefix("check_"))
@@ -138,8 +144,11 @@ def test_contract(check: Callable[[Subject], Awaitable[None]]) -> None:
     asyncio.run(check(Subject(Bench().pool, numbers, context=CONTEXT)))
 
 
-async def test_the_bytes_of_a_sync_and_its_speed_are_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
-    """1,000 bytes to each of two engines, also where one has to be offered them again; none without a plane."""
+async def test_the_bytes_of_a_sync_and_its_speed_are_metrics(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """1,000 bytes to each of two engines, also where one has to be offered them again; none without
+    a plane."""
     monkeypatch.setattr("tunesmith.run.engines.pool.PAUSE", 0.0)
     bench = Bench(2)
     await bench.pool.load_weights(1)
@@ -157,7 +166,9 @@ async def test_the_bytes_of_a_sync_and_its_speed_are_metrics(monkeypatch: pytest
 async def test_a_group_goes_to_one_engine_and_groups_are_balanced() -> None:
     bench = Bench()
     groups = [[10 + g] * 24 for g in range(4)]
-    await asyncio.gather(*(bench.pool.generate(p, replace(FREE, seed=i)) for p in groups for i in range(8)))
+    await asyncio.gather(
+        *(bench.pool.generate(p, replace(FREE, seed=i)) for p in groups for i in range(8))
+    )
     of = [{prompt[0] for prompt in member.asked} for member in bench.made]
     assert not of[0] & of[1] and [len(prompts) for prompts in of] == [2, 2]
     # The next turn of a conversation goes where the first was, also while others are in flight.
@@ -170,7 +181,9 @@ async def test_a_group_goes_to_one_engine_and_groups_are_balanced() -> None:
 
 async def test_one_prompt_does_not_keep_a_single_engine_busy() -> None:
     bench = Bench()
-    await asyncio.gather(*(bench.pool.generate([9] * 20, replace(FREE, seed=i)) for i in range(100)))
+    await asyncio.gather(
+        *(bench.pool.generate([9] * 20, replace(FREE, seed=i)) for i in range(100))
+    )
     fewer, more = sorted(len(member.asked) for member in bench.made)
     assert fewer >= 30 and more <= 70
 
@@ -211,7 +224,9 @@ async def test_an_engine_lost_while_weights_are_handed_out() -> None:
     assert bench.pool.members == [bench.made[0], bench.made[2], bench.made[3]]
 
 
-async def test_an_engine_that_cannot_take_weights_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_engine_that_cannot_take_weights_ends_the_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("tunesmith.run.engines.pool.PAUSE", 0.01)
     bench = Bench()
     await bench.pool.load_weights(1)

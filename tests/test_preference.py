@@ -1,4 +1,5 @@
-"""Preference losses: hand-computed values, gradients, what is dropped, and the same result however a batch is cut."""
+"""Preference losses: hand-computed values, gradients, what is dropped, and the same result however
+a batch is cut."""
 
 from __future__ import annotations
 
@@ -70,7 +71,10 @@ def test_softplus_neither_overflows_nor_vanishes(x: float) -> None:
     "loss",
     [
         p.sigmoid_loss,
-        *(partial(p.dpo_loss, kind=kind, beta=0.3, smoothing=0.2) for kind in ("sigmoid", "ipo", "hinge")),
+        *(
+            partial(p.dpo_loss, kind=kind, beta=0.3, smoothing=0.2)
+            for kind in ("sigmoid", "ipo", "hinge")
+        ),
         partial(p.kto_loss, kl=0.2, side=t(1.0, -1.0, 1.0), beta=0.4, desirable=1.5),
         partial(p.sigmoid_loss, label=t(1.0, 0.0, 0.25)),
     ],
@@ -86,7 +90,12 @@ LENGTHS = (3, 1, 2, 4, 1, 2)
 def pairs(lengths: Sequence[int] = LENGTHS, **values: Sequence[float]) -> Batch:
     batch = batch_of(lengths, {})
     count = len(lengths)
-    columns = {"side": [1.0, -1.0] * (count // 2), "reference": [0.0] * count, "margin": [0.0] * count, **values}
+    columns = {
+        "side": [1.0, -1.0] * (count // 2),
+        "reference": [0.0] * count,
+        "margin": [0.0] * count,
+        **values,
+    }
     for name, column in columns.items():
         batch.add_per_sample(name, column)
     return batch
@@ -101,7 +110,11 @@ Course = tuple[float, dict[str, float], list[Tensor]]
 
 
 def course(
-    objective: Objective, batch: Batch, predicted: Sequence[Tensor], cut: Sequence[Sequence[int]], of: str
+    objective: Objective,
+    batch: Batch,
+    predicted: Sequence[Tensor],
+    cut: Sequence[Sequence[int]],
+    of: str,
 ) -> Course:
     """Loss, metrics and gradients of a batch in the micro-batches of ``cut``."""
     weigh(batch, p.AGGREGATION)
@@ -109,17 +122,27 @@ def course(
     for x in predicted:
         x.grad = None
     for indices in cut:
-        found = torch.cat([predicted[i] for i in indices]) if indices else torch.zeros(0, dtype=torch.float64)
+        found = (
+            torch.cat([predicted[i] for i in indices])
+            if indices
+            else torch.zeros(0, dtype=torch.float64)
+        )
         loss, more = objective(micro_batch(batch, indices), Predictions(**{of: found}))
         if indices:
             loss.backward()
         total += loss.item()
         for name, value in more.items():
             metrics[name] = metrics.get(name, 0.0) + float(value)
-    return total, with_shares(metrics), [torch.zeros_like(x) if x.grad is None else x.grad.clone() for x in predicted]
+    return (
+        total,
+        with_shares(metrics),
+        [torch.zeros_like(x) if x.grad is None else x.grad.clone() for x in predicted],
+    )
 
 
-def whole(objective: Objective, batch: Batch, predicted: Sequence[Tensor], of: str = "logprobs") -> Course:
+def whole(
+    objective: Objective, batch: Batch, predicted: Sequence[Tensor], of: str = "logprobs"
+) -> Course:
     return course(objective, batch, predicted, [range(batch.num_samples)], of)
 
 
@@ -137,15 +160,24 @@ def test_dpo_by_hand() -> None:
     assert loss == pytest.approx(expected)
     assert metrics["rewards/chosen"] == pytest.approx(beta * np.mean(delta[0::2]))
     assert metrics["rewards/rejected"] == pytest.approx(beta * np.mean(delta[1::2]))
-    assert metrics["margin"] == pytest.approx(np.mean(h)) and metrics["nll"] == pytest.approx(np.mean(nll))
-    assert metrics["accuracy"] == pytest.approx(np.mean([x > 0 for x in h])) and metrics["nonfinite_pairs"] == 0
+    assert metrics["margin"] == pytest.approx(np.mean(h)) and metrics["nll"] == pytest.approx(
+        np.mean(nll)
+    )
+    assert (
+        metrics["accuracy"] == pytest.approx(np.mean([x > 0 for x in h]))
+        and metrics["nonfinite_pairs"] == 0
+    )
     for name, each in (
         ("ipo", [(x / beta - 1 / (2 * beta)) ** 2 for x in h]),
         ("hinge", [max(0.0, 1 - x) for x in h]),
     ):
-        assert whole(p.DPOObjective(name, beta), samples, predicted)[0] == pytest.approx(np.mean(each))
+        assert whole(p.DPOObjective(name, beta), samples, predicted)[0] == pytest.approx(
+            np.mean(each)
+        )
     smoothed = [-0.8 * math.log(sigma(x)) - 0.2 * math.log(sigma(-x)) for x in h]
-    assert whole(p.DPOObjective("sigmoid", beta, 0.2), samples, predicted)[0] == pytest.approx(np.mean(smoothed))
+    assert whole(p.DPOObjective("sigmoid", beta, 0.2), samples, predicted)[0] == pytest.approx(
+        np.mean(smoothed)
+    )
 
 
 def test_a_policy_that_is_its_reference_has_even_odds() -> None:
@@ -162,7 +194,9 @@ def test_reward_models_by_hand() -> None:
     values = [t(v).requires_grad_() for v in (1.0, 0.2, -1.0, 0.5, 2.0, 2.0)]
     loss, metrics, _ = whole(p.RewardObjective(), samples, values, "values")
     assert loss == pytest.approx(np.mean([-math.log(sigma(x)) for x in (0.3, -1.5, -1.0)]))
-    assert metrics["accuracy"] == pytest.approx(0.5) and metrics["margin"] == pytest.approx(-0.7 / 3)
+    assert metrics["accuracy"] == pytest.approx(0.5) and metrics["margin"] == pytest.approx(
+        -0.7 / 3
+    )
     told = with_reward_std(metrics)
     flat = [v.item() for v in values]
     assert told["rewards/mean"] == pytest.approx(np.mean(flat)) and "rewards/square" not in told
@@ -171,7 +205,9 @@ def test_reward_models_by_hand() -> None:
     assert plain == pytest.approx(np.mean([math.log(1 + math.exp(-x)) for x in (0.8, -1.5, 0.0)]))
 
 
-def judged(sides: Sequence[float], kl: float, lengths: Sequence[int] = LENGTHS, **values: Sequence[float]) -> Batch:
+def judged(
+    sides: Sequence[float], kl: float, lengths: Sequence[int] = LENGTHS, **values: Sequence[float]
+) -> Batch:
     batch = batch_of(lengths, {}, size=1)
     for name, column in {"side": sides, "reference": [0.0] * len(sides), **values}.items():
         batch.add_per_sample(name, column)
@@ -184,14 +220,21 @@ def test_kto_by_hand() -> None:
     samples = judged(sides, 0.3, reference=reference)
     predicted = predictions(samples)
     delta = [x.sum().item() - r for x, r in zip(predicted, reference, strict=True)]
-    each = [(1.2 if s > 0 else 0.7) * (1 - sigma(0.5 * s * (d - 0.3))) for s, d in zip(sides, delta, strict=True)]
+    each = [
+        (1.2 if s > 0 else 0.7) * (1 - sigma(0.5 * s * (d - 0.3)))
+        for s, d in zip(sides, delta, strict=True)
+    ]
     loss, metrics, _ = whole(p.KTOObjective(0.5, 1.2, 0.7), samples, predicted)
     assert loss == pytest.approx(np.mean(each)) and metrics["kl"] == pytest.approx(0.3)
-    chosen, rejected = ([0.5 * d for s, d in zip(sides, delta, strict=True) if s == side] for side in (1, -1))
+    chosen, rejected = (
+        [0.5 * d for s, d in zip(sides, delta, strict=True) if s == side] for side in (1, -1)
+    )
     assert metrics["rewards/chosen"] == pytest.approx(np.mean(chosen))
     assert metrics["rewards/rejected"] == pytest.approx(np.mean(rejected))
     assert with_margin(metrics)["margin"] == pytest.approx(np.mean(chosen) - np.mean(rejected))
-    assert metrics["accuracy"] == pytest.approx(np.mean([s * (d - 0.3) > 0 for s, d in zip(sides, delta, strict=True)]))
+    assert metrics["accuracy"] == pytest.approx(
+        np.mean([s * (d - 0.3) > 0 for s, d in zip(sides, delta, strict=True)])
+    )
     _, metrics, _ = whole(p.KTOObjective(0.5), judged((1.0,) * 6, -3.0), predicted)
     assert metrics["kl"] == 0.0, "of a negative estimate"
     assert not {"rewards/rejected", "margin"} & with_margin(metrics).keys()
@@ -203,7 +246,8 @@ def test_process_rewards_by_hand() -> None:
     loss, metrics, grads = whole(p.StepObjective(), samples, logprobs)
     logits = (1.0, 2.0, -1.0)
     expected = [
-        -y * math.log(sigma(x)) - (1 - y) * math.log(sigma(-x)) for x, y in zip(logits, (1, 0, 0.3), strict=True)
+        -y * math.log(sigma(x)) - (1 - y) * math.log(sigma(-x))
+        for x, y in zip(logits, (1, 0, 0.3), strict=True)
     ]
     assert loss == pytest.approx(np.mean(expected)) and metrics["accuracy"] == pytest.approx(2 / 3)
     assert [g.item() for g in grads[0::2]] == pytest.approx(
@@ -224,16 +268,29 @@ CASES: dict[str, tuple[Callable[[], Objective], str]] = {
 def batch(case: str) -> Batch:
     rng = np.random.default_rng(1)
     if case == "kto":
-        return judged((1.0, -1.0, -1.0, 1.0, 1.0, -1.0), 0.2, reference=rng.normal(-2, 1, 6).tolist())
+        return judged(
+            (1.0, -1.0, -1.0, 1.0, 1.0, -1.0), 0.2, reference=rng.normal(-2, 1, 6).tolist()
+        )
     label = np.repeat(rng.random(3), 2).tolist()
     lengths = (1,) * 6 if case in ("rm", "prm") else LENGTHS
-    return pairs(lengths, reference=rng.normal(-2, 1, 6).tolist(), margin=np.repeat(rng.random(3), 2), label=label)
+    return pairs(
+        lengths,
+        reference=rng.normal(-2, 1, 6).tolist(),
+        margin=np.repeat(rng.random(3), 2),
+        label=label,
+    )
 
 
 @pytest.mark.parametrize("case", CASES)
-@given(order=st.permutations(range(3)), flips=st.lists(st.booleans(), min_size=3, max_size=3), cut=st.integers(0, 3))
+@given(
+    order=st.permutations(range(3)),
+    flips=st.lists(st.booleans(), min_size=3, max_size=3),
+    cut=st.integers(0, 3),
+)
 @settings(deadline=None, max_examples=20)
-def test_any_cut_and_order_of_pairs_gives_the_same(case: str, order: list[int], flips: list[bool], cut: int) -> None:
+def test_any_cut_and_order_of_pairs_gives_the_same(
+    case: str, order: list[int], flips: list[bool], cut: int
+) -> None:
     make, of = CASES[case]
     samples = batch(case)
     predicted = predictions(samples)
@@ -250,10 +307,15 @@ def test_any_cut_and_order_of_pairs_gives_the_same(case: str, order: list[int], 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("count", [3, 7, 11])
 def test_no_share_of_a_batch_in_float32_is_above_one(case: str, count: int) -> None:
-    """Every pair is right, in one micro-batch and in one each: the weights are thirds, sevenths and elevenths."""
+    """Every pair is right, in one micro-batch and in one each: the weights are thirds, sevenths and
+    elevenths."""
     make, of = CASES[case]
     lengths, sides = [1] * 2 * count, [1.0, -1.0] * count
-    samples = judged(sides, 0.0, lengths=lengths) if case == "kto" else pairs(lengths, label=[1.0] * 2 * count)
+    samples = (
+        judged(sides, 0.0, lengths=lengths)
+        if case == "kto"
+        else pairs(lengths, label=[1.0] * 2 * count)
+    )
     weigh(samples, p.AGGREGATION)
     predicted = torch.tensor(sides) * 2.0
     for cut in ([range(2 * count)], [(2 * k, 2 * k + 1) for k in range(count)]):
@@ -296,20 +358,30 @@ def test_what_is_not_finite_is_dropped_with_its_partner(case: str) -> None:
     loss, _, grads = whole(make(), samples, predicted, of)
     count, left = (6, 5) if case == "kto" else (3, 2)
     few = samples.take(kept)
-    assert loss == pytest.approx(whole(make(), few, [predicted[i] for i in kept], of)[0] * left / count)
+    assert loss == pytest.approx(
+        whole(make(), few, [predicted[i] for i in kept], of)[0] * left / count
+    )
     assert all(g.isfinite().all() for g in grads) and not grads[3].any()
 
 
 def test_a_pair_in_two_micro_batches_is_a_fault_of_ours() -> None:
     samples = pairs()
     with pytest.raises(AssertionError, match="a pair was split"):
-        course(p.DPOObjective("sigmoid", 0.1), samples, predictions(samples), [[0, 2, 3], [1, 4, 5]], "logprobs")
+        course(
+            p.DPOObjective("sigmoid", 0.1),
+            samples,
+            predictions(samples),
+            [[0, 2, 3], [1, 4, 5]],
+            "logprobs",
+        )
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=12),
        st.integers(0, 25), st.booleans())  # fmt: skip
 @settings(deadline=None, max_examples=60)
-def test_groups_stay_whole_under_a_hard_cap(given: list[tuple[int, int, int]], room: int, share: bool) -> None:
+def test_groups_stay_whole_under_a_hard_cap(
+    given: list[tuple[int, int, int]], room: int, share: bool
+) -> None:
     """Prompts come several times, so that groups interleave in the order of their prefixes."""
     samples: list[Sample] = []
     for group, (prompt, first, second) in enumerate(given):
@@ -323,7 +395,9 @@ def test_groups_stay_whole_under_a_hard_cap(given: list[tuple[int, int, int]], r
     assert sorted(i for b in bins for i in b) == list(range(len(samples)))
     for b in bins:
         assert num_forest_tokens(packed, b, share=share) <= cap
-        assert sorted(b) == sorted(i for i, s in enumerate(samples) if s.group in {samples[k].group for k in b})
+        assert sorted(b) == sorted(
+            i for i, s in enumerate(samples) if s.group in {samples[k].group for k in b}
+        )
     pair = [replace(s, group=0) for s in (samples[0], Sample([99] * cap, [False] * cap))]
     with pytest.raises(GroupTooLong, match=f"more than a micro-batch may hold .{cap}."):
         pack(Batch.of(pair), cap, share=share, keep_groups=True)
@@ -331,10 +405,15 @@ def test_groups_stay_whole_under_a_hard_cap(given: list[tuple[int, int, int]], r
 
 def test_a_pair_shares_its_prompt() -> None:
     prompt = list(range(10, 30))
-    two = [Sample([*prompt, *tail], [False] * 20 + [True] * len(tail), 0) for tail in ([3, 4], [5, 6, 7])]
+    two = [
+        Sample([*prompt, *tail], [False] * 20 + [True] * len(tail), 0)
+        for tail in ([3, 4], [5, 6, 7])
+    ]
     assert group_tokens(Batch.of(two)) == 25 and group_tokens(Batch.of(two), share=False) == 45
     scored = [replace(whole_sequence(s.token_ids), group=0) for s in two]
-    assert group_tokens(Batch.of(scored)) == 27, "a reward model's two also share it, with one more token each"
+    assert group_tokens(Batch.of(scored)) == 27, (
+        "a reward model's two also share it, with one more token each"
+    )
 
 
 def learner_of(backend: Any, cap: int, **options: Any) -> Learner:
@@ -356,7 +435,9 @@ def test_the_gradient_is_the_same_however_pairs_are_packed(
             backend: Any = TorchBackend(model, AdamWSettings(), ScoreModel.predict)
             objective = p.RewardObjective()
         else:
-            backend = TorchBackend(CausalLM.load(path, dtype=dtype), AdamWSettings(), CausalLM.predict)
+            backend = TorchBackend(
+                CausalLM.load(path, dtype=dtype), AdamWSettings(), CausalLM.predict
+            )
             objective = p.DPOObjective("sigmoid", 0.1, 0.1, 0.2)
         rng = np.random.default_rng(0)
         samples: list[Sample] = []
@@ -388,6 +469,8 @@ def test_the_gradient_is_the_same_however_pairs_are_packed(
         assert evaluated == pytest.approx(same, rel=1e-4, abs=1e-6)
         with torch.no_grad():
             next(iter(backend.optimizer.parameters.values())).fill_(math.nan)
-        assert all(math.isnan(v) for v in learner_of(backend, 4096).evaluate(batch, objective).values())
+        assert all(
+            math.isnan(v) for v in learner_of(backend, 4096).evaluate(batch, objective).values()
+        )
     finally:
         torch.set_default_dtype(torch.float32)

@@ -1,4 +1,5 @@
-"""Lines that judge: formats, prompts that are implied, what is refused and where, and the tokens that come of it."""
+"""Lines that judge: formats, prompts that are implied, what is refused and where, and the tokens
+that come of it."""
 
 from __future__ import annotations
 
@@ -50,18 +51,28 @@ TALKS: list[dict[str, Any]] = [
     {"prompt": [user("2+2?")], "chosen": [assistant("4")], "rejected": [assistant("5")]},
     {"prompt": "2+2?", "chosen": [assistant("4")], "rejected": [assistant("5")]},
     {"chosen": [user("2+2?"), assistant("4")], "rejected": [user("2+2?"), assistant("5")]},
-    {"prompt": "2+2?", "chosen": [user("2+2?"), assistant("4")], "rejected": [user("2+2?"), assistant("5")]},
+    {
+        "prompt": "2+2?",
+        "chosen": [user("2+2?"), assistant("4")],
+        "rejected": [user("2+2?"), assistant("5")],
+    },
 ]
 
 
 @pytest.mark.parametrize("line", TALKS)
-def test_every_format_of_a_conversation_is_the_same_pair(tmp_path: Path, line: dict[str, Any]) -> None:
+def test_every_format_of_a_conversation_is_the_same_pair(
+    tmp_path: Path, line: dict[str, Any]
+) -> None:
     assert pair(tmp_path, line) == [(ASKED, "4<|im_end|>"), (ASKED, "5<|im_end|>")]
 
 
 def test_an_answer_may_be_a_call_of_a_tool(tmp_path: Path) -> None:
     call = {"type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": 2}}}
-    line = {"prompt": [user("2+2?")], "chosen": [{**assistant(""), "tool_calls": [call]}], "rejected": [assistant("5")]}
+    line = {
+        "prompt": [user("2+2?")],
+        "chosen": [{**assistant(""), "tool_calls": [call]}],
+        "rejected": [assistant("5")],
+    }
     data = section(tmp_path, [line])
     assert len(load_pairs(data, data.train, byte_level(template("qwen2"))).items) == 1
 
@@ -70,7 +81,10 @@ def test_plain_texts(tmp_path: Path) -> None:
     line = {"prompt": "2+2=", "chosen": "4", "rejected": "5"}
     assert pair(tmp_path, line, chat=False) == [("2+2=", "4<eos>"), ("2+2=", "5<eos>")]
     whole = {"chosen": "Q: two? A: it is four", "rejected": "Q: two? A: it is five"}
-    assert pair(tmp_path, whole, chat=False) == [("Q: two? A: it is", " four<eos>"), ("Q: two? A: it is", " five<eos>")]
+    assert pair(tmp_path, whole, chat=False) == [
+        ("Q: two? A: it is", " four<eos>"),
+        ("Q: two? A: it is", " five<eos>"),
+    ]
 
 
 def test_margins_and_paired_judgements(tmp_path: Path) -> None:
@@ -97,7 +111,9 @@ def test_a_mismatch_is_no_longer_than_the_longest_of_the_data(tmp_path: Path) ->
     first, second = load_judged(data, data.train, TOKENIZER).items
     assert texts(first.samples[1]) == ("p" * 9, "yy") and len(first.samples[0].token_ids) == 11
     assert texts(second.samples[1]) == ("q", "x<eos>")
-    same = section(tmp_path, [{"prompt": "p", "completion": c, "label": True} for c in "ab"], chat=False)
+    same = section(
+        tmp_path, [{"prompt": "p", "completion": c, "label": True} for c in "ab"], chat=False
+    )
     with pytest.raises(DataError, match=r"KTO.*prompts"):
         load_judged(same, same.train, TOKENIZER)
 
@@ -109,7 +125,10 @@ def test_steps_are_judged_at_the_last_token_of_their_separator(tmp_path: Path) -
     data = section(tmp_path, [STEPS], chat=False)
     (item,) = load_steps(data, data.train, TOKENIZER, "<s>").items
     assert TOKENIZER.decode(item.token_ids) == "1+1+1?two<s>three<s>" and item.labels == (1.0, 0.25)
-    assert [TOKENIZER.decode(item.token_ids[: m + 1]) for m in item.marks] == ["1+1+1?two<s>", "1+1+1?two<s>three<s>"]
+    assert [TOKENIZER.decode(item.token_ids[: m + 1]) for m in item.marks] == [
+        "1+1+1?two<s>",
+        "1+1+1?two<s>three<s>",
+    ]
     talk = section(tmp_path, [{**STEPS, "prompt": [user("2+2?")]}])
     (item,) = load_steps(talk, talk.train, TOKENIZER, "\n").items
     assert TOKENIZER.decode(item.token_ids) == f"{ASKED}two\nthree\n" and len(item.marks) == 2
@@ -118,7 +137,9 @@ def test_steps_are_judged_at_the_last_token_of_their_separator(tmp_path: Path) -
 TAGGED = "Q? Step 1: one ки\nStep 2: two ки"
 
 
-@pytest.mark.parametrize("tags", [TAGGED.replace("ки", "+", 1).replace("ки", "-"), ["+", "-"], [True, False], [1, 0.0]])
+@pytest.mark.parametrize(
+    "tags", [TAGGED.replace("ки", "+", 1).replace("ки", "-"), ["+", "-"], [True, False], [1, 0.0]]
+)
 def test_steps_with_their_separators_in_a_text(tmp_path: Path, tags: Any) -> None:
     data = section(tmp_path, [{"input": TAGGED, "label": tags, "task": "x"}])
     (item,) = load_steps(data, data.train, TOKENIZER, "ки").items
@@ -141,7 +162,9 @@ def test_steps_with_their_separators_in_a_text(tmp_path: Path, tags: Any) -> Non
         ("one кики", ["+", "-"], "every separator has to end a step"),
     ],
 )
-def test_texts_and_labels_that_do_not_agree_are_named(tmp_path: Path, text: str, tags: Any, reason: str) -> None:
+def test_texts_and_labels_that_do_not_agree_are_named(
+    tmp_path: Path, text: str, tags: Any, reason: str
+) -> None:
     data = section(tmp_path, [{"input": text, "label": tags}])
     with pytest.raises(DataError, match=r"d\.jsonl:1: ") as caught:
         load_steps(data, data.train, TOKENIZER, "ки")
@@ -151,8 +174,16 @@ def test_texts_and_labels_that_do_not_agree_are_named(tmp_path: Path, text: str,
 @pytest.mark.parametrize(("side", "labels", "text"), [
     ("truncate_right", (1.0,), "1+1+1?two<s>thre"), ("truncate_left", (0.25,), "?two<s>three<s>"[-16:]),
 ])  # fmt: skip
-def test_steps_that_are_cut_off_lose_their_labels(tmp_path: Path, side: Any, labels: Any, text: str) -> None:
-    data = section(tmp_path, [STEPS], chat=False, max_tokens=16 if side == "truncate_right" else 9, too_long=side)
+def test_steps_that_are_cut_off_lose_their_labels(
+    tmp_path: Path, side: Any, labels: Any, text: str
+) -> None:
+    data = section(
+        tmp_path,
+        [STEPS],
+        chat=False,
+        max_tokens=16 if side == "truncate_right" else 9,
+        too_long=side,
+    )
     (item,) = load_steps(data, data.train, TOKENIZER, "<s>").items
     assert item.labels == labels and len(item.marks) == 1
     assert TOKENIZER.decode(item.token_ids) == (text if side == "truncate_right" else ">three<s>")
@@ -170,13 +201,29 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("pairs", {"prompt": "q", "chosen": " \n", "rejected": "a"}, "'chosen' is empty"),
     ("pairs", {"prompt": "q", "chosen": "a", "rejected": "a"}, "the same, so nothing is preferred"),
     ("pairs", {"prompt": "q", "chosen": "a", "rejected": {}}, "'rejected' is dict"),
-    ("pairs", {"prompt": "q", "chosen": "a", "rejected": [assistant("b")]}, "text and the other a conversation"),
-    ("pairs", {"prompt": "q", "chosen": "a", "rejected": "b", "margin": "x"}, "'margin' is 'x'"),
-    ("pairs", {"prompt": "q", "chosen": [assistant("a")], "rejected": [assistant(" ")]}, "'rejected' is empty"),
-    ("pairs", {"prompt": "q", "chosen": [user("a"), assistant("b")], "rejected": [user("a")]}, "no answer: "),
     (
         "pairs",
-        {"prompt": "q", "chosen": [user("a"), assistant("b")], "rejected": [user("c"), assistant("b")]},
+        {"prompt": "q", "chosen": "a", "rejected": [assistant("b")]},
+        "text and the other a conversation",
+    ),
+    ("pairs", {"prompt": "q", "chosen": "a", "rejected": "b", "margin": "x"}, "'margin' is 'x'"),
+    (
+        "pairs",
+        {"prompt": "q", "chosen": [assistant("a")], "rejected": [assistant(" ")]},
+        "'rejected' is empty",
+    ),
+    (
+        "pairs",
+        {"prompt": "q", "chosen": [user("a"), assistant("b")], "rejected": [user("a")]},
+        "no answer: ",
+    ),
+    (
+        "pairs",
+        {
+            "prompt": "q",
+            "chosen": [user("a"), assistant("b")],
+            "rejected": [user("c"), assistant("b")],
+        },
         "differs from the other in a turn of the user",
     ),
     ("pairs", {**TALKS[1], "tools": [{"name": "f"}]}, "no place for tools"),
@@ -197,12 +244,16 @@ LOAD: dict[str, Any] = {
 
 
 @pytest.mark.parametrize(("goal", "line", "reason"), BAD)
-def test_bad_lines_are_named_or_skipped(tmp_path: Path, goal: str, line: dict[str, Any], reason: str) -> None:
+def test_bad_lines_are_named_or_skipped(
+    tmp_path: Path, goal: str, line: dict[str, Any], reason: str
+) -> None:
     lines = [GOOD[goal], line, {**GOOD[goal], "prompt": "other"}]
     data = section(tmp_path, lines)
     with pytest.raises(DataError) as caught:
         LOAD[goal](data, data.train, TOKENIZER)
-    assert f"d.jsonl:2: {reason}" in str(caught.value) or (":2: " in str(caught.value) and reason in str(caught.value))
+    assert f"d.jsonl:2: {reason}" in str(caught.value) or (
+        ":2: " in str(caught.value) and reason in str(caught.value)
+    )
     data = section(tmp_path, lines, skip_bad=True)
     found = LOAD[goal](data, data.train, TOKENIZER)
     assert len(found.items) == 2 and found.report.counts["bad"] == 1
@@ -236,7 +287,9 @@ def test_limits(tmp_path: Path) -> None:
     cut = load(max_tokens=10, too_long="truncate_right").items[1].samples[0]
     assert texts(cut) == ("q", "a" * 9)
     assert len(load(room=24).items) == 2, "the prompt counts once"
-    with pytest.raises(DataError, match=r"d\.jsonl:2: .*24 tokens together.*max_tokens_per_microbatch"):
+    with pytest.raises(
+        DataError, match=r"d\.jsonl:2: .*24 tokens together.*max_tokens_per_microbatch"
+    ):
         load(room=23)
     with pytest.raises(DataError, match="25 tokens together"):
         load(room=24, share=False)
@@ -253,7 +306,9 @@ def test_limits(tmp_path: Path) -> None:
     ("judged", {"max_prompt_tokens": 4}, "data.max_prompt_tokens"),
     ("steps", {"chat": True}, "data.chat"),
 ])  # fmt: skip
-def test_settings_that_would_be_ignored_are_refused(tmp_path: Path, goal: str, settings: Any, key: str) -> None:
+def test_settings_that_would_be_ignored_are_refused(
+    tmp_path: Path, goal: str, settings: Any, key: str
+) -> None:
     line = {"input": TAGGED, "label": ["+", "-"]} if key == "data.chat" else GOOD[goal]
     data = section(tmp_path, [line], **settings)
     with pytest.raises(ConfigError, match=key):

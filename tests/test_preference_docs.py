@@ -1,4 +1,5 @@
-"""The commands of docs/preference.md, run on the document's own lines, and its tables of settings."""
+"""The commands of docs/preference.md, run on the document's own lines, and its tables of
+settings."""
 
 from __future__ import annotations
 
@@ -35,11 +36,19 @@ def test_every_run_file_runs_on_the_lines_above_it(block: Block, tmp_path: Path)
     following = next(b for b in BLOCKS if b.language == "sh" and b.line > block.line)
     assert following.text.split()[1] == command
     if command == "rm":
-        assert json.loads((outcome.checkpoint / "reward_stats.json").read_text()).keys() == {"mean", "std"}
+        assert json.loads((outcome.checkpoint / "reward_stats.json").read_text()).keys() == {
+            "mean",
+            "std",
+        }
 
 
 def test_every_setting_is_documented_as_it_is() -> None:
-    sections = {"Reward model": RMSection, "DPO": DPOSection, "KTO": KTOSection, "Process reward model": PRMSection}
+    sections = {
+        "Reward model": RMSection,
+        "DPO": DPOSection,
+        "KTO": KTOSection,
+        "Process reward model": PRMSection,
+    }
     tables = key_tables(PAGE)
     assert set(tables) == set(sections)
     for heading, section in sections.items():

@@ -1,4 +1,5 @@
-"""Small whole runs of ``rm``, ``dpo``, ``kto`` and ``prm``: metrics, evaluation, resume; models that others load."""
+"""Small whole runs of ``rm``, ``dpo``, ``kto`` and ``prm``: metrics, evaluation, resume; models
+that others load."""
 
 from __future__ import annotations
 
@@ -47,19 +48,29 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 def test_runs_tell_what_they_should_and_resume_bitwise(
     tmp_path: Path, model: Path, command: str, changed: dict[str, Any]
 ) -> None:
-    straight = RUNS[command](None, preference_settings(command, tmp_path, model, "straight", **changed))
+    straight = RUNS[command](
+        None, preference_settings(command, tmp_path, model, "straight", **changed)
+    )
     lines = read_metrics(straight.run_dir / "metrics.jsonl")
     steps, evaluations = [x for x in lines if "loss" in x], straight.evaluations
-    wanted = {"loss", "accuracy"} | (set() if command == "prm" else {"rewards/chosen", "rewards/rejected", "margin"})
+    wanted = {"loss", "accuracy"} | (
+        set() if command == "prm" else {"rewards/chosen", "rewards/rejected", "margin"}
+    )
     wanted |= {"rm": {"rewards/mean", "rewards/std"}, "kto": {"kl"}}.get(command, set())
     wanted |= {"nll"} if "dpo__nll_coef" in changed else set()
-    assert len(steps) == 4 and all(wanted | {"grad_norm", "tokens", "epoch"} <= x.keys() for x in steps)
+    assert len(steps) == 4 and all(
+        wanted | {"grad_norm", "tokens", "epoch"} <= x.keys() for x in steps
+    )
     assert [x["step"] for x in evaluations] == [0, 2, 4]
     assert all({f"eval/{name}" for name in wanted} <= x.keys() for x in evaluations)
     assert evaluations[-1]["eval/loss"] < evaluations[0]["eval/loss"]
     if command != "prm":
         assert evaluations[0]["eval/accuracy"] == 0.5, "rounding is no opinion"
-    first = {"rm": 0.693, "dpo": 0.693, "kto": 0.5 * 1.25 if changed.get("kto__undesirable_weight") else 0.5}
+    first = {
+        "rm": 0.693,
+        "dpo": 0.693,
+        "kto": 0.5 * 1.25 if changed.get("kto__undesirable_weight") else 0.5,
+    }
     if command in first and "dpo__loss" not in changed:
         assert evaluations[0]["eval/loss"] == pytest.approx(first[command], abs=1e-3)
 
@@ -70,7 +81,9 @@ def test_runs_tell_what_they_should_and_resume_bitwise(
     same_tensors(*names)
     assert read_state(names[0]) == read_state(names[1])
     assert untimed(straight.run_dir / "metrics.jsonl") == untimed(resumed.run_dir / "metrics.jsonl")
-    assert (names[0] / "reference.safetensors").exists() == bool(changed.get(f"{command}__precompute_reference"))
+    assert (names[0] / "reference.safetensors").exists() == bool(
+        changed.get(f"{command}__precompute_reference")
+    )
 
 
 @pytest.mark.slow
@@ -80,7 +93,10 @@ def test_micro_batches_change_rounding_only(tmp_path: Path, model: Path, command
         settings = preference_settings(command, tmp_path, model, run, train__steps=2, **changed)
         return read_metrics(RUNS[command](None, settings).run_dir / "metrics.jsonl")
 
-    whole, cut = course("whole"), course("cut", system__max_tokens_per_microbatch=32, system__share_prompts=False)
+    whole, cut = (
+        course("whole"),
+        course("cut", system__max_tokens_per_microbatch=32, system__share_prompts=False),
+    )
     for a, b in zip(whole, cut, strict=True):
         for name in ("loss", "grad_norm", "margin", "eval/loss", "eval/margin"):
             if name in a:
@@ -107,21 +123,32 @@ def test_a_precomputed_reference_trains_the_same(tmp_path: Path, model: Path) ->
                     assert a[name] == pytest.approx(b[name], rel=2e-3, abs=1e-5), name
 
 
-def test_transformers_gives_the_reward_models_scores_and_its_statistics(tmp_path: Path, model: Path) -> None:
+def test_transformers_gives_the_reward_models_scores_and_its_statistics(
+    tmp_path: Path, model: Path
+) -> None:
     settings = preference_settings("rm", tmp_path, model, train__steps=12, train__lr=5e-3)
     outcome = RUNS["rm"](None, settings)
     theirs = AutoModelForSequenceClassification.from_pretrained(outcome.checkpoint).eval()
     tokenizer = AutoTokenizer.from_pretrained(outcome.checkpoint)
     held_out = lines_of("rm", 16, 100)
-    texts = [line["prompt"] + line[name] + tokenizer.eos_token for line in held_out for name in ("chosen", "rejected")]
+    texts = [
+        line["prompt"] + line[name] + tokenizer.eos_token
+        for line in held_out
+        for name in ("chosen", "rejected")
+    ]
     batch = tokenizer(texts, padding=True, return_tensors="pt")
     with torch.no_grad():
-        scores = theirs(batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, 0].numpy()
+        scores = (
+            theirs(batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, 0].numpy()
+        )
     last = outcome.evaluations[-1]
     assert last["eval/accuracy"] == np.mean(scores[0::2] > scores[1::2])
     assert last["eval/margin"] == pytest.approx(np.mean(scores[0::2] - scores[1::2]), abs=1e-4)
     stats = json.loads((outcome.checkpoint / "reward_stats.json").read_text())
-    assert stats == {"mean": pytest.approx(scores.mean(), abs=1e-4), "std": pytest.approx(scores.std(), abs=1e-4)}
+    assert stats == {
+        "mean": pytest.approx(scores.mean(), abs=1e-4),
+        "std": pytest.approx(scores.std(), abs=1e-4),
+    }
     assert stats["std"] > 1e-3
 
 
@@ -135,7 +162,11 @@ def test_the_score_is_not_read_at_padding_that_is_the_end_of_a_text(tmp_path: Pa
     theirs = AutoModelForSequenceClassification.from_pretrained(outcome.checkpoint).eval()
     saved = AutoTokenizer.from_pretrained(outcome.checkpoint)
     assert saved.pad_token_id == theirs.config.pad_token_id != saved.eos_token_id
-    texts = [s["prompt"] + s[k] + saved.eos_token for s in lines_of("rm", 16, 100) for k in ("chosen", "rejected")]
+    texts = [
+        s["prompt"] + s[k] + saved.eos_token
+        for s in lines_of("rm", 16, 100)
+        for k in ("chosen", "rejected")
+    ]
     batch = saved(texts, padding=True, return_tensors="pt")
     with torch.no_grad():
         scores = theirs(batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, 0]
@@ -144,27 +175,38 @@ def test_the_score_is_not_read_at_padding_that_is_the_end_of_a_text(tmp_path: Pa
     )
 
 
-def test_transformers_gives_the_process_reward_models_judgement(tmp_path: Path, model: Path) -> None:
+def test_transformers_gives_the_process_reward_models_judgement(
+    tmp_path: Path, model: Path
+) -> None:
     outcome = RUNS["prm"](None, preference_settings("prm", tmp_path, model))
     theirs = AutoModelForCausalLM.from_pretrained(outcome.checkpoint).eval()
     tokenizer = AutoTokenizer.from_pretrained(outcome.checkpoint)
     marks = tokenizer.convert_tokens_to_ids(["+", "-"])
     losses: list[float] = []
     for line in lines_of("prm", 16, 100):
-        ids = tokenizer(line["prompt"] + "".join(f"{step}\n" for step in line["completions"])).input_ids
+        ids = tokenizer(
+            line["prompt"] + "".join(f"{step}\n" for step in line["completions"])
+        ).input_ids
         with torch.no_grad():
             logits = theirs(torch.tensor([ids])).logits[0][:, marks].log_softmax(-1)
         ends = [k for k, token in enumerate(ids) if tokenizer.decode([token]) == "\n"]
-        losses += [-logits[k, 0 if good else 1].item() for k, good in zip(ends, line["labels"], strict=True)]
+        losses += [
+            -logits[k, 0 if good else 1].item()
+            for k, good in zip(ends, line["labels"], strict=True)
+        ]
     assert outcome.evaluations[-1]["eval/loss"] == pytest.approx(np.mean(losses), abs=1e-5)
 
 
-def test_resuming_without_the_saved_reference_scores_the_model_the_run_began_with(tmp_path: Path, model: Path) -> None:
+def test_resuming_without_the_saved_reference_scores_the_model_the_run_began_with(
+    tmp_path: Path, model: Path
+) -> None:
     settings = preference_settings("dpo", tmp_path, model)
     RUNS["dpo"](None, [*settings, "train.steps=2"])
     again = [*settings, "checkpoint.resume=true", "dpo.precompute_reference=true"]
     lines = RUNS["dpo"](None, again).evaluations
-    straight = RUNS["dpo"](None, preference_settings("dpo", tmp_path, model, "straight")).evaluations
+    straight = RUNS["dpo"](
+        None, preference_settings("dpo", tmp_path, model, "straight")
+    ).evaluations
     assert lines[-1]["eval/loss"] == pytest.approx(straight[-1]["eval/loss"], rel=1e-4)
 
 
@@ -183,9 +225,17 @@ def test_bad_input_ends_with_code_2_before_a_model_is_loaded(tmp_path: Path, mod
     cases: list[tuple[str, dict[str, Any], list[str]]] = [
         ("dpo", {"data__train": "bad.jsonl"}, ["bad.jsonl:1", "no rejected"]),
         ("rm", {"data__train": "kto.jsonl"}, ["no chosen and no rejected"]),
-        ("kto", {"data__train": "prm.jsonl"}, ["prm.jsonl:1", "needs a prompt, a completion and 'label'"]),
+        (
+            "kto",
+            {"data__train": "prm.jsonl"},
+            ["prm.jsonl:1", "needs a prompt, a completion and 'label'"],
+        ),
         ("prm", {"data__train": "rm.jsonl"}, ["no completions and no labels"]),
-        ("dpo", {"dpo__loss": "ipo", "dpo__label_smoothing": 0.1}, ["dpo.label_smoothing", "sigmoid"]),
+        (
+            "dpo",
+            {"dpo__loss": "ipo", "dpo__label_smoothing": 0.1},
+            ["dpo.label_smoothing", "sigmoid"],
+        ),
         ("dpo", {"dpo__beta": 0}, ["dpo.beta"]),
         ("dpo", {"dpo__loss": "sigmod"}, ["dpo.loss", "Did you mean 'sigmoid'"]),
         ("kto", {"kto__desirable_weight": 0, "kto__undesirable_weight": 0}, ["both 0"]),
@@ -215,9 +265,12 @@ def test_what_needs_the_tokenizer_is_refused_before_the_model_is_loaded(
 
     monkeypatch.setattr(loading, "load_module", load)
     long = write_lines(
-        tmp_path / "long.jsonl", [*lines_of("dpo", 3), {"prompt": "a", "chosen": "b" * 30, "rejected": "c"}]
+        tmp_path / "long.jsonl",
+        [*lines_of("dpo", 3), {"prompt": "a", "chosen": "b" * 30, "rejected": "c"}],
     )
-    margins = write_lines(tmp_path / "margins.jsonl", [{**line, "margin": 1} for line in lines_of("rm", 3)])
+    margins = write_lines(
+        tmp_path / "margins.jsonl", [{**line, "margin": 1} for line in lines_of("rm", 3)]
+    )
     cases: list[tuple[str, dict[str, Any], str]] = [
         (
             "dpo",

@@ -1,4 +1,5 @@
-"""An engine in a process of its own: the contract, new weights through a file, and what happens when it dies."""
+"""An engine in a process of its own: the contract, new weights through a file, and what happens
+when it dies."""
 
 from __future__ import annotations
 
@@ -88,7 +89,9 @@ def test_new_weights_reach_the_worker(bench: Bench) -> None:
         pytest.param(signal.SIGSTOP, 1, id="hanging", marks=pytest.mark.slow),
     ],
 )
-def test_a_worker_that_dies_is_replaced_and_nothing_is_lost(bench: Bench, how: signal.Signals, size: int) -> None:
+def test_a_worker_that_dies_is_replaced_and_nothing_is_lost(
+    bench: Bench, how: signal.Signals, size: int
+) -> None:
     async def run() -> None:
         engine = bench.another(bench.gloo() if size > 1 else file_plane(bench.named), size=size)
         try:
@@ -105,7 +108,9 @@ def test_a_worker_that_dies_is_replaced_and_nothing_is_lost(bench: Bench, how: s
             assert [c.token_ids for c in again] == [c.token_ids for c in undisturbed]
             assert all(c.versions == [5] * 30 for c in again)
             await engine.load_weights(6)
-            assert first not in pids(engine) and len(pids(engine)) == size  # also one that was asked nothing
+            assert (
+                first not in pids(engine) and len(pids(engine)) == size
+            )  # also one that was asked nothing
             assert (await engine.generate([11, 12], FREE)).versions == [6] * 12
         finally:
             await engine.close()
@@ -139,7 +144,9 @@ def test_a_process_that_cannot_start_says_how_it_ended(bench: Bench, tmp_path: P
 
     async def run() -> None:
         with pytest.raises(EngineError, match=r"exit code 7.*\n.*no such thing") as error:
-            await FarEngine.start(spawn(python=interpreter), partial(make_engine_host, bench.settings))
+            await FarEngine.start(
+                spawn(python=interpreter), partial(make_engine_host, bench.settings)
+            )
         assert not isinstance(error.value, EngineLostError), "another one would end in the same way"
 
     bench.runner.run(run())
@@ -149,7 +156,9 @@ def test_a_process_that_cannot_start_says_how_it_ended(bench: Bench, tmp_path: P
 def test_an_engine_that_cannot_be_built_says_why(bench: Bench) -> None:
     async def run() -> None:
         with pytest.raises(UserError, match="nowhere"):
-            await FarEngine.start(spawn(), partial(make_engine_host, {**bench.settings, "model": "/nowhere"}))
+            await FarEngine.start(
+                spawn(), partial(make_engine_host, {**bench.settings, "model": "/nowhere"})
+            )
 
     bench.runner.run(run())
 
@@ -225,7 +234,9 @@ def test_a_run_with_its_engine_apart_ends_as_with_it_inside(tmp_path: Path) -> N
         "data__eval": str(held_out),
     }  # fmt: skip
     inside = placement.run_rl(None, rl_settings(tmp_path, model, "inside", **changed))
-    apart = placement.run_rl(None, rl_settings(tmp_path, model, "apart", system__engine_process=True, **changed))
+    apart = placement.run_rl(
+        None, rl_settings(tmp_path, model, "apart", system__engine_process=True, **changed)
+    )
     weights = [load_file(outcome.checkpoint / "model.safetensors") for outcome in (inside, apart)]
     for name, tensor in weights[0].items():
         torch.testing.assert_close(weights[1][name], tensor, rtol=1e-3, atol=1e-5)
@@ -233,19 +244,29 @@ def test_a_run_with_its_engine_apart_ends_as_with_it_inside(tmp_path: Path) -> N
     metrics = [read_metrics(outcome.run_dir / "metrics.jsonl") for outcome in (inside, apart)]
     seen = [[{name: line.get(name) for name in names} for line in lines] for lines in metrics]
     assert seen[0] == seen[1] and len(seen[0]) > 6
-    limits = [[line["attainable_seconds"] for line in lines if "attainable_seconds" in line] for lines in metrics]
-    assert len(limits[0]) == 3 and all(there > 0.9 * here for here, there in zip(*limits, strict=True))
+    limits = [
+        [line["attainable_seconds"] for line in lines if "attainable_seconds" in line]
+        for lines in metrics
+    ]
+    assert len(limits[0]) == 3 and all(
+        there > 0.9 * here for here, there in zip(*limits, strict=True)
+    )
 
 
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
         ({"system__engine_python": sys.executable}, "engine_process = false"),
-        ({"system__engine_process": True, "system__speculative": "ngram"}, "in the trainer's process"),
+        (
+            {"system__engine_process": True, "system__speculative": "ngram"},
+            "in the trainer's process",
+        ),
         ({"system__engine": "vllm"}, "not installed in this environment"),
     ],
 )
-def test_engines_that_cannot_be_are_refused(tmp_path: Path, settings: dict[str, Any], words: str) -> None:
+def test_engines_that_cannot_be_are_refused(
+    tmp_path: Path, settings: dict[str, Any], words: str
+) -> None:
     from tunesmith.run import placement
 
     if "not installed" in words and find_spec("vllm"):
@@ -261,7 +282,9 @@ def test_weights_of_a_killed_trainer_do_not_stay_in_memory(tmp_path: Path) -> No
     settings = rl_settings(tmp_path, model, train__steps=100_000, system__engine_process=True)
     (tmp_path / "none.toml").touch()
     command = [sys.executable, "-m", "tunesmith", "rl", str(tmp_path / "none.toml"), *settings]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=tmp_path)
+    process = subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=tmp_path
+    )
     metrics = tmp_path / "run/metrics.jsonl"
     wait_until(lambda: metrics.exists() and metrics.read_text().count("\n") > 2)
     own = f"tunesmith-weights-*-{process.pid}-*"

@@ -1,4 +1,5 @@
-"""``system.profile`` and ``system.tuned``: what they set, why, and what stays as the run file says."""
+"""``system.profile`` and ``system.tuned``: what they set, why, and what stays as the run file
+says."""
 
 from __future__ import annotations
 
@@ -34,19 +35,28 @@ def said(kind: type[RunConfig], *more: str) -> Any:
     return load_config(kind, None, [*base, *more])
 
 
-def found(kind: type[RunConfig], on: str, *more: str, longest: int = 512) -> tuple[dict[str, Any], dict[str, str]]:
+def found(
+    kind: type[RunConfig], on: str, *more: str, longest: int = 512
+) -> tuple[dict[str, Any], dict[str, str]]:
     """Values and reasons."""
-    resolved = resolve(said(kind, *more), Facts(machine(on), MODEL, longest=longest, train_size=1000))
+    resolved = resolve(
+        said(kind, *more), Facts(machine(on), MODEL, longest=longest, train_size=1000)
+    )
     return settings(resolved.config), {entry.key: entry.reason for entry in resolved.derived}
 
 
 @pytest.mark.parametrize("on", MACHINES)
 @pytest.mark.parametrize("kind", [RLConfig, SFTConfig])
 @pytest.mark.parametrize("profile", SYSTEM_PROFILES)
-def test_a_profile_only_changes_how_fast_a_run_is(profile: str, kind: type[RunConfig], on: str) -> None:
+def test_a_profile_only_changes_how_fast_a_run_is(
+    profile: str, kind: type[RunConfig], on: str
+) -> None:
     usual, _ = found(kind, on, "lora.rank=8")
     values, reasons = found(kind, on, "lora.rank=8", f"system.profile={profile}")
-    limits = {"data.max_tokens", "data.max_prompt_tokens"}  # of micro-batches, which no line of the data reaches
+    limits = {
+        "data.max_tokens",
+        "data.max_prompt_tokens",
+    }  # of micro-batches, which no line of the data reaches
     others = {key for key in usual if values[key] != usual[key] and not key.startswith("system.")}
     assert others <= limits and all(values[key] > 512 for key in others)
     of_profile = {key for key, why in reasons.items() if why.startswith(f"profile {profile}: ")}
@@ -56,29 +66,49 @@ def test_a_profile_only_changes_how_fast_a_run_is(profile: str, kind: type[RunCo
 
 def test_each_value_is_set_where_it_can_be() -> None:
     values, reasons = found(RLConfig, "8xH100-80GB", "system.profile=memory")
-    assert values["system.zero_stage"] == 3 and values["system.offload_optimizer"] and values["system.hybrid"]
+    assert (
+        values["system.zero_stage"] == 3
+        and values["system.offload_optimizer"]
+        and values["system.hybrid"]
+    )
     assert reasons["system.zero_stage"].startswith("profile memory")
     alone, _ = found(RLConfig, "H100-80GB", "system.profile=memory")
-    assert alone["system.zero_stage"] == 0 and alone["system.offload_optimizer"] and alone["system.hybrid"]
+    assert (
+        alone["system.zero_stage"] == 0
+        and alone["system.offload_optimizer"]
+        and alone["system.hybrid"]
+    )
     here, _ = found(SFTConfig, "this", "system.profile=memory", "system.device=cpu", "lora.rank=8")
     assert not here["system.offload_optimizer"] and not here["system.hybrid"]
     fast, _ = found(RLConfig, "H100-80GB", "system.profile=fast")
     assert fast["system.gradient_checkpointing"] is False
     said = ("system.profile=fast", "lora.rank=8", "system.offload_activations=false")
     long, reasons = found(SFTConfig, "A10G", *said, longest=8192)
-    assert long["system.gradient_checkpointing"] and "profile" not in reasons["system.gradient_checkpointing"]
+    assert (
+        long["system.gradient_checkpointing"]
+        and "profile" not in reasons["system.gradient_checkpointing"]
+    )
 
 
 def test_what_is_said_stays() -> None:
     values, reasons = found(
-        RLConfig, "8xH100-80GB", "system.profile=memory", "system.zero_stage=2", "system.max_running=8"
+        RLConfig,
+        "8xH100-80GB",
+        "system.profile=memory",
+        "system.zero_stage=2",
+        "system.max_running=8",
     )
     assert values["system.zero_stage"] == 2 and values["system.max_running"] == 8
     assert not {"system.zero_stage", "system.max_running"} & reasons.keys()
 
 
 @pytest.mark.parametrize(
-    "more", ["rollout.max_staleness=1 system.engine_process=true", "train.optimizer=muon", "algorithm.name=ppo"]
+    "more",
+    [
+        "rollout.max_staleness=1 system.engine_process=true",
+        "train.optimizer=muon",
+        "algorithm.name=ppo",
+    ],
 )
 @pytest.mark.parametrize("profile", SYSTEM_PROFILES)
 def test_profiles_agree_with_what_is_learned(profile: str, more: str) -> None:
@@ -93,7 +123,9 @@ def test_every_command_knows_profiles() -> None:
         found(SFTConfig, "H100-80GB", "system.profile=fast", "system.tuned=true")
 
 
-def test_what_was_measured_is_applied_where_it_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_measured_is_applied_where_it_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     config = said(SFTConfig, "system.tuned=true", "system.device=cpu")
     file, subject = tuned_file(config, read_hardware(), None)
@@ -103,7 +135,10 @@ def test_what_was_measured_is_applied_where_it_is_asked_for(tmp_path: Path, monk
     remember(file, {**subject, "best": {"values": best, "reason": "tuned on 2026-01-02"}})
     resolved = resolve(config, facts_of_run(config))
     reasons = {entry.key: entry.reason for entry in resolved.derived}
-    assert resolved.config.system.logprob_chunk == 48 and reasons["system.logprob_chunk"] == "tuned on 2026-01-02"
+    assert (
+        resolved.config.system.logprob_chunk == 48
+        and reasons["system.logprob_chunk"] == "tuned on 2026-01-02"
+    )
     assert not resolved.config.system.share_prompts
     stays = said(SFTConfig, "system.tuned=true", "system.device=cpu", "system.logprob_chunk=32")
     assert resolve(stays, facts_of_run(stays)).config.system.logprob_chunk == 32

@@ -1,4 +1,5 @@
-"""The planner tells published runs that worked from those that needed more memory than there was."""
+"""The planner tells published runs that worked from those that needed more memory than there
+was."""
 
 from __future__ import annotations
 
@@ -16,7 +17,12 @@ from tunesmith.run.placement.planning import plan_run
 
 PUBLISHED = tomllib.loads((Path(__file__).parent / "published.toml").read_text())
 RL = [
-    *("reward.functions=['math']", "algorithm.kl=loss", "rollout.group_size=5", "rollout.prompts_per_step=8"),
+    *(
+        "reward.functions=['math']",
+        "algorithm.kl=loss",
+        "rollout.group_size=5",
+        "rollout.prompts_per_step=8",
+    ),
     *("system.engine=vllm", "system.engine_process=true"),
 ]
 
@@ -26,11 +32,19 @@ def named(run: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("run", PUBLISHED["run"], ids=named)
-def test_what_is_published_is_told(run: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    serve({f"some/{name}": sizes for name, sizes in PUBLISHED["models"].items()}, tmp_path, monkeypatch)
+def test_what_is_published_is_told(
+    run: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    serve(
+        {f"some/{name}": sizes for name, sizes in PUBLISHED["models"].items()},
+        tmp_path,
+        monkeypatch,
+    )
     kind, said = (RLConfig, [*RL, *run["rl"]]) if "rl" in run else (SFTConfig, run["sft"])
     config = load_config(
-        kind, None, [f"model.path=some/{run['model']}", "model.dtype=bfloat16", "data.train=some/data", *said]
+        kind,
+        None,
+        [f"model.path=some/{run['model']}", "model.dtype=bfloat16", "data.train=some/data", *said],
     )
     if run["fits"]:
         plan_run(config, run["machine"])

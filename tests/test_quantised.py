@@ -1,4 +1,5 @@
-"""Quantised linear modules: numbers by hand, bitsandbytes' own modules, and memory while they load."""
+"""Quantised linear modules: numbers by hand, bitsandbytes' own modules, and memory while they
+load."""
 
 from __future__ import annotations
 
@@ -19,7 +20,13 @@ from training import forest_of
 from tunesmith.config.schema import LoraSection
 from tunesmith.models import adapters
 from tunesmith.models.causal_lm import CausalLM
-from tunesmith.models.kernels.quantised import FORMATS, QuantisedLinear, Quantize, is_quantised, weights_of
+from tunesmith.models.kernels.quantised import (
+    FORMATS,
+    QuantisedLinear,
+    Quantize,
+    is_quantised,
+    weights_of,
+)
 from tunesmith.types import Sample
 
 pytest.importorskip("bitsandbytes", reason="an optional extra: pip install 'tunesmith[quantize]'")
@@ -29,7 +36,9 @@ NF4_LEVELS = (-1.0, -0.6961928, -0.52507305, -0.3949175, -0.28444138, -0.1847734
 """Of QLoRA (arXiv:2305.14314), appendix E."""
 
 
-def quantised(module: nn.Linear | Conv1D, quantize: Quantize, dtype: torch.dtype = torch.float32) -> QuantisedLinear:
+def quantised(
+    module: nn.Linear | Conv1D, quantize: Quantize, dtype: torch.dtype = torch.float32
+) -> QuantisedLinear:
     weight = module.weight.detach()
     found = FORMATS[quantize](module, dtype)
     found.weight.copy_(found.quantised(weight))
@@ -46,11 +55,15 @@ def test_numbers_that_the_formats_have_come_back_by_hand() -> None:
     module = nn.Linear(32, 2, bias=False)
     module.weight.data = 2 * torch.tensor([*NF4_LEVELS, *NF4_LEVELS] * 2).view(2, 32)
     found = quantised(module, "nf4")
-    torch.testing.assert_close(found.whole(found.open(found.weight), torch.float32), module.weight.data)
+    torch.testing.assert_close(
+        found.whole(found.open(found.weight), torch.float32), module.weight.data
+    )
     module.weight.data = torch.arange(-31.0, 33.0).view(2, 32)
     module.weight.data[:, 0] = torch.tensor([127.0, -127.0])
     found = quantised(module, "int8")
-    torch.testing.assert_close(found.whole(found.open(found.weight), torch.float32), module.weight.data)
+    torch.testing.assert_close(
+        found.whole(found.open(found.weight), torch.float32), module.weight.data
+    )
     x = torch.zeros(1, 32)
     x[0, :2] = torch.tensor([127.0, 2.0])
     expected = [[127.0 * 127 - 30 * 2, -127.0 * 127 + 2 * 2]]
@@ -60,14 +73,28 @@ def test_numbers_that_the_formats_have_come_back_by_hand() -> None:
 @pytest.mark.parametrize(
     ("quantize", "inputs", "outputs", "expected"),
     [
-        ("nf4", 64, 64, 64 * 64 // 2 + 64 + 16 + 16),  # a scale for 64 weights, one for 256 scales, the mean
-        ("nf4", 33, 3, 64 + 16 + 16 + 16),  # 99 weights, 2 scales, 1, the mean; each rounded up to 16 bytes
+        (
+            "nf4",
+            64,
+            64,
+            64 * 64 // 2 + 64 + 16 + 16,
+        ),  # a scale for 64 weights, one for 256 scales, the mean
+        (
+            "nf4",
+            33,
+            3,
+            64 + 16 + 16 + 16,
+        ),  # 99 weights, 2 scales, 1, the mean; each rounded up to 16 bytes
         ("int8", 64, 40, 64 * 40 + 4 * 40),
     ],
 )
 def test_bytes_by_hand(quantize: Quantize, inputs: int, outputs: int, expected: int) -> None:
     found = quantised(linear(inputs, outputs), quantize)
-    assert found.weight.shape == (expected,) and found.weight.dtype == torch.uint8 and not found.weight.requires_grad
+    assert (
+        found.weight.shape == (expected,)
+        and found.weight.dtype == torch.uint8
+        and not found.weight.requires_grad
+    )
     assert [n for p, n in weights_of(found) if p is found.weight] == [inputs * outputs]
 
 
@@ -76,10 +103,14 @@ def theirs(module: nn.Linear, quantize: Quantize) -> nn.Module:
     shape = (module.in_features, module.out_features)
     if quantize == "int8":
         made = own.Linear8bitLt(*shape, has_fp16_weights=False, threshold=0.0)
-        made.weight = own.Int8Params(module.weight.detach().clone(), has_fp16_weights=False, requires_grad=False)
+        made.weight = own.Int8Params(
+            module.weight.detach().clone(), has_fp16_weights=False, requires_grad=False
+        )
     else:
         made = own.Linear4bit(*shape, quant_type="nf4", compress_statistics=True)
-        made.weight = own.Params4bit(module.weight.detach().clone(), requires_grad=False, quant_type="nf4", module=made)
+        made.weight = own.Params4bit(
+            module.weight.detach().clone(), requires_grad=False, quant_type="nf4", module=made
+        )
         made.support_avx512bf16_for_cpu = False  # repacked weights have no gradient
     made.bias = module.bias
     return made.to("cpu").eval()
@@ -105,7 +136,8 @@ def test_numbers_are_those_of_bitsandbytes_modules(quantize: Quantize, dtype: to
 
 @pytest.mark.parametrize("quantize", ["int8", "nf4"])
 def test_the_backward_pass_keeps_the_bytes_alone(quantize: Quantize) -> None:
-    """They may have been freed and gathered again by then; and no rows at all have a gradient too."""
+    """They may have been freed and gathered again by then; and no rows at all have a gradient
+    too."""
     found, kept = quantised(linear(96, 200), quantize), list[Tensor]()
 
     def keep(tensor: Tensor) -> Tensor:
@@ -164,7 +196,9 @@ def test_a_model_is_quantised_but_for_embeddings_norms_and_head(
 
 def test_only_one_weight_at_a_time_is_not_quantised(tmp_path: Path) -> None:
     """While a model loads there is what it keeps, one weight of the files, and that one's bytes."""
-    path = save_model(tmp_path, "llama", hidden_size=128, intermediate_size=512, num_hidden_layers=6)
+    path = save_model(
+        tmp_path, "llama", hidden_size=128, intermediate_size=512, num_hidden_layers=6
+    )
     with LiveBytes() as seen:
         model = CausalLM.load(path, quantize="nf4")
     kept = sum(t.nbytes for t in (*model.module.parameters(), *model.module.buffers()))
@@ -185,6 +219,8 @@ def test_an_adapter_is_on_whole_shapes(tmp_path: Path) -> None:
 def test_a_run_is_silent_about_a_kernel_that_nothing_here_uses() -> None:
     """peft imports bitsandbytes, quantised or not, which warns where a CPU could use the kernel."""
     spec = find_spec("bitsandbytes")
-    module = Path(spec.origin).parent / "backends" / "cpu" / "ops.py" if spec and spec.origin else Path()
+    module = (
+        Path(spec.origin).parent / "backends" / "cpu" / "ops.py" if spec and spec.origin else Path()
+    )
     assert "logger = logging.getLogger(__name__)" in module.read_text(encoding="utf-8")
     assert not logging.getLogger("bitsandbytes.backends.cpu.ops").isEnabledFor(logging.WARNING)

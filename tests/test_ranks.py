@@ -31,7 +31,11 @@ from tunesmith.run.processes.torchrun import Launch
 
 MODEL = ModelFacts(10**9, 24, 2048, 8192, 16, 16, 128, 32000, 10**5)
 CPU = Hardware("CPU", cores=8, memory_total=256 * 10**9, memory_available=240 * 10**9, bf16=True)
-RING_IN_FLOAT32 = ("system.sequence_parallel.type=ring", "system.device=cuda", "model.dtype=float32")
+RING_IN_FLOAT32 = (
+    "system.sequence_parallel.type=ring",
+    "system.device=cuda",
+    "model.dtype=float32",
+)
 GPU = Gpu("GPU", 80 * 10**9, 60 * 10**9, (9, 0))
 KINDS: dict[type[RunConfig], tuple[str, ...]] = {
     RLConfig: ('data.train="org/d"', 'reward.functions=["exact_match"]'),
@@ -51,7 +55,11 @@ def resolved(kind: type[RunConfig], *said: str, gpus: int = 0) -> Any:
 
 def test_ranks_share_the_cores_and_engines_have_processes() -> None:
     found = resolved(RLConfig, "system.trainer_ranks=4")
-    assert found.system.threads == 2 and found.system.engine_process and found.system.weight_plane == "memory"
+    assert (
+        found.system.threads == 2
+        and found.system.engine_process
+        and found.system.weight_plane == "memory"
+    )
     found = resolved(SFTConfig, "system.trainer_ranks=2")
     assert found.system.threads == 4 and not found.system.engine_process
 
@@ -60,31 +68,52 @@ def test_each_rank_has_a_gpu_and_engines_have_the_others() -> None:
     found = resolved(RLConfig, "system.trainer_ranks=2", "system.engines=2", gpus=4)
     assert own_devices(found, ["0", "1", "2", "3"]) == [("2",), ("3",)]
     [problem] = device_problems(found, 3)
-    assert problem.kind == "machine" and "take 4 GPUs" in problem.text and "room for 1" in problem.text
+    assert (
+        problem.kind == "machine" and "take 4 GPUs" in problem.text and "room for 1" in problem.text
+    )
 
 
 @pytest.mark.parametrize("kind", [RLConfig, SFTConfig])
 def test_more_ranks_than_gpus(kind: type[RunConfig]) -> None:
-    with pytest.raises(ConfigError, match=r"system\.trainer_ranks = 3 takes 3 GPUs.* has 2.*system\.trainer_ranks = 2"):
+    with pytest.raises(
+        ConfigError,
+        match=r"system\.trainer_ranks = 3 takes 3 GPUs.* has 2.*system\.trainer_ranks = 2",
+    ):
         resolved(kind, "system.trainer_ranks=3", gpus=2)
 
 
 @pytest.mark.parametrize(
     ("kind", "said", "words"),
     [
-        (RLConfig, ("system.engine_process=false",), "system.engine_process = false with system.trainer_ranks = 2"),
-        (RLConfig, ('system.weight_plane="ipc"', 'system.device="cuda"'), 'weight_plane = "ipc" with system.trainer_r'),
-        (SFTConfig, ('system.device="cuda:1"',), 'system.device = "cuda:1": each rank has its own GPU'),
+        (
+            RLConfig,
+            ("system.engine_process=false",),
+            "system.engine_process = false with system.trainer_ranks = 2",
+        ),
+        (
+            RLConfig,
+            ('system.weight_plane="ipc"', 'system.device="cuda"'),
+            'weight_plane = "ipc" with system.trainer_r',
+        ),
+        (
+            SFTConfig,
+            ('system.device="cuda:1"',),
+            'system.device = "cuda:1": each rank has its own GPU',
+        ),
         (GenerateConfig, (), "nothing is trained"),
     ],
 )
-def test_what_cannot_work_with_ranks(kind: type[RunConfig], said: tuple[str, ...], words: str) -> None:
+def test_what_cannot_work_with_ranks(
+    kind: type[RunConfig], said: tuple[str, ...], words: str
+) -> None:
     with pytest.raises(ConfigError, match=words.replace(".", r"\.")):
         check(config(kind, "system.trainer_ranks=2", *said))
 
 
 def test_restarts_are_of_ranks() -> None:
-    with pytest.raises(ConfigError, match=r"system\.trainer_restarts has no effect with system\.trainer_ranks = 1"):
+    with pytest.raises(
+        ConfigError, match=r"system\.trainer_restarts has no effect with system\.trainer_ranks = 1"
+    ):
         resolved(SFTConfig, "system.trainer_restarts=1")
     assert resolved(SFTConfig, "system.trainer_restarts=1", gpus=2).system.trainer_restarts == 1
 
@@ -98,14 +127,20 @@ def test_a_launchers_processes_are_the_ranks(monkeypatch: pytest.MonkeyPatch) ->
     assert known(with_launched_ranks(config(SFTConfig)).system, "trainer_ranks") is None
     launched(monkeypatch)
     assert with_launched_ranks(config(SFTConfig)).system.trainer_ranks == 2
-    assert with_launched_ranks(config(SFTConfig, "system.trainer_ranks=2")).system.trainer_ranks == 2
+    assert (
+        with_launched_ranks(config(SFTConfig, "system.trainer_ranks=2")).system.trainer_ranks == 2
+    )
     assert known(with_launched_ranks(config(GenerateConfig)).system, "trainer_ranks") is None
 
 
 @pytest.mark.parametrize(
     ("said", "environment", "words"),
     [
-        ("system.trainer_ranks=3", {}, r"system\.trainer_ranks = 3, and the launcher started 2 processes"),
+        (
+            "system.trainer_ranks=3",
+            {},
+            r"system\.trainer_ranks = 3, and the launcher started 2 processes",
+        ),
         ('system.cluster="ray"', {}, r'2 processes .*, and system\.cluster = "ray" starts its own'),
         (
             "train.lr=1",
@@ -124,8 +159,8 @@ def test_settings_that_contradict_the_launcher(
 
 @pytest.mark.parametrize("name", ["GPU", "A100-80GB"])
 def test_ranks_on_several_machines(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each machine has its cores and GPUs for its own ranks, which share a copy of the model, whatever GPUs they are:
-    inside a machine they reach each other sooner."""
+    """Each machine has its cores and GPUs for its own ranks, which share a copy of the model,
+    whatever GPUs they are: inside a machine they reach each other sooner."""
     launched(monkeypatch, WORLD_SIZE="16", LOCAL_WORLD_SIZE="8", RANK="9", LOCAL_RANK="1")
     assert (launch := Launch.of()) and launch.several_machines and launch.local_rank == 1
     said = with_launched_ranks(config(SFTConfig, "system.zero_stage=2"))
@@ -144,9 +179,19 @@ def test_a_launcher_shards_a_separate_critic(setting: str) -> None:
 
 
 def test_views_of_machines_are_compared_with_both_values() -> None:
-    ours = {"python": "3.11.7", "torch": "2.13.0", "run file run.toml": "a = 1\nb = 2\n", "arguments": "sft"}
+    ours = {
+        "python": "3.11.7",
+        "torch": "2.13.0",
+        "run file run.toml": "a = 1\nb = 2\n",
+        "arguments": "sft",
+    }
     assert differences(ours, dict(ours)) == []
-    theirs = {**ours, "torch": "2.12.1", "run file run.toml": "a = 1\nb = 3\nc = 4\n", "peft": "0.21"}
+    theirs = {
+        **ours,
+        "torch": "2.12.1",
+        "run file run.toml": "a = 1\nb = 3\nc = 4\n",
+        "peft": "0.21",
+    }
     assert differences(ours, theirs) == [
         "torch: '2.13.0' and '2.12.1'", "run file run.toml line 2: 'b = 2' and 'b = 3'", "peft: 'none' and '0.21'",
     ]  # fmt: skip
@@ -157,11 +202,16 @@ def test_the_own_view_has_the_run_files_text(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     file.write_text("[train]\n")
     view = own_view(["tunesmith", "sft", str(file), "train.lr=1", "data.train=a.toml"])
-    assert view["arguments"] == "sft train.lr=1 data.train=a.toml" and view["run file run.toml"] == "[train]\n"
+    assert (
+        view["arguments"] == "sft train.lr=1 data.train=a.toml"
+        and view["run file run.toml"] == "[train]\n"
+    )
     assert view["torch"] and view["tunesmith"]
 
 
-@pytest.mark.parametrize(("left", "words"), [("probe", "not the same directory"), ("model", "not the same model")])
+@pytest.mark.parametrize(
+    ("left", "words"), [("probe", "not the same directory"), ("model", "not the same model")]
+)
 def test_machines_without_the_same_files(tmp_path: Path, left: str, words: str) -> None:
     class There:
         """A rank on another machine."""
@@ -172,7 +222,11 @@ def test_machines_without_the_same_files(tmp_path: Path, left: str, words: str) 
         def submit(self, method: str, probe: Path) -> Future[Machine]:
             assert method == "look"
             found, done = look(str(tmp_path), probe), Future[Machine]()
-            changed = {"probe": None} if left == "probe" else {"files": {**found.files, "config.json": "3 bytes, x"}}
+            changed = (
+                {"probe": None}
+                if left == "probe"
+                else {"files": {**found.files, "config.json": "3 bytes, x"}}
+            )
             done.set_result(replace(found, host=self.host, **({} if self.same else changed)))
             return done
 
@@ -190,9 +244,18 @@ def test_machines_without_the_same_files(tmp_path: Path, left: str, words: str) 
     [
         (("system.zero_stage=3",), "system.trainer_ranks = 2"),
         (("system.zero_stage=4", "system.trainer_ranks=2"), "system.zero_stage"),
-        (("system.zero_stage=3", "system.trainer_ranks=4", "system.shard_size=3"), "a divisor of 4"),
-        (("system.zero_stage=3", "system.trainer_ranks=4", "system.shard_size=8"), "a divisor of 4"),
-        (("system.zero_stage=3", "system.trainer_ranks=4", "system.shard_size=1"), "system.shard_size = 1"),
+        (
+            ("system.zero_stage=3", "system.trainer_ranks=4", "system.shard_size=3"),
+            "a divisor of 4",
+        ),
+        (
+            ("system.zero_stage=3", "system.trainer_ranks=4", "system.shard_size=8"),
+            "a divisor of 4",
+        ),
+        (
+            ("system.zero_stage=3", "system.trainer_ranks=4", "system.shard_size=1"),
+            "system.shard_size = 1",
+        ),
         (("system.trainer_ranks=4", "system.shard_size=2"), "system.shard_size has no effect"),
     ],
 )
@@ -205,12 +268,27 @@ def test_what_cannot_be_sharded(said: tuple[str, ...], place: str) -> None:
 @pytest.mark.parametrize(
     ("ranks", "here", "billions", "size"),
     [(8, None, 1, 8), (8, 8, 1, 8), (16, 8, 1, 8), (16, 8, 70, 16), (12, 8, 1, 12), (2, 1, 1, 2)],
-    ids=["no launcher", "one machine", "two machines", "too large for one", "uneven machines", "one rank each"],
+    ids=[
+        "no launcher",
+        "one machine",
+        "two machines",
+        "too large for one",
+        "uneven machines",
+        "one rank each",
+    ],
 )
-def test_ranks_of_a_machine_share_a_copy(ranks: int, here: int | None, billions: int, size: int) -> None:
+def test_ranks_of_a_machine_share_a_copy(
+    ranks: int, here: int | None, billions: int, size: int
+) -> None:
     model = replace(MODEL, parameters=billions * 10**9)
     large = replace(GPU, memory_total=141 * 10**9, memory_free=140 * 10**9)
-    facts = Facts(replace(CPU, gpus=(large,) * (here or ranks)), model, train_size=100, longest=40, ranks_here=here)
+    facts = Facts(
+        replace(CPU, gpus=(large,) * (here or ranks)),
+        model,
+        train_size=100,
+        longest=40,
+        ranks_here=here,
+    )
     sharded = config(SFTConfig, f"system.trainer_ranks={ranks}", "system.zero_stage=3")
     found = resolve(sharded, facts).config
     assert found.system.shard_size == size
@@ -222,10 +300,16 @@ def test_ranks_of_a_machine_share_a_copy(ranks: int, here: int | None, billions:
     [
         (("system.trainer_ranks=3",), ("size = 2", "system.trainer_ranks = 3")),
         ((), ("size = 2", "system.trainer_ranks = 1")),
-        (("system.trainer_ranks=6", "system.sequence_parallel.size=3"), ("size = 3", "16 attention heads", "ring")),
+        (
+            ("system.trainer_ranks=6", "system.sequence_parallel.size=3"),
+            ("size = 3", "16 attention heads", "ring"),
+        ),
         (("system.trainer_ranks=2", *RING_IN_FLOAT32), ("ring", "model.dtype")),
         (("system.sequence_parallel.size=0",), ("size", "above 0")),
-        (("system.sequence_parallel.size=1", 'system.sequence_parallel.type="ulysses"'), ("type", "size = 1")),
+        (
+            ("system.sequence_parallel.size=1", 'system.sequence_parallel.type="ulysses"'),
+            ("type", "size = 1"),
+        ),
         (("system.trainer_ranks=2", 'system.sequence_parallel.type="rings"'), ("type", "ulysses")),
     ],
 )
@@ -237,7 +321,10 @@ def test_groups_that_cannot_share_a_sequence(said: tuple[str, ...], words: tuple
 
 def test_a_group_computes_longer_micro_batches() -> None:
     said = ("system.trainer_ranks=4", "system.gradient_checkpointing=false")
-    alone, together = (resolved(SFTConfig, *said, *more, gpus=4) for more in ((), ("system.sequence_parallel.size=4",)))
+    alone, together = (
+        resolved(SFTConfig, *said, *more, gpus=4)
+        for more in ((), ("system.sequence_parallel.size=4",))
+    )
     ratio = together.system.max_tokens_per_microbatch / alone.system.max_tokens_per_microbatch
     assert ratio == pytest.approx(4, rel=0.03)  # less the temporaries of the log-probabilities
 
@@ -250,21 +337,34 @@ def test_a_sequence_that_fits_no_gpu_fits_several_that_share_it() -> None:
         resolve(config(SFTConfig, *said, "system.sequence_parallel.size=1"), facts)
     changes = dict(re.findall(r"(system\.[\w.]+) = (\d)", str(error.value)))
     derived = resolve(config(SFTConfig, *said), facts).config
-    for found in (derived, resolve(config(SFTConfig, *said, *map("=".join, changes.items())), facts).config):
-        assert found.system.sequence_parallel.size == int(changes["system.sequence_parallel.size"]) > 1
-        assert found.system.max_tokens_per_microbatch >= 90_000 and found.system.gradient_checkpointing
+    for found in (
+        derived,
+        resolve(config(SFTConfig, *said, *map("=".join, changes.items())), facts).config,
+    ):
+        assert (
+            found.system.sequence_parallel.size == int(changes["system.sequence_parallel.size"]) > 1
+        )
+        assert (
+            found.system.max_tokens_per_microbatch >= 90_000 and found.system.gradient_checkpointing
+        )
 
 
 def test_a_model_that_fits_no_gpu_fits_several_that_shard_it() -> None:
     large = replace(MODEL, parameters=7 * 10**9)
     facts = Facts(replace(CPU, gpus=(GPU,) * 8), large, train_size=100, longest=40)
-    with pytest.raises(CapacityError, match=r"does not fit.*system\.zero_stage = 1.*, or 16 such GPUs"):
+    with pytest.raises(
+        CapacityError, match=r"does not fit.*system\.zero_stage = 1.*, or 16 such GPUs"
+    ):
         resolve(config(SFTConfig, "system.zero_stage=0"), facts)
-    found = resolve(config(SFTConfig, "system.trainer_ranks=4", "system.zero_stage=3"), facts).config
+    found = resolve(
+        config(SFTConfig, "system.trainer_ranks=4", "system.zero_stage=3"), facts
+    ).config
     assert found.system.max_tokens_per_microbatch >= 40
 
 
-def test_a_quantised_base_is_sharded_where_a_whole_one_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_quantised_base_is_sharded_where_a_whole_one_does_not_fit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("tunesmith.plan.rules.checks.find_spec", lambda _: object())
     large = replace(MODEL, parameters=200 * 10**9)  # 104 GB in 4 bits, and 60 GB are free
     facts = Facts(replace(CPU, gpus=(GPU,) * 8), large, train_size=100, longest=40)
@@ -288,7 +388,9 @@ def test_a_change_to_a_quantised_base_keeps_the_stage(monkeypatch: pytest.Monkey
     with pytest.raises(CapacityError, match=r'does not fit.*model\.quantize = "nf4"') as error:
         resolve(config(SFTConfig, *said), facts)
     assert "zero_stage = 0" not in str(error.value)
-    assert resolve(config(SFTConfig, *said, "model.quantize=nf4"), facts).config.system.zero_stage == 3
+    assert (
+        resolve(config(SFTConfig, *said, "model.quantize=nf4"), facts).config.system.zero_stage == 3
+    )
 
 
 def test_each_stage_keeps_less() -> None:

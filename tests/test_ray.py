@@ -1,4 +1,5 @@
-"""Ray: engines and trainers in actors, what is refused, what happens when one dies, and the job script for Slurm."""
+"""Ray: engines and trainers in actors, what is refused, what happens when one dies, and the job
+script for Slurm."""
 
 from __future__ import annotations
 
@@ -63,7 +64,8 @@ from tunesmith.run.processes.ray_cluster import RayCluster, check_machines  # no
 
 
 def in_ray(test: Callable[..., None]) -> Callable[..., None]:
-    """A test with processes in Ray, whose start takes seconds: those of one worker share a cluster."""
+    """A test with processes in Ray, whose start takes seconds: those of one worker share a
+    cluster."""
     return pytest.mark.slow(pytest.mark.xdist_group("ray")(test))
 
 
@@ -104,9 +106,13 @@ def test_contract(check: Callable[[Subject], Awaitable[None]], bench: Bench) -> 
     bench.check(check)
 
 
-@pytest.mark.parametrize("how", [pytest.param(signal.SIGKILL, id="killed"), pytest.param(signal.SIGSTOP, id="hanging")])
+@pytest.mark.parametrize(
+    "how", [pytest.param(signal.SIGKILL, id="killed"), pytest.param(signal.SIGSTOP, id="hanging")]
+)
 @in_ray
-def test_an_engine_that_dies_is_replaced_and_nothing_is_lost(bench: Bench, how: signal.Signals) -> None:
+def test_an_engine_that_dies_is_replaced_and_nothing_is_lost(
+    bench: Bench, how: signal.Signals
+) -> None:
     async def run() -> None:
         await bench.engine.close()  # its place is for the next one
         bench.engine = bench.another()
@@ -135,7 +141,9 @@ def test_an_engine_that_cannot_be_built_says_why(bench: Bench) -> None:
         far = bench.cluster.spawn("rollout", EngineLostError)
         with pytest.raises(ModelError, match="nowhere"):
             settings = {"engine": "local", "model": "/nowhere", "dtype": "float32", "device": "cpu"}
-            await FarEngine.start(far, partial(make_engine_host, {**settings, "trust_remote_code": False}))
+            await FarEngine.start(
+                far, partial(make_engine_host, {**settings, "trust_remote_code": False})
+            )
 
     bench.runner.run(run())
 
@@ -144,7 +152,9 @@ def resolved(folder: Path, **changed: Any) -> RLConfig:
     path = folder / "model"
     if not path.exists():
         save_model(path)
-    config = load_config(RLConfig, None, rl_settings(folder, path, **{"system__cluster": "ray", **changed}))
+    config = load_config(
+        RLConfig, None, rl_settings(folder, path, **{"system__cluster": "ray", **changed})
+    )
     check(config)
     return resolve(config, Facts(read_hardware(), known_model_facts(str(path)), 12, None, 8)).config
 
@@ -163,7 +173,8 @@ def batch() -> Batch:
 
 @in_ray
 def test_a_trainer_in_an_actor_takes_the_same_steps(cluster: RayCluster, tmp_path: Path) -> None:
-    """Losses travel there, numbers come back, bit by bit; so do the reference, the average and checkpoints."""
+    """Losses travel there, numbers come back, bit by bit; so do the reference, the average and
+    checkpoints."""
     config = resolved(tmp_path, algorithm__kl__coef=0.1, train__ema_decay=0.5)
     assert processes(config) == {"actor": 1, "ref": 1, "rollout": 1}
     tokenizer = load_tokenizer(config)
@@ -223,12 +234,16 @@ def test_two_trainer_ranks_take_the_steps_of_one(cluster: RayCluster, tmp_path: 
         return objective(forest, predictions)
 
     alone, both = (
-        learner_of(backend, 40, aggregation="token_mean", learning_rate=lambda step: 1e-2 / (step + 1))
+        learner_of(
+            backend, 40, aggregation="token_mean", learning_rate=lambda step: 1e-2 / (step + 1)
+        )
         for backend in (local, there)
     )
     for part in (batch(), batch().take([0]), batch()):
         ours, theirs = alone.update(part, objective), both.update(part, exhausted)
-        assert [theirs[n] for n in ("loss", "grad_norm")] == pytest.approx([ours[n] for n in ("loss", "grad_norm")])
+        assert [theirs[n] for n in ("loss", "grad_norm")] == pytest.approx(
+            [ours[n] for n in ("loss", "grad_norm")]
+        )
     assert both.caps["max_tokens"] == 20 and there.optimizer_steps == 3
     (tmp_path / "saved").mkdir()
     there.save(tmp_path / "saved")
@@ -286,7 +301,9 @@ def test_an_actor_in_another_environment(cluster: RayCluster, tmp_path: Path) ->
 
 
 @in_ray
-def test_a_pool_that_grows_beyond_the_cluster_is_told(cluster: RayCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pool_that_grows_beyond_the_cluster_is_told(
+    cluster: RayCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(cluster, "_bundles", [Bundle(("critic",), 1000.0, 0.0)])
     monkeypatch.setattr(cluster, "_taken", lambda *_: 10_000)
     with pytest.raises(EngineError, match="no room for another critic: it needs 1000 CPUs"):
@@ -298,9 +315,17 @@ def test_a_pool_that_grows_beyond_the_cluster_is_told(cluster: RayCluster, monke
 @pytest.mark.parametrize(
     ("settings", "kind", "words"),
     [
-        ({"ray_runtime_env": {"env_var": {}}}, ConfigError, "Ray knows no 'env_var'. Did you mean 'env_vars'"),
+        (
+            {"ray_runtime_env": {"env_var": {}}},
+            ConfigError,
+            "Ray knows no 'env_var'. Did you mean 'env_vars'",
+        ),
         ({"ray_runtime_env": {"env_vars": 1}}, ConfigError, "Ray refuses it"),
-        ({"ray_address": "10.0.0.1:6379"}, ConfigError, "ray_address: this process uses Ray already"),
+        (
+            {"ray_address": "10.0.0.1:6379"},
+            ConfigError,
+            "ray_address: this process uses Ray already",
+        ),
     ],
 )
 @in_ray
@@ -313,8 +338,16 @@ def test_what_ray_does_not_know_or_cannot_be_any_more(settings: Any, kind: Any, 
 @in_ray
 @pytest.mark.usefixtures("cluster")
 def test_a_cluster_that_is_too_small_is_refused_at_once(tmp_path: Path) -> None:
-    config = resolved(tmp_path, system__engines=3, system__placement__rollout__gpus=1, system__placement__actor__gpus=1)
-    with pytest.raises(ClusterError, match=r"4 GPUs are needed \(1 × trainer 1, 3 × engine 1\), and the cluster has 0"):
+    config = resolved(
+        tmp_path,
+        system__engines=3,
+        system__placement__rollout__gpus=1,
+        system__placement__actor__gpus=1,
+    )
+    with pytest.raises(
+        ClusterError,
+        match=r"4 GPUs are needed \(1 × trainer 1, 3 × engine 1\), and the cluster has 0",
+    ):
         RayCluster.open(config.system, bundles(config))
 
 
@@ -343,7 +376,10 @@ def test_no_cluster_at_the_address(address: str) -> None:
             "different numbers of processes and cannot share places .actor 1, rollout 2: system.trainer_ranks",
         ),
         (
-            {"system__trainer_ranks": 2, "system__placement__colocate": [["actor", "critic", "reward"]]},
+            {
+                "system__trainer_ranks": 2,
+                "system__placement__colocate": [["actor", "critic", "reward"]],
+            },
             "actor 2, critic 2, reward 1",
         ),
         (
@@ -365,7 +401,9 @@ def test_settings_that_do_not_fit(changed: Any, words: str, tmp_path: Path) -> N
         resolved(tmp_path, **changed)
 
 
-def test_without_ray_it_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_ray_it_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("tunesmith.plan.processes.cluster.find_spec", lambda _: None)
     with pytest.raises(ConfigError, match=r'pip install "tunesmith\[ray\]"'):
         resolved(tmp_path)
@@ -379,15 +417,22 @@ def test_roles_that_share_a_place(tmp_path: Path) -> None:
     assert together == Bundle(("actor",), 3.0, 1.0), "the reference is in the trainer's process"
     assert "ref" not in processes(config)
     assert engines == [Bundle(("rollout",), 1.0, 2.0)] * 2
-    side_by_side = {**placement, "system__placement__colocate": [["actor", "rollout"]], "system__trainer_ranks": 2}
+    side_by_side = {
+        **placement,
+        "system__placement__colocate": [["actor", "rollout"]],
+        "system__trainer_ranks": 2,
+    }
     del side_by_side["system__placement__rollout__gpus"]
     config = resolved(tmp_path, algorithm__kl__coef=0.1, system__engines=2, **side_by_side)
     assert processes(config) == {"actor": 2, "ref": 1, "rollout": 2}
-    assert bundles(config) == [Bundle(("actor", "rollout"), 4.0, 1.0)] * 2 + [Bundle(("ref",), 1.0, 0.0)]
+    assert bundles(config) == [Bundle(("actor", "rollout"), 4.0, 1.0)] * 2 + [
+        Bundle(("ref",), 1.0, 0.0)
+    ]
     scoring = {"system__placement__ref__processes": 3, "system__placement__ref__gpus": 1}
     config = resolved(tmp_path, algorithm__kl__coef=0.1, **scoring)
     assert bundles(config) == [
-        Bundle((role,), 1.0, gpus) for role, gpus in (("actor", 0.0), *[("ref", 1.0)] * 3, ("rollout", 0.0))
+        Bundle((role,), 1.0, gpus)
+        for role, gpus in (("actor", 0.0), *[("ref", 1.0)] * 3, ("rollout", 0.0))
     ]
     with pytest.raises(ConfigError, match="names 'critic'"):
         bundles(resolved(tmp_path, system__placement__critic__gpus=1))
@@ -414,20 +459,30 @@ def test_an_engine_of_several_ranks_shares_a_place_with_enough_gpus(
         "system__vllm__tensor_parallel_size": ranks, "system__placement__colocate": [["actor", "rollout"]],
     }  # fmt: skip
     path = save_model(tmp_path / "model", head_dim=32)
-    config = load_config(RLConfig, None, rl_settings(tmp_path, path, **{"system__cluster": "ray", **GPUS, **said}))
+    config = load_config(
+        RLConfig, None, rl_settings(tmp_path, path, **{"system__cluster": "ray", **GPUS, **said})
+    )
     gpu = Gpu("GPU", 80 * 10**9, 80 * 10**9, (9, 0))
-    facts = Facts(replace(read_hardware(), gpus=(gpu,) * 8), known_model_facts(str(path)), 12, None, 8)
+    facts = Facts(
+        replace(read_hardware(), gpus=(gpu,) * 8), known_model_facts(str(path)), 12, None, 8
+    )
     config = resolve(config, facts).config
     assert bundles(config) == expected
     assert expected[0].dealt == (ranks > 1) and (not expected[0].dealt or expected[0].share[1] == 0)
     with pytest.raises(ConfigError, match="different numbers of processes"):
-        check(config.model_copy(update={"system": config.system.model_copy(update={"trainer_ranks": 3 * engines})}))
+        check(
+            config.model_copy(
+                update={"system": config.system.model_copy(update={"trainer_ranks": 3 * engines})}
+            )
+        )
 
 
 def test_the_derived_plane_reaches_every_rank(tmp_path: Path) -> None:
     said = {**GPUS, "system__device": "cpu", "system__vllm__tensor_parallel_size": 2}
     path = save_model(tmp_path / "model", head_dim=32)
-    config = load_config(RLConfig, None, rl_settings(tmp_path, path, **{"system__cluster": "ray", **said}))
+    config = load_config(
+        RLConfig, None, rl_settings(tmp_path, path, **{"system__cluster": "ray", **said})
+    )
     facts = Facts(read_hardware(), known_model_facts(str(path)), 12, None, 8)
     assert resolve(config, facts).config.system.weight_plane == "gloo"
     with pytest.raises(ClusterError, match="on the trainer's machine"):
@@ -459,8 +514,12 @@ with RayCluster.open(SystemSection(weight_plane="memory"), [place, place]) as cl
 @in_ray
 def test_processes_of_one_place_see_their_part_of_its_gpus() -> None:
     """Ray is told of four GPUs, and counts them as if they were there."""
-    done = subprocess.run([sys.executable, "-c", DEALT], capture_output=True, text=True, timeout=600, check=True)
-    seen = [line.split() for line in done.stdout.splitlines() if line.startswith(("actor", "rollout"))]
+    done = subprocess.run(
+        [sys.executable, "-c", DEALT], capture_output=True, text=True, timeout=600, check=True
+    )
+    seen = [
+        line.split() for line in done.stdout.splitlines() if line.startswith(("actor", "rollout"))
+    ]
     trainers = [gpus for role, gpus in seen if role == "actor"]
     engines = [gpus for role, gpus in seen if role == "rollout"]
     assert len(set(trainers)) == 4
@@ -483,9 +542,13 @@ def test_what_is_missing() -> None:
     assert said is not None and "engine needs 2 GPUs on one machine, and the largest has 1" in said
 
 
-@given(st.lists(st.integers(1, 4), min_size=1, max_size=5), st.lists(st.integers(0, 6), min_size=1, max_size=4))
+@given(
+    st.lists(st.integers(1, 4), min_size=1, max_size=5),
+    st.lists(st.integers(0, 6), min_size=1, max_size=4),
+)
 def test_what_fits_one_by_one_is_not_called_missing(needs: list[int], machines: list[int]) -> None:
-    """Never refused where a placement exists; always where no machine, or all together, have too little."""
+    """Never refused where a placement exists; always where no machine, or all together, have too
+    little."""
     wanted = [Bundle(("rollout",), 1.0, float(n)) for n in needs]
     there = [{"CPU": 100.0, "GPU": float(m)} for m in machines]
     lacking = missing(wanted, there) is not None
@@ -529,7 +592,8 @@ def slurm(folder: Path, *arguments: str) -> Path:
 
 
 def submit(script: Path, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run the script where ``srun``, ``scontrol``, ``ray`` and ``tunesmith`` stand in and note their calls."""
+    """Run the script where ``srun``, ``scontrol``, ``ray`` and ``tunesmith`` stand in and note
+    their calls."""
     calls, tools = folder / "calls", folder / "bin"
     for place in (calls, tools):
         place.mkdir(exist_ok=True)
@@ -537,14 +601,23 @@ def submit(script: Path, folder: Path, **environment: str) -> subprocess.Complet
         old.unlink()
     hosts = '#!/bin/bash\nprintf "one\\ntwo\\n"\n'
     address = "#!/bin/bash\necho 10.0.0.1\n"
-    stand_ins = {"srun": SRUN, "python": PYTHON, "ray": RAY, "sleep": SLEEP, "scontrol": hosts, "hostname": address}
+    stand_ins = {
+        "srun": SRUN,
+        "python": PYTHON,
+        "ray": RAY,
+        "sleep": SLEEP,
+        "scontrol": hosts,
+        "hostname": address,
+    }
     for name, text in stand_ins.items():
         (tools / name).write_text(text)
         (tools / name).chmod(0o755)
     job = {"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_ID": "77", "CALLS": str(calls)}
     path = f"{tools}:{os.environ['PATH']}"
     env = {**os.environ, **job, "PATH": path, **environment}
-    return subprocess.run(["bash", str(script)], cwd=folder, env=env, capture_output=True, text=True, timeout=600)
+    return subprocess.run(
+        ["bash", str(script)], cwd=folder, env=env, capture_output=True, text=True, timeout=600
+    )
 
 
 def test_the_slurm_job_starts_a_cluster_and_the_run(tmp_path: Path) -> None:
@@ -560,7 +633,9 @@ def test_the_slurm_job_starts_a_cluster_and_the_run(tmp_path: Path) -> None:
     assert "--head --node-ip-address=10.0.0.1 --port=20077" in "".join(started)
     assert "--address=10.0.0.1:20077 --num-cpus=36 --num-gpus=8 --block" in "".join(started)
     run = (tmp_path / "calls/run").read_text().strip()
-    assert run.startswith(f"-m tunesmith rl {tmp_path}/run.toml system.cluster=ray run_dir=runs/run train.lr=1e-5")
+    assert run.startswith(
+        f"-m tunesmith rl {tmp_path}/run.toml system.cluster=ray run_dir=runs/run train.lr=1e-5"
+    )
     assert run.endswith("rollout.stop=['a b']")
 
 
@@ -573,7 +648,9 @@ def test_a_job_that_is_started_again_resumes(tmp_path: Path) -> None:
     (tmp_path / "runs/run/checkpoints/step-000004").rmdir()
     assert submit(script, tmp_path, SLURM_RESTART_COUNT="1").returncode == 0
     assert "resume" not in (tmp_path / "calls/run").read_text()
-    assert (tmp_path / "runs/run.before-restart-1/checkpoints").is_dir() and not (tmp_path / "runs/run").exists()
+    assert (tmp_path / "runs/run.before-restart-1/checkpoints").is_dir() and not (
+        tmp_path / "runs/run"
+    ).exists()
 
 
 def job_of(folder: Path, text: str, *arguments: str) -> str:
@@ -583,10 +660,16 @@ def job_of(folder: Path, text: str, *arguments: str) -> str:
     from tunesmith.cli.main import app
 
     (folder / "train.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
-    (folder / "run.toml").write_text('[model]\npath = "org/model"\n[data]\ntrain = "train.jsonl"\n' + text)
+    (folder / "run.toml").write_text(
+        '[model]\npath = "org/model"\n[data]\ntrain = "train.jsonl"\n' + text
+    )
     script = folder / "job.sh"
     options = ["--python", str(folder / "bin/python"), "--output", str(script)]
-    if CliRunner().invoke(app, ["launch", "slurm", str(folder / "run.toml"), *options, *arguments]).exit_code:
+    if (
+        CliRunner()
+        .invoke(app, ["launch", "slurm", str(folder / "run.toml"), *options, *arguments])
+        .exit_code
+    ):
         return ""
     done = submit(script, folder)
     assert done.returncode == 0, done.stderr
@@ -596,7 +679,13 @@ def job_of(folder: Path, text: str, *arguments: str) -> str:
 def test_the_slurm_job_of_every_command(tmp_path: Path) -> None:
     many = ("--nodes", "2", "--gpus-per-node", "8")
     launcher = "-m torch.distributed.run --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint one:20077"
-    for section, command in {"": "sft", "[rm]\n": "rm", "[dpo]\n": "dpo", "[kto]\n": "kto", "[prm]\n": "prm"}.items():
+    for section, command in {
+        "": "sft",
+        "[rm]\n": "rm",
+        "[dpo]\n": "dpo",
+        "[kto]\n": "kto",
+        "[prm]\n": "prm",
+    }.items():
         run = job_of(tmp_path, section, *many, "system.zero_stage=2")
         assert run.startswith(launcher) and f"-m tunesmith {command} {tmp_path}/run.toml" in run
         assert run.endswith("checkpoint.resume=auto run_dir=runs/run system.zero_stage=2")
@@ -605,11 +694,17 @@ def test_the_slurm_job_of_every_command(tmp_path: Path) -> None:
     assert "--nnodes 1 --nproc-per-node 1 " in alone and "-m tunesmith rl " in alone
     assert job_of(tmp_path, rewards, *many).startswith("-m tunesmith rl ")
     teacher = '[teacher]\npath = "org/teacher"\n'
-    assert job_of(tmp_path, teacher, *many).startswith(f"-m tunesmith distill {tmp_path}/run.toml system.cluster=ray")
+    assert job_of(tmp_path, teacher, *many).startswith(
+        f"-m tunesmith distill {tmp_path}/run.toml system.cluster=ray"
+    )
     generated = job_of(tmp_path, "[sampling]\nn = 2\n", "--command", "generate")
     assert "-m tunesmith generate " in generated and "resume" not in generated
-    assert job_of(tmp_path, "", *many, "system.trainer_ranks=16").endswith("system.trainer_ranks=16")
-    assert job_of(tmp_path, "[system]\ntrainer_ranks = 2\n", "--nodes", "1").startswith(launcher[:27])
+    assert job_of(tmp_path, "", *many, "system.trainer_ranks=16").endswith(
+        "system.trainer_ranks=16"
+    )
+    assert job_of(tmp_path, "[system]\ntrainer_ranks = 2\n", "--nodes", "1").startswith(
+        launcher[:27]
+    )
     for text, *refused in (
         (rewards, "--no-ray", *many),
         ("", "--ray", *many),

@@ -1,4 +1,5 @@
-"""What a run on a Ray cluster gets of described machines when nothing was said, and what is left as it was said."""
+"""What a run on a Ray cluster gets of described machines when nothing was said, and what is left as
+it was said."""
 
 from __future__ import annotations
 
@@ -39,14 +40,20 @@ def facts(on: str, model: ModelFacts | None, **changes: Any) -> Facts:
     return Facts(machine(on), model, **{"train_size": 1000, "longest": 1000, **changes})
 
 
-def resolved(on: str, model: ModelFacts | None, *said: str, cluster: str = "ray", **changes: Any) -> Resolved[RLConfig]:
+def resolved(
+    on: str, model: ModelFacts | None, *said: str, cluster: str = "ray", **changes: Any
+) -> Resolved[RLConfig]:
     config = load_config(RLConfig, None, [*BASE, f"system.cluster={cluster}", *said])
     return resolve(config, facts(on, model, **changes))
 
 
 def placed(config: RLConfig) -> set[frozenset[str]]:
     """The groups of roles that share GPUs."""
-    return {frozenset(group) for group in config.system.placement.colocate} if config.system.placement else set()
+    return (
+        {frozenset(group) for group in config.system.placement.colocate}
+        if config.system.placement
+        else set()
+    )
 
 
 @pytest.mark.parametrize("model", [SMALL, QWEN_7B])
@@ -54,7 +61,9 @@ def placed(config: RLConfig) -> set[frozenset[str]]:
 def test_on_one_machine_a_run_gets_the_layout_that_it_gets_without_ray(
     model: ModelFacts, said: tuple[str, ...]
 ) -> None:
-    ray, here = (resolved("8xA100-80GB", model, *said, cluster=cluster).config for cluster in ("ray", "none"))
+    ray, here = (
+        resolved("8xA100-80GB", model, *said, cluster=cluster).config for cluster in ("ray", "none")
+    )
     for key in ("trainer_ranks", "zero_stage", "engines", "hybrid", "gradient_checkpointing"):
         assert getattr(ray.system, key) == getattr(here.system, key), key
     roles = {"actor", "rollout", *(("ref", "critic") if said else ())}
@@ -87,7 +96,9 @@ def test_what_is_derived_fits_the_machines_and_their_memory(
     assert step_seconds(config, there)["step"] > 0
     reasons = {d.key: d.reason for d in found.derived}
     assert {"system.trainer_ranks", "system.zero_stage", "system.hybrid"} <= reasons.keys()
-    assert ("system.placement" in reasons) == bool(placed(config)) and config.system.weight_plane == "gloo"
+    assert ("system.placement" in reasons) == bool(
+        placed(config)
+    ) and config.system.weight_plane == "gloo"
     assert resolve(config, there).config == config
 
 
@@ -105,12 +116,23 @@ def test_a_reward_model_is_on_all_gpus_or_has_its_own() -> None:
         ('system.placement.colocate=[["actor", "critic", "ref", "reward", "rollout"]]',),
         ('system.placement.colocate=[["actor", "critic", "ref", "rollout"]]',),
     ):
-        config = resolved("2x8xA100-80GB", QWEN_7B, *PPO, *VLLM, *REWARD, *said, frozen_parameters=8 * 10**9).config
+        config = resolved(
+            "2x8xA100-80GB", QWEN_7B, *PPO, *VLLM, *REWARD, *said, frozen_parameters=8 * 10**9
+        ).config
         count = processes(config)["reward"]
-        assert count == (config.system.trainer_ranks if {"reward", "actor"} <= set().union(*placed(config)) else 1)
+        assert count == (
+            config.system.trainer_ranks
+            if {"reward", "actor"} <= set().union(*placed(config))
+            else 1
+        )
         assert sum(bundle.gpus for bundle in bundles(config)) == 16
     own = resolved(
-        "2x8xA100-80GB", SMALL, *PPO, *REWARD, "system.placement.reward.processes=4", frozen_parameters=10**8
+        "2x8xA100-80GB",
+        SMALL,
+        *PPO,
+        *REWARD,
+        "system.placement.reward.processes=4",
+        frozen_parameters=10**8,
     )
     assert processes(own.config)["reward"] == 4
 
@@ -124,12 +146,20 @@ def test_a_reward_model_is_on_all_gpus_or_has_its_own() -> None:
         (("system.zero_stage=3", "system.placement.reward.processes=4"), None),
     ],
 )
-def test_a_reward_model_that_does_not_fit_a_gpu_is_shared(said: tuple[str, ...], shards: int | None) -> None:
+def test_a_reward_model_that_does_not_fit_a_gpu_is_shared(
+    said: tuple[str, ...], shards: int | None
+) -> None:
     """70B in 16 bits is 140 GB, and a GPU has 80."""
-    known, apart = {"frozen_parameters": 70 * 10**9}, 'system.placement.colocate=[["actor", "rollout"]]'
+    known, apart = (
+        {"frozen_parameters": 70 * 10**9},
+        'system.placement.colocate=[["actor", "rollout"]]',
+    )
     config = resolved("2x8xA100-80GB", SMALL, *REWARD, apart, *said, **known).config
     there = facts("2x8xA100-80GB", SMALL, **known)
-    reward, count = config.system.placement and config.system.placement.reward, scoring_shards(config, "reward")
+    reward, count = (
+        config.system.placement and config.system.placement.reward,
+        scoring_shards(config, "reward"),
+    )
     assert reward and reward.shards == shards and count == (shards or 4)
     assert processes(config)["reward"] == max(count, reward.processes or 1)
     planned = {name: (price, free) for name, price, free in planned_devices(config, there)}
@@ -153,7 +183,10 @@ def test_reward_models_on_the_trainers_gpus_are_shared_by_those_of_a_machine() -
     said = (*REWARD, "lora.rank=16", 'system.placement.colocate=[["actor", "reward", "rollout"]]')
     config = resolved("2x8xA100-80GB", QWEN_7B, *said, frozen_parameters=35 * 10**9).config
     assert config.system.placement and config.system.placement.reward.shards == 8
-    assert processes(config)["reward"] == config.system.trainer_ranks == 16 and config.system.zero_stage == 0
+    assert (
+        processes(config)["reward"] == config.system.trainer_ranks == 16
+        and config.system.zero_stage == 0
+    )
     small = resolved("2x8xA100-80GB", QWEN_7B, *said, frozen_parameters=10**9).config
     assert scoring_shards(small, "reward") == 1
 
@@ -177,10 +210,16 @@ def test_with_rollouts_ahead_engines_have_gpus_of_their_own() -> None:
         (("system.trainer_ranks=4",), {"trainer_ranks": 4, "hybrid": False}),
         (("system.engines=2",), {"engines": 2, "hybrid": False}),
         (("system.hybrid=false",), {"hybrid": False}),
-        (("system.hybrid=true", "system.trainer_ranks=4"), {"trainer_ranks": 4, "engines": 4, "hybrid": True}),
+        (
+            ("system.hybrid=true", "system.trainer_ranks=4"),
+            {"trainer_ranks": 4, "engines": 4, "hybrid": True},
+        ),
         (("system.zero_stage=3",), {"zero_stage": 3, "trainer_ranks": 16}),
         (('system.weight_plane="nccl"',), {"hybrid": False}),
-        (('system.placement.colocate=[["actor", "rollout"]]', "rollout.max_staleness=1"), {"hybrid": False}),
+        (
+            ('system.placement.colocate=[["actor", "rollout"]]', "rollout.max_staleness=1"),
+            {"hybrid": False},
+        ),
         (('system.device="cpu"',), {"trainer_ranks": 1, "engines": 1, "placement": None}),
     ],
 )
@@ -191,7 +230,9 @@ def test_what_was_said_stays(said: tuple[str, ...], expected: dict[str, Any]) ->
 
 def test_what_was_said_of_places_stays_key_by_key() -> None:
     config = resolved("2x8xA100-80GB", SMALL, *PPO, "system.placement.ref.processes=2").config
-    assert processes(config)["ref"] == 2 and placed(config) == {frozenset({"actor", "critic", "rollout"})}
+    assert processes(config)["ref"] == 2 and placed(config) == {
+        frozenset({"actor", "critic", "rollout"})
+    }
     config = resolved("2x8xA100-80GB", SMALL, *PPO, "system.placement.actor.cpus=4").config
     assert config.system.placement and config.system.placement.actor.cpus == 4
     assert placed(config) == {frozenset({"actor", "ref", "critic", "rollout"})}
@@ -202,26 +243,38 @@ def test_what_was_said_of_places_stays_key_by_key() -> None:
 
 def test_a_reference_that_is_placed_with_the_trainer_has_no_processes() -> None:
     with pytest.raises(ConfigError, match=r"system\.placement\.ref\.processes"):
-        resolved("8xH100", SMALL, *PPO, 'system.placement={colocate=[["actor", "ref"]], ref={processes=2}}')
+        resolved(
+            "8xH100",
+            SMALL,
+            *PPO,
+            'system.placement={colocate=[["actor", "ref"]], ref={processes=2}}',
+        )
 
 
 def test_the_plan_shows_places_and_their_reason() -> None:
     found = layout_of_run(resolved("2x8xA100-80GB", SMALL, *PPO))
     [entry] = [derived for derived in found.derived if derived.key == "system.placement"]
-    assert entry.value == {"colocate": [["actor", "ref", "critic", "rollout"]]} and "fastest step" in entry.reason
+    assert (
+        entry.value == {"colocate": [["actor", "ref", "critic", "rollout"]]}
+        and "fastest step" in entry.reason
+    )
 
 
 @pytest.mark.slow
 def test_what_does_not_fit_is_refused_with_what_does(tmp_path: Path) -> None:
     system = resolved("8xA100-80GB", LLAMA_70B, *VLLM).config.system
     assert (system.zero_stage, system.offload_optimizer) == (3, True)
-    with pytest.raises(CapacityError, match=r"offload_optimizer = true .* 32 such GPUs with system\.zero_stage = 3"):
+    with pytest.raises(
+        CapacityError, match=r"offload_optimizer = true .* 32 such GPUs with system\.zero_stage = 3"
+    ):
         resolved("8xA100-80GB", LLAMA_70B, *VLLM, "system.offload_optimizer=false")
     config = load_config(
         RLConfig, None, [*BASE[1:], f"model.path={save_model(tmp_path / 'model')}", "system.cluster=ray",
                          "system.trainer_ranks=12", "system.engines=5", "rollout.max_new_tokens=64"]
     )  # fmt: skip
-    with pytest.raises(CapacityError, match=r"17 GPUs are needed .* has 16.* What fits: .*trainer_ranks = 16"):
+    with pytest.raises(
+        CapacityError, match=r"17 GPUs are needed .* has 16.* What fits: .*trainer_ranks = 16"
+    ):
         plan_run(config, "2x8xA100-80GB")
 
 

@@ -43,11 +43,19 @@ def test_all_else_stays(text: str) -> None:
 
 
 def test_host_and_names_of_a_url_stay() -> None:
-    assert redact("http://me:pw@host:80/r?key=abc&n=2 is down") == "http://***@host:80/r?key=***&n=*** is down"
+    assert (
+        redact("http://me:pw@host:80/r?key=abc&n=2 is down")
+        == "http://***@host:80/r?key=***&n=*** is down"
+    )
 
 
 def test_settings_are_redacted_by_name_and_inside() -> None:
-    given = {"urls": ["http://u:p@h/"], "api_key": "abc", "max_tokens": 5, "reward": {"hub_token": "t", "n": None}}
+    given = {
+        "urls": ["http://u:p@h/"],
+        "api_key": "abc",
+        "max_tokens": 5,
+        "reward": {"hub_token": "t", "n": None},
+    }
     assert redact_values(given) == {
         "urls": ["http://***@h/"],
         "api_key": "***",

@@ -1,4 +1,5 @@
-"""``config``, ``plan``, the command and the Python API refuse the same runs by the same key, and load no model."""
+"""``config``, ``plan``, the command and the Python API refuse the same runs by the same key, and
+load no model."""
 
 from __future__ import annotations
 
@@ -49,9 +50,18 @@ RL: dict[str, Any] = {
     "model.path": "model", "data.train": "train.jsonl", "data.chat": False, "reward.functions": ["rewards.py:share"],
     "rollout.max_new_tokens": 8, "rollout.prompts_per_step": 2, "rollout.group_size": 2, "train.steps": 1,
 }  # fmt: skip
-SFT: dict[str, Any] = {"model.path": "model", "data.train": "examples.jsonl", "data.chat": False, "train.steps": 1}
+SFT: dict[str, Any] = {
+    "model.path": "model",
+    "data.train": "examples.jsonl",
+    "data.chat": False,
+    "train.steps": 1,
+}
 GENERATE: dict[str, Any] = {"model.path": "model", "data.train": "train.jsonl", "data.chat": False}
-RFT: dict[str, Any] = {**GENERATE, "reward.functions": ["rewards.py:share"], "sampling.max_new_tokens": 8}
+RFT: dict[str, Any] = {
+    **GENERATE,
+    "reward.functions": ["rewards.py:share"],
+    "sampling.max_new_tokens": 8,
+}
 DISTILL: dict[str, Any] = {**SFT, "teacher.path": "model", "distill.mode": "offline"}
 BASES = {
     "rl": RL, "sft": SFT, "dpo": {**SFT, "dpo.beta": 0.1, "data.train": "pairs.jsonl"}, "rft": RFT, "distill": DISTILL,
@@ -77,8 +87,16 @@ CASES: list[tuple[str, dict[str, Any], str]] = [
     ("rl", {"reward.functions": ["rewards.py:gone"]}, "reward.functions"),
     ("rl", {"reward.functions": ["gone.py:share"]}, "reward.functions"),
     ("rl", {"reward.functions": ["no.such.module:share"]}, "reward.functions"),
-    ("rl", {"reward.functions": ["imports.py:share"], "reward.isolation": "thread"}, "reward.functions"),
-    ("rl", {"environment.tools": ["code.py:tool"], "data.chat": True, "model.path": "no-tools"}, "environment.tools"),
+    (
+        "rl",
+        {"reward.functions": ["imports.py:share"], "reward.isolation": "thread"},
+        "reward.functions",
+    ),
+    (
+        "rl",
+        {"environment.tools": ["code.py:tool"], "data.chat": True, "model.path": "no-tools"},
+        "environment.tools",
+    ),
     ("rl", {"environment.tools": ["code.py:tool"]}, "environment.tools"),
     ("rl", {"environment.tools": ["code.py:untyped"]}, "environment.tools"),
     ("rl", {"environment.path": "code.py:Needs"}, "environment.path"),
@@ -100,7 +118,11 @@ CASES: list[tuple[str, dict[str, Any], str]] = [
     ("sft", {"model.path": "adapter"}, "model.path"),
     ("sft", {"model.path": "odd"}, "odd/config.json"),
     ("sft", {"model.path": "plain", "data.chat": True}, "model.chat_template"),
-    ("sft", {"model.path": "plain", "data.chat": None, "data.train": "talk.jsonl"}, "model.chat_template"),
+    (
+        "sft",
+        {"model.path": "plain", "data.chat": None, "data.train": "talk.jsonl"},
+        "model.chat_template",
+    ),
     ("sft", {"model.chat_template": "gone.jinja"}, "model.chat_template"),
     ("sft", {"data.train": "gone.jsonl"}, "data.train"),
     ("sft", {"data.train": "blank.jsonl"}, "blank.jsonl"),
@@ -143,16 +165,22 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / name / "adapter_config.json").write_text("{}")
     (folder / "pickled/adapter_model.bin").touch()
     write_lines(folder / "train.jsonl", sums(4))
-    write_lines(folder / "examples.jsonl", [{"prompt": s["prompt"], "completion": s["answer"]} for s in sums(4)])
+    write_lines(
+        folder / "examples.jsonl",
+        [{"prompt": s["prompt"], "completion": s["answer"]} for s in sums(4)],
+    )
     write_lines(folder / "pairs.jsonl", [{"prompt": "a", "chosen": "b", "rejected": "c"}])
     write_lines(
-        folder / "talk.jsonl", [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}]
+        folder / "talk.jsonl",
+        [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}],
     )
     (folder / "blank.jsonl").write_text("\n\n")
     (folder / "broken.jsonl").write_text('{"prompt": "a"\n')
     (folder / "rewards.py").write_text(REWARDS)
     (folder / "code.py").write_text(CODE)
-    (folder / "imports.py").write_text(f"import no_such_package_at_all\n{REWARDS}\nclass Game: ...\n")
+    (folder / "imports.py").write_text(
+        f"import no_such_package_at_all\n{REWARDS}\nclass Game: ...\n"
+    )
     (folder / "raises.py").write_text(f"raise KeyError('x')\n{REWARDS}\nclass Sink: ...\n")
     (folder / "exits.py").write_text(f"import os\nos._exit(3)\n{REWARDS}")
     (folder / "syntax.py").write_text("def share(:\n")
@@ -163,14 +191,20 @@ def refusals(command: str, settings: dict[str, Any], run: Path) -> dict[str, str
     """What each way of starting the run says; empty if it does not refuse it."""
     settings = {key: value for key, value in settings.items() if value is not None}
     run.write_text("".join(f"{key} = {toml_value(value)}\n" for key, value in settings.items()))
-    others = {k.replace(".", "__"): v for k, v in settings.items() if k not in ("model.path", "data.train")}
+    others = {
+        k.replace(".", "__"): v
+        for k, v in settings.items()
+        if k not in ("model.path", "data.train")
+    }
     call = {"reward": others.pop("reward__functions", None)} if command in ("rl", "rft") else {}
     call |= {"teacher": others.pop("teacher__path")} if command == "distill" else {}
     ways: dict[str, Callable[[], Any]] = {
         "config": lambda: show_config(run, []),
         "plan": lambda: plan(run, []),
         "command": lambda: COMMANDS[command](run),
-        "api": lambda: getattr(tunesmith, command)(settings["model.path"], settings["data.train"], **call, **others),
+        "api": lambda: getattr(tunesmith, command)(
+            settings["model.path"], settings["data.train"], **call, **others
+        ),
     }
     told = dict.fromkeys(ways, "")
     for way, start in ways.items():
@@ -183,12 +217,16 @@ def refusals(command: str, settings: dict[str, Any], run: Path) -> dict[str, str
 
 
 FAST = (0, 6, 24, 31, 37)
-"""Cases of the fast tests: one of each kind of check. The others start processes for the user's code, or read more."""
+"""Cases of the fast tests: one of each kind of check. The others start processes for the user's
+code, or read more."""
 
 
 @pytest.mark.parametrize(
     ("command", "changed", "key"),
-    [pytest.param(*case, marks=() if at in FAST else pytest.mark.slow) for at, case in enumerate(CASES)],
+    [
+        pytest.param(*case, marks=() if at in FAST else pytest.mark.slow)
+        for at, case in enumerate(CASES)
+    ],
 )
 def test_every_way_refuses_a_broken_run_with_the_same_key(
     folder: Path, monkeypatch: pytest.MonkeyPatch, command: str, changed: dict[str, Any], key: str
@@ -204,12 +242,18 @@ def test_every_way_refuses_a_broken_run_with_the_same_key(
     assert {way for way, text in told.items() if key in text} == set(told), told
 
 
-def test_code_that_takes_long_is_left_to_the_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_that_takes_long_is_left_to_the_run(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from tunesmith.config.load import load_run
     from tunesmith.run.placement import checking, examining
 
     monkeypatch.chdir(folder)
     monkeypatch.setattr(examining, "SECONDS", 0.01)
-    (folder / "run.toml").write_text("".join(f"{key} = {toml_value(value)}\n" for key, value in RL.items()))
-    resolved = checking.check_run(load_run(folder / "run.toml", []), folder, hub=False, imports=True)
+    (folder / "run.toml").write_text(
+        "".join(f"{key} = {toml_value(value)}\n" for key, value in RL.items())
+    )
+    resolved = checking.check_run(
+        load_run(folder / "run.toml", []), folder, hub=False, imports=True
+    )
     assert any("was not checked" in note for note in resolved.notes)

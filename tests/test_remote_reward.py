@@ -1,4 +1,5 @@
-"""Rewards behind HTTP: what is sent, who is asked, what is tried again, and what every failure becomes."""
+"""Rewards behind HTTP: what is sent, who is asked, what is tried again, and what every failure
+becomes."""
 
 from __future__ import annotations
 
@@ -43,7 +44,9 @@ def decode(ids: Sequence[int]) -> str:
     return " ".join(map(str, ids))
 
 
-def score(urls: Sequence[str], texts: Sequence[str], rollouts: Sequence[Rollout] = (), **keys: Any) -> list[Rollout]:
+def score(
+    urls: Sequence[str], texts: Sequence[str], rollouts: Sequence[Rollout] = (), **keys: Any
+) -> list[Rollout]:
     """Rollouts with these completions, scored by the servers."""
     played = list(rollouts) or [rollout(f"t{i}") for i in range(len(texts))]
     rewards = RewardSet({"remote": 1.0}, 60.0)
@@ -83,9 +86,13 @@ def test_conversations_are_sent_as_messages() -> None:
 
 def test_openrlhf_protocol_sends_the_policys_own_text() -> None:
     played = [rollout(answer="4"), rollout()]
-    with answering(lambda body, _: {"rewards": [0.5] * len(body["query"]), "extra_logs": {}}) as server:
+    with answering(
+        lambda body, _: {"rewards": [0.5] * len(body["query"]), "extra_logs": {}}
+    ) as server:
         score([server.url], ["a", "b"], played, protocol="openrlhf")
-    assert server.bodies == [{"query": ["1 5 7 2"] * 2, "prompts": ["1 5"] * 2, "labels": ["4", ""]}]
+    assert server.bodies == [
+        {"query": ["1 5 7 2"] * 2, "prompts": ["1 5"] * 2, "labels": ["4", ""]}
+    ]
     assert [r.reward for r in played] == [0.5, 0.5]
 
 
@@ -176,7 +183,10 @@ def test_a_slow_server_is_a_timeout_that_names_it() -> None:
     [
         ({"rewards": [1.0]}, "returned 1 rewards for 2 completions"),
         ({"rewards": 1.0}, "returned 1.0 (of type float); expected a list of 2"),
-        ({"reward": [1.0, 2.0]}, 'answered {"reward": [1.0, 2.0]}; expected {"rewards": [...]} with 2 numbers'),
+        (
+            {"reward": [1.0, 2.0]},
+            'answered {"reward": [1.0, 2.0]}; expected {"rewards": [...]} with 2 numbers',
+        ),
         ([1.0, 2.0], "answered [1.0, 2.0]"),
         (web.Response(text="<html>"), "did not answer with JSON: <html>"),
         (web.Response(status=400, text="no such column"), "answered 400: no such column"),
@@ -195,7 +205,9 @@ def test_an_answer_that_would_not_change_is_not_asked_for_again(answer: Any, wor
 
 def test_an_item_that_cannot_be_used_fails_alone() -> None:
     """NaN, text and the server's own error each name the server; null does not apply."""
-    body = '{"rewards": [1.5, NaN, "1", null, null], "errors": [null, null, null, null, "too long"]}'
+    body = (
+        '{"rewards": [1.5, NaN, "1", null, null], "errors": [null, null, null, null, "too long"]}'
+    )
     answer = lambda *_: web.Response(text=body, content_type="application/json")  # noqa: E731
     with answering(answer) as server:
         played = score([server.url], ["x"] * 5)
@@ -216,7 +228,10 @@ def test_several_rewards_are_mixed_by_weight() -> None:
         return [1.0 / len(c) for c in completions]
 
     function = RewardFunction("brief", "rewards.py:brief", brief, required_columns(brief, "brief"))
-    with answering(lengths) as a, answering(lambda body, _: {"rewards": [None] * len(body["prompts"])}) as b:
+    with (
+        answering(lengths) as a,
+        answering(lambda body, _: {"rewards": [None] * len(body["prompts"])}) as b,
+    ):
         rewards = RewardSet({"brief": 2.0, "a": 0.5, "b": 1.0}, 60.0)
         rewards.add(function)
         rewards.add(remote_reward(RemoteReward(urls=(a.url,), name="a"), "answer", decode))
@@ -239,13 +254,17 @@ def test_sections_that_cannot_work_are_refused(tmp_path: Path) -> None:
     assert "reward.functions is empty" in refused()
     assert "urls is empty" in refused(remote=(RemoteReward(urls=()),))
     assert "the same name" in refused(remote=(one, one))
-    assert "the same name" in refused(functions=("math",), remote=(one.model_copy(update={"name": "math"}),))
+    assert "the same name" in refused(
+        functions=("math",), remote=(one.model_copy(update={"name": "math"}),)
+    )
     both = one.model_copy(update={"urls": ("http://u:S3CRET@a/",), "token_env": "HOME"})
     assert "Authorization" in (told := refused(remote=(both,))) and "S3CRET" not in told
     assert "all 0" in refused(remote=(one.model_copy(update={"weight": 0.0}),))
     check_rewards(RewardSection(remote=(one,)), tmp_path)
     section = RewardSection(
-        functions=("math",), weights=(2.0,), remote=(one, one.model_copy(update={"name": "b", "weight": 3.0}))
+        functions=("math",),
+        weights=(2.0,),
+        remote=(one, one.model_copy(update={"name": "b", "weight": 3.0})),
     )
     assert load_rewards(section, tmp_path).weights == {"math": 2.0, "remote": 1.0, "b": 3.0}
 
@@ -256,7 +275,10 @@ def test_sections_that_cannot_work_are_refused(tmp_path: Path) -> None:
         ('[{urls = ["localhost:80"]}]', ["reward.remote[0].urls", "'localhost:80' is not a URL"]),
         ('[{urls = ["http://localhost:99999/"]}]', ["is not a URL"]),
         ('[{urls = ["http://a/"], retry = 3}]', ["reward.remote[0].retry", "retries"]),
-        ('[{urls = ["http://a/"], protocol = "trl"}]', ["reward.remote[0].protocol", "'tunesmith', 'openrlhf'"]),
+        (
+            '[{urls = ["http://a/"], protocol = "trl"}]',
+            ["reward.remote[0].protocol", "'tunesmith', 'openrlhf'"],
+        ),
         ("[{}]", ["reward.remote[0].urls is missing"]),
         ('[{urls = ["http://a/#b"]}]', ["is not a URL", "without #"]),
         ('[{urls = ["http://u:a b@c/"]}]', ["is not a URL", "***"]),
@@ -277,7 +299,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def remote_settings(folder: Path, model: Path, url: str, **changed: Any) -> list[str]:
     keys = {"reward__functions": None, "train__steps": 2, **changed}
-    return [*rl_settings(folder, model, **keys), f'reward.remote=[{{urls = ["{url}"], retries = 1}}]']
+    return [
+        *rl_settings(folder, model, **keys),
+        f'reward.remote=[{{urls = ["{url}"], retries = 1}}]',
+    ]
 
 
 def test_a_run_with_a_remote_reward(tmp_path: Path, model: Path) -> None:
@@ -291,12 +316,18 @@ def test_a_run_with_a_remote_reward(tmp_path: Path, model: Path) -> None:
     assert server.bodies[0]["columns"]["answer"]
 
 
-def test_a_run_whose_server_is_down_stops_or_goes_on_as_configured(tmp_path: Path, model: Path) -> None:
+def test_a_run_whose_server_is_down_stops_or_goes_on_as_configured(
+    tmp_path: Path, model: Path
+) -> None:
     url = unused_url()
     with pytest.raises(RewardError) as caught:
         placement.run_rl(None, remote_settings(tmp_path, model, url, run="stops"))
-    assert "16 of 16 rollouts failed (16 reward_failed)" in str(caught.value) and url in str(caught.value)
-    outcome = placement.run_rl(None, remote_settings(tmp_path, model, url, run="on", reward__max_failed_share=1.0))
+    assert "16 of 16 rollouts failed (16 reward_failed)" in str(caught.value) and url in str(
+        caught.value
+    )
+    outcome = placement.run_rl(
+        None, remote_settings(tmp_path, model, url, run="on", reward__max_failed_share=1.0)
+    )
     lines = read_metrics(outcome.run_dir / "metrics.jsonl")
     assert [line["rollouts/failed"] for line in lines] == [1.0, 1.0]
     assert [line["optimizer_steps"] for line in lines] == [0.0, 0.0]
@@ -305,7 +336,11 @@ def test_a_run_whose_server_is_down_stops_or_goes_on_as_configured(tmp_path: Pat
 def test_no_password_of_an_address_is_in_a_message() -> None:
     address = unused_url().replace("http://", "http://me:S3CRET@") + "?key=S3CRET"
     (one,) = score([address], ["x"], retries=1)
-    assert one.status is Status.REWARD_FAILED and "S3CRET" not in str(one.error) and "127.0.0.1" in str(one.error)
+    assert (
+        one.status is Status.REWARD_FAILED
+        and "S3CRET" not in str(one.error)
+        and "127.0.0.1" in str(one.error)
+    )
     with answering(lambda *_: {"rewards": ["x"], "errors": None}) as server:
         (one,) = score([server.url + "?key=S3CRET"], ["x"])
     assert "S3CRET" not in str(one.error) and "key=***" in str(one.error)
@@ -346,7 +381,9 @@ def test_the_token_of_an_environment_variable_is_sent(monkeypatch: pytest.Monkey
 
     app = web.Application()
     app.add_routes([web.post("/reward", handle)])
-    section = RewardSection(remote=(RemoteReward(urls=("http://host/",), token_env="REWARD_TOKEN_HERE"),))
+    section = RewardSection(
+        remote=(RemoteReward(urls=("http://host/",), token_env="REWARD_TOKEN_HERE"),)
+    )
     monkeypatch.delenv("REWARD_TOKEN_HERE", raising=False)
     with pytest.raises(ConfigError, match="REWARD_TOKEN_HERE"):
         check_rewards(section, Path())

@@ -1,4 +1,5 @@
-"""The report reads a run's files as they are: growing, rotated, cut, damaged, of another version."""
+"""The report reads a run's files as they are: growing, rotated, cut, damaged, of another
+version."""
 
 from __future__ import annotations
 
@@ -36,7 +37,9 @@ def test_columns_are_filled_where_lines_lack_them() -> None:
     for line in ({"step": 1, "a": 1.0}, {"step": 2, "b": 2.0}, {"step": 3, "a": 3.0, "b": 4.0}):
         table.add(line)
     assert table.rows == 3 and [math.isnan(v) for v in table.column("a")] == [False, True, False]
-    assert list(table.column("b")[1:]) == [2.0, 4.0] and all(map(math.isnan, table.column("no such")))
+    assert list(table.column("b")[1:]) == [2.0, 4.0] and all(
+        map(math.isnan, table.column("no such"))
+    )
 
 
 def test_a_long_curve_has_few_points_with_mean_and_extremes() -> None:
@@ -62,14 +65,23 @@ def test_metrics_are_read_on_and_anew_where_the_file_was_cut_or_replaced(tmp_pat
     file = MetricsFile(path)
     assert not file.read_on()
     path.write_bytes(b'{"step": 1, "time": 1.0, "x": 1}\n{"step": 2, "ti')
-    assert file.read_on() and file.steps.rows == 1 and not file.damaged, "a line that is being written is no damage"
+    assert file.read_on() and file.steps.rows == 1 and not file.damaged, (
+        "a line that is being written is no damage"
+    )
     assert not file.read_on()
     with path.open("ab") as out:
-        out.write(b'me": 2.0, "x": 2}\nnot json\n[1]\n\xff\xfe\n{"x": 1}\n{"step": 3, "x": null, "y": 1e999}\n')
+        out.write(
+            b'me": 2.0, "x": 2}\nnot json\n[1]\n\xff\xfe\n{"x": 1}\n{"step": 3, "x": null, "y": 1e999}\n'
+        )
     assert file.read_on()
     assert list(file.steps.column("step")) == [1, 2, 3] and file.damaged == [3, 4, 5, 6]
     write_lines(
-        path, [{"step": 1, "time": 1.0, "x": 1}, {"step": 2, "time": 9.0, "x": 7}, *({"step": n} for n in range(3, 99))]
+        path,
+        [
+            {"step": 1, "time": 1.0, "x": 1},
+            {"step": 2, "time": 9.0, "x": 7},
+            *({"step": n} for n in range(3, 99)),
+        ],
     )
     assert file.read_on() and list(file.steps.column("x")[:2]) == [1, 7] and file.steps.rows == 98
     path.unlink()
@@ -99,7 +111,10 @@ def test_the_index_knows_groups_by_step_kind_and_number(tmp_path: Path) -> None:
     write_lines(tmp_path / "rollouts.jsonl", [*lines, {"no": "rollout"}])
     index = RolloutIndex(tmp_path / "rollouts.jsonl")
     index.read_on()
-    groups = [(g.step, g.kind, g.number, g.rollouts, g.failed, g.reward, g.low, g.high) for g in index.groups()]
+    groups = [
+        (g.step, g.kind, g.number, g.rollouts, g.failed, g.reward, g.low, g.high)
+        for g in index.groups()
+    ]
     assert groups == [
         (1, "train", 0, 3, 0, 0.5, 0.0, 1.0), (1, "train", 1, 1, 0, 1.0, 1.0, 1.0),
         (1, "eval", 1, 1, 0, 1.0, 1.0, 1.0), (2, "train", 1, 1, 1, None, None, None),
@@ -155,7 +170,9 @@ def test_positions_stay_while_the_log_grows_and_is_rotated(tmp_path: Path) -> No
         for place, step in enumerate(kept, index.dropped):
             assert [line["step"] for line in index.lines(place)] == [step]
     assert index.dropped == 4 and index.lines(0) == []
-    path.write_text(json.dumps(rollout(7, completion="another, after a resumption, and longer")) + "\n")
+    path.write_text(
+        json.dumps(rollout(7, completion="another, after a resumption, and longer")) + "\n"
+    )
     index.read_on()
     found, _ = index.find(Query(), None, 1)
     assert [line["completion"][:7] for line in index.lines(found[0])] == ["another"]
@@ -170,8 +187,12 @@ def test_a_sample_is_bounded_and_has_of_each_kind(tmp_path: Path) -> None:
     index.read_on()
     places = sample(index, 60_000)
     chosen = [index.groups()[place] for place in places]
-    assert sum(group.stop - group.start for group in chosen) <= 60_000 and places == sorted(set(places))
-    assert {group.kind for group in chosen} == {"train", "eval"} and any(group.failed for group in chosen)
+    assert sum(group.stop - group.start for group in chosen) <= 60_000 and places == sorted(
+        set(places)
+    )
+    assert {group.kind for group in chosen} == {"train", "eval"} and any(
+        group.failed for group in chosen
+    )
     steps = [group.step for group in chosen if group.kind == "train" and not group.failed]
     assert steps[0] == 1 and steps[-1] == 300 and len(steps) > 10
     assert sample(index, 10**9) == list(range(len(index.groups())))
@@ -187,7 +208,11 @@ def test_all_of_a_run_is_in_its_model(tmp_path: Path) -> None:
     assert run["seconds"] == {"rollout": 10.0, "train": 5.0}
     accuracy = run["evaluations"]["metrics"]["eval/accuracy"]
     assert accuracy["mean"] == [0.25, 0.5] and accuracy["low"][1] == pytest.approx(0.4038, abs=1e-4)
-    assert run["settings"]["train.lr"]["reason"] == "why" and run["notes"] == ["a note"] and not run["problems"]
+    assert (
+        run["settings"]["train.lr"]["reason"] == "why"
+        and run["notes"] == ["a note"]
+        and not run["problems"]
+    )
     assert run["rollouts"]["groups"] == 4
     assert run["plan"]["memory"][0]["peak"] == 30 and run["plan"]["seconds"] == {"step": 2.5}
 
@@ -212,14 +237,18 @@ def test_damage_and_other_versions_are_told(tmp_path: Path) -> None:
     (run / "resolved.json").write_text('{"settings": ["of another version"]}')
     with (run / "metrics.jsonl").open("a") as file:
         file.write("torn\n")
-    (run / "rollouts.jsonl").write_text("torn\n" + json.dumps({"step": 1, "text": "of another version"}) + "\n")
+    (run / "rollouts.jsonl").write_text(
+        "torn\n" + json.dumps({"step": 1, "text": "of another version"}) + "\n"
+    )
     (run / "plan.json").write_text("{")
     (run / "trace").mkdir()
     (run / "trace/step-000002.json").write_text('{"traceEvents": [')
     made = model([open_run(run)])["runs"][0]
     assert len(made["problems"]) == 3 and made["settings"] == {} and made["plan"] is None
     assert all(trace["metrics"] for trace in made["traces"])
-    assert embedded_rollouts(open_run(run), 10**6)[0]["lines"] == [{"step": 1, "text": "of another version"}]
+    assert embedded_rollouts(open_run(run), 10**6)[0]["lines"] == [
+        {"step": 1, "text": "of another version"}
+    ]
 
 
 def test_a_run_without_a_step_is_shown_and_no_run_is_refused(tmp_path: Path) -> None:
@@ -227,7 +256,9 @@ def test_a_run_without_a_step_is_shown_and_no_run_is_refused(tmp_path: Path) -> 
     begun.mkdir(parents=True)
     (begun / "resolved.json").write_text('{"settings": {}}')
     made = model([open_run(begun)])["runs"][0]
-    assert made["steps"] == 0 and made["no_findings"] and "no step is complete yet" in made["problems"]
+    assert (
+        made["steps"] == 0 and made["no_findings"] and "no step is complete yet" in made["problems"]
+    )
     for path in (tmp_path, tmp_path / "runs", tmp_path / "nowhere"):
         with pytest.raises(ConfigError, match=re.escape(str(path))):
             open_run(path)
@@ -246,21 +277,30 @@ def test_traces_have_rows_with_lanes(tmp_path: Path) -> None:
         event("X", "wait", 1, ts=0, dur=2e6, args={"waits for": "rollouts"}),
         event("X", "generate", 2, ts=0, dur=2e6, args={"tokens": 5}), event("C", "queue", 0, ts=1, args={"value": 1}),
     ]  # fmt: skip
-    (tmp_path / "step-000003.json").write_text(json.dumps({"traceEvents": events, "otherData": {"step": 3}}))
+    (tmp_path / "step-000003.json").write_text(
+        json.dumps({"traceEvents": events, "otherData": {"step": 3}})
+    )
     assert read_trace(tmp_path / "step-000003.json") == {
         "step": 3,
         "left_out": 0,
         "rows": [
-            {"lane": "trainer", "spans": [["wait", 0.0, 2.0, "rollouts"], ["train", 2.0, 1.0, None]]},
+            {
+                "lane": "trainer",
+                "spans": [["wait", 0.0, 2.0, "rollouts"], ["train", 2.0, 1.0, None]],
+            },
             {"lane": "engine 0", "spans": [["generate", 0.0, 2.0, None]]},
         ],
     }
 
 
 def test_the_page_holds_any_text_as_data_and_nothing_from_elsewhere() -> None:
-    document = page({"live": False, "model": {"runs": [{"name": HOSTILE}]}, "rollouts": []}).decode()
+    document = page(
+        {"live": False, "model": {"runs": [{"name": HOSTILE}]}, "rollouts": []}
+    ).decode()
     assert document.count("</script>") == 2, "the data ends no script"
-    held = re.search(r'<script type="application/json" id="data">(.*?)</script>', document, re.DOTALL)
+    held = re.search(
+        r'<script type="application/json" id="data">(.*?)</script>', document, re.DOTALL
+    )
     assert held and json.loads(held[1])["model"]["runs"][0]["name"] == HOSTILE
     assert "connect-src" not in document and "unsafe" not in document
     assert not re.findall(r"https?://|src=(?!x)|url\(", document.replace(held[0], ""))
@@ -276,7 +316,10 @@ async def watching(*paths: Path) -> AsyncGenerator[Callable[..., Awaitable[tuple
         async def ask(path: str, token: str = "secret") -> tuple[int, Any]:
             headers = {"Authorization": f"Bearer {token}"} if token else {}
             async with session.get(f"http://127.0.0.1:{port}{path}", headers=headers) as answer:
-                return answer.status, await answer.json() if answer.content_type == "application/json" else None
+                return (
+                    answer.status,
+                    await answer.json() if answer.content_type == "application/json" else None,
+                )
 
         yield ask
 
@@ -310,9 +353,14 @@ async def test_the_server_reads_on_while_a_run_goes_on(tmp_path: Path) -> None:
         with (run / "metrics.jsonl").open("a") as file:
             file.write('{"step": 6, "time": 300.0, "reward": 9.0}\n')
         _, second = await ask("/api/model?seen=1")
-        assert second["version"] == 2 and second["runs"][0]["curves"]["metrics"]["reward"]["mean"][-1] == 9.0
+        assert (
+            second["version"] == 2
+            and second["runs"][0]["curves"]["metrics"]["reward"]["mean"][-1] == 9.0
+        )
         _, groups = await ask("/api/groups?run=0&kind=train&first=2")
-        assert [(g["step"], g["number"]) for g in groups["groups"]] == [(2, 1), (2, 0)] and groups["next"] is None
+        assert [(g["step"], g["number"]) for g in groups["groups"]] == [(2, 1), (2, 0)] and groups[
+            "next"
+        ] is None
         with (run / "rollouts.jsonl").open("a") as file:
             file.write(json.dumps(rollout(6, completion="new")) + "\n")
         _, groups = await ask("/api/groups?run=0&text=NEW")
@@ -321,7 +369,9 @@ async def test_the_server_reads_on_while_a_run_goes_on(tmp_path: Path) -> None:
         assert (await ask("/api/lines?run=0&place=99"))[1] == {"lines": []}
 
 
-def test_of_a_long_run_the_doctor_judges_the_newest_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_a_long_run_the_doctor_judges_the_newest_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = make_run(tmp_path / "a", 2000)
     size = (run / "metrics.jsonl").stat().st_size
     monkeypatch.setattr("tunesmith.records.doctor.record.MOST_BYTES", size // 4)
@@ -341,20 +391,44 @@ def test_the_command_writes_one_private_file(tmp_path: Path) -> None:
         ([str(one), "--out", "/nowhere/a.html"], 2),
     ):
         refused = CliRunner().invoke(app, ["report", *arguments])
-        assert refused.exit_code == exit_code and "error:" in refused.output and "Traceback" not in refused.output
+        assert (
+            refused.exit_code == exit_code
+            and "error:" in refused.output
+            and "Traceback" not in refused.output
+        )
 
 
 def test_steps_have_a_timeline_without_a_trace() -> None:
     steps = Table()
     usual = {"seconds": 5.0, "seconds/rollout": 3.0, "seconds/train": 1.5, "seconds/sync": 0.5}
-    steps.add({"step": 1.0, **usual, "seconds": 9.0, "seconds/eval": 4.0, "idle/engine": 0.4, "waiting/reward": 0.2})
-    steps.add({"step": 2.0, **usual, "idle/engine": 0.5, "idle/engine/0": 0.3, "idle/engine/1": 0.7})
+    steps.add(
+        {
+            "step": 1.0,
+            **usual,
+            "seconds": 9.0,
+            "seconds/eval": 4.0,
+            "idle/engine": 0.4,
+            "waiting/reward": 0.2,
+        }
+    )
+    steps.add(
+        {"step": 2.0, **usual, "idle/engine": 0.5, "idle/engine/0": 0.3, "idle/engine/1": 0.7}
+    )
     slow, newest = step_timelines(steps, [])
     rows = {row["lane"]: row["spans"] for row in slow["rows"]}
     assert [(name, start, seconds) for name, start, seconds, _ in rows["trainer"]] == [
         ("sync", 0.0, 0.5), ("rollout", 0.5, 3.0), ("train", 3.5, 1.5),
     ]  # fmt: skip
-    assert rows["trainer"][1][3] and rows["trainer"][2][3] is None and rows["loop"] == [["eval", 5.0, 4.0, None]]
-    assert rows["engine"][0][1:3] == [0.5, 3.0] and rows["reward"][0][1:3] == [0.5, 1.0]  # shares of 5 s
+    assert (
+        rows["trainer"][1][3]
+        and rows["trainer"][2][3] is None
+        and rows["loop"] == [["eval", 5.0, 4.0, None]]
+    )
+    assert rows["engine"][0][1:3] == [0.5, 3.0] and rows["reward"][0][1:3] == [
+        0.5,
+        1.0,
+    ]  # shares of 5 s
     assert {row["lane"] for row in newest["rows"]} == {"trainer", "engine 0", "engine 1"}
-    assert [each["step"] for each in step_timelines(steps, [1])] == [2] and step_timelines(Table(), []) == []
+    assert [each["step"] for each in step_timelines(steps, [1])] == [2] and step_timelines(
+        Table(), []
+    ) == []

@@ -19,12 +19,16 @@ from tunesmith.types import Rollout, Status, Task
 
 def judge(rewards: RewardSet, pairs: Sequence[tuple[Any, str]], prompt: Any = "q") -> list[Rollout]:
     """Rollouts of (gold, completion) pairs, scored in one call."""
-    rollouts = [Rollout(Task(f"t{i}", prompt, (), {"answer": gold})) for i, (gold, _) in enumerate(pairs)]
+    rollouts = [
+        Rollout(Task(f"t{i}", prompt, (), {"answer": gold})) for i, (gold, _) in enumerate(pairs)
+    ]
     asyncio.run(rewards.score(rollouts, [text for _, text in pairs]))
     return rollouts
 
 
-def builtin(name: str, pairs: Sequence[tuple[Any, str]], prompt: Any = "q", **keys: Any) -> list[Rollout]:
+def builtin(
+    name: str, pairs: Sequence[tuple[Any, str]], prompt: Any = "q", **keys: Any
+) -> list[Rollout]:
     rewards = load_rewards(RewardSection(functions=(name,), **keys), Path())
     try:
         return judge(rewards, pairs, prompt)
@@ -61,12 +65,20 @@ def test_numeric_match_tells_no_answer_from_wrong() -> None:
         (0.5, r"$\frac{1}{2}$"),
     ]
     rollouts = builtin("numeric_match", pairs)
-    assert [outcome(r) for r in rollouts] == [(1.0, 1.0), (0.0, 1.0), (0.0, 0.0), (0.0, 0.0), (1.0, 1.0)]
+    assert [outcome(r) for r in rollouts] == [
+        (1.0, 1.0),
+        (0.0, 1.0),
+        (0.0, 0.0),
+        (0.0, 0.0),
+        (1.0, 1.0),
+    ]
     assert rollouts[2].metrics == {"answered": 0.0, "correct": 0.0}
 
 
 def test_numeric_match_with_a_pattern() -> None:
-    rollouts = builtin("numeric_match", [("7", "#### 7\nI used 3 steps"), ("7", "7")], pattern=r"#### (.+)")
+    rollouts = builtin(
+        "numeric_match", [("7", "#### 7\nI used 3 steps"), ("7", "7")], pattern=r"#### (.+)"
+    )
     assert [outcome(r) for r in rollouts] == [(1.0, 1.0), (0.0, 0.0)]
 
 
@@ -75,8 +87,14 @@ def test_an_unusable_answer_is_a_data_error_and_a_missing_one_does_not_apply() -
     with pytest.raises(DataError, match="task t9: the column 'answer' 'many' holds no number"):
         rewards.check_tasks([Task("t9", "q", (), {"answer": "many"})])
     bad, missing = judge(rewards, [("many", "7"), (None, "7")])
-    assert bad.status is Status.REWARD_FAILED and "task t0" in str(bad.error) and "data error" in str(bad.error)
-    assert missing.status is Status.REWARD_FAILED and "no reward function applies" in str(missing.error)
+    assert (
+        bad.status is Status.REWARD_FAILED
+        and "task t0" in str(bad.error)
+        and "data error" in str(bad.error)
+    )
+    assert missing.status is Status.REWARD_FAILED and "no reward function applies" in str(
+        missing.error
+    )
     rewards.close()
 
 
@@ -137,14 +155,20 @@ NO_ANSWER = [("7", "no idea"), ("7", ""), ("7", r"\boxed{}"), ("7", "!!! ??? $$"
 def test_math_gold_equivalents_and_junk(mathematics: RewardSet) -> None:
     rollouts = judge(mathematics, EQUIVALENT + WRONG + NO_ANSWER)
     got = [outcome(r) for r in rollouts]
-    want = [(1.0, 1.0)] * len(EQUIVALENT) + [(0.0, 1.0)] * len(WRONG) + [(0.0, 0.0)] * len(NO_ANSWER)
+    want = (
+        [(1.0, 1.0)] * len(EQUIVALENT) + [(0.0, 1.0)] * len(WRONG) + [(0.0, 0.0)] * len(NO_ANSWER)
+    )
     for pair, g, w in zip(EQUIVALENT + WRONG + NO_ANSWER, got, want, strict=True):
         assert g == w, pair
 
 
 def test_math_gold_that_does_not_parse_is_a_data_error(mathematics: RewardSet) -> None:
     bad, fine = judge(mathematics, [("??", "7"), ("7", "7")])
-    assert bad.status is Status.REWARD_FAILED and "task t0" in str(bad.error) and "'??'" in str(bad.error)
+    assert (
+        bad.status is Status.REWARD_FAILED
+        and "task t0" in str(bad.error)
+        and "'??'" in str(bad.error)
+    )
     assert fine.reward == 1.0
 
 

@@ -1,4 +1,5 @@
-"""Finding and loading reward functions: what is wrong is said before the user's code runs, with its place."""
+"""Finding and loading reward functions: what is wrong is said before the user's code runs, with its
+place."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ def section(*functions: str, **rest: object) -> RewardSection:
 
 @pytest.fixture
 def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Holds ``rewards.py`` and, beside it, a module it imports. ``sys.path`` is restored afterwards."""
+    """Holds ``rewards.py`` and, beside it, a module it imports. ``sys.path`` is restored
+    afterwards."""
     monkeypatch.setattr(sys, "path", list(sys.path))
     (tmp_path / "rewards.py").write_text(
         "import neighbour_of_rewards\n"
@@ -40,7 +42,9 @@ def refused(base_dir: Path, *functions: str, **rest: object) -> str:
 
 
 def test_loads_functions_of_a_file_beside_the_run_file(directory: Path) -> None:
-    rewards = load_rewards(section("rewards.py:correct", "rewards.py:judged", "rewards.py:alias"), directory)
+    rewards = load_rewards(
+        section("rewards.py:correct", "rewards.py:judged", "rewards.py:alias"), directory
+    )
     assert [f.name for f in rewards.functions] == ["correct", "judged", "alias"]
     assert rewards.functions[0].columns == {"answer"}
     assert rewards.functions[0].function is rewards.functions[2].function
@@ -55,14 +59,19 @@ def test_a_path_not_beside_the_run_file_is_looked_up_in_the_working_directory(
 
 
 def test_a_name_that_is_not_there_is_refused_whatever_a_comment_says(directory: Path) -> None:
-    (directory / "commented.py").write_text("# import * is bad\ndef right(completions): return completions\n")
+    (directory / "commented.py").write_text(
+        "# import * is bad\ndef right(completions): return completions\n"
+    )
     assert "'wrong'" in refused(directory, "commented.py:wrong")
 
 
 def test_a_file_in_another_encoding_is_told_without_a_line(directory: Path) -> None:
     (directory / "latin.py").write_bytes(b"def f(completions): return '\xe9'\n")
     said = refused(directory, "latin.py:f")
-    assert "latin.py is not valid Python: invalid or missing encoding declaration" in said and "None" not in said
+    assert (
+        "latin.py is not valid Python: invalid or missing encoding declaration" in said
+        and "None" not in said
+    )
 
 
 def test_loads_from_a_package_beside_the_run_file(directory: Path) -> None:
@@ -74,7 +83,9 @@ def test_loads_from_a_package_beside_the_run_file(directory: Path) -> None:
     assert "Did you mean 'good'" in refused(directory, "pkg_for_rewards.inner:goood")
     assert "no module 'pkg_for_rewards.outer'" in refused(directory, "pkg_for_rewards.outer:good")
     (package / "__init__.py").write_text("")
-    assert load_rewards(section("pkg_for_rewards.inner:good"), directory).functions[0].name == "good"
+    assert (
+        load_rewards(section("pkg_for_rewards.inner:good"), directory).functions[0].name == "good"
+    )
 
 
 def test_same_file_name_in_two_directories(directory: Path) -> None:
@@ -89,7 +100,9 @@ def test_same_file_name_in_two_directories(directory: Path) -> None:
 def test_an_edited_file_is_loaded_anew(directory: Path) -> None:
     load_rewards(section("rewards.py:correct"), directory)
     (directory / "rewards.py").write_text("def correct(completions): return [5.0]")
-    assert load_rewards(section("rewards.py:correct"), directory).functions[0].function([""]) == [5.0]
+    assert load_rewards(section("rewards.py:correct"), directory).functions[0].function([""]) == [
+        5.0
+    ]
 
 
 def test_wrong_names_are_refused_with_the_nearest(directory: Path) -> None:
@@ -101,7 +114,9 @@ def test_wrong_names_are_refused_with_the_nearest(directory: Path) -> None:
 
 
 def test_only_names_at_the_top_level_count(directory: Path) -> None:
-    (directory / "local.py").write_text("def f(completions):\n    inner = completions\n    return inner\n")
+    (directory / "local.py").write_text(
+        "def f(completions):\n    inner = completions\n    return inner\n"
+    )
     assert "'inner'" in refused(directory, "local.py:inner")
 
 
@@ -136,7 +151,9 @@ def test_syntax_error_names_file_and_line(directory: Path) -> None:
 
 
 def test_import_error_shows_the_users_traceback(directory: Path) -> None:
-    (directory / "broken.py").write_text("x = 1\nimport no_such_module_at_all\ndef f(completions): ...\n")
+    (directory / "broken.py").write_text(
+        "x = 1\nimport no_such_module_at_all\ndef f(completions): ...\n"
+    )
     with pytest.raises(ConfigError) as error:
         load_rewards(section("broken.py:f"), directory)
     message = str(error.value)
@@ -188,5 +205,7 @@ def test_checking_and_loading_do_not_import_torch(directory: Path) -> None:
         "load_rewards(RewardSection(functions=('math', 'rewards.py:correct'), isolation='thread'), Path('.')).close()\n"
         "print([m for m in ('torch', 'transformers', 'sympy') if m in sys.modules])\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], cwd=directory, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=directory, capture_output=True, text=True, check=True
+    )
     assert done.stdout.strip() == "[]"

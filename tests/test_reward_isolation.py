@@ -1,4 +1,5 @@
-"""One contract for the user's reward functions, in the run's process and in one that can be killed."""
+"""One contract for the user's reward functions, in the run's process and in one that can be
+killed."""
 
 from __future__ import annotations
 
@@ -65,7 +66,9 @@ def test_what_is_logged_and_where_the_run_stands(make: Make, isolation: str) -> 
 
 def test_arguments_belong_to_the_function(make: Make, isolation: str) -> None:
     found = score(make("changes", isolation=isolation), ["a"])
-    assert found[0].task.prompt == "q" and found[0].completion_ids == [7, 2] and found[0].reward == 1.0
+    assert (
+        found[0].task.prompt == "q" and found[0].completion_ids == [7, 2] and found[0].reward == 1.0
+    )
 
 
 @pytest.mark.parametrize(

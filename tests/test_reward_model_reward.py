@@ -1,4 +1,5 @@
-"""A trained reward model as a reward: exact tokens, any batching, normalisation, mixing, and runs with it."""
+"""A trained reward model as a reward: exact tokens, any batching, normalisation, mixing, and runs
+with it."""
 
 from __future__ import annotations
 
@@ -49,13 +50,22 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def load(
-    path: Path, *, max_tokens: int = 64, chat: bool | None = None, offload: bool = False, **keys: Any
+    path: Path,
+    *,
+    max_tokens: int = 64,
+    chat: bool | None = None,
+    offload: bool = False,
+    **keys: Any,
 ) -> RewardModel:
     entry = ModelReward(path=str(path), **keys)
-    return make_reward_model(entry, dtype="float32", device="cpu", max_tokens=max_tokens, chat=chat, offload=offload)
+    return make_reward_model(
+        entry, dtype="float32", device="cpu", max_tokens=max_tokens, chat=chat, offload=offload
+    )
 
 
-def rollout(prompt: Any, answer: str, ids: Sequence[int], *, finish: FinishReason = "stop", turns: int = 1) -> Rollout:
+def rollout(
+    prompt: Any, answer: str, ids: Sequence[int], *, finish: FinishReason = "stop", turns: int = 1
+) -> Rollout:
     """The prompt's ids come first; the last of ``ids`` are what was sampled."""
     made = Rollout(Task("t", prompt, tuple(ids[:2])))
     made.observe(ids[:2])
@@ -80,7 +90,9 @@ def test_scores_are_those_of_transformers_one_at_a_time(path: Path, max_tokens: 
     assert load(path).score([]) == []
 
 
-def test_a_model_in_host_memory_scores_the_same(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_in_host_memory_scores_the_same(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made: list[ScoreModel] = []
 
     def load_into_memory(*args: Any, **options: Any) -> ScoreModel:
@@ -118,13 +130,18 @@ def test_a_whole_context_fits_a_model_with_learned_positions(tmp_path: Path) -> 
     model.save(tmp_path / "rm")
     sequences = [list(range(5, 21)), list(range(5, 20)), [7]]
     assert load(tmp_path / "rm").context == 16
-    assert load(tmp_path / "rm").score(sequences) == pytest.approx(direct_scores(tmp_path / "rm", sequences), abs=1e-5)
+    assert load(tmp_path / "rm").score(sequences) == pytest.approx(
+        direct_scores(tmp_path / "rm", sequences), abs=1e-5
+    )
 
 
 def test_rollouts_are_scored_by_their_own_tokens(path: Path) -> None:
     """Whatever their text would be encoded to."""
     model = load(path)
-    played = scored(model_reward("rm", model, exact=True), *(rollout("p", "unlike", ids) for ids in SEQUENCES[:2]))
+    played = scored(
+        model_reward("rm", model, exact=True),
+        *(rollout("p", "unlike", ids) for ids in SEQUENCES[:2]),
+    )
     assert [r.reward for r in played] == pytest.approx(direct_scores(path, SEQUENCES[:2]), abs=1e-5)
 
 
@@ -141,7 +158,9 @@ def test_text_is_encoded_as_the_policy_would_have_written_it(path: Path) -> None
     truncated = rollout("2+2?", "4", [9, 9, 9], finish="length")
     finished = rollout("2+2?", "4", [9, 9, 9])
     scored(model_reward("rm", chat, exact=False), truncated, finished)
-    expected = direct_scores(path, [chat.encode("2+2?", "4", finished=False), chat.encode("2+2?", "4")])
+    expected = direct_scores(
+        path, [chat.encode("2+2?", "4", finished=False), chat.encode("2+2?", "4")]
+    )
     assert [truncated.reward, finished.reward] == pytest.approx(expected, abs=1e-5)
 
 
@@ -149,7 +168,11 @@ def test_what_cannot_be_encoded_anew_is_a_failure(path: Path) -> None:
     several = rollout("p", "a", [1, 2, 3], turns=2)
     kept = rollout("p", "a", [1, 2, 3], turns=2)
     answer = {"role": "assistant", "content": "use the tool"}
-    kept.messages = [answer, {"role": "user", "content": "it says 4"}, {"role": "assistant", "content": "a"}]
+    kept.messages = [
+        answer,
+        {"role": "user", "content": "it says 4"},
+        {"role": "assistant", "content": "a"},
+    ]
     chat = load(path)
     scored(model_reward("rm", chat, exact=False), kept)
     whole = chat.encode([{"role": "user", "content": "p"}, *kept.messages[:2]], "a")
@@ -192,8 +215,11 @@ def test_a_model_and_a_function_are_mixed_by_weight(path: Path) -> None:
 
 
 @pytest.mark.parametrize(("in_thread", "batches"), [(False, [2, 2, 2]), (True, [6])])
-def test_a_model_of_this_process_scores_each_group_by_itself(in_thread: bool, batches: list[int]) -> None:
-    """Which groups finish at the same time depends on timing, which must not reach a run that can be repeated."""
+def test_a_model_of_this_process_scores_each_group_by_itself(
+    in_thread: bool, batches: list[int]
+) -> None:
+    """Which groups finish at the same time depends on timing, which must not reach a run that can
+    be repeated."""
     seen: list[int] = []
 
     def ones(sequences: list[list[int]]) -> list[float]:
@@ -201,7 +227,11 @@ def test_a_model_of_this_process_scores_each_group_by_itself(in_thread: bool, ba
         return [1.0] * len(sequences)
 
     rewards = RewardSet({"rm": 1.0}, 5.0)
-    rewards.add(model_reward("rm", RewardModel(ones, tiny.tokenizer(), None, None), exact=True, in_thread=in_thread))
+    rewards.add(
+        model_reward(
+            "rm", RewardModel(ones, tiny.tokenizer(), None, None), exact=True, in_thread=in_thread
+        )
+    )
 
     async def together() -> None:
         groups = [[rollout("p", "a", ids) for ids in SEQUENCES[:2]] for _ in range(3)]
@@ -223,14 +253,20 @@ def test_the_batcher_joins_what_is_asked_for_together() -> None:
 
     async def ask() -> None:
         batcher: Batcher[int, int] = Batcher(run)
-        assert await asyncio.gather(*(batcher.submit([i, i + 1]) for i in range(3))) == [[0, 2], [2, 4], [4, 6]]
+        assert await asyncio.gather(*(batcher.submit([i, i + 1]) for i in range(3))) == [
+            [0, 2],
+            [2, 4],
+            [4, 6],
+        ]
         assert await batcher.submit([]) == []
         gone = asyncio.create_task(batcher.submit([99]))
         stays = asyncio.create_task(batcher.submit([5]))
         await asyncio.sleep(0)
         gone.cancel()
         assert await stays == [10]
-        both = await asyncio.gather(batcher.submit([13]), batcher.submit([1]), return_exceptions=True)
+        both = await asyncio.gather(
+            batcher.submit([13]), batcher.submit([1]), return_exceptions=True
+        )
         assert [str(error) for error in both] == ["13", "13"]
         assert await batcher.submit([4]) == [8]
 
@@ -244,7 +280,9 @@ def refused(path: Path, **keys: Any) -> str:
     return str(caught.value)
 
 
-def test_directories_that_hold_no_usable_reward_model_are_refused(tmp_path: Path, policy: Path) -> None:
+def test_directories_that_hold_no_usable_reward_model_are_refused(
+    tmp_path: Path, policy: Path
+) -> None:
     assert "LlamaForCausalLM" in refused(policy)
     assert "3 labels" in refused(save_reward_model(tmp_path / "three", num_labels=3))
     assert "2 labels" in refused(save_reward_model(tmp_path / "two", num_labels=2))
@@ -266,21 +304,35 @@ def model_settings(folder: Path, policy: Path, models: str, **changed: Any) -> l
 
 
 def test_a_run_with_a_reward_model_and_a_function(
-    tmp_path: Path, path: Path, policy: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    path: Path,
+    policy: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The model sees prompts and what was sampled, token by token; the same run twice is bitwise the same."""
+    """The model sees prompts and what was sampled, token by token; the same run twice is bitwise
+    the same."""
     seen: dict[str, tuple[list[int], float]] = {}
     score = RewardModel.score
 
     def watched(self: RewardModel, sequences: list[list[int]]) -> list[Any]:
         scores = score(self, sequences)
         texts = [self.tokenizer.decode(ids, skip_special_tokens=True) for ids in sequences]
-        seen.update({t: (ids, s) for t, ids, s in zip(texts, sequences, scores, strict=True) if isinstance(s, float)})
+        seen.update(
+            {
+                t: (ids, s)
+                for t, ids, s in zip(texts, sequences, scores, strict=True)
+                if isinstance(s, float)
+            }
+        )
         return scores
 
     monkeypatch.setattr(RewardModel, "score", watched)
     models = f'[{{path = "{path}", weight = 0.5, normalize = true}}]'
-    runs = [placement.run_rl(None, model_settings(tmp_path, policy, models, run=name)) for name in ("a", "b")]
+    runs = [
+        placement.run_rl(None, model_settings(tmp_path, policy, models, run=name))
+        for name in ("a", "b")
+    ]
     told = capsys.readouterr().out
     assert "'reward_model' sees the rollouts' own tokens" in told and "mean 0.25 and std 2" in told
     lines = [read_metrics(run.run_dir / "metrics.jsonl") for run in runs]
@@ -290,7 +342,9 @@ def test_a_run_with_a_reward_model_and_a_function(
     assert untimed(runs[0].run_dir / "metrics.jsonl") == untimed(runs[1].run_dir / "metrics.jsonl")
     a, b = (tensors(run.checkpoint) for run in runs)
     assert a.keys() == b.keys() and all(t.equal(b[name]) for name, t in a.items())
-    samples = [json.loads(line) for line in (runs[0].run_dir / "rollouts.jsonl").read_text().splitlines()]
+    samples = [
+        json.loads(line) for line in (runs[0].run_dir / "rollouts.jsonl").read_text().splitlines()
+    ]
     assert len(samples) == 2 * 8 * len(lines[0]), "two groups of eight in each step"
     for sample in samples:
         ids, normalised = seen[sample["prompt"] + sample["completion"]]
@@ -308,20 +362,32 @@ def test_a_run_with_another_tokenizer_encodes_anew(
     other.add_tokens(["<more>"])
     rm = save_reward_model(tmp_path / "other", tokens=other)
     models = f'[{{path = "{rm}", name = "judge"}}]'
-    outcome = placement.run_rl(None, model_settings(tmp_path, policy, models, reward__functions=None))
+    outcome = placement.run_rl(
+        None, model_settings(tmp_path, policy, models, reward__functions=None)
+    )
     assert "'judge' sees prompt and answer tokenized again" in capsys.readouterr().out
     for line in read_metrics(outcome.run_dir / "metrics.jsonl"):
-        assert line["rollouts/failed"] == 0 and line["reward/judge/applied"] == 1 and line["reward/judge/std"] > 0
+        assert (
+            line["rollouts/failed"] == 0
+            and line["reward/judge/applied"] == 1
+            and line["reward/judge/std"] > 0
+        )
 
 
 def test_a_reward_models_weights_leave_less_for_the_sampler(
     tmp_path: Path, path: Path, policy: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in ("cost.memory", "derive.sizes"):
-        monkeypatch.setattr(f"tunesmith.plan.{module}.LIBRARIES", 0)  # as much as this small GPU has
+        monkeypatch.setattr(
+            f"tunesmith.plan.{module}.LIBRARIES", 0
+        )  # as much as this small GPU has
     gpu = Gpu("a GPU", 10**9, 10**9, (9, 0))
-    machine = Hardware("a CPU", cores=4, memory_total=10**10, memory_available=10**10, bf16=True, gpus=(gpu,))
-    settings = model_settings(tmp_path, policy, f'[{{path = "{path}"}}]', rollout__max_new_tokens=400)
+    machine = Hardware(
+        "a CPU", cores=4, memory_total=10**10, memory_available=10**10, bf16=True, gpus=(gpu,)
+    )
+    settings = model_settings(
+        tmp_path, policy, f'[{{path = "{path}"}}]', rollout__max_new_tokens=400
+    )
     config = load_config(RLConfig, None, settings)
     room: list[int] = []
     for parameters in (0, 200_000_000):
@@ -333,7 +399,11 @@ def test_a_reward_models_weights_leave_less_for_the_sampler(
     )
 
 
-def test_dynamic_filtering_by_an_unbounded_score_is_refused(tmp_path: Path, path: Path, policy: Path) -> None:
-    settings = model_settings(tmp_path, policy, f'[{{path = "{path}"}}]', algorithm__dynamic_filter=True)
+def test_dynamic_filtering_by_an_unbounded_score_is_refused(
+    tmp_path: Path, path: Path, policy: Path
+) -> None:
+    settings = model_settings(
+        tmp_path, policy, f'[{{path = "{path}"}}]', algorithm__dynamic_filter=True
+    )
     with pytest.raises(ConfigError, match="every group would be kept"):
         placement.run_rl(None, settings)

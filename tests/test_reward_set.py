@@ -1,4 +1,5 @@
-"""Scoring rollouts with the user's functions: TRL's signature, typed failures, weights, the gate."""
+"""Scoring rollouts with the user's functions: TRL's signature, typed failures, weights, the
+gate."""
 # ruff: noqa: ARG001 (reward functions take what they are given)
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ from tunesmith.learn.usercode.calls import NOT_TRIED, kept_default_dtype
 from tunesmith.types import Completion, Message, Rollout, RolloutGroup, Status, Task
 
 
-def rollout(task: str = "t", prompt: str | list[Message] = "q", ids: Sequence[int] = (7, 2), **columns: Any) -> Rollout:
+def rollout(
+    task: str = "t", prompt: str | list[Message] = "q", ids: Sequence[int] = (7, 2), **columns: Any
+) -> Rollout:
     made = Rollout(Task(task, prompt, (1, 5), columns))
     made.observe((1, 5))
     made.act(Completion(list(ids), [0.0] * len(ids), [0] * len(ids), "stop"))
@@ -55,14 +58,20 @@ def reward_set(
     return with_functions(made, weights or [1.0] * len(made), timeout)
 
 
-def with_functions(functions: Sequence[RewardFunction], weights: Sequence[float], timeout: float = 60.0) -> RewardSet:
-    made = RewardSet({f.name: weight for f, weight in zip(functions, weights, strict=True)}, timeout)
+def with_functions(
+    functions: Sequence[RewardFunction], weights: Sequence[float], timeout: float = 60.0
+) -> RewardSet:
+    made = RewardSet(
+        {f.name: weight for f, weight in zip(functions, weights, strict=True)}, timeout
+    )
     for f in functions:
         made.add(f)
     return made
 
 
-def score(rewards: RewardSet, rollouts: Sequence[Rollout], texts: Sequence[str] | None = None) -> None:
+def score(
+    rewards: RewardSet, rollouts: Sequence[Rollout], texts: Sequence[str] | None = None
+) -> None:
     try:
         asyncio.run(rewards.score(rollouts, texts or ["a"] * len(rollouts)))
     finally:
@@ -107,7 +116,14 @@ def test_gets_what_trl_gives() -> None:
         rollout(ids=(8,), answer="5", prompt="a"),
     ]
     score(rewards, rollouts, ["four", "five"])
-    reserved = {"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"}
+    reserved = {
+        "prompts",
+        "completions",
+        "completion_ids",
+        "trainer_state",
+        "log_extra",
+        "log_metric",
+    }
     assert set(seen) == reserved | {"answer", "prompt_extra"}
     assert seen["prompts"] == ["a", "a"]
     assert seen["completions"] == ["four", "five"]
@@ -183,7 +199,12 @@ def test_weighted_sum_over_the_rewards_that_apply() -> None:
     four = [rollout() for _ in range(4)]
     score(reward_set(a, b, watched, weights=[2.0, -1.0, 0.0]), four)
     assert [r.reward for r in four] == [1.5, -0.5, None, None]
-    assert [r.status for r in four] == [Status.OK, Status.OK, Status.REWARD_FAILED, Status.REWARD_FAILED]
+    assert [r.status for r in four] == [
+        Status.OK,
+        Status.OK,
+        Status.REWARD_FAILED,
+        Status.REWARD_FAILED,
+    ]
     assert four[0].rewards == {"a": 1.0, "b": 0.5, "watched": 9.0}
     assert "no reward function applies" in str(four[3].error)
 
@@ -210,10 +231,15 @@ def test_what_an_environment_pays_is_a_reward_by_itself(weight: float, value: fl
     two[0].reward, two[1].reward = 1.0, 0.0
     rewards = reward_set(f, weights=[weight])
     score(rewards, two)
-    assert [r.rewards for r in two] == [{"f": value, "environment": 1.0}, {"f": value, "environment": 0.0}]
+    assert [r.rewards for r in two] == [
+        {"f": value, "environment": 1.0},
+        {"f": value, "environment": 0.0},
+    ]
     group = RolloutGroup(two[0].task, two)
     assert DynamicFilter().split([group], rewards.weights) == ([group], [])
-    first, second = GDPO()([Outcome(0, r.reward or 0.0, r.num_sampled, r.rewards) for r in group.usable]).advantages
+    first, second = GDPO()(
+        [Outcome(0, r.reward or 0.0, r.num_sampled, r.rewards) for r in group.usable]
+    ).advantages
     assert first.min() > 0 > second.max()
 
 
@@ -282,7 +308,9 @@ def test_unusable_output_fails_the_call(output: object, words: str) -> None:
         assert words in str(r.error) and "'rewards.py:f'" in str(r.error)
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), "1.0", [1.0], 10**400])
+@pytest.mark.parametrize(
+    "value", [float("nan"), float("inf"), -float("inf"), "1.0", [1.0], 10**400]
+)
 def test_an_unusable_item_fails_its_rollout_only(value: object) -> None:
     def f(completions: list[str]) -> list[object]:
         return [True, value, 0]
@@ -337,7 +365,9 @@ def test_a_hanging_call_fails_in_time_and_the_next_one_works(begun: list[int]) -
     rewards.close()
 
 
-def test_after_three_overruns_waiting_calls_fail_untried_and_later_ones_are_tried(begun: list[int]) -> None:
+def test_after_three_overruns_waiting_calls_fail_untried_and_later_ones_are_tried(
+    begun: list[int],
+) -> None:
     release = threading.Event()
 
     def hangs(completions: list[str]) -> list[float]:
@@ -386,7 +416,9 @@ def test_plain_functions_run_one_at_a_time() -> None:
     assert most == [1]
 
 
-def test_async_overruns_are_cancelled_and_others_go_on(begun: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_async_overruns_are_cancelled_and_others_go_on(
+    begun: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(user_calls, "ANSWER_SECONDS", 60.0)
     cancelled = threading.Event()
 
@@ -484,7 +516,12 @@ def test_the_process_ends_although_a_reward_hangs(tmp_path: Path) -> None:
         print(one.status.value)
     """)
     done = subprocess.run(
-        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=600, check=True
+        [sys.executable, "-c", program],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=True,
     )
     assert (done.stdout.strip(), done.stderr) == ("timed_out", "")
 
@@ -558,10 +595,14 @@ def test_answers_the_builtins_cannot_use_are_refused_by_task() -> None:
     played = [mixture[0], replace(mixture[1], environment="guess")]
     with_functions([function], [1.0]).check_tasks(played)
     with pytest.raises(DataError, match="task two"):
-        with_functions([function], [1.0]).check_tasks([mixture[0], replace(mixture[1], environment="tools")])
+        with_functions([function], [1.0]).check_tasks(
+            [mixture[0], replace(mixture[1], environment="tools")]
+        )
 
 
-def test_a_call_that_another_one_blocked_fails_by_a_deadline(begun: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_that_another_one_blocked_fails_by_a_deadline(
+    begun: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(user_calls, "ANSWER_SECONDS", 0.0)
     blocked, released = threading.Event(), threading.Event()
 
@@ -588,10 +629,15 @@ def test_a_call_that_another_one_blocked_fails_by_a_deadline(begun: list[int], m
     asyncio.run(both())
     rewards.close()
     assert blocking.status is Status.TIMED_OUT and "blocks its event loop" in str(blocking.error)
-    assert innocent.status is Status.TIMED_OUT and "another call blocked its event loop" in str(innocent.error)
+    assert innocent.status is Status.TIMED_OUT and "another call blocked its event loop" in str(
+        innocent.error
+    )
 
 
-RAN, POINTLESS = "did not return within 2 s", f"{NOT_TRIED}, because the last 3 calls ran for more than 2 s"
+RAN, POINTLESS = (
+    "did not return within 2 s",
+    f"{NOT_TRIED}, because the last 3 calls ran for more than 2 s",
+)
 
 
 def failed(status: Status, error: str = "why") -> Rollout:
@@ -606,14 +652,19 @@ def test_gate_stops_above_the_share_only() -> None:
     check_failed(good, 0.1)
     check_failed([*good, failed(Status.REWARD_FAILED)], 0.1)
     with pytest.raises(RewardError) as error:
-        check_failed([*good, failed(Status.REWARD_FAILED, "Traceback: boom"), failed(Status.TIMED_OUT)], 0.1)
+        check_failed(
+            [*good, failed(Status.REWARD_FAILED, "Traceback: boom"), failed(Status.TIMED_OUT)], 0.1
+        )
     message = str(error.value)
     assert "2 of 11 rollouts failed (1 reward_failed, 1 timed_out): 18%" in message
     assert "Traceback: boom" in message
 
 
 def test_gate_shows_a_rollout_that_was_tried() -> None:
-    tried, pointless = (failed(Status.TIMED_OUT, f"the reward 'f' {how} (reward.timeout)") for how in (RAN, POINTLESS))
+    tried, pointless = (
+        failed(Status.TIMED_OUT, f"the reward 'f' {how} (reward.timeout)")
+        for how in (RAN, POINTLESS)
+    )
     for rollouts in ([pointless, tried, pointless], [pointless]):
         with pytest.raises(RewardError) as error:
             check_failed(rollouts, 0.0)
@@ -658,7 +709,11 @@ def test_whatever_a_reward_logs_is_kept_as_plain_data() -> None:
     score(rewards, rollouts)
     assert [r.status for r in rollouts] == [Status.OK] * 5
     seen = [r.metrics.get("seen", r.notes.get("seen")) for r in rollouts]
-    assert seen[:3] == [[1, 3], 0.5, [0, 1]] and str(seen[3]).startswith("<object") and seen[4] == "a\\udc80"
+    assert (
+        seen[:3] == [[1, 3], 0.5, [0, 1]]
+        and str(seen[3]).startswith("<object")
+        and seen[4] == "a\\udc80"
+    )
     assert "logged/odd" in rewards.metrics(rollouts)
 
 
@@ -669,7 +724,9 @@ def test_huge_rewards_are_refused(value: float) -> None:
 
     two = [rollout(), rollout()]
     score(reward_set(f), two)
-    assert [r.status for r in two] == [Status.REWARD_FAILED, Status.OK] and "1e+15" in str(two[0].error)
+    assert [r.status for r in two] == [Status.REWARD_FAILED, Status.OK] and "1e+15" in str(
+        two[0].error
+    )
     heavy = [rollout(), rollout()]
     score(reward_set(f, weights=[1e300]), heavy)
     assert [r.status for r in heavy] == [Status.REWARD_FAILED] * 2
@@ -690,7 +747,8 @@ def test_trainer_state_has_what_transformers_has(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("argument", "instead"), [("completion", "completions"), ("prompt", "prompts"), ("queries", "prompts")]
+    ("argument", "instead"),
+    [("completion", "completions"), ("prompt", "prompts"), ("queries", "prompts")],
 )
 def test_arguments_of_other_frameworks_are_named(argument: str, instead: str) -> None:
     scope: dict[str, Any] = {}
@@ -702,16 +760,24 @@ def test_arguments_of_other_frameworks_are_named(argument: str, instead: str) ->
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("nested", [False, True])
 def test_a_function_of_verl_runs_as_it_is(asynchronous: bool, nested: bool) -> None:
-    def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> Any:
+    def compute_score(
+        data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None
+    ) -> Any:
         assert data_source == "gsm8k" and extra_info == {"split": "train"}
         right = solution_str == ground_truth
         return {"score": float(right), "acc": right, "pred": solution_str} if right else 0.0
 
-    async def later(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> Any:
+    async def later(
+        data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None
+    ) -> Any:
         return compute_score(data_source, solution_str, ground_truth, extra_info)
 
     made = user_reward("score", "verl.py:score", later if asynchronous else compute_score)
-    gold: Any = {"reward_model": {"style": "rule", "ground_truth": "4"}} if nested else {"ground_truth": "4"}
+    gold: Any = (
+        {"reward_model": {"style": "rule", "ground_truth": "4"}}
+        if nested
+        else {"ground_truth": "4"}
+    )
     two = [rollout(data_source="gsm8k", extra_info={"split": "train"}, **gold) for _ in range(2)]
     rewards = with_functions([made], [1.0])
     rewards.check_tasks([r.task for r in two])
@@ -726,7 +792,12 @@ def test_the_reward_of_the_readme_reads_the_last_number() -> None:
     scope: dict[str, Any] = {}
     (code,) = [b.text for b in blocks_of(ROOT / "README.md") if "def right_number" in b.text]
     exec(code, scope)
-    cases = [("The answer is 25", "5", 0.0), ("391.", "391", 1.0), ("so 1,391", "1391", 1.0), ("none", "5", 0.0)]
+    cases = [
+        ("The answer is 25", "5", 0.0),
+        ("391.", "391", 1.0),
+        ("so 1,391", "1391", 1.0),
+        ("none", "5", 0.0),
+    ]
     texts, golds, expected = zip(*cases, strict=True)
     assert scope["right_number"](completions=list(texts), answer=list(golds)) == list(expected)
 

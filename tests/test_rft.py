@@ -50,7 +50,8 @@ def files(folder: Path) -> None:
 
 
 def said(folder: Path, model: Path, *overrides: str) -> list[str]:
-    """A reward of which most untrained answers reach the low threshold; ends anywhere, because ';' is so frequent."""
+    """A reward of which most untrained answers reach the low threshold; ends anywhere, because ';'
+    is so frequent."""
     if not (folder / "train.jsonl").exists():
         files(folder)
     return [
@@ -73,12 +74,23 @@ def resolved(*overrides: str) -> Any:
 
 
 def test_profiles_are_those_of_the_guide_and_give_way_to_what_is_said() -> None:
-    shared = {"train.epochs": 3.0, "monitor.every": 50, "sampling.n": 15, "sampling.temperature": 0.7}
+    shared = {
+        "train.epochs": 3.0,
+        "monitor.every": 50,
+        "sampling.n": 15,
+        "sampling.temperature": 0.7,
+    }
     tuned = {"train.batch_size": 64, "train.schedule": "cosine", "checkpoint.keep": 1}
     for name, expected in {
         "conservative": {**shared, "train.batch_size": 32, "system.gradient_checkpointing": True},
         "balanced": {**shared, **tuned, "system.gradient_checkpointing": False},
-        "aggressive": {**shared, **tuned, "train.epochs": 2.0, "sampling.n": 12, "sampling.temperature": 0.5},
+        "aggressive": {
+            **shared,
+            **tuned,
+            "train.epochs": 2.0,
+            "sampling.n": 12,
+            "sampling.temperature": 0.5,
+        },
     }.items():
         found = settings(resolved(f"rft.profile={name}").config)
         assert {key: found[key] for key in expected} == expected
@@ -160,7 +172,11 @@ def test_tools_that_the_data_names_as_text_stay_with_worked_examples(tmp_path: P
     shots = read_shots(tmp_path / "shots.jsonl")
     tasks = [Task("t", "4+4=", (1,), {"tools": said}) for said in (tools, json.dumps(tools))]
     shown = [tokenizer.decode(with_shots(task, encoder, shots, None).prompt_ids) for task in tasks]
-    assert shown[0] == shown[1] and '"add"' in shown[0] and "<user>3+3=<assistant>6<user>4+4=<assistant>" in shown[0]
+    assert (
+        shown[0] == shown[1]
+        and '"add"' in shown[0]
+        and "<user>3+3=<assistant>6<user>4+4=<assistant>" in shown[0]
+    )
 
 
 def test_a_worked_example_without_an_answer_is_refused(tmp_path: Path) -> None:
@@ -178,7 +194,9 @@ def test_training_on_other_prompt_tokens_than_are_asked_is_refused(tmp_path: Pat
 
 
 @pytest.mark.parametrize("talk", [False, True])
-def test_a_question_is_templated_once_in_training_as_when_it_is_asked(tmp_path: Path, talk: bool) -> None:
+def test_a_question_is_templated_once_in_training_as_when_it_is_asked(
+    tmp_path: Path, talk: bool
+) -> None:
     tokenizer: Any = tiny.tokenizer()
     asked = [{"role": "user", "content": "1+1="}] if talk else "1+1="
     write_lines(tmp_path / "in.jsonl", [{"prompt": asked}])
@@ -186,9 +204,15 @@ def test_a_question_is_templated_once_in_training_as_when_it_is_asked(tmp_path: 
     tasks = load_tasks(section, section.train, tokenizer).items
 
     def learned(prompt: Any) -> list[Sample]:
-        path = write_lines(tmp_path / "train.jsonl", [{"task": 0, "prompt": prompt, "completion": "2"}])
+        path = write_lines(
+            tmp_path / "train.jsonl", [{"task": 0, "prompt": prompt, "completion": "2"}]
+        )
         data = DataSection(
-            train=str(path), prompt="prompt", completion="completion", chat=True, system_prompt="Be brief."
+            train=str(path),
+            prompt="prompt",
+            completion="completion",
+            chat=True,
+            system_prompt="Be brief.",
         )
         return load_samples(data, data.train, tokenizer).items
 
@@ -196,24 +220,38 @@ def test_a_question_is_templated_once_in_training_as_when_it_is_asked(tmp_path: 
     check_prompts(tmp_path / "train.jsonl", samples, tasks)
     assert tokenizer.decode(samples[0].token_ids).count("<|im_start|>assistant") == 1
     with pytest.raises(DataError, match="chat template"):
-        check_prompts(tmp_path / "train.jsonl", learned(tokenizer.decode(tasks[0].prompt_ids)), tasks)
+        check_prompts(
+            tmp_path / "train.jsonl", learned(tokenizer.decode(tasks[0].prompt_ids)), tasks
+        )
 
 
 @pytest.mark.slow
 def test_a_whole_run_of_two_rounds_and_again_changes_nothing(
     tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    more = ["rft.rounds=2", "rft.start=last", f"rft.few_shot={tmp_path / 'shots.jsonl'}", "rft.few_shot_separator=;"]
+    more = [
+        "rft.rounds=2",
+        "rft.start=last",
+        f"rft.few_shot={tmp_path / 'shots.jsonl'}",
+        "rft.few_shot_separator=;",
+    ]
     done = rft("run", tmp_path, model, *more)
     shown = capsys.readouterr().out
     assert shown.count("\ntrain.batch_size ") == 2, "of the run and of the first round's training"
     assert "round-1 sampling: completions 48/48" in shown and "step 0/" not in shown
-    evaluations = [read_json(done.run_dir / name / "evaluation.json") for name in ("base", "round-1")]
+    evaluations = [
+        read_json(done.run_dir / name / "evaluation.json") for name in ("base", "round-1")
+    ]
     assert [shares["few_shot"] for shares in evaluations] == [True, False]
-    assert list(done.evaluations) == ["base", "round-1", "round-2"] and list(done.yields) == ["round-1", "round-2"]
+    assert list(done.evaluations) == ["base", "round-1", "round-2"] and list(done.yields) == [
+        "round-1",
+        "round-2",
+    ]
     assert done.model and (done.model / "config.json").is_file() and "round-2" in str(done.model)
     learned = list(read_lines(tmp_path / "run" / "round-1" / "train.jsonl"))
-    assert {line["prompt"] for line in learned} <= {s["prompt"] for s in sums(12)}, "no worked example in training"
+    assert {line["prompt"] for line in learned} <= {s["prompt"] for s in sums(12)}, (
+        "no worked example in training"
+    )
     assert not any(";" in line["completion"] for line in learned)
     second = (tmp_path / "run" / "round-2" / "sft.toml").read_text()
     assert "round-1/sft/checkpoints" in second
@@ -226,21 +264,29 @@ def test_a_whole_run_of_two_rounds_and_again_changes_nothing(
     }  # fmt: skip
     assert took["base"]["seconds/evaluation"] > 0 and "seconds/sampling" not in took["base"]
     assert took["base"]["kv_peak"] > 0 and 0 < took["round-2"]["kv_used"] <= 1
-    assert took["total"]["memory/host_peak"] == max(took[part]["memory/host_peak"] for part in list(took)[2:])
+    assert took["total"]["memory/host_peak"] == max(
+        took[part]["memory/host_peak"] for part in list(took)[2:]
+    )
     assert done.usage == took["total"] and done.earlier == 0
     before = {p: p.read_bytes() for p in (tmp_path / "run").rglob("*.jsonl")}
     again = rft("run", tmp_path, model, *more)
     assert again == done
     assert {p: p.read_bytes() for p in (tmp_path / "run").rglob("*.jsonl")} == before
     assert again.earlier == pytest.approx(sum(seconds_of(done.usage).values()))
-    assert sum(seconds_of(again.usage).values()) > again.earlier, "what an earlier call took is added"
-    assert 1.0 <= again.usage["seconds/training"] / done.usage["seconds/training"] < 1.5, "nothing was trained again"
+    assert sum(seconds_of(again.usage).values()) > again.earlier, (
+        "what an earlier call took is added"
+    )
+    assert 1.0 <= again.usage["seconds/training"] / done.usage["seconds/training"] < 1.5, (
+        "nothing was trained again"
+    )
     with pytest.raises(ConfigError, match=r"all 2 rounds.*are trained"):
         rft("generate", tmp_path, model, *more)
 
 
 @pytest.mark.slow
-def test_the_steps_one_by_one_end_where_a_run_ends_even_when_cut_off(tmp_path: Path, model: Path) -> None:
+def test_the_steps_one_by_one_end_where_a_run_ends_even_when_cut_off(
+    tmp_path: Path, model: Path
+) -> None:
     with pytest.raises(ConfigError, match="tunesmith rft generate"):
         rft("train", tmp_path, model)
     rft("generate", tmp_path, model)
@@ -253,14 +299,22 @@ def test_the_steps_one_by_one_end_where_a_run_ends_even_when_cut_off(tmp_path: P
         rft("generate", tmp_path, model, "sampling.n=5")
     rft("train", tmp_path, model)
     done = rft("evaluate", tmp_path, model)
-    assert {"sampling", "training", "evaluation", "setup"} == set(seconds_of(done.usage)), "of all calls"
+    assert {"sampling", "training", "evaluation", "setup"} == set(seconds_of(done.usage)), (
+        "of all calls"
+    )
     assert list(done.evaluations) == ["round-1"]
-    fewer = rft("evaluate", tmp_path, model, "sampling.n=5", "sampling.seed=9", "eval.max_prompts=3")
-    assert fewer.evaluations["round-1"]["questions"] == 3, "greedy answers do not depend on how samples are drawn"
+    fewer = rft(
+        "evaluate", tmp_path, model, "sampling.n=5", "sampling.seed=9", "eval.max_prompts=3"
+    )
+    assert fewer.evaluations["round-1"]["questions"] == 3, (
+        "greedy answers do not depend on how samples are drawn"
+    )
     assert rft("evaluate", tmp_path, model) == done
     straight = tmp_path / "straight"
     straight.mkdir()
-    other = rft("run", straight, model, f"data.train={tmp_path / 'train.jsonl'}", "eval.at_start=false")
+    other = rft(
+        "run", straight, model, f"data.train={tmp_path / 'train.jsonl'}", "eval.at_start=false"
+    )
     assert (straight / "run" / "round-1" / "samples.jsonl").read_bytes() == whole
     assert other.evaluations == done.evaluations
 
@@ -288,10 +342,24 @@ def test_the_training_of_a_round_shows_as_said_only_what_was_said(
     rft("train", tmp_path, model, "monitor.run_name=mine")
     shown = capsys.readouterr().out
     training = shown[shown.index("round-1/train.jsonl") :].splitlines()
-    reasons = {line.split()[0]: line.partition("  ")[2].strip() for line in training if "." in line.split("  ")[0]}
+    reasons = {
+        line.split()[0]: line.partition("  ")[2].strip()
+        for line in training
+        if "." in line.split("  ")[0]
+    }
     as_said = {key for key, rest in reasons.items() if rest.endswith("as you said")}
-    assert as_said == {"model.path", "model.dtype", "data.chat", "train.epochs", "train.lr", "system.threads"}
-    assert "lowered from 64" in reasons["train.batch_size"] and "profile balanced" in reasons["checkpoint.keep"]
+    assert as_said == {
+        "model.path",
+        "model.dtype",
+        "data.chat",
+        "train.epochs",
+        "train.lr",
+        "system.threads",
+    }
+    assert (
+        "lowered from 64" in reasons["train.batch_size"]
+        and "profile balanced" in reasons["checkpoint.keep"]
+    )
     assert reasons["train.warmup_steps"].endswith("no more than a tenth of 1 steps")
     for key in ("data.train", "data.prompt", "monitor.run_name", "checkpoint.resume"):
         assert reasons[key].endswith("round 1 of tunesmith rft")
@@ -300,15 +368,29 @@ def test_the_training_of_a_round_shows_as_said_only_what_was_said(
 
 
 @pytest.mark.slow
-def test_a_compiling_sampler_and_the_system_of_a_profile_go_into_the_training(tmp_path: Path, model: Path) -> None:
-    done = rft("run", tmp_path, model, "system.compile=true", "rft.profile=conservative", "eval.at_start=false")
+def test_a_compiling_sampler_and_the_system_of_a_profile_go_into_the_training(
+    tmp_path: Path, model: Path
+) -> None:
+    done = rft(
+        "run",
+        tmp_path,
+        model,
+        "system.compile=true",
+        "rft.profile=conservative",
+        "eval.at_start=false",
+    )
     written = tomllib.loads((done.run_dir / "round-1" / "sft.toml").read_text())
-    assert written["system"] == {"threads": 1, "gradient_checkpointing": True} and done.model is not None
+    assert (
+        written["system"] == {"threads": 1, "gradient_checkpointing": True}
+        and done.model is not None
+    )
 
 
 def test_evaluation_needs_questions(tmp_path: Path, model: Path) -> None:
     with pytest.raises(ConfigError, match=r"data\.eval is missing"):
-        run_rft("evaluate", None, [s for s in said(tmp_path, model) if not s.startswith("data.eval")])
+        run_rft(
+            "evaluate", None, [s for s in said(tmp_path, model) if not s.startswith("data.eval")]
+        )
 
 
 def test_unit_conversion_splits_share_no_question_and_answers_are_right(tmp_path: Path) -> None:
@@ -316,7 +398,9 @@ def test_unit_conversion_splits_share_no_question_and_answers_are_right(tmp_path
     from decimal import Decimal
 
     write(tmp_path, seed=3, train=300, val=50, test=50)
-    splits = {name: list(read_lines(tmp_path / f"{name}.jsonl")) for name in ("train", "val", "test")}
+    splits = {
+        name: list(read_lines(tmp_path / f"{name}.jsonl")) for name in ("train", "val", "test")
+    }
     assert [len(part) for part in splits.values()] == [300, 50, 50]
 
     def conversion(prompt: str) -> tuple[str, str, str]:
@@ -333,7 +417,9 @@ def test_unit_conversion_splits_share_no_question_and_answers_are_right(tmp_path
         assert found and found[1] == one.answer
         value, factor, answer = re.findall(r"(\S+) \* (\S+) = (\S+)\.", one.worked)[0]
         assert Decimal(value) * Decimal(factor) == Decimal(answer)
-    assert all(line["completion"].endswith("</answer>") for line in read_lines(tmp_path / "few_shot.jsonl"))
+    assert all(
+        line["completion"].endswith("</answer>") for line in read_lines(tmp_path / "few_shot.jsonl")
+    )
     with pytest.raises(ValueError, match="questions were asked for"):
         questions(0, 10**6)
 
@@ -345,31 +431,46 @@ def test_another_model_answers_and_this_one_learns(tmp_path: Path, model: Path) 
     other = tiny.save_model(tmp_path / "other", seed=5, hidden_size=48)
     alone = rft("generate", tmp_path, other, f"run_dir={tmp_path / 'alone'}")
     done = rft("run", tmp_path, model, f"rft.sampler={other}")
-    answers = [(d / "round-1" / "samples.jsonl").read_bytes() for d in (alone.run_dir, done.run_dir)]
+    answers = [
+        (d / "round-1" / "samples.jsonl").read_bytes() for d in (alone.run_dir, done.run_dir)
+    ]
     assert answers[0] == answers[1] and done.model is not None
     assert json.loads((done.model / "config.json").read_text())["hidden_size"] == 32
     assert 'path = "' + str(model) in (done.run_dir / "round-1" / "sft.toml").read_text()
 
 
 @pytest.mark.slow
-def test_the_same_answers_are_trained_on_again_with_other_settings(tmp_path: Path, model: Path) -> None:
+def test_the_same_answers_are_trained_on_again_with_other_settings(
+    tmp_path: Path, model: Path
+) -> None:
     first = rft("run", tmp_path, model, "eval.at_start=false")
     answers = first.run_dir / "round-1" / "samples.jsonl"
-    settings = [s for s in said(tmp_path, model) if not s.startswith("sampling.n") and "stop_token" not in s]
+    settings = [
+        s for s in said(tmp_path, model) if not s.startswith("sampling.n") and "stop_token" not in s
+    ]
     again = run_rft(
-        "train", None, [*settings, f"run_dir={tmp_path / 'again'}", f"rft.answers={answers}", "rft.select=first"]
+        "train",
+        None,
+        [*settings, f"run_dir={tmp_path / 'again'}", f"rft.answers={answers}", "rft.select=first"],
     )
     assert (again.run_dir / "round-1" / "samples.jsonl").read_bytes() == answers.read_bytes()
-    assert 0 < again.yields["round-1"]["kept"] < first.yields["round-1"]["kept"] and again.model is not None
+    assert (
+        0 < again.yields["round-1"]["kept"] < first.yields["round-1"]["kept"]
+        and again.model is not None
+    )
     write_lines(tmp_path / "train.jsonl", sums(12, 7))
     with pytest.raises(DataError, match=r"samples\.jsonl:1 "):
-        run_rft("train", None, [*settings, f"run_dir={tmp_path / 'third'}", f"rft.answers={answers}"])
+        run_rft(
+            "train", None, [*settings, f"run_dir={tmp_path / 'third'}", f"rft.answers={answers}"]
+        )
 
 
 @pytest.mark.parametrize(
     ("before", "after", "fell"), [((0.5, 0.7), (0.1, 0.4), True), ((0.5, 0.7), (0.4, 0.55), False)]
 )
-def test_a_fall_is_told_from_chance(before: tuple[float, float], after: tuple[float, float], fell: bool) -> None:
+def test_a_fall_is_told_from_chance(
+    before: tuple[float, float], after: tuple[float, float], fell: bool
+) -> None:
     from tunesmith.run.offline.rounds import fallen
 
     assert fallen({"accuracy": [0.6, *before]}, {"accuracy": [0.3, *after]}) is fell

@@ -1,4 +1,5 @@
-"""PPO's critic, of its own or on the policy's trunk: what it learns, what it freezes, that nothing is lost."""
+"""PPO's critic, of its own or on the policy's trunk: what it learns, what it freezes, that nothing
+is lost."""
 
 from __future__ import annotations
 
@@ -20,7 +21,11 @@ from tiny import save_model
 from tiny_runs import rl_settings, same_tensors, sums, tensors, untimed, write_lines
 from training import Grads, difference, learner_of
 from tunesmith.errors import CheckpointError, ConfigError, RewardError
-from tunesmith.learn.algorithms.objective import ActorCriticObjective, ValueObjective, policy_objective
+from tunesmith.learn.algorithms.objective import (
+    ActorCriticObjective,
+    ValueObjective,
+    policy_objective,
+)
 from tunesmith.learn.data.batch import Batch, Floats
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.models.score_model import ScoreModel, whole_sequence
@@ -43,7 +48,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(tmp_path_factory.mktemp("model"))
 
 
-def rl(folder: Path, model: Path, run: str = "run", *more: str, **changed: Any) -> tuple[Path, list[dict[str, Any]]]:
+def rl(
+    folder: Path, model: Path, run: str = "run", *more: str, **changed: Any
+) -> tuple[Path, list[dict[str, Any]]]:
     outcome = placement.run_rl(None, [*rl_settings(folder, model, run, **changed), *more])
     return outcome.checkpoint.parent, read_metrics(outcome.run_dir / "metrics.jsonl")
 
@@ -65,14 +72,18 @@ def test_how_much_a_critic_explains() -> None:
 
     found = value_metrics(batch([1.0, 2.0, 3.0], [1.0, 2.5, 2.5]))
     errors = np.array([0.0, -0.5, 0.5])
-    assert found == {"returns": 2.0, "value_explained": pytest.approx(1 - errors.var() / np.array([1, 2, 3]).var())}
+    assert found == {
+        "returns": 2.0,
+        "value_explained": pytest.approx(1 - errors.var() / np.array([1, 2, 3]).var()),
+    }
     assert value_metrics(batch([1.0, 2.0], [1.0, 2.0]))["value_explained"] == 1
     assert value_metrics(batch([1.0, 2.0], [7.0, 7.0]))["value_explained"] == 0
     assert value_metrics(batch([2.0, 2.0], [1.0, 0.0])) == {"returns": 2.0}
 
 
 def valued(seed: int = 0, groups: int = 4, size: int = 3) -> Batch:
-    """Groups of completions with every column that PPO's two losses read; some tokens the policy did not write."""
+    """Groups of completions with every column that PPO's two losses read; some tokens the policy
+    did not write."""
     rng = np.random.default_rng(seed)
     found: list[Sample] = []
     for group in range(groups):
@@ -82,7 +93,12 @@ def valued(seed: int = 0, groups: int = 4, size: int = 3) -> Batch:
             mask = [False] * len(prompt) + [True, False] + [True] * (n - 2)
             found.append(Sample(prompt + rng.integers(5, 260, n).tolist(), mask, group))
     batch = Batch.of(found)
-    for name, at in {"advantages": 0.0, "returns": 0.5, "old_values": 0.3, "old_logprobs": -5.0}.items():
+    for name, at in {
+        "advantages": 0.0,
+        "returns": 0.5,
+        "old_values": 0.3,
+        "old_logprobs": -5.0,
+    }.items():
         batch.add(name, rng.normal(at, 0.7, batch.num_predictions))
     return batch
 
@@ -128,7 +144,12 @@ def test_the_gradient_is_the_same_however_the_batch_is_cut(model: Path, shared: 
     whole = gradient(backend, batch, objective)
     for cut in ((60, True), (21, False), (4096, False)):
         assert difference(gradient(backend, batch, objective, *cut), whole) < 1e-10
-    assert difference(gradient(backend, batch.take(range(batch.num_samples)[::-1]), objective, 60), whole) < 1e-10
+    assert (
+        difference(
+            gradient(backend, batch.take(range(batch.num_samples)[::-1]), objective, 60), whole
+        )
+        < 1e-10
+    )
 
 
 @pytest.mark.usefixtures("float64")
@@ -147,36 +168,53 @@ def test_the_head_learns_at_its_own_rate(model: Path) -> None:
     head = torch.nn.Linear(32, 1, bias=False)
     predict = partial(CausalLM.predict, value_head=head)
     backend = TorchBackend(
-        CausalLM.load(model), AdamWSettings(weight_decay=0.5), predict, value_head=head, head_lr_ratio=10.0
+        CausalLM.load(model),
+        AdamWSettings(weight_decay=0.5),
+        predict,
+        value_head=head,
+        head_lr_ratio=10.0,
     )
     before = {name: p.detach().clone() for name, p in backend.optimizer.parameters.items()}
     learner(backend).update(valued(), ActorCriticObjective(POLICY, None, 1.0))
-    moved = {name: float((p.detach() - before[name]).abs().max()) for name, p in backend.optimizer.parameters.items()}
-    assert moved.pop("value_head.weight") == pytest.approx(0.1, rel=1e-3), "Adam's first step is the learning rate"
+    moved = {
+        name: float((p.detach() - before[name]).abs().max())
+        for name, p in backend.optimizer.parameters.items()
+    }
+    assert moved.pop("value_head.weight") == pytest.approx(0.1, rel=1e-3), (
+        "Adam's first step is the learning rate"
+    )
     assert max(moved.values()) < 0.02
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [pytest.param(OWN, id="own"), pytest.param(SHARED, id="shared")])
-def test_the_critic_learns_what_the_states_are_worth(tmp_path: Path, model: Path, kind: dict[str, Any]) -> None:
+def test_the_critic_learns_what_the_states_are_worth(
+    tmp_path: Path, model: Path, kind: dict[str, Any]
+) -> None:
     _, lines = rl(
         tmp_path, model, **kind, train__steps=8 if kind is OWN else 20, train__lr=1e-5, critic__lr=1e-2,
         algorithm__advantage__gae_lambda=1.0, rollout__prompts_per_step=12, rollout__group_size=8,
     )  # fmt: skip
-    assert {"value", "value_loss", "value_error", "returns", "value_explained", "ref_kl"} <= lines[0].keys()
+    assert {"value", "value_loss", "value_error", "returns", "value_explained", "ref_kl"} <= lines[
+        0
+    ].keys()
     assert lines[0]["value_error"] == pytest.approx(lines[0]["value_loss"] * 2)
     assert np.mean([line["value_error"] for line in lines[-4:]]) < 0.7 * lines[0]["value_error"]
     assert abs(lines[-1]["value"] - lines[-1]["returns"]) < 0.15 < lines[0]["returns"]
     assert ("critic/lr" in lines[0]) == (kind is OWN)
 
 
-def test_the_actor_is_frozen_for_exactly_as_many_steps_as_was_said(tmp_path: Path, model: Path) -> None:
+def test_the_actor_is_frozen_for_exactly_as_many_steps_as_was_said(
+    tmp_path: Path, model: Path
+) -> None:
     checkpoint, lines = rl(
         tmp_path, model, **OWN, critic__freeze_actor_steps=2, train__steps=3, checkpoint__every=1,
         checkpoint__keep=3, train__passes_per_batch=2,
     )  # fmt: skip
     at = [weights(checkpoint.with_name(f"step-{step:06d}") / "model") for step in (1, 2, 3)]
-    critics = [weights(checkpoint.with_name(f"step-{step:06d}") / "critic/model") for step in (1, 2, 3)]
+    critics = [
+        weights(checkpoint.with_name(f"step-{step:06d}") / "critic/model") for step in (1, 2, 3)
+    ]
     assert same(at[0], weights(model)) and same(at[1], at[0]) and not same(at[2], at[1])
     assert not same(critics[0], critics[1]) and not same(critics[1], critics[2])
     assert [line["optimizer_steps"] for line in lines] == [0, 0, 2]
@@ -193,20 +231,36 @@ def test_the_critic_has_its_own_schedule_and_passes(tmp_path: Path, model: Path)
     assert [line["optimizer_steps"] for line in lines] == [2] * 4
     assert [line["lr"] for line in lines] == [1e-2] * 4
     rates = [5e-4, 1e-3, *(1e-3 * (1 - k / 14) for k in range(14))]
-    assert [line["critic/lr"] for line in lines] == pytest.approx([np.mean(rates[i : i + 4]) for i in range(0, 16, 4)])
+    assert [line["critic/lr"] for line in lines] == pytest.approx(
+        [np.mean(rates[i : i + 4]) for i in range(0, 16, 4)]
+    )
 
 
 @pytest.mark.parametrize("kind", [OWN, SHARED], ids=["own", "shared"])
-def test_a_step_does_not_depend_on_the_micro_batches(tmp_path: Path, model: Path, kind: dict[str, Any]) -> None:
+def test_a_step_does_not_depend_on_the_micro_batches(
+    tmp_path: Path, model: Path, kind: dict[str, Any]
+) -> None:
     more = {"train__steps": 1, "train__lr": 1e-3, "train__passes_per_batch": 2, **kind}
     whole, first = rl(tmp_path, model, "whole", **more)
-    cut, second = rl(tmp_path, model, "cut", **more, system__max_tokens_per_microbatch=20, system__share_prompts=False)
+    cut, second = rl(
+        tmp_path,
+        model,
+        "cut",
+        **more,
+        system__max_tokens_per_microbatch=20,
+        system__share_prompts=False,
+    )
     assert second[0]["microbatches"] > 4 * first[0]["microbatches"]
     a, b = tensors(whole), tensors(cut)
-    names = [name for name in a if name.split("/")[-1].startswith(("lm_head", "model.", "score", "weight"))]
+    names = [
+        name
+        for name in a
+        if name.split("/")[-1].startswith(("lm_head", "model.", "score", "weight"))
+    ]
     assert a.keys() == b.keys() and len(names) > 10
     for name in names:
-        # Adam's first steps have the size of the learning rate, whatever the gradient's: compare on that scale.
+        # Adam's first steps have the size of the learning rate, whatever the gradient's: compare on
+        # that scale.
         close = (a[name] - b[name]).abs() < 1e-4
         assert close.float().mean() > 0.99, name
     for key in ("value_loss", "policy_loss", "value_explained", "returns"):
@@ -219,7 +273,11 @@ CASES: list[tuple[str, dict[str, Any], str]] = [
     ("shared", {**SHARED, "train__passes_per_batch": 2, "train__batch_size": 8}, "float32"),
     ("shared", SHARED, "bfloat16"),
     ("averaged", {"train__ema_decay": 0.8, "eval__use_ema": True, "eval__every": 1}, "bfloat16"),
-    ("averaged", {**OWN, "train__ema_decay": 0.8, "eval__use_ema": True, "eval__every": 1}, "float32"),
+    (
+        "averaged",
+        {**OWN, "train__ema_decay": 0.8, "eval__use_ema": True, "eval__every": 1},
+        "float32",
+    ),
     ("refreshed", {"algorithm__kl__coef": 0.1, "algorithm__kl__reference_every": 2}, "float32"),
     ("remax", {"algorithm__name": "remax"}, "float32"),
 ]
@@ -231,15 +289,32 @@ def test_resumed_in_the_middle_it_ends_bit_by_bit_as_if_it_had_run_through(
     tmp_path: Path, model: Path, name: str, changed: dict[str, Any], dtype: str
 ) -> None:
     if "eval__every" in changed:
-        changed = {**changed, "data__eval": str(write_lines(tmp_path / "held_out.jsonl", sums(4, 40)))}
-    more = {**changed, "train__steps": 4, "model__dtype": dtype, "checkpoint__every": 1, "checkpoint__keep": 4}
+        changed = {
+            **changed,
+            "data__eval": str(write_lines(tmp_path / "held_out.jsonl", sums(4, 40))),
+        }
+    more = {
+        **changed,
+        "train__steps": 4,
+        "model__dtype": dtype,
+        "checkpoint__every": 1,
+        "checkpoint__keep": 4,
+    }
     straight, _ = rl(tmp_path, model, "straight", **more)
     middle = straight.with_name("step-000002" if name != "refreshed" else "step-000003")
     resumed, _ = rl(tmp_path, model, "again", f'checkpoint.resume="{middle}"', **more)
     same_tensors(straight, resumed)
     assert read_state(straight) == read_state(resumed)
-    left = [line for line in untimed(tmp_path / "straight/metrics.jsonl") if line["step"] > int(middle.name[-1])]
-    assert left == [line for line in untimed(tmp_path / "again/metrics.jsonl") if line["step"] > int(middle.name[-1])]
+    left = [
+        line
+        for line in untimed(tmp_path / "straight/metrics.jsonl")
+        if line["step"] > int(middle.name[-1])
+    ]
+    assert left == [
+        line
+        for line in untimed(tmp_path / "again/metrics.jsonl")
+        if line["step"] > int(middle.name[-1])
+    ]
     expected = {
         "own": {"critic"}, "shared": {"value_head.safetensors"}, "averaged": {"ema"}, "refreshed": {"reference"},
         "remax": set[str](),
@@ -261,8 +336,12 @@ def test_what_a_checkpoint_holds_loads_elsewhere(tmp_path: Path, model: Path) ->
     _, told = AutoModelForCausalLM.from_pretrained(shared / "model", output_loading_info=True)
     assert not told["unexpected_keys"] and not told["missing_keys"]
     assert load_file(shared / "value_head.safetensors")["weight"].shape == (1, 32)
-    _, lines = rl(tmp_path, model, "next", **OWN, train__steps=1, critic__path=str(own / "critic/model"))
-    assert lines[0]["value_explained"] != 0, "it goes on from the saved critic, whose values are not 0"
+    _, lines = rl(
+        tmp_path, model, "next", **OWN, train__steps=1, critic__path=str(own / "critic/model")
+    )
+    assert lines[0]["value_explained"] != 0, (
+        "it goes on from the saved critic, whose values are not 0"
+    )
 
 
 def test_a_checkpoint_of_another_kind_of_run_is_refused(tmp_path: Path, model: Path) -> None:
@@ -272,7 +351,14 @@ def test_a_checkpoint_of_another_kind_of_run_is_refused(tmp_path: Path, model: P
             rl(tmp_path, model, "next", f'checkpoint.resume="{plain}"', **more, train__steps=2)
         shutil.rmtree(tmp_path / "next")
     with pytest.raises(CheckpointError, match=r"without train\.ema_decay"):
-        rl(tmp_path, model, "next", f'checkpoint.resume="{plain}"', train__ema_decay=0.9, train__steps=2)
+        rl(
+            tmp_path,
+            model,
+            "next",
+            f'checkpoint.resume="{plain}"',
+            train__ema_decay=0.9,
+            train__steps=2,
+        )
 
 
 def test_a_critic_of_another_vocabulary_is_refused(tmp_path: Path, model: Path) -> None:
@@ -280,7 +366,9 @@ def test_a_critic_of_another_vocabulary_is_refused(tmp_path: Path, model: Path) 
     tokenizer = tiny.tokenizer()
     tokenizer.add_tokens(["<more>"])
     tokenizer.save_pretrained(other)
-    with pytest.raises(ConfigError, match=r"critic\.path: .* has a different vocabulary from the policy"):
+    with pytest.raises(
+        ConfigError, match=r"critic\.path: .* has a different vocabulary from the policy"
+    ):
         rl(tmp_path, model, **OWN, critic__path=str(other))
 
 
@@ -308,7 +396,11 @@ def test_settings_that_would_mean_nothing_are_refused(
     rl_settings(tmp_path, model)
     places = {"MODEL": str(model), "TRAIN": str(tmp_path / "train.jsonl")}
     with pytest.raises(ConfigError) as error:
-        rl(tmp_path, model, **{key: places.get(str(value), value) for key, value in changed.items()})
+        rl(
+            tmp_path,
+            model,
+            **{key: places.get(str(value), value) for key, value in changed.items()},
+        )
     assert words in str(error.value)
 
 
@@ -322,8 +414,11 @@ class Scorer:
         return np.array(self.columns["old_values" if of == "values" else "ref_logprobs"])
 
 
-def played(reward: float, *turns: int, finish: Any = "stop", rewards: dict[str, float | None] | None = None) -> Rollout:
-    """A prompt of two tokens and turns of so many, with one token of the environment's between them."""
+def played(
+    reward: float, *turns: int, finish: Any = "stop", rewards: dict[str, float | None] | None = None
+) -> Rollout:
+    """A prompt of two tokens and turns of so many, with one token of the environment's between
+    them."""
     rollout = Rollout(TASK, reward=reward, rewards=dict(rewards or {}))
     rollout.observe(TASK.prompt_ids)
     for place, count in enumerate(turns):
@@ -348,9 +443,16 @@ def test_advantages_and_returns_skip_what_the_policy_did_not_write() -> None:
     critic = Critic(scorer, 1, None)
     rollout = played(1.0, 2, 1)
     batch = make_experience(
-        [RolloutGroup(TASK, [rollout])], section, scorer, kl_coef=0.1, max_new_tokens=8, seed=0, critic=critic
+        [RolloutGroup(TASK, [rollout])],
+        section,
+        scorer,
+        kl_coef=0.1,
+        max_new_tokens=8,
+        seed=0,
+        critic=critic,
     )
-    # δ = r + V' − V with r = −0.1 · 0.5 per token and 1 at the end: 0.15, 0.15, 0.35; then A = δ + 0.5 A'.
+    # δ = r + V' − V with r = −0.1 · 0.5 per token and 1 at the end: 0.15, 0.15, 0.35; then A = δ +
+    # 0.5 A'.
     expected = np.array([0.3125, 0.325, 0.35])
     assert batch.columns["returns"] == pytest.approx([0.5125, 0.725, 0.95])
     assert batch.columns["old_values"].tolist() == values
@@ -361,8 +463,11 @@ def test_advantages_and_returns_skip_what_the_policy_did_not_write() -> None:
 
 @pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("shared", [False, True])
-def test_with_bootstrap_a_cut_rollout_is_worth_what_the_critic_expects_of_going_on(model: Path, shared: bool) -> None:
-    """Of rollouts that stopped, were cut by length, and ran out of turns; a micro-batch holds no token more."""
+def test_with_bootstrap_a_cut_rollout_is_worth_what_the_critic_expects_of_going_on(
+    model: Path, shared: bool
+) -> None:
+    """Of rollouts that stopped, were cut by length, and ran out of turns; a micro-batch holds no
+    token more."""
     backend: Any = actor_critic_of(model) if shared else critic_of(model)
     rollouts = [played(1.0, 2, 1), played(0.5, 3, 4, finish="length"), played(0.25, 2, 2)]
     rollouts[2].metrics["unfinished"] = 1.0
@@ -384,13 +489,21 @@ def test_with_bootstrap_a_cut_rollout_is_worth_what_the_critic_expects_of_going_
             advantage__critic_lambda=1.0,
             advantage__bootstrap_truncated=bootstrap,
         )
-        batch = make_experience(groups, section, learned, kl_coef=0.0, max_new_tokens=8, seed=0, critic=critic)
+        batch = make_experience(
+            groups, section, learned, kl_coef=0.0, max_new_tokens=8, seed=0, critic=critic
+        )
         assert batch.num_samples == 4
         for sample, returns in enumerate(batch.split(batch.columns["returns"])):
             rollout = rollouts[batch.rollout[sample]]
             assert rollout.reward is not None
-            assert returns == pytest.approx(rollout.reward + finals[batch.rollout[sample]], abs=1e-6)
-        moved = gradient(backend, batch, ActorCriticObjective(POLICY, None, 0.1) if shared else ValueObjective(None))
+            assert returns == pytest.approx(
+                rollout.reward + finals[batch.rollout[sample]], abs=1e-6
+            )
+        moved = gradient(
+            backend,
+            batch,
+            ActorCriticObjective(POLICY, None, 0.1) if shared else ValueObjective(None),
+        )
         assert sum(float(g.square().sum()) for g in moved.values()) > 0
 
 
@@ -399,7 +512,14 @@ def test_a_run_bootstraps_only_when_it_is_asked_to(tmp_path: Path, model: Path) 
     more: dict[str, Any] = {"critic__lr": 3e-2, "algorithm__kl": "none"}
     for name, kind in (("own", OWN), ("shared", SHARED)):
         _, off = rl(tmp_path, model, name, **kind, **more)
-        _, on = rl(tmp_path, model, f"{name}-on", **kind, **more, algorithm__advantage__bootstrap_truncated=True)
+        _, on = rl(
+            tmp_path,
+            model,
+            f"{name}-on",
+            **kind,
+            **more,
+            algorithm__advantage__bootstrap_truncated=True,
+        )
         assert off[0]["truncated"] > 0.5, "the limit cuts most"
         assert on[0]["returns"] == off[0]["returns"], "a critic that begins at zero expects nothing"
         assert on[2]["returns"] > off[2]["returns"] + 0.01
@@ -408,7 +528,9 @@ def test_a_run_bootstraps_only_when_it_is_asked_to(tmp_path: Path, model: Path) 
 def test_a_token_whose_log_probability_is_not_a_number_pays_no_kl() -> None:
     scorer: Any = Scorer(ref_logprobs=[-1.5, float("nan"), -0.5])
     group = RolloutGroup(TASK, [played(1.0, 3)])
-    batch = make_experience([group], algorithm(name="distill"), scorer, kl_coef=1.0, max_new_tokens=8, seed=0)
+    batch = make_experience(
+        [group], algorithm(name="distill"), scorer, kl_coef=1.0, max_new_tokens=8, seed=0
+    )
     assert batch.columns["advantages"] == pytest.approx([-0.5, 0, 0.5])
 
 
@@ -417,14 +539,20 @@ def test_remax_compares_with_the_greedy_rollout_shaped_in_the_same_way() -> None
     cut, whole = played(0.8, 3, finish="length"), played(0.8, 2)
     group = RolloutGroup(TASK, [cut, whole], greedy=played(1.0, 4, finish="length"))
     batch = make_experience([group], section, Scorer(), kl_coef=0.0, max_new_tokens=8, seed=0)  # type: ignore[arg-type]
-    assert by_sample(batch) == pytest.approx([0.4 - 0.5, 0.8 - 0.5]), "the greedy rollout is not learned from"
+    assert by_sample(batch) == pytest.approx([0.4 - 0.5, 0.8 - 0.5]), (
+        "the greedy rollout is not learned from"
+    )
 
 
-def test_a_rollout_that_did_not_stop_properly_keeps_a_share_of_its_reward_or_gets_a_penalty() -> None:
+def test_a_rollout_that_did_not_stop_properly_keeps_a_share_of_its_reward_or_gets_a_penalty() -> (
+    None
+):
     def advantages(coef: float) -> list[float]:
         rollouts = [played(1.0, 2), played(1.0, 2, finish="length")]
         section = algorithm(name="dr_grpo", stop_properly=coef)
-        found = make_experience([RolloutGroup(TASK, rollouts)], section, Scorer(), kl_coef=0, max_new_tokens=8, seed=0)  # type: ignore[arg-type]
+        found = make_experience(
+            [RolloutGroup(TASK, rollouts)], section, Scorer(), kl_coef=0, max_new_tokens=8, seed=0
+        )  # type: ignore[arg-type]
         return by_sample(found)
 
     assert advantages(1.0) == [0, 0]
@@ -433,7 +561,11 @@ def test_a_rollout_that_did_not_stop_properly_keeps_a_share_of_its_reward_or_get
 
 
 def test_gdpo_standardises_each_reward_and_weighs_it() -> None:
-    rewards: list[dict[str, float | None]] = [{"a": 0.0, "b": 5.0}, {"a": 1.0, "b": 3.0}, {"a": 0.0, "b": None}]
+    rewards: list[dict[str, float | None]] = [
+        {"a": 0.0, "b": 5.0},
+        {"a": 1.0, "b": 3.0},
+        {"a": 0.0, "b": None},
+    ]
     group = RolloutGroup(TASK, [played(0.0, 1, rewards=r) for r in rewards])
 
     def advantages(**weights: float) -> list[float]:
@@ -448,7 +580,9 @@ def test_gdpo_standardises_each_reward_and_weighs_it() -> None:
     assert advantages(a=0.0, b=1.0) == pytest.approx([1, -1, 0], rel=1e-5)
 
 
-def test_a_group_whose_greedy_rollout_failed_is_not_learned_from(tmp_path: Path, model: Path) -> None:
+def test_a_group_whose_greedy_rollout_failed_is_not_learned_from(
+    tmp_path: Path, model: Path
+) -> None:
     rl_settings(tmp_path, model)
     (tmp_path / "rewards.py").write_text(
         "def share(completions, prompts, **_):\n"
@@ -459,7 +593,9 @@ def test_a_group_whose_greedy_rollout_failed_is_not_learned_from(tmp_path: Path,
         tmp_path, model, algorithm__name="remax", train__steps=1, rollout__prompts_per_step=12,
         reward__max_failed_share=1.0,
     )  # fmt: skip
-    assert lines[0]["groups_kept"] == pytest.approx(6 / 12), "prompts 0 to 3, 10 and 11 have no baseline"
+    assert lines[0]["groups_kept"] == pytest.approx(6 / 12), (
+        "prompts 0 to 3, 10 and 11 have no baseline"
+    )
     assert lines[0]["rollouts"] == 48 and lines[0]["rollouts/failed"] == 0
     with pytest.raises(RewardError, match="6 of 60 rollouts failed"):
         rl(tmp_path, model, "strict", algorithm__name="remax", rollout__prompts_per_step=12, train__steps=1,
@@ -479,8 +615,12 @@ def test_the_failed_share_is_of_all_rollouts_of_a_step(tmp_path: Path, model: Pa
         "    return [float('nan'), *scores[1:]] if len(seen) == 5 else scores\n"
     )
     settings = {"rollout__prompts_per_step": 4, "rollout__group_size": 4, "train__steps": 1}
-    _, lines = rl(tmp_path, model, **settings, algorithm__dynamic_filter=True, reward__max_failed_share=0.1)
-    assert lines[0]["rollouts/failed"] == pytest.approx(1 / 20) and lines[0]["groups_kept"] == pytest.approx(4 / 5)
+    _, lines = rl(
+        tmp_path, model, **settings, algorithm__dynamic_filter=True, reward__max_failed_share=0.1
+    )
+    assert lines[0]["rollouts/failed"] == pytest.approx(1 / 20) and lines[0][
+        "groups_kept"
+    ] == pytest.approx(4 / 5)
 
 
 def test_oversampling_tries_more_prompts_at_once_and_trains_on_as_many_as_were_wanted(
@@ -493,4 +633,8 @@ def test_oversampling_tries_more_prompts_at_once_and_trains_on_as_many_as_were_w
     )  # fmt: skip
     assert {line["rollouts"] / 4 for line in lines} >= {6.0}
     trained = read_metrics(checkpoint.parents[1] / "rollouts.jsonl")
-    assert [len({t["group"] for t in trained if t["step"] == step}) for step in (1, 2, 3)] == [3, 3, 3]
+    assert [len({t["group"] for t in trained if t["step"] == step}) for step in (1, 2, 3)] == [
+        3,
+        3,
+        3,
+    ]

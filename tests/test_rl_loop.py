@@ -51,11 +51,15 @@ def test_its_advantages_are_the_packages_where_rollouts_fork_and_where_one_is_em
         pass
 
     learner = SimpleNamespace(update=lambda batch, *_, **__: learned.append(batch))
-    loop = SimpleNamespace(engine=SimpleNamespace(load_weights=load), play=play, learner=learner, rewards=[])
+    loop = SimpleNamespace(
+        engine=SimpleNamespace(load_weights=load), play=play, learner=learner, rewards=[]
+    )
     script = script_of()
     asyncio.run(script.Loop.step(loop, 3, [groups[0][0].task] * 2))
     high = 0.5 / (0.5**0.5 + 1e-6)  # the unbiased deviation of 1 and 0 is √½
-    np.testing.assert_allclose(learned[0].columns["advantages"], [high] * 3 + [-high] * 3 + [0.0] * 3)
+    np.testing.assert_allclose(
+        learned[0].columns["advantages"], [high] * 3 + [-high] * 3 + [0.0] * 3
+    )
     assert numbers == [6, 7], "two prompts of step 3"
 
 

@@ -1,4 +1,5 @@
-"""``rollouts.jsonl``: whole groups, who wrote what, what was learned; bounded, and cut where a run resumes."""
+"""``rollouts.jsonl``: whole groups, who wrote what, what was learned; bounded, and cut where a run
+resumes."""
 
 from __future__ import annotations
 
@@ -49,7 +50,9 @@ def test_groups_are_whole_with_what_stood_beside_the_prompt(tmp_path: Path) -> N
     broken = group(8, 0.0, None)
     broken.rollouts[1].fail(Status.REWARD_FAILED, "no")
     made = log(path)
-    made.write(1, [group(7, 1.0, 0.0, answer="bc", day=datetime.date(2024, 1, 2), long="x" * 9999), broken])
+    made.write(
+        1, [group(7, 1.0, 0.0, answer="bc", day=datetime.date(2024, 1, 2), long="x" * 9999), broken]
+    )
     made.close()
     lines = read_rollouts(path)
     assert [(line["group"], line["reward"], line["status"]) for line in lines] == [
@@ -58,13 +61,18 @@ def test_groups_are_whole_with_what_stood_beside_the_prompt(tmp_path: Path) -> N
     assert lines[0]["columns"]["answer"] == "bc" and len(lines[0]["columns"]["long"]) == 2000
     assert "2024" in lines[0]["columns"]["day"]
     assert lines[0]["task"] == "data/train.jsonl:7" and lines[0]["rendered"] == "<a>"
-    assert lines[0]["completion"] == "bc" and lines[0]["versions"] == [3, 3] and "parts" not in lines[0]
+    assert (
+        lines[0]["completion"] == "bc"
+        and lines[0]["versions"] == [3, 3]
+        and "parts" not in lines[0]
+    )
     best_and_worst = contrast(lines)
     assert best_and_worst is not None and [line["reward"] for line in best_and_worst] == [1.0, 0.0]
 
 
 def test_parts_say_who_wrote_what_and_what_was_trained(tmp_path: Path) -> None:
-    """A turn, an answer of the environment, a turn that is paid; then a fork that repeats the first turn."""
+    """A turn, an answer of the environment, a turn that is paid; then a fork that repeats the first
+    turn."""
     one = group(1, 1.0).rollouts[0]
     one.observe([4])
     one.act(Completion([5, 6], [0.0] * 2, [4] * 2, "stop"))
@@ -80,7 +88,11 @@ def test_parts_say_who_wrote_what_and_what_was_trained(tmp_path: Path) -> None:
         (0, "policy", "<bc>", True), (0, "environment", "<d>", False), (0, "policy", "<ef>", True),
         (1, "policy", "<g>", True),
     ]  # fmt: skip
-    assert line["parts"][2]["reward"] == 0.5 and line["versions"] == [3, 4] and line["advantage"] == 0.25
+    assert (
+        line["parts"][2]["reward"] == 0.5
+        and line["versions"] == [3, 4]
+        and line["advantage"] == 0.25
+    )
 
 
 def by_token(
@@ -102,14 +114,22 @@ def test_each_token_has_its_text_and_what_is_known_of_it(tmp_path: Path) -> None
     def of_bytes(ids: Sequence[int]) -> str:
         return bytes(ids).decode("utf-8", "replace")
 
-    found = by_token(tmp_path, words, 1, 2, 2, advantage=[0.5, -0.123456, math.nan], ratio=[1.0, 1.0, 1.0])
-    assert found["text"] == [" w", " ww", " ww"] and found["logprob"] == 0.0 and found["version"] == 3
+    found = by_token(
+        tmp_path, words, 1, 2, 2, advantage=[0.5, -0.123456, math.nan], ratio=[1.0, 1.0, 1.0]
+    )
+    assert (
+        found["text"] == [" w", " ww", " ww"] and found["logprob"] == 0.0 and found["version"] == 3
+    )
     assert found["advantage"][:2] == [0.5, -0.1235] and found["ratio"] == 1.0
     texts = by_token(tmp_path, of_bytes, 72, *"é🙂".encode(), 0xC3, 33)["text"]
-    assert texts == ["H", "é", "", "🙂", "", "", "", "\ufffd", "!"], "a character of several tokens is the first one's"
+    assert texts == ["H", "é", "", "🙂", "", "", "", "\ufffd", "!"], (
+        "a character of several tokens is the first one's"
+    )
 
 
-def test_a_forked_rollout_has_the_tokens_of_all_records_and_none_of_the_environment(tmp_path: Path) -> None:
+def test_a_forked_rollout_has_the_tokens_of_all_records_and_none_of_the_environment(
+    tmp_path: Path,
+) -> None:
     one = group(1, 1.0).rollouts[0]
     one.observe([4])
     one.act(Completion([5], [-1.0], [4], "stop"))
@@ -119,8 +139,15 @@ def test_a_forked_rollout_has_the_tokens_of_all_records_and_none_of_the_environm
     made = RolloutLog(tmp_path / "rollouts.jsonl", 1, 10**9, text, text)
     off = RolloutLog(tmp_path / "off.jsonl", 1, 10**9, text, text, tokens=False)
     [line], [without] = (log.write(1, [RolloutGroup(one.task, [one])]) for log in (made, off))
-    assert line["by_token"] == {"text": ["b", "c", "e", "g"], "logprob": [0, 0, -1, -2], "version": [3, 3, 4, 5]}
-    assert sum(part["tokens"] for part in line["parts"] if part["by"] == "policy") == 4 and "by_token" not in without
+    assert line["by_token"] == {
+        "text": ["b", "c", "e", "g"],
+        "logprob": [0, 0, -1, -2],
+        "version": [3, 3, 4, 5],
+    }
+    assert (
+        sum(part["tokens"] for part in line["parts"] if part["by"] == "policy") == 4
+        and "by_token" not in without
+    )
 
 
 def test_the_two_files_stay_below_their_size_and_keep_the_newest(tmp_path: Path) -> None:
@@ -133,7 +160,9 @@ def test_the_two_files_stay_below_their_size_and_keep_the_newest(tmp_path: Path)
     kept = [line["step"] for line in read_rollouts(path)]
     assert kept == sorted(kept) and kept[-1] == 100 and kept[0] > 1
     log(path, most=most, resume=kept[2]).close()
-    assert {line["step"] for line in read_rollouts(path)} == set(kept[:3]), "what came after a checkpoint is dropped"
+    assert {line["step"] for line in read_rollouts(path)} == set(kept[:3]), (
+        "what came after a checkpoint is dropped"
+    )
     log(path).close()
     assert read_rollouts(path) == [], "and a new run begins empty"
 
@@ -141,9 +170,22 @@ def test_the_two_files_stay_below_their_size_and_keep_the_newest(tmp_path: Path)
 def test_examples_are_the_first_and_the_last_answers_to_a_prompt() -> None:
     def line(step: int, task: str, answer: str) -> dict[str, Any]:
         prompt = [{"role": "user", "content": task}]
-        return {"kind": "eval", "step": step, "task": task, "prompt": prompt, "completion": answer, "reward": step}
+        return {
+            "kind": "eval",
+            "step": step,
+            "task": task,
+            "prompt": prompt,
+            "completion": answer,
+            "reward": step,
+        }
 
-    lines = [line(0, "a", "1"), line(0, "b", "2"), line(5, "a", "3"), line(9, "b", "4"), line(9, "a", "5")]
+    lines = [
+        line(0, "a", "1"),
+        line(0, "b", "2"),
+        line(5, "a", "3"),
+        line(9, "b", "4"),
+        line(9, "a", "5"),
+    ]
     found = [(e.prompt, e.before, e.after) for e in examples(lines, 5)]
     assert found == [("a", ("1", 0), ("5", 9)), ("b", ("2", 0), ("4", 9))]
     assert examples(lines[:2], 5) == []
@@ -155,15 +197,24 @@ def test_examples_are_the_first_and_the_last_answers_to_a_prompt() -> None:
     ids=["in step", "ahead"],
 )
 def test_a_run_keeps_advantages_that_sum_to_zero_and_shows_answers(
-    tmp_path: Path, changed: dict[str, Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    changed: dict[str, Any],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     held_out = write_lines(tmp_path / "held_out.jsonl", sums(3, 50))
-    settings = rl_settings(tmp_path, save_model(tmp_path / "model"), data__eval=str(held_out), **changed)
+    settings = rl_settings(
+        tmp_path, save_model(tmp_path / "model"), data__eval=str(held_out), **changed
+    )
     outcome = placement.run_rl(None, settings)
-    lines = [json.loads(line) for line in (outcome.run_dir / "rollouts.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (outcome.run_dir / "rollouts.jsonl").read_text().splitlines()
+    ]
     train = [line for line in lines if line["kind"] == "train"]
-    assert {(line["step"], line["group"]) for line in train} == {(s, g) for s in (1, 2, 3) for g in (0, 1)}
+    assert {(line["step"], line["group"]) for line in train} == {
+        (s, g) for s in (1, 2, 3) for g in (0, 1)
+    }
     assert len(train) == 3 * 2 * 4 and all(line["columns"]["answer"] for line in train)
     for step in (1, 2, 3):
         same = [line["advantage"] for line in train if (line["step"], line["group"]) == (step, 0)]

@@ -1,4 +1,5 @@
-"""Every rotary embedding of transformers, also those whose frequencies depend on a sequence's length."""
+"""Every rotary embedding of transformers, also those whose frequencies depend on a sequence's
+length."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ from tunesmith.run.engines.local.speculation import Speculation
 from tunesmith.types import Completion, Sample, Sampling
 
 ORIGINAL = 16
-"""Tokens up to which the tiny models here were "trained"; longer sequences are rotated otherwise."""
+"""Tokens up to which the tiny models here were "trained"; longer sequences are rotated
+otherwise."""
 FREQUENCIES = 4
 
 
@@ -51,7 +53,12 @@ ROPE: dict[str, dict[str, Any]] = {
     "default": {"rope_type": "default", "rope_theta": 100.0},
     "linear": {"rope_type": "linear", "rope_theta": 100.0, "factor": 4.0},
     "dynamic": {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 4.0},
-    "yarn": {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": ORIGINAL},
+    "yarn": {
+        "rope_type": "yarn",
+        "rope_theta": 100.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": ORIGINAL,
+    },
     "longrope": long(),
     "llama3": {
         "rope_type": "llama3",
@@ -61,18 +68,31 @@ ROPE: dict[str, dict[str, Any]] = {
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": ORIGINAL,
     },
-    "proportional": {"rope_type": "proportional", "rope_theta": 100.0, "partial_rotary_factor": 0.5},
+    "proportional": {
+        "rope_type": "proportional",
+        "rope_theta": 100.0,
+        "partial_rotary_factor": 0.5,
+    },
 }
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     **{f"llama-{name}": ("llama", {"rope_parameters": rope}) for name, rope in ROPE.items()},
-    **{f"phi3-{name}": ("phi3", {"rope_parameters": ROPE[name]}) for name in ("default", "longrope")},
+    **{
+        f"phi3-{name}": ("phi3", {"rope_parameters": ROPE[name]})
+        for name in ("default", "longrope")
+    },
     "phi3-partial": ("phi3", {"rope_parameters": {**long(2), "partial_rotary_factor": 0.5}}),
     # Neighbouring numbers are turned together, and half of them, in these.
     "cohere-dynamic": ("cohere", {"rope_parameters": ROPE["dynamic"]}),
     "glm-longrope": ("glm", {"rope_parameters": {**long(2), "partial_rotary_factor": 0.5}}),
-    "gpt_neox-dynamic": ("gpt_neox", {"rope_parameters": {**ROPE["dynamic"], "partial_rotary_factor": 0.5}}),
+    "gpt_neox-dynamic": (
+        "gpt_neox",
+        {"rope_parameters": {**ROPE["dynamic"], "partial_rotary_factor": 0.5}},
+    ),
     # Frequencies of its own up to the context, those of "dynamic" behind it.
-    "hunyuan_v1_dense": ("hunyuan_v1_dense", {"rope_parameters": {**ROPE["dynamic"], "alpha": 50.0}}),
+    "hunyuan_v1_dense": (
+        "hunyuan_v1_dense",
+        {"rope_parameters": {**ROPE["dynamic"], "alpha": 50.0}},
+    ),
     # Local and global layers have tables of their own.
     "gemma3_text": (
         "gemma3_text",
@@ -80,15 +100,24 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gemma3_text-linear": (
         "gemma3_text",
-        {"rope_parameters": {"sliding_attention": ROPE["default"], "full_attention": ROPE["linear"]}},
+        {
+            "rope_parameters": {
+                "sliding_attention": ROPE["default"],
+                "full_attention": ROPE["linear"],
+            }
+        },
     ),
 }
 
 
 def config_of(model_type: str, settings: dict[str, Any], context: int = ORIGINAL) -> Any:
-    own = {"original_max_position_embeddings": ORIGINAL} if model_type == "phi3" else {}  # over that of the rope
+    own = (
+        {"original_max_position_embeddings": ORIGINAL} if model_type == "phi3" else {}
+    )  # over that of the rope
     own |= {**SPECIAL.get(model_type, {}), **copy.deepcopy(settings)}
-    return AutoConfig.for_model(model_type, **{**tiny.SMALL, "max_position_embeddings": context, **own})
+    return AutoConfig.for_model(
+        model_type, **{**tiny.SMALL, "max_position_embeddings": context, **own}
+    )
 
 
 def sharp(config: Any, auto: Any = AutoModelForCausalLM) -> Any:
@@ -96,12 +125,15 @@ def sharp(config: Any, auto: Any = AutoModelForCausalLM) -> Any:
     module = auto.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
     with torch.no_grad():
         for parameter in module.parameters():
-            parameter.normal_(std=0.15) if parameter.dim() > 1 else parameter.add_(torch.randn_like(parameter) * 0.1)
+            parameter.normal_(std=0.15) if parameter.dim() > 1 else parameter.add_(
+                torch.randn_like(parameter) * 0.1
+            )
     return module
 
 
 def samples() -> list[Sample]:
-    """Prompts whose completions end before, at and behind the switch; nested ones; and some that go on unlearned."""
+    """Prompts whose completions end before, at and behind the switch; nested ones; and some that go
+    on unlearned."""
     rng = random.Random(0)
 
     def draw(count: int) -> list[int]:
@@ -118,7 +150,8 @@ def samples() -> list[Sample]:
 
 
 def one_at_a_time(module: Any, batch: Sequence[Sample]) -> Tensor:
-    """With a new rotary embedding for each: in ``dynamic`` one keeps the frequencies of the longest sequence so far."""
+    """With a new rotary embedding for each: in ``dynamic`` one keeps the frequencies of the longest
+    sequence so far."""
     scored: list[Tensor] = []
     new = copy.deepcopy(module.base_model.rotary_emb)
     for sample in batch:
@@ -141,7 +174,9 @@ def test_a_forest_equals_one_sequence_at_a_time(case: str, share: bool) -> None:
     want = one_at_a_time(plain, batch)
     model = CausalLM(copy.deepcopy(plain), tiny.tokenizer())
     apart = [f"'{kind}'" in str(CASES[case]) for kind in ("longrope", "dynamic")]
-    assert (model.lengths or LengthRule()) == LengthRule(*((ORIGINAL,) if found else () for found in apart))
+    assert (model.lengths or LengthRule()) == LengthRule(
+        *((ORIGINAL,) if found else () for found in apart)
+    )
     want_gradients = gradients(CausalLM(plain, tiny.tokenizer()), want)
     model.module.set_attn_implementation(ATTENTION_NAME)
     forest = forest_of(batch, share=share)
@@ -154,7 +189,10 @@ def test_a_forest_equals_one_sequence_at_a_time(case: str, share: bool) -> None:
 
 
 def test_a_sequence_is_scored_the_same_whatever_it_is_packed_with() -> None:
-    model, batch = CausalLM(sharp(config_of("phi3", {"rope_parameters": long()})), tiny.tokenizer()), samples()
+    model, batch = (
+        CausalLM(sharp(config_of("phi3", {"rope_parameters": long()})), tiny.tokenizer()),
+        samples(),
+    )
     model.module.set_attn_implementation(ATTENTION_NAME)
     whole = forest_of(batch)
     together = model.predict(whole).logprobs
@@ -166,10 +204,15 @@ def test_a_sequence_is_scored_the_same_whatever_it_is_packed_with() -> None:
 
 
 def test_only_prompts_on_both_sides_of_the_switch_stand_twice() -> None:
-    model, batch = CausalLM(sharp(config_of("phi3", {"rope_parameters": long()})), tiny.tokenizer()), samples()
+    model, batch = (
+        CausalLM(sharp(config_of("phi3", {"rope_parameters": long()})), tiny.tokenizer()),
+        samples(),
+    )
     model.module.set_attn_implementation(ATTENTION_NAME)
     seen: list[int] = []
-    model.module.base_model.embed_tokens.register_forward_hook(lambda _m, inputs, _o: seen.append(inputs[0].numel()))
+    model.module.base_model.embed_tokens.register_forward_hook(
+        lambda _m, inputs, _o: seen.append(inputs[0].numel())
+    )
     short, whole = forest_of(batch, [0, 1, 6]), forest_of(batch[:5])
     model.predict(short)
     model.predict(whole)
@@ -178,7 +221,9 @@ def test_only_prompts_on_both_sides_of_the_switch_stand_twice() -> None:
 
 def test_the_rule() -> None:
     config = config_of(
-        "gemma3_text", {"rope_parameters": {"sliding_attention": ROPE["dynamic"], "full_attention": long()}}, 64
+        "gemma3_text",
+        {"rope_parameters": {"sliding_attention": ROPE["dynamic"], "full_attention": long()}},
+        64,
     )
     rule = LengthRule.of(config)
     assert rule == LengthRule((ORIGINAL,), (64,))
@@ -194,7 +239,9 @@ def test_a_score_model_reads_its_sequences_at_their_own_length() -> None:
     rng = random.Random(0)
     sequences = [[rng.randrange(5, 300) for _ in range(n)] for n in (15, 16, 17, 40)]
     with torch.inference_mode():
-        want = [float(plain(input_ids=torch.tensor([ids]), use_cache=False).logits) for ids in sequences]
+        want = [
+            float(plain(input_ids=torch.tensor([ids]), use_cache=False).logits) for ids in sequences
+        ]
         model = ScoreModel(plain, tiny.tokenizer(), LeanDecoder.of(plain.base_model))
         plain.set_attn_implementation(ATTENTION_NAME)
         got = model.scores(forest_of([whole_sequence(ids) for ids in sequences]))
@@ -206,7 +253,9 @@ def test_copies_and_saved_models_keep_their_rotary_embedding(tmp_path: Path) -> 
     model = CausalLM.load(tmp_path / "m")
     assert isinstance(model.module.base_model.rotary_emb, RotaryByLength)
     twice = CausalLM(copy.deepcopy(model.module), model.tokenizer)
-    assert twice.lengths == model.lengths and isinstance(twice.module.base_model.rotary_emb, RotaryByLength)
+    assert twice.lengths == model.lengths and isinstance(
+        twice.module.base_model.rotary_emb, RotaryByLength
+    )
     assert not isinstance(twice.module.base_model.rotary_emb.inner, RotaryByLength)
     model.save(tmp_path / "saved")
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
@@ -215,12 +264,18 @@ def test_copies_and_saved_models_keep_their_rotary_embedding(tmp_path: Path) -> 
 
 def engine_of(model: CausalLM, tokens: int = 4096, **options: Any) -> LocalEngine:
     slot = 5 * 2 * model.module.config.num_key_value_heads * 8 * 4
-    return LocalEngine(model, kv_bytes=tokens * slot, **{"max_running": 16, "max_prefill_tokens": 12, **options})
+    return LocalEngine(
+        model, kv_bytes=tokens * slot, **{"max_running": 16, "max_prefill_tokens": 12, **options}
+    )
 
 
-def write(engine: LocalEngine, requests: Sequence[tuple[Sequence[int], Sampling]]) -> list[Completion]:
+def write(
+    engine: LocalEngine, requests: Sequence[tuple[Sequence[int], Sampling]]
+) -> list[Completion]:
     async def all_of_them() -> list[Completion]:
-        return await asyncio.gather(*(engine.generate(prompt, sampling) for prompt, sampling in requests))
+        return await asyncio.gather(
+            *(engine.generate(prompt, sampling) for prompt, sampling in requests)
+        )
 
     return asyncio.run(all_of_them())
 
@@ -235,11 +290,16 @@ def requests() -> list[tuple[list[int], Sampling]]:
     ]
 
 
-def as_it_was_written(plain: Any, prompt: Sequence[int], written: Sequence[int], temperature: float) -> list[float]:
+def as_it_was_written(
+    plain: Any, prompt: Sequence[int], written: Sequence[int], temperature: float
+) -> list[float]:
     """Each token's log-probability in a pass over what stood before it, and nothing else."""
     found: list[float] = []
     for n, token in enumerate(written):
-        logits = plain(torch.tensor([[*prompt, *written[:n]]]), use_cache=False).logits[0, -1] / temperature
+        logits = (
+            plain(torch.tensor([[*prompt, *written[:n]]]), use_cache=False).logits[0, -1]
+            / temperature
+        )
         found.append(float(logits.log_softmax(-1)[token]))
     return found
 
@@ -250,19 +310,32 @@ def phi(tmp_path_factory: pytest.TempPathFactory) -> tuple[CausalLM, Any]:
     path = tmp_path_factory.mktemp("phi3")
     sharp(config_of("phi3", {"rope_parameters": long()}, 512)).save_pretrained(path)
     tiny.tokenizer().save_pretrained(path)
-    return CausalLM.load(path), AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").eval()
+    return CausalLM.load(path), AutoModelForCausalLM.from_pretrained(
+        path, attn_implementation="eager"
+    ).eval()
 
 
 @pytest.fixture(scope="module")
-def plainly(phi: tuple[CausalLM, Any]) -> tuple[Callable[..., list[float]], Callable[..., list[int]]]:
-    """What Hugging Face says of tokens, and what it writes, computed once for all cases that ask the same."""
+def plainly(
+    phi: tuple[CausalLM, Any],
+) -> tuple[Callable[..., list[float]], Callable[..., list[int]]]:
+    """What Hugging Face says of tokens, and what it writes, computed once for all cases that ask
+    the same."""
     _, plain = phi
 
     def written(prompt: tuple[int, ...], count: int) -> list[int]:
         ids = torch.tensor([prompt])
-        # With its cache, transformers 5.19 reads a single token at the switch and nothing before it.
-        options = {"do_sample": False, "max_new_tokens": count, "eos_token_id": None, "use_cache": False}
-        return plain.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, len(prompt) :].tolist()
+        # With its cache, transformers 5.19 reads a single token at the switch and nothing before
+        # it.
+        options = {
+            "do_sample": False,
+            "max_new_tokens": count,
+            "eos_token_id": None,
+            "use_cache": False,
+        }
+        return plain.generate(ids, attention_mask=torch.ones_like(ids), **options)[
+            0, len(prompt) :
+        ].tolist()
 
     return cache(partial(as_it_was_written, plain)), cache(written)
 
@@ -272,11 +345,16 @@ def plainly(phi: tuple[CausalLM, Any]) -> tuple[Callable[..., list[float]], Call
 def test_generation_past_the_switch_is_hugging_faces(
     phi: tuple[CausalLM, Any], plainly: Any, speculative: str, tokens: int
 ) -> None:
-    """Beside longer and shorter ones, sharing prompts, in little memory, and several tokens at a time."""
+    """Beside longer and shorter ones, sharing prompts, in little memory, and several tokens at a
+    time."""
     model, (likelihoods, written) = phi[0], plainly
     options: dict[str, Any] = {}
     if speculative != "off":
-        draft = CausalLM(copy.deepcopy(model.module), model.tokenizer) if speculative == "draft" else None
+        draft = (
+            CausalLM(copy.deepcopy(model.module), model.tokenizer)
+            if speculative == "draft"
+            else None
+        )
         options, tokens = {"speculation": Speculation(3, draft)}, tokens * (2 if draft else 1)
     engine = engine_of(model, tokens, **options)
     asked = requests()
@@ -302,4 +380,6 @@ def test_a_draft_model_that_switches_elsewhere_is_refused(phi: tuple[CausalLM, A
 @pytest.mark.parametrize("damage", [5, "yarn", [1], {"rope_type": 3}, {"full_attention": 4}])
 def test_damaged_parameters_are_no_rule(damage: Any) -> None:
     """``transformers`` refuses such a model when it is built."""
-    assert LengthRule.of(SimpleNamespace(rope_parameters=damage, max_position_embeddings=64)) is None
+    assert (
+        LengthRule.of(SimpleNamespace(rope_parameters=damage, max_position_embeddings=64)) is None
+    )

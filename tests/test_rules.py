@@ -1,4 +1,5 @@
-"""Each rule refuses a run with the fewest settings that it is about, and leaves the run without any of them alone.
+"""Each rule refuses a run with the fewest settings that it is about, and leaves the run without any
+of them alone.
 
 The runs stand in ``rules.txt``, so that one sees at a glance what is refused.
 """
@@ -35,7 +36,9 @@ ODD = ModelFacts(
 FACTS = {
     "": None,
     "usual": Facts(CPU, USUAL, train_size=1000, longest=100),
-    "odd": Facts(CPU, ODD, train_size=1000, longest=100, instances_for="rewards.py:of_environments"),
+    "odd": Facts(
+        CPU, ODD, train_size=1000, longest=100, instances_for="rewards.py:of_environments"
+    ),
 }
 LINES = [
     line.split(" | ")
@@ -66,25 +69,39 @@ def cells(line: list[str]) -> tuple[str, str, list[str], str]:
 
 
 @pytest.mark.parametrize("line", LINES, ids=lambda line: f"{line[0]}: {line[2]}"[:80])
-def test_a_rule_catches_its_case_and_leaves_it_alone_without_any_of_its_settings(line: list[str]) -> None:
+def test_a_rule_catches_its_case_and_leaves_it_alone_without_any_of_its_settings(
+    line: list[str],
+) -> None:
     (rule, command, overrides, facts), keys = cells(line), line[3]
-    caught = {each.text for each in problems(rule, command, overrides, facts) if each.keys == tuple(keys.split(" "))}
+    caught = {
+        each.text
+        for each in problems(rule, command, overrides, facts)
+        if each.keys == tuple(keys.split(" "))
+    }
     assert caught
     for left_out in overrides:
         fewer = [each for each in overrides if each != left_out]
         with suppress(ConfigError):  # a setting of the one that is left out
-            assert not caught <= {each.text for each in problems(rule, command, fewer, facts)}, left_out
+            assert not caught <= {each.text for each in problems(rule, command, fewer, facts)}, (
+                left_out
+            )
 
 
 def test_every_rule_has_a_case() -> None:
     assert {line[0] for line in LINES} == {judge.__name__ for _, judge in RULES} | {"unread"}
     whys = [each.text for line in LINES if line[0] == "unread" for each in problems(*cells(line))]
     untried = [
-        entry for entry in UNREAD if not any(f"no effect {entry.why.partition('{')[0][:40]}" in why for why in whys)
+        entry
+        for entry in UNREAD
+        if not any(f"no effect {entry.why.partition('{')[0][:40]}" in why for why in whys)
     ]
     assert not untried
 
 
 def test_what_is_unknown_is_neither_more_nor_as_much() -> None:
     assert more(2, 1) and not more(1, 1) and at_least(1, 1) and not at_least(1, 2)
-    assert not any(of(one, other) for of in (more, at_least) for one, other in ((None, 1), (1, None), (None, None)))
+    assert not any(
+        of(one, other)
+        for of in (more, at_least)
+        for one, other in ((None, 1), (1, None), (None, None))
+    )

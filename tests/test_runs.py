@@ -1,4 +1,5 @@
-"""Small whole runs in this process: every preset, evaluation, sinks, data formats, and that they learn."""
+"""Small whole runs in this process: every preset, evaluation, sinks, data formats, and that they
+learn."""
 
 from __future__ import annotations
 
@@ -20,9 +21,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(tmp_path_factory.mktemp("model"))
 
 
-def rl(folder: Path, model: Path, run: str = "run", **changed: Any) -> tuple[placement.RunResult, list[dict[str, Any]]]:
+def rl(
+    folder: Path, model: Path, run: str = "run", **changed: Any
+) -> tuple[placement.RunResult, list[dict[str, Any]]]:
     outcome = placement.run_rl(None, rl_settings(folder, model, run, **changed))
-    return outcome, [line for line in read_metrics(outcome.run_dir / "metrics.jsonl") if "reward" in line]
+    return outcome, [
+        line for line in read_metrics(outcome.run_dir / "metrics.jsonl") if "reward" in line
+    ]
 
 
 ALWAYS = {
@@ -46,12 +51,20 @@ ALWAYS = {
         ("grpo", {"algorithm__kl__coef": 0.1, "algorithm__kl": "loss"}, {"ref_kl"}),
         (
             "grpo",
-            {"algorithm__kl__coef": 0.1, "algorithm__kl__target": 0.01, "algorithm__kl__horizon": 100},
+            {
+                "algorithm__kl__coef": 0.1,
+                "algorithm__kl__target": 0.01,
+                "algorithm__kl__horizon": 100,
+            },
             {"kl_coef"},
         ),
         ("grpo", {"algorithm__entropy_coef": 0.01}, set[str]()),
         ("grpo", {"train__passes_per_batch": 2, "train__batch_size": 8}, set[str]()),
-        ("grpo", {"algorithm__decoupled": True, "algorithm__correction": "token_truncate"}, set[str]()),
+        (
+            "grpo",
+            {"algorithm__decoupled": True, "algorithm__correction": "token_truncate"},
+            set[str](),
+        ),
         ("grpo", {"system__gradient_checkpointing": True, "system__logprob_chunk": 16}, set[str]()),
     ],
 )
@@ -72,7 +85,9 @@ def test_presets_run_and_tell_what_they_should(
         assert lines[0]["ref_kl"] == pytest.approx(0, abs=1e-5) and lines[1]["ref_kl"] > 0
 
 
-def test_dapo_replaces_groups_without_contrast_and_shapes_long_answers(tmp_path: Path, model: Path) -> None:
+def test_dapo_replaces_groups_without_contrast_and_shapes_long_answers(
+    tmp_path: Path, model: Path
+) -> None:
     rl_settings(tmp_path, model)
     outcome, lines = rl(
         tmp_path, model, algorithm__name="dapo", algorithm__overlong__buffer=4, rollout__prompts_per_step=3,
@@ -107,23 +122,34 @@ def test_dapo_takes_its_papers_reward_of_plus_and_minus_one_and_replaces_groups_
 
 
 def test_filtering_ends_when_the_data_is_exhausted(tmp_path: Path, model: Path) -> None:
-    """A reward that is always the same leaves nothing to learn: no optimizer step, and no endless search."""
+    """A reward that is always the same leaves nothing to learn: no optimizer step, and no endless
+    search."""
     rl_settings(tmp_path, model)
-    (tmp_path / "rewards.py").write_text("def same(completions, **_):\n    return [1.0 for _ in completions]\n")
+    (tmp_path / "rewards.py").write_text(
+        "def same(completions, **_):\n    return [1.0 for _ in completions]\n"
+    )
     outcome, lines = rl(
         tmp_path, model, algorithm__name="dapo", algorithm__overlong__buffer=2, train__steps=2,
         reward__functions=[f"{tmp_path}/rewards.py:same"],
     )  # fmt: skip
-    assert [line["rollouts"] for line in lines] == [48, 48], "all 12 tasks once a step, four rollouts each"
+    assert [line["rollouts"] for line in lines] == [48, 48], (
+        "all 12 tasks once a step, four rollouts each"
+    )
     assert [line["optimizer_steps"] for line in lines] == [0, 0] and lines[0]["groups_kept"] == 0
     assert read_state(outcome.checkpoint.parent)["step"] == 2
 
 
-def test_a_step_whose_rollouts_all_fail_is_no_step_or_ends_the_run(tmp_path: Path, model: Path) -> None:
+def test_a_step_whose_rollouts_all_fail_is_no_step_or_ends_the_run(
+    tmp_path: Path, model: Path
+) -> None:
     rl_settings(tmp_path, model)
-    (tmp_path / "rewards.py").write_text("def broken(completions, **_):\n    raise ValueError('no such answer')\n")
+    (tmp_path / "rewards.py").write_text(
+        "def broken(completions, **_):\n    raise ValueError('no such answer')\n"
+    )
     functions = [f"{tmp_path}/rewards.py:broken"]
-    settings = rl_settings(tmp_path, model, reward__functions=functions, reward__max_failed_share=1.0, train__steps=2)
+    settings = rl_settings(
+        tmp_path, model, reward__functions=functions, reward__max_failed_share=1.0, train__steps=2
+    )
     outcome = placement.run_rl(None, settings)
     lines = read_metrics(outcome.run_dir / "metrics.jsonl")
     assert [line["rollouts/failed"] for line in lines] == [1.0, 1.0]
@@ -183,7 +209,9 @@ def test_evaluation_keeps_the_best_checkpoint(tmp_path: Path, model: Path) -> No
     best = max(rows, key=lambda row: (row["eval/reward"], -row["step"]))
     kept = Checkpoints(outcome.run_dir / "checkpoints", 1).steps()
     assert kept == sorted({4} | ({best["step"]} if best in trained else set()))
-    assert read_state(outcome.checkpoint.parent)["best"] == {"eval/reward": [best["eval/reward"], best["step"]]}
+    assert read_state(outcome.checkpoint.parent)["best"] == {
+        "eval/reward": [best["eval/reward"], best["step"]]
+    }
 
 
 def test_evaluation_between_steps_is_not_counted_as_theirs(tmp_path: Path, model: Path) -> None:
@@ -195,12 +223,16 @@ def test_evaluation_between_steps_is_not_counted_as_theirs(tmp_path: Path, model
         "    return [0.0] * len(completions)\n"
     )
     rewards = [f"{tmp_path / 'logs.py'}:alone"]
-    _, lines = rl(tmp_path, model, data__eval=str(held_out), eval__every=1, reward__functions=rewards)
+    _, lines = rl(
+        tmp_path, model, data__eval=str(held_out), eval__every=1, reward__functions=rewards
+    )
     assert all(line["sampled_tokens"] == line["tokens"] for line in lines)
     assert all(line["logged/alone"] == 0 for line in lines)
     for line in lines:
         beside = sum(line.get(f"seconds/{name}", 0.0) for name in ("setup", "eval", "checkpoint"))
-        assert line["tokens_per_second"] == pytest.approx(line["tokens"] / (line["seconds"] - beside))
+        assert line["tokens_per_second"] == pytest.approx(
+            line["tokens"] / (line["seconds"] - beside)
+        )
         assert 0 < line["limit_share"] < 1
 
 
@@ -208,15 +240,27 @@ def test_the_target_ends_the_run_early_with_a_checkpoint(tmp_path: Path, model: 
     rl_settings(tmp_path, model)
     held_out = str(write_lines(tmp_path / "held_out.jsonl", sums(3, 50)))
     outcome, lines = rl(
-        tmp_path, model, data__eval=held_out, eval__every=1, eval__target=-1.0, eval__at_start=False, train__steps=9
+        tmp_path,
+        model,
+        data__eval=held_out,
+        eval__every=1,
+        eval__target=-1.0,
+        eval__at_start=False,
+        train__steps=9,
     )
     assert len(lines) == 1 and outcome.checkpoint.parent.name == "step-000001"
-    at_once, lines = rl(tmp_path, model, "second", data__eval=held_out, eval__every=1, eval__target=-1.0)
-    assert not lines and at_once.checkpoint.parent.name == "step-000000", "reached before the first step"
+    at_once, lines = rl(
+        tmp_path, model, "second", data__eval=held_out, eval__every=1, eval__target=-1.0
+    )
+    assert not lines and at_once.checkpoint.parent.name == "step-000000", (
+        "reached before the first step"
+    )
     assert (at_once.checkpoint / "config.json").is_file()
 
 
-def test_an_unknown_metric_for_the_best_is_refused_at_the_first_evaluation(tmp_path: Path, model: Path) -> None:
+def test_an_unknown_metric_for_the_best_is_refused_at_the_first_evaluation(
+    tmp_path: Path, model: Path
+) -> None:
     rl_settings(tmp_path, model)
     held_out = str(write_lines(tmp_path / "held_out.jsonl", sums(3, 50)))
     with pytest.raises(ConfigError, match=r"eval/acuracy.*Did you mean 'eval/accuracy'"):
@@ -224,7 +268,9 @@ def test_an_unknown_metric_for_the_best_is_refused_at_the_first_evaluation(tmp_p
 
 
 def test_tensorboard_gets_the_metrics(tmp_path: Path, model: Path) -> None:
-    event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    event_accumulator = pytest.importorskip(
+        "tensorboard.backend.event_processing.event_accumulator"
+    )
     outcome, lines = rl(tmp_path, model, monitor__sinks=["tensorboard"])
     events = event_accumulator.EventAccumulator(str(outcome.run_dir / "tensorboard"))
     events.Reload()
@@ -232,14 +278,21 @@ def test_tensorboard_gets_the_metrics(tmp_path: Path, model: Path) -> None:
     assert points == [(line["step"], pytest.approx(line["reward"])) for line in lines]
 
 
-def test_the_same_seed_gives_the_same_run_and_the_system_changes_rounding_only(tmp_path: Path, model: Path) -> None:
+def test_the_same_seed_gives_the_same_run_and_the_system_changes_rounding_only(
+    tmp_path: Path, model: Path
+) -> None:
     def course(run: str, **changed: Any) -> list[dict[str, Any]]:
         return untimed(rl(tmp_path, model, run, **changed)[0].run_dir / "metrics.jsonl")
 
     first = course("a")
     assert course("b") == first
     assert course("c", train__seed=1) != first
-    cut = course("d", system__max_tokens_per_microbatch=32, system__share_prompts=False, system__max_running=3)
+    cut = course(
+        "d",
+        system__max_tokens_per_microbatch=32,
+        system__share_prompts=False,
+        system__max_running=3,
+    )
     for ours, theirs in zip(cut, first, strict=True):
         assert ours["reward"] == theirs["reward"]
         assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-3)
@@ -266,7 +319,17 @@ def test_sft_learns_from_every_format(tmp_path: Path, model: Path, form: str) ->
     outcome = placement.run_sft(None, settings)
     lines = [line for line in read_metrics(outcome.run_dir / "metrics.jsonl") if "loss" in line]
     assert len(lines) == 12
-    keys = {"loss", "nll", "tokens", "epoch", "tokens_per_second", "limit_share", "seconds/train", "lr", "grad_norm"}
+    keys = {
+        "loss",
+        "nll",
+        "tokens",
+        "epoch",
+        "tokens_per_second",
+        "limit_share",
+        "seconds/train",
+        "lr",
+        "grad_norm",
+    }
     assert all(keys <= line.keys() for line in lines)
     losses = [row["eval/loss"] for row in outcome.evaluations]
     assert len(losses) == 4 and losses[0] == pytest.approx(5.7, abs=0.3), "about log 300 before"
@@ -289,9 +352,13 @@ def test_sft_loss_counts_each_loss_token_once(tmp_path: Path, model: Path) -> No
     assert cut["microbatches"] > whole["microbatches"] == 1
 
 
-def test_a_long_line_of_the_held_out_set_is_refused_before_training(tmp_path: Path, model: Path) -> None:
+def test_a_long_line_of_the_held_out_set_is_refused_before_training(
+    tmp_path: Path, model: Path
+) -> None:
     held_out = write_lines(tmp_path / "held_out.jsonl", [{"prompt": "a" * 300, "completion": "b"}])
-    settings = sft_settings(tmp_path, model, data__eval=str(held_out), system__max_tokens_per_microbatch=100)
+    settings = sft_settings(
+        tmp_path, model, data__eval=str(held_out), system__max_tokens_per_microbatch=100
+    )
     with pytest.raises(ValueError, match=r"held_out\.jsonl:1: 30\d tokens, the limit is 100"):
         placement.run_sft(None, settings)
     assert not (tmp_path / "sft/metrics.jsonl").exists()
@@ -300,23 +367,31 @@ def test_a_long_line_of_the_held_out_set_is_refused_before_training(tmp_path: Pa
 def test_skipping_too_long_lines_needs_no_limit_of_ones_own(tmp_path: Path, model: Path) -> None:
     lines = [{"text": "ab"}, {"text": "a" * 900}, {"text": "cd"}]
     data = write_lines(tmp_path / "data.jsonl", lines)
-    settings = sft_settings(tmp_path, model, data__train=str(data), data__too_long="skip", train__batch_size=2)
+    settings = sft_settings(
+        tmp_path, model, data__train=str(data), data__too_long="skip", train__batch_size=2
+    )
     outcome = placement.run_sft(None, settings)
     assert "data.jsonl:2" in (outcome.run_dir / "skipped.jsonl").read_text()
 
 
 def test_a_column_that_only_the_held_out_data_lacks_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "held_out.jsonl").write_text('{"prompt": "1+1=", "gold": "2"}\n')
-    settings = rl_settings(tmp_path, save_model(tmp_path / "model"), data__eval=str(tmp_path / "held_out.jsonl"))
+    settings = rl_settings(
+        tmp_path, save_model(tmp_path / "model"), data__eval=str(tmp_path / "held_out.jsonl")
+    )
     reward = "def share(completions, answer, **columns):\n    return [0.0 for _ in completions]\n"
     (tmp_path / "rewards.py").write_text(reward)
     with pytest.raises(ConfigError, match=r"'answer', which data\.eval does not have"):
         placement.run_rl(None, settings)
 
 
-def test_an_evaluation_of_which_every_rollout_fails_ends_the_run_with_the_reason(tmp_path: Path) -> None:
+def test_an_evaluation_of_which_every_rollout_fails_ends_the_run_with_the_reason(
+    tmp_path: Path,
+) -> None:
     held_out = str(tmp_path / "train.jsonl")
     settings = rl_settings(tmp_path, save_model(tmp_path / "model"), data__eval=held_out)
-    (tmp_path / "rewards.py").write_text("def share(completions, **columns):\n    raise ValueError('no such tool')\n")
+    (tmp_path / "rewards.py").write_text(
+        "def share(completions, **columns):\n    raise ValueError('no such tool')\n"
+    )
     with pytest.raises(RewardError, match=r"evaluation failed[\s\S]*no such tool"):
         placement.run_rl(None, settings)

@@ -21,8 +21,14 @@ def make_run(path: Path, steps: int, *, of: int = 10, reward: float = 0.0, **set
     values = {"train.steps": of, "model.path": "models/tiny", "algorithm.name": "grpo", **settings}
     entries = {key: {"value": value, "source": "default"} for key, value in values.items()}
     (path / "resolved.json").write_text(json.dumps({"settings": entries}))
-    lines = [{"step": n, "time": 100.0 + n, "reward": reward + n, "seconds": 2.0} for n in range(1, steps + 1)]
-    write_lines(path / "metrics.jsonl", [*lines, {"step": steps, "time": 200.0, "eval/reward": reward + 0.5}])
+    lines = [
+        {"step": n, "time": 100.0 + n, "reward": reward + n, "seconds": 2.0}
+        for n in range(1, steps + 1)
+    ]
+    write_lines(
+        path / "metrics.jsonl",
+        [*lines, {"step": steps, "time": 200.0, "eval/reward": reward + 0.5}],
+    )
     return path
 
 
@@ -53,7 +59,10 @@ def test_the_list_has_the_newest_first_and_says_how_far_each_came(tmp_path: Path
 def test_runs_are_compared_by_what_differs(tmp_path: Path) -> None:
     a = make_run(tmp_path / "a", 10, **{"train.lr": 1e-6})
     b = make_run(tmp_path / "b", 10, reward=5, **{"lora.rank": 8})
-    assert differences([read_run(a), read_run(b)]) == {"train.lr": [1e-6, None], "lora.rank": [None, 8]}
+    assert differences([read_run(a), read_run(b)]) == {
+        "train.lr": [1e-6, None],
+        "lora.rank": [None, 8],
+    }
     assert late_means(a) == {"reward": 9.5, "seconds": 2.0, "eval/reward": 0.5}  # steps 9 and 10
     compared = json.loads(show("compare", a, b, "--json"))
     assert compared["metrics"]["reward"] == [9.5, 14.5]
@@ -64,7 +73,10 @@ def test_runs_are_compared_by_what_differs(tmp_path: Path) -> None:
 
 def test_the_tail_has_the_last_steps(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", 10)
-    assert show("tail", run, "-n", 2).splitlines() == ["step 10: reward 10", "step 10: eval/reward 0.5"]
+    assert show("tail", run, "-n", 2).splitlines() == [
+        "step 10: reward 10",
+        "step 10: eval/reward 0.5",
+    ]
     assert len(show("tail", run, "--follow").splitlines()) == 10  # nobody writes it
 
 
@@ -82,7 +94,12 @@ def test_a_followed_run_whose_clock_is_set_back_shows_every_step_once(
 
     monkeypatch.setattr("tunesmith.cli.runs.time.sleep", write_next)
     lines = show("tail", run, "--follow", "-n", 2).splitlines()
-    assert lines == ["step 3: reward 3", "step 3: eval/reward 0.5", "step 4: reward 4", "step 5: reward 5"]
+    assert lines == [
+        "step 3: reward 3",
+        "step 3: eval/reward 0.5",
+        "step 4: reward 4",
+        "step 5: reward 5",
+    ]
 
 
 def test_half_written_and_foreign_files_are_read_as_far_as_they_go(tmp_path: Path) -> None:
@@ -94,8 +111,12 @@ def test_half_written_and_foreign_files_are_read_as_far_as_they_go(tmp_path: Pat
     assert show("list", tmp_path).splitlines()[1].split()[:3] == ["run", "stopped", "3"]
 
 
-@pytest.mark.parametrize("words", [["list", "empty"], ["tail", "empty"], ["compare", "empty"], ["tail", "a", "b"]])
-def test_what_is_no_run_is_refused(words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "words", [["list", "empty"], ["tail", "empty"], ["compare", "empty"], ["tail", "a", "b"]]
+)
+def test_what_is_no_run_is_refused(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
     done = CliRunner().invoke(app, ["runs", *words])

@@ -1,6 +1,8 @@
-"""What a run announces and what its metrics show are the same, over random small runs of every command.
+"""What a run announces and what its metrics show are the same, over random small runs of every
+command.
 
-The expected numbers are computed here from ``resolved.json`` alone, not with the functions that made them.
+The expected numbers are computed here from ``resolved.json`` alone, not with the functions that
+made them.
 """
 
 from __future__ import annotations
@@ -38,7 +40,9 @@ def random_run(number: int, folder: Path, ranks: bool) -> tuple[str, list[str], 
     draw, command = random.Random(number), COMMANDS[number % len(COMMANDS)]
     model = save_model(folder / "model")
     rows = draw.randint(2, 13)
-    lines = [{"prompt": f"{i}+{i}=", "completion": str(2 * i), "answer": str(2 * i)} for i in range(rows)]
+    lines = [
+        {"prompt": f"{i}+{i}=", "completion": str(2 * i), "answer": str(2 * i)} for i in range(rows)
+    ]
     write_lines(folder / "data.jsonl", lines_of(command, rows) if command in RUNS else lines)
     (folder / "rewards.py").write_text(REWARD)
     said: dict[str, Any] = {
@@ -63,20 +67,40 @@ def random_run(number: int, folder: Path, ranks: bool) -> tuple[str, list[str], 
         said["reward.functions"] = [f"{folder / 'rewards.py'}:length"]
         said["reward.isolation"] = "thread"
     if command == "rl":
-        said |= {"rollout.prompts_per_step": draw.randint(1, 9), "rollout.group_size": draw.choice((2, 3))}
-        said |= {"rollout.max_new_tokens": draw.randint(3, 8), "train.passes_per_batch": draw.choice((1, 2))}
+        said |= {
+            "rollout.prompts_per_step": draw.randint(1, 9),
+            "rollout.group_size": draw.choice((2, 3)),
+        }
+        said |= {
+            "rollout.max_new_tokens": draw.randint(3, 8),
+            "train.passes_per_batch": draw.choice((1, 2)),
+        }
         if draw.random() < 0.5:
             said["train.batch_size"] = said["rollout.group_size"]
         if draw.random() < 0.3:
-            said |= {"rollout.max_staleness": 1, "rollout.partial": True, "rollout.over_generation": 1.5}
+            said |= {
+                "rollout.max_staleness": 1,
+                "rollout.partial": True,
+                "rollout.over_generation": 1.5,
+            }
     else:
         said["train.batch_size"] = draw.randint(1, 9)
     if command == "rft":
-        said |= {"sampling.n": 3, "sampling.max_new_tokens": draw.randint(3, 8), "rft.threshold": 1.0}
+        said |= {
+            "sampling.n": 3,
+            "sampling.max_new_tokens": draw.randint(3, 8),
+            "rft.threshold": 1.0,
+        }
         said |= {"sampling.stop_token_ids": list(range(5, 200))}  # most answers are whole
-        said |= {"rft.select": "all", "rft.profile": draw.choice(("balanced", "aggressive", "conservative"))}
+        said |= {
+            "rft.select": "all",
+            "rft.profile": draw.choice(("balanced", "aggressive", "conservative")),
+        }
     if command == "distill":
-        said |= {"distill.mode": "offline", "teacher.path": str(save_model(folder / "teacher", seed=1))}
+        said |= {
+            "distill.mode": "offline",
+            "teacher.path": str(save_model(folder / "teacher", seed=1)),
+        }
     if ranks:
         said["system.trainer_ranks"] = 2
     if draw.random() < 0.5:
@@ -101,7 +125,11 @@ def sizes(values: dict[str, Any], rows: int, supervised: bool) -> list[int]:
 
 def rate(values: dict[str, Any], step: int, total: int) -> float:
     """The learning rate of an optimizer step, counted from 0."""
-    peak, warmup, least = values["train.lr"], values["train.warmup_steps"], values["train.min_lr_ratio"]
+    peak, warmup, least = (
+        values["train.lr"],
+        values["train.warmup_steps"],
+        values["train.min_lr_ratio"],
+    )
     if step < warmup:
         return peak * (step + 1) / warmup
     done = (step - warmup) / max(1, total - warmup)
@@ -113,7 +141,10 @@ def rate(values: dict[str, Any], step: int, total: int) -> float:
 def check(number: int, folder: Path, *, ranks: bool = False) -> None:
     command, said, run = random_run(number, folder, ranks)
     RUNNERS[command](None, said)
-    values = {k: v["value"] for k, v in json.loads((run / "resolved.json").read_text())["settings"].items()}
+    values = {
+        k: v["value"]
+        for k, v in json.loads((run / "resolved.json").read_text())["settings"].items()
+    }
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if "loss" in line]
     rows = len(Path(values["data.train"]).read_text().splitlines())
@@ -144,7 +175,9 @@ def check(number: int, folder: Path, *, ranks: bool = False) -> None:
         at += count
     text = (run / "config.toml").read_text()
     for key in ("train.steps", "train.batch_size", "train.warmup_steps"):
-        assert f"{key.rpartition('.')[2]} = {values[key]}" in text, "the saved run file says the same"
+        assert f"{key.rpartition('.')[2]} = {values[key]}" in text, (
+            "the saved run file says the same"
+        )
 
 
 @pytest.mark.parametrize("number", (0, 1, 5, 8, 13, 15))

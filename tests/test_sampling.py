@@ -21,13 +21,17 @@ CPU = torch.device("cpu")
 ALMOST_ONE = 1 - 2**-53
 
 
-def draw(logits: torch.Tensor, uniforms: Sequence[float], *settings_: Sampling) -> tuple[list[int], list[float]]:
+def draw(
+    logits: torch.Tensor, uniforms: Sequence[float], *settings_: Sampling
+) -> tuple[list[int], list[float]]:
     plan = SamplingPlan.of(settings_, logits.shape[1], CPU)
     tokens, logprobs = sample(logits, plan, torch.tensor(uniforms, dtype=torch.float64))
     return tokens.tolist(), logprobs.tolist()
 
 
-def columns(k: int = 99, p: float = 1.0, m: float = 0.0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def columns(
+    k: int = 99, p: float = 1.0, m: float = 0.0
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return torch.tensor([[k]]), torch.tensor([[p]]), torch.tensor([[m]])
 
 
@@ -44,7 +48,9 @@ def test_inverse_cdf_by_hand() -> None:
     st.sampled_from([1, 40]),
     st.sampled_from([0.0, 0.5, 2**-53, ALMOST_ONE]),
 )
-def test_a_token_of_probability_zero_is_never_drawn(seed: int, vocab: int, rows: int, edge: float) -> None:
+def test_a_token_of_probability_zero_is_never_drawn(
+    seed: int, vocab: int, rows: int, edge: float
+) -> None:
     rng = torch.Generator().manual_seed(seed)
     probs = torch.rand(rows, vocab, generator=rng) ** 20
     probs[torch.rand(rows, vocab, generator=rng) < 0.9] = 0
@@ -63,7 +69,9 @@ def test_one_level_and_blocks_agree_with_float64(rows: int) -> None:
     uniforms = torch.rand(rows, dtype=torch.float64)
     totals = probs.double().numpy().cumsum(-1)
     targets = uniforms.numpy() * totals[:, -1]
-    expected = [int(np.searchsorted(t, u, side="right")) for t, u in zip(totals, targets, strict=True)]
+    expected = [
+        int(np.searchsorted(t, u, side="right")) for t, u in zip(totals, targets, strict=True)
+    ]
     assert inverse_cdf(probs, uniforms).tolist() == expected
 
 
@@ -78,11 +86,14 @@ def test_one_level_and_blocks_agree_with_float64(rows: int) -> None:
     ],
 )
 def test_chi_squared_against_exact_probabilities(setting: Sampling) -> None:
-    """40,000 draws by the engine's own uniforms; the 99.9% quantile of chi-squared by Wilson and Hilferty."""
+    """40,000 draws by the engine's own uniforms; the 99.9% quantile of chi-squared by Wilson and
+    Hilferty."""
     torch.manual_seed(1)
     draws, logits = 40_000, torch.randn(1, 16) * 1.5
     uniforms = Uniforms(3)
-    tokens, logprobs = draw(logits.expand(draws, -1), [uniforms[i] for i in range(draws)], *[setting] * draws)
+    tokens, logprobs = draw(
+        logits.expand(draws, -1), [uniforms[i] for i in range(draws)], *[setting] * draws
+    )
     exact = by_definition(logits[0].double().numpy() / setting.temperature, setting)
     counts = np.bincount(tokens, minlength=16)
     assert counts[exact == 0].sum() == 0
@@ -118,25 +129,34 @@ def test_cuts_by_hand() -> None:
     assert cut(torch.full((1, 4), 0.25), *columns(k=1)).tolist() == [[1, 0, 0, 0]]
 
 
-def test_a_large_vocabulary_is_cut_as_if_all_of_it_were_sorted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows with cuts inside and outside the candidates, ties across their border, and one token only."""
+def test_a_large_vocabulary_is_cut_as_if_all_of_it_were_sorted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rows with cuts inside and outside the candidates, ties across their border, and one token
+    only."""
     peaked, flat, tied = torch.randn(3000).mul(4), torch.randn(3000).mul(0.1), torch.zeros(3000)
     tied[1500:] = 3.0
     single = torch.full((3000,), -1e4).index_fill(0, torch.tensor([2999]), 0.0)
-    half_tied = torch.zeros(3000).index_fill(0, torch.arange(0, 1800, 3), 2.0)  # 600 that are likelier
+    half_tied = torch.zeros(3000).index_fill(
+        0, torch.arange(0, 1800, 3), 2.0
+    )  # 600 that are likelier
     logits = torch.stack([peaked, flat, tied, single, half_tied, half_tied, peaked, peaked])
     probs = logits.softmax(-1)
     top_k = torch.tensor([[3000], [3000], [1023], [3000], [3000], [600], [1500], [20]])
     top_p = torch.tensor([[0.9], [0.9], [1.0], [0.5], [0.3], [1.0], [0.99], [1.0]])
     min_p = torch.tensor([[0.0], [0.0], [0.0], [0.0], [0.0], [0.5], [0.0], [0.1]])
     found = cut(probs, top_k, top_p, min_p)
-    alone = torch.cat([cut(*(t[i : i + 1] for t in (probs, top_k, top_p, min_p))) for i in range(8)])
+    alone = torch.cat(
+        [cut(*(t[i : i + 1] for t in (probs, top_k, top_p, min_p))) for i in range(8)]
+    )
     assert torch.equal(found, alone), "a row does not depend on the others"
     monkeypatch.setattr(sampler, "CANDIDATES", 3000)
     whole = cut(probs, top_k, top_p, min_p)
     assert torch.equal(found > 0, whole > 0) and torch.allclose(found, whole, rtol=1e-5, atol=0)
     assert (found > 0).sum(-1).tolist()[2:6:3] == [1023, 600]
-    assert found[2].nonzero().flatten().tolist() == list(range(1500, 2523)), "ties go to the lower ids"
+    assert found[2].nonzero().flatten().tolist() == list(range(1500, 2523)), (
+        "ties go to the lower ids"
+    )
 
 
 def test_rows_keep_their_own_settings() -> None:
@@ -155,9 +175,13 @@ def test_rows_keep_their_own_settings() -> None:
 
 
 def test_all_greedy_takes_the_largest_at_temperature_one() -> None:
-    tokens, logprobs = draw(torch.tensor([[3.0, 1.0], [0.0, 5.0]]), [0.9, 0.0], *[Sampling(1, temperature=0.0)] * 2)
+    tokens, logprobs = draw(
+        torch.tensor([[3.0, 1.0], [0.0, 5.0]]), [0.9, 0.0], *[Sampling(1, temperature=0.0)] * 2
+    )
     assert tokens == [0, 1]
-    assert logprobs == pytest.approx([-math.log1p(math.exp(-2)), -math.log1p(math.exp(-5))], abs=1e-6)
+    assert logprobs == pytest.approx(
+        [-math.log1p(math.exp(-2)), -math.log1p(math.exp(-5))], abs=1e-6
+    )
 
 
 def test_logits_that_are_not_finite_show_as_nan() -> None:
@@ -180,7 +204,8 @@ def bytes_decode(ids: Sequence[int]) -> str:
 
 
 def tokens_until(text: str | bytes, *stop: str, least: int = 0, earlier: int = 0) -> int | None:
-    """How many byte tokens are taken before one of ``stop`` is complete, besides so many earlier ones."""
+    """How many byte tokens are taken before one of ``stop`` is complete, besides so many earlier
+    ones."""
     data = text.encode() if isinstance(text, str) else text
     watch, data = StopStrings(stop, bytes_decode, least, data[:earlier]), data[earlier:]
     return next((n for n in range(1, len(data) + 1) if watch.completed_by(data[:n])), None)
@@ -205,9 +230,15 @@ def test_stop_strings_are_found_as_soon_as_they_are_written(text: str, stop: str
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.text("ab é語\n", max_size=30), st.text("ab é語\n", min_size=1, max_size=4), st.integers(0, 40))
+@given(
+    st.text("ab é語\n", max_size=30),
+    st.text("ab é語\n", min_size=1, max_size=4),
+    st.integers(0, 40),
+)
 def test_stop_strings_may_begin_in_earlier_tokens(text: str, stop: str, earlier: int) -> None:
-    ends = [len(text[: at + len(stop)].encode()) for at in range(len(text)) if text.startswith(stop, at)]
+    ends = [
+        len(text[: at + len(stop)].encode()) for at in range(len(text)) if text.startswith(stop, at)
+    ]
     expected = min((end - earlier for end in ends if end > earlier), default=None)
     assert tokens_until(text, stop, earlier=earlier) == expected
 
@@ -218,6 +249,13 @@ def test_stop_strings_may_begin_in_earlier_tokens(text: str, stop: str, earlier:
     st.lists(st.text("ab\n", min_size=1, max_size=4), min_size=1, max_size=2),
     st.integers(0, 12),
 )
-def test_stop_strings_that_are_complete_too_early_are_passed_over(text: str, stop: list[str], least: int) -> None:
-    ends = [at + len(s) for s in stop for at in range(len(text)) if text.startswith(s, at) and at + len(s) > least]
+def test_stop_strings_that_are_complete_too_early_are_passed_over(
+    text: str, stop: list[str], least: int
+) -> None:
+    ends = [
+        at + len(s)
+        for s in stop
+        for at in range(len(text))
+        if text.startswith(s, at) and at + len(s) > least
+    ]
     assert tokens_until(text, *stop, least=least) == min(ends, default=None)

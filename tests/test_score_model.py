@@ -1,4 +1,5 @@
-"""Score models: new heads start at zero, scores on a forest are those of transformers, and they come back from disk."""
+"""Score models: new heads start at zero, scores on a forest are those of transformers, and they
+come back from disk."""
 
 from __future__ import annotations
 
@@ -32,7 +33,9 @@ def test_scores_are_those_of_transformers(tmp_path: Path, family: str) -> None:
     assert max(map(abs, expected)) > 0.1
 
 
-def test_a_saved_model_names_the_tokenizers_pad_token_also_where_its_id_is_0(tmp_path: Path) -> None:
+def test_a_saved_model_names_the_tokenizers_pad_token_also_where_its_id_is_0(
+    tmp_path: Path,
+) -> None:
     """transformers looks for a sequence's last token by it; the end of an answer is not padding."""
     model = ScoreModel.load(save_model(tmp_path / "base", pad_token_id=None))
     torch.nn.init.normal_(model.head.weight)
@@ -46,7 +49,9 @@ def test_a_saved_model_names_the_tokenizers_pad_token_also_where_its_id_is_0(tmp
 
 def test_a_model_with_several_labels_is_refused(tmp_path: Path) -> None:
     path = save_model(tmp_path / "base")
-    AutoModelForSequenceClassification.from_pretrained(path, num_labels=3).save_pretrained(tmp_path / "three")
+    AutoModelForSequenceClassification.from_pretrained(path, num_labels=3).save_pretrained(
+        tmp_path / "three"
+    )
     ScoreModel.load(path).tokenizer.save_pretrained(tmp_path / "three")
     with pytest.raises(ModelError, match="3 labels"):
         ScoreModel.load(tmp_path / "three")

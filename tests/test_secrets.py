@@ -1,4 +1,5 @@
-"""Secrets in settings are neither printed nor written, data is private, and the run still uses the real ones."""
+"""Secrets in settings are neither printed nor written, data is private, and the run still uses the
+real ones."""
 
 from __future__ import annotations
 
@@ -36,7 +37,9 @@ def clean(text: str) -> bool:
     return "S3CRET" not in text and "T0KEN" not in text
 
 
-def test_settings_are_shown_and_saved_without_secrets(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_settings_are_shown_and_saved_without_secrets(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     resolved = resolve(load_config(RLConfig, None, SETTINGS), Facts(read_hardware()))
     assert resolved.config.reward.remote[0].urls == (URL,)  # the run has the real one
     print_resolved(resolved, all_of_it=True)
@@ -89,19 +92,34 @@ def test_messages_have_no_secrets(capsys: pytest.CaptureFixture[str]) -> None:
 def test_refusals_show_no_secret_of_an_override(override: str, tmp_path: Path) -> None:
     """Neither by ``config`` nor in a job's script whose mode lets others read it."""
     run = tmp_path / "run.toml"
-    run.write_text('[model]\npath = "org/m"\n[data]\ntrain = "org/d"\n[reward]\nfunctions = ["math"]\n')
+    run.write_text(
+        '[model]\npath = "org/m"\n[data]\ntrain = "org/d"\n[reward]\nfunctions = ["math"]\n'
+    )
     shown = CliRunner().invoke(app, ["config", str(run), override])
     assert shown.exit_code == 2 and "S3CRET" not in shown.output, shown.output
-    launched = CliRunner().invoke(app, ["launch", "slurm", str(run), override, "-o", str(tmp_path / "job.sh")])
+    launched = CliRunner().invoke(
+        app, ["launch", "slurm", str(run), override, "-o", str(tmp_path / "job.sh")]
+    )
     assert "S3CRET" not in launched.output
     if launched.exit_code == 0:
         assert (tmp_path / "job.sh").stat().st_mode & 0o077 == 0 and "secrets" in launched.output
 
 
-def test_a_command_is_shown_without_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_command_is_shown_without_secrets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As in a model card on the hub, and in how to continue."""
-    dotted = ["system.vllm.extra.hf_token=T0KEN", "system.ray_runtime_env.env_vars.WANDB=S3CRET", "x.password='T0KEN'"]
-    plain = ["train.lr=1e-5", "data.train=my data.jsonl", "data.max_tokens=5", 'rollout.stop=["=", "T"]']
+    dotted = [
+        "system.vllm.extra.hf_token=T0KEN",
+        "system.ray_runtime_env.env_vars.WANDB=S3CRET",
+        "x.password='T0KEN'",
+    ]
+    plain = [
+        "train.lr=1e-5",
+        "data.train=my data.jsonl",
+        "data.max_tokens=5",
+        'rollout.stop=["=", "T"]',
+    ]
     shown = shown_command(["tunesmith", "rl", *SETTINGS, *dotted, *plain])
     assert clean(shown), shown
     words = shlex.split(shown)
@@ -130,7 +148,14 @@ def test_what_an_output_was_begun_with_is_compared_by_what_paths_mean(tmp_path: 
     out.touch()
 
     def begun_with(model: str, functions: Any, url: str = URL) -> None:
-        claim(out, {"model.path": model, "reward.functions": functions, "reward.remote": [{"urls": [url]}]})
+        claim(
+            out,
+            {
+                "model.path": model,
+                "reward.functions": functions,
+                "reward.remote": [{"urls": [url]}],
+            },
+        )
 
     begun_with(f"{tmp_path}/model", [f"{tmp_path}/r.py:f"])
     begun_with(f"{tmp_path}/link", [f"{tmp_path}/model/../r.py:f"])

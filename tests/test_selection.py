@@ -27,21 +27,35 @@ from tunesmith.run.offline.selection import (
 )
 
 
-def completion(text: str, reward: float | None = 1.0, tokens: int = 1, reason: str = "stop", **more: Any) -> Any:
+def completion(
+    text: str, reward: float | None = 1.0, tokens: int = 1, reason: str = "stop", **more: Any
+) -> Any:
     return {"completion": text, "reward": reward, "tokens": tokens, "finish_reason": reason, **more}
 
 
 def line(*rewards: float | None, **columns: Any) -> dict[str, Any]:
-    return {"prompt": "p", **columns, "completions": [completion(f"c{i}", r) for i, r in enumerate(rewards)]}
+    return {
+        "prompt": "p",
+        **columns,
+        "completions": [completion(f"c{i}", r) for i, r in enumerate(rewards)],
+    }
 
 
 def test_best_takes_the_first_of_the_highest() -> None:
-    assert best(line(0.5, 2.0, None, 2.0, gold="g")) == [{"prompt": "p", "gold": "g", **completion("c1", 2.0)}]
+    assert best(line(0.5, 2.0, None, 2.0, gold="g")) == [
+        {"prompt": "p", "gold": "g", **completion("c1", 2.0)}
+    ]
     assert best(line(None)) == "without a reward"
 
 
 def test_pairs_skip_ties_and_lines_without_two_rewards() -> None:
-    chosen = {"prompt": "p", "chosen": "c1", "rejected": "c0", "chosen_reward": 1.0, "rejected_reward": 0.0}
+    chosen = {
+        "prompt": "p",
+        "chosen": "c1",
+        "rejected": "c0",
+        "chosen_reward": 1.0,
+        "rejected_reward": 0.0,
+    }
     assert pair(line(0.0, 1.0, 0.5), 0.25) == [chosen]
     assert pair(line(1.0, 1.0), 0.25) == pair(line(0.4, 0.6), 0.25) == "tied"
     assert pair(line(None, 1.0), 0.25) == "without two rewards"
@@ -49,12 +63,18 @@ def test_pairs_skip_ties_and_lines_without_two_rewards() -> None:
 
 def test_the_reward_is_written_into_the_prompt_or_the_last_user_message() -> None:
     template = "{prompt} <rm_score>: {reward} "
-    talk: list[dict[str, Any]] = [{"role": "system", "content": "s"}, {"role": "user", "content": "a {reward}"}]
+    talk: list[dict[str, Any]] = [
+        {"role": "system", "content": "s"},
+        {"role": "user", "content": "a {reward}"},
+    ]
     made = conditional(line(0.126), template, None)
     assert made == [{"prompt": "p <rm_score>: 0.13 ", "completion": "c0", "reward": 0.126}]
     [talked] = conditional({**line(1.0), "prompt": talk}, template, None)
     assert isinstance(talked, dict)
-    assert talked["prompt"] == [talk[0], {"role": "user", "content": "a {reward} <rm_score>: 1.00 "}]
+    assert talked["prompt"] == [
+        talk[0],
+        {"role": "user", "content": "a {reward} <rm_score>: 1.00 "},
+    ]
     assert talk[1]["content"] == "a {reward}", "the data is left as it was"
     assert conditional(line(None), template, None) == "without a reward"
 
@@ -69,7 +89,12 @@ def test_levels_are_in_the_order_of_the_rewards(rewards: list[float], levels: in
 
 
 def test_an_answer_that_was_cut_off_or_failed_is_not_learned() -> None:
-    records = [completion("a"), completion("b", reason="length"), completion("c", 0.99), completion("d", None)]
+    records = [
+        completion("a"),
+        completion("b", reason="length"),
+        completion("c", 0.99),
+        completion("d", None),
+    ]
     assert [r["completion"] for r in correct_answers({"completions": records}, 1.0)] == ["a"]
 
 
@@ -83,7 +108,9 @@ def test_selection_rules() -> None:
     assert select(records, "first") == records[:1]
     assert select(records, "all") == records[:3], "no text twice"
     assert select(records, "shortest") == [records[2]]
-    assert select(records, "distinct") == records[:2], "another order of terms is another path, other words are not"
+    assert select(records, "distinct") == records[:2], (
+        "another order of terms is another path, other words are not"
+    )
     assert select([], "distinct") == []
 
 
@@ -121,7 +148,9 @@ def test_no_answer_is_not_a_wrong_answer() -> None:
         metrics = {} if answered is None else {"metrics": {"answered": answered}}
         return {"completions": [completion("c", reward, **metrics, **more)]}
 
-    found = accuracy(iter([one(1.0, 1.0), one(0.0, 1.0), one(0.0, 0.0), one(None, None, error="slow")]), 1.0)
+    found = accuracy(
+        iter([one(1.0, 1.0), one(0.0, 1.0), one(0.0, 0.0), one(None, None, error="slow")]), 1.0
+    )
     assert found["accuracy"][0] == 0.25
     assert found["answered"][0] == 0.5, "a failed one has no answer either"
     assert found["accuracy_of_answered"][0] == 0.5
@@ -138,7 +167,13 @@ def write_samples(directory: Path, lines: list[dict[str, Any]]) -> RftRound:
 def test_the_yield_is_counted_by_question(tmp_path: Path) -> None:
     this = write_samples(tmp_path, [line(1.0, 1.0, 0.0), line(0.0, 0.0, None), line(1.0, 0.0, 0.0)])
     found = select_answers(this, "all", 1.0, 3)
-    assert (found["questions"], found["solved"], found["samples"], found["correct"], found["kept"]) == (3, 2, 9, 3, 3)
+    assert (
+        found["questions"],
+        found["solved"],
+        found["samples"],
+        found["correct"],
+        found["kept"],
+    ) == (3, 2, 9, 3, 3)
     assert found["questions_by_correct_samples"] == {"0": 1, "1": 1, "2": 1, "3": 0}
     assert found["solved_share"] == interval(2, 3)
     learned = [json.loads(one) for one in this.train.read_text().splitlines()]
@@ -160,7 +195,10 @@ def test_a_best_answer_that_is_not_good_enough_is_left_out() -> None:
     assert best(line(0.0, 0.5), 1.0) == best(line(0.0, 0.0), 1.0) == "below min_reward"
     [chosen] = pair(line(0.0, 1.0), 0.0, 1.0)
     assert isinstance(chosen, dict) and chosen["chosen_reward"] == 1.0
-    assert (pair(line(0.0, 0.5), 0.0, 1.0), pair(line(0.0, 0.0), 0.0, 1.0)) == ("below min_reward", "tied")
+    assert (pair(line(0.0, 0.5), 0.0, 1.0), pair(line(0.0, 0.0), 0.0, 1.0)) == (
+        "below min_reward",
+        "tied",
+    )
     assert isinstance(best(line(0.0, 0.0)), list)
 
 

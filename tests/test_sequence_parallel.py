@@ -1,4 +1,5 @@
-"""Ranks that share the tokens of each micro-batch compute what one rank computes, and keep their part of it."""
+"""Ranks that share the tokens of each micro-batch compute what one rank computes, and keep their
+part of it."""
 
 from __future__ import annotations
 
@@ -23,7 +24,12 @@ from tunesmith.config.schema import LoraSection
 from tunesmith.errors import DeviceMemoryError, ModelError
 from tunesmith.learn.algorithms.aggregation import weigh
 from tunesmith.learn.algorithms.losses import GSPO, PPO
-from tunesmith.learn.algorithms.objective import ActorCriticObjective, Objective, PolicyObjective, SFTObjective
+from tunesmith.learn.algorithms.objective import (
+    ActorCriticObjective,
+    Objective,
+    PolicyObjective,
+    SFTObjective,
+)
 from tunesmith.learn.algorithms.preference import AGGREGATION, DPOObjective, RewardObjective
 from tunesmith.learn.data.batch import Batch
 from tunesmith.learn.data.micro_batches import Packing, build_forest
@@ -46,7 +52,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_part_has_every_second_token_and_the_predictions_from_them() -> None:
-    batch = Batch.of([Sample([5, 6, 7, 2], [False, False, True, True]), Sample([5, 6, 8], [False, False, True])])
+    batch = Batch.of(
+        [Sample([5, 6, 7, 2], [False, False, True, True]), Sample([5, 6, 8], [False, False, True])]
+    )
     forest = build_forest(batch)
     parts = [forest.part(rank, 2) for rank in (0, 1)]
     assert [p.token_ids.tolist() for p in parts] == [[5, 7, 8], [6, 2, 0]]
@@ -56,7 +64,10 @@ def test_a_part_has_every_second_token_and_the_predictions_from_them() -> None:
     assert [p.predictions.tolist() for p in parts] == [[1], [0, 2]]
     assert all(p.segments == (*forest.segments, (5, 1, -1)) for p in parts)
     whole = build_forest(batch, [0]).part(1, 2)
-    assert whole.segments == build_forest(batch, [0]).segments and whole.token_ids.tolist() == [6, 2]
+    assert whole.segments == build_forest(batch, [0]).segments and whole.token_ids.tolist() == [
+        6,
+        2,
+    ]
 
 
 @dataclass(frozen=True)
@@ -71,7 +82,11 @@ class Case:
     keep_groups: bool = False
 
     def backend(
-        self, path: Path, sequence: SequenceGroup | None = None, dtype: torch.dtype = torch.float32, **options: Any
+        self,
+        path: Path,
+        sequence: SequenceGroup | None = None,
+        dtype: torch.dtype = torch.float32,
+        **options: Any,
     ) -> TorchBackend[Any]:
         model: Any = self.kind.load(path, dtype=dtype)
         model.sequence = sequence
@@ -82,7 +97,10 @@ class Case:
             nn.init.normal_(model.head.weight, std=0.1)
         if self.lora is not None:
             adapters.attach(model, self.lora)
-            for name, weight in model.adapter.own_weights():  # B is 0 at first, and A would have no gradient
+            for (
+                name,
+                weight,
+            ) in model.adapter.own_weights():  # B is 0 at first, and A would have no gradient
                 nn.init.normal_(weight, std=0.05) if "lora_B" in name else None
         if self.shared_trunk:
             head = nn.Linear(model.head.in_features, 1, bias=False, dtype=dtype)
@@ -118,7 +136,9 @@ CASES = {
     "dpo": Case(DPOObjective("sigmoid", 0.1, nll_coef=0.5), pairs, keep_groups=True),
     "rm": Case(RewardObjective(), partial(pairs, scored=True), ScoreModel, keep_groups=True),
     "critic": Case(
-        ActorCriticObjective(PolicyObjective(PPO(), entropy_coef=0.1), 0.2, 0.5), policy_batch, shared_trunk=True
+        ActorCriticObjective(PolicyObjective(PPO(), entropy_coef=0.1), 0.2, 0.5),
+        policy_batch,
+        shared_trunk=True,
     ),
 }
 
@@ -141,7 +161,9 @@ def same_steps(
         assert found == pytest.approx(expected, rel=bound, abs=bound)
         if not step:
             assert training.difference(grads, gradients(one)) < bound
-        assert ranks.step(1e-2)["grad_norm"] == pytest.approx(one.step(1e-2)["grad_norm"], rel=bound)
+        assert ranks.step(1e-2)["grad_norm"] == pytest.approx(
+            one.step(1e-2)["grad_norm"], rel=bound
+        )
     weights = [b.optimizer.parameters for b in (*ranks.backends, one)]
     for name, weight in weights[0].items():
         assert all(other[name].equal(weight) for other in weights[:-1]), name
@@ -152,7 +174,9 @@ def same_steps(
 @pytest.mark.parametrize(
     ("case", "kind"),
     [
-        pytest.param(case, kind, marks=() if kind == ("ulysses", "ring")[n % 2] else pytest.mark.slow)
+        pytest.param(
+            case, kind, marks=() if kind == ("ulysses", "ring")[n % 2] else pytest.mark.slow
+        )
         for n, case in enumerate(CASES)
         for kind in ("ulysses", "ring")
     ],
@@ -194,11 +218,17 @@ FEW = {
     ("family", "kind", "hugging_face"),
     [
         pytest.param(*case, marks=() if case in FEW else pytest.mark.slow)
-        for family, kind in [*product(FAMILIES, ["ulysses"]), ("llama", "ring"), ("frequencies by length", "ring")]
+        for family, kind in [
+            *product(FAMILIES, ["ulysses"]),
+            ("llama", "ring"),
+            ("frequencies by length", "ring"),
+        ]
         for case in ((family, kind, False), (family, kind, True))
     ],
 )
-def test_four_ranks_share_four_heads(tmp_path: Path, family: str, kind: SequenceKind, hugging_face: bool) -> None:
+def test_four_ranks_share_four_heads(
+    tmp_path: Path, family: str, kind: SequenceKind, hugging_face: bool
+) -> None:
     """There are two key/value heads, which Ulysses repeats.
 
     Micro-batches of odd sizes, one of fewer tokens than ranks."""
@@ -214,12 +244,19 @@ def test_four_ranks_share_four_heads(tmp_path: Path, family: str, kind: Sequence
             backend.model.lean = None
         return backend
 
-    same_steps(make, Packing(tuple(forests), batch.num_predictions, batch), SFTObjective(), size=4, kind=kind)
+    same_steps(
+        make,
+        Packing(tuple(forests), batch.num_predictions, batch),
+        SFTObjective(),
+        size=4,
+        kind=kind,
+    )
 
 
 @KINDS
 def test_two_groups_share_the_micro_batches(model: Path, kind: SequenceKind) -> None:
-    """Three of them, so that one group computes padding; one of two layers is computed again in the backward pass."""
+    """Three of them, so that one group computes padding; one of two layers is computed again in the
+    backward pass."""
     packing = Packing.of(policy_batch(), 60)
     assert len(packing) == 3
     same_steps(
@@ -237,7 +274,14 @@ def test_in_float64_they_agree_to_ten_digits(model: Path, kind: SequenceKind) ->
     torch.set_default_dtype(torch.float64)
     try:
         make = partial(CASES["critic"].backend, model, dtype=torch.float64)
-        same_steps(make, Packing.of(policy_batch(), 60), CASES["critic"].objective, size=2, kind=kind, bound=1e-10)
+        same_steps(
+            make,
+            Packing.of(policy_batch(), 60),
+            CASES["critic"].objective,
+            size=2,
+            kind=kind,
+            bound=1e-10,
+        )
     finally:
         torch.set_default_dtype(torch.float32)
 
@@ -251,7 +295,9 @@ def test_scores_after_the_last_tokens_and_of_the_reference(model: Path, tmp_path
         return CASES["sft"].backend(model, sequence, reference=reference)
 
     one, ranks, packing = make(None), SequenceRanks(make, 2, 4), Packing.of(policy_batch(), 40)
-    assert ranks.score(packing.with_ends()) == pytest.approx(one.score(packing.with_ends()), abs=1e-5)
+    assert ranks.score(packing.with_ends()) == pytest.approx(
+        one.score(packing.with_ends()), abs=1e-5
+    )
     theirs = one.score(packing, reference=True)
     assert ranks.score(packing, reference=True) == pytest.approx(theirs, abs=1e-5)
     assert theirs != pytest.approx(one.score(packing), abs=1e-2)
@@ -341,7 +387,9 @@ def saved_bytes(backend: TorchBackend[Any], packing: Packing) -> int:
         ("ring", "mistral", {"sliding_window": 8}, "windows and soft caps"),
     ],
 )
-def test_attention_that_ranks_cannot_share(kind: SequenceKind, family: str, settings: Any, words: str) -> None:
+def test_attention_that_ranks_cannot_share(
+    kind: SequenceKind, family: str, settings: Any, words: str
+) -> None:
     class Group:
         def rank(self) -> int:
             return 0
@@ -353,7 +401,9 @@ def test_attention_that_ranks_cannot_share(kind: SequenceKind, family: str, sett
     with pytest.raises(ModelError, match=words) as error:
         SequenceGroup(Group(), kind).check("org/m", config)
     assert "org/m" in str(error.value) and "system.sequence_parallel" in str(error.value)
-    SequenceGroup(Group(), kind).check("org/m", AutoConfig.for_model("qwen2"))  # its window is switched off
+    SequenceGroup(Group(), kind).check(
+        "org/m", AutoConfig.for_model("qwen2")
+    )  # its window is switched off
 
 
 def test_a_pass_that_failed_is_not_recorded_whatever_failed_before() -> None:

@@ -1,4 +1,5 @@
-"""``tunesmith serve-reward``: batches across requests, bad requests, and the command as a process of its own."""
+"""``tunesmith serve-reward``: batches across requests, bad requests, and the command as a process
+of its own."""
 
 from __future__ import annotations
 
@@ -57,7 +58,9 @@ def function_of(f: Any) -> RewardFunction:
     return RewardFunction("f", "rewards.py:f", f, required_columns(f, "f"))
 
 
-def ask(url: str, body: Any = None, path: str = "/reward", kind: str = "application/json") -> tuple[int, Any]:
+def ask(
+    url: str, body: Any = None, path: str = "/reward", kind: str = "application/json"
+) -> tuple[int, Any]:
     """Status and JSON of one request; a POST where there is a body."""
     parts = urlsplit(url)
     connection = HTTPConnection(parts.hostname or "", parts.port, timeout=100)
@@ -78,19 +81,27 @@ def lengths(completions: list[str], **columns: Any) -> list[float]:
 
 
 def test_a_model_gives_what_it_gives_directly_over_http(path: Path) -> None:
-    model = make_reward_model(ModelReward(path=str(path)), dtype="float32", device="cpu", max_tokens=64)
+    model = make_reward_model(
+        ModelReward(path=str(path)), dtype="float32", device="cpu", max_tokens=64
+    )
     talk = [{"role": "user", "content": "2+2?"}]
-    body = {"prompts": ["1+1?", talk, "x"], "completions": ["2", [{"role": "assistant", "content": "4"}], "y" * 600]}
+    body = {
+        "prompts": ["1+1?", talk, "x"],
+        "completions": ["2", [{"role": "assistant", "content": "4"}], "y" * 600],
+    }
     with service(model_reward("rm", model, exact=False, in_thread=True)) as url:
         status, answer = ask(url, body)
     assert status == 200
     expected = direct_scores(path, [model.encode("1+1?", "2"), model.encode("2+2?", "4")])
     assert answer["rewards"] == [*(pytest.approx(score, abs=1e-5) for score in expected), None]
-    assert answer["errors"][:2] == [None, None] and "the model's context is 512" in answer["errors"][2]
+    assert (
+        answer["errors"][:2] == [None, None] and "the model's context is 512" in answer["errors"][2]
+    )
 
 
 def test_concurrent_requests_become_one_batch() -> None:
-    """Seven that come while the first is scored are scored together, and each gets its own answer."""
+    """Seven that come while the first is scored are scored together, and each gets its own
+    answer."""
     sizes: list[int] = []
     begun, go = threading.Event(), threading.Event()
 
@@ -103,7 +114,10 @@ def test_concurrent_requests_become_one_batch() -> None:
     with service(function_of(slow)) as url, ThreadPoolExecutor(8) as pool:
         first = pool.submit(ask, url, {"prompts": ["p"], "completions": ["a"]})
         assert begun.wait(100)
-        later = [pool.submit(ask, url, {"prompts": ["p"] * 2, "completions": ["b" * i, ""]}) for i in range(7)]
+        later = [
+            pool.submit(ask, url, {"prompts": ["p"] * 2, "completions": ["b" * i, ""]})
+            for i in range(7)
+        ]
         while ask(url, path="/health")[1]["requests"] < 8:
             pass
         go.set()
@@ -111,7 +125,13 @@ def test_concurrent_requests_become_one_batch() -> None:
         assert [f.result()[1]["rewards"] for f in later] == [[float(i), 0.0] for i in range(7)]
         health = ask(url, path="/health")[1]
     assert sizes == [1, 14]
-    assert health == {"status": "ok", "reward": "rewards.py:f", "requests": 8, "completions": 15, "batches": 2}
+    assert health == {
+        "status": "ok",
+        "reward": "rewards.py:f",
+        "requests": 8,
+        "completions": 15,
+        "batches": 2,
+    }
 
 
 def test_a_request_that_makes_the_function_raise_leaves_others_alone() -> None:
@@ -138,9 +158,14 @@ def test_a_request_that_makes_the_function_raise_leaves_others_alone() -> None:
 
 
 def test_columns_reach_the_function_and_null_does_not_apply() -> None:
-    def equal(completions: list[str], answer: list[str | None], **columns: Any) -> list[float | None]:
+    def equal(
+        completions: list[str], answer: list[str | None], **columns: Any
+    ) -> list[float | None]:
         del columns
-        return [None if gold is None else float(c == gold) for c, gold in zip(completions, answer, strict=True)]
+        return [
+            None if gold is None else float(c == gold)
+            for c, gold in zip(completions, answer, strict=True)
+        ]
 
     with service(function_of(equal)) as url:
         columns = {"answer": ["4", "5", None], "extra": [1, 2, 3]}
@@ -163,7 +188,10 @@ def test_a_conversation_with_calls_of_tools_is_scored() -> None:
         {"role": "assistant", "content": parts},
     ]
     with service(function_of(brief)) as url:
-        body = {"prompts": [[{"role": "user", "content": parts}]] * 2, "completions": [talk, talk[:2]]}
+        body = {
+            "prompts": [[{"role": "user", "content": parts}]] * 2,
+            "completions": [talk, talk[:2]],
+        }
         assert ask(url, body) == (200, {"rewards": [1.0, 0.0]})
 
 
@@ -180,7 +208,10 @@ def test_a_conversation_with_calls_of_tools_is_scored() -> None:
         ({"prompts": [[{"role": "user"}]], "completions": ["a"]}, "prompts.0: "),
         ({"prompts": ["p"], "completions": ["a"], "columns": []}, "columns: "),
         ({"prompts": ["p"], "completions": ["a"], "columns": {"x": [1, 2]}}, "'x' has 2"),
-        ({"prompts": ["p"], "completions": ["a"], "columns": {"prompts": ["x"]}}, "columns: 'prompts'"),
+        (
+            {"prompts": ["p"], "completions": ["a"], "columns": {"prompts": ["x"]}},
+            "columns: 'prompts'",
+        ),
         ({"query": ["p"], "prompts": ["p"], "completions": ["a"]}, "query: "),
     ],
 )
@@ -221,7 +252,9 @@ def process(folder: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[st
     """The command, what it said before it was ready, and its address."""
     command = [sys.executable, "-m", "tunesmith", "serve-reward", *arguments, "--port", "0"]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
-    with forks.popen(command, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True) as server:
+    with forks.popen(
+        command, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True
+    ) as server:
         assert server.stdout is not None
         told = ""
         try:
@@ -238,12 +271,20 @@ def process(folder: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[st
 
 @pytest.mark.slow
 def test_the_command_serves_a_model_and_ends_on_sigterm(tmp_path: Path, path: Path) -> None:
-    model = make_reward_model(ModelReward(path=str(path)), dtype="float32", device="cpu", max_tokens=64)
+    model = make_reward_model(
+        ModelReward(path=str(path)), dtype="float32", device="cpu", max_tokens=64
+    )
     (score,) = direct_scores(path, [model.encode("1+1?", "2")])
-    with process(tmp_path, str(path), "--normalize", "--max-tokens", "64", "--window-ms", "1") as (server, told, url):
+    with process(tmp_path, str(path), "--normalize", "--max-tokens", "64", "--window-ms", "1") as (
+        server,
+        told,
+        url,
+    ):
         assert f"serving {path} at http://127.0.0.1:" in told and "warning" not in told
         status, answer = ask(url, {"prompts": ["1+1?"], "completions": ["2"]})
-        assert status == 200 and answer["rewards"] == [pytest.approx((score - 0.25) / 2.0, abs=1e-5)]
+        assert status == 200 and answer["rewards"] == [
+            pytest.approx((score - 0.25) / 2.0, abs=1e-5)
+        ]
         assert ask(url, path="/health")[1]["batches"] == 1
         server.send_signal(signal.SIGTERM)
         assert server.wait(100) == 0
@@ -252,7 +293,9 @@ def test_the_command_serves_a_model_and_ends_on_sigterm(tmp_path: Path, path: Pa
 @pytest.mark.slow
 def test_the_documented_request_is_answered_as_documented(tmp_path: Path) -> None:
     text = (ROOT / "docs" / "rewards.md").read_text(encoding="utf-8")
-    said = re.search(r"curl (\S+) -H 'Content-Type: application/json' \\\n\s+-d '(.*?)'\n```", text, re.DOTALL)
+    said = re.search(
+        r"curl (\S+) -H 'Content-Type: application/json' \\\n\s+-d '(.*?)'\n```", text, re.DOTALL
+    )
     answer = re.search(r"^\{\"rewards\": \[.*\]\}$", text, re.MULTILINE)
     assert said and answer and said[1].endswith(":8100/reward")
     code = text.partition("```python\n")[2].partition("```")[0]
@@ -284,7 +327,12 @@ def test_addresses_that_others_can_reach_are_known() -> None:
     ],
 )
 def test_what_cannot_be_served_is_refused(
-    tmp_path: Path, path: Path, monkeypatch: pytest.MonkeyPatch, target: str, options: dict[str, Any], words: str
+    tmp_path: Path,
+    path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    target: str,
+    options: dict[str, Any],
+    words: str,
 ) -> None:
     (tmp_path / "rewards.py").write_text("def f(completions): ...\ndef ids(completion_ids): ...\n")
     (tmp_path / "rm").symlink_to(path)
@@ -295,22 +343,34 @@ def test_what_cannot_be_served_is_refused(
         serve_reward(target, "127.0.0.1", 0, ServeOptions(**options))
 
 
-def test_an_address_that_is_taken_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_address_that_is_taken_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "rewards.py").write_text("def f(completions): ...\n")
     monkeypatch.chdir(tmp_path)
-    with service(function_of(lengths)) as url, pytest.raises(ConfigError, match="choose another --host or --port"):
+    with (
+        service(function_of(lengths)) as url,
+        pytest.raises(ConfigError, match="choose another --host or --port"),
+    ):
         serve_reward("rewards.py:f", "127.0.0.1", urlsplit(url).port or 0, ServeOptions())
 
 
 def test_the_command_checks_its_options() -> None:
-    for option, value, valid in (("--dtype", "float8", "float32 or bfloat16"), ("--device", "mps", "cpu or cuda")):
+    for option, value, valid in (
+        ("--dtype", "float8", "float32 or bfloat16"),
+        ("--device", "mps", "cpu or cuda"),
+    ):
         found = CliRunner().invoke(app, ["serve-reward", "rm", option, value])
         assert found.exit_code == 2 and valid in found.output
 
 
-def test_beyond_loopback_a_token_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_beyond_loopback_a_token_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One is made and printed where none is set; health is open and says little."""
-    (tmp_path / "rewards.py").write_text("def f(completions, **_): return [1.0] * len(completions)\n")
+    (tmp_path / "rewards.py").write_text(
+        "def f(completions, **_): return [1.0] * len(completions)\n"
+    )
     monkeypatch.delenv("TUNESMITH_REWARD_TOKEN", raising=False)
     with process(tmp_path, "rewards.py:f", "--host", "0.0.0.0") as (_, told, url):
         token = re.search(r"token: (\S+)", told)
@@ -342,7 +402,12 @@ def test_a_token_file_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_requests_for_other_names_are_refused_without_a_token() -> None:
     with service(function_of(lengths)) as url:
         port = urlsplit(url).port
-        for host, status in (("localhost", 200), (f"[::1]:{port}", 200), ("evil.example", 421), ("10.0.0.1", 421)):
+        for host, status in (
+            ("localhost", 200),
+            (f"[::1]:{port}", 200),
+            ("evil.example", 421),
+            ("10.0.0.1", 421),
+        ):
             connection = HTTPConnection("127.0.0.1", port, timeout=100)
             connection.request("GET", "/health", headers={"Host": host})
             assert connection.getresponse().status == status, host
@@ -351,14 +416,18 @@ def test_requests_for_other_names_are_refused_without_a_token() -> None:
 def test_a_body_that_does_not_come_is_given_up() -> None:
     rewards = RewardSet({"f": 1.0}, 60.0)
     rewards.add(function_of(lengths))
-    limits = Limits(head_seconds=0.1, body_seconds=0.2)  # the time for a head does not count while a body is read
+    limits = Limits(
+        head_seconds=0.1, body_seconds=0.2
+    )  # the time for a head does not count while a body is read
 
     def status(port: int | None) -> int | None:
         connection = HTTPConnection("127.0.0.1", port, timeout=100)
         connection.putrequest("POST", "/reward")
         connection.putheader("Content-Type", "application/json")
         connection.putheader("Content-Length", "100")
-        with suppress(ConnectionError, RemoteDisconnected):  # on a busy machine the head may come too late as well
+        with suppress(
+            ConnectionError, RemoteDisconnected
+        ):  # on a busy machine the head may come too late as well
             connection.endheaders(b"{")
             return connection.getresponse().status
         return None

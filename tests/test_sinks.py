@@ -1,4 +1,5 @@
-"""The contract of sinks: the real ones that are installed here, and a fake. None can end a run or hold it up."""
+"""The contract of sinks: the real ones that are installed here, and a fake. None can end a run or
+hold it up."""
 
 from __future__ import annotations
 
@@ -120,7 +121,10 @@ def fill(sink: str, place: Path, resume: int | None, values: Sequence[float]) ->
     said = list[str]()
     [opened] = open_sinks(configured(sink, run_dir), RunDir(run_dir), place, resume, said.append)
     for step, value in enumerate(values, (resume or 0) + 1):
-        opened.write(step, {"reward": value, "reward/std": value / 2, "eval/pass@4": 1.0, "loss": float("nan")})
+        opened.write(
+            step,
+            {"reward": value, "reward/std": value / 2, "eval/pass@4": 1.0, "loss": float("nan")},
+        )
         opened.show(step, ROWS)
     opened.close(failed=False)
     assert not said
@@ -133,7 +137,9 @@ def of_tensorboard(place: Path) -> dict[str, Any]:
     events.Reload()
     tensors = events.Tags()["tensors"]
     text = {
-        tag: events.Tensors(tag)[-1].tensor_proto.string_val[0].decode() for tag in tensors if "_hparams" not in tag
+        tag: events.Tensors(tag)[-1].tensor_proto.string_val[0].decode()
+        for tag in tensors
+        if "_hparams" not in tag
     }
     settings = "".join(text.values())
     return {
@@ -183,7 +189,8 @@ print(json.dumps([name, SQLiteStorage.get_logs("sums", name), SQLiteStorage.get_
 
 
 def of_trackio(place: Path) -> dict[str, Any]:
-    """Filled and read in a process of its own, as it reads its directory's name when it is imported."""
+    """Filled and read in a process of its own, as it reads its directory's name when it is
+    imported."""
     code = TRACKIO.format(tests=str(Path(__file__).parent), place=str(place))
     environment = {**os.environ, "TRACKIO_DIR": str(place / "trackio")}
     ended = forks.run([sys.executable, "-c", code], env=environment, timeout=600)
@@ -208,7 +215,9 @@ def of_wandb(place: Path) -> dict[str, Any]:
     rewards: dict[int, float] = {}
     others = list[float]()
     texts, ids, names = list[str](), set[str](), set[str]()
-    for file in sorted((place / "run" / "wandb").glob("offline-run-*/*.wandb"), key=lambda f: f.stat().st_mtime):
+    for file in sorted(
+        (place / "run" / "wandb").glob("offline-run-*/*.wandb"), key=lambda f: f.stat().st_mtime
+    ):
         for data in log_records(file.read_bytes()[7:]):
             record = wandb_internal_pb2.Record()
             record.ParseFromString(data)
@@ -216,18 +225,31 @@ def of_wandb(place: Path) -> dict[str, Any]:
                 ids.add(record.run.run_id)
                 names.add(record.run.display_name)
                 assert record.run.project == "sums" and list(record.run.tags) == ["a", "b"]
-                texts += [f"{item.key or item.nested_key}: {item.value_json}" for item in record.run.config.update]
-            line = {item.key or "/".join(item.nested_key): item.value_json for item in record.history.item}
+                texts += [
+                    f"{item.key or item.nested_key}: {item.value_json}"
+                    for item in record.run.config.update
+                ]
+            line = {
+                item.key or "/".join(item.nested_key): item.value_json
+                for item in record.history.item
+            }
             if "reward" in line:
                 rewards[int(line["step"])] = float(line["reward"])
                 others.append(float(line["reward_std"]))
     tables = [path.read_text() for path in place.rglob("*.table.json")]
     assert len(ids) == 1, "a resumed run is the same run"
-    return {"reward": rewards, "alias": others, "settings": str(texts), "rows": "".join(tables), "name": names.pop()}
+    return {
+        "reward": rewards,
+        "alias": others,
+        "settings": str(texts),
+        "rows": "".join(tables),
+        "name": names.pop(),
+    }
 
 
 def log_records(data: bytes) -> Iterator[bytes]:
-    """Of LevelDB's log format, in which W&B keeps runs: blocks of 32 KiB, of chunks with checksum, length and kind.
+    """Of LevelDB's log format, in which W&B keeps runs: blocks of 32 KiB, of chunks with checksum,
+    length and kind.
 
     The first block is 7 bytes shorter here, for W&B's header.
     """
@@ -253,7 +275,8 @@ READERS: dict[str, Callable[[Path], dict[str, Any]]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("sink", READERS)
 def test_the_contract(sink: str, place: Path) -> None:
-    """Numbers under both names, rollouts, settings and names arrive; a run that is continued stays one run."""
+    """Numbers under both names, rollouts, settings and names arrive; a run that is continued stays
+    one run."""
     pytest.importorskip(sink)
     if sink != "trackio":
         check_sinks([sink], place)
@@ -267,9 +290,17 @@ def test_the_contract(sink: str, place: Path) -> None:
             break
         time.sleep(0.2)
         found = READERS[sink](place)
-    assert {step: round(value, 3) for step, value in found["reward"].items()} == {1: 0.1, 2: 0.2, 3: 0.5}
-    assert [round(value, 3) for value in found["alias"]] == [0.05, 0.1, 0.25], "another tool's name for it"
-    assert "trial" in found["name"] and "train.lr" in found["settings"] and "0.25" in found["settings"]
+    assert {step: round(value, 3) for step, value in found["reward"].items()} == {
+        1: 0.1,
+        2: 0.2,
+        3: 0.5,
+    }
+    assert [round(value, 3) for value in found["alias"]] == [0.05, 0.1, 0.25], (
+        "another tool's name for it"
+    )
+    assert (
+        "trial" in found["name"] and "train.lr" in found["settings"] and "0.25" in found["settings"]
+    )
     assert "1+1=" in found["rows"] and found.get("hparams", True) and found.get("at", 1.0) == 1.0
 
 
@@ -297,8 +328,12 @@ def test_a_sink_that_is_not_installed_names_the_extra() -> None:
         "    except ConfigError as error: print(error)\n"
         "sys.exit('torch' in sys.modules)\n"
     )
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
-    assert ended.returncode == 0 and all(f"pip install 'tunesmith[{sink}]'" in ended.stdout for sink in ADAPTERS)
+    ended = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=600
+    )
+    assert ended.returncode == 0 and all(
+        f"pip install 'tunesmith[{sink}]'" in ended.stdout for sink in ADAPTERS
+    )
 
 
 def test_wandb_without_a_key_is_refused_before_anything_loads(
@@ -328,8 +363,12 @@ def test_an_unknown_sink_is_refused(place: Path, model: Path, name: str, words: 
     assert not (place / "sft").exists()
 
 
-@pytest.mark.parametrize(("name", "error"), [("DoesNotOpen", StorageError), ("NoSink", ConfigError)])
-def test_a_class_that_is_no_sink_is_refused(place: Path, model: Path, name: str, error: type[Exception]) -> None:
+@pytest.mark.parametrize(
+    ("name", "error"), [("DoesNotOpen", StorageError), ("NoSink", ConfigError)]
+)
+def test_a_class_that_is_no_sink_is_refused(
+    place: Path, model: Path, name: str, error: type[Exception]
+) -> None:
     with pytest.raises(error, match="mine.py:" + name):
         placement.run_sft(None, sft_settings(place, model, monitor__sinks=[f"mine.py:{name}"]))
 
@@ -339,9 +378,16 @@ def records(file: Path) -> list[dict[str, Any]]:
 
 
 def test_a_run_and_its_continuation_fill_a_sink_of_ones_own(place: Path, model: Path) -> None:
-    """What the sink got is what metrics.jsonl has, on both sides of the interruption, and rollouts beside it."""
-    named = {"monitor__run_name": "trial one", "monitor__tags": ["a"], "monitor__sinks": ["mine.py:Fake"]}
-    settings = rl_settings(place, model, data__eval=str(place / "train.jsonl"), eval__max_prompts=2, **named)
+    """What the sink got is what metrics.jsonl has, on both sides of the interruption, and rollouts
+    beside it."""
+    named = {
+        "monitor__run_name": "trial one",
+        "monitor__tags": ["a"],
+        "monitor__sinks": ["mine.py:Fake"],
+    }
+    settings = rl_settings(
+        place, model, data__eval=str(place / "train.jsonl"), eval__max_prompts=2, **named
+    )
     placement.run_rl(None, [*settings, "train.steps=2"])
     placement.run_rl(None, [*settings, "checkpoint.resume=true"])
     got = records(place / "run" / "fake.jsonl")
@@ -354,7 +400,9 @@ def test_a_run_and_its_continuation_fill_a_sink_of_ones_own(place: Path, model: 
     steps = [r for r in written if "loss" in r["metrics"]]
     assert [r["step"] for r in steps] == [1, 2, 3]
     for record, line in zip(steps, [line for line in lines if "loss" in line], strict=True):
-        assert {k: v for k, v in line.items() if k not in ("step", "time")}.items() <= record["metrics"].items()
+        assert {k: v for k, v in line.items() if k not in ("step", "time")}.items() <= record[
+            "metrics"
+        ].items()
         assert record["metrics"]["train/loss"] == line["loss"]
     shown = [r for r in got if r["kind"] == "show"]
     assert {row["kind"] for r in shown for row in r["rows"]} == {"train", "eval"}
@@ -366,10 +414,14 @@ def test_a_sink_that_breaks_is_said_once_and_the_run_goes_on(
     place: Path, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sinks = ["mine.py:Breaks", "mine.py:OnlyWrites"]
-    outcome = placement.run_sft(None, sft_settings(place, model, monitor__sinks=sinks, train__steps=3))
+    outcome = placement.run_sft(
+        None, sft_settings(place, model, monitor__sinks=sinks, train__steps=3)
+    )
     out = capsys.readouterr().out
     assert out.count("mine.py:Breaks is no longer written") == 1 and "no route to host" in out
-    assert (place / "sft" / "only.jsonl").read_text().split() == ["1", "1", "2", "3"], "one step, and three"
+    assert (place / "sft" / "only.jsonl").read_text().split() == ["1", "1", "2", "3"], (
+        "one step, and three"
+    )
     assert [line["step"] for line in read_metrics(outcome.run_dir / "metrics.jsonl")] == [1, 2, 3]
 
 
@@ -403,7 +455,9 @@ def test_a_sink_that_hangs_holds_nothing_up(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_run_that_fails_says_so_to_its_sinks(place: Path, model: Path) -> None:
     rl_settings(place, model)
     (place / "bad.py").write_text("def bad(completions, **_):\n    raise ValueError('no')\n")
-    settings = rl_settings(place, model, reward__functions=["bad.py:bad"], monitor__sinks=["mine.py:Fake"])
+    settings = rl_settings(
+        place, model, reward__functions=["bad.py:bad"], monitor__sinks=["mine.py:Fake"]
+    )
     with pytest.raises(RuntimeError):
         placement.run_rl(None, settings)
     assert records(place / "run" / "fake.jsonl")[-1] == {"kind": "close", "failed": True}
@@ -424,7 +478,11 @@ def test_text_of_a_model_is_no_markup() -> None:
 def test_no_secret_reaches_a_sink(place: Path) -> None:
     config = configured("mine.py:Fake", place / "run")
     secret = config.model_copy(
-        update={"reward": config.reward.model_validate({"remote": [{"urls": ["http://me:hunter2@host:1/r"]}]})}  # type: ignore[attr-defined]
+        update={
+            "reward": config.reward.model_validate(
+                {"remote": [{"urls": ["http://me:hunter2@host:1/r"]}]}
+            )
+        }  # type: ignore[attr-defined]
     )
     (place / "run").mkdir()
     [opened] = open_sinks(secret, RunDir(place / "run"), place, None, print)
@@ -442,9 +500,16 @@ def test_every_command_that_trains_fills_its_sinks(place: Path, model: Path, com
     if command == "sft":
         run = placement.run_sft(None, sft_settings(place, model, train__steps=2, **named)).run_dir
     elif command == "dpo":
-        run = placement.run_dpo(None, preference_settings("dpo", place, model, train__steps=2, **named)).run_dir
+        run = placement.run_dpo(
+            None, preference_settings("dpo", place, model, train__steps=2, **named)
+        ).run_dir
     elif command == "distill":
-        more = {"teacher__path": str(model), "reward__functions": None, "train__steps": 2, "lora__rank": 4}
+        more = {
+            "teacher__path": str(model),
+            "reward__functions": None,
+            "train__steps": 2,
+            "lora__rank": 4,
+        }
         run = placement.run_distill(None, rl_settings(place, model, **more, **named)).run_dir
     else:
         write_lines(place / "train.jsonl", sums(12))

@@ -56,7 +56,12 @@ def test_a_buffer_by_hand() -> None:
     made.put(first, groups[0], keep=False)
     made.put(second, groups[1], keep=True)
     taken = made.take(1)
-    assert taken is not None and taken[0][0] is groups[1] and len(taken[0]) == 2 and taken[1] == [groups[0]]
+    assert (
+        taken is not None
+        and taken[0][0] is groups[1]
+        and len(taken[0]) == 2
+        and taken[1] == [groups[0]]
+    )
     assert made.waiting == 1
 
 
@@ -81,7 +86,9 @@ def test_a_buffer_limits_those_that_play_and_those_that_wait() -> None:
 
 
 @given(st.integers(1, 4), st.integers(0, 4), st.integers(0, 2**32), st.floats(0, 0.5))
-def test_no_group_is_ever_too_old_and_none_is_dropped(size: int, limit: int, seed: int, filtered: float) -> None:
+def test_no_group_is_ever_too_old_and_none_is_dropped(
+    size: int, limit: int, seed: int, filtered: float
+) -> None:
     """Groups end in any order, some are rejected, and every batch is full."""
     draw, made = random.Random(seed), buffer(size, limit)
     playing: list[Started] = []
@@ -168,10 +175,13 @@ async def test_a_gate_held_again_before_anybody_woke_lets_nobody_in() -> None:
 
 
 class Served:
-    """Asks in a task that the first rollout began, as a server does that is opened for all of them."""
+    """Asks in a task that the first rollout began, as a server does that is opened for all of
+    them."""
 
     def __init__(self) -> None:
-        self.asked: asyncio.Queue[tuple[Generate, list[int], asyncio.Future[Completion]]] = asyncio.Queue()
+        self.asked: asyncio.Queue[tuple[Generate, list[int], asyncio.Future[Completion]]] = (
+            asyncio.Queue()
+        )
         self.server: asyncio.Task[None] | None = None
 
     async def play(self, rollout: Rollout, generate: Generate) -> None:
@@ -250,8 +260,14 @@ def test_a_run_that_plays_ahead(tmp_path: Path) -> None:
         "rollout__over_generation": 2.0,
         "train__steps": 5,
     }
-    outcome = placement.run_rl(None, rl_settings(tmp_path, save_model(tmp_path / "model"), "run", **changed))
-    lines = [line for line in read_metrics(outcome.run_dir / "metrics.jsonl") if "optimizer_steps" in line]
+    outcome = placement.run_rl(
+        None, rl_settings(tmp_path, save_model(tmp_path / "model"), "run", **changed)
+    )
+    lines = [
+        line
+        for line in read_metrics(outcome.run_dir / "metrics.jsonl")
+        if "optimizer_steps" in line
+    ]
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
     assert max(line["staleness/max"] for line in lines) == 1
     resolved = (outcome.run_dir / "config.toml").read_text()
@@ -267,7 +283,9 @@ def test_a_run_that_plays_ahead(tmp_path: Path) -> None:
         ({"rollout__max_staleness": 1, "rollout__partial": True}, "gains nothing"),
     ],
 )
-def test_settings_that_would_do_nothing_are_refused(tmp_path: Path, settings: dict[str, Any], words: str) -> None:
+def test_settings_that_would_do_nothing_are_refused(
+    tmp_path: Path, settings: dict[str, Any], words: str
+) -> None:
     with pytest.raises(ConfigError, match=words):
         placement.run_rl(None, rl_settings(tmp_path, save_model(tmp_path / "model"), **settings))
 
@@ -294,23 +312,35 @@ def test_turns_and_working_at_once_exclude_each_other(tmp_path: Path) -> None:
 def test_a_short_epoch_makes_no_short_batches(tmp_path: Path) -> None:
     """As many tasks as a step takes: every step is full, and nothing is older than it may be."""
     changed: dict[str, Any] = {"system__engine_process": True, "rollout__max_staleness": 1}
-    changed |= {"rollout__prompts_per_step": 12, "rollout__group_size": 2, "train__steps": 6, "monitor__samples": 99}
+    changed |= {
+        "rollout__prompts_per_step": 12,
+        "rollout__group_size": 2,
+        "train__steps": 6,
+        "monitor__samples": 99,
+    }
     settings = rl_settings(tmp_path, save_model(tmp_path / "model"), **changed)
     run = placement.run_rl(None, settings).run_dir
     assert max(line["staleness/max"] for line in read_metrics(run / "metrics.jsonl")) <= 1
-    steps = Counter(json.loads(line)["step"] for line in (run / "rollouts.jsonl").read_text().splitlines())
+    steps = Counter(
+        json.loads(line)["step"] for line in (run / "rollouts.jsonl").read_text().splitlines()
+    )
     assert steps == dict.fromkeys(range(1, 7), 12 * 2)
 
 
 async def test_an_interruption_draws_no_token_twice() -> None:
-    """However short the time between two holds and however long the stop string, a completion goes on."""
+    """However short the time between two holds and however long the stop string, a completion goes
+    on."""
 
     class Interrupted(FakeEngine):
         async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
             asked_for.append((list(prompt_ids), sampling.continued, sampling.max_new_tokens))
-            return Completion([len(prompt_ids)] * 2, [0.0] * 2, [0] * 2, "stop" if len(asked_for) > 2 else "abort")
+            return Completion(
+                [len(prompt_ids)] * 2, [0.0] * 2, [0] * 2, "stop" if len(asked_for) > 2 else "abort"
+            )
 
     asked_for: list[tuple[list[int], int, int]] = []
-    done = await Gate(Interrupted(), partial=True).generate([9], asked(8, stop=("a stop string of many bytes",)))
+    done = await Gate(Interrupted(), partial=True).generate(
+        [9], asked(8, stop=("a stop string of many bytes",))
+    )
     assert asked_for == [([9], 0, 8), ([9, 1, 1], 2, 6), ([9, 1, 1, 3, 3], 4, 4)]
     assert done.token_ids == [1, 1, 3, 3, 5, 5]

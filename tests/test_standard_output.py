@@ -34,7 +34,9 @@ def test_what_closes_it_is_ignored(how: str, tmp_path: object) -> None:
 
 def test_a_reader_that_goes_away_is_said_once() -> None:
     command = [sys.executable, "-c", PROGRAM, "pipe"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout is not None and process.stderr is not None
         assert process.stdout.readline() == "before\n"
         process.stdout.close()
@@ -52,7 +54,9 @@ def test_a_command_that_is_silent_for_long_says_that_it_starts(seconds: int) -> 
         "out.report_start()\n"
         f"with out.lasting_output():\n    time.sleep({seconds})\n    print('a word', flush=True)\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=600)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=600
+    )
     assert done.stdout == "a word\n"
     assert done.stderr.startswith("starting") == bool(seconds)
 
@@ -72,20 +76,30 @@ def test_commands_work_without_standard_streams(closed: str, tmp_path: Path) -> 
         cwd=tmp_path, stdin=subprocess.DEVNULL, capture_output=True, timeout=60, check=True,
     )  # fmt: skip
     assert (tmp_path / "code").read_text() == "0 True"
-    assert (tmp_path / "new" / "run.toml").exists() and "printed" not in (tmp_path / "new" / "run.toml").read_text()
+    assert (tmp_path / "new" / "run.toml").exists() and "printed" not in (
+        tmp_path / "new" / "run.toml"
+    ).read_text()
 
 
 @pytest.mark.parametrize(("command", "reports"), [("explain", False), ("rl", True)])
-def test_a_command_that_only_prints_says_nothing_when_its_reader_goes_away(command: str, reports: bool) -> None:
+def test_a_command_that_only_prints_says_nothing_when_its_reader_goes_away(
+    command: str, reports: bool
+) -> None:
     program = (
         "from tunesmith.cli.guard import guarded\n"
         f"def {command}():\n    for number in range(50_000):\n        print('line', number, flush=True)\n"
         f"guarded({command})()\n"
     )
     arguments = [sys.executable, "-c", program]
-    with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout is not None and process.stderr is not None
         process.stdout.readline()
         process.stdout.close()
         said = process.stderr.read()
-    assert process.returncode == 0 and ("standard output" in said) == reports and "Traceback" not in said
+    assert (
+        process.returncode == 0
+        and ("standard output" in said) == reports
+        and "Traceback" not in said
+    )

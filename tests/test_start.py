@@ -1,4 +1,5 @@
-"""What ``tunesmith init`` writes is whole, and what ``keys``, ``models`` and ``presets`` list is all there is."""
+"""What ``tunesmith init`` writes is whole, and what ``keys``, ``models`` and ``presets`` list is
+all there is."""
 
 from __future__ import annotations
 
@@ -40,7 +41,9 @@ def printed(*arguments: str) -> str:
 
 
 @pytest.mark.parametrize("task", STARTS)
-def test_every_start_is_a_run_file_that_resolves(task: str, tmp_path: Path, tiny_model: Path) -> None:
+def test_every_start_is_a_run_file_that_resolves(
+    task: str, tmp_path: Path, tiny_model: Path
+) -> None:
     write_start(task, tmp_path / "new", str(tiny_model), tiny=False)
     run = tmp_path / "new" / "run.toml"
     kind = KINDS[STARTS[task].command.partition(" ")[0]]
@@ -59,7 +62,8 @@ def test_every_start_is_a_run_file_that_resolves(task: str, tmp_path: Path, tiny
 def test_no_question_is_in_both_sets_and_answers_are_right(tmp_path: Path) -> None:
     write_start("rl", tmp_path, "org/m", tiny=False)
     train, held_out = (
-        [json.loads(line) for line in (tmp_path / f"{n}.jsonl").read_text().splitlines()] for n in ("train", "held_out")
+        [json.loads(line) for line in (tmp_path / f"{n}.jsonl").read_text().splitlines()]
+        for n in ("train", "held_out")
     )
     assert not {line["prompt"] for line in train} & {line["prompt"] for line in held_out}
     for line in train + held_out:
@@ -73,7 +77,9 @@ def test_the_reward_reads_the_last_number(tmp_path: Path) -> None:
     exec((tmp_path / "rewards.py").read_text(), names)
     reward = names["right_number"]
     assert callable(reward)
-    scores = reward(["so 1,200.", "25", "The answer is 5", "none", "-3"], answer=["1200", "5", "5", "1", "-3"])
+    scores = reward(
+        ["so 1,200.", "25", "The answer is 5", "none", "-3"], answer=["1200", "5", "5", "1", "-3"]
+    )
     assert scores == [1.0, 0.0, 1.0, 0.0, 1.0]
 
 
@@ -124,7 +130,10 @@ def test_every_setting_is_listed_with_its_meaning() -> None:
     ("what", "keys"),
     [
         ("rm", set(all_keys(KINDS["rm"], tables=True))),
-        ("system.vllm", {"system.vllm", *(f"system.vllm.{name}" for name in VllmSection.model_fields)}),
+        (
+            "system.vllm",
+            {"system.vllm", *(f"system.vllm.{name}" for name in VllmSection.model_fields)},
+        ),
         ("train.lr", {"train.lr"}),
         ("learning_rate", {"train.lr"}),
         ("num_generations", {"rollout.group_size", "sampling.n"}),
@@ -144,12 +153,18 @@ def test_what_is_not_there_is_refused_with_a_hint(arguments: list[str], hint: st
 def test_presets_and_models_list_all_of_them() -> None:
     presets = printed("presets")
     for name, preset in PRESETS.items():
-        assert re.search(rf"^{name}$", presets, re.MULTILINE) and preset.source in " ".join(presets.split()), name
+        assert re.search(rf"^{name}$", presets, re.MULTILINE) and preset.source in " ".join(
+            presets.split()
+        ), name
     assert set(KNOWN) | set(REFUSED) <= set(printed("models").split())
 
 
-@pytest.mark.parametrize("command", [["--help"], ["init", "--help"], ["keys"], ["models"], ["presets"], ["init"]])
+@pytest.mark.parametrize(
+    "command", [["--help"], ["init", "--help"], ["keys"], ["models"], ["presets"], ["init"]]
+)
 def test_lists_fit_eighty_columns(command: list[str]) -> None:
     said = printed(*command)
     assert max(map(len, said.splitlines())) <= 80
-    assert "..." not in said.replace("[section.key=value]...", "").replace("[ARGS]...", "").replace("[NAME]...", "")
+    assert "..." not in said.replace("[section.key=value]...", "").replace("[ARGS]...", "").replace(
+        "[NAME]...", ""
+    )

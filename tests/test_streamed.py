@@ -1,4 +1,5 @@
-"""Weights of layers in host memory: bitwise the same results, what is on the device, what it costs, what is refused."""
+"""Weights of layers in host memory: bitwise the same results, what is on the device, what it costs,
+what is refused."""
 
 from __future__ import annotations
 
@@ -51,7 +52,9 @@ EIGHT = replace(SMALL_GPU, hardware=replace(SMALL_GPU.hardware, gpus=SMALL_GPU.h
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("streamed") / "model", "qwen3", num_hidden_layers=LAYERS)
+    return save_model(
+        tmp_path_factory.mktemp("streamed") / "model", "qwen3", num_hidden_layers=LAYERS
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -61,7 +64,8 @@ def sums_of_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def backend_of(path: Path, kind: str, *, streams: bool, **options: Any) -> TorchBackend[CausalLM]:
-    """A backend on the lean decoder, on the Hugging Face modules, with an adapter, or in bfloat16."""
+    """A backend on the lean decoder, on the Hugging Face modules, with an adapter, or in
+    bfloat16."""
     torch.manual_seed(0)
     dtype = torch.bfloat16 if kind == "bfloat16" else torch.float32
     model = CausalLM.load(path, dtype=dtype, streams=streams)
@@ -88,15 +92,23 @@ def stepped(backend: TorchBackend[CausalLM], steps: int, start: int = 0) -> list
     return found
 
 
-KINDS = {"lean": (0.5, True), "hugging face": (0.5, False), "lora": (0, True), "bfloat16": (True, False)}
-"""And of each the share of layers that are computed again, and whether activations go too, in the fast tests."""
+KINDS = {
+    "lean": (0.5, True),
+    "hugging face": (0.5, False),
+    "lora": (0, True),
+    "bfloat16": (True, False),
+}
+"""And of each the share of layers that are computed again, and whether activations go too, in the
+fast tests."""
 each_kind = pytest.mark.parametrize("kind", KINDS)
 
 
 @pytest.mark.parametrize(
     ("kind", "share", "activations"),
     [
-        pytest.param(kind, share, away, marks=() if (share, away) == KINDS[kind] else pytest.mark.slow)
+        pytest.param(
+            kind, share, away, marks=() if (share, away) == KINDS[kind] else pytest.mark.slow
+        )
         for kind, share, away in product(KINDS, (0, 0.5, True), (False, True))
     ],
 )
@@ -107,10 +119,15 @@ def test_the_same_steps_are_taken(path: Path, kind: str, share: float, activatio
     assert stepped(here, 3) == stepped(there, 3)
     ours, theirs = here.model.module.state_dict(), stored_state(there.model.module)
     assert ours.keys() == theirs.keys() and all(ours[name].equal(theirs[name]) for name in ours)
-    assert all(here.optimizer.average[name].equal(average) for name, average in there.optimizer.average.items())
+    assert all(
+        here.optimizer.average[name].equal(average)
+        for name, average in there.optimizer.average.items()
+    )
 
 
-@pytest.mark.parametrize("kind", [pytest.param(k, marks=() if k == "lean" else pytest.mark.slow) for k in KINDS])
+@pytest.mark.parametrize(
+    "kind", [pytest.param(k, marks=() if k == "lean" else pytest.mark.slow) for k in KINDS]
+)
 def test_a_checkpoint_continues_either_way(path: Path, tmp_path: Path, kind: str) -> None:
     here, there = (backend_of(path, kind, streams=flag) for flag in (False, True))
     stepped(here, 2), stepped(there, 2)
@@ -136,14 +153,20 @@ def test_a_score_model_scores_the_same(path: Path) -> None:
     here, there = (ScoreModel.load(path, streams=flag) for flag in (False, True))
     torch.nn.init.ones_(here.head.weight), torch.nn.init.ones_(there.head.weight)
     sequences = [list(range(5, 5 + n)) for n in (3, 9, 4)]
-    scores = [SequenceScores(Passes(model, ScoreModel.predict), 8)(sequences) for model in (here, there)]
+    scores = [
+        SequenceScores(Passes(model, ScoreModel.predict), 8)(sequences) for model in (here, there)
+    ]
     assert scores[0] == scores[1]
 
 
 def here_now(backend: TorchBackend[CausalLM]) -> list[int]:
     """The layers with their weights on the device."""
     layers = decoder_layers(backend.model.module)
-    return [i for i, layer in enumerate(layers) if any(p.untyped_storage().nbytes() for p in frozen(layer))]
+    return [
+        i
+        for i, layer in enumerate(layers)
+        if any(p.untyped_storage().nbytes() for p in frozen(layer))
+    ]
 
 
 def frozen(layer: nn.Module) -> list[nn.Parameter]:
@@ -155,7 +178,8 @@ def frozen(layer: nn.Module) -> list[nn.Parameter]:
 def test_the_layer_that_computes_and_the_next_one_are_there(
     path: Path, kind: str, share: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Up in the forward pass and down in the backward pass; the one that is first there has not left."""
+    """Up in the forward pass and down in the backward pass; the one that is first there has not
+    left."""
     backend = backend_of(path, kind, streams=True, gradient_checkpointing=share)
     seen: list[list[int]] = []
     show = StreamedLayers._show  # pyright: ignore[reportPrivateUsage]
@@ -194,16 +218,26 @@ def test_a_pass_that_failed_leaves_nothing_behind(path: Path) -> None:
     "options",
     [
         (),
-        pytest.param(("system.gradient_checkpointing=true", "system.offload_activations=true"), marks=pytest.mark.slow),
+        pytest.param(
+            ("system.gradient_checkpointing=true", "system.offload_activations=true"),
+            marks=pytest.mark.slow,
+        ),
         pytest.param(("lora.rank=4",), marks=pytest.mark.slow),
     ],
 )
 def test_no_host_waits_for_weights(tmp_path: Path, options: tuple[str, ...]) -> None:
-    """Beside the reads at a step's end only for gradients, as with the optimizer in host memory alone."""
+    """Beside the reads at a step's end only for gradients, as with the optimizer in host memory
+    alone."""
     said = ("data.max_tokens=64", GIVEN[0], GIVEN[2], f"{KEY}=true", *options)
-    config, facts = resolved_there(tmp_path, "sft", TINY | {"num_hidden_layers": 4}, "H100-80GB", *said)
+    config, facts = resolved_there(
+        tmp_path, "sft", TINY | {"num_hidden_layers": 4}, "H100-80GB", *said
+    )
     waits = dry_run(config, facts)[FIRST]["train"].waits
-    assert {key.split("/")[1].split(":")[0] for key in waits} <= {"passes.py", "optimizer.py", "masters.py"}
+    assert {key.split("/")[1].split(":")[0] for key in waits} <= {
+        "passes.py",
+        "optimizer.py",
+        "masters.py",
+    }
 
 
 def test_the_weights_of_layers_stay_in_host_memory_on_a_simulated_gpu() -> None:
@@ -212,7 +246,9 @@ def test_the_weights_of_layers_stay_in_host_memory_on_a_simulated_gpu() -> None:
         StreamedLayers(module, torch.device("cuda")).take(module, None)
         layers = [parameter for layer in decoder_layers(module) for parameter in layer.parameters()]
         assert all(parameter.is_cuda and stored(parameter).is_cpu for parameter in layers)
-        assert all(stored(parameter).is_cuda for parameter in module.get_input_embeddings().parameters())
+        assert all(
+            stored(parameter).is_cuda for parameter in module.get_input_embeddings().parameters()
+        )
 
 
 @pytest.mark.slow
@@ -230,16 +266,21 @@ def test_the_weights_of_layers_stay_in_host_memory_on_a_simulated_gpu() -> None:
 def test_a_rank_waits_once_for_the_gradients_of_a_backward_pass(
     tmp_path: Path, command: str, options: tuple[str, ...]
 ) -> None:
-    """FSDP's waits for gradients, all when the pass is over; no copy of one; and those of the optimizer there."""
+    """FSDP's waits for gradients, all when the pass is over; no copy of one; and those of the
+    optimizer there."""
     data = (*RL, *GIVEN[:2]) if command == "rl" else ("data.max_tokens=64", GIVEN[0], GIVEN[2])
     said = (*data, f"{KEY}=true", "system.zero_stage=3", *options)
-    config, facts = resolved_there(tmp_path, command, TINY | {"num_hidden_layers": 4}, "4xH100-80GB", *said)
+    config, facts = resolved_there(
+        tmp_path, command, TINY | {"num_hidden_layers": 4}, "4xH100-80GB", *said
+    )
     train = dry_run(config, facts)[FIRST]["train"]
     places = {(key.split("/")[1].split(":")[0], key.split()[-1]) for key in train.waits}
     copied = {place for place, operation in places if operation == "_to_copy"}
     assert copied <= {"lock_step.py", "passes.py", "rank_group.py", "torch.py"}
     assert {place for place, _ in places} <= copied | {"passes.py", "optimizer.py", "masters.py"}
-    if "lora.rank=4" not in options:  # embedding and last norm, also of the critic; in blocks of 512 bytes
+    if (
+        "lora.rank=4" not in options
+    ):  # embedding and last norm, also of the critic; in blocks of 512 bytes
         models = 1 + (command == "rl")
         assert train.peak["weights"] == pytest.approx(models * 4 * (512 * 64 + 64) / 4, rel=0.1)
 
@@ -256,22 +297,31 @@ def test_a_run_that_samples_needs_a_copy_for_its_engine(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_an_engine_of_its_own_is_given_the_weights(tmp_path: Path) -> None:
-    phases = dry_run(*sampling_run(tmp_path, "system.engine_process=true", "system.hybrid=true"))[FIRST]
+    phases = dry_run(*sampling_run(tmp_path, "system.engine_process=true", "system.hybrid=true"))[
+        FIRST
+    ]
     assert phases["publish"].total and phases["train"].total
 
 
 def test_its_price_by_hand() -> None:
-    away, here = (price(SMALL, Layout(2, offload=True, offload_parameters=flag, models=2)) for flag in (True, False))
+    away, here = (
+        price(SMALL, Layout(2, offload=True, offload_parameters=flag, models=2))
+        for flag in (True, False)
+    )
     layer = layer_copy(SMALL, Layout(2))
     assert here.weights - away.weights == 2 * SMALL.layers * layer
-    assert (away.gathered, here.gathered) == (2 * layer, 0) and (away.gradients, away.optimizer) == (0, 0)
+    assert (away.gathered, here.gathered) == (2 * layer, 0) and (
+        away.gradients,
+        away.optimizer,
+    ) == (0, 0)
     assert away.host - here.host == int(PINNED * 2 * SMALL.layers * layer)
     adapter = price(SMALL, Layout(2, lora_rank=8, offload_parameters=True))
     assert adapter.optimizer and adapter.host == int(PINNED * SMALL.layers * layer)
 
 
 def test_the_price_of_rows_by_hand() -> None:
-    """Rows of layers are masters where they are; torch rounds their gradients up, of this model by a sixth."""
+    """Rows of layers are masters where they are; torch rounds their gradients up, of this model by
+    a sixth."""
     of = partial(Layout, 2, zero_stage=3, shards=4, models=2)
     away, here = (price(SMALL, of(offload=True, offload_parameters=flag)) for flag in (True, False))
     rows = 4 * (layer_copy(SMALL, Layout(4)) // 4 // 4) * SMALL.layers
@@ -279,7 +329,9 @@ def test_the_price_of_rows_by_hand() -> None:
     pieces = 4 * 256 // 4 * (2 * 256 + 2 * 128 + 3 * 768)
     rounded = 4 * 256 // 4 * (2 * 256 + 2 * 128 + 3 * 1024)
     on_the_way = 2 * 4 * 3 * 256 * 768 // 4
-    assert away.host - here.host == pytest.approx(2 * (rows * rounded / pieces - on_the_way), abs=16)
+    assert away.host - here.host == pytest.approx(
+        2 * (rows * rounded / pieces - on_the_way), abs=16
+    )
     adapter = price(SMALL, of(lora_rank=8, offload_parameters=True))
     assert adapter.optimizer and adapter.host == pytest.approx(PINNED * 2 * rows / 2, rel=1e-5)
 
@@ -293,7 +345,12 @@ def test_it_is_derived_where_the_weights_do_not_fit_and_the_host_has_room() -> N
     fits = resolved(SFTConfig, on(A100, QWEN_7B, memory=4000 * GB)).system
     assert (fits.offload_parameters, fits.offload_optimizer) == (False, True)
     rows = resolved(SFTConfig, EIGHT).system
-    assert (rows.trainer_ranks, rows.zero_stage, rows.offload_parameters, rows.offload_optimizer) == (8, 3, True, True)
+    assert (
+        rows.trainer_ranks,
+        rows.zero_stage,
+        rows.offload_parameters,
+        rows.offload_optimizer,
+    ) == (8, 3, True, True)
     assert resolved(SFTConfig, on(None, SMALL)).system.offload_parameters is False
     assert f"{KEY} = true" in refusal(SFTConfig, large, f"{KEY}=false")
     assert "of host memory" in refusal(SFTConfig, small, f"{KEY}=true")
@@ -302,7 +359,12 @@ def test_it_is_derived_where_the_weights_do_not_fit_and_the_host_has_room() -> N
 def test_each_micro_batch_brings_the_layers_twice() -> None:
     there = replace(machine("A100-80GB"), memory_total=4000 * GB, memory_available=4000 * GB)
     facts = replace(on(A100, LLAMA_70B), hardware=there, longest=64)
-    said = ("train.batch_size=64", "system.max_tokens_per_microbatch=1024", "train.steps=1", "data.max_tokens=64")
+    said = (
+        "train.batch_size=64",
+        "system.max_tokens_per_microbatch=1024",
+        "train.steps=1",
+        "data.max_tokens=64",
+    )
     seconds = step_seconds(resolved(SFTConfig, facts, *said), facts)
     brought = 4 * 2 * LLAMA_70B.layers * layer_copy(LLAMA_70B, Layout(2))
     assert seconds["training"] == pytest.approx(brought / TO_THE_HOST, rel=0.05)
@@ -313,15 +375,27 @@ def test_each_micro_batch_brings_the_layers_twice() -> None:
     [
         (SFTConfig, on(None, SMALL), (), "GPUs"),
         (SFTConfig, on(A100, replace(SMALL, layers=2)), (), "two layers"),
-        (SFTConfig, on(A100, SMALL), ("system.offload_optimizer=false",), "offload_optimizer = false"),
+        (
+            SFTConfig,
+            on(A100, SMALL),
+            ("system.offload_optimizer=false",),
+            "offload_optimizer = false",
+        ),
         (SFTConfig, on(A100, SMALL), ("train.optimizer=muon",), "adamw"),
         (SFTConfig, EIGHT, ("system.zero_stage=2",), "system.zero_stage = 3"),
         (SFTConfig, on(A100, SMALL), ("lora.rank=8", "model.quantize=nf4"), "model.quantize"),
         (SFTConfig, on(A100, SMALL), ("system.compile=default",), "system.compile"),
-        (RLConfig, on(A100, SMALL), ("system.engine_process=true", "system.weight_plane=ipc"), "weight_plane"),
+        (
+            RLConfig,
+            on(A100, SMALL),
+            ("system.engine_process=true", "system.weight_plane=ipc"),
+            "weight_plane",
+        ),
         (RLConfig, on(A100, SMALL), (), "engine_process = true"),
     ],
 )
-def test_what_does_not_go_with_it_is_refused(kind: Any, facts: Any, said: tuple[str, ...], words: str) -> None:
+def test_what_does_not_go_with_it_is_refused(
+    kind: Any, facts: Any, said: tuple[str, ...], words: str
+) -> None:
     text = refusal(kind, facts, f"{KEY}=true", *said)
     assert KEY in text and words in text

@@ -68,7 +68,9 @@ def test_the_mean_of_a_level_is_over_time() -> None:
     assert mean_level([(3, 1.0), (3, 7.0)], 3, 3) == 7
 
 
-def test_an_engine_is_idle_while_it_has_no_request_and_the_trainer_while_it_waits(hand: Hand) -> None:
+def test_an_engine_is_idle_while_it_has_no_request_and_the_trainer_while_it_waits(
+    hand: Hand,
+) -> None:
     timeline = Timeline(now=hand)
     timeline.enter("engine 0")
     with timeline.span("loop", "eval"), timeline.span("engine 0", "generate") as details:
@@ -163,7 +165,8 @@ def test_spans_of_many_threads_and_tasks_are_all_there() -> None:
 
 
 def check_trace(trace: dict[str, Any]) -> dict[str, list[list[dict[str, Any]]]]:
-    """The rows of each lane, after what viewers ask: every row named, in no row two spans that overlap."""
+    """The rows of each lane, after what viewers ask: every row named, in no row two spans that
+    overlap."""
     events = trace["traceEvents"]
     assert {e["ph"] for e in events} <= {"M", "X", "C"}
     assert all({"name", "pid", "tid"} <= e.keys() for e in events)
@@ -173,11 +176,15 @@ def check_trace(trace: dict[str, Any]) -> dict[str, list[list[dict[str, Any]]]]:
     found: dict[str, list[list[dict[str, Any]]]] = {lane: [] for lane in lanes.values()}
     for (pid, tid), name in named.items():
         assert name == lanes[pid]
-        row = sorted((e for e in events if e["ph"] == "X" and e["tid"] == tid), key=lambda e: e["ts"])
+        row = sorted(
+            (e for e in events if e["ph"] == "X" and e["tid"] == tid), key=lambda e: e["ts"]
+        )
         assert row and all(e["pid"] == pid and e["ts"] >= 0 and e["dur"] >= 0 for e in row)
         assert all(a["ts"] + a["dur"] <= b["ts"] + 1e-6 for a, b in pairwise(row))
         found[name].append(row)
-    assert sum(len(row) for lane in found.values() for row in lane) == sum(e["ph"] == "X" for e in events)
+    assert sum(len(row) for lane in found.values() for row in lane) == sum(
+        e["ph"] == "X" for e in events
+    )
     return found
 
 
@@ -187,7 +194,10 @@ def test_a_trace_of_the_steps_asked_for_has_a_lane_per_actor(hand: Hand, tmp_pat
         hand.time += 1
         timeline.finish_step(1)
         timeline.level("queue", 3)
-        with timeline.span(TRAINER, "rollout", waits_for="the rollouts"), timeline.span("engine 1", "generate"):
+        with (
+            timeline.span(TRAINER, "rollout", waits_for="the rollouts"),
+            timeline.span("engine 1", "generate"),
+        ):
             hand.time += 0.5
         details["tokens"] = 7
     with timeline.span("engine 10", "generate", task="ä"):
@@ -203,7 +213,9 @@ def test_a_trace_of_the_steps_asked_for_has_a_lane_per_actor(hand: Hand, tmp_pat
     assert sorted(e["args"].get("tokens", 0) for row in lanes["engine 1"] for e in row) == [0, 7]
     [[open_one]] = lanes["engine 10"]
     assert (open_one["ts"], open_one["dur"], open_one["args"]) == (5e5, 2.5e5, {"task": "ä"})
-    assert [(e["ts"], e["args"]) for e in trace["traceEvents"] if e["ph"] == "C"] == [(0, {"value": 3})]
+    assert [(e["ts"], e["args"]) for e in trace["traceEvents"] if e["ph"] == "C"] == [
+        (0, {"value": 3})
+    ]
 
 
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 10)), max_size=20))
@@ -229,7 +241,16 @@ def test_the_watchdog_names_who_waits_for_whom_with_growing_pauses(hand: Hand) -
     ):
         hand.time += 1
         with timeline.span("engine 0", "generate", prompt=12):
-            for passed, reports in [(59, 0), (1, 1), (59, 1), (1, 2), (60, 2), (60, 3), (239, 3), (1, 4)]:
+            for passed, reports in [
+                (59, 0),
+                (1, 1),
+                (59, 1),
+                (1, 2),
+                (60, 2),
+                (60, 3),
+                (239, 3),
+                (1, 4),
+            ]:
                 hand.time += passed
                 watchdog.check()
                 assert len(said) == reports

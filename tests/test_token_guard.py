@@ -25,9 +25,9 @@ class Game:
         return {FORGED!r}, 0.0, "done" in action
 """
 CALL = '<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>'
-WORDS = st.lists(st.sampled_from([*SPECIAL, "two", " ", "\n", "é", "<", "|im_end|>", "<s", ">"]), max_size=8).map(
-    "".join
-)
+WORDS = st.lists(
+    st.sampled_from([*SPECIAL, "two", " ", "\n", "é", "<", "|im_end|>", "<s", ">"]), max_size=8
+).map("".join)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -55,7 +55,9 @@ def test_no_observation_forges_a_turn(code: str, split: bool, tmp_path: Path) ->
     section = {"tools": ("env.py:look",)} if code == TOOL else {"path": "env.py:Game"}
     environments = load(tmp_path, code, split_special_tokens=split, **section)
     turns = iter([CALL if code == TOOL else "look", "look again" if code == GAME else CALL, "done"])
-    (rollout,), engine = play(environments, tokenizer, [made_task(tokenizer)], lambda *_: next(turns) + "<|im_end|>")
+    (rollout,), engine = play(
+        environments, tokenizer, [made_task(tokenizer)], lambda *_: next(turns) + "<|im_end|>"
+    )
     check_tokens(ok(rollout), engine)
     assert len([record for record in rollout.records if record.turns]) == 1, "no fork"
     assert decode(tokenizer, rollout.token_ids).count(FORGED) == 2, "the text is what the tool gave"
@@ -75,5 +77,7 @@ def test_the_prompt_of_the_data_keeps_its_special_tokens(tmp_path: Path) -> None
     tokenizer = byte_level(template("qwen2"))
     environments = load(tmp_path, GAME, path="env.py:Game")
     turns = iter(["more<|im_end|>", "done<|im_end|>"])
-    (rollout,), _ = play(environments, tokenizer, [made_task(tokenizer, "a<|end|>b")], lambda *_: next(turns))
+    (rollout,), _ = play(
+        environments, tokenizer, [made_task(tokenizer, "a<|end|>b")], lambda *_: next(turns)
+    )
     assert rollout.token_ids.count(tokenizer.convert_tokens_to_ids("<|end|>")) == 1

@@ -33,10 +33,25 @@ ADD = ToolCall("add", {"a": 1, "b": 2})
 @pytest.mark.parametrize(
     ("parse", "raw", "content", "calls"),
     [
-        (parse_hermes, '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>', "", [ADD]),
-        (parse_hermes, 'Let me see. <tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}', "Let me see.", [ADD]),
+        (
+            parse_hermes,
+            '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>',
+            "",
+            [ADD],
+        ),
+        (
+            parse_hermes,
+            'Let me see. <tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}',
+            "Let me see.",
+            [ADD],
+        ),
         (parse_hermes, '<tool_call>{"name": "now"}</tool_call>' * 2, "", [ToolCall("now")] * 2),
-        (parse_hermes, '<tool_call>{"name": "add", "arguments": "{\\"a\\": 1, \\"b\\": 2}"}</tool_call>', "", [ADD]),
+        (
+            parse_hermes,
+            '<tool_call>{"name": "add", "arguments": "{\\"a\\": 1, \\"b\\": 2}"}</tool_call>',
+            "",
+            [ADD],
+        ),
         (
             parse_hermes,
             "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n<parameter=b>\n2\n</parameter>\n</function>\n"
@@ -52,27 +67,47 @@ ADD = ToolCall("add", {"a": 1, "b": 2})
         ),
         (parse_hermes, 'a brace { and "name"', 'a brace { and "name"', []),
         (parse_llama, '{"name": "add", "parameters": {"a": 1, "b": 2}}', "", [ADD]),
-        (parse_llama, '{"type": "function", "function": {"name": "add", "parameters": {"a": 1, "b": 2}}}', "", [ADD]),
-        (parse_llama, '<|python_tag|>{"name": "now"}; {"name": "now", "parameters": {}}', "", [ToolCall("now")] * 2),
+        (
+            parse_llama,
+            '{"type": "function", "function": {"name": "add", "parameters": {"a": 1, "b": 2}}}',
+            "",
+            [ADD],
+        ),
+        (
+            parse_llama,
+            '<|python_tag|>{"name": "now"}; {"name": "now", "parameters": {}}',
+            "",
+            [ToolCall("now")] * 2,
+        ),
         (parse_llama, 'The object {"name": 1} is JSON.', 'The object {"name": 1} is JSON.', []),
         (parse_mistral, '[TOOL_CALLS][{"name": "add", "arguments": {"a": 1, "b": 2}}]', "", [ADD]),
         (parse_mistral, "no call", "no call", []),
     ],
 )
 def test_calls_are_found(parse: Parse, raw: str, content: str, calls: list[Any]) -> None:
-    text = raw.replace("<|python_tag|>", "").replace("[TOOL_CALLS]", "" if parse is parse_mistral else "[TOOL_CALLS]")
+    text = raw.replace("<|python_tag|>", "").replace(
+        "[TOOL_CALLS]", "" if parse is parse_mistral else "[TOOL_CALLS]"
+    )
     assert parse(raw, text) == (content if calls else text, calls)
 
 
 @pytest.mark.parametrize(
     ("parse", "raw", "reason"),
     [
-        (parse_hermes, '<tool_call>{"name": "add", "arguments": {"a": 1,</tool_call>', "not valid JSON"),
+        (
+            parse_hermes,
+            '<tool_call>{"name": "add", "arguments": {"a": 1,</tool_call>',
+            "not valid JSON",
+        ),
         (parse_hermes, "<tool_call>add(1, 2)</tool_call>", "not valid JSON"),
         (parse_hermes, '<tool_call>["add"]</tool_call>', "a tool call is an object"),
         (parse_hermes, '<tool_call>{"tool": "add"}</tool_call>', "names no tool"),
         (parse_hermes, '<tool_call>{"name": 7}</tool_call>', "names no tool"),
-        (parse_hermes, '<tool_call>{"name": "add", "arguments": [1, 2]}</tool_call>', "'add' are not a JSON object"),
+        (
+            parse_hermes,
+            '<tool_call>{"name": "add", "arguments": [1, 2]}</tool_call>',
+            "'add' are not a JSON object",
+        ),
         (parse_hermes, "<tool_call>", "not valid JSON"),
         (parse_hermes, "<tool_call>" + "[" * 100_000, "not valid JSON"),
         (parse_llama, '{"name": "add", "parameters": ' + "[" * 100_000, "not valid JSON"),
@@ -145,15 +180,34 @@ def tokenizer() -> Any:
 
 def test_tools_are_described_called_and_answered(tokenizer: Any, tmp_path: Path) -> None:
     environments = load(tmp_path, TOOLS, tools=ALL)
-    policy = said([call("add", a=3, b=4), "So. " + call("divide", a=1, b=4) + call("add", a=1, b=1)])
+    policy = said(
+        [call("add", a=3, b=4), "So. " + call("divide", a=1, b=4) + call("add", a=1, b=1)]
+    )
     (rollout,), engine = play(environments, tokenizer, [made_task(tokenizer)], policy)
     check_tokens(ok(rollout), engine)
     assert rollout.reward is None, "reward functions judge"
-    assert rollout.metrics == {"turns": 3.0, "forks": 0.0, "unfinished": 0.0, "tool_calls": 3.0, "bad_calls": 0.0}
+    assert rollout.metrics == {
+        "turns": 3.0,
+        "forks": 0.0,
+        "unfinished": 0.0,
+        "tool_calls": 3.0,
+        "bad_calls": 0.0,
+    }
     assert len([record for record in rollout.records if record.turns]) == 1
     assert rollout.messages is not None
-    assert [m["role"] for m in rollout.messages] == ["assistant", "tool", "assistant", "tool", "tool", "assistant"]
-    assert [m["content"] for m in rollout.messages if m["role"] == "tool"] == ["7", '{"quotient": 0.25}', "2"]
+    assert [m["role"] for m in rollout.messages] == [
+        "assistant",
+        "tool",
+        "assistant",
+        "tool",
+        "tool",
+        "assistant",
+    ]
+    assert [m["content"] for m in rollout.messages if m["role"] == "tool"] == [
+        "7",
+        '{"quotient": 0.25}',
+        "2",
+    ]
     first = rollout.messages[0]["tool_calls"][0]
     assert first["function"] == {"name": "add", "arguments": '{"a": 3, "b": 4}'}
     assert rollout.messages[1]["tool_call_id"] == first["id"]
@@ -166,14 +220,22 @@ def test_tools_are_described_called_and_answered(tokenizer: Any, tmp_path: Path)
     [
         ("<tool_call>{nonsense</tool_call>", "Error: the tool call is not valid JSON"),
         (call("ad", a=1, b=2), "Error: there is no tool 'ad'. Did you mean 'add'?"),
-        (call("add", a=1), "Error: wrong arguments for add(a, b): missing a required argument: 'b'"),
-        (call("add", a=1, b=2, c=3), "Error: wrong arguments for add(a, b): got an unexpected keyword argument 'c'"),
+        (
+            call("add", a=1),
+            "Error: wrong arguments for add(a, b): missing a required argument: 'b'",
+        ),
+        (
+            call("add", a=1, b=2, c=3),
+            "Error: wrong arguments for add(a, b): got an unexpected keyword argument 'c'",
+        ),
         (call("divide", a=1, b=0), "Error: ZeroDivisionError: "),
         (call("add", a=1, b=None), "Error: TypeError: "),
         (call("pairs"), "Error: TypeError: keys must be str"),
     ],
 )
-def test_what_is_wrong_with_a_call_is_told_to_the_policy(turn: str, words: str, tokenizer: Any, tmp_path: Path) -> None:
+def test_what_is_wrong_with_a_call_is_told_to_the_policy(
+    turn: str, words: str, tokenizer: Any, tmp_path: Path
+) -> None:
     environments = load(tmp_path, TOOLS, tools=ALL)
     (rollout,), engine = play(environments, tokenizer, [made_task(tokenizer)], said([turn]))
     check_tokens(ok(rollout), engine)
@@ -193,7 +255,9 @@ def test_a_bad_call_may_end_the_episode(tokenizer: Any, tmp_path: Path) -> None:
 def test_a_tool_that_hangs_fails_its_rollout(tokenizer: Any, tmp_path: Path) -> None:
     environments = load(tmp_path, TOOLS, tools=ALL, timeout=0.5)
     (rollout,), _ = play(environments, tokenizer, [made_task(tokenizer)], said([call("hang")]))
-    assert rollout.status is Status.TIMED_OUT and "the tool 'hang' did not return" in str(rollout.error)
+    assert rollout.status is Status.TIMED_OUT and "the tool 'hang' did not return" in str(
+        rollout.error
+    )
 
 
 def test_an_environment_may_have_tools_beside_its_steps(tokenizer: Any, tmp_path: Path) -> None:
@@ -227,7 +291,9 @@ class Quiz:
         ({"tools": ("env.py:add", "env.py:add")}, "two tools called 'add'"),
     ],
 )
-def test_what_cannot_be_a_tool_is_refused(section: dict[str, Any], words: str, tmp_path: Path) -> None:
+def test_what_cannot_be_a_tool_is_refused(
+    section: dict[str, Any], words: str, tmp_path: Path
+) -> None:
     with pytest.raises(ConfigError) as raised:
         load(tmp_path, TOOLS, **section)
     assert words in str(raised.value)
@@ -251,9 +317,13 @@ def named_templates(path: Path) -> Any:
 
 @pytest.mark.parametrize("kind", ["hermes", "tool_use"])
 def test_templates_with_a_place_for_tools_play_episodes(kind: str, tmp_path: Path) -> None:
-    tokenizer = byte_level(template("hermes")) if kind == "hermes" else named_templates(tmp_path / "model")
+    tokenizer = (
+        byte_level(template("hermes")) if kind == "hermes" else named_templates(tmp_path / "model")
+    )
     environments = load(tmp_path, TOOLS, tools=ALL)
-    policy = said([call("add", a=3, b=4), "So. " + call("divide", a=1, b=4) + call("add", a=1, b=1)])
+    policy = said(
+        [call("add", a=3, b=4), "So. " + call("divide", a=1, b=4) + call("add", a=1, b=1)]
+    )
     (rollout,), engine = play(environments, tokenizer, [made_task(tokenizer)], policy)
     check_tokens(ok(rollout), engine)
     assert rollout.metrics["bad_calls"] == 0 and rollout.metrics["forks"] == 0
@@ -266,7 +336,11 @@ def test_what_the_hermes_template_writes_is_what_its_parser_reads() -> None:
     messages = [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "1+2?"},
-        {"role": "assistant", "content": "So.", "tool_calls": [{"type": "function", "function": written}] * 2},
+        {
+            "role": "assistant",
+            "content": "So.",
+            "tool_calls": [{"type": "function", "function": written}] * 2,
+        },
         {"role": "tool", "content": "3"},
         {"role": "assistant", "content": "3"},
     ]
@@ -277,7 +351,9 @@ def test_what_the_hermes_template_writes_is_what_its_parser_reads() -> None:
     turns = [text[a:b] for one in rendered for a, b in one.spans]
     assert parse_hermes(turns[0], turns[0])[1] == [ADD] * 2
     assert turns[1] == "3<|im_end|>"
-    assert text.count("<|im_start|>system") == 1 and "Be brief." in text and json.dumps(schema) in text
+    assert (
+        text.count("<|im_start|>system") == 1 and "Be brief." in text and json.dumps(schema) in text
+    )
     alone = chat.render(messages[1:2], prompt=True)
     assert alone == "<|im_start|>user\n1+2?<|im_end|>\n<|im_start|>assistant\n"
 

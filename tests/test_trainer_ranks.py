@@ -1,4 +1,5 @@
-"""Several trainer ranks learn what one learns: gradients are summed, replicas stay equal, a lost rank is noticed."""
+"""Several trainer ranks learn what one learns: gradients are summed, replicas stay equal, a lost
+rank is noticed."""
 
 from __future__ import annotations
 
@@ -49,7 +50,8 @@ HERE, PATIENCE = "127.0.0.1", 300.0
 
 
 class Threads:
-    """Ranks in threads of this process, as the loop sees them: a real group, and each has its share of a packing."""
+    """Ranks in threads of this process, as the loop sees them: a real group, and each has its share
+    of a packing."""
 
     cost = CostModel(1.0, 0.01, 0.1)
 
@@ -69,13 +71,21 @@ class Threads:
     def optimizer(self) -> MasterOptimizer:
         return self.replicas[0].optimizer
 
-    def score(self, packing: Packing, of: Quantity = "logprobs", *, reference: bool = False) -> Floats:
+    def score(
+        self, packing: Packing, of: Quantity = "logprobs", *, reference: bool = False
+    ) -> Floats:
         shares = [packing.for_rank(rank, self.ranks, columns=False) for rank in range(self.ranks)]
-        return np.sum(self.each(lambda replica, share: replica.score(share, of, reference=reference), shares), axis=0)
+        return np.sum(
+            self.each(lambda replica, share: replica.score(share, of, reference=reference), shares),
+            axis=0,
+        )
 
     def forward_backward(self, packing: Packing, objective: Objective) -> dict[str, float]:
         """Each rank's micro-batches arrive as they would from another process."""
-        shares = [pickle.loads(pickle.dumps(packing.for_rank(rank, self.ranks))) for rank in range(self.ranks)]
+        shares = [
+            pickle.loads(pickle.dumps(packing.for_rank(rank, self.ranks)))
+            for rank in range(self.ranks)
+        ]
         self.counts = [len(share) for share in shares]
 
         def alone(replica: TorchBackend[CausalLM], share: Packing) -> dict[str, float]:
@@ -90,8 +100,12 @@ class Threads:
         assert all(metrics == found[0] for metrics in found)
         return found[0]
 
-    def each(self, do: Callable[[TorchBackend[CausalLM], Any], Any], given: Sequence[Any]) -> list[Any]:
-        answers = [p.submit(do, *both) for p, *both in zip(self.pools, self.replicas, given, strict=True)]
+    def each(
+        self, do: Callable[[TorchBackend[CausalLM], Any], Any], given: Sequence[Any]
+    ) -> list[Any]:
+        answers = [
+            p.submit(do, *both) for p, *both in zip(self.pools, self.replicas, given, strict=True)
+        ]
         for answer in answers:
             answer.exception()
         return [answer.result() for answer in answers]
@@ -102,7 +116,12 @@ def groups(world: int) -> list[RankGroup]:
     with ThreadPoolExecutor(world) as pool:
         made = [
             pool.submit(
-                RankGroup, store if rank == 0 else reach_store(HERE, store.port), rank, world, HERE, patience=PATIENCE
+                RankGroup,
+                store if rank == 0 else reach_store(HERE, store.port),
+                rank,
+                world,
+                HERE,
+                patience=PATIENCE,
             )
             for rank in range(world)
         ]
@@ -139,7 +158,9 @@ def samples_of(seed: int, groups: int, size: int = 3) -> list[Sample]:
         prompt = [draw.randrange(5, 260) for _ in range(draw.randrange(2, 10))]
         for _ in range(size):
             answer = [draw.randrange(5, 260) for _ in range(draw.randrange(1, 13))]
-            found.append(Sample(prompt + answer, [False] * len(prompt) + [True] * len(answer), group))
+            found.append(
+                Sample(prompt + answer, [False] * len(prompt) + [True] * len(answer), group)
+            )
     return found
 
 
@@ -154,7 +175,8 @@ STEPS = [samples_of(0, 5), samples_of(1, 1, 1), samples_of(2, 4)]
 
 @pytest.mark.parametrize(
     ("dtype", "bound", "weights"),
-    # AdamW divides by the gradient's own size: where that is near 0, rounding may move one weight by up to lr = 0.01.
+    # AdamW divides by the gradient's own size: where that is near 0, rounding may move one weight
+    # by up to lr = 0.01.
     [(torch.float64, 1e-10, 1e-9), (torch.float32, 1e-5, 1e-5), (torch.bfloat16, 2e-2, 5e-3)],
 )
 def test_any_number_of_ranks_takes_the_steps_of_one(
@@ -176,9 +198,13 @@ def test_any_number_of_ranks_takes_the_steps_of_one(
                 for name in ("loss", "grad_norm"):
                     assert ours[name] == pytest.approx(theirs[name], rel=bound)
             assert [metrics["microbatches"] for metrics in found] == [world, 1, world]
-            assert counts == [[1] * world] * 3, "where there is one micro-batch the others have padding"
+            assert counts == [[1] * world] * 3, (
+                "where there is one micro-batch the others have padding"
+            )
             first, *others = (state_of(replica) for replica in ranks.replicas)
-            assert all(first[name].equal(other[name]) for other in others for name in first), "bit by bit"
+            assert all(first[name].equal(other[name]) for other in others for name in first), (
+                "bit by bit"
+            )
             for name, tensor in state_of(alone).items():
                 assert float((first[name] - tensor).abs().mean()) < weights, name
             assert learner.score(Batch.of(STEPS[0])) == pytest.approx(scored, abs=50 * weights)
@@ -187,7 +213,10 @@ def test_any_number_of_ranks_takes_the_steps_of_one(
 
 
 def test_memory_that_runs_out_on_one_rank_begins_the_step_again(model: Path) -> None:
-    alone, ranks = learner_of(backend_of(model)), learner_of(Threads([backend_of(model) for _ in range(2)]))
+    alone, ranks = (
+        learner_of(backend_of(model)),
+        learner_of(Threads([backend_of(model) for _ in range(2)])),
+    )
     tight: TorchBackend[CausalLM] = ranks.backend.replicas[1]  # type: ignore[attr-defined]
     usual, calls = tight.forward_backward, list[int]()
 
@@ -201,11 +230,14 @@ def test_memory_that_runs_out_on_one_rank_begins_the_step_again(model: Path) -> 
     tight.forward_backward = narrow  # type: ignore[method-assign]
     ours, theirs = learn(ranks, STEPS[0]), learn(alone, STEPS[0])
     assert ranks.caps["max_tokens"] == 30 and len(calls) > 1
-    assert [ours[n] for n in ("loss", "grad_norm")] == pytest.approx([theirs[n] for n in ("loss", "grad_norm")])
+    assert [ours[n] for n in ("loss", "grad_norm")] == pytest.approx(
+        [theirs[n] for n in ("loss", "grad_norm")]
+    )
 
 
 class Parts(nn.Module):
-    """Parameters of two types; ``unused`` never has a gradient, ``first`` has one on rank 0 alone."""
+    """Parameters of two types; ``unused`` never has a gradient, ``first`` has one on rank 0
+    alone."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -218,7 +250,8 @@ class Parts(nn.Module):
 
 @pytest.mark.parametrize("bucket", [1, 40, 1 << 20])
 def test_sums_by_hand(bucket: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gradients of bfloat16 weights are summed in float32; where there is none, none comes to be."""
+    """Gradients of bfloat16 weights are summed in float32; where there is none, none comes to
+    be."""
     monkeypatch.setattr(rank_group, "BUCKET", bucket)
 
     def step(group: RankGroup) -> tuple[dict[str, Any], dict[str, Any], float]:
@@ -228,9 +261,16 @@ def test_sums_by_hand(bucket: int, monkeypatch: pytest.MonkeyPatch) -> None:
         loss = loss + (256.0 if rank == 0 else 0.5) * module.narrow.sum()
         (loss + 7 * module.first.sum() if rank == 0 else loss).backward()
         group.sum_gradients(optimizer.masters.values())
-        grads = {name: m.grad if m.grad is None else m.grad.tolist() for name, m in optimizer.masters.items()}
+        grads = {
+            name: m.grad if m.grad is None else m.grad.tolist()
+            for name, m in optimizer.masters.items()
+        }
         metrics = optimizer.step(0.1)
-        return grads, {name: p.tolist() for name, p in module.named_parameters()}, metrics["grad_norm"]
+        return (
+            grads,
+            {name: p.tolist() for name, p in module.named_parameters()},
+            metrics["grad_norm"],
+        )
 
     found = together(3, step)
     assert found[0] == found[1] == found[2]
@@ -238,13 +278,17 @@ def test_sums_by_hand(bucket: int, monkeypatch: pytest.MonkeyPatch) -> None:
     assert grads["all"] == [[6.0, 6.0]] * 3 and grads["first"] == [7.0] * 4
     assert grads["wide"] == pytest.approx([6e-9] * 5, rel=1e-12)
     assert grads["narrow"] == [257.0] * 3  # in bfloat16 256 + 0.5 + 0.5 stays at 256
-    assert grads["unused"] is None and weights["unused"] == [[1.0, 1.0]] * 2, "what is not trained does not decay"
+    assert grads["unused"] is None and weights["unused"] == [[1.0, 1.0]] * 2, (
+        "what is not trained does not decay"
+    )
 
 
 def test_a_gradient_that_is_not_finite_on_one_rank_is_dropped_by_all(model: Path) -> None:
     ranks = Threads([backend_of(model) for _ in range(2)])
     before = {name: tensor.clone() for name, tensor in state_of(ranks.replicas[0]).items()}
-    ranks.forward_backward(Packing.of(Batch.of([STEPS[0][0], STEPS[0][4]]), 22, multiple_of=2), with_weight_one)
+    ranks.forward_backward(
+        Packing.of(Batch.of([STEPS[0][0], STEPS[0][4]]), 22, multiple_of=2), with_weight_one
+    )
     gradients = [m.grad for m in ranks.replicas[1].optimizer.masters.values() if m.grad is not None]
     gradients[0].view(-1)[0] = float("inf")
     assert ranks.step(0.1)["skipped_steps"] == 1.0
@@ -281,7 +325,9 @@ def test_a_rank_that_does_not_come_to_the_sum_is_lost_after_the_stated_time() ->
         group.patience = 0.5
         group._group._set_default_timeout(timedelta(seconds=0.5))
         parameter = nn.Parameter(torch.ones(3))
-        with pytest.raises(TrainerLostError, match=r"rank 0 of the trainer's 2 waited for .* for 0\.5 s") as error:
+        with pytest.raises(
+            TrainerLostError, match=r"rank 0 of the trainer's 2 waited for .* for 0\.5 s"
+        ) as error:
             group.sum_gradients([parameter])
         given_up.set()
         return str(error.value)
@@ -303,7 +349,9 @@ class Processes:
     def __init__(self, world: int, do: Callable[..., None], *args: Any) -> None:
         self.store = open_store(HERE, PATIENCE)
         self.pipes, ends = zip(*(CONTEXT.Pipe() for _ in range(world)), strict=True)
-        everything = ((do, rank, world, self.store.port, end, args) for rank, end in enumerate(ends))
+        everything = (
+            (do, rank, world, self.store.port, end, args) for rank, end in enumerate(ends)
+        )
         self.running = [CONTEXT.Process(target=_run, args=values) for values in everything]
         for process in self.running:
             process.start()
@@ -331,7 +379,9 @@ def processes() -> Iterator[Callable[..., Processes]]:
         one.close()
 
 
-def _run(do: Callable[..., None], rank: int, world: int, port: int, pipe: Any, args: tuple[Any, ...]) -> None:
+def _run(
+    do: Callable[..., None], rank: int, world: int, port: int, pipe: Any, args: tuple[Any, ...]
+) -> None:
     torch.set_num_threads(1)
     do(RankGroup(reach_store(HERE, port), rank, world, HERE, patience=PATIENCE), pipe, *args)
     pipe.recv()  # nobody leaves before all have finished
@@ -351,7 +401,9 @@ def _sum_twice(group: RankGroup, pipe: Any) -> None:
 
 
 @pytest.mark.slow
-def test_a_rank_that_is_killed_while_the_others_sum_is_lost_at_once(processes: Callable[..., Processes]) -> None:
+def test_a_rank_that_is_killed_while_the_others_sum_is_lost_at_once(
+    processes: Callable[..., Processes],
+) -> None:
     three = processes(3, _sum_twice)
     pids = [three.said(rank, within=PATIENCE) for rank in range(3)]
     os.kill(pids[2], signal.SIGKILL)
@@ -384,7 +436,9 @@ def _train_with_dropout(group: RankGroup, pipe: Any, model: str, folder: str) ->
     resumed.load(Path(folder))
     step(resumed)
     ours, theirs = (dict(b.model.module.named_parameters()) for b in (straight, resumed))
-    pipe.send((drawn, all(ours[name].equal(theirs[name]) for name in ours), sorted(os.listdir(folder))))
+    pipe.send(
+        (drawn, all(ours[name].equal(theirs[name]) for name in ours), sorted(os.listdir(folder)))
+    )
 
 
 @pytest.mark.slow
@@ -393,7 +447,9 @@ def test_each_ranks_random_state_is_kept_and_another_number_of_ranks_goes_on(
 ) -> None:
     saved = tmp_path / "saved"
     two = processes(2, _train_with_dropout, str(model), str(saved))
-    (ours, same, files), (theirs, also_same, _) = (two.said(rank, within=PATIENCE) for rank in range(2))
+    (ours, same, files), (theirs, also_same, _) = (
+        two.said(rank, within=PATIENCE) for rank in range(2)
+    )
     assert same and also_same, "resumed, it goes on as it would have"
     assert ours != theirs, "each rank drops out other numbers"
     assert files == ["model", "optimizer.safetensors", "random-00001.safetensors"]
@@ -402,7 +458,9 @@ def test_each_ranks_random_state_is_kept_and_another_number_of_ranks_goes_on(
     alone = TorchBackend(loaded, AdamWSettings(), CausalLM.predict)
     alone.load(saved)
     assert alone.optimizer_steps == 1 and torch.rand(3).tolist() == ours
-    three = Threads([alone, *(TorchBackend(loaded, AdamWSettings(), CausalLM.predict) for _ in range(2))])
+    three = Threads(
+        [alone, *(TorchBackend(loaded, AdamWSettings(), CausalLM.predict) for _ in range(2))]
+    )
     for replica in three.replicas:
         replica.load(saved)
     assert [replica.optimizer_steps for replica in three.replicas] == [1] * 3
@@ -422,7 +480,9 @@ def test_memory_that_is_short_is_not_a_rank_that_is_gone() -> None:
     with pytest.raises(DeviceMemoryError), memory_boundary("the optimizer step"):
         group.sum_gradients([parameter])
     failing.error = RuntimeError("Connection closed by peer")
-    with pytest.raises(TrainerLostError, match="gone or did not answer for 300 s: Connection closed"):
+    with pytest.raises(
+        TrainerLostError, match="gone or did not answer for 300 s: Connection closed"
+    ):
         group.sum_gradients([parameter])
 
 
@@ -435,7 +495,12 @@ def tokens(samples: Sequence[Sample], bins: Sequence[Sequence[int]]) -> list[int
 
 @settings(max_examples=150, deadline=None)
 @given(
-    st.integers(0, 10**6), st.integers(1, 8), st.integers(1, 5), st.integers(22, 200), st.integers(1, 5), st.booleans()
+    st.integers(0, 10**6),
+    st.integers(1, 8),
+    st.integers(1, 5),
+    st.integers(22, 200),
+    st.integers(1, 5),
+    st.booleans(),
 )
 def test_every_sample_once_and_never_over_the_cap(
     seed: int, number: int, size: int, cap: int, ranks: int, keep: bool

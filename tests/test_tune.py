@@ -1,4 +1,5 @@
-"""``tunesmith tune``: when a comparison ends, which settings are measured next, what is refused and remembered."""
+"""``tunesmith tune``: when a comparison ends, which settings are measured next, what is refused and
+remembered."""
 
 from __future__ import annotations
 
@@ -30,7 +31,14 @@ from tunesmith.guide.tune.knobs import Shape, neighbours
 from tunesmith.guide.tune.proof import Proof, compare_gradients
 from tunesmith.guide.tune.result import Journal, Trial, check_files
 from tunesmith.guide.tune.search import Candidate, TrialOutcome, search
-from tunesmith.guide.tune.setup import MANY, pinned_settings, stated, trial_config, tuned_values, without_tuned
+from tunesmith.guide.tune.setup import (
+    MANY,
+    pinned_settings,
+    stated,
+    trial_config,
+    tuned_values,
+    without_tuned,
+)
 from tunesmith.guide.tune.trial import ended_by
 from tunesmith.guide.tune.tuning import Tuning, open_tuning
 from tunesmith.plan.cost.seconds import expected_seconds
@@ -57,7 +65,8 @@ def machine(cores: int = 4) -> Hardware:
 
 
 def compared(draw: random.Random, gap: float, noise: float = 0.1) -> tuple[int, int]:
-    """A comparison of two runs whose times differ by a factor: pairs until it ended, and which is faster: -1, 0, 1."""
+    """A comparison of two runs whose times differ by a factor: pairs until it ended, and which is
+    faster: -1, 0, 1."""
     ratios: list[float] = []
     while len(ratios) < MOST_PAIRS:
         ratios.append(math.log(gap) + draw.gauss(0, noise))
@@ -97,7 +106,9 @@ def test_the_interval_by_hand() -> None:
     found = interval(ratios)
     assert found.high == pytest.approx(mean + near) and found.low == pytest.approx(mean - near)
     assert interval(ratios[:1]).high == math.inf and not interval(ratios[:2]).decided
-    assert found.turned.gain == pytest.approx(tuple(1 / g for g in (found.gain[0], found.gain[2], found.gain[1])))
+    assert found.turned.gain == pytest.approx(
+        tuple(1 / g for g in (found.gain[0], found.gain[2], found.gain[1]))
+    )
 
 
 # Which settings are measured next
@@ -111,14 +122,18 @@ SURFACE: dict[str, list[int]] = {
 
 
 def surface(seed: int) -> Callable[[Any], float]:
-    """Seconds of a step by its settings: with an optimum inside, steps that depend on each other, and noise."""
+    """Seconds of a step by its settings: with an optimum inside, steps that depend on each other,
+    and noise."""
     draw = random.Random(seed)
     best = {key: draw.choice(values) for key, values in SURFACE.items()}
     weight = {key: draw.uniform(0.02, 0.5) for key in SURFACE}
 
     def seconds(values: Any) -> float:
         apart = {key: abs(math.log2((values[key] + 1) / (best[key] + 1))) for key in SURFACE}
-        return math.exp(sum(weight[key] * apart[key] for key in SURFACE) + 0.05 * apart["tokens"] * apart["threads"])
+        return math.exp(
+            sum(weight[key] * apart[key] for key in SURFACE)
+            + 0.05 * apart["tokens"] * apart["threads"]
+        )
 
     return seconds
 
@@ -144,7 +159,9 @@ def test_the_search_is_near_the_best_of_a_sweep_in_a_fifth_of_its_trials(seed: i
     def expected(values: Any) -> float:
         return seconds(values) * math.exp(0.2 * math.sin(hash(tuple(values.values())) % 1000))
 
-    whole = [dict(zip(SURFACE, values, strict=True)) for values in itertools.product(*SURFACE.values())]
+    whole = [
+        dict(zip(SURFACE, values, strict=True)) for values in itertools.product(*SURFACE.values())
+    ]
     worst = max(whole, key=seconds)
     found = search(worst, moves, expected, compare, lambda: True)
     assert seconds(found) <= 1.05 * min(map(seconds, whole))
@@ -185,8 +202,14 @@ def test_time_that_is_over_ends_the_search() -> None:
 
 
 def test_the_cost_model_orders_settings() -> None:
-    """What certainly takes longer is expected to: recomputing, prompts computed again, small micro-batches, chunks."""
-    said = ["model.path=org/m", "data.train=org/data", 'reward.functions=["exact_match"]', "model.dtype=float32"]
+    """What certainly takes longer is expected to: recomputing, prompts computed again, small
+    micro-batches, chunks."""
+    said = [
+        "model.path=org/m",
+        "data.train=org/data",
+        'reward.functions=["exact_match"]',
+        "model.dtype=float32",
+    ]
     said += ["rollout.max_new_tokens=64"]
     facts = Facts(machine(), MODEL, longest=256, train_size=100)
 
@@ -208,15 +231,28 @@ def test_neighbours_have_an_effect_and_one_change_each() -> None:
         "system.share_prompts": True, "system.threads": 2, "system.max_running": 256, "system.kv_memory": "64MB",
         "system.max_prefill_tokens": 8192, "system.speculative": "off", "system.trainer_ranks": 1,
     }  # fmt: skip
-    shape = Shape(cores=4, samples=64, tokens=1600, chunk=128, samples_itself=True, compares=True, gpu=False)
+    shape = Shape(
+        cores=4, samples=64, tokens=1600, chunk=128, samples_itself=True, compares=True, gpu=False
+    )
     found = list(neighbours(values, shape))
-    assert all(value != values[key] for key, value in found) and len(set(map(str, found))) == len(found)
+    assert all(value != values[key] for key, value in found) and len(set(map(str, found))) == len(
+        found
+    )
     said = {key: [v for k, v in found if k == key] for key, _ in found}
-    assert said["system.max_tokens_per_microbatch"] == [400, 800]  # more than a step's 1600 would change nothing
+    assert said["system.max_tokens_per_microbatch"] == [
+        400,
+        800,
+    ]  # more than a step's 1600 would change nothing
     assert said["system.max_running"] == [16, 32] and said["system.threads"] == [1, 4]
-    assert said["system.gradient_checkpointing"] == [0.5, True] and said["system.share_prompts"] == [False]
-    assert said["system.kv_memory"] == ["128MB", "256MB"] and 128 not in said["system.logprob_chunk"]
-    alone = Shape(cores=4, samples=64, tokens=1600, chunk=128, samples_itself=False, compares=False, gpu=True)
+    assert said["system.gradient_checkpointing"] == [0.5, True] and said[
+        "system.share_prompts"
+    ] == [False]
+    assert (
+        said["system.kv_memory"] == ["128MB", "256MB"] and 128 not in said["system.logprob_chunk"]
+    )
+    alone = Shape(
+        cores=4, samples=64, tokens=1600, chunk=128, samples_itself=False, compares=False, gpu=True
+    )
     keys = {key for key, _ in neighbours(values, alone)}
     offloading = {f"system.offload_{what}" for what in ("optimizer", "activations", "parameters")}
     assert keys - offloading == {
@@ -231,9 +267,15 @@ def test_neighbours_have_an_effect_and_one_change_each() -> None:
 def test_a_trial_learns_nothing_and_writes_nothing(tmp_path: Path) -> None:
     model = tiny.save_model(tmp_path / "model")
     said = sft_settings(
-        tmp_path, model, data__eval=str(tmp_path / "examples.jsonl"), eval__every=2, checkpoint__every=1
+        tmp_path,
+        model,
+        data__eval=str(tmp_path / "examples.jsonl"),
+        eval__every=2,
+        checkpoint__every=1,
     )
-    config = load_config(SFTConfig, None, [*said, 'monitor.sinks=["wandb"]', "system.logprob_chunk=32"])
+    config = load_config(
+        SFTConfig, None, [*said, 'monitor.sinks=["wandb"]', "system.logprob_chunk=32"]
+    )
     trial = trial_config(without_tuned(config))
     assert trial.data.eval is None and not trial.monitor.sinks and trial.train.lr < 1e-9
     assert trial.checkpoint.every == MANY and trial.train.batch_size == 8
@@ -252,7 +294,10 @@ def test_values_that_are_defaults_are_not_stated() -> None:
     values, usual = tuned_values(resolved)
     assert values == {"system.share_prompts": True, "system.threads": 2}
     assert stated(values, usual) == {"system.threads": 2}
-    assert stated({**values, "system.share_prompts": False}, usual) == {**values, "system.share_prompts": False}
+    assert stated({**values, "system.share_prompts": False}, usual) == {
+        **values,
+        "system.share_prompts": False,
+    }
 
 
 def test_gradients_are_compared_over_all_ranks_and_parts(tmp_path: Path) -> None:
@@ -270,7 +315,9 @@ def test_gradients_are_compared_over_all_ranks_and_parts(tmp_path: Path) -> None
     off = compare_gradients(tmp_path / "whole", tmp_path / "off", "float32")
     assert off.distance == pytest.approx(0.1, rel=1e-5) and not off.holds
     write_state(_folder(tmp_path / "none"), {name: 0 * g for name, g in gradient.items()}, {}, 1)
-    assert not compare_gradients(tmp_path / "none", tmp_path / "none", "float32").holds, "nothing was compared"
+    assert not compare_gradients(tmp_path / "none", tmp_path / "none", "float32").holds, (
+        "nothing was compared"
+    )
 
 
 def _folder(path: Path) -> Path:
@@ -287,13 +334,16 @@ def test_a_comparison_that_was_cut_short_is_made_again(tmp_path: Path) -> None:
         assert "Infinity" not in text and "NaN" not in text
         again = Journal.open(tmp_path / "tuned.json", {}, again=False)
         assert again.find(one, two) is None and len(again.trials) == len(journal.trials)
-    journal.add(Trial(one, two, two, TrialOutcome("measured", interval([-0.5, -0.51, -0.5, -0.49]))))
+    journal.add(
+        Trial(one, two, two, TrialOutcome("measured", interval([-0.5, -0.51, -0.5, -0.49])))
+    )
     found = Journal.open(tmp_path / "tuned.json", {}, again=False).find(one, two)
     assert found is not None and found.faster
 
 
 class FakeArm:
-    """A run of which memory holds only one at a time; its step takes as many seconds as its threads say."""
+    """A run of which memory holds only one at a time; its step takes as many seconds as its threads
+    say."""
 
     running: ClassVar[list[FakeArm]] = []
     dead: ClassVar[set[int]] = set()
@@ -329,9 +379,14 @@ def tuning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Tuning]:
         monkeypatch.setattr(f"tunesmith.guide.tune.{room}.Arm", FakeArm)
     monkeypatch.setattr(FakeArm, "running", [])
     monkeypatch.setattr(FakeArm, "dead", set())
-    config = load_config(SFTConfig, None, ["model.path=org/m", "data.train=org/data", "system.threads=2"])
+    config = load_config(
+        SFTConfig, None, ["model.path=org/m", "data.train=org/data", "system.threads=2"]
+    )
     bench = Bench(tmp_path, tmp_path, math.inf)
-    derived, shape = {"system.threads": 2}, Shape(4, 8, 800, 128, samples_itself=False, compares=False, gpu=False)
+    derived, shape = (
+        {"system.threads": 2},
+        Shape(4, 8, 800, 128, samples_itself=False, compares=False, gpu=False),
+    )
     tuning = Tuning(
         without_tuned(config), tmp_path, bench, Facts(machine(), MODEL), Journal(tmp_path / "tuned.json", {}, []),
         frozenset(), shape, derived, {}, lambda _: None, 0.0, math.inf,
@@ -353,7 +408,9 @@ def test_the_run_file_is_compared_where_memory_holds_one_run(given: int, tuning:
     [found] = tuning.journal.trials
     assert found.outcome.status == "measured" and found.outcome.interval is not None
     assert found.outcome.interval.mean == pytest.approx(math.log(given / 2), abs=0.05)
-    assert tuning.given == {"system.threads": given} and tuning.best == {"system.threads": min(given, 2)}
+    assert tuning.given == {"system.threads": given} and tuning.best == {
+        "system.threads": min(given, 2)
+    }
     result = tuning.conclude()
     assert result.better == (given == 4) and (result.gain is not None) == (given == 4)
 
@@ -365,7 +422,9 @@ def test_what_is_found_stays_where_the_run_file_does_not_run_any_more(tuning: Tu
     assert result.better and result.gain is None and result.values == tuning.derived
     FakeArm.dead.add(2)
     tuning.find(with_values(tuning.config, {"system.threads": 1}))
-    assert tuning.journal.trials[-1].values == {"system.threads": 4}, "it is no fault of the run file's one thread"
+    assert tuning.journal.trials[-1].values == {"system.threads": 4}, (
+        "it is no fault of the run file's one thread"
+    )
 
 
 @pytest.fixture
@@ -379,7 +438,9 @@ def said(tuning: Tuning, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.parametrize(("left", "takes"), [(50.0, 90.0), (-1.0, 0.0)])
-def test_no_trial_begins_that_ends_after_the_limit(left: float, takes: float, tuning: Tuning, said: list[str]) -> None:
+def test_no_trial_begins_that_ends_after_the_limit(
+    left: float, takes: float, tuning: Tuning, said: list[str]
+) -> None:
     tuning.bench.ends, tuning.trial_seconds = time.monotonic() + left, takes
     tuning.find(None)
     [line] = said
@@ -402,7 +463,9 @@ def test_a_first_step_that_outlasts_the_limit_is_refused_with_a_longer_one(
             raise TrialEnded("slow", "it took too long")
 
     monkeypatch.setattr("tunesmith.guide.tune.tuning.Arm", Slow)
-    monkeypatch.setattr("tunesmith.guide.tune.tuning.facts_of_run", lambda _: Facts(machine(), MODEL))
+    monkeypatch.setattr(
+        "tunesmith.guide.tune.tuning.facts_of_run", lambda _: Facts(machine(), MODEL)
+    )
     (tmp_path / "run.toml").write_text('[model]\npath = "org/model"\n[data]\ntrain = "org/data"\n')
     lines: list[str] = []
     with (
@@ -430,7 +493,9 @@ def test_what_is_best_beside_pinned_settings_is_not_for_runs_without_them(
 def test_settings_in_an_overriding_table_are_pinned() -> None:
     tables = ["system.sequence_parallel={size=2}", "system.vllm={eager=true}", "train.lr=1e-5"]
     said = ["model.path=org/m", "data.train=org/data", "system.threads=2", *tables]
-    assert pinned_settings(load_config(SFTConfig, None, said), tables) == {"system.sequence_parallel.size"}
+    assert pinned_settings(load_config(SFTConfig, None, said), tables) == {
+        "system.sequence_parallel.size"
+    }
 
 
 @pytest.mark.parametrize(
@@ -467,7 +532,9 @@ def test_trials_are_remembered(tmp_path: Path) -> None:
     journal = Journal.open(file, {"machine": "x"}, again=False)
     outcome = TrialOutcome("measured", interval([0.2, 0.21, 0.2, 0.19]))
     journal.add(Trial({"a": 1}, {"a": 2}, {"a": 2}, outcome))
-    journal.add(Trial({"a": 1}, {"a": 4}, {"a": 4}, TrialOutcome("died", None, "was ended by SIGKILL")))
+    journal.add(
+        Trial({"a": 1}, {"a": 4}, {"a": 4}, TrialOutcome("died", None, "was ended by SIGKILL"))
+    )
     found = Journal.open(file, {"machine": "x"}, again=False)
     assert found.find({"a": 1}, {"a": 2}) == outcome
     died = found.find({"a": 1}, {"a": 4})
@@ -490,13 +557,17 @@ def test_what_cannot_be_tuned_is_refused(
     said: list[str], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    lines = ['[model]\npath = "org/model"\n[data]\ntrain = "org/data"\n[reward]\nfunctions = ["exact_match"]\n']
+    lines = [
+        '[model]\npath = "org/model"\n[data]\ntrain = "org/data"\n[reward]\nfunctions = ["exact_match"]\n'
+    ]
     (tmp_path / "run.toml").write_text("".join(lines))
     done = CliRunner().invoke(app, ["tune", "run.toml", *said])
     assert done.exit_code == 2 and told in done.output
 
 
-def test_other_commands_and_launchers_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_commands_and_launchers_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run.toml").write_text('[model]\npath = "org/model"\n[data]\ntrain = "org/data"\n')
     done = CliRunner().invoke(app, ["tune", "run.toml", "sampling.n=4"])

@@ -1,4 +1,5 @@
-"""``generate`` and ``rft`` with vLLM, where a fake stands for vLLM itself; with the real one: tests/vllm_engine."""
+"""``generate`` and ``rft`` with vLLM, where a fake stands for vLLM itself; with the real one:
+tests/vllm_engine."""
 
 from __future__ import annotations
 
@@ -52,7 +53,9 @@ def said(folder: Path, *overrides: str) -> list[str]:
 
 
 @pytest.mark.slow
-def test_generate(tmp_path: Path, started: list[VllmSettings], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_generate(
+    tmp_path: Path, started: list[VllmSettings], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its weights are the model's files: no second copy is loaded for them."""
     monkeypatch.setattr(sampling, "load_model", lambda *_: pytest.fail("the model was loaded"))
     out = run_generate(None, said(tmp_path, "sampling.n=2"))
@@ -62,7 +65,9 @@ def test_generate(tmp_path: Path, started: list[VllmSettings], monkeypatch: pyte
 
 
 @pytest.mark.slow
-def test_an_adapter_is_merged_into_what_vllm_is_given(tmp_path: Path, started: list[VllmSettings]) -> None:
+def test_an_adapter_is_merged_into_what_vllm_is_given(
+    tmp_path: Path, started: list[VllmSettings]
+) -> None:
     """Then the model is loaded, and its weights go to the engine."""
     from tunesmith.config.schema import LoraSection
     from tunesmith.models.adapters import attach
@@ -84,7 +89,9 @@ def test_rft(tmp_path: Path, started: list[VllmSettings]) -> None:
     ))  # fmt: skip
     assert [Path(s.model) for s in started] == [tmp_path / "model"] * 2 + [out.model]
     assert all(s.eager for s in started)
-    assert json.loads((tmp_path / "out" / "report.json").read_text())["yields"]["round-1"]["kept"] > 0
+    assert (
+        json.loads((tmp_path / "out" / "report.json").read_text())["yields"]["round-1"]["kept"] > 0
+    )
 
 
 def test_the_interpreter_is_asked_before_anything_loads(tmp_path: Path) -> None:

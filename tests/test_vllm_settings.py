@@ -1,4 +1,5 @@
-"""What vLLM may be asked for, and what is refused before anything loads. vLLM itself need not be installed."""
+"""What vLLM may be asked for, and what is refused before anything loads. vLLM itself need not be
+installed."""
 
 from __future__ import annotations
 
@@ -57,13 +58,20 @@ def test_caching_and_compilation_are_derived_with_reasons() -> None:
     alone = resolved("rollout.group_size=1", 'algorithm.name="reinforce"').config.system.vllm
     assert alone.prefix_caching is False
     assert resolved(facts=ON_GPUS).config.system.vllm.eager is False
-    said = resolved("system.vllm.eager=false", "system.vllm.prefix_caching=false").config.system.vllm
+    said = resolved(
+        "system.vllm.eager=false", "system.vllm.prefix_caching=false"
+    ).config.system.vllm
     assert (said.prefix_caching, said.eager) == (False, False)
 
 
-@pytest.mark.parametrize(("kind", "samples"), [(GenerateConfig, 1), (GenerateConfig, 4), (RFTConfig, 15)])
+@pytest.mark.parametrize(
+    ("kind", "samples"), [(GenerateConfig, 1), (GenerateConfig, 4), (RFTConfig, 15)]
+)
 def test_runs_that_only_sample_have_them_too(kind: Any, samples: int) -> None:
-    base = [*(word for word in BASE if not word.startswith("rollout")), "sampling.max_new_tokens=20"]
+    base = [
+        *(word for word in BASE if not word.startswith("rollout")),
+        "sampling.max_new_tokens=20",
+    ]
     asked = [f"sampling.n={samples}"] if kind is GenerateConfig else ["rft.threshold=1"]
     config = resolve(load_config(kind, None, [*base, *asked]), FACTS).config
     assert (config.system.vllm.prefix_caching, config.system.vllm.eager) == (samples > 1, True)
@@ -81,9 +89,14 @@ def test_arguments_of_its_own_reach_vllm_and_ranks_stay_on_their_machine() -> No
     said = 'system.vllm.extra={max_logprobs = 5, attention_config = {backend = "FLASH_ATTN"}}'
     found = resolved(said, "system.vllm.cuda_graph_sizes=[1, 8]", "system.vllm.tensor_parallel_size=2",
                      "system.hybrid=true", facts=ON_GPUS)  # fmt: skip
-    assert load_config(RLConfig, None, [*BASE, said]).system.vllm.extra == found.config.system.vllm.extra
+    assert (
+        load_config(RLConfig, None, [*BASE, said]).system.vllm.extra
+        == found.config.system.vllm.extra
+    )
     assert tomllib.loads(config_text(found))["system"]["vllm"]["extra"]["max_logprobs"] == 5
-    given = engine_arguments(VllmSettings(**{k: v for k, v in engine_settings(found.config).items() if k != "engine"}))
+    given = engine_arguments(
+        VllmSettings(**{k: v for k, v in engine_settings(found.config).items() if k != "engine"})
+    )
     assert (given["max_logprobs"], given["attention_config"]) == (5, {"backend": "FLASH_ATTN"})
     assert given["cudagraph_capture_sizes"] == [1, 8]
     assert given["distributed_executor_backend"] == "mp"
@@ -97,7 +110,10 @@ def test_every_argument_that_a_key_sets_is_refused_in_the_table() -> None:
         "m", "bfloat16", max_model_len=9, memory_share=0.5, chunked_prefill=True, max_batched_tokens=9,
         quantization="fp8_per_block", speculative="ngram", tensor_parallel_size=2, cuda_graph_sizes=[1],
     )  # fmt: skip
-    given = {**engine_arguments(everything), **engine_arguments(VllmSettings("m", "float32", kv_bytes=9))}
+    given = {
+        **engine_arguments(everything),
+        **engine_arguments(VllmSettings("m", "float32", kv_bytes=9)),
+    }
     assert given.keys() <= OWN_ARGUMENTS.keys() | FIXED_ARGUMENTS.keys()
     known = {"system", "model"}
     assert {key.partition(".")[0] for key in OWN_ARGUMENTS.values()} == known
@@ -107,14 +123,18 @@ def test_every_argument_that_a_key_sets_is_refused_in_the_table() -> None:
 
 def test_names_that_vllm_does_not_have() -> None:
     assert extra_problem(["max_logprobs"], ["max_logprobs"], "0.32.0") is None
-    assert "Did you mean 'max_logprobs'" in (extra_problem(["max_logprob"], ["max_logprobs", "x"], "0.32.0") or "")
+    assert "Did you mean 'max_logprobs'" in (
+        extra_problem(["max_logprob"], ["max_logprobs", "x"], "0.32.0") or ""
+    )
     assert "no such engine argument" in (extra_problem(["zzz"], ["max_logprobs"], "0.32.0") or "")
 
 
 def test_the_table_is_spelt_out_and_reads_back() -> None:
     found = resolved("system.vllm.max_model_len=100", "system.vllm.tensor_parallel_size=2")
     text = config_text(found)
-    assert "[system.vllm]\n" in text and "max_model_len = 100" in text and "# eager = true  # " in text
+    assert (
+        "[system.vllm]\n" in text and "max_model_len = 100" in text and "# eager = true  # " in text
+    )
     said = settings(found.config, given_only=True)
     assert said["system.vllm.tensor_parallel_size"] == 2
     assert settings(found.config)["system.vllm.pipeline_parallel_size"] == 1
@@ -124,7 +144,9 @@ def test_the_table_is_spelt_out_and_reads_back() -> None:
 def test_a_share_of_a_gpu_takes_the_place_of_kv_memory() -> None:
     found = settings(resolved("system.vllm.memory_share=0.5", facts=ON_GPUS).config)
     assert found["system.vllm.memory_share"] == 0.5 and found["system.kv_memory"] is None
-    assert "leave one out" in refused("system.vllm.memory_share=0.5", 'system.kv_memory="1GB"', facts=ON_GPUS)
+    assert "leave one out" in refused(
+        "system.vllm.memory_share=0.5", 'system.kv_memory="1GB"', facts=ON_GPUS
+    )
     assert "of a GPU's memory" in refused("system.vllm.memory_share=0.5")
 
 
@@ -134,7 +156,11 @@ def test_a_share_of_a_gpu_takes_the_place_of_kv_memory() -> None:
         (["system.vllm.tensor_parallel_size=4"], "2 cores"),
         (["system.vllm.pipeline_parallel_size=5"], "the model has 4 layers"),
         (
-            ["system.vllm.pipeline_parallel_size=2", "rollout.partial=true", "rollout.max_staleness=1"],
+            [
+                "system.vllm.pipeline_parallel_size=2",
+                "rollout.partial=true",
+                "rollout.max_staleness=1",
+            ],
             "through the stages",
         ),
         (["system.vllm.max_model_len=50"], "raise it to at least 60"),
@@ -142,16 +168,28 @@ def test_a_share_of_a_gpu_takes_the_place_of_kv_memory() -> None:
         (['system.kv_memory="10KB"'], "does not hold one sequence of 60 tokens"),
         (["system.max_prefill_tokens=64"], "system.vllm.max_batched_tokens"),
         (['system.speculative="ngram"'], "system.speculative = "),
-        (['system.speculative="ngram"', "rollout.min_p=0.1"], "rollout.min_p = 0.1 does not go with"),
+        (
+            ['system.speculative="ngram"', "rollout.min_p=0.1"],
+            "rollout.min_p = 0.1 does not go with",
+        ),
         (["rollout.temperature=0.005"], "rollout.temperature = 0.005: vLLM would raise it to 0.01"),
         (["eval.temperature=0.005"], "use at least as much"),
         (['system.vllm.quantization="awq"'], "rounds to while loading"),
         (['system.vllm.quantization="fp8_per_chanel"'], '"fp8_per_channel"'),
         (['system.vllm.quantization="fp8_per_channel"'], 'algorithm.correction = "token_truncate"'),
         (["system.vllm.data_parallel_size=2"], "is called system.engines"),
-        (["system.vllm.extra={max_num_seqs = 8}"], "system.vllm.extra.max_num_seqs is set with system.max_running"),
-        (["system.vllm.extra={gpu_memory_utilization = 0.9}"], "is set with system.vllm.memory_share"),
-        (["system.vllm.extra={cudagraph_capture_sizes = [1]}"], "is set with system.vllm.cuda_graph_sizes"),
+        (
+            ["system.vllm.extra={max_num_seqs = 8}"],
+            "system.vllm.extra.max_num_seqs is set with system.max_running",
+        ),
+        (
+            ["system.vllm.extra={gpu_memory_utilization = 0.9}"],
+            "is set with system.vllm.memory_share",
+        ),
+        (
+            ["system.vllm.extra={cudagraph_capture_sizes = [1]}"],
+            "is set with system.vllm.cuda_graph_sizes",
+        ),
         (['system.vllm.extra={logprobs_mode = "raw_logprobs"}'], "system.vllm.extra.logprobs_mode"),
         (["system.vllm.extra=3"], "a table of vLLM's own engine arguments"),
         (["system.vllm.cuda_graph_sizes=[1, 2]"], "for GPUs"),
@@ -160,12 +198,18 @@ def test_a_share_of_a_gpu_takes_the_place_of_kv_memory() -> None:
         (["system.vllm.cuda_graph_sizes=[0]"], "cuda_graph_sizes"),
         (["system.vllm.eagre=true"], "Did you mean 'eager'"),
         (["system.vllm.eager=1"], "system.vllm.eager is 1; it must be true or false"),
-        (["system.vllm.tensor_parallel_size=2", 'system.weight_plane="ipc"'], '"ipc" reaches one process'),
+        (
+            ["system.vllm.tensor_parallel_size=2", 'system.weight_plane="ipc"'],
+            '"ipc" reaches one process',
+        ),
         (
             ["system.vllm.tensor_parallel_size=2", "system.engine_process=false"],
             "set system.engine_process = true",
         ),
-        (['system.engine="local"', "system.vllm.eager=true"], 'no effect with system.engine = "local"'),
+        (
+            ['system.engine="local"', "system.vllm.eager=true"],
+            'no effect with system.engine = "local"',
+        ),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(said: list[str], words: str) -> None:
@@ -173,19 +217,27 @@ def test_what_cannot_be_is_refused_by_name(said: list[str], words: str) -> None:
 
 
 def test_ranks_divide_the_heads_and_have_devices() -> None:
-    assert "6 attention heads; use one of [1, 2, 3, 6]" in refused("system.vllm.tensor_parallel_size=4", facts=ON_GPUS)
-    assert "take 4 GPUs, and this process sees 2" in refused("system.vllm.tensor_parallel_size=3", facts=ON_GPUS)
+    assert "6 attention heads; use one of [1, 2, 3, 6]" in refused(
+        "system.vllm.tensor_parallel_size=4", facts=ON_GPUS
+    )
+    assert "take 4 GPUs, and this process sees 2" in refused(
+        "system.vllm.tensor_parallel_size=3", facts=ON_GPUS
+    )
     apart = refused("system.vllm.tensor_parallel_size=2", "system.hybrid=false", facts=ON_GPUS)
     assert "take 3 GPUs, and this process sees 2" in apart
     assert resolved("system.vllm.tensor_parallel_size=2", facts=ON_GPUS).config.system.hybrid
     on_one = replace(FACTS, hardware=replace(CPU, gpus=(GPU,)))
-    assert "2 ranks, and this machine has 1 GPUs" in refused("system.vllm.pipeline_parallel_size=2", facts=on_one)
+    assert "2 ranks, and this machine has 1 GPUs" in refused(
+        "system.vllm.pipeline_parallel_size=2", facts=on_one
+    )
     assert resolved("system.vllm.pipeline_parallel_size=2")
     second = 'system.device="cuda:1"'
     assert resolved(second, facts=ON_GPUS)
     # Without system.engine_python this environment is looked at too.
     here = load_config(RLConfig, None, [*BASE[:5], second, "system.engine_process=false"])
-    assert ("system.device", "system.engine_process") in [problem.keys for problem in contradictions(here)]
+    assert ("system.device", "system.engine_process") in [
+        problem.keys for problem in contradictions(here)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -204,15 +256,27 @@ def test_guesses_and_rounding_are_allowed_where_they_are_right() -> None:
     guessing = resolved('system.speculative="ngram"', facts=ON_GPUS).config
     assert guessing.system.speculative == "ngram"
     rounding = ('algorithm.correction="token_truncate"', 'model.dtype="bfloat16"')
-    assert resolved('system.vllm.quantization="fp8_per_channel"', *rounding).config.algorithm.decoupled
-    assert "no kernel for it on a CPU" in refused('system.vllm.quantization="fp8_per_tensor"', *rounding)
-    assert "in 16 bits" in refused('system.vllm.quantization="fp8_per_channel"', rounding[0], 'model.dtype="float32"')
+    assert resolved(
+        'system.vllm.quantization="fp8_per_channel"', *rounding
+    ).config.algorithm.decoupled
+    assert "no kernel for it on a CPU" in refused(
+        'system.vllm.quantization="fp8_per_tensor"', *rounding
+    )
+    assert "in 16 bits" in refused(
+        'system.vllm.quantization="fp8_per_channel"', rounding[0], 'model.dtype="float32"'
+    )
 
 
 def test_min_p_does_not_go_with_guesses_in_a_run_that_samples_only_either() -> None:
-    said = [*(s for s in BASE if not s.startswith("rollout.")), 'system.speculative="ngram"', "sampling.min_p=0.1"]
+    said = [
+        *(s for s in BASE if not s.startswith("rollout.")),
+        'system.speculative="ngram"',
+        "sampling.min_p=0.1",
+    ]
     config = load_config(GenerateConfig, None, [*said, 'output.kind="best"', "sampling.n=2"])
-    with pytest.raises(ConfigError, match=r"sampling\.min_p = 0\.1 does not go with system\.speculative"):
+    with pytest.raises(
+        ConfigError, match=r"sampling\.min_p = 0\.1 does not go with system\.speculative"
+    ):
         check(config)
 
 
@@ -223,7 +287,8 @@ def test_settings_of_vllm_mean_nothing_without_sampling() -> None:
 
 
 @pytest.mark.parametrize(
-    ("found", "fits"), [("0.32.0", True), ("0.32.4+cpu", True), ("0.31.1", False), ("0.9", False), ("dev", False)]
+    ("found", "fits"),
+    [("0.32.0", True), ("0.32.4+cpu", True), ("0.31.1", False), ("0.9", False), ("dev", False)],
 )
 def test_versions(found: str, fits: bool) -> None:
     problem = version_problem(found)

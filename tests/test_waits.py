@@ -38,7 +38,11 @@ def test_lines_come_while_it_takes_long_and_none_afterwards() -> None:
     with long_wait("counting", report, (0.001, 0.002)):
         assert third.wait(60)
     count = len(told)
-    assert told[:3] == ["still counting: 0.001 s", "still counting: 0.002 s", "still counting: 0.004 s"]
+    assert told[:3] == [
+        "still counting: 0.001 s",
+        "still counting: 0.002 s",
+        "still counting: 0.004 s",
+    ]
     assert not [t for t in threading.enumerate() if t.name == "long wait"]
     with pytest.raises(KeyError), long_wait("failing", report):
         raise KeyError
@@ -76,11 +80,18 @@ def test_models_data_and_engines_are_waited_for_aloud(tmp_path: Path, seen: list
     config = load_config(GenerateConfig, None, settings)
     with pytest.raises(EngineLostError):
         asyncio.run(engines._start_engine(Nowhere(), config, {}, print, 0))
-    for doing in (f"loading the tokenizer of {model}", "reading data.train", "starting engine 0", f"loading {model}"):
+    for doing in (
+        f"loading the tokenizer of {model}",
+        "reading data.train",
+        "starting engine 0",
+        f"loading {model}",
+    ):
         assert doing in seen
 
 
-def test_a_slow_import_of_user_code_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_import_of_user_code_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The line goes where other notes go, and comes while the module is still running."""
     monkeypatch.setattr(waits, "AFTER", (0.01, 1000.0))
     code = "import sys, time\nend = time.monotonic() + 60\n"
@@ -103,6 +114,12 @@ DATES = {
 def test_only_dates_are_read_from_the_clock_that_may_be_set() -> None:
     """Durations, deadlines and orders come from ``time.monotonic`` or ``time.perf_counter``."""
     package = Path(tunesmith.__file__).parent
-    wall = re.compile(r"\btime\.time(_ns)?\b|\bfrom time import .*\btime\b|\bdatetime\.(now|utcnow)\(")
-    found = {str(file.relative_to(package)) for file in package.rglob("*.py") if wall.search(file.read_text("utf-8"))}
+    wall = re.compile(
+        r"\btime\.time(_ns)?\b|\bfrom time import .*\btime\b|\bdatetime\.(now|utcnow)\("
+    )
+    found = {
+        str(file.relative_to(package))
+        for file in package.rglob("*.py")
+        if wall.search(file.read_text("utf-8"))
+    }
     assert found == DATES

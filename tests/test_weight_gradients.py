@@ -1,4 +1,5 @@
-"""Gradients of weights that a compiled function adds to the optimizer's sums, beside float64 and autograd's."""
+"""Gradients of weights that a compiled function adds to the optimizer's sums, beside float64 and
+autograd's."""
 
 from __future__ import annotations
 
@@ -28,14 +29,18 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("rows", [1, 37, 513, 2100])
 @pytest.mark.parametrize(("outputs", "inputs"), [((16,), 16), ((48, 16, 32), 80), ((256,), 48)])
-def test_products_replace_or_are_added_to_sums(rows: int, outputs: tuple[int, ...], inputs: int) -> None:
+def test_products_replace_or_are_added_to_sums(
+    rows: int, outputs: tuple[int, ...], inputs: int
+) -> None:
     wide = torch.randn(rows, sum(outputs) + 3).bfloat16()
     grad, x = wide[:, : sum(outputs)], torch.randn(rows, inputs).bfloat16()
     sums = [torch.full((n, inputs), 5.0) for n in outputs]
     weight_gradients.add_product(grad, x, [(total, i % 2 == 1) for i, total in enumerate(sums)])
     exact = (grad.double().t() @ x.double()).split(outputs)
     for i, (total, wanted) in enumerate(zip(sums, exact, strict=True)):
-        torch.testing.assert_close(total.double(), wanted + 5.0 * (i % 2), rtol=1e-5, atol=1e-5 * rows**0.5)
+        torch.testing.assert_close(
+            total.double(), wanted + 5.0 * (i % 2), rtol=1e-5, atol=1e-5 * rows**0.5
+        )
 
 
 def _parameter(*shape: int) -> nn.Parameter:
@@ -51,7 +56,10 @@ def test_layers_head_and_embedding_add_to_the_sums_of_one_master() -> None:
     def loss(table: Tensor, parts: Sequence[Tensor], padding: int) -> Tensor:
         x = embed(token_ids, table, padding)
         y = linear(x, torch.cat([p.detach() for p in parts]), None, parts, [])
-        return fused_logprobs(x + y[:, :32], Head(table), targets)[0].sum() + y[:, 32:].float().square().sum()
+        return (
+            fused_logprobs(x + y[:, :32], Head(table), targets)[0].sum()
+            + y[:, 32:].float().square().sum()
+        )
 
     padding = int(token_ids[3])
     for step in range(2):  # the second adds
@@ -61,7 +69,9 @@ def test_layers_head_and_embedding_add_to_the_sums_of_one_master() -> None:
             assert parameter.grad is None
             assert master.weight.grad is not None
             assert other.grad is not None
-            torch.testing.assert_close(master.weight.grad, other.grad.float(), rtol=0.03, atol=0.03 * (step + 1))
+            torch.testing.assert_close(
+                master.weight.grad, other.grad.float(), rtol=0.03, atol=0.03 * (step + 1)
+            )
     memory = [m.weight.grad for m in masters]
     for master in masters:
         master.clear()

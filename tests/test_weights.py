@@ -1,4 +1,5 @@
-"""Every weight plane hands over the same bytes, and refuses what is not the version that was asked for, whole."""
+"""Every weight plane hands over the same bytes, and refuses what is not the version that was asked
+for, whole."""
 
 from __future__ import annotations
 
@@ -66,7 +67,9 @@ def gloo_plane(named: NamedTensors, folder: Path) -> Plane:
 
 
 def over_gloo(named: NamedTensors, **options: Any) -> BroadcastPlane:
-    return BroadcastPlane(named, "cpu", group="gloo", **{"plane": "gloo", "bucket_bytes": 700, **options})
+    return BroadcastPlane(
+        named, "cpu", group="gloo", **{"plane": "gloo", "bucket_bytes": 700, **options}
+    )
 
 
 def nccl_plane(named: NamedTensors, folder: Path) -> Plane:
@@ -87,10 +90,14 @@ def take(offer: Offer) -> dict[str, Tensor]:
 
 
 async def take_all(offers: list[Offer]) -> list[Any]:
-    return await asyncio.gather(*(asyncio.to_thread(take, offer) for offer in offers), return_exceptions=True)
+    return await asyncio.gather(
+        *(asyncio.to_thread(take, offer) for offer in offers), return_exceptions=True
+    )
 
 
-@pytest.fixture(params=[file_plane, gloo_plane, nccl_plane, ipc_plane], ids=["file", "gloo", "nccl", "ipc"])
+@pytest.fixture(
+    params=[file_plane, gloo_plane, nccl_plane, ipc_plane], ids=["file", "gloo", "nccl", "ipc"]
+)
 def make(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[NamedTensors], Plane]:
     return lambda named: request.param(named, tmp_path)
 
@@ -107,7 +114,9 @@ async def test_what_was_published_arrives_bit_by_bit(make: Callable[[NamedTensor
     found = [*await take_all(offers), *await take_all(later)]
     assert [offer["version"] for offer in (*offers, *later)] == [5, 5, 5]
     whole = sum(t.nbytes for t in wanted.values())
-    tied = wanted["head"].nbytes  # a broadcast sends it once; files have headers, and runs are aligned
+    tied = wanted[
+        "head"
+    ].nbytes  # a broadcast sends it once; files have headers, and runs are aligned
     assert all(whole - tied <= offer["bytes"] < whole + 8192 for offer in (*offers, *later))
     for weights in found:
         assert weights.keys() == wanted.keys()
@@ -122,7 +131,9 @@ async def test_what_was_published_arrives_bit_by_bit(make: Callable[[NamedTensor
 
 
 @pytest.mark.parametrize("name", ["gloo", "nccl"])
-async def test_every_rank_of_an_engine_takes_the_whole_broadcast(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+async def test_every_rank_of_an_engine_takes_the_whole_broadcast(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     """Ranks of an engine are told apart by their number in its own group, here that of a thread."""
     own, named = threading.local(), tensors()
     monkeypatch.setattr("tunesmith.run.weights.rounds.dist.get_rank", lambda: own.rank)
@@ -134,8 +145,14 @@ async def test_every_rank_of_an_engine_takes_the_whole_broadcast(monkeypatch: py
         own.rank = rank
         return take(offer)
 
-    found = await asyncio.gather(*(asyncio.to_thread(take_as, offer, rank) for offer in offers for rank in (0, 1)))
-    assert [offer["rank"] for offer in offers] == [1, 3] and offers[0]["world"] == 5 and len(found) == 4
+    found = await asyncio.gather(
+        *(asyncio.to_thread(take_as, offer, rank) for offer in offers for rank in (0, 1))
+    )
+    assert (
+        [offer["rank"] for offer in offers] == [1, 3]
+        and offers[0]["world"] == 5
+        and len(found) == 4
+    )
     for weights in found:
         assert all(weights[name].equal(tensor) for name, tensor in named.items())
     await plane.close()
@@ -165,7 +182,9 @@ async def test_damaged_weights_are_refused(make: Callable[[NamedTensors], Plane]
         assert plane._kept is not None
         plane._kept.buffer[1000] ^= 1
     [error] = await take_all(await plane.offer(1))
-    assert isinstance(error, EngineError) and ("checksum" in str(error) or "not what was offered" in str(error))
+    assert isinstance(error, EngineError) and (
+        "checksum" in str(error) or "not what was offered" in str(error)
+    )
     await plane.close()
 
 
@@ -184,7 +203,9 @@ def die_in_a_round(offer: Offer) -> None:
 def test_a_store_listens_on_its_own_address_alone() -> None:
     store = open_store(LOOPBACK, 60.0)
     [listening] = [
-        c.laddr for c in psutil.Process().net_connections() if c.status == "LISTEN" and c.laddr.port == store.port
+        c.laddr
+        for c in psutil.Process().net_connections()
+        if c.status == "LISTEN" and c.laddr.port == store.port
     ]
     assert listening.ip == LOOPBACK
 
@@ -211,8 +232,13 @@ async def test_a_round_that_is_withdrawn_ends_at_once_and_one_nobody_comes_to_in
     waiting = asyncio.create_task(take_all(offers[:1]))
     await asyncio.sleep(0.05)
     await plane.withdraw(offers)
-    for found in (await asyncio.wait_for(waiting, 50), await asyncio.wait_for(take_all(offers[1:]), 50)):
-        assert isinstance(found[0], EngineError) and "another engine of this round failed" in str(found[0])
+    for found in (
+        await asyncio.wait_for(waiting, 50),
+        await asyncio.wait_for(take_all(offers[1:]), 50),
+    ):
+        assert isinstance(found[0], EngineError) and "another engine of this round failed" in str(
+            found[0]
+        )
     plane.patience = 0.2
     await plane.offer(1)
     [error] = await take_all((await plane.offer(2))[:1])
@@ -241,7 +267,8 @@ def held_bytes(tensor: weakref.ref[Tensor]) -> int:
 
 
 class Gathered:
-    """Weights that are made one by one, as those of a sharded model; ``peak`` is the most bytes that were held."""
+    """Weights that are made one by one, as those of a sharded model; ``peak`` is the most bytes
+    that were held."""
 
     def __init__(self, count: int, numbers: int) -> None:
         self.count, self.numbers, self.peak = count, numbers, 0
@@ -272,7 +299,9 @@ async def test_publishing_holds_two_buckets_at_most(files: bool, tmp_path: Path)
     assert [float(found[f"layers.{n}.weight"][0]) for n in range(64)] == [*range(64)]
     if isinstance(plane, FilePlane):
         assert [Path(path).stat().st_size < 2 * bucket for path in offer["paths"]] == 16 * [True]
-        assert len([*tmp_path.glob("*/*")]) == 2 * 16, "this version, and the files that the next one overwrites"
+        assert len([*tmp_path.glob("*/*")]) == 2 * 16, (
+            "this version, and the files that the next one overwrites"
+        )
     else:
         assert isinstance(plane, BroadcastPlane) and plane._kept is not None
         assert plane._kept.buffer.untyped_storage().nbytes() == total, "one copy, and no growth"
@@ -280,7 +309,8 @@ async def test_publishing_holds_two_buckets_at_most(files: bool, tmp_path: Path)
 
 
 def test_files_of_a_version_appear_together(tmp_path: Path) -> None:
-    """A server is given the directory and reads what is there, also while new weights are written or fail to be."""
+    """A server is given the directory and reads what is there, also while new weights are written
+    or fail to be."""
     plane: FilePlane
     seen: list[list[str]] = []
 
@@ -297,7 +327,9 @@ def test_files_of_a_version_appear_together(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="of the gathering"):
         plane.write(2)
     assert seen[:4] == [[]] * 4
-    assert all(len(names) == 4 and all("version-0" in name for name in names) for names in seen[4:8])
+    assert all(
+        len(names) == 4 and all("version-0" in name for name in names) for names in seen[4:8]
+    )
     assert all(len(names) == 4 and all("version-1" in name for name in names) for names in seen[8:])
     assert sorted(file.name for file in tmp_path.glob("*/*.safetensors")) == seen[-1]
     assert not [*tmp_path.glob("*/*.new")]
@@ -311,13 +343,17 @@ def test_gathered_weights_are_dropped_one_by_one(tmp_path: Path) -> None:
         held.append(weakref.ref(tensor))
         names.append(name)
         del tensor
-        assert sum(map(bool, map(held_bytes, held))) == (2 if name == "lm_head.weight" else 1)  # one tensor, two names
+        assert sum(map(bool, map(held_bytes, held))) == (
+            2 if name == "lm_head.weight" else 1
+        )  # one tensor, two names
     assert {*names} == module.state_dict().keys() and len(names) == len(module.state_dict())
     assert names.index("lm_head.weight") == names.index("model.embed_tokens.weight") + 1
 
 
 @pytest.mark.parametrize("merged", [True, False])
-def test_the_room_for_published_weights_is_known_before(adapted: tuple[CausalLM, CausalLM], merged: bool) -> None:
+def test_the_room_for_published_weights_is_known_before(
+    adapted: tuple[CausalLM, CausalLM], merged: bool
+) -> None:
     for model in adapted if merged else adapted[1:]:
         last = spread(published(model, merged=merged)(), 1 << 20).runs[-1]
         stop = last.start + last.size
@@ -347,7 +383,9 @@ def test_merged_weights_are_the_whole_models(adapted: tuple[CausalLM, CausalLM])
     for name, tensor in found.items():
         torch.testing.assert_close(tensor, wanted[name])
     plain = base.module.state_dict()
-    assert sum(not tensor.equal(plain[name]) for name, tensor in found.items()) == 14  # 7 modules, 2 layers
+    assert (
+        sum(not tensor.equal(plain[name]) for name, tensor in found.items()) == 14
+    )  # 7 modules, 2 layers
     assert found["lm_head.weight"].data_ptr() == found["model.embed_tokens.weight"].data_ptr()
     assert all(t.equal(before[name]) for name, t in model.module.state_dict().items())
 
@@ -378,7 +416,10 @@ ALIKE = {"system.engine_process": "false"}
     ("settings", "words"),
     [
         ({**ALIKE, "system.weight_plane": '"gloo"'}, "system.weight_plane has no effect"),
-        ({**ALIKE, "system.adapter_sync": '"merged"', "lora.rank": "2"}, "system.adapter_sync has no effect"),
+        (
+            {**ALIKE, "system.adapter_sync": '"merged"', "lora.rank": "2"},
+            "system.adapter_sync has no effect",
+        ),
         ({**APART, "system.adapter_sync": '"merged"'}, "without an adapter"),
         ({**APART, "system.weight_plane": '"disk"'}, "needs system.engine_directory"),
         ({**APART, "system.weight_plane": '"ipc"', "system.device": '"cpu"'}, "is for GPUs"),
@@ -386,22 +427,40 @@ ALIKE = {"system.engine_process": "false"}
         ({**APART, "system.weight_copy": '"gpu"'}, "without system.weight_plane = .nccl."),
         ({**ALIKE, "system.canary": "true"}, "system.canary has no effect"),
         (
-            {**APART, "lora.rank": "2", "model.quantize": '"nf4"', "system.adapter_sync": '"merged"'},
+            {
+                **APART,
+                "lora.rank": "2",
+                "model.quantize": '"nf4"',
+                "system.adapter_sync": '"merged"',
+            },
             "would not compute with the quantised weights",
         ),
     ],
 )
-def test_ways_that_cannot_be_are_refused(tmp_path: Path, settings: dict[str, str], words: str) -> None:
+def test_ways_that_cannot_be_are_refused(
+    tmp_path: Path, settings: dict[str, str], words: str
+) -> None:
     data = write_lines(tmp_path / "d.jsonl", sums(2))
-    said = {"model.path": '"org/m"', "data.train": f'"{data}"', "reward.functions": '["exact_match"]', **settings}
+    said = {
+        "model.path": '"org/m"',
+        "data.train": f'"{data}"',
+        "reward.functions": '["exact_match"]',
+        **settings,
+    }
     with pytest.raises(ConfigError, match=words):
         check(load_config(RLConfig, None, [f"{key}={value}" for key, value in said.items()]))
 
 
 @pytest.mark.parametrize("kind", ["qwen3_moe", "phi3"])
 def test_engines_of_others_are_given_what_the_models_files_hold(tmp_path: Path, kind: str) -> None:
-    """Experts that transformers fuses are parted again; a fused projection that the files have stays one."""
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
+    """Experts that transformers fuses are parted again; a fused projection that the files have
+    stays one."""
+    experts = {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "head_dim": 8,
+    }
     path = save_model(tmp_path / "model", kind, **(experts if kind == "qwen3_moe" else {}))
     model = CausalLM.load(path)
     stored = load_file(path / "model.safetensors")

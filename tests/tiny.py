@@ -54,7 +54,8 @@ def tokenizer(chat_template: str | None = CHATML) -> PreTrainedTokenizerFast:
 def save_model(path: Path, model_type: str = "llama", seed: int = 0, **overrides: Any) -> Path:
     """A randomly initialised model of a family, with its tokenizer, in ``path``.
 
-    Each is made once in a process and copied from then on, with the state in which it leaves PyTorch's generator.
+    Each is made once in a process and copied from then on, with the state in which it leaves
+    PyTorch's generator.
     """
     files, state = _made(model_type, seed, pickle.dumps(overrides))
     path.mkdir(parents=True, exist_ok=True)
@@ -72,4 +73,6 @@ def _made(model_type: str, seed: int, overrides: bytes) -> tuple[dict[str, bytes
     with TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         tokenizer().save_pretrained(folder)
-        return {file.name: file.read_bytes() for file in Path(folder).iterdir()}, torch.get_rng_state()
+        return {
+            file.name: file.read_bytes() for file in Path(folder).iterdir()
+        }, torch.get_rng_state()

@@ -1,4 +1,5 @@
-"""Tiny bases that answer a prompt with a few tokens and then end the turn as a chat template does."""
+"""Tiny bases that answer a prompt with a few tokens and then end the turn as a chat template
+does."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ def asked(messages: list[dict[str, str]], system: str | None = None) -> list[dic
 
 
 def ends_after(path: Path, prompts: list[list[int]], ending: list[int]) -> None:
-    """Change the head so that greedy completions of the prompts are ``NEW`` tokens of noise and then ``ending``."""
+    """Change the head so that greedy completions of the prompts are ``NEW`` tokens of noise and
+    then ``ending``."""
     module = cast(Any, AutoModelForCausalLM.from_pretrained(path))
     rows, wanted = [], []
     with torch.no_grad():
@@ -54,12 +56,17 @@ def template_of(name: str) -> str:
     return PLAIN if name == "plain" else kit.template(name)
 
 
-def rigged(path: Path, name: str, kind: str, prompt: str = "hi", system: str | None = None, **shape: Any) -> Path:
-    """A base whose tokenizer has no template of its own, and that ends its answer to ``prompt`` as a template does."""
+def rigged(
+    path: Path, name: str, kind: str, prompt: str = "hi", system: str | None = None, **shape: Any
+) -> Path:
+    """A base whose tokenizer has no template of its own, and that ends its answer to ``prompt`` as
+    a template does."""
     tok = kit.KINDS[kind](template_of(name))
     shape = {"tie_word_embeddings": False, "hidden_size": 64, **shape}
     tiny.save_model(path, vocab_size=len(tok), **shape)
-    text = ChatTemplate.of(tok).render(asked([{"role": "user", "content": prompt}], system), prompt=True)
+    text = ChatTemplate.of(tok).render(
+        asked([{"role": "user", "content": prompt}], system), prompt=True
+    )
     ending = [cast(int, tok.convert_tokens_to_ids(token)) for token in FAMILIES[name]]
     ends_after(path, [tok(text, add_special_tokens=False)["input_ids"]], ending)
     tok.chat_template = None
@@ -69,12 +76,16 @@ def rigged(path: Path, name: str, kind: str, prompt: str = "hi", system: str | N
 
 def sampled(model: Any, tok: Any, messages: list[dict[str, str]], **options: Any) -> list[int]:
     """A greedy completion by transformers alone."""
-    inputs = tok.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    inputs = tok.apply_chat_template(
+        messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
     written = model.generate(**inputs, max_new_tokens=LONGEST, do_sample=False, **options)
     return written[0, inputs["input_ids"].shape[1] :].tolist()
 
 
-def check_alike(model: Any, tok: Any, path: Path | CausalLM, prompt: str, ending: list[str], **options: Any) -> None:
+def check_alike(
+    model: Any, tok: Any, path: Path | CausalLM, prompt: str, ending: list[str], **options: Any
+) -> None:
     """transformers and our engine complete alike, up to ``ending``."""
     found = sampled(model, tok, [{"role": "user", "content": prompt}], **options)
     [ours] = tunesmith.generate(path, [prompt], max_new_tokens=LONGEST, temperature=0)

@@ -24,7 +24,9 @@ def lines_of(command: str, count: int, start: int = 0) -> list[dict[str, Any]]:
     for i in range(start, start + count):
         low, high = f"{i % 7}{i % 4}", f"{i % 7}{i % 4 + 5}"
         if command == "kto":
-            found.append({"prompt": f"{i}:", "completion": low if i % 2 else high, "label": bool(i % 2)})
+            found.append(
+                {"prompt": f"{i}:", "completion": low if i % 2 else high, "label": bool(i % 2)}
+            )
         elif command == "prm":
             labels = [i % 2 == 0, i % 3 == 0]
             steps = [low if good else high for good in labels]
@@ -34,7 +36,9 @@ def lines_of(command: str, count: int, start: int = 0) -> list[dict[str, Any]]:
     return found
 
 
-def preference_settings(command: str, folder: Path, model: Path, run: str = "run", **changed: Any) -> list[str]:
+def preference_settings(
+    command: str, folder: Path, model: Path, run: str = "run", **changed: Any
+) -> list[str]:
     data, held_out = folder / f"{command}.jsonl", folder / f"{command}_held_out.jsonl"
     if not data.exists():
         write_lines(data, lines_of(command, 48))

@@ -20,10 +20,15 @@ def save_reward_model(
     tokens: PreTrainedTokenizerFast | None = None,
     **overrides: Any,
 ) -> Path:
-    """A randomly initialised one, with its tokenizer and, when given, the mean and std of its rewards."""
+    """A randomly initialised one, with its tokenizer and, when given, the mean and std of its
+    rewards."""
     torch.manual_seed(seed)
-    config = AutoConfig.for_model("llama", **{**SMALL, "num_labels": 1, "initializer_range": 0.5, **overrides})
-    AutoModelForSequenceClassification.from_config(config, dtype=torch.float32).save_pretrained(path)
+    config = AutoConfig.for_model(
+        "llama", **{**SMALL, "num_labels": 1, "initializer_range": 0.5, **overrides}
+    )
+    AutoModelForSequenceClassification.from_config(config, dtype=torch.float32).save_pretrained(
+        path
+    )
     (tokens or tokenizer()).save_pretrained(path)
     if stats is not None:
         (path / "reward_stats.json").write_text(json.dumps({"mean": stats[0], "std": stats[1]}))

@@ -28,7 +28,8 @@ TIMES = (
     "time", "seconds", "tokens_per_second", "limit_share", "attainable_seconds", "idle", "engine_tokens_per_second",
     "scoring_seconds", "samples_per_second", "memory/", "kv_", "waiting/",
 )  # fmt: skip
-"""Metrics that depend on the clock, or on what the process has cached before, by how their names begin."""
+"""Metrics that depend on the clock, or on what the process has cached before, by how their names
+begin."""
 
 
 def write_lines(path: Path, records: Iterable[dict[str, Any]]) -> Path:
@@ -99,7 +100,11 @@ def untimed(metrics: Path) -> list[dict[str, Any]]:
 def tensors(checkpoint: Path) -> dict[str, Tensor]:
     """Every tensor in a checkpoint, by file and name."""
     files = sorted(checkpoint.rglob("*.safetensors"))
-    return {f"{file.relative_to(checkpoint)}/{name}": t for file in files for name, t in load_file(file).items()}
+    return {
+        f"{file.relative_to(checkpoint)}/{name}": t
+        for file in files
+        for name, t in load_file(file).items()
+    }
 
 
 def same_tensors(a: Path, b: Path) -> None:

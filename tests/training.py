@@ -24,9 +24,13 @@ from tunesmith.types import Sample
 Grads = dict[str, Tensor]
 
 
-def backend_of(path: Path, dtype: torch.dtype = torch.float32, **options: Any) -> TorchBackend[CausalLM]:
+def backend_of(
+    path: Path, dtype: torch.dtype = torch.float32, **options: Any
+) -> TorchBackend[CausalLM]:
     settings = AdamWSettings(max_grad_norm=0.0)
-    return TorchBackend(CausalLM.load(path, dtype=dtype), settings, **{"predict": CausalLM.predict, **options})
+    return TorchBackend(
+        CausalLM.load(path, dtype=dtype), settings, **{"predict": CausalLM.predict, **options}
+    )
 
 
 def learner_of(backend: Any, max_tokens: int = 4096, **options: Any) -> Learner:
@@ -47,11 +51,15 @@ def samples_of(seed: int = 0, groups: int = 4, size: int = 3) -> list[Sample]:
         prompt = rng.integers(5, 260, rng.integers(2, 10)).tolist()
         for _ in range(size):
             answer = rng.integers(5, 260, rng.integers(1, 13)).tolist()
-            samples.append(Sample(prompt + answer, [False] * len(prompt) + [True] * len(answer), group))
+            samples.append(
+                Sample(prompt + answer, [False] * len(prompt) + [True] * len(answer), group)
+            )
     return samples
 
 
-def gradient(learner: Learner, batch: Batch, objective: Objective) -> tuple[Grads, dict[str, float]]:
+def gradient(
+    learner: Learner, batch: Batch, objective: Objective
+) -> tuple[Grads, dict[str, float]]:
     """Of one optimizer step that moves nothing; and its metrics."""
     backend: Any = learner.backend
     taken: Grads = {}
@@ -76,13 +84,16 @@ def difference(a: Grads, b: Grads) -> float:
     return delta / sum(float(b[n].double().square().sum()) for n in b) ** 0.5
 
 
-def forest_of(samples: Sequence[Sample], indices: Sequence[int] | None = None, *, share: bool = True) -> Forest:
+def forest_of(
+    samples: Sequence[Sample], indices: Sequence[int] | None = None, *, share: bool = True
+) -> Forest:
     """The samples' forest, without columns."""
     return build_forest(Batch.of(samples), indices, share=share)
 
 
 def whole(samples: Sequence[Sample], indices: Sequence[int] | None = None) -> Packing:
-    """One micro-batch of an optimizer batch weighed by tokens: of all its samples, or of those at ``indices``."""
+    """One micro-batch of an optimizer batch weighed by tokens: of all its samples, or of those at
+    ``indices``."""
     batch = Batch.of(samples)
     weigh(batch, "token_mean")
     return Packing((build_forest(batch, indices),), batch.num_predictions, batch)

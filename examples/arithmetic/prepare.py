@@ -1,4 +1,5 @@
-"""Makes what this run needs: a tiny model and tokenizer, examples to learn from, problems to practise on."""
+"""Makes what this run needs: a tiny model and tokenizer, examples to learn from, problems to
+practise on."""
 
 import random
 from pathlib import Path
@@ -28,7 +29,10 @@ def main() -> None:
     answers = [worked(a, b) if rng.random() < 0.5 else str(a + b) for a, b in train]
     write_lines(
         HERE / "examples.jsonl",
-        [{"prompt": f"{a}+{b}=", "completion": answer} for (a, b), answer in zip(train, answers, strict=True)],
+        [
+            {"prompt": f"{a}+{b}=", "completion": answer}
+            for (a, b), answer in zip(train, answers, strict=True)
+        ],
     )
     make_model(HERE / "model", seed=0, hidden=64, layers=2)
 

@@ -1,4 +1,5 @@
-"""A walk on a grid without walls: the goal lies so many steps to the east and so many to the north."""
+"""A walk on a grid without walls: the goal lies so many steps to the east and so many to the
+north."""
 
 MOVES = {"E": (-1, 0), "W": (1, 0), "N": (0, -1), "S": (0, 1)}
 """What a step does to the way that is left."""

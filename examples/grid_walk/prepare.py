@@ -1,4 +1,5 @@
-"""Makes what this run needs: a tiny model and tokenizer, walks to learn the moves from, goals to reach."""
+"""Makes what this run needs: a tiny model and tokenizer, walks to learn the moves from, goals to
+reach."""
 
 import random
 from pathlib import Path
@@ -25,11 +26,16 @@ def walk(rng: random.Random) -> list[dict[str, object]]:
     east, north = rng.choice(goals())
     said, made = shown(east, north), []
     for _ in range(6):
-        nearer = [m for m, (x, y) in MOVES.items() if abs(east + x) + abs(north + y) < abs(east) + abs(north)]
+        nearer = [
+            m
+            for m, (x, y) in MOVES.items()
+            if abs(east + x) + abs(north + y) < abs(east) + abs(north)
+        ]
         move = rng.choice(nearer if nearer and rng.random() < 0.4 else sorted(MOVES))
         made.append({"prompt": said, "completion": move})
         east, north = east + MOVES[move][0], north + MOVES[move][1]
-        # What the policy wrote ends with its end-of-sequence token; the environment's answer follows.
+        # What the policy wrote ends with its end-of-sequence token; the environment's answer
+        # follows.
         said += f"{move}<eos>{shown(east, north)}"
     return made
 
@@ -37,7 +43,9 @@ def walk(rng: random.Random) -> list[dict[str, object]]:
 def main() -> None:
     rng = random.Random(0)
     write_lines(HERE / "examples.jsonl", [step for _ in range(2000) for step in walk(rng)])
-    tasks: list[dict[str, object]] = [{"prompt": shown(e, n), "east": e, "north": n} for e, n in goals()]
+    tasks: list[dict[str, object]] = [
+        {"prompt": shown(e, n), "east": e, "north": n} for e, n in goals()
+    ]
     write_lines(HERE / "train.jsonl", tasks)
     write_lines(HERE / "held_out.jsonl", tasks)
     make_model(HERE / "model", seed=0, hidden=64, layers=2, alphabet="0123456789+-:ENSW")

@@ -1,4 +1,5 @@
-"""A number from 0 to 9 is to be found; a wrong guess is answered with ``+`` (higher) or ``-`` (lower)."""
+"""A number from 0 to 9 is to be found; a wrong guess is answered with ``+`` (higher) or ``-``
+(lower)."""
 
 
 class GuessNumber:

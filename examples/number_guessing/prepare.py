@@ -1,4 +1,5 @@
-"""Makes what this run needs: a tiny model and tokenizer, games to learn the rules from, numbers to find."""
+"""Makes what this run needs: a tiny model and tokenizer, games to learn the rules from, numbers to
+find."""
 
 import random
 from pathlib import Path
@@ -10,7 +11,8 @@ PROMPT = "?"
 
 
 def turns(rng: random.Random) -> list[dict[str, object]]:
-    """Up to four guesses as examples. Half of them heed what was answered, half are any number at all."""
+    """Up to four guesses as examples. Half of them heed what was answered, half are any number at
+    all."""
     secret, low, high, said = rng.randrange(10), 0, 9, PROMPT
     made: list[dict[str, object]] = []
     for _ in range(4):
@@ -22,7 +24,8 @@ def turns(rng: random.Random) -> list[dict[str, object]]:
             low = max(low, guess + 1)
         else:
             high = min(high, guess - 1)
-        # What the policy wrote ends with its end-of-sequence token; the environment's answer follows.
+        # What the policy wrote ends with its end-of-sequence token; the environment's answer
+        # follows.
         said += f"{guess}<eos>{'+' if guess < secret else '-'}"
     return made
 
@@ -30,8 +33,12 @@ def turns(rng: random.Random) -> list[dict[str, object]]:
 def main() -> None:
     rng = random.Random(0)
     write_lines(HERE / "examples.jsonl", [turn for _ in range(4000) for turn in turns(rng)])
-    write_lines(HERE / "train.jsonl", [{"prompt": PROMPT, "secret": secret} for secret in range(10)] * 4)
-    write_lines(HERE / "held_out.jsonl", [{"prompt": PROMPT, "secret": secret} for secret in range(10)])
+    write_lines(
+        HERE / "train.jsonl", [{"prompt": PROMPT, "secret": secret} for secret in range(10)] * 4
+    )
+    write_lines(
+        HERE / "held_out.jsonl", [{"prompt": PROMPT, "secret": secret} for secret in range(10)]
+    )
     make_model(HERE / "model", seed=0, hidden=64, layers=2, alphabet="0123456789?+-")
 
 

@@ -4,8 +4,12 @@ from typing import Any
 
 
 def letters_in_place(completions: list[str], word: list[str], **columns: Any) -> list[float]:
-    """The share of letters that stand where they should; letters too many or too few count as wrong."""
-    return [_share(completion, original[::-1]) for completion, original in zip(completions, word, strict=True)]
+    """The share of letters that stand where they should; letters too many or too few count as
+    wrong."""
+    return [
+        _share(completion, original[::-1])
+        for completion, original in zip(completions, word, strict=True)
+    ]
 
 
 def _share(said: str, wanted: str) -> float:

@@ -1,4 +1,5 @@
-"""Makes what this run needs: a tiny model and tokenizer, examples to learn from, problems to practise on."""
+"""Makes what this run needs: a tiny model and tokenizer, examples to learn from, problems to
+practise on."""
 
 import random
 from pathlib import Path
@@ -10,7 +11,8 @@ FACTORS = {"mm>cm": 0.1, "cm>m": 0.01, "m>km": 0.001, "kg>g": 1000.0}
 
 
 def convert(value: int, units: str, digits: int) -> str:
-    """With so many significant digits: ``2.47`` or, with one, ``2`` for 247 centimetres in metres."""
+    """With so many significant digits: ``2.47`` or, with one, ``2`` for 247 centimetres in
+    metres."""
     return f"{float(f'{value * FACTORS[units]:.{digits}g}'):.10g}"
 
 
@@ -21,7 +23,11 @@ def main() -> None:
     held_out, train = asked[:200], asked[200:]
     for name, part in (("held_out.jsonl", held_out), ("train.jsonl", train)):
         write_lines(
-            HERE / name, [{"prompt": f"{value}{units}=", "answer": convert(value, units, 3)} for value, units in part]
+            HERE / name,
+            [
+                {"prompt": f"{value}{units}=", "answer": convert(value, units, 3)}
+                for value, units in part
+            ],
         )
     # Every problem is answered twice, once exactly and once roughly: nothing says which is better.
     write_lines(

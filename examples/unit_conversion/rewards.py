@@ -8,7 +8,10 @@ FULL, NONE = 0.02, 0.1
 
 def close_enough(completions: list[str], answer: list[str], **columns: Any) -> list[float]:
     """1 within 2 percent of the answer, falling to 0 at 10 percent; 0 for what is no number."""
-    return [_closeness(completion, float(gold)) for completion, gold in zip(completions, answer, strict=True)]
+    return [
+        _closeness(completion, float(gold))
+        for completion, gold in zip(completions, answer, strict=True)
+    ]
 
 
 def _closeness(completion: str, gold: float) -> float:

@@ -1,8 +1,8 @@
 """Tunesmith post-trains language models.
 
-The upper level is one function per command: ``rl``, ``sft``, ``dpo``, ``rm``, ``kto``, ``prm``, ``distill``, ``rft``
-and ``generate``. The lower level is the parts that they are made of, for training loops written by hand:
-``examples/rl_loop.py`` in the repository is a complete one.
+The upper level is one function per command: ``rl``, ``sft``, ``dpo``, ``rm``, ``kto``, ``prm``,
+``distill``, ``rft`` and ``generate``. The lower level is the parts that they are made of, for
+training loops written by hand: ``examples/rl_loop.py`` in the repository is a complete one.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""The ``tunesmith`` script, and ``python -m tunesmith``: reports that it is starting while packages are imported."""
+"""The ``tunesmith`` script, and ``python -m tunesmith``: reports that it is starting while packages
+are imported."""
 
 from tunesmith.cli.standard_output import report_start
 

@@ -1,4 +1,5 @@
-"""The commands as Python functions: the same checks, run directories and results, with Python objects as settings.
+"""The commands as Python functions: the same checks, run directories and results, with Python
+objects as settings.
 
     import tunesmith
 
@@ -8,9 +9,9 @@
     result = tunesmith.rl("Qwen/Qwen3-0.6B", [{"prompt": "Hello"}], reward=short, train__steps=10)
     model, tokenizer = result.load()
 
-Settings are those of a run file: ``rollout={"group_size": 8}`` or ``rollout__group_size=8``, where ``__`` stands for
-the dot, or ``**{"rollout.group_size": 8}``. The keywords ``train`` and ``eval`` are the data, so settings of
-``[train]`` and ``[eval]`` must be written in one of the last two ways.
+Settings are those of a run file: ``rollout={"group_size": 8}`` or ``rollout__group_size=8``, where
+``__`` stands for the dot, or ``**{"rollout.group_size": 8}``. The keywords ``train`` and ``eval``
+are the data, so settings of ``[train]`` and ``[eval]`` must be written in one of the last two ways.
 """
 
 from __future__ import annotations
@@ -54,17 +55,20 @@ def rl(
 
     Args:
         model: a directory or a hub name.
-        train: a file, a directory or a hub name, or rows: a ``datasets.Dataset`` or any iterable of dicts. Rows are
-            written into the run directory, so that the run can be resumed.
-        reward: functions with TRL's signature, built-in rewards (``"math"``), references (``"file.py:function"``), or a
-            mapping with the keys of ``[reward]``.
+        train: a file, a directory or a hub name, or rows: a ``datasets.Dataset`` or any iterable of
+            dicts. Rows are written into the run directory, so that the run can be resumed.
+        reward: functions with TRL's signature, built-in rewards (``"math"``), references
+            (``"file.py:function"``), or a mapping with the keys of ``[reward]``.
         eval: held-out data, as ``train``.
-        environment: a class or an agent that plays every task, or a mapping with the keys of ``[environment]``.
+        environment: a class or an agent that plays every task, or a mapping with the keys of
+            ``[environment]``.
         tools: typed functions with docstrings that the policy may call.
         run_dir: None makes ``runs/rl-<number>``.
-        resume: True continues ``run_dir``; "auto" begins it if it has no checkpoint; a path names a checkpoint.
-        on_step: called with the number of steps taken and the step's metrics. Like the other callbacks, it can end the
-            run, with a checkpoint, by returning False (``tunesmith.STOP``).
+        resume: True continues ``run_dir``; "auto" begins it if it has no checkpoint; a path names a
+            checkpoint.
+        on_step: called with the number of steps taken and the step's metrics. Like the other
+            callbacks, it can end the run, with a checkpoint, by returning False
+            (``tunesmith.STOP``).
         on_evaluation: the same, with the metrics of an evaluation.
         on_checkpoint: the same, with the directory of a checkpoint.
         settings: settings of a run file.
@@ -77,7 +81,11 @@ def rl(
     if environment is not None and not isinstance(environment, Mapping):
         environment = {"path": environment}
     given = {"reward": _rewards(reward), "environment": environment}
-    given |= {"environment.tools": list(tools) or None, "run_dir": run_dir, "checkpoint.resume": resume or None}
+    given |= {
+        "environment.tools": list(tools) or None,
+        "run_dir": run_dir,
+        "checkpoint.resume": resume or None,
+    }
     callbacks = Callbacks(on_step, on_evaluation, on_checkpoint)
     return ApiCall("rl", model, train, eval, given, settings).run(run_rl, callbacks)
 
@@ -128,10 +136,14 @@ def _supervised(kind: type[RunConfig], purpose: str) -> Callable[..., RunResult]
 
         given = {"run_dir": run_dir, "checkpoint.resume": resume or None}
         callbacks = Callbacks(on_step, on_evaluation, on_checkpoint)
-        return ApiCall(kind.command, model, train, eval, given, settings).run(partial(run_supervised, kind), callbacks)
+        return ApiCall(kind.command, model, train, eval, given, settings).run(
+            partial(run_supervised, kind), callbacks
+        )
 
     train_on_data.__name__ = train_on_data.__qualname__ = kind.command
-    train_on_data.__doc__ = f"{purpose}, as ``tunesmith {kind.command}``. The arguments are those of ``rl``."
+    train_on_data.__doc__ = (
+        f"{purpose}, as ``tunesmith {kind.command}``. The arguments are those of ``rl``."
+    )
     return train_on_data
 
 
@@ -152,7 +164,8 @@ def rft(
     run_dir: str | Path | None = None,
     **settings: Any,
 ) -> RFTOutcome:
-    """Rejection-sampling fine-tuning, as ``tunesmith rft``; called again with the same ``run_dir``, it continues.
+    """Rejection-sampling fine-tuning, as ``tunesmith rft``; called again with the same ``run_dir``,
+    it continues.
 
     Args:
         step: "run" does all steps.
@@ -163,7 +176,9 @@ def rft(
     from tunesmith.run.offline.rft import run_rft
 
     given = {"reward": _rewards(reward), "run_dir": run_dir or Path("runs").absolute() / "rft"}
-    return ApiCall("rft", model, train, eval, given, settings).run(partial(run_rft, step), Callbacks())
+    return ApiCall("rft", model, train, eval, given, settings).run(
+        partial(run_rft, step), Callbacks()
+    )
 
 
 def _rewards(reward: Any) -> Any:

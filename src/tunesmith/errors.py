@@ -14,13 +14,15 @@ from dataclasses import dataclass
 from typing import Literal
 
 ProblemKind = Literal["invalid", "unknown", "unread", "contradiction", "machine", "memory"]
-"""What is wrong: a value or a file by itself; a key that does not exist, or that nothing in the run reads; several
-settings, or settings and the model or the data; this machine, which lacks something; its memory."""
+"""What is wrong: a value or a file by itself; a key that does not exist, or that nothing in the run
+reads; several settings, or settings and the model or the data; this machine, which lacks something;
+its memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A reason to refuse a run: the settings at fault by dotted key, the worst first, and what is wrong with them."""
+    """A reason to refuse a run: the settings at fault by dotted key, the worst first, and what is
+    wrong with them."""
 
     keys: tuple[str, ...]
     text: str
@@ -74,7 +76,8 @@ class UserError(TunesmithError, ValueError):
 
 
 class ConfigError(UserError):
-    """A setting is unknown, of the wrong type or in conflict with another; or several are, with a reason each."""
+    """A setting is unknown, of the wrong type or in conflict with another; or several are, with a
+    reason each."""
 
 
 class CapacityError(ConfigError):
@@ -131,7 +134,8 @@ LESS_MEMORY = (
     'model.quantize = "nf4" with it',
     "a smaller system.logprob_chunk",
 )
-"""What makes a run take less memory, in the order in which to try it: what costs least comes first."""
+"""What makes a run take less memory, in the order in which to try it: what costs least comes
+first."""
 
 
 class DivergedError(TunesmithError, ArithmeticError):
@@ -149,7 +153,8 @@ class EngineLostError(EngineError):
 
 
 class TrainerLostError(TunesmithError, RuntimeError):
-    """The process of a trainer, a reference or a critic has ended; the run can resume from its last checkpoint."""
+    """The process of a trainer, a reference or a critic has ended; the run can resume from its last
+    checkpoint."""
 
 
 class ClusterError(TunesmithError, RuntimeError):
@@ -170,7 +175,8 @@ _OUT_OF_MEMORY = (
     "can't start new thread",
     "failed to map segment from shared object",
 )
-"""What PyTorch's CPU allocator, oneDNN, safetensors, Python and the dynamic linker say, in no type of its own."""
+"""What PyTorch's CPU allocator, oneDNN, safetensors, Python and the dynamic linker say, in no type
+of its own."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -198,11 +204,15 @@ def about(key: str) -> Generator[None]:
 
 @contextmanager
 def boundary(
-    error: type[TunesmithError], message: str, catch: type[BaseException] | tuple[type[BaseException], ...]
+    error: type[TunesmithError],
+    message: str,
+    catch: type[BaseException] | tuple[type[BaseException], ...],
 ) -> Generator[None]:
-    """Re-raise a foreign exception of type ``catch`` as ``error``, with ``message`` before its own text.
+    """Re-raise a foreign exception of type ``catch`` as ``error``, with ``message`` before its own
+    text.
 
-    Lack of memory becomes a ``DeviceMemoryError`` instead: whatever was read or written is not at fault.
+    Lack of memory becomes a ``DeviceMemoryError`` instead: whatever was read or written is not at
+    fault.
 
     Example:
         >>> with boundary(DataError, "cannot read train.jsonl", OSError):
@@ -220,11 +230,13 @@ def boundary(
 
 
 _LONGEST_WORD = 200
-"""Longer ones resemble no name, and comparing takes time that grows with the square of the length."""
+"""Longer ones resemble no name, and comparing takes time that grows with the square of the
+length."""
 
 
 def closest(word: str, choices: Iterable[str], least: float) -> str | None:
-    """The choice most similar to a word, with a similarity of at least ``least`` (0 to 1); case is ignored."""
+    """The choice most similar to a word, with a similarity of at least ``least`` (0 to 1); case is
+    ignored."""
     if len(word) > _LONGEST_WORD:
         return None
     lower = {choice.lower(): choice for choice in choices}
@@ -233,7 +245,8 @@ def closest(word: str, choices: Iterable[str], least: float) -> str | None:
 
 
 def nearest(word: str, valid: Iterable[str]) -> str:
-    """A clause that suggests the nearest valid spelling, or lists all valid ones: `` Did you mean 'x'?``."""
+    """A clause that suggests the nearest valid spelling, or lists all valid ones: `` Did you mean
+    'x'?``."""
     choices = sorted(valid)
     if close := closest(word, choices, 0.6):
         return f" Did you mean '{close}'?"

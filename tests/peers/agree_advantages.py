@@ -26,7 +26,11 @@ def index(rewards: Rewards) -> np.ndarray:
 def group_relative(name: str, rewards: Rewards, **settings: object) -> Tensor:
     """verl's estimator of that name where it compares siblings: ``[B, T]``."""
     estimate = core_algos.get_adv_estimator_fn(name)
-    given = {"token_level_rewards": rewards.paid, "response_mask": rewards.mask, "index": index(rewards)}
+    given = {
+        "token_level_rewards": rewards.paid,
+        "response_mask": rewards.mask,
+        "index": index(rewards),
+    }
     return estimate(**given, **settings)[0] * rewards.mask
 
 
@@ -45,7 +49,10 @@ def agree_grpo(seed: int, theirs: str) -> None:
 @seeds
 def agree_dr_grpo(seed: int) -> None:
     rewards = random_rewards(seed, token_rewards=True)
-    assert_close(our_advantages("dr_grpo", rewards), group_relative("grpo", rewards, norm_adv_by_std_in_grpo=False))
+    assert_close(
+        our_advantages("dr_grpo", rewards),
+        group_relative("grpo", rewards, norm_adv_by_std_in_grpo=False),
+    )
 
 
 @seeds
@@ -73,7 +80,9 @@ def agree_gdpo(seed: int) -> None:
     batch = {
         "prompts": torch.ones(len(rewards.group), 1, dtype=torch.int64),
         # verl pays each reward at the last attended token, whether or not the policy wrote it.
-        "attention_mask": torch.ones(len(rewards.group), 1 + rewards.mask.shape[1], dtype=torch.int64),
+        "attention_mask": torch.ones(
+            len(rewards.group), 1 + rewards.mask.shape[1], dtype=torch.int64
+        ),
     }
     theirs = group_relative("gdpo", rewards, config=config, non_tensor_batch=parts, batch=batch)
     components = [dict(zip(parts, row, strict=True)) for row in zip(*parts.values(), strict=True)]
@@ -92,13 +101,16 @@ def agree_reinforce(seed: int) -> None:
 
 @seeds
 def agree_reinforce_with_kl_in_the_reward(seed: int) -> None:
-    """From log-probabilities to advantages: OpenRLHF pays the penalty on tokens, verl sums it to go."""
+    """From log-probabilities to advantages: OpenRLHF pays the penalty on tokens, verl sums it to
+    go."""
     rewards = random_rewards(seed)
     rng = np.random.default_rng(100 + seed)
     old, reference = (torch.tensor(rng.normal(-1.5, 0.4, rewards.mask.shape)) for _ in range(2))
     kl = utils.compute_approx_kl(old, reference, kl_estimator="k1") * rewards.mask
     paid = utils.compute_reward(rewards.reward, 0.1, kl, action_mask=rewards.mask)
-    theirs, _ = core_algos.compute_reinforce_plus_plus_outcome_advantage(paid, rewards.mask, AlgoConfig())
+    theirs, _ = core_algos.compute_reinforce_plus_plus_outcome_advantage(
+        paid, rewards.mask, AlgoConfig()
+    )
     penalty = torch.tensor(-0.1 * kl_values(old.numpy(), reference.numpy(), "k1"))
     assert_close(our_advantages("reinforce", replace(rewards, tokens=penalty)), theirs)
 
@@ -106,7 +118,10 @@ def agree_reinforce_with_kl_in_the_reward(seed: int) -> None:
 @seeds
 def agree_reinforce_baseline(seed: int) -> None:
     rewards = random_rewards(seed)
-    assert_close(our_advantages("reinforce_baseline", rewards), group_relative("reinforce_plus_plus_baseline", rewards))
+    assert_close(
+        our_advantages("reinforce_baseline", rewards),
+        group_relative("reinforce_plus_plus_baseline", rewards),
+    )
 
 
 @seeds
@@ -133,15 +148,20 @@ def agree_gae(seed: int) -> None:
 
 @seeds
 def agree_vapo(seed: int) -> None:
-    """verl has one λ for all, so it is called row by row with the row's; its returns are not whitened."""
+    """verl has one λ for all, so it is called row by row with the row's; its returns are not
+    whitened."""
     rewards = random_rewards(seed, token_rewards=True)
     rows: list[Tensor] = []
     for paid, values, mask in zip(rewards.paid, rewards.values, rewards.mask, strict=True):
         lam = 1.0 - 1.0 / (0.05 * float(mask.sum()) + 1.0)
-        _, returns = core_algos.compute_gae_advantage_return(paid[None], values[None], mask[None], 0.99, lam)
+        _, returns = core_algos.compute_gae_advantage_return(
+            paid[None], values[None], mask[None], 0.99, lam
+        )
         rows.append((returns[0] - values) * mask)
     assert_close(our_advantages("vapo", rewards, gamma=0.99, lambda_alpha=0.05), torch.stack(rows))
-    _, returns = core_algos.compute_gae_advantage_return(rewards.paid, rewards.values, rewards.mask, 0.99, 1.0)
+    _, returns = core_algos.compute_gae_advantage_return(
+        rewards.paid, rewards.values, rewards.mask, 0.99, 1.0
+    )
     found = compute_advantages(VAPO(gamma=0.99), rewards.outcomes())
     assert found.returns is not None
     assert_close(padded(found.returns, rewards.mask), returns * rewards.mask)
@@ -152,11 +172,15 @@ def differ_gae_bootstrap(seed: int) -> None:
     """What verl would give if the bootstrap were paid as a reward."""
     rewards = random_rewards(seed)
     final = np.random.default_rng(100 + seed).normal(size=len(rewards.group))
-    theirs, _ = core_algos.compute_gae_advantage_return(rewards.paid, rewards.values, rewards.mask, 0.9, 0.95)
+    theirs, _ = core_algos.compute_gae_advantage_return(
+        rewards.paid, rewards.values, rewards.mask, 0.9, 0.95
+    )
     found = our_advantages("gae", rewards, rewards.outcomes(final_value=final.tolist()), gamma=0.9)
     assert (found - theirs * rewards.mask).abs().max() > 0.1
     with_bootstrap = replace(rewards, reward=rewards.reward + 0.9 * torch.tensor(final))
-    theirs, _ = core_algos.compute_gae_advantage_return(with_bootstrap.paid, rewards.values, rewards.mask, 0.9, 0.95)
+    theirs, _ = core_algos.compute_gae_advantage_return(
+        with_bootstrap.paid, rewards.values, rewards.mask, 0.9, 0.95
+    )
     assert_close(found, theirs * rewards.mask)
 
 
@@ -173,7 +197,8 @@ def differ_gpg_scale(seed: int) -> None:
 
 
 def differ_equal_rewards() -> None:
-    """The mean of equal float32 rewards is not their value: divided by 1e-6 the residue is an advantage."""
+    """The mean of equal float32 rewards is not their value: divided by 1e-6 the residue is an
+    advantage."""
     reward = torch.full((7,), 0.1)
     mask = torch.ones(7, 2)
     rewards = Rewards(mask, reward, torch.zeros(7, 2), torch.zeros(7, 2), (0,) * 7)
@@ -190,10 +215,13 @@ def differ_group_of_one(theirs: str) -> None:
 
 @seeds
 def differ_whitening_of_a_small_spread(seed: int) -> None:
-    """``1/(std + 1e-6)`` and ``1/sqrt(var + 1e-8)``: the same to 1e-5 at a deviation of 1, not at one of 1e-4."""
+    """``1/(std + 1e-6)`` and ``1/sqrt(var + 1e-8)``: the same to 1e-5 at a deviation of 1, not at
+    one of 1e-4."""
     rewards = random_rewards(seed)
     small = replace(rewards, reward=1e-4 * rewards.reward)
-    theirs, _ = core_algos.compute_reinforce_plus_plus_outcome_advantage(small.paid, small.mask, AlgoConfig())
+    theirs, _ = core_algos.compute_reinforce_plus_plus_outcome_advantage(
+        small.paid, small.mask, AlgoConfig()
+    )
     found = our_advantages("reinforce", small)
     scale = theirs[small.mask.bool()] / found[small.mask.bool()]
     assert scale.max() < 0.9
@@ -202,20 +230,24 @@ def differ_whitening_of_a_small_spread(seed: int) -> None:
 
 @seeds
 def differ_baseline_of_token_rewards(seed: int) -> None:
-    """verl's baseline is taken of the reward with its KL penalty, ours of the reward; the penalty goes to its own."""
+    """verl's baseline is taken of the reward with its KL penalty, ours of the reward; the penalty
+    goes to its own."""
     rewards = random_rewards(seed, token_rewards=True)
     theirs = group_relative("reinforce_plus_plus_baseline", rewards)
     found = our_advantages("reinforce_baseline", rewards)
     assert (found - theirs).abs().max() > 1e-2
     groups = rewards.reward.view(-1, 4)
     centred = replace(rewards, reward=(groups - groups.mean(1, keepdim=True)).flatten())
-    to_go, _ = core_algos.compute_reinforce_plus_plus_outcome_advantage(centred.paid, rewards.mask, AlgoConfig())
+    to_go, _ = core_algos.compute_reinforce_plus_plus_outcome_advantage(
+        centred.paid, rewards.mask, AlgoConfig()
+    )
     assert_close(found, to_go)
 
 
 @seeds
 def differ_remax_of_token_rewards(seed: int) -> None:
-    """verl sums what is still to come at each token; ours is one advantage per rollout, its whole reward."""
+    """verl sums what is still to come at each token; ours is one advantage per rollout, its whole
+    reward."""
     rewards = random_rewards(seed, token_rewards=True)
     greedy = torch.tensor(np.random.default_rng(100 + seed).normal(size=len(rewards.group)))
     theirs, _ = core_algos.compute_remax_outcome_advantage(rewards.paid, greedy, rewards.mask)

@@ -1,10 +1,22 @@
-"""Policy losses and aggregations: loss and gradient of a whole batch, ours over two micro-batches."""
+"""Policy losses and aggregations: loss and gradient of a whole batch, ours over two
+micro-batches."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from cases import SEEDS, Case, Graded, assert_same, differ, evaluate, grade, ours, random_case, section
+from cases import (
+    SEEDS,
+    Case,
+    Graded,
+    assert_same,
+    differ,
+    evaluate,
+    grade,
+    ours,
+    random_case,
+    section,
+)
 from openrlhf_models import loss as openrlhf
 from torch import Tensor
 from trl_trainers import grpo_loss
@@ -54,16 +66,25 @@ def agree_ppo_verl(seed: int, aggregation: str, empty: bool) -> None:
 def agree_dual_clip_verl(seed: int) -> None:
     case = random_case(seed, drift=1.5)
     theirs = verl_loss("vanilla", case, clip_ratio_c=3.0, **VERL_CLIP)
-    assert_same(ours(case, section(loss="ppo", aggregation="token_mean", dual_clip=3.0, **CLIP)), theirs)
+    assert_same(
+        ours(case, section(loss="ppo", aggregation="token_mean", dual_clip=3.0, **CLIP)), theirs
+    )
 
 
 @seeds
 @pytest.mark.parametrize("dual_clip", [None, 3.0])
-@pytest.mark.parametrize(("aggregation", "token_level"), [("token_mean", True), ("seq_mean_token_mean", False)])
-def agree_ppo_openrlhf(seed: int, dual_clip: float | None, aggregation: str, token_level: bool) -> None:
+@pytest.mark.parametrize(
+    ("aggregation", "token_level"), [("token_mean", True), ("seq_mean_token_mean", False)]
+)
+def agree_ppo_openrlhf(
+    seed: int, dual_clip: float | None, aggregation: str, token_level: bool
+) -> None:
     case = random_case(seed, drift=1.2, empty=True)
     theirs = openrlhf_loss(case, dual_clip=dual_clip, token_level_loss=token_level, **OPENRLHF_CLIP)
-    assert_same(ours(case, section(loss="ppo", aggregation=aggregation, dual_clip=dual_clip, **CLIP)), theirs)
+    assert_same(
+        ours(case, section(loss="ppo", aggregation=aggregation, dual_clip=dual_clip, **CLIP)),
+        theirs,
+    )
 
 
 @seeds
@@ -74,7 +95,10 @@ def agree_ppo_trl(seed: int, loss_type: str, beta: float) -> None:
     case = random_case(seed, drift=0.8)
     kl = {"kl": {"type": "loss", "coef": beta, "estimator": "k3"}} if beta else {}
     found = ours(case, section(loss="ppo", aggregation=TRL_TYPES[loss_type], **CLIP, **kl))
-    assert_same(found, grpo_loss(case, loss_type=loss_type, beta=beta, use_bias_correction_kl=False, **TRL_CLIP))
+    assert_same(
+        found,
+        grpo_loss(case, loss_type=loss_type, beta=beta, use_bias_correction_kl=False, **TRL_CLIP),
+    )
 
 
 @seeds
@@ -83,7 +107,9 @@ def agree_gspo(seed: int) -> None:
     case = random_case(seed, drift=0.3, per_token=False)
     found = ours(case, section(loss="gspo", aggregation="seq_mean_token_mean", **CLIP))
     assert_same(found, openrlhf_loss(case, policy_loss_type="gspo", **OPENRLHF_CLIP))
-    assert_same(found, grpo_loss(case, loss_type="grpo", importance_sampling_level="sequence", **TRL_CLIP))
+    assert_same(
+        found, grpo_loss(case, loss_type="grpo", importance_sampling_level="sequence", **TRL_CLIP)
+    )
     assert_same(found, verl_loss("gspo", case, "seq_mean_token_mean", **VERL_CLIP))
 
 
@@ -97,7 +123,8 @@ def agree_gspo_token(seed: int, aggregation: str) -> None:
 
 @seeds
 def agree_cispo(seed: int) -> None:
-    """TRL's ``epsilon_high`` is the bound itself, and there is no lower one: 1 + clip_high and clip_low = 1."""
+    """TRL's ``epsilon_high`` is the bound itself, and there is no lower one: 1 + clip_high and
+    clip_low = 1."""
     case = random_case(seed, drift=0.8)
     found = ours(case, section(loss="cispo", aggregation="token_mean", clip_low=0.3, clip_high=0.5))
     assert_same(found, verl_loss("cispo", case, clip_ratio_low=0.3, clip_ratio_high=0.5))
@@ -108,15 +135,22 @@ def agree_cispo(seed: int) -> None:
 @seeds
 def agree_sapo(seed: int) -> None:
     case = random_case(seed, drift=0.8)
-    found = ours(case, section(loss="sapo", aggregation="seq_mean_token_mean", tau_positive=1.2, tau_negative=1.5))
+    found = ours(
+        case,
+        section(loss="sapo", aggregation="seq_mean_token_mean", tau_positive=1.2, tau_negative=1.5),
+    )
     assert_same(found, verl_loss("sapo", case, tau_pos=1.2, tau_neg=1.5))
-    assert_same(found, grpo_loss(case, loss_type="sapo", sapo_temperature_pos=1.2, sapo_temperature_neg=1.5))
+    assert_same(
+        found, grpo_loss(case, loss_type="sapo", sapo_temperature_pos=1.2, sapo_temperature_neg=1.5)
+    )
 
 
 @seeds
 def agree_gmpo(seed: int) -> None:
     case = random_case(seed, drift=0.8, per_token=False)
-    found = ours(case, section(loss="gmpo", aggregation="seq_mean_token_mean", clip_low=0.4, clip_high=0.4))
+    found = ours(
+        case, section(loss="gmpo", aggregation="seq_mean_token_mean", clip_low=0.4, clip_high=0.4)
+    )
     assert_same(found, verl_loss("geo_mean", case, clip_ratio_low=0.4, clip_ratio_high=0.4))
 
 
@@ -125,7 +159,9 @@ def agree_gmpo(seed: int) -> None:
 @pytest.mark.parametrize("name", ["gpg", "reinforce"])
 def agree_policy_gradient(seed: int, aggregation: str, name: str) -> None:
     case = random_case(seed)
-    assert_same(ours(case, section(loss=name, aggregation=aggregation)), verl_loss("gpg", case, aggregation))
+    assert_same(
+        ours(case, section(loss=name, aggregation=aggregation)), verl_loss("gpg", case, aggregation)
+    )
 
 
 @seeds
@@ -133,11 +169,15 @@ def agree_dppo_tv(seed: int) -> None:
     case = random_case(seed, drift=0.8)
     bounds = {"clip_low": 0.05, "clip_high": 0.1, "ratio_cap": 2.0}
     found = ours(case, section(loss="dppo_tv", aggregation="token_mean", **bounds))
-    assert_same(found, verl_loss("dppo_tv", case, clip_ratio_low=0.05, clip_ratio_high=0.1, clip_ratio_c=2.0))
+    assert_same(
+        found,
+        verl_loss("dppo_tv", case, clip_ratio_low=0.05, clip_ratio_high=0.1, clip_ratio_c=2.0),
+    )
 
 
 def shifted(case: Case, amount: float) -> Case:
-    """Every log-probability moved alike, which leaves each token's share of the covariance where it was."""
+    """Every log-probability moved alike, which leaves each token's share of the covariance where it
+    was."""
     return Case(case.mask, case["old_logprobs"] + amount, case.columns, case.group)
 
 
@@ -152,7 +192,9 @@ def agree_clip_cov(seed: int, amount: float) -> None:
     case = shifted(random_case(seed), amount)
     algorithm = section(loss="clip_cov", aggregation="token_mean", **CLIP, **CLIP_COV)
     assert 0 < chosen(case, "clip_cov", **CLIP_COV).sum() < case.mask.sum()
-    assert_same(ours(case, algorithm), verl_loss("clip_cov", case, policy_loss=VERL_CLIP_COV, **VERL_CLIP))
+    assert_same(
+        ours(case, algorithm), verl_loss("clip_cov", case, policy_loss=VERL_CLIP_COV, **VERL_CLIP)
+    )
 
 
 @seeds
@@ -175,7 +217,8 @@ def chosen(case: Case, name: str, **keys: float) -> Tensor:
 @seeds
 @pytest.mark.parametrize("name", ["clip_cov", "kl_cov"])
 def differ_choice_by_covariance(seed: int, name: str) -> None:
-    """Ours looks at the old log-probabilities of the whole batch, verl at the current ones of the micro-batch."""
+    """Ours looks at the old log-probabilities of the whole batch, verl at the current ones of the
+    micro-batch."""
     drifted = random_case(seed, drift=0.8)
     keys = CLIP_COV if name == "clip_cov" else {"cov_share": 0.3}
     theirs = VERL_CLIP_COV if name == "clip_cov" else {"kl_cov_ratio": 0.3, "ppo_kl_coef": 1.0}
@@ -187,7 +230,9 @@ def differ_choice_by_covariance(seed: int, name: str) -> None:
 
 
 @seeds
-@pytest.mark.parametrize(("aggregation", "token_level"), [("token_mean", True), ("seq_mean_token_mean", False)])
+@pytest.mark.parametrize(
+    ("aggregation", "token_level"), [("token_mean", True), ("seq_mean_token_mean", False)]
+)
 def agree_sft(seed: int, aggregation: str, token_level: bool) -> None:
     case = random_case(seed, empty=True)
     leaf = case.logprobs.clone().requires_grad_()
@@ -199,8 +244,12 @@ def agree_sft(seed: int, aggregation: str, token_level: bool) -> None:
 def agree_entropy_bonus(seed: int) -> None:
     case = random_case(seed)
     entropy = random_case(100 + seed).logprobs.abs()
-    found = ours(case, section(loss="ppo", aggregation="token_mean", entropy_coef=0.1, **CLIP), entropy)
-    assert_same(found, grpo_loss(case, entropies=entropy, loss_type="bnpo", entropy_coef=0.1, **TRL_CLIP))
+    found = ours(
+        case, section(loss="ppo", aggregation="token_mean", entropy_coef=0.1, **CLIP), entropy
+    )
+    assert_same(
+        found, grpo_loss(case, entropies=entropy, loss_type="bnpo", entropy_coef=0.1, **TRL_CLIP)
+    )
 
 
 @seeds
@@ -209,29 +258,41 @@ def differ_entropy_bonus(seed: int) -> None:
     case = random_case(seed)
     entropy = random_case(100 + seed).logprobs.abs()
     plain, bonus = (
-        {"loss": "ppo", "aggregation": "seq_mean_token_mean", **CLIP, "entropy_coef": c} for c in (0.0, 1.0)
+        {"loss": "ppo", "aggregation": "seq_mean_token_mean", **CLIP, "entropy_coef": c}
+        for c in (0.0, 1.0)
     )
     gain = ours(case, section(**plain), entropy)[0] - ours(case, section(**bonus), entropy)[0]
     by_row = (entropy * case.mask).sum(1) / case.mask.sum(1)
     assert gain.item() == pytest.approx(by_row.mean().item())
-    theirs = [grpo_loss(case, entropies=entropy, loss_type="grpo", entropy_coef=c, **TRL_CLIP)[0] for c in (0.0, 1.0)]
-    assert (theirs[0] - theirs[1]).item() == pytest.approx(((entropy * case.mask).sum() / case.mask.sum()).item())
+    theirs = [
+        grpo_loss(case, entropies=entropy, loss_type="grpo", entropy_coef=c, **TRL_CLIP)[0]
+        for c in (0.0, 1.0)
+    ]
+    assert (theirs[0] - theirs[1]).item() == pytest.approx(
+        ((entropy * case.mask).sum() / case.mask.sum()).item()
+    )
 
 
 @seeds
 def differ_weight_of_the_kl_in_the_loss(seed: int) -> None:
-    """TRL multiplies k3 by the ratio, gradient and all: on policy that is our ``k3+``, off policy it is not."""
+    """TRL multiplies k3 by the ratio, gradient and all: on policy that is our ``k3+``, off policy
+    it is not."""
     kl = {"kl": {"type": "loss", "coef": 0.5, "estimator": "k3+"}}
     algorithm = section(loss="ppo", aggregation="token_mean", **CLIP, **kl)
     drifted = random_case(seed)
-    assert differ(ours(drifted, algorithm), grpo_loss(drifted, loss_type="bnpo", beta=0.5, **TRL_CLIP))
+    assert differ(
+        ours(drifted, algorithm), grpo_loss(drifted, loss_type="bnpo", beta=0.5, **TRL_CLIP)
+    )
     on_policy = shifted(drifted, 0.0)
-    assert_same(ours(on_policy, algorithm), grpo_loss(on_policy, loss_type="bnpo", beta=0.5, **TRL_CLIP))
+    assert_same(
+        ours(on_policy, algorithm), grpo_loss(on_policy, loss_type="bnpo", beta=0.5, **TRL_CLIP)
+    )
 
 
 @seeds
 def differ_gmpo_of_advantages_per_token(seed: int) -> None:
-    """The side to clip is that of the sequence's mean advantage in ours, of each token's own in verl's."""
+    """The side to clip is that of the sequence's mean advantage in ours, of each token's own in
+    verl's."""
     case = random_case(seed, drift=0.8)
     theirs = verl_loss("geo_mean", case, clip_ratio_low=0.4, clip_ratio_high=0.4)
     assert differ(ours(case, section(loss="gmpo", aggregation="seq_mean_token_mean")), theirs)
@@ -239,10 +300,13 @@ def differ_gmpo_of_advantages_per_token(seed: int) -> None:
 
 @seeds
 def differ_gspo_of_advantages_per_token(seed: int) -> None:
-    """Ours takes a sequence's mean advantage for ``gspo``; verl's is the token form, our ``gspo_token``."""
+    """Ours takes a sequence's mean advantage for ``gspo``; verl's is the token form, our
+    ``gspo_token``."""
     case = random_case(seed, drift=0.3)
     theirs = verl_loss("gspo", case, "seq_mean_token_mean", **VERL_CLIP)
-    assert differ(ours(case, section(loss="gspo", aggregation="seq_mean_token_mean", **CLIP)), theirs)
+    assert differ(
+        ours(case, section(loss="gspo", aggregation="seq_mean_token_mean", **CLIP)), theirs
+    )
     mean = (case["advantages"] * case.mask).sum(1, keepdim=True) / case.mask.sum(1, keepdim=True)
     level = case.with_columns(advantages=mean.expand_as(case.mask).contiguous())
     found = ours(case, section(loss="gspo", aggregation="seq_mean_token_mean", **CLIP))
@@ -269,12 +333,15 @@ def differ_non_finite_token() -> None:
     spoiled = case.with_columns(old_logprobs=old)
     without = verl_loss("vanilla", Case(mask, case.logprobs, case.columns, case.group))
     assert_same(ours(spoiled, algorithm), without)
-    assert verl_loss("vanilla", spoiled)[0].isnan() and grpo_loss(spoiled, loss_type="bnpo")[0].isnan()
+    assert (
+        verl_loss("vanilla", spoiled)[0].isnan() and grpo_loss(spoiled, loss_type="bnpo")[0].isnan()
+    )
 
 
 @seeds
 def differ_rows_without_policy_tokens(seed: int) -> None:
-    """TRL counts them in the mean over sequences; verl, OpenRLHF and we do not. One row of six is empty."""
+    """TRL counts them in the mean over sequences; verl, OpenRLHF and we do not. One row of six is
+    empty."""
     case = random_case(seed, empty=True)
     found = ours(case, section(loss="ppo", aggregation="seq_mean_token_mean", **CLIP))
     loss, gradient = grpo_loss(case, loss_type="grpo", **TRL_CLIP)
@@ -283,10 +350,16 @@ def differ_rows_without_policy_tokens(seed: int) -> None:
 
 @seeds
 def differ_mean_of_micro_batches(seed: int) -> None:
-    """TRL's ``bnpo`` averages each micro-batch by itself, so its step depends on how the batch is cut."""
+    """TRL's ``bnpo`` averages each micro-batch by itself, so its step depends on how the batch is
+    cut."""
     case = random_case(seed, rows=6)
     halves = [
-        Case(case.mask[s], case.logprobs[s], {k: v[s] for k, v in case.columns.items()}, case.group[s])
+        Case(
+            case.mask[s],
+            case.logprobs[s],
+            {k: v[s] for k, v in case.columns.items()},
+            case.group[s],
+        )
         for s in (slice(0, 2), slice(2, 6))
     ]
     loss = sum(grpo_loss(half, loss_type="bnpo", **TRL_CLIP)[0] for half in halves) / 2

@@ -1,4 +1,5 @@
-"""Losses of pairs and of judged sequences: ours over two micro-batches, rows chosen, rejected, chosen, …"""
+"""Losses of pairs and of judged sequences: ours over two micro-batches, rows chosen, rejected,
+chosen, …"""
 
 from __future__ import annotations
 
@@ -31,7 +32,10 @@ def pair_case(seed: int) -> Case:
     reference = (case["ref_logprobs"] * case.mask).sum(1)
     return replace(
         case,
-        columns={"side": 1.0 - 2.0 * (torch.arange(2 * PAIRS) % 2).double(), "reference": reference},
+        columns={
+            "side": 1.0 - 2.0 * (torch.arange(2 * PAIRS) % 2).double(),
+            "reference": reference,
+        },
         group=tuple(i // 2 for i in range(2 * PAIRS)),
     )
 
@@ -57,7 +61,9 @@ def by_sequence(case: Case, compute: Callable[[Tensor, Tensor], Tensor]) -> Grad
 
 def openrlhf_dpo(case: Case, **settings: object) -> Graded:
     def compute(scores: Tensor, reference: Tensor) -> Tensor:
-        loss, *_ = openrlhf.DPOLoss(**settings)(scores[0::2], scores[1::2], reference[0::2], reference[1::2])
+        loss, *_ = openrlhf.DPOLoss(**settings)(
+            scores[0::2], scores[1::2], reference[0::2], reference[1::2]
+        )
         return loss
 
     return by_sequence(case, compute)
@@ -86,7 +92,8 @@ def agree_dpo_trl(seed: int, loss: str) -> None:
 
 @seeds
 def differ_ipo_of_means(seed: int) -> None:
-    """TRL divides each sequence's log-ratio by its length: the same only where nothing but the length is in it."""
+    """TRL divides each sequence's log-ratio by its length: the same only where nothing but the
+    length is in it."""
     case = pair_case(seed)
     theirs = dpo_loss(case, 0.3, {"ipo": 1.0})
     assert differ(ours(case, DPOObjective("ipo", 0.3)), theirs)
@@ -128,7 +135,9 @@ def agree_reward_model(seed: int) -> None:
     case, margin = reward_case(seed)
     found = ours(case, RewardObjective(), values=True)
     assert_same(found, reward_loss(case, margin))
-    assert_same(found, by_sequence(case, lambda r, _: openrlhf.PairWiseLoss()(r[0::2], r[1::2], margin)))
+    assert_same(
+        found, by_sequence(case, lambda r, _: openrlhf.PairWiseLoss()(r[0::2], r[1::2], margin))
+    )
 
 
 @seeds

@@ -1,4 +1,5 @@
-"""The other terms: KL, off-policy correction, the critic's loss, log-probabilities, shaping, the controller."""
+"""The other terms: KL, off-policy correction, the critic's loss, log-probabilities, shaping, the
+controller."""
 
 from __future__ import annotations
 
@@ -26,7 +27,10 @@ from openrlhf_models import utils
 from torch import Tensor
 from trl.trainer import utils as trl
 from verl.trainer.ppo import core_algos
-from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_weights, compute_rollout_rejection_mask
+from verl.trainer.ppo.rollout_corr_helper import (
+    compute_rollout_correction_weights,
+    compute_rollout_rejection_mask,
+)
 from verl.utils import torch_functional as verl
 from verl_losses import AGGREGATIONS, actor_config, verl_loss
 
@@ -69,11 +73,14 @@ def agree_kl(seed: int, estimator: str) -> None:
     assert_same((found[0].float(), found[1]), theirs)
     if not estimator.endswith("+"):
         penalty = kl_values(case.logprobs.numpy(), case["ref_logprobs"].numpy(), estimator)
-        torch.testing.assert_close(torch.tensor(penalty, dtype=torch.float32), theirs[0], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            torch.tensor(penalty, dtype=torch.float32), theirs[0], rtol=1e-5, atol=1e-5
+        )
 
 
 def differ_kl_far_from_the_reference() -> None:
-    """At δ = ±30: values are held within 10 as OpenRLHF's, and k2 still pulls back with its whole gradient."""
+    """At δ = ±30: values are held within 10 as OpenRLHF's, and k2 still pulls back with its whole
+    gradient."""
     logprobs, reference = torch.tensor([-0.5, -30.5]).double(), torch.tensor([-30.5, -0.5]).double()
     value, gradient = our_kl(logprobs, reference, "k2")
     assert value.tolist() == [10, 10] and gradient.tolist() == [30, -30]
@@ -101,10 +108,14 @@ def agree_adaptive_controller(seed: int) -> None:
 def our_weights(case: Case, name: str, low: float, high: float) -> Tensor:
     """``[B, T]``, row by row as each sample is corrected."""
     kind = Correction.types[name]
-    correction = kind(**{key: value for key, value in (("low", low), ("high", high)) if key in kind.model_fields})
+    correction = kind(
+        **{key: value for key, value in (("low", low), ("high", high)) if key in kind.model_fields}
+    )
     weights = torch.zeros_like(case.mask)
     for row, keep in enumerate(case.bools):
-        old, sampler = (case[name][row][keep].numpy() for name in ("old_logprobs", "behaviour_logprobs"))
+        old, sampler = (
+            case[name][row][keep].numpy() for name in ("old_logprobs", "behaviour_logprobs")
+        )
         weights[row, keep] = torch.tensor(correction_weights(correction, old, sampler))
     return weights
 
@@ -118,13 +129,23 @@ def verl_weights(case: Case, level: str, threshold: float | str) -> Tensor:
 
 def corrected(name: str, **bounds: float) -> dict[str, object]:
     correction = {"type": name, **bounds}
-    return {"loss": "ppo", "aggregation": "token_mean", "decoupled": True, "correction": correction, **CLIP}
+    return {
+        "loss": "ppo",
+        "aggregation": "token_mean",
+        "decoupled": True,
+        "correction": correction,
+        **CLIP,
+    }
 
 
 @seeds
 @pytest.mark.parametrize(
     ("name", "level", "threshold"),
-    [("token_truncate", "token", 1.2), ("icepop", "token", "0.8_1.3"), ("sequence_truncate", "sequence", 1.2)],
+    [
+        ("token_truncate", "token", 1.2),
+        ("icepop", "token", "0.8_1.3"),
+        ("sequence_truncate", "sequence", 1.2),
+    ],
 )
 def agree_correction_verl(seed: int, name: str, level: str, threshold: float | str) -> None:
     """The weights, and the loss they weigh."""
@@ -132,7 +153,9 @@ def agree_correction_verl(seed: int, name: str, level: str, threshold: float | s
     bounds = [float(b) for b in str(threshold).split("_")]
     keys = dict(zip(("low", "high")[-len(bounds) :], bounds, strict=True))
     weights = verl_weights(case, level, threshold)
-    torch.testing.assert_close(our_weights(case, name, bounds[0], bounds[-1]), weights, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        our_weights(case, name, bounds[0], bounds[-1]), weights, rtol=1e-5, atol=1e-5
+    )
     theirs = verl_loss("vanilla", case, correction=weights, **VERL_CLIP)
     assert_same(ours(case, section(**corrected(name, **keys))), theirs)
 
@@ -141,7 +164,11 @@ def agree_correction_verl(seed: int, name: str, level: str, threshold: float | s
 @pytest.mark.parametrize(("name", "mode"), [("token_clamp", "clip"), ("icepop", "mask")])
 def agree_correction_openrlhf(seed: int, name: str, mode: str) -> None:
     case = random_case(seed)
-    correction = {"is_correction_level": "token", "is_correction_mode": mode, "is_correction_threshold": [0.8, 1.3]}
+    correction = {
+        "is_correction_level": "token",
+        "is_correction_mode": mode,
+        "is_correction_threshold": [0.8, 1.3],
+    }
     theirs = openrlhf_loss(case, corrected=True, **correction, **OPENRLHF_CLIP)
     assert_same(ours(case, section(**corrected(name, low=0.8, high=1.3))), theirs)
 
@@ -151,7 +178,9 @@ def agree_geometric(seed: int) -> None:
     """verl's bounds are on the inverse of the weight (see the differences)."""
     case = random_case(seed)
     log_weights = case["old_logprobs"] - case["behaviour_logprobs"]
-    kept, _ = compute_rollout_rejection_mask(log_weights, case.mask, "seq_mean_k1", f"{1 / 1.1}_{1 / 0.9}")
+    kept, _ = compute_rollout_rejection_mask(
+        log_weights, case.mask, "seq_mean_k1", f"{1 / 1.1}_{1 / 0.9}"
+    )
     assert 0 < kept.sum() < case.mask.sum()
     torch.testing.assert_close(our_weights(case, "geometric", 0.9, 1.1), kept.to(case.mask.dtype))
 
@@ -169,10 +198,13 @@ def differ_bounds_on_the_weight(seed: int) -> None:
 
 @seeds
 def differ_denominator_of_rejected_tokens(seed: int) -> None:
-    """verl takes rejected sequences out of the mask and so out of the mean; here they weigh zero in it."""
+    """verl takes rejected sequences out of the mask and so out of the mean; here they weigh zero in
+    it."""
     case = random_case(seed)
     log_weights = case["old_logprobs"] - case["behaviour_logprobs"]
-    kept, _ = compute_rollout_rejection_mask(log_weights, case.mask, "seq_mean_k1", f"{1 / 1.1}_{1 / 0.9}")
+    kept, _ = compute_rollout_rejection_mask(
+        log_weights, case.mask, "seq_mean_k1", f"{1 / 1.1}_{1 / 0.9}"
+    )
     loss, gradient = verl_loss("vanilla", case, mask=kept, **VERL_CLIP)
     found = ours(case, section(**corrected("geometric", low=0.9, high=1.1)))
     share = kept.sum() / case.mask.sum()
@@ -184,7 +216,11 @@ def differ_denominator_of_rejected_tokens(seed: int) -> None:
 def differ_sequence_mask_clips(seed: int) -> None:
     """OpenRLHF keeps a sequence's weights as they are; ours are clipped to the bounds as well."""
     case = random_case(seed)
-    rejecting = {"is_correction_level": "seq", "is_correction_mode": "mask", "is_correction_threshold": [0.9, 1.1]}
+    rejecting = {
+        "is_correction_level": "seq",
+        "is_correction_mode": "mask",
+        "is_correction_threshold": [0.9, 1.1],
+    }
     theirs = openrlhf_loss(case, corrected=True, **rejecting, **OPENRLHF_CLIP)
     assert differ(ours(case, section(**corrected("sequence_mask", low=0.9, high=1.1))), theirs)
     kept = our_weights(case, "geometric", 0.9, 1.1) * verl_weights(case, "token", 1e9)
@@ -195,11 +231,19 @@ def differ_sequence_mask_clips(seed: int) -> None:
 
 @seeds
 def differ_correction_of_gmpo(seed: int) -> None:
-    """verl weighs a sequence by the geometric mean of its tokens' weights, we each token by its own."""
+    """verl weighs a sequence by the geometric mean of its tokens' weights, we each token by its
+    own."""
     case = random_case(seed, per_token=False)
     weights = verl_weights(case, "token", 1.2)
-    theirs = verl_loss("geo_mean", case, correction=weights, clip_ratio_low=0.4, clip_ratio_high=0.4)
-    keys = {**corrected("token_truncate", high=1.2), "loss": "gmpo", "clip_low": 0.4, "clip_high": 0.4}
+    theirs = verl_loss(
+        "geo_mean", case, correction=weights, clip_ratio_low=0.4, clip_ratio_high=0.4
+    )
+    keys = {
+        **corrected("token_truncate", high=1.2),
+        "loss": "gmpo",
+        "clip_low": 0.4,
+        "clip_high": 0.4,
+    }
     found = ours(case, section(**{**keys, "aggregation": "seq_mean_token_mean"}))
     assert differ(found, theirs)
     leaf = case.logprobs.clone().requires_grad_()
@@ -234,19 +278,37 @@ def agree_value_loss_verl(seed: int, aggregation: str) -> None:
     leaf = case.logprobs.clone().requires_grad_()
     mode = AGGREGATIONS[aggregation]
     loss, _ = core_algos.compute_value_loss(
-        leaf, case["returns"], case["old_values"], case.mask, 0.3, mode, loss_scale_factor=MAX_NEW_TOKENS
+        leaf,
+        case["returns"],
+        case["old_values"],
+        case.mask,
+        0.3,
+        mode,
+        loss_scale_factor=MAX_NEW_TOKENS,
     )
-    assert_same(evaluate(case, case.batch(), ValueObjective(0.3), aggregation, values=True), grade(loss, leaf))
+    assert_same(
+        evaluate(case, case.batch(), ValueObjective(0.3), aggregation, values=True),
+        grade(loss, leaf),
+    )
 
 
 @seeds
 @pytest.mark.parametrize("clip", [None, 0.3])
-@pytest.mark.parametrize(("aggregation", "token_level"), [("token_mean", True), ("seq_mean_token_mean", False)])
-def agree_value_loss_openrlhf(seed: int, clip: float | None, aggregation: str, token_level: bool) -> None:
+@pytest.mark.parametrize(
+    ("aggregation", "token_level"), [("token_mean", True), ("seq_mean_token_mean", False)]
+)
+def agree_value_loss_openrlhf(
+    seed: int, clip: float | None, aggregation: str, token_level: bool
+) -> None:
     case = critic_case(seed)
     leaf = case.logprobs.clone().requires_grad_()
-    loss = openrlhf.ValueLoss(clip, token_level)(leaf, case["old_values"], case["returns"], action_mask=case.mask)
-    assert_same(evaluate(case, case.batch(), ValueObjective(clip), aggregation, values=True), grade(loss, leaf))
+    loss = openrlhf.ValueLoss(clip, token_level)(
+        leaf, case["old_values"], case["returns"], action_mask=case.mask
+    )
+    assert_same(
+        evaluate(case, case.batch(), ValueObjective(clip), aggregation, values=True),
+        grade(loss, leaf),
+    )
 
 
 @seeds
@@ -267,7 +329,10 @@ def agree_logprobs_and_entropy(seed: int, temperature: float) -> None:
     ]
     for theirs in expected:
         torch.testing.assert_close(logprobs, theirs, rtol=1e-5, atol=1e-5)
-    for theirs in (trl.entropy_from_logits(logits / temperature), verl.entropy_from_logits(logits / temperature)):
+    for theirs in (
+        trl.entropy_from_logits(logits / temperature),
+        verl.entropy_from_logits(logits / temperature),
+    ):
         torch.testing.assert_close(entropy, theirs, rtol=1e-5, atol=1e-5)
 
 
@@ -282,7 +347,9 @@ def agree_overlong_penalty(seed: int) -> None:
     theirs = experience(rewards, lengths, lengths == 100)
     length_penalty.apply_overlong_penalty([theirs], 100, 40, 0.5)
     ramp = OverlongRamp(buffer=40, factor=0.5)
-    found = [r + ramp.penalty(n, 100) for r, n in zip(rewards.tolist(), lengths.tolist(), strict=True)]
+    found = [
+        r + ramp.penalty(n, 100) for r, n in zip(rewards.tolist(), lengths.tolist(), strict=True)
+    ]
     assert found == pytest.approx(theirs.rewards.tolist())
     assert (theirs.rewards != rewards).any()
 

@@ -1,4 +1,5 @@
-"""Random batches in two layouts: padded ``[B, T]`` tensors for the peers, samples for us; and what we make of them."""
+"""Random batches in two layouts: padded ``[B, T]`` tensors for the peers, samples for us; and what
+we make of them."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ from tunesmith.learn.data.batch import Batch
 from tunesmith.models.forest import Predictions
 from tunesmith.types import Sample
 
-# By its path: with all of tests/ importable, a folder there would pass for the package of that name.
+# By its path: with all of tests/ importable, a folder there would pass for the package of that
+# name.
 _spec = importlib.util.spec_from_file_location("micro", Path(__file__).parent.parent / "micro.py")
 assert _spec is not None and _spec.loader is not None
 micro = importlib.util.module_from_spec(_spec)
@@ -60,7 +62,9 @@ class Case:
     def batch(self) -> Batch:
         """One prompt token before each row: nothing predicts the first token of a sequence."""
         rows = zip(self.bools.tolist(), self.group, strict=True)
-        batch = Batch.of([Sample([1] * (1 + len(row)), [False, *row], group) for row, group in rows])
+        batch = Batch.of(
+            [Sample([1] * (1 + len(row)), [False, *row], group) for row, group in rows]
+        )
         for name, values in self.columns.items():
             if values.ndim == 2:
                 batch.add(name, values[self.bools].numpy())
@@ -78,7 +82,8 @@ def random_case(
     per_token: bool = True,
     empty: bool = False,
 ) -> Case:
-    """``drift`` is the deviation of ``logπ − logπ_old``; ``empty`` adds a row without policy tokens."""
+    """``drift`` is the deviation of ``logπ − logπ_old``; ``empty`` adds a row without policy
+    tokens."""
     rng = np.random.default_rng(seed)
     lengths = rng.integers(3, width + 1, rows)
     mask = np.arange(width) < lengths[:, None]
@@ -101,11 +106,17 @@ def random_case(
 
 
 def section(**keys: object) -> AlgorithmSection:
-    """What ``[algorithm]`` with these keys resolves to; those of the loss may stand beside its name."""
+    """What ``[algorithm]`` with these keys resolves to; those of the loss may stand beside its
+    name."""
     kind = Loss.types[str(keys["loss"])]
-    loss = {"type": kind.name, **{key: keys.pop(key) for key in kind.model_fields if keys.get(key) is not None}}
+    loss = {
+        "type": kind.name,
+        **{key: keys.pop(key) for key in kind.model_fields if keys.get(key) is not None},
+    }
     given = {key: value for key, value in keys.items() if key not in kind.model_fields}
-    return resolve_algorithm(AlgorithmSection.model_validate({**given, "loss": loss}), max_new_tokens=MAX_NEW_TOKENS)[0]
+    return resolve_algorithm(
+        AlgorithmSection.model_validate({**given, "loss": loss}), max_new_tokens=MAX_NEW_TOKENS
+    )[0]
 
 
 def ours(case: Case, algorithm: AlgorithmSection, entropy: Tensor | None = None) -> Graded:
@@ -145,7 +156,8 @@ def grade(loss: Tensor, leaf: Tensor) -> Graded:
 
 
 def assert_same(found: Graded, expected: Graded, tolerance: float = 1e-5) -> None:
-    """Loss and gradient agree, and say something: a gradient of zero everywhere would agree with much."""
+    """Loss and gradient agree, and say something: a gradient of zero everywhere would agree with
+    much."""
     assert expected[1].abs().max() > 1e-3, "the case does not exercise the loss"
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b.to(a.dtype), rtol=tolerance, atol=tolerance)
@@ -157,7 +169,8 @@ def differ(found: Graded, expected: Graded) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Rewards:
-    """Rewards of a batch of groups: ``reward [B]`` at the last policy token, ``tokens [B, T]`` beside it."""
+    """Rewards of a batch of groups: ``reward [B]`` at the last policy token, ``tokens [B, T]``
+    beside it."""
 
     mask: Tensor
     reward: Tensor
@@ -172,7 +185,8 @@ class Rewards:
         return (self.tokens * self.mask).scatter_add(1, last[:, None], self.reward[:, None])
 
     def outcomes(self, **changes: Sequence[object]) -> list[Outcome]:
-        """As an estimator sees them; ``changes`` are fields of ``Outcome``, one value per rollout."""
+        """As an estimator sees them; ``changes`` are fields of ``Outcome``, one value per
+        rollout."""
         keep = self.mask.bool()
         made = [
             Outcome(
@@ -184,8 +198,14 @@ class Rewards:
             )
             for i, g in enumerate(self.group)
         ]
-        named = [dict(zip(changes, row, strict=True)) for row in zip(*changes.values(), strict=True)]
-        return [replace(o, **fields) for o, fields in zip(made, named, strict=True)] if changes else made
+        named = [
+            dict(zip(changes, row, strict=True)) for row in zip(*changes.values(), strict=True)
+        ]
+        return (
+            [replace(o, **fields) for o, fields in zip(made, named, strict=True)]
+            if changes
+            else made
+        )
 
 
 def random_rewards(
@@ -211,6 +231,8 @@ def padded(parts: Sequence[Floats], mask: Tensor) -> Tensor:
     return out
 
 
-def our_advantages(name: str, rewards: Rewards, outcomes: Sequence[Outcome] | None = None, **params: float) -> Tensor:
+def our_advantages(
+    name: str, rewards: Rewards, outcomes: Sequence[Outcome] | None = None, **params: float
+) -> Tensor:
     found = compute_advantages(Estimator.types[name](**params), outcomes or rewards.outcomes())
     return padded(found.advantages, rewards.mask)

@@ -1,7 +1,8 @@
-"""What is compared with whom, and every deliberate difference with its reason. No peer is needed to read it.
+"""What is compared with whom, and every deliberate difference with its reason. No peer is needed to
+read it.
 
-``docs/peers.md`` is made from this file: ``python tests/peers/comparisons.py`` writes its tables anew. Each entry
-names the test that proves it.
+``docs/peers.md`` is made from this file: ``python tests/peers/comparisons.py`` writes its tables
+anew. Each entry names the test that proves it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ _BLOCK = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """``ours`` are names of one kind: ``advantage``, ``loss``, ``aggregation``, ``correction``, ``kl`` or another."""
+    """``ours`` are names of one kind: ``advantage``, ``loss``, ``aggregation``, ``correction``,
+    ``kl`` or another."""
 
     kind: str
     ours: tuple[str, ...]
@@ -38,7 +40,12 @@ class Difference:
     test: str
 
 
-AGGREGATIONS = ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm")
+AGGREGATIONS = (
+    "token_mean",
+    "seq_mean_token_mean",
+    "seq_mean_token_sum",
+    "seq_mean_token_sum_norm",
+)
 
 COMPARISONS = (
     Comparison(
@@ -47,7 +54,9 @@ COMPARISONS = (
         ("verl: compute_grpo_outcome_advantage", "verl: compute_grpo_vectorized_outcome_advantage"),
         "agree_grpo",
     ),
-    Comparison("advantage", ("dr_grpo",), ("verl: compute_grpo_outcome_advantage",), "agree_dr_grpo"),
+    Comparison(
+        "advantage", ("dr_grpo",), ("verl: compute_grpo_outcome_advantage",), "agree_dr_grpo"
+    ),
     Comparison(
         "advantage",
         ("rloo",),
@@ -57,7 +66,10 @@ COMPARISONS = (
     Comparison("advantage", ("opo",), ("verl: compute_opo_outcome_advantage",), "agree_opo"),
     Comparison("advantage", ("gdpo",), ("verl: compute_gdpo_outcome_advantage",), "agree_gdpo"),
     Comparison(
-        "advantage", ("reinforce",), ("verl: compute_reinforce_plus_plus_outcome_advantage",), "agree_reinforce"
+        "advantage",
+        ("reinforce",),
+        ("verl: compute_reinforce_plus_plus_outcome_advantage",),
+        "agree_reinforce",
     ),
     Comparison(
         "advantage",
@@ -79,9 +91,13 @@ COMPARISONS = (
     Comparison("advantage", ("vapo",), ("verl: compute_gae_advantage_return",), "agree_vapo"),
     Comparison("advantage", ("gpg",), ("verl: compute_gpg_outcome_advantage",), "differ_gpg_scale"),
     Comparison("aggregation", AGGREGATIONS, ("verl: agg_loss",), "agree_ppo_verl"),
-    Comparison("aggregation", AGGREGATIONS[:2], ("OpenRLHF: aggregate_loss",), "agree_ppo_openrlhf"),
+    Comparison(
+        "aggregation", AGGREGATIONS[:2], ("OpenRLHF: aggregate_loss",), "agree_ppo_openrlhf"
+    ),
     Comparison("loss", ("ppo",), ("verl: compute_policy_loss_vanilla",), "agree_ppo_verl"),
-    Comparison("loss", ("ppo, dual clip",), ("verl: compute_policy_loss_vanilla",), "agree_dual_clip_verl"),
+    Comparison(
+        "loss", ("ppo, dual clip",), ("verl: compute_policy_loss_vanilla",), "agree_dual_clip_verl"
+    ),
     Comparison("loss", ("ppo", "ppo, dual clip"), ("OpenRLHF: PolicyLoss",), "agree_ppo_openrlhf"),
     Comparison(
         "loss",
@@ -92,20 +108,39 @@ COMPARISONS = (
     Comparison(
         "loss",
         ("gspo",),
-        ("OpenRLHF: PolicyLoss", "TRL: GRPOTrainer._compute_loss", "verl: compute_policy_loss_gspo"),
+        (
+            "OpenRLHF: PolicyLoss",
+            "TRL: GRPOTrainer._compute_loss",
+            "verl: compute_policy_loss_gspo",
+        ),
         "agree_gspo",
     ),
     Comparison("loss", ("gspo_token",), ("verl: compute_policy_loss_gspo",), "agree_gspo_token"),
     Comparison(
-        "loss", ("cispo",), ("verl: compute_policy_loss_cispo", "TRL: GRPOTrainer._compute_loss"), "agree_cispo"
+        "loss",
+        ("cispo",),
+        ("verl: compute_policy_loss_cispo", "TRL: GRPOTrainer._compute_loss"),
+        "agree_cispo",
     ),
-    Comparison("loss", ("sapo",), ("verl: compute_policy_loss_sapo", "TRL: GRPOTrainer._compute_loss"), "agree_sapo"),
+    Comparison(
+        "loss",
+        ("sapo",),
+        ("verl: compute_policy_loss_sapo", "TRL: GRPOTrainer._compute_loss"),
+        "agree_sapo",
+    ),
     Comparison("loss", ("gmpo",), ("verl: compute_policy_loss_geo_mean",), "agree_gmpo"),
-    Comparison("loss", ("gpg", "reinforce"), ("verl: compute_policy_loss_gpg",), "agree_policy_gradient"),
+    Comparison(
+        "loss", ("gpg", "reinforce"), ("verl: compute_policy_loss_gpg",), "agree_policy_gradient"
+    ),
     Comparison("loss", ("dppo_tv",), ("verl: compute_policy_loss_dppo_tv",), "agree_dppo_tv"),
     Comparison("loss", ("clip_cov",), ("verl: compute_policy_loss_clip_cov",), "agree_clip_cov"),
     Comparison("loss", ("kl_cov",), ("verl: compute_policy_loss_kl_cov",), "agree_kl_cov"),
-    Comparison("kl", ("k1", "k2", "k3", "k1+", "k3+"), ("verl: kl_penalty", "OpenRLHF: compute_approx_kl"), "agree_kl"),
+    Comparison(
+        "kl",
+        ("k1", "k2", "k3", "k1+", "k3+"),
+        ("verl: kl_penalty", "OpenRLHF: compute_approx_kl"),
+        "agree_kl",
+    ),
     Comparison(
         "kl",
         ("adaptive controller",),
@@ -118,9 +153,18 @@ COMPARISONS = (
         ("verl: compute_rollout_correction_weights",),
         "agree_correction_verl",
     ),
-    Comparison("correction", ("token_clamp", "icepop"), ("OpenRLHF: PolicyLoss",), "agree_correction_openrlhf"),
-    Comparison("correction", ("geometric",), ("verl: compute_rollout_rejection_mask",), "agree_geometric"),
-    Comparison("correction", ("sequence_mask",), ("OpenRLHF: PolicyLoss",), "differ_sequence_mask_clips"),
+    Comparison(
+        "correction",
+        ("token_clamp", "icepop"),
+        ("OpenRLHF: PolicyLoss",),
+        "agree_correction_openrlhf",
+    ),
+    Comparison(
+        "correction", ("geometric",), ("verl: compute_rollout_rejection_mask",), "agree_geometric"
+    ),
+    Comparison(
+        "correction", ("sequence_mask",), ("OpenRLHF: PolicyLoss",), "differ_sequence_mask_clips"
+    ),
     Comparison("critic", ("value loss",), ("verl: compute_value_loss",), "agree_value_loss_verl"),
     Comparison("critic", ("value loss",), ("OpenRLHF: ValueLoss",), "agree_value_loss_openrlhf"),
     Comparison("sft", ("negative log-likelihood",), ("OpenRLHF: SFTLoss",), "agree_sft"),
@@ -135,7 +179,9 @@ COMPARISONS = (
         ),
         "agree_logprobs_and_entropy",
     ),
-    Comparison("dpo", ("sigmoid", "sigmoid, label smoothing"), ("OpenRLHF: DPOLoss",), "agree_dpo_openrlhf"),
+    Comparison(
+        "dpo", ("sigmoid", "sigmoid, label smoothing"), ("OpenRLHF: DPOLoss",), "agree_dpo_openrlhf"
+    ),
     Comparison("dpo", ("ipo",), ("OpenRLHF: DPOLoss",), "agree_ipo_openrlhf"),
     Comparison("dpo", ("sigmoid", "hinge"), ("TRL: DPOTrainer._compute_loss",), "agree_dpo_trl"),
     Comparison("kto", ("kto",), ("TRL: KTOTrainer._compute_loss",), "agree_kto"),
@@ -146,8 +192,18 @@ COMPARISONS = (
         "agree_reward_model",
     ),
     Comparison("reward model", ("logexp",), ("OpenRLHF: LogExpLoss",), "agree_reward_model_logexp"),
-    Comparison("shaping", ("overlong_penalty",), ("OpenRLHF: apply_overlong_penalty",), "agree_overlong_penalty"),
-    Comparison("shaping", ("stop_properly",), ("OpenRLHF: apply_stop_properly_penalty",), "agree_stop_properly"),
+    Comparison(
+        "shaping",
+        ("overlong_penalty",),
+        ("OpenRLHF: apply_overlong_penalty",),
+        "agree_overlong_penalty",
+    ),
+    Comparison(
+        "shaping",
+        ("stop_properly",),
+        ("OpenRLHF: apply_stop_properly_penalty",),
+        "agree_stop_properly",
+    ),
 )
 
 DIFFERENCES = (
@@ -366,7 +422,9 @@ def not_compared() -> str:
     return _table(("ours", "why"), [(f"`{name}`", why) for name, why in NOT_COMPARED.items()])
 
 
-TABLES: Mapping[str, Callable[[], str]] = {made.__name__: made for made in (agreements, differences, not_compared)}
+TABLES: Mapping[str, Callable[[], str]] = {
+    made.__name__: made for made in (agreements, differences, not_compared)
+}
 
 
 def with_tables(text: str) -> str:

@@ -1,7 +1,8 @@
-"""OpenRLHF's ``models/loss.py`` and ``models/utils.py``, loaded as they are without their package's ``__init__``.
+"""OpenRLHF's ``models/loss.py`` and ``models/utils.py``, loaded as they are without their package's
+``__init__``.
 
-That ``__init__`` imports the actor and with it flash-attn, which is built for one GPU and CUDA version; neither
-file below needs it.
+That ``__init__`` imports the actor and with it flash-attn, which is built for one GPU and CUDA
+version; neither file below needs it.
 """
 
 from __future__ import annotations
@@ -16,12 +17,15 @@ _NAME = "openrlhf_models_without_actor"
 
 
 def _package() -> str:
-    """A package over the same folder that has no ``__init__``, so that the files' relative imports hold."""
+    """A package over the same folder that has no ``__init__``, so that the files' relative imports
+    hold."""
     if _NAME not in sys.modules:
         found = find_spec("openrlhf")
         assert found is not None and found.submodule_search_locations
         spec = ModuleSpec(_NAME, None, is_package=True)
-        spec.submodule_search_locations = [str(Path(next(iter(found.submodule_search_locations))) / "models")]
+        spec.submodule_search_locations = [
+            str(Path(next(iter(found.submodule_search_locations))) / "models")
+        ]
         sys.modules[_NAME] = module_from_spec(spec)
     return _NAME
 

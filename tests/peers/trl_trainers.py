@@ -1,4 +1,5 @@
-"""TRL's losses stand inside its trainers: each trainer here has what its ``_compute_loss`` reads, and no model."""
+"""TRL's losses stand inside its trainers: each trainer here has what its ``_compute_loss`` reads,
+and no model."""
 
 from __future__ import annotations
 
@@ -35,16 +36,24 @@ class _Given(GRPOTrainer):
         self.current_gradient_accumulation_steps = 1
         self._metrics = {"train": defaultdict(list), "eval": defaultdict(list)}
 
-    def _get_per_token_logps_and_entropies(self, *_: object, **__: object) -> tuple[Tensor, Tensor, None]:
+    def _get_per_token_logps_and_entropies(
+        self, *_: object, **__: object
+    ) -> tuple[Tensor, Tensor, None]:
         return *self.predicted, None
 
 
 def grpo_loss(case: Case, *, entropies: Tensor | None = None, **settings: object) -> Graded:
-    """``GRPOTrainer._compute_loss`` of the whole batch. ``settings`` are those of ``GRPOConfig``."""
+    """``GRPOTrainer._compute_loss`` of the whole batch. ``settings`` are those of
+    ``GRPOConfig``."""
     leaf = case.logprobs.clone().requires_grad_()
     with tempfile.TemporaryDirectory() as folder:
         config = GRPOConfig(
-            output_dir=folder, report_to="none", use_cpu=True, bf16=False, steps_per_generation=1, **settings
+            output_dir=folder,
+            report_to="none",
+            use_cpu=True,
+            bf16=False,
+            steps_per_generation=1,
+            **settings,
         )
     trainer = _Given(config, leaf, torch.zeros_like(leaf) if entropies is None else entropies)
     inputs = {
@@ -61,7 +70,8 @@ def grpo_loss(case: Case, *, entropies: Tensor | None = None, **settings: object
 
 
 class _Ready:
-    """What every trainer's loss reads beside its own settings; ``outputs`` is what its model answers with."""
+    """What every trainer's loss reads beside its own settings; ``outputs`` is what its model
+    answers with."""
 
     accelerator: Accelerator
     aux_loss_enabled = use_weighting = False
@@ -93,7 +103,9 @@ class _GivenReward(_Ready, RewardTrainer):
 def _predicted(logprobs: Tensor) -> SimpleNamespace:
     """A causal model's answer: its log-probabilities, and what goes into metrics only."""
     zeros = torch.zeros_like(logprobs)
-    return SimpleNamespace(log_probs=logprobs, entropy=zeros, mean_logits=zeros, is_top1=zeros.bool())
+    return SimpleNamespace(
+        log_probs=logprobs, entropy=zeros, mean_logits=zeros, is_top1=zeros.bool()
+    )
 
 
 def _tokens(mask: Tensor, token: int = 1) -> dict[str, Tensor]:
@@ -104,10 +116,13 @@ def _tokens(mask: Tensor, token: int = 1) -> dict[str, Tensor]:
 
 
 def dpo_loss(case: Case, beta: float, losses: dict[str, float]) -> Graded:
-    """``DPOTrainer._compute_loss``; rows of the case are chosen, rejected, chosen, …; ``reference`` is by row."""
+    """``DPOTrainer._compute_loss``; rows of the case are chosen, rejected, chosen, …; ``reference``
+    is by row."""
     leaf = case.logprobs.clone().requires_grad_()
     order = [*range(0, len(leaf), 2), *range(1, len(leaf), 2)]
-    trainer = _GivenDPO(beta=beta, loss_types=list(losses), loss_weights=list(losses.values()), label_smoothing=0.0)
+    trainer = _GivenDPO(
+        beta=beta, loss_types=list(losses), loss_weights=list(losses.values()), label_smoothing=0.0
+    )
     reference = case["reference"]
     inputs = _tokens(case.mask[order]) | {
         "ref_chosen_logps": reference[0::2],

@@ -1,6 +1,8 @@
-"""Every kind of training and sampling on a real instruct model; scores are compared with transformers'.
+"""Every kind of training and sampling on a real instruct model; scores are compared with
+transformers'.
 
-``TUNESMITH_REAL_MODEL`` names its directory; ``TUNESMITH_REAL_RECORD`` a JSON file for what was measured.
+``TUNESMITH_REAL_MODEL`` names its directory; ``TUNESMITH_REAL_RECORD`` a JSON file for what was
+measured.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ from tunesmith.types import Sample
 
 MODEL = Path(os.environ.get("TUNESMITH_REAL_MODEL", ""))
 pytestmark = pytest.mark.skipif(
-    not (MODEL / "config.json").exists(), reason="TUNESMITH_REAL_MODEL names no directory with a model"
+    not (MODEL / "config.json").exists(),
+    reason="TUNESMITH_REAL_MODEL names no directory with a model",
 )
 ANSWERS = ["red", "blue", "green", "black", "white", "brown", "yellow", "pink"]
 QUESTIONS = [f"What is the colour of item {number}?" for number in range(8)]
@@ -60,15 +63,20 @@ Record = Callable[..., None]
 
 @pytest.fixture(scope="module")
 def record() -> Iterator[Record]:
-    """Keeps what a test measured; the file keeps what tests that do not run now have measured before."""
+    """Keeps what a test measured; the file keeps what tests that do not run now have measured
+    before."""
     kept: dict[str, Any] = {}
     yield lambda name, **found: kept.update({name: found})
     if (file := os.environ.get("TUNESMITH_REAL_RECORD")) and kept:
         facts = {
             "model": MODEL.resolve().name,
-            "parameters": sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(MODEL).parameters()),
+            "parameters": sum(
+                p.numel() for p in AutoModelForCausalLM.from_pretrained(MODEL).parameters()
+            ),
             "instructions": highest().name,
-            "versions": {name: version(name) for name in ("tunesmith", "torch", "transformers", "peft")},
+            "versions": {
+                name: version(name) for name in ("tunesmith", "torch", "transformers", "peft")
+            },
             "python": platform.python_version(),
         }
         earlier = json.loads(Path(file).read_text())["measured"] if Path(file).exists() else {}
@@ -79,12 +87,18 @@ def record() -> Iterator[Record]:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     here = tmp_path_factory.mktemp("real")
     pairs = list(zip(QUESTIONS, ANSWERS, strict=True))
-    write_lines(here / "examples.jsonl", [{"prompt": q, "completion": f"It is {a}."} for q, a in pairs])
     write_lines(
-        here / "pairs.jsonl", [{"prompt": q, "chosen": f"It is {a}.", "rejected": "Ask me later."} for q, a in pairs]
+        here / "examples.jsonl", [{"prompt": q, "completion": f"It is {a}."} for q, a in pairs]
+    )
+    write_lines(
+        here / "pairs.jsonl",
+        [{"prompt": q, "chosen": f"It is {a}.", "rejected": "Ask me later."} for q, a in pairs],
     )
     asked = [f'What is {n} + {n + 1}? Answer in JSON: {{"answer": ...}}' for n in range(1, 9)]
-    write_lines(here / "train.jsonl", [{"prompt": q, "answer": str(2 * n + 1)} for n, q in enumerate(asked, 1)])
+    write_lines(
+        here / "train.jsonl",
+        [{"prompt": q, "answer": str(2 * n + 1)} for n, q in enumerate(asked, 1)],
+    )
     (here / "rewards.py").write_text(REWARDS)
     (here / "tools.py").write_text(TOOLS)
     return here
@@ -101,9 +115,16 @@ def said(folder: Path, run: str, data: str, **settings: Any) -> list[str]:
 
 
 def rl(folder: Path, run: str, reward: str, **settings: Any) -> placement.RunResult:
-    common = {"rollout__prompts_per_step": 4, "rollout__group_size": 8, "train__lr": 1e-5, "algorithm__name": "grpo"}
+    common = {
+        "rollout__prompts_per_step": 4,
+        "rollout__group_size": 8,
+        "train__lr": 1e-5,
+        "algorithm__name": "grpo",
+    }
     functions = {"reward__functions": [f"{folder / 'rewards.py'}:{reward}"]}
-    return placement.run_rl(None, said(folder, run, "train.jsonl", **common, **functions, **settings))
+    return placement.run_rl(
+        None, said(folder, run, "train.jsonl", **common, **functions, **settings)
+    )
 
 
 def steps(outcome: placement.RunResult, name: str) -> list[float]:
@@ -114,30 +135,47 @@ def chat(question: str, answer: str) -> tuple[list[int], list[int]]:
     """The tokens of a conversation's prompt, and of the answer."""
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
     messages = [{"role": "user", "content": question}]
-    prompt: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    return tuple(tokenizer(text, add_special_tokens=False)["input_ids"] for text in (prompt, answer + "<|im_end|>"))
+    prompt: str = tokenizer.apply_chat_template(
+        messages, tokenize=False, add_generation_prompt=True
+    )
+    return tuple(
+        tokenizer(text, add_special_tokens=False)["input_ids"]
+        for text in (prompt, answer + "<|im_end|>")
+    )
 
 
 @torch.no_grad()
 def theirs(model: Any, prompt: list[int], answer: list[int]) -> torch.Tensor:
     """Log-probabilities of the answer's tokens by transformers, one sequence at a time."""
-    logits = model(torch.tensor([prompt + answer]), use_cache=False).logits[0, len(prompt) - 1 : -1].float()
+    logits = (
+        model(torch.tensor([prompt + answer]), use_cache=False)
+        .logits[0, len(prompt) - 1 : -1]
+        .float()
+    )
     return logits.log_softmax(-1).gather(1, torch.tensor(answer)[:, None])[:, 0]
 
 
 def loss_by_transformers(directory: Path) -> float:
     """Of the examples' answers, per token."""
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-    scored = [theirs(model, *chat(q, f"It is {a}.")) for q, a in zip(QUESTIONS, ANSWERS, strict=True)]
+    scored = [
+        theirs(model, *chat(q, f"It is {a}.")) for q, a in zip(QUESTIONS, ANSWERS, strict=True)
+    ]
     return -float(torch.cat(scored).mean())
 
 
 @pytest.mark.parametrize(("dtype", "close"), [("float32", 1e-4), ("bfloat16", 0.5)])
-def test_scores_of_packed_conversations_are_transformers(dtype: str, close: float, record: Record) -> None:
-    conversations = [chat(q, f"It is {a}, as everyone can see.") for q, a in zip(QUESTIONS, ANSWERS, strict=True)]
+def test_scores_of_packed_conversations_are_transformers(
+    dtype: str, close: float, record: Record
+) -> None:
+    conversations = [
+        chat(q, f"It is {a}, as everyone can see.") for q, a in zip(QUESTIONS, ANSWERS, strict=True)
+    ]
     samples = [Sample(p + a, [False] * len(p) + [True] * len(a), 0) for p, a in conversations]
     with torch.no_grad():
-        found = CausalLM.load(MODEL, dtype=getattr(torch, dtype)).predict(forest_of(samples)).logprobs
+        found = (
+            CausalLM.load(MODEL, dtype=getattr(torch, dtype)).predict(forest_of(samples)).logprobs
+        )
     assert found is not None
     reference = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
     wanted = torch.cat([theirs(reference, p, a) for p, a in conversations])
@@ -147,37 +185,64 @@ def test_scores_of_packed_conversations_are_transformers(dtype: str, close: floa
 
 
 def test_greedy_answers_are_transformers(folder: Path, record: Record) -> None:
-    settings = {"sampling__temperature": 0.0, "sampling__max_new_tokens": 24, "output__logprobs": True}
-    done = run_generate(None, said(folder, "answers", "train.jsonl", model__dtype="float32", **settings))
+    settings = {
+        "sampling__temperature": 0.0,
+        "sampling__max_new_tokens": 24,
+        "output__logprobs": True,
+    }
+    done = run_generate(
+        None, said(folder, "answers", "train.jsonl", model__dtype="float32", **settings)
+    )
     reference = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
     same, off = 0, 0.0
     lines = [json.loads(line) for line in done.output.read_text().splitlines()]
     for line in lines:
         prompt, _ = chat(line["prompt"], "")
         written: list[int] = line["token_ids"]
-        off = max(off, float((theirs(reference, prompt, written) - torch.tensor(line["logprobs"])).abs().max()))
+        off = max(
+            off,
+            float(
+                (theirs(reference, prompt, written) - torch.tensor(line["logprobs"])).abs().max()
+            ),
+        )
         asked = torch.tensor([prompt])
-        answer = reference.generate(asked, attention_mask=torch.ones_like(asked), max_new_tokens=24, do_sample=False)
+        answer = reference.generate(
+            asked, attention_mask=torch.ones_like(asked), max_new_tokens=24, do_sample=False
+        )
         same += written == answer[0, len(prompt) :].tolist()
     record("greedy answers", answers=len(lines), same=same, largest_difference_of_logprobs=off)
     assert same == len(lines) and off < 1e-3
 
 
-def test_sft_learns_and_a_merged_adapter_is_the_adapted_model(folder: Path, record: Record, tmp_path: Path) -> None:
+def test_sft_learns_and_a_merged_adapter_is_the_adapted_model(
+    folder: Path, record: Record, tmp_path: Path
+) -> None:
     training = {"train__steps": 10, "train__batch_size": 8, "train__warmup_steps": 0}
     before = loss_by_transformers(MODEL)
-    whole = placement.run_sft(None, said(folder, "sft", "examples.jsonl", train__lr=5e-5, **training))
-    lora = placement.run_sft(None, said(folder, "lora", "examples.jsonl", lora__rank=8, train__lr=2e-3, **training))
+    whole = placement.run_sft(
+        None, said(folder, "sft", "examples.jsonl", train__lr=5e-5, **training)
+    )
+    lora = placement.run_sft(
+        None, said(folder, "lora", "examples.jsonl", lora__rank=8, train__lr=2e-3, **training)
+    )
     after = loss_by_transformers(Path(whole.checkpoint))
     placement.run_merge(Path(lora.checkpoint), tmp_path / "merged", dtype="float32")
-    adapted, merged = loss_by_transformers(Path(lora.checkpoint)), loss_by_transformers(tmp_path / "merged")
+    adapted, merged = (
+        loss_by_transformers(Path(lora.checkpoint)),
+        loss_by_transformers(tmp_path / "merged"),
+    )
     record("sft", loss_before=before, loss_after=after, with_lora=adapted, merged=merged)
     assert after < 0.5 * before and adapted < 0.5 * before
     assert merged == pytest.approx(adapted, abs=1e-3)
 
 
 def test_dpo_prefers_what_was_chosen(folder: Path, record: Record) -> None:
-    training = {"train__steps": 8, "train__batch_size": 8, "train__lr": 1e-5, "train__warmup_steps": 0}
+    training = {
+        "train__steps": 8,
+        "train__batch_size": 8,
+        "train__lr": 1e-5,
+        "train__warmup_steps": 0,
+    }
     losses = steps(placement.run_dpo(None, said(folder, "dpo", "pairs.jsonl", **training)), "loss")
     record("dpo", loss_first=losses[0], loss_last=losses[-1])
     assert losses[0] == pytest.approx(0.6931, abs=0.02) and losses[-1] < 0.6
@@ -192,7 +257,8 @@ def test_grpo_learns_a_form(folder: Path, record: Record) -> None:
 
 
 def test_rollouts_with_tools_end_well(folder: Path, record: Record) -> None:
-    """Prompts with tools, turns and their masks; a small model seldom calls one, and every rollout ends well."""
+    """Prompts with tools, turns and their masks; a small model seldom calls one, and every rollout
+    ends well."""
     settings: dict[str, Any] = {"model__chat_template": "hermes"}  # the model's own takes no tools
     settings |= {"environment__tools": [f"{folder / 'tools.py'}:add"], "environment__max_turns": 2}
     outcome = rl(folder, "tools", "called", train__steps=2, rollout__max_new_tokens=48, **settings)
@@ -202,7 +268,11 @@ def test_rollouts_with_tools_end_well(folder: Path, record: Record) -> None:
 
 
 def test_rft_trains_on_what_it_got_right(folder: Path, record: Record) -> None:
-    settings = {"reward__functions": [f"{folder / 'rewards.py'}:braces"], "rft__threshold": 0.3, "rft__select": "all"}
+    settings = {
+        "reward__functions": [f"{folder / 'rewards.py'}:braces"],
+        "rft__threshold": 0.3,
+        "rft__select": "all",
+    }
     sampling = {"sampling__n": 8, "sampling__max_new_tokens": 24, "train__epochs": 1}
     outcome = run_rft("run", None, said(folder, "rft", "train.jsonl", **settings, **sampling))
     model, tokenizer = outcome.load(dtype=torch.float32)

@@ -1,4 +1,5 @@
-"""Agents of well-known packages, unmodified: only the address and the key of the policy are given to them."""
+"""Agents of well-known packages, unmodified: only the address and the key of the policy are given
+to them."""
 
 from __future__ import annotations
 
@@ -7,7 +8,15 @@ from pydantic import BaseModel
 
 async def openai_agents(base_url, api_key):
     """The package's default, the ``responses`` interface; once whole and once streamed."""
-    from agents import Agent, ModelBehaviorError, OpenAIProvider, RunConfig, Runner, function_tool, set_tracing_disabled
+    from agents import (
+        Agent,
+        ModelBehaviorError,
+        OpenAIProvider,
+        RunConfig,
+        Runner,
+        function_tool,
+        set_tracing_disabled,
+    )
 
     set_tracing_disabled(True)
 
@@ -70,14 +79,20 @@ async def openai_client(base_url, api_key):
 
     async with AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
         said = [{"role": "user", "content": "hello"}]
-        chat = await client.chat.completions.create(model="m", messages=said, n=2, logprobs=True, top_logprobs=1)
+        chat = await client.chat.completions.create(
+            model="m", messages=said, n=2, logprobs=True, top_logprobs=1
+        )
         assert len(chat.choices) == 2 and all(len(c.logprobs.content) > 0 for c in chat.choices)
         text = await client.completions.create(model="m", prompt="hello", max_tokens=4, logprobs=1)
         assert len(text.choices[0].logprobs.tokens) == text.usage.completion_tokens
         answer = await client.responses.create(model="m", input="hello", instructions="Be brief.")
-        more = await client.responses.create(model="m", input="more", previous_response_id=answer.id)
+        more = await client.responses.create(
+            model="m", input="more", previous_response_id=answer.id
+        )
         assert more.usage.input_tokens > 0 and isinstance(more.output_text, str)
-        events = [e async for e in await client.responses.create(model="m", input="hello", stream=True)]
+        events = [
+            e async for e in await client.responses.create(model="m", input="hello", stream=True)
+        ]
         assert events[-1].type in ("response.completed", "response.incomplete")
         return float(len(events) > 4)
 

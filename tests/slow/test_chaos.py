@@ -1,4 +1,5 @@
-"""Processes of a run are killed at random moments: it ends with the right steps, and as it would have without that."""
+"""Processes of a run are killed at random moments: it ends with the right steps, and as it would
+have without that."""
 
 from __future__ import annotations
 
@@ -49,10 +50,22 @@ class Run:
         self.start()
 
     def start(self, *more: str) -> None:
-        arguments = [sys.executable, "-m", "tunesmith", "rl", str(self.folder / "none.toml"), *self.settings, *more]
+        arguments = [
+            sys.executable,
+            "-m",
+            "tunesmith",
+            "rl",
+            str(self.folder / "none.toml"),
+            *self.settings,
+            *more,
+        ]
         with (self.folder / f"{self.directory.name}.log").open("ab") as log:
             self.process = popen(
-                arguments, cwd=self.folder, stdout=log, stderr=log, env={**os.environ, "NO_COLOR": "1"}
+                arguments,
+                cwd=self.folder,
+                stdout=log,
+                stderr=log,
+                env={**os.environ, "NO_COLOR": "1"},
             )
 
     def said(self) -> str:
@@ -67,7 +80,8 @@ class Run:
         return []
 
     def wait_for(self, holds: Callable[[], bool]) -> None:
-        """Until it holds, or the run has ended as it should: whoever waits may have been held up."""
+        """Until it holds, or the run has ended as it should: whoever waits may have been held
+        up."""
         deadline = time.monotonic() + 900
         while not holds() and (code := self.process.poll()) != 0:
             assert code is None, self.said()[-3000:]
@@ -95,7 +109,9 @@ class Run:
             self.start("checkpoint.resume=true")
             return
         self.wait_for(lambda: bool(self.victims(kind)))
-        with suppress(psutil.Error, IndexError):  # one that has ended by itself meanwhile is as good as killed
+        with suppress(
+            psutil.Error, IndexError
+        ):  # one that has ended by itself meanwhile is as good as killed
             draw.choice(self.victims(kind)).send_signal(signal.SIGKILL)
 
     def finish(self) -> None:
@@ -103,7 +119,8 @@ class Run:
 
 
 def trained_on(run: Run) -> Counter[str]:
-    """How often each task was trained on. Each step's groups are whole; of others come rollouts that failed."""
+    """How often each task was trained on. Each step's groups are whole; of others come rollouts
+    that failed."""
     groups: dict[tuple[int, int], str] = {}
     for line in map(json.loads, (run.directory / "rollouts.jsonl").read_text().splitlines()):
         if line["kind"] == "train":
@@ -137,7 +154,11 @@ PLACES: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
 
 
 @pytest.mark.parametrize(
-    "place", ["processes, playing ahead", pytest.param("ray", marks=[pytest.mark.xdist_group("ray"), pytest.mark.long])]
+    "place",
+    [
+        "processes, playing ahead",
+        pytest.param("ray", marks=[pytest.mark.xdist_group("ray"), pytest.mark.long]),
+    ],
 )
 def test_whatever_is_killed_the_run_ends_as_it_should(start: tuple[Path, Path], place: str) -> None:
     folder, model = start
@@ -156,10 +177,14 @@ def test_whatever_is_killed_the_run_ends_as_it_should(start: tuple[Path, Path], 
         run.kill(kind, draw)
     run.finish()
     assert run.steps() == list(range(1, STEPS + 1))
-    assert all(line["rollouts"] == PROMPTS * RL["rollout.group_size"] for line in run.metrics("grad_norm"))
+    assert all(
+        line["rollouts"] == PROMPTS * RL["rollout.group_size"] for line in run.metrics("grad_norm")
+    )
     counts, behind = trained_on(run), changed.get("rollout.max_staleness", 0)
     assert counts.total() == STEPS * PROMPTS
-    assert max(counts.values()) - min(counts.values()) <= (2 if behind else 1)  # the last ones are still being played
+    assert max(counts.values()) - min(counts.values()) <= (
+        2 if behind else 1
+    )  # the last ones are still being played
     assert max(line["staleness/max"] for line in run.metrics("grad_norm")) <= behind
     before, *_, after = (line["eval/reward"] for line in run.metrics("eval/reward"))
     assert after > before + 0.15  # that it learns; how well is the matter of other tests

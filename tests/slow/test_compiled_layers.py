@@ -1,4 +1,5 @@
-"""Training with layers that Inductor compiles: the same steps, few functions, no more memory, and a cache."""
+"""Training with layers that Inductor compiles: the same steps, few functions, no more memory, and a
+cache."""
 
 from __future__ import annotations
 
@@ -47,7 +48,9 @@ def packing() -> Packing:
     return made
 
 
-def backend(path: Path, compiled: bool, lora: bool = False, **options: Any) -> TorchBackend[CausalLM]:
+def backend(
+    path: Path, compiled: bool, lora: bool = False, **options: Any
+) -> TorchBackend[CausalLM]:
     """One backend's model has an adapter that moves its states."""
     made = backend_of(path, **({"dtype": torch.float32} | options)) if not lora else None
     if made is None:
@@ -72,7 +75,9 @@ def backend(path: Path, compiled: bool, lora: bool = False, **options: Any) -> T
 
 def gradients(made: TorchBackend[CausalLM]) -> dict[str, Tensor]:
     made.sum_gradients()
-    return {name: m.grad.clone() for name, m in made.optimizer.masters.items() if m.grad is not None}
+    return {
+        name: m.grad.clone() for name, m in made.optimizer.masters.items() if m.grad is not None
+    }
 
 
 @pytest.mark.parametrize(
@@ -85,7 +90,9 @@ def gradients(made: TorchBackend[CausalLM]) -> dict[str, Tensor]:
     ],
     ids=["full", "checkpointing", "lora", "bfloat16"],
 )
-def test_three_steps_are_those_of_lean_layers(family: str, shape: Any, options: Any, tmp_path: Path) -> None:
+def test_three_steps_are_those_of_lean_layers(
+    family: str, shape: Any, options: Any, tmp_path: Path
+) -> None:
     path = save_model(tmp_path, family, num_hidden_layers=4, **shape)
     bound, data = (0.03 if "dtype" in options else 1e-5), packing()
     off, on = (backend(path, compiled, **options) for compiled in (False, True))
@@ -102,7 +109,10 @@ def test_three_steps_are_those_of_lean_layers(family: str, shape: Any, options: 
         # AdamW may move a weight whose gradient is near 0 by more than its rounding.
         assert float((on.optimizer.masters[name] - weight).abs().mean()) < 0.1 * bound, name
     torch.testing.assert_close(
-        *(torch.as_tensor(b.score(data)) for b in (on, off)), rtol=10 * bound, atol=10 * bound, check_dtype=False
+        *(torch.as_tensor(b.score(data)) for b in (on, off)),
+        rtol=10 * bound,
+        atol=10 * bound,
+        check_dtype=False,
     )
 
 
@@ -119,7 +129,9 @@ def saved_bytes(made: TorchBackend[CausalLM]) -> int:
         return tensor
 
     alive: list[Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: (alive.append(t), keep(t))[1], lambda t: t):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: (alive.append(t), keep(t))[1], lambda t: t
+    ):
         made.model.states(forest)
     return sum(kept.values())
 
@@ -137,6 +149,8 @@ def test_what_was_compiled_is_found_again(tmp_path: Path, cache: Path) -> None:
         torch._dynamo.reset()
         counters.clear()
         backend(path, True).forward_backward(data, SFTObjective())
-        found.append(sum(n for name, n in counters["aot_autograd"].items() if name.endswith("cache_hit")))
+        found.append(
+            sum(n for name, n in counters["aot_autograd"].items() if name.endswith("cache_hit"))
+        )
     assert found[0] == 0 and found[1] == 2
     assert os.listdir(cache)

@@ -33,12 +33,19 @@ def test_accuracy_rises_from_below_060_to_above_090(tmp_path: Path) -> None:
     if result["share"] == 1:
         assert result["accuracy_before"] < 0.6 and result["accuracy_after"] > 0.9
     assert result["accuracy_after"] > result["accuracy_before"]
-    assert greedy_accuracy(result["checkpoint"], tmp_path / "demo" / "held_out.jsonl") == result["accuracy_after"]
+    assert (
+        greedy_accuracy(result["checkpoint"], tmp_path / "demo" / "held_out.jsonl")
+        == result["accuracy_after"]
+    )
 
 
 def greedy_accuracy(checkpoint: str, held_out: Path) -> float:
-    """With transformers alone: the checkpoint is an ordinary one, and the number is not ours to make up."""
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(checkpoint), AutoTokenizer.from_pretrained(checkpoint)
+    """With transformers alone: the checkpoint is an ordinary one, and the number is not ours to
+    make up."""
+    model, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(checkpoint),
+        AutoTokenizer.from_pretrained(checkpoint),
+    )
     tasks = [json.loads(line) for line in held_out.read_text().splitlines()]
     prompts = torch.tensor([tokenizer(task["prompt"]).input_ids for task in tasks])
     out = model.generate(

@@ -21,7 +21,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A student, and a teacher of its size that has learned to double numbers."""
     folder = tmp_path_factory.mktemp("models")
     student = save_model(folder / "student")
-    return student, placement.run_sft(None, sft_settings(folder, student, train__steps=150)).checkpoint
+    return student, placement.run_sft(
+        None, sft_settings(folder, student, train__steps=150)
+    ).checkpoint
 
 
 @pytest.mark.parametrize(
@@ -45,7 +47,13 @@ def test_the_divergence_from_the_teacher_falls(
     if mode == "offline":
         made = sft_settings(tmp_path, models[0], **settings, distill__alpha=1.0)
     else:
-        made = rl_settings(tmp_path, models[0], **settings, reward__functions=None, rollout__group_size=16)
+        made = rl_settings(
+            tmp_path, models[0], **settings, reward__functions=None, rollout__group_size=16
+        )
     outcome = placement.run_distill(None, made)
-    found = [line["teacher_kl"] for line in read_metrics(outcome.run_dir / "metrics.jsonl") if "teacher_kl" in line]
+    found = [
+        line["teacher_kl"]
+        for line in read_metrics(outcome.run_dir / "metrics.jsonl")
+        if "teacher_kl" in line
+    ]
     assert sum(found[-5:]) / 5 < share * found[0]

@@ -1,4 +1,5 @@
-"""Real small runs: healthy ones, in which the doctor finds nothing, and one for each disease, which it finds first."""
+"""Real small runs: healthy ones, in which the doctor finds nothing, and one for each disease, which
+it finds first."""
 
 from __future__ import annotations
 
@@ -43,7 +44,12 @@ Settings = dict[str, Any]
 
 LITTLE: Settings = {"train__steps": 4}
 FAILING: Settings = {"reward__max_failed_share": 1.0, "train__steps": 4}
-HELD_OUT: Settings = {"data__eval": "held_out.jsonl", "eval__every": 6, "eval__max_prompts": 120, "train__steps": 12}
+HELD_OUT: Settings = {
+    "data__eval": "held_out.jsonl",
+    "eval__every": 6,
+    "eval__max_prompts": 120,
+    "train__steps": 12,
+}
 RAMBLING: Settings = {
     "model__path": "BLANK", "reward__functions": ["low"], "rollout__stop_token_ids": list(range(10, 25)),
     "rollout__max_new_tokens": 120, "train__lr": 1e-5,
@@ -189,15 +195,21 @@ def ward(tmp_path_factory: pytest.TempPathFactory) -> Generator[Ward]:
     data = {
         "twos": [task | {"answer": "2"} for task in few],
         "no_twos": [task | {"answer": "01"[n % 2]} for n, task in enumerate(tasks(100, 60))],
-        "hard": [task | {"answer": task["answer"] if n % 20 == 0 else "7"} for n, task in enumerate(few)],
+        "hard": [
+            task | {"answer": task["answer"] if n % 20 == 0 else "7"} for n, task in enumerate(few)
+        ],
         "few": tasks(8, 60),
         "twice": few + few,
-        "long": [task | {"prompt": "long " * 8} if n % 4 == 0 else task for n, task in enumerate(few)],
+        "long": [
+            task | {"prompt": "long " * 8} if n % 4 == 0 else task for n, task in enumerate(few)
+        ],
         "broken": [{"text": "no prompt"} if n % 4 == 3 else task for n, task in enumerate(few)],
         "rare": tasks(3, 200),
         "few_examples": examples(24),
         "twice_examples": examples(24) * 2,
-        "broken_examples": [e | {"completion": "~^" * 9} if n // 8 == 14 else e for n, e in enumerate(examples(200))],
+        "broken_examples": [
+            e | {"completion": "~^" * 9} if n // 8 == 14 else e for n, e in enumerate(examples(200))
+        ],
         "random_examples": [e | {"completion": choice("0123456789")} for e in examples(40)],
         "random_held_out": [e | {"completion": choice("0123456789")} for e in examples(60, 100)],
     }
@@ -236,7 +248,9 @@ def test_a_healthy_run_on_given_answers(tmp_path: Path, ward: Ward, command: str
     if command == "sft":
         run = ward.policy.parent.parent.parent
     else:
-        settings = preference_settings(command, tmp_path, ward.policy, train__steps=20, eval__every=10)
+        settings = preference_settings(
+            command, tmp_path, ward.policy, train__steps=20, eval__every=10
+        )
         run = RUNS[command](None, settings).run_dir
     assert not {key: severity for key, severity in found(run).items() if severity != "note"}
 
@@ -251,7 +265,9 @@ def test_a_disease_of_rollouts_comes_first(tmp_path: Path, ward: Ward, disease: 
 
 def test_a_reward_that_keeps_memory(tmp_path: Path, ward: Ward) -> None:
     settings = {"reward__functions": ["leaks"], "rollout__prompts_per_step": 3, "train__steps": 12}
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as apart:  # its peak is that of this run alone
+    with ProcessPoolExecutor(
+        1, mp_context=get_context("spawn")
+    ) as apart:  # its peak is that of this run alone
         run = apart.submit(ward.rl, str(tmp_path / "run"), **placed(ward, settings)).result()
     assert next(iter(found(run)), None) == "host_memory_grows", found(run)
 
@@ -274,7 +290,9 @@ def sft(**settings: Any) -> Callable[[Path, Ward], Path]:
 def noisy(folder: Path, ward: Ward) -> Path:
     write_lines(folder / "dpo.jsonl", noisy_pairs(48))
     write_lines(folder / "dpo_held_out.jsonl", noisy_pairs(240, 100))
-    return RUNS["dpo"](None, preference_settings("dpo", folder, ward.policy, train__steps=24, eval__every=12)).run_dir
+    return RUNS["dpo"](
+        None, preference_settings("dpo", folder, ward.policy, train__steps=24, eval__every=12)
+    ).run_dir
 
 
 def far(folder: Path, ward: Ward) -> Path:

@@ -38,8 +38,16 @@ def test_a_run_outlives_its_reward(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     settings = rl_settings(tmp_path, save_model(tmp_path / "model"), train__steps=4)
     (tmp_path / "rewards.py").write_text(HOSTILE)
     changed = ["reward.isolation=process", "reward.timeout=6", "reward.max_failed_share=0.6"]
-    outcome = placement.run_rl(None, [s for s in settings if not s.startswith("reward.isolation")] + changed)
-    lines: list[dict[str, Any]] = [line for line in read_metrics(outcome.run_dir / "metrics.jsonl") if "loss" in line]
-    assert len(lines) == 4 and all((tmp_path / name).exists() for name in ("hung", "gone", "killed"))
+    outcome = placement.run_rl(
+        None, [s for s in settings if not s.startswith("reward.isolation")] + changed
+    )
+    lines: list[dict[str, Any]] = [
+        line for line in read_metrics(outcome.run_dir / "metrics.jsonl") if "loss" in line
+    ]
+    assert len(lines) == 4 and all(
+        (tmp_path / name).exists() for name in ("hung", "gone", "killed")
+    )
     failed = sum(line["rollouts/failed"] * line["rollouts"] for line in lines)
-    assert failed == 8, "two groups of four: the one that hung and the one that left; the killed one was asked again"
+    assert failed == 8, (
+        "two groups of four: the one that hung and the one that left; the killed one was asked again"
+    )

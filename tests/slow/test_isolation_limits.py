@@ -1,4 +1,5 @@
-"""User code in processes: after a timeout, a crash or too much memory, only its call or its episode fails."""
+"""User code in processes: after a timeout, a crash or too much memory, only its call or its episode
+fails."""
 
 from __future__ import annotations
 
@@ -157,11 +158,16 @@ def tokenizer() -> Any:
     return byte_level(template("qwen2"))
 
 
-def played(folder: Path, tokenizer: Any, name: str, isolation: str, hows: list[str], **keys: Any) -> list[Rollout]:
+def played(
+    folder: Path, tokenizer: Any, name: str, isolation: str, hows: list[str], **keys: Any
+) -> list[Rollout]:
     environments = load(folder, EPISODES, path=f"env.py:{name}", isolation=isolation, **keys)
     tasks = [made_task(tokenizer, identity=how, secret=3, how=how) for how in hows]
     rollouts, engine = play(
-        environments, tokenizer, tasks, lambda text: CALL if name == "Counter" and "now" not in text else "x<|im_end|>"
+        environments,
+        tokenizer,
+        tasks,
+        lambda text: CALL if name == "Counter" and "now" not in text else "x<|im_end|>",
     )
     if len(rollouts) == 1:
         check_tokens(ok(rollouts[0]), engine)
@@ -169,7 +175,9 @@ def played(folder: Path, tokenizer: Any, name: str, isolation: str, hows: list[s
 
 
 @pytest.mark.parametrize(("name", "reward"), [("Guess", 3.25), ("Counter", 5.0), ("Agent", 0.5)])
-def test_an_episode_is_the_same_in_a_process(name: str, reward: float, tokenizer: Any, tmp_path: Path) -> None:
+def test_an_episode_is_the_same_in_a_process(
+    name: str, reward: float, tokenizer: Any, tmp_path: Path
+) -> None:
     (there,) = played(tmp_path, tokenizer, name, "process", [""])
     (here,) = played(tmp_path, tokenizer, name, "thread", [""])
     assert there.reward == here.reward == reward
@@ -187,7 +195,9 @@ def test_what_would_end_the_run_ends_its_own_episode(tokenizer: Any, tmp_path: P
         "raises": (Status.ENVIRONMENT_FAILED, "of the user's"),
         "also fine": (Status.OK, ""),
     }
-    found = played(tmp_path, tokenizer, "Guess", "process", list(expected), timeout=8.0, memory="1GB")
+    found = played(
+        tmp_path, tokenizer, "Guess", "process", list(expected), timeout=8.0, memory="1GB"
+    )
     for rollout, (status, words) in zip(found, expected.values(), strict=True):
         assert rollout.status is status and words in str(rollout.error), rollout.error
         assert status is not Status.OK or rollout.reward == 3.25

@@ -1,4 +1,5 @@
-"""A real process that the kernel ends at a random moment, the same command again: the end is bitwise the same."""
+"""A real process that the kernel ends at a random moment, the same command again: the end is
+bitwise the same."""
 
 from __future__ import annotations
 
@@ -44,8 +45,8 @@ def saved(self, step, *rest):
 Checkpoints.save = saved
 main()
 """
-"""A program that the kernel ends at a random moment of ``within`` seconds of its own after a checkpoint of ``after``,
-and with the next checkpoint at the latest.
+"""A program that the kernel ends at a random moment of ``within`` seconds of its own after a
+checkpoint of ``after``, and with the next checkpoint at the latest.
 
 The time is the processor's, so that a busy machine changes nothing.
 """
@@ -56,7 +57,9 @@ def start(
 ) -> subprocess.Popen[bytes]:
     (folder / "none.toml").touch()
     arguments = [sys.executable, *program, command, str(folder / "none.toml"), *settings]
-    return popen(arguments, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=ENVIRONMENT)
+    return popen(
+        arguments, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=ENVIRONMENT
+    )
 
 
 def finish(process: subprocess.Popen[bytes]) -> None:
@@ -66,11 +69,16 @@ def finish(process: subprocess.Popen[bytes]) -> None:
 
 def seconds_of(steps: int, run: Path) -> float:
     """How long so many steps of a finished run took."""
-    return steps * median(line["seconds"] for line in read_metrics(run / "metrics.jsonl") if "seconds" in line)
+    return steps * median(
+        line["seconds"] for line in read_metrics(run / "metrics.jsonl") if "seconds" in line
+    )
 
 
-def killed_after(command: str, folder: Path, settings: list[str], steps: int, within: float) -> None:
-    """Begin a run that is killed in the next ``within`` seconds, 0.15 at most, after a checkpoint of ``steps``."""
+def killed_after(
+    command: str, folder: Path, settings: list[str], steps: int, within: float
+) -> None:
+    """Begin a run that is killed in the next ``within`` seconds, 0.15 at most, after a checkpoint
+    of ``steps``."""
     process = start(command, folder, settings, ["-c", KILLED, str(min(0.15, within)), str(steps)])
     _, told = process.communicate(timeout=600)
     assert process.returncode == -signal.SIGPROF, told.decode()
@@ -92,8 +100,12 @@ def settings_of(folder: Path, model: Path, command: str, run: str, dtype: str) -
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(("command", "dtype"), [("rl", "float32"), again("rl", "bfloat16"), ("sft", "float32")])
-def test_killed_twice_and_resumed_it_ends_as_if_nothing_had_happened(tmp_path: Path, command: str, dtype: str) -> None:
+@pytest.mark.parametrize(
+    ("command", "dtype"), [("rl", "float32"), again("rl", "bfloat16"), ("sft", "float32")]
+)
+def test_killed_twice_and_resumed_it_ends_as_if_nothing_had_happened(
+    tmp_path: Path, command: str, dtype: str
+) -> None:
     model = save_model(tmp_path / "model")
     finish(start(command, tmp_path, settings_of(tmp_path, model, command, "straight", dtype)))
     within = seconds_of(EVERY, tmp_path / "straight")
@@ -106,6 +118,8 @@ def test_killed_twice_and_resumed_it_ends_as_if_nothing_had_happened(tmp_path: P
     names = [tmp_path / run / f"checkpoints/step-{STEPS:06d}" for run in ("straight", "killed")]
     same_tensors(*names)
     assert read_state(names[0]) == read_state(names[1])
-    assert untimed(tmp_path / "straight/metrics.jsonl") == untimed(tmp_path / "killed/metrics.jsonl")
+    assert untimed(tmp_path / "straight/metrics.jsonl") == untimed(
+        tmp_path / "killed/metrics.jsonl"
+    )
     left = [p.name for p in (tmp_path / "killed/checkpoints").iterdir()]
     assert not [name for name in left if name.startswith(".")], "what the kill left over is gone"

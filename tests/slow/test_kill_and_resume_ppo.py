@@ -1,4 +1,5 @@
-"""A run with a critic, averaged weights and a moving reference, ended by the kernel: the end is bitwise the same."""
+"""A run with a critic, averaged weights and a moving reference, ended by the kernel: the end is
+bitwise the same."""
 
 from __future__ import annotations
 
@@ -18,7 +19,9 @@ STEPS = 16
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["own critic", "shared trunk"])
-def test_killed_and_resumed_it_ends_as_if_nothing_had_happened(tmp_path: Path, shared: bool) -> None:
+def test_killed_and_resumed_it_ends_as_if_nothing_had_happened(
+    tmp_path: Path, shared: bool
+) -> None:
     model = save_model(tmp_path / "model")
     critic = {"critic__shared_trunk": True} if shared else {"critic__freeze_actor_steps": 5}
     common: dict[str, Any] = {
@@ -34,4 +37,6 @@ def test_killed_and_resumed_it_ends_as_if_nothing_had_happened(tmp_path: Path, s
     ends = [tmp_path / run / f"checkpoints/step-{STEPS:06d}" for run in ("straight", "killed")]
     same_tensors(*ends)
     assert read_state(ends[0]) == read_state(ends[1])
-    assert untimed(tmp_path / "straight/metrics.jsonl") == untimed(tmp_path / "killed/metrics.jsonl")
+    assert untimed(tmp_path / "straight/metrics.jsonl") == untimed(
+        tmp_path / "killed/metrics.jsonl"
+    )

@@ -1,4 +1,5 @@
-"""Real shortage: of memory, under a limit of the address space, and of disk, on a tiny file system."""
+"""Real shortage: of memory, under a limit of the address space, and of disk, on a tiny file
+system."""
 
 from __future__ import annotations
 
@@ -54,7 +55,9 @@ def limited(folder: Path, settings: list[str], room: int) -> subprocess.Complete
 
 def test_a_run_whose_micro_batches_do_not_fit_finishes_with_the_same_losses(tmp_path: Path) -> None:
     """Large micro-batches take over 500 MB of activations; 300 MB are left."""
-    model = save_model(tmp_path / "model", hidden_size=256, intermediate_size=1024, num_hidden_layers=4)
+    model = save_model(
+        tmp_path / "model", hidden_size=256, intermediate_size=1024, num_hidden_layers=4
+    )
     data = write_lines(tmp_path / "data.jsonl", [{"text": f"{i:03d}" * 80} for i in range(32)])
 
     def settings(run: str) -> list[str]:
@@ -74,15 +77,23 @@ def test_a_run_whose_micro_batches_do_not_fit_finishes_with_the_same_losses(tmp_
         for run in ("free", "tight")
     ]
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
-    assert read_state(tmp_path / "tight/checkpoints/step-000003")["max_tokens"] == int(lowered[-1][1])
+    assert read_state(tmp_path / "tight/checkpoints/step-000003")["max_tokens"] == int(
+        lowered[-1][1]
+    )
 
 
 def test_one_sequence_that_does_not_fit_ends_with_advice(tmp_path: Path) -> None:
     model = save_model(
-        tmp_path / "model", hidden_size=256, intermediate_size=1024, num_hidden_layers=4, max_position_embeddings=8192
+        tmp_path / "model",
+        hidden_size=256,
+        intermediate_size=1024,
+        num_hidden_layers=4,
+        max_position_embeddings=8192,
     )
     data = write_lines(tmp_path / "data.jsonl", [{"text": "abcd" * 1500}])
-    settings = sft_settings(tmp_path, model, data__train=str(data), train__batch_size=1, train__steps=1)
+    settings = sft_settings(
+        tmp_path, model, data__train=str(data), train__batch_size=1, train__steps=1
+    )
     ended = limited(tmp_path, settings, 150 * 10**6)
     assert ended.returncode != 0
     last = ended.stderr.strip().splitlines()[-1]

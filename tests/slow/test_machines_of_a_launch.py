@@ -33,7 +33,8 @@ def free_port() -> int:
 
 
 class Machines:
-    """``torchrun --nnodes 2``: each launcher's working directory has the run file; the model is the settings'."""
+    """``torchrun --nnodes 2``: each launcher's working directory has the run file; the model is the
+    settings'."""
 
     def __init__(self, folder: Path, settings: list[str], ranks: int = 1, **texts: str) -> None:
         port = free_port()
@@ -52,22 +53,50 @@ class Machines:
                 "--local-addr",
                 "127.0.0.1",
             ]
-            meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", folder.name]
-            command = [str(TORCHRUN), *where, *meeting, "-m", "tunesmith", "sft", "run.toml", *settings]
+            meeting = [
+                "--rdzv-backend",
+                "c10d",
+                "--rdzv-endpoint",
+                f"127.0.0.1:{port}",
+                "--rdzv-id",
+                folder.name,
+            ]
+            command = [
+                str(TORCHRUN),
+                *where,
+                *meeting,
+                "-m",
+                "tunesmith",
+                "sft",
+                "run.toml",
+                *settings,
+            ]
             env = {**os.environ, "HF_HUB_OFFLINE": "1", "NO_COLOR": "1"}
             with (own / "output.txt").open("w") as out:
                 started = subprocess.Popen(
-                    command, cwd=own, stdout=out, stderr=subprocess.STDOUT, env=env, text=True, start_new_session=True
+                    command,
+                    cwd=own,
+                    stdout=out,
+                    stderr=subprocess.STDOUT,
+                    env=env,
+                    text=True,
+                    start_new_session=True,
                 )
             self.launchers.append(started)
         self.folder = folder
 
     def said(self) -> str:
-        return "".join((self.folder / f"machine-{node}" / "output.txt").read_text() for node in range(2))
+        return "".join(
+            (self.folder / f"machine-{node}" / "output.txt").read_text() for node in range(2)
+        )
 
     def first(self) -> int:
         """The node that rank 0 is on: which launcher comes first."""
-        return next(n for n in range(2) if "run directory" in (self.folder / f"machine-{n}" / "output.txt").read_text())
+        return next(
+            n
+            for n in range(2)
+            if "run directory" in (self.folder / f"machine-{n}" / "output.txt").read_text()
+        )
 
     def kill(self, node: int) -> None:
         """A machine and all of its processes are gone."""
@@ -111,7 +140,9 @@ def test_two_machines_end_as_one_process(machines: Any, model: Path, tmp_path: P
     same(alone, placement.RunResult(run, run / "checkpoints/step-000003/model", [], {}))
 
 
-def test_a_machine_that_is_lost_ends_the_run_which_resumes(machines: Any, model: Path, tmp_path: Path) -> None:
+def test_a_machine_that_is_lost_ends_the_run_which_resumes(
+    machines: Any, model: Path, tmp_path: Path
+) -> None:
     changed = {"checkpoint__every": 2, "eval__every": 1000, "checkpoint__resume": "auto"}
     long = machines(sft_settings(tmp_path, model, "run", train__steps=400, **changed))
     wait_for_step(tmp_path / "run", 4, long.launchers[0])
@@ -125,9 +156,14 @@ def test_a_machine_that_is_lost_ends_the_run_which_resumes(machines: Any, model:
     assert "from" in again.said()
 
 
-def test_machines_with_other_run_files_are_refused(machines: Any, model: Path, tmp_path: Path) -> None:
+def test_machines_with_other_run_files_are_refused(
+    machines: Any, model: Path, tmp_path: Path
+) -> None:
     texts = {f"machine_{n}": f"[train]\nseed = {n}\n" for n in range(2)}
     found = machines(sft_settings(tmp_path, model, "run"), **texts)
     assert all(found.end()), found.said()
-    assert "run file run.toml line 2: 'seed = 0'" in found.said() or "run.toml line 2: 'seed = 1'" in found.said()
+    assert (
+        "run file run.toml line 2: 'seed = 0'" in found.said()
+        or "run.toml line 2: 'seed = 1'" in found.said()
+    )
     assert "'seed = 0'" in found.said() and "'seed = 1'" in found.said()

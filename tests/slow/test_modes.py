@@ -1,4 +1,5 @@
-"""The same run in every mode, by settings alone: it learns the same, and synchronous modes take the same first step."""
+"""The same run in every mode, by settings alone: it learns the same, and synchronous modes take the
+same first step."""
 
 from __future__ import annotations
 
@@ -40,14 +41,18 @@ ON_OTHER_SEEDS = {1: ("ray", "one step behind"), 2: ("ray", "one step behind, pa
 LONG = ("ray", "two engines, gloo", "one step behind, partial")
 """Modes whose runs other slow tests compare with one process, step by step."""
 CASES = [
-    pytest.param(seed, mode, marks=pytest.mark.long if seed or mode in LONG else (), id=f"{mode}-{seed}")
+    pytest.param(
+        seed, mode, marks=pytest.mark.long if seed or mode in LONG else (), id=f"{mode}-{seed}"
+    )
     for seed, modes in {0: SYNCHRONOUS | ASYNCHRONOUS, **ON_OTHER_SEEDS}.items()
     for mode in modes
 ]
 
 
 @pytest.fixture(scope="module")
-def start(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], tuple[Path, Path, RunResult]]:
+def start(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Callable[[int], tuple[Path, Path, RunResult]]:
     """Of a seed: folder, taught model, and what the engine in the trainer's process makes of it."""
 
     @cache

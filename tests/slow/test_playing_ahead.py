@@ -1,4 +1,5 @@
-"""Whole runs that play ahead with an engine in another process, and runs whose engine and trainer take turns."""
+"""Whole runs that play ahead with an engine in another process, and runs whose engine and trainer
+take turns."""
 
 from __future__ import annotations
 
@@ -31,8 +32,14 @@ def test_runs_that_play_ahead(name: str, tmp_path: Path) -> None:
     """All steps are taken with full batches, no token is too old, and the correction is on."""
     held_out = write_lines(tmp_path / "held_out.jsonl", sums(5, 6))
     settings = RUNS[name] | {"train__steps": 5, "data__eval": str(held_out), "eval__every": 2}
-    outcome = placement.run_rl(None, rl_settings(tmp_path, save_model(tmp_path / "model"), "run", **settings))
-    lines = [line for line in read_metrics(outcome.run_dir / "metrics.jsonl") if "optimizer_steps" in line]
+    outcome = placement.run_rl(
+        None, rl_settings(tmp_path, save_model(tmp_path / "model"), "run", **settings)
+    )
+    lines = [
+        line
+        for line in read_metrics(outcome.run_dir / "metrics.jsonl")
+        if "optimizer_steps" in line
+    ]
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
     oldest = [line["staleness/max"] for line in lines]
     assert max(oldest) <= settings["rollout__max_staleness"]
@@ -45,7 +52,9 @@ def test_taking_turns_on_a_device_changes_nothing(tmp_path: Path) -> None:
     """The engine's memory is given back before every training step; the curve is the same."""
     model, changed = save_model(tmp_path / "model"), {"system__engine_process": True}
     plain = placement.run_rl(None, rl_settings(tmp_path, model, "plain", **changed))
-    turns = placement.run_rl(None, rl_settings(tmp_path, model, "turns", system__hybrid=True, **changed))
+    turns = placement.run_rl(
+        None, rl_settings(tmp_path, model, "turns", system__hybrid=True, **changed)
+    )
     losses = [
         [line["loss"] for line in read_metrics(outcome.run_dir / "metrics.jsonl") if "loss" in line]
         for outcome in (plain, turns)
@@ -69,5 +78,7 @@ def test_an_evaluation_has_turns_of_its_own(tmp_path: Path, partial: bool) -> No
         "environment__path": str(tmp_path / "agent.py") + ":answer", "environment__concurrency": 1, "data__chat": True,
         "data__eval": str(held_out), "eval__every": 1, "train__steps": 3,
     }  # fmt: skip
-    outcome = placement.run_rl(None, rl_settings(tmp_path, save_model(tmp_path / "model"), **changed))
+    outcome = placement.run_rl(
+        None, rl_settings(tmp_path, save_model(tmp_path / "model"), **changed)
+    )
     assert len(outcome.evaluations) == 4

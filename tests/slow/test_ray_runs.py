@@ -44,7 +44,8 @@ def share(completions, trainer_state, **columns):
         time.sleep(0.01)
     return [sum(c < "N" for c in text) / max(1, len(text)) for text in completions]
 """
-"""The reward of ``tiny_runs``; it holds the steps that a test names until the test has done what it wants to."""
+"""The reward of ``tiny_runs``; it holds the steps that a test names until the test has done what it
+wants to."""
 
 
 class Ended:
@@ -99,7 +100,9 @@ class Run(Ended):
         settings = rl_settings(folder, model, name, **changed)
         arguments = [sys.executable, "-m", "tunesmith", "rl", str(file), *settings]
         env = {**os.environ, "HF_HUB_OFFLINE": "1", "NO_COLOR": "1", **(environment or {})}
-        self.process = popen(arguments, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=env)
+        self.process = popen(
+            arguments, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=env
+        )
 
     def finish(self) -> str:
         said, _ = self.process.communicate(timeout=600)
@@ -109,7 +112,9 @@ class Run(Ended):
     def wait_for(self, holds: Callable[[], Any]) -> None:
         deadline = time.monotonic() + 600
         while not holds():
-            assert self.process.poll() is None and time.monotonic() < deadline, self.process.communicate()
+            assert self.process.poll() is None and time.monotonic() < deadline, (
+                self.process.communicate()
+            )
             time.sleep(0.01)
 
     @contextmanager
@@ -138,14 +143,18 @@ def same(a: Ended, b: Ended, names: tuple[str, ...] = ("reward", "tokens")) -> N
     """Up to rounding: which requests are decoded together depends on when they arrive."""
     for name, tensor in a.weights().items():
         torch.testing.assert_close(b.weights()[name], tensor, rtol=1e-2, atol=1e-4)
-    seen = [[[line.get(name, -1) for name in ("step", *names)] for line in run.metrics()] for run in (a, b)]
+    seen = [
+        [[line.get(name, -1) for name in ("step", *names)] for line in run.metrics()]
+        for run in (a, b)
+    ]
     assert len(seen[0]) == len(seen[1])
     for ours, theirs in zip(*seen, strict=True):
         assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-6)
 
 
 def test_every_role_in_an_actor_ends_as_in_one_process(tmp_path: Path) -> None:
-    """Trainer, reference, critic, reward model and two engines, with an evaluation of averaged weights."""
+    """Trainer, reference, critic, reward model and two engines, with an evaluation of averaged
+    weights."""
     held_out = write_lines(tmp_path / "held_out.jsonl", sums(5, 6))
     save_reward_model(tmp_path / "reward_model")
     changed: dict[str, Any] = {
@@ -168,7 +177,10 @@ def test_every_role_in_an_actor_ends_as_in_one_process(tmp_path: Path) -> None:
             {"colocate": [["actor", "ref", "critic"]], "reward__processes": 2},
             "2 actor, 2 critic, 2 reward, 1 rollout",
         ),
-        again({"ref__processes": 2, "reward__shards": 2}, "2 actor, 2 ref, 2 critic, 2 reward, 1 rollout"),
+        again(
+            {"ref__processes": 2, "reward__shards": 2},
+            "2 actor, 2 ref, 2 critic, 2 reward, 1 rollout",
+        ),
         (
             {"ref__processes": 2, "reward__processes": 2, "zero_stage": 3},
             "2 actor, 2 ref, 2 critic, 2 reward, 1 rollout",
@@ -187,7 +199,9 @@ def test_scoring_in_the_trainers_ranks_or_shared_by_processes_ends_as_in_one_pro
     rewards = f"[[reward.models]]\npath = '{tmp_path / 'reward_model'}'\n"
     alone = inside(tmp_path, rewards, **changed)
     stage = places.pop("zero_stage", 0)
-    said = {f"system__placement__{key}": value for key, value in places.items()} | {"system__zero_stage": stage}
+    said = {f"system__placement__{key}": value for key, value in places.items()} | {
+        "system__zero_stage": stage
+    }
     spread = Run(tmp_path, "spread", rewards, **changed, **RAY, system__trainer_ranks=2, **said)
     assert listed in spread.finish()
     same(alone, spread)
@@ -199,7 +213,9 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Ended:
 
 
 def test_a_killed_engine_changes_nothing(tmp_path: Path, undisturbed: Ended) -> None:
-    run = Run(tmp_path, "run", holds=(3, 12), train__steps=STEPS, train__lr=1e-3, system__engines=2, **RAY)
+    run = Run(
+        tmp_path, "run", holds=(3, 12), train__steps=STEPS, train__lr=1e-3, system__engines=2, **RAY
+    )
     for step in (3, 12):
         with run.held(step):
             run.kill("Engine")
@@ -208,22 +224,36 @@ def test_a_killed_engine_changes_nothing(tmp_path: Path, undisturbed: Ended) -> 
     assert all(line["rollouts"] == 16 for line in run.metrics())
 
 
-def test_a_killed_trainer_is_gone_back_from_and_every_step_counts_once(tmp_path: Path, undisturbed: Ended) -> None:
+def test_a_killed_trainer_is_gone_back_from_and_every_step_counts_once(
+    tmp_path: Path, undisturbed: Ended
+) -> None:
     """One of two ranks: once before there is a checkpoint, once after."""
-    settings = {"train__steps": STEPS, "train__lr": 1e-3, "checkpoint__every": 8, "system__trainer_ranks": 2}
+    settings = {
+        "train__steps": STEPS,
+        "train__lr": 1e-3,
+        "checkpoint__every": 8,
+        "system__trainer_ranks": 2,
+    }
     run = Run(tmp_path, "run", holds=(3, 11), **settings, **RAY)
     for step in (3, 11):
         with run.held(step):
             run.kill("Trainer")
     said = run.finish()
-    assert "the run continues from the beginning, as there is no checkpoint yet; 2 more times" in said
+    assert (
+        "the run continues from the beginning, as there is no checkpoint yet; 2 more times" in said
+    )
     assert "checkpoints/step-000008; 1 more times" in said
     assert [line["step"] for line in run.metrics()] == list(range(1, STEPS + 1))
     same(undisturbed, run)
 
 
 def test_two_ranks_of_trainer_and_critic_end_as_one_process(tmp_path: Path) -> None:
-    changed: dict[str, Any] = {"algorithm__name": "ppo", "train__steps": 4, "train__lr": 1e-3, "checkpoint__every": 2}
+    changed: dict[str, Any] = {
+        "algorithm__name": "ppo",
+        "train__steps": 4,
+        "train__lr": 1e-3,
+        "checkpoint__every": 2,
+    }
     alone = inside(tmp_path, **changed)
     spread = Run(tmp_path, "spread", **changed, **RAY, system__trainer_ranks=2)
     assert "2 actor, 1 ref, 2 critic, 1 rollout" in spread.finish()
@@ -242,7 +272,9 @@ def test_the_last_death_ends_the_run_and_says_how_to_go_on(tmp_path: Path) -> No
 
 
 @pytest.mark.long
-def test_a_killed_controller_takes_its_actors_along_and_resumes(tmp_path: Path, undisturbed: Ended) -> None:
+def test_a_killed_controller_takes_its_actors_along_and_resumes(
+    tmp_path: Path, undisturbed: Ended
+) -> None:
     settings = {"train__steps": STEPS, "train__lr": 1e-3, "checkpoint__every": 4, **RAY}
     run = Run(tmp_path, "run", holds=(7,), **settings)
     with run.held(7):
@@ -250,7 +282,9 @@ def test_a_killed_controller_takes_its_actors_along_and_resumes(tmp_path: Path, 
         run.process.send_signal(signal.SIGKILL)
         run.process.communicate()
     # Ray's own agents take longer.
-    _, alive = psutil.wait_procs([p for p in children if not p.name().endswith("Agent")], timeout=600)
+    _, alive = psutil.wait_procs(
+        [p for p in children if not p.name().endswith("Agent")], timeout=600
+    )
     assert not alive
     again = Run(tmp_path, "run", **settings, checkpoint__resume=True)
     again.finish()
@@ -271,8 +305,18 @@ def running_cluster(folder: Path, key: dict[str, str]) -> Generator[str]:
     ray = Path(sys.executable).parent / "ray"
     env = {**os.environ, **key, "RAY_USAGE_STATS_ENABLED": "0", "PYTHONUNBUFFERED": "1"}
     env.pop("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", None)
-    start = [str(ray), "start", "--head", "--port=0", "--num-cpus=2", "--include-dashboard=false", "--block"]
-    head = subprocess.Popen(start, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=env, cwd=folder, text=True)
+    start = [
+        str(ray),
+        "start",
+        "--head",
+        "--port=0",
+        "--num-cpus=2",
+        "--include-dashboard=false",
+        "--block",
+    ]
+    head = subprocess.Popen(
+        start, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=env, cwd=folder, text=True
+    )
     given_up = Timer(600, head.kill)
     given_up.start()
     try:
@@ -299,12 +343,19 @@ def test_the_same_run_on_a_cluster_that_runs_already(tmp_path: Path) -> None:
         run = Run(tmp_path, "run", runtime, key, **RAY, system__ray_address=address)
         run.finish()
         assert [line["step"] for line in run.metrics()] == [1, 2, 3]
-        crowd = Run(tmp_path, "crowd", "", {**key, "RAY_ADDRESS": address}, **RAY, system__engines=4)
+        crowd = Run(
+            tmp_path, "crowd", "", {**key, "RAY_ADDRESS": address}, **RAY, system__engines=4
+        )
         said, _ = crowd.process.communicate(timeout=600)
         assert crowd.process.returncode == 2
-        assert "5 CPUs are needed (1 × trainer 1, 4 × engine 1), and the cluster has 2" in said.decode()
+        assert (
+            "5 CPUs are needed (1 × trainer 1, 4 × engine 1), and the cluster has 2"
+            in said.decode()
+        )
         asked = [sys.executable, "-c", MACHINES, address]
-        said = subprocess.run(asked, env={**os.environ, **key}, capture_output=True, timeout=600, check=True).stdout
+        said = subprocess.run(
+            asked, env={**os.environ, **key}, capture_output=True, timeout=600, check=True
+        ).stdout
         assert said.decode().split("\n")[-2] == "[{'CPU': 2.0, 'GPU': 0.0}]"
         stranger = Run(tmp_path, "stranger", **RAY, system__ray_address=address)
         said, _ = stranger.process.communicate(timeout=600)

@@ -28,7 +28,8 @@ PACKAGES = {
 
 
 def scripted(text: str) -> str:
-    """A policy that knows what to do: it calls the tool it is offered, and gives the answer once it has it."""
+    """A policy that knows what to do: it calls the tool it is offered, and gives the answer once it
+    has it."""
     last = text.rpartition("<|im_start|>user")[2]
     names = re.findall(r'"name": "(\w+)"', text)
     call = '<tool_call>{{"name": "{}", "arguments": {}}}</tool_call><|im_end|>'.format
@@ -39,7 +40,9 @@ def scripted(text: str) -> str:
     return call("add", '{"a": 2, "b": 3}') if "add" in names else "5<|im_end|>"
 
 
-@pytest.mark.parametrize(("agent", "reward"), list(zip(PACKAGES, (2.0, 1.0, 1.0, 1.0, 1.0), strict=True)))
+@pytest.mark.parametrize(
+    ("agent", "reward"), list(zip(PACKAGES, (2.0, 1.0, 1.0, 1.0, 1.0), strict=True))
+)
 def test_an_agent_gets_what_its_package_expects(agent: str, reward: float, tmp_path: Path) -> None:
     pytest.importorskip(PACKAGES[agent])
     tokenizer = byte_level(template("qwen2"))
@@ -47,7 +50,9 @@ def test_an_agent_gets_what_its_package_expects(agent: str, reward: float, tmp_p
     environments = load(tmp_path, SOURCE.read_text(), path=f"env.py:{agent}")
     assert signal.getsignal(signal.SIGINT) is handler, "the run's own way to end stays"
     task = made_task(tokenizer, answer="5")
-    (rollout,), engine = play(environments, tokenizer, [task], scripted, timeout=60.0, max_tokens=40_000)
+    (rollout,), engine = play(
+        environments, tokenizer, [task], scripted, timeout=60.0, max_tokens=40_000
+    )
     check_tokens(ok(rollout), engine)
     assert rollout.reward == reward
     if agent in ("smolagents", "pydantic_ai"):
@@ -56,7 +61,9 @@ def test_an_agent_gets_what_its_package_expects(agent: str, reward: float, tmp_p
         assert rollout.metrics["brief"] == 1.0, "the rubric's metrics"
 
 
-@pytest.mark.parametrize("agent", ["openai_agents", "pydantic_ai", "openai_client", "load_environment"])
+@pytest.mark.parametrize(
+    "agent", ["openai_agents", "pydantic_ai", "openai_client", "load_environment"]
+)
 def test_an_agent_trains_a_model(agent: str, tmp_path: Path) -> None:
     """A random model writes nonsense, which the packages must take as any other model's words."""
     pytest.importorskip(PACKAGES[agent])
@@ -69,5 +76,7 @@ def test_an_agent_trains_a_model(agent: str, tmp_path: Path) -> None:
         "rollout__prompts_per_step": 1, "rollout__group_size": 2, "rollout__temperature": 0.9,
     }  # fmt: skip
     outcome = run_rl(None, rl_settings(tmp_path, model, **changed))
-    (step,) = [json.loads(line) for line in (outcome.run_dir / "metrics.jsonl").read_text().splitlines()]
+    (step,) = [
+        json.loads(line) for line in (outcome.run_dir / "metrics.jsonl").read_text().splitlines()
+    ]
     assert step["rollouts/failed"] == 0.0 and step["trained_tokens"] > 0

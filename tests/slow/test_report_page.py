@@ -1,4 +1,5 @@
-"""The page in a real browser: runs over each other, rollouts, a run that goes on, hostile text shown as text."""
+"""The page in a real browser: runs over each other, rollouts, a run that goes on, hostile text
+shown as text."""
 
 from __future__ import annotations
 
@@ -21,12 +22,19 @@ from tunesmith.cli.main import app
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(chromium() is None, reason="needs Chromium (CONTRIBUTING.md says how to install it)"),
+    pytest.mark.skipif(
+        chromium() is None, reason="needs Chromium (CONTRIBUTING.md says how to install it)"
+    ),
 ]
 
 
 def tokens(*texts: str) -> dict[str, Any]:
-    return {"text": list(texts), "logprob": [-0.1 * i for i in range(len(texts))], "version": 3, "advantage": -0.5}
+    return {
+        "text": list(texts),
+        "logprob": [-0.1 * i for i in range(len(texts))],
+        "version": 3,
+        "advantage": -0.5,
+    }
 
 
 LINES = [
@@ -51,7 +59,9 @@ async def open_tab(page: Page, name: str) -> None:
 
 async def shown_groups(page: Page, count: int) -> list[str]:
     await page.until(f"document.querySelectorAll('#list [role=option]').length === {count}")
-    return await page.run("[...document.querySelectorAll('#list [role=option] strong')].map((one) => one.textContent)")
+    return await page.run(
+        "[...document.querySelectorAll('#list [role=option] strong')].map((one) => one.textContent)"
+    )
 
 
 async def choose(page: Page, label: str, value: str) -> None:
@@ -72,7 +82,9 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     settings = json.loads((two / "resolved.json").read_text())
     settings["settings"]["train.lr"]["value"] = 2e-6
     (two / "resolved.json").write_text(json.dumps(settings))
-    done = CliRunner().invoke(app, ["report", str(one), str(two), "--out", str(folder / "report.html")])
+    done = CliRunner().invoke(
+        app, ["report", str(one), str(two), "--out", str(folder / "report.html")]
+    )
     assert done.exit_code == 0, done.output
     return folder / "report.html"
 
@@ -83,9 +95,8 @@ async def test_every_tab_shows_two_runs_without_an_error_or_a_request(report: Pa
         caption = "document.querySelector('[data-metric=reward] figcaption')"
         assert (await page.run(f"{caption}.textContent")).split() == ["one", "4", "two", "2"]
         assert await page.run(f"{caption}.querySelectorAll('.swatch').length") == 2
-        painted = (
-            "document.querySelector('[data-metric=reward] canvas').getContext('2d').getImageData(0, 0, 300, 150).data"
-        )
+        canvas = "document.querySelector('[data-metric=reward] canvas')"
+        painted = f"{canvas}.getContext('2d').getImageData(0, 0, 300, 150).data"
         await page.until(
             f"document.querySelector('[data-metric=reward] canvas').width > 300 && {painted}.some(Boolean)"
         )
@@ -101,7 +112,9 @@ async def test_every_tab_shows_two_runs_without_an_error_or_a_request(report: Pa
             await open_tab(page, tab)
             assert text in await page.run("document.querySelector('#body').textContent"), tab
         await open_tab(page, "Evaluations")
-        headings = await page.run("[...document.querySelectorAll('#body th')].map((cell) => cell.textContent)")
+        headings = await page.run(
+            "[...document.querySelectorAll('#body th')].map((cell) => cell.textContent)"
+        )
         assert headings[:3] == ["metric", "step 0", "step 40"] and all(headings)
         await open_tab(page, "Settings")
         await choose(page, "Show", "differ")
@@ -112,9 +125,17 @@ async def test_every_tab_shows_two_runs_without_an_error_or_a_request(report: Pa
         assert not page.errors and page.requests == [report.as_uri()]
 
 
-async def test_charts_outside_of_the_view_are_drawn_and_a_phone_sees_them_at_once(report: Path) -> None:
+async def test_charts_outside_of_the_view_are_drawn_and_a_phone_sees_them_at_once(
+    report: Path,
+) -> None:
     async with browser() as page:
-        await page.call("Emulation.setDeviceMetricsOverride", width=390, height=844, deviceScaleFactor=1, mobile=True)
+        await page.call(
+            "Emulation.setDeviceMetricsOverride",
+            width=390,
+            height=844,
+            deviceScaleFactor=1,
+            mobile=True,
+        )
         await page.open(report.as_uri())
         blank = (
             "[...document.querySelectorAll('details[open] canvas')].filter((one) => "
@@ -160,7 +181,9 @@ async def test_rollouts_are_browsed_and_filtered(report: Path) -> None:
             await choose(page, label, value)
             await shown_groups(page, count)
         await page.until("document.querySelectorAll('article.rollout').length === 2")
-        assert await page.run("[...document.querySelectorAll('.token')].map((one) => one.textContent)") == [
+        assert await page.run(
+            "[...document.querySelectorAll('.token')].map((one) => one.textContent)"
+        ) == [
             "wro",
             "ng",
             "<eos>",
@@ -175,12 +198,16 @@ async def test_rollouts_are_browsed_and_filtered(report: Path) -> None:
         await shown_groups(page, 1)
         texts = "[...document.querySelectorAll('#group .text:not(.prompt) > *')].map((one) => one.textContent)"
         await page.until(f"{texts}.length === 5")
-        assert (await page.run(texts))[:3] == ["a", "b", "[tool]"] and "record 1" in (await page.run(texts))[3]
+        assert (await page.run(texts))[:3] == ["a", "b", "[tool]"] and "record 1" in (
+            await page.run(texts)
+        )[3]
         await choose(page, "Text", "")
         await choose(page, "Kind", "")
         await shown_groups(page, 6)
         await page.press("j")
-        await page.until("document.querySelectorAll('#list [role=option]')[1].getAttribute('aria-selected') === 'true'")
+        await page.until(
+            "document.querySelectorAll('#list [role=option]')[1].getAttribute('aria-selected') === 'true'"
+        )
         await page.press("/")
         assert await page.run("document.activeElement.type") == "search"
         assert not page.errors
@@ -219,15 +246,23 @@ async def test_the_live_page_follows_a_run(tmp_path: Path) -> None:
             assert await page.run(selected) == "step 1", "what is looked at stays"
             with (run / "rollouts.jsonl").open("a") as file:
                 file.write(json.dumps(rollout(4, reward=0.0)) + "\n")
-            await page.until("document.querySelector('#list [role=option]').textContent.includes('2 rollouts')")
+            await page.until(
+                "document.querySelector('#list [role=option]').textContent.includes('2 rollouts')"
+            )
             assert await page.run(selected) == "step 1"
             await choose(page, "Text", "ALERT(1)")
             await shown_groups(page, 1)
-            await page.until("document.querySelector('#group article')?.textContent.includes('\\\\x1b[31m')")
-            assert not page.errors and {urlsplit(r).netloc for r in page.requests} == {urlsplit(address).netloc}
+            await page.until(
+                "document.querySelector('#group article')?.textContent.includes('\\\\x1b[31m')"
+            )
+            assert not page.errors and {urlsplit(r).netloc for r in page.requests} == {
+                urlsplit(address).netloc
+            }
             process.send_signal(signal.SIGINT)
             assert process.wait(60) == 0
-            await page.until("document.querySelector('#status').textContent.startsWith('not connected')")
+            await page.until(
+                "document.querySelector('#status').textContent.startsWith('not connected')"
+            )
 
 
 async def test_hostile_text_is_shown_as_text(report: Path) -> None:
@@ -239,12 +274,19 @@ async def test_hostile_text_is_shown_as_text(report: Path) -> None:
         await shown_groups(page, 2)
         for number, part in ((0, "it raised"), (1, "reward 0.5")):
             await page.run(f"document.querySelectorAll('#list [role=option]')[{number}].click()")
-            await page.until(f"document.querySelector('#group article')?.textContent.includes('{part}')")
+            await page.until(
+                f"document.querySelector('#group article')?.textContent.includes('{part}')"
+            )
             text = await page.run("document.querySelector('#group').textContent")
             assert (
                 "<script>window.hacked = 1</script></script><img src=x onerror=alert(1)>\\x1b[31m \\u202e & \\ud800 é"
                 in text
             )
-        assert await page.run("window.hacked") is None and await page.run("document.images.length") == 0
-        assert await page.run("document.documentElement.scrollWidth <= window.innerWidth"), "fits a narrow screen"
+        assert (
+            await page.run("window.hacked") is None
+            and await page.run("document.images.length") == 0
+        )
+        assert await page.run("document.documentElement.scrollWidth <= window.innerWidth"), (
+            "fits a narrow screen"
+        )
         assert not page.errors and page.requests == [report.as_uri()]

@@ -32,7 +32,8 @@ pytestmark = pytest.mark.slow
 
 @pytest.mark.parametrize("seed", [1, again(2)])
 def test_accuracy_rises(tmp_path: Path, seed: int) -> None:
-    """The unit conversion example: a model that rounds half of its answers learns from those that it does not."""
+    """The unit conversion example: a model that rounds half of its answers learns from those that
+    it does not."""
     here = tmp_path / "unit_conversion"
     example = ROOT / "examples" / "unit_conversion"
     shutil.copytree(example, here, ignore=shutil.ignore_patterns("runs", "model", "*.jsonl"))
@@ -47,7 +48,9 @@ def test_accuracy_rises(tmp_path: Path, seed: int) -> None:
     assert done.yields["round-1"]["solved"] > 0.6 * done.yields["round-1"]["questions"]
 
 
-def test_killed_again_and_again_it_writes_what_it_would_have_written_at_once(tmp_path: Path) -> None:
+def test_killed_again_and_again_it_writes_what_it_would_have_written_at_once(
+    tmp_path: Path,
+) -> None:
     tiny.save_model(tmp_path / "model")
     write_lines(tmp_path / "in.jsonl", sums(400))
     (tmp_path / "run.toml").write_text(
@@ -59,7 +62,13 @@ def test_killed_again_and_again_it_writes_what_it_would_have_written_at_once(tmp
     def start(name: str) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", "tunesmith", "generate", "run.toml", f"run_dir={name}"]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-        return popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=environment)
+        return popen(
+            command,
+            cwd=tmp_path,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            env=environment,
+        )
 
     def finish(process: subprocess.Popen[bytes]) -> None:
         _, told = process.communicate(timeout=600)
@@ -81,11 +90,15 @@ def test_killed_again_and_again_it_writes_what_it_would_have_written_at_once(tmp
     finish(start("killed"))
     straight = (tmp_path / "straight" / "completions.jsonl").read_bytes()
     assert out.read_bytes() == straight
-    assert [json.loads(line)["answer"] for line in straight.splitlines()] == [s["answer"] for s in sums(400)]
+    assert [json.loads(line)["answer"] for line in straight.splitlines()] == [
+        s["answer"] for s in sums(400)
+    ]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
-def test_a_signal_leaves_what_is_finished_and_says_how_to_go_on(tmp_path: Path, number: signal.Signals) -> None:
+def test_a_signal_leaves_what_is_finished_and_says_how_to_go_on(
+    tmp_path: Path, number: signal.Signals
+) -> None:
     tiny.save_model(tmp_path / "model")
     write_lines(tmp_path / "in.jsonl", sums(60))
     (tmp_path / "rewards.py").write_text(REWARDS)
@@ -96,9 +109,24 @@ def test_a_signal_leaves_what_is_finished_and_says_how_to_go_on(tmp_path: Path, 
     )
 
     def start(name: str) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "tunesmith", "rft", "generate", "run.toml", f"run_dir={name}"]
+        command = [
+            sys.executable,
+            "-m",
+            "tunesmith",
+            "rft",
+            "generate",
+            "run.toml",
+            f"run_dir={name}",
+        ]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-        return popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment, text=True)
+        return popen(
+            command,
+            cwd=tmp_path,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=environment,
+            text=True,
+        )
 
     assert start("straight").wait(600) == 0
     process, folder = start("cut"), tmp_path / "cut" / "round-1"
@@ -114,7 +142,10 @@ def test_a_signal_leaves_what_is_finished_and_says_how_to_go_on(tmp_path: Path, 
         assert process.returncode == -9
     else:
         assert process.returncode == 128 + number, told
-        assert "of 60 lines" in told and told.count("Continue with: tunesmith rft generate run.toml") == 1
+        assert (
+            "of 60 lines" in told
+            and told.count("Continue with: tunesmith rft generate run.toml") == 1
+        )
     assert start("cut").wait(600) == 0
     name = "round-1/samples.jsonl"
     assert (tmp_path / "cut" / name).read_bytes() == (tmp_path / "straight" / name).read_bytes()
@@ -123,16 +154,21 @@ def test_a_signal_leaves_what_is_finished_and_says_how_to_go_on(tmp_path: Path, 
 
 @pytest.mark.long
 def test_the_ablation_runs(tmp_path: Path) -> None:
-    """Three arms of the benchmark on a short warm-up, by its command: both trainers learn the same answers."""
+    """Three arms of the benchmark on a short warm-up, by its command: both trainers learn the same
+    answers."""
     names = ["padded", "padded, no gradient checkpointing", "tunesmith"]
     command = [
         sys.executable, "-m", "benchmarks.rft", "--arms", *names, "--questions", "400",
         "--warm-up-steps", "300", "--out", str(tmp_path / "rft.json"),
     ]  # fmt: skip
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False
+    )
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "rft.json").read_text())
-    assert list(found["arms"]) == names and not any("failed" in arm for arm in found["arms"].values())
+    assert list(found["arms"]) == names and not any(
+        "failed" in arm for arm in found["arms"].values()
+    )
     before = found["before"]["accuracy"][0]
     assert all(arm["evaluation"]["accuracy"][0] > before for arm in found["arms"].values()), found
     assert "| tunesmith |" in (tmp_path / "rft.md").read_text()

@@ -1,4 +1,5 @@
-"""PPO, with a critic of its own and on the policy's trunk, and GSPO get better at a task by its score alone."""
+"""PPO, with a critic of its own and on the policy's trunk, and GSPO get better at a task by its
+score alone."""
 
 from __future__ import annotations
 
@@ -28,7 +29,12 @@ def right(completions, answer, **columns):
 COMMON: dict[str, Any] = {
     "model.dtype": "float32", "data.chat": False, "system.threads": 1, "monitor.progress": False,
 }  # fmt: skip
-SFT: dict[str, Any] = {"train.steps": 150, "train.batch_size": 32, "train.lr": 2e-3, "train.warmup_steps": 5}
+SFT: dict[str, Any] = {
+    "train.steps": 150,
+    "train.batch_size": 32,
+    "train.lr": 2e-3,
+    "train.warmup_steps": 5,
+}
 RL: dict[str, Any] = {
     "train.steps": 120, "train.lr": 3e-4, "rollout.prompts_per_step": 16, "rollout.group_size": 4,
     "rollout.max_new_tokens": 4, "train.batch_size": 32, "monitor.samples": 0,
@@ -51,7 +57,8 @@ FASTER: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def start(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
-    """Of a seed: a model that copies words more often than it writes them backwards, which is what is rewarded."""
+    """Of a seed: a model that copies words more often than it writes them backwards, which is what
+    is rewarded."""
     return cache(lambda seed: taught(tmp_path_factory.mktemp("start"), seed))
 
 
@@ -59,7 +66,10 @@ def taught(folder: Path, seed: int) -> Path:
     words = ["".join(w) for w in itertools.product(LETTERS, repeat=3)]
     rng = random.Random(seed)
     rng.shuffle(words)
-    lines = [{"prompt": f"{w}=", "answer": w[::-1], "completion": w[:: rng.choice((-1, -1, 1, 1, 1))]} for w in words]
+    lines = [
+        {"prompt": f"{w}=", "answer": w[::-1], "completion": w[:: rng.choice((-1, -1, 1, 1, 1))]}
+        for w in words
+    ]
     write_lines(folder / "held_out.jsonl", lines[:64])
     write_lines(folder / "train.jsonl", lines[64:])
     (folder / "rewards.py").write_text(REWARD)
@@ -76,9 +86,15 @@ def overrides(settings: dict[str, Any]) -> list[str]:
 
 @pytest.mark.parametrize(
     ("kind", "seed"),
-    [param for kind, (first, other) in SEEDS.items() for param in ((kind, first), again(kind, other))],
+    [
+        param
+        for kind, (first, other) in SEEDS.items()
+        for param in ((kind, first), again(kind, other))
+    ],
 )
-def test_the_held_out_reward_rises(start: Callable[[int], Path], kind: str, seed: int, tmp_path: Path) -> None:
+def test_the_held_out_reward_rises(
+    start: Callable[[int], Path], kind: str, seed: int, tmp_path: Path
+) -> None:
     model = start(seed)
     folder = model.parents[3]
     settings = {

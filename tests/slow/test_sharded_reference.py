@@ -57,12 +57,16 @@ class Host(ReferenceHost):
 
 
 def of_three(lengths: tuple[int, ...] = (5, 9, 7)) -> Batch:
-    made = [Sample([10 + (7 * t + n) % 40 for t in range(n)], [t > 2 for t in range(n)]) for n in lengths]
+    made = [
+        Sample([10 + (7 * t + n) % 40 for t in range(n)], [t > 2 for t in range(n)])
+        for n in lengths
+    ]
     return Batch.of(made)
 
 
 def test_processes_share_weights_and_score_as_one(tmp_path: Path) -> None:
-    """Three micro-batches for two processes; new weights; a checkpoint; a process without memory; a killed one."""
+    """Three micro-batches for two processes; new weights; a checkpoint; a process without memory; a
+    killed one."""
     path, other = save_model(tmp_path / "model"), save_model(tmp_path / "other", seed=1)
     said = rl_settings(
         tmp_path, path, system__cluster="ray", system__trainer_ranks=2, system__zero_stage=3, algorithm__kl__coef=0.1,
@@ -72,9 +76,13 @@ def test_processes_share_weights_and_score_as_one(tmp_path: Path) -> None:
     config = resolve(load_config(RLConfig, None, said), facts).config
     packing = Packing.of(of_three(), 9)
     assert len(packing) == 3
-    old, new = (Passes(CausalLM.load(p, dtype=torch.float32), policy_predict(config)) for p in (path, other))
+    old, new = (
+        Passes(CausalLM.load(p, dtype=torch.float32), policy_predict(config)) for p in (path, other)
+    )
     with ExitStack() as stack:
-        children = [ChildProcess("the reference's process", TrainerLostError) for _ in range(PROCESSES)]
+        children = [
+            ChildProcess("the reference's process", TrainerLostError) for _ in range(PROCESSES)
+        ]
         for far in children:
             stack.callback(far.close)
         gather(far.make(partial(Host, config)) for far in children)
@@ -85,10 +93,14 @@ def test_processes_share_weights_and_score_as_one(tmp_path: Path) -> None:
 
         def check(expected: Passes[CausalLM]) -> None:
             parts = gather(
-                far.submit("passes.score", packing.for_rank(rank, PROCESSES, columns=False), "logprobs")
+                far.submit(
+                    "passes.score", packing.for_rank(rank, PROCESSES, columns=False), "logprobs"
+                )
                 for rank, far in enumerate(children)
             )
-            np.testing.assert_allclose(np.sum(parts, axis=0), expected.score(packing, "logprobs"), atol=1e-5)
+            np.testing.assert_allclose(
+                np.sum(parts, axis=0), expected.score(packing, "logprobs"), atol=1e-5
+            )
 
         check(old)
         weights = new.model.module.state_dict()

@@ -39,7 +39,15 @@ for module in (__name__, short_of_memory.__module__):  # Ray's processes do not 
     ray.cloudpickle.register_pickle_by_value(sys.modules[module])
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]
-SEQUENCES = [[5, 6, 7, 8, 9], [5, 6, 7, 11], [12, 13], [5, 6, 7, 8, 9], [40], [*range(20, 60)], [*range(30, 50)]]
+SEQUENCES = [
+    [5, 6, 7, 8, 9],
+    [5, 6, 7, 11],
+    [12, 13],
+    [5, 6, 7, 8, 9],
+    [40],
+    [*range(20, 60)],
+    [*range(30, 50)],
+]
 
 
 class Host(RewardHost):
@@ -95,12 +103,19 @@ def shares_of(path: Path) -> list[int]:
 
 
 @pytest.mark.long
-def test_two_processes_share_a_reward_model_and_score_as_one(tmp_path: Path, started: list[Far]) -> None:
+def test_two_processes_share_a_reward_model_and_score_as_one(
+    tmp_path: Path, started: list[Far]
+) -> None:
     """Batches of all sizes, a process without memory, and killed ones."""
     judge = save_reward_model(tmp_path / "judge", stats=(0.25, 2.0))
     config, said = resolved(tmp_path, shards=2), list[str]()
     expected = [(score - 0.25) / 2.0 for score in direct_scores(judge, SEQUENCES)]
-    assert [bundle.roles for bundle in bundles(config)] == [("actor",), ("reward",), ("reward",), ("rollout",)]
+    assert [bundle.roles for bundle in bundles(config)] == [
+        ("actor",),
+        ("reward",),
+        ("reward",),
+        ("rollout",),
+    ]
     with RayCluster.open(SystemSection(), bundles(config)) as cluster:
         model = remote_reward_model(cluster, config, config.reward.models[0], said.append)
 
@@ -131,7 +146,9 @@ def test_two_processes_share_a_reward_model_and_score_as_one(tmp_path: Path, sta
         assert all(far.lost for far in started)
 
 
-def test_two_copies_of_two_shares_deal_out_what_there_is(tmp_path: Path, started: list[Far]) -> None:
+def test_two_copies_of_two_shares_deal_out_what_there_is(
+    tmp_path: Path, started: list[Far]
+) -> None:
     judge = save_reward_model(tmp_path / "judge", stats=(0.0, 1.0))
     config = resolved(tmp_path, processes=4, shards=2)
     expected = direct_scores(judge, SEQUENCES)

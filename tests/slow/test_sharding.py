@@ -46,7 +46,9 @@ def start(model: Path) -> Iterator[Start]:
 
 
 @pytest.mark.parametrize("row", [0, 63])
-def test_a_value_that_is_not_finite_in_one_rank_s_rows_is_refused(tmp_path: Path, start: Start, row: int) -> None:
+def test_a_value_that_is_not_finite_in_one_rank_s_rows_is_refused(
+    tmp_path: Path, start: Start, row: int
+) -> None:
     path = save_model(tmp_path / "model")
     change(path, lambda weights: weights[UP][row].fill_(float("nan")))
     with pytest.raises(ModelError, match=rf"{ONE}.*{UP}"):
@@ -61,7 +63,8 @@ def packing(max_tokens: int = 40, groups: int = 4) -> Packing:
 def alone(
     path: Path, dtype: torch.dtype = torch.float32, muon: Muon | None = None, **options: Any
 ) -> TorchBackend[CausalLM]:
-    """One process, with the Hugging Face modules, whose norms are float32 in a float64 model as well."""
+    """One process, with the Hugging Face modules, whose norms are float32 in a float64 model as
+    well."""
     settings = AdamWSettings(max_grad_norm=1.0, weight_decay=0.1, muon=muon)
     model = CausalLM.load(path, dtype=dtype)
     model.lean = None
@@ -80,7 +83,15 @@ def gradients(backend: TorchBackend[CausalLM], batch: Packing) -> training.Grads
         *((4, 2, 1, 1, 4), (4, 2, 1, 2, 4), (4, 2, 1, 3, 1), (4, 4, 2, 3, 5), (4, 2, 2, 2, 5)),
     ],
     ids=[
-        *("1", "2", "3", "a rank idles", "1, two copies", "2, two copies", "3, two copies, a rank idles"),
+        *(
+            "1",
+            "2",
+            "3",
+            "a rank idles",
+            "1, two copies",
+            "2, two copies",
+            "3, two copies, a rank idles",
+        ),
         *("3, two groups share sequences", "2, two copies, two groups share sequences"),
     ],
 )
@@ -111,17 +122,25 @@ def same_weights(found: training.Grads, one: TorchBackend[CausalLM]) -> None:
 
 
 def test_four_ranks_train_a_sequence_that_is_too_long_for_one(start: Start, tmp_path: Path) -> None:
-    """32,768 tokens, where each process may keep a third of the activations. One head, around which keys travel."""
+    """32,768 tokens, where each process may keep a third of the activations. One head, around which
+    keys travel."""
     one_head = {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 16}
-    path = save_model(tmp_path / "long", num_hidden_layers=1, max_position_embeddings=32768, **one_head)
+    path = save_model(
+        tmp_path / "long", num_hidden_layers=1, max_position_embeddings=32768, **one_head
+    )
     tokens = np.random.default_rng(0).integers(5, 260, 32768).tolist()
     sample = Sample(tokens, [False] * 32000 + [True] * 768)
     batch, one = Packing.of(training.weighed([sample]), 32768), alone(path)
     with limited_activations(one.model.module, 10**12) as kept:
         expected = gradients(one, batch)
-    with limited_activations(one.model.module, kept[0] // 3), pytest.raises(DeviceMemoryError, match="32768 tokens"):
+    with (
+        limited_activations(one.model.module, kept[0] // 3),
+        pytest.raises(DeviceMemoryError, match="32768 tokens"),
+    ):
         one.forward_backward(batch, SFTObjective())
-    [found, *_] = start(4, 3, path, sequence=4, sequence_kind="ring")("gradient_within", batch, kept[0] // 3)
+    [found, *_] = start(4, 3, path, sequence=4, sequence_kind="ring")(
+        "gradient_within", batch, kept[0] // 3
+    )
     assert training.difference(found, expected) < 1e-5
 
 
@@ -145,7 +164,9 @@ def test_a_rank_keeps_its_part(start: Start, model: Path) -> None:
     parameters = sum(p.numel() for p in CausalLM.load(model).module.parameters())
     weights, state = zip(*ranks("numbers"), strict=True)
     assert sum(weights) == parameters and max(weights) <= 1.05 * parameters / 4
-    assert sum(state) - 2 * parameters == 4 * len(list(CausalLM.load(model).module.parameters()))  # step counters
+    assert sum(state) - 2 * parameters == 4 * len(
+        list(CausalLM.load(model).module.parameters())
+    )  # step counters
     assert max(state) <= 2.1 * parameters / 4
 
 
@@ -154,14 +175,20 @@ def test_scores_and_a_sharded_reference(start: Start, model: Path) -> None:
     ranks = start(2, 3, reference=True)
     assert np.sum(ranks("score", batch), 0) == pytest.approx(one.score(batch), abs=1e-5)
     ranks("train", batch)
-    assert np.sum(ranks("score", batch, reference=True), 0) == pytest.approx(one.score(batch), abs=1e-5)
+    assert np.sum(ranks("score", batch, reference=True), 0) == pytest.approx(
+        one.score(batch), abs=1e-5
+    )
     ranks("backend.refresh_reference")
     ours, theirs = (np.sum(ranks("score", batch, reference=flag), 0) for flag in (False, True))
-    assert theirs == pytest.approx(ours, abs=1e-6) and theirs != pytest.approx(one.score(batch), abs=1e-3)
+    assert theirs == pytest.approx(ours, abs=1e-6) and theirs != pytest.approx(
+        one.score(batch), abs=1e-3
+    )
 
 
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
-@pytest.mark.parametrize(("world", "sequence", "stage"), [(2, 1, 1), (2, 1, 3), (4, 1, 2), (2, 2, 3)])
+@pytest.mark.parametrize(
+    ("world", "sequence", "stage"), [(2, 1, 1), (2, 1, 3), (4, 1, 2), (2, 2, 3)]
+)
 def test_a_rank_that_runs_out_of_memory_stops_all_and_a_smaller_layout_gives_the_same_gradient(
     start: Start, model: Path, world: int, sequence: int, stage: int, backward: bool
 ) -> None:
@@ -169,13 +196,17 @@ def test_a_rank_that_runs_out_of_memory_stops_all_and_a_smaller_layout_gives_the
     ranks = start(world, stage, size=2, sequence=sequence)
     uneven = packing(60)
     share = uneven.for_rank(1 // sequence, world // sequence)
-    most = max(forest.num_tokens for forest in share.forests) // sequence - 1  # the largest of rank 1 fails
+    most = (
+        max(forest.num_tokens for forest in share.forests) // sequence - 1
+    )  # the largest of rank 1 fails
     found = ranks("after_failures", uneven, max(most, 25 // sequence), small, backward=backward)
     assert [failed for failed, _ in found] == world * [True]
     assert training.difference(found[0][1], gradients(alone(model), large)) < 1e-5
 
 
-@pytest.mark.parametrize(("world", "dtype"), [(4, torch.float32), (2, torch.bfloat16)], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("world", "dtype"), [(4, torch.float32), (2, torch.bfloat16)], ids=["float32", "bfloat16"]
+)
 def test_a_checkpoint_continues_with_any_number_of_ranks(
     start: Start, model: Path, tmp_path: Path, world: int, dtype: torch.dtype
 ) -> None:
@@ -220,7 +251,8 @@ def test_ranks_continue_what_one_process_saved(start: Start, model: Path, tmp_pa
 def test_muon_makes_the_same_steps_of_sharded_matrices(
     start: Start, model: Path, world: int, size: int, stage: int
 ) -> None:
-    """Up to bfloat16's rounding of gradients that differ in their last digits. Three ranks have uneven rows."""
+    """Up to bfloat16's rounding of gradients that differ in their last digits. Three ranks have
+    uneven rows."""
     batch, one = packing(), alone(model, muon=Muon())
     before = {name: w.clone() for name, w in one.model.module.state_dict().items()}
     (norms, weights), *_ = start(world, stage, size=size, muon=Muon())("train", batch)
@@ -243,7 +275,9 @@ def test_muons_momentum_is_sharded_and_continues_with_any_number_of_ranks(
     hidden = sum(p.numel() for name, p in parameters.items() if ".layers." in name and p.ndim == 2)
     plain = [p.numel() for name, p in parameters.items() if ".layers." not in name or p.ndim < 2]
     _, state = zip(*ranks("numbers"), strict=True)
-    assert sum(state) == hidden + 2 * sum(plain) + 2 * len(plain)  # with the step counter of each on both ranks
+    assert sum(state) == hidden + 2 * sum(plain) + 2 * len(
+        plain
+    )  # with the step counter of each on both ranks
     ranks("backend.save", tmp_path)
     (_, expected), *_ = ranks("train", batch, 1)
     ranks("backend.load", tmp_path)
@@ -259,8 +293,12 @@ def test_muons_momentum_is_sharded_and_continues_with_any_number_of_ranks(
             torch.testing.assert_close(other.float(), expected[name].float(), rtol=1e-3, atol=2e-4)
 
 
-@pytest.mark.parametrize(("stage", "dtype"), [(0, torch.bfloat16), (1, torch.float32), (3, torch.bfloat16)])
-def test_the_optimizer_in_host_memory_takes_the_same_steps(start: Start, stage: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("stage", "dtype"), [(0, torch.bfloat16), (1, torch.float32), (3, torch.bfloat16)]
+)
+def test_the_optimizer_in_host_memory_takes_the_same_steps(
+    start: Start, stage: int, dtype: torch.dtype
+) -> None:
     batch = packing()
     [(norms, ours), *_], [(expected, theirs), *_] = (
         start(2, stage, dtype=dtype, ema_decay=0.5, offload=offload, compiled=False)("train", batch)
@@ -278,7 +316,9 @@ def test_weights_in_host_memory_take_the_same_steps_in_copies_of_the_model(
     path = save_model(tmp_path / "deep", "qwen3", num_hidden_layers=4)
     batch, away = packing(), "adapter" not in options
     [(norms, ours), *_], [(expected, theirs), *_] = (
-        start(2, 0, path, compiled=False, streams=flag, offload=away and flag, **options)("train", batch)
+        start(2, 0, path, compiled=False, streams=flag, offload=away and flag, **options)(
+            "train", batch
+        )
         for flag in (True, False)
     )
     assert norms == expected
@@ -288,11 +328,15 @@ def test_weights_in_host_memory_take_the_same_steps_in_copies_of_the_model(
 def test_layers_that_are_computed_again_give_the_same_gradient(start: Start) -> None:
     """Bit by bit: the same operations on the same numbers."""
     batch, shares = packing(), (0, 0.5)
-    expected, found = (start(2, 3, gradient_checkpointing=share)("gradient", batch)[0][1] for share in shares)
+    expected, found = (
+        start(2, 3, gradient_checkpointing=share)("gradient", batch)[0][1] for share in shares
+    )
     assert all(found[name].equal(grad) for name, grad in expected.items())
 
 
-def test_activations_in_host_memory_are_no_weights_and_give_the_same_gradient(start: Start, tmp_path: Path) -> None:
+def test_activations_in_host_memory_are_no_weights_and_give_the_same_gradient(
+    start: Start, tmp_path: Path
+) -> None:
     """A rank sends as much as one process that is not sharded."""
     path = save_model(tmp_path / "deep", "qwen3", num_hidden_layers=4)
     batch, one = packing(300), alone(path, offload_activations=True)
@@ -300,4 +344,6 @@ def test_activations_in_host_memory_are_no_weights_and_give_the_same_gradient(st
     expected = gradients(alone(path), batch)
     assert training.difference(ranks("gradient", batch)[0][1], expected) < 1e-5
     sent_by_one = sent_by(one, batch)
-    assert ranks("sent", batch)[0] == pytest.approx(sent_by_one / 2, rel=0.2) and sent_by_one > 10**6
+    assert (
+        ranks("sent", batch)[0] == pytest.approx(sent_by_one / 2, rel=0.2) and sent_by_one > 10**6
+    )

@@ -1,4 +1,5 @@
-"""A sharded model whose ranks keep their rows of the layers in host memory takes the same steps, bit by bit."""
+"""A sharded model whose ranks keep their rows of the layers in host memory takes the same steps,
+bit by bit."""
 
 from __future__ import annotations
 
@@ -64,7 +65,8 @@ def packing(max_tokens: int = 40) -> Packing:
     ids=str,
 )
 def test_the_same_steps_are_taken(start: Start, options: dict[str, Any]) -> None:
-    """Losses, whole gradients, their norms and weights: of policies, and of what gives values, as a critic does.
+    """Losses, whole gradients, their norms and weights: of policies, and of what gives values, as a
+    critic does.
 
     Three ranks have uneven rows; of four, two have the same.
     """
@@ -76,7 +78,9 @@ def test_the_same_steps_are_taken(start: Start, options: dict[str, Any]) -> None
         found[-1] += ranks("train", packing(), objective=objective)[0]
     [(loss, grads), norms, weights], [(loss_there, grads_there), norms_there, weights_there] = found
     assert loss == loss_there and norms == norms_there and all(norms)
-    assert grads.keys() == grads_there.keys() and all(grads[name].equal(grad) for name, grad in grads_there.items())
+    assert grads.keys() == grads_there.keys() and all(
+        grads[name].equal(grad) for name, grad in grads_there.items()
+    )
     assert all(weights[name].equal(weight) for name, weight in weights_there.items())
 
 
@@ -93,9 +97,13 @@ def test_a_checkpoint_continues_either_way(
     for each in (other, ranks):
         each("backend.load", tmp_path)
         norms, weights = each("train", packing(), 1)[0]
-        assert norms == expected[0][0] and all(weights[name].equal(w) for name, w in expected[0][1].items())
+        assert norms == expected[0][0] and all(
+            weights[name].equal(w) for name, w in expected[0][1].items()
+        )
     if "adapter" not in options:  # Hugging Face loads both
-        assert all(CausalLM.load(tmp_path / part).module.num_parameters() for part in ("model", "ema"))
+        assert all(
+            CausalLM.load(tmp_path / part).module.num_parameters() for part in ("model", "ema")
+        )
 
 
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
@@ -103,7 +111,8 @@ def test_a_rank_that_runs_out_of_memory_leaves_nothing_behind(start: Start, back
     uneven, small = packing(60), packing(24)
     most = max(max(forest.num_tokens for forest in uneven.for_rank(1, 2).forests) - 1, 25)
     found, expected = (
-        start(streams=streams)("after_failures", uneven, most, small, backward=backward) for streams in (True, False)
+        start(streams=streams)("after_failures", uneven, most, small, backward=backward)
+        for streams in (True, False)
     )
     assert [failed for failed, _ in found] == [True, True]
     assert all(found[0][1][name].equal(grad) for name, grad in expected[0][1].items())

@@ -1,4 +1,5 @@
-"""Ranks that shard a quantised base under an adapter compute what one process computes, and keep only their part."""
+"""Ranks that shard a quantised base under an adapter compute what one process computes, and keep
+only their part."""
 
 from __future__ import annotations
 
@@ -30,8 +31,12 @@ TYPES = [torch.float32, torch.bfloat16]
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Rows of queries and of the second product are no multiples of 64, so blocks of weights span rows."""
-    path, shape = tmp_path_factory.mktemp("model") / "model", {"hidden_size": 96, "intermediate_size": 160}
+    """Rows of queries and of the second product are no multiples of 64, so blocks of weights span
+    rows."""
+    path, shape = (
+        tmp_path_factory.mktemp("model") / "model",
+        {"hidden_size": 96, "intermediate_size": 160},
+    )
     return save_model(path, "qwen2", tie_word_embeddings=True, **shape)
 
 
@@ -52,7 +57,9 @@ def packing(groups: int = 4) -> Packing:
     return Packing.of(training.weighed(training.samples_of(groups=groups)), 40)
 
 
-def alone(path: Path, quantize: Quantize | None, dtype: torch.dtype = torch.float32) -> TorchBackend[CausalLM]:
+def alone(
+    path: Path, quantize: Quantize | None, dtype: torch.dtype = torch.float32
+) -> TorchBackend[CausalLM]:
     model = CausalLM.load(path, dtype=dtype, quantize=quantize)
     model.lean = None
     torch.manual_seed(0)
@@ -70,7 +77,9 @@ def trained(backend: TorchBackend[CausalLM], batch: Packing, steps: int = 3) -> 
 
 def gradient(backend: TorchBackend[CausalLM], batch: Packing) -> tuple[float, training.Grads]:
     loss = backend.forward_backward(batch, SFTObjective())["loss"]
-    return loss, {name: m.grad for name, m in backend.optimizer.masters.items() if m.grad is not None}
+    return loss, {
+        name: m.grad for name, m in backend.optimizer.masters.items() if m.grad is not None
+    }
 
 
 @pytest.mark.parametrize(
@@ -80,18 +89,36 @@ def gradient(backend: TorchBackend[CausalLM], batch: Packing) -> tuple[float, tr
         *((2, 2, 3, 4, {"gradient_checkpointing": 1}), (2, 2, 3, 4, {"offload_activations": True})),
         (4, 4, 3, 5, {"sequence": 2}),
     ],
-    ids=["1", "2", "3", "a rank idles", "two copies", "computed again", "activations away", "two share sequences"],
+    ids=[
+        "1",
+        "2",
+        "3",
+        "a rank idles",
+        "two copies",
+        "computed again",
+        "activations away",
+        "two share sequences",
+    ],
 )
 def test_gradients_and_weights_of_an_adapter_are_those_of_one_process(
-    start: Start, model: Path, world: int, size: int, stage: int, groups: int, options: dict[str, Any]
+    start: Start,
+    model: Path,
+    world: int,
+    size: int,
+    stage: int,
+    groups: int,
+    options: dict[str, Any],
 ) -> None:
-    """The bytes of the base are the same, too. The second gradient is of matrices that are no longer 0."""
+    """The bytes of the base are the same, too. The second gradient is of matrices that are no
+    longer 0."""
     batch, one = packing(groups), alone(model, "nf4")
     ranks = start(model, world, stage, size=size, quantize="nf4", **options)
     for _ in range(2):
         found, (loss, ours) = ranks("gradient", batch), gradient(one, batch)
         sequence = options.get("sequence", 1)
-        assert sum(metrics["loss"] for metrics, _ in found[::sequence]) == pytest.approx(loss, rel=1e-5)
+        assert sum(metrics["loss"] for metrics, _ in found[::sequence]) == pytest.approx(
+            loss, rel=1e-5
+        )
         assert ours and training.difference(found[0][1], ours) < 1e-5
         (norms, weights), *_ = ranks("train", batch)
         assert norms == pytest.approx(trained(one, batch), rel=1e-5)
@@ -138,7 +165,9 @@ def test_a_rank_keeps_its_part_and_reads_one_weight_at_a_time(
         assert kept < most < kept + 1.9 * largest < 0.5 * unquantised
 
 
-def test_a_checkpoint_of_ranks_continues_in_ranks_and_in_one_process(start: Start, model: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_of_ranks_continues_in_ranks_and_in_one_process(
+    start: Start, model: Path, tmp_path: Path
+) -> None:
     batch, ranks = packing(), start(model, 2, 3, quantize="nf4")
     ranks("train", batch, 2)
     ranks("backend.save", tmp_path)

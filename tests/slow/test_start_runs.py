@@ -32,11 +32,15 @@ def tunesmith(*arguments: str) -> None:
 def test_a_start_runs(task: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     tunesmith("init", task, "new", "--tiny-model")
-    tunesmith(STARTS[task].command, "new/run.toml", "run_dir=done", "system.threads=1", *SHORTER[task])
+    tunesmith(
+        STARTS[task].command, "new/run.toml", "run_dir=done", "system.threads=1", *SHORTER[task]
+    )
     assert list(tmp_path.glob("done/checkpoints/*/model/model.safetensors"))
 
 
-def test_rft_says_that_an_untrained_model_is_never_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rft_says_that_an_untrained_model_is_never_right(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     tunesmith("init", "rft", "new", "--tiny-model")
     short = ["system.threads=1", "sampling.max_new_tokens=4", "sampling.n=1", "run_dir=done"]

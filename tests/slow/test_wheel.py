@@ -1,4 +1,5 @@
-"""The package as it is installed: built, put outside the repository, and used there from first command to model."""
+"""The package as it is installed: built, put outside the repository, and used there from first
+command to model."""
 
 from __future__ import annotations
 
@@ -30,12 +31,16 @@ def test_a_first_run_from_the_wheel(installed: Path, tmp_path: Path) -> None:
 
     def tunesmith(*arguments: str) -> str:
         command = [sys.executable, "-m", "tunesmith", *arguments]
-        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+        )
         assert done.returncode == 0, done.stderr
         return done.stdout
 
     where = [sys.executable, "-c", "import tunesmith; print(tunesmith.__file__)"]
-    found = subprocess.run(where, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True).stdout
+    found = subprocess.run(
+        where, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
+    ).stdout
     assert found.startswith(str(installed))
     assert "Arithmetic" in tunesmith("init")
     tunesmith("init", "sft", "task", "--tiny-model")
@@ -43,8 +48,15 @@ def test_a_first_run_from_the_wheel(installed: Path, tmp_path: Path) -> None:
     tunesmith("sft", "task/run.toml", "train.epochs=0.2", "run_dir=done", "system.threads=1")
     assert list(tmp_path.glob("done/checkpoints/*/model/model.safetensors"))
     tunesmith("init", "arithmetic", "sums")
-    assert {file.name for file in (tmp_path / "sums").iterdir()} >= {"prepare.py", "rl.toml", "sft.toml", "README.md"}
-    subprocess.run([sys.executable, "prepare.py"], cwd=tmp_path / "sums", env=environment, check=True)
+    assert {file.name for file in (tmp_path / "sums").iterdir()} >= {
+        "prepare.py",
+        "rl.toml",
+        "sft.toml",
+        "README.md",
+    }
+    subprocess.run(
+        [sys.executable, "prepare.py"], cwd=tmp_path / "sums", env=environment, check=True
+    )
     assert (tmp_path / "sums" / "train.jsonl").exists()
     documents = {file.name for file in (installed / "tunesmith" / "docs").iterdir()}
     assert documents >= {"start.md", "troubleshooting.md", "configuration.md"}

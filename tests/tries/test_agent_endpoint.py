@@ -1,4 +1,5 @@
-"""Random requests to the endpoint of agents: each gets an answer or a refusal in JSON, and none a fault of ours."""
+"""Random requests to the endpoint of agents: each gets an answer or a refusal in JSON, and none a
+fault of ours."""
 
 from __future__ import annotations
 
@@ -17,7 +18,10 @@ ODD: list[Any] = [
     None, True, 0, -1, 1, 2, 0.5, 1e400, 10**30, "", "x", "\ud800", "\0", "x" * 5000, [], [[]], [None], [1, 2], ["a"],
     {}, {"type": "function"}, {"role": "user"}, [{"role": "user", "content": "hello"}], [{"role": 3}], {"a": [1]},
 ]  # fmt: skip
-TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+TOOL = {
+    "type": "function",
+    "function": {"name": "f", "parameters": {"type": "object", "properties": {}}},
+}
 VALID: dict[str, dict[str, Any]] = {
     "chat/completions": {
         "messages": [{"role": "user", "content": "hello"}], "max_tokens": 3, "stop": ["."], "n": 1, "logprobs": True,
@@ -99,7 +103,11 @@ def test_random_requests(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> N
     (rollout,), _ = play(environments, tokenizer, [task], lambda _: "hi<|im_end|>", timeout=800.0)
     ok(rollout)
     printed = capfd.readouterr().err
-    wrong = [a for a in answers if a[0] not in (200, 400) or a[1] not in ("application/json", "text/event-stream")]
+    wrong = [
+        a
+        for a in answers
+        if a[0] not in (200, 400) or a[1] not in ("application/json", "text/event-stream")
+    ]
     refused = sum(status == 400 for status, _, _ in answers)
     with capfd.disabled():
         print(f"{len(answers)} requests, {refused} refused, {len(wrong)} wrong")

@@ -80,7 +80,13 @@ def directory(file: Path, _: random.Random) -> None:
 
 def add(file: Path, rng: random.Random) -> None:
     name = rng.choice(
-        ["more.safetensors", "model.safetensors.index.json", "notes.txt", ".hidden", "random-00001.safetensors"]
+        [
+            "more.safetensors",
+            "model.safetensors.index.json",
+            "notes.txt",
+            ".hidden",
+            "random-00001.safetensors",
+        ]
     )
     if not (file.parent / name).exists():
         shutil.copy(file, file.parent / name)
@@ -92,7 +98,10 @@ DAMAGES: list[Callable[[Path, random.Random], None]] = [
 
 
 def content(path: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(path)): p.read_bytes() if p.is_file() else b"/" for p in sorted(path.rglob("*"))}
+    return {
+        str(p.relative_to(path)): p.read_bytes() if p.is_file() else b"/"
+        for p in sorted(path.rglob("*"))
+    }
 
 
 class Kind:
@@ -111,7 +120,9 @@ class Kind:
         said = [word for word in self.said if not word.startswith("run_dir=")]
         target = self.folder / "again"
         shutil.rmtree(target, ignore_errors=True)
-        return self.run(None, [*said, f'run_dir="{target}"', f'checkpoint.resume="{checkpoint}"']).checkpoint.parent
+        return self.run(
+            None, [*said, f'run_dir="{target}"', f'checkpoint.resume="{checkpoint}"']
+        ).checkpoint.parent
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +140,9 @@ def same(kind: Kind, ended: Path) -> bool:
 
 
 @pytest.mark.parametrize("checked", [True, False], ids=["with checksums", "of an earlier version"])
-def test_no_damage_changes_a_run_unnoticed(kinds: list[Kind], tmp_path: Path, checked: bool) -> None:
+def test_no_damage_changes_a_run_unnoticed(
+    kinds: list[Kind], tmp_path: Path, checked: bool
+) -> None:
     """Without checksums no more is asked than an error of ours, or a run."""
     rng = random.Random(f"{SEED}/{checked}")
     count = COUNT if checked else COUNT // 2
@@ -160,7 +173,12 @@ def test_no_damage_changes_a_run_unnoticed(kinds: list[Kind], tmp_path: Path, ch
             found["ran and ended equal" if equal else "ran and ended otherwise"] += 1
             if checked and not equal:
                 wrong.append(f"{case}: unnoticed, and the end is another")
-            if checked and content(broken) != before and damage is not add and file.name != MANIFEST_FILE:
+            if (
+                checked
+                and content(broken) != before
+                and damage is not add
+                and file.name != MANIFEST_FILE
+            ):
                 wrong.append(f"{case}: unnoticed")
     print(
         f"\ncheckpoints {'with' if checked else 'without'} checksums: {count} tried, {dict(found)}, {len(wrong)} wrong"

@@ -1,4 +1,5 @@
-"""Random damage to data files of every format: each is read, or refused with the file and, in text, the line."""
+"""Random damage to data files of every format: each is read, or refused with the file and, in text,
+the line."""
 
 from __future__ import annotations
 
@@ -32,7 +33,10 @@ SHAPES: dict[str, list[dict[str, Any]]] = {
     "pair": [{"question": f"{i}?", "response": f"{i}."} for i in range(6)],
     "text": [{"text": f"a text {i}"} for i in range(6)],
     "messages": [{"messages": [*TURNS, *TURNS[: 2 * (i % 2)]], "tools": None} for i in range(6)],
-    "sharegpt": [{"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]} for _ in range(6)],
+    "sharegpt": [
+        {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}
+        for _ in range(6)
+    ],
 }
 Write = Callable[[Path, list[dict[str, Any]]], Path]
 
@@ -54,7 +58,10 @@ def write_csv(folder: Path, rows: list[dict[str, Any]]) -> Path:
     columns = list(dict.fromkeys(key for row in rows for key in row))
     writer = csv.DictWriter(out, columns)
     writer.writeheader()
-    writer.writerows({k: json.dumps(v) if isinstance(v, list | dict) else v for k, v in row.items()} for row in rows)
+    writer.writerows(
+        {k: json.dumps(v) if isinstance(v, list | dict) else v for k, v in row.items()}
+        for row in rows
+    )
     path = folder / "data.csv"
     path.write_bytes(out.getvalue().encode("utf-8", "surrogatepass"))
     return path
@@ -89,7 +96,14 @@ def write_directory(folder: Path, rows: list[dict[str, Any]]) -> Path:
     return folder / "dir"
 
 
-FORMATS: list[Write] = [write_jsonl, write_json, write_csv, write_parquet, write_saved, write_directory]
+FORMATS: list[Write] = [
+    write_jsonl,
+    write_json,
+    write_csv,
+    write_parquet,
+    write_saved,
+    write_directory,
+]
 
 
 def damaged_rows(rows: list[dict[str, Any]], chance: random.Random) -> list[dict[str, Any]]:
@@ -112,7 +126,9 @@ def damage_bytes(path: Path, chance: random.Random) -> None:
     file = chance.choice(files)
     raw = file.read_bytes()
     at = chance.randrange(len(raw) + 1)
-    inserted = chance.choice([b"\0", b"\xff\xfe", b'"', b"\n\n", b"{", b"]", b",", b"\r", b"[" * 3000, b"\xef\xbb\xbf"])
+    inserted = chance.choice(
+        [b"\0", b"\xff\xfe", b'"', b"\n\n", b"{", b"]", b",", b"\r", b"[" * 3000, b"\xef\xbb\xbf"]
+    )
     match chance.randrange(4):
         case 0:
             raw = raw[:at]
@@ -121,7 +137,9 @@ def damage_bytes(path: Path, chance: random.Random) -> None:
         case 2:
             raw = raw[:at] + bytes([chance.randrange(256)]) + raw[at + 1 :]
         case _:
-            raw = chance.choice([b"", raw.decode("latin-1").encode("utf-16"), os.urandom(200), raw * 2])
+            raw = chance.choice(
+                [b"", raw.decode("latin-1").encode("utf-16"), os.urandom(200), raw * 2]
+            )
     file.write_bytes(raw)
 
 
@@ -130,7 +148,11 @@ def test_random_data_files(tmp_path: Path) -> None:
     for number in range(COUNT):
         folder = tmp_path / str(number)
         folder.mkdir()
-        write, shape, goal = chance.choice(FORMATS), chance.choice(list(SHAPES)), chance.choice(["rl", "sft"])
+        write, shape, goal = (
+            chance.choice(FORMATS),
+            chance.choice(list(SHAPES)),
+            chance.choice(["rl", "sft"]),
+        )
         rows = damaged_rows(SHAPES[shape], chance)
         try:
             path = write(folder, rows)
@@ -142,7 +164,11 @@ def test_random_data_files(tmp_path: Path) -> None:
         skip = chance.random() < 0.3
         limit = chance.choice([None, 5, 200])
         key = "max_prompt_tokens" if goal == "rl" else "max_tokens"
-        too_long = chance.choice(["error", "skip", "truncate_left", "truncate_right"]) if limit else "error"
+        too_long = (
+            chance.choice(["error", "skip", "truncate_left", "truncate_right"])
+            if limit
+            else "error"
+        )
         section = DataSection.model_validate(
             {
                 "train": str(path),
@@ -162,7 +188,9 @@ def test_random_data_files(tmp_path: Path) -> None:
             counts["read"] += 1
         except TunesmithError as error:
             counts["refused"] += 1
-            if error.exit_code != 2 or (str(folder) not in str(error) and "data." not in str(error)):
+            if error.exit_code != 2 or (
+                str(folder) not in str(error) and "data." not in str(error)
+            ):
                 bad.append(f"{what}: no place: {error}")
         except Exception as error:
             bad.append(f"{what}: {type(error).__name__}: {error}")

@@ -1,7 +1,8 @@
 """HTTP, spoken badly: what a reward server is sent, and what a remote reward is answered.
 
-Every request is answered with a status below 500 or its connection is closed; no handler fails with a traceback; the
-server answers a good request after each. Every answer of a remote server becomes scores or failures of those rollouts.
+Every request is answered with a status below 500 or its connection is closed; no handler fails with
+a traceback; the server answers a good request after each. Every answer of a remote server becomes
+scores or failures of those rollouts.
 """
 
 # ruff: noqa: E501
@@ -38,9 +39,14 @@ GOOD = json.dumps({"prompts": ["p"], "completions": ["abc"]}).encode()
 JSON = "Content-Type: application/json\r\n"
 
 
-def post(body: bytes, headers: str = JSON, length: int | None = None, host: str = "localhost") -> bytes:
+def post(
+    body: bytes, headers: str = JSON, length: int | None = None, host: str = "localhost"
+) -> bytes:
     size = len(body) if length is None else length
-    return f"POST /reward HTTP/1.1\r\nHost: {host}\r\n{headers}Content-Length: {size}\r\n\r\n".encode() + body
+    return (
+        f"POST /reward HTTP/1.1\r\nHost: {host}\r\n{headers}Content-Length: {size}\r\n\r\n".encode()
+        + body
+    )
 
 
 def deep(levels: int) -> bytes:
@@ -81,11 +87,15 @@ RAW: dict[str, bytes] = {
     "unknown encoding": post(GOOD, JSON + "Content-Encoding: zebra\r\n"),
     "charset that is none": post(GOOD, "Content-Type: application/json; charset=zebra\r\n"),
     "deep": post(deep(100_000)),
-    "deep column": post(b'{"prompts": ["a"], "completions": ["b"], "columns": {"x": [' + deep(900) + b"]}}"),
+    "deep column": post(
+        b'{"prompts": ["a"], "completions": ["b"], "columns": {"x": [' + deep(900) + b"]}}"
+    ),
     "too large": post(b"[" + b"1," * 600_000 + b"1]"),
     "not UTF-8": post(b'{"prompts": ["\xff\xfe"], "completions": ["x"]}'),
     "lone surrogate": post(b'{"prompts": ["\\ud800"], "completions": ["\\udfff"]}'),
-    "huge number": post(b'{"prompts": ["a"], "completions": ["b"], "columns": {"x": [' + b"9" * 5000 + b"]}}"),
+    "huge number": post(
+        b'{"prompts": ["a"], "completions": ["b"], "columns": {"x": [' + b"9" * 5000 + b"]}}"
+    ),
     "NaN": post(b'{"prompts": ["a"], "completions": ["b"], "columns": {"x": [NaN]}}'),
 }
 BODIES: list[Any] = [
@@ -120,7 +130,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path
         "1",
     ]
     errors = (folder / "errors").open("w")
-    with subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=errors, text=True) as process:
+    with subprocess.Popen(
+        command, cwd=folder, stdout=subprocess.PIPE, stderr=errors, text=True
+    ) as process:
         assert process.stdout is not None
         line = process.stdout.readline()
         yield line.split(" at ")[1].split("/reward")[0], folder / "errors"
@@ -158,7 +170,9 @@ def test_what_is_sent(kind: str, server: tuple[str, Path]) -> None:
     status = int(answer.split(b" ")[1]) if answer.startswith(b"HTTP/") else 0
     assert status < 500, answer[:300]
     if "rebound" in kind or kind.startswith("body"):
-        assert 400 <= status < 500 or b'"rewards"' in answer or BODIES[int(kind.split()[-1])] is None
+        assert (
+            400 <= status < 500 or b'"rewards"' in answer or BODIES[int(kind.split()[-1])] is None
+        )
     assert ask(url) == (200, {"rewards": [3.0]})
     assert "Traceback" not in errors.read_text(), errors.read_text()[-2000:]
 
@@ -185,7 +199,10 @@ def test_random_bytes(server: tuple[str, Path]) -> None:
             if data:
                 data[draw.randrange(len(data))] = draw.randrange(256)
         answer = send(url, bytes(data), 0.2)
-        assert not answer.startswith(b"HTTP/") or int(answer.split(b" ")[1]) < 500, (bytes(data), answer[:300])
+        assert not answer.startswith(b"HTTP/") or int(answer.split(b" ")[1]) < 500, (
+            bytes(data),
+            answer[:300],
+        )
     assert ask(url)[0] == 200 and "Traceback" not in errors.read_text()
 
 
@@ -221,15 +238,20 @@ def test_what_is_answered(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
         if kind in ANSWERS:
             body = ANSWERS[kind]
             return web.Response(
-                body=body if isinstance(body, bytes) else body.encode(), content_type="application/json"
+                body=body if isinstance(body, bytes) else body.encode(),
+                content_type="application/json",
             )
         status = max(200, int(kind.split()[1]))
-        return web.Response(status=status, text="http://me:S3CRET@x/?key=S3CRET", headers={"Location": "/reward"})
+        return web.Response(
+            status=status, text="http://me:S3CRET@x/?key=S3CRET", headers={"Location": "/reward"}
+        )
 
     begun = time.monotonic()
     with answering(answer) as seen:
         for one in scored(seen.url.replace("http://", "http://me:S3CRET@") + "?key=S3CRET"):
             assert one.status is Status.OK or one.status is Status.REWARD_FAILED
-            assert one.status is not Status.OK or (one.reward is not None and abs(one.reward) <= 1e15)
+            assert one.status is not Status.OK or (
+                one.reward is not None and abs(one.reward) <= 1e15
+            )
             assert "S3CRET" not in str(one.error) and len(str(one.error)) < 2000
     assert time.monotonic() - begun < 60

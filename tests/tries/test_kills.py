@@ -1,4 +1,5 @@
-"""Runs are killed, or get signals, at random moments and are continued: they end as if nothing had happened."""
+"""Runs are killed, or get signals, at random moments and are continued: they end as if nothing had
+happened."""
 
 from __future__ import annotations
 
@@ -24,8 +25,18 @@ SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 KINDS: dict[str, dict[str, Any]] = {
     "sft": {"checkpoint__every": 3},
-    "rl": {"checkpoint__every": 3, "train__passes_per_batch": 2, "train__batch_size": 8, "algorithm__kl__coef": 0.01},
-    "ppo": {"checkpoint__every": 4, "algorithm__name": "ppo", "train__ema_decay": 0.9, "eval__use_ema": True},
+    "rl": {
+        "checkpoint__every": 3,
+        "train__passes_per_batch": 2,
+        "train__batch_size": 8,
+        "algorithm__kl__coef": 0.01,
+    },
+    "ppo": {
+        "checkpoint__every": 4,
+        "algorithm__name": "ppo",
+        "train__ema_decay": 0.9,
+        "eval__use_ema": True,
+    },
     "lora": {"checkpoint__minutes": 0.01, "lora__rank": 2, "lora__dropout": 0.1},
     "processes": {"checkpoint__every": 3, "system__engine_process": True, "system__engines": 2},
 }
@@ -34,10 +45,15 @@ UNREPEATABLE = ("processes",)
 
 
 class Case:
-    """A kind of run, its settings, and how it ends and how long it takes when nothing disturbs it."""
+    """A kind of run, its settings, and how it ends and how long it takes when nothing disturbs
+    it."""
 
     def __init__(self, folder: Path, model: Path, kind: str) -> None:
-        self.folder, self.kind, self.command = folder, kind, "sft" if kind in ("sft", "lora") else "rl"
+        self.folder, self.kind, self.command = (
+            folder,
+            kind,
+            "sft" if kind in ("sft", "lora") else "rl",
+        )
         self.make = sft_settings if self.command == "sft" else rl_settings
         self.model = model
         self.make(folder, model)
@@ -52,8 +68,14 @@ class Case:
         self.seconds = time.monotonic() - begun
 
     def start(self, run: str) -> int:
-        """The process number of ``tunesmith`` in a copy of this process, which has everything imported."""
-        options = {"data__eval": str(self.held_out), "eval__every": 2, "train__steps": STEPS, **KINDS[self.kind]}
+        """The process number of ``tunesmith`` in a copy of this process, which has everything
+        imported."""
+        options = {
+            "data__eval": str(self.held_out),
+            "eval__every": 2,
+            "train__steps": STEPS,
+            **KINDS[self.kind],
+        }
         said = self.make(self.folder, self.model, run, **options, checkpoint__resume="auto")
         if child := os.fork():
             return child
@@ -159,7 +181,9 @@ def test_a_run_that_is_killed_and_continued_is_the_run_it_was(cases: list[Case])
                 wrong.append(f"{told}: ended after {took:.1f} s")
         code = wait(case.start(name))
         if code != 0:
-            wrong.append(f"{case.kind} {name}: continued, exit code {code}: {case.said(name)[-1500:]}")
+            wrong.append(
+                f"{case.kind} {name}: continued, exit code {code}: {case.said(name)[-1500:]}"
+            )
             continue
         wrong += [f"{case.kind} {name}: {fault}" for fault in faults(case, name)]
     deadline = time.monotonic() + 15

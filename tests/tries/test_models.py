@@ -40,7 +40,13 @@ def damage(model: Path, chance: random.Random) -> str:
     for _ in range(chance.choice([1, 1, 2])):
         config = model / "config.json"
         file = chance.choice(
-            [config, *(model / n for n in ("model.safetensors", "tokenizer.json", "tokenizer_config.json"))]
+            [
+                config,
+                *(
+                    model / n
+                    for n in ("model.safetensors", "tokenizer.json", "tokenizer_config.json")
+                ),
+            ]
         )
         if chance.random() < 0.65 and config.is_file():
             try:

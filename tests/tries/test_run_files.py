@@ -1,8 +1,9 @@
-"""Random run files for every command: each is accepted or refused in words, by ``config`` and by the run alike.
+"""Random run files for every command: each is accepted or refused in words, by ``config`` and by
+the run alike.
 
-A refusal has exit code 2, names the setting and where it stands, and comes within seconds. What ``config`` accepts goes
-on through the command itself, up to where its model would be loaded: only what depends on the data's tokens, or on code
-of the user's, may still be refused there.
+A refusal has exit code 2, names the setting and where it stands, and comes within seconds. What
+``config`` accepts goes on through the command itself, up to where its model would be loaded: only
+what depends on the data's tokens, or on code of the user's, may still be refused there.
 """
 
 from __future__ import annotations
@@ -51,7 +52,13 @@ RL = {
     "model.path": "model", "data.train": "train.jsonl", "data.chat": False, "reward.functions": ["rewards.py:share"],
     "rollout.prompts_per_step": 4, "rollout.group_size": 4, "rollout.max_new_tokens": 8, "train.steps": 3,
 }  # fmt: skip
-SFT = {"model.path": "model", "data.train": "sft.jsonl", "data.chat": False, "train.steps": 3, "train.batch_size": 8}
+SFT = {
+    "model.path": "model",
+    "data.train": "sft.jsonl",
+    "data.chat": False,
+    "train.steps": 3,
+    "train.batch_size": 8,
+}
 KINDS: dict[type[RunConfig], tuple[dict[str, Any], Callable[[Path], Any]]] = {
     RLConfig: (RL, train.run_rl),
     SFTConfig: (SFT, train.run_sft),
@@ -60,9 +67,15 @@ KINDS: dict[type[RunConfig], tuple[dict[str, Any], Callable[[Path], Any]]] = {
     KTOConfig: ({**SFT, "data.train": "judged.jsonl"}, train.run_kto),
     PRMConfig: ({**SFT, "data.train": "steps.jsonl"}, train.run_prm),
     DistillConfig: ({**RL, "teacher.path": "model"}, train.run_distill),
-    OfflineDistillConfig: ({**SFT, "teacher.path": "model", "distill.mode": "offline"}, train.run_distill),
+    OfflineDistillConfig: (
+        {**SFT, "teacher.path": "model", "distill.mode": "offline"},
+        train.run_distill,
+    ),
     GenerateConfig: ({k: RL[k] for k in RL if k[:5] in ("model", "data.")}, generate.run_generate),
-    RFTConfig: ({k: RL[k] for k in RL if k[:5] in ("model", "data.", "rewar")}, lambda path: rft.run_rft("run", path)),
+    RFTConfig: (
+        {k: RL[k] for k in RL if k[:5] in ("model", "data.", "rewar")},
+        lambda path: rft.run_rft("run", path),
+    ),
 }
 ODD: list[Any] = [
     0, 1, 2, -1, 3, 7, 64, 10**6, 10**12, 2**31, 2**63, 2**70, 10**400, -(10**30), 0.0, 0.5, 1.5, -0.5, 1e-320, 1e308,
@@ -102,22 +115,33 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "rewards.py").write_text(REWARDS)
     lines = sums(12)
     write_lines(folder / "train.jsonl", lines)
-    write_lines(folder / "sft.jsonl", [{"prompt": s["prompt"], "completion": s["answer"]} for s in lines])
+    write_lines(
+        folder / "sft.jsonl", [{"prompt": s["prompt"], "completion": s["answer"]} for s in lines]
+    )
     pair = [{"prompt": s["prompt"], "chosen": s["answer"], "rejected": "x"} for s in lines]
     write_lines(folder / "pairs.jsonl", pair)
-    judged = [{"prompt": s["prompt"], "completion": s["answer"], "label": i % 2 == 0} for i, s in enumerate(lines)]
+    judged = [
+        {"prompt": s["prompt"], "completion": s["answer"], "label": i % 2 == 0}
+        for i, s in enumerate(lines)
+    ]
     write_lines(folder / "judged.jsonl", judged)
-    steps = [{"prompt": s["prompt"], "completions": ["a", "b"], "labels": [True, False]} for s in lines]
+    steps = [
+        {"prompt": s["prompt"], "completions": ["a", "b"], "labels": [True, False]} for s in lines
+    ]
     write_lines(folder / "steps.jsonl", steps)
     return folder
 
 
 def as_text(said: dict[str, Any]) -> str:
-    return "".join(f"{key} = {toml_value(value).replace(chr(0), chr(92) + 'u0000')}\n" for key, value in said.items())
+    return "".join(
+        f"{key} = {toml_value(value).replace(chr(0), chr(92) + 'u0000')}\n"
+        for key, value in said.items()
+    )
 
 
 def mutated(kind: type[RunConfig], base: dict[str, Any], chance: random.Random) -> str:
-    """A valid run file with one to four settings changed, left out or invented, or its text damaged."""
+    """A valid run file with one to four settings changed, left out or invented, or its text
+    damaged."""
     said, keys = {**base, "run_dir": "out"}, all_keys(kind)
     for _ in range(chance.choice([1, 1, 1, 1, 2, 3])):
         key = chance.choice(keys)
@@ -126,14 +150,16 @@ def mutated(kind: type[RunConfig], base: dict[str, Any], chance: random.Random) 
             case 0:
                 said.pop(chance.choice(list(said)))
             case 1:
-                said[chance.choice([f"{key}x", key.upper(), key.rpartition(".")[0] or "x", "a.b.c"])] = chance.choice(
-                    ODD
-                )
+                said[
+                    chance.choice([f"{key}x", key.upper(), key.rpartition(".")[0] or "x", "a.b.c"])
+                ] = chance.choice(ODD)
             case 2 | 3 | 4 | 5 | 6 | 7 | 8 if valid:
                 said[key] = chance.choice(valid)
             case 2 | 3 | 4 | 5 | 6 | 7 | 8:
                 words = describe_at(kind, tuple(key.split(".")))
-                said[key] = chance.choice(next((v for w, v in LIKELY.items() if words.startswith(w)), ODD))
+                said[key] = chance.choice(
+                    next((v for w, v in LIKELY.items() if words.startswith(w)), ODD)
+                )
             case _:
                 said[key] = chance.choice(ODD)
         if not said:
@@ -141,7 +167,9 @@ def mutated(kind: type[RunConfig], base: dict[str, Any], chance: random.Random) 
     text = as_text(said)
     if chance.random() < 0.06:
         at = chance.randrange(len(text) + 1)
-        text = chance.choice([text[:at], text[:at] + chance.choice("\"'[]{}=\n\\é#") + text[at:], text + text])
+        text = chance.choice(
+            [text[:at], text[:at] + chance.choice("\"'[]{}=\n\\é#") + text[at:], text + text]
+        )
     if chance.random() < 0.02:
         depth = chance.choice([40, 500, 5000])
         text = f"{chance.choice(keys)} = {'[' * depth}{']' * depth}\n" + text
@@ -156,7 +184,9 @@ def refusal_of(act: Callable[[], Any]) -> TunesmithError | None:
     return None
 
 
-def test_random_run_files(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_random_run_files(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def reached(*_: Any, **__: Any) -> Any:
         raise Reached
 
@@ -180,7 +210,9 @@ def test_random_run_files(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys:
             with placed(file, []):
                 check_run(load_config(kind, file), folder, hub=False)
 
-        def fails(what: str, text: str = text, kind: type[RunConfig] = kind, number: int = number) -> None:
+        def fails(
+            what: str, text: str = text, kind: type[RunConfig] = kind, number: int = number
+        ) -> None:
             bad.append(f"case {number}, {kind.__name__}: {what}\n{text[:600]}")
 
         started = time.monotonic()
@@ -199,7 +231,11 @@ def test_random_run_files(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys:
                 told = str(error)
                 if error.exit_code != 2:
                     fails(f"exit code {error.exit_code}: {told}")
-                named = [key for key in re.findall(r"^(\w+(?:\.\w+)*) = ", text, re.M) if key in told and "." in key]
+                named = [
+                    key
+                    for key in re.findall(r"^(\w+(?:\.\w+)*) = ", text, re.M)
+                    if key in told and "." in key
+                ]
                 if named and not re.search(r"line \d+|run\.toml|jsonl:\d+", told):
                     fails(f"no place: {told}")
         except Reached:

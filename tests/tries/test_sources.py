@@ -1,4 +1,5 @@
-"""Damaged scripts of other frameworks: each is migrated with an account of every setting, or refused in words."""
+"""Damaged scripts of other frameworks: each is migrated with an account of every setting, or
+refused in words."""
 
 from __future__ import annotations
 
@@ -7,7 +8,17 @@ import random
 import time
 from pathlib import Path
 
-from test_migrate import ACCELERATED, ASYNC, GRPO, OLD_PPO, OPENRLHF, SFT_OPENRLHF, SFT_VERL, STATESET, VERL
+from test_migrate import (
+    ACCELERATED,
+    ASYNC,
+    GRPO,
+    OLD_PPO,
+    OPENRLHF,
+    SFT_OPENRLHF,
+    SFT_VERL,
+    STATESET,
+    VERL,
+)
 from tunesmith.errors import ConfigError
 from tunesmith.guide.migrate.convert import convert
 from tunesmith.guide.migrate.read import read_text
@@ -43,7 +54,21 @@ PIECES = [
     "é",
     "1e999",
 ]
-VALUES = ["-1", '"', "null", "[]", "{a: 1}", "nan", "inf", "1e400", "'x y'", "9" * 24, "${x:-${y:-", "True", "none"]
+VALUES = [
+    "-1",
+    '"',
+    "null",
+    "[]",
+    "{a: 1}",
+    "nan",
+    "inf",
+    "1e400",
+    "'x y'",
+    "9" * 24,
+    "${x:-${y:-",
+    "True",
+    "none",
+]
 
 
 def damaged(text: str, chance: random.Random) -> str:
@@ -59,7 +84,9 @@ def damaged(text: str, chance: random.Random) -> str:
                 text = text[:start] + text[start:end] * chance.randint(2, 5) + text[end:]
             case _:
                 text = text.replace(
-                    chance.choice(["1", "True", "8", "grpo", "0.2", "=", "org/base"]), chance.choice(VALUES), 3
+                    chance.choice(["1", "True", "8", "grpo", "0.2", "=", "org/base"]),
+                    chance.choice(VALUES),
+                    3,
                 )
     return text
 

@@ -1,7 +1,8 @@
 """The user's code, misbehaving in every way that could be thought of: rewards and environments.
 
-Each case is a kind of misbehaviour, in a plain or an async function, on a thread or in a process. Each must give rewards
-or typed failures of its own call, leave a following good call alone, and leave nothing behind in the run's process.
+Each case is a kind of misbehaviour, in a plain or an async function, on a thread or in a process.
+Each must give rewards or typed failures of its own call, leave a following good call alone, and
+leave nothing behind in the run's process.
 """
 
 # ruff: noqa: E501
@@ -64,8 +65,14 @@ ENDS: dict[str, str] = {
     "ignores and spins": "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n    while True: pass", "forks and exits": "import os\n    if os.fork() == 0: os._exit(0)\n    os._exit(1)",
 }  # fmt: skip
 WAYS = list(itertools.product(("", "async "), ("thread", "process")))
-CASES = [(kind, body, way) for group in (FINE, FAILS) for kind, body in group.items() for way in WAYS]
-CASES += [(kind, body, (asynchronous, "process")) for kind, body in ENDS.items() for asynchronous in ("", "async ")]
+CASES = [
+    (kind, body, way) for group in (FINE, FAILS) for kind, body in group.items() for way in WAYS
+]
+CASES += [
+    (kind, body, (asynchronous, "process"))
+    for kind, body in ENDS.items()
+    for asynchronous in ("", "async ")
+]
 
 
 def scored(rewards: Any, texts: list[str]) -> list[Rollout]:
@@ -76,8 +83,12 @@ def scored(rewards: Any, texts: list[str]) -> list[Rollout]:
     return made
 
 
-@pytest.mark.parametrize(("kind", "body", "way"), CASES, ids=lambda v: v if isinstance(v, str) and len(v) < 25 else "")
-def test_rewards(kind: str, body: str, way: tuple[str, Literal["thread", "process"]], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "body", "way"), CASES, ids=lambda v: v if isinstance(v, str) and len(v) < 25 else ""
+)
+def test_rewards(
+    kind: str, body: str, way: tuple[str, Literal["thread", "process"]], tmp_path: Path
+) -> None:
     asynchronous, isolation = way
     code = f"def good(completions, **kw):\n    return [0.5] * len(completions)\n\n{asynchronous}def f(completions, **kw):\n    {body}\n"
     (tmp_path / "code.py").write_text(code, errors="surrogatepass")
@@ -102,7 +113,11 @@ def test_rewards(kind: str, body: str, way: tuple[str, Literal["thread", "proces
         elif kind == "all none":
             assert one.status is Status.OK and one.rewards["f"] is None
         else:
-            assert one.status in (Status.REWARD_FAILED, Status.TIMED_OUT) and one.reward is None and one.error
+            assert (
+                one.status in (Status.REWARD_FAILED, Status.TIMED_OUT)
+                and one.reward is None
+                and one.error
+            )
         assert one.rewards.get("good", 0.5) == 0.5
     log = JsonLines(tmp_path / "log.jsonl")
     log.write({**numbers, "notes": [r.notes for r in first], "errors": [r.error for r in first]})
@@ -122,8 +137,12 @@ KINDS += [(kind, body, ("", "process")) for kind, body in ENDINGS.items()]
 
 
 @pytest.mark.parametrize("where", ["reset", "step"])
-@pytest.mark.parametrize(("kind", "body", "way"), KINDS, ids=lambda v: v if isinstance(v, str) and len(v) < 25 else "")
-def test_environments(kind: str, body: str, way: tuple[str, str], where: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "body", "way"), KINDS, ids=lambda v: v if isinstance(v, str) and len(v) < 25 else ""
+)
+def test_environments(
+    kind: str, body: str, way: tuple[str, str], where: str, tmp_path: Path
+) -> None:
     asynchronous, isolation = way
     bodies = {"reset": "return None", "step": "return None, 1.0, True"}
     bodies[where] = f"if self.bad: return self.bad_{where}()\n        {bodies[where]}"
@@ -134,7 +153,10 @@ def test_environments(kind: str, body: str, way: tuple[str, str], where: str, tm
     )
     tokenizer = byte_level(template("chatml"))
     environments = load(tmp_path, code, path="env.py:E", timeout=3.0, isolation=isolation)
-    tasks = [made_task(tokenizer, identity="bad", bad=True), made_task(tokenizer, identity="good", bad=False)]
+    tasks = [
+        made_task(tokenizer, identity="bad", bad=True),
+        made_task(tokenizer, identity="good", bad=False),
+    ]
     (bad_one, good), _ = play(environments, tokenizer, tasks, lambda _: "x<|im_end|>", timeout=60.0)
     assert good.status is Status.OK and good.reward == 1.0, (kind, good.error)
     assert bad_one.status in (Status.OK, Status.ENVIRONMENT_FAILED, Status.TIMED_OUT)

@@ -39,7 +39,9 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def tied(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models") / "tied"
-    return save_model(folder, "qwen3", max_position_embeddings=CONTEXT, head_dim=32, tie_word_embeddings=True)
+    return save_model(
+        folder, "qwen3", max_position_embeddings=CONTEXT, head_dim=32, tie_word_embeddings=True
+    )
 
 
 @cache
@@ -53,14 +55,24 @@ def scorer(directory: Path) -> Callable[[Sequence[int], Sequence[int]], list[flo
     @torch.inference_mode()
     def score(prompt: Sequence[int], completion: Sequence[int]) -> list[float]:
         logits = model(torch.tensor([[*prompt, *completion]])).logits[0, len(prompt) - 1 : -1]
-        return logits.log_softmax(-1).gather(1, torch.tensor(completion).unsqueeze(1)).squeeze(1).tolist()
+        return (
+            logits.log_softmax(-1)
+            .gather(1, torch.tensor(completion).unsqueeze(1))
+            .squeeze(1)
+            .tolist()
+        )
 
     return score
 
 
 def subject(directory: Path, **changed: Any) -> Subject:
     model = plain(directory)
-    options: dict[str, Any] = {"dtype": "float32", "max_model_len": CONTEXT, "kv_bytes": 1 << 26, "max_running": 8}
+    options: dict[str, Any] = {
+        "dtype": "float32",
+        "max_model_len": CONTEXT,
+        "kv_bytes": 1 << 26,
+        "max_running": 8,
+    }
     settings = VllmSettings(str(directory), **{**options, **changed})
     tokenizer = AutoTokenizer.from_pretrained(directory)
     engine = VllmEngine(settings, lambda: model.state_dict().items())
@@ -69,9 +81,12 @@ def subject(directory: Path, **changed: Any) -> Subject:
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
-    """One engine for the whole contract, because starting one takes seconds; no other test changes its model."""
+    """One engine for the whole contract, because starting one takes seconds; no other test changes
+    its model."""
     folder = tmp_path_factory.mktemp("models") / "contract"
-    made = subject(save_model(folder, "llama", max_position_embeddings=CONTEXT, vocab_size=261, head_dim=32))
+    made = subject(
+        save_model(folder, "llama", max_position_embeddings=CONTEXT, vocab_size=261, head_dim=32)
+    )
     yield made
     asyncio.run(made.engine.close())
 
@@ -88,8 +103,8 @@ async def test_closing_fails_what_is_in_flight(directory: Path) -> None:
 
 @pytest.mark.parametrize("family", ["llama", "tied"])
 async def test_new_weights_arrive_whole(family: str, request: pytest.FixtureRequest) -> None:
-    """Also the head that shares its weights with the embedding, also where a prefix was cached before, and also under
-    a number that others had, as averaged weights have in an evaluation."""
+    """Also the head that shares its weights with the embedding, also where a prefix was cached
+    before, and also under a number that others had, as averaged weights have in an evaluation."""
 
     made_of = request.getfixturevalue("directory" if family == "llama" else "tied")
     made = subject(made_of)
@@ -112,7 +127,8 @@ async def test_new_weights_arrive_whole(family: str, request: pytest.FixtureRequ
 
 
 async def test_an_engine_whose_weights_came_in_part_waits_for_all_of_them(directory: Path) -> None:
-    """A reload that ends in the middle of a joint projection can begin again, and no token is drawn in between."""
+    """A reload that ends in the middle of a joint projection can begin again, and no token is drawn
+    in between."""
     model, failing = plain(directory), [False, True, False]
 
     def weights() -> Iterator[tuple[str, torch.Tensor]]:
@@ -136,7 +152,10 @@ async def test_an_engine_whose_weights_came_in_part_waits_for_all_of_them(direct
         await asyncio.sleep(0)
         with pytest.raises(EngineError, match="the rest did not come"):
             await engine.load_weights(2)
-        drawn, waiting = engine.stats().sampled_tokens, asyncio.create_task(made.write(prompt=prompt))
+        drawn, waiting = (
+            engine.stats().sampled_tokens,
+            asyncio.create_task(made.write(prompt=prompt)),
+        )
         for _ in range(5):
             await engine._thread.call(lambda: None)  # a step would follow
         assert engine.stats().sampled_tokens == drawn and not waiting.done()
@@ -182,7 +201,8 @@ async def test_a_request_that_vllm_refuses_fails_alone(directory: Path) -> None:
 
 
 async def test_a_failed_step_fails_what_ran_and_the_engine_goes_on(directory: Path) -> None:
-    """Who waits for it to do something in between two steps, such as taking new weights, waits no longer."""
+    """Who waits for it to do something in between two steps, such as taking new weights, waits no
+    longer."""
     began, go_on = threading.Event(), threading.Event()
 
     made = subject(directory)
@@ -221,7 +241,10 @@ async def test_rounded_weights_are_rounded_again_at_each_sync(directory: Path) -
                     parameter.mul_(factor)
             await made.engine.load_weights(version)
             done = await made.write()
-            apart = [abs(a - b) for a, b in zip(done.logprobs, made.score(PROMPT, done.token_ids), strict=True)]
+            apart = [
+                abs(a - b)
+                for a, b in zip(done.logprobs, made.score(PROMPT, done.token_ids), strict=True)
+            ]
             assert 1e-4 < max(apart) < 0.1
     finally:
         await made.engine.close()
@@ -229,10 +252,14 @@ async def test_rounded_weights_are_rounded_again_at_each_sync(directory: Path) -
 
 def test_kv_memory_bounds_what_is_asked(tmp_path: Path) -> None:
     """Short of the model's context, a completion is refused rather than cut."""
-    folder = save_model(tmp_path / "long", "llama", max_position_embeddings=512, vocab_size=261, head_dim=32)
+    folder = save_model(
+        tmp_path / "long", "llama", max_position_embeddings=512, vocab_size=261, head_dim=32
+    )
 
     async def run() -> None:
-        made = subject(folder, max_model_len=None, kv_bytes=8 << 15)  # blocks of 32 tokens take 2^15 bytes
+        made = subject(
+            folder, max_model_len=None, kv_bytes=8 << 15
+        )  # blocks of 32 tokens take 2^15 bytes
         try:
             with pytest.raises(UserError, match="raise system"):
                 await made.write(replace(FREE, max_new_tokens=300))
@@ -245,7 +272,9 @@ def test_kv_memory_bounds_what_is_asked(tmp_path: Path) -> None:
         subject(folder, max_model_len=512, kv_bytes=2 << 15)
 
 
-def test_a_model_that_vllm_does_not_know_is_refused_before_its_weights_are_read(tmp_path: Path) -> None:
+def test_a_model_that_vllm_does_not_know_is_refused_before_its_weights_are_read(
+    tmp_path: Path,
+) -> None:
     folder = save_model(tmp_path / "odd", "llama")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "architectures": ["OddForCausalLM"]}))
@@ -256,7 +285,9 @@ def test_a_model_that_vllm_does_not_know_is_refused_before_its_weights_are_read(
 
 def test_another_version_is_refused(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vllm.version.__version__", "0.20.1")
-    with pytest.raises(UserError, match=r"vLLM 0\.20\.1 is installed.*pip install 'vllm==0\.32\.\*'"):
+    with pytest.raises(
+        UserError, match=r"vLLM 0\.20\.1 is installed.*pip install 'vllm==0\.32\.\*'"
+    ):
         subject(directory)
 
 
@@ -267,12 +298,28 @@ async def test_the_trainers_random_numbers_go_on(directory: Path) -> None:
     await made.engine.close()
 
 
-def test_a_model_that_rotates_long_sequences_otherwise_is_served_up_to_where_it_does(tmp_path: Path) -> None:
-    factors = {"short_factor": [1.0] * 16, "long_factor": [4.0] * 16, "rope_theta": 100.0, "factor": 2.0}
+def test_a_model_that_rotates_long_sequences_otherwise_is_served_up_to_where_it_does(
+    tmp_path: Path,
+) -> None:
+    factors = {
+        "short_factor": [1.0] * 16,
+        "long_factor": [4.0] * 16,
+        "rope_theta": 100.0,
+        "factor": 2.0,
+    }
     rope = {"rope_type": "longrope", "original_max_position_embeddings": 32, **factors}
-    settings = {"head_dim": 32, "num_attention_heads": 1, "num_key_value_heads": 1, "rope_parameters": rope}
+    settings = {
+        "head_dim": 32,
+        "num_attention_heads": 1,
+        "num_key_value_heads": 1,
+        "rope_parameters": rope,
+    }
     path = save_model(
-        tmp_path / "phi3", "phi3", original_max_position_embeddings=32, max_position_embeddings=64, **settings
+        tmp_path / "phi3",
+        "phi3",
+        original_max_position_embeddings=32,
+        max_position_embeddings=64,
+        **settings,
     )
     with pytest.raises(UserError, match="max_model_len"):
         subject(path)
@@ -288,7 +335,9 @@ async def _complete_and_close(engine: VllmEngine) -> Completion:
 
 
 def test_penalties_are_those_of_transformers(directory: Path) -> None:
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)  # `plain` is changed by other tests
+    model = AutoModelForCausalLM.from_pretrained(
+        directory, dtype=torch.float32
+    )  # `plain` is changed by other tests
     wanted = [(prompt, sampling) for prompt, sampling in requests() if len(prompt) > 1]
 
     async def run() -> list[Completion]:

@@ -21,7 +21,10 @@ pytest.importorskip("vllm", reason="vLLM has an environment of its own: make tes
 PLACES = {
     "inside": [],
     "process": ["system.engine_process=true"],
-    "interpreter": ["system.engine_process=true", f"system.engine_python={json.dumps(sys.executable)}"],
+    "interpreter": [
+        "system.engine_process=true",
+        f"system.engine_python={json.dumps(sys.executable)}",
+    ],
 }
 REWARD = "def odd(completions, **columns):\n    return [float(len(text) % 2 == 1) for text in completions]\n"
 
@@ -41,7 +44,9 @@ def said(folder: Path, model: Path, *overrides: str) -> list[str]:
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_generate_writes_what_the_local_engine_writes(tmp_path: Path, model: Path, place: str) -> None:
+def test_generate_writes_what_the_local_engine_writes(
+    tmp_path: Path, model: Path, place: str
+) -> None:
     """Greedy; arguments of vLLM's own are passed on."""
     engines: dict[str, list[str]] = {
         "local": [],
@@ -49,8 +54,16 @@ def test_generate_writes_what_the_local_engine_writes(tmp_path: Path, model: Pat
     }
     found: list[Any] = []
     for name, engine in engines.items():
-        out = run_generate(None, said(tmp_path, model, f"run_dir={tmp_path / name}", "output.logprobs=true", *engine))
-        found.append([(line["token_ids"], line["finish_reason"], line["logprobs"]) for line in read_lines(out.output)])
+        out = run_generate(
+            None,
+            said(tmp_path, model, f"run_dir={tmp_path / name}", "output.logprobs=true", *engine),
+        )
+        found.append(
+            [
+                (line["token_ids"], line["finish_reason"], line["logprobs"])
+                for line in read_lines(out.output)
+            ]
+        )
     local, vllm = found
     assert len(local) == 8 and [line[:2] for line in vllm] == [line[:2] for line in local]
     for ours, theirs in zip(local, vllm, strict=True):
@@ -73,10 +86,18 @@ def test_rft_samples_trains_and_evaluates(tmp_path: Path, model: Path, place: st
     assert out.model is not None and out.model.exists()
 
 
-def test_an_argument_that_vllm_does_not_have_is_refused_before_the_run(tmp_path: Path, model: Path) -> None:
+def test_an_argument_that_vllm_does_not_have_is_refused_before_the_run(
+    tmp_path: Path, model: Path
+) -> None:
     wrong = said(
-        tmp_path, model, f"run_dir={tmp_path / 'run'}", "system.engine=vllm", "system.vllm.extra={max_logprob=5}"
+        tmp_path,
+        model,
+        f"run_dir={tmp_path / 'run'}",
+        "system.engine=vllm",
+        "system.vllm.extra={max_logprob=5}",
     )
-    with pytest.raises(ConfigError, match=r"system\.vllm\.extra\.max_logprob: .*Did you mean 'max_logprobs'"):
+    with pytest.raises(
+        ConfigError, match=r"system\.vllm\.extra\.max_logprob: .*Did you mean 'max_logprobs'"
+    ):
         run_generate(None, wrong)
     assert not (tmp_path / "run").exists()

@@ -1,4 +1,5 @@
-"""vLLM in a Ray actor against the engine contract. Runs where both are installed: ``make test-vllm``."""
+"""vLLM in a Ray actor against the engine contract. Runs where both are installed: ``make
+test-vllm``."""
 
 from __future__ import annotations
 
@@ -32,10 +33,15 @@ class Bench(PoolBench):
 
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["one rank", "two ranks"])
-def bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+def bench(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Bench]:
     made = Bench(tmp_path_factory.mktemp("ray"), head_dim=32)
     made.use_vllm(tensor_parallel_size=request.param)
-    with RayCluster.open(SystemSection(), [Bundle(("rollout",), 1.0, 0.0)]) as made.cluster, made.opened():
+    with (
+        RayCluster.open(SystemSection(), [Bundle(("rollout",), 1.0, 0.0)]) as made.cluster,
+        made.opened(),
+    ):
         yield made
 
 

@@ -1,4 +1,5 @@
-"""The run of ``tests/slow/test_modes.py`` with the real vLLM: it learns the same as with the local engine."""
+"""The run of ``tests/slow/test_modes.py`` with the real vLLM: it learns the same as with the local
+engine."""
 
 from __future__ import annotations
 
@@ -25,13 +26,18 @@ MODES: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 CASES = [
-    *(pytest.param(0, mode, marks=pytest.mark.xdist_group("sums 0"), id=f"{mode}-0") for mode in MODES),
+    *(
+        pytest.param(0, mode, marks=pytest.mark.xdist_group("sums 0"), id=f"{mode}-0")
+        for mode in MODES
+    ),
     again(1, "one step behind, partial", id="one step behind, partial-1"),
 ]
 
 
 @pytest.fixture(scope="module")
-def start(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], tuple[Path, Path, RunResult]]:
+def start(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Callable[[int], tuple[Path, Path, RunResult]]:
     """Of a seed: folder, taught model, and what the local engine makes of it."""
 
     @cache
@@ -50,5 +56,8 @@ def test_every_mode_learns_the_same(
     folder, model, local = start(seed)
     changed = MODES[mode]
     outcome = learned(folder, model, str(tmp_path / "run"), seed, changed)
-    # vLLM draws other tokens from the same probabilities; equal first gradients are shown with greedy ones.
-    check_learned_as(local, outcome, staleness=changed.get("rollout.max_staleness", 0), same_start=False)
+    # vLLM draws other tokens from the same probabilities; equal first gradients are shown with
+    # greedy ones.
+    check_learned_as(
+        local, outcome, staleness=changed.get("rollout.max_staleness", 0), same_start=False
+    )

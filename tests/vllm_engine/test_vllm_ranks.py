@@ -1,4 +1,5 @@
-"""One vLLM over two ranks, each a process with half of every layer or of the layers, against the engine contract."""
+"""One vLLM over two ranks, each a process with half of every layer or of the layers, against the
+engine contract."""
 
 from __future__ import annotations
 
@@ -26,8 +27,11 @@ class Bench(PoolBench):
 
 
 @pytest.fixture(scope="module", params=["tensor", "pipeline"])
-def bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
-    """Its head is its embedding; vLLM keeps queries, keys and values in one matrix, and gate and up in another."""
+def bench(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Bench]:
+    """Its head is its embedding; vLLM keeps queries, keys and values in one matrix, and gate and up
+    in another."""
     made = Bench(tmp_path_factory.mktemp("ranks"), "qwen3", head_dim=32, tie_word_embeddings=True)
     made.use_vllm(**{f"{request.param}_parallel_size": 2})
     with made.opened():

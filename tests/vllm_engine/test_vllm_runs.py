@@ -39,33 +39,46 @@ def test_log_probabilities_are_as_trained_and_groups_share_their_prompt(
     tmp_path: Path, model: Path, place: str
 ) -> None:
     prompts = [f"{n:02}: a prompt that is longer than one block:" for n in range(12)]
-    data = write_lines(tmp_path / "long.jsonl", [{"prompt": prompt, "answer": "A"} for prompt in prompts])
+    data = write_lines(
+        tmp_path / "long.jsonl", [{"prompt": prompt, "answer": "A"} for prompt in prompts]
+    )
     lines = steps(tmp_path, model, place, data__train=str(data), **PLACES[place])
     assert len(lines) == 3
     for line in lines:
         assert line.get("canary", 0.0) <= 1e-3
-        assert line["policy_kl"] <= 0.5 * 1e-3**2  # so much is d²/2 of log-probabilities that lie d apart
+        assert (
+            line["policy_kl"] <= 0.5 * 1e-3**2
+        )  # so much is d²/2 of log-probabilities that lie d apart
         assert line["ratio"] == pytest.approx(1.0, abs=1e-3)
         assert line["sampled_tokens"] > 0 and line["grad_norm"] > 0
-        # All of a group but the first find one block of their prompt; the canary has read one prompt for all four.
-        assert line["reused_prompt_tokens"] in (4 * 3 * 32, 4 * 3 * 32 + 32) and 0.5 < line["prefix_hit_share"] < 0.65
+        # All of a group but the first find one block of their prompt; the canary has read one
+        # prompt for all four.
+        assert (
+            line["reused_prompt_tokens"] in (4 * 3 * 32, 4 * 3 * 32 + 32)
+            and 0.5 < line["prefix_hit_share"] < 0.65
+        )
 
 
 def test_the_doctor_finds_that_prompts_are_not_shared(tmp_path: Path, model: Path) -> None:
     off = {"system__vllm__prefix_caching": False, "rollout__group_size": 4, **PLACES["colocated"]}
     steps(tmp_path, model, "off", **off)
-    (finding,) = (f for f in diagnose(read_record(tmp_path / "off")) if f.key == "prompts_not_shared")
+    (finding,) = (
+        f for f in diagnose(read_record(tmp_path / "off")) if f.key == "prompts_not_shared"
+    )
     assert finding.change == ("system.vllm.prefix_caching = true",)
 
 
-def test_greedy_completions_give_the_local_engines_first_gradient(tmp_path: Path, model: Path) -> None:
+def test_greedy_completions_give_the_local_engines_first_gradient(
+    tmp_path: Path, model: Path
+) -> None:
     """The likeliest token each time (``top_k = 1``), so that every engine writes the same."""
     greedy: dict[str, Any] = {
         "rollout__top_k": 1, "rollout__group_size": 1, "rollout__prompts_per_step": 8, "train__steps": 1,
         "algorithm__name": "reinforce",
     }  # fmt: skip
     local, *others = (
-        steps(tmp_path, model, name, **greedy, **place)[0] for name, place in {"local": {}, **PLACES}.items()
+        steps(tmp_path, model, name, **greedy, **place)[0]
+        for name, place in {"local": {}, **PLACES}.items()
     )
     assert local["grad_norm"] > 1e-3
     for other in others:

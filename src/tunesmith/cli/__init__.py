@@ -1,4 +1,5 @@
-"""The commands. Each module declares one command and imports what it runs when it is called; start in ``main``.
+"""The commands. Each module declares one command and imports what it runs when it is called; start
+in ``main``.
 
 Stands on every other wing.
 """

@@ -16,7 +16,9 @@ def complete_setting(incomplete: str) -> list[str]:
     return [f"{key}=" for key in keys if key.startswith(incomplete)]
 
 
-RunFile = Annotated[Path, typer.Argument(metavar="RUN.toml", help="The run file.", show_default=False)]
+RunFile = Annotated[
+    Path, typer.Argument(metavar="RUN.toml", help="The run file.", show_default=False)
+]
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(

@@ -23,16 +23,22 @@ def check(
     ],
     shared: Annotated[
         Path | None,
-        typer.Option(help="cluster: a directory that all machines should share.", show_default="the current one"),
+        typer.Option(
+            help="cluster: a directory that all machines should share.",
+            show_default="the current one",
+        ),
     ] = None,
     bandwidth: Annotated[
-        float | None, typer.Option(min=0.0, help="cluster: GB/s that a sum over the ranks has to reach.")
+        float | None,
+        typer.Option(min=0.0, help="cluster: GB/s that a sum over the ranks has to reach."),
     ] = None,
 ) -> None:
     """Compare every file of a checkpoint, or of all checkpoints of a run, with its checksum.
 
-    The word cluster: report devices, versions, addresses, and the speed between the processes of torchrun. The word
-    machine: measure for about two minutes how fast this CPU is, from which tunesmith plan tells the seconds of a step.
+    The word cluster: report devices, versions, addresses, and the speed between the processes of
+    torchrun. The word
+    machine: measure for about two minutes how fast this CPU is, from which tunesmith plan tells the
+    seconds of a step.
 
     Example: tunesmith check runs/run-1
     """
@@ -71,10 +77,14 @@ def _check_cluster(shared: Path, bandwidth: float | None) -> None:
     print("\n".join(report.lines()), flush=True)
     if problems := report.problems(bandwidth):
         raise ClusterError(
-            "\n  ".join([f"{len(problems)} problems:" if len(problems) > 1 else "1 problem:", *problems])
+            "\n  ".join(
+                [f"{len(problems)} problems:" if len(problems) > 1 else "1 problem:", *problems]
+            )
         )
     if report.seconds is None:
-        print("one process; start it with torchrun on all machines to compare them and time what is between them")
+        print(
+            "one process; start it with torchrun on all machines to compare them and time what is between them"
+        )
 
 
 def _check_machine() -> None:
@@ -84,5 +94,12 @@ def _check_machine() -> None:
     from tunesmith.records.text import aligned, shown_path
 
     found = measure_machine(read_hardware(), lambda text: print(text, flush=True))
-    rows = [["phase", "median error"], *([phase, share(error)] for phase, error in found["median_error"].items())]
-    print(*aligned(rows), f"\nof {found['shapes']} small models; kept in {shown_path(found['file'])}", sep="\n")
+    rows = [
+        ["phase", "median error"],
+        *([phase, share(error)] for phase, error in found["median_error"].items()),
+    ]
+    print(
+        *aligned(rows),
+        f"\nof {found['shapes']} small models; kept in {shown_path(found['file'])}",
+        sep="\n",
+    )

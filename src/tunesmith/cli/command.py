@@ -32,10 +32,13 @@ _MEANT: Mapping[str, str] = {
 
 
 class Command(TyperCommand):
-    """A command with help for unknown options and a missing run file; its description is not cut."""
+    """A command with help for unknown options and a missing run file; its description is not
+    cut."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        known = {option for p in self.get_params(ctx) for option in (*p.opts, *p.secondary_opts)} | {"--verbose"}
+        known = {
+            option for p in self.get_params(ctx) for option in (*p.opts, *p.secondary_opts)
+        } | {"--verbose"}
         settings = any(p.name == "overrides" for p in self.params)
         if settings and (unknown := _unknown(args, known)):
             ctx.fail(_about_options(str(self.name), unknown, known))
@@ -44,7 +47,9 @@ class Command(TyperCommand):
         rest = super().parse_args(ctx, args)
         run = ctx.params.get("run")
         if run is not None and "=" in str(run) and not run.exists():
-            ctx.fail(f"the run file is missing before {run}: tunesmith {self.name} RUN.toml {shlex.quote(str(run))}")
+            ctx.fail(
+                f"the run file is missing before {run}: tunesmith {self.name} RUN.toml {shlex.quote(str(run))}"
+            )
         return rest
 
     def get_short_help_str(self, limit: int = 45) -> str:
@@ -67,7 +72,9 @@ class CommandGroup(TyperGroup):
         close = closest(word, [*self.commands, *near], 0.75)
         if not meant and close:
             meant = [name for name, words in _MEANT.items() if close in words.split()] or [close]
-        return f" Did you mean {' or '.join(f'tunesmith {name}' for name in meant)}?" if meant else ""
+        return (
+            f" Did you mean {' or '.join(f'tunesmith {name}' for name in meant)}?" if meant else ""
+        )
 
 
 def _unknown(args: Sequence[str], known: set[str]) -> list[tuple[str, list[str]]]:
@@ -89,7 +96,8 @@ def _unknown(args: Sequence[str], known: set[str]) -> list[tuple[str, list[str]]
 
 
 def _about_options(command: str, options: Sequence[tuple[str, list[str]]], known: set[str]) -> str:
-    """A message with the right setting for each unknown option; ``known`` are the command's own options."""
+    """A message with the right setting for each unknown option; ``known`` are the command's own
+    options."""
     from tunesmith.config.commands import KINDS
 
     lines: list[str] = []
@@ -97,11 +105,15 @@ def _about_options(command: str, options: Sequence[tuple[str, list[str]]], known
         own = closest(option.replace("_", "-"), [k for k in known if k.startswith("--")], 0.85)
         instead = f"did you mean {own}?" if own else _instead(KINDS.get(command), option, values)
         lines.append(f"  {' '.join((option, *values))}: {instead}")
-    return "No such option. Settings are written section.key=value, after the run file:\n" + "\n".join(lines)
+    return (
+        "No such option. Settings are written section.key=value, after the run file:\n"
+        + "\n".join(lines)
+    )
 
 
 def _instead(kind: Any, option: str, values: Sequence[str]) -> str:
-    """What to write in place of an option with its values: an override, unless its value has another form here."""
+    """What to write in place of an option with its values: an override, unless its value has
+    another form here."""
     from tunesmith.guide.names.unknown import answer, find, rule_of
 
     ours = find(kind, option)
@@ -109,7 +121,9 @@ def _instead(kind: Any, option: str, values: Sequence[str]) -> str:
         return answer(kind, option) or "unknown; tunesmith keys lists the settings"
     if not ours.sure:
         return f"did you mean {' or '.join(f'{key}=...' for key in ours.keys)}?"
-    rules = "; or ".join(dict.fromkeys(rule_of(m) for m in ours.meanings if rule_of(m) and not m.value))
+    rules = "; or ".join(
+        dict.fromkeys(rule_of(m) for m in ours.meanings if rule_of(m) and not m.value)
+    )
     written = [shlex.quote(f"{key}={_value(ours.meanings, values)}") for key in ours.keys]
     return f"write {' '.join(written)}{f' ({rules})' if rules else ''}"
 

@@ -29,7 +29,8 @@ PLANNED = {
 
 
 def print_dry_run(run: Path, overrides: Sequence[str], on: str) -> None:
-    """Print a run's layout on a machine, and its memory: planned, and needed by two steps with the run's own parts.
+    """Print a run's layout on a machine, and its memory: planned, and needed by two steps with the
+    run's own parts.
 
     Raises:
         ConfigError: parts of the run have no fake version, or settings contradict each other.
@@ -53,7 +54,9 @@ def print_dry_run(run: Path, overrides: Sequence[str], on: str) -> None:
         check_dry_run(resolved.config)
     print_resolved(layout_of_run(resolved), all_of_it=True)
     prices = {name: price for name, price, _ in planned_devices(resolved.config, facts)}
-    gpus = dry_run(resolve(config, replace(facts, train_size=facts.train_size or ASSUMED_LINES)).config, facts)
+    gpus = dry_run(
+        resolve(config, replace(facts, train_size=facts.train_size or ASSUMED_LINES)).config, facts
+    )
     waits: dict[str, None] = {}
     for gpu, phases in gpus.items():
         phases.pop("load", None)
@@ -67,13 +70,23 @@ def print_dry_run(run: Path, overrides: Sequence[str], on: str) -> None:
 
 
 def _rows(gpu: str, price: Price | None, phases: dict[str, DryPhase]) -> list[list[str]]:
-    """Bytes by purpose on a GPU: planned (for training on a trainer's GPU), and needed in each phase."""
+    """Bytes by purpose on a GPU: planned (for training on a trainer's GPU), and needed in each
+    phase."""
     from tunesmith.config.values import format_size
 
     rows = [["memory" if gpu == "trainer" else f"the {gpu}'s GPU", "planned", *phases]]
     for purpose, part in PLANNED.items():
-        amounts = [getattr(price, part) if price else 0, *(phase.peak.get(purpose, 0) for phase in phases.values())]
+        amounts = [
+            getattr(price, part) if price else 0,
+            *(phase.peak.get(purpose, 0) for phase in phases.values()),
+        ]
         if any(amounts):
             rows.append([purpose, *(format_size(n) if n else "" for n in amounts)])
     total = (price.training if gpu == "trainer" else price.peak) - price.libraries if price else 0
-    return [*rows, ["at most, at once", *(format_size(n) for n in (total, *(p.total for p in phases.values())))]]
+    return [
+        *rows,
+        [
+            "at most, at once",
+            *(format_size(n) for n in (total, *(p.total for p in phases.values()))),
+        ],
+    ]

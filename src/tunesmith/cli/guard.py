@@ -24,7 +24,8 @@ _OF_THE_SYSTEM = {
     errno.ENAMETOOLONG, errno.ELOOP, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE,
     errno.EACCES, errno.EPERM,
 }  # fmt: skip
-"""Errors that a path of the user or the machine causes, wherever they rise: a full disk, no permission."""
+"""Errors that a path of the user or the machine causes, wherever they rise: a full disk, no
+permission."""
 
 
 _PRINTS = {"explain", "keys", "presets", "models", "show_config", "plan", "runs", "doctor"}
@@ -32,7 +33,8 @@ _PRINTS = {"explain", "keys", "presets", "models", "show_config", "plan", "runs"
 
 
 def guarded(command: Callable[P, None]) -> Callable[P, None]:
-    """Make a command end with an exit code: 2 or 3 for problems the user can fix, 1 for ours, 128 + n for signal n.
+    """Make a command end with an exit code: 2 or 3 for problems the user can fix, 1 for ours, 128 +
+    n for signal n.
 
     Standard error gets the message of a Tunesmith error, and the traceback of any other.
     """
@@ -41,7 +43,9 @@ def guarded(command: Callable[P, None]) -> Callable[P, None]:
     def run(*args: P.args, **kwargs: P.kwargs) -> None:
         try:
             with lasting_output(report=command.__name__ not in _PRINTS), handled():
-                with boundary(StorageError, "the working directory cannot be read; change to another", OSError):
+                with boundary(
+                    StorageError, "the working directory cannot be read; change to another", OSError
+                ):
                     os.getcwd()
                 command(*args, **kwargs)
         except TunesmithError as error:
@@ -49,7 +53,9 @@ def guarded(command: Callable[P, None]) -> Callable[P, None]:
             raise typer.Exit(error.exit_code) from None
         except KeyboardInterrupt as interrupt:
             _report(f"interrupted by {interrupt}" if str(interrupt) else "interrupted", interrupt)
-            raise typer.Exit(interrupt.exit_code if isinstance(interrupt, Interrupted) else 130) from None
+            raise typer.Exit(
+                interrupt.exit_code if isinstance(interrupt, Interrupted) else 130
+            ) from None
         except (typer.Exit, typer.Abort, BrokenPipeError, SystemExit):
             raise
         except BaseException as error:  # a panic of Rust code is no Exception
@@ -67,6 +73,8 @@ def guarded(command: Callable[P, None]) -> Callable[P, None]:
 
 def _report(text: str, error: BaseException) -> None:
     """Print the message, in red on a terminal, then the error's notes on how to continue."""
-    typer.secho(printable(redact(text)), fg=typer.colors.RED if sys.stderr.isatty() else None, err=True)
+    typer.secho(
+        printable(redact(text)), fg=typer.colors.RED if sys.stderr.isatty() else None, err=True
+    )
     for note in getattr(error, "__notes__", ()):
         typer.echo(printable(redact(note)), err=True)

@@ -1,4 +1,5 @@
-"""``tunesmith launch slurm``: a job script that starts a run on several machines, with Ray or with torchrun.
+"""``tunesmith launch slurm``: a job script that starts a run on several machines, with Ray or with
+torchrun.
 
 It is made from ``slurm.sh`` or ``slurm_torchrun.sh``.
 """
@@ -24,28 +25,39 @@ if TYPE_CHECKING:
 
 
 def launch(
-    scheduler: Annotated[Literal["slurm"], typer.Argument(metavar="slurm", help="What runs jobs.", show_default=False)],
+    scheduler: Annotated[
+        Literal["slurm"],
+        typer.Argument(metavar="slurm", help="What runs jobs.", show_default=False),
+    ],
     run: RunFile,
     overrides: Overrides = None,
     nodes: Annotated[int, typer.Option(min=1, help="Machines.")] = 1,
     gpus_per_node: Annotated[int, typer.Option(min=0, help="GPUs of each machine.")] = 0,
     cpus_per_node: Annotated[
-        int | None, typer.Option(min=1, help="CPUs of each machine.", show_default="4, and 4 for each GPU")
+        int | None,
+        typer.Option(min=1, help="CPUs of each machine.", show_default="4, and 4 for each GPU"),
     ] = None,
     python: Annotated[
-        Path | None, typer.Option(help="Interpreter of the environment on the machines.", show_default="this one")
+        Path | None,
+        typer.Option(
+            help="Interpreter of the environment on the machines.", show_default="this one"
+        ),
     ] = None,
     sbatch: Annotated[
-        list[str] | None, typer.Option(help="An option of sbatch, such as --partition=gpu; may be repeated.")
+        list[str] | None,
+        typer.Option(help="An option of sbatch, such as --partition=gpu; may be repeated."),
     ] = None,
     command: Annotated[
-        str | None, typer.Option(help="The command, such as sft.", show_default="by the run file's sections")
+        str | None,
+        typer.Option(help="The command, such as sft.", show_default="by the run file's sections"),
     ] = None,
     ray: Annotated[
-        bool | None, typer.Option(help="Whether on a Ray cluster.", show_default="where the policy samples")
+        bool | None,
+        typer.Option(help="Whether on a Ray cluster.", show_default="where the policy samples"),
     ] = None,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="File to write.", show_default="standard output")
+        Path | None,
+        typer.Option("--output", "-o", help="File to write.", show_default="standard output"),
     ] = None,
 ) -> None:
     """Write a Slurm job script that starts a run on several machines, with Ray or with torchrun.
@@ -60,9 +72,15 @@ def launch(
     ray = _on_ray(config, ray, nodes)
     _check_given(run, overrides, sbatch or ())
     cpus = cpus_per_node or 4 + 4 * gpus_per_node
-    options = [*_resources(nodes, cpus, gpus_per_node), f"--job-name={run.stem}", f"--output={run.stem}-%j.log"]
+    options = [
+        *_resources(nodes, cpus, gpus_per_node),
+        f"--job-name={run.stem}",
+        f"--output={run.stem}-%j.log",
+    ]
     options += ["--open-mode=append", "--requeue", *(sbatch or ())]
-    python = (python or Path(sys.executable)).absolute()  # not resolved: in a virtual environment it is a link
+    python = (
+        python or Path(sys.executable)
+    ).absolute()  # not resolved: in a virtual environment it is a link
     run_dir = shlex.quote(str(config.run_dir or Path("runs") / run.stem))
     wanted = ["system.cluster=ray"] if ray else ["checkpoint.resume=auto"] if kind.trains else []
     script = _script(
@@ -101,17 +119,24 @@ def _deliver(script: str, output: Path | None, overrides: list[str]) -> None:
     if secret and output.is_file():
         with boundary(StorageError, f"cannot make {output} private", OSError):
             output.chmod(0o600)
-        print(f"note: {output} holds secrets of the settings, which the job needs; only this user can read it")
+        print(
+            f"note: {output} holds secrets of the settings, which the job needs; only this user can read it"
+        )
     print(f"wrote {output}; submit it with: sbatch {output}")
 
 
 def _check_given(run: Path, overrides: Sequence[str], sbatch: Sequence[str]) -> None:
-    """Reject (ConfigError) options that the script sets itself, and words that are not options of sbatch."""
+    """Reject (ConfigError) options that the script sets itself, and words that are not options of
+    sbatch."""
     for key in ("system.cluster", "system.ray_address", "run_dir", "checkpoint.resume"):
         if any(text.partition("=")[0].strip() == key for text in overrides):
-            raise ConfigError(f"override '{key}': the job script sets it. Set it in {run}, or leave it out")
+            raise ConfigError(
+                f"override '{key}': the job script sets it. Set it in {run}, or leave it out"
+            )
     if bad := [option for option in sbatch if not option.startswith("--")]:
-        raise ConfigError(f"--sbatch {bad[0]}: options of sbatch are written --name=value, such as --partition=gpu")
+        raise ConfigError(
+            f"--sbatch {bad[0]}: options of sbatch are written --name=value, such as --partition=gpu"
+        )
 
 
 def _ranks(config: RunConfig, ray: bool, nodes: int, gpus: int) -> int:
@@ -122,7 +147,11 @@ def _ranks(config: RunConfig, ray: bool, nodes: int, gpus: int) -> int:
     """
     ranks = max(1, gpus) if not config.samples else 1
     system, processes = config.system, 1 if ray else nodes * ranks
-    if processes > 1 and "trainer_ranks" in system.model_fields_set and system.trainer_ranks != processes:
+    if (
+        processes > 1
+        and "trainer_ranks" in system.model_fields_set
+        and system.trainer_ranks != processes
+    ):
         raise ConfigError(
             f"system.trainer_ranks = {system.trainer_ranks}, and the job starts {processes} processes, one for each "
             "GPU of its machines; leave it out, or change --nodes or --gpus-per-node"
@@ -138,7 +167,9 @@ def _kind(command: str | None, run: Path, overrides: list[str]) -> type[RunConfi
     if command is None or command == found.command:
         return found
     if command not in KINDS:
-        raise ConfigError(f"--command {command}: there is no such command.{nearest(command, KINDS)}")
+        raise ConfigError(
+            f"--command {command}: there is no such command.{nearest(command, KINDS)}"
+        )
     return KINDS[command]
 
 
@@ -156,7 +187,9 @@ def _on_ray(config: RunConfig, asked: bool | None, nodes: int) -> bool:
     ray = samples if asked is None else asked
     if nodes > 1 and not ray and config.samples:
         cure = "use --ray" if samples else "say --nodes 1"
-        raise ConfigError(f"--nodes {nodes}: without Ray, tunesmith {config.command} samples on one machine; {cure}")
+        raise ConfigError(
+            f"--nodes {nodes}: without Ray, tunesmith {config.command} samples on one machine; {cure}"
+        )
     return ray
 
 

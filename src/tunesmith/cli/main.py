@@ -1,4 +1,5 @@
-"""The ``tunesmith`` command. Heavy imports happen inside the commands, after the settings are checked."""
+"""The ``tunesmith`` command. Heavy imports happen inside the commands, after the settings are
+checked."""
 
 from __future__ import annotations
 
@@ -44,10 +45,12 @@ COMMANDS: list[Callable[..., None]] = [
 ]  # fmt: skip
 _NAMES = {"show_config": "config", "serve_reward": "serve-reward"}
 for command in COMMANDS:
-    any_name = {"ignore_unknown_options": True} if command is explain else None  # --micro_train_batch_size is a name
-    app.command(_NAMES.get(command.__name__, command.__name__), cls=Command, context_settings=any_name)(
-        guarded(command)
-    )
+    any_name = (
+        {"ignore_unknown_options": True} if command is explain else None
+    )  # --micro_train_batch_size is a name
+    app.command(
+        _NAMES.get(command.__name__, command.__name__), cls=Command, context_settings=any_name
+    )(guarded(command))
 
 
 def _print_version(wanted: bool) -> None:
@@ -60,7 +63,9 @@ def _print_version(wanted: bool) -> None:
 def root(
     version: Annotated[
         bool,
-        typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True),
+        typer.Option(
+            "--version", help="Print the version and exit.", callback=_print_version, is_eager=True
+        ),
     ] = False,
 ) -> None:
     """Trains language models after pretraining."""

@@ -10,14 +10,24 @@ import typer
 
 def merge(
     adapter: Annotated[
-        Path, typer.Argument(metavar="ADAPTER_DIR", help="A LoRA adapter, such as a checkpoint's model/.")
+        Path,
+        typer.Argument(
+            metavar="ADAPTER_DIR", help="A LoRA adapter, such as a checkpoint's model/."
+        ),
     ],
-    out: Annotated[Path, typer.Argument(metavar="OUT_DIR", help="A new directory for the whole model.")],
-    base: Annotated[str | None, typer.Option(help="The base model; left out, the one that the adapter names.")] = None,
-    dtype: Annotated[
-        Literal["float32", "bfloat16"] | None, typer.Option(help="Number format; left out, the base's.")
+    out: Annotated[
+        Path, typer.Argument(metavar="OUT_DIR", help="A new directory for the whole model.")
+    ],
+    base: Annotated[
+        str | None, typer.Option(help="The base model; left out, the one that the adapter names.")
     ] = None,
-    trust_remote_code: Annotated[bool, typer.Option(help="Run Python code that comes with the base.")] = False,
+    dtype: Annotated[
+        Literal["float32", "bfloat16"] | None,
+        typer.Option(help="Number format; left out, the base's."),
+    ] = None,
+    trust_remote_code: Annotated[
+        bool, typer.Option(help="Run Python code that comes with the base.")
+    ] = False,
 ) -> None:
     """Make one model of a LoRA adapter and its base.
 

@@ -16,24 +16,38 @@ def migrate(
     source: Annotated[
         Path,
         typer.Argument(
-            metavar="SOURCE", help="A launch script, a Python script, a notebook, YAML or JSON.", show_default=False
+            metavar="SOURCE",
+            help="A launch script, a Python script, a notebook, YAML or JSON.",
+            show_default=False,
         ),
     ],
     variables: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[NAME=value]...", help="Variables, or arguments such as 1=8.", show_default=False),
+        typer.Argument(
+            metavar="[NAME=value]...",
+            help="Variables, or arguments such as 1=8.",
+            show_default=False,
+        ),
     ] = None,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="The run file to write; left out, it is printed.")
+        Path | None,
+        typer.Option("--output", "-o", help="The run file to write; left out, it is printed."),
     ] = None,
     devices: Annotated[
-        int | None, typer.Option(min=1, help="Over how many devices the batch was spread, if the source does not say.")
+        int | None,
+        typer.Option(
+            min=1, help="Over how many devices the batch was spread, if the source does not say."
+        ),
     ] = None,
-    which: Annotated[int, typer.Option(min=1, help="Which program, if the source starts several.")] = 1,
+    which: Annotated[
+        int, typer.Option(min=1, help="Which program, if the source starts several.")
+    ] = 1,
 ) -> None:
-    """Write the run file of an OpenRLHF, verl, TRL, transformers, DeepSpeed, accelerate or StateSet Agents source.
+    """Write the run file of an OpenRLHF, verl, TRL, transformers, DeepSpeed, accelerate or StateSet
+    Agents source.
 
-    Nothing of the source is run. What was not recognised is listed; compare the rest with your source before you train.
+    Nothing of the source is run. What was not recognised is listed; compare the rest with your
+    source before you train.
 
     Example: tunesmith migrate train_ppo.sh -o run.toml
     """
@@ -76,5 +90,7 @@ def migrate(
 def _assignment(text: str) -> tuple[str, str]:
     name, equals, value = text.partition("=")
     if not equals or not (name.isidentifier() or name.isdigit()):
-        raise ConfigError(f"'{text}' is not NAME=value, the value of a shell variable of the source")
+        raise ConfigError(
+            f"'{text}' is not NAME=value, the value of a shell variable of the source"
+        )
     return name, value

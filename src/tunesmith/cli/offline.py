@@ -10,7 +10,8 @@ from tunesmith.cli.arguments import Overrides, RunFile
 
 
 def generate(run: RunFile, overrides: Overrides = None) -> None:
-    """Answer every line of a data file, or score its answers; run again, it continues where its output ends.
+    """Answer every line of a data file, or score its answers; run again, it continues where its
+    output ends.
 
     Example: tunesmith generate run.toml sampling.n=4 output.kind=best
     """
@@ -18,7 +19,10 @@ def generate(run: RunFile, overrides: Overrides = None) -> None:
     from tunesmith.run.offline.generate import run_generate
 
     done = run_generate(run, overrides or ())
-    counts = {name: f"{count:,.4g}" if count % 1 else f"{count:,.0f}" for name, count in done.counts.items()}
+    counts = {
+        name: f"{count:,.4g}" if count % 1 else f"{count:,.0f}"
+        for name, count in done.counts.items()
+    }
     print_usage(done.usage, done.earlier, counts)
     print(f"{done.lines} lines in {done.output}", flush=True)
 
@@ -45,5 +49,7 @@ def rft(
     print()
     for name, result in done.evaluations.items():
         print(describe(name, result))
-    facts = {"run": shown_path(done.run_dir)} | ({"model": shown_path(done.model)} if done.model else {})
+    facts = {"run": shown_path(done.run_dir)} | (
+        {"model": shown_path(done.model)} if done.model else {}
+    )
     print_usage(done.usage, done.earlier, facts)

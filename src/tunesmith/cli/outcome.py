@@ -42,7 +42,9 @@ def _findings(run_dir: Path) -> list[str]:
     from tunesmith.records.doctor.record import read_record
 
     with suppress(Exception):  # a successful run must not fail here
-        return [finding.key for finding in diagnose(read_record(run_dir)) if finding.severity != "note"]
+        return [
+            finding.key for finding in diagnose(read_record(run_dir)) if finding.severity != "note"
+        ]
     return []
 
 

@@ -1,4 +1,5 @@
-"""``tunesmith config`` and ``plan``: the resolved settings of a run, and how it would use a machine."""
+"""``tunesmith config`` and ``plan``: the resolved settings of a run, and how it would use a
+machine."""
 
 from __future__ import annotations
 
@@ -17,9 +18,9 @@ if TYPE_CHECKING:
 def show_config(run: RunFile, overrides: Overrides = None) -> None:
     """Check a run file as its command does, and print the settings that were given or derived.
 
-    No model is loaded. Of the data, it reads each local source's first line; your rewards, environments and tools are
-    imported in another process. What depends on all of the data, such as the number of steps, is derived when the run
-    starts.
+    No model is loaded. Of the data, it reads each local source's first line; your rewards,
+    environments and tools are imported in another process. What depends on all of the data, such as
+    the number of steps, is derived when the run starts.
     """
     from tunesmith.config.load import load_run, read_tree
     from tunesmith.config.reading.places import placed
@@ -37,15 +38,23 @@ def plan(
     run: RunFile,
     overrides: Overrides = None,
     on: Annotated[
-        str, typer.Option(metavar="MACHINE", help="Such as 8xH100-80GB, 2x8xA100-80GB, or this machine.")
+        str,
+        typer.Option(
+            metavar="MACHINE", help="Such as 8xH100-80GB, 2x8xA100-80GB, or this machine."
+        ),
     ] = "this",
     price: Annotated[
-        float | None, typer.Option(min=0, help="What a GPU costs for an hour: also print the cost.", show_default=False)
+        float | None,
+        typer.Option(
+            min=0, help="What a GPU costs for an hour: also print the cost.", show_default=False
+        ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with bytes and seconds.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print JSON, with bytes and seconds.")
+    ] = False,
 ) -> None:
-    """Show how a run would use a machine: its layout with reasons, memory by device, about how long a step takes,
-    what limits that, and the next best layouts.
+    """Show how a run would use a machine: its layout with reasons, memory by device, about how long
+    a step takes, what limits that, and the next best layouts.
 
     Nothing is loaded, and the data is not read. The exit code is 3 if the run does not fit.
 
@@ -56,7 +65,14 @@ def plan(
     from tunesmith.config.resolved import print_resolved
     from tunesmith.errors import CapacityError
     from tunesmith.plan.cost.seconds import step_seconds
-    from tunesmith.plan.report import layout_of_run, memory_of, memory_rows, other_rows, plan_of, seconds_rows
+    from tunesmith.plan.report import (
+        layout_of_run,
+        memory_of,
+        memory_rows,
+        other_rows,
+        plan_of,
+        seconds_rows,
+    )
     from tunesmith.run.placement.planning import plan_run
 
     with placed(run, overrides or ()):

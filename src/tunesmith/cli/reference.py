@@ -1,4 +1,5 @@
-"""``tunesmith keys``, ``models``, ``presets`` and ``explain``: what a run file may contain, and what it means."""
+"""``tunesmith keys``, ``models``, ``presets`` and ``explain``: what a run file may contain, and
+what it means."""
 
 from __future__ import annotations
 
@@ -22,7 +23,11 @@ _MOST = 8
 def keys(
     what: Annotated[
         str | None,
-        typer.Argument(metavar="[COMMAND, SECTION or KEY]", help="Such as rl, train or train.lr.", show_default=False),
+        typer.Argument(
+            metavar="[COMMAND, SECTION or KEY]",
+            help="Such as rl, train or train.lr.",
+            show_default=False,
+        ),
     ] = None,
 ) -> None:
     """List the settings of a run file: each with its default, what it may be and what it means.
@@ -42,13 +47,16 @@ def keys(
         rows = [row for key in ours.keys or ours.elsewhere for row in settings_of(key)]
     if not rows:
         names = [*KINDS, *dict.fromkeys(row.key.partition(".")[0] for row in settings_of())]
-        raise ConfigError(f"there is no command, section or key '{wanted}'.{nearest(wanted, names)}")
+        raise ConfigError(
+            f"there is no command, section or key '{wanted}'.{nearest(wanted, names)}"
+        )
     for row in rows:
         print_setting(row, of_command=what in KINDS)
 
 
 def print_setting(setting: Setting, *, of_command: bool = False) -> None:
-    """Print a setting with its default, type and meaning and, unless ``of_command``, the commands that have it."""
+    """Print a setting with its default, type and meaning and, unless ``of_command``, the commands
+    that have it."""
     from tunesmith.config.commands import KINDS
 
     everywhere = of_command or len(setting.commands) == len(KINDS)
@@ -75,7 +83,8 @@ def models() -> None:
 
 def presets(
     names: Annotated[
-        list[str] | None, typer.Argument(metavar="[NAME]...", help="Left out, all of them.", show_default=False)
+        list[str] | None,
+        typer.Argument(metavar="[NAME]...", help="Left out, all of them.", show_default=False),
     ] = None,
 ) -> None:
     """List the presets of algorithm.name: what each one sets, and where it comes from.
@@ -89,7 +98,9 @@ def presets(
         preset = find_preset(name)
         print(name)
         wrapped(preset.text, 4)
-        wrapped(", ".join(f"{key} = {toml_value(value)}" for key, value in preset.settings.items()), 4)
+        wrapped(
+            ", ".join(f"{key} = {toml_value(value)}" for key, value in preset.settings.items()), 4
+        )
         wrapped(f"source: {preset.source}", 4)
 
 
@@ -102,13 +113,23 @@ def wrapped(text: str, indent: int) -> None:
 
 
 def explain(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="Such as train.lr, entropy or --micro_train_batch_size.")],
+    name: Annotated[
+        str,
+        typer.Argument(
+            metavar="NAME", help="Such as train.lr, entropy or --micro_train_batch_size."
+        ),
+    ],
     run: Annotated[
         Path | None,
-        typer.Option(help="The directory of a run: also print the value there, and why.", show_default=False),
+        typer.Option(
+            help="The directory of a run: also print the value there, and why.", show_default=False
+        ),
     ] = None,
     verbose: Annotated[
-        bool, typer.Option("--verbose", "-v", help="Also print when to touch it, and what others call it.")
+        bool,
+        typer.Option(
+            "--verbose", "-v", help="Also print when to touch it, and what others call it."
+        ),
     ] = False,
 ) -> None:
     """Say what a setting, a metric or a name of another framework is.
@@ -125,7 +146,10 @@ def explain(
         _explain_setting(setting, run, verbose=verbose)
     for metric in found.metrics:
         print(metric.name)
-        wrapped(f"a metric, the {metric.form} of a step{f'; in {metric.unit}' if metric.unit else ''}", 4)
+        wrapped(
+            f"a metric, the {metric.form} of a step{f'; in {metric.unit}' if metric.unit else ''}",
+            4,
+        )
         wrapped(meaning_of(metric), 4)
         if metric.aliases:
             wrapped(f"called elsewhere, and in sinks too: {', '.join(metric.aliases)}", 4)

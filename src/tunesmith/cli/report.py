@@ -1,4 +1,5 @@
-"""``tunesmith report`` and ``watch``: the history of runs as one HTML file, or live in the browser."""
+"""``tunesmith report`` and ``watch``: the history of runs as one HTML file, or live in the
+browser."""
 
 from __future__ import annotations
 
@@ -10,7 +11,9 @@ import typer
 ROLLOUTS = "24MB"
 RunDirs = Annotated[
     list[Path],
-    typer.Argument(metavar="RUN_DIR...", help="Directories of runs, such as runs/latest.", show_default=False),
+    typer.Argument(
+        metavar="RUN_DIR...", help="Directories of runs, such as runs/latest.", show_default=False
+    ),
 ]
 
 
@@ -18,14 +21,23 @@ def report(
     runs: RunDirs,
     out: Annotated[
         Path | None,
-        typer.Option("--out", metavar="FILE", help="Where to write it.", show_default="report.html in the first run"),
+        typer.Option(
+            "--out",
+            metavar="FILE",
+            help="Where to write it.",
+            show_default="report.html in the first run",
+        ),
     ] = None,
-    rollouts: Annotated[str, typer.Option(metavar="SIZE", help="How much of the rollouts the file holds.")] = ROLLOUTS,
+    rollouts: Annotated[
+        str, typer.Option(metavar="SIZE", help="How much of the rollouts the file holds.")
+    ] = ROLLOUTS,
     open_it: Annotated[bool, typer.Option("--open", help="Show it in the browser.")] = False,
 ) -> None:
-    """Write what runs did into one HTML file: curves, times, rollouts, evaluations, settings, findings.
+    """Write what runs did into one HTML file: curves, times, rollouts, evaluations, settings,
+    findings.
 
-    The file loads nothing from anywhere. Several runs are drawn over each other. A run may be going on.
+    The file loads nothing from anywhere. Several runs are drawn over each other. A run may be going
+    on.
 
     Example: tunesmith report runs/first runs/second --open
     """
@@ -45,7 +57,9 @@ def report(
     check_output(path, "--out", MARK)
     sampled = [embedded_rollouts(run, most) for run in opened]
     written = time.strftime("%Y-%m-%d %H:%M")
-    document = page({"live": False, "written": written, "model": model(opened), "rollouts": sampled})
+    document = page(
+        {"live": False, "written": written, "model": model(opened), "rollouts": sampled}
+    )
     write_output(path, document, private=True)
     held = "; ".join(
         f"{len(groups)} of {len(run.rollouts.groups())} groups of rollouts of {shown_path(run.path)}"

@@ -22,7 +22,9 @@ POLL = 1.0
 
 
 def runs(
-    what: Annotated[Literal["list", "compare", "tail"], typer.Argument(help="What to show.")] = "list",
+    what: Annotated[
+        Literal["list", "compare", "tail"], typer.Argument(help="What to show.")
+    ] = "list",
     paths: Annotated[
         list[Path] | None,
         typer.Argument(
@@ -32,7 +34,9 @@ def runs(
         ),
     ] = None,
     last: Annotated[int, typer.Option("--last", "-n", min=1, help="tail: how many steps.")] = 10,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="tail: continue until the run ends.")] = False,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="tail: continue until the run ends.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="list, compare: print JSON.")] = False,
 ) -> None:
     """List runs, compare their settings and metrics, or show the newest steps of one.
@@ -45,7 +49,9 @@ def runs(
     given = paths or []
     if what == "compare":
         if len(given) < 2:
-            raise ConfigError("name two runs or more: tunesmith runs compare runs/first-1 runs/second-1")
+            raise ConfigError(
+                "name two runs or more: tunesmith runs compare runs/first-1 runs/second-1"
+            )
         _compare([read_run(path) for path in given], as_json)
         return
     if len(given) > 1:
@@ -56,7 +62,13 @@ def runs(
     found = find_runs(given[0] if given else Path("runs"))
     if as_json:
         summaries = [
-            {"path": str(run.path), "state": run.state, "step": run.step, "settings": run.settings, "last": run.last}
+            {
+                "path": str(run.path),
+                "state": run.state,
+                "step": run.step,
+                "settings": run.settings,
+                "last": run.last,
+            }
             for run in found
         ]
         print(json.dumps(summaries, indent=2))
@@ -69,12 +81,22 @@ def _row(run: RunSummary) -> list[str]:
     from tunesmith.records.progress import number
     from tunesmith.records.runs import LEARNED
 
-    values = {name: run.last[name] for name in LEARNED if isinstance(run.last.get(name), int | float)}
+    values = {
+        name: run.last[name] for name in LEARNED if isinstance(run.last.get(name), int | float)
+    }
     result = ", ".join(f"{name} {number(value)}" for name, value in values.items())
     model = run.settings.get("model.path") or ""
     algorithm = run.progress.command or run.settings.get("algorithm.name") or ""
     total = "" if run.progress.total is None else str(run.progress.total)
-    return [run.path.name, run.state, str(run.step), total, Path(str(model)).name, str(algorithm), result]
+    return [
+        run.path.name,
+        run.state,
+        str(run.step),
+        total,
+        Path(str(model)).name,
+        str(algorithm),
+        result,
+    ]
 
 
 def _compare(found: Sequence[RunSummary], as_json: bool) -> None:
@@ -84,16 +106,30 @@ def _compare(found: Sequence[RunSummary], as_json: bool) -> None:
 
     names = [run.path.name for run in found]
     settings, means = differences(found), [late_means(run.path) for run in found]
-    metrics = {name: [mean.get(name) for mean in means] for name in dict.fromkeys(name for m in means for name in m)}
+    metrics = {
+        name: [mean.get(name) for mean in means]
+        for name in dict.fromkeys(name for m in means for name in m)
+    }
     if as_json:
         print(json.dumps({"runs": names, "settings": settings, "metrics": metrics}, indent=2))
         return
     shown = [
-        [key, *("none" if value is None else toml_value(value) for value in each)] for key, each in settings.items()
+        [key, *("none" if value is None else toml_value(value) for value in each)]
+        for key, each in settings.items()
     ]
-    print(*aligned([["settings that differ", *names], *(shown or [["none", *("" for _ in names)]])]), "", sep="\n")
-    values = [[name, *("" if v is None else number(v) for v in each)] for name, each in sorted(metrics.items())]
-    heading = [["mean of the last fifth of the steps", *names], ["steps", *(str(r.step) for r in found)]]
+    print(
+        *aligned([["settings that differ", *names], *(shown or [["none", *("" for _ in names)]])]),
+        "",
+        sep="\n",
+    )
+    values = [
+        [name, *("" if v is None else number(v) for v in each)]
+        for name, each in sorted(metrics.items())
+    ]
+    heading = [
+        ["mean of the last fifth of the steps", *names],
+        ["steps", *(str(r.step) for r in found)],
+    ]
     print(*aligned([*heading, *values]), sep="\n")
 
 
@@ -106,8 +142,13 @@ def _tail(run: RunSummary, last: int, follow: bool) -> None:
     while True:
         going = is_running(run.path)
         lines = last_lines(run.path) if shown else last_lines(run.path, None)
-        # Not by the time of the last one: a clock may be set back, and a resumed run writes steps again.
-        fresh = {key: line for line in lines if (key := (line["step"], line.get("time"), len(line))) not in shown}
+        # Not by the time of the last one: a clock may be set back, and a resumed run writes steps
+        # again.
+        fresh = {
+            key: line
+            for line in lines
+            if (key := (line["step"], line.get("time"), len(line))) not in shown
+        }
         for line in list(fresh.values())[0 if shown else -last :]:
             print(_line(line), flush=True)
         shown.update(fresh)
@@ -121,6 +162,10 @@ def _line(metrics: Mapping[str, Any]) -> str:
 
     columns = SAMPLING if "completions" in metrics else COLUMNS
     values = {name: value for name, value in metrics.items() if isinstance(value, int | float)}
-    texts = [f"{label} {show(values[name])}" for name, (label, show) in columns.items() if name in values]
-    texts += [f"{name} {number(value)}" for name, value in values.items() if name.startswith("eval/")]
+    texts = [
+        f"{label} {show(values[name])}" for name, (label, show) in columns.items() if name in values
+    ]
+    texts += [
+        f"{name} {number(value)}" for name, value in values.items() if name.startswith("eval/")
+    ]
     return f"step {metrics['step']}: {', '.join(texts)}"

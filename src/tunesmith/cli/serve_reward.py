@@ -1,4 +1,5 @@
-"""``tunesmith serve-reward``: ``placement.serve_reward`` builds the service, ``rewards/server.py`` serves it."""
+"""``tunesmith serve-reward``: ``placement.serve_reward`` builds the service, ``rewards/server.py``
+serves it."""
 
 from __future__ import annotations
 
@@ -14,22 +15,35 @@ def serve_reward(
     reward: Annotated[
         str,
         typer.Argument(
-            metavar="REWARD", help="A reward model's directory, rewards.py:name or a built-in.", show_default=False
+            metavar="REWARD",
+            help="A reward model's directory, rewards.py:name or a built-in.",
+            show_default=False,
         ),
     ],
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8100,
-    window_ms: Annotated[float, typer.Option(min=0, help="How long a request waits for others to join it.")] = 5.0,
-    max_request_mb: Annotated[float, typer.Option(min=0.001, help="Larger requests are refused.")] = 16.0,
+    window_ms: Annotated[
+        float, typer.Option(min=0, help="How long a request waits for others to join it.")
+    ] = 5.0,
+    max_request_mb: Annotated[
+        float, typer.Option(min=0.001, help="Larger requests are refused.")
+    ] = 16.0,
     token_file: Annotated[
         Path | None,
-        typer.Option(help="Holds the token that requests must send; else TUNESMITH_REWARD_TOKEN.", show_default=False),
+        typer.Option(
+            help="Holds the token that requests must send; else TUNESMITH_REWARD_TOKEN.",
+            show_default=False,
+        ),
     ] = None,
     max_tokens: Annotated[
-        int | None, typer.Option(min=1, help=f"{_MODEL}: tokens scored at once.", show_default="by the device")
+        int | None,
+        typer.Option(min=1, help=f"{_MODEL}: tokens scored at once.", show_default="by the device"),
     ] = None,
     normalize: Annotated[
-        bool | None, typer.Option("--normalize", help=f"{_MODEL}: (score - mean) / std of its reward_stats.json.")
+        bool | None,
+        typer.Option(
+            "--normalize", help=f"{_MODEL}: (score - mean) / std of its reward_stats.json."
+        ),
     ] = None,
     chat: Annotated[
         bool | None,
@@ -39,10 +53,17 @@ def serve_reward(
             show_default="if it has one",
         ),
     ] = None,
-    dtype: Annotated[str | None, typer.Option(help=f"{_MODEL}: float32 or bfloat16.", show_default="float32")] = None,
-    device: Annotated[str | None, typer.Option(help=f"{_MODEL}: cpu or cuda.", show_default="cuda, if any")] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help=f"{_MODEL}: float32 or bfloat16.", show_default="float32")
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option(help=f"{_MODEL}: cpu or cuda.", show_default="cuda, if any")
+    ] = None,
     timeout: Annotated[
-        float | None, typer.Option(min=0.001, help=f"{_FUNCTION}: seconds that one call may take.", show_default="30")
+        float | None,
+        typer.Option(
+            min=0.001, help=f"{_FUNCTION}: seconds that one call may take.", show_default="30"
+        ),
     ] = None,
 ) -> None:
     """Serve a reward over HTTP, scoring what concurrent requests ask for together.
@@ -56,5 +77,7 @@ def serve_reward(
         raise ConfigError(f"--dtype {dtype}: it must be float32 or bfloat16")
     if device is not None and device.partition(":")[0] not in ("cpu", "cuda"):
         raise ConfigError(f"--device {device}: it must be cpu or cuda")
-    options = ServeOptions(max_tokens, normalize, chat, dtype, device, timeout, window_ms, max_request_mb, token_file)
+    options = ServeOptions(
+        max_tokens, normalize, chat, dtype, device, timeout, window_ms, max_request_mb, token_file
+    )
     serve_reward(reward, host, port, options)

@@ -1,18 +1,27 @@
-"""Errors that say that the machine, or a limit of the shell, is short of memory, processes, threads or open files."""
+"""Errors that say that the machine, or a limit of the shell, is short of memory, processes, threads
+or open files."""
 
 from __future__ import annotations
 
 import errno
 import resource
 
-from tunesmith.errors import LESS_MEMORY, DeviceMemoryError, TunesmithError, UserError, is_out_of_memory, shortened
+from tunesmith.errors import (
+    LESS_MEMORY,
+    DeviceMemoryError,
+    TunesmithError,
+    UserError,
+    is_out_of_memory,
+    shortened,
+)
 
 _NO_THREAD = ("can't start new thread", "ThreadPoolBuildError", "pthread_create")
 """What Python, the tokenizers' pool and native libraries say."""
 
 
 def shortage(error: BaseException) -> TunesmithError | None:
-    """The error as a sentence with what to do, if something is short that no setting of the run is about."""
+    """The error as a sentence with what to do, if something is short that no setting of the run is
+    about."""
     if isinstance(error, TunesmithError):
         if isinstance(error, DeviceMemoryError) and (limited := _limited_memory()):
             return DeviceMemoryError(f"{error}. {limited}")
@@ -20,14 +29,21 @@ def shortage(error: BaseException) -> TunesmithError | None:
     reason = str(error) or type(error).__name__
     if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        return UserError(f"{shortened(reason, 1000)}. This shell allows {most} (ulimit -n): raise the limit")
+        return UserError(
+            f"{shortened(reason, 1000)}. This shell allows {most} (ulimit -n): raise the limit"
+        )
     no_process = isinstance(error, OSError) and error.errno == errno.EAGAIN
     limited = _limited_memory()
     if not limited and (no_process or any(words in reason for words in _NO_THREAD)):
-        return UserError(f"no further process or thread can be started: {reason}. {_limited_processes()}")
+        return UserError(
+            f"no further process or thread can be started: {reason}. {_limited_processes()}"
+        )
     if not (is_out_of_memory(error) or no_process):
         return None
-    advice = limited or f"tunesmith plan says what takes it. Try, in this order: {'; '.join(LESS_MEMORY)}"
+    advice = (
+        limited
+        or f"tunesmith plan says what takes it. Try, in this order: {'; '.join(LESS_MEMORY)}"
+    )
     return DeviceMemoryError(f"memory ran out: {reason}. {advice}")
 
 

@@ -16,7 +16,8 @@ _WRITTEN = threading.Event()
 
 
 def report_start() -> None:
-    """Report on standard error that the command is starting, unless it soon writes something itself."""
+    """Report on standard error that the command is starting, unless it soon writes something
+    itself."""
     if os.environ.get("RANK", "0") == "0":
         threading.Thread(target=_report_start, name="start", daemon=True).start()
 
@@ -33,7 +34,8 @@ def _report_start() -> None:
 def open_standard_streams() -> None:
     """Open the null device as each standard stream that the shell has closed (``>&-``).
 
-    A file that the command opens would otherwise get the stream's number, and with it what libraries print.
+    A file that the command opens would otherwise get the stream's number, and with it what
+    libraries print.
     """
     for number in (0, 1, 2):
         try:
@@ -50,7 +52,8 @@ def open_standard_streams() -> None:
 
 
 class LastingOutput:
-    """Writes to ``stream`` while that is possible, then drops the rest; with ``report`` it says so on stderr."""
+    """Writes to ``stream`` while that is possible, then drops the rest; with ``report`` it says so
+    on stderr."""
 
     closed = False
 
@@ -91,15 +94,25 @@ class LastingOutput:
             if not self._report:
                 return
             with suppress(OSError, ValueError):
-                print(f"standard output can no longer be written ({error}); the command continues", file=sys.stderr)
+                print(
+                    f"standard output can no longer be written ({error}); the command continues",
+                    file=sys.stderr,
+                )
 
 
 @contextmanager
 def lasting_output(*, report: bool = True) -> Generator[None]:
-    """Within this context, ``sys.stdout`` is a ``LastingOutput``, on its own file descriptor if there is one."""
+    """Within this context, ``sys.stdout`` is a ``LastingOutput``, on its own file descriptor if
+    there is one."""
     before = sys.stdout
     try:
-        own = os.fdopen(os.dup(before.fileno()), "w", encoding=before.encoding, errors=before.errors, buffering=1)
+        own = os.fdopen(
+            os.dup(before.fileno()),
+            "w",
+            encoding=before.encoding,
+            errors=before.errors,
+            buffering=1,
+        )
     except (OSError, ValueError, AttributeError):  # in a test or a notebook
         own = None
     with suppress(OSError, ValueError):

@@ -18,7 +18,9 @@ def demo(
     seed: Annotated[int, typer.Option(help="Of the model, the data and the training.")] = 0,
     directory: Annotated[
         Path | None,
-        typer.Option("--dir", help="Where to work; left out: runs/demo-<number>.", show_default=False),
+        typer.Option(
+            "--dir", help="Where to work; left out: runs/demo-<number>.", show_default=False
+        ),
     ] = None,
 ) -> None:
     """Make a tiny model, teach it arithmetic, and raise its accuracy by reinforcement learning."""
@@ -35,17 +37,25 @@ def demo(
 
 def init(
     task: Annotated[
-        str | None, typer.Argument(metavar="TASK", help="What to learn; left out, the tasks are listed.")
+        str | None,
+        typer.Argument(metavar="TASK", help="What to learn; left out, the tasks are listed."),
     ] = None,
     directory: Annotated[
-        Path | None, typer.Argument(metavar="DIR", help="Where to write.", show_default="named after the task")
+        Path | None,
+        typer.Argument(metavar="DIR", help="Where to write.", show_default="named after the task"),
     ] = None,
-    model: Annotated[str | None, typer.Option(help="A hub name or a directory, for model.path.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="A hub name or a directory, for model.path.")
+    ] = None,
     tiny_model: Annotated[
-        bool, typer.Option("--tiny-model", help="Also make a tiny untrained model, to try the files offline.")
+        bool,
+        typer.Option(
+            "--tiny-model", help="Also make a tiny untrained model, to try the files offline."
+        ),
     ] = False,
 ) -> None:
-    """Write a run file to start from, with data and, where the task has them, a reward and tools; or an example.
+    """Write a run file to start from, with data and, where the task has them, a reward and tools;
+    or an example.
 
     Example: tunesmith init rl my-task --tiny-model
     """
@@ -64,7 +74,9 @@ def init(
     directory = directory or Path(task)
     if task in complete:
         if model or tiny_model:
-            raise ConfigError(f"'{task}' is an example that makes its own model; leave --model and --tiny-model out")
+            raise ConfigError(
+                f"'{task}' is an example that makes its own model; leave --model and --tiny-model out"
+            )
         for file in copy_example(task, directory):
             print(f"wrote {file}")
         print(f"{directory / 'README.md'} describes how to continue")
@@ -72,4 +84,6 @@ def init(
     for file in write_start(task, directory, model, tiny_model):
         print(f"wrote {file}")
     run = directory / "run.toml"
-    print(f"check it with  tunesmith config {run}\nrun it with    tunesmith {STARTS[task].command} {run}")
+    print(
+        f"check it with  tunesmith config {run}\nrun it with    tunesmith {STARTS[task].command} {run}"
+    )

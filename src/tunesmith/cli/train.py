@@ -1,4 +1,5 @@
-"""The commands that train; they call ``assembly/train.py``, then ``loop/rl.py:run`` or ``loop/supervised.py:run``."""
+"""The commands that train; they call ``assembly/train.py``, then ``loop/rl.py:run`` or
+``loop/supervised.py:run``."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ def rl(run: RunFile, overrides: Overrides = None, dry_run: DryRun = None) -> Non
 
 
 def distill(run: RunFile, overrides: Overrides = None, dry_run: DryRun = None) -> None:
-    """Distillation: a student learns a teacher's probabilities, on its own samples or on given answers.
+    """Distillation: a student learns a teacher's probabilities, on its own samples or on given
+    answers.
 
     Example: tunesmith distill run.toml rollout.prompts_per_step=32
     """
@@ -85,7 +87,10 @@ def prm(run: RunFile, overrides: Overrides = None, dry_run: DryRun = None) -> No
 
 
 def _train(
-    command: Callable[[Path, Sequence[str]], RunResult], run: Path, overrides: Sequence[str], dry_run: str | None
+    command: Callable[[Path, Sequence[str]], RunResult],
+    run: Path,
+    overrides: Sequence[str],
+    dry_run: str | None,
 ) -> None:
     if dry_run is not None:
         print_dry_run(run, overrides, dry_run)

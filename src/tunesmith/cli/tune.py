@@ -1,4 +1,5 @@
-"""``tunesmith tune`` and ``bench``: the fastest settings of a run on this machine, and where its steps' time goes."""
+"""``tunesmith tune`` and ``bench``: the fastest settings of a run on this machine, and where its
+steps' time goes."""
 
 from __future__ import annotations
 
@@ -21,15 +22,22 @@ def tune(
     overrides: Overrides = None,
     minutes: Annotated[float, typer.Option(min=0.1, help="Minutes that it may take.")] = 10.0,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="The run file to write.", show_default="tuned.toml next to it")
+        Path | None,
+        typer.Option(
+            "--output", "-o", help="The run file to write.", show_default="tuned.toml next to it"
+        ),
     ] = None,
-    again: Annotated[bool, typer.Option("--again", help="Repeat measurements that earlier calls made.")] = False,
+    again: Annotated[
+        bool, typer.Option("--again", help="Repeat measurements that earlier calls made.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Measure which settings of [system] make a run's steps fastest on this machine, and write a run file with them.
+    """Measure which settings of [system] make a run's steps fastest on this machine, and write a
+    run file with them.
 
-    Settings of [system] in the run file may be replaced; those that are given here as overrides stay. Ctrl-C ends the
-    search; what was found so far is written, and the same command goes on from there.
+    Settings of [system] in the run file may be replaced; those that are given here as overrides
+    stay. Ctrl-C ends the search; what was found so far is written, and the same command goes on
+    from there.
 
     Example: tunesmith tune run.toml --minutes 10
     """
@@ -67,16 +75,24 @@ def _print_result(result: Result, file: Path, report: Path) -> None:
     known = sum(trial.outcome.interval is not None for trial in result.trials)
     heading = "The gain of each change"
     if not result.brought:
-        heading = f"None of {known} measured changes is faster than the run file" if known else NOTHING
+        heading = (
+            f"None of {known} measured changes is faster than the run file" if known else NOTHING
+        )
     print(f"\n{heading}")
     for trial in result.brought:
         print(printable(f"  {told(trial)}"))
-    facts = {key: "none" if value is None else toml_value(value) for key, value in result.changed.items()}
+    facts = {
+        key: "none" if value is None else toml_value(value) for key, value in result.changed.items()
+    }
     if result.gain:
         facts["all together"] = shown(result.gain)
     if result.proof:
-        facts["gradient"] = f"equal to that of the derived settings within {result.proof.distance:.1e}"
-    facts["trials"] = f"{result.measured} in {result.seconds / 60:.1f} minutes, {len(result.trials)} in all calls"
+        facts["gradient"] = (
+            f"equal to that of the derived settings within {result.proof.distance:.1e}"
+        )
+    facts["trials"] = (
+        f"{result.measured} in {result.seconds / 60:.1f} minutes, {len(result.trials)} in all calls"
+    )
     facts["report"] = shown_path(report)
     if result.better:
         facts["run file"] = shown_path(file)
@@ -89,8 +105,8 @@ def bench(
     steps: Annotated[int, typer.Option(min=1, help="Steps that are measured.")] = 3,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Take a few steps of a run and say where their time goes: seconds and tokens per second of each phase, its share
-    of what this machine could do at most, and the largest costs.
+    """Take a few steps of a run and say where their time goes: seconds and tokens per second of
+    each phase, its share of what this machine could do at most, and the largest costs.
 
     Nothing is kept. Example: tunesmith bench run.toml --steps 5
     """
@@ -117,5 +133,11 @@ def _print_steps(found: Measured) -> None:
         rows.append([phase.name, number(phase.seconds), share(phase.share), speed, limit])
     whole = "" if found.limit_share is None else share(found.limit_share)
     rows.append(["step", number(found.seconds), "100%", "", whole])
-    print(*aligned(rows), f"\nmedian of {found.steps} steps; largest costs of one more, by operation:", sep="\n")
-    print(*aligned([[f"  {name}", f"{number(seconds)} s"] for name, seconds in found.costs]), sep="\n")
+    print(
+        *aligned(rows),
+        f"\nmedian of {found.steps} steps; largest costs of one more, by operation:",
+        sep="\n",
+    )
+    print(
+        *aligned([[f"  {name}", f"{number(seconds)} s"] for name, seconds in found.costs]), sep="\n"
+    )

@@ -22,7 +22,9 @@ from tunesmith.learn.algorithms.losses import Loss
 from tunesmith.learn.algorithms.presets import find_preset
 from tunesmith.learn.algorithms.shaping import OverlongRamp
 
-Aggregation = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"]
+Aggregation = Literal[
+    "token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"
+]
 
 
 class AlgorithmSection(Section):
@@ -45,10 +47,11 @@ class AlgorithmSection(Section):
     entropy_coef: float = 0.0
     """Weight of an entropy bonus."""
     correction: Correction = derived()
-    """Per-token weight that corrects for the difference between trainer and sampler (needs ``decoupled``)."""
+    """Per-token weight that corrects for the difference between trainer and sampler (needs
+    ``decoupled``)."""
     decoupled: bool = derived()
-    """Recompute the old log-probabilities with the trainer before the update; None: if there is a correction, or if
-    settings such as ``rollout.top_p`` alter the sampling distribution."""
+    """Recompute the old log-probabilities with the trainer before the update; None: if there is a
+    correction, or if settings such as ``rollout.top_p`` alter the sampling distribution."""
     overlong: Annotated[
         OverlongRamp | Literal[False],
         BeforeValidator(on_is_a_table),
@@ -56,7 +59,8 @@ class AlgorithmSection(Section):
     ] = False
     """Lower the reward gradually over the last tokens before the length limit (DAPO)."""
     stop_properly: Annotated[float, Field(le=1)] | None = None
-    """Factor on the reward of a rollout that hit the length limit; a negative value replaces the reward (ProRL)."""
+    """Factor on the reward of a rollout that hit the length limit; a negative value replaces the
+    reward (ProRL)."""
     reward_clip: tuple[float, float] | None = None
     """Clip the reward to these two bounds, before any baseline."""
     mask_truncated: bool = False
@@ -66,7 +70,8 @@ class AlgorithmSection(Section):
         BeforeValidator(on_is_a_table),
         Field(description="true, false, or a table with the keys low, high, rest_epochs"),
     ] = False
-    """Replace groups whose rollouts all have equal scores, or whose mean score is not strictly between the bounds."""
+    """Replace groups whose rollouts all have equal scores, or whose mean score is not strictly
+    between the bounds."""
 
     @field_validator("name")
     @classmethod
@@ -82,7 +87,11 @@ class AlgorithmSection(Section):
         if value is None or "name" not in info.data:  # a bad name has its own error
             raise PydanticUseDefault
         preset: Any = find_preset(info.data["name"]).settings.get(info.field_name, "")
-        usual = cast(Mapping[str, Any], preset).get("type", "") if isinstance(preset, Mapping) else preset
+        usual = (
+            cast(Mapping[str, Any], preset).get("type", "")
+            if isinstance(preset, Mapping)
+            else preset
+        )
         return cls.families[info.field_name].chosen(value, usual)
 
     @field_validator("reward_clip")
@@ -107,7 +116,8 @@ class CriticSection(Section):
     """``[critic]``: the value model of an estimator that needs one (``gae``, ``vapo``)."""
 
     path: str | None = None
-    """A language model, reward model or critic to start from; None: the policy's model, with a zero head."""
+    """A language model, reward model or critic to start from; None: the policy's model, with a zero
+    head."""
     shared_trunk: bool = False
     """A value head on the policy instead of a separate model; one backward pass trains both."""
     value_coef: Annotated[float, Field(gt=0)] = derived()

@@ -1,7 +1,9 @@
-"""Settings that are one of several types, each with its own fields: ``loss = "sapo"``, or a table with ``type``.
+"""Settings that are one of several types, each with its own fields: ``loss = "sapo"``, or a table
+with ``type``.
 
-A family (``Loss``, ``Estimator``, ...) is a direct subclass of ``Choice``, and a type is a subclass of its family. The
-package's types have a ``name``; the name of a user-defined type is its reference, ``file.py:Class``.
+A family (``Loss``, ``Estimator``, ...) is a direct subclass of ``Choice``, and a type is a subclass
+of its family. The package's types have a ``name``; the name of a user-defined type is its
+reference, ``file.py:Class``.
 """
 
 from __future__ import annotations
@@ -68,7 +70,8 @@ class Choice(Section):
         """The object for a run file's name or table.
 
         Args:
-            usual: the type of a table without ``type``. An explicit ``type`` is also in ``model_fields_set``.
+            usual: the type of a table without ``type``. An explicit ``type`` is also in
+                ``model_fields_set``.
 
         Raises:
             ValidationError: an unknown type, a key that the type lacks, or a bad value.
@@ -95,7 +98,9 @@ class Choice(Section):
         if cls.open_to_users and isinstance(name, str) and ":" in name:
             return cls._loaded(name)
         if not name:
-            raise ValueError(f"the table has no type; set type to one of {', '.join(map(repr, cls.types))}")
+            raise ValueError(
+                f"the table has no type; set type to one of {', '.join(map(repr, cls.types))}"
+            )
         if not isinstance(name, str) or name not in cls.types:
             raise PydanticCustomError("choice_type", "unknown type", {"name": name})
         return cls.types[name]
@@ -116,12 +121,20 @@ class Choice(Section):
 
     @classmethod
     def _problem_of(cls, kind: type[Any], base: str) -> str:
-        """The problem with a user's class (its base, or one of its methods); empty if there is none."""
+        """The problem with a user's class (its base, or one of its methods); empty if there is
+        none."""
         if not issubclass(kind, cls):
             return f"{kind.__name__} is not a {cls.what}; make it a subclass of {base}"
-        ours = [each for each in kind.__mro__ if issubclass(each, cls) and each.__module__.startswith("tunesmith.")]
+        ours = [
+            each
+            for each in kind.__mro__
+            if issubclass(each, cls) and each.__module__.startswith("tunesmith.")
+        ]
         methods = {
-            name: value for each in reversed(ours) for name, value in vars(each).items() if inspect.isfunction(value)
+            name: value
+            for each in reversed(ours)
+            for name, value in vars(each).items()
+            if inspect.isfunction(value)
         }
         for name, method in methods.items():
             if name.startswith("_") and name != "__call__":
@@ -143,12 +156,21 @@ class Choice(Section):
         for line in error.errors(include_url=False):
             kind: Any = line["type"]
             if kind == "extra_forbidden":
-                kind = PydanticCustomError("choice_key", "{text}", {"text": cls._no_key(str(line["loc"][0]))})
+                kind = PydanticCustomError(
+                    "choice_key", "{text}", {"text": cls._no_key(str(line["loc"][0]))}
+                )
             elif kind != "value_error":
                 kind = PydanticCustomError(
                     "choice_field", "not valid here", {"kind": cls, "missing": kind == "missing"}
                 )
-            details.append({"type": kind, "loc": line["loc"], "input": line["input"], "ctx": line.get("ctx", {})})
+            details.append(
+                {
+                    "type": kind,
+                    "loc": line["loc"],
+                    "input": line["input"],
+                    "ctx": line.get("ctx", {}),
+                }
+            )
         return ValidationError.from_exception_data(cls.__name__, details)
 
     @classmethod
@@ -163,13 +185,18 @@ class Choice(Section):
         """A hint at the key with the nearest spelling, of this type or else of others."""
         if close := closest(key, cls.model_fields, NEAR):
             return f". Did you mean '{close}'?"
-        if close := closest(key, (field for kind in cls.types.values() for field in kind.model_fields), NEAR_ELSEWHERE):
+        if close := closest(
+            key,
+            (field for kind in cls.types.values() for field in kind.model_fields),
+            NEAR_ELSEWHERE,
+        ):
             having = [repr(name) for name, kind in cls.types.items() if close in kind.model_fields]
             return f". Did you mean '{close}', a key of {' and '.join(having)}?"
         return ""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle a user's class by its reference: another process cannot import its module by name."""
+        """Pickle a user's class by its reference: another process cannot import its module by
+        name."""
         if ":" in self.name:
             return self.family.chosen, (self.dumped(),)
         return super().__reduce_ex__(protocol)

@@ -1,4 +1,5 @@
-"""The run files of the commands other than ``rl`` and ``sft``, and the configuration that each command reads."""
+"""The run files of the commands other than ``rl`` and ``sft``, and the configuration that each
+command reads."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ class ReferenceSection(Section):
     beta: Annotated[float, Field(gt=0)] = 0.1
     """The reward per unit of log-ratio to the reference."""
     precompute_reference: bool = False
-    """Score the data with the reference once, before training, instead of keeping a second model."""
+    """Score the data with the reference once, before training, instead of keeping a second
+    model."""
 
 
 class DPOSection(ReferenceSection):
@@ -54,7 +56,8 @@ class PRMSection(Section):
 
 
 class ScoreConfig(RunConfig):
-    """A command that trains a score model; a sample has one token more than its sequence, for the prediction."""
+    """A command that trains a score model; a sample has one token more than its sequence, for the
+    prediction."""
 
 
 class RMConfig(ScoreConfig):
@@ -95,25 +98,29 @@ class SamplingSection(SamplingKeys):
 
 class OutputSection(Section):
     kind: Literal["completions", "best", "pairs", "conditional", "score"] = "completions"
-    """What to write: all completions; the best per prompt; best-versus-worst pairs; completions with the reward in the
-    prompt; or rewards of completions already in the data."""
+    """What to write: all completions; the best per prompt; best-versus-worst pairs; completions
+    with the reward in the prompt; or rewards of completions already in the data."""
     logprobs: bool = False
     """Also write the token ids and their log-probabilities."""
     min_margin: Annotated[float, Field(ge=0)] | None = None
     """``pairs``: the best reward must exceed the worst by more than this."""
     min_reward: float | None = None
-    """``best`` and ``pairs``: the best completion must have at least this reward; None: any reward."""
+    """``best`` and ``pairs``: the best completion must have at least this reward; None: any
+    reward."""
     reward_template: str | None = None
     """``conditional``: template of the new prompt, with ``{prompt}`` and ``{reward}``."""
     reward_levels: Annotated[int, Field(ge=2)] | None = None
-    """``conditional``: write the reward as one of this many quantile levels, 1 the lowest; None: as a number."""
+    """``conditional``: write the reward as one of this many quantile levels, 1 the lowest; None: as
+    a number."""
 
 
 class RFTSection(Section):
     profile: Literal["conservative", "balanced", "aggressive"] = "balanced"
-    """Fills in omitted keys of ``[sampling]``, ``[train]``, ``[system]``, ``[monitor]`` and ``[checkpoint]``."""
+    """Fills in omitted keys of ``[sampling]``, ``[train]``, ``[system]``, ``[monitor]`` and
+    ``[checkpoint]``."""
     few_shot: Path | None = None
-    """Worked examples placed before each question when sampling the first round; never used in training."""
+    """Worked examples placed before each question when sampling the first round; never used in
+    training."""
     few_shot_separator: str | None = None
     """Text between the examples in a plain text prompt; sampling stops at it."""
     select: Literal["first", "all", "shortest", "distinct"] = "distinct"
@@ -124,7 +131,8 @@ class RFTSection(Section):
     sampler: str | None = None
     """A directory or a hub name: another, often larger, model that answers the questions."""
     answers: Path | None = None
-    """A ``samples.jsonl`` from an earlier run over the same questions: select and train without sampling again."""
+    """A ``samples.jsonl`` from an earlier run over the same questions: select and train without
+    sampling again."""
     start: Literal["base", "last"] = "base"
     """The model that each round's training starts from."""
 
@@ -169,11 +177,14 @@ class TeacherSection(Section):
 
 class DistillSection(Section):
     mode: Literal["on_policy", "sampled", "offline"] = "on_policy"
-    """Reverse KL on the student's samples; forward KL on the student's samples; forward KL on given answers."""
+    """Reverse KL on the student's samples; forward KL on the student's samples; forward KL on given
+    answers."""
     top_k: PositiveInt = derived()
-    """How many of the teacher's most likely tokens a forward KL compares individually; the rest count as one."""
+    """How many of the teacher's most likely tokens a forward KL compares individually; the rest
+    count as one."""
     alpha: Share = derived()
-    """Offline only: weight of the KL; the given answers' negative log-probability has weight 1 − alpha."""
+    """Offline only: weight of the KL; the given answers' negative log-probability has weight 1 −
+    alpha."""
 
 
 class OnPolicyAlgorithm(AlgorithmSection):
@@ -208,25 +219,41 @@ class OfflineDistillConfig(SFTConfig):
 
 
 def distill_kind(data: Mapping[str, Any]) -> type[RunConfig]:
-    """The configuration class of a run file's tree, by ``distill.mode``; an invalid mode is refused later, on load."""
+    """The configuration class of a run file's tree, by ``distill.mode``; an invalid mode is refused
+    later, on load."""
     section = data.get("distill")
     kinds = {"sampled": SampledDistillConfig, "offline": OfflineDistillConfig}
-    return kinds.get(str(section.get("mode")) if isinstance(section, Mapping) else "", DistillConfig)
+    return kinds.get(
+        str(section.get("mode")) if isinstance(section, Mapping) else "", DistillConfig
+    )
 
 
-_ALL = (RLConfig, SFTConfig, RMConfig, DPOConfig, KTOConfig, PRMConfig, DistillConfig, GenerateConfig, RFTConfig)
+_ALL = (
+    RLConfig,
+    SFTConfig,
+    RMConfig,
+    DPOConfig,
+    KTOConfig,
+    PRMConfig,
+    DistillConfig,
+    GenerateConfig,
+    RFTConfig,
+)
 KINDS: Mapping[str, type[RunConfig]] = {kind.command: kind for kind in _ALL}
 """Configurations by command; ``distill`` has two more, by ``distill.mode``."""
 
 
 def commands_with(key: str) -> list[str]:
     """The commands whose run files have a given dotted key or section."""
-    return [name for name, kind in KINDS.items() if key in kind.model_fields or key in all_keys(kind)]
+    return [
+        name for name, kind in KINDS.items() if key in kind.model_fields or key in all_keys(kind)
+    ]
 
 
 @cache
 def all_keys(model: type[BaseModel], prefix: str = "", *, tables: bool = False) -> tuple[str, ...]:
-    """Every dotted key of a configuration: ``run_dir``, ``algorithm.loss``, ``algorithm.loss.clip_low``, ...
+    """Every dotted key of a configuration: ``run_dir``, ``algorithm.loss``,
+    ``algorithm.loss.clip_low``, ...
 
     Args:
         tables: also ``system.vllm``, and keys of tables that are list items or one form of a value:
@@ -238,5 +265,7 @@ def all_keys(model: type[BaseModel], prefix: str = "", *, tables: bool = False) 
         if not sections or (prefix and (tables or sections != [field.annotation])):
             keys[key] = None
         inside = sections if tables or not prefix else tables_of(field.annotation)
-        keys |= dict.fromkeys(inner for table in inside for inner in all_keys(table, f"{key}.", tables=tables))
+        keys |= dict.fromkeys(
+            inner for table in inside for inner in all_keys(table, f"{key}.", tables=tables)
+        )
     return tuple(keys)

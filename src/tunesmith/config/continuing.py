@@ -1,4 +1,5 @@
-"""What changed settings and files do to a run that is continued; ``verdicts`` has what each does."""
+"""What changed settings and files do to a run that is continued; ``verdicts`` has what each
+does."""
 
 from __future__ import annotations
 
@@ -48,7 +49,9 @@ def changes(resolved: Resolved[Any], contents: Mapping[str, Content], directory:
         return found
     try:
         saved = read_json(file)
-        before = {key: (entry["value"], entry["source"]) for key, entry in saved["settings"].items()}
+        before = {
+            key: (entry["value"], entry["source"]) for key, entry in saved["settings"].items()
+        }
     except (StorageError, KeyError, TypeError, AttributeError) as error:
         raise StorageError(
             f"{file} is damaged, so that the settings cannot be compared with those of the run that is continued: "

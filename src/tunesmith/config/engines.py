@@ -1,7 +1,9 @@
-"""What each value of ``system.engine`` is: the properties that planning, refusing and deriving settings depend on.
+"""What each value of ``system.engine`` is: the properties that planning, refusing and deriving
+settings depend on.
 
-Apart from the composition root and what is about one engine only, code and rules ask for these properties and not for
-an engine's name; in rules they are ``engine.served``, ``engine.third_party`` and so on.
+Apart from the composition root and what is about one engine only, code and rules ask for these
+properties and not for an engine's name; in rules they are ``engine.served``, ``engine.third_party``
+and so on.
 """
 
 from __future__ import annotations
@@ -18,17 +20,21 @@ class EngineKind:
     title: str
     """Its name in messages."""
     served: bool = False
-    """Servers that were started separately: the run allocates no memory for them, and sends them files of weights."""
+    """Servers that were started separately: the run allocates no memory for them, and sends them
+    files of weights."""
     third_party: bool = False
-    """It does not compute with the trainer's model: it always has its own copy of the weights, takes them whole and
-    under the names of the model's files (no adapters, no quantised base), and uses the same rotary frequencies for all
-    lengths. It also has its own formats of weights and of keys and values."""
+    """It does not compute with the trainer's model: it always has its own copy of the weights,
+    takes them whole and under the names of the model's files (no adapters, no quantised base), and
+    uses the same rotary frequencies for all lengths. It also has its own formats of weights and of
+    keys and values."""
     spans_devices: bool = False
-    """One engine may be several ranks, each with a device of its own (``system.vllm`` has their numbers)."""
+    """One engine may be several ranks, each with a device of its own (``system.vllm`` has their
+    numbers)."""
     speculates_elsewhere: bool = False
     """It also decodes speculatively outside the trainer's process."""
     least_temperature: float = 0.0
-    """It raises lower positive temperatures to this, and the log-probabilities would then not match."""
+    """It raises lower positive temperatures to this, and the log-probabilities would then not
+    match."""
     unaltered_only: str = ""
     """Why sampling must not be altered (``top_p``, ``min_new_tokens``, ...); empty if it may be."""
     launch: str = ""
@@ -40,7 +46,13 @@ FASTEST_ENGINE: EngineName = "vllm"
 
 ENGINES: Mapping[EngineName, EngineKind] = {
     "local": EngineKind("Tunesmith's engine"),
-    "vllm": EngineKind("vLLM", third_party=True, spans_devices=True, speculates_elsewhere=True, least_temperature=0.01),
+    "vllm": EngineKind(
+        "vLLM",
+        third_party=True,
+        spans_devices=True,
+        speculates_elsewhere=True,
+        least_temperature=0.01,
+    ),
     "sglang": EngineKind(
         "SGLang",
         served=True,

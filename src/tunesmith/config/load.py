@@ -20,7 +20,15 @@ from tunesmith.config.commands import KINDS, DistillConfig, all_keys, distill_ki
 from tunesmith.config.reading.describe import choices_at, describe_at, show
 from tunesmith.config.reading.files import locate_files
 from tunesmith.config.reading.overriding import apply_overrides
-from tunesmith.config.reading.problems import DEEPEST, FileProblem, KeyPath, Origins, dotted, key_lines, raise_problems
+from tunesmith.config.reading.problems import (
+    DEEPEST,
+    FileProblem,
+    KeyPath,
+    Origins,
+    dotted,
+    key_lines,
+    raise_problems,
+)
 from tunesmith.config.reading.shape import shape_problems
 from tunesmith.config.schema import RunConfig, SFTConfig
 from tunesmith.config.section import Section
@@ -33,19 +41,22 @@ C = TypeVar("C", bound=RunConfig)
 Tree = dict[str, Any]
 
 
-def load_config(kind: type[C], path: Path | None, overrides: Sequence[str] = (), *, files: bool = True) -> C:
+def load_config(
+    kind: type[C], path: Path | None, overrides: Sequence[str] = (), *, files: bool = True
+) -> C:
     """Read, override and check a run file; refuse it with every problem listed.
 
-    Relative paths of existing files (model, data, rewards, chat template, checkpoint) are looked up first in the run
-    file's directory, then in the working directory; for paths in overrides the order is reversed. A relative
-    ``run_dir`` is below the working directory. Paths become absolute. A model or data set that is not a local path is
-    kept as a hub name.
+    Relative paths of existing files (model, data, rewards, chat template, checkpoint) are looked up
+    first in the run file's directory, then in the working directory; for paths in overrides the
+    order is reversed. A relative ``run_dir`` is below the working directory. Paths become absolute.
+    A model or data set that is not a local path is kept as a hub name.
 
     Args:
         kind: the command's configuration class, such as ``RLConfig``.
         path: the TOML file; None for a configuration of overrides only.
         overrides: see ``apply_overrides``.
-        files: whether to locate the files that it names; if False, their paths are kept as they are.
+        files: whether to locate the files that it names; if False, their paths are kept as they
+            are.
 
     Raises:
         ConfigError: names the file, line, key and valid values for each problem.
@@ -58,7 +69,8 @@ def load_config(kind: type[C], path: Path | None, overrides: Sequence[str] = (),
         problems += locate_files(data, path.parent if path else None, origins.is_override)
     config: C | None = None
     try:
-        # JSON mode, because it is strict about types and still takes lists for tuples and text for paths.
+        # JSON mode, because it is strict about types and still takes lists for tuples and text for
+        # paths.
         config = kind.model_validate_json(json.dumps(data, default=str), strict=True)
     except ValidationError as error:
         problems += _problems_of(kind, data, error.errors(include_url=False))
@@ -68,8 +80,8 @@ def load_config(kind: type[C], path: Path | None, overrides: Sequence[str] = (),
 
 
 def find_kind(path: Path | None, overrides: Sequence[str] = ()) -> type[RunConfig]:
-    """The configuration class with most of the file's sections; among equals, the one with most sections that no other
-    command has, and ``SFTConfig`` before all others."""
+    """The configuration class with most of the file's sections; among equals, the one with most
+    sections that no other command has, and ``SFTConfig`` before all others."""
     data, _ = read_tree(path, overrides)
     having = Counter(section for kind in KINDS.values() for section in kind.model_fields)
 
@@ -105,10 +117,14 @@ def _read_text(path: Path) -> str:
         if path.is_dir():
             raise ConfigError(f"{path} is a directory; name a TOML run file")
         if not path.exists() and "=" in str(path):
-            raise ConfigError(f"'{path}' is where the run file belongs: RUN.toml comes first, then '{path}'")
+            raise ConfigError(
+                f"'{path}' is where the run file belongs: RUN.toml comes first, then '{path}'"
+            )
         if not path.exists():
             siblings = [str(p) for p in path.parent.glob("*.toml")] if path.parent.is_dir() else []
-            raise ConfigError(f"run file {path} does not exist.{nearest(str(path), siblings) if siblings else ''}")
+            raise ConfigError(
+                f"run file {path} does not exist.{nearest(str(path), siblings) if siblings else ''}"
+            )
         return path.read_text(encoding="utf-8")
 
 
@@ -129,10 +145,16 @@ def _unset_problems(kind: type[RunConfig], origins: Origins) -> Iterator[FilePro
             yield from explain_unknown(kind, path, None)
 
 
-def _problems_of(kind: type[RunConfig], data: Tree, errors: Sequence[ErrorDetails]) -> list[FileProblem]:
+def _problems_of(
+    kind: type[RunConfig], data: Tree, errors: Sequence[ErrorDetails]
+) -> list[FileProblem]:
     problems: list[FileProblem] = []
     for error in errors:
-        path, context, last = _path_in(data, error["loc"]), error.get("ctx", {}), ("", *error["loc"])[-1]
+        path, context, last = (
+            _path_in(data, error["loc"]),
+            error.get("ctx", {}),
+            ("", *error["loc"])[-1],
+        )
         problem_kind: ProblemKind = "unknown" if error["type"] == "choice_key" else "invalid"
         match error["type"]:
             case "extra_forbidden":
@@ -145,8 +167,12 @@ def _problems_of(kind: type[RunConfig], data: Tree, errors: Sequence[ErrorDetail
                 text = f"{dotted(path)}: {context.get('error', error['msg'])}"
             case "choice_key":
                 text = _unknown_to_choice(kind, path, error["msg"])
-            case "choice_field" if context["missing"]:  # what a choice's key may be depends on the type
-                text = f"{dotted((*path, last))} is missing: {describe_at(context['kind'], (last,))}"
+            case "choice_field" if context[
+                "missing"
+            ]:  # what a choice's key may be depends on the type
+                text = (
+                    f"{dotted((*path, last))} is missing: {describe_at(context['kind'], (last,))}"
+                )
             case "choice_field":
                 text = _wrong_value(context["kind"], path, _at(data, path), path[-1:])
             case _:
@@ -156,10 +182,13 @@ def _problems_of(kind: type[RunConfig], data: Tree, errors: Sequence[ErrorDetail
 
 
 def _unknown_to_choice(kind: type[RunConfig], path: KeyPath, text: str) -> str:
-    """The error for a key that a choice's type lacks; another framework may use its name for a key of the table."""
+    """The error for a key that a choice's type lacks; another framework may use its name for a key
+    of the table."""
     name, table = dotted(path), dotted(path[:-1])
     known = find(kind, name).keys if name not in all_keys(kind) else ()
-    called = answer(kind, name) if known and all(key.startswith(f"{table}.") for key in known) else None
+    called = (
+        answer(kind, name) if known and all(key.startswith(f"{table}.") for key in known) else None
+    )
     return called or f"{name}: {text}{'' if text.endswith('?') else '.'}"
 
 

@@ -1,8 +1,9 @@
 """Finding and importing functions of the user's files.
 
-A reference is ``path/to/file.py:function`` or ``package.module:function``. ``check_reference`` only reads
-source text, so a wrong name is rejected before anything is imported; ``load_function`` runs the user's code.
-A Python program passes its objects under references of its choice (``handed_over``).
+A reference is ``path/to/file.py:function`` or ``package.module:function``. ``check_reference`` only
+reads source text, so a wrong name is rejected before anything is imported; ``load_function`` runs
+the user's code. A Python program passes its objects under references of its choice
+(``handed_over``).
 """
 
 from __future__ import annotations
@@ -43,7 +44,9 @@ def handed_over(objects: Mapping[str, Any]) -> Generator[None]:
         ConfigError: another run in this process uses one of the references for another object.
     """
     if taken := [name for name, value in objects.items() if _objects.get(name, value) is not value]:
-        raise ConfigError(f"'{taken[0]}' is a different object in another run of this process; rename one of them")
+        raise ConfigError(
+            f"'{taken[0]}' is a different object in another run of this process; rename one of them"
+        )
     added = objects.keys() - _objects.keys()
     _objects.update(objects)
     try:
@@ -55,7 +58,8 @@ def handed_over(objects: Mapping[str, Any]) -> Generator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """The place of a function: a source file, or an importable module (whose source may be unknown)."""
+    """The place of a function: a source file, or an importable module (whose source may be
+    unknown)."""
 
     function: str
     file: Path | None
@@ -116,7 +120,8 @@ def check_reference(reference: str, base_dir: Path) -> None:
 
 
 def parameters_in_source(reference: str, base_dir: Path) -> frozenset[str]:
-    """Names of a function's parameters, read from its source; none if it is not defined there with ``def``.
+    """Names of a function's parameters, read from its source; none if it is not defined there with
+    ``def``.
 
     Raises:
         ConfigError: as ``check_reference``.
@@ -141,12 +146,14 @@ def load_function(reference: str, base_dir: Path) -> Callable[..., Any]:
 def load_object(reference: str, base_dir: Path) -> Any:
     """Import the file or module and return the object of that name.
 
-    A file is imported under a name derived from its path and content: files of the same name do not collide, a file
-    runs once for several functions, and an edited file runs again. Its directory is first on the import path while it
-    loads and last afterwards, so that imports inside functions also work.
+    A file is imported under a name derived from its path and content: files of the same name do not
+    collide, a file runs once for several functions, and an edited file runs again. Its directory is
+    first on the import path while it loads and last afterwards, so that imports inside functions
+    also work.
 
     Raises:
-        ConfigError: as ``locate``; the import failed (with the end of its traceback), or there is no such name.
+        ConfigError: as ``locate``; the import failed (with the end of its traceback), or there is
+            no such name.
     """
     if reference in _objects:
         return _objects[reference]
@@ -155,19 +162,28 @@ def load_object(reference: str, base_dir: Path) -> Any:
         try:
             module = _import(location)
         except (Exception, SystemExit) as error:
-            tail = describe_exception(error, skip=lambda file: file == __file__ or "importlib" in file)
-            raise ConfigError(f"importing {location.place} for '{reference}' failed:\n{tail}") from error
+            tail = describe_exception(
+                error, skip=lambda file: file == __file__ or "importlib" in file
+            )
+            raise ConfigError(
+                f"importing {location.place} for '{reference}' failed:\n{tail}"
+            ) from error
     try:
         return getattr(module, location.function)
     except AttributeError:
-        names = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
+        names = [
+            name
+            for name, value in vars(module).items()
+            if callable(value) and not name.startswith("_")
+        ]
         raise ConfigError(
             f"{location.place} has no function '{location.function}'.{nearest(location.function, names)}"
         ) from None
 
 
 def describe_exception(error: BaseException, skip: Callable[[str], bool]) -> str:
-    """The traceback as text, from the first frame whose file is not skipped; only the end if it is long."""
+    """The traceback as text, from the first frame whose file is not skipped; only the end if it is
+    long."""
     trace: TracebackType | None = error.__traceback__
     while trace is not None and skip(trace.tb_frame.f_code.co_filename):
         trace = trace.tb_next
@@ -183,7 +199,9 @@ def _find_file(reference: str, target: str, bases: Sequence[Path]) -> Path:
             return candidate.resolve()
     tried = " and ".join(str(c) for c in dict.fromkeys(candidates))
     near = sorted({f.name for c in candidates if c.parent.is_dir() for f in c.parent.glob("*.py")})
-    raise ConfigError(f"'{reference}': there is no file {tried}.{nearest(Path(target).name, near[:20])}")
+    raise ConfigError(
+        f"'{reference}': there is no file {tried}.{nearest(Path(target).name, near[:20])}"
+    )
 
 
 def _offer(target: str, file: Path) -> str:
@@ -197,7 +215,9 @@ def _find_module(reference: str, name: str, search: tuple[str, ...]) -> Path | N
     """The module's source file, if it has one; located without importing its packages."""
     path: list[str] = [*search, *sys.path]
     spec = None
-    for full in accumulate([] if name in sys.builtin_module_names else name.split("."), "{}.{}".format):
+    for full in accumulate(
+        [] if name in sys.builtin_module_names else name.split("."), "{}.{}".format
+    ):
         spec = PathFinder.find_spec(full, path)
         if spec is None:
             raise ConfigError(
@@ -213,7 +233,10 @@ def keeping_signals() -> Generator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    before = {
+        number: signal.getsignal(number)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    }
     try:
         yield
     finally:

@@ -11,8 +11,8 @@ from tunesmith.config.values import Beta, at_most
 
 
 class Optimizer(Choice):
-    """``train.lr``, ``train.weight_decay`` and ``train.max_grad_norm`` apply to every optimizer; ``train.betas`` and
-    ``train.eps`` apply to parameters that AdamW trains."""
+    """``train.lr``, ``train.weight_decay`` and ``train.max_grad_norm`` apply to every optimizer;
+    ``train.betas`` and ``train.eps`` apply to parameters that AdamW trains."""
 
     what = "optimizer"
     open_to_users = False
@@ -24,15 +24,18 @@ class AdamW(Optimizer):
 
 
 class Muon(Optimizer):
-    """Matrices in decoder layers move along the orthogonal factor of their momentum; AdamW trains everything else.
+    """Matrices in decoder layers move along the orthogonal factor of their momentum; AdamW trains
+    everything else.
 
-    ``m ← momentum·m + (1 − momentum)·g``, ``u = (1 − momentum)·g + momentum·m`` (with ``nesterov``, else ``m``), and
-    the step is ``−lr · lr_ratio · scale · NS(u)``. ``NS`` is a Newton-Schulz iteration in bfloat16 that moves all
-    singular values close to 1 (Jordan, https://kellerjordan.github.io/posts/muon).
+    ``m ← momentum·m + (1 − momentum)·g``, ``u = (1 − momentum)·g + momentum·m`` (with ``nesterov``,
+    else ``m``), and the step is ``−lr · lr_ratio · scale · NS(u)``. ``NS`` is a Newton-Schulz
+    iteration in bfloat16 that moves all singular values close to 1 (Jordan,
+    https://kellerjordan.github.io/posts/muon).
 
-    For an ``A × B`` matrix, the entries of ``NS(u)`` have a root mean square near ``1/√max(A, B)``; AdamW's steps have
-    about 0.2 to 0.4. So ``scale = 0.2·√max(A, B)`` lets both optimizers share a learning rate and weight decay
-    (``match_rms_adamw``, arXiv:2502.16982, equation 4). ``original`` is Jordan's ``√max(1, A/B)``, for rates near 0.02.
+    For an ``A × B`` matrix, the entries of ``NS(u)`` have a root mean square near ``1/√max(A, B)``;
+    AdamW's steps have about 0.2 to 0.4. So ``scale = 0.2·√max(A, B)`` lets both optimizers share a
+    learning rate and weight decay (``match_rms_adamw``, arXiv:2502.16982, equation 4). ``original``
+    is Jordan's ``√max(1, A/B)``, for rates near 0.02.
     """
 
     name = "muon"

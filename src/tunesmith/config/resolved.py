@@ -40,7 +40,8 @@ class Derived:
 
 @dataclass(frozen=True, slots=True)
 class Resolved(Generic[C]):
-    """A resolved configuration; ``given`` has settings from file and overrides by dotted key; ``notes`` are remarks.
+    """A resolved configuration; ``given`` has settings from file and overrides by dotted key;
+    ``notes`` are remarks.
 
     ``reasons`` says why another command set some of the keys in ``given``.
     """
@@ -53,26 +54,37 @@ class Resolved(Generic[C]):
 
 
 def settings(config: RunConfig, *, given_only: bool = False) -> dict[str, Any]:
-    """Settings by dotted key, as plain JSON values; with ``given_only``, only those set explicitly."""
+    """Settings by dotted key, as plain JSON values; with ``given_only``, only those set
+    explicitly."""
     return _by_key(config, config.model_dump(mode="json"), "", given_only)
 
 
-def _by_key(section: BaseModel, dumped: Mapping[str, Any], prefix: str, given_only: bool) -> dict[str, Any]:
-    """The settings of one section; a table in it is listed key by key, or as one value if it holds tables itself.
+def _by_key(
+    section: BaseModel, dumped: Mapping[str, Any], prefix: str, given_only: bool
+) -> dict[str, Any]:
+    """The settings of one section; a table in it is listed key by key, or as one value if it holds
+    tables itself.
 
-    A choice is listed as its name, and a table that can be switched off as ``true``; their keys follow.
+    A choice is listed as its name, and a table that can be switched off as ``true``; their keys
+    follow.
     """
     values: dict[str, Any] = {}
     held, said = vars(section), section.model_fields_set  # ``held`` lacks keys without a value
     for key, can_be_off in _keys(type(section)):
         value, name, left_out = held.get(key), prefix + key, given_only and key not in said
-        table = value if isinstance(value, BaseModel) and not (prefix and _holds_tables(value)) else None
+        table = (
+            value
+            if isinstance(value, BaseModel) and not (prefix and _holds_tables(value))
+            else None
+        )
         if isinstance(value, Choice):
             if not (left_out or (given_only and "type" not in value.model_fields_set)):
                 values[name] = value.name
         elif not left_out and (table is None or (prefix and can_be_off)):
             whole = (
-                value.model_dump(mode="json", exclude_unset=True) if isinstance(value, BaseModel) else dumped.get(key)
+                value.model_dump(mode="json", exclude_unset=True)
+                if isinstance(value, BaseModel)
+                else dumped.get(key)
             )
             values[name] = table is not None or whole
         if table is not None:
@@ -83,7 +95,10 @@ def _by_key(section: BaseModel, dumped: Mapping[str, Any], prefix: str, given_on
 @cache
 def _keys(section: type[BaseModel]) -> list[tuple[str, bool]]:
     """The keys of a section, and whether ``false`` switches each one's table off."""
-    return [(key, Literal[False] in alternatives(info.annotation)) for key, info in section.model_fields.items()]
+    return [
+        (key, Literal[False] in alternatives(info.annotation))
+        for key, info in section.model_fields.items()
+    ]
 
 
 def _holds_tables(section: BaseModel) -> bool:
@@ -91,21 +106,27 @@ def _holds_tables(section: BaseModel) -> bool:
 
 
 def print_resolved(resolved: Resolved[Any], *, all_of_it: bool) -> None:
-    """Print given settings, then derived settings with their reasons; defaults are in ``resolved.json``.
+    """Print given settings, then derived settings with their reasons; defaults are in
+    ``resolved.json``.
 
     Args:
-        all_of_it: print derived settings too that switch something off, such as offloading without a GPU; otherwise
-            they are counted.
+        all_of_it: print derived settings too that switch something off, such as offloading without
+            a GPU; otherwise they are counted.
     """
     from rich.console import Console
     from rich.text import Text
 
     changed = {d.key for d in resolved.derived}
     given = ((key, value) for key, value in resolved.given.items() if key not in changed)
-    acting = [d for d in resolved.derived if all_of_it or d.key in resolved.given or d.value not in OFF]
+    acting = [
+        d for d in resolved.derived if all_of_it or d.key in resolved.given or d.value not in OFF
+    ]
     rows = [(key, value, resolved.reasons.get(key, "as you said")) for key, value in given]
     rows += [(entry.key, entry.value, entry.reason) for entry in acting]
-    shown = [(key, printable(shown_value(value, shown_path)), printable(reason)) for key, value, reason in rows]
+    shown = [
+        (key, printable(shown_value(value, shown_path)), printable(reason))
+        for key, value, reason in rows
+    ]
     keys, values = (max((len(row[i]) for row in shown), default=0) for i in (0, 1))
     console = Console(force_jupyter=False)  # in a notebook all lines are one output
     columns = console.width if console.is_terminal else None
@@ -117,16 +138,22 @@ def print_resolved(resolved: Resolved[Any], *, all_of_it: bool) -> None:
         line.stylize("dim", keys + 2 + len(value))
         console.print(line, soft_wrap=True)
     if hidden := len(resolved.derived) - len(acting):
-        console.print(Text(f"{hidden} more are off or 0 here (-v prints them)", style="dim"), soft_wrap=True)
+        console.print(
+            Text(f"{hidden} more are off or 0 here (-v prints them)", style="dim"), soft_wrap=True
+        )
     for note in resolved.notes:
         console.print(Text(printable(f"note: {note}"), style="yellow"), soft_wrap=True)
 
 
-def save_resolved(resolved: Resolved[Any], directory: Path, contents: Mapping[str, str] = MappingProxyType({})) -> None:
-    """Write ``config.toml`` (can be run again as is) and ``resolved.json`` (every value and its source).
+def save_resolved(
+    resolved: Resolved[Any], directory: Path, contents: Mapping[str, str] = MappingProxyType({})
+) -> None:
+    """Write ``config.toml`` (can be run again as is) and ``resolved.json`` (every value and its
+    source).
 
-    Only their owner can read them, and secrets are redacted; the user's run file has the real ones. When a run is
-    resumed with different settings, the earlier ``config.toml`` is kept as ``config-1.toml``.
+    Only their owner can read them, and secrets are redacted; the user's run file has the real ones.
+    When a run is resumed with different settings, the earlier ``config.toml`` is kept as
+    ``config-1.toml``.
 
     Raises:
         StorageError: they cannot be written.
@@ -138,19 +165,32 @@ def save_resolved(resolved: Resolved[Any], directory: Path, contents: Mapping[st
             while (old := directory / f"config-{number}.toml").exists():
                 number += 1
             config.rename(old)
-        saved = {"settings": entries(resolved), "notes": list(resolved.notes), "contents": dict(contents)}
+        saved = {
+            "settings": entries(resolved),
+            "notes": list(resolved.notes),
+            "contents": dict(contents),
+        }
         document = json.dumps(saved, indent=2, ensure_ascii=False) + "\n"
         for file, content in ((config, text), (directory / RESOLVED_FILE, document)):
             write_output(file, content.encode(), private=True)
 
 
 def config_text(resolved: Resolved[Any], shown: Callable[[Any], Any] = redact_values) -> str:
-    """A run file of the given settings, with derived values as comments; ``shown`` redacts secrets."""
+    """A run file of the given settings, with derived values as comments; ``shown`` redacts
+    secrets."""
     given = {k: toml_value(shown(v)) for k, v in resolved.given.items() if v is not None}
     tables = {key.rpartition(".")[0] for key in given} & given.keys()
     switched_on = {(table, "true") for table in tables}  # implied by the table's own header
-    written = _by_section({f"{k}.type" if k in tables else k: v for k, v in given.items() if (k, v) not in switched_on})
-    derived = _by_section({d.key: f"{shown_value(d.value)}  # {d.reason}" for d in resolved.derived}, written)
+    written = _by_section(
+        {
+            f"{k}.type" if k in tables else k: v
+            for k, v in given.items()
+            if (k, v) not in switched_on
+        }
+    )
+    derived = _by_section(
+        {d.key: f"{shown_value(d.value)}  # {d.reason}" for d in resolved.derived}, written
+    )
     lines: list[str] = []
     for section in dict.fromkeys(["", *written, *derived]):
         if section:
@@ -160,8 +200,11 @@ def config_text(resolved: Resolved[Any], shown: Callable[[Any], Any] = redact_va
     return "\n".join(lines).lstrip("\n") + "\n"
 
 
-def _by_section(values: Mapping[str, str], opened: Collection[str] | None = None) -> dict[str, dict[str, str]]:
-    """Values by table; with ``opened``, keys of tables not in it become dotted keys of the table above."""
+def _by_section(
+    values: Mapping[str, str], opened: Collection[str] | None = None
+) -> dict[str, dict[str, str]]:
+    """Values by table; with ``opened``, keys of tables not in it become dotted keys of the table
+    above."""
     sections: dict[str, dict[str, str]] = {}
     for key, value in values.items():
         section, _, name = key.rpartition(".")
@@ -177,7 +220,11 @@ def shown_value(value: Any, text: Callable[[str], str] = str) -> str:
     if isinstance(value, float):
         return f"{value:.6g}"
     if isinstance(value, str | list | tuple):
-        value = text(value) if isinstance(value, str) else [text(v) if isinstance(v, str) else v for v in value]
+        value = (
+            text(value)
+            if isinstance(value, str)
+            else [text(v) if isinstance(v, str) else v for v in value]
+        )
     return "none" if value is None else toml_value(redact_values(value))
 
 

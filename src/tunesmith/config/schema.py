@@ -1,8 +1,9 @@
 """The sections of a run file, as frozen models that refuse unknown keys.
 
-``[model] [lora] [data] [reward] [environment] [algorithm] [critic] [rollout] [train] [eval]`` determine what is
-learned. ``[system]`` determines how fast, and never changes what is learned. ``[monitor] [checkpoint]`` determine
-what is kept. Omitted ``derived()`` keys have no value until ``resolve`` fills them in and gives a reason for each.
+``[model] [lora] [data] [reward] [environment] [algorithm] [critic] [rollout] [train] [eval]``
+determine what is learned. ``[system]`` determines how fast, and never changes what is learned.
+``[monitor] [checkpoint]`` determine what is kept. Omitted ``derived()`` keys have no value until
+``resolve`` fills them in and gives a reason for each.
 """
 
 from __future__ import annotations
@@ -37,17 +38,19 @@ class ModelSection(Section):
     path: str
     """A directory or a hub name, in Hugging Face format."""
     dtype: Literal["float32", "bfloat16", "float16"] = derived()
-    """Dtype of the computation. With 16 bits the optimizer keeps float32 master weights; with float16 the loss is
-    scaled too."""
+    """Dtype of the computation. With 16 bits the optimizer keeps float32 master weights; with
+    float16 the loss is scaled too."""
     trust_remote_code: bool = False
     chat_template: Literal["hermes"] | Path | None = None
     """A Jinja file that replaces the tokenizer's own template, or "hermes": ChatML with tools."""
     quantize: Literal["int8", "nf4"] | None = None
-    """Store the frozen weights of an adapter's base in 8 or 4 bits (bitsandbytes); needs ``lora``."""
+    """Store the frozen weights of an adapter's base in 8 or 4 bits (bitsandbytes); needs
+    ``lora``."""
 
 
 class LoraSection(Section):
-    """A low-rank adapter (LoRA) trained instead of the model's own weights; enabled by ``rank`` or ``path``."""
+    """A low-rank adapter (LoRA) trained instead of the model's own weights; enabled by ``rank`` or
+    ``path``."""
 
     rank: PositiveInt | None = None
     alpha: Annotated[float, Field(gt=0)] | None = None
@@ -70,7 +73,8 @@ class Source(Section):
     path: str
     """A .jsonl, .json, .parquet or .csv file, a directory, or a Hugging Face dataset name."""
     weight: Annotated[float, Field(gt=0)] | None = None
-    """Share of the draws, relative to the other sources' weights; None for all sources: proportional to size."""
+    """Share of the draws, relative to the other sources' weights; None for all sources:
+    proportional to size."""
     split: Text = "train"
     """A split, or a part of one: ``train[:200]``, ``train[:90%]``."""
     subset: Text | None = None
@@ -83,18 +87,22 @@ class DataSection(Section):
     train: str | Source | Sources
     eval: str | Source | Sources | None = None
     map: Text | None = None
-    """``file.py:function``, which gets each row first and returns its columns, or None to leave it out."""
+    """``file.py:function``, which gets each row first and returns its columns, or None to leave it
+    out."""
     prompt: Text | None = None
-    """Name of the prompt column; None: detected (``prompt``, ``question``, ``instruction``, ``messages``)."""
+    """Name of the prompt column; None: detected (``prompt``, ``question``, ``instruction``,
+    ``messages``)."""
     completion: Text | None = None
     """Name of the completion column (supervised training); None: detected."""
     system_prompt: str | None = None
     chat: bool | None = None
     """Whether text prompts go through the chat template; None: yes if the tokenizer has one."""
     chat_template_kwargs: Annotated[dict[str, Any] | None, Field(description="a table")] = None
-    """Variables passed to the chat template in every rendering, such as ``{ enable_thinking = false }``."""
+    """Variables passed to the chat template in every rendering, such as ``{ enable_thinking = false
+    }``."""
     loss_on: Literal["assistant", "completion", "all"] | None = None
-    """Which tokens supervised training learns; None: assistant turns, completion or all, depending on the format."""
+    """Which tokens supervised training learns; None: assistant turns, completion or all, depending
+    on the format."""
     max_prompt_tokens: PositiveInt | None = None
     max_tokens: PositiveInt | None = None
     """Longest sequence in supervised training."""
@@ -152,7 +160,8 @@ class RewardSection(Section):
     answer: Text = "answer"
     """The column that built-in rewards compare with."""
     pattern: str | None = None
-    """Regular expression for regex_format; if it has a group, exact_match and numeric_match extract that group."""
+    """Regular expression for regex_format; if it has a group, exact_match and numeric_match extract
+    that group."""
 
     @property
     def given(self) -> bool:
@@ -161,20 +170,25 @@ class RewardSection(Section):
 
 
 class EnvironmentSection(Section):
-    path: Annotated[str | dict[str, str] | None, Field(description="'file.py:name', or a table of such by name")] = None
+    path: Annotated[
+        str | dict[str, str] | None, Field(description="'file.py:name', or a table of such by name")
+    ] = None
     """The class or agent that plays every task, or several by name, chosen by ``column``."""
     column: Text = "environment"
     """The column with the name of a task's environment, if there are several."""
     tools: tuple[Text, ...] = ()
-    """``file.py:function`` of functions that the policy may call; they need types and docstrings."""
+    """``file.py:function`` of functions that the policy may call; they need types and
+    docstrings."""
     max_turns: PositiveInt = 8
     """Maximum number of policy turns per episode."""
     max_tokens: PositiveInt | None = None
     """Longest conversation in an episode; None: the prompt and ``max_turns`` turns with answers."""
     timeout: Annotated[float, Field(gt=0)] = 60.0
-    """Seconds that one call of ``reset``, ``step`` or a tool may take; ``rollout.timeout`` limits a whole episode."""
+    """Seconds that one call of ``reset``, ``step`` or a tool may take; ``rollout.timeout`` limits a
+    whole episode."""
     isolation: Literal["process", "thread"] | None = None
-    """Where environments and tools run: each episode in a process that can be killed, or in a thread of the run."""
+    """Where environments and tools run: each episode in a process that can be killed, or in a
+    thread of the run."""
     memory: Memory | None = None
     """Memory of an episode's process, beyond your files' imports; None: half of the machine's."""
     concurrency: PositiveInt = 128
@@ -182,8 +196,8 @@ class EnvironmentSection(Section):
     bad_call: Literal["tell", "end"] = "tell"
     """After a bad tool call: tell the policy what was wrong, or end the episode."""
     split_special_tokens: bool = True
-    """Whether texts of special tokens in what environments and tools answer stay ordinary text, so that no tool can
-    forge a turn."""
+    """Whether texts of special tokens in what environments and tools answer stay ordinary text, so
+    that no tool can forge a turn."""
 
     @property
     def used(self) -> bool:
@@ -203,7 +217,8 @@ class SamplingKeys(Section):
     top_k: Count = 0
     min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
     repetition_penalty: Annotated[float, Field(gt=0)] = 1.0
-    """Divides positive and multiplies negative logits of tokens in the prompt or completion, as in transformers."""
+    """Divides positive and multiplies negative logits of tokens in the prompt or completion, as in
+    transformers."""
     min_new_tokens: Count = 0
     """Minimum number of tokens in a completion."""
     stop: tuple[Text, ...] = ()
@@ -221,13 +236,17 @@ class RolloutSection(SamplingKeys):
     oversample: Annotated[float, Field(ge=1)] = 1.0
     """With ``algorithm.dynamic_filter``, prompts tried at once per prompt that is still needed."""
     max_staleness: Count = 0
-    """How many steps older the policy that sampled a token may be than the policy being trained; 0 is synchronous."""
+    """How many steps older the policy that sampled a token may be than the policy being trained; 0
+    is synchronous."""
     partial: bool = False
-    """With ``max_staleness``, load new weights in the middle of completions instead of waiting for them to end."""
+    """With ``max_staleness``, load new weights in the middle of completions instead of waiting for
+    them to end."""
     over_generation: Annotated[float, Field(ge=1)] = 1.0
-    """With ``max_staleness``, prompts played at once per prompt of a step; the step takes those that finish first."""
+    """With ``max_staleness``, prompts played at once per prompt of a step; the step takes those
+    that finish first."""
     queue_size: PositiveInt = derived()
-    """With ``max_staleness``, no new prompt starts while this many finished ones wait for training."""
+    """With ``max_staleness``, no new prompt starts while this many finished ones wait for
+    training."""
     seed: Seed = derived()
 
     @property
@@ -259,7 +278,8 @@ class TrainSection(Section):
     max_grad_norm: GradNorm = 1.0
     """Gradients with a larger norm are scaled down to it; 0: no clipping."""
     ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """Keep a moving average of the weights, updated by ``1 − ema_decay`` of the difference per optimizer step."""
+    """Keep a moving average of the weights, updated by ``1 − ema_decay`` of the difference per
+    optimizer step."""
     seed: Seed = 0
 
 
@@ -274,7 +294,8 @@ class EvalSection(Section):
     pass_at: tuple[PositiveInt, ...] | None = None
     max_prompts: PositiveInt | None = None
     metric: Text | None = None
-    """The metric that selects the best checkpoint; None: ``eval/reward`` (RL) or ``eval/loss`` (supervised)."""
+    """The metric that selects the best checkpoint; None: ``eval/reward`` (RL) or ``eval/loss``
+    (supervised)."""
     target: float | None = None
     """End the run once an evaluation's ``metric`` is this good."""
     use_ema: bool = False
@@ -285,26 +306,31 @@ class MonitorSection(Section):
     """What a run displays and records."""
 
     sinks: tuple[SinkName, ...] = ()
-    """Services or your own classes that also receive the metrics; metrics.jsonl is always written."""
+    """Services or your own classes that also receive the metrics; metrics.jsonl is always
+    written."""
     run_name: Text | None = None
     """The run's name in the sinks; None: the name of its directory."""
     project: Text | None = None
-    """The project in W&B and trackio, or the experiment in MLflow; None: the service's environment variable, else
-    ``tunesmith``."""
+    """The project in W&B and trackio, or the experiment in MLflow; None: the service's environment
+    variable, else ``tunesmith``."""
     tags: tuple[Text, ...] = ()
     """The run's tags in the sinks."""
     progress: bool | None = None
     """Whether to show progress as a live display; None: if standard output is a terminal."""
     every: PositiveInt = 1
-    """Steps between plain progress lines and between points in the sinks; metrics.jsonl has every step."""
+    """Steps between plain progress lines and between points in the sinks; metrics.jsonl has every
+    step."""
     verbose: bool = False
-    """Whether to print derived settings too that switch something off; ``-v`` on the command line."""
+    """Whether to print derived settings too that switch something off; ``-v`` on the command
+    line."""
     samples: Count = 2
-    """Groups per step whose rollouts are kept in rollouts.jsonl; of each evaluation, four times as many prompts."""
+    """Groups per step whose rollouts are kept in rollouts.jsonl; of each evaluation, four times as
+    many prompts."""
     tokens: bool = True
     """Whether rollouts.jsonl has the text, the log-probability and the advantage of each token."""
     rollouts_size: Size = "1GB"
-    """Maximum total size of rollouts.jsonl and rollouts-older.jsonl; the oldest rollouts are dropped."""
+    """Maximum total size of rollouts.jsonl and rollouts-older.jsonl; the oldest rollouts are
+    dropped."""
     trace_steps: tuple[PositiveInt, ...] = ()
     """Steps whose timeline is written to trace/."""
     profile_steps: tuple[PositiveInt, ...] = ()
@@ -315,13 +341,14 @@ class MonitorSection(Section):
 
 class CheckpointSection(Section):
     every: PositiveInt | Literal["epoch"] = derived()
-    """Steps between checkpoints, or one after each pass over the data; None: at the end, and every ``minutes``."""
+    """Steps between checkpoints, or one after each pass over the data; None: at the end, and every
+    ``minutes``."""
     minutes: Annotated[float, Field(gt=0)] | None = None
     """Minutes between checkpoints, in addition to ``every``; None: 15 if ``every`` is omitted."""
     keep: PositiveInt = 2
     model_only: bool | Literal["last"] = False
-    """Omit the state needed only to resume (optimizer, random state) from every checkpoint, or from the last one of a
-    finished run. A checkpoint written after a signal always has it."""
+    """Omit the state needed only to resume (optimizer, random state) from every checkpoint, or from
+    the last one of a finished run. A checkpoint written after a signal always has it."""
     push_to_hub: Annotated[str, Field(pattern=r"^[\w.-]+/[\w.-]+$")] | None = None
     """The Hugging Face hub repository for the model and its card; created if it does not exist."""
     push: Literal["last", "all"] = "last"
@@ -329,8 +356,8 @@ class CheckpointSection(Section):
     hub_private: bool = True
     """Whether a newly created repository is private."""
     resume: bool | Literal["auto"] | Path = False
-    """True: continue from the newest checkpoint in ``run_dir``; "auto": the same, or start a new run if there is none;
-    a path: start from that checkpoint."""
+    """True: continue from the newest checkpoint in ``run_dir``; "auto": the same, or start a new
+    run if there is none; a path: start from that checkpoint."""
 
 
 class RunConfig(Section):

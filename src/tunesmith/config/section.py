@@ -18,14 +18,16 @@ DERIVED = _Derived()
 def derived() -> Any:
     """The default of a key that ``resolve`` fills in if the run file omits it.
 
-    The field's type is that of the resolved value. Before ``resolve`` the key has no value, and reading it raises
-    ``AttributeError``; use ``known`` to read keys that may not have a value yet.
+    The field's type is that of the resolved value. Before ``resolve`` the key has no value, and
+    reading it raises ``AttributeError``; use ``known`` to read keys that may not have a value yet.
     """
     return Field(default=DERIVED, validate_default=False)
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False
+    )
 
     def model_post_init(self, _context: Any, /) -> None:
         for key in [key for key, value in self.__dict__.items() if value is DERIVED]:

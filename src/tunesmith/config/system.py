@@ -18,19 +18,20 @@ class Resources(Section):
     cpus: Annotated[float, Field(gt=0)] | None = None
     """CPUs of each process; None: 1."""
     gpus: Annotated[float, Field(ge=0)] | None = None
-    """GPUs of each process, or a part of one; None: 1 if ``system.device`` is a GPU, one per rank of vLLM."""
+    """GPUs of each process, or a part of one; None: 1 if ``system.device`` is a GPU, one per rank
+    of vLLM."""
 
 
 class ScoringResources(Resources):
     processes: PositiveInt | None = None
-    """Processes that share the scoring work; None: 1, or ``shards`` of a reward model. Each has the whole model, except
-    that with ``system.zero_stage = 3`` they shard its weights."""
+    """Processes that share the scoring work; None: 1, or ``shards`` of a reward model. Each has the
+    whole model, except that with ``system.zero_stage = 3`` they shard its weights."""
 
 
 class RewardResources(ScoringResources):
     shards: PositiveInt | None = None
-    """Processes that share one copy of a reward model, each with a part of the weights; None: 1, or all ``processes``
-    with ``system.zero_stage = 3``; derived if the model does not fit a GPU."""
+    """Processes that share one copy of a reward model, each with a part of the weights; None: 1, or
+    all ``processes`` with ``system.zero_stage = 3``; derived if the model does not fit a GPU."""
 
 
 class PlacementSection(Section):
@@ -39,7 +40,8 @@ class PlacementSection(Section):
     actor: Resources = Resources()
     """The trainer."""
     ref: ScoringResources = ScoringResources()
-    """The reference; colocated with ``actor`` it has no separate process: each trainer rank holds it, or its share."""
+    """The reference; colocated with ``actor`` it has no separate process: each trainer rank holds
+    it, or its share."""
     critic: Resources = Resources()
     """The critic's trainer, if it has a model of its own."""
     reward: RewardResources = RewardResources()
@@ -51,11 +53,12 @@ class PlacementSection(Section):
 
 
 class SequenceParallelSection(Section):
-    """``[system.sequence_parallel]``: groups of trainer ranks that share the tokens of each micro-batch."""
+    """``[system.sequence_parallel]``: groups of trainer ranks that share the tokens of each
+    micro-batch."""
 
     type: Literal["ulysses", "ring"] = "ulysses"
-    """How attention spans the ranks of a group: each rank computes some heads for all tokens (``ulysses``), or keys and
-    values travel around the ranks (``ring``)."""
+    """How attention spans the ranks of a group: each rank computes some heads for all tokens
+    (``ulysses``), or keys and values travel around the ranks (``ring``)."""
     size: PositiveInt = 1
     """Ranks that compute a micro-batch together, so that longer sequences fit."""
 
@@ -68,41 +71,51 @@ class VllmSection(Section):
     pipeline_parallel_size: PositiveInt = 1
     """Groups of devices among which the layers of one engine are divided."""
     memory_share: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """Share of each GPU's memory for weights and KV cache together, instead of ``system.kv_memory``."""
+    """Share of each GPU's memory for weights and KV cache together, instead of
+    ``system.kv_memory``."""
     max_model_len: PositiveInt | None = None
     """Longest prompt plus completion; None: the model's context, or what fits the KV cache."""
     max_batched_tokens: PositiveInt | None = None
     """Maximum prompt and new tokens in one forward pass; None: vLLM's choice for the device."""
     chunked_prefill: bool | None = None
-    """Prefill long prompts in chunks while other requests decode; None: if vLLM supports it for this model."""
+    """Prefill long prompts in chunks while other requests decode; None: if vLLM supports it for
+    this model."""
     prefix_caching: bool = derived()
     """Keep the KV cache of prompts for other prompts with the same prefix."""
     eager: bool = derived()
     """Run the model without compilation and CUDA graphs."""
     cuda_graph_sizes: tuple[PositiveInt, ...] | None = None
-    """Token counts per step for which CUDA graphs are captured; None: vLLM's choice, up to ``max_running``."""
+    """Token counts per step for which CUDA graphs are captured; None: vLLM's choice, up to
+    ``max_running``."""
     quantization: str | None = None
-    """Quantize the weights at each sync: ``fp8_per_tensor``, ``fp8_per_channel`` or ``fp8_per_block``."""
-    extra: Annotated[dict[str, Any] | None, Field(description="a table of vLLM's own engine arguments")] = None
-    """Further arguments of vLLM's ``EngineArgs`` under its own names, such as ``{max_logprobs = 5}``."""
+    """Quantize the weights at each sync: ``fp8_per_tensor``, ``fp8_per_channel`` or
+    ``fp8_per_block``."""
+    extra: Annotated[
+        dict[str, Any] | None, Field(description="a table of vLLM's own engine arguments")
+    ] = None
+    """Further arguments of vLLM's ``EngineArgs`` under its own names, such as ``{max_logprobs =
+    5}``."""
 
 
 class SystemSection(Section):
     profile: Literal["stable", "fast", "throughput", "memory"] | None = None
     """Sets several omitted keys of this table; None: each is derived."""
     tuned: bool = False
-    """Fill omitted keys with the fastest values that ``tunesmith tune`` found for this kind of run on this machine."""
+    """Fill omitted keys with the fastest values that ``tunesmith tune`` found for this kind of run
+    on this machine."""
     device: Text = derived()
     device_memory: Size | None = None
-    """How much device memory the run may use, such as ``20GB``; None: all that is free at the start."""
+    """How much device memory the run may use, such as ``20GB``; None: all that is free at the
+    start."""
     threads: PositiveInt = derived()
     compile: bool | Literal["default", "max-autotune"] = derived()
-    """True: on a CPU, compile decoding (``engines.local``), and training in bfloat16 with AMX or AVX-512 BF16
-    (``kernels``). A mode of ``torch.compile``: the same for decoding, and PyTorch compiles the decoder layers of
-    policy, critic and reference for training; ``max-autotune`` also times kernels, without CUDA graphs."""
+    """True: on a CPU, compile decoding (``engines.local``), and training in bfloat16 with AMX or
+    AVX-512 BF16 (``kernels``). A mode of ``torch.compile``: the same for decoding, and PyTorch
+    compiles the decoder layers of policy, critic and reference for training; ``max-autotune`` also
+    times kernels, without CUDA graphs."""
     kernels: Literal["torch", "liger"] = "torch"
-    """Implementation of the decoder layers' norms, rotations and SwiGLU in training and scoring: PyTorch's operations,
-    or Liger's Triton kernels on GPUs (``kernels.liger``)."""
+    """Implementation of the decoder layers' norms, rotations and SwiGLU in training and scoring:
+    PyTorch's operations, or Liger's Triton kernels on GPUs (``kernels.liger``)."""
     max_tokens_per_microbatch: PositiveInt = derived()
     """Maximum tokens per micro-batch of one rank, or of a ``sequence_parallel`` group together."""
     scoring_max_tokens: PositiveInt = derived()
@@ -117,11 +130,14 @@ class SystemSection(Section):
     offload_activations: bool = derived()
     """Keep activations saved for the backward pass in host memory."""
     offload_optimizer: bool = derived()
-    """Keep master weights, their gradients and the optimizer's moments in host memory, and step on the CPU."""
+    """Keep master weights, their gradients and the optimizer's moments in host memory, and step on
+    the CPU."""
     offload_parameters: bool = derived()
-    """Keep the layers' weights in host memory, and bring each layer's to the GPU while it computes."""
+    """Keep the layers' weights in host memory, and bring each layer's to the GPU while it
+    computes."""
     offload_reference: bool = derived()
-    """Keep frozen models (a reference, a teacher, reward models) in host memory while they do not score."""
+    """Keep frozen models (a reference, a teacher, reward models) in host memory while they do not
+    score."""
     logprob_chunk: PositiveInt | None = None
     """Rows of the vocabulary head computed at once."""
     engine: EngineName = "local"
@@ -129,47 +145,59 @@ class SystemSection(Section):
     engine_urls: tuple[Url, ...] = ()
     """The servers of ``engine = "sglang"``, such as ``["http://127.0.0.1:30000"]``."""
     engine_directory: Path | None = None
-    """Shared directory from which engines on other machines load new weights (SGLang, ``weight_plane = "disk"``)."""
+    """Shared directory from which engines on other machines load new weights (SGLang,
+    ``weight_plane = "disk"``)."""
     engine_process: bool = False
-    """Sample in a separate process with its own copy of the weights; a process that dies is replaced."""
+    """Sample in a separate process with its own copy of the weights; a process that dies is
+    replaced."""
     engine_python: Path | None = None
-    """Python interpreter for ``engine_process``, if the engine is installed in another environment."""
+    """Python interpreter for ``engine_process``, if the engine is installed in another
+    environment."""
     engines: PositiveInt = derived()
     """Number of engine processes, each with ``kv_memory`` and a copy of the weights."""
     engine_restarts: Count = 3
     """How often each engine process may be replaced after it dies."""
     weight_plane: Literal["memory", "disk", "gloo", "nccl", "ipc"] | None = None
-    """How new weights reach engine processes: a file in memory or in ``engine_directory``, a broadcast, or CUDA IPC."""
+    """How new weights reach engine processes: a file in memory or in ``engine_directory``, a
+    broadcast, or CUDA IPC."""
     weight_copy: Literal["gpu", "host"] | None = None
     """Where the trainer keeps the copy of its weights that ``weight_plane = "nccl"`` sends."""
     adapter_sync: Literal["adapter", "merged"] | None = None
-    """How an adapter reaches engine processes: alone, for the same base, or merged into full weights."""
+    """How an adapter reaches engine processes: alone, for the same base, or merged into full
+    weights."""
     hybrid: bool = derived()
-    """Engine and trainer take turns on a device: the engine frees its memory while the policy trains, and state needed
-    only by the optimizer step is in host memory while the engine samples. None: where they share a GPU."""
+    """Engine and trainer take turns on a device: the engine frees its memory while the policy
+    trains, and state needed only by the optimizer step is in host memory while the engine samples.
+    None: where they share a GPU."""
     canary: bool = True
-    """After each sync, compare a few tokens' log-probabilities from every engine with its own copy of the weights with
-    the trainer's."""
+    """After each sync, compare a few tokens' log-probabilities from every engine with its own copy
+    of the weights with the trainer's."""
     cluster: Literal["none", "ray"] = "none"
-    """``ray``: trainer, engines, reference, critic and reward models are actors on a Ray cluster."""
+    """``ray``: trainer, engines, reference, critic and reward models are actors on a Ray
+    cluster."""
     ray_address: Text | None = None
     """``host:port`` of a running cluster; None: RAY_ADDRESS, or a new cluster on this machine."""
-    ray_runtime_env: Annotated[dict[str, Any] | None, Field(description="a table, as Ray has it")] = None
+    ray_runtime_env: Annotated[
+        dict[str, Any] | None, Field(description="a table, as Ray has it")
+    ] = None
     """Ray's runtime environment for the actors, such as ``{env_vars = {NCCL_DEBUG = "INFO"}}``."""
     trainer_ranks: PositiveInt = derived()
-    """Processes that share the micro-batches of each step; a separate critic has the same number. Under ``torchrun``,
-    its processes are the ranks."""
+    """Processes that share the micro-batches of each step; a separate critic has the same number.
+    Under ``torchrun``, its processes are the ranks."""
     zero_stage: Literal[0, 1, 2, 3] = derived()
-    """What the trainer's ranks shard: nothing (0), optimizer state (1), gradients too (2), weights too (3)."""
+    """What the trainer's ranks shard: nothing (0), optimizer state (1), gradients too (2), weights
+    too (3)."""
     shard_size: PositiveInt = derived()
-    """Ranks that shard one copy of the model; with more ranks there are several copies, as on several machines."""
+    """Ranks that shard one copy of the model; with more ranks there are several copies, as on
+    several machines."""
     trainer_restarts: Count = 3
     """How often the run resumes automatically after a trainer, reference or critic process dies."""
     placement: PlacementSection | None = None
-    """CPUs and GPUs of each process on a cluster; None: 1 CPU and, if ``device`` is a GPU, 1 GPU."""
+    """CPUs and GPUs of each process on a cluster; None: 1 CPU and, if ``device`` is a GPU, 1
+    GPU."""
     kv_memory: Size = derived()
-    """Size of the engine's KV cache, such as ``512MB`` or ``4GB``. Keys and values have the model's dtype, but are
-    float32 on a CPU without ``compile`` or with float16."""
+    """Size of the engine's KV cache, such as ``512MB`` or ``4GB``. Keys and values have the model's
+    dtype, but are float32 on a CPU without ``compile`` or with float16."""
     max_running: PositiveInt = 256
     """Maximum number of requests decoded at once."""
     max_prefill_tokens: PositiveInt = 8192
@@ -179,7 +207,8 @@ class SystemSection(Section):
     speculative_tokens: PositiveInt = 4
     """Maximum guessed tokens per completion and step."""
     draft_model: Text | None = None
-    """A directory or a hub name: a smaller model with the same vocabulary, for ``speculative = "draft"``."""
+    """A directory or a hub name: a smaller model with the same vocabulary, for ``speculative =
+    "draft"``."""
     sequence_parallel: SequenceParallelSection = SequenceParallelSection()
     """Groups of trainer ranks that share the tokens of each micro-batch."""
     vllm: VllmSection = VllmSection()

@@ -1,4 +1,5 @@
-"""Types of setting values, with the descriptions used in error messages; amounts of memory as text with a unit."""
+"""Types of setting values, with the descriptions used in error messages; amounts of memory as text
+with a unit."""
 
 from __future__ import annotations
 
@@ -31,7 +32,9 @@ def parse_size(text: str) -> int:
     unit = _UNITS.get(match[2].upper()) if match else None
     size = float(match[1]) * unit if match and unit else 0.0
     if not 1 <= size < inf:
-        raise ValueError(f"'{text}' is not a size; write a number and a unit, such as '512MB' or '4GB'")
+        raise ValueError(
+            f"'{text}' is not a size; write a number and a unit, such as '512MB' or '4GB'"
+        )
     return int(size)
 
 
@@ -41,7 +44,8 @@ def megabytes(size: int) -> str:
 
 
 def format_size(size: float) -> str:
-    """A size with about three digits and a decimal unit, readable by ``parse_size``: ``"1.61GB"``."""
+    """A size with about three digits and a decimal unit, readable by ``parse_size``:
+    ``"1.61GB"``."""
     for unit, unit_size in _DECIMAL.items():
         if size >= unit_size:
             amount = size / unit_size
@@ -56,7 +60,9 @@ def checked_size(text: str) -> str:
 
 def checked_memory(text: str) -> str:
     if parse_size(text) < LEAST_MEMORY:
-        raise ValueError(f"'{text}' is too little for any code; give {format_size(LEAST_MEMORY)} or more")
+        raise ValueError(
+            f"'{text}' is too little for any code; give {format_size(LEAST_MEMORY)} or more"
+        )
     return text
 
 
@@ -110,9 +116,17 @@ Rate = Annotated[float, Field(gt=0), at_most(10)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Part = Annotated[float, Field(gt=0, lt=1)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
-Size = Annotated[str, AfterValidator(checked_size), Field(description="a size such as '512MB' or '4GB'")]
-Memory = Annotated[str, AfterValidator(checked_memory), Field(description="a size such as '512MB' or '4GB'")]
-Url = Annotated[str, AfterValidator(checked_url), Field(description="a URL such as 'http://127.0.0.1:8100/reward'")]
+Size = Annotated[
+    str, AfterValidator(checked_size), Field(description="a size such as '512MB' or '4GB'")
+]
+Memory = Annotated[
+    str, AfterValidator(checked_memory), Field(description="a size such as '512MB' or '4GB'")
+]
+Url = Annotated[
+    str,
+    AfterValidator(checked_url),
+    Field(description="a URL such as 'http://127.0.0.1:8100/reward'"),
+]
 
 
 SINKS = ("tensorboard", "wandb", "trackio", "mlflow")
@@ -121,7 +135,9 @@ SINKS = ("tensorboard", "wandb", "trackio", "mlflow")
 def checked_sink(text: str) -> str:
     """Return the text unchanged; ValueError if it is neither a sink nor a reference to a class."""
     if text not in SINKS and ":" not in text:
-        raise ValueError(f"there is no sink '{text}'.{nearest(text, SINKS)} Your own sink is 'file.py:Class'")
+        raise ValueError(
+            f"there is no sink '{text}'.{nearest(text, SINKS)} Your own sink is 'file.py:Class'"
+        )
     return text
 
 

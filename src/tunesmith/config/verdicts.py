@@ -11,11 +11,13 @@ from typing import Literal
 class Verdict:
     """
     Args:
-        kind: ``record``: what is kept or shown; not mentioned. ``speed``: never changes what is learned; mentioned.
-            ``content``: the name may change, as files may be moved; what it names is compared, see ``CONTENTS``.
-            ``effect``: allowed; what happens from now on is told. ``refused``: the state in the checkpoint, or what was
-            learned so far, belongs to the old value.
-        keys: the settings; one that ends with a dot means all that begin with it and have no verdict of their own.
+        kind: ``record``: what is kept or shown; not mentioned. ``speed``: never changes what is
+            learned; mentioned. ``content``: the name may change, as files may be moved; what it
+            names is compared, see ``CONTENTS``. ``effect``: allowed; what happens from now on is
+            told. ``refused``: the state in the checkpoint, or what was learned so far, belongs to
+            the old value.
+        keys: the settings; one that ends with a dot means all that begin with it and have no
+            verdict of their own.
         effect: of the kind ``effect``: completes "from step N on, ...".
     """
 
@@ -139,7 +141,8 @@ _BY_KEY = {key: verdict for verdict in SETTINGS for key in verdict.keys.split()}
 
 @dataclass(frozen=True, slots=True)
 class ContentVerdict:
-    """``text`` completes "since the checkpoint, ..." if the change is refused, and else "from step N on, ..."."""
+    """``text`` completes "since the checkpoint, ..." if the change is refused, and else "from step
+    N on, ..."."""
 
     key: str
     text: str
@@ -149,23 +152,33 @@ class ContentVerdict:
 CONTENTS: Mapping[str, ContentVerdict] = {
     "model": ContentVerdict("model.path", "the weights in {name} have changed", refused=True),
     "tokenizer": ContentVerdict("model.path", "the tokenizer in {name} has changed", refused=True),
-    "chat_template": ContentVerdict("model.chat_template", "the chat template has changed", refused=True),
+    "chat_template": ContentVerdict(
+        "model.chat_template", "the chat template has changed", refused=True
+    ),
     "critic": ContentVerdict("critic.path", "the weights in {name} have changed", refused=True),
     "adapter": ContentVerdict("lora.path", "the adapter in {name} has changed", refused=True),
     "train": ContentVerdict("data.train", "the data set has changed", refused=True),
     "eval": ContentVerdict(
-        "data.eval", "evaluations are of other lines, and do not compare with earlier ones: {name} has changed"
+        "data.eval",
+        "evaluations are of other lines, and do not compare with earlier ones: {name} has changed",
     ),
-    "teacher": ContentVerdict("teacher.path", "it learns from a teacher whose weights have changed: {name}"),
+    "teacher": ContentVerdict(
+        "teacher.path", "it learns from a teacher whose weights have changed: {name}"
+    ),
     "reward": ContentVerdict(
         "reward.functions",
         "rewards are given by the new code, and do not compare with earlier ones: {name} has changed",
     ),
     "reward_models": ContentVerdict(
-        "reward.models", "rewards are given by other weights, and do not compare with earlier ones: {name} has changed"
+        "reward.models",
+        "rewards are given by other weights, and do not compare with earlier ones: {name} has changed",
     ),
-    "environment": ContentVerdict("environment.path", "episodes are played by the new code: {name} has changed"),
-    "algorithm": ContentVerdict("algorithm", "the policy learns by the new code: {name} has changed"),
+    "environment": ContentVerdict(
+        "environment.path", "episodes are played by the new code: {name} has changed"
+    ),
+    "algorithm": ContentVerdict(
+        "algorithm", "the policy learns by the new code: {name} has changed"
+    ),
 }
 """By the names that ``contents_of`` gives to what a run reads from files."""
 

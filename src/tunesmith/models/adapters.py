@@ -1,4 +1,5 @@
-"""How a model gets its adapter: a new one, a saved one that training continues, or one merged into its base."""
+"""How a model gets its adapter: a new one, a saved one that training continues, or one merged into
+its base."""
 
 from __future__ import annotations
 
@@ -36,15 +37,38 @@ from tunesmith.models.score_model import ScoreModel
 
 _CONTINUED = frozenset(
     {
-        *("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "lora_dropout", "fan_in_fan_out"),
-        *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "init_lora_weights"),
-        *("base_model_name_or_path", "revision", "task_type", "peft_type", "peft_version", "auto_mapping"),
+        *(
+            "r",
+            "lora_alpha",
+            "use_rslora",
+            "rank_pattern",
+            "alpha_pattern",
+            "lora_dropout",
+            "fan_in_fan_out",
+        ),
+        *(
+            "target_modules",
+            "exclude_modules",
+            "layers_to_transform",
+            "layers_pattern",
+            "init_lora_weights",
+        ),
+        *(
+            "base_model_name_or_path",
+            "revision",
+            "task_type",
+            "peft_type",
+            "peft_version",
+            "auto_mapping",
+        ),
         *("inference_mode", "modules_to_save", "runtime_config"),
     }
 )
-"""peft's settings of plain LoRA: two matrices beside linear modules of the decoder, whatever their ranks and scales."""
+"""peft's settings of plain LoRA: two matrices beside linear modules of the decoder, whatever their
+ranks and scales."""
 _PLAIN_STARTS = (True, False, "gaussian", "orthogonal", "eva")
-"""Initial values of the matrices (``init_lora_weights``) that leave the base's weights as they are."""
+"""Initial values of the matrices (``init_lora_weights``) that leave the base's weights as they
+are."""
 
 
 def attach(
@@ -67,7 +91,11 @@ def attach(
         ModelError: the saved adapter is of another kind or for another model.
     """
     kind = "SEQ_CLS" if isinstance(model, ScoreModel) else "CAUSAL_LM"
-    peft = _fresh(model, section, kind) if path is None else _continued(model, section, kind, path, frozen)
+    peft = (
+        _fresh(model, section, kind)
+        if path is None
+        else _continued(model, section, kind, path, frozen)
+    )
     unshard_trained(peft, model.device)
     model.adapter = LoraAdapter(peft, section.save_merged, trust_remote_code)
     return model.adapter
@@ -89,7 +117,9 @@ def _fresh(model: Decoder, section: LoraSection, kind: str) -> PeftModel:
         return cast(PeftModel, get_peft_model(model.module, config))
 
 
-def _continued(model: Decoder, section: LoraSection, kind: str, path: Path, frozen: bool) -> PeftModel:
+def _continued(
+    model: Decoder, section: LoraSection, kind: str, path: Path, frozen: bool
+) -> PeftModel:
     config = read_config(path)
     if config.task_type not in (kind, None):
         raise ModelError(f"{path} is an adapter for {config.task_type}, and this model is a {kind}")
@@ -115,8 +145,13 @@ def _continued(model: Decoder, section: LoraSection, kind: str, path: Path, froz
 
 def beyond_plain(config: Any) -> list[str]:
     """The settings of an adapter that make it more than plain LoRA."""
-    plain, heads = LoraConfig(), {"score", "classifier"}  # peft adds both to every adapter of a score model
-    set_by_user = {f.name for f in fields(config) if getattr(config, f.name) != getattr(plain, f.name, None)}
+    plain, heads = (
+        LoraConfig(),
+        {"score", "classifier"},
+    )  # peft adds both to every adapter of a score model
+    set_by_user = {
+        f.name for f in fields(config) if getattr(config, f.name) != getattr(plain, f.name, None)
+    }
     found = sorted(set_by_user - _CONTINUED)
     if config.init_lora_weights not in _PLAIN_STARTS:
         found.append("init_lora_weights")
@@ -126,12 +161,15 @@ def beyond_plain(config: Any) -> list[str]:
 
 
 def _check_embeddings(path: Path, model: Decoder) -> None:
-    """Refuse an adapter whose file holds another embedding or head than the base: training would not save it."""
+    """Refuse an adapter whose file holds another embedding or head than the base: training would
+    not save it."""
     for name, key in stored_embeddings(model.module, path).items():
         base = whole(cast(Tensor, model.module.get_submodule(name).weight))
         with safe_open(path / WEIGHTS, framework="pt", device=str(base.device)) as file:
             saved = file.get_tensor(key)
-        if saved.shape != base.shape or not (saved.equal(base.to(saved.dtype)) or saved.to(base.dtype).equal(base)):
+        if saved.shape != base.shape or not (
+            saved.equal(base.to(saved.dtype)) or saved.to(base.dtype).equal(base)
+        ):
             raise ModelError(
                 f"{path / WEIGHTS}: '{key}' {list(saved.shape)} differs from the base's {name} {list(base.shape)}, and "
                 f"an adapter is trained on an unchanged base. Merge the two: tunesmith merge {path} OUT_DIR"
@@ -150,7 +188,9 @@ def _check_adapted(path: Path, peft: PeftModel) -> None:
             )
 
 
-def check_targets(base: str | Path, section: LoraSection, *, trust_remote_code: bool = False) -> None:
+def check_targets(
+    base: str | Path, section: LoraSection, *, trust_remote_code: bool = False
+) -> None:
     """Check ``lora.targets`` before the model's weights are loaded.
 
     Raises:
@@ -169,7 +209,8 @@ def linear_modules(decoder: nn.Module) -> dict[str, nn.Module]:
 
 
 def choose_targets(linear: Iterable[str], targets: str | Sequence[str] | None) -> list[str]:
-    """Names of modules to adapt; each is a module's last name, such as ``q_proj``, or the end of its dotted name.
+    """Names of modules to adapt; each is a module's last name, such as ``q_proj``, or the end of
+    its dotted name.
 
     Raises:
         ConfigError: no module has the name of a target; names the nearest.
@@ -196,7 +237,8 @@ def merge(
     end_of_turn: Callable[[Any], int | None] = lambda _: None,
     trust_remote_code: bool = False,
 ) -> str:
-    """Merge an adapter into its base, write the whole model, and return the base's path; see ``Decoder.merge``.
+    """Merge an adapter into its base, write the whole model, and return the base's path; see
+    ``Decoder.merge``.
 
     Raises:
         ModelError: the adapter or the base does not exist, or they do not fit together.

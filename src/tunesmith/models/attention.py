@@ -1,14 +1,16 @@
 """Attention of a Hugging Face model over a token forest, exact in forward and gradient.
 
-Every decoder layer calls ``tunesmith`` attention, one registered function, with flat queries, keys and values. It
-delegates to the ``AttentionContext`` that is the keyword argument ``attention_context`` of ``model(...)``.
+Every decoder layer calls ``tunesmith`` attention, one registered function, with flat queries, keys
+and values. It delegates to the ``AttentionContext`` that is the keyword argument
+``attention_context`` of ``model(...)``.
 
-In ``ForestAttention`` a row attends to its own segment causally and to each ancestor segment in full. The flash kernels
-compute these parts one by one and merge them by their log-sum-exp; backward runs each part's kernel with the *merged*
-output and log-sum-exp, from which it recovers the part's share of the whole softmax (as in ring attention,
-arXiv:2310.01889).
+In ``ForestAttention`` a row attends to its own segment causally and to each ancestor segment in
+full. The flash kernels compute these parts one by one and merge them by their log-sum-exp; backward
+runs each part's kernel with the *merged* output and log-sum-exp, from which it recovers the part's
+share of the whole softmax (as in ring attention, arXiv:2310.01889).
 
-Shape legend: ``T`` tokens, ``H`` query heads, ``K`` key/value heads, ``G = H / K``, ``D`` head size.
+Shape legend: ``T`` tokens, ``H`` query heads, ``K`` key/value heads, ``G = H / K``, ``D`` head
+size.
 """
 
 from __future__ import annotations
@@ -45,7 +47,9 @@ def _attention(
     """The Hugging Face signature: ``[1, H, T, D]`` in, ``[1, T, H, D]`` out."""
     assert attention_context is not None, "the model was called without an attention_context"
     assert attention_mask is None, "an attention context takes no mask"
-    rule = AttentionRule(query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window, softcap)
+    rule = AttentionRule(
+        query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window, softcap
+    )
     q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
     return attention_context.attend(module.layer_idx, q, k, v, rule).unsqueeze(0), None
 
@@ -55,7 +59,8 @@ AttentionMaskInterface.register(ATTENTION_NAME, lambda *_, **__: None)  # pyrigh
 
 
 class Eager:
-    """A softmax over the path of each segment, in plain torch: any rule, any device, ``T²`` memory per segment."""
+    """A softmax over the path of each segment, in plain torch: any rule, any device, ``T²`` memory
+    per segment."""
 
     def __init__(self, segments: Sequence[Segment], device: torch.device) -> None:  # noqa: ARG002
         self.lengths = [s.length for s in segments]
@@ -70,7 +75,8 @@ class Eager:
     def attend(self, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
         groups = query.shape[1] // key.shape[1]
         scale, window, softcap = rule
-        # One split, not a slice per segment: the backward of a slice fills a tensor of the full size.
+        # One split, not a slice per segment: the backward of a slice fills a tensor of the full
+        # size.
         keys, values = key.split(self.lengths), value.split(self.lengths)
         outs: list[Tensor] = []
         for q, path in zip(query.split(self.lengths), self.paths, strict=True):
@@ -102,7 +108,14 @@ class ForestAttention:
         self._longest_path = max(ends, default=0)
         self._kernels: dict[type[Kernel], Kernel] = {}
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:  # noqa: ARG002
+    def attend(
+        self,
+        layer: int,  # noqa: ARG002
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        rule: AttentionRule,
+    ) -> Tensor:
         """See ``AttentionContext.attend``; every layer sees the same."""
         if rule.window is not None and rule.window >= self._longest_path:
             rule = rule._replace(window=None)

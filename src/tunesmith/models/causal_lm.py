@@ -17,7 +17,8 @@ from tunesmith.models.head import Head, LogitScale, fused_logprobs
 class CausalLM(Decoder):
     """A decoder with a vocabulary head.
 
-    Trainer and local engine share one ``CausalLM``, so the sampler always has the trainer's weights.
+    Trainer and local engine share one ``CausalLM``, so the sampler always has the trainer's
+    weights.
     """
 
     auto: ClassVar[Any] = AutoModelForCausalLM
@@ -49,16 +50,25 @@ class CausalLM(Decoder):
         logprobs, entropies = fused_logprobs(
             states, self.scaled_head(temperature, chunk), forest.targets, entropy=entropy
         )
-        values = None if value_head is None else value_head(states.to(value_head.weight.dtype)).squeeze(1)
+        values = (
+            None
+            if value_head is None
+            else value_head(states.to(value_head.weight.dtype)).squeeze(1)
+        )
         return Predictions(logprobs, entropies, values)
 
     def scaled_head(self, temperature: float = 1.0, chunk: int | None = None) -> Head:
         """The vocabulary head and the scaling of its logits."""
         config = self.module.config
-        scale = LogitScale(logit_scale(config), getattr(config, "final_logit_softcapping", None), temperature)
+        scale = LogitScale(
+            logit_scale(config), getattr(config, "final_logit_softcapping", None), temperature
+        )
         return Head(self.head.weight, self.head.bias, scale, chunk)
 
 
 def logit_scale(config: Any) -> float:
-    """The factor that some families apply to the logits: Cohere multiplies by it, Granite divides by it."""
-    return float(getattr(config, "logit_scale", None) or 1.0) / float(getattr(config, "logits_scaling", None) or 1.0)
+    """The factor that some families apply to the logits: Cohere multiplies by it, Granite divides
+    by it."""
+    return float(getattr(config, "logit_scale", None) or 1.0) / float(
+        getattr(config, "logits_scaling", None) or 1.0
+    )

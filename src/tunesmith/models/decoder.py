@@ -1,4 +1,5 @@
-"""The common base of language models and score models: a Hugging Face decoder that runs on a token forest."""
+"""The common base of language models and score models: a Hugging Face decoder that runs on a token
+forest."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ from tunesmith.models.rope import LengthRule, rotate_by_length, rotated_by, spli
 
 @dataclass(slots=True)
 class Decoder:
-    """A Hugging Face model whose attention delegates to an ``AttentionContext``, and its tokenizer."""
+    """A Hugging Face model whose attention delegates to an ``AttentionContext``, and its
+    tokenizer."""
 
     auto: ClassVar[Any]
     """The transformers ``AutoModel`` class with the head of this kind of model."""
@@ -46,7 +48,8 @@ class Decoder:
     module: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     lean: LeanDecoder | None = field(default=None, repr=False)
-    """The decoder in fewer, larger operations, if its family allows it; None: the Hugging Face modules run."""
+    """The decoder in fewer, larger operations, if its family allows it; None: the Hugging Face
+    modules run."""
     adapter: LoraAdapter | None = field(default=None, repr=False)
     """Weights trained instead of the module's own; see ``adapters.attach``."""
     sharding: Sharding | None = field(default=None, repr=False)
@@ -54,7 +57,8 @@ class Decoder:
     sequence: SequenceGroup | None = field(default=None, init=False, repr=False)
     """The ranks that share the tokens of each micro-batch; None: this rank computes all."""
     host_activations: HostActivations | None = field(default=None, init=False, repr=False)
-    """Offloads the tensors that layers save for the backward pass to host memory; None: they stay on the device."""
+    """Offloads the tensors that layers save for the backward pass to host memory; None: they stay
+    on the device."""
     streamed: StreamedLayers | None = field(default=None, repr=False)
     """Keeps the layers' weights in host memory; None: they are on the device."""
     trust_remote_code: bool = field(default=False, repr=False)
@@ -86,7 +90,8 @@ class Decoder:
             quantize: the format of the linear modules' weights, which are then frozen.
             sharding: shard the weights over ranks.
             trains: whether a sharded model is trained and therefore has float32 weights.
-            streams: keep the layers' weights, or this rank's rows of them, in host memory (``parallel.streamed``).
+            streams: keep the layers' weights, or this rank's rows of them, in host memory
+                (``parallel.streamed``).
 
         Raises:
             ModelError: the model does not exist, is incomplete, or its family is not supported.
@@ -113,7 +118,14 @@ class Decoder:
         lean = LeanDecoder.of(module.base_model, layers) if sharding is None else None
         if streamed is not None:
             streamed.take(module, lean)
-        model = cls(module, tokenizer, lean, sharding=sharding, streamed=streamed, trust_remote_code=trust_remote_code)
+        model = cls(
+            module,
+            tokenizer,
+            lean,
+            sharding=sharding,
+            streamed=streamed,
+            trust_remote_code=trust_remote_code,
+        )
         model.complete(config)
         if rows_of(tokenizer) is None:
             set_rows(tokenizer, cast(nn.Embedding, module.get_input_embeddings()).num_embeddings)
@@ -138,7 +150,11 @@ class Decoder:
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the computation; the weights of a sharded model that trains are float32."""
-        return self.module.dtype if self.sharding is None else cast(torch.dtype, self.module.config.dtype)
+        return (
+            self.module.dtype
+            if self.sharding is None
+            else cast(torch.dtype, self.module.config.dtype)
+        )
 
     @property
     def head(self) -> nn.Linear:
@@ -178,7 +194,8 @@ class Decoder:
             token_ids: ``[T]``.
             position_ids: ``[T]``, each token's position in its sequence.
             attention: decides what each token sees.
-            lengths: ``self.lengths.alike`` of the sequence length of each of the ``T`` tokens; None: one sequence.
+            lengths: ``self.lengths.alike`` of the sequence length of each of the ``T`` tokens;
+                None: one sequence.
         """
         host = self.host_activations if torch.is_grad_enabled() else None
         rotated = rotated_by(lengths) if self.lengths is not None else nullcontext()
@@ -204,7 +221,9 @@ class Decoder:
         """
         from tunesmith.models.kernels.compiled import CompiledLayers
 
-        lean = self._lean_for(f"system.compile = {mode!r}", "is compiled for training; set system.compile = false")
+        lean = self._lean_for(
+            f"system.compile = {mode!r}", "is compiled for training; set system.compile = false"
+        )
         lean.compiled = CompiledLayers(mode)
 
     def use_liger(self) -> None:
@@ -238,18 +257,25 @@ class Decoder:
         attention: AttentionContext = ForestAttention(forest)
         if self.sequence is not None:
             attention = self.sequence.around(attention, forest)
-        hidden = self.hidden(forest.token_ids, forest.position_ids, attention, forest.rotary_lengths or None)
+        hidden = self.hidden(
+            forest.token_ids, forest.position_ids, attention, forest.rotary_lengths or None
+        )
         return hidden.index_select(0, forest.source)
 
     def laid_out(self, forest: Forest) -> Forest:
-        """The forest as the model computes it: split by length if rotary frequencies depend on length."""
-        return forest if self.lengths is None or forest.rotary_lengths else split_by_length(forest, self.lengths)
+        """The forest as the model computes it: split by length if rotary frequencies depend on
+        length."""
+        return (
+            forest
+            if self.lengths is None or forest.rotary_lengths
+            else split_by_length(forest, self.lengths)
+        )
 
     def save(self, directory: str | Path, *, weights: bool = True) -> None:
         """Write model and tokenizer in Hugging Face format.
 
-        Of a model with an adapter, write only the adapter; with ``save_merged`` also the whole model, to
-        ``<directory>_merged``.
+        Of a model with an adapter, write only the adapter; with ``save_merged`` also the whole
+        model, to ``<directory>_merged``.
 
         Args:
             weights: False writes all files but the weights: see ``rehearse``.
@@ -295,7 +321,8 @@ class Decoder:
         )
 
     def rehearse(self, directory: Path) -> str | None:
-        """Write everything but the weights, as ``save`` does, and read it back; only the first rank does this.
+        """Write everything but the weights, as ``save`` does, and read it back; only the first rank
+        does this.
 
         Returns:
             How the tokenizer that was read differs from the model's; None if it does not.
@@ -305,12 +332,16 @@ class Decoder:
             StorageError: the directory cannot be written to.
         """
         problem = f"model '{self.module.name_or_path}' could not be saved after training"
-        with boundary(ModelError, problem, Exception), boundary(StorageError, f"cannot write {directory}", OSError):
+        with (
+            boundary(ModelError, problem, Exception),
+            boundary(StorageError, f"cannot write {directory}", OSError),
+        ):
             self.save(directory, weights=False)
         return read_back(directory, self.tokenizer, trust_remote_code=self.trust_remote_code)
 
     def check_space(self, directory: Path) -> None:
-        """Raise StorageError if the disk of ``directory`` has no room for the weights of one checkpoint."""
+        """Raise StorageError if the disk of ``directory`` has no room for the weights of one
+        checkpoint."""
         total = sum(count for _, count in weights_of(self.module)) * self.dtype.itemsize
         if self.adapter is not None:
             total *= self.adapter.save_merged
@@ -342,7 +373,8 @@ class Decoder:
         Args:
             tokenizer: the tokenizer to write; None: the base's.
             generation: the generation configuration to write; None: the base's.
-            end_of_turn: finds the token that ends a turn in a tokenizer's chat template, which is written too.
+            end_of_turn: finds the token that ends a turn in a tokenizer's chat template, which is
+                written too.
 
         Raises:
             ModelError: the base does not exist, or the adapter does not fit it.

@@ -1,4 +1,5 @@
-"""Whether a directory holds a model that can be loaded, with its tokenizer; judged by its files, without torch."""
+"""Whether a directory holds a model that can be loaded, with its tokenizer; judged by its files,
+without torch."""
 
 from __future__ import annotations
 
@@ -21,10 +22,13 @@ def check_model(directory: Path, *, whole: bool = True) -> None:
         whole: also tokenizer and weights.
 
     Raises:
-        ModelError: the directory has no configuration, tokenizer or safetensors weights, or see ``check_files``.
+        ModelError: the directory has no configuration, tokenizer or safetensors weights, or see
+            ``check_files``.
     """
     if not directory.is_dir():
-        raise ModelError(f"'{directory}' is a file; give the directory of a model in Hugging Face format")
+        raise ModelError(
+            f"'{directory}' is a file; give the directory of a model in Hugging Face format"
+        )
     check_files(directory)
     if not whole:
         return
@@ -35,7 +39,9 @@ def check_model(directory: Path, *, whole: bool = True) -> None:
         )
     if not weight_files(directory):
         pickled = {file.suffix for file in directory.iterdir()} & {".bin", ".pt", ".pth"}
-        content = "only pickled weights, which can run code when loaded" if pickled else "no weights"
+        content = (
+            "only pickled weights, which can run code when loaded" if pickled else "no weights"
+        )
         raise ModelError(
             f"'{directory}' has {content} (no {ONE}, and no {INDEX}); save it as safetensors: "
             "AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)"
@@ -48,6 +54,8 @@ def lacks_template(directory: Path) -> bool:
     config = directory / TOKENIZER_CONFIG
     if not config.is_file() or any((directory / name).exists() for name in TEMPLATE_FILES):
         return False
-    with boundary(ModelError, f"cannot read {config}", (OSError, ValueError, RecursionError, AttributeError)):
+    with boundary(
+        ModelError, f"cannot read {config}", (OSError, ValueError, RecursionError, AttributeError)
+    ):
         settings: dict[str, Any] = json.loads(config.read_bytes())
         return not settings.get("chat_template")

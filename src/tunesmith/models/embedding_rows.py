@@ -1,4 +1,5 @@
-"""Token ids against the rows of the model's embedding: a token that was added without a row cannot be computed."""
+"""Token ids against the rows of the model's embedding: a token that was added without a row cannot
+be computed."""
 
 from __future__ import annotations
 
@@ -24,7 +25,9 @@ def set_rows(tokenizer: Any, rows: int | None) -> None:
     tokenizer.embedding_rows = rows
 
 
-def without_row(tokenizer: Tokenizer, token_ids: Sequence[int], origins: Origins | None = None) -> str | None:
+def without_row(
+    tokenizer: Tokenizer, token_ids: Sequence[int], origins: Origins | None = None
+) -> str | None:
     """What is wrong with the first token that has no row; None if all have one."""
     rows = rows_of(tokenizer)
     if rows is None or max(token_ids, default=0) < rows:
@@ -40,7 +43,8 @@ def without_row(tokenizer: Tokenizer, token_ids: Sequence[int], origins: Origins
 
 
 def enough_rows(tokenizer: Any, other: Any) -> bool:
-    """Whether one of the two models, of one vocabulary, has a row for every token that the other may produce.
+    """Whether one of the two models, of one vocabulary, has a row for every token that the other
+    may produce.
 
     Models pad the vocabulary to different sizes; the rows of the padding are never sampled.
     """
@@ -69,7 +73,8 @@ def unused_note(tokenizer: Any) -> str | None:
 
 
 def added_without_row(directory: Path, rows: int) -> dict[str, int]:
-    """The tokens that were added to a local tokenizer without rows, with their ids; from ``tokenizer.json`` alone.
+    """The tokens that were added to a local tokenizer without rows, with their ids; from
+    ``tokenizer.json`` alone.
 
     Raises:
         ModelError: the file is damaged.
@@ -77,8 +82,14 @@ def added_without_row(directory: Path, rows: int) -> dict[str, int]:
     path = directory / "tokenizer.json"
     if not path.is_file():
         return {}
-    with boundary(ModelError, f"cannot read {path}", (OSError, ValueError, KeyError, TypeError, AttributeError)):
-        added: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8")).get("added_tokens") or []
+    with boundary(
+        ModelError,
+        f"cannot read {path}",
+        (OSError, ValueError, KeyError, TypeError, AttributeError),
+    ):
+        added: list[dict[str, Any]] = (
+            json.loads(path.read_text(encoding="utf-8")).get("added_tokens") or []
+        )
         return {str(one["content"]): int(one["id"]) for one in added if int(one["id"]) >= rows}
 
 
@@ -111,8 +122,12 @@ def _size(tokenizer: Any) -> int:
     return max(tokenizer.get_vocab().values(), default=-1) + 1
 
 
-def _without_row(text: str, token: int, rows: int, size: int, origins: Origins | None = None) -> str:
-    origin = next((f" (in {name})" for name, whole in (origins or {}).items() if whole and text in whole), "")
+def _without_row(
+    text: str, token: int, rows: int, size: int, origins: Origins | None = None
+) -> str:
+    origin = next(
+        (f" (in {name})" for name, whole in (origins or {}).items() if whole and text in whole), ""
+    )
     return (
         f"the token '{text}'{origin} has id {token}; the tokenizer has {size} tokens and the model's embedding {rows} "
         "rows. Use the tokenizer that the model was trained with, or give the new tokens rows: "

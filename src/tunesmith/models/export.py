@@ -1,4 +1,5 @@
-"""What ends a model's completions, as its generation configuration says it; and reading back what is written."""
+"""What ends a model's completions, as its generation configuration says it; and reading back what
+is written."""
 
 from __future__ import annotations
 
@@ -8,7 +9,13 @@ from pathlib import Path
 from typing import Any, cast
 
 from torch import Tensor
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.core_model_loading import WeightConverter
 
 from tunesmith.config.reading.files import ADAPTER_CONFIG
@@ -43,9 +50,11 @@ def set_ends(
     token_ids: Iterable[int] = (),
     strings: Iterable[str] = (),
 ) -> str | None:
-    """Make a model's generation configuration hold everything that ends its completions, and valid to write.
+    """Make a model's generation configuration hold everything that ends its completions, and valid
+    to write.
 
-    The token ids are its own, the tokenizer's EOS, the chat template's ``end_of_turn``, and ``token_ids``.
+    The token ids are its own, the tokenizer's EOS, the chat template's ``end_of_turn``, and
+    ``token_ids``.
 
     Args:
         saved: replaces the module's configuration: the one that was saved with an adapter.
@@ -63,10 +72,15 @@ def set_ends(
     found = list(dict.fromkeys([*ends(config)[0], *own, *tokens, *token_ids]))
     config.eos_token_id = cast(Any, found[0] if len(found) == 1 else found or None)
     config.stop_strings = cast(Any, texts or None)
-    cast(Any, config)._from_model_config = False  # else transformers 4 replaces it by config.json's values
+    cast(
+        Any, config
+    )._from_model_config = False  # else transformers 4 replaces it by config.json's values
     module.generation_config = config
     name = module.name_or_path
-    return changes and f"the {GENERATION_FILE} of {name} contradicts itself: in the models that are saved, {changes}"
+    return (
+        changes
+        and f"the {GENERATION_FILE} of {name} contradicts itself: in the models that are saved, {changes}"
+    )
 
 
 def ends(config: GenerationConfig | None) -> tuple[tuple[int, ...], tuple[str, ...]]:
@@ -74,21 +88,27 @@ def ends(config: GenerationConfig | None) -> tuple[tuple[int, ...], tuple[str, .
     ids: Any = getattr(config, "eos_token_id", None)
     strings: Any = getattr(config, "stop_strings", None)
     ids = () if ids is None else (ids,) if isinstance(ids, int) else tuple(ids)
-    return ids, () if strings is None else (strings,) if isinstance(strings, str) else tuple(strings)
+    return ids, () if strings is None else (strings,) if isinstance(strings, str) else tuple(
+        strings
+    )
 
 
 def _split(tokenizer: Any, strings: Iterable[str]) -> tuple[list[int], list[str]]:
-    """Strings that are one token of the tokenizer's own as ids, which every program stops at; and the others."""
+    """Strings that are one token of the tokenizer's own as ids, which every program stops at; and
+    the others."""
     added: dict[str, int] = tokenizer.get_added_vocab()
     unique = list(dict.fromkeys(strings))
-    return [added[text] for text in unique if text in added], [text for text in unique if text not in added]
+    return [added[text] for text in unique if text in added], [
+        text for text in unique if text not in added
+    ]
 
 
 def mended(config: GenerationConfig) -> tuple[GenerationConfig, str | None]:
     """A copy that transformers agrees to write, and what was changed; None if it is valid as it is.
 
-    transformers reads contradictory settings with a warning and refuses to write them. Sampling values without
-    ``do_sample`` say that the model is to be sampled, so it is set. Settings that still have no effect are left out.
+    transformers reads contradictory settings with a warning and refuses to write them. Sampling
+    values without ``do_sample`` say that the model is to be sampled, so it is set. Settings that
+    still have no effect are left out.
     """
     if _is_valid(config):
         return copy.deepcopy(config), None
@@ -129,18 +149,26 @@ def _is_valid(config: GenerationConfig) -> bool:
 
 
 def first_numbers(module: PreTrainedModel, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The first number of each weight, in the weight's own memory, so that shared weights are still seen as shared.
+    """The first number of each weight, in the weight's own memory, so that shared weights are still
+    seen as shared.
 
-    Nothing of a model whose weights are split or joined when they are written, which takes whole weights.
+    Nothing of a model whose weights are split or joined when they are written, which takes whole
+    weights.
     """
     conversions: Any = getattr(module, "_weight_conversions", None)
     loaded = conversions is not None
     if any(isinstance(c, WeightConverter) for c in conversions) if loaded else is_converted(module):
         return {}
-    return {name: tensor[(0,) * tensor.dim()].reshape(1) for name, tensor in state.items() if tensor.numel()}
+    return {
+        name: tensor[(0,) * tensor.dim()].reshape(1)
+        for name, tensor in state.items()
+        if tensor.numel()
+    }
 
 
-def read_back(directory: Path, tokenizer: PreTrainedTokenizerBase, *, trust_remote_code: bool) -> str | None:
+def read_back(
+    directory: Path, tokenizer: PreTrainedTokenizerBase, *, trust_remote_code: bool
+) -> str | None:
     """Read the files of a model without its weights, or of an adapter, as other programs will.
 
     Returns:
@@ -160,7 +188,10 @@ def read_back(directory: Path, tokenizer: PreTrainedTokenizerBase, *, trust_remo
         if (directory / GENERATION_FILE).is_file():
             GenerationConfig.from_pretrained(directory)
         found: Any = AutoTokenizer.from_pretrained(directory, **options)
-    ours, probe = cast(Any, tokenizer), _PROBE + "".join(str(token) for token in tokenizer.all_special_tokens)
+    ours, probe = (
+        cast(Any, tokenizer),
+        _PROBE + "".join(str(token) for token in tokenizer.all_special_tokens),
+    )
     for what, one, other in (
         ("chat template", ours.chat_template, found.chat_template),
         ("special tokens", ours.special_tokens_map, found.special_tokens_map),

@@ -1,4 +1,5 @@
-"""Whether a Hugging Face architecture works on a token forest, from ``families.toml`` and a model's configuration.
+"""Whether a Hugging Face architecture works on a token forest, from ``families.toml`` and a model's
+configuration.
 
 In an architecture that is not listed there, packed sequences may silently see each other.
 """
@@ -11,9 +12,13 @@ from typing import Any
 
 from tunesmith.errors import ModelError, nearest
 
-_TABLES = tomllib.loads(files("tunesmith.models").joinpath("families.toml").read_text(encoding="utf-8"))
+_TABLES = tomllib.loads(
+    files("tunesmith.models").joinpath("families.toml").read_text(encoding="utf-8")
+)
 KNOWN = frozenset(_TABLES["supported"].split())
-REFUSED = {name: str(entry["reason"]) for entry in _TABLES["refused"] for name in entry["names"].split()}
+REFUSED = {
+    name: str(entry["reason"]) for entry in _TABLES["refused"] for name in entry["names"].split()
+}
 """Architecture → the reason why it is not supported."""
 
 
@@ -43,7 +48,10 @@ def refusal(config: Any) -> str | None:
         return "use_bidirectional_attention lets tokens see later ones"
     if getattr(config, "reorder_and_upcast_attn", False):
         return "reorder_and_upcast_attn bypasses the Hugging Face attention interface"
-    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    kinds = set(getattr(config, "layer_types", None) or ()) - {
+        "full_attention",
+        "sliding_attention",
+    }
     if kinds:
         return f"it has layers of kind {', '.join(sorted(kinds))}; only full and sliding attention run on a forest"
     return None

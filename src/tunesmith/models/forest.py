@@ -1,11 +1,12 @@
 """The token forest: one layout for every batch, no padding.
 
-A forest is a flat run of tokens and a short table of segments. A token attends to its own segment up to itself, and to
-every ancestor segment in full. Plain packing is a forest of roots; a prompt shared by a group of completions is a root
-with children.
+A forest is a flat run of tokens and a short table of segments. A token attends to its own segment
+up to itself, and to every ancestor segment in full. Plain packing is a forest of roots; a prompt
+shared by a group of completions is a root with children.
 
-Segments are in pre-order, so the descendants of a segment are one contiguous run directly after it. Attention over a
-forest is one causal part per segment, and one full part (descendants see the segment) per segment with children.
+Segments are in pre-order, so the descendants of a segment are one contiguous run directly after it.
+Attention over a forest is one causal part per segment, and one full part (descendants see the
+segment) per segment with children.
 
 Shape legend: ``T`` tokens, ``N`` predictions (loss tokens), ``S`` samples.
 """
@@ -34,10 +35,11 @@ class Segment(NamedTuple):
 class Forest:
     """A micro-batch.
 
-    ``source[n]`` is the row whose hidden state predicts ``targets[n]``: the token before it in its sample, which may be
-    the last token of the parent segment (the end of a prompt predicts the first token of every completion).
-    ``sample[n]`` is the sample's index within the forest. ``sample_ids[s]`` and ``predictions[n]`` index the batch;
-    ``data.micro_batches.gather`` adds its columns.
+    ``source[n]`` is the row whose hidden state predicts ``targets[n]``: the token before it in its
+    sample, which may be the last token of the parent segment (the end of a prompt predicts the
+    first token of every completion). ``sample[n]`` is the sample's index within the forest.
+    ``sample_ids[s]`` and ``predictions[n]`` index the batch; ``data.micro_batches.gather`` adds its
+    columns.
     """
 
     token_ids: Tensor  # [T] int64
@@ -54,7 +56,8 @@ class Forest:
     columns: dict[str, Tensor] = field(default_factory=dict[str, Tensor])  # each [N] float
     per_sample: dict[str, Tensor] = field(default_factory=dict[str, Tensor])  # each [S] float
     rotary_lengths: tuple[int, ...] = ()
-    """Per token, the sequence length that determines its rotary frequencies (``models.rope``); empty: none does."""
+    """Per token, the sequence length that determines its rotary frequencies (``models.rope``);
+    empty: none does."""
     own: Forest | None = None
     """The part of the forest that this rank of a sequence group computes; None: all."""
 
@@ -72,14 +75,19 @@ class Forest:
         def moved(tensor: Tensor) -> Tensor:
             return tensor.to(device, non_blocking=True)
 
-        own = {f.name: moved(value) for f in fields(self) if isinstance(value := getattr(self, f.name), Tensor)}
+        own = {
+            f.name: moved(value)
+            for f in fields(self)
+            if isinstance(value := getattr(self, f.name), Tensor)
+        }
         columns = {name: moved(column) for name, column in self.columns.items()}
         per_sample = {name: moved(column) for name, column in self.per_sample.items()}
         part = None if self.own is None else self.own.to(device)
         return replace(self, **cast(Any, own), columns=columns, per_sample=per_sample, own=part)
 
     def padding(self) -> Forest:
-        """One token without predictions: the micro-batch of a rank that has none left while others have one."""
+        """One token without predictions: the micro-batch of a rank that has none left while others
+        have one."""
         one, none = torch.zeros(1, dtype=torch.int64), torch.zeros(0, dtype=torch.int64)
         return Forest(
             one, one, (Segment(0, 1, -1),), none, none, none, none, none, none, (), (1,),
@@ -90,14 +98,20 @@ class Forest:
     def part(self, rank: int, size: int) -> Forest:
         """Every ``size``-th token from index ``rank`` on, and the predictions made at these tokens.
 
-        Each part thus has its share of prompts and completions. ``segments`` stay those of the whole forest, and
-        ``predictions`` index the whole forest's. If ``size`` does not divide the tokens, a filler segment comes last.
+        Each part thus has its share of prompts and completions. ``segments`` stay those of the
+        whole forest, and ``predictions`` index the whole forest's. If ``size`` does not divide the
+        tokens, a filler segment comes last.
 
         Example:
-            Part 1 of 2 of ``build_forest``'s example: tokens ``6 2`` and the filler, source ``0 0``, targets ``7 8``.
+            Part 1 of 2 of ``build_forest``'s example: tokens ``6 2`` and the filler, source ``0
+            0``, targets ``7 8``.
         """
         filling = torch.arange(-self.num_tokens % size)
-        segments = (*self.segments, Segment(self.num_tokens, len(filling), -1)) if len(filling) else self.segments
+        segments = (
+            (*self.segments, Segment(self.num_tokens, len(filling), -1))
+            if len(filling)
+            else self.segments
+        )
         lengths = (*self.rotary_lengths, *self.rotary_lengths[-1:] * len(filling))
         chosen = (self.source % size == rank).nonzero().squeeze(1)
         return replace(
@@ -125,7 +139,9 @@ class Forest:
             source=torch.cat([self.source, self.ends]),
             targets=torch.cat([self.targets, self.token_ids[self.ends]]),
             sample=torch.cat([self.sample, torch.arange(self.num_samples)]),
-            predictions=torch.cat([self.predictions, first + torch.tensor(self.sample_ids, dtype=torch.int64)]),
+            predictions=torch.cat(
+                [self.predictions, first + torch.tensor(self.sample_ids, dtype=torch.int64)]
+            ),
         )
 
 
@@ -153,11 +169,16 @@ def subtree_ends(segments: Sequence[Segment]) -> list[int]:
 
 
 def forest_cost(forest: Forest, cost: CostModel) -> float:
-    """The operations of a forest without recomputation: tokens, causal pairs with all ancestors, and predictions."""
+    """The operations of a forest without recomputation: tokens, causal pairs with all ancestors,
+    and predictions."""
     depth = [0] * len(forest.segments)
     pairs = 0
     for index, (_, length, parent) in enumerate(forest.segments):
         before = depth[parent] if parent >= 0 else 0
         depth[index] = before + length
         pairs += length * before + length * (length + 1) // 2
-    return cost.linear * forest.num_tokens + cost.quadratic * pairs + cost.head * forest.targets.numel()
+    return (
+        cost.linear * forest.num_tokens
+        + cost.quadratic * pairs
+        + cost.head * forest.targets.numel()
+    )

@@ -1,12 +1,12 @@
 """The fused head: log-probabilities and entropies without holding all logits in memory at once.
 
-Logits are computed in tiles of some rows and some tokens of the vocabulary, and recomputed in the backward pass. All
-rows of a vocabulary slice come before the next slice, so its weights stay in the cache and its gradient is completed
-in one go. Logits are float32 for inputs of up to 32 bits and float64 for float64: rounded to bfloat16, a
-log-probability would be off by up to 0.03.
+Logits are computed in tiles of some rows and some tokens of the vocabulary, and recomputed in the
+backward pass. All rows of a vocabulary slice come before the next slice, so its weights stay in the
+cache and its gradient is completed in one go. Logits are float32 for inputs of up to 32 bits and
+float64 for float64: rounded to bfloat16, a log-probability would be off by up to 0.03.
 
-Shape legend: ``N`` rows, ``d`` hidden size, ``V`` vocabulary, ``k`` tokens per row, ``c`` rows and ``v`` vocabulary
-tokens per tile.
+Shape legend: ``N`` rows, ``d`` hidden size, ``V`` vocabulary, ``k`` tokens per row, ``c`` rows and
+``v`` vocabulary tokens per tile.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from tunesmith.models.cpu.weight_gradients import add_product, kept_sums, multip
 
 @dataclass(frozen=True, slots=True)
 class LogitScale:
-    """The scaling of the head's product ``x`` to logits: ``z = cap * tanh(factor * x / cap) / temperature``."""
+    """The scaling of the head's product ``x`` to logits: ``z = cap * tanh(factor * x / cap) /
+    temperature``."""
 
     factor: float = 1.0
     softcap: float | None = None
@@ -69,7 +70,8 @@ def fused_logprobs(
         entropy: whether to compute the entropy; without it the second result is None.
 
     Returns:
-        Log-probabilities in the shape of ``tokens``, and entropies ``[N]``; float32, or float64 for float64 inputs.
+        Log-probabilities in the shape of ``tokens``, and entropies ``[N]``; float32, or float64 for
+        float64 inputs.
     """
     wanted = tokens if tokens.dim() == 2 else tokens[:, None]
     logprobs, entropies = cast(
@@ -81,15 +83,21 @@ def fused_logprobs(
 
 @torch.no_grad()
 def likeliest(hidden: Tensor, head: Head, k: int) -> tuple[Tensor, Tensor]:
-    """The ``k`` most likely tokens of each row and their log-probabilities, both ``[N, k]``, without gradient."""
+    """The ``k`` most likely tokens of each row and their log-probabilities, both ``[N, k]``,
+    without gradient."""
     exact = torch.promote_types(hidden.dtype, torch.float32)
     tokens = torch.zeros(len(hidden), k, dtype=torch.int64, device=hidden.device)
-    logits = torch.full(tokens.shape, -torch.inf, dtype=exact, device=hidden.device)  # the top k so far
+    logits = torch.full(
+        tokens.shape, -torch.inf, dtype=exact, device=hidden.device
+    )  # the top k so far
     total = logits.new_full((len(hidden), 1), -torch.inf)
     with _bfloat16_inputs(hidden):
         h = _operand(hidden, exact)
         for words in head.words():
-            w, b = _operand(head.weight[words], exact), None if head.bias is None else head.bias[words]
+            w, b = (
+                _operand(head.weight[words], exact),
+                None if head.bias is None else head.bias[words],
+            )
             for at in head.rows(hidden):
                 z = _logits(h[at], w, b, head.scale)
                 total[at] = torch.logaddexp(total[at], z.logsumexp(-1, keepdim=True))
@@ -103,7 +111,13 @@ def likeliest(hidden: Tensor, head: Head, k: int) -> tuple[Tensor, Tensor]:
 class _FusedLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, tokens: Tensor, head: Head, entropy: bool
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        tokens: Tensor,
+        head: Head,
+        entropy: bool,
     ) -> tuple[Tensor, Tensor | None]:
         exact = torch.promote_types(hidden.dtype, torch.float32)
         picked = torch.zeros(tokens.shape, dtype=exact, device=hidden.device)
@@ -155,7 +169,11 @@ class _FusedLogprobs(torch.autograd.Function):
                     sum_weight = torch.zeros(w.shape, **options)
                 sum_bias = torch.zeros(len(w), **options) if needs[2] else None
                 for at in head.rows(hidden):
-                    towards = None if grad_entropy is None else (entropies[at, None], grad_entropy[at, None])
+                    towards = (
+                        None
+                        if grad_entropy is None
+                        else (entropies[at, None], grad_entropy[at, None])
+                    )
                     grad, row_factor = _grad_logits(
                         _logits(h[at], w, b, head.scale),
                         total[at, None],
@@ -168,7 +186,9 @@ class _FusedLogprobs(torch.autograd.Function):
                         grad_hidden[at].addcmul_(_product(grad, w), row_factor)
                     if sum_weight is not None and multiplies(weight[words]):
                         rows = h[at] * row_factor
-                        add_product(grad.to(weight.dtype), rows.to(weight.dtype), [(sum_weight, True)])
+                        add_product(
+                            grad.to(weight.dtype), rows.to(weight.dtype), [(sum_weight, True)]
+                        )
                     elif sum_weight is not None:
                         sum_weight += _product(grad.t(), h[at] * row_factor.to(h.dtype))
                     if sum_bias is not None:
@@ -186,13 +206,15 @@ def _slices(length: int, size: int) -> Iterator[slice]:
 
 
 def _among(tokens: Tensor, words: slice) -> tuple[Tensor, Tensor]:
-    """The indices of tokens within a vocabulary slice, and whether they are in it, both ``[c, k]``."""
+    """The indices of tokens within a vocabulary slice, and whether they are in it, both ``[c,
+    k]``."""
     places = tokens - words.start
     return places.clamp(0, words.stop - words.start - 1), (places >= 0) & (tokens < words.stop)
 
 
 def _operand(t: Tensor, exact: torch.dtype) -> Tensor:
-    """On a CPU, products of bfloat16 values with a float32 result need float32 operands (``bfloat16_operands``)."""
+    """On a CPU, products of bfloat16 values with a float32 result need float32 operands
+    (``bfloat16_operands``)."""
     return t.to(exact) if t.device.type == "cpu" else t
 
 
@@ -214,10 +236,12 @@ def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, scale: LogitSca
 
 
 def _sum_and_entropy(z: Tensor) -> tuple[Tensor, Tensor]:
-    """``logsumexp(z)`` and the entropy of ``softmax(z)``, both ``[c]``; overwrites the logits ``[c, v]``.
+    """``logsumexp(z)`` and the entropy of ``softmax(z)``, both ``[c]``; overwrites the logits ``[c,
+    v]``.
 
-    With ``s`` the sum of ``exp(z - max)``, the entropy is ``log s`` plus the mean of ``max - z``: both are small where
-    the entropy is. Logsumexp minus the mean logit is the same, but cancels for a distribution with one likely token.
+    With ``s`` the sum of ``exp(z - max)``, the entropy is ``log s`` plus the mean of ``max - z``:
+    both are small where the entropy is. Logsumexp minus the mean logit is the same, but cancels for
+    a distribution with one likely token.
     """
     most = z.amax(-1, keepdim=True)
     weights = z.sub_(most).exp()
@@ -227,12 +251,14 @@ def _sum_and_entropy(z: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _log_odds(part: Tensor, rest: Tensor) -> Tensor:
-    """Of a part of the vocabulary, from its logsumexp and the rest's, which is -inf before the first part."""
+    """Of a part of the vocabulary, from its logsumexp and the rest's, which is -inf before the
+    first part."""
     return (part - rest).clamp_(-100, 100)
 
 
 def _binary_entropy(log_odds: Tensor) -> Tensor:
-    """The entropy of which of two parts a token is in: ``softplus(-a) + a sigmoid(-a)``, for ``a >= 0``."""
+    """The entropy of which of two parts a token is in: ``softplus(-a) + a sigmoid(-a)``, for ``a >=
+    0``."""
     a = log_odds.abs()
     return F.softplus(-a) + a * torch.sigmoid(-a)
 
@@ -245,7 +271,8 @@ def _grad_logits(
     entropy: tuple[Tensor, Tensor] | None,
     scale: LogitScale,
 ) -> tuple[Tensor, Tensor]:
-    """Gradient of the head's product ``[c, v]``, written over the logits, and the factors of its rows ``[c, 1]``.
+    """Gradient of the head's product ``[c, v]``, written over the logits, and the factors of its
+    rows ``[c, 1]``.
 
     d logp/dz = onehot - p; dH/dz = -p (log p + H); d tanh cap = 1 - (capped / cap)^2.
 
@@ -256,11 +283,14 @@ def _grad_logits(
         entropy: the entropies and their gradients, ``[c, 1]`` each.
     """
     factor = scale.factor / scale.temperature
-    slope = None if scale.softcap is None else 1 - (z * (scale.temperature / scale.softcap)).square_()
+    slope = (
+        None if scale.softcap is None else 1 - (z * (scale.temperature / scale.softcap)).square_()
+    )
     places, here = among
     logp = z.sub_(total)
     if entropy is None and places.shape[1] == 1:
-        # The factors are applied after the product with the weight, to ``[c, d]`` instead of ``[c, v]``.
+        # The factors are applied after the product with the weight, to ``[c, d]`` instead of ``[c,
+        # v]``.
         grad, onto, row_factor = logp.exp_(), -here.to(z.dtype), grad_logprobs * -factor
     else:
         towards, onto = -grad_logprobs.sum(-1, keepdim=True), grad_logprobs * here

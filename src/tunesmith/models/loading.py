@@ -75,7 +75,9 @@ def load_tokenizer(
         loaded = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     tokenizer = cast(PreTrainedTokenizerBase, loaded)
     if chat_template is not None:
-        with boundary(ConfigError, f"model.chat_template: cannot read {chat_template}", (OSError, ValueError)):
+        with boundary(
+            ConfigError, f"model.chat_template: cannot read {chat_template}", (OSError, ValueError)
+        ):
             tokenizer.chat_template = chat_template.read_text(encoding="utf-8")
     return tokenizer
 
@@ -93,35 +95,51 @@ def load_module(
     trains: bool = True,
     **settings: Any,
 ) -> PreTrainedModel:
-    """Load a model from safetensors files, with attention through an ``AttentionContext`` and without dropout.
+    """Load a model from safetensors files, with attention through an ``AttentionContext`` and
+    without dropout.
 
     Args:
         auto: the transformers ``AutoModel`` class with the desired head.
         quantize: the format of the linear modules' frozen weights.
-        differences: name prefixes of weights that the files may lack (a score head's), and that only they may have.
-        sharding: shard the model; each rank reads only its rows, in float32 if the model ``trains``.
+        differences: name prefixes of weights that the files may lack (a score head's), and that
+            only they may have.
+        sharding: shard the model; each rank reads only its rows, in float32 if the model
+            ``trains``.
         settings: configuration entries to set.
 
     Raises:
-        ModelError: as in ``load_config``, or weights are missing, damaged or unknown to the architecture.
+        ModelError: as in ``load_config``, or weights are missing, damaged or unknown to the
+            architecture.
         ConfigError: the device cannot be used.
     """
     config = load_config(path, trust_remote_code=trust_remote_code)
-    dropouts = {k: v for k, v in config.to_dict().items() if "drop" in k and isinstance(v, float) and v > 0}
+    dropouts = {
+        k: v for k, v in config.to_dict().items() if "drop" in k and isinstance(v, float) and v > 0
+    }
     for key, value in {**dict.fromkeys(dropouts, 0.0), **settings}.items():
         setattr(config, key, value)
     if takes_tf32(dtype, device):
         torch.backends.cuda.matmul.fp32_precision = "tf32"
-    options = {"config": config, "attn_implementation": ATTENTION_NAME, "trust_remote_code": trust_remote_code}
+    options = {
+        "config": config,
+        "attn_implementation": ATTENTION_NAME,
+        "trust_remote_code": trust_remote_code,
+    }
     one_by_one, trains = sharding is not None or quantize is not None, trains and quantize is None
 
     def made(stored: torch.dtype) -> PreTrainedModel:
         place = None if one_by_one else device
-        return _without_weights(path, partial(auto.from_config, dtype=stored, **options), trains, place)
+        return _without_weights(
+            path, partial(auto.from_config, dtype=stored, **options), trains, place
+        )
 
     def read() -> PreTrainedModel:
         with boundary(ModelError, f"cannot load the weights of model '{path}'", ANY_ERROR):
-            files = {"use_safetensors": True, "output_loading_info": True, "ignore_mismatched_sizes": True}
+            files = {
+                "use_safetensors": True,
+                "output_loading_info": True,
+                "ignore_mismatched_sizes": True,
+            }
             loaded, info = auto.from_pretrained(path, dtype=dtype, **options, **files)
         return _checked(path, cast(PreTrainedModel, loaded), info, differences)
 
@@ -149,7 +167,8 @@ def _place(
     sharding: Sharding | None,
     quantize: Quantize | None,
 ) -> None:
-    """Allocate the rows of a module without weights, this rank's or all, in the format in which they are kept."""
+    """Allocate the rows of a module without weights, this rank's or all, in the format in which
+    they are kept."""
     if quantize is not None:
         quantise(module, quantize, dtype)
     if sharding is not None:
@@ -161,13 +180,16 @@ def _place(
 
 def _usable(device: str | torch.device) -> AbstractContextManager[object]:
     message = f"system.device = '{device}' cannot hold the model: it needs torch with CUDA and a free GPU, or use 'cpu'"
-    return boundary(ConfigError, message, (AssertionError, RuntimeError))  # AssertionError: torch without CUDA
+    return boundary(
+        ConfigError, message, (AssertionError, RuntimeError)
+    )  # AssertionError: torch without CUDA
 
 
 def _without_weights(
     path: str | Path, make: Callable[[], Any], trains: bool, device: str | torch.device | None
 ) -> PreTrainedModel:
-    """A model with uninitialised parameters on a device (None: meta), and with its files' generation settings."""
+    """A model with uninitialised parameters on a device (None: meta), and with its files'
+    generation settings."""
     with ExitStack() as places:
         if device is not None:
             places.enter_context(no_init_weights())
@@ -185,7 +207,8 @@ def _without_weights(
 
 
 def _disable_dropout(module: PreTrainedModel, original: Mapping[str, float]) -> None:
-    """Disable dropout, with which two passes over the same tokens would give different log-probabilities.
+    """Disable dropout, with which two passes over the same tokens would give different
+    log-probabilities.
 
     Args:
         original: the configuration's own dropout entries, which saved checkpoints keep.
@@ -204,10 +227,12 @@ def read_shards(
     differences: Differences = ((), ()),
     sharding: Sharding | None = None,
 ) -> None:
-    """Read a model, or this rank's rows of a sharded one, from the files of a model, one weight at a time.
+    """Read a model, or this rank's rows of a sharded one, from the files of a model, one weight at
+    a time.
 
     Args:
-        read: loads the whole model if the names in its files differ from the module's (as for fused experts).
+        read: loads the whole model if the names in its files differ from the module's (as for fused
+            experts).
         differences, sharding: as ``load_module``.
 
     Raises:
@@ -219,21 +244,28 @@ def read_shards(
     unexpected = [name for name in files.names - known if not name.startswith(differences[1])]
     if not missing and not unexpected:  # else the module's weights are made of others
         stored = {
-            name: (weight.shape, shape) for name, shape in shapes_of(module) if (weight := files.weights.get(name))
+            name: (weight.shape, shape)
+            for name, shape in shapes_of(module)
+            if (weight := files.weights.get(name))
         }
         _check_shapes(path, [(name, *both) for name, both in stored.items() if both[0] != both[1]])
     with boundary(ModelError, f"cannot read the weights of model '{path}'", ANY_ERROR):
         if missing or unexpected:
             load = read or partial(type(module).from_pretrained, path, dtype=module.config.dtype)
             weights = load().state_dict()
-            wrong = fill(module, lambda name, at, count: weights[name][at : at + count], wanted & weights.keys())
+            wrong = fill(
+                module,
+                lambda name, at, count: weights[name][at : at + count],
+                wanted & weights.keys(),
+            )
         else:
             wrong = fill(module, files.rows, wanted & files.names)
     _check_values(path, wrong if sharding is None else sharding.any_of(wrong))
 
 
 def check_stored_values(path: str | Path) -> None:
-    """Refuse files with values that are not finite; for an engine that reads them by itself and does not look.
+    """Refuse files with values that are not finite; for an engine that reads them by itself and
+    does not look.
 
     One weight at a time is read.
 
@@ -256,7 +288,9 @@ def _directory_of(path: str | Path) -> Path:
     if directory.is_dir():
         return directory
     patterns = ["*.safetensors", "*.json"]
-    return Path(snapshot_download(str(path), allow_patterns=patterns, ignore_patterns="consolidated*"))
+    return Path(
+        snapshot_download(str(path), allow_patterns=patterns, ignore_patterns="consolidated*")
+    )
 
 
 def _checked(
@@ -269,12 +303,17 @@ def _checked(
     """
     _check_shapes(path, info["mismatched_keys"])
     check_names(f"model '{path}'", info["missing_keys"], info["unexpected_keys"], differences)
-    _check_values(path, [name for name, tensor in module.state_dict().items() if not is_finite(tensor)])
+    _check_values(
+        path, [name for name, tensor in module.state_dict().items() if not is_finite(tensor)]
+    )
     return module
 
 
-def _check_shapes(path: str | Path, different: Iterable[tuple[str, Sequence[int], Sequence[int]]]) -> None:
-    """Refuse weights of other shapes than the configuration describes, each given as name, stored and described."""
+def _check_shapes(
+    path: str | Path, different: Iterable[tuple[str, Sequence[int], Sequence[int]]]
+) -> None:
+    """Refuse weights of other shapes than the configuration describes, each given as name, stored
+    and described."""
     for name, stored, described in sorted(different):
         raise ModelError(
             f"{_place_of(path, name)} has the shape {list(stored)}, and config.json describes {list(described)}: "
@@ -283,7 +322,8 @@ def _check_shapes(path: str | Path, different: Iterable[tuple[str, Sequence[int]
 
 
 def _check_values(path: str | Path, names: Iterable[str]) -> None:
-    """Refuse weights that are not finite: every output would be, and training would be blamed for it."""
+    """Refuse weights that are not finite: every output would be, and training would be blamed for
+    it."""
     for name in sorted(names):
         raise ModelError(
             f"{_place_of(path, name)} holds values that are not finite (nan or infinite): nothing can be computed with "
@@ -292,12 +332,19 @@ def _check_values(path: str | Path, names: Iterable[str]) -> None:
 
 
 def _check_tie(path: str | Path, module: PreTrainedModel) -> None:
-    """Refuse a head of its own in the files of a model whose configuration ties it to the embedding."""
+    """Refuse a head of its own in the files of a model whose configuration ties it to the
+    embedding."""
     directory = Path(path).expanduser()
-    if not module.config.get_text_config().tie_word_embeddings or not directory.is_dir() or detect_fake_mode():
+    if (
+        not module.config.get_text_config().tie_word_embeddings
+        or not directory.is_dir()
+        or detect_fake_mode()
+    ):
         return
     parts = (module.get_input_embeddings(), module.get_output_embeddings())
-    ours = [f"{name}.weight" for part in parts for name, each in module.named_modules() if each is part]
+    ours = [
+        f"{name}.weight" for part in parts for name, each in module.named_modules() if each is part
+    ]
     files = WeightFiles(directory)
     if len(ours) < 2 or not files.names.issuperset(ours):
         return
@@ -319,7 +366,10 @@ def _place_of(path: str | Path, name: str) -> str:
 
 
 def check_names(
-    model: str, missing: Iterable[str], unexpected: Iterable[str], differences: Differences = ((), ())
+    model: str,
+    missing: Iterable[str],
+    unexpected: Iterable[str],
+    differences: Differences = ((), ()),
 ) -> None:
     """Refuse files whose weights do not match the architecture: transformers only logs a warning.
 
@@ -332,8 +382,18 @@ def check_names(
         ModelError: with the first names.
     """
     for names, allowed, problem, effect in (
-        (missing, differences[0], "lack weights of its architecture", "they would be random numbers"),
-        (unexpected, differences[1], "hold weights that its architecture does not have", "they would be ignored"),
+        (
+            missing,
+            differences[0],
+            "lack weights of its architecture",
+            "they would be random numbers",
+        ),
+        (
+            unexpected,
+            differences[1],
+            "hold weights that its architecture does not have",
+            "they would be ignored",
+        ),
     ):
         if wrong := sorted(name for name in names if not name.startswith(allowed)):
             raise ModelError(
@@ -350,16 +410,19 @@ def listed(names: Iterable[str]) -> str:
 
 
 def takes_tf32(dtype: torch.dtype, device: str | torch.device) -> bool:
-    """Whether matrix products use TF32, which rounds inputs to 10 bits of mantissa (bfloat16 has 7).
+    """Whether matrix products use TF32, which rounds inputs to 10 bits of mantissa (bfloat16 has
+    7).
 
-    GPUs without TF32 ignore the setting, as do all GPUs with ``NVIDIA_TF32_OVERRIDE=0`` in the environment.
+    GPUs without TF32 ignore the setting, as do all GPUs with ``NVIDIA_TF32_OVERRIDE=0`` in the
+    environment.
     """
     return dtype == torch.float32 and torch.device(device).type == "cuda"
 
 
 @cache
 def _check_hub(name: str) -> None:
-    """Ask the hub only once for a model that is not in the local cache: transformers would retry for a minute."""
+    """Ask the hub only once for a model that is not in the local cache: transformers would retry
+    for a minute."""
     import huggingface_hub as hub
 
     if isinstance(hub.try_to_load_from_cache(name, "config.json"), str):
@@ -373,15 +436,19 @@ def _check_hub(name: str) -> None:
 
 
 def check_directory(path: str | Path) -> None:
-    """Check that a local model directory is complete; a name such as ``Qwen/Qwen3-0.6B`` is looked up on the hub.
+    """Check that a local model directory is complete; a name such as ``Qwen/Qwen3-0.6B`` is looked
+    up on the hub.
 
     Raises:
-        ModelError: the directory is missing, or has no configuration, tokenizer or safetensors weights.
+        ModelError: the directory is missing, or has no configuration, tokenizer or safetensors
+            weights.
     """
     directory = Path(path).expanduser()
     if not directory.exists():
         if isinstance(path, str) and is_hub_name(path, "models"):
             _check_hub(path)
             return
-        raise ModelError(f"there is no model directory '{path}', and on the hub names have an owner: Qwen/Qwen3-0.6B")
+        raise ModelError(
+            f"there is no model directory '{path}', and on the hub names have an owner: Qwen/Qwen3-0.6B"
+        )
     check_model(directory, whole=not detect_fake_mode())

@@ -1,11 +1,12 @@
-"""LoRA (arXiv:2106.09685) with peft: ``W x`` becomes ``W x + (alpha / rank) · B A x``, and only A and B are trained.
+"""LoRA (arXiv:2106.09685) with peft: ``W x`` becomes ``W x + (alpha / rank) · B A x``, and only A
+and B are trained.
 
-The layers are inserted into the Hugging Face module, so the sampler runs them too. B starts at zero, so the initial
-model equals the base. A and B are float32 for any dtype of the base.
+The layers are inserted into the Hugging Face module, so the sampler runs them too. B starts at
+zero, so the initial model equals the base. A and B are float32 for any dtype of the base.
 
-Dropout acts on the adapter's input in training passes only. Its random masks depend on how samples are packed, unlike
-anything else in training, so it is off by default. Reinforcement learning refuses it: the trainer's log-probabilities
-would differ from the sampler's.
+Dropout acts on the adapter's input in training passes only. Its random masks depend on how samples
+are packed, unlike anything else in training, so it is off by default. Reinforcement learning
+refuses it: the trainer's log-probabilities would differ from the sampler's.
 """
 
 from __future__ import annotations
@@ -35,13 +36,23 @@ from tunesmith.models.parallel.host_memory import stored_state
 from tunesmith.models.parallel.sharding import whole
 
 TRAINED, START = "default", "start"
-"""Names of peft adapters: the trained one, and the frozen copy of a saved one that training continues."""
-ANY_OF_PEFT = (OSError, ValueError, KeyError, TypeError, RuntimeError, AttributeError, SafetensorError)
+"""Names of peft adapters: the trained one, and the frozen copy of a saved one that training
+continues."""
+ANY_OF_PEFT = (
+    OSError,
+    ValueError,
+    KeyError,
+    TypeError,
+    RuntimeError,
+    AttributeError,
+    SafetensorError,
+)
 
 
 @dataclass(frozen=True, slots=True)
 class LoraAdapter:
-    """The adapter in a model's module, trained instead of the module's own weights; ``adapters.attach`` inserts it."""
+    """The adapter in a model's module, trained instead of the module's own weights;
+    ``adapters.attach`` inserts it."""
 
     peft: PeftModel
     save_merged: bool = False
@@ -50,7 +61,8 @@ class LoraAdapter:
 
     @contextmanager
     def reference(self) -> Generator[None]:
-        """A context in which the model is the base or, if a saved adapter is continued, the base with that adapter."""
+        """A context in which the model is the base or, if a saved adapter is continued, the base
+        with that adapter."""
         if START not in self.peft.peft_config:
             with self.peft.disable_adapter():
                 yield
@@ -75,24 +87,31 @@ class LoraAdapter:
 
     @torch.no_grad()
     def merged_weights(self, *, in_host_memory: bool = True) -> Iterator[tuple[str, Tensor]]:
-        """The weights of the base with the adapter merged in, under the base's names; the module is not changed.
+        """The weights of the base with the adapter merged in, under the base's names; the module is
+        not changed.
 
-        Each sum ``W + scale · B A`` is computed in float32 and rounded to the base's dtype. The ranks of a sharded base
-        iterate together.
+        Each sum ``W + scale · B A`` is computed in float32 and rounded to the base's dtype. The
+        ranks of a sharded base iterate together.
 
         Args:
-            in_host_memory: put sums and gathered weights on the CPU, because together they would be a second model on
-                the GPU; if False, the caller has to drop each weight before taking the next.
+            in_host_memory: put sums and gathered weights on the CPU, because together they would be
+                a second model on the GPU; if False, the caller has to drop each weight before
+                taking the next.
         """
         module = self.peft.get_base_model()
-        adapted = {name: part for name, part in module.named_modules() if isinstance(part, LoraLayer)}
+        adapted = {
+            name: part for name, part in module.named_modules() if isinstance(part, LoraLayer)
+        }
         for name, part in stored_state(module).items():
             owner, is_adapted, rest = name.partition(".base_layer.")
             made = isinstance(part, DTensor)
             tensor = whole(part) if made else part
             if is_adapted and rest == "weight":
                 delta = cast(Any, adapted[owner]).get_delta_weight(TRAINED)
-                tensor, made = (tensor.to(delta.device).float() + delta.float()).to(tensor.dtype), True
+                tensor, made = (
+                    (tensor.to(delta.device).float() + delta.float()).to(tensor.dtype),
+                    True,
+                )
                 del delta
             if made and in_host_memory:
                 tensor = tensor.cpu()
@@ -105,7 +124,11 @@ class LoraAdapter:
     def save(self, directory: Path, *, weights: bool = True) -> None:
         """Write a peft adapter directory; without ``weights``, its tensors are empty."""
         state = None if weights else {name: torch.empty(0) for name in self.peft.state_dict()}
-        options: Any = {"selected_adapters": [TRAINED], "save_embedding_layers": False, "state_dict": state}
+        options: Any = {
+            "selected_adapters": [TRAINED],
+            "save_embedding_layers": False,
+            "state_dict": state,
+        }
         self.peft.save_pretrained(str(directory), **options)
 
     def load(self, directory: Path) -> None:
@@ -116,11 +139,14 @@ class LoraAdapter:
         """
         if not (directory / WEIGHTS).is_file():
             raise CheckpointError(
-                f"{directory} holds no adapter: resume without lora.rank, or start a new run_dir.", keys=("lora.rank",)
+                f"{directory} holds no adapter: resume without lora.rank, or start a new run_dir.",
+                keys=("lora.rank",),
             )
         with boundary(CheckpointError, f"cannot read {directory / WEIGHTS}", ANY_OF_PEFT):
             saved = load_file(directory / WEIGHTS)
-        current = get_peft_model_state_dict(self.peft, adapter_name=TRAINED, save_embedding_layers=False)
+        current = get_peft_model_state_dict(
+            self.peft, adapter_name=TRAINED, save_embedding_layers=False
+        )
         for name in sorted(saved.keys() | current.keys()):
             if name not in saved or name not in current or saved[name].shape != current[name].shape:
                 raise CheckpointError(
@@ -151,7 +177,9 @@ def merge_into(module: PreTrainedModel, adapter: Path) -> PreTrainedModel:
             "and no merged weight can do that"
         )
     tied = module.config.get_text_config().tie_word_embeddings
-    with boundary(ModelError, f"the adapter {adapter} does not fit {module.name_or_path}", ANY_OF_PEFT):
+    with boundary(
+        ModelError, f"the adapter {adapter} does not fit {module.name_or_path}", ANY_OF_PEFT
+    ):
         _resize(module, adapter)
         peft = PeftModel.from_pretrained(module, adapter)
         check_weights(adapter, peft)
@@ -161,21 +189,27 @@ def merge_into(module: PreTrainedModel, adapter: Path) -> PreTrainedModel:
     _repeat_layers(merged, config.layer_replication)
     if tied:
         one, other = (
-            cast(Any, part).weight for part in (merged.get_input_embeddings(), merged.get_output_embeddings())
+            cast(Any, part).weight
+            for part in (merged.get_input_embeddings(), merged.get_output_embeddings())
         )
-        merged.config.tie_word_embeddings = merged.config.get_text_config().tie_word_embeddings = one.equal(other)
+        merged.config.tie_word_embeddings = merged.config.get_text_config().tie_word_embeddings = (
+            one.equal(other)
+        )
         merged.all_tied_weights_keys = merged.get_expanded_tied_weights_keys(all_submodels=True)
         merged.tie_weights()
     return merged
 
 
 def _separate(module: nn.Module) -> None:
-    """Give each module its own parameters: merged in place, a change of one would land in all that share its weight."""
+    """Give each module its own parameters: merged in place, a change of one would land in all that
+    share its weight."""
     seen = set[int]()
     for part in module.modules():
         for name, parameter in part.named_parameters(recurse=False):
             if id(parameter) in seen:
-                setattr(part, name, nn.Parameter(parameter.detach().clone(), parameter.requires_grad))
+                setattr(
+                    part, name, nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
+                )
             seen.add(id(parameter))
 
 
@@ -190,7 +224,8 @@ def _repeat_layers(module: PreTrainedModel, ranges: Sequence[tuple[int, int]] | 
 
 
 def stored_embeddings(module: PreTrainedModel, adapter: Path) -> dict[str, str]:
-    """The names of the embedding and the head, those that an adapter's file holds whole, and their keys in it."""
+    """The names of the embedding and the head, those that an adapter's file holds whole, and their
+    keys in it."""
     parts = {id(part) for part in (module.get_input_embeddings(), module.get_output_embeddings())}
     names = [name for name, part in module.named_modules() if id(part) in parts]
     with safe_open(adapter / WEIGHTS, framework="pt") as file:
@@ -199,7 +234,8 @@ def stored_embeddings(module: PreTrainedModel, adapter: Path) -> dict[str, str]:
 
 
 def _resize(module: PreTrainedModel, adapter: Path) -> None:
-    """Give embedding and head as many rows as the adapter's file holds: a trainer may have added tokens.
+    """Give embedding and head as many rows as the adapter's file holds: a trainer may have added
+    tokens.
 
     Raises:
         ModelError: the file has new rows for one of the two only.
@@ -210,16 +246,22 @@ def _resize(module: PreTrainedModel, adapter: Path) -> None:
     current = cast(Any, module.get_input_embeddings()).weight.shape[0]
     if not rows or set(rows.values()) == {current}:
         return
-    if len(set(rows.values())) > 1 or len(rows) + module.config.get_text_config().tie_word_embeddings < 2:
+    if (
+        len(set(rows.values())) > 1
+        or len(rows) + module.config.get_text_config().tie_word_embeddings < 2
+    ):
         found = " and ".join(f"{count} for {name}" for name, count in rows.items())
-        raise ModelError(f"{adapter / WEIGHTS} has as rows of the vocabulary {found}, and the base has {current}")
+        raise ModelError(
+            f"{adapter / WEIGHTS} has as rows of the vocabulary {found}, and the base has {current}"
+        )
     module.resize_token_embeddings(max(rows.values()), mean_resizing=False)
 
 
 def check_weights(path: Path, peft: PeftModel) -> None:
     """Refuse an adapter's file with missing or extra weights: peft only warns.
 
-    The file may also hold the base's embedding and head, which peft adds if they are adapted or have another size.
+    The file may also hold the base's embedding and head, which peft adds if they are adapted or
+    have another size.
 
     Raises:
         ModelError: names the weights and the file.
@@ -231,8 +273,16 @@ def check_weights(path: Path, peft: PeftModel) -> None:
         for base in (False, True)
     )
     for names, problem, effect in (
-        (own - saved, f"lacks weights that {ADAPTER_CONFIG} beside it describes", "they would be random numbers"),
-        (saved - own - whole, f"holds weights that {ADAPTER_CONFIG} beside it does not describe", "they have no place"),
+        (
+            own - saved,
+            f"lacks weights that {ADAPTER_CONFIG} beside it describes",
+            "they would be random numbers",
+        ),
+        (
+            saved - own - whole,
+            f"holds weights that {ADAPTER_CONFIG} beside it does not describe",
+            "they have no place",
+        ),
     ):
         if names:
             raise ModelError(
@@ -242,12 +292,18 @@ def check_weights(path: Path, peft: PeftModel) -> None:
 
 
 def read_config(path: Path) -> Any:
-    """The configuration of a LoRA adapter; ModelError if the directory does not hold one as safetensors."""
+    """The configuration of a LoRA adapter; ModelError if the directory does not hold one as
+    safetensors."""
     if not (path / ADAPTER_CONFIG).is_file():
         raise ModelError(f"{path} holds no LoRA adapter: it has no {ADAPTER_CONFIG}")
     with boundary(ModelError, f"cannot read {path / ADAPTER_CONFIG}", ANY_OF_PEFT):
         config = cast(Any, PeftConfig.from_pretrained(str(path)))
     if not isinstance(config, LoraConfig):
-        raise ModelError(f"{path} is an adapter of type {config.peft_type}; only LoRA adapters work here")
-    with boundary(ModelError, f"cannot read {path / WEIGHTS}", ANY_OF_PEFT), safe_open(path / WEIGHTS, framework="pt"):
+        raise ModelError(
+            f"{path} is an adapter of type {config.peft_type}; only LoRA adapters work here"
+        )
+    with (
+        boundary(ModelError, f"cannot read {path / WEIGHTS}", ANY_OF_PEFT),
+        safe_open(path / WEIGHTS, framework="pt"),
+    ):
         return config

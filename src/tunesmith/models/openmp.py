@@ -1,11 +1,14 @@
-"""Idle OpenMP workers: GNU OpenMP gives each thread that computes a team, which spins while it has nothing to do.
+"""Idle OpenMP workers: GNU OpenMP gives each thread that computes a team, which spins while it has
+nothing to do.
 
-By default a worker spins for some milliseconds before it sleeps. While other programs use the cores, it takes the time
-of those it waits for: training with two threads on two busy cores then takes many times as long as with one.
+By default a worker spins for some milliseconds before it sleeps. While other programs use the
+cores, it takes the time of those it waits for: training with two threads on two busy cores then
+takes many times as long as with one.
 
-While a process has more OpenMP threads than there are cores, libgomp no longer spins at the end of a parallel region
-but sleeps, and a small operation takes two to four times as long. So a thread that hands over to another ends its team;
-a new one is made in about 0.1 ms when the thread computes again.
+While a process has more OpenMP threads than there are cores, libgomp no longer spins at the end of
+a parallel region but sleeps, and a small operation takes two to four times as long. So a thread
+that hands over to another ends its team; a new one is made in about 0.1 ms when the thread computes
+again.
 """
 
 from __future__ import annotations
@@ -25,11 +28,13 @@ SOFT = 1
 
 
 SPINS = 1000
-"""Some 50 µs: longer than the pauses between the operations of a step, shorter than a scheduler's time slice."""
+"""Some 50 µs: longer than the pauses between the operations of a step, shorter than a scheduler's
+time slice."""
 
 
 def spin_briefly() -> None:
-    """Let workers sleep soon, in this process and its children, unless the environment says how they wait.
+    """Let workers sleep soon, in this process and its children, unless the environment says how
+    they wait.
 
     GNU OpenMP reads it when it is loaded: call this before torch is imported.
     """
@@ -57,7 +62,8 @@ async def to_thread(work: Callable[..., T], *args: Any) -> T:
 
 @cache
 def _library() -> Any:
-    """The libgomp of PyTorch's build; None if it has another OpenMP, or one without this call (before 5.0)."""
+    """The libgomp of PyTorch's build; None if it has another OpenMP, or one without this call
+    (before 5.0)."""
     file = sys.modules["torch"].__file__
     for path in sorted((Path(file or "").parent / "lib").glob("libgomp*")):
         library = ctypes.CDLL(str(path))  # the one that is already loaded

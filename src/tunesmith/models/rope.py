@@ -1,7 +1,8 @@
-"""Rotary embeddings whose frequencies depend on the length of the sequence (``longrope``, ``dynamic``).
+"""Rotary embeddings whose frequencies depend on the length of the sequence (``longrope``,
+``dynamic``).
 
-Hugging Face uses the length of the forward pass, which is right for one sequence at a time. A forward pass here holds
-many sequences, so each row is rotated by the length of its own sequence.
+Hugging Face uses the length of the forward pass, which is right for one sequence at a time. A
+forward pass here holds many sequences, so each row is rotated by the length of its own sequence.
 """
 
 from __future__ import annotations
@@ -33,12 +34,24 @@ class LengthRule:
 
     @classmethod
     def of(cls, config: Any) -> LengthRule | None:
-        """The rule of a Hugging Face configuration; None if all lengths have the same frequencies."""
+        """The rule of a Hugging Face configuration; None if all lengths have the same
+        frequencies."""
         rope = getattr(config, "rope_parameters", None)
         rope = rope if isinstance(rope, dict) else {}  # transformers itself refuses other types
-        kinds = [rope] if "rope_type" in rope else [kind for kind in rope.values() if isinstance(kind, dict)]
-        limits = {(kind["rope_type"] == "longrope", limit) for kind in kinds if (limit := _limit(kind, config))}
-        switches, growing = (tuple(sorted(n for is_long, n in limits if is_long == wanted)) for wanted in (True, False))
+        kinds = (
+            [rope]
+            if "rope_type" in rope
+            else [kind for kind in rope.values() if isinstance(kind, dict)]
+        )
+        limits = {
+            (kind["rope_type"] == "longrope", limit)
+            for kind in kinds
+            if (limit := _limit(kind, config))
+        }
+        switches, growing = (
+            tuple(sorted(n for is_long, n in limits if is_long == wanted))
+            for wanted in (True, False)
+        )
         return cls(switches, growing) if limits else None
 
     def alike(self, length: int) -> int:
@@ -54,7 +67,8 @@ class LengthRule:
 
 
 def _limit(rope: Mapping[str, Any], config: Any) -> int | None:
-    """The length up to which a kind of layers has its initial frequencies; None: for all lengths."""
+    """The length up to which a kind of layers has its initial frequencies; None: for all
+    lengths."""
     rope_type = str(rope.get("rope_type", "default"))
     if rope_type == "longrope":
         return rope.get("original_max_position_embeddings", config.max_position_embeddings)
@@ -71,8 +85,11 @@ class RotaryByLength(nn.Module):
         super().__init__()
         self.inner = inner
 
-    def forward(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> tuple[Tensor, Tensor]:
-        """Cosines and sines ``[1, T, D]`` for ``position_ids`` ``[1, T]``, in the dtype and on the device of ``x``."""
+    def forward(
+        self, x: Tensor, position_ids: Tensor, layer_type: str | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Cosines and sines ``[1, T, D]`` for ``position_ids`` ``[1, T]``, in the dtype and on the
+        device of ``x``."""
         kinds = {} if layer_type is None else {"layer_type": layer_type}
         lengths = _LENGTHS.get()
         if lengths is None:
@@ -84,39 +101,56 @@ class RotaryByLength(nn.Module):
         rows = [(of_row == length).nonzero().squeeze(1) for length in present]
         order = torch.cat(rows).argsort().to(x.device, non_blocking=True)
         rows = [at.to(x.device, non_blocking=True) for at in rows]
-        parts = [self._tables(n, x, position_ids[:, at], kinds) for n, at in zip(present, rows, strict=True)]
-        cos, sin = (torch.cat(tables, 1).index_select(1, order) for tables in zip(*parts, strict=True))
+        parts = [
+            self._tables(n, x, position_ids[:, at], kinds)
+            for n, at in zip(present, rows, strict=True)
+        ]
+        cos, sin = (
+            torch.cat(tables, 1).index_select(1, order) for tables in zip(*parts, strict=True)
+        )
         return cos, sin
 
     @torch.no_grad()
-    def _tables(self, length: int, x: Tensor, positions: Tensor, kinds: dict[str, str]) -> tuple[Tensor, Tensor]:
+    def _tables(
+        self, length: int, x: Tensor, positions: Tensor, kinds: dict[str, str]
+    ) -> tuple[Tensor, Tensor]:
         """Cosines and sines for rows of sequences of one length."""
         kind = kinds.get("layer_type")
         prefix = "" if kind is None else f"{kind}_"
         names = f"{prefix}inv_freq", f"{prefix}attention_scaling"
         before = [getattr(self.inner, name) for name in names]
         try:
-            for name, value in zip(names, self._frequencies(length, kind, prefix, x.device), strict=True):
+            for name, value in zip(
+                names, self._frequencies(length, kind, prefix, x.device), strict=True
+            ):
                 setattr(self.inner, name, value)
-            # Unwrapped: its decorators would choose the frequencies by the largest position of all rows.
+            # Unwrapped: its decorators would choose the frequencies by the largest position of all
+            # rows.
             forward: Callable[..., tuple[Tensor, Tensor]] = inspect.unwrap(type(self.inner).forward)
             return forward(self.inner, x, positions, **kinds)
         finally:
             for name, value in zip(names, before, strict=True):
                 setattr(self.inner, name, value)
 
-    def _frequencies(self, length: int, kind: str | None, prefix: str, device: torch.device) -> tuple[Tensor, float]:
+    def _frequencies(
+        self, length: int, kind: str | None, prefix: str, device: torch.device
+    ) -> tuple[Tensor, float]:
         config = self.inner.config
-        rope: Mapping[str, Any] = config.rope_parameters if kind is None else config.rope_parameters[kind]
+        rope: Mapping[str, Any] = (
+            config.rope_parameters if kind is None else config.rope_parameters[kind]
+        )
         limit = _limit(rope, config)
         if limit is None or length <= limit:
             initial: Tensor = getattr(self.inner, f"{prefix}original_inv_freq")
             return initial.to(device), getattr(self.inner, f"{prefix}attention_scaling")
-        return ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, device, seq_len=length, layer_type=kind)
+        return ROPE_INIT_FUNCTIONS[rope["rope_type"]](
+            config, device, seq_len=length, layer_type=kind
+        )
 
 
 def rotate_by_length(model: Any) -> LengthRule | None:
-    """Replace a decoder's rotary embedding if its frequencies depend on the length; return the rule."""
+    """Replace a decoder's rotary embedding if its frequencies depend on the length; return the
+    rule."""
     rule = LengthRule.of(model.config)
     rotary = getattr(model, "rotary_emb", None)
     if rule is not None and rotary is not None and not isinstance(rotary, RotaryByLength):
@@ -135,7 +169,8 @@ def rotated_by(lengths: Sequence[int] | None) -> Generator[None]:
 
 
 def split_by_length(forest: Forest, rule: LengthRule) -> Forest:
-    """A forest in which sequences share a prefix only if they share frequencies, with its ``rotary_lengths``.
+    """A forest in which sequences share a prefix only if they share frequencies, with its
+    ``rotary_lengths``.
 
     The segments of a prompt are repeated for each set of frequencies among its completions.
     """

@@ -21,7 +21,8 @@ from tunesmith.types import Sample
 def whole_sequence(token_ids: Sequence[int]) -> Sample:
     """A sample with one prediction: the score of ``token_ids``, computed at the last of them.
 
-    A forest predicts each target from the row before it, so the sample gets one extra token, which nothing reads.
+    A forest predicts each target from the row before it, so the sample gets one extra token, which
+    nothing reads.
     """
     return Sample([*token_ids, token_ids[-1]], [False] * len(token_ids) + [True], stand_ins=1)
 
@@ -43,8 +44,11 @@ class ScoreModel(Decoder):
 
     @classmethod
     def weight_differences(cls, config: Any) -> Differences:
-        """A language model's files lack the score head, whatever its family calls it, and have a vocabulary head."""
-        return ((), ()) if is_trained(config) else (("score.", "classif"), ("lm_head.", "embed_out."))
+        """A language model's files lack the score head, whatever its family calls it, and have a
+        vocabulary head."""
+        return (
+            ((), ()) if is_trained(config) else (("score.", "classif"), ("lm_head.", "embed_out."))
+        )
 
     def complete(self, config: Any) -> None:
         if not isinstance(getattr(self.module, "score", None), nn.Linear):
@@ -54,7 +58,9 @@ class ScoreModel(Decoder):
             )
         if not is_trained(config):
             nn.init.zeros_(self.head.weight)
-        if self.module.config.pad_token_id is None:  # transformers needs it to find a sequence's last token
+        if (
+            self.module.config.pad_token_id is None
+        ):  # transformers needs it to find a sequence's last token
             pad, eos = self.tokenizer.pad_token_id, self.tokenizer.eos_token_id
             self.module.config.pad_token_id = cast("int | None", eos if pad is None else pad)
 
@@ -64,7 +70,11 @@ class ScoreModel(Decoder):
 
     def scores(self, forest: Forest) -> Tensor:
         """Scores ``[N]`` in float32, at the row before each of the forest's targets."""
-        return functional.linear(self.states(forest), self.head.weight, self.head.bias).squeeze(1).float()
+        return (
+            functional.linear(self.states(forest), self.head.weight, self.head.bias)
+            .squeeze(1)
+            .float()
+        )
 
     def predict(self, forest: Forest) -> Predictions:
         return Predictions(values=self.scores(forest))

@@ -30,7 +30,8 @@ def predict_with_teacher(
     chunk: int | None = None,
     weights: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Predictions:
-    """The student's log-probabilities of the targets, and its ``divergence`` from the teacher at each.
+    """The student's log-probabilities of the targets, and its ``divergence`` from the teacher at
+    each.
 
     The teacher runs without gradient; only its ``top_k`` log-probabilities per row are kept.
 
@@ -38,7 +39,8 @@ def predict_with_teacher(
         weights: a context in which the teacher's weights are on the device.
 
     Raises:
-        ModelError: in a sequence group, teacher and student both split forests by length, but at different lengths.
+        ModelError: in a sequence group, teacher and student both split forests by length, but at
+            different lengths.
     """
     if student.sequence is not None and student.lengths != teacher.lengths:
         raise ModelError(
@@ -49,20 +51,24 @@ def predict_with_teacher(
     # Models pad the vocabulary to different sizes: teacher rows that the student lacks are dropped.
     size, head = len(student.head.weight), teacher.scaled_head(temperature, chunk)
     if len(head.weight) > size:
-        head = replace(head, weight=head.weight[:size], bias=None if head.bias is None else head.bias[:size])
+        head = replace(
+            head, weight=head.weight[:size], bias=None if head.bias is None else head.bias[:size]
+        )
     with torch.no_grad(), weights():
         tokens, theirs = likeliest(teacher.states(forest), head, min(top_k, len(head.weight)))
     # The target is appended as one more token, so that the student's logits are computed only once.
     wanted = torch.cat([forest.targets[:, None], tokens], 1)
-    ours, _ = fused_logprobs(student.states(forest), student.scaled_head(temperature, chunk), wanted)
+    ours, _ = fused_logprobs(
+        student.states(forest), student.scaled_head(temperature, chunk), wanted
+    )
     return Predictions(logprobs=ours[:, 0], divergence=forward_kl(theirs, ours[:, 1:]))
 
 
 def forward_kl(teacher: Tensor, student: Tensor) -> Tensor:
     """``KL(teacher ‖ student)`` in nats, ``[N]``, over ``k`` tokens and one outcome for all others.
 
-    It is never negative, zero only where the student agrees on all ``k`` tokens, and at most the divergence over the
-    whole vocabulary.
+    It is never negative, zero only where the student agrees on all ``k`` tokens, and at most the
+    divergence over the whole vocabulary.
 
     Args:
         teacher: log-probabilities of ``k`` different tokens, ``[N, k]``.
@@ -74,7 +80,8 @@ def forward_kl(teacher: Tensor, student: Tensor) -> Tensor:
 
 
 def _rest(logprobs: Tensor) -> Tensor:
-    """``log(1 − Σ p)``, ``[N]``, exact where the sum is near 0 or near 1 and bounded where it is 1."""
+    """``log(1 − Σ p)``, ``[N]``, exact where the sum is near 0 or near 1 and bounded where it is
+    1."""
     total = logprobs.logsumexp(-1).clamp(max=-torch.finfo(logprobs.dtype).eps)
     near_one = total > -0.6931
     high = torch.where(near_one, total, -1.0)
@@ -95,16 +102,22 @@ def check_same_vocabulary(
     """
     ours, theirs = student.get_vocab(), teacher.get_vocab()
     problem = f"the teacher '{names[1]}' has other tokens than the student '{names[0]}'"
-    remedy = "Distillation compares probabilities token by token: use a teacher of the student's family."
+    remedy = (
+        "Distillation compares probabilities token by token: use a teacher of the student's family."
+    )
     if not enough_rows(student, teacher):
         rows = f"{rows_of(teacher)} rows in its embedding, and the student {rows_of(student)}"
         raise ModelError(f"{problem}: it has {rows}. {remedy}")
     if ours == theirs:
         return
-    if missing := sorted(ours.keys() ^ theirs.keys(), key=lambda t: (ours.get(t, theirs.get(t, 0)), t)):
+    if missing := sorted(
+        ours.keys() ^ theirs.keys(), key=lambda t: (ours.get(t, theirs.get(t, 0)), t)
+    ):
         owner = "student" if missing[0] in ours else "teacher"
         difference = f"{len(ours)} and {len(theirs)}; only the {owner} has '{missing[0]}'"
     else:
         token = min((t for t in ours if ours[t] != theirs[t]), key=ours.__getitem__)
-        difference = f"'{token}' has number {theirs[token]} in the teacher and {ours[token]} in the student"
+        difference = (
+            f"'{token}' has number {theirs[token]} in the teacher and {ours[token]} in the student"
+        )
     raise ModelError(f"{problem}: {difference}. {remedy}")

@@ -42,7 +42,8 @@ class Filling:
         self.set(key, value, reason)
 
     def assume(self, key: str, value: Any) -> None:
-        """Give a key a value that does not count as given: ``train.epochs`` next to the steps that it determines."""
+        """Give a key a value that does not count as given: ``train.epochs`` next to the steps that
+        it determines."""
         section, _, name = key.rpartition(".")
         inner: BaseModel = attrgetter(section)(self.config).model_copy(update={name: value})
         inner.model_fields_set.discard(name)

@@ -12,7 +12,8 @@ from tunesmith.config.section import known
 
 
 def draws(config: RunConfig, size: int | None) -> int | None:
-    """Items that the run draws, as ``train.epochs`` says; None: as many as full steps need (``train.steps``)."""
+    """Items that the run draws, as ``train.epochs`` says; None: as many as full steps need
+    (``train.steps``)."""
     epochs = config.train.epochs
     return None if size is None or epochs is None else max(1, round(epochs * size))
 
@@ -20,8 +21,9 @@ def draws(config: RunConfig, size: int | None) -> int | None:
 def steps_of_epochs(config: RunConfig, size: int, each: int) -> tuple[int, str]:
     """The steps of ``train.epochs``, and what the reason for them adds about short ones.
 
-    In supervised training no step spans two passes. Rollout batches keep their size, which the advantages depend on,
-    until the run's last one; so do batches of a weighted mixture, which has no passes.
+    In supervised training no step spans two passes. Rollout batches keep their size, which the
+    advantages depend on, until the run's last one; so do batches of a weighted mixture, which has
+    no passes.
 
     Args:
         each: the items of a full step.
@@ -33,31 +35,41 @@ def steps_of_epochs(config: RunConfig, size: int, each: int) -> tuple[int, str]:
     else:
         steps, short, where = ceil(total / each), total % each, "the last"
     filtered = isinstance(config, RLConfig) and config.algorithm.dynamic_filter
-    return steps, (f", {short} to {where}" if short else "") + ("; filtered prompts do not count" if filtered else "")
+    return steps, (f", {short} to {where}" if short else "") + (
+        "; filtered prompts do not count" if filtered else ""
+    )
 
 
 def steps_of_passes(total: int, size: int, each: int) -> int:
-    """Steps of at most ``each`` items that draw ``total`` items from ``size``, none of which spans two passes."""
+    """Steps of at most ``each`` items that draw ``total`` items from ``size``, none of which spans
+    two passes."""
     passes, rest = divmod(total, size)
     return passes * ceil(size / each) + ceil(rest / each)
 
 
 def prompts_of(config: RLConfig, step: int, size: int | None) -> int:
-    """Prompts of a step, counted from 0: the last step of ``train.epochs`` has those that are left."""
+    """Prompts of a step, counted from 0: the last step of ``train.epochs`` has those that are
+    left."""
     each, total = config.rollout.prompts_per_step, draws(config, size)
     return each if total is None else max(1, min(each, total - each * step))
 
 
 def optimizer_steps(config: RunConfig, size: int | None = None) -> int:
-    """Optimizer steps of the policy in the whole run, unless the filter or failures leave a step less to learn from."""
+    """Optimizer steps of the policy in the whole run, unless the filter or failures leave a step
+    less to learn from."""
     if not isinstance(config, RLConfig):
         return config.train.steps
-    return max(1, _batches(config, config.critic.freeze_actor_steps, size)) * config.train.passes_per_batch
+    return (
+        max(1, _batches(config, config.critic.freeze_actor_steps, size))
+        * config.train.passes_per_batch
+    )
 
 
 def critic_steps(config: RLConfig, size: int | None = None) -> int:
     """Optimizer steps of a critic with its own model."""
-    return _batches(config, 0, size) * (known(config.critic, "passes_per_batch") or config.train.passes_per_batch)
+    return _batches(config, 0, size) * (
+        known(config.critic, "passes_per_batch") or config.train.passes_per_batch
+    )
 
 
 def _batches(config: RLConfig, first: int, size: int | None) -> int:
@@ -72,4 +84,6 @@ def _batches(config: RLConfig, first: int, size: int | None) -> int:
 
 def _weighted(config: RunConfig) -> bool:
     sources = config.data.train if isinstance(config.data.train, tuple) else ()
-    return len(sources) > 1 and any(isinstance(one, Source) and one.weight is not None for one in sources)
+    return len(sources) > 1 and any(
+        isinstance(one, Source) and one.weight is not None for one in sources
+    )

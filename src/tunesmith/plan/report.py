@@ -1,4 +1,5 @@
-"""A plan as data: the layout with reasons; memory by device, role, category and phase; seconds by phase."""
+"""A plan as data: the layout with reasons; memory by device, role, category and phase; seconds by
+phase."""
 
 from __future__ import annotations
 
@@ -18,12 +19,27 @@ from tunesmith.plan.layout.alternatives import cost, limits, next_best
 from tunesmith.records.toml import toml_value
 
 LAYOUT = (
-    *("model.dtype", "system.device", "system.trainer_ranks", "system.zero_stage", "system.shard_size"),
-    *("system.sequence_parallel.size", "system.gradient_checkpointing", "system.offload_activations"),
+    *(
+        "model.dtype",
+        "system.device",
+        "system.trainer_ranks",
+        "system.zero_stage",
+        "system.shard_size",
+    ),
+    *(
+        "system.sequence_parallel.size",
+        "system.gradient_checkpointing",
+        "system.offload_activations",
+    ),
     *("system.offload_reference", "system.offload_optimizer", "system.offload_parameters"),
     *("system.max_tokens_per_microbatch", "system.scoring_max_tokens", "system.critic_max_tokens"),
     *("system.reward_max_tokens", "system.engine", "system.engine_process", "system.engines"),
-    *("system.vllm.tensor_parallel_size", "system.hybrid", "system.weight_plane", "system.weight_copy"),
+    *(
+        "system.vllm.tensor_parallel_size",
+        "system.hybrid",
+        "system.weight_plane",
+        "system.weight_copy",
+    ),
     *("system.kv_memory", "system.threads", "system.placement", "system.compile"),
 )
 """The settings that a plan shows, besides given settings in ``[system]`` and ``[lora]``."""
@@ -32,13 +48,21 @@ LAYOUT = (
 def layout_of_run(resolved: Resolved[Any]) -> Resolved[Any]:
     """The part of a resolved run that concerns its layout, including defaults."""
     values, reasons = settings(resolved.config), {d.key: d.reason for d in resolved.derived}
-    given = {k: v for k, v in resolved.given.items() if k in LAYOUT or k.startswith(("system.", "lora."))}
-    shown = [key for key in LAYOUT if values.get(key) is not None and key not in given and _matters(resolved, key)]
+    given = {
+        k: v for k, v in resolved.given.items() if k in LAYOUT or k.startswith(("system.", "lora."))
+    }
+    shown = [
+        key
+        for key in LAYOUT
+        if values.get(key) is not None and key not in given and _matters(resolved, key)
+    ]
     derived = tuple(Derived(key, values[key], reasons.get(key, "the default")) for key in shown)
     return replace(resolved, given=given, derived=derived)
 
 
-def plan_of(config: RunConfig, resolved: Resolved[Any], facts: Facts, price: float | None = None) -> dict[str, Any]:
+def plan_of(
+    config: RunConfig, resolved: Resolved[Any], facts: Facts, price: float | None = None
+) -> dict[str, Any]:
     """The plan of a resolved run as plain JSON values, in bytes and seconds.
 
     Args:
@@ -52,8 +76,16 @@ def plan_of(config: RunConfig, resolved: Resolved[Any], facts: Facts, price: flo
     told |= {d.key: {"value": d.value, "reason": d.reason} for d in layout.derived}
     gpus = [gpu.name for gpu in machine.gpus]
     return {
-        "machine": {"nodes": machine.nodes, "gpus": gpus, "cores": machine.cores, "memory": machine.memory_total},
-        "model": {"path": resolved.config.model.path, "parameters": model.parameters if model else None},
+        "machine": {
+            "nodes": machine.nodes,
+            "gpus": gpus,
+            "cores": machine.cores,
+            "memory": machine.memory_total,
+        },
+        "model": {
+            "path": resolved.config.model.path,
+            "parameters": model.parameters if model else None,
+        },
         "layout": told,
         "memory": memory_of(resolved.config, facts),
         "seconds": step_seconds(resolved.config, facts),
@@ -75,7 +107,8 @@ def _matters(resolved: Resolved[Any], key: str) -> bool:
 
 
 def memory_of(config: RunConfig, facts: Facts) -> list[dict[str, Any]]:
-    """Each kind of device: bytes by role and category, per phase and at the peak; free bytes, and the peak's share.
+    """Each kind of device: bytes by role and category, per phase and at the peak; free bytes, and
+    the peak's share.
 
     Empty if the model's size is unknown.
     """
@@ -111,7 +144,8 @@ def _phases(config: RunConfig, price: Price) -> dict[str, int]:
 
 
 def memory_rows(memory: list[dict[str, Any]]) -> list[tuple[str, list[str]]]:
-    """A human-readable table: a row of names, then one row per role and category, phase, and limit."""
+    """A human-readable table: a row of names, then one row per role and category, phase, and
+    limit."""
     if not memory:
         return []
     rows = [("memory of each device", [f"{device['device']}'s" for device in memory])]
@@ -124,7 +158,9 @@ def memory_rows(memory: list[dict[str, Any]]) -> list[tuple[str, list[str]]]:
         rows.append((f"while {phase}", _sizes([device["phases"].get(phase) for device in memory])))
     if any(device["host"] for device in memory):
         rows.append(("in host memory", _sizes([device["host"] for device in memory])))
-    rows.append(("at most, at once", [f"{format_size(d['peak'])} ({d['share']:.0%})" for d in memory]))
+    rows.append(
+        ("at most, at once", [f"{format_size(d['peak'])} ({d['share']:.0%})" for d in memory])
+    )
     return [*rows, ("free", _sizes([device["free"] for device in memory]))]
 
 
@@ -143,12 +179,21 @@ def other_rows(plan: Mapping[str, Any]) -> list[tuple[str, list[str]]]:
     rows: list[tuple[str, list[str]]] = []
     for place, each in enumerate(plan["limits"]):
         title = "what limits the speed: with twice as much" if not place else ""
-        rows.append((title, [each["limit"], f"{each['step']:.3g} s", f"{each['times']:.2f}× as fast"]))
+        rows.append(
+            (title, [each["limit"], f"{each['step']:.3g} s", f"{each['times']:.2f}× as fast"])
+        )
     for place, each in enumerate(plan["next_best"]):
         differs = ", ".join(f"{key} = {toml_value(value)}" for key, value in each["layout"].items())
         of_memory = f"{each['times']:.2f}× as long, {each['share']:.0%} of the memory"
-        rows.append(("the next best layouts" if not place else "", [differs, f"{each['step']:.3g} s", of_memory]))
+        rows.append(
+            (
+                "the next best layouts" if not place else "",
+                [differs, f"{each['step']:.3g} s", of_memory],
+            )
+        )
     for name, amount in plan.get("cost", {}).items():
         if name != "gpus":
-            rows.append((f"cost of {'a step' if name == 'step' else 'the run'}", [f"{amount:.4g}", "", ""]))
+            rows.append(
+                (f"cost of {'a step' if name == 'step' else 'the run'}", [f"{amount:.4g}", "", ""])
+            )
     return rows

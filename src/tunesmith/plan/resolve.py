@@ -1,4 +1,5 @@
-"""Derivation of omitted settings, with the reason for each value; pure, because facts are an argument."""
+"""Derivation of omitted settings, with the reason for each value; pure, because facts are an
+argument."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ SFT_LR, SFT_SIZE, SFT_LARGEST_LR = 2e-5, 1e8, 1e-3
 RL_LR, RL_SIZE, RL_LARGEST_LR = 1e-6, 5e8, 3e-4
 RM_LR = 1e-5
 LORA_LR_RATIO = 10
-"""An adapter learns best at about ten times the full model's rate (Thinking Machines, "LoRA Without Regret")."""
+"""An adapter learns best at about ten times the full model's rate (Thinking Machines, "LoRA Without
+Regret")."""
 SFT_BATCH = 32
 LEAST_ANSWER = 128
 """Assumed tokens in an environment's answer to a turn, unless turns are longer."""
@@ -68,7 +70,9 @@ def resolve(config: C, facts: Facts) -> Resolved[C]:
             filling.fill("lora.alpha", 2.0 * rank, "twice lora.rank")
             filling.fill("lora.targets", "all-linear", "every linear module of the decoder")
         if isinstance(config, SampledDistillConfig | OfflineDistillConfig):
-            filling.fill("distill.top_k", DISTILL_TOP_K, "these usually have nearly all of the probability")
+            filling.fill(
+                "distill.top_k", DISTILL_TOP_K, "these usually have nearly all of the probability"
+            )
         if isinstance(config, OfflineDistillConfig):
             filling.fill("distill.alpha", 0.5, "equal weight for the teacher and the given answers")
         _derive_lr(filling, facts)
@@ -112,7 +116,11 @@ def _derive_length(filling: Filling, facts: Facts) -> None:
     if isinstance(config, RLConfig):
         lines, unit = _at_most_all(filling, "rollout.prompts_per_step", size, "prompts"), "prompts"
         if ahead := config.rollout.max_staleness:
-            filling.fill("rollout.queue_size", ahead * lines, "rollout.max_staleness × rollout.prompts_per_step")
+            filling.fill(
+                "rollout.queue_size",
+                ahead * lines,
+                "rollout.max_staleness × rollout.prompts_per_step",
+            )
         filling.fill("rollout.seed", config.train.seed, "train.seed")
         reason = "the whole rollout batch: one optimizer step per pass"
         filling.fill("train.batch_size", lines * config.rollout.group_size, reason)
@@ -131,12 +139,15 @@ def _derive_length(filling: Filling, facts: Facts) -> None:
         filling.fill("train.warmup_steps", 0, "no warm-up unless asked for")
     elif ratio is not None and steps is not None:
         total = optimizer_steps(filling.config, size)
-        filling.set("train.warmup_steps", round(ratio * total), f"{ratio:g} of {total} optimizer steps")
+        filling.set(
+            "train.warmup_steps", round(ratio * total), f"{ratio:g} of {total} optimizer steps"
+        )
         filling.clear("train.warmup_ratio")
 
 
 def _at_most_all(filling: Filling, key: str, size: int | None, unit: str) -> int:
-    """Lower a step's items to all that the data has, so that no step has an item twice; return them."""
+    """Lower a step's items to all that the data has, so that no step has an item twice; return
+    them."""
     each: int = filling.get(key)
     if size is None or each <= size:
         return each
@@ -145,11 +156,13 @@ def _at_most_all(filling: Filling, key: str, size: int | None, unit: str) -> int
 
 
 def _derive_lr(filling: Filling, facts: Facts) -> None:
-    """Derive a rate inversely proportional to the model's size: small models allow and need larger steps.
+    """Derive a rate inversely proportional to the model's size: small models allow and need larger
+    steps.
 
-    Anchors: 1e-6 for reinforcement learning, DPO and KTO with half a billion parameters or more (TRL's and verl's
-    default); 1e-5 for reward models (OpenRLHF's 9e-6, TRL's 1e-5 for process reward models); 2e-5 for supervised
-    training with a hundred million or more (transformers' scripts, OpenRLHF's examples).
+    Anchors: 1e-6 for reinforcement learning, DPO and KTO with half a billion parameters or more
+    (TRL's and verl's default); 1e-5 for reward models (OpenRLHF's 9e-6, TRL's 1e-5 for process
+    reward models); 2e-5 for supervised training with a hundred million or more (transformers'
+    scripts, OpenRLHF's examples).
     """
     match filling.config:
         case RLConfig() | DPOConfig() | KTOConfig():
@@ -162,7 +175,9 @@ def _derive_lr(filling: Filling, facts: Facts) -> None:
         anchor, largest = LORA_LR_RATIO * anchor, LORA_LR_RATIO * largest
     parameters = facts.model.parameters if facts.model else None
     if parameters is None:
-        filling.fill("train.lr", anchor, "the usual rate for large models; this model's size is not known")
+        filling.fill(
+            "train.lr", anchor, "the usual rate for large models; this model's size is not known"
+        )
         return
     lr = float(f"{min(largest, anchor * max(1.0, size / max(1, parameters))):.2g}")
     millions = f"{parameters / 1e6:,.3g}M parameters"
@@ -178,11 +193,15 @@ def _derive_critic(filling: Filling) -> None:
     if not isinstance(config, RLConfig) or "critic" not in config.algorithm.needs:
         return
     lr = float(f"{CRITIC_LR_RATIO * filling.get('train.lr'):.2g}")
-    filling.fill("critic.lr", lr, f"{CRITIC_LR_RATIO} × train.lr, as in verl: values have further to move")
+    filling.fill(
+        "critic.lr", lr, f"{CRITIC_LR_RATIO} × train.lr, as in verl: values have further to move"
+    )
     if config.critic.shared_trunk:
         filling.fill("critic.value_coef", 0.1, "TRL's vf_coef")
     else:
-        filling.fill("critic.passes_per_batch", config.train.passes_per_batch, "train.passes_per_batch")
+        filling.fill(
+            "critic.passes_per_batch", config.train.passes_per_batch, "train.passes_per_batch"
+        )
 
 
 def _derive_intervals(filling: Filling) -> None:
@@ -191,10 +210,16 @@ def _derive_intervals(filling: Filling) -> None:
         return
     if filling.get("checkpoint.every") is None:
         filling.fill("checkpoint.minutes", CHECKPOINT_MINUTES, "checkpoint.every was left out")
-    for key in ("checkpoint.every", "monitor.every", *(["eval.every"] if filling.config.data.eval is not None else [])):
+    for key in (
+        "checkpoint.every",
+        "monitor.every",
+        *(["eval.every"] if filling.config.data.eval is not None else []),
+    ):
         every = filling.get(key)
         if every is None:
-            filling.set(key, steps, "at the end" if key == "checkpoint.every" else "only at the end")
+            filling.set(
+                key, steps, "at the end" if key == "checkpoint.every" else "only at the end"
+            )
         elif every != "epoch" and every > steps:
             filling.set(key, steps, f"shortened from {every}: the run has {steps} steps")
 
@@ -208,7 +233,9 @@ def _derive_episode(filling: Filling, facts: Facts) -> None:
     answer = max(new, LEAST_ANSWER)
     wanted = facts.longest + turns * (new + answer)
     reason = f"the longest prompt and {turns} turns, each answered with {answer} tokens"
-    filling.fill("environment.max_tokens", *min([(wanted, reason), *sequence_limits(config, facts)]))
+    filling.fill(
+        "environment.max_tokens", *min([(wanted, reason), *sequence_limits(config, facts)])
+    )
 
 
 def _derive_isolation(filling: Filling, facts: Facts) -> None:
@@ -220,9 +247,15 @@ def _derive_isolation(filling: Filling, facts: Facts) -> None:
         "environment": isinstance(config, RLConfig) and config.environment.used,
     }
     half = format_size(facts.hardware.memory_total // 2)
-    kind, reason = "process", "code that hangs, crashes or fills the memory fails its own rollouts and not the run"
+    kind, reason = (
+        "process",
+        "code that hangs, crashes or fills the memory fails its own rollouts and not the run",
+    )
     if facts.instances_for:
-        kind, reason = "thread", f"{facts.instances_for} takes `environments`, which stay in the process of the run"
+        kind, reason = (
+            "thread",
+            f"{facts.instances_for} takes `environments`, which stay in the process of the run",
+        )
     for section in (name for name, is_used in used.items() if is_used):
         filling.fill(f"{section}.isolation", kind, reason)
         if filling.get(f"{section}.isolation") == "process":
@@ -233,7 +266,11 @@ def sequence_limits(config: RunConfig, facts: Facts) -> list[tuple[int, str]]:
     """The known limits of a sequence's length: tokens, and what imposes the limit."""
     context = facts.model.context if facts.model else None
     cap = known(config.system, "max_tokens_per_microbatch")
-    return [(n, what) for n, what in ((context, "the model's context"), (cap, "a micro-batch's size")) if n]
+    return [
+        (n, what)
+        for n, what in ((context, "the model's context"), (cap, "a micro-batch's size"))
+        if n
+    ]
 
 
 def _derive_limits(filling: Filling, facts: Facts) -> None:
@@ -245,7 +282,9 @@ def _derive_limits(filling: Filling, facts: Facts) -> None:
         return
     room, what = min(sequence_limits(filling.config, facts))
     if isinstance(config, ScoreConfig):
-        filling.fill("data.max_tokens", room - 1, f"{what} of {room} less one token, which is predicted")
+        filling.fill(
+            "data.max_tokens", room - 1, f"{what} of {room} less one token, which is predicted"
+        )
     elif not isinstance(config, RLConfig):
         filling.fill("data.max_tokens", room, what)
     elif room > config.rollout.max_new_tokens:

@@ -23,16 +23,20 @@ class Metric:
     aliases: Sequence[str] = ()
 
     def match(self, name: str) -> re.Match[str] | None:
-        """Match a metric name and its placeholders, which may hold any character because users name their functions."""
+        """Match a metric name and its placeholders, which may hold any character because users name
+        their functions."""
         return re.fullmatch(re.sub(r"<(\w+)>", r"(?P<\1>.+)", re.escape(self.name)), name)
 
 
 _TEXT = files("tunesmith.records").joinpath("catalogue.toml").read_text(encoding="utf-8")
 CATALOGUE: Mapping[str, Sequence[Metric]] = {
-    kind: [Metric(name, **entry) for name, entry in table.items()] for kind, table in tomllib.loads(_TEXT).items()
+    kind: [Metric(name, **entry) for name, entry in table.items()]
+    for kind, table in tomllib.loads(_TEXT).items()
 }
 """Metrics by kind; each kind is a table in the documentation."""
-_EXACT_FIRST = sorted((m for kind in CATALOGUE.values() for m in kind), key=lambda metric: metric.name.count("<"))
+_EXACT_FIRST = sorted(
+    (m for kind in CATALOGUE.values() for m in kind), key=lambda metric: metric.name.count("<")
+)
 """``rollouts/failed`` comes before ``rollouts/<status>``."""
 
 
@@ -43,7 +47,9 @@ def find(name: str) -> Metric | None:
 
 def with_aliases(metrics: Mapping[str, float]) -> dict[str, float]:
     """The metrics, repeated under other tools' names. A metric's own name has precedence."""
-    return {alias: value for name, value in metrics.items() for alias in aliases(name)} | dict(metrics)
+    return {alias: value for name, value in metrics.items() for alias in aliases(name)} | dict(
+        metrics
+    )
 
 
 @cache

@@ -1,4 +1,5 @@
-"""Processes that end with their parent, and the removal of directories that killed processes leave behind.
+"""Processes that end with their parent, and the removal of directories that killed processes leave
+behind.
 
 Imports only the standard library: a worker started by its file name loads only this file.
 """
@@ -19,12 +20,14 @@ _SET_PARENT_DEATH_SIGNAL = 1
 
 
 def end_with_parent(parent: int) -> None:
-    """Have the kernel kill this process (SIGKILL) when its parent dies for any reason; on Linux only.
+    """Have the kernel kill this process (SIGKILL) when its parent dies for any reason; on Linux
+    only.
 
-    A program calls it first, with its parent's ``os.getpid()``, for example from its arguments. It also works for a
-    process that is stopped, or that never notices a closed pipe.
+    A program calls it first, with its parent's ``os.getpid()``, for example from its arguments. It
+    also works for a process that is stopped, or that never notices a closed pipe.
 
-    The kernel watches the *thread* that started the process: that thread must live as long as the process is needed.
+    The kernel watches the *thread* that started the process: that thread must live as long as the
+    process is needed.
     """
     if not sys.platform.startswith("linux"):
         return
@@ -42,8 +45,11 @@ def remove_at_end(directory: Path) -> None:
     """Remove a directory when this process ends, even if its whole process group is killed."""
     remover = _removers.get(os.getpid())
     if remover is None:
-        # It waits until the kernel closes its input, in a separate session that signals to ours do not reach.
-        script = 'while IFS= read -r path; do set -- "$@" "$path"; done; [ $# -eq 0 ] || rm -rf -- "$@"'
+        # It waits until the kernel closes its input, in a separate session that signals to ours do
+        # not reach.
+        script = (
+            'while IFS= read -r path; do set -- "$@" "$path"; done; [ $# -eq 0 ] || rm -rf -- "$@"'
+        )
         remover = _removers[os.getpid()] = subprocess.Popen(
             ["/bin/sh", "-c", script, "remover"],
             stdin=subprocess.PIPE,
@@ -64,10 +70,11 @@ def owned_name(prefix: str) -> str:
 
 
 def remove_stale(parent: Path, prefix: str) -> list[Path]:
-    """Remove directories in ``parent`` that killed processes of this machine created with ``owned_name``.
+    """Remove directories in ``parent`` that killed processes of this machine created with
+    ``owned_name``.
 
-    The start time distinguishes processes with the same number. Directories of other machines or containers that
-    share the disk or the memory stay, because their processes are not visible.
+    The start time distinguishes processes with the same number. Directories of other machines or
+    containers that share the disk or the memory stay, because their processes are not visible.
 
     Returns:
         The removed directories.
@@ -96,7 +103,9 @@ def _started(process: int) -> str:
         text = Path(f"/proc/{process}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return "here" if process == os.getpid() or _is_there(process) else "gone"
-    return text.rpartition(")")[2].split()[19]  # field 22 of proc(5); the name before it may hold anything
+    return text.rpartition(")")[2].split()[
+        19
+    ]  # field 22 of proc(5); the name before it may hold anything
 
 
 def _is_there(process: int) -> bool:

@@ -10,8 +10,9 @@ from contextlib import contextmanager
 class Clock:
     """Divides wall time among phases. An inner phase's time does not count for the outer one.
 
-    Phases belong to the thread that runs the loop. Work that overlaps another phase, such as rewards computed while
-    other rollouts still generate, costs no extra wall time and is not a phase.
+    Phases belong to the thread that runs the loop. Work that overlaps another phase, such as
+    rewards computed while other rollouts still generate, costs no extra wall time and is not a
+    phase.
 
     Example:
         >>> clock = Clock()

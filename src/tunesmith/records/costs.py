@@ -17,7 +17,8 @@ COMPILED_CALL = "tunesmith::"
 
 
 def largest_costs(trace: Path, most: int) -> list[tuple[str, float]]:
-    """The operations with the largest self time in seconds, largest first: on the GPU if one was used.
+    """The operations with the largest self time in seconds, largest first: on the GPU if one was
+    used.
 
     Raises:
         StorageError: the file cannot be read.
@@ -26,7 +27,9 @@ def largest_costs(trace: Path, most: int) -> list[tuple[str, float]]:
         with gzip.open(trace, "rt", encoding="utf-8") as file:
             events = [event for event in json.load(file)["traceEvents"] if event.get("ph") == "X"]
         kernels = [event for event in events if event.get("cat") in KERNEL]
-        operations = [e for e in events if e.get("cat") == OPERATION or e["name"].startswith(COMPILED_CALL)]
+        operations = [
+            e for e in events if e.get("cat") == OPERATION or e["name"].startswith(COMPILED_CALL)
+        ]
         spent = _totals(kernels) if kernels else _own(operations)
     return [(name, micros / 1e6) for name, micros in spent.most_common(most)]
 

@@ -1,4 +1,5 @@
-"""JSON from HTTP servers: one attempt, which answers are worth a retry, and how long to wait before it."""
+"""JSON from HTTP servers: one attempt, which answers are worth a retry, and how long to wait before
+it."""
 
 from __future__ import annotations
 
@@ -25,7 +26,11 @@ class Unavailable(TunesmithError, RuntimeError):
 
 
 async def request_json(
-    session: aiohttp.ClientSession, url: str, data: bytes | None = None, *, longest: int | None = None
+    session: aiohttp.ClientSession,
+    url: str,
+    data: bytes | None = None,
+    *,
+    longest: int | None = None,
 ) -> Any:
     """The JSON answer to a GET, or to a POST of ``data``; None for an empty answer.
 
@@ -33,16 +38,21 @@ async def request_json(
         longest: limit of the answer's bytes.
 
     Raises:
-        BadAnswer, Unavailable, TimeoutError, aiohttp.ClientError, OSError: there is no usable answer.
+        BadAnswer, Unavailable, TimeoutError, aiohttp.ClientError, OSError: there is no usable
+        answer.
     """
     method, headers = "GET" if data is None else "POST", {"Content-Type": "application/json"}
-    async with session.request(method, url, data=data, headers=headers, allow_redirects=False) as response:
+    async with session.request(
+        method, url, data=data, headers=headers, allow_redirects=False
+    ) as response:
         body = bytearray()
         async for part in response.content.iter_any():
             body += part
             if longest is not None and len(body) > longest:
                 response.close()
-                raise BadAnswer(f"{url} answered more than {longest} bytes, the limit of this request")
+                raise BadAnswer(
+                    f"{url} answered more than {longest} bytes, the limit of this request"
+                )
     text = body.decode(errors="replace")
     if response.status >= 500 or response.status in RETRIED:
         raise Unavailable(f"{url} answered {response.status}: {one_line(text)}")
@@ -55,7 +65,8 @@ async def request_json(
 
 
 def pause(failures: int) -> float:
-    """Seconds to wait after this many failures: randomly between half and all of a pause, to spread callers out."""
+    """Seconds to wait after this many failures: randomly between half and all of a pause, to spread
+    callers out."""
     return min(LONGEST_PAUSE, FIRST_PAUSE * 2.0 ** (failures - 1)) * random.uniform(0.5, 1.0)
 
 

@@ -1,7 +1,7 @@
 """HTTP servers (aiohttp) with limits on time, size and connections, and with a token.
 
-``guarded`` is the middleware that checks a request before its handler runs. ``listening`` serves an application and
-counts its connections. ``serve`` does so until a signal ends the process.
+``guarded`` is the middleware that checks a request before its handler runs. ``listening`` serves an
+application and counts its connections. ``serve`` does so until a signal ends the process.
 """
 
 from __future__ import annotations
@@ -53,8 +53,11 @@ class Limits:
 LIMITS = Limits()
 
 
-async def listen(factory: Callable[[], asyncio.Protocol], limits: Limits, host: str, port: int) -> asyncio.Server:
-    """Serve with the protocols of ``factory``. A connection beyond the limit replaces one that is idle."""
+async def listen(
+    factory: Callable[[], asyncio.Protocol], limits: Limits, host: str, port: int
+) -> asyncio.Server:
+    """Serve with the protocols of ``factory``. A connection beyond the limit replaces one that is
+    idle."""
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]  # negative if unlimited
     most = limits.connections if files < 0 else min(limits.connections, files // 2)
     opened = dict[_Connection, None]()
@@ -62,7 +65,9 @@ async def listen(factory: Callable[[], asyncio.Protocol], limits: Limits, host: 
         lambda: _Connection(factory(), limits, opened, most),
         host,
         port,
-        backlog=max(1, min(100, most // 4)),  # asyncio accepts this many at once, before they are counted
+        backlog=max(
+            1, min(100, most // 4)
+        ),  # asyncio accepts this many at once, before they are counted
     )
 
 
@@ -73,7 +78,9 @@ class _Connection(asyncio.Protocol):
         opened: the server's connections, in the order in which they were opened.
     """
 
-    def __init__(self, inner: asyncio.Protocol, limits: Limits, opened: dict[_Connection, None], most: int) -> None:
+    def __init__(
+        self, inner: asyncio.Protocol, limits: Limits, opened: dict[_Connection, None], most: int
+    ) -> None:
         self._inner, self._limits, self._opened, self._most = inner, limits, opened, most
         self._transport: asyncio.Transport | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -94,7 +101,9 @@ class _Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         made = cast("asyncio.Transport", transport)
         if len(self._opened) >= self._most:
-            idle = next((connection for connection in self._opened if connection._timer is not None), None)
+            idle = next(
+                (connection for connection in self._opened if connection._timer is not None), None
+            )
             if idle is None:
                 made.write(BUSY)
                 made.close()
@@ -124,10 +133,12 @@ def guarded(
         {"error": problem}, status=status
     ),
 ) -> Any:
-    """Middleware that checks host, token and time limit of a request, and answers errors with ``refusal``.
+    """Middleware that checks host, token and time limit of a request, and answers errors with
+    ``refusal``.
 
-    Without a token, only loopback host names are served, so that a web page whose name was rebound to 127.0.0.1 has no
-    access. With a token, requests need it as ``Authorization: Bearer``, except on ``open_paths``.
+    Without a token, only loopback host names are served, so that a web page whose name was rebound
+    to 127.0.0.1 has no access. With a token, requests need it as ``Authorization: Bearer``, except
+    on ``open_paths``.
     """
 
     @web.middleware
@@ -135,8 +146,14 @@ def guarded(
         try:
             if token is None and not is_loopback(host_name(request)):
                 raise web.HTTPMisdirectedRequest(text=f"this server is not {request.host!a}")
-            if token is not None and request.path not in open_paths and not has_token(request, token):
-                raise web.HTTPUnauthorized(text="send the server's token, as Authorization: Bearer TOKEN")
+            if (
+                token is not None
+                and request.path not in open_paths
+                and not has_token(request, token)
+            ):
+                raise web.HTTPUnauthorized(
+                    text="send the server's token, as Authorization: Bearer TOKEN"
+                )
             close_after = _closing_after(request)
             close_after(limits.body_seconds + REFUSAL_SECONDS)
             try:
@@ -149,7 +166,9 @@ def guarded(
             except (web.HTTPException, ConnectionError):
                 raise
             except Exception as error:  # such as a broken encoding
-                raise web.HTTPBadRequest(text=f"the request's body cannot be read: {error!a}") from None
+                raise web.HTTPBadRequest(
+                    text=f"the request's body cannot be read: {error!a}"
+                ) from None
             close_after(None)
             try:
                 return await handler(request)
@@ -177,15 +196,24 @@ def _closing_after(request: web.Request) -> Callable[[float | None], None]:
 
 @asynccontextmanager
 async def listening(
-    app: web.Application, host: str, port: int, *, limits: Limits, shutdown: float, cancels: bool = False
+    app: web.Application,
+    host: str,
+    port: int,
+    *,
+    limits: Limits,
+    shutdown: float,
+    cancels: bool = False,
 ) -> AsyncGenerator[int]:
-    """Serve ``app``; yields the port, a free one where ``port`` is 0. Raises OSError: the address cannot be used.
+    """Serve ``app``; yields the port, a free one where ``port`` is 0. Raises OSError: the address
+    cannot be used.
 
     Args:
         shutdown: seconds for requests in progress to finish at the end.
         cancels: whether a handler is cancelled when its client disconnects.
     """
-    runner = web.AppRunner(app, access_log=None, logger=quiet, handler_cancellation=cancels, shutdown_timeout=shutdown)
+    runner = web.AppRunner(
+        app, access_log=None, logger=quiet, handler_cancellation=cancels, shutdown_timeout=shutdown
+    )
     await runner.setup()
     try:
         assert runner.server is not None
@@ -210,10 +238,14 @@ async def serve(app: web.Application, host: str, port: int, ready: Callable[[str
     """
     loop, stopped = asyncio.get_running_loop(), asyncio.Event()
     loop.set_exception_handler(
-        lambda _, context: print(f"{context.get('message')}: {context.get('exception')}", file=sys.stderr)
+        lambda _, context: print(
+            f"{context.get('message')}: {context.get('exception')}", file=sys.stderr
+        )
     )
     async with AsyncExitStack() as serving:
-        with boundary(ConfigError, f"cannot listen on {host}:{port}; choose another --host or --port", OSError):
+        with boundary(
+            ConfigError, f"cannot listen on {host}:{port}; choose another --host or --port", OSError
+        ):
             listens = listening(app, host, port, limits=LIMITS, shutdown=SHUTDOWN_SECONDS)
             port = await serving.enter_async_context(listens)
         for number in (signal.SIGTERM, signal.SIGINT):

@@ -1,11 +1,11 @@
 """Signals that ask a command to end, and sections of work that they must not interrupt.
 
-SIGINT, SIGTERM and SIGHUP raise ``Interrupted`` in the main thread, except inside ``held`` and between ``commit`` and
-``settle``, where they wait. A second SIGINT or SIGTERM ends the process at once. Signals that the shell
-ignores (SIGINT in a background job, SIGHUP under nohup) stay ignored.
+SIGINT, SIGTERM and SIGHUP raise ``Interrupted`` in the main thread, except inside ``held`` and
+between ``commit`` and ``settle``, where they wait. A second SIGINT or SIGTERM ends the process at
+once. Signals that the shell ignores (SIGINT in a background job, SIGHUP under nohup) stay ignored.
 
-The main thread may be busy in native code, such as a long backward pass. If it does not react within ``GRACE`` seconds,
-another thread saves what can be saved and ends the process.
+The main thread may be busy in native code, such as a long backward pass. If it does not react
+within ``GRACE`` seconds, another thread saves what can be saved and ends the process.
 """
 
 from __future__ import annotations
@@ -70,9 +70,12 @@ def check() -> None:
     """Call this between pieces of work, in any thread.
 
     Raises:
-        Interrupted: the command was asked to end, and no step is committed or ``GRACE`` seconds are over.
+        Interrupted: the command was asked to end, and no step is committed or ``GRACE`` seconds are
+            over.
     """
-    if _state.asked is not None and (not _state.committed or time.monotonic() - _state.since > GRACE):
+    if _state.asked is not None and (
+        not _state.committed or time.monotonic() - _state.since > GRACE
+    ):
         raise Interrupted(_state.asked)
 
 
@@ -112,7 +115,8 @@ def settle() -> None:
 
 
 def torn() -> bool:
-    """Whether a step was interrupted between ``commit`` and ``settle``, so that the weights are neither old nor new."""
+    """Whether a step was interrupted between ``commit`` and ``settle``, so that the weights are
+    neither old nor new."""
     return _state.committed
 
 
@@ -144,7 +148,8 @@ def keeping(keep: Callable[[], str | None]) -> Generator[None]:
 
 
 def keep_now() -> str | None:
-    """Call the function given to ``keeping``, before anything is closed. Returns its message, the first time."""
+    """Call the function given to ``keeping``, before anything is closed. Returns its message, the
+    first time."""
     with _state.keeping:
         if _state.keep is None or _state.kept:
             return None
@@ -158,18 +163,23 @@ def keep_now() -> str | None:
 
 
 def own_process() -> None:
-    """Declare that this process runs only one command, so that a command that does not react may end it."""
+    """Declare that this process runs only one command, so that a command that does not react may
+    end it."""
     global _own
     _own = True
 
 
 @contextmanager
 def handled() -> Generator[None]:
-    """Handle the signals as described above; only in the command's own process (``own_process``) may they end it.
+    """Handle the signals as described above; only in the command's own process (``own_process``)
+    may they end it.
 
     No effect inside another ``handled`` or outside the main thread.
     """
-    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) == _on_signal:
+    if (
+        threading.current_thread() is not threading.main_thread()
+        or signal.getsignal(signal.SIGTERM) == _on_signal
+    ):
         yield
         return
     global _state
@@ -201,7 +211,8 @@ def _on_signal(number: int, frame: FrameType | None) -> None:
 
 
 def _record(state: _State, number: int) -> bool:
-    """Record a signal, from the handler and the watching thread. Returns whether ``Interrupted`` must be raised."""
+    """Record a signal, from the handler and the watching thread. Returns whether ``Interrupted``
+    must be raised."""
     if number == signal.SIGHUP:
         _leave_terminal()
     if state.asked is None:
@@ -217,14 +228,18 @@ def _watch(reading: int, state: _State) -> None:
         for number in iter(lambda: pipe.read(1), b""):
             if number[0] not in SIGNALS or signal.getsignal(number[0]) != _on_signal:
                 continue
-            counted += number[0] != signal.SIGHUP or counted == 0  # a terminal that closes sends several
+            counted += (
+                number[0] != signal.SIGHUP or counted == 0
+            )  # a terminal that closes sends several
             first = state.asked is None or counted == 1
             _record(state, number[0])
             if counted > 1 and _own:
                 _exit(state, "ended at once")
             if first:
                 say(f"{signal.Signals(number[0]).name}: stopping; once more ends this at once")
-                threading.Thread(target=_wait_for_main, args=(state,), name="signals", daemon=True).start()
+                threading.Thread(
+                    target=_wait_for_main, args=(state,), name="signals", daemon=True
+                ).start()
 
 
 def _wait_for_main(state: _State) -> None:
@@ -234,7 +249,9 @@ def _wait_for_main(state: _State) -> None:
             return
         patience = GRACE * (2 if state.committed else 1)
         if _own and not (state.held or state.kept) and time.monotonic() - state.since > patience:
-            message = None if state.committed else keep_now()  # the main thread is busy, and changes no weights
+            message = (
+                None if state.committed else keep_now()
+            )  # the main thread is busy, and changes no weights
             _exit(state, message or "interrupted: the step in progress did not end")
     while time.monotonic() - state.closing_since < TEARDOWN:
         time.sleep(0.1)

@@ -9,21 +9,27 @@ from pathlib import Path
 
 
 def memory_metrics() -> dict[str, float]:
-    """``memory/host_peak`` since the process began; ``memory/device_peak`` since the last call, if it uses a GPU."""
+    """``memory/host_peak`` since the process began; ``memory/device_peak`` since the last call, if
+    it uses a GPU."""
     peaks = {"memory/host_peak": float(_host_peak())}
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
-        peaks["memory/device_peak"] = float(max(map(torch.cuda.max_memory_allocated, range(torch.cuda.device_count()))))
+        peaks["memory/device_peak"] = float(
+            max(map(torch.cuda.max_memory_allocated, range(torch.cuda.device_count())))
+        )
         for device in range(torch.cuda.device_count()):
             torch.cuda.reset_peak_memory_stats(device)
     return peaks
 
 
 def _host_peak() -> int:
-    """Peak of this program only: in ``ru_maxrss``, Linux includes the peak inherited from the parent process."""
+    """Peak of this program only: in ``ru_maxrss``, Linux includes the peak inherited from the
+    parent process."""
     try:
         found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
     except OSError:
         found = None
     unit = 1 if sys.platform == "darwin" else 1024
-    return 1024 * int(found[1]) if found else unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return (
+        1024 * int(found[1]) if found else unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    )

@@ -21,7 +21,8 @@ from tunesmith.records.tail import json_object
 
 
 class JsonLines:
-    """Appends JSON objects to a file and flushes each. Values other than JSON's are converted by ``plain``.
+    """Appends JSON objects to a file and flushes each. Values other than JSON's are converted by
+    ``plain``.
 
     Args:
         private: a new file is readable only by its owner.
@@ -42,7 +43,10 @@ class JsonLines:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
                 self._file.close()
                 self._file = self._open()
-                print(f"warning: {self.path} was deleted or replaced; the rest goes into a new file", flush=True)
+                print(
+                    f"warning: {self.path} was deleted or replaced; the rest goes into a new file",
+                    flush=True,
+                )
             self._file.write(line + "\n")
             self._file.flush()
 
@@ -67,11 +71,16 @@ class MetricsLog:
     Args:
         path: the ``metrics.jsonl`` to append to.
         sinks: written every ``every`` steps.
-        resume_step: lines after this step are dropped, so that no step appears twice; None starts a new file.
+        resume_step: lines after this step are dropped, so that no step appears twice; None starts a
+            new file.
     """
 
     def __init__(
-        self, path: Path, sinks: Sequence[Background] = (), every: int = 1, resume_step: int | None = None
+        self,
+        path: Path,
+        sinks: Sequence[Background] = (),
+        every: int = 1,
+        resume_step: int | None = None,
     ) -> None:
         self.path = path
         drop_after(path, -1 if resume_step is None else resume_step)
@@ -112,7 +121,8 @@ class MetricsLog:
 def keep_lines(path: Path, kept: Callable[[Any], bool]) -> int:
     """Truncate a file of JSON lines before the first line that is damaged or not ``kept``.
 
-    A killed process leaves its last line incomplete; a crash of the machine may leave one without content.
+    A killed process leaves its last line incomplete; a crash of the machine may leave one without
+    content.
 
     Returns:
         The number of remaining lines; 0 for a missing file.
@@ -128,9 +138,11 @@ def keep_lines(path: Path, kept: Callable[[Any], bool]) -> int:
 
 
 def drop_after(path: Path, step: int) -> None:
-    """Truncate a file with lines ordered by ``step`` before the first line that is later or damaged.
+    """Truncate a file with lines ordered by ``step`` before the first line that is later or
+    damaged.
 
-    If no line is kept, the file itself is removed, because it may be a link to a file outside the run.
+    If no line is kept, the file itself is removed, because it may be a link to a file outside the
+    run.
     """
     if step < 0:
         with boundary(StorageError, f"cannot write {path}", OSError):
@@ -143,11 +155,16 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     with boundary(StorageError, f"cannot read {path}", (OSError, ValueError)):
-        return [json.loads(line) for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
+        return [
+            json.loads(line)
+            for line in path.read_bytes().splitlines(keepends=True)
+            if line.endswith(b"\n")
+        ]
 
 
 def newest_objects(file: Path, most_bytes: int | None) -> list[dict[str, Any]]:
-    """The JSON objects in whole lines among the last ``most_bytes`` (None: all) of a file; none if it is missing.
+    """The JSON objects in whole lines among the last ``most_bytes`` (None: all) of a file; none if
+    it is missing.
 
     Raises:
         StorageError: it cannot be read.
@@ -169,7 +186,8 @@ def numbers(record: Mapping[str, Any]) -> dict[str, float]:
     return {
         name: value
         for name, value in record.items()
-        if isinstance(value, int | float) and -1e300 < value < 1e300  # an int may be too large for a float
+        if isinstance(value, int | float)
+        and -1e300 < value < 1e300  # an int may be too large for a float
     }
 
 

@@ -19,16 +19,21 @@ LARGEST_INTEGER = 1 << 1023
 def plain(value: Any, depth: int = 0) -> Any:
     """The value as None, bool, int, float, str, list and dict with text keys.
 
-    Numbers of other kinds (NumPy, ``Fraction``, ``Decimal``) become floats or ints, arrays and tensors lists, sets
-    lists in the order of their texts, and everything else its ``repr``. Text keeps all characters but lone
-    surrogates, which UTF-8 cannot encode and which become ``\\udc80`` and the like.
+    Numbers of other kinds (NumPy, ``Fraction``, ``Decimal``) become floats or ints, arrays and
+    tensors lists, sets lists in the order of their texts, and everything else its ``repr``. Text
+    keeps all characters but lone surrogates, which UTF-8 cannot encode and which become ``\\udc80``
+    and the like.
     """
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):
         return _text(value)
     if isinstance(value, int):
-        return int(value) if abs(value) < LARGEST_INTEGER else f"a whole number of {value.bit_length()} bits"
+        return (
+            int(value)
+            if abs(value) < LARGEST_INTEGER
+            else f"a whole number of {value.bit_length()} bits"
+        )
     try:
         if isinstance(value, Real | Decimal):
             return float(value)

@@ -1,4 +1,5 @@
-"""Displays a run: a live panel in a terminal, one line per step elsewhere, and a table at the end."""
+"""Displays a run: a live panel in a terminal, one line per step elsewhere, and a table at the
+end."""
 
 from __future__ import annotations
 
@@ -76,7 +77,8 @@ WATCHED = ("reward", "loss")
 
 
 def each_once(values: Mapping[str, str]) -> dict[str, str]:
-    """Values by the names that share them: ``{"a": "1", "b": "1", "c": "2"}`` → ``{"a, b": "1", "c": "2"}``."""
+    """Values by the names that share them: ``{"a": "1", "b": "1", "c": "2"}`` → ``{"a, b": "1",
+    "c": "2"}``."""
     names: dict[str, list[str]] = {}
     for name, value in values.items():
         names.setdefault(value, []).append(name)
@@ -84,20 +86,26 @@ def each_once(values: Mapping[str, str]) -> dict[str, str]:
 
 
 def _shown(
-    metrics: Mapping[str, float], columns: Mapping[str, tuple[str, Callable[[float], str]]] = COLUMNS
+    metrics: Mapping[str, float],
+    columns: Mapping[str, tuple[str, Callable[[float], str]]] = COLUMNS,
 ) -> list[tuple[str, str]]:
     """Label and text of every column that the metrics have a value for."""
-    return [(label, show(metrics[name])) for name, (label, show) in columns.items() if name in metrics]
+    return [
+        (label, show(metrics[name])) for name, (label, show) in columns.items() if name in metrics
+    ]
 
 
 def sparkline(values: Sequence[float]) -> str:
-    """One bar per value, scaled from the minimum to the maximum: ``▁▃▅█``. Values that are not finite are blank."""
+    """One bar per value, scaled from the minimum to the maximum: ``▁▃▅█``. Values that are not
+    finite are blank."""
     finite = [v for v in values if abs(v) < float("inf")]
     if not finite:
         return ""
     low, high = min(finite), max(finite)
     scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
-    return "".join(_BARS[round((v - low) * scale)] if abs(v) < float("inf") else " " for v in values)
+    return "".join(
+        _BARS[round((v - low) * scale)] if abs(v) < float("inf") else " " for v in values
+    )
 
 
 def _eta(left: float | None, at_most: bool) -> list[str]:
@@ -120,7 +128,8 @@ class Progress:
 
     @property
     def remaining(self) -> float | None:
-        """Seconds left, from the median of the latest steps, so that one slow step has little effect; None at first."""
+        """Seconds left, from the median of the latest steps, so that one slow step has little
+        effect; None at first."""
         return median(self._seconds) * max(0, self.total - self.done) if self._seconds else None
 
     def phase(self, name: str) -> None:
@@ -135,7 +144,9 @@ class Progress:
             times = [duration(seconds), f"ETA {duration(self.remaining or 0)}"]
             print("  ".join([f"{self._unit} {step}/{self.total}", *parts, *times]), flush=True)
 
-    def update(self, done: int, metrics: Mapping[str, float], left: float | None, *, at_most: bool = False) -> None:
+    def update(
+        self, done: int, metrics: Mapping[str, float], left: float | None, *, at_most: bool = False
+    ) -> None:
         """Show how far sampling has come, in a line every ``LINE_SECONDS`` and at the end.
 
         Args:
@@ -164,7 +175,9 @@ class Progress:
 class LivePanel(Progress):
     """A bar, the latest metrics and the reward's curve, redrawn in place; notes scroll above."""
 
-    def __init__(self, total: int, start: int = 0, console: Console | None = None, unit: str = "step") -> None:
+    def __init__(
+        self, total: int, start: int = 0, console: Console | None = None, unit: str = "step"
+    ) -> None:
         from rich.console import Console
         from rich.live import Live
 
@@ -176,7 +189,10 @@ class LivePanel(Progress):
         self._course: deque[float] = deque(maxlen=_HISTORY)
         self._console = console or Console()
         self._live = Live(
-            console=self._console, refresh_per_second=4, get_renderable=self.render, vertical_overflow="visible"
+            console=self._console,
+            refresh_per_second=4,
+            get_renderable=self.render,
+            vertical_overflow="visible",
         )
 
     def phase(self, name: str) -> None:
@@ -191,7 +207,9 @@ class LivePanel(Progress):
         if self._watched:
             self._course.append(metrics[self._watched])
 
-    def update(self, done: int, metrics: Mapping[str, float], left: float | None, *, at_most: bool = False) -> None:
+    def update(
+        self, done: int, metrics: Mapping[str, float], left: float | None, *, at_most: bool = False
+    ) -> None:
         if self._columns is not SAMPLING:
             self._columns, self._phase, self._since = SAMPLING, "", self._began
         self.done, self._metrics, self._eta = done, metrics, _eta(left, at_most)
@@ -216,11 +234,15 @@ class LivePanel(Progress):
         )
         numbers = Text()
         for label, shown in _shown(self._metrics, self._columns):
-            numbers.append(f"{label}\xa0", style="dim").append(shown, style="bold").append("   ")  # wraps between two
+            numbers.append(f"{label}\xa0", style="dim").append(shown, style="bold").append(
+                "   "
+            )  # wraps between two
         course = Text()
         if self._watched is not None and len(self._course) > 1:
             course.append(f"{self._watched} ", style="dim").append(f"{number(self._course[0])} ")
-            course.append(sparkline(list(self._course)), style="green").append(f" {number(self._course[-1])}")
+            course.append(sparkline(list(self._course)), style="green").append(
+                f" {number(self._course[-1])}"
+            )
         panel = Table.grid()
         for row in (top, numbers, course):
             panel.add_row(row)
@@ -261,7 +283,11 @@ def time_table(totals: Mapping[str, float]) -> list[str]:
         totals: seconds by phase, as ``Clock.totals`` gives them.
     """
     whole = sum(totals.values())
-    rows = [(n, s) for n, s in sorted(totals.items(), key=lambda row: -row[1]) if s >= 0.0005 * whole and s > 0]
+    rows = [
+        (n, s)
+        for n, s in sorted(totals.items(), key=lambda row: -row[1])
+        if s >= 0.0005 * whole and s > 0
+    ]
     width = max((len(name) for name, _ in rows), default=0)
     lines: list[str] = []
     for name, seconds in rows:
@@ -272,7 +298,8 @@ def time_table(totals: Mapping[str, float]) -> list[str]:
 
 
 def print_summary(totals: Mapping[str, float], facts: Mapping[str, str]) -> None:
-    """Print the time by phase, then one line per fact (``reward``: ``0.12 → 0.87``, ``checkpoint``: its path)."""
+    """Print the time by phase, then one line per fact (``reward``: ``0.12 → 0.87``, ``checkpoint``:
+    its path)."""
     print("\nWhere the time went")
     for line in time_table(totals):
         print(f"  {line}")

@@ -24,8 +24,9 @@ _SECRET_NAME = re.compile(
 def redact(text: str) -> str:
     """The text without recognisable secrets.
 
-    In URLs these are user and password, and every value of the query; elsewhere the credentials of an HTTP
-    ``Authorization`` header and access tokens with a known prefix (``hf_``, ``sk-``, ``ghp_``, …).
+    In URLs these are user and password, and every value of the query; elsewhere the credentials of
+    an HTTP ``Authorization`` header and access tokens with a known prefix (``hf_``, ``sk-``,
+    ``ghp_``, …).
 
     Example:
         >>> redact("http://me:pw@host:80/r?key=abc is down")
@@ -44,12 +45,16 @@ def _without_values(url: str) -> str:
 def redact_values(value: Any, name: str = "") -> Any:
     """``redact`` for settings, also inside mappings and lists.
 
-    A text is hidden entirely if its key is named like a secret, or if it is an environment variable's value.
+    A text is hidden entirely if its key is named like a secret, or if it is an environment
+    variable's value.
     """
     if isinstance(value, str):
         return HIDDEN if value and _SECRET_NAME.search(name) else redact(value)
     if isinstance(value, Mapping):
-        return {key: redact_values(item, "secret" if name == "env_vars" else str(key)) for key, item in value.items()}  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+        return {
+            key: redact_values(item, "secret" if name == "env_vars" else str(key))
+            for key, item in value.items()
+        }  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
     if isinstance(value, list | tuple):
         return [redact_values(item, name) for item in value]  # pyright: ignore[reportUnknownVariableType]
     return value

@@ -55,7 +55,8 @@ _OURS = (
 """What runs write into their directories."""
 
 _locked_here: set[Path] = set()
-"""Directories that this process has locked; record locks do not exclude the process that holds them."""
+"""Directories that this process has locked; record locks do not exclude the process that holds
+them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,14 +83,17 @@ class RunDir:
 
 
 @contextmanager
-def open_run_dir(run_dir: Path | None, name: str, resume: bool | Literal["auto"] | Path) -> Generator[RunDir]:
+def open_run_dir(
+    run_dir: Path | None, name: str, resume: bool | Literal["auto"] | Path
+) -> Generator[RunDir]:
     """Create or enter a run's directory, and lock it against other processes while it is in use.
 
     Args:
         run_dir: None creates ``runs/<name>-<number>`` in the working directory.
         name: of the run.
-        resume: ``checkpoint.resume``. True continues the run in ``run_dir``; "auto" does so if there is one; the path
-            of a checkpoint continues its run if that is in ``run_dir``, and otherwise starts a new run from it.
+        resume: ``checkpoint.resume``. True continues the run in ``run_dir``; "auto" does so if
+            there is one; the path of a checkpoint continues its run if that is in ``run_dir``, and
+            otherwise starts a new run from it.
 
     Raises:
         ConfigError: the directory holds another run, or another process is writing to it.
@@ -99,7 +103,11 @@ def open_run_dir(run_dir: Path | None, name: str, resume: bool | Literal["auto"]
     if run_dir is not None:
         check_run_dir(run_dir, resume)
     with boundary(StorageError, f"cannot create the run directory {run_dir or 'runs'}", OSError):
-        path = numbered_directory(Path("runs").absolute(), name) if run_dir is None else run_dir.resolve()
+        path = (
+            numbered_directory(Path("runs").absolute(), name)
+            if run_dir is None
+            else run_dir.resolve()
+        )
         path.mkdir(parents=True, exist_ok=True)
         if run_dir is None:
             point(path.parent / LATEST, path)
@@ -113,7 +121,9 @@ def open_run_dir(run_dir: Path | None, name: str, resume: bool | Literal["auto"]
             if (begun or _goes_on(path, error)) and not isinstance(error, CheckpointError):
                 if newest and isinstance(error, StorageError) and not error.names_checkpoint:
                     error.add_note(f"the last good checkpoint is {newest}")
-                if (how := how_to_continue(path)) not in getattr(error, "__notes__", ()):  # by a run inside this one
+                if (how := how_to_continue(path)) not in getattr(
+                    error, "__notes__", ()
+                ):  # by a run inside this one
                     error.add_note(how)
             raise
 
@@ -154,7 +164,8 @@ def check_run_dir(run_dir: Path, resume: bool | Path | Literal["auto"]) -> None:
     """Reject a directory that ``open_run_dir`` would reject, without touching it.
 
     Raises:
-        ConfigError: it cannot be created or written, holds another run, or another process is writing to it.
+        ConfigError: it cannot be created or written, holds another run, or another process is
+            writing to it.
         CheckpointError: there is no run to resume.
     """
     if resume is True and not run_dir.is_dir():
@@ -162,19 +173,26 @@ def check_run_dir(run_dir: Path, resume: bool | Path | Literal["auto"]) -> None:
             f"checkpoint.resume = true: there is no run to resume: {run_dir} is not a directory",
             keys=("checkpoint.resume", "run_dir"),
         )
-    with boundary(ConfigError, f"run_dir = '{run_dir}' cannot be used", (OSError, ValueError, RuntimeError)):
+    with boundary(
+        ConfigError, f"run_dir = '{run_dir}' cannot be used", (OSError, ValueError, RuntimeError)
+    ):
         above = next(p for p in (run_dir.absolute(), *run_dir.absolute().parents) if p.exists())
         if not above.is_dir():
-            raise ConfigError(f"run_dir = '{run_dir}' cannot be a directory: {above} is a file", keys=("run_dir",))
+            raise ConfigError(
+                f"run_dir = '{run_dir}' cannot be a directory: {above} is a file", keys=("run_dir",)
+            )
         if not os.access(above, os.W_OK | os.X_OK):
             raise ConfigError(
-                f"run_dir = '{run_dir}' cannot be written: {above} is not writable for this user", keys=("run_dir",)
+                f"run_dir = '{run_dir}' cannot be written: {above} is not writable for this user",
+                keys=("run_dir",),
             )
         _refuse_another_run(run_dir.resolve(), resume)
 
 
 def _refuse_another_run(path: Path, resume: bool | Path | Literal["auto"]) -> None:
-    continued = resume in (True, "auto") or (isinstance(resume, Path) and resume.resolve().is_relative_to(path))
+    continued = resume in (True, "auto") or (
+        isinstance(resume, Path) and resume.resolve().is_relative_to(path)
+    )
     if not continued and holds_run(path):
         raise ConfigError(
             f"{path} already holds a run. Continue it with checkpoint.resume=true, choose another run_dir, or delete "
@@ -193,7 +211,8 @@ def _refuse_another_run(path: Path, resume: bool | Path | Literal["auto"]) -> No
 
 
 def point(link: Path, target: Path) -> None:
-    """Point a symbolic link to a directory. Nothing happens if ``link`` exists and is not a link."""
+    """Point a symbolic link to a directory. Nothing happens if ``link`` exists and is not a
+    link."""
     if link.exists() and not link.is_symlink():
         return
     new = link.with_name(f".{link.name}.{os.getpid()}")
@@ -239,7 +258,8 @@ def numbered_directory(parent: Path, name: str) -> Path:
 
 
 def is_running(path: Path) -> bool:
-    """Whether a process is known to hold the lock of a run's directory; another user's lock cannot be read."""
+    """Whether a process is known to hold the lock of a run's directory; another user's lock cannot
+    be read."""
     path = path.absolute()
     if path in _locked_here:  # opening the file here, and closing it, would drop the lock
         return True
@@ -264,7 +284,9 @@ def _open_lock(lock: Path) -> int:
         ConfigError: it is not a lock.
     """
     try:
-        handle = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+        handle = os.open(
+            lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600
+        )
         content = os.pread(handle, 200, 0) if stat.S_ISREG(os.fstat(handle).st_mode) else None
     except OSError:
         if not (lock.is_symlink() or (lock.exists() and not lock.is_file())):
@@ -303,7 +325,9 @@ def _locked(path: Path) -> Generator[None]:
                 "or choose another run_dir",
                 keys=("run_dir",),
             ) from None
-        raise StorageError(f"cannot lock {lock}: {error}. Choose a run_dir on a local disk.") from error
+        raise StorageError(
+            f"cannot lock {lock}: {error}. Choose a run_dir on a local disk."
+        ) from error
     with boundary(StorageError, f"cannot write {lock}", OSError):
         os.ftruncate(handle, 0)
         os.pwrite(handle, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)

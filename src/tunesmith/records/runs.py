@@ -42,7 +42,8 @@ class RunSummary:
 class RunProgress:
     """How far a run has come: steps, or prompts of batch inference and RFT.
 
-    ``state`` is ``running``, ``done``, ``stopped`` before the last step or, if that is known, ``failed``.
+    ``state`` is ``running``, ``done``, ``stopped`` before the last step or, if that is known,
+    ``failed``.
     """
 
     state: str
@@ -77,7 +78,9 @@ def find_runs(directory: Path) -> list[RunSummary]:
         inside = list(directory.iterdir()) if directory.is_dir() else []
     paths = [path for path in inside if not path.is_symlink() and _may_hold_run(path)]
     if not paths:
-        raise ConfigError(f"{directory} holds no runs. Name a directory with: tunesmith runs list DIRECTORY")
+        raise ConfigError(
+            f"{directory} holds no runs. Name a directory with: tunesmith runs list DIRECTORY"
+        )
     return [_listed(path) for path in sorted(paths, key=_changed, reverse=True)]
 
 
@@ -89,7 +92,8 @@ def _may_hold_run(path: Path) -> bool:
 
 
 def _listed(path: Path) -> RunSummary:
-    """A run, without its settings and metrics if they cannot be read, so that the others are listed."""
+    """A run, without its settings and metrics if they cannot be read, so that the others are
+    listed."""
     try:
         return read_run(path)
     except TunesmithError:
@@ -105,7 +109,9 @@ def read_run(path: Path) -> RunSummary:
     if not path.is_dir() or not holds_run(path):
         raise ConfigError(f"{path} is not the directory of a run. Name one, such as runs/{LATEST}")
     lines, settings, last = last_lines(path), read_settings(path), dict[str, Any]()
-    if read_standing(path):  # each line has what was measured then: samples, a round's yield, an evaluation
+    if read_standing(
+        path
+    ):  # each line has what was measured then: samples, a round's yield, an evaluation
         last = {name: value for line in lines for name, value in line.items() if value is not None}
     elif steps := [line for line in lines if not is_evaluation(line)]:
         last = steps[-1]
@@ -115,15 +121,20 @@ def read_run(path: Path) -> RunSummary:
 def check_holds(path: Path, files: Sequence[str]) -> None:
     """Reject (ConfigError) a path that is not a run's directory: it has none of these files."""
     if not path.is_dir():
-        raise ConfigError(f"{path} is not a directory. Name a run's directory, such as runs/{LATEST}")
+        raise ConfigError(
+            f"{path} is not a directory. Name a run's directory, such as runs/{LATEST}"
+        )
     if not any((path / name).exists() for name in files):
         inside = sorted({file.parent.name for name in files for file in path.glob(f"*/{name}")})
         choice = f"; it holds the runs {', '.join(inside)}" if inside else ""
-        raise ConfigError(f"{path} has no {' or '.join(files)}, so it is not a run's directory{choice}")
+        raise ConfigError(
+            f"{path} has no {' or '.join(files)}, so it is not a run's directory{choice}"
+        )
 
 
 def read_settings(path: Path) -> dict[str, Any]:
-    """The settings of ``resolved.json`` by dotted key; none if it is missing or of another version."""
+    """The settings of ``resolved.json`` by dotted key; none if it is missing or of another
+    version."""
     try:
         entries = read_json(path / "resolved.json")["settings"]
         return {key: entry["value"] for key, entry in entries.items()}
@@ -151,7 +162,9 @@ def late_means(path: Path) -> dict[str, float]:
     late = steps[-max(1, len(steps) // 5) :]
     means = {
         name: fmean(values)
-        for name in dict.fromkeys(name for line in late for name in line if name not in NOT_COMPARED)
+        for name in dict.fromkeys(
+            name for line in late for name in line if name not in NOT_COMPARED
+        )
         if (values := [line[name] for line in late if name in line])
     }
     evaluated = (line for line in lines if is_evaluation(line))

@@ -1,6 +1,7 @@
 """How far a run of batch inference or RFT has come: ``state.json`` in its directory.
 
-Other runs have their steps in ``metrics.jsonl``; these have files of answers, which ``answered`` counts.
+Other runs have their steps in ``metrics.jsonl``; these have files of answers, which ``answered``
+counts.
 """
 
 from __future__ import annotations
@@ -32,8 +33,11 @@ class Standing:
     error: str | None = None
 
     def seen(self, *, running: bool) -> Standing:
-        """As seen from outside, where ``running`` is whether a process works on the run: a killed one has stopped."""
-        state: State = "running" if running else "stopped" if self.state == "running" else self.state
+        """As seen from outside, where ``running`` is whether a process works on the run: a killed
+        one has stopped."""
+        state: State = (
+            "running" if running else "stopped" if self.state == "running" else self.state
+        )
         return replace(self, state=state)
 
 
@@ -67,7 +71,9 @@ def recorded(run_dir: Path, command: str, count: Callable[[], tuple[int, int]]) 
     except BaseException as error:
         with suppress(StorageError):
             if before and isinstance(error, UserError) and count()[0] == began_with:
-                write_json(run_dir / STATE_FILE, asdict(before))  # it was refused, and nothing has changed
+                write_json(
+                    run_dir / STATE_FILE, asdict(before)
+                )  # it was refused, and nothing has changed
             elif isinstance(error, KeyboardInterrupt):
                 write("stopped")
             else:

@@ -1,4 +1,5 @@
-"""Files and directories that are either complete or absent: written under another name, then renamed."""
+"""Files and directories that are either complete or absent: written under another name, then
+renamed."""
 
 from __future__ import annotations
 
@@ -41,14 +42,17 @@ def measured_file(kind: str, subject: Mapping[str, Any]) -> Path:
 
 @contextmanager
 def replacing(path: Path, *, durable: bool = False) -> Generator[Path]:
-    """A path next to ``path`` to write a file or a directory to; it is renamed to ``path`` at the end.
+    """A path next to ``path`` to write a file or a directory to; it is renamed to ``path`` at the
+    end.
 
-    An error inside removes it, and leaves ``path`` as it was. A directory at ``path`` has to be moved away before the
-    end. A symbolic link at ``path`` stays: what it points to is replaced. The new file has the mode and the owner of
-    the one that it replaces. Leftovers of killed processes are removed first.
+    An error inside removes it, and leaves ``path`` as it was. A directory at ``path`` has to be
+    moved away before the end. A symbolic link at ``path`` stays: what it points to is replaced. The
+    new file has the mode and the owner of the one that it replaces. Leftovers of killed processes
+    are removed first.
 
     Args:
-        durable: flush the new content to disk before renaming, so that it survives a crash of the machine.
+        durable: flush the new content to disk before renaming, so that it survives a crash of the
+            machine.
 
     Raises:
         OSError: ``path`` cannot be written, or is neither a file nor a directory.
@@ -72,12 +76,13 @@ def replacing(path: Path, *, durable: bool = False) -> Generator[Path]:
 
 
 def check_output(path: Path, option: str, mark: str | None, *, streams: bool = True) -> None:
-    """Refuse a path that ``write_output`` could not write, or with a file that another program wrote.
+    """Refuse a path that ``write_output`` could not write, or with a file that another program
+    wrote.
 
     Args:
         option: the option that names the path, for the messages.
-        mark: a text near the beginning of every file that this command writes; None: no file may be replaced, unless
-            it is empty.
+        mark: a text near the beginning of every file that this command writes; None: no file may be
+            replaced, unless it is empty.
         streams: whether the path may be a device, such as /dev/stdout, or a named pipe.
 
     Raises:
@@ -93,18 +98,23 @@ def check_output(path: Path, option: str, mark: str | None, *, streams: bool = T
             return
         folder = Path(os.path.realpath(path)).parent
         if not (folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)):
-            raise ConfigError(f"{option} {path}: {folder} is not a directory that this user can write to")
+            raise ConfigError(
+                f"{option} {path}: {folder} is not a directory that this user can write to"
+            )
         if found is None or _own_descriptor(found) is not None:
             return
         with path.open("rb") as file:
             beginning = file.read(_MARKED_BYTES)
         if beginning and (mark is None or mark.encode() not in beginning):
             whose = "" if mark is None else ", and was not written by this command"
-            raise ConfigError(f"{option} {path} is there already{whose}; name another file, or remove it")
+            raise ConfigError(
+                f"{option} {path} is there already{whose}; name another file, or remove it"
+            )
 
 
 def write_output(path: Path, content: bytes, *, private: bool) -> None:
-    """Write to a path that the user has named: a file is replaced whole, a device or a named pipe is written to.
+    """Write to a path that the user has named: a file is replaced whole, a device or a named pipe
+    is written to.
 
     Args:
         private: a new file is readable by its owner only.
@@ -134,7 +144,9 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
         StorageError: it cannot be written.
     """
     with boundary(StorageError, f"cannot write {path}", OSError), replacing(path) as unfinished:
-        unfinished.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        unfinished.write_text(
+            json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
+        )
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -175,7 +187,8 @@ def _is_stream(found: os.stat_result) -> bool:
 
 
 def _own_descriptor(found: os.stat_result) -> int | None:
-    """Standard output or standard error, if that is what was found: opened again, its file would be emptied."""
+    """Standard output or standard error, if that is what was found: opened again, its file would be
+    emptied."""
     for descriptor in (1, 2):
         with suppress(OSError):
             if os.path.samestat(found, os.fstat(descriptor)):
@@ -184,7 +197,8 @@ def _own_descriptor(found: os.stat_result) -> int | None:
 
 
 def _unfinished(target: Path) -> Path:
-    """A new name next to a target. It tells the process, so that the leftovers of killed ones can be removed."""
+    """A new name next to a target. It tells the process, so that the leftovers of killed ones can
+    be removed."""
     stem = f".{target.name[:_MOST_CHARACTERS]}."
     if target.parent.is_dir():
         for name in os.listdir(target.parent):

@@ -19,7 +19,8 @@ _ENDING = 64
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Identifies a file regardless of its name; includes the first line, because inode numbers are reused."""
+    """Identifies a file regardless of its name; includes the first line, because inode numbers are
+    reused."""
 
     device: int
     inode: int

@@ -16,7 +16,8 @@ _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u20
 
 
 def printable(text: str) -> str:
-    """Control characters as their escapes: ``\\x1b[31m`` is printed as five characters and sets no colour."""
+    """Control characters as their escapes: ``\\x1b[31m`` is printed as five characters and sets no
+    colour."""
     return _CONTROL.sub(lambda mark: mark[0].encode("unicode_escape").decode(), text)
 
 
@@ -51,7 +52,9 @@ def beside_or_below(first: str, second: str, columns: int | None) -> str:
     line = f"{first}  {second}"
     if columns is None or len(line) <= columns:
         return line
-    below = textwrap.TextWrapper(columns, initial_indent="    ", subsequent_indent="    ", break_on_hyphens=False)
+    below = textwrap.TextWrapper(
+        columns, initial_indent="    ", subsequent_indent="    ", break_on_hyphens=False
+    )
     return f"{first.rstrip()}\n{below.fill(second)}"
 
 
@@ -59,15 +62,25 @@ def aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:
     """Rows of texts as lines with aligned columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
-        yield "  ".join(printable(text).ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
+        yield "  ".join(
+            printable(text).ljust(width) for text, width in zip(row, widths, strict=True)
+        ).rstrip()
 
 
 def last_message(prompt: str | list[Mapping[str, Any]]) -> str:
     """A prompt's text, or the last message of a conversation."""
-    return prompt if isinstance(prompt, str) else str(prompt[-1].get("content") or "") if prompt else ""
+    return (
+        prompt
+        if isinstance(prompt, str)
+        else str(prompt[-1].get("content") or "")
+        if prompt
+        else ""
+    )
 
 
-def first_and_last(lines: Iterable[Mapping[str, Any]]) -> list[tuple[Mapping[str, Any], Mapping[str, Any]]]:
+def first_and_last(
+    lines: Iterable[Mapping[str, Any]],
+) -> list[tuple[Mapping[str, Any], Mapping[str, Any]]]:
     """For each prompt in both the first and the last evaluation: its line in each."""
     by_step: dict[int, dict[str, Mapping[str, Any]]] = {}
     for line in lines:

@@ -29,8 +29,8 @@ def engine_lane(number: int) -> str:
 class Timeline:
     """Records spans and levels of the current step. All methods may be called from any thread.
 
-    A lane is idle while it has no open span of work. Idle shares are reported for the trainer and for every engine
-    that takes part. Time in ``OUTSIDE_STEPS`` does not count.
+    A lane is idle while it has no open span of work. Idle shares are reported for the trainer and
+    for every engine that takes part. Time in ``OUTSIDE_STEPS`` does not count.
 
     Args:
         directory: where traces are written; created with the first one.
@@ -61,8 +61,11 @@ class Timeline:
         """When a span last began or ended, or a level changed."""
 
     @contextmanager
-    def span(self, lane: str, name: str, *, waits_for: str | None = None, **details: Any) -> Generator[dict[str, Any]]:
-        """Record the time inside, also around awaits. Yields ``details``, which can be extended until the span ends.
+    def span(
+        self, lane: str, name: str, *, waits_for: str | None = None, **details: Any
+    ) -> Generator[dict[str, Any]]:
+        """Record the time inside, also around awaits. Yields ``details``, which can be extended
+        until the span ends.
 
         In an engine's span, they include the number of sampled ``tokens``.
         """
@@ -105,12 +108,14 @@ class Timeline:
             return [span for span in self._spans if span.stop is None]
 
     def finish_step(self, number: int) -> dict[str, float]:
-        """The metrics of the time since the last call. Writes the step's trace if it is one of ``steps``.
+        """The metrics of the time since the last call. Writes the step's trace if it is one of
+        ``steps``.
 
         Returns:
-            ``idle/trainer``, ``idle/engine`` (the mean of all; also ``idle/engine/0``, ... if there are several),
-            ``engine_tokens_per_second`` (likewise; per second with at least one request), ``waiting/reward`` and
-            ``waiting/environment`` if these were active, and ``.../mean`` and ``.../max`` of every level.
+            ``idle/trainer``, ``idle/engine`` (the mean of all; also ``idle/engine/0``, ... if there
+            are several), ``engine_tokens_per_second`` (likewise; per second with at least one
+            request), ``waiting/reward`` and ``waiting/environment`` if these were active, and
+            ``.../mean`` and ``.../max`` of every level.
 
         Raises:
             StorageError: the trace cannot be written.
@@ -128,7 +133,8 @@ class Timeline:
     def _cut(self, number: int) -> tuple[FinishedStep, set[str]]:
         with self._lock:
             start, stop = self._since, self.now()
-            # A span that ends while this runs counts as open in this step, and continues in the next.
+            # A span that ends while this runs counts as open in this step, and continues in the
+            # next.
             spans = [(span, span.stop) for span in self._spans]
             cut = tuple(
                 replace(
@@ -140,10 +146,16 @@ class Timeline:
                 for span, end in spans
             )
             step = FinishedStep(
-                number, start, stop, cut, {name: list(changes) for name, changes in self._levels.items()}
+                number,
+                start,
+                stop,
+                cut,
+                {name: list(changes) for name, changes in self._levels.items()},
             )
             self._spans = [span for span, end in spans if end is None]
-            self._levels = {name: [(stop, changes[-1][1])] for name, changes in self._levels.items()}
+            self._levels = {
+                name: [(stop, changes[-1][1])] for name, changes in self._levels.items()
+            }
             self._since = stop
             return step, set(self._engines)
 
@@ -167,7 +179,9 @@ def activity_metrics(step: FinishedStep, engines: Sequence[str]) -> dict[str, fl
         return metrics
     metrics["idle/trainer"] = 1 - busy(TRAINER) / seconds
     worked = {lane: busy(lane) for lane in engines}
-    tokens = {lane: sum(_tokens(s, excluded) for s in step.spans if s.lane == lane) for lane in engines}
+    tokens = {
+        lane: sum(_tokens(s, excluded) for s in step.spans if s.lane == lane) for lane in engines
+    }
     if engines:
         metrics["idle/engine"] = 1 - sum(worked.values()) / (seconds * len(engines))
     if total := sum(worked.values()):
@@ -183,7 +197,8 @@ def activity_metrics(step: FinishedStep, engines: Sequence[str]) -> dict[str, fl
 def _waiting(
     step: FinishedStep, lanes: Sequence[str], excluded: Sequence[Interval], seconds: float
 ) -> dict[str, float]:
-    """Shares of the time in which all ``lanes`` are idle: waiting for rewards and, otherwise, for episodes."""
+    """Shares of the time in which all ``lanes`` are idle: waiting for rewards and, otherwise, for
+    episodes."""
     done = [*excluded, *(_ends(s) for s in step.spans if s.lane in lanes and s.waits_for is None)]
     waiting: dict[str, float] = {}
     for name, lane in ((REWARD, REWARD), ("environment", ROLLOUTS)):
@@ -200,7 +215,8 @@ def _ends(span: Span) -> Interval:
 
 
 def _tokens(span: Span, excluded: Sequence[Interval]) -> float:
-    """Tokens that an engine sampled in the step; a request that overlaps excluded time counts in proportion."""
+    """Tokens that an engine sampled in the step; a request that overlaps excluded time counts in
+    proportion."""
     start, stop = _ends(span)
     share = 1 - covered(excluded, start, stop) / (stop - start) if stop > start else 1.0
     return share * span.details.get("tokens", 0)

@@ -33,7 +33,9 @@ def toml_value(value: Any) -> str:
         case list() | tuple():
             return f"[{', '.join(map(toml_value, cast(Sequence[Any], value)))}]"
         case Mapping():
-            pairs = [(str(k), v) for k, v in cast(Mapping[Any, Any], value).items() if v is not None]
+            pairs = [
+                (str(k), v) for k, v in cast(Mapping[Any, Any], value).items() if v is not None
+            ]
             return "{" + ", ".join(f"{toml_key(k)} = {toml_value(v)}" for k, v in pairs) + "}"
         case _:
             raise TypeError(f"TOML has no {type(value).__name__}")

@@ -23,7 +23,8 @@ def long_wait(
 
     Args:
         report: receives the text; None: print.
-        after: when to report, in seconds since the start, then at intervals of the last value; None: ``AFTER``.
+        after: when to report, in seconds since the start, then at intervals of the last value;
+            None: ``AFTER``.
     """
     report, after = report or partial(print, flush=True), after or AFTER
     ended, begun = threading.Event(), time.monotonic()

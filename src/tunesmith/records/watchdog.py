@@ -20,10 +20,13 @@ _FRAMES = 8
 class Watchdog:
     """Reports when nothing on the timeline has begun, ended or changed for ``stall_after`` seconds.
 
-    It reports again after twice that time, four times and so on. Use it as a context manager, which runs a thread.
+    It reports again after twice that time, four times and so on. Use it as a context manager, which
+    runs a thread.
     """
 
-    def __init__(self, timeline: Timeline, stall_after: float, report: Callable[[str], None]) -> None:
+    def __init__(
+        self, timeline: Timeline, stall_after: float, report: Callable[[str], None]
+    ) -> None:
         self._timeline, self._stall_after, self._report = timeline, stall_after, report
         self._next = stall_after
         self._stop = threading.Event()
@@ -71,23 +74,30 @@ def stall_report(spans: Sequence[Span], now: float, still: float) -> str:
             oldest = min(at_work, key=lambda s: s.start)
             which = f"{len(at_work)} in flight, the oldest: " if len(at_work) > 1 else ""
             details = "".join(f", {name} {value}" for name, value in oldest.details.items())
-            lines.append(f"  {lane}: {which}{oldest.name}{details} ({duration(now - oldest.start)})")
+            lines.append(
+                f"  {lane}: {which}{oldest.name}{details} ({duration(now - oldest.start)})"
+            )
     if len(lines) == 1:
         lines.append("  no work and no wait is on record")
     return "\n".join([*lines, *threads_at(), "  The run keeps waiting (monitor.stall_after)."])
 
 
 def threads_at() -> list[str]:
-    """The position of each thread that may block the run; background and idle threads are left out."""
+    """The position of each thread that may block the run; background and idle threads are left
+    out."""
     frames = sys._current_frames()  # pyright: ignore[reportPrivateUsage]
     lines: list[str] = []
     for thread in threading.enumerate():
         frame = frames.get(thread.ident or 0)
         if frame is None or frame.f_code.co_filename == executor.__file__:
             continue
-        if thread.daemon and (thread.name != "reward" or frame.f_code.co_name == "_work"):  # which waits for a call
+        if thread.daemon and (
+            thread.name != "reward" or frame.f_code.co_name == "_work"
+        ):  # which waits for a call
             continue
         calls = traceback.extract_stack(frame)[-_FRAMES:]
         lines.append(f"  Thread {thread.name} is here, innermost call last:")
-        lines += [f"    {call.filename}:{call.lineno} in {call.name}: {call.line}" for call in calls]
+        lines += [
+            f"    {call.filename}:{call.lineno} in {call.name}: {call.line}" for call in calls
+        ]
     return lines

@@ -24,7 +24,12 @@ _WORDS: dict[Any, str] = {
     str: "text in quotes",
     Path: "a path in quotes",
 }
-_BOUNDS = ((Gt, "gt", "above"), (Ge, "ge", "of at least"), (Lt, "lt", "below"), (Le, "le", "of at most"))
+_BOUNDS = (
+    (Gt, "gt", "above"),
+    (Ge, "ge", "of at least"),
+    (Lt, "lt", "below"),
+    (Le, "le", "of at most"),
+)
 
 
 def describe(annotation: Any, metadata: tuple[Any, ...] = ()) -> str:
@@ -33,7 +38,9 @@ def describe(annotation: Any, metadata: tuple[Any, ...] = ()) -> str:
         inner, *notes = get_args(annotation)
         constraints = [c for note in notes if isinstance(note, FieldInfo) for c in note.metadata]
         return describe(inner, (*notes, *constraints, *metadata))
-    if text := next((m.description for m in metadata if isinstance(m, FieldInfo) and m.description), None):
+    if text := next(
+        (m.description for m in metadata if isinstance(m, FieldInfo) and m.description), None
+    ):
         return text
     if get_origin(annotation) in (Union, types.UnionType):
         parts = [describe(a, metadata) for a in get_args(annotation) if a is not type(None)]
@@ -52,7 +59,12 @@ def describe(annotation: Any, metadata: tuple[Any, ...] = ()) -> str:
         return f"one of {', '.join(map(repr, names))}{own}, or a table with type"
     if is_section(annotation):
         return f"a table with the keys {', '.join(annotation.model_fields)}"
-    bounds = [f"{words} {getattr(m, n)}" for kind, n, words in _BOUNDS for m in metadata if isinstance(m, kind)]
+    bounds = [
+        f"{words} {getattr(m, n)}"
+        for kind, n, words in _BOUNDS
+        for m in metadata
+        if isinstance(m, kind)
+    ]
     return _WORDS.get(annotation, "something else") + (f" {' and '.join(bounds)}" if bounds else "")
 
 
@@ -65,7 +77,11 @@ def fields_at(model: type[BaseModel], path: KeyPath) -> dict[type[BaseModel], Fi
     """The fields at a path, by section: several where types of a choice share a key."""
     sections, fields = [model], dict[type[BaseModel], FieldInfo]()
     for part in (part for part in path if not isinstance(part, int)):
-        fields = {section: section.model_fields[part] for section in sections if part in section.model_fields}
+        fields = {
+            section: section.model_fields[part]
+            for section in sections
+            if part in section.model_fields
+        }
         sections = [inner for field in fields.values() for inner in sections_of(field.annotation)]
     return fields
 
@@ -75,7 +91,9 @@ def describe_at(model: type[BaseModel], path: KeyPath) -> str:
     if (field := field_at(model, path)) is None:
         return "something else"
     items = [get_args(a)[0] for a in alternatives(field.annotation) if get_origin(a) is tuple]
-    return describe(items[0] if items and isinstance(path[-1], int) else Annotated[field.annotation, field])
+    return describe(
+        items[0] if items and isinstance(path[-1], int) else Annotated[field.annotation, field]
+    )
 
 
 def choices_at(model: type[BaseModel], path: KeyPath, *, closed: bool = False) -> list[str]:
@@ -87,12 +105,18 @@ def choices_at(model: type[BaseModel], path: KeyPath, *, closed: bool = False) -
     types = [a for field in fields_at(model, path).values() for a in alternatives(field.annotation)]
     if closed and any(a in (str, Path, int, float) or get_origin(a) is tuple for a in types):
         return []
-    return [str(c) for a in types for c in (get_args(a) if get_origin(a) is Literal else names_of(a))]
+    return [
+        str(c) for a in types for c in (get_args(a) if get_origin(a) is Literal else names_of(a))
+    ]
 
 
 def names_of(annotation: Any) -> list[str]:
     """The names of a family of choices; empty for anything else."""
-    return list(annotation.types) if isinstance(annotation, type) and issubclass(annotation, Choice) else []
+    return (
+        list(annotation.types)
+        if isinstance(annotation, type) and issubclass(annotation, Choice)
+        else []
+    )
 
 
 def sections_of(annotation: Any) -> Iterator[type[BaseModel]]:
@@ -105,7 +129,8 @@ def sections_of(annotation: Any) -> Iterator[type[BaseModel]]:
 
 
 def tables_of(annotation: Any) -> list[type[BaseModel]]:
-    """Sections whose keys are settings: a section, the types of a choice, or a table that may be off (false, None)."""
+    """Sections whose keys are settings: a section, the types of a choice, or a table that may be
+    off (false, None)."""
     parts = [a for a in alternatives(annotation) if a not in (Literal[False], type(None))]
     return list(sections_of(annotation)) if len(parts) == 1 and is_section(parts[0]) else []
 

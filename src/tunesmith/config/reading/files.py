@@ -19,15 +19,20 @@ LEFT_OUT = "give a value, or leave it out (on the command line: {}=none)"
 
 Tree = dict[str, Any]
 Find = Callable[[str, list[Path]], str]
-"""Searches several directories for the file that a run file's text names, and returns its path or name."""
+"""Searches several directories for the file that a run file's text names, and returns its path or
+name."""
 
 
-def locate_files(data: Tree, run_directory: Path | None, is_override: Callable[[KeyPath], bool]) -> list[FileProblem]:
-    """Make the paths in ``data`` absolute, in place; return a problem for each missing or unsuitable file.
+def locate_files(
+    data: Tree, run_directory: Path | None, is_override: Callable[[KeyPath], bool]
+) -> list[FileProblem]:
+    """Make the paths in ``data`` absolute, in place; return a problem for each missing or
+    unsuitable file.
 
     Args:
         run_directory: the directory of the run file.
-        is_override: whether a key comes from the command line; if so, the working directory is searched first.
+        is_override: whether a key comes from the command line; if so, the working directory is
+            searched first.
     """
     problems: list[FileProblem] = []
     here = [Path.cwd()] if run_directory is None else [run_directory.absolute(), Path.cwd()]
@@ -41,8 +46,16 @@ def locate_files(data: Tree, run_directory: Path | None, is_override: Callable[[
             holder[path[-1]] = find(text, bases)
         except ConfigError as problem:
             problems.append(FileProblem(path, f"{dotted(path)}: {problem}"))
-        except (OSError, RuntimeError, ValueError) as error:  # too long a name, not allowed, no such user, NUL
-            problems.append(FileProblem(path, f"{dotted(path)} cannot be read as a path: {shortened(str(error))}"))
+        except (
+            OSError,
+            RuntimeError,
+            ValueError,
+        ) as error:  # too long a name, not allowed, no such user, NUL
+            problems.append(
+                FileProblem(
+                    path, f"{dotted(path)} cannot be read as a path: {shortened(str(error))}"
+                )
+            )
     return problems
 
 
@@ -60,10 +73,14 @@ def _search(text: str, bases: list[Path]) -> Path | None:
 def _missing(text: str, bases: list[Path], hub: str = "") -> ConfigError:
     """Args: hub: an example of a hub name, shown where the text may have been meant as one."""
     folders = list(dict.fromkeys(str((base / Path(text).expanduser()).parent) for base in bases))
-    siblings = {p.name for folder in folders if Path(folder).is_dir() for p in Path(folder).iterdir()}
+    siblings = {
+        p.name for folder in folders if Path(folder).is_dir() for p in Path(folder).iterdir()
+    }
     close = closest(Path(text).name, siblings, 0.6)
     hint = f" Did you mean '{close}'?" if close else ""
-    other = f", and on the hub names have an owner, such as {hub}" if hub and "/" not in text else ""
+    other = (
+        f", and on the hub names have an owner, such as {hub}" if hub and "/" not in text else ""
+    )
     return ConfigError(f"{text} does not exist (looked in {' and '.join(folders)}){other}.{hint}")
 
 
@@ -104,7 +121,8 @@ def _adapter(text: str, bases: list[Path]) -> str:
 
 
 def adapter_directory(directory: Path) -> Path:
-    """The directory of the adapter in ``directory``: itself, a run's newest, or the only one that has its own folder.
+    """The directory of the adapter in ``directory``: itself, a run's newest, or the only one that
+    has its own folder.
 
     Raises:
         ConfigError: there is none, there are several, or its weights are pickled.
@@ -114,8 +132,14 @@ def adapter_directory(directory: Path) -> Path:
     if not (directory / ADAPTER_CONFIG).is_file():
         inside = sorted(found.parent for found in directory.glob(f"*/{ADAPTER_CONFIG}"))
         if len(inside) != 1:
-            several = f"; name one of those in it: {', '.join(path.name for path in inside)}" if inside else ""
-            raise ConfigError(f"{directory} holds no LoRA adapter: there is no {ADAPTER_CONFIG} in it{several}")
+            several = (
+                f"; name one of those in it: {', '.join(path.name for path in inside)}"
+                if inside
+                else ""
+            )
+            raise ConfigError(
+                f"{directory} holds no LoRA adapter: there is no {ADAPTER_CONFIG} in it{several}"
+            )
         directory = inside[0]
     if not (directory / WEIGHTS).is_file():
         raise ConfigError(
@@ -145,34 +169,48 @@ def _data(text: str, bases: list[Path]) -> str:
     return str(path)
 
 
-def _hub_name(text: str, bases: list[Path], kind: Literal["models", "datasets"], example: str) -> str:
+def _hub_name(
+    text: str, bases: list[Path], kind: Literal["models", "datasets"], example: str
+) -> str:
     if not is_hub_name(text, kind):
         raise _missing(text, bases, example)
     return text
 
 
 def same_path(value: Any) -> Any:
-    """A setting's value for comparisons: resolves links and ``..`` in existing paths (also in ``file.py:name``)."""
+    """A setting's value for comparisons: resolves links and ``..`` in existing paths (also in
+    ``file.py:name``)."""
     if isinstance(value, list):
         return [same_path(item) for item in cast(list[Any], value)]
     if not isinstance(value, str) or "/" not in value or "\0" in value:
         return value
     path, colon, name = value.rpartition(":") if ".py:" in value else (value, "", "")
-    return f"{os.path.realpath(path)}{colon}{name}" if len(path) < 4096 and os.path.lexists(path) else value
+    return (
+        f"{os.path.realpath(path)}{colon}{name}"
+        if len(path) < 4096 and os.path.lexists(path)
+        else value
+    )
 
 
 def is_hub_name(text: str, kind: Literal["models", "datasets"]) -> bool:
     """Whether a text can be a name on the Hugging Face hub: ``owner/name``, or a known bare name.
 
-    Bare names are from the hub's early years. A mistyped directory looks like one, so only GPT-2 and names in the hub's
-    cache count.
+    Bare names are from the hub's early years. A mistyped directory looks like one, so only GPT-2
+    and names in the hub's cache count.
     """
-    if not _HUB_NAME.fullmatch(text) or ".." in text or "--" in text or text.lower().endswith(DATA_SUFFIXES):
+    if (
+        not _HUB_NAME.fullmatch(text)
+        or ".." in text
+        or "--" in text
+        or text.lower().endswith(DATA_SUFFIXES)
+    ):
         return False
     if "/" in text or (kind == "models" and text in _BARE_MODELS):
         return True
     home = os.environ.get("HF_HOME") or "~/.cache/huggingface"
-    cache = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE") or f"{home}/hub"
+    cache = (
+        os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE") or f"{home}/hub"
+    )
     return (Path(cache).expanduser() / f"{kind}--{text}").is_dir()
 
 
@@ -181,13 +219,16 @@ _BARE_MODELS = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "distilgpt2")
 
 
 def _reference(what: str) -> Find:
-    """A ``Find`` for a function or class in the user's code; names of the package are returned unchanged."""
+    """A ``Find`` for a function or class in the user's code; names of the package are returned
+    unchanged."""
 
     def find(text: str, bases: list[Path]) -> str:
         if ":" in text:
             return _code(text, bases)
         if text.endswith(".py"):
-            raise ConfigError(f"{text} names no {what}; write {text}:{'name' if what == 'function' else 'Name'}")
+            raise ConfigError(
+                f"{text} names no {what}; write {text}:{'name' if what == 'function' else 'Name'}"
+            )
         return text
 
     return find
@@ -222,7 +263,11 @@ _FILES: dict[str, Find] = {
     "system.engine_python": _existing,
     "rft.few_shot": _existing,
     "checkpoint.resume": _checkpoint,
-    **{f"data.{name}{inner}": _data for name in ("train", "eval") for inner in ("", ".path", ".[]", ".[].path")},
+    **{
+        f"data.{name}{inner}": _data
+        for name in ("train", "eval")
+        for inner in ("", ".path", ".[]", ".[].path")
+    },
     "data.map": _code,
     "algorithm.name": _preset,
     **{
@@ -237,4 +282,5 @@ _FILES: dict[str, Find] = {
     "environment.path.{}": _code,
     "environment.tools.[]": _code,
 }
-"""Every key that may be a path, and the function that locates it; ``[]`` is any item of a list, ``{}`` any key."""
+"""Every key that may be a path, and the function that locates it; ``[]`` is any item of a list,
+``{}`` any key."""

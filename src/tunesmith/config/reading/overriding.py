@@ -28,21 +28,24 @@ DISPLACED: dict[str, tuple[str, ...]] = {
     "rft.sampler": ("rft.answers",),
     "rft.few_shot": ("rft.answers",),
 }
-"""By setting, those that a run cannot have beside it. As an override, it wins over these settings of the file."""
+"""By setting, those that a run cannot have beside it. As an override, it wins over these settings
+of the file."""
 
 
 def apply_overrides(data: Tree, overrides: Sequence[str], origins: Origins) -> None:
     """Change ``data`` and ``origins`` in place.
 
-    An override is ``section.key=value``, with the value in TOML; invalid TOML is taken as text. ``section.key=none``
-    leaves out the key, or the whole section, of the run file, unless ``"none"`` is one of the key's own values; in
-    quotes it is text.
+    An override is ``section.key=value``, with the value in TOML; invalid TOML is taken as text.
+    ``section.key=none`` leaves out the key, or the whole section, of the run file, unless
+    ``"none"`` is one of the key's own values; in quotes it is text.
 
     Raises:
         ConfigError: see ``parse_override``.
     """
     parsed = [(*parse_override(override), override) for override in overrides]
-    for keys, value, override in sorted(parsed, key=lambda one: len(one[0])):  # a table before the keys in it
+    for keys, value, override in sorted(
+        parsed, key=lambda one: len(one[0])
+    ):  # a table before the keys in it
         if value == UNSET and override.endswith(UNSET) and not _takes_none(keys):
             _remove(data, keys)
             origins.unset.append(keys)
@@ -68,7 +71,9 @@ def parse_override(text: str) -> tuple[tuple[str, ...], Any]:
     key, equals, value = text.partition("=")
     parts = tuple(part.strip() for part in key.split("."))
     if not equals or not all(parts):
-        raise ConfigError(f"'{text}' is not an override; write section.key=value, such as train.lr=1e-6")
+        raise ConfigError(
+            f"'{text}' is not an override; write section.key=value, such as train.lr=1e-6"
+        )
     value = value.strip()
     if value in ("True", "False"):
         return parts, value == "True"
@@ -77,8 +82,12 @@ def parse_override(text: str) -> tuple[tuple[str, ...], Any]:
     except ValueError:
         return parts, value
     except RecursionError:
-        raise ConfigError(f"override '{shortened(text)}' has lists and tables that are nested too deeply") from None
-    is_text = isinstance(parsed["value"], datetime.date | datetime.time) or parsed.keys() != {"value"}
+        raise ConfigError(
+            f"override '{shortened(text)}' has lists and tables that are nested too deeply"
+        ) from None
+    is_text = isinstance(parsed["value"], datetime.date | datetime.time) or parsed.keys() != {
+        "value"
+    }
     return parts, value if is_text else parsed["value"]
 
 
@@ -124,7 +133,8 @@ def _put(data: Tree, keys: tuple[str, ...], value: Any) -> tuple[str, ...] | Non
 
 
 def _opened(path: tuple[str, ...], value: Any) -> Tree | None:
-    """The table that a choice's name or a boolean table switch stands for; None for any other value."""
+    """The table that a choice's name or a boolean table switch stands for; None for any other
+    value."""
     field = field_at(RLConfig, path)
     if field is None or not tables_of(field.annotation):
         return None

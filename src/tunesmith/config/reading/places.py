@@ -24,7 +24,9 @@ def placed(path: Path | None, overrides: Sequence[str]) -> Generator[None]:
     try:
         yield
     except UserError as error:
-        if not error.places_known and not isinstance(error, DataError):  # a DataError names its line
+        if not error.places_known and not isinstance(
+            error, DataError
+        ):  # a DataError names its line
             _add_places(error, path, overrides)
         raise
 
@@ -35,19 +37,29 @@ def _add_places(error: UserError, path: Path | None, overrides: Sequence[str]) -
     except ConfigError:  # the file has been changed or removed since
         return
     given = [path for _, path, _ in leaves(data)]
-    paths = {dotted(path[:length]): path[:length] for path in given for length in range(1, len(path) + 1)}
-    error.args = tuple(_with_places(problem, error.key_around, paths, origins) for problem in error.problems)
+    paths = {
+        dotted(path[:length]): path[:length] for path in given for length in range(1, len(path) + 1)
+    }
+    error.args = tuple(
+        _with_places(problem, error.key_around, paths, origins) for problem in error.problems
+    )
     error.places_known = True
 
 
-def _with_places(problem: Problem, around: str, paths: Mapping[str, KeyPath], origins: Origins) -> Problem:
+def _with_places(
+    problem: Problem, around: str, paths: Mapping[str, KeyPath], origins: Origins
+) -> Problem:
     keys = problem.keys or ((around,) if around else ())
     places = {origins.place(paths[key]) for key in keys if key in paths}
     told = sorted(place for place in places if place[1])[:_MOST]
     if not told:
         return problem
     lines = [text.removeprefix("line ") for number, text in told if number < OVERRIDE]
-    listed = [f"lines {', '.join(lines[:-1])} and {lines[-1]}"] if len(lines) > 1 else [f"line {n}" for n in lines]
+    listed = (
+        [f"lines {', '.join(lines[:-1])} and {lines[-1]}"]
+        if len(lines) > 1
+        else [f"line {n}" for n in lines]
+    )
     listed += [text for number, text in told if number == OVERRIDE]
     where = " and ".join(listed) + ("" if problem.keys else f" ({around})")
     file = f"{origins.file}, " if origins.file and lines else ""

@@ -1,4 +1,5 @@
-"""Problems in a configuration, the lines of its keys in the TOML text, and one error for all problems."""
+"""Problems in a configuration, the lines of its keys in the TOML text, and one error for all
+problems."""
 
 from __future__ import annotations
 
@@ -21,14 +22,18 @@ OVERRIDE = 10**9
 """Sorts overrides after all lines."""
 _KEY = re.compile(r"""((?:"(?:\\.|[^"\\])*"|'[^']*'|[A-Za-z0-9_-]+|[.\t ])+)=""")
 _TOKEN = re.compile(
-    r'''"""(?:\\.|[^\\])*?"{3,5}|"(?:\\.|[^"\\])*"|#[^\n]*|[\[\]{}\n]|''' r"""'''.*?'{3,5}|'[^']*'""", re.DOTALL
+    r'''"""(?:\\.|[^\\])*?"{3,5}|"(?:\\.|[^"\\])*"|#[^\n]*|[\[\]{}\n]|'''
+    r"""'''.*?'{3,5}|'[^']*'""",
+    re.DOTALL,
 )
-"""The tokens that determine where a TOML statement ends: strings, comments, brackets and line ends."""
+"""The tokens that determine where a TOML statement ends: strings, comments, brackets and line
+ends."""
 
 
 @dataclass(frozen=True, slots=True)
 class FileProblem:
-    """A problem with the key at ``path``; ``text`` says what is wrong, what is valid and what to do."""
+    """A problem with the key at ``path``; ``text`` says what is wrong, what is valid and what to
+    do."""
 
     path: KeyPath
     text: str
@@ -68,13 +73,22 @@ class Origins:
 
     def _override(self, path: KeyPath) -> str | None:
         inside = [text for key, text in self.overrides.items() if path[: len(key)] == key]
-        below = [text for key, text in self.overrides.items() if path not in self.lines and key[: len(path)] == path]
+        below = [
+            text
+            for key, text in self.overrides.items()
+            if path not in self.lines and key[: len(path)] == path
+        ]
         return next(reversed(inside or below), None)
 
 
 def leaves(node: Any, above: KeyPath = ()) -> Iterator[tuple[Any, KeyPath, Any]]:
-    """Every value that is no table or list, or is empty or nested too deeply, with its container and path."""
-    items = cast(dict[str, Any], node).items() if isinstance(node, dict) else enumerate(cast(list[Any], node))
+    """Every value that is no table or list, or is empty or nested too deeply, with its container
+    and path."""
+    items = (
+        cast(dict[str, Any], node).items()
+        if isinstance(node, dict)
+        else enumerate(cast(list[Any], node))
+    )
     for key, value in items:
         path = (*above, key)
         if isinstance(value, dict | list) and value and len(path) < DEEPEST:
@@ -85,7 +99,9 @@ def leaves(node: Any, above: KeyPath = ()) -> Iterator[tuple[Any, KeyPath, Any]]
 
 def raise_problems(problems: Sequence[FileProblem], origins: Origins) -> NoReturn:
     """Raise one ``ConfigError`` for all problems, in file order, overrides last."""
-    placed = sorted(((*origins.place(problem.path), problem) for problem in problems), key=lambda each: each[:2])
+    placed = sorted(
+        ((*origins.place(problem.path), problem) for problem in problems), key=lambda each: each[:2]
+    )
     name = str(origins.file) if origins.file else "the configuration"
     reasons = [Problem((dotted(p.path),), p.text, p.kind, where) for _, where, p in placed]
     if len(placed) == 1 and placed[0][0] < OVERRIDE:
@@ -97,7 +113,8 @@ def raise_problems(problems: Sequence[FileProblem], origins: Origins) -> NoRetur
 
 
 def key_lines(text: str) -> dict[KeyPath, int]:
-    """Line (from 1) of every key and table header in a valid TOML text, except keys in inline tables."""
+    """Line (from 1) of every key and table header in a valid TOML text, except keys in inline
+    tables."""
     lines: dict[KeyPath, int] = {}
     arrays: dict[KeyPath, int] = {}
     table: KeyPath = ()
@@ -122,7 +139,8 @@ def _statements(text: str) -> Iterator[tuple[int, str]]:
 
 
 def line_of(path: KeyPath, lines: Mapping[KeyPath, int]) -> int | None:
-    """Line of the first key inside ``path``, which may be its own, or of the nearest parent that has a line."""
+    """Line of the first key inside ``path``, which may be its own, or of the nearest parent that
+    has a line."""
     if inside := [line for key, line in lines.items() if key[: len(path)] == path]:
         return min(inside)
     while path:
@@ -139,7 +157,8 @@ def dotted(path: KeyPath) -> str:
 
 
 def _table(header: str, arrays: dict[KeyPath, int]) -> KeyPath:
-    """The path that a ``[table]`` or ``[[array of tables]]`` header opens; counts the arrays' elements."""
+    """The path that a ``[table]`` or ``[[array of tables]]`` header opens; counts the arrays'
+    elements."""
     is_array = header.startswith("[[")
     parts = _only_path(tomllib.loads(header))
     path: KeyPath = ()

@@ -1,4 +1,5 @@
-"""A first pass over a run file's values, before the schema: one-item lists, and values that no setting accepts."""
+"""A first pass over a run file's values, before the schema: one-item lists, and values that no
+setting accepts."""
 
 from __future__ import annotations
 
@@ -7,7 +8,14 @@ from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel
 
-from tunesmith.config.reading.describe import alternatives, choices_at, describe_at, field_at, sections_of, show
+from tunesmith.config.reading.describe import (
+    alternatives,
+    choices_at,
+    describe_at,
+    field_at,
+    sections_of,
+    show,
+)
 from tunesmith.config.reading.problems import DEEPEST, FileProblem, KeyPath, dotted, leaves
 from tunesmith.records.redact import is_redacted
 
@@ -17,17 +25,24 @@ LARGEST_FLOAT, LEAST_FLOAT = 1e9, 1e-30
 
 
 def shape_problems(kind: type[BaseModel], data: dict[str, Any]) -> list[FileProblem]:
-    """Wrap a single value in a list, in place, where only a list is valid; return a problem for each unusable value."""
+    """Wrap a single value in a list, in place, where only a list is valid; return a problem for
+    each unusable value."""
     problems: list[FileProblem] = []
     for holder, path, value in list(leaves(data)):
         if isinstance(value, dict | list):
             if len(path) == DEEPEST:
-                problems.append(FileProblem(path, f"{dotted(path)} has more than {DEEPEST} levels of lists and tables"))
+                problems.append(
+                    FileProblem(
+                        path, f"{dotted(path)} has more than {DEEPEST} levels of lists and tables"
+                    )
+                )
         elif problem := _odd(kind, path, value):
             problems.append(FileProblem(path, f"{dotted(path)} {problem}"))
         elif _wants_list(kind, path) and value not in choices_at(kind, path):
             if isinstance(value, str) and value.startswith("[") and value.endswith("]"):
-                items = ", ".join(f'"{item.strip()}"' for item in value[1:-1].split(",") if item.strip())
+                items = ", ".join(
+                    f'"{item.strip()}"' for item in value[1:-1].split(",") if item.strip()
+                )
                 text = f"is {value}; texts in a list need quotes, in a shell: '{dotted(path)}=[{items}]'"
                 problems.append(FileProblem(path, f"{dotted(path)} {text}"))
             else:

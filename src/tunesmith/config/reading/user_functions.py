@@ -23,7 +23,8 @@ class Definitions:
     names: frozenset[str]
     """All names defined, assigned or imported."""
     open_ended: bool
-    """Whether running the file may define more names: it has ``import *``, ``__getattr__``, ``globals`` or ``exec``."""
+    """Whether running the file may define more names: it has ``import *``, ``__getattr__``,
+    ``globals`` or ``exec``."""
 
 
 def definitions_in(file: Path) -> Definitions:
@@ -38,18 +39,24 @@ def definitions_in(file: Path) -> Definitions:
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read {file}: {error}") from error
     symbols = table.get_symbols()
-    names = frozenset(symbol.get_name() for symbol in symbols if symbol.is_assigned() or symbol.is_imported())
+    names = frozenset(
+        symbol.get_name() for symbol in symbols if symbol.is_assigned() or symbol.is_imported()
+    )
     inner = [child for child in table.get_children() if child.get_name() in names]
     used = {symbol.get_name() for symbol in symbols if symbol.is_referenced()}
     return Definitions(
-        {c.get_name(): frozenset(c.get_parameters() if isinstance(c, Function) else ()) for c in inner},
+        {
+            c.get_name(): frozenset(c.get_parameters() if isinstance(c, Function) else ())
+            for c in inner
+        },
         names,
         bool(used & _DYNAMIC) or "__getattr__" in names or _IMPORTS_ALL.search(source) is not None,
     )
 
 
 def check_defined(file: Path, name: str) -> None:
-    """Raise ConfigError for a name that a file does not define; the message suggests the nearest one."""
+    """Raise ConfigError for a name that a file does not define; the message suggests the nearest
+    one."""
     defined = definitions_in(file)
     if name not in defined.names and not defined.open_ended:
         raise ConfigError(f"{file} has no function '{name}'.{nearest(name, defined.functions)}")

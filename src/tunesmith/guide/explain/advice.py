@@ -1,4 +1,5 @@
-"""The documentation's advice about one setting or metric: when to change it, and what that costs."""
+"""The documentation's advice about one setting or metric: when to change it, and what that
+costs."""
 
 from __future__ import annotations
 
@@ -28,16 +29,23 @@ class Advice:
 def advice_about(name: str) -> list[Advice]:
     """Rows and sentences in the documentation that name a setting or metric, with the guides first.
 
-    A name counts only in code markup: ```train.lr```, ```train.lr = 1e-6```, ```algorithm.loss = "kl_cov"```.
+    A name counts only in code markup: ```train.lr```, ```train.lr = 1e-6```, ```algorithm.loss =
+    "kl_cov"```.
     """
     named = re.compile(rf"`{re.escape(name)}(?![\w./])[^`]*`")
-    return [Advice(_plain(text), f"docs/{page}.md") for page, text in _statements() if named.search(text)]
+    return [
+        Advice(_plain(text), f"docs/{page}.md")
+        for page, text in _statements()
+        if named.search(text)
+    ]
 
 
 @cache
 def _statements() -> list[tuple[str, str]]:
     names = sorted(path.stem for path in DOCS.glob("*.md") if path.stem not in (*_FIRST, *_LISTS))
-    return [(page, text) for page in (*_FIRST, *names) for text in _of_page(page) if text.count(" ") > 3]
+    return [
+        (page, text) for page in (*_FIRST, *names) for text in _of_page(page) if text.count(" ") > 3
+    ]
 
 
 def _of_page(page: str) -> Iterator[str]:
@@ -49,7 +57,9 @@ def _of_page(page: str) -> Iterator[str]:
         elif not block.startswith("#"):
             for item in re.split(r"^\s*(?:[-*]|\d+\.) ", block, flags=re.MULTILINE):
                 parts = re.split(r"(?<=[.:;]) (?=[A-Z`*])", " ".join(item.split()))
-                yield from (part for part in parts if not part.endswith((";", ":")))  # half a sentence
+                yield from (
+                    part for part in parts if not part.endswith((";", ":"))
+                )  # half a sentence
 
 
 def _row(line: str) -> str:

@@ -23,7 +23,8 @@ from tunesmith.records.toml import toml_value
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """The meanings of a name: our ``settings`` and ``metrics``, and its meaning in other frameworks (``foreign``)."""
+    """The meanings of a name: our ``settings`` and ``metrics``, and its meaning in other frameworks
+    (``foreign``)."""
 
     settings: tuple[Setting, ...] = ()
     metrics: tuple[Metric, ...] = ()
@@ -47,7 +48,9 @@ def explain(name: str) -> Explanation:
     metrics = [metric] if metric else [m for m in _all_metrics() if name in m.aliases]
     foreign = tuple(dict.fromkeys(_meant(spelling, meaning) for meaning in known))
     if not (settings or metrics or foreign):
-        raise ConfigError(f"no setting, metric or name in another framework is called '{name}'.{_near(name)}")
+        raise ConfigError(
+            f"no setting, metric or name in another framework is called '{name}'.{_near(name)}"
+        )
     return Explanation(tuple(settings), tuple(metrics), foreign)
 
 
@@ -58,7 +61,11 @@ def called_elsewhere(key: str) -> Iterator[tuple[str, str]]:
         by_rule: dict[str, list[str]] = {}
         for meaning in about:
             by_rule.setdefault(rule_of(meaning), []).extend(meaning.names.get(framework, ()))
-        texts = [", ".join(names) + (f" ({rule})" if rule else "") for rule, names in by_rule.items() if names]
+        texts = [
+            ", ".join(names) + (f" ({rule})" if rule else "")
+            for rule, names in by_rule.items()
+            if names
+        ]
         if texts:
             yield written, "; ".join(texts)
 
@@ -69,9 +76,11 @@ def without_effect(key: str) -> Iterator[str]:
 
 
 def value_in_run(run_dir: Path, key: str) -> str | None:
-    """A setting's value in a run and the reason, from the run's ``resolved.json``; None if the run has no such key.
+    """A setting's value in a run and the reason, from the run's ``resolved.json``; None if the run
+    has no such key.
 
-    A key of tables that ``resolved.json`` holds as one value, as a placement or a list, has all of that value.
+    A key of tables that ``resolved.json`` holds as one value, as a placement or a list, has all of
+    that value.
 
     Raises:
         ConfigError: there is no such file.
@@ -80,9 +89,13 @@ def value_in_run(run_dir: Path, key: str) -> str | None:
     file = run_dir / "resolved.json"
     if not run_dir.is_dir() or not file.exists():
         raise ConfigError(f"{run_dir} is not a run directory: it has no resolved.json")
-    with boundary(StorageError, f"cannot read {file}", (ValueError, KeyError, TypeError, AttributeError)):
+    with boundary(
+        StorageError, f"cannot read {file}", (ValueError, KeyError, TypeError, AttributeError)
+    ):
         entries, above = read_json(file)["settings"], key
-        while above not in entries or (above != key and not isinstance(entries[above]["value"], dict | list)):
+        while above not in entries or (
+            above != key and not isinstance(entries[above]["value"], dict | list)
+        ):
             if not (above := above.rpartition(".")[0]):
                 return None
         entry, name = entries[above], "" if above == key else f"{above} = "
@@ -92,7 +105,8 @@ def value_in_run(run_dir: Path, key: str) -> str | None:
 
 
 def metric_in_run(run_dir: Path, metric: Metric) -> Iterator[str]:
-    """First, last, minimum and maximum value of a metric in a run; one line per name that it has there.
+    """First, last, minimum and maximum value of a metric in a run; one line per name that it has
+    there.
 
     Raises:
         ConfigError: the run has no ``metrics.jsonl``.
@@ -113,19 +127,31 @@ def metric_in_run(run_dir: Path, metric: Metric) -> Iterator[str]:
 
 
 def _meant(name: str, meaning: Meaning) -> str:
-    """``clip_ratio (verl, StateSet Agents): algorithm.loss.clip_low and algorithm.loss.clip_high``."""
-    of = [FRAMEWORKS[f] for f, names in meaning.names.items() if f in FRAMEWORKS and name in map(spelled, names)]
+    """``clip_ratio (verl, StateSet Agents): algorithm.loss.clip_low and
+    algorithm.loss.clip_high``."""
+    of = [
+        FRAMEWORKS[f]
+        for f, names in meaning.names.items()
+        if f in FRAMEWORKS and name in map(spelled, names)
+    ]
     rule = rule_of(meaning)
     here = " and ".join(meaning.keys) or f"there is no such setting here: {meaning.why}"
     return f"{name} ({', '.join(of) or 'earlier versions'}): {here}{f': {rule}' if rule and meaning.keys else ''}"
 
 
 def meaning_of(metric: Metric) -> str:
-    """A metric's meaning without markup; a meaning such as "its maximum" is preceded by what it refers to."""
+    """A metric's meaning without markup; a meaning such as "its maximum" is preceded by what it
+    refers to."""
     text = ""
     for of in next(metrics for metrics in CATALOGUE.values() if metric in metrics):
         of_another = of.meaning.startswith(("Its ", "Their ", "The same "))
-        text = f"{text} {of.meaning}" if of_another and of is metric else text if of_another else of.meaning
+        text = (
+            f"{text} {of.meaning}"
+            if of_another and of is metric
+            else text
+            if of_another
+            else of.meaning
+        )
         if of is metric:
             break
     return text.replace("`", "")
@@ -136,7 +162,8 @@ def _all_metrics() -> Iterator[Metric]:
 
 
 def _near(name: str) -> str:
-    """The nearest setting, metric and foreign name; for a section or preset, the command that shows it."""
+    """The nearest setting, metric and foreign name; for a section or preset, the command that shows
+    it."""
     keys = [setting.key for setting in settings_of()]
     if name in {key.partition(".")[0] for key in keys}:
         return f" It is a section: tunesmith keys {name}"
@@ -144,9 +171,19 @@ def _near(name: str) -> str:
         return f" It is a preset of algorithm.name: tunesmith presets {name}"
     words = {key.rpartition(".")[2]: key for key in reversed(keys)}
     metrics = [metric.name for metric in _all_metrics()]
-    foreign = [n for meaning in meanings() for names in meaning.names.values() for n in names if "*" not in n]
+    foreign = [
+        n
+        for meaning in meanings()
+        for names in meaning.names.values()
+        for n in names
+        if "*" not in n
+    ]
     last = re.split(r"[./]", spelled(name))[-1]
-    near = [closest(name, keys, 0.75), words.get(closest(last, words, 0.75) or ""), closest(name, metrics, 0.75)]
+    near = [
+        closest(name, keys, 0.75),
+        words.get(closest(last, words, 0.75) or ""),
+        closest(name, metrics, 0.75),
+    ]
     near.append(closest(spelled(name), foreign, 0.75))
     near_names = list(dict.fromkeys(word for word in near if word))
     if near_names:

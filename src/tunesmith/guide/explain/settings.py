@@ -1,4 +1,5 @@
-"""Every setting with its default, valid values and meaning, from the documentation's tables or else the schema.
+"""Every setting with its default, valid values and meaning, from the documentation's tables or else
+the schema.
 
 The documentation comes with the package, in ``tunesmith/docs``.
 """
@@ -70,12 +71,16 @@ def _rows() -> dict[str, tuple[str, ...]]:
     """Kind, default and meaning by key, without markup."""
     rows: dict[str, tuple[str, ...]] = {}
     for page in _PAGES:
-        parts = re.split(r"^#+ (.+)$", (DOCS / f"{page}.md").read_text(encoding="utf-8"), flags=re.MULTILINE)
+        parts = re.split(
+            r"^#+ (.+)$", (DOCS / f"{page}.md").read_text(encoding="utf-8"), flags=re.MULTILINE
+        )
         for heading, body in zip(parts[1::2], parts[2::2], strict=True):
             section = re.fullmatch(r"\[(.*)\]", heading)
             body = re.sub(r"\[([^\]]+)\]\([^)]+\)", r"\1", body)
             for prefix in [f"{section[1]}."] if section else _HEADINGS.get(heading, ()):
-                rows |= {prefix + key: tuple(map(_plain, cells)) for key, *cells in _ROW.findall(body)}
+                rows |= {
+                    prefix + key: tuple(map(_plain, cells)) for key, *cells in _ROW.findall(body)
+                }
     return rows
 
 
@@ -84,9 +89,13 @@ def _plain(cell: str) -> str:
 
 
 def _of_schema(kind: type[BaseModel], key: str) -> tuple[str, ...]:
-    """Kind, default and meaning of a key without a table, from the schema and its docstring; by type for choices."""
+    """Kind, default and meaning of a key without a table, from the schema and its docstring; by
+    type for choices."""
     fields, last = fields_at(kind, tuple(key.split("."))), key.rpartition(".")[2]
-    names = [str(getattr(section, "name", "")) if issubclass(section, Choice) else "" for section in fields]
+    names = [
+        str(getattr(section, "name", "")) if issubclass(section, Choice) else ""
+        for section in fields
+    ]
     kinds = [describe_at(section, (last,)) for section in fields]
     defaults = [_default(field) for field in fields.values()]
     meanings = [_meaning(section, last) for section in fields]
@@ -107,18 +116,32 @@ def _default(field: FieldInfo) -> str:
 
 
 def _meaning(section: type[BaseModel], key: str) -> str:
-    ours = (base for base in section.__mro__ if is_section(base) and base.__module__.startswith("tunesmith."))
-    return next((texts[key] for base in ours if key in (texts := _documented(base))), "").replace("``", "")
+    ours = (
+        base
+        for base in section.__mro__
+        if is_section(base) and base.__module__.startswith("tunesmith.")
+    )
+    return next((texts[key] for base in ours if key in (texts := _documented(base))), "").replace(
+        "``", ""
+    )
 
 
-def _together(names: Sequence[str], texts: Sequence[str], form: str, *, always: bool = False) -> str:
-    """Merge several types' texts for one key: each distinct text once, with the names of its types."""
+def _together(
+    names: Sequence[str], texts: Sequence[str], form: str, *, always: bool = False
+) -> str:
+    """Merge several types' texts for one key: each distinct text once, with the names of its
+    types."""
     by_text: dict[str, list[str]] = {}
     for name, text in zip(names, texts, strict=True):
         by_text.setdefault(text, []).append(name)
     if len(by_text) == 1 and not (always and names[0]):
         return texts[0]
-    return "; ".join(form.format(", ".join(types), text.rstrip(".")) for text, types in by_text.items()) + always * "."
+    return (
+        "; ".join(
+            form.format(", ".join(types), text.rstrip(".")) for text, types in by_text.items()
+        )
+        + always * "."
+    )
 
 
 @cache
@@ -129,7 +152,9 @@ def _documented(section: type) -> dict[str, str]:
     texts: dict[str, str] = {}
     for field, below in zip(tree.body, tree.body[1:], strict=False):
         match field, below:
-            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(
+                value=ast.Constant(value=str(text))
+            ):
                 texts[name] = " ".join(text.split())
             case _:
                 pass

@@ -1,1 +1,2 @@
-"""Converts other frameworks' scripts and configurations to run files. The sources are only read, never run."""
+"""Converts other frameworks' scripts and configurations to run files. The sources are only read,
+never run."""

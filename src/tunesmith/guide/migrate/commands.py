@@ -1,4 +1,5 @@
-"""The launches in a shell script: OpenRLHF's and TRL's options, verl's Hydra overrides, and launchers' options."""
+"""The launches in a shell script: OpenRLHF's and TRL's options, verl's Hydra overrides, and
+launchers' options."""
 
 from __future__ import annotations
 
@@ -16,16 +17,27 @@ from tunesmith.guide.migrate.shell import Word, read_script
 from tunesmith.guide.migrate.trees import accelerate_settings, read_tree_file, tree_settings
 from tunesmith.guide.names.foreign import spelled
 
-_LAUNCHERS = {"accelerate": "accelerate", "torchrun": "accelerate", "deepspeed": "accelerate", "ray": "openrlhf"}
+_LAUNCHERS = {
+    "accelerate": "accelerate",
+    "torchrun": "accelerate",
+    "deepspeed": "accelerate",
+    "ray": "openrlhf",
+}
 _DEVICES = ("num_processes", "nproc_per_node", "num_gpus")
 _NODES = ("nnodes", "num_nodes")
 _LARGEST = 2_000_000
 """Size in bytes of the largest script that is read."""
-_MENTIONS = re.compile(r"openrlhf\.cli\.|verl\.trainer|\btrl (sft|dpo|grpo|kto|reward|rloo)\b|trl/scripts/")
+_MENTIONS = re.compile(
+    r"openrlhf\.cli\.|verl\.trainer|\btrl (sft|dpo|grpo|kto|reward|rloo)\b|trl/scripts/"
+)
 
 
 def read_shell(
-    text: str, variables: Mapping[str, str], folder: Path, line: int = 1, script: tuple[str, str] = ("", "")
+    text: str,
+    variables: Mapping[str, str],
+    folder: Path,
+    line: int = 1,
+    script: tuple[str, str] = ("", ""),
 ) -> list[ForeignLaunch]:
     """Every known program that a script starts, including in files that it sources.
 
@@ -45,7 +57,11 @@ def read_shell(
                 launches += read_shell(text, known | dict(variables), folder, word.line)
         elif found := _program(words):
             launches += _launch(*found, words, folder, script)
-        elif len(words) > 1 and words[0].text in ("source", ".") and (folder / words[1].text).is_file():
+        elif (
+            len(words) > 1
+            and words[0].text in ("source", ".")
+            and (folder / words[1].text).is_file()
+        ):
             sourced = (folder / words[1].text).read_text(encoding="utf-8", errors="replace")
             launches += read_shell(sourced, variables, folder) if sourced != text else []
     return launches
@@ -62,7 +78,11 @@ def _program(words: Sequence[Word]) -> tuple[int, str] | None:
             continue
         if text.endswith(".py") and (find_program(text) or at):
             return at + 1, text
-        if re.fullmatch(r"(\w+\.)+\w+", text) and find_program(text) and not text.endswith((".json", ".txt")):
+        if (
+            re.fullmatch(r"(\w+\.)+\w+", text)
+            and find_program(text)
+            and not text.endswith((".json", ".txt"))
+        ):
             return at + 1, text
     return None
 
@@ -79,7 +99,9 @@ def _launch(
         for launch in read_python(text, file, {spelled(given.name): given.value for given in said}):
             launcher = list(_launcher(before, folder, launch.program.framework))
             settings, notes = (*launch.settings, *launcher, *said), [*launch.notes, *notes]
-            yield replace(launch, settings=settings, devices=_devices(before, launcher), notes=tuple(notes))
+            yield replace(
+                launch, settings=settings, devices=_devices(before, launcher), notes=tuple(notes)
+            )
         return
     if not program.command:
         yield ForeignLaunch(name, program)
@@ -87,13 +109,17 @@ def _launch(
     read = _hydra if program.framework == "verl" else _options_with_config
     settings, notes = read(after, program.framework, folder)
     launcher = list(_launcher(before, folder, program.framework))
-    launch = ForeignLaunch(name, program, (*launcher, *settings), _devices(before, launcher), tuple(notes))
+    launch = ForeignLaunch(
+        name, program, (*launcher, *settings), _devices(before, launcher), tuple(notes)
+    )
     yield _with_own_settings(launch, text, file) if text else launch
 
 
 def _script(name: str, folder: Path, other: tuple[str, str]) -> tuple[str, str]:
     """The text and the name of a script that is here; those of ``other`` if it is not."""
-    file = next((f for f in (Path(name), folder / name, folder / Path(name).name) if f.is_file()), None)
+    file = next(
+        (f for f in (Path(name), folder / name, folder / Path(name).name) if f.is_file()), None
+    )
     if file is None or file.stat().st_size > _LARGEST:
         return other
     return file.read_text(encoding="utf-8", errors="replace"), file.name
@@ -103,13 +129,19 @@ def _with_own_settings(command: ForeignLaunch, text: str, name: str) -> ForeignL
     """A command that starts a script, with what the script itself says when it is started so."""
     options = {spelled(given.name): given.value for given in command.settings}
     found = read_python(text, name, options)
-    own = [g for launch in found for g in launch.settings if not g.unknown or g.name.endswith("_dataset")]
+    own = [
+        g
+        for launch in found
+        for g in launch.settings
+        if not g.unknown or g.name.endswith("_dataset")
+    ]
     notes = [note for launch in found for note in launch.notes]
     return replace(command, settings=(*own, *command.settings), notes=(*command.notes, *notes))
 
 
 def options(words: Sequence[Word], framework: str) -> Iterator[Given]:
-    """``--name value``, ``--name=value``, ``--flag`` and ``--name a b``; ``--no_name`` turns a flag off."""
+    """``--name value``, ``--name=value``, ``--flag`` and ``--name a b``; ``--no_name`` turns a flag
+    off."""
     at = 0
     while at < len(words):
         word = words[at]
@@ -125,11 +157,16 @@ def options(words: Sequence[Word], framework: str) -> Iterator[Given]:
         is_off = name.startswith("no_") and framework in ("trl", "transformers") and not values
         items = [parsed(v) for v in values]
         result: Any = not is_off if not items else items[0] if len(items) == 1 else items
-        yield Given(name.removeprefix("no_") if is_off else name, result, word.line, framework, text)
+        yield Given(
+            name.removeprefix("no_") if is_off else name, result, word.line, framework, text
+        )
 
 
-def _options_with_config(words: Sequence[Word], framework: str, folder: Path) -> tuple[list[Given], list[str]]:
-    """Options, which override those in the file of TRL's ``--config FILE``; and what was not found."""
+def _options_with_config(
+    words: Sequence[Word], framework: str, folder: Path
+) -> tuple[list[Given], list[str]]:
+    """Options, which override those in the file of TRL's ``--config FILE``; and what was not
+    found."""
     settings = list(options(words, framework))
     named = next((g for g in settings if g.name == "config"), None)
     if named is None or framework != "trl":
@@ -142,12 +179,18 @@ def _options_with_config(words: Sequence[Word], framework: str, folder: Path) ->
 
 
 def _hydra(words: Sequence[Word], framework: str, folder: Path) -> tuple[list[Given], list[str]]:
-    """``key=value``, ``+key=value``, ``++key=value``, after the file of ``--config-path`` and ``--config-name``."""
-    hydra = {g.name.replace("_", "-"): g for g in options([w for w in words if w.text.startswith("--")], framework)}
+    """``key=value``, ``+key=value``, ``++key=value``, after the file of ``--config-path`` and
+    ``--config-name``."""
+    hydra = {
+        g.name.replace("_", "-"): g
+        for g in options([w for w in words if w.text.startswith("--")], framework)
+    }
     path, file = (str(hydra[n].value) if n in hydra else "" for n in ("config-path", "config-name"))
     settings, notes = list[Given](), list[str]()
     if file:
-        tree = read_tree_file(f"{path}/{file.removesuffix('.yaml')}.yaml" if path else f"{file}.yaml", folder)
+        tree = read_tree_file(
+            f"{path}/{file.removesuffix('.yaml')}.yaml" if path else f"{file}.yaml", folder
+        )
         settings += tree_settings(tree, framework) if tree else []
         if tree is None:
             notes.append(
@@ -162,13 +205,17 @@ def _hydra(words: Sequence[Word], framework: str, folder: Path) -> tuple[list[Gi
 
 def _launcher(words: Sequence[Word], folder: Path, framework: str) -> Iterator[Given]:
     """The launcher's own options, including those of accelerate's configuration file."""
-    which = next((w.text.rpartition("/")[2] for w in words if w.text.rpartition("/")[2] in _LAUNCHERS), "")
+    which = next(
+        (w.text.rpartition("/")[2] for w in words if w.text.rpartition("/")[2] in _LAUNCHERS), ""
+    )
     if not which:
         return
     own = framework if _LAUNCHERS[which] == "openrlhf" else "accelerate"
     if which == "ray" and (job := next((w for w in words if w.text == "submit"), None)):
         yield Given("ray_job_submit", True, job.line, "openrlhf", "ray job submit")
-    for given in options([w for w in words if w.text not in ("-m", "--module", "--", "-i", "-u")], own):
+    for given in options(
+        [w for w in words if w.text not in ("-m", "--module", "--", "-i", "-u")], own
+    ):
         if given.name == "config_file" and (tree := read_tree_file(str(given.value), folder)):
             yield from accelerate_settings(tree, given.line)
         else:
@@ -184,7 +231,8 @@ def _devices(words: Sequence[Word], launcher: Sequence[Given] = ()) -> int | Non
 
 
 def parsed(text: str) -> Any:
-    """The value that a command line or a YAML scalar means: ``1e-6``, ``True``, ``null``, ``[a,b]``, ``{"a": 1}``."""
+    """The value that a command line or a YAML scalar means: ``1e-6``, ``True``, ``null``,
+    ``[a,b]``, ``{"a": 1}``."""
     text = text.strip()
     if re.fullmatch(r"[-+]?\d+", text) and len(text) < 20:
         return int(text)

@@ -18,10 +18,12 @@ from tunesmith.guide.names.foreign import FRAMEWORKS, Meaning, spelled, value_of
 from tunesmith.guide.names.unknown import rule_of
 from tunesmith.learn.data.splits import parse_split
 
-Kind = Literal["mapped", "derived", "off", "by hand", "computed", "absent", "changes", "unknown", "replaced"]
-"""The fate of a setting, in this order: it has a line; Tunesmith derives its purpose; it enabled nothing; a person must
-decide; its value is known only when the source runs; it has no counterpart, without or with an effect on learning; its
-name is unknown; a later line replaces it."""
+Kind = Literal[
+    "mapped", "derived", "off", "by hand", "computed", "absent", "changes", "unknown", "replaced"
+]
+"""The fate of a setting, in this order: it has a line; Tunesmith derives its purpose; it enabled
+nothing; a person must decide; its value is known only when the source runs; it has no counterpart,
+without or with an effect on learning; its name is unknown; a later line replaces it."""
 
 _OF_THE_POLICY = ("train.", "model.", "rollout.", "lora.", "system.gradient_checkpointing", "data.")
 """Settings that only the policy has here; another model's settings must not replace them."""
@@ -39,7 +41,8 @@ class ConvertedSetting:
 
 @dataclass(slots=True)
 class Entry:
-    """A line of the run file: the value, how it was computed, and from which settings (none: it is our own)."""
+    """A line of the run file: the value, how it was computed, and from which settings (none: it is
+    our own)."""
 
     value: Any
     how: str = ""
@@ -56,7 +59,8 @@ class Migration:
 
 
 def convert(launch: ForeignLaunch) -> Migration:
-    """Convert every setting of a launch, in order; then the program's defaults that affect learning."""
+    """Convert every setting of a launch, in order; then the program's defaults that affect
+    learning."""
     there = There(launch)
     migration = Migration(launch.program.command, launch, {}, [])
     for key, value in launch.program.extra.items():
@@ -88,7 +92,9 @@ def _check_held_out(migration: Migration) -> None:
     train, held_out = entries["data.train"], entries["data.eval"]
     for origin in _origins(train.value):
         if any(origin.overlaps(other) for other in _origins(held_out.value)):
-            places = " and ".join(f"{g.text} (line {g.line})" for entry in (train, held_out) for g in entry.of)
+            places = " and ".join(
+                f"{g.text} (line {g.line})" for entry in (train, held_out) for g in entry.of
+            )
             part = "".join(map(str, origin.cuts))
             raise ConfigError(
                 f"the run file would train on rows that it evaluates on: {origin.path}, split {origin.split}{part}, is "
@@ -107,7 +113,9 @@ def _origins(value: Any) -> list[Origin]:
     return origins
 
 
-def _account(given: Given, there: There, migration: Migration, *, is_default: bool = False) -> ConvertedSetting:
+def _account(
+    given: Given, there: There, migration: Migration, *, is_default: bool = False
+) -> ConvertedSetting:
     """The fate of one setting; its lines are added to the run file."""
     meanings = there.meanings(given)
     keys = tuple(key for m in meanings for key in m.keys if key in there.keys)[:1]
@@ -137,7 +145,10 @@ def _account(given: Given, there: There, migration: Migration, *, is_default: bo
             before.of.append(given)
         else:
             migration.entries[value.key] = Entry(
-                value.value, value.how, [given], f"{FRAMEWORKS[there.framework]}'s default" if is_default else ""
+                value.value,
+                value.how,
+                [given],
+                f"{FRAMEWORKS[there.framework]}'s default" if is_default else "",
             )
     return ConvertedSetting(given, "mapped", "", keys)
 
@@ -152,7 +163,9 @@ def _result(given: Given, meaning: Meaning, there: There) -> Sequence[Value] | C
         word = value_of(value.key, value.value) or value.value
         choices = choices_at(KINDS[there.command], tuple(value.key.split(".")), closed=True)
         if choices and not isinstance(word, bool):
-            ours = next((choice for choice in choices if spelled(choice) == spelled(str(word))), None)
+            ours = next(
+                (choice for choice in choices if spelled(choice) == spelled(str(word))), None
+            )
             if ours is None:
                 text = f"there is no {value.value} here; {value.key} is {' or '.join(dict.fromkeys(choices))}"
                 return ConvertedSetting(given, "by hand", text, (value.key,))
@@ -167,9 +180,13 @@ def _values(given: Given, meaning: Meaning, there: There) -> Sequence[Value] | C
         return _without(given, meaning, there)
     role = ROLES.match(given.name)
     if role and all(key.startswith(_OF_THE_POLICY) for key in mine):
-        return ConvertedSetting(given, "off", f"the {role[1]} takes the policy's: {' and '.join(mine)}", mine)
+        return ConvertedSetting(
+            given, "off", f"the {role[1]} takes the policy's: {' and '.join(mine)}", mine
+        )
     word = str(given.value).lower()
-    if case := next((case for case in meaning.cases if "is" not in case or word in case["is"].split()), None):
+    if case := next(
+        (case for case in meaning.cases if "is" not in case or word in case["is"].split()), None
+    ):
         if "value" in case:
             return [Value(key, case["value"]) for key in mine]
         kind: Kind = "off" if "off" in case else "derived" if "derived" in case else "by hand"
@@ -184,8 +201,14 @@ def _values(given: Given, meaning: Meaning, there: There) -> Sequence[Value] | C
         if isinstance(result, Dropped):
             return ConvertedSetting(given, "off" if result.off else "by hand", result.why, mine)
         values = [value for value in result if value.key in there.keys]
-        return values or ConvertedSetting(given, "off", f"it has no meaning in tunesmith {there.command}", mine)
-    if is_off(given.value) and given.value != 0 and not (given.value is False and not meaning.value):
+        return values or ConvertedSetting(
+            given, "off", f"it has no meaning in tunesmith {there.command}", mine
+        )
+    if (
+        is_off(given.value)
+        and given.value != 0
+        and not (given.value is False and not meaning.value)
+    ):
         return ConvertedSetting(given, "off", "it is off there", mine)
     if meaning.value:
         on = bool(given.value) and given.value not in ("false", "False")
@@ -195,7 +218,9 @@ def _values(given: Given, meaning: Meaning, there: There) -> Sequence[Value] | C
             else ConvertedSetting(given, "off", "it is off there", mine)
         )
     if meaning.how and not meaning.cases:
-        return ConvertedSetting(given, "off" if is_off(given.value) else "by hand", meaning.how, mine)
+        return ConvertedSetting(
+            given, "off" if is_off(given.value) else "by hand", meaning.how, mine
+        )
     inverted = meaning.inverted and isinstance(given.value, bool)
     return [Value(key, not given.value if inverted else given.value) for key in mine]
 
@@ -207,7 +232,9 @@ def _computed(given: Given, why: str, keys: tuple[str, ...]) -> ConvertedSetting
 def _without(given: Given, meaning: Meaning, there: There) -> ConvertedSetting:
     """A setting that has no key in this run file."""
     if is_off(given.value):
-        return ConvertedSetting(given, "off", f"it is off there; {meaning.why}" if meaning.why else "it is off there")
+        return ConvertedSetting(
+            given, "off", f"it is off there; {meaning.why}" if meaning.why else "it is off there"
+        )
     if meaning.keys:
         rule = rule_of(meaning)
         text = f"{' and '.join(meaning.keys)} has no meaning in tunesmith {there.command}"

@@ -19,7 +19,8 @@ def is_text(value: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """One setting: ``name`` as written in the source, without dashes; ``text`` as a person would write it."""
+    """One setting: ``name`` as written in the source, without dashes; ``text`` as a person would
+    write it."""
 
     name: str
     value: Any
@@ -32,12 +33,18 @@ class Given:
     @property
     def unknown(self) -> str:
         """The unknown variables and expressions in the value; empty if all of it is known."""
-        return ", ".join(dict.fromkeys(UNKNOWN.findall(self.value))) if isinstance(self.value, str) else ""
+        return (
+            ", ".join(dict.fromkeys(UNKNOWN.findall(self.value)))
+            if isinstance(self.value, str)
+            else ""
+        )
 
     @property
     def count(self) -> int:
         """The value, if it is a positive whole number; else 0."""
-        is_count = isinstance(self.value, int) and not isinstance(self.value, bool) and self.value > 0
+        is_count = (
+            isinstance(self.value, int) and not isinstance(self.value, bool) and self.value > 0
+        )
         return self.value if is_count else 0
 
 
@@ -45,7 +52,8 @@ class Given:
 class ForeignLaunch:
     """A program that was started, or configured, with all its settings.
 
-    ``name`` is the program's in the source. ``devices`` is the number of processes or GPUs, if known.
+    ``name`` is the program's in the source. ``devices`` is the number of processes or GPUs, if
+    known.
     """
 
     name: str

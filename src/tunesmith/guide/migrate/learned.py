@@ -21,16 +21,25 @@ _ESTIMATORS = {
 def estimator(given: Given, _there: There) -> Result:
     name = _ESTIMATORS.get(str(given.value), str(given.value))
     if name not in PRESETS:
-        return Dropped(f"there is no estimator {given.value} here: tunesmith presets lists those that there are")
-    return [Value("algorithm.name", name, "the preset with this estimator; the settings below win over it")]
+        return Dropped(
+            f"there is no estimator {given.value} here: tunesmith presets lists those that there are"
+        )
+    return [
+        Value(
+            "algorithm.name", name, "the preset with this estimator; the settings below win over it"
+        )
+    ]
 
 
 def deviation(given: Given, there: There) -> Result:
-    """Whether advantages are divided by the group's standard deviation; OpenRLHF's flag disables it."""
+    """Whether advantages are divided by the group's standard deviation; OpenRLHF's flag disables
+    it."""
     if there.framework == "trl" and "rloo" in there.launch.name.lower():
         return OFF if not given.value else Dropped("RLOO's advantages are not standardised here")
     divides = (given.value in (True, "group", "batch")) != ("no_" in given.name)
-    if there.get("adv_estimator", "advantage.estimator", "advantage_estimator", default="grpo") not in (
+    if there.get(
+        "adv_estimator", "advantage.estimator", "advantage_estimator", default="grpo"
+    ) not in (
         "grpo",
         "group_norm",
     ):
@@ -64,17 +73,24 @@ def kl_coef(given: Given, there: There) -> Result:
     """A coefficient counts only if its KL is switched on."""
     if _is_off_in_verl(given, there):
         return Dropped(
-            f"the KL {'term of the loss' if 'loss' in given.name else 'in the reward'} is off there", off=True
+            f"the KL {'term of the loss' if 'loss' in given.name else 'in the reward'} is off there",
+            off=True,
         )
     if not isinstance(given.value, int | float) or given.value <= 0:
         kl = [Value("algorithm.kl", "none", "a coefficient of 0")]
         return kl if there.framework != "verl" else OFF
     if there.framework == "trl" and "beta" in given.name:
         is_rloo = "RLOO" in there.launch.name or "rloo" in there.launch.name
-        return [Value("algorithm.kl", "reward" if is_rloo else "loss"), Value("algorithm.kl.coef", given.value)]
+        return [
+            Value("algorithm.kl", "reward" if is_rloo else "loss"),
+            Value("algorithm.kl.coef", given.value),
+        ]
     if there.framework == "openrlhf":
         in_loss = there.get("kl.use_loss", "use_kl_loss")
-        return [Value("algorithm.kl", "loss" if in_loss else "reward"), Value("algorithm.kl.coef", given.value)]
+        return [
+            Value("algorithm.kl", "loss" if in_loss else "reward"),
+            Value("algorithm.kl.coef", given.value),
+        ]
     return [Value("algorithm.kl.coef", given.value)]
 
 
@@ -96,7 +112,11 @@ def kl_in(given: Given, there: There) -> Result:
     place = "reward" if "reward" in given.name else "loss"
     other = there.get("use_kl_in_reward") if place == "loss" else there.get("use_kl_loss")
     if not given.value:
-        return OFF if other or there.framework != "verl" else [Value("algorithm.kl", "none", "no KL in loss or reward")]
+        return (
+            OFF
+            if other or there.framework != "verl"
+            else [Value("algorithm.kl", "none", "no KL in loss or reward")]
+        )
     return [Value("algorithm.kl", place)]
 
 
@@ -107,24 +127,36 @@ def bounds(given: Given, _there: There) -> Result:
         return Dropped(f"{given.value} is not two numbers")
     table = "algorithm.dynamic_filter" if "filter" in given.name else "algorithm.loss"
     ends = ("low", "high") if "filter" in given.name else ("clip_low", "clip_high")
-    return [Value(f"{table}.{end}", number) for end, number in zip(ends, cast("list[Any]", numbers), strict=True)]
+    return [
+        Value(f"{table}.{end}", number)
+        for end, number in zip(ends, cast("list[Any]", numbers), strict=True)
+    ]
 
 
 def clip_ratio(given: Given, there: There) -> Result:
     """One number for both sides, except a side with its own number."""
-    sides = {"clip_low": ("clip_ratio_low", "epsilon"), "clip_high": ("clip_ratio_high", "epsilon_high")}
+    sides = {
+        "clip_low": ("clip_ratio_low", "epsilon"),
+        "clip_high": ("clip_ratio_high", "epsilon_high"),
+    }
     if not isinstance(given.value, int | float) or there.given("eps_clip_low_high"):
         return Dropped("the bounds of each side are given as well", off=True)
     mine = [end for end, names in sides.items() if not there.given(*names)]
     loss = str(there.get("policy_loss.loss_mode", "loss_mode", default="ppo"))
     if not given.line and loss not in ("ppo", "vanilla"):
         return Dropped("this loss has its own bounds", off=True)
-    return [Value(f"algorithm.loss.{end}", given.value) for end in mine] or Dropped("each side has its own", off=True)
+    return [Value(f"algorithm.loss.{end}", given.value) for end in mine] or Dropped(
+        "each side has its own", off=True
+    )
 
 
 def epsilon(given: Given, there: There) -> Result:
     """TRL's lower bound, which is also the upper one if that is not given."""
-    ends = ["clip_low"] if there.given("epsilon_high") or "epsilon" not in given.name else ["clip_low", "clip_high"]
+    ends = (
+        ["clip_low"]
+        if there.given("epsilon_high") or "epsilon" not in given.name
+        else ["clip_low", "clip_high"]
+    )
     return [Value(f"algorithm.loss.{end}", given.value) for end in ends]
 
 
@@ -142,13 +174,17 @@ def threshold(given: Given, there: There) -> Result:
         return Dropped("the correction is off there", off=True)
     numbers = cast("list[Any]", given.value) if isinstance(given.value, list) else [given.value]
     ends = ("low", "high") if len(numbers) == 2 else ("high",)
-    return [Value(f"algorithm.correction.{end}", number) for end, number in zip(ends, numbers, strict=False)]
+    return [
+        Value(f"algorithm.correction.{end}", number)
+        for end, number in zip(ends, numbers, strict=False)
+    ]
 
 
 def overlong(given: Given, there: There) -> Result:
-    if there.get("overlong_buffer.enable", "overlong_buffer_cfg.enable", default=True) in (False, None) or is_off(
-        given.value
-    ):
+    if there.get("overlong_buffer.enable", "overlong_buffer_cfg.enable", default=True) in (
+        False,
+        None,
+    ) or is_off(given.value):
         return OFF
     if given.name.endswith(".enable"):
         return Dropped("it is on where algorithm.overlong.buffer is given", off=True)
@@ -156,8 +192,14 @@ def overlong(given: Given, there: There) -> Result:
 
 
 def overlong_factor(given: Given, there: There) -> Result:
-    on = there.get("overlong_buffer.enable", "overlong_buffer_cfg.enable", "overlong_buffer_len", default=False)
-    return [Value("algorithm.overlong.factor", float(given.value))] if on and not is_off(given.value) else OFF
+    on = there.get(
+        "overlong_buffer.enable", "overlong_buffer_cfg.enable", "overlong_buffer_len", default=False
+    )
+    return (
+        [Value("algorithm.overlong.factor", float(given.value))]
+        if on and not is_off(given.value)
+        else OFF
+    )
 
 
 def adaptive(given: Given, there: There) -> Result:
@@ -172,7 +214,9 @@ def pair(given: Given, _there: There) -> Result:
     numbers = given.value
     if not isinstance(numbers, list | tuple) or len(cast("list[Any]", numbers)) != 2:
         return OFF
-    return [Value("algorithm.reward_clip", [float(number) for number in cast("list[Any]", numbers)])]
+    return [
+        Value("algorithm.reward_clip", [float(number) for number in cast("list[Any]", numbers)])
+    ]
 
 
 LEARNED = (

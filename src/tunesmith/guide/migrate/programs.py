@@ -13,10 +13,11 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class ForeignProgram:
-    """``command`` is Tunesmith's, empty for a program that does not train or sample, which ``why`` then describes.
+    """``command`` is Tunesmith's, empty for a program that does not train or sample, which ``why``
+    then describes.
 
-    ``defaults`` are the program's defaults that affect learning, ``extra`` our settings that the program implies,
-    ``missing`` its features that are missing here.
+    ``defaults`` are the program's defaults that affect learning, ``extra`` our settings that the
+    program implies, ``missing`` its features that are missing here.
     """
 
     match: str
@@ -35,10 +36,15 @@ def programs() -> tuple[ForeignProgram, ...]:
 
 
 def find_program(name: str) -> ForeignProgram | None:
-    """The program for a module (``verl.trainer.main_ppo``), a script's path, a class, or ``trl:sft``."""
+    """The program for a module (``verl.trainer.main_ppo``), a script's path, a class, or
+    ``trl:sft``."""
     dotted = name.removesuffix(".py").lstrip("./").replace("/", ".")
     spellings = {name, name.rpartition("/")[2], dotted}
     for program in programs():
-        if any(fnmatchcase(spelling, pattern) for pattern in program.match.split() for spelling in spellings):
+        if any(
+            fnmatchcase(spelling, pattern)
+            for pattern in program.match.split()
+            for spelling in spellings
+        ):
             return program
     return None

@@ -1,4 +1,5 @@
-"""Reads Python scripts of TRL, transformers and StateSet Agents, by following their values, never running them."""
+"""Reads Python scripts of TRL, transformers and StateSet Agents, by following their values, never
+running them."""
 
 from __future__ import annotations
 
@@ -15,14 +16,25 @@ from tunesmith.guide.migrate.script.data import Data, Splits, Step, Unknown, all
 from tunesmith.guide.migrate.script.statements import Flow
 from tunesmith.guide.migrate.script.values import Function, Named, Object
 
-_PEFT = {"r": "lora_r", "target_modules": "lora_target_modules", "modules_to_save": "lora_modules_to_save"}
+_PEFT = {
+    "r": "lora_r",
+    "target_modules": "lora_target_modules",
+    "modules_to_save": "lora_modules_to_save",
+}
 """Names in ``LoraConfig`` → names in TRL's ``ModelConfig``."""
 _PARTS = (
     "args", "config", "peft_config", "processing_class", "tokenizer", "quantization_config", "callbacks",
     "data_collator", "optimizers", "compute_metrics", "reward_processing_classes",
 )  # fmt: skip
 """Arguments of a trainer that are objects, whose settings are read where they are made."""
-_SUPPORT = ("LoraConfig", "BitsAndBytesConfig", "ModelConfig", "ScriptArguments", "AgentConfig", "get_peft_model")
+_SUPPORT = (
+    "LoraConfig",
+    "BitsAndBytesConfig",
+    "ModelConfig",
+    "ScriptArguments",
+    "AgentConfig",
+    "get_peft_model",
+)
 """What is made beside a configuration and holds settings of its own."""
 _ALONE = ("AgentConfig", "create_vllm_backend")
 """What is a program where no configuration and no trainer is made."""
@@ -52,7 +64,9 @@ _PLACES: Mapping[str, Sequence[str]] = {
 """Names of positional arguments of TRL's trainers; of the other ones ``_START``."""
 
 
-def read_python(text: str, name: str, options: Mapping[str, Any] | None = None) -> list[ForeignLaunch]:
+def read_python(
+    text: str, name: str, options: Mapping[str, Any] | None = None
+) -> list[ForeignLaunch]:
     """The training in a script: a launch per trainer, or none if it creates no known configuration.
 
     Args:
@@ -66,10 +80,14 @@ def read_python(text: str, name: str, options: Mapping[str, Any] | None = None) 
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise ConfigError(f"{name} is not valid Python: {error}") from None
     flow = Flow(tree, name, options or {})
-    trainers = {(made.line, made.kind): made for made in flow.made if _is_trainer(made.kind)}  # the last call of each
+    trainers = {
+        (made.line, made.kind): made for made in flow.made if _is_trainer(made.kind)
+    }  # the last call of each
     configs = [made for made in flow.made if _is_config(made.kind)]
     if not trainers:
-        first = next(iter(configs), None) or next((m for m in flow.made if _last(m.kind) in _ALONE), None)
+        first = next(iter(configs), None) or next(
+            (m for m in flow.made if _last(m.kind) in _ALONE), None
+        )
         return [_launch(flow, None, configs or [first], first.kind)] if first else []
     used = {id(config): trainer for trainer in trainers.values() if (config := _config_of(trainer))}
     launches: list[ForeignLaunch] = []
@@ -90,11 +108,15 @@ def docstrings(text: str) -> list[tuple[str, int]]:
     return [
         (re.sub(r"^\s*(```\w*|#.*)$", "", node.value.value, flags=re.MULTILINE), node.lineno)
         for node in tree.body
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+        if isinstance(node, ast.Expr)
+        and isinstance(node.value, ast.Constant)
+        and isinstance(node.value.value, str)
     ]
 
 
-def _launch(flow: Flow, trainer: Object | None, configs: Sequence[Object], kind: str) -> ForeignLaunch:
+def _launch(
+    flow: Flow, trainer: Object | None, configs: Sequence[Object], kind: str
+) -> ForeignLaunch:
     program = _program(kind, trainer)
     reading = _Reading(flow, program.framework)
     made = [*configs, *(m for m in flow.made if _last(m.kind) in _SUPPORT and m not in configs)]
@@ -102,19 +124,37 @@ def _launch(flow: Flow, trainer: Object | None, configs: Sequence[Object], kind:
     settings += [given for one in flow.made for given in reading.switches(one)]
     settings += reading.of_trainer(trainer) if trainer else []
     settings.sort(key=lambda given: given.line)
-    used = [data for given in settings for data in all_data(given.value) if given.name.endswith("_dataset")]
+    used = [
+        data
+        for given in settings
+        for data in all_data(given.value)
+        if given.name.endswith("_dataset")
+    ]
     paths = {origin.path for data in used for origin in data.origins}
-    unused = {(o.path, data.line): None for data in flow.loaded for o in data.origins if o.path not in paths}
-    notes = [f"line {line}: {path} is loaded, and not passed to the trainer as data" for path, line in unused]
+    unused = {
+        (o.path, data.line): None
+        for data in flow.loaded
+        for o in data.origins
+        if o.path not in paths
+    }
+    notes = [
+        f"line {line}: {path} is loaded, and not passed to the trainer as data"
+        for path, line in unused
+    ]
     return ForeignLaunch(_last(kind), program, tuple(settings), notes=tuple(notes))
 
 
 def _program(kind: str, trainer: Object | None) -> ForeignProgram:
-    """The program of a configuration; if the trainer is one for another command, that one's, with these defaults."""
+    """The program of a configuration; if the trainer is one for another command, that one's, with
+    these defaults."""
     program = _find(kind)
     of_trainer = _find(trainer.kind) if trainer else None
     assert program is not None
-    if of_trainer is None or of_trainer.command == program.command or program.framework != "transformers":
+    if (
+        of_trainer is None
+        or of_trainer.command == program.command
+        or program.framework != "transformers"
+    ):
         return program
     return replace(of_trainer, defaults={**of_trainer.defaults, **program.defaults})
 
@@ -132,14 +172,20 @@ class _Reading:
                 yield self.given(names.get(name, name), value, *made.texts[name])
 
     def switches(self, made: Object) -> Iterator[Given]:
-        """``torch.compile(model)``, ``torch.backends.cuda.matmul.allow_tf32 = True`` and the like."""
+        """``torch.compile(model)``, ``torch.backends.cuda.matmul.allow_tf32 = True`` and the
+        like."""
         name = _SWITCHES.get(_last(made.kind))
-        if name is None or (name in ("tf32", "torch_compile") and not made.kind.startswith("torch.")):
+        if name is None or (
+            name in ("tf32", "torch_compile") and not made.kind.startswith("torch.")
+        ):
             return
         mode = made.fields.get("mode")
         value = made.args[0] if _last(made.kind) == "allow_tf32" and made.args else True
         yield self.given(
-            name, mode if name == "torch_compile" and isinstance(mode, str) else value, made.text, made.line
+            name,
+            mode if name == "torch_compile" and isinstance(mode, str) else value,
+            made.text,
+            made.line,
         )
 
     def of_trainer(self, trainer: Object) -> Iterator[Given]:
@@ -153,7 +199,11 @@ class _Reading:
         yield from self.steps(trainer)
 
     def data(self, name: str, value: Any, text: str, line: int) -> Given:
-        held = list(cast("dict[str, Any]", value).values()) if isinstance(value, dict) else whole(value)
+        held = (
+            list(cast("dict[str, Any]", value).values())
+            if isinstance(value, dict)
+            else whole(value)
+        )
         if isinstance(held, Splits):
             held = Unknown(text.partition("=")[2], line, "which of its splits is not said")
         return self.given(name, held, text, line)
@@ -165,40 +215,71 @@ class _Reading:
         if isinstance(held, Object) and held.is_model:
             for name in _OF_MODEL:
                 if name in held.fields:
-                    yield self.given(name, held.fields[name], *held.texts.get(name, (name, held.line)))
+                    yield self.given(
+                        name, held.fields[name], *held.texts.get(name, (name, held.line))
+                    )
 
     def steps(self, trainer: Object) -> Iterator[Given]:
-        """What the script does to its rows: the steps of the training data, then those of the held-out data alone."""
+        """What the script does to its rows: the steps of the training data, then those of the
+        held-out data alone."""
         held = _arguments(trainer)
         values = [held.get(name, (None,))[0] for name in ("train_dataset", "eval_dataset")]
-        train, held_out = ([s for data in all_data(whole(value)) for s in data.steps] for value in values)
+        train, held_out = (
+            [s for data in all_data(whole(value)) for s in data.steps] for value in values
+        )
         seen = {_what(step) for step in train}
         steps = dict.fromkeys([*train, *(step for step in held_out if _what(step) not in seen)])
         for number, step in enumerate(steps):
             same = not held_out or {_what(one) for one in held_out} == seen
             value = step.function if same and len({_what(s) for s in train}) == 1 else ""
-            if step is next((s for s in train if _what(s) == _what(step)), step):  # once, where both have it
-                yield Given(f"{number}.dataset.{step.name}", value, step.line, self.framework, step.text)
+            if step is next(
+                (s for s in train if _what(s) == _what(step)), step
+            ):  # once, where both have it
+                yield Given(
+                    f"{number}.dataset.{step.name}", value, step.line, self.framework, step.text
+                )
 
     def given(self, name: str, value: Any, text: str, line: int) -> Given:
         why = value.why if isinstance(value, Unknown) else ""
-        return Given(name, self.plain(value), line, self.framework, text if len(text) < 100 else f"{text[:97]}...", why)
+        return Given(
+            name,
+            self.plain(value),
+            line,
+            self.framework,
+            text if len(text) < 100 else f"{text[:97]}...",
+            why,
+        )
 
     def plain(self, value: Any) -> Any:
-        """The value as in a configuration file; ``${expression}`` if only running the script would tell."""
+        """The value as in a configuration file; ``${expression}`` if only running the script would
+        tell."""
         if isinstance(value, Function):
             return value.reference or _placeholder(ast.unparse(value.node))
         if isinstance(value, Named):
-            return value.dotted if value.dotted.startswith(("torch.", "trl.rewards.")) else _placeholder(value.dotted)
+            return (
+                value.dotted
+                if value.dotted.startswith(("torch.", "trl.rewards."))
+                else _placeholder(value.dotted)
+            )
         if isinstance(value, Object):
-            return self.plain(_path_of(value)) if value.is_model else _placeholder(f"{value.kind}(...)")
+            return (
+                self.plain(_path_of(value))
+                if value.is_model
+                else _placeholder(f"{value.kind}(...)")
+            )
         if isinstance(value, Unknown):
             return _placeholder(value.text)
         if isinstance(value, list | tuple):
             return [self.plain(item) for item in cast("Sequence[Any]", value)]
         if isinstance(value, dict):
-            return {str(key): self.plain(item) for key, item in cast("dict[Any, Any]", value).items()}
-        return value if isinstance(value, str | int | float | None | Data) else _placeholder(str(value))
+            return {
+                str(key): self.plain(item) for key, item in cast("dict[Any, Any]", value).items()
+            }
+        return (
+            value
+            if isinstance(value, str | int | float | None | Data)
+            else _placeholder(str(value))
+        )
 
 
 def _placeholder(text: str) -> str:
@@ -238,7 +319,11 @@ def _last(kind: str) -> str:
 
 def _is_config(kind: str) -> bool:
     name = _last(kind)
-    return name.endswith(("Config", "Arguments", "Profile")) and name not in _SUPPORT and _find(kind) is not None
+    return (
+        name.endswith(("Config", "Arguments", "Profile"))
+        and name not in _SUPPORT
+        and _find(kind) is not None
+    )
 
 
 def _is_trainer(kind: str) -> bool:
@@ -247,5 +332,6 @@ def _is_trainer(kind: str) -> bool:
 
 
 def _find(kind: str) -> ForeignProgram | None:
-    """The program of a class, by its full name, so that classes of one name in several frameworks are told apart."""
+    """The program of a class, by its full name, so that classes of one name in several frameworks
+    are told apart."""
     return find_program(kind) or find_program(_last(kind))

@@ -15,15 +15,34 @@ from tunesmith.guide.migrate.commands import read_shell
 from tunesmith.guide.migrate.given import ForeignLaunch, Given
 from tunesmith.guide.migrate.programs import find_program
 from tunesmith.guide.migrate.python import docstrings, read_python
-from tunesmith.guide.migrate.trees import accelerate_settings, read_tree_file, read_tree_text, tree_settings
+from tunesmith.guide.migrate.trees import (
+    accelerate_settings,
+    read_tree_file,
+    read_tree_text,
+    tree_settings,
+)
 from tunesmith.guide.names.foreign import meanings_of
 
 _LARGEST = 5_000_000
-_VERL = {"actor_rollout_ref", "algorithm", "critic", "reward_model", "trainer", "rollout", "async_training"}
+_VERL = {
+    "actor_rollout_ref",
+    "algorithm",
+    "critic",
+    "reward_model",
+    "trainer",
+    "rollout",
+    "async_training",
+}
 _ACCELERATE = {
     "compute_environment", "distributed_type", "num_processes", "num_machines", "fsdp_config", "deepspeed_config",
 }  # fmt: skip
-_DEEPSPEED = {"zero_optimization", "train_micro_batch_size_per_gpu", "fp16", "bf16", "zero_allow_untested_optimizer"}
+_DEEPSPEED = {
+    "zero_optimization",
+    "train_micro_batch_size_per_gpu",
+    "fp16",
+    "bf16",
+    "zero_allow_untested_optimizer",
+}
 _NAMES_OF_DEEPSPEED = ("deepspeed", "deepspeed_config", "deepspeed_config_file")
 """Settings of TRL, transformers and accelerate that name a file of DeepSpeed."""
 _KINDS = {
@@ -48,7 +67,9 @@ def read_source(path: Path, variables: Mapping[str, str]) -> list[ForeignLaunch]
         if path.is_dir():
             raise ConfigError(f"{path} is a directory; name a script or a configuration")
         if path.stat().st_size > _LARGEST:
-            raise ConfigError(f"{path} has more than {_LARGEST // 10**6} MB; name a script or a configuration")
+            raise ConfigError(
+                f"{path} has more than {_LARGEST // 10**6} MB; name a script or a configuration"
+            )
         text = path.read_bytes().decode("utf-8", errors="replace").replace("\r\n", "\n")
     launches = read_text(text, path, variables)
     if not launches:
@@ -64,12 +85,15 @@ def read_text(text: str, path: Path, variables: Mapping[str, str]) -> list[Forei
     """The launches in the text of a file.
 
     Raises:
-        ConfigError: it is not valid, is nested too deeply, or only starts programs that do not train or sample.
+        ConfigError: it is not valid, is nested too deeply, or only starts programs that do not
+            train or sample.
     """
     try:
         launches = _read(text, path, variables)
     except RecursionError:
-        raise ConfigError(f"{path.name} has brackets or quotes that are nested too deeply") from None
+        raise ConfigError(
+            f"{path.name} has brackets or quotes that are nested too deeply"
+        ) from None
     if launches and not any(launch.program.command for launch in launches):
         raise ConfigError(f"{path.name} starts {launches[0].name}: {launches[0].program.why}")
     return [_with_deepspeed(launch, path.parent) for launch in launches if launch.program.command]
@@ -81,7 +105,11 @@ def _with_deepspeed(launch: ForeignLaunch, folder: Path) -> ForeignLaunch:
     for given in launch.settings:
         if given.name not in _NAMES_OF_DEEPSPEED or given.unknown or not given.value:
             continue
-        tree = given.value if isinstance(given.value, Mapping) else read_tree_file(str(given.value), folder)
+        tree = (
+            given.value
+            if isinstance(given.value, Mapping)
+            else read_tree_file(str(given.value), folder)
+        )
         if tree is None:
             notes.append(f"line {given.line}: {given.text} was not found; migrate it as well")
         else:
@@ -97,33 +125,58 @@ def _read(text: str, path: Path, variables: Mapping[str, str]) -> list[ForeignLa
         return _of_python(text, path, variables)
     if suffix in (".yaml", ".yml", ".json"):
         tree = read_tree_text(text, path.name)
-        return _of_tree(cast(Mapping[str, Any], tree), text, path, variables) if isinstance(tree, Mapping) else []
+        return (
+            _of_tree(cast(Mapping[str, Any], tree), text, path, variables)
+            if isinstance(tree, Mapping)
+            else []
+        )
     return read_shell(text, variables, path.parent)
 
 
 def _of_python(text: str, path: Path, variables: Mapping[str, str]) -> list[ForeignLaunch]:
-    """The launches of a script; if it takes its settings from the command line, its docstring has the commands."""
+    """The launches of a script; if it takes its settings from the command line, its docstring has
+    the commands."""
     found = read_python(text, path.name)
     if any(launch.name.endswith(("Config", "Arguments")) for launch in found):
         return found
     script, folder = (text, path.name), path.parent
-    commands = [c for part, line in docstrings(text) for c in read_shell(part, variables, folder, line, script)]
-    if not found and not commands and "zero_optimization" in text:  # DeepSpeed's, in a block of Python
+    commands = [
+        c
+        for part, line in docstrings(text)
+        for c in read_shell(part, variables, folder, line, script)
+    ]
+    if (
+        not found and not commands and "zero_optimization" in text
+    ):  # DeepSpeed's, in a block of Python
         tree = read_tree_text(text, f"{path.name}.json")
-        return _of_tree(cast(Mapping[str, Any], tree), text, path, variables) if isinstance(tree, Mapping) else []
+        return (
+            _of_tree(cast(Mapping[str, Any], tree), text, path, variables)
+            if isinstance(tree, Mapping)
+            else []
+        )
     return commands or found
 
 
-def _of_tree(tree: Mapping[str, Any], text: str, path: Path, variables: Mapping[str, str]) -> list[ForeignLaunch]:
+def _of_tree(
+    tree: Mapping[str, Any], text: str, path: Path, variables: Mapping[str, str]
+) -> list[ForeignLaunch]:
     names = {str(name) for name in tree}
     if isinstance(script := tree.get("run"), str):  # a job that contains its script
         line = text[: max(text.find("\nrun:"), 0)].count("\n") + 3
         envs = tree.get("envs")
-        known = {str(k): str(v) for k, v in envs.items() if v is not None} if isinstance(envs, Mapping) else {}
+        known = (
+            {str(k): str(v) for k, v in envs.items() if v is not None}
+            if isinstance(envs, Mapping)
+            else {}
+        )
         return read_shell(script, known | dict(variables), path.parent, line)
     devices = None
     if names & _VERL and any(isinstance(tree.get(name), Mapping) for name in names & _VERL):
-        kind = "verl.trainer.main_ppo" if "actor_rollout_ref" in names or "algorithm" in names else "fsdp_sft_trainer"
+        kind = (
+            "verl.trainer.main_ppo"
+            if "actor_rollout_ref" in names or "algorithm" in names
+            else "fsdp_sft_trainer"
+        )
     elif names & _ACCELERATE - {"num_processes", "num_machines"} or names <= _ACCELERATE:
         kind, devices = "accelerate", tree.get("num_processes")
     elif names & _DEEPSPEED:
@@ -132,11 +185,17 @@ def _of_tree(tree: Mapping[str, Any], text: str, path: Path, variables: Mapping[
         kind = next((kind for name, kind in _KINDS.items() if name in names), "TrainingArguments")
     program = find_program(kind)
     assert program is not None
-    leaves = accelerate_settings(tree) if kind == "accelerate" else tree_settings(tree, program.framework)
+    leaves = (
+        accelerate_settings(tree)
+        if kind == "accelerate"
+        else tree_settings(tree, program.framework)
+    )
     settings = _located(leaves, text)
     if program.framework in ("trl", "transformers") and not _is_known(settings):
         return []
-    return [ForeignLaunch(kind, program, tuple(settings), devices if isinstance(devices, int) else None)]
+    return [
+        ForeignLaunch(kind, program, tuple(settings), devices if isinstance(devices, int) else None)
+    ]
 
 
 def _is_known(settings: Sequence[Given]) -> bool:
@@ -145,7 +204,8 @@ def _is_known(settings: Sequence[Given]) -> bool:
 
 
 def _located(settings: Iterable[Given], text: str) -> list[Given]:
-    """Settings with the line of the text that holds the last part of their name, searched in order."""
+    """Settings with the line of the text that holds the last part of their name, searched in
+    order."""
     lines, located = text.splitlines(), list[Given]()
     for given in settings:
         last = re.escape(given.name.rpartition(".")[2])
@@ -170,7 +230,10 @@ def _cells(text: str, name: str) -> str:
 def _python_of_cell(source: str) -> str:
     """The cell with as many lines; blank if it is another language's, or cannot be parsed."""
     code = re.sub(
-        r"^(\s*)[%!].*(?:\\\n.*)*$", lambda m: m[1] + "pass" + "\n" * m[0].count("\n"), source, flags=re.MULTILINE
+        r"^(\s*)[%!].*(?:\\\n.*)*$",
+        lambda m: m[1] + "pass" + "\n" * m[0].count("\n"),
+        source,
+        flags=re.MULTILINE,
     )
     try:
         compile(code, "cell", "exec", ast.PyCF_ONLY_AST | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)

@@ -29,7 +29,9 @@ def settle(migration: Migration) -> list[Problem]:
     for _ in range(_MOST):
         problems = _problems(migration)
         of_settings = [problem for problem in problems if problem.kind != "machine"]
-        culprits = [(key, problem) for problem in of_settings if (key := _culprit(problem, migration))]
+        culprits = [
+            (key, problem) for problem in of_settings if (key := _culprit(problem, migration))
+        ]
         if not culprits:
             return problems
         for key, problem in dict(reversed(culprits)).items():
@@ -41,12 +43,16 @@ def _fill_in(migration: Migration) -> None:
     """Add settings that a run file requires and the source lacks."""
     entries, missing = migration.entries, "not in the source: fill it in"
     entries.setdefault("model.path", Entry("MODEL", note=missing))
-    asked = next((row for row in migration.rows if "data.train" in row.keys and row.kind != "mapped"), None)
+    asked = next(
+        (row for row in migration.rows if "data.train" in row.keys and row.kind != "mapped"), None
+    )
     why = f"{asked.given.text} (line {asked.given.line}): {asked.text}" if asked else missing
     entries.setdefault("data.train", Entry("DATA", note=why))
     if migration.command == "distill":
         entries.setdefault("teacher.path", Entry("TEACHER", note=missing))
-    if migration.command == "rl" and not any(key.startswith(("reward.", "environment.path")) for key in entries):
+    if migration.command == "rl" and not any(
+        key.startswith(("reward.", "environment.path")) for key in entries
+    ):
         note = f"{missing}, or name your own file.py:function"
         if migration.launch.program.framework == "verl":
             note = "verl chooses the reward by the data's data_source; math is the nearest one here"
@@ -62,20 +68,32 @@ def _problems(migration: Migration) -> list[Problem]:
         try:
             check(load_config(kind, file, files=False))
         except ConfigError as error:
-            return [replace(each, place=each.place.replace(str(file), file.name)) for each in error.problems]
+            return [
+                replace(each, place=each.place.replace(str(file), file.name))
+                for each in error.problems
+            ]
     return []
 
 
 def _culprit(problem: Problem, migration: Migration) -> str:
-    """The setting to remove: system settings before those that affect learning, defaults before given ones."""
+    """The setting to remove: system settings before those that affect learning, defaults before
+    given ones."""
     entries = migration.entries
-    found = [entry for key in problem.keys if (entry := _entry_of(key, migration)) and entry not in _KEPT]
-    found.sort(key=lambda key: (not key.startswith(_HOW_FAST), bool(entries[key].of and not entries[key].note)))
+    found = [
+        entry for key in problem.keys if (entry := _entry_of(key, migration)) and entry not in _KEPT
+    ]
+    found.sort(
+        key=lambda key: (
+            not key.startswith(_HOW_FAST),
+            bool(entries[key].of and not entries[key].note),
+        )
+    )
     return next(iter(found), "")
 
 
 def _entry_of(key: str, migration: Migration) -> str:
-    """The entry of the run file that sets a key: its own, that of a table around it, or the first one inside."""
+    """The entry of the run file that sets a key: its own, that of a table around it, or the first
+    one inside."""
     around = (key, key.partition("[")[0], key.rpartition(".")[0])
     inside = (name for name in migration.entries if name.startswith(f"{key}."))
     return next((name for name in (*around, *inside) if name in migration.entries), "")
@@ -90,5 +108,7 @@ def _take_out(migration: Migration, key: str, problem: Problem) -> None:
     for number, row in enumerate(migration.rows):
         if any(row.given is given for given in entry.of):
             left = tuple(k for k in row.keys if k != key)
-            removed = ConvertedSetting(row.given, "off" if is_off(row.given.value) else kind, problem.text)
+            removed = ConvertedSetting(
+                row.given, "off" if is_off(row.given.value) else kind, problem.text
+            )
             migration.rows[number] = replace(row, keys=left) if left else removed

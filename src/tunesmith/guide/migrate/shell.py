@@ -1,7 +1,8 @@
 """Reads a bash script without running it: its variables, and the words of its commands.
 
-Assignments, arrays, here-documents, arithmetic and conditions on known values are evaluated. Values that only the shell
-knows stay in the text: ``${NAME}`` for a variable without a value, ``$(command)`` for a command's output.
+Assignments, arrays, here-documents, arithmetic and conditions on known values are evaluated. Values
+that only the shell knows stay in the text: ``${NAME}`` for a variable without a value,
+``$(command)`` for a command's output.
 """
 
 from __future__ import annotations
@@ -18,7 +19,21 @@ from tunesmith.errors import ConfigError
 
 V = TypeVar("V", str, "list[Word]")
 _ASSIGN = re.compile(r"(?:(?:export|readonly|local|declare)\s+(?:-\w+\s+)*)?([A-Za-z_]\w*)(\+?)=")
-_OPENING = ("if", "elif", "while", "until", "then", "do", "else", "{", "(", "time", "nohup", "exec", "!")
+_OPENING = (
+    "if",
+    "elif",
+    "while",
+    "until",
+    "then",
+    "do",
+    "else",
+    "{",
+    "(",
+    "time",
+    "nohup",
+    "exec",
+    "!",
+)
 _ARITHMETIC: Mapping[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.floordiv,
     ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod,
@@ -52,7 +67,9 @@ def read_script(text: str, variables: Mapping[str, str], line: int = 1) -> Scrip
     script = Script({"HOME": os.path.expanduser("~")})
     fixed = dict(variables)
     script.variables |= fixed
-    skipping: list[bool | None] = []  # per open "if": whether a branch was taken; None: this branch is skipped
+    skipping: list[
+        bool | None
+    ] = []  # per open "if": whether a branch was taken; None: this branch is skipped
     for raw, number in _commands(text, line):
         raw = raw.strip()
         keyword = raw.split(None, 1)[0] if raw else ""
@@ -62,7 +79,11 @@ def read_script(text: str, variables: Mapping[str, str], line: int = 1) -> Scrip
                 skipping.append(_taken(rest, script, skipping))
             elif keyword in ("elif", "else") and skipping:
                 done = skipping[-1] in (True, None)
-                skipping[-1] = None if done else (_taken(rest, script, skipping[:-1]) if keyword == "elif" else True)
+                skipping[-1] = (
+                    None
+                    if done
+                    else (_taken(rest, script, skipping[:-1]) if keyword == "elif" else True)
+                )
             elif keyword == "fi" and skipping:
                 skipping.pop()
             raw = "" if keyword in ("if", "elif") else rest
@@ -73,7 +94,8 @@ def read_script(text: str, variables: Mapping[str, str], line: int = 1) -> Scrip
 
 
 def _taken(condition: str, script: Script, outer: list[bool | None]) -> bool | None:
-    """Whether a branch is taken: True also if the condition is unknown; False if a later branch may be taken."""
+    """Whether a branch is taken: True also if the condition is unknown; False if a later branch may
+    be taken."""
     if not all(state is True for state in outer):
         return None
     found = re.fullmatch(r"\[\[?\s+(.*?)\s+(==?|!=|-eq|-ne)\s+(.*?)\s+\]\]?;?", condition)
@@ -90,7 +112,9 @@ def _taken(condition: str, script: Script, outer: list[bool | None]) -> bool | N
 
 def _do(raw: str, line: int, script: Script, fixed: Mapping[str, str]) -> None:
     """Evaluate an assignment, or record a command."""
-    heredoc = re.match(r"read\s.*?\b([A-Za-z_]\w*)\s*<<-?\s*[\"']?(\w+)[\"']?\n(.*)", raw, re.DOTALL)
+    heredoc = re.match(
+        r"read\s.*?\b([A-Za-z_]\w*)\s*<<-?\s*[\"']?(\w+)[\"']?\n(.*)", raw, re.DOTALL
+    )
     if heredoc:
         script.variables[heredoc[1]] = _words(heredoc[3], line + 1, script)
         return
@@ -98,10 +122,15 @@ def _do(raw: str, line: int, script: Script, fixed: Mapping[str, str]) -> None:
         name, rest = found[1], raw[found.end() :]
         if rest.startswith("("):
             end = _closing(rest, 0)
-            without_comments = re.sub(r"(^|\s)#[^\n]*", lambda m: m[1] + " " * (len(m[0]) - len(m[1])), rest[1:end])
+            without_comments = re.sub(
+                r"(^|\s)#[^\n]*", lambda m: m[1] + " " * (len(m[0]) - len(m[1])), rest[1:end]
+            )
             items = _words(without_comments, line, script)
             before = script.variables.get(name, []) if found[2] else []
-            value: str | list[Word] = [*(before if isinstance(before, list) else [Word(before, line)]), *items]
+            value: str | list[Word] = [
+                *(before if isinstance(before, list) else [Word(before, line)]),
+                *items,
+            ]
             end += 1
         else:
             end = next((stop for _, stop in _spans(rest)), 0) if not rest[:1].isspace() else 0
@@ -119,7 +148,9 @@ def bounded(value: V) -> V:
         ConfigError: variables that contain each other make it too long.
     """
     if len(value) > _LONGEST:
-        raise ConfigError(f"a variable of the script becomes longer than {_LONGEST} characters or words")
+        raise ConfigError(
+            f"a variable of the script becomes longer than {_LONGEST} characters or words"
+        )
     return value
 
 
@@ -140,7 +171,8 @@ def _words(raw: str, line: int, script: Script) -> list[Word]:
 
 
 def expand(text: str, script: Script, *, whole: bool = False) -> list[str]:
-    """A word of the script with its quotes and variables resolved; several words if an unquoted value has blanks.
+    """A word of the script with its quotes and variables resolved; several words if an unquoted
+    value has blanks.
 
     Args:
         whole: keep it one word, like the value of a variable.
@@ -155,7 +187,13 @@ def expand(text: str, script: Script, *, whole: bool = False) -> list[str]:
             continue
         if char == "\\" and position + 1 < len(text):
             following = text[position + 1]
-            out += "" if following == "\n" else following if not quote or following in '"\\$`' else char + following
+            out += (
+                ""
+                if following == "\n"
+                else following
+                if not quote or following in '"\\$`'
+                else char + following
+            )
             position += 2
         elif char == "'" and not quote:
             quote, position, out = "'", position + 1, out + _EMPTY
@@ -163,7 +201,12 @@ def expand(text: str, script: Script, *, whole: bool = False) -> list[str]:
             quote, position, out = "" if quote else '"', position + 1, out + _EMPTY
         elif char in "$`":
             value, position = _value(text, position, script)
-            split |= not whole and not quote and bool(re.search(r"\s", value)) and not value.startswith("$")
+            split |= (
+                not whole
+                and not quote
+                and bool(re.search(r"\s", value))
+                and not value.startswith("$")
+            )
             out = bounded(out + value)
         else:
             out, position = out + char, position + 1
@@ -178,7 +221,9 @@ def _value(text: str, start: int, script: Script) -> tuple[str, int]:
     """The value of the expansion that begins with ``$`` at ``start``, and its end."""
     if text[start] == "`":
         end = text.find("`", start + 1)
-        return f"$({text[start + 1 : end].replace('(', '').replace(')', '')})", (end if end > 0 else len(text)) + 1
+        return f"$({text[start + 1 : end].replace('(', '').replace(')', '')})", (
+            end if end > 0 else len(text)
+        ) + 1
     if text.startswith("$((", start):
         end = _closing(text, start + 1)
         return _arithmetic(text[start + 3 : end - 1], script), end + 1
@@ -210,7 +255,11 @@ def _braces(inner: str, script: Script) -> str:
     known = script.variables.get(name)
     if re.match(r":?[-=]", rest):
         default = expand('"' + re.sub(r"^:?[-=]", "", rest).strip('"') + '"', script)[0]
-        return default if known is None or (rest.startswith(":") and not known) else _variable(name, script)
+        return (
+            default
+            if known is None or (rest.startswith(":") and not known)
+            else _variable(name, script)
+        )
     value = _variable(name, script)
     if value.startswith("${") or not rest or rest in ("[@]", "[*]"):
         return value
@@ -240,7 +289,11 @@ def _output(command: str, script: Script) -> str:
 
 def _arithmetic(text: str, script: Script) -> str:
     """The value of a bash expression; the expression itself if part of it is unknown."""
-    filled = re.sub(r"\$\{?([A-Za-z_]\w*)\}?|(?<![\w.])([A-Za-z_]\w*)", lambda m: _variable(m[1] or m[2], script), text)
+    filled = re.sub(
+        r"\$\{?([A-Za-z_]\w*)\}?|(?<![\w.])([A-Za-z_]\w*)",
+        lambda m: _variable(m[1] or m[2], script),
+        text,
+    )
     filled = expand(f'"{filled}"', script)[0]
     try:
         return str(_number(ast.parse(filled.strip(), mode="eval").body))
@@ -294,7 +347,8 @@ def _commands(text: str, line: int) -> Iterator[tuple[str, int]]:
 
 
 def _after(text: str, position: int) -> int:
-    """The end of the escaped character, quoted text, expansion or plain character at ``position``."""
+    """The end of the escaped character, quoted text, expansion or plain character at
+    ``position``."""
     if text[position] == "\\":
         return position + 2
     if text[position] in "'\"`":

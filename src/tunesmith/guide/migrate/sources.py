@@ -28,7 +28,8 @@ _BUILT_IN = {"trl.rewards.accuracy_reward": "math"}
 
 
 def train_data(_given: Given, there: There) -> Result:
-    """A path or a name; a table if it has a split, a subset or weights; a list if there are several."""
+    """A path or a name; a table if it has a split, a subset or weights; a list if there are
+    several."""
     if isinstance(held := there.get("train_dataset"), Data):
         return _followed("data.train", held)
     paths = _listed(there.get(*_TRAIN))
@@ -38,9 +39,16 @@ def train_data(_given: Given, there: There) -> Result:
     split = split[0] if isinstance(split, list) and split else split
     weights = _listed(there.get(*_PROBS))
     tables = [
-        {"path": path, "split": None if split == "train" else split, "subset": subset, "weight": weight}
+        {
+            "path": path,
+            "split": None if split == "train" else split,
+            "subset": subset,
+            "weight": weight,
+        }
         for path, weight in zip(
-            paths, [float(w) for w in weights] if len(weights) == len(paths) else [None] * len(paths), strict=True
+            paths,
+            [float(w) for w in weights] if len(weights) == len(paths) else [None] * len(paths),
+            strict=True,
         )
     ]
     return [Value("data.train", _plain(tables))]
@@ -63,7 +71,12 @@ def eval_data(_given: Given, there: There) -> Result:
     if not paths:
         return Dropped("no data set is given with it", off=True)
     split = None if split == "train" else split
-    return [Value("data.eval", _plain([{"path": path, "split": split, "subset": subset} for path in paths]))]
+    return [
+        Value(
+            "data.eval",
+            _plain([{"path": path, "split": split, "subset": subset} for path in paths]),
+        )
+    ]
 
 
 def _followed(key: str, data: Data) -> Result:
@@ -73,7 +86,9 @@ def _followed(key: str, data: Data) -> Result:
         split = written_split(origin)
         if split is None:
             parts = "".join(map(str, origin.cuts))
-            return Dropped(f"a part of a part, {origin.path}{parts}, has no line here; write its rows to a file")
+            return Dropped(
+                f"a part of a part, {origin.path}{parts}, has no line here; write its rows to a file"
+            )
         subset = {"subset": origin.subset, "weight": origin.weight}
         tables.append({"path": origin.path, "split": None if split == "train" else split, **subset})
     return [Value(key, _plain(tables), "; ".join(dict.fromkeys(data.notes)))]
@@ -98,7 +113,8 @@ def _listed(value: Any) -> list[str]:
 
 
 def _plain(tables: Sequence[Mapping[str, Any]]) -> Any:
-    """Tables without empty keys; a table with only a path becomes the path, a list of one its element."""
+    """Tables without empty keys; a table with only a path becomes the path, a list of one its
+    element."""
     full = [{k: v for k, v in table.items() if v is not None} for table in tables]
     items = [table["path"] if len(table) == 1 else table for table in full]
     return items[0] if len(items) == 1 else items
@@ -113,11 +129,21 @@ def functions(given: Given, there: There) -> Result:
     items = [str(v) for v in (given.value if isinstance(given.value, list) else [given.value]) if v]
     known = [_BUILT_IN.get(item, item) for item in items if ".py:" in item or item in _BUILT_IN]
     if known and len(known) == len(items):
-        column = [Value("reward.answer", "solution", "the column that it reads there")] if "math" in known else []
-        own = "move them to a separate file that only defines them" if len(set(known) - {"math"}) else ""
+        column = (
+            [Value("reward.answer", "solution", "the column that it reads there")]
+            if "math" in known
+            else []
+        )
+        own = (
+            "move them to a separate file that only defines them"
+            if len(set(known) - {"math"})
+            else ""
+        )
         return [Value("reward.functions", known, own), *column]
     if all(item in _MANAGERS for item in items):
-        return Dropped("the reward manager that calls the functions of the data; none is needed here", off=True)
+        return Dropped(
+            "the reward manager that calls the functions of the data; none is needed here", off=True
+        )
     names = ", ".join(UNKNOWN.sub(lambda m: m[0][2:-1], item) for item in items)
     return Dropped(f'name each function as "file.py:function" in reward.functions: {names}')
 
@@ -126,24 +152,38 @@ def tools(given: Given, _there: There) -> Result:
     """Tools: functions of a Python script."""
     items = [str(v) for v in (given.value if isinstance(given.value, list) else [given.value])]
     if items and all(".py:" in item for item in items):
-        return [Value("environment.tools", items, "move them to a separate file that only defines them")]
+        return [
+            Value("environment.tools", items, "move them to a separate file that only defines them")
+        ]
     return Dropped('name each function as "file.py:function" in environment.tools')
 
 
 def environment(given: Given, _there: There) -> Result:
     """An environment: a class of a Python script."""
     if isinstance(given.value, str) and ".py:" in given.value:
-        return [Value("environment.path", given.value, "move it to a separate file that only defines it")]
+        return [
+            Value(
+                "environment.path", given.value, "move it to a separate file that only defines it"
+            )
+        ]
     return Dropped('name the class of the environment as "file.py:name" in environment.path')
 
 
 def models(given: Given, there: There) -> Result:
-    if there.get("reward_model.enable", default=True) in (False, None) or not isinstance(given.value, str):
+    if there.get("reward_model.enable", default=True) in (False, None) or not isinstance(
+        given.value, str
+    ):
         return Dropped(
-            "the reward model is off there" if given.value is not True else "it is set next to this", off=True
+            "the reward model is off there"
+            if given.value is not True
+            else "it is set next to this",
+            off=True,
         )
     normalize = bool(there.get("reward.normalize_enable", "normalize_enable", "normalize_reward"))
-    tables = [{"path": path, **({"normalize": True} if normalize else {})} for path in _listed(given.value)]
+    tables = [
+        {"path": path, **({"normalize": True} if normalize else {})}
+        for path in _listed(given.value)
+    ]
     for number, table in enumerate(tables[1:], 2):
         table["name"] = f"reward_model_{number}"
     return [Value("reward.models", tables)] if tables else Dropped("no model is named")
@@ -154,17 +194,25 @@ def remote(given: Given, _there: There) -> Result:
     paths = _listed(given.value)
     if paths and all(path.endswith(".py") for path in paths):
         return [
-            Value("reward.functions", [f"{path}:reward_func" for path in paths], "OpenRLHF's own name of the function")
+            Value(
+                "reward.functions",
+                [f"{path}:reward_func" for path in paths],
+                "OpenRLHF's own name of the function",
+            )
         ]
     if paths and all(path.startswith(("http://", "https://")) for path in paths):
         return [Value("reward.remote", [{"urls": paths, "protocol": "openrlhf"}])]
-    return Dropped("write the server's address into reward.remote, or the function into reward.functions")
+    return Dropped(
+        "write the server's address into reward.remote, or the function into reward.functions"
+    )
 
 
 def sinks(given: Given, _there: There) -> Result:
     """``report_to``, ``logger`` and flags such as ``use_wandb``."""
     value = given.value
-    if value is True or (isinstance(value, str) and ("wandb" in given.name or "tensorboard" in given.name)):
+    if value is True or (
+        isinstance(value, str) and ("wandb" in given.name or "tensorboard" in given.name)
+    ):
         value = "tensorboard" if "tensorboard" in given.name else "wandb"
     names = ["wandb" if name == "all" else name for name in _listed(value)]
     known = [name for name in names if name in SINKS]
@@ -178,7 +226,9 @@ def sinks(given: Given, _there: There) -> Result:
 
 def samples(given: Given, _there: There) -> Result:
     if given.value is True:
-        return Dropped("groups of every step are always written to rollouts.jsonl (monitor.samples)", off=True)
+        return Dropped(
+            "groups of every step are always written to rollouts.jsonl (monitor.samples)", off=True
+        )
     return [Value("monitor.samples", given.count)] if given.count else OFF
 
 
@@ -191,4 +241,16 @@ def hub(given: Given, there: There) -> Result:
     return [Value("checkpoint.push_to_hub", name)]
 
 
-SOURCES = (train_data, eval_data, rows, functions, tools, environment, models, remote, sinks, samples, hub)
+SOURCES = (
+    train_data,
+    eval_data,
+    rows,
+    functions,
+    tools,
+    environment,
+    models,
+    remote,
+    sinks,
+    samples,
+    hub,
+)

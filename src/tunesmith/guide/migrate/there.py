@@ -54,7 +54,11 @@ OFF = Dropped("it is off there", off=True)
 
 def is_off(value: Any) -> bool:
     """Whether a value enables nothing: none, false, zero, minus one, an empty text or list."""
-    return value in (None, False, 0, -1, "", "none", "None", "no", "auto", "default") or value == [] or value == {}
+    return (
+        value in (None, False, 0, -1, "", "none", "None", "no", "auto", "default")
+        or value == []
+        or value == {}
+    )
 
 
 class NotKnownError(LookupError):
@@ -74,7 +78,9 @@ class There:
         for given in launch.settings:
             short = meanings_of(given.name, family(given.framework))[0] or spelled(given.name)
             role = ROLES.match(given.name)  # belongs to another model, not to the policy
-            self._given |= {spelled(given.name): given} | ({} if role and role[1] not in short else {short: given})
+            self._given |= {spelled(given.name): given} | (
+                {} if role and role[1] not in short else {short: given}
+            )
         self._defaults = {spelled(name): value for name, value in launch.program.defaults.items()}
         for name, value in launch.program.defaults.items():
             self._defaults.setdefault(meanings_of(name, family(self.framework))[0], value)
@@ -84,7 +90,8 @@ class There:
         return self.command in ("rl", "distill")
 
     def get(self, *names: str, default: Any = None) -> Any:
-        """The value of the first of these names that is given; else the program's default; else ``default``.
+        """The value of the first of these names that is given; else the program's default; else
+        ``default``.
 
         Raises:
             NotKnownError: the given value is unknown.
@@ -101,7 +108,11 @@ class There:
     def number(self, *names: str, default: int = 1) -> int:
         """Like ``get``, for a positive integer; ``default`` for other values."""
         value = self.get(*names, default=default)
-        return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else default
+        return (
+            value
+            if isinstance(value, int) and not isinstance(value, bool) and value > 0
+            else default
+        )
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -109,7 +120,8 @@ class There:
         return all_keys(KINDS[self.command])
 
     def meanings(self, given: Given) -> list[Meaning]:
-        """The meanings of a name for this command: those with a key in its run file, else those with a reason."""
+        """The meanings of a name for this command: those with a key in its run file, else those
+        with a reason."""
         known = meanings_of(given.name, family(given.framework))[1] or meanings_of(given.name)[1]
         known = [m for m in known if not m.commands or self.command in m.commands.split()]
         here = [m for m in known if any(key in self.keys for key in m.keys)]

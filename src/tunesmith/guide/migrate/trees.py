@@ -34,7 +34,9 @@ _Loader.yaml_implicit_resolvers = {
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
 _Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$"), list("-+.0123456789")
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$"),
+    list("-+.0123456789"),
 )
 
 
@@ -47,11 +49,14 @@ def read_tree_text(text: str, name: str) -> Any:
     try:
         return _read_json(text) if name.endswith(".json") else _bounded(yaml.load(text, _Loader))
     except (ValueError, yaml.YAMLError, RecursionError) as error:
-        raise ConfigError(f"{name} is not valid: {shortened(' '.join(str(error).split()), 200)}") from None
+        raise ConfigError(
+            f"{name} is not valid: {shortened(' '.join(str(error).split()), 200)}"
+        ) from None
 
 
 def _read_json(text: str) -> Any:
-    """JSON, which may have comments, as DeepSpeed's documentation writes it: then it is read as YAML."""
+    """JSON, which may have comments, as DeepSpeed's documentation writes it: then it is read as
+    YAML."""
     try:
         return json.loads(text)
     except ValueError as error:
@@ -101,7 +106,8 @@ def tree_settings(tree: Mapping[str, Any], framework: str, line: int = 0) -> Ite
 
 
 def accelerate_settings(tree: Mapping[str, Any], line: int = 0) -> Iterator[Given]:
-    """The settings of accelerate's file; its DeepSpeed and FSDP settings are tables, whose keys need no prefix."""
+    """The settings of accelerate's file; its DeepSpeed and FSDP settings are tables, whose keys
+    need no prefix."""
     for name, value in tree.items():
         if isinstance(value, Mapping):
             yield from tree_settings(cast(Mapping[str, Any], value), "accelerate", line)
@@ -117,7 +123,10 @@ def _leaves(tree: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
             yield from _leaves(cast(Mapping[str, Any], value), f"{prefix}{key}.")
         else:
             plain = value is None or isinstance(value, str | int | float)
-            yield f"{prefix}{key}", value if plain else json.loads(json.dumps(value, default=str, skipkeys=True))
+            yield (
+                f"{prefix}{key}",
+                value if plain else json.loads(json.dumps(value, default=str, skipkeys=True)),
+            )
 
 
 def _short(value: Any) -> str:

@@ -1,4 +1,5 @@
-"""Writes the run file of a migration, with a comment on each line, and the account of every setting."""
+"""Writes the run file of a migration, with a comment on each line, and the account of every
+setting."""
 
 from __future__ import annotations
 
@@ -26,8 +27,33 @@ _TITLES: Mapping[Kind, str] = {
 }
 _LONGEST = 150
 _ORDER = (
-    *("", "model", "lora", "teacher", "distill", "data", "reward", "environment", "algorithm", "critic", "rm", "dpo"),
-    *("kto", "prm", "rollout", "sampling", "output", "rft", "train", "eval", "system", "monitor", "checkpoint"),
+    *(
+        "",
+        "model",
+        "lora",
+        "teacher",
+        "distill",
+        "data",
+        "reward",
+        "environment",
+        "algorithm",
+        "critic",
+        "rm",
+        "dpo",
+    ),
+    *(
+        "kto",
+        "prm",
+        "rollout",
+        "sampling",
+        "output",
+        "rft",
+        "train",
+        "eval",
+        "system",
+        "monitor",
+        "checkpoint",
+    ),
 )
 """Sections in the order of a run file."""
 
@@ -36,8 +62,12 @@ def run_file(migration: Migration, source: str) -> str:
     """The run file. Settings for a person to decide appear in it as comments."""
     command, entries = migration.command, migration.entries
     keys = all_keys(KINDS[command])
-    sections: dict[str, list[str]] = {"": []} if command in ("rl", "sft", "generate") else {"": [], command: []}
-    for key, entry in sorted(entries.items(), key=lambda item: keys.index(item[0]) if item[0] in keys else len(keys)):
+    sections: dict[str, list[str]] = (
+        {"": []} if command in ("rl", "sft", "generate") else {"": [], command: []}
+    )
+    for key, entry in sorted(
+        entries.items(), key=lambda item: keys.index(item[0]) if item[0] in keys else len(keys)
+    ):
         is_table = any(other.startswith(f"{key}.") for other in entries)
         if is_table and entry.value is True:  # its keys imply this
             continue
@@ -45,9 +75,16 @@ def run_file(migration: Migration, source: str) -> str:
         value = toml_value(redact_values(entry.value))
         sections.setdefault(section, []).append(f"{name} = {value}{_comment(_origin(entry))}")
     for row in migration.rows:
-        if row.kind in ("by hand", "computed") and row.keys and row.keys[0] in keys and row.keys[0] not in entries:
+        if (
+            row.kind in ("by hand", "computed")
+            and row.keys
+            and row.keys[0] in keys
+            and row.keys[0] not in entries
+        ):
             section, name = _placed(row.keys[0])
-            sections.setdefault(section, []).append(f"# {name} ={_comment(f'{_place(row.given)}: {row.text}')}")
+            sections.setdefault(section, []).append(
+                f"# {name} ={_comment(f'{_place(row.given)}: {row.text}')}"
+            )
     program = migration.launch.name
     lines = [
         f"# From {_clean(source)} ({_clean(program)}). Check it with tunesmith config, run it with tunesmith {command}."
@@ -72,7 +109,11 @@ def _became(row: ConvertedSetting, migration: Migration) -> str:
     if row.kind != "mapped":
         return _clean(row.text)
     entries = migration.entries
-    texts = [f"{key} = {_clean(toml_value(redact_values(entries[key].value)))}" for key in row.keys if key in entries]
+    texts = [
+        f"{key} = {_clean(toml_value(redact_values(entries[key].value)))}"
+        for key in row.keys
+        if key in entries
+    ]
     hows = [entries[key].how for key in row.keys if key in entries and entries[key].how]
     return ", ".join(texts) + (f"  ({'; '.join(dict.fromkeys(hows))})" if hows else "")
 

@@ -1,4 +1,5 @@
-"""Names of our settings in other frameworks: TRL, transformers, OpenRLHF, verl, StateSet Agents, DeepSpeed, accelerate.
+"""Names of our settings in other frameworks: TRL, transformers, OpenRLHF, verl, StateSet Agents,
+DeepSpeed, accelerate.
 
 The data is in the TOML files next to this module and is read when a name is first looked up.
 """
@@ -31,8 +32,8 @@ EARLIER = "tunesmith"
 class Meaning:
     """The meaning of names in other frameworks: dotted ``keys``, or none with the reason ``why``.
 
-    A value is copied unless one of these is set: ``how``, a rule; ``value``, the result of a flag that is on;
-    ``inverted``: true there is false here. ``note`` is a remark about a copied value.
+    A value is copied unless one of these is set: ``how``, a rule; ``value``, the result of a flag
+    that is on; ``inverted``: true there is false here. ``note`` is a remark about a copied value.
     """
 
     names: Mapping[str, tuple[str, ...]]
@@ -44,7 +45,8 @@ class Meaning:
     inverted: bool = False
     why: str = ""
     cases: Sequence[Mapping[str, Any]] = ()
-    """Conversions of a value, of which the first match applies; used instead of ``how`` when a value is converted."""
+    """Conversions of a value, of which the first match applies; used instead of ``how`` when a
+    value is converted."""
     convert: str = ""
     """The conversion in ``tunesmith.guide.migrate`` that implements ``how``."""
     commands: str = ""
@@ -54,7 +56,8 @@ class Meaning:
     effect: str = ""
     """How learning differs without it; empty: not at all."""
     fallback: bool = False
-    """Used only if no other name matches: a family of names, most of which have their own entries."""
+    """Used only if no other name matches: a family of names, most of which have their own
+    entries."""
 
 
 @cache
@@ -65,8 +68,16 @@ def meanings() -> tuple[Meaning, ...]:
 
 
 def _meaning(entry: Mapping[str, Any], keys: str = "") -> Meaning:
-    names = {framework: tuple(entry[framework].split()) for framework in (*FRAMEWORKS, EARLIER) if framework in entry}
-    return Meaning(names, tuple(keys.split()), **{key: value for key, value in entry.items() if key not in names})
+    names = {
+        framework: tuple(entry[framework].split())
+        for framework in (*FRAMEWORKS, EARLIER)
+        if framework in entry
+    }
+    return Meaning(
+        names,
+        tuple(keys.split()),
+        **{key: value for key, value in entry.items() if key not in names},
+    )
 
 
 def meanings_of(name: str, frameworks: tuple[str, ...] = ()) -> tuple[str, list[Meaning]]:
@@ -74,8 +85,8 @@ def meanings_of(name: str, frameworks: tuple[str, ...] = ()) -> tuple[str, list[
 
     With ``frameworks``, only names in these frameworks count.
 
-    The longest known suffix of the path wins: ``critic.optim.lr`` before ``optim.lr``. Multiple meanings come from
-    different frameworks or commands.
+    The longest known suffix of the path wins: ``critic.optim.lr`` before ``optim.lr``. Multiple
+    meanings come from different frameworks or commands.
 
     Example:
         >>> spelling, [meaning] = meanings_of("--actor_rollout_ref.actor.optim.lr")
@@ -95,13 +106,15 @@ def meanings_of(name: str, frameworks: tuple[str, ...] = ()) -> tuple[str, list[
 
 
 def _fits(end: str, pattern: str) -> bool:
-    """Whether a pattern matches; ``*`` is part of one word or, at the end (``nsys.*``), any number of words."""
+    """Whether a pattern matches; ``*`` is part of one word or, at the end (``nsys.*``), any number
+    of words."""
     longer = end.count(".") - pattern.count(".")
     return (longer == 0 or (longer > 0 and pattern.endswith(".*"))) and fnmatchcase(end, pattern)
 
 
 def spelled(name: str) -> str:
-    """A name as spelled in the data: ``--Clip-Ratio`` → ``clip_ratio``; Hydra's ``+`` and ``~`` are dropped."""
+    """A name as spelled in the data: ``--Clip-Ratio`` → ``clip_ratio``; Hydra's ``+`` and ``~`` are
+    dropped."""
     return name.lstrip("-+~").replace("-", "_").lower()
 
 
@@ -117,7 +130,8 @@ def value_of(key: str, value: object) -> str | None:
 
 
 def refusal_of(key: str, value: object) -> str:
-    """Why one of our keys does not have a value that people know from elsewhere; empty if nothing is known."""
+    """Why one of our keys does not have a value that people know from elsewhere; empty if nothing
+    is known."""
     known = _read("refused").get(key, {}).items()
     return next((why for names, why in known if str(value).lower() in names.split()), "")
 
@@ -131,7 +145,9 @@ def synonyms(name: str) -> tuple[str, ...]:
     """
     section, _, word = spelled(name).partition(".")
     return tuple(
-        key for key, words in _read("synonyms").items() if key.startswith(f"{section}.") and word in words.split()
+        key
+        for key, words in _read("synonyms").items()
+        if key.startswith(f"{section}.") and word in words.split()
     )
 
 
@@ -141,7 +157,9 @@ def foreign_values() -> Mapping[str, Mapping[str, str]]:
 
 
 @cache
-def _index(frameworks: tuple[str, ...]) -> tuple[tuple[dict[str, list[Meaning]], dict[str, list[Meaning]]], ...]:
+def _index(
+    frameworks: tuple[str, ...],
+) -> tuple[tuple[dict[str, list[Meaning]], dict[str, list[Meaning]]], ...]:
     """Meanings by exact name and by name with a ``*``; then the same for fallbacks."""
     wanted = frameworks or (*FRAMEWORKS, EARLIER)
     levels: list[tuple[dict[str, list[Meaning]], dict[str, list[Meaning]]]] = []
@@ -150,7 +168,12 @@ def _index(frameworks: tuple[str, ...]) -> tuple[tuple[dict[str, list[Meaning]],
         patterns: dict[str, list[Meaning]] = {}
         for meaning in meanings():
             if meaning.fallback == fallback:
-                for name in {spelled(name) for of, names in meaning.names.items() if of in wanted for name in names}:
+                for name in {
+                    spelled(name)
+                    for of, names in meaning.names.items()
+                    if of in wanted
+                    for name in names
+                }:
                     (patterns if "*" in name else exact).setdefault(name, []).append(meaning)
         levels.append((exact, patterns))
     return tuple(levels)

@@ -1,4 +1,5 @@
-"""Errors for unknown keys: our name for them, the section or command they belong to, or the nearest spelling."""
+"""Errors for unknown keys: our name for them, the section or command they belong to, or the nearest
+spelling."""
 
 from __future__ import annotations
 
@@ -18,14 +19,20 @@ SAME_SECTION, OTHER_SECTION = 0.7, 0.85
 
 
 def explain_unknown(kind: type[RunConfig], path: KeyPath, value: object) -> list[FileProblem]:
-    """Problems for a key that ``kind`` lacks, or for each key of a table that it lacks, and what to write instead."""
+    """Problems for a key that ``kind`` lacks, or for each key of a table that it lacks, and what to
+    write instead."""
     if len(path) == 1 and (text := _section_of_others(kind, str(path[0]))):
         return [FileProblem(path, text, "unknown")]
-    leaves = list(_leaves(path, cast(Mapping[str, Any], value))) if isinstance(value, Mapping) and value else []
+    leaves = (
+        list(_leaves(path, cast(Mapping[str, Any], value)))
+        if isinstance(value, Mapping) and value
+        else []
+    )
     answers = dict(_nearest_known(kind, leaf, len(path)) for leaf in leaves)
     if any(answers.values()):
         return [
-            FileProblem(place, text or f"unknown key {dotted(place)}.", "unknown") for place, text in answers.items()
+            FileProblem(place, text or f"unknown key {dotted(place)}.", "unknown")
+            for place, text in answers.items()
         ]
     name = dotted(path)
     known = None if _is_guess(kind, path) else answer(kind, name)
@@ -34,7 +41,8 @@ def explain_unknown(kind: type[RunConfig], path: KeyPath, value: object) -> list
 
 @dataclass(frozen=True, slots=True)
 class Equivalent:
-    """The equivalent of a name: ``keys`` with the ``meanings`` that lead to them, or the reason ``why`` there are none.
+    """The equivalent of a name: ``keys`` with the ``meanings`` that lead to them, or the reason
+    ``why`` there are none.
 
     ``elsewhere`` are keys of other commands.
     """
@@ -51,7 +59,8 @@ class Equivalent:
 
 
 def find(kind: type[RunConfig] | None, name: str) -> Equivalent:
-    """The equivalent of a key, or of another framework's flag, in run files of ``kind`` (None: of any command)."""
+    """The equivalent of a key, or of another framework's flag, in run files of ``kind`` (None: of
+    any command)."""
     kinds = [kind] if kind else list(KINDS.values())
     keys = list(dict.fromkeys(key for of in kinds for key in all_keys(of)))
     name, last = spelled(name), spelled(name).rpartition(".")[2]
@@ -60,7 +69,9 @@ def find(kind: type[RunConfig] | None, name: str) -> Equivalent:
     if meant := tuple(key for key in synonyms(name) if key in keys):
         return Equivalent(meant)
     spelling, known = meanings_of(name)
-    known = [m for m in known if not m.commands or kind is None or kind.command in m.commands.split()]
+    known = [
+        m for m in known if not m.commands or kind is None or kind.command in m.commands.split()
+    ]
     here = tuple(m for m in known if any(key in keys for key in m.keys))
     ours = tuple(dict.fromkeys(key for m in here for key in m.keys if key in keys))
     if own := _in_its_section(name, ours, keys):
@@ -73,14 +84,18 @@ def find(kind: type[RunConfig] | None, name: str) -> Equivalent:
     if here:
         return Equivalent(ours, here)
     reasons = "; or ".join(m.why for m in known if m.why)
-    return Equivalent(why=reasons, elsewhere=tuple(dict.fromkeys(key for m in known for key in m.keys)))
+    return Equivalent(
+        why=reasons, elsewhere=tuple(dict.fromkeys(key for m in known for key in m.keys))
+    )
 
 
 def answer(kind: type[RunConfig] | None, name: str) -> str | None:
     """The result of ``find`` in words; None if the name is not known."""
     ours, name = find(kind, name), name.lstrip("+~")
     last = name.rpartition(".")[2]
-    if ours.keys and (not ours.meanings or all(key.rpartition(".")[2] == last for key in ours.keys)):
+    if ours.keys and (
+        not ours.meanings or all(key.rpartition(".")[2] == last for key in ours.keys)
+    ):
         return f"unknown key {name}; did you mean {' or '.join(ours.keys)}?"
     if ours.keys:
         rules = "; or ".join(dict.fromkeys(rule for m in ours.meanings if (rule := rule_of(m))))
@@ -101,7 +116,8 @@ def rule_of(meaning: Meaning) -> str:
 
 
 def _in_its_section(name: str, ours: tuple[str, ...], keys: list[str]) -> tuple[str, ...]:
-    """Keys of a name's own section with the last words of ``ours``: ``critic.lr`` for ``critic.learning_rate``."""
+    """Keys of a name's own section with the last words of ``ours``: ``critic.lr`` for
+    ``critic.learning_rate``."""
     section = name.partition(".")[0]
     if any(key.startswith(f"{section}.") for key in ours) or name.count(".") != 1:
         return ()
@@ -109,16 +125,22 @@ def _in_its_section(name: str, ours: tuple[str, ...], keys: list[str]) -> tuple[
 
 
 def _related(name: str, keys: list[str]) -> list[str]:
-    """The keys in a name's section; else, if only one command has that section, in that command's other sections."""
+    """The keys in a name's section; else, if only one command has that section, in that command's
+    other sections."""
     section = name.partition(".")[0]
     if inside := [key for key in keys if key.startswith(f"{section}.")]:
         return inside
     commands = commands_with(section)
-    return [key for key in keys if len(commands) == 1 and commands_with(key.partition(".")[0]) == commands]
+    return [
+        key
+        for key in keys
+        if len(commands) == 1 and commands_with(key.partition(".")[0]) == commands
+    ]
 
 
 def _is_guess(kind: type[RunConfig], path: KeyPath) -> bool:
-    """Whether a section's key only matches names elsewhere: several, or one less similar than a key of its section."""
+    """Whether a section's key only matches names elsewhere: several, or one less similar than a key
+    of its section."""
     ours, section = find(kind, dotted(path)), str(path[0])
     similar = closest(str(path[-1]), _valid(kind, path), OTHER_SECTION) is not None
     if ours.why and not ours.keys:
@@ -142,18 +164,23 @@ def _section_of_others(kind: type[RunConfig], word: str) -> str | None:
 
 
 def _commands(names: list[str]) -> str:
-    return "tunesmith " + (", ".join(names[:-1]) + f" or {names[-1]}" if len(names) > 1 else names[0])
+    return "tunesmith " + (
+        ", ".join(names[:-1]) + f" or {names[-1]}" if len(names) > 1 else names[0]
+    )
 
 
 def _nearly(kind: type[RunConfig], path: KeyPath) -> str:
-    """A hint naming the key with the nearest spelling, preferably in the same section; else the valid keys."""
+    """A hint naming the key with the nearest spelling, preferably in the same section; else the
+    valid keys."""
     valid, word, similar = _valid(kind, path), str(path[-1]), find(kind, dotted(path)).keys
     if close := closest(word, valid, OTHER_SECTION if similar else SAME_SECTION):
         return f" Did you mean '{close}'?"
     words = {key: key.rpartition(".")[2] for key in all_keys(kind)}
     if not similar and (close := closest(word, words.values(), OTHER_SECTION)):
         return f" Did you mean {' or '.join(repr(key) for key, last in words.items() if last == close)}?"
-    return f" Valid: {', '.join(sorted(valid))}." + (f" Similar: {', '.join(similar)}." if similar else "")
+    return f" Valid: {', '.join(sorted(valid))}." + (
+        f" Similar: {', '.join(similar)}." if similar else ""
+    )
 
 
 def _valid(kind: type[RunConfig], path: KeyPath) -> list[str]:

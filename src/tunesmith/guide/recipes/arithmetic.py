@@ -1,7 +1,7 @@
 """Two-digit addition, with an untrained tiny model and its tokenizer.
 
-An example's answer is direct (``37+58=`` → ``:95``), which is hard for a tiny model, or worked digit by digit
-(``;7+8+0=15;3+5+1=09;95``), which is easy.
+An example's answer is direct (``37+58=`` → ``:95``), which is hard for a tiny model, or worked
+digit by digit (``;7+8+0=15;3+5+1=09;95``), which is easy.
 """
 
 from __future__ import annotations
@@ -60,10 +60,13 @@ def write_tasks(path: Path, lines: Sequence[SumProblem]) -> Path:
 
 
 def write_examples(path: Path, lines: Sequence[SumProblem], worked_share: float, seed: int) -> Path:
-    """Lines with ``prompt`` and ``completion``; ``worked_share`` of the completions show the working."""
+    """Lines with ``prompt`` and ``completion``; ``worked_share`` of the completions show the
+    working."""
     rng = random.Random(seed)
     chosen = [(p, rng.random() < worked_share) for p in lines]
-    return write_lines(path, [{"prompt": p.prompt, "completion": p.worked if w else p.direct} for p, w in chosen])
+    return write_lines(
+        path, [{"prompt": p.prompt, "completion": p.worked if w else p.direct} for p, w in chosen]
+    )
 
 
 def write_lines(path: Path, records: Sequence[Mapping[str, object]]) -> Path:
@@ -81,7 +84,8 @@ def make_model(
     head_dim: int | None = None,
     chat_template: str | None = None,
 ) -> Path:
-    """An untrained Llama with a token per character of ``alphabet``; a million parameters by default."""
+    """An untrained Llama with a token per character of ``alphabet``; a million parameters by
+    default."""
     import torch
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -92,7 +96,9 @@ def make_model(
     core = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
     core.decoder = decoders.Fuse()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=core, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
+    )
     tokenizer.chat_template = chat_template
     config = LlamaConfig(
         vocab_size=len(words),

@@ -1,8 +1,8 @@
 """``tunesmith demo``: an untrained model learns to add, first from examples and then from a reward.
 
-Some examples show the working and some only the answer, so the model is then right sometimes. Reinforcement learning
-rewards only a correct number at the end, and the model learns to show its working. Both stages are ordinary commands
-on run files, which stay in the demo's directory.
+Some examples show the working and some only the answer, so the model is then right sometimes.
+Reinforcement learning rewards only a correct number at the end, and the model learns to show its
+working. Both stages are ordinary commands on run files, which stay in the demo's directory.
 """
 
 from __future__ import annotations
@@ -13,7 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tunesmith.errors import ConfigError, StorageError, boundary
-from tunesmith.guide.recipes.arithmetic import ANSWER, make_model, problems, write_examples, write_tasks
+from tunesmith.guide.recipes.arithmetic import (
+    ANSWER,
+    make_model,
+    problems,
+    write_examples,
+    write_tasks,
+)
 from tunesmith.records.progress import time_table
 from tunesmith.run.placement import run_rl, run_sft
 from tunesmith.run.placement.session import RunResult
@@ -46,7 +52,8 @@ class DemoResult:
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """Seconds of a supervised step: of computing, and by the clock, which is more on a busy machine."""
+    """Seconds of a supervised step: of computing, and by the clock, which is more on a busy
+    machine."""
 
     computing: float
     clock: float
@@ -57,10 +64,13 @@ class Pace:
         return max(LEAST, min(1.0, most / steps))
 
 
-def run_demo(directory: Path, seed: int, sft_steps: int = SFT_STEPS, rl_steps: int = RL_STEPS) -> DemoResult:
+def run_demo(
+    directory: Path, seed: int, sft_steps: int = SFT_STEPS, rl_steps: int = RL_STEPS
+) -> DemoResult:
     """Create model and data in ``directory``, run both stages, and print the result.
 
-    The machine's speed is measured first; on a slow or busy one there are fewer steps, which is printed.
+    The machine's speed is measured first; on a slow or busy one there are fewer steps, which is
+    printed.
 
     Raises:
         ConfigError: the directory is not empty.
@@ -112,7 +122,8 @@ def run_demo(directory: Path, seed: int, sft_steps: int = SFT_STEPS, rl_steps: i
 
 
 def measure(model_path: Path, steps: int = 5) -> Pace:
-    """The pace of supervised steps on 64 random sequences, with transformers' model; takes about a second."""
+    """The pace of supervised steps on 64 random sequences, with transformers' model; takes about a
+    second."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -146,7 +157,10 @@ def _show(result: DemoResult, outcome: RunResult, directory: Path) -> None:
     print(f"\ncheckpoint  {outcome.checkpoint}")
     print(f"all of it   {result.seconds:.0f} s")
     command = sys.argv[0] if Path(sys.argv[0]).name == "tunesmith" else "tunesmith"
-    print(f"try next    {command} rl {directory / 'rl.toml'} run_dir=rl-dapo algorithm.name=dapo", flush=True)
+    print(
+        f"try next    {command} rl {directory / 'rl.toml'} run_dir=rl-dapo algorithm.name=dapo",
+        flush=True,
+    )
 
 
 def _bar(share: float) -> str:

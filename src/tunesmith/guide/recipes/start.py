@@ -1,4 +1,5 @@
-"""Files to start from: a run file per task, with a reward or tools, example data and a tiny model."""
+"""Files to start from: a run file per task, with a reward or tools, example data and a tiny
+model."""
 
 from __future__ import annotations
 
@@ -40,7 +41,9 @@ class Start:
 _REWARD = {"rewards.py": "rewards.txt"}
 STARTS: Mapping[str, Start] = {
     "rl": Start("learn from a reward: word problems", "rl", ("prompt", "answer"), _REWARD),
-    "agent": Start("learn to use tools", "rl", ("prompt", "answer"), {**_REWARD, "tools.py": "tools.txt"}),
+    "agent": Start(
+        "learn to use tools", "rl", ("prompt", "answer"), {**_REWARD, "tools.py": "tools.txt"}
+    ),
     "sft": Start("learn given answers", "sft", ("prompt", "completion"), {}),
     "dpo": Start("prefer one answer to another", "dpo", ("prompt", "chosen", "rejected"), {}),
     "kto": Start("learn from good and bad answers", "kto", ("prompt", "completion", "label"), {}),
@@ -70,8 +73,14 @@ def write_start(task: str, directory: Path, model: str | None, tiny: bool) -> li
         raise ConfigError("--tiny-model makes a model, and --model names one: give one of them")
     start = STARTS[task]
     path = model or ("model" if tiny else MODEL)
-    texts = {"run.toml": (_FILES / f"{task}.toml").read_text(encoding="utf-8").replace('"MODEL"', toml_value(path))}
-    texts |= {name: (_FILES / source).read_text(encoding="utf-8") for name, source in start.code.items()}
+    texts = {
+        "run.toml": (_FILES / f"{task}.toml")
+        .read_text(encoding="utf-8")
+        .replace('"MODEL"', toml_value(path))
+    }
+    texts |= {
+        name: (_FILES / source).read_text(encoding="utf-8") for name, source in start.code.items()
+    }
     texts |= _data(start.columns)
     wanted = [*(directory / name for name in texts), *([directory / "model"] if tiny else [])]
     if existing := [str(file) for file in wanted if os.path.lexists(file)]:
@@ -88,7 +97,10 @@ def write_start(task: str, directory: Path, model: str | None, tiny: bool) -> li
 def examples() -> dict[str, str]:
     """The names and titles of the examples in the package."""
     readmes = sorted(_EXAMPLES.glob("*/README.md"))
-    return {file.parent.name: file.read_text(encoding="utf-8").partition("\n")[0].lstrip("# ") for file in readmes}
+    return {
+        file.parent.name: file.read_text(encoding="utf-8").partition("\n")[0].lstrip("# ")
+        for file in readmes
+    }
 
 
 def copy_example(name: str, directory: Path) -> list[Path]:
@@ -110,10 +122,17 @@ def copy_example(name: str, directory: Path) -> list[Path]:
 
 
 def make_tiny_model(directory: Path) -> Path:
-    """An untrained Llama of 0.1 million parameters with a token per ASCII character and a chat template."""
+    """An untrained Llama of 0.1 million parameters with a token per ASCII character and a chat
+    template."""
     template = (_FILES / "chat.jinja").read_text(encoding="utf-8")
     return make_model(
-        directory, 0, hidden=64, layers=2, alphabet=string.printable, context=2048, chat_template=template
+        directory,
+        0,
+        hidden=64,
+        layers=2,
+        alphabet=string.printable,
+        context=2048,
+        chat_template=template,
     )
 
 
@@ -133,7 +152,10 @@ def _data(columns: Sequence[str]) -> dict[str, str]:
 def _line(rng: random.Random) -> Line:
     """A word problem with the columns of every task."""
     boxes, each, more = rng.randint(2, 9), rng.randint(3, 12), rng.randint(2, 30)
-    who, what = rng.choice(("Ann", "Ben", "Mia", "Tom")), rng.choice(("apples", "cards", "pens", "shells"))
+    who, what = (
+        rng.choice(("Ann", "Ben", "Mia", "Tom")),
+        rng.choice(("apples", "cards", "pens", "shells")),
+    )
     question = f"{who} has {boxes} boxes of {each} {what} and {more} more {what}. How many {what} are there?"
     total, wrong = boxes * each + more, boxes + each + more
     good = f"{boxes} * {each} = {boxes * each}, and {boxes * each} + {more} = {total}. The answer is {total}"

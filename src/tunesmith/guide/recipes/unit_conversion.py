@@ -1,8 +1,10 @@
-"""Questions about unit conversion with exact answers and worked solutions, generated without a download.
+"""Questions about unit conversion with exact answers and worked solutions, generated without a
+download.
 
-``python -m tunesmith.guide.recipes.unit_conversion DIRECTORY`` writes ``train.jsonl``, ``val.jsonl`` and ``test.jsonl``
-(``prompt``, ``answer``), and ``few_shot.jsonl`` (``prompt``, ``completion``) with worked examples for the prompt.
-No two splits share a question, even in other words.
+``python -m tunesmith.guide.recipes.unit_conversion DIRECTORY`` writes ``train.jsonl``,
+``val.jsonl`` and ``test.jsonl`` (``prompt``, ``answer``), and ``few_shot.jsonl`` (``prompt``,
+``completion``) with worked examples for the prompt. No two splits share a question, even in other
+words.
 """
 
 from __future__ import annotations
@@ -49,16 +51,20 @@ def question(value: int, unit: str, to: str, factor: Decimal, phrase: str) -> Qu
 
     Example:
         >>> question(6, "kg", "g", Decimal(1000), PHRASES[1])
-        Question(prompt='Convert 6 kg to g.', answer='6000', worked='1 kg is 1000 g. 6 * 1000 = 6000. \
+        Question(prompt='Convert 6 kg to g.', answer='6000', worked='1 kg is 1000 g. 6 * 1000 =
+        6000. \
 <answer>6000</answer>')
     """
     answer = _plain(value * factor)
     working = f"1 {unit} is {_plain(factor)} {to}. {value} * {_plain(factor)} = {answer}."
-    return Question(phrase.format(value=value, unit=unit, to=to), answer, f"{working} <answer>{answer}</answer>")
+    return Question(
+        phrase.format(value=value, unit=unit, to=to), answer, f"{working} <answer>{answer}</answer>"
+    )
 
 
 def questions(seed: int, *sizes: int) -> list[list[Question]]:
-    """Disjoint lists of questions, of the given sizes: no value is converted between the same units twice.
+    """Disjoint lists of questions, of the given sizes: no value is converted between the same units
+    twice.
 
     Raises:
         ValueError: there are fewer questions.
@@ -88,13 +94,19 @@ def _plain(number: Decimal) -> str:
     return text.rstrip("0").rstrip(".") if "." in text else text
 
 
-def write(directory: Path, seed: int = 0, train: int = 1000, val: int = 100, test: int = 100) -> None:
+def write(
+    directory: Path, seed: int = 0, train: int = 1000, val: int = 100, test: int = 100
+) -> None:
     """Write unit conversion questions: train.jsonl, val.jsonl, test.jsonl and few_shot.jsonl."""
     directory.mkdir(parents=True, exist_ok=True)
     *splits, shown = questions(seed, train, val, test, SHOWN)
     for name, part in zip(("train", "val", "test"), splits, strict=True):
-        write_lines(directory / f"{name}.jsonl", [{"prompt": q.prompt, "answer": q.answer} for q in part])
-    write_lines(directory / "few_shot.jsonl", [{"prompt": q.prompt, "completion": q.worked} for q in shown])
+        write_lines(
+            directory / f"{name}.jsonl", [{"prompt": q.prompt, "answer": q.answer} for q in part]
+        )
+    write_lines(
+        directory / "few_shot.jsonl", [{"prompt": q.prompt, "completion": q.worked} for q in shown]
+    )
     print(f"train.jsonl, val.jsonl, test.jsonl and few_shot.jsonl are in {directory}")
 
 

@@ -1,8 +1,9 @@
 """A simulated GPU: CUDA tensors with shapes, dtypes and storages, but without values.
 
-Operations on the CPU compute as usual. Operations on CUDA tensors only return tensors of the right shape and dtype: one
-that does not exist for the device, or mixes devices, raises as on a real GPU. Where the host would wait for the device,
-to read a value or to copy, the wait is recorded, and zeros (or True) are read.
+Operations on the CPU compute as usual. Operations on CUDA tensors only return tensors of the right
+shape and dtype: one that does not exist for the device, or mixes devices, raises as on a real GPU.
+Where the host would wait for the device, to read a value or to copy, the wait is recorded, and
+zeros (or True) are read.
 """
 
 # pyright: reportPrivateUsage=false
@@ -54,7 +55,8 @@ class FakeDevice(TorchDispatchMode):
         self.memories = defaultdict[str, MemoryUse](MemoryUse)
         """The memory of each GPU that the run's processes use, by name."""
         self.waits: Counter[str] = Counter()
-        """Places at which the host waits for the device, as ``file:line operation``, and how often."""
+        """Places at which the host waits for the device, as ``file:line operation``, and how
+        often."""
         self.purpose: str | None = None
         """The purpose of new tensors; None: it depends on whether a backward pass runs."""
         self._fakes = _Fakes(allow_non_fake_inputs=True)
@@ -133,7 +135,9 @@ class FakeDevice(TorchDispatchMode):
             return inputs[0]  # a fake result would be another tensor
         place = str(kwargs.get("device") or "cpu")
         real = place == "cpu" or (place == "meta" and func is aten._to_copy.default)
-        pinned = kwargs.pop("pin_memory", False)  # as large as tensors on the device, so it has no values either
+        pinned = kwargs.pop(
+            "pin_memory", False
+        )  # as large as tensors on the device, so it has no values either
         if real and not pinned and not any(isinstance(t, FakeTensor) for t in inputs):
             with unset_fake_temporarily():
                 return func(*args, **kwargs)
@@ -147,28 +151,45 @@ class FakeDevice(TorchDispatchMode):
             return read
         result = func(*args, **kwargs)
         self._remember(func, inputs, result)
-        purpose = self.purpose or ("temporaries" if torch._C._current_autograd_node() else "activations")
+        purpose = self.purpose or (
+            "temporaries" if torch._C._current_autograd_node() else "activations"
+        )
         for tensor in tree_leaves(result):
-            if purpose != SHAPES_ALONE and isinstance(tensor, FakeTensor) and tensor.device.type == "cuda":
+            if (
+                purpose != SHAPES_ALONE
+                and isinstance(tensor, FakeTensor)
+                and tensor.device.type == "cuda"
+            ):
                 self._holding(tensor).add(tensor, purpose)
         return result
 
     def numbers(self, tensor: Tensor) -> Tensor:
-        """The values that the host reads from a tensor: those it wrote, or zeros if the device has changed them."""
+        """The values that the host reads from a tensor: those it wrote, or zeros if the device has
+        changed them."""
         return getattr(tensor, _WRITTEN, torch.zeros(tensor.shape, dtype=tensor.dtype))
 
     def _remember(self, func: Any, inputs: list[Tensor], result: Any) -> None:
         """Keep the values that the host writes into a tensor."""
-        if func is aten._to_copy.default and not isinstance(inputs[0], FakeTensor) and result.numel() <= MOST_KEPT:
+        if (
+            func is aten._to_copy.default
+            and not isinstance(inputs[0], FakeTensor)
+            and result.numel() <= MOST_KEPT
+        ):
             setattr(result, _WRITTEN, inputs[0])
         elif func._schema.is_mutable:
             for tensor in inputs:
                 vars(tensor).pop(_WRITTEN, None)
 
-    def _copied(self, func: Any, inputs: list[Tensor], args: Any, kwargs: Mapping[str, Any]) -> Tensor | None:
-        """Record a copy between host and device that the host waits for; returns the values it reads, if any."""
+    def _copied(
+        self, func: Any, inputs: list[Tensor], args: Any, kwargs: Mapping[str, Any]
+    ) -> Tensor | None:
+        """Record a copy between host and device that the host waits for; returns the values it
+        reads, if any."""
         if func is aten._to_copy.default:
-            source, target = inputs[0].device.type, torch.device(kwargs.get("device") or inputs[0].device).type
+            source, target = (
+                inputs[0].device.type,
+                torch.device(kwargs.get("device") or inputs[0].device).type,
+            )
         elif func is aten.copy_.default:
             source, target = inputs[1].device.type, inputs[0].device.type
         else:
@@ -185,7 +206,8 @@ class FakeDevice(TorchDispatchMode):
 
 
 class _Fakes(FakeTensorMode):
-    """Tells C++ that its tensors are on the meta device: a torch without CUDA has no code for CUDA tensors.
+    """Tells C++ that its tensors are on the meta device: a torch without CUDA has no code for CUDA
+    tensors.
 
     C++ therefore makes new tensors on the meta device, which are put back on CUDA.
     """

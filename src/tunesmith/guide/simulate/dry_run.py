@@ -1,7 +1,8 @@
-"""A run's steps on a simulated GPU: which operations run, where the host waits, and how much memory they take.
+"""A run's steps on a simulated GPU: which operations run, where the host waits, and how much memory
+they take.
 
-The parts are the run's own, built by the same code; only the data is made up, of the sizes for which memory was
-planned.
+The parts are the run's own, built by the same code; only the data is made up, of the sizes for
+which memory was planned.
 """
 
 from __future__ import annotations
@@ -22,12 +23,24 @@ from tunesmith.config.schema import RLConfig, RunConfig
 from tunesmith.config.section import known
 from tunesmith.config.system import Role
 from tunesmith.errors import ConfigError
-from tunesmith.guide.simulate.parts import KEYS_AND_VALUES, groups_of, items_of, parts_replaced, run_with_data
+from tunesmith.guide.simulate.parts import (
+    KEYS_AND_VALUES,
+    groups_of,
+    items_of,
+    parts_replaced,
+    run_with_data,
+)
 from tunesmith.guide.simulate.processes import FakeProcesses
 from tunesmith.guide.simulate.threads import FIRST
 from tunesmith.learn.algorithms.kl import KLController
 from tunesmith.plan.cost.device import Price
-from tunesmith.plan.cost.memory import LEAST_TOKENS, engines_elsewhere, longest_sample, planned, planned_elsewhere
+from tunesmith.plan.cost.memory import (
+    LEAST_TOKENS,
+    engines_elsewhere,
+    longest_sample,
+    planned,
+    planned_elsewhere,
+)
 from tunesmith.plan.facts.run import Facts
 from tunesmith.plan.filling import with_values
 from tunesmith.plan.layout.keys import ENGINES
@@ -137,13 +150,26 @@ class DryRun:
                 learner, engine = make_learner_and_engine(run, _SESSION, processes)
             self.name(learner)
             critic = make_critic(config, _SESSION, run.tokenizer, learner, processes)
-            learners = [learner] if critic is None or critic.learner is learner else [learner, critic.learner]
+            learners = (
+                [learner]
+                if critic is None or critic.learner is learner
+                else [learner, critic.learner]
+            )
             with self.device.allocating("frozen models"):
                 models = [*self.reward_models(config)]
             self.name(*learners)
             self.name_gradients(*learners)
-        used = {"config": config, "learner": learner, "critic": critic, "kl": KLController.of(config.algorithm.kl)}
-        used |= {"engine": engine, "backends": [each.backend for each in learners], "objective": None}
+        used = {
+            "config": config,
+            "learner": learner,
+            "critic": critic,
+            "kl": KLController.of(config.algorithm.kl),
+        }
+        used |= {
+            "engine": engine,
+            "backends": [each.backend for each in learners],
+            "objective": None,
+        }
         parts: Any = SimpleNamespace(**used, rewards=SimpleNamespace(weights={}))
         for step in range(STEPS):
             if weights_apart(config) or config.system.hybrid:
@@ -154,7 +180,9 @@ class DryRun:
             if models:
                 with self.phase("reward"):
                     for model in models:
-                        model.score([rollout.token_ids for group in groups for rollout in group.rollouts])
+                        model.score(
+                            [rollout.token_ids for group in groups for rollout in group.rollouts]
+                        )
             with self.phase("hand over"):
                 await hand_device_to_trainer(parts)
             self.name(*learners)
@@ -166,7 +194,13 @@ class DryRun:
                 with self.phase("score"):
                     new = config.rollout.max_new_tokens
                     make_experience(
-                        played, config.algorithm, learner, kl_coef=0.0, max_new_tokens=new, seed=0, critic=critic
+                        played,
+                        config.algorithm,
+                        learner,
+                        kl_coef=0.0,
+                        max_new_tokens=new,
+                        seed=0,
+                        critic=critic,
                     )
         await engine.close()
 
@@ -184,7 +218,9 @@ class DryRun:
         for learner in learners:
             backend = _backend_here(learner)
             self.device.assign("optimizer", backend.optimizer.state().values())
-            self.device.assign("weights", [*backend.model.module.parameters(), *backend.model.module.buffers()])
+            self.device.assign(
+                "weights", [*backend.model.module.parameters(), *backend.model.module.buffers()]
+            )
             reference: Passes[Decoder] | None = backend.reference
             if isinstance(learner.backend, RankedBackend) and learner.backend.references:
                 reference = learner.backend.references[0].get("passes")
@@ -192,8 +228,8 @@ class DryRun:
                 self.device.assign("frozen models", reference.model.module.parameters())
 
     def name_gradients(self, *learners: Learner) -> None:
-        """Record the purpose of gradients on the device as soon as they exist; not of those that FSDP copies to host
-        memory, because with a hook it would wait for each copy."""
+        """Record the purpose of gradients on the device as soon as they exist; not of those that
+        FSDP copies to host memory, because with a hook it would wait for each copy."""
         from tunesmith.models.parallel.sharding import in_host_memory
 
         def name(parameter: Tensor, master: Tensor) -> None:
@@ -203,7 +239,9 @@ class DryRun:
             optimizer = _backend_here(learner).optimizer
             for key, parameter in optimizer.parameters.items():
                 if not in_host_memory(parameter):
-                    parameter.register_post_accumulate_grad_hook(partial(name, master=optimizer.masters[key]))
+                    parameter.register_post_accumulate_grad_hook(
+                        partial(name, master=optimizer.masters[key])
+                    )
 
 
 def _backend_here(learner: Learner) -> TorchBackend[Any]:
@@ -216,7 +254,9 @@ def _silent(text: str) -> None:
     del text
 
 
-_SESSION: Any = SimpleNamespace(note=_silent, recorder=SimpleNamespace(timeline=None), resume_from=None)
+_SESSION: Any = SimpleNamespace(
+    note=_silent, recorder=SimpleNamespace(timeline=None), resume_from=None
+)
 
 
 def check_dry_run(config: RunConfig) -> None:
@@ -255,7 +295,11 @@ def dry_run(config: RunConfig, facts: Facts) -> dict[str, dict[str, DryPhase]]:
     with FakeDevice(len(facts.hardware.gpus), together) as device, parts_replaced(device, engine):
         remote = config.system.trainer_ranks > 1 or apart
         try:
-            with FakeProcesses(partial(_gpu_of, config, facts), judges) if remote else nullcontext() as processes:
+            with (
+                FakeProcesses(partial(_gpu_of, config, facts), judges)
+                if remote
+                else nullcontext() as processes
+            ):
                 run = DryRun(config, facts, device, processes)
                 if isinstance(config, RLConfig):
                     asyncio.run(run.reinforced(config))
@@ -268,7 +312,11 @@ def dry_run(config: RunConfig, facts: Facts) -> dict[str, dict[str, DryPhase]]:
 
 def _gpu_of(config: RunConfig, facts: Facts, role: Role) -> str:
     """The name of the GPU of a role's processes."""
-    here = not engines_elsewhere(config, facts) if role == "rollout" else shares_trainer_device(config, role)
+    here = (
+        not engines_elsewhere(config, facts)
+        if role == "rollout"
+        else shares_trainer_device(config, role)
+    )
     return FIRST if here or role == "actor" else NAMES[role]
 
 
@@ -276,4 +324,6 @@ async def _sample(engine: RolloutEngine, groups: Sequence[Any]) -> None:
     from tunesmith.types import Sampling
 
     sampling = Sampling(3, ignore_eos=True)
-    await asyncio.gather(*(engine.generate(g.task.prompt_ids, sampling) for g in groups for _ in g.rollouts))
+    await asyncio.gather(
+        *(engine.generate(g.task.prompt_ids, sampling) for g in groups for _ in g.rollouts)
+    )

@@ -1,4 +1,5 @@
-"""Process groups of a single process: operations return tensors of the right shapes, without communication."""
+"""Process groups of a single process: operations return tensors of the right shapes, without
+communication."""
 
 # pyright: reportPrivateImportUsage=false
 from __future__ import annotations
@@ -11,16 +12,20 @@ from unittest.mock import patch
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import FakeProcessGroup
-from torch.testing._internal.distributed.fake_pg import FakeStore  # the import registers the backend
+from torch.testing._internal.distributed.fake_pg import (
+    FakeStore,
+)  # the import registers the backend
 
 from tunesmith.guide.simulate.threads import gpu_of_thread
 
 
 @contextmanager
 def fake_groups(most: int) -> Generator[None]:
-    """Inside, groups have no other members: torch.distributed's default group, and groups between GPUs.
+    """Inside, groups have no other members: torch.distributed's default group, and groups between
+    GPUs.
 
-    The processes of a run have default groups of several sizes; here they are one group, of size ``most``.
+    The processes of a run have default groups of several sizes; here they are one group, of size
+    ``most``.
     """
     initialise, size_of, joined = dist.init_process_group, dist.get_world_size, dict[str, int]()
 
@@ -36,8 +41,12 @@ def fake_groups(most: int) -> Generator[None]:
         return joined[gpu_of_thread()] if group is None else size_of(group)
 
     with (
-        patch.multiple(dist, init_process_group=join, is_initialized=is_initialized, get_world_size=world_size),
-        patch.object(dist, "ProcessGroupNCCL", _Nccl, create=True),  # which a torch without CUDA lacks
+        patch.multiple(
+            dist, init_process_group=join, is_initialized=is_initialized, get_world_size=world_size
+        ),
+        patch.object(
+            dist, "ProcessGroupNCCL", _Nccl, create=True
+        ),  # which a torch without CUDA lacks
     ):
         try:
             yield

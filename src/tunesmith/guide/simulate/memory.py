@@ -40,7 +40,8 @@ class MemoryUse:
         self.peak = dict(self.now)
 
     def add(self, tensor: Tensor, purpose: str) -> None:
-        """Count a tensor's storage until it is freed; one that is counted already keeps its purpose."""
+        """Count a tensor's storage until it is freed; one that is counted already keeps its
+        purpose."""
         storage = tensor.untyped_storage()
         if storage._cdata not in self._storages:  # pyright: ignore[reportPrivateUsage]
             self._storages[storage._cdata] = _Storage(0, purpose)  # pyright: ignore[reportPrivateUsage]

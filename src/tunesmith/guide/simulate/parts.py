@@ -1,4 +1,5 @@
-"""A dry run's made-up data, and its substitutes for parts that need other packages, files or other machines."""
+"""A dry run's made-up data, and its substitutes for parts that need other packages, files or other
+machines."""
 
 from __future__ import annotations
 
@@ -39,12 +40,17 @@ if TYPE_CHECKING:
     from tunesmith.guide.simulate.device import FakeDevice
     from tunesmith.models.decoder import Decoder
 
-ENGINES_WEIGHTS, KEYS_AND_VALUES, PUBLISHED = "engines' weights", "keys and values", "weights for engines"
+ENGINES_WEIGHTS, KEYS_AND_VALUES, PUBLISHED = (
+    "engines' weights",
+    "keys and values",
+    "weights for engines",
+)
 
 
 @contextmanager
 def parts_replaced(device: FakeDevice, engine: Price) -> Generator[None]:
-    """A context that names engines' memory, in which third-party engines only hold it, and in which weights go nowhere.
+    """A context that names engines' memory, in which third-party engines only hold it, and in which
+    weights go nowhere.
 
     Args:
         engine: memory planned on a GPU with an engine.
@@ -65,9 +71,14 @@ def parts_replaced(device: FakeDevice, engine: Price) -> Generator[None]:
         return made, made.take
 
     def make_plane(config: RunConfig, model: Decoder) -> GatheringPlane:
-        merged, stored = config.system.adapter_sync != "adapter", config.system.engine_kind.third_party
+        merged, stored = (
+            config.system.adapter_sync != "adapter",
+            config.system.engine_kind.third_party,
+        )
         copying = planes.broadcast_plane(config, model) if planes.stays_on_gpu(config) else None
-        return GatheringPlane(planes.published(model, merged=merged, as_stored=stored), device, copying)
+        return GatheringPlane(
+            planes.published(model, merged=merged, as_stored=stored), device, copying
+        )
 
     def load_frozen(*args: Any) -> Any:
         with device.allocating("frozen models"):
@@ -85,7 +96,10 @@ def parts_replaced(device: FakeDevice, engine: Price) -> Generator[None]:
 
     with (
         patch.object(KVMemory, "allocate", allocate_named),
-        patch.dict(engine_host.ENGINES, dict.fromkeys(engine_host.ENGINES, make_planned) | {"local": make_local}),
+        patch.dict(
+            engine_host.ENGINES,
+            dict.fromkeys(engine_host.ENGINES, make_planned) | {"local": make_local},
+        ),
         patch.multiple(trainers, load_frozen=load_frozen, read_tokenizer=read_tokenizer),
         patch.multiple(planes, make_plane=make_plane, own_address=own_address),
         patch.object(rank_group, "checksum", checksum),
@@ -97,7 +111,8 @@ def parts_replaced(device: FakeDevice, engine: Price) -> Generator[None]:
 
 @dataclass(slots=True)
 class GatheringPlane(Plane):
-    """A ``Plane`` that gathers the weights file by file, like planes that write files, but writes none.
+    """A ``Plane`` that gathers the weights file by file, like planes that write files, but writes
+    none.
 
     Args:
         copying: a plane that copies the weights on the GPU, if the run's does.
@@ -126,7 +141,8 @@ class GatheringPlane(Plane):
 
 @dataclass(slots=True)
 class PlannedEngine:
-    """A ``RolloutEngine`` instead of a third-party one: it holds memory while awake, and its completions are zeros.
+    """A ``RolloutEngine`` instead of a third-party one: it holds memory while awake, and its
+    completions are zeros.
 
     Args:
         planned: bytes by purpose.
@@ -177,12 +193,16 @@ def run_with_data(config: RunConfig, items: list[Any]) -> OpenRun[Any, Any]:
     """A resolved run with these items as its data."""
     nowhere = cast(Any, SimpleNamespace(path=None))
     run = OpenRun(config, Path(), nowhere, None, NoTokenizer(), FROM_A_COMMAND)
-    run.train, run.held_out = Prepared(items, (Part("made up", 0, len(items)),), LoadReport(), ""), None
+    run.train, run.held_out = (
+        Prepared(items, (Part("made up", 0, len(items)),), LoadReport(), ""),
+        None,
+    )
     return run
 
 
 def items_of(config: RunConfig, longest: int, tokens: int) -> list[Any]:
-    """About ``tokens`` tokens, in sequences or pairs of ``longest``; all tokens but the first of each are learned."""
+    """About ``tokens`` tokens, in sequences or pairs of ``longest``; all tokens but the first of
+    each are learned."""
     numbers, least = count(1), max(1, tokens // longest)
 
     def samples(length: int, learned: int) -> Iterator[Sample]:
@@ -197,16 +217,22 @@ def items_of(config: RunConfig, longest: int, tokens: int) -> list[Any]:
             return [Comparison((next(each), next(each)), values) for _ in range(least)]
         case KTOConfig():
             each = samples(longest, longest - 1)
-            return [Comparison((next(each), next(each)), {"side": (1.0, 1.0)}) for _ in range(least)]
+            return [
+                Comparison((next(each), next(each)), {"side": (1.0, 1.0)}) for _ in range(least)
+            ]
         case PRMConfig():
-            return [Solution([next(numbers)] * (longest - 2), (longest - 3,), (1.0,)) for _ in range(least)]
+            return [
+                Solution([next(numbers)] * (longest - 2), (longest - 3,), (1.0,))
+                for _ in range(least)
+            ]
         case _:
             each = samples(longest, longest - 1)
             return [next(each) for _ in range(least)]
 
 
 def groups_of(config: RLConfig, longest: int, tokens: int) -> list[RolloutGroup]:
-    """About ``tokens`` tokens, in groups of rollouts of ``longest`` tokens, one of which succeeded."""
+    """About ``tokens`` tokens, in groups of rollouts of ``longest`` tokens, one of which
+    succeeded."""
     size, new = config.rollout.group_size, min(config.rollout.max_new_tokens, longest - 1)
     prompt = longest - new
     groups: list[RolloutGroup] = []

@@ -1,4 +1,5 @@
-"""Simulated processes of a run: the first of each role runs in this process, and the others copy its answers."""
+"""Simulated processes of a run: the first of each role runs in this process, and the others copy
+its answers."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ from tunesmith.run.processes.local import Processes
 
 
 class FakeProcesses(Processes):
-    """Processes that are in this one; others of a role answer as the first one, which gets the same requests.
+    """Processes that are in this one; others of a role answer as the first one, which gets the same
+    requests.
 
     Args:
         gpu: returns the name of the GPU that the first process of a role is on.
@@ -31,7 +33,9 @@ class FakeProcesses(Processes):
         self._gpu, self._judges, self._numbers = gpu, judges, Counter[Role]()
         self._first: dict[Role, _OnThreads] = {}
 
-    def _start(self, role: Role, lost: type[TunesmithError], python: Path | None) -> tuple[Far, int | None]:
+    def _start(
+        self, role: Role, lost: type[TunesmithError], python: Path | None
+    ) -> tuple[Far, int | None]:
         del python
         number, self._numbers[role] = self._numbers[role], self._numbers[role] + 1
         if number % self._judges if role == "reward" else number:

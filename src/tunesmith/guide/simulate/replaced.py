@@ -1,4 +1,5 @@
-"""The parts of torch that a fake device replaces: those that need a GPU before any operation is dispatched."""
+"""The parts of torch that a fake device replaces: those that need a GPU before any operation is
+dispatched."""
 
 from __future__ import annotations
 
@@ -45,7 +46,8 @@ class Device(Protocol):
 
 
 class Stream:
-    """Serves as an event, too: there are no values to wait for, so the order of operations does not matter.
+    """Serves as an event, too: there are no values to wait for, so the order of operations does not
+    matter.
 
     A tensor that a stream uses keeps its memory until the host has waited for a later event.
     """
@@ -71,7 +73,8 @@ class Stream:
 
 @contextmanager
 def replaced(device: Device) -> Generator[None]:
-    """Replace methods of fake tensors and functions of ``torch.cuda``; new threads use the device, too."""
+    """Replace methods of fake tensors and functions of ``torch.cuda``; new threads use the device,
+    too."""
     resize, run, start = torch.UntypedStorage.resize_, Thread.run, Thread.start
 
     def reader(name: str) -> Callable[[Tensor], Any]:
@@ -111,9 +114,13 @@ def replaced(device: Device) -> Generator[None]:
             for name, attribute in attributes.items():
                 stack.enter_context(patch.object(owner, name, attribute, create=True))
         # A module that changes its parameters' dtype swaps them, unless one has a weak reference.
-        stack.enter_context(patch.object(torch.utils, "weakref", SimpleNamespace(getweakrefs=_no_references)))
+        stack.enter_context(
+            patch.object(torch.utils, "weakref", SimpleNamespace(getweakrefs=_no_references))
+        )
         stack.enter_context(patch.multiple(Thread, run=run_inside, start=start_on))
-        stack.enter_context(patch.object(torch, "set_num_threads", _nothing))  # the number is for another machine
+        stack.enter_context(
+            patch.object(torch, "set_num_threads", _nothing)
+        )  # the number is for another machine
         stack.enter_context(patch.object(torch.UntypedStorage, "resize_", resized))
         stack.enter_context(patch.multiple(torch.cuda, **_cuda(device)))
         stack.enter_context(patch.object(clip_grad, GROUPED, _grouped))
@@ -123,21 +130,33 @@ def replaced(device: Device) -> Generator[None]:
 
 
 def _to(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Pass ``cuda`` as the meta device, where C++ believes the tensor is; otherwise it would copy it needlessly.
+    """Pass ``cuda`` as the meta device, where C++ believes the tensor is; otherwise it would copy
+    it needlessly.
 
     A tensor in host memory that moves to the device is copied here, because C++ would not copy it.
     """
-    if tensor.device.type == "cpu" and any(_as_told(each) is META for each in (*args, *kwargs.values())):
+    if tensor.device.type == "cpu" and any(
+        _as_told(each) is META for each in (*args, *kwargs.values())
+    ):
         dtypes = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.dtype)]
-        away = {"dtype": dtypes[0] if dtypes else tensor.dtype, "non_blocking": kwargs.get("non_blocking", False)}
+        away = {
+            "dtype": dtypes[0] if dtypes else tensor.dtype,
+            "non_blocking": kwargs.get("non_blocking", False),
+        }
         return torch.ops.aten._to_copy.default(tensor, device=META, **away)
-    return Tensor.to(tensor, *map(_as_told, args), **{key: _as_told(value) for key, value in kwargs.items()})
+    return Tensor.to(
+        tensor, *map(_as_told, args), **{key: _as_told(value) for key, value in kwargs.items()}
+    )
 
 
 def _grouped(tensors: Any, with_indices: bool = False) -> Any:
-    """Restore the tensors' device: C++ believes they are on meta, and clipping would move its coefficient there."""
+    """Restore the tensors' device: C++ believes they are on meta, and clipping would move its
+    coefficient there."""
     groups = _group(tensors, with_indices)
-    return {(lists[0][0].device, kind): (lists, indices) for (_, kind), (lists, indices) in groups.items()}
+    return {
+        (lists[0][0].device, kind): (lists, indices)
+        for (_, kind), (lists, indices) in groups.items()
+    }
 
 
 def _as_told(argument: Any) -> Any:

@@ -15,7 +15,8 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
 GATHERED = "gathered weights"
 SHAPES_ALONE = "nothing"
-"""The purpose of tensors on which torch only tries operations of sharded ones, for their shapes: they do not count."""
+"""The purpose of tensors on which torch only tries operations of sharded ones, for their shapes:
+they do not count."""
 _ALLOCATE: tuple[tuple[Any, str, str], ...] = (
     (FSDPParam, "init_all_gather_outputs", GATHERED),
     (groups, "foreach_all_gather", GATHERED),
@@ -27,7 +28,8 @@ _ALLOCATE: tuple[tuple[Any, str, str], ...] = (
 
 @contextmanager
 def shards_named(allocating: Callable[[str], AbstractContextManager[None]]) -> Generator[None]:
-    """Inside, FSDP's tensors have their purposes; ``allocating(purpose)`` is a context for allocations."""
+    """Inside, FSDP's tensors have their purposes; ``allocating(purpose)`` is a context for
+    allocations."""
 
     def named(function: Callable[..., Any], purpose: str) -> Callable[..., Any]:
         @wraps(function)

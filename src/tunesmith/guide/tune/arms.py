@@ -40,7 +40,8 @@ class TrialEnded(TunesmithError):
 
 @dataclass(slots=True)
 class Arm:
-    """One run. Between steps its processes are stopped, or ended if memory is too small for two runs."""
+    """One run. Between steps its processes are stopped, or ended if memory is too small for two
+    runs."""
 
     config: RunConfig
     path: Path
@@ -72,12 +73,17 @@ class Arm:
             process.connection.send(True)
         self._signal(signal.SIGCONT)
         self._await_step(process, patience)
-        seconds = {name.partition("/")[2]: s for name, s in self.metrics.items() if name.startswith("seconds/")}
+        seconds = {
+            name.partition("/")[2]: s
+            for name, s in self.metrics.items()
+            if name.startswith("seconds/")
+        }
         busy = sum(s for name, s in seconds.items() if name not in OTHER)
         return busy / max(1.0, float(self.metrics.get("tokens") or 0.0))
 
     def start(self) -> Process:
-        """Start its process, unless it is running, and take a warm-up step, which also allocates memory.
+        """Start its process, unless it is running, and take a warm-up step, which also allocates
+        memory.
 
         Raises:
             TrialEnded: the start failed.
@@ -86,7 +92,12 @@ class Arm:
             return self._process
         began, self.run_dir = time.monotonic(), Path(mkdtemp(dir=self.folder))
         config = self.config.model_copy(update={"run_dir": self.run_dir})
-        process = Process([sys.executable, "-c", _TRIAL], "a trial", {**os.environ, "PYTHONSAFEPATH": "1"}, shows=False)
+        process = Process(
+            [sys.executable, "-c", _TRIAL],
+            "a trial",
+            {**os.environ, "PYTHONSAFEPATH": "1"},
+            shows=False,
+        )
         self._process = process
         with suppress(OSError):
             process.connection.send(Order(config, self.path, self.rollouts))
@@ -125,7 +136,10 @@ class Arm:
     def _await_step(self, process: Process, patience: float) -> None:
         if not any(process.connection.poll(SLICE) for _ in range(ceil(patience / SLICE))):
             self.end()
-            raise TrialEnded("slow" if patience < START_SECONDS else "hung", f"no step ended within {patience:.0f} s")
+            raise TrialEnded(
+                "slow" if patience < START_SECONDS else "hung",
+                f"no step ended within {patience:.0f} s",
+            )
         try:
             answer: dict[str, Any] | Ended = process.connection.recv()
         except (EOFError, OSError):

@@ -17,9 +17,11 @@ from tunesmith.guide.tune.search import TrialOutcome
 from tunesmith.records.interrupts import asked
 
 LEAST_PATIENCE, SLOW = 20.0, 4.0
-"""A step is abandoned after ``LEAST_PATIENCE`` seconds or ``SLOW`` times the other run's step, whichever is longer."""
+"""A step is abandoned after ``LEAST_PATIENCE`` seconds or ``SLOW`` times the other run's step,
+whichever is longer."""
 TURN, MOST_STEPS = 1.0, 5
-"""A run with short steps takes several per turn: up to this many seconds and steps; their median counts."""
+"""A run with short steps takes several per turn: up to this many seconds and steps; their median
+counts."""
 BLOCK = 4
 """Consecutive steps of a run if only one run fits into memory at a time."""
 
@@ -62,7 +64,9 @@ class Bench:
         other = arm or Arm(self.config_of(values), self.path, self.folder)
         outcome = TrialOutcome("measured")
         try:
-            outcome = self._compared(self._best, other, lambda: arm is not None or self.fits(values))
+            outcome = self._compared(
+                self._best, other, lambda: arm is not None or self.fits(values)
+            )
         finally:
             if outcome.status == "measured" and outcome.faster:
                 self.hold(other, values)
@@ -80,7 +84,8 @@ class Bench:
         self._best = self._best_values = None
 
     def _compared(self, known: Arm, other: Arm, fits: Callable[[], bool]) -> TrialOutcome:
-        """The comparison of two runs, both in memory if it has room for them; else one at a time."""
+        """The comparison of two runs, both in memory if it has room for them; else one at a
+        time."""
         try:
             known.start()
             if fits():
@@ -94,9 +99,12 @@ class Bench:
         return self._in_turn(known, other, BLOCK)
 
     def _in_turn(self, known: Arm, other: Arm, block: int) -> TrialOutcome:
-        """The comparison of two runs that alternate every ``block`` steps; each round the other one goes first."""
+        """The comparison of two runs that alternate every ``block`` steps; each round the other one
+        goes first."""
         slowest, turn, ratios = 0.0, 1, list[float]()
-        while not (ratios and (interval(ratios).decided or len(ratios) >= MOST_PAIRS or self.is_over)):
+        while not (
+            ratios and (interval(ratios).decided or len(ratios) >= MOST_PAIRS or self.is_over)
+        ):
             times: dict[bool, list[float]] = {}
             for arm in (known, other) if len(ratios) // block % 2 == 0 else (other, known):
                 began, patience = time.monotonic(), START_SECONDS
@@ -109,7 +117,9 @@ class Bench:
                 except TrialEnded as ended:
                     if arm is known:
                         raise
-                    return TrialOutcome(ended.status, interval(ratios) if ratios else None, str(ended))
+                    return TrialOutcome(
+                        ended.status, interval(ratios) if ratios else None, str(ended)
+                    )
                 if arm is known:
                     slowest = max(slowest, (time.monotonic() - began) / len(taken))
                     turn = max(1, min(MOST_STEPS, int(TURN / slowest))) if block == 1 else block

@@ -1,7 +1,9 @@
-"""The speedup of one of two runs, from pairs of alternating steps; and when enough pairs have been measured.
+"""The speedup of one of two runs, from pairs of alternating steps; and when enough pairs have been
+measured.
 
-The ratios of two runs' times are compared on a logarithmic scale, where a ratio and its inverse are equally far from
-zero. The interval of their mean is valid at any time, so a comparison may end as soon as it is clear.
+The ratios of two runs' times are compared on a logarithmic scale, where a ratio and its inverse are
+equally far from zero. The interval of their mean is valid at any time, so a comparison may end as
+soon as it is clear.
 """
 
 from __future__ import annotations
@@ -13,7 +15,8 @@ from statistics import fmean, variance
 
 CONFIDENCE = 0.95
 EFFECT = 5.0
-"""Expected difference in standard deviations of the noise (``c`` below): a difference worth finding is clear."""
+"""Expected difference in standard deviations of the noise (``c`` below): a difference worth finding
+is clear."""
 SAME = 0.02
 """Ratios nearer to 1 than this are not worth finding."""
 MOST_PAIRS = 15
@@ -46,12 +49,12 @@ class Interval:
 
 
 def interval(log_ratios: Sequence[float]) -> Interval:
-    """The confidence sequence of the mean of normal variables with unknown variance: with probability ``CONFIDENCE``,
-    it contains the mean for all numbers of pairs at once.
+    """The confidence sequence of the mean of normal variables with unknown variance: with
+    probability ``CONFIDENCE``, it contains the mean for all numbers of pairs at once.
 
-    All means ``m`` for which the t-statistic's Bayes factor with effects ``N(0, c²)``, a test martingale, is below
-    ``1/α`` (Wang and Ramdas 2023, "Anytime-valid t-tests and confidence sequences for Gaussian means with unknown
-    variance", arXiv:2310.03722, Gaussian mixture):
+    All means ``m`` for which the t-statistic's Bayes factor with effects ``N(0, c²)``, a test
+    martingale, is below ``1/α`` (Wang and Ramdas 2023, "Anytime-valid t-tests and confidence
+    sequences for Gaussian means with unknown variance", arXiv:2310.03722, Gaussian mixture):
 
         K⁻¹ᐟ² · ((1 + t²/ν) / (1 + t²/(νK)))^((ν + 1)/2) < 1/α,   t² = n (mean − m)²/s²,   ν = n − 1,   K = 1 + n c²
     """

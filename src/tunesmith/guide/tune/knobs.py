@@ -11,12 +11,28 @@ from tunesmith.config.values import megabytes, parse_size
 Values = Mapping[str, Any]
 """Values by dotted key."""
 
-TOKENS, CHUNK, THREADS = "system.max_tokens_per_microbatch", "system.logprob_chunk", "system.threads"
+TOKENS, CHUNK, THREADS = (
+    "system.max_tokens_per_microbatch",
+    "system.logprob_chunk",
+    "system.threads",
+)
 RUNNING, PREFILL, KV = "system.max_running", "system.max_prefill_tokens", "system.kv_memory"
 RANKS, ENGINES, PROCESS = "system.trainer_ranks", "system.engines", "system.engine_process"
 LAYOUT = (
-    *(RANKS, ENGINES, PROCESS, "system.zero_stage", "system.shard_size", "system.sequence_parallel.size"),
-    *("system.hybrid", "system.offload_parameters", "system.offload_optimizer", "system.offload_activations"),
+    *(
+        RANKS,
+        ENGINES,
+        PROCESS,
+        "system.zero_stage",
+        "system.shard_size",
+        "system.sequence_parallel.size",
+    ),
+    *(
+        "system.hybrid",
+        "system.offload_parameters",
+        "system.offload_optimizer",
+        "system.offload_activations",
+    ),
     "system.vllm.tensor_parallel_size",
 )
 """Settings that determine the processes and their contents; tuned together."""
@@ -66,7 +82,10 @@ def _ladders(values: Values, shape: Shape) -> dict[str, Sequence[Any]]:
     if shape.compares:
         ladders["system.share_prompts"] = (True, False)
     if shape.gpu:
-        ladders |= {f"system.offload_{what}": (False, True) for what in ("optimizer", "activations", "parameters")}
+        ladders |= {
+            f"system.offload_{what}": (False, True)
+            for what in ("optimizer", "activations", "parameters")
+        }
     else:
         ladders[THREADS] = sorted({n for n in (1, 2, 4, 8, 16, 32, 64) if n < threads} | {threads})
     if shape.samples_itself:
@@ -79,7 +98,8 @@ def _ladders(values: Values, shape: Shape) -> dict[str, Sequence[Any]]:
 
 
 def _up_to(most: int, value: int, least: int) -> list[int]:
-    """A quarter, half, double and quadruple of ``value``; all values above ``most`` are equivalent."""
+    """A quarter, half, double and quadruple of ``value``; all values above ``most`` are
+    equivalent."""
     found = {max(least, int(min(value, most) * factor)) for factor in (1 / 4, 1 / 2, 2, 4)}
     return sorted(n for n in found if n < most or value < most)
 
@@ -92,7 +112,8 @@ def ordered(value: Any) -> float | None:
 
 
 def layouts_here(shape: Shape) -> Iterator[Values]:
-    """Layouts of processes on a CPU: trainer ranks or, if the run samples, engines in separate processes."""
+    """Layouts of processes on a CPU: trainer ranks or, if the run samples, engines in separate
+    processes."""
     counts = [n for n in (1, 2, 4, 8, 16) if n <= min(shape.cores, shape.samples)]
     yield from ({RANKS: n} for n in counts)
     if shape.samples_itself:

@@ -1,8 +1,10 @@
-"""This machine's rates: seconds per unit of each kind of work, fitted to timings of small models of many shapes.
+"""This machine's rates: seconds per unit of each kind of work, fitted to timings of small models of
+many shapes.
 
     t(phase, shape) = Σ_kind rate(phase, kind) · amount(phase, kind, shape),    rates ≥ 0
 
-The rates minimize the sum of squared relative errors over all shapes, for each phase and number format.
+The rates minimize the sum of squared relative errors over all shapes, for each phase and number
+format.
 """
 
 from __future__ import annotations
@@ -49,12 +51,26 @@ def shapes(seed: int) -> Iterator[Work]:
         vocabulary = draw.choice([1024, 4096, 8192, 16384, 32000])
         each = hidden * (2 * (heads + kv) * dim + 3 * wide * hidden)
         parameters = layers * each + vocabulary * hidden
-        model = ModelFacts(parameters, layers, hidden, wide * hidden, heads, kv, dim, vocabulary, 4096, tied=True)
+        model = ModelFacts(
+            parameters, layers, hidden, wide * hidden, heads, kv, dim, vocabulary, 4096, tied=True
+        )
         prompts, group = draw.choice([1, 2, 4, 8]), draw.choice([2, 4, 8])
         prompt, new = draw.choice([16, 32, 64, 128, 256]), draw.choice([16, 24, 32, 48, 64, 96])
-        work = Work(model, 2 + 2 * (number % 2), prompts, group, prompt, new, draw.choice([1024, 2048, 4096]))
+        work = Work(
+            model,
+            2 + 2 * (number % 2),
+            prompts,
+            group,
+            prompt,
+            new,
+            draw.choice([1024, 2048, 4096]),
+        )
         operations = parameters * work.samples * new
-        if LEAST < parameters < MOST and OPERATIONS[0] < operations < OPERATIONS[1] and prompts * prompt >= 64:
+        if (
+            LEAST < parameters < MOST
+            and OPERATIONS[0] < operations < OPERATIONS[1]
+            and prompts * prompt >= 64
+        ):
             number += 1
             yield work
 
@@ -75,7 +91,8 @@ def probes(seed: int, count: int) -> list[Probe]:
 
 
 def take_turns(measured: Sequence[Probe], rounds: int, say: Callable[[str], None]) -> None:
-    """Let all take a step per round, in a different order each time, so that a slow minute affects all equally."""
+    """Let all take a step per round, in a different order each time, so that a slow minute affects
+    all equally."""
     draw = random.Random(0)
     for number in range(1, rounds + 1):
         for probe in draw.sample(measured, len(measured)):
@@ -86,7 +103,9 @@ def take_turns(measured: Sequence[Probe], rounds: int, say: Callable[[str], None
 def fitted(measured: Sequence[Probe]) -> dict[str, Rates]:
     """Rates by bytes per element."""
     sizes = sorted({probe.work.bytes_per_number for probe in measured})
-    return {str(size): _fit([p for p in measured if p.work.bytes_per_number == size]) for size in sizes}
+    return {
+        str(size): _fit([p for p in measured if p.work.bytes_per_number == size]) for size in sizes
+    }
 
 
 def _fit(measured: Sequence[Probe]) -> Rates:
@@ -94,7 +113,8 @@ def _fit(measured: Sequence[Probe]) -> Rates:
     found: dict[str, dict[str, float]] = {}
     for phase, first in does[0].items():
         rows = [
-            [each[phase][kind] / p.seconds[phase] for kind in first] for each, p in zip(does, measured, strict=True)
+            [each[phase][kind] / p.seconds[phase] for kind in first]
+            for each, p in zip(does, measured, strict=True)
         ]
         found[phase] = dict(zip(first, nonnegative(np.array(rows)).tolist(), strict=True))
     return found
@@ -130,8 +150,12 @@ def predictions(measured: Sequence[Probe], rates: dict[str, Rates]) -> list[Pred
     found: list[Prediction] = []
     for probe in measured:
         seconds = phase_seconds(probe.work, rates[str(probe.work.bytes_per_number)])
-        found += [Prediction(probe.work, phase, s, probe.seconds[phase]) for phase, s in seconds.items()]
-        found.append(Prediction(probe.work, "step", sum(seconds.values()), sum(probe.seconds.values())))
+        found += [
+            Prediction(probe.work, phase, s, probe.seconds[phase]) for phase, s in seconds.items()
+        ]
+        found.append(
+            Prediction(probe.work, "step", sum(seconds.values()), sum(probe.seconds.values()))
+        )
     return found
 
 

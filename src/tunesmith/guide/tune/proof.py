@@ -10,7 +10,8 @@ from pathlib import Path
 from tunesmith.run.trainers.state_files import OPTIMIZER_FILE, StateFiles
 
 TOLERANCES: Mapping[str, float] = {"float32": 1e-3, "float16": 1e-2, "bfloat16": 5e-2}
-"""Largest relative distance of two gradients by compute dtype: the rounding error of different micro-batches."""
+"""Largest relative distance of two gradients by compute dtype: the rounding error of different
+micro-batches."""
 MOMENTS = ("exp_avg:", "momentum_buffer:")
 """AdamW's first moment and Muon's momentum."""
 
@@ -32,7 +33,8 @@ class Proof:
 def compare_gradients(ours: Path, theirs: Path, dtype: str) -> Proof:
     """Compare the gradients of two runs' first steps.
 
-    After one step the optimizer's first moment is the gradient times ``1 − β₁``; checkpoints hold it for all ranks.
+    After one step the optimizer's first moment is the gradient times ``1 − β₁``; checkpoints hold
+    it for all ranks.
 
     Args:
         ours: a checkpoint of step 1; theirs: the other run's.

@@ -1,4 +1,5 @@
-"""The results of tuning, for people, for programs and for the next call; and the run file with the best settings."""
+"""The results of tuning, for people, for programs and for the next call; and the run file with the
+best settings."""
 
 from __future__ import annotations
 
@@ -60,7 +61,8 @@ class Result:
     written: Values
     """Settings that a run file needs so that a run has the best settings."""
     gain: Interval | None
-    """The best settings compared with the run file's, remeasured at the end; None if they are the same."""
+    """The best settings compared with the run file's, remeasured at the end; None if they are the
+    same."""
     proof: Proof | None
     trials: tuple[Trial, ...]
     brought: tuple[Trial, ...]
@@ -81,7 +83,11 @@ class Result:
     @property
     def reason(self) -> str:
         """The reason that a later run gives for these settings."""
-        gain = f": {self.gain.gain[0]:.2f}× as fast as the run file that was tuned" if self.gain else ""
+        gain = (
+            f": {self.gain.gain[0]:.2f}× as fast as the run file that was tuned"
+            if self.gain
+            else ""
+        )
         return f"tuned on {date.today().isoformat()}{gain}"
 
     def as_json(self) -> dict[str, Any]:
@@ -95,7 +101,9 @@ class Result:
             "written": dict(self.written),
             "gain": _gain(self.gain) if self.gain and isfinite(self.gain.low) else None,
             "brought": [trial.as_json() for trial in self.brought],
-            "gradient": {"distance": proof.distance, "tolerance": proof.tolerance} if proof else None,
+            "gradient": {"distance": proof.distance, "tolerance": proof.tolerance}
+            if proof
+            else None,
             "trials": [trial.as_json() for trial in self.trials],
             "measured": self.measured,
             "seconds": self.seconds,
@@ -111,14 +119,20 @@ def _gain(found: Interval) -> dict[str, float]:
 def told(trial: Trial) -> str:
     """``system.threads = 2: 1.84× (1.79–1.90) as fast, 5 pairs``."""
     outcome = trial.outcome
-    came = shown(outcome.interval) if outcome.interval and outcome.status == "measured" else outcome.status
+    came = (
+        shown(outcome.interval)
+        if outcome.interval and outcome.status == "measured"
+        else outcome.status
+    )
     reason = f": {outcome.reason.splitlines()[0]}" if outcome.reason else ""
     return f"{moved(trial.move)}: {came}{reason}"
 
 
 def moved(values: Values) -> str:
     """``system.threads = 2, system.compile = true``."""
-    return ", ".join(f"{key} = {'none' if value is None else toml_value(value)}" for key, value in values.items())
+    return ", ".join(
+        f"{key} = {'none' if value is None else toml_value(value)}" for key, value in values.items()
+    )
 
 
 def shown(found: Interval) -> str:
@@ -161,15 +175,22 @@ class Journal:
 
 def _trial_of(entry: Mapping[str, Any]) -> Trial:
     found = entry.get("interval")
-    outcome = TrialOutcome(entry["status"], Interval(*found) if found else None, entry.get("reason", ""))
+    outcome = TrialOutcome(
+        entry["status"], Interval(*found) if found else None, entry.get("reason", "")
+    )
     return Trial(entry["best"], entry["values"], entry["settings"], outcome)
 
 
 def check_files(file: Path, report: Path) -> None:
-    """Reject (ConfigError) files that cannot be written, or were not written by ``tunesmith tune``."""
+    """Reject (ConfigError) files that cannot be written, or were not written by ``tunesmith
+    tune``."""
     check_output(file, "--output", FIRST_LINE, streams=False)
     check_output(report, "--output, whose report is", "", streams=False)
-    if report.exists() and report.stat().st_size and not {"trials", "derived"} <= remembered(report).keys():
+    if (
+        report.exists()
+        and report.stat().st_size
+        and not {"trials", "derived"} <= remembered(report).keys()
+    ):
         raise ConfigError(
             f"{report}, where the report would go, is there already, and was not written by tunesmith tune; "
             "name another --output"

@@ -1,4 +1,5 @@
-"""Chooses the settings to measure next: a coordinate search that continues from the best settings so far.
+"""Chooses the settings to measure next: a coordinate search that continues from the best settings
+so far.
 
 Pure: the functions that compare two settings and that predict their time are arguments.
 """
@@ -17,7 +18,8 @@ Status = Literal["measured", "slow", "refused", "memory", "died", "hung", "faile
 FAR = 1.5
 """Settings expected to take this many times as long as the best are not measured."""
 CLEAR = 0.05
-"""Log-ratio of times above which a setting counts as clearly slower, and values beyond it are not tried."""
+"""Log-ratio of times above which a setting counts as clearly slower, and values beyond it are not
+tried."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +37,12 @@ class TrialOutcome:
 
     @property
     def final(self) -> bool:
-        """Whether the comparison was completed: neither the time limit nor a signal cut it short."""
+        """Whether the comparison was completed: neither the time limit nor a signal cut it
+        short."""
         found = self.interval
-        return self.status != "measured" or (found is not None and (found.decided or found.pairs >= MOST_PAIRS))
+        return self.status != "measured" or (
+            found is not None and (found.decided or found.pairs >= MOST_PAIRS)
+        )
 
     @property
     def hopeful(self) -> bool:
@@ -46,7 +51,9 @@ class TrialOutcome:
 
     @property
     def clearly_slower(self) -> bool:
-        return self.status != "measured" or (self.interval is not None and self.interval.low > CLEAR)
+        return self.status != "measured" or (
+            self.interval is not None and self.interval.low > CLEAR
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +71,12 @@ def search(
     compare: Callable[[Values, Candidate], TrialOutcome],
     time_is_left: Callable[[], bool],
 ) -> Values:
-    """The fastest settings found: each candidate is compared with the best so far, the most promising first.
+    """The fastest settings found: each candidate is compared with the best so far, the most
+    promising first.
 
-    A value that was not faster on average is not tried again with better settings, and no value beyond a clearly slower
-    one is tried. Values that were faster on average, but not significantly, are tried together at the end.
+    A value that was not faster on average is not tried again with better settings, and no value
+    beyond a clearly slower one is tried. Values that were faster on average, but not significantly,
+    are tried together at the end.
     """
     best, tried, settled, refuted = start, [start], list[Values](), list[Values]()
     hopeful: list[tuple[float, Values]] = []
@@ -76,7 +85,11 @@ def search(
         left = [c for c in left if not any(_beyond(c.move, best, other) for other in refuted)]
         limit, found = FAR * expected(best), None
         for some in (left, _together(best, hopeful)):
-            timed = [(seconds, c) for c in some if c.values not in tried and (seconds := expected(c.values)) <= limit]
+            timed = [
+                (seconds, c)
+                for c in some
+                if c.values not in tried and (seconds := expected(c.values)) <= limit
+            ]
             found = found or min(timed, key=lambda each: each[0], default=None)
         if found is None:
             break
@@ -94,7 +107,8 @@ def search(
 
 
 def _together(best: Values, hopeful: Sequence[tuple[float, Values]]) -> Iterator[Candidate]:
-    """All moves that were faster on average, at once; the best one if several change the same setting."""
+    """All moves that were faster on average, at once; the best one if several change the same
+    setting."""
     moves = [move for _, move in sorted(hopeful, key=lambda each: -each[0])]
     together = {key: value for move in moves for key, value in move.items()}
     if len(together) > 1:

@@ -1,4 +1,5 @@
-"""The run that trials execute: rejects runs that cannot be tuned, and leaves out everything that only takes time."""
+"""The run that trials execute: rejects runs that cannot be tuned, and leaves out everything that
+only takes time."""
 
 from __future__ import annotations
 
@@ -8,7 +9,13 @@ from typing import Any, TypeVar
 
 from tunesmith.config.reading.overriding import parse_override
 from tunesmith.config.resolved import settings
-from tunesmith.config.schema import CheckpointSection, EvalSection, MonitorSection, RLConfig, RunConfig
+from tunesmith.config.schema import (
+    CheckpointSection,
+    EvalSection,
+    MonitorSection,
+    RLConfig,
+    RunConfig,
+)
 from tunesmith.errors import ConfigError
 from tunesmith.guide.tune.knobs import TUNED, Values
 from tunesmith.plan.filling import with_values
@@ -39,7 +46,9 @@ def check_tunable(config: RunConfig, command: str = "tune") -> None:
             'set system.engine = "local"'
         )
     if "RANK" in os.environ:
-        raise ConfigError(f"tunesmith {command} starts the processes itself; call it without torchrun or accelerate")
+        raise ConfigError(
+            f"tunesmith {command} starts the processes itself; call it without torchrun or accelerate"
+        )
 
 
 def without_tuned(config: C, kept: Collection[str] = ()) -> C:
@@ -56,11 +65,16 @@ def without_tuned(config: C, kept: Collection[str] = ()) -> C:
 def pinned_settings(config: RunConfig, overrides: Sequence[str]) -> frozenset[str]:
     """Tuned settings given by overrides, individually or in a table."""
     tables = tuple(".".join(parse_override(text)[0]) + "." for text in overrides)
-    return frozenset(key for key in settings(config, given_only=True) if key in TUNED and f"{key}.".startswith(tables))
+    return frozenset(
+        key
+        for key in settings(config, given_only=True)
+        if key in TUNED and f"{key}.".startswith(tables)
+    )
 
 
 def trial_config(config: C) -> C:
-    """The same run without an end, evaluations, checkpoints and services; its policy stays unchanged."""
+    """The same run without an end, evaluations, checkpoints and services; its policy stays
+    unchanged."""
     changes: dict[str, Any] = {
         "data": config.data.model_copy(update={"eval": None}),
         "eval": EvalSection(),
@@ -74,11 +88,14 @@ def trial_config(config: C) -> C:
 
 
 def proof_config(config: C) -> C:
-    """A trial's run with a deterministic gradient: without dropout, and with no rollout left out."""
+    """A trial's run with a deterministic gradient: without dropout, and with no rollout left
+    out."""
     if config.lora.dropout:
         config = with_values(config, {"lora.dropout": 0.0})
     if isinstance(config, RLConfig):
-        config = with_values(config, {"algorithm.dynamic_filter": False, "algorithm.mask_truncated": False})
+        config = with_values(
+            config, {"algorithm.dynamic_filter": False, "algorithm.mask_truncated": False}
+        )
     return config
 
 
@@ -87,7 +104,12 @@ def stated(values: Values, usual: Values) -> dict[str, Any]:
     return {key: value for key, value in values.items() if key not in usual or usual[key] != value}
 
 
-def tuned_values(resolved: Mapping[str, Mapping[str, Any]]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """From a run's settings with their sources: the tuned values, and those of them that are defaults."""
+def tuned_values(
+    resolved: Mapping[str, Mapping[str, Any]],
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """From a run's settings with their sources: the tuned values, and those of them that are
+    defaults."""
     values = {key: resolved[key]["value"] for key in TUNED if key in resolved}
-    return values, {key: value for key, value in values.items() if resolved[key]["source"] == "default"}
+    return values, {
+        key: value for key, value in values.items() if resolved[key]["source"] == "default"
+    }

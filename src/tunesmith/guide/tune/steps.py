@@ -25,8 +25,8 @@ COSTS = 3
 
 @dataclass(frozen=True, slots=True)
 class PhaseTime:
-    """Median over steps. ``limit_share`` is the least time in which the hardware could do the same work, divided by
-    the phase's time; None if unknown."""
+    """Median over steps. ``limit_share`` is the least time in which the hardware could do the same
+    work, divided by the phase's time; None if unknown."""
 
     name: str
     seconds: float
@@ -76,15 +76,21 @@ def measure_steps(path: Path, overrides: Sequence[str], steps: int) -> Measured:
 
 
 def measured(
-    steps: Sequence[Mapping[str, float]], *, overlapping: bool, costs: Sequence[tuple[str, float]] = ()
+    steps: Sequence[Mapping[str, float]],
+    *,
+    overlapping: bool,
+    costs: Sequence[tuple[str, float]] = (),
 ) -> Measured:
     """The breakdown of steps from their metrics.
 
     Args:
-        overlapping: rollouts continue while the policy trains; the phases then have no separate limits.
+        overlapping: rollouts continue while the policy trains; the phases then have no separate
+            limits.
     """
     typical = {name: median([step[name] for step in steps if name in step]) for name in steps[0]}
-    spent = {name.partition("/")[2]: s for name, s in typical.items() if name.startswith("seconds/")}
+    spent = {
+        name.partition("/")[2]: s for name, s in typical.items() if name.startswith("seconds/")
+    }
     spent = {name: s for name, s in spent.items() if name not in OUTSIDE_STEPS and s > 0}
     whole, least = sum(spent.values()), typical.get("attainable_seconds")
     scoring = typical.get("attainable_seconds/scoring", 0.0)
@@ -96,7 +102,13 @@ def measured(
         spent |= {"scoring": scored, "train": spent["train"] - scored}
     tokens = {"rollout": typical.get("sampled_tokens"), "train": typical.get("trained_tokens")}
     phases = [
-        PhaseTime(name, s, s / whole, _over(tokens.get(name), s), None if overlapping else _over(limits.get(name), s))
+        PhaseTime(
+            name,
+            s,
+            s / whole,
+            _over(tokens.get(name), s),
+            None if overlapping else _over(limits.get(name), s),
+        )
         for name, s in sorted(spent.items(), key=lambda item: -item[1])
     ]
     return Measured(len(steps), whole, _over(least, whole), phases, costs)

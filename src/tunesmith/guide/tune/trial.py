@@ -1,7 +1,7 @@
 """The process of a trial: a real run that stops after each step until it is told to go on.
 
-``main`` reads its ``Order`` from the connection. It answers with the metrics of each step, and with the error that
-ended the run, if any.
+``main`` reads its ``Order`` from the connection. It answers with the metrics of each step, and with
+the error that ended the run, if any.
 """
 
 from __future__ import annotations
@@ -47,7 +47,9 @@ def main() -> None:
     descriptor, parent = map(int, sys.argv[1:3])
     os.setpgrp()  # all its processes are stopped and continued together
     end_with_parent(parent)
-    with suppress(OSError):  # if memory runs out, the kernel should kill this process, not the tuner
+    with suppress(
+        OSError
+    ):  # if memory runs out, the kernel should kill this process, not the tuner
         Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
     os.set_inheritable(descriptor, False)
     connection = Connection(descriptor)
@@ -102,7 +104,9 @@ class Kept:
             groups, metrics = await self._source.next()
             for rollout in (rollout for group in groups for rollout in group.rollouts):
                 rollout.instance = None
-            for number, rollout in enumerate(rollout for group in groups for rollout in group.usable):
+            for number, rollout in enumerate(
+                rollout for group in groups for rollout in group.usable
+            ):
                 rollout.reward = float(number % 2)
                 rollout.rewards = dict.fromkeys(rollout.rewards, rollout.reward)
             self._file.write_bytes(pickle.dumps((groups, metrics)))

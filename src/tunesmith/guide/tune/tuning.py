@@ -135,11 +135,16 @@ class Tuning:
         config = self.resolved(values)
         if isinstance(config, TrialOutcome):
             return inf
-        return expected_seconds(config, self.facts, self.shape.samples, self.shape.tokens / self.shape.samples)
+        return expected_seconds(
+            config, self.facts, self.shape.samples, self.shape.tokens / self.shape.samples
+        )
 
     def candidates(self, best: Values) -> Iterator[Candidate]:
-        """Variants of the best settings, with one setting or the layout changed; refused ones are recorded."""
-        moves = [({key: value}, {**best, key: value}) for key, value in neighbours(best, self.shape)]
+        """Variants of the best settings, with one setting or the layout changed; refused ones are
+        recorded."""
+        moves = [
+            ({key: value}, {**best, key: value}) for key, value in neighbours(best, self.shape)
+        ]
         for move, values in (*moves, *self._layouts(best)):
             if self.pinned.isdisjoint(move):
                 found = self.resolved(values)
@@ -150,7 +155,11 @@ class Tuning:
 
     def _layouts(self, best: Values) -> Iterator[tuple[Values, Values]]:
         """Layouts, each with the settings derived for it; all other settings stay."""
-        kept = {key: value for key, value in best.items() if key not in OF_THE_LAYOUT and value != self.derived[key]}
+        kept = {
+            key: value
+            for key, value in best.items()
+            if key not in OF_THE_LAYOUT and value != self.derived[key]
+        }
         found: Iterator[Values] = iter(()) if self.shape.gpu else layouts_here(self.shape)
         if gpus_of_run(self.config, self.facts) > 1:
             found = layouts(self.config, self.facts)
@@ -162,7 +171,8 @@ class Tuning:
                     yield move, {**{key: there.get(key) for key in best}, **kept}
 
     def compare(self, best: Values, candidate: Candidate, arm: Arm | None = None) -> TrialOutcome:
-        """Measure a candidate, or look it up in the journal; ``arm`` is its run if it is already running."""
+        """Measure a candidate, or look it up in the journal; ``arm`` is its run if it is already
+        running."""
         outcome = self.journal.find(best, candidate.values)
         if outcome is None:
             self.measured += 1
@@ -216,8 +226,14 @@ class Tuning:
             try:
                 arm.start()
             except TrialEnded as ended:
-                said = {key: value for key, value in settings(config, given_only=True).items() if key in TUNED}
-                self.journal.add(Trial(self.derived, said, said, TrialOutcome(ended.status, None, str(ended))))
+                said = {
+                    key: value
+                    for key, value in settings(config, given_only=True).items()
+                    if key in TUNED
+                }
+                self.journal.add(
+                    Trial(self.derived, said, said, TrialOutcome(ended.status, None, str(ended)))
+                )
                 self.say(told(self.journal.trials[-1]))
                 return
             given = tuned_values(arm.resolved())[0]
@@ -234,7 +250,8 @@ class Tuning:
                 arm.end()
 
     def proven(self) -> Proof | None:
-        """Go back to the fastest settings whose gradient matches the derived ones'; None if these are the fastest."""
+        """Go back to the fastest settings whose gradient matches the derived ones'; None if these
+        are the fastest."""
         while self.best != self.derived:
             proof: Proof | None = None
             with suppress(TrialEnded):
@@ -248,7 +265,9 @@ class Tuning:
         return None
 
     def _prove(self, values: Values) -> Proof:
-        rollouts = self.bench.folder / "rollouts.pickle" if isinstance(self.config, RLConfig) else None
+        rollouts = (
+            self.bench.folder / "rollouts.pickle" if isinstance(self.config, RLConfig) else None
+        )
         checkpoints: list[Path] = []
         for each in (self.derived, values):
             arm = Arm(proof_config(self.config_of(each)), self.path, self.bench.folder, rollouts)
@@ -284,12 +303,17 @@ class Tuning:
             seconds=time.monotonic() - self.began,
             interrupted=self.interrupted,
         )
-        if not self.pinned:  # the best settings next to pinned ones may not be the best without them
-            self.journal.write({"values": result.written, "reason": result.reason} if changed else None)
+        if (
+            not self.pinned
+        ):  # the best settings next to pinned ones may not be the best without them
+            self.journal.write(
+                {"values": result.written, "reason": result.reason} if changed else None
+            )
         return result
 
     def _measured_again(self) -> Interval | None:
-        """The gain of the best settings; if they are no longer faster than the run file's, go back to these."""
+        """The gain of the best settings; if they are no longer faster than the run file's, go back
+        to these."""
         self.bench.ends, self.bench.concludes = max(self.ends, time.monotonic() + 60), True
         try:
             outcome = self.bench.compare(self.given, self.best)
@@ -300,16 +324,24 @@ class Tuning:
             self.bench.close()
         if not outcome.faster:
             found = outcome.status if outcome.interval is None else shown(outcome.interval)
-            self.say(f"measured again, the best settings are no longer faster than the run file's: {found}")
+            self.say(
+                f"measured again, the best settings are no longer faster than the run file's: {found}"
+            )
             self.best, self.accepted, self._left = self.given, [], None
         return outcome.interval
 
 
 @contextmanager
 def open_tuning(
-    path: Path, overrides: Sequence[str], minutes: float, say: Callable[[str], None], *, again: bool = False
+    path: Path,
+    overrides: Sequence[str],
+    minutes: float,
+    say: Callable[[str], None],
+    *,
+    again: bool = False,
 ) -> Generator[Tuning]:
-    """Search for the fastest settings of a run for up to ``minutes``; the caller must still call ``conclude``.
+    """Search for the fastest settings of a run for up to ``minutes``; the caller must still call
+    ``conclude``.
 
     Args:
         again: repeat the measurements of earlier calls.
@@ -323,11 +355,16 @@ def open_tuning(
         check_tunable(config)
     pinned = pinned_settings(config, overrides)
     base, facts = trial_config(without_tuned(config, pinned)), facts_of_run(config)
-    with TemporaryDirectory(prefix="tunesmith-tune-", ignore_cleanup_errors=True) as folder, ExitStack() as stack:
+    with (
+        TemporaryDirectory(prefix="tunesmith-tune-", ignore_cleanup_errors=True) as folder,
+        ExitStack() as stack,
+    ):
         remove_at_end(Path(folder))
         first = Arm(base, path, Path(folder), start_seconds=60 * minutes)
         stack.callback(first.end)
-        say(f"starting the run with the derived settings, for two steps; the limit is {duration(60 * minutes)}")
+        say(
+            f"starting the run with the derived settings, for two steps; the limit is {duration(60 * minutes)}"
+        )
         try:
             with long_wait("starting the run", say):
                 first.start()
@@ -341,7 +378,9 @@ def open_tuning(
                     f"nothing was measured: the run's first step did not end within --minutes {minutes:g}. Give it "
                     f"several times as long, such as --minutes {10 * minutes:g}"
                 ) from None
-            raise ConfigError(f"the run does not work with the settings that are derived for it: {ended}") from None
+            raise ConfigError(
+                f"the run does not work with the settings that are derived for it: {ended}"
+            ) from None
         say(f"starting takes {duration(first.starting)}, a step {duration(step)}")
         shape = shape_of(base, facts, first)
         derived, usual = tuned_values(first.resolved())
@@ -350,10 +389,23 @@ def open_tuning(
         stack.callback(bench.close)
         bench.hold(first, derived)
         journal = Journal.open(*tuned_file(config, facts.hardware, facts.model), again=again)
-        length = {} if isinstance(base, RLConfig) else {"longest": -(-shape.tokens // shape.samples)}
+        length = (
+            {} if isinstance(base, RLConfig) else {"longest": -(-shape.tokens // shape.samples)}
+        )
         facts = replace(facts, train_size=shape.samples, **length)
         tuning = Tuning(
-            base, path, bench, facts, journal, pinned, shape, derived, usual, say, began, began + 60 * minutes
+            base,
+            path,
+            bench,
+            facts,
+            journal,
+            pinned,
+            shape,
+            derived,
+            usual,
+            say,
+            began,
+            began + 60 * minutes,
         )
         tuning.trial_seconds = first.starting + 2 * step
         said = settings(config, given_only=True).keys() & set(TUNED) - pinned

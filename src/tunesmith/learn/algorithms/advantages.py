@@ -1,10 +1,12 @@
 """Advantage estimators. Plain NumPy.
 
-An estimator takes the rollouts of a whole batch and returns one array per rollout, with an advantage for every token
-that the policy wrote, in order. Other tokens, such as a tool's answer, are not in the arrays.
+An estimator takes the rollouts of a whole batch and returns one array per rollout, with an
+advantage for every token that the policy wrote, in order. Other tokens, such as a tool's answer,
+are not in the arrays.
 
-An estimator is a class whose fields are its settings. Group statistics use the unbiased deviation plus ``EPSILON``. A
-group of equal rewards gives exactly zero: equality is tested, not computed by subtraction.
+An estimator is a class whose fields are its settings. Group statistics use the unbiased deviation
+plus ``EPSILON``. A group of equal rewards gives exactly zero: equality is tested, not computed by
+subtraction.
 """
 
 from __future__ import annotations
@@ -49,16 +51,20 @@ class Estimator(Choice):
 
 
 def compute_advantages(estimator: Estimator, outcomes: Sequence[Outcome]) -> Advantages:
-    """Advantages of a whole batch. Rewards are finite: a rollout with any other reward has already failed."""
+    """Advantages of a whole batch. Rewards are finite: a rollout with any other reward has already
+    failed."""
     for o in outcomes:
         assert np.isfinite(o.total), f"a reward of {o.total} reached the estimator"
         for values in (o.token_rewards, o.values):
-            assert values is None or values.shape == (o.length,), "one value per token the policy wrote"
+            assert values is None or values.shape == (o.length,), (
+                "one value per token the policy wrote"
+            )
     return estimator(outcomes)
 
 
 class GroupEstimator(Estimator):
-    """Gives every token of a rollout the same advantage: that of the total reward within its group."""
+    """Gives every token of a rollout the same advantage: that of the total reward within its
+    group."""
 
     needs = frozenset({"group"})
 
@@ -67,10 +73,14 @@ class GroupEstimator(Estimator):
         """Advantages ``[n]`` of the rollouts of one group, in which not all rewards are equal."""
 
     def __call__(self, outcomes: Sequence[Outcome]) -> Advantages:
-        return Advantages(broadcast(outcomes, per_group(outcomes, [o.total for o in outcomes], self.relative)))
+        return Advantages(
+            broadcast(outcomes, per_group(outcomes, [o.total for o in outcomes], self.relative))
+        )
 
 
-def _returns_to_go(outcomes: Sequence[Outcome], final: Sequence[float] | Floats, gamma: float) -> Advantages:
+def _returns_to_go(
+    outcomes: Sequence[Outcome], final: Sequence[float] | Floats, gamma: float
+) -> Advantages:
     return Advantages(whiten(suffix_sums(paid(outcomes, final), [gamma] * len(outcomes))))
 
 
@@ -87,7 +97,8 @@ class GRPO(GroupEstimator):
 
 
 class DrGRPO(GroupEstimator):
-    """Centred, not divided by the deviation, which would favour tasks that are nearly always or never solved."""
+    """Centred, not divided by the deviation, which would favour tasks that are nearly always or
+    never solved."""
 
     name = "dr_grpo"
     formula = "r − mean"
@@ -119,7 +130,9 @@ class OPO(GroupEstimator):
     use = "strictly on-policy training with answers of very different lengths"
 
     def relative(self, rewards: Floats, lengths: Floats) -> Floats:
-        return rewards - np.average(rewards, weights=lengths if lengths.any() else np.ones_like(lengths))
+        return rewards - np.average(
+            rewards, weights=lengths if lengths.any() else np.ones_like(lengths)
+        )
 
 
 class GPGEstimator(DrGRPO):
@@ -143,8 +156,8 @@ class GPGEstimator(DrGRPO):
 class GDPO(Estimator):
     """Each reward standardised separately, then summed and whitened over the batch's policy tokens.
 
-    A reward that does not apply (None) adds nothing and is not in its group's statistics. Whitening is over tokens as
-    in verl; TRL whitens over sequences.
+    A reward that does not apply (None) adds nothing and is not in its group's statistics. Whitening
+    is over tokens as in verl; TRL whitens over sequences.
     """
 
     name = "gdpo"
@@ -159,7 +172,9 @@ class GDPO(Estimator):
         scalars = np.zeros(len(outcomes))
         for name in dict.fromkeys(name for o in outcomes for name in o.components):
             weights = np.array([o.weights.get(name, 1.0) for o in outcomes])
-            scalars += weights * per_group(outcomes, [o.components.get(name) for o in outcomes], GRPO().relative)
+            scalars += weights * per_group(
+                outcomes, [o.components.get(name) for o in outcomes], GRPO().relative
+            )
         return Advantages(whiten(broadcast(outcomes, scalars)))
 
 
@@ -182,7 +197,8 @@ class ReinforceEstimator(Estimator):
 class ReinforceBaseline(Estimator):
     """Centred within the group, then whitened over the batch.
 
-    Token rewards (the KL penalty) are added after the baseline, as return to go with γ = 1, as in OpenRLHF.
+    Token rewards (the KL penalty) are added after the baseline, as return to go with γ = 1, as in
+    OpenRLHF.
     """
 
     name = "reinforce_baseline"
@@ -192,7 +208,9 @@ class ReinforceBaseline(Estimator):
     needs = frozenset({"group"})
 
     def __call__(self, outcomes: Sequence[Outcome]) -> Advantages:
-        return _returns_to_go(outcomes, per_group(outcomes, [o.reward for o in outcomes], DrGRPO().relative), 1.0)
+        return _returns_to_go(
+            outcomes, per_group(outcomes, [o.reward for o in outcomes], DrGRPO().relative), 1.0
+        )
 
 
 class ReMax(Estimator):
@@ -227,7 +245,8 @@ class CriticEstimator(Estimator):
 class GAE(CriticEstimator):
     """Generalised advantages, whitened; the critic's returns are not whitened.
 
-    With ``critic_lambda`` the critic's returns use a different λ (decoupled GAE, VC-PPO, arXiv:2503.01491).
+    With ``critic_lambda`` the critic's returns use a different λ (decoupled GAE, VC-PPO,
+    arXiv:2503.01491).
     """
 
     name = "gae"
@@ -247,9 +266,11 @@ class GAE(CriticEstimator):
 
 
 class VAPO(CriticEstimator):
-    """Length-adaptive λ, so that the reward reaches the first token of a long rollout. Not whitened.
+    """Length-adaptive λ, so that the reward reaches the first token of a long rollout. Not
+    whitened.
 
-    The paper uses λ = 1 − 1/(α|y|), which is negative for |y| < 20; the 1 added to the denominator keeps λ in (0, 1).
+    The paper uses λ = 1 − 1/(α|y|), which is negative for |y| < 20; the 1 added to the denominator
+    keeps λ in (0, 1).
     """
 
     name = "vapo"
@@ -268,7 +289,8 @@ class VAPO(CriticEstimator):
 def _generalised(
     outcomes: Sequence[Outcome], gamma: float, lambdas: Sequence[float], critic_lambda: float
 ) -> Advantages:
-    """``Σ_k (γλ)^k δ_{t+k}`` with each rollout's λ; returns are the sums with ``critic_lambda`` plus the values."""
+    """``Σ_k (γλ)^k δ_{t+k}`` with each rollout's λ; returns are the sums with ``critic_lambda``
+    plus the values."""
     deltas: list[Floats] = []
     values: list[Floats] = []
     for o, rewards in zip(outcomes, paid(outcomes, [o.reward for o in outcomes]), strict=True):
@@ -282,10 +304,12 @@ def _generalised(
 
 
 class TokenReward(Estimator):
-    """The reward of each token minus the batch's mean: with the KL to a teacher in the reward, logπ_T − logπ.
+    """The reward of each token minus the batch's mean: with the KL to a teacher in the reward,
+    logπ_T − logπ.
 
-    Rewards are not summed over later tokens: a token's own difference gives the gradient of the reverse KL there. The
-    rollout's reward is not read. The mean leaves the expected gradient unchanged and removes most of its noise.
+    Rewards are not summed over later tokens: a token's own difference gives the gradient of the
+    reverse KL there. The rollout's reward is not read. The mean leaves the expected gradient
+    unchanged and removes most of its noise.
     """
 
     name = "token_reward"

@@ -1,17 +1,19 @@
-"""The aggregation of token losses into one number: a weight per token, known before the first micro-batch runs.
+"""The aggregation of token losses into one number: a weight per token, known before the first
+micro-batch runs.
 
-Every aggregation is a weighted sum of token losses, so a micro-batch contributes ``sum(weight * loss)``, and the
-micro-batches of a step add up to the batch's loss for any split. With ``B`` sequences, ``N`` loss tokens in total,
-``|y|`` loss tokens in a sequence and a constant length ``L`` (``max_new_tokens``), the weight of a token is
+Every aggregation is a weighted sum of token losses, so a micro-batch contributes ``sum(weight *
+loss)``, and the micro-batches of a step add up to the batch's loss for any split. With ``B``
+sequences, ``N`` loss tokens in total, ``|y|`` loss tokens in a sequence and a constant length ``L``
+(``max_new_tokens``), the weight of a token is
 
     token_mean               1 / N
     seq_mean_token_mean      1 / (B |y|)
     seq_mean_token_sum       1 / B
     seq_mean_token_sum_norm  1 / (B L)         Dr. GRPO, arXiv:2503.20783
 
-The samples of one rollout (whose records have forked) count as one sequence. A token with a non-finite input counts in
-neither numerator nor denominator, nor does a sequence without loss tokens (as in verl and OpenRLHF; TRL counts fully
-masked ones).
+The samples of one rollout (whose records have forked) count as one sequence. A token with a
+non-finite input counts in neither numerator nor denominator, nor does a sequence without loss
+tokens (as in verl and OpenRLHF; TRL counts fully masked ones).
 """
 
 from __future__ import annotations
@@ -40,8 +42,8 @@ def sequence_weights(
     Example:
         >>> sequence_weights(np.array([1, 3]), "seq_mean_token_mean").round(3).tolist()
         [0.5, 0.167]
-        >>> sequence_weights(np.array([2, 1, 1]), "seq_mean_token_mean", rollouts=np.array([0, 1, 1])).tolist()
-        [0.25, 0.25, 0.25]
+        >>> sequence_weights(np.array([2, 1, 1]), "seq_mean_token_mean", rollouts=np.array([0, 1,
+        1])).tolist() [0.25, 0.25, 0.25]
     """
     owners = np.arange(len(counts)) if rollouts is None else rollouts
     lengths = np.bincount(owners, counts)
@@ -62,7 +64,8 @@ def sequence_weights(
 
 
 def weigh(batch: Batch, aggregation: str, max_new_tokens: int | None = None) -> None:
-    """Add the columns ``weight`` and ``metric_weight`` to an optimizer batch; both are 0 for a dropped token."""
+    """Add the columns ``weight`` and ``metric_weight`` to an optimizer batch; both are 0 for a
+    dropped token."""
     counts = np.bincount(batch.sample[batch.finite], minlength=batch.num_samples)
     weights = sequence_weights(counts, aggregation, max_new_tokens, batch.owners)
     batch.add(WEIGHT, weights[batch.sample] * batch.finite)
@@ -70,7 +73,8 @@ def weigh(batch: Batch, aggregation: str, max_new_tokens: int | None = None) -> 
 
 
 def with_shares(metrics: Mapping[str, float]) -> dict[str, float]:
-    """The metrics of an optimizer batch, where ``name`` and ``name/of`` were counts, with ``name`` as a share.
+    """The metrics of an optimizer batch, where ``name`` and ``name/of`` were counts, with ``name``
+    as a share.
 
     Sums of weights can round to more than 1; counts add up exactly. A share of nothing is 0.
     """
@@ -79,4 +83,8 @@ def with_shares(metrics: Mapping[str, float]) -> dict[str, float]:
         for name in metrics
         if name + OUT_OF in metrics
     }
-    return {name: shares.get(name, value) for name, value in metrics.items() if not name.endswith(OUT_OF)}
+    return {
+        name: shares.get(name, value)
+        for name, value in metrics.items()
+        if not name.endswith(OUT_OF)
+    }

@@ -1,15 +1,17 @@
-"""Off-policy correction: weights for tokens sampled by a policy other than the one in training. Plain NumPy.
+"""Off-policy correction: weights for tokens sampled by a policy other than the one in training.
+Plain NumPy.
 
-The sampler's log-probabilities differ from the trainer's: other kernels, lower precision, older weights. The difference
-can be handled in two ways:
+The sampler's log-probabilities differ from the trainer's: other kernels, lower precision, older
+weights. The difference can be handled in two ways:
 
 - *bypass*: ``old_logprobs`` are the sampler's. The ratio and clip of the loss cover the difference.
-- *decoupled* (arXiv:2110.00641): the trainer recomputes ``old_logprobs``, the loss's ratio is relative to them, and
-  each token is weighted by a bounded ``w = π_old / π_sampler`` in the column ``correction``.
+- *decoupled* (arXiv:2110.00641): the trainer recomputes ``old_logprobs``, the loss's ratio is
+  relative to them, and each token is weighted by a bounded ``w = π_old / π_sampler`` in the column
+  ``correction``.
 
-Weights have no gradient and are computed per whole sample, before the batch is split. Bounds are on ``w`` itself. A
-rejected token has weight 0 but counts in the denominators (unlike in verl): rejecting more tokens makes the step
-smaller and does not give the rest more weight.
+Weights have no gradient and are computed per whole sample, before the batch is split. Bounds are on
+``w`` itself. A rejected token has weight 0 but counts in the denominators (unlike in verl):
+rejecting more tokens makes the step smaller and does not give the rest more weight.
 """
 
 from __future__ import annotations
@@ -120,7 +122,9 @@ class SequenceTruncate(_Truncated):
     use = "unbiased for short answers; the weight of a long one varies widely"
 
     def __call__(self, log_weights: Floats) -> Floats:
-        return np.full_like(log_weights, np.minimum(_exp(log_weights.sum(keepdims=True)), self.high)[0])
+        return np.full_like(
+            log_weights, np.minimum(_exp(log_weights.sum(keepdims=True)), self.high)[0]
+        )
 
 
 class Geometric(_Bounded):
@@ -140,7 +144,8 @@ class Geometric(_Bounded):
 
 
 class SequenceMask(_Bounded):
-    """``geometric`` times ``token_clamp`` with the same bounds. OpenRLHF does not clip the kept weights."""
+    """``geometric`` times ``token_clamp`` with the same bounds. OpenRLHF does not clip the kept
+    weights."""
 
     name = "sequence_mask"
     formula = "1[low ≤ exp(mean log w) ≤ high] · clip(w, low, high)"
@@ -152,11 +157,13 @@ class SequenceMask(_Bounded):
         return Geometric(**bounds)(log_weights) * TokenClamp(**bounds)(log_weights)
 
 
-def correction_weights(correction: Correction, old_logprobs: Floats, sampler_logprobs: Floats) -> Floats:
+def correction_weights(
+    correction: Correction, old_logprobs: Floats, sampler_logprobs: Floats
+) -> Floats:
     """Weights ``[n]`` of one sample's policy tokens.
 
-    A token with non-finite log-probabilities is left out of its sequence's statistics and gets NaN, which drops it from
-    the loss (``Batch.finite``).
+    A token with non-finite log-probabilities is left out of its sequence's statistics and gets NaN,
+    which drops it from the loss (``Batch.finite``).
     """
     with np.errstate(invalid="ignore"):
         log_weights = old_logprobs - sampler_logprobs

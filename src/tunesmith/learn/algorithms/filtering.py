@@ -15,9 +15,11 @@ from tunesmith.types import Rollout, RolloutGroup
 
 
 class DynamicFilter(Section):
-    """Keeps groups with unequal scores and, if there are bounds, a mean score strictly between them.
+    """Keeps groups with unequal scores and, if there are bounds, a mean score strictly between
+    them.
 
-    Scores are taken before shaping, so that a length penalty does not make a solved group look unsolved.
+    Scores are taken before shaping, so that a length penalty does not make a solved group look
+    unsolved.
     """
 
     low: float | None = None
@@ -25,7 +27,8 @@ class DynamicFilter(Section):
     high: float | None = None
     """Upper bound of a group's mean score."""
     rest_epochs: PositiveInt | None = None
-    """Epochs for which a prompt is skipped after its group was filtered; none: it returns in the next epoch."""
+    """Epochs for which a prompt is skipped after its group was filtered; none: it returns in the
+    next epoch."""
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:
@@ -46,17 +49,25 @@ class DynamicFilter(Section):
     ) -> tuple[list[RolloutGroup], list[RolloutGroup]]:
         """The groups to train on and those to replace, in order."""
         keeps = [self.keeps(group, weights) for group in groups]
-        return list(compress(groups, keeps)), [group for group, kept in zip(groups, keeps, strict=True) if not kept]
+        return list(compress(groups, keeps)), [
+            group for group, kept in zip(groups, keeps, strict=True) if not kept
+        ]
 
 
 def rollout_score(rollout: Rollout, weights: Mapping[str, float] | None = None) -> float | None:
     """The weighted mean of the rollout's raw rewards that apply; None if there are none.
 
-    The environment's reward is among them, with a weight of 1 (``RewardSet.score``). Penalties (weights of 0 or less)
-    are not: they do not tell whether a task is solved.
+    The environment's reward is among them, with a weight of 1 (``RewardSet.score``). Penalties
+    (weights of 0 or less) are not: they do not tell whether a task is solved.
     """
     shares = {name: (weights or {}).get(name, 1.0) for name in rollout.rewards}
     scores = [
-        (value, shares[name]) for name, value in rollout.rewards.items() if value is not None and shares[name] > 0
+        (value, shares[name])
+        for name, value in rollout.rewards.items()
+        if value is not None and shares[name] > 0
     ]
-    return sum(value * share for value, share in scores) / sum(share for _, share in scores) if scores else None
+    return (
+        sum(value * share for value, share in scores) / sum(share for _, share in scores)
+        if scores
+        else None
+    )

@@ -1,12 +1,15 @@
-"""The KL divergence from a reference: its settings, its estimators, and a controller of its coefficient.
+"""The KL divergence from a reference: its settings, its estimators, and a controller of its
+coefficient.
 
-With ``δ = logπ − logπ_ref`` of a token that the policy sampled (http://joschu.net/blog/kl-approx.html):
-``k1 = δ``, ``k2 = δ²/2``, ``k3 = exp(−δ) − 1 + δ``. All three estimate the same value. In a loss only the gradient
-matters: that of k2 is right on policy, that of k1 is zero in expectation, and that of k3 belongs to another divergence.
-``k1+`` and ``k3+`` have the values of k1 and k3 and the gradient of k2 (straight-through).
+With ``δ = logπ − logπ_ref`` of a token that the policy sampled
+(http://joschu.net/blog/kl-approx.html): ``k1 = δ``, ``k2 = δ²/2``, ``k3 = exp(−δ) − 1 + δ``. All
+three estimate the same value. In a loss only the gradient
+matters: that of k2 is right on policy, that of k1 is zero in expectation, and that of k3 belongs to
+another divergence. ``k1+`` and ``k3+`` have the values of k1 and k3 and the gradient of k2
+(straight-through).
 
-Values are clamped to ±10. The gradient of k2 passes through the clamp, because tokens far from the reference need it
-most (OpenRLHF's clamp stops it, verl does not clamp k2).
+Values are clamped to ±10. The gradient of k2 passes through the clamp, because tokens far from the
+reference need it most (OpenRLHF's clamp stops it, verl does not clamp k2).
 """
 
 from __future__ import annotations
@@ -52,14 +55,17 @@ class ReferenceKL(KL):
     target: Annotated[float, Field(gt=0)] | None = None
     """Adapt ``coef`` so that the KL stays near this value; none: a fixed coefficient."""
     horizon: PositiveInt | None = None
-    """Rollouts over which an adaptive coefficient reacts, with ``target``; none: 10,000 (arXiv:1909.08593)."""
+    """Rollouts over which an adaptive coefficient reacts, with ``target``; none: 10,000
+    (arXiv:1909.08593)."""
     reference_every: PositiveInt | None = None
     """Steps after which the policy becomes the reference; none: the starting model throughout."""
 
     @model_validator(mode="after")
     def _adaptive(self) -> Self:
         if self.target is None and self.horizon is not None:
-            raise ValueError("horizon is that of an adaptive coefficient; add target, or leave horizon out")
+            raise ValueError(
+                "horizon is that of an adaptive coefficient; add target, or leave horizon out"
+            )
         return self
 
 
@@ -95,7 +101,9 @@ def kl_loss(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor:
     return carrier - carrier.detach() + value.detach().clamp(-MAX_VALUE, MAX_VALUE)
 
 
-def kl_values(logprobs: NDArray[np.float64], ref_logprobs: NDArray[np.float64], estimator: str) -> NDArray[np.float64]:
+def kl_values(
+    logprobs: NDArray[np.float64], ref_logprobs: NDArray[np.float64], estimator: str
+) -> NDArray[np.float64]:
     """KL per token without gradient, for a penalty in the reward."""
     return np.clip(_value(logprobs - ref_logprobs, estimator, np.exp), -MAX_VALUE, MAX_VALUE)
 
@@ -115,7 +123,8 @@ def _value(delta: Any, estimator: str, exp: Callable[[Any], Any]) -> Any:
 
 @dataclass(slots=True)
 class KLController:
-    """The coefficient β. With a target it adapts: ``β ← β·(1 + clip(KL/target − 1, ±0.2)·min(1, n/horizon))``.
+    """The coefficient β. With a target it adapts: ``β ← β·(1 + clip(KL/target − 1, ±0.2)·min(1,
+    n/horizon))``.
 
     Source: arXiv:1909.08593.
     """
@@ -127,10 +136,15 @@ class KLController:
     @classmethod
     def of(cls, kl: KL) -> Self:
         """The controller of a run's settings; its coefficient is 0 without a KL."""
-        return cls(kl.coef, kl.target, kl.horizon or HORIZON) if isinstance(kl, ReferenceKL) else cls(0.0)
+        return (
+            cls(kl.coef, kl.target, kl.horizon or HORIZON)
+            if isinstance(kl, ReferenceKL)
+            else cls(0.0)
+        )
 
     def update(self, kl: float, samples: int) -> float:
-        """Adapt to the mean KL of ``samples`` rollouts; return the coefficient. A KL that is not finite is ignored."""
+        """Adapt to the mean KL of ``samples`` rollouts; return the coefficient. A KL that is not
+        finite is ignored."""
         if self.target is not None and np.isfinite(kl):
             error = float(np.clip(kl / self.target - 1.0, -0.2, 0.2))
             self.coef *= 1.0 + error * min(1.0, samples / self.horizon)

@@ -1,15 +1,18 @@
 """Policy losses: one number per token, before any mean.
 
-A loss is a class whose fields are its settings. It takes a micro-batch and returns values ``[N]``, which the objective
-multiplies by the weights (``aggregation``) and sums. A sequence loss reduces within ``sample``, which a micro-batch
-never splits, and gives every token its sequence's loss: with ``seq_mean_token_mean`` that is the mean over sequences.
+A loss is a class whose fields are its settings. It takes a micro-batch and returns values ``[N]``,
+which the objective multiplies by the weights (``aggregation``) and sums. A sequence loss reduces
+within ``sample``, which a micro-batch never splits, and gives every token its sequence's loss: with
+``seq_mean_token_mean`` that is the mean over sequences.
 
-The code only calls methods of tensors, so that settings and the reference page can import it without torch.
+The code only calls methods of tensors, so that settings and the reference page can import it
+without torch.
 
-A loss that reads more than ``PolicyBatch`` has computes its own columns from the whole rollout batch, before any split
-(``Loss.columns``): then it does not depend on how the batch is split.
+A loss that reads more than ``PolicyBatch`` has computes its own columns from the whole rollout
+batch, before any split (``Loss.columns``): then it does not depend on how the batch is split.
 
-Legend: ``d = logπ − logπ_old`` (clamped to ±20), ``ρ = exp(d)``, ``A`` advantage, ``sg`` stop-gradient.
+Legend: ``d = logπ − logπ_old`` (clamped to ±20), ``ρ = exp(d)``, ``A`` advantage, ``sg``
+stop-gradient.
 """
 
 from __future__ import annotations
@@ -36,7 +39,8 @@ MAX_LOG_RATIO = 20.0
 
 @dataclass(frozen=True, slots=True)
 class PolicyBatch:
-    """The inputs of losses. Tokens outside ``keep`` are zero in every column and count in no mean."""
+    """The inputs of losses. Tokens outside ``keep`` are zero in every column and count in no
+    mean."""
 
     logprobs: Tensor  # [N], with gradient
     old_logprobs: Tensor  # [N]
@@ -44,7 +48,9 @@ class PolicyBatch:
     keep: Tensor  # [N] bool
     sample: Tensor  # [N] int64, the sequence of a token
     num_samples: int
-    columns: Mapping[str, Tensor] = field(default_factory=dict[str, "Tensor"])  # each [N], of ``Loss.columns``
+    columns: Mapping[str, Tensor] = field(
+        default_factory=dict[str, "Tensor"]
+    )  # each [N], of ``Loss.columns``
 
     @property
     def log_ratio(self) -> Tensor:
@@ -52,7 +58,8 @@ class PolicyBatch:
         return (self.logprobs - self.old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
     def sequence_mean(self, values: Tensor) -> Tensor:
-        """The mean of ``values [N]`` over the kept tokens of each sequence, for all its tokens ``[N]``."""
+        """The mean of ``values [N]`` over the kept tokens of each sequence, for all its tokens
+        ``[N]``."""
         kept = self.keep.to(values.dtype)
         totals = values.new_zeros(self.num_samples).index_add(0, self.sample, values * kept)
         counts = values.new_zeros(self.num_samples).index_add(0, self.sample, kept)
@@ -60,7 +67,8 @@ class PolicyBatch:
 
 
 class TokenLoss(NamedTuple):
-    """``loss [N]`` with gradient and, for a loss with bounds, where they took effect, ``[N]`` bool."""
+    """``loss [N]`` with gradient and, for a loss with bounds, where they took effect, ``[N]``
+    bool."""
 
     loss: Tensor
     clipped_low: Tensor | None = None
@@ -68,16 +76,19 @@ class TokenLoss(NamedTuple):
 
 
 class Loss(Choice):
-    """A policy loss. A subclass has fields with defaults, ``__call__`` and, if it needs them, ``columns``."""
+    """A policy loss. A subclass has fields with defaults, ``__call__`` and, if it needs them,
+    ``columns``."""
 
     what = "loss"
 
     def columns(self, batch: Batch, rng: np.random.Generator) -> Mapping[str, Floats]:  # noqa: ARG002
-        """Constants that the loss reads in ``PolicyBatch.columns``, each ``[N]``; called once per rollout batch.
+        """Constants that the loss reads in ``PolicyBatch.columns``, each ``[N]``; called once per
+        rollout batch.
 
         Args:
-            batch: the whole rollout batch, with ``advantages`` and ``old_logprobs``. A token that is not in
-                ``batch.finite`` counts in no mean; a value that is not finite leaves its token out of the loss.
+            batch: the whole rollout batch, with ``advantages`` and ``old_logprobs``. A token that
+                is not in ``batch.finite`` counts in no mean; a value that is not finite leaves its
+                token out of the loss.
             rng: for random choices; seeded by the run's seed and the step.
         """
         return {}
@@ -123,7 +134,9 @@ class PPO(ClippedLoss):
         if self.dual_clip is None:
             return token
         bound = -self.dual_clip * batch.advantages
-        return token._replace(loss=token.loss.minimum(bound).where(batch.advantages < 0, token.loss))
+        return token._replace(
+            loss=token.loss.minimum(bound).where(batch.advantages < 0, token.loss)
+        )
 
 
 class Reinforce(Loss):
@@ -147,7 +160,8 @@ class GPG(Reinforce):
 
 
 class GSPO(ClippedLoss):
-    """Every token has its sequence's loss; the ratio is the sequence's, normalised by its length."""
+    """Every token has its sequence's loss; the ratio is the sequence's, normalised by its
+    length."""
 
     name = "gspo"
     formula = "−min(sA, clip(s, 1−ε_low, 1+ε_high)A), s = exp(mean_t d)"
@@ -163,7 +177,8 @@ class GSPO(ClippedLoss):
 
 
 class GSPOToken(ClippedLoss):
-    """GSPO's ratio with an advantage per token; GSPO's gradient if all tokens have the same advantage."""
+    """GSPO's ratio with an advantage per token; GSPO's gradient if all tokens have the same
+    advantage."""
 
     name = "gspo_token"
     formula = "ppo with ρ_t = sg(s)·exp(logπ_t − sg(logπ_t))"
@@ -175,7 +190,9 @@ class GSPOToken(ClippedLoss):
 
     def __call__(self, batch: PolicyBatch) -> TokenLoss:
         ratio = batch.sequence_mean(batch.log_ratio).exp().detach()
-        return self.clipped(ratio * (batch.logprobs - batch.logprobs.detach()).exp(), batch.advantages)
+        return self.clipped(
+            ratio * (batch.logprobs - batch.logprobs.detach()).exp(), batch.advantages
+        )
 
 
 class GMPO(Loss):
@@ -205,10 +222,11 @@ class GMPO(Loss):
 
 
 class GEPO(ClippedLoss):
-    """The ratio's denominator is the sampling probability's expectation over the group, which rarely vanishes.
+    """The ratio's denominator is the sampling probability's expectation over the group, which
+    rarely vanishes.
 
-    ``p`` and ``q`` are length-normalised sequence probabilities, ``exp(mean_t logπ)``, as in the authors' code,
-    computed in log space.
+    ``p`` and ``q`` are length-normalised sequence probabilities, ``exp(mean_t logπ)``, as in the
+    authors' code, computed in log space.
     """
 
     name = "gepo"
@@ -221,7 +239,9 @@ class GEPO(ClippedLoss):
         assert (batch.group >= 0).all(), "gepo compares the samples of a group"
         kept = batch.finite
         counts = batch.sequence_sums(kept.astype(np.float64))
-        means = batch.sequence_sums(np.where(kept, batch.columns["old_logprobs"], 0.0)) / np.maximum(counts, 1.0)
+        means = batch.sequence_sums(
+            np.where(kept, batch.columns["old_logprobs"], 0.0)
+        ) / np.maximum(counts, 1.0)
         expected = np.zeros(batch.num_samples)
         for group in np.unique(batch.group[counts > 0]):
             members = batch.group == group
@@ -235,15 +255,18 @@ class GEPO(ClippedLoss):
 
 
 def group_logprob(sequence_logprobs: Floats) -> float:
-    """``log(Σq² / Σq)`` of a group's sequence probabilities ``q``, from their logarithms ``[n]``."""
-    return float(np.logaddexp.reduce(2.0 * sequence_logprobs) - np.logaddexp.reduce(sequence_logprobs))
+    """``log(Σq² / Σq)`` of a group's sequence probabilities ``q``, from their logarithms
+    ``[n]``."""
+    return float(
+        np.logaddexp.reduce(2.0 * sequence_logprobs) - np.logaddexp.reduce(sequence_logprobs)
+    )
 
 
 class CISPO(Loss):
     """Clips the weight and keeps every token's gradient.
 
-    By default the weight is in [0, 5]: no lower bound, as in the paper, and ScaleRL's upper bound (arXiv:2510.13786).
-    TRL's ``epsilon_high`` is the bound itself, 1 + ε_high here.
+    By default the weight is in [0, 5]: no lower bound, as in the paper, and ScaleRL's upper bound
+    (arXiv:2510.13786). TRL's ``epsilon_high`` is the bound itself, 1 + ε_high here.
     """
 
     name = "cispo"
@@ -259,7 +282,9 @@ class CISPO(Loss):
     def __call__(self, batch: PolicyBatch) -> TokenLoss:
         ratio = batch.log_ratio.detach().exp()
         bounded = ratio.clamp(1.0 - self.clip_low, 1.0 + self.clip_high)
-        return TokenLoss(-bounded * batch.advantages * batch.logprobs, ratio < bounded, ratio > bounded)
+        return TokenLoss(
+            -bounded * batch.advantages * batch.logprobs, ratio < bounded, ratio > bounded
+        )
 
 
 class SAPO(Loss):
@@ -315,14 +340,19 @@ class SelectingLoss(Loss):
     """Share of the tokens that are chosen."""
 
     @abstractmethod
-    def select(self, covariances: NDArray[np.float64], rng: np.random.Generator) -> NDArray[np.intp]:
-        """Indices of the chosen tokens, from every token's share ``[N]`` of cov(logπ_old, A) over the batch."""
+    def select(
+        self, covariances: NDArray[np.float64], rng: np.random.Generator
+    ) -> NDArray[np.intp]:
+        """Indices of the chosen tokens, from every token's share ``[N]`` of cov(logπ_old, A) over
+        the batch."""
 
     def columns(self, batch: Batch, rng: np.random.Generator) -> Mapping[str, Floats]:
         places = np.flatnonzero(batch.finite)
         selected = np.zeros(batch.num_predictions)
         if places.size:
-            cov = covariances(batch.columns["old_logprobs"][places], batch.columns["advantages"][places])
+            cov = covariances(
+                batch.columns["old_logprobs"][places], batch.columns["advantages"][places]
+            )
             selected[places[self.select(cov, rng)]] = 1.0
         return {"selected": selected}
 
@@ -335,9 +365,9 @@ def covariances(logprobs: Floats, advantages: Floats) -> Floats:
 class ClipCov(SelectingLoss, ClippedLoss):
     """Drops tokens that would reduce the entropy most.
 
-    The tokens are chosen once, from the old log-probabilities of the whole rollout batch; verl chooses in each
-    micro-batch from the current ones, which depends on the split. A chosen token that the ratio also clips is not
-    replaced by another.
+    The tokens are chosen once, from the old log-probabilities of the whole rollout batch; verl
+    chooses in each micro-batch from the current ones, which depends on the split. A chosen token
+    that the ratio also clips is not replaced by another.
     """
 
     name = "clip_cov"
@@ -354,14 +384,18 @@ class ClipCov(SelectingLoss, ClippedLoss):
         token = self.clipped(batch.log_ratio.exp(), batch.advantages)
         return token._replace(loss=token.loss * (1.0 - batch.columns["selected"]))
 
-    def select(self, covariances: NDArray[np.float64], rng: np.random.Generator) -> NDArray[np.intp]:
-        """A random share of all tokens (at least one) among those with a covariance between the bounds."""
+    def select(
+        self, covariances: NDArray[np.float64], rng: np.random.Generator
+    ) -> NDArray[np.intp]:
+        """A random share of all tokens (at least one) among those with a covariance between the
+        bounds."""
         candidates = np.flatnonzero((covariances > self.cov_low) & (covariances < self.cov_high))
         return rng.permutation(candidates)[: max(int(self.cov_share * covariances.size), 1)]
 
 
 class KLCov(SelectingLoss):
-    """Adds a KL to the tokens that would reduce the entropy most, chosen once as for ``clip_cov``."""
+    """Adds a KL to the tokens that would reduce the entropy most, chosen once as for
+    ``clip_cov``."""
 
     name = "kl_cov"
     formula = "−ρA, plus c|d| on the 2e-4 of the tokens with the highest cov(logπ, A)"
@@ -373,17 +407,29 @@ class KLCov(SelectingLoss):
 
     def __call__(self, batch: PolicyBatch) -> TokenLoss:
         d = batch.log_ratio
-        return TokenLoss(-d.exp() * batch.advantages + self.cov_kl_coef * batch.columns["selected"] * d.abs())
+        return TokenLoss(
+            -d.exp() * batch.advantages + self.cov_kl_coef * batch.columns["selected"] * d.abs()
+        )
 
-    def select(self, covariances: NDArray[np.float64], rng: np.random.Generator) -> NDArray[np.intp]:  # noqa: ARG002
-        """The share of all tokens (at least one) with the highest covariance; ties are broken by position."""
-        return np.argsort(-covariances, kind="stable")[: max(int(self.cov_share * covariances.size), 1)]
+    def select(
+        self,
+        covariances: NDArray[np.float64],
+        rng: np.random.Generator,  # noqa: ARG002
+    ) -> NDArray[np.intp]:
+        """The share of all tokens (at least one) with the highest covariance; ties are broken by
+        position."""
+        return np.argsort(-covariances, kind="stable")[
+            : max(int(self.cov_share * covariances.size), 1)
+        ]
 
 
-def value_loss(values: Tensor, returns: Tensor, old_values: Tensor, clip: float | None) -> TokenLoss:
+def value_loss(
+    values: Tensor, returns: Tensor, old_values: Tensor, clip: float | None
+) -> TokenLoss:
     """``0.5·max((V − R)², (clip(V, V_old ± ε) − R)²)`` per token, all ``[N]``; None: no clip.
 
-    The clip limits how far one batch moves the critic (PPO's reference code; OpenRLHF ε 0.5, TRL 0.2).
+    The clip limits how far one batch moves the critic (PPO's reference code; OpenRLHF ε 0.5, TRL
+    0.2).
     """
     free = 0.5 * (values - returns).square()
     if clip is None:

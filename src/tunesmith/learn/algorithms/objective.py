@@ -1,18 +1,20 @@
-"""The objectives of training: a policy loss with a KL and an entropy bonus, a value loss, supervised losses.
+"""The objectives of training: a policy loss with a KL and an entropy bonus, a value loss,
+supervised losses.
 
-An objective is ``(forest, predictions) -> (scalar, metrics)``, a frozen dataclass that can be sent to other processes.
-The scalar is ``sum(weight · (loss · correction + β·KL − c·H))`` over the forest's tokens. Weights are already divided
-by the optimizer batch's denominators, so the forests' scalars add up. Metrics are sums with the column
-``metric_weight`` and add up to means over the optimizer batch's tokens. A share is two counts, ``name`` and ``name/of``
+An objective is ``(forest, predictions) -> (scalar, metrics)``, a frozen dataclass that can be sent
+to other processes. The scalar is ``sum(weight · (loss · correction + β·KL − c·H))`` over the
+forest's tokens. Weights are already divided by the optimizer batch's denominators, so the forests'
+scalars add up. Metrics are sums with the column ``metric_weight`` and add up to means over the
+optimizer batch's tokens. A share is two counts, ``name`` and ``name/of``
 (``aggregation.with_shares``).
 
-Columns read: ``weight`` and ``metric_weight`` always (``aggregation.weigh``); ``advantages``, ``old_logprobs``,
-``ref_logprobs``, ``correction`` and the loss's own by the policy objective; ``returns`` and ``old_values`` by the value
-objective.
+Columns read: ``weight`` and ``metric_weight`` always (``aggregation.weigh``); ``advantages``,
+``old_logprobs``, ``ref_logprobs``, ``correction`` and the loss's own by the policy objective;
+``returns`` and ``old_values`` by the value objective.
 
-A token with a non-finite input has weight 0 (``Batch.finite``). All its inputs are set to zero first, so that none
-reaches a gradient. A token whose new log-probability is not finite is set to zero too, but counts in the denominator:
-weights are fixed before the forward pass.
+A token with a non-finite input has weight 0 (``Batch.finite``). All its inputs are set to zero
+first, so that none reaches a gradient. A token whose new log-probability is not finite is set to
+zero too, but counts in the denominator: weights are fixed before the forward pass.
 """
 
 from __future__ import annotations
@@ -39,7 +41,8 @@ TensorMetrics = dict[str, "Tensor"]
 Objective = Callable[["Forest", "Predictions"], "tuple[Tensor, TensorMetrics]"]
 
 OWN = "loss."
-"""Before the names of the loss's own columns in a batch, so that none replaces a column of the training loop."""
+"""Before the names of the loss's own columns in a batch, so that none replaces a column of the
+training loop."""
 
 
 def prepare_columns(batch: Batch, algorithm: AlgorithmSection, seed: int) -> None:
@@ -48,12 +51,18 @@ def prepare_columns(batch: Batch, algorithm: AlgorithmSection, seed: int) -> Non
     They depend on whole sequences, groups or the batch, so they are computed before any split.
 
     Args:
-        batch: a rollout batch with ``advantages``, ``old_logprobs`` and, for a correction, ``behaviour_logprobs``.
+        batch: a rollout batch with ``advantages``, ``old_logprobs`` and, for a correction,
+            ``behaviour_logprobs``.
         seed: for a loss that draws at random.
     """
     if not isinstance(algorithm.correction, NoCorrection):
-        old, sampler = (batch.split(batch.columns[name]) for name in ("old_logprobs", "behaviour_logprobs"))
-        weights = [correction_weights(algorithm.correction, *pair) for pair in zip(old, sampler, strict=True)]
+        old, sampler = (
+            batch.split(batch.columns[name]) for name in ("old_logprobs", "behaviour_logprobs")
+        )
+        weights = [
+            correction_weights(algorithm.correction, *pair)
+            for pair in zip(old, sampler, strict=True)
+        ]
         batch.add("correction", np.concatenate([np.zeros(0), *weights]))
     for name, values in algorithm.loss.columns(batch, np.random.default_rng(seed)).items():
         batch.add(OWN + name, values)
@@ -84,7 +93,11 @@ class _Tokens:
 
     def own(self) -> dict[str, Tensor]:
         """The loss's own columns."""
-        return {name.removeprefix(OWN): self.column(name) for name in self.forest.columns if name.startswith(OWN)}
+        return {
+            name.removeprefix(OWN): self.column(name)
+            for name in self.forest.columns
+            if name.startswith(OWN)
+        }
 
     def mean(self, values: Tensor) -> Tensor:
         """This forest's part of a mean over the optimizer batch's tokens."""
@@ -93,7 +106,10 @@ class _Tokens:
     def share(self, name: str, acts: Tensor) -> TensorMetrics:
         """This forest's part of a share of the optimizer batch's tokens."""
         counted = self.forest.columns["metric_weight"] > 0
-        return {name: (acts.detach().bool() & (self.metric_weight > 0)).sum(), name + OUT_OF: counted.sum()}
+        return {
+            name: (acts.detach().bool() & (self.metric_weight > 0)).sum(),
+            name + OUT_OF: counted.sum(),
+        }
 
     def clipped(self, token: TokenLoss, prefix: str = "") -> TensorMetrics:
         sides = {"clip_low": token.clipped_low, "clip_high": token.clipped_high}
@@ -141,9 +157,12 @@ class PolicyObjective:
         if reference is not None:
             metrics["ref_kl"] = tokens.mean(kl_loss(batch.logprobs.detach(), reference, "k3"))
         if self.kl_coef:
-            assert reference is not None and self.kl_estimator, "a KL in the loss needs ref_logprobs and an estimator"
+            assert reference is not None and self.kl_estimator, (
+                "a KL in the loss needs ref_logprobs and an estimator"
+            )
             total = total + self.kl_coef * kl_loss(batch.logprobs, reference, self.kl_estimator)
-        # If the exact entropy is not computed: −logπ of sampled tokens, whose expectation is the entropy.
+        # If the exact entropy is not computed: −logπ of sampled tokens, whose expectation is the
+        # entropy.
         metrics["entropy"] = tokens.mean(-batch.logprobs)
         if (entropy := predictions.entropy) is not None:
             entropy = entropy.masked_fill(tokens.drop | ~entropy.detach().isfinite(), 0.0)
@@ -155,32 +174,42 @@ class PolicyObjective:
         return (weight * total).sum(), metrics
 
 
-def policy_objective(algorithm: AlgorithmSection, *, kl_coef: float | None = None) -> PolicyObjective:
-    """The objective of a resolved section; an adaptive controller's ``kl_coef`` replaces the section's."""
+def policy_objective(
+    algorithm: AlgorithmSection, *, kl_coef: float | None = None
+) -> PolicyObjective:
+    """The objective of a resolved section; an adaptive controller's ``kl_coef`` replaces the
+    section's."""
     kl, bonus = algorithm.kl, algorithm.entropy_coef
     if isinstance(kl, KLInLoss):
-        return PolicyObjective(algorithm.loss, kl.coef if kl_coef is None else kl_coef, kl.estimator, bonus)
+        return PolicyObjective(
+            algorithm.loss, kl.coef if kl_coef is None else kl_coef, kl.estimator, bonus
+        )
     return PolicyObjective(algorithm.loss, entropy_coef=bonus)
 
 
 @dataclass(frozen=True, slots=True)
 class SFTObjective:
-    """``sum(weight · −logπ)``: with ``token_mean`` weights, the mean over the batch's loss tokens."""
+    """``sum(weight · −logπ)``: with ``token_mean`` weights, the mean over the batch's loss
+    tokens."""
 
     def __call__(self, forest: Forest, predictions: Predictions) -> tuple[Tensor, TensorMetrics]:
         logprobs = predictions.logprobs
         assert logprobs is not None, "supervised training reads logprobs"
         tokens = _Tokens(forest, logprobs)
         nll = -tokens.kept(logprobs)
-        return (tokens.column("weight") * nll).sum(), {"nll": tokens.mean(nll), "nonfinite_tokens": tokens.nonfinite}
+        return (tokens.column("weight") * nll).sum(), {
+            "nll": tokens.mean(nll),
+            "nonfinite_tokens": tokens.nonfinite,
+        }
 
 
 @dataclass(frozen=True, slots=True)
 class DistillationObjective:
     """``Σ weight · ((1 − α)·(−logπ) + α·KL(teacher ‖ student))``, Hinton et al., arXiv:1503.02531.
 
-    With ``token_mean`` weights it is the mean over the batch's loss tokens. The papers' cross-entropy with the teacher
-    is the KL plus the teacher's entropy, which has no gradient. Reverse KL on the student's samples is a policy
+    With ``token_mean`` weights it is the mean over the batch's loss tokens. The papers'
+    cross-entropy with the teacher is the KL plus the teacher's entropy, which has no gradient.
+    Reverse KL on the student's samples is a policy
     gradient: preset ``distill``.
     """
 
@@ -191,8 +220,14 @@ class DistillationObjective:
         assert logprobs is not None and divergence is not None, "distillation needs a teacher"
         tokens = _Tokens(forest, logprobs, divergence)
         nll, kl = -tokens.kept(logprobs), tokens.kept(divergence)
-        metrics = {"nll": tokens.mean(nll), "teacher_kl": tokens.mean(kl), "nonfinite_tokens": tokens.nonfinite}
-        return (tokens.column("weight") * ((1.0 - self.alpha) * nll + self.alpha * kl)).sum(), metrics
+        metrics = {
+            "nll": tokens.mean(nll),
+            "teacher_kl": tokens.mean(kl),
+            "nonfinite_tokens": tokens.nonfinite,
+        }
+        return (
+            tokens.column("weight") * ((1.0 - self.alpha) * nll + self.alpha * kl)
+        ).sum(), metrics
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,7 +254,8 @@ class ValueObjective:
 
 @dataclass(frozen=True, slots=True)
 class ActorCriticObjective:
-    """A policy's objective plus ``coef`` times the value loss, a mean over tokens, in one backward pass."""
+    """A policy's objective plus ``coef`` times the value loss, a mean over tokens, in one backward
+    pass."""
 
     policy: Objective
     clip: float | None

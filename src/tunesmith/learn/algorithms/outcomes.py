@@ -16,7 +16,8 @@ EPSILON = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """A rollout for an estimator. ``n`` is ``length``, the number of tokens that the policy wrote."""
+    """A rollout for an estimator. ``n`` is ``length``, the number of tokens that the policy
+    wrote."""
 
     group: int
     """The number of the task."""
@@ -32,15 +33,18 @@ class Outcome:
     values: Floats | None = None
     """``[n]``, the critic's value of the state before each token (``gae``, ``vapo``)."""
     final_value: float = 0.0
-    """The value after the last token: 0 if the episode ended there; the critic's if a limit cut it off and
-    ``bootstrap_truncated`` is set (arXiv:1712.00378). TRL, verl and OpenRLHF always take 0."""
+    """The value after the last token: 0 if the episode ended there; the critic's if a limit cut it
+    off and ``bootstrap_truncated`` is set (arXiv:1712.00378). TRL, verl and OpenRLHF always take
+    0."""
     greedy_reward: float | None = None
     """The reward of the task's greedy rollout (``remax``)."""
 
     @property
     def total(self) -> float:
         """The sum of all rewards of the rollout."""
-        return self.reward + (0.0 if self.token_rewards is None else float(self.token_rewards.sum()))
+        return self.reward + (
+            0.0 if self.token_rewards is None else float(self.token_rewards.sum())
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +58,8 @@ class Advantages:
 def whiten(parts: Sequence[Floats]) -> list[Floats]:
     """Scale all values of the batch to mean 0 and deviation 1; exactly 0 if they are all equal.
 
-    Unbiased deviation plus ``EPSILON`` (verl: ``sqrt(var + 1e-8)``, OpenRLHF: the biased deviation).
+    Unbiased deviation plus ``EPSILON`` (verl: ``sqrt(var + 1e-8)``, OpenRLHF: the biased
+    deviation).
     """
     values = flat(parts)
     if equal(values):
@@ -66,7 +71,8 @@ def whiten(parts: Sequence[Floats]) -> list[Floats]:
 def suffix_sums(parts: Sequence[Floats], discounts: Sequence[float]) -> list[Floats]:
     """``s[t] = x[t] + discount · s[t + 1]`` within each part.
 
-    Each iteration computes one token of every part, from the ends, so the longest part sets the number of iterations.
+    Each iteration computes one token of every part, from the ends, so the longest part sets the
+    number of iterations.
     """
     lengths = np.array([p.size for p in parts], dtype=np.int64)
     ends = np.cumsum(lengths)
@@ -96,17 +102,23 @@ def by_group(outcomes: Sequence[Outcome]) -> list[list[int]]:
 
 
 Relative = Callable[[Floats, Floats], Floats]
-"""``(rewards, lengths) -> advantages`` of the rollouts of one group, in which not all rewards are equal."""
+"""``(rewards, lengths) -> advantages`` of the rollouts of one group, in which not all rewards are
+equal."""
 
 
-def per_group(outcomes: Sequence[Outcome], rewards: Sequence[float | None], relative: Relative) -> Floats:
-    """``relative`` within each group; exactly zero for equal rewards, a single rollout, and a reward of None."""
+def per_group(
+    outcomes: Sequence[Outcome], rewards: Sequence[float | None], relative: Relative
+) -> Floats:
+    """``relative`` within each group; exactly zero for equal rewards, a single rollout, and a
+    reward of None."""
     advantages = np.zeros(len(outcomes))
     for places in by_group(outcomes):
         members = [i for i in places if rewards[i] is not None]
         values = np.array([rewards[i] for i in members], dtype=np.float64)
         if not equal(values):
-            advantages[members] = relative(values, np.array([outcomes[i].length for i in members], dtype=np.float64))
+            advantages[members] = relative(
+                values, np.array([outcomes[i].length for i in members], dtype=np.float64)
+            )
     return advantages
 
 
@@ -118,7 +130,9 @@ def paid(outcomes: Sequence[Outcome], final: Sequence[float] | Floats) -> list[F
     """Rewards per token: ``token_rewards`` plus ``final`` at the last token."""
     rewards: list[Floats] = []
     for o, reward in zip(outcomes, final, strict=True):
-        tokens = np.zeros(o.length) if o.token_rewards is None else o.token_rewards.astype(np.float64)
+        tokens = (
+            np.zeros(o.length) if o.token_rewards is None else o.token_rewards.astype(np.float64)
+        )
         tokens[-1:] += reward
         rewards.append(tokens)
     return rewards

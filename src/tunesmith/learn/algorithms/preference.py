@@ -1,17 +1,19 @@
 """Losses of whole sequences: reward models, DPO and its variants, KTO, process reward models.
 
-An objective reduces a micro-batch's predictions to one number per sequence, and two sequences to one number per pair. A
-sequence has weight ``1 / B`` (``seq_mean_token_sum``) and a pair the sum of its two weights, so the loss is a mean over
-the optimizer batch's pairs, sequences or steps for any split. A pair is a group of two and must be in one micro-batch.
+An objective reduces a micro-batch's predictions to one number per sequence, and two sequences to
+one number per pair. A sequence has weight ``1 / B`` (``seq_mean_token_sum``) and a pair the sum of
+its two weights, so the loss is a mean over the optimizer batch's pairs, sequences or steps for any
+split. A pair is a group of two and must be in one micro-batch.
 
-Columns read, all per sample: ``side`` (+1 or −1) for pairs and KTO; ``margin`` (reward models); ``reference``, the
-reference's ``Σ logπ`` (DPO, KTO); ``kl`` and ``class_share`` (KTO); ``label`` (process reward models).
+Columns read, all per sample: ``side`` (+1 or −1) for pairs and KTO; ``margin`` (reward models);
+``reference``, the reference's ``Σ logπ`` (DPO, KTO); ``kl`` and ``class_share`` (KTO); ``label``
+(process reward models).
 
-A sequence with a non-finite value is dropped, and its pair with it: from numerator and denominator if the value is in a
-column, from the numerator only if it is a prediction.
+A sequence with a non-finite value is dropped, and its pair with it: from numerator and denominator
+if the value is in a column, from the numerator only if it is a prediction.
 
-Legend: ``N`` predictions, ``S`` sequences, ``P`` pairs; ``σ`` the logistic function; ``softplus(x) = log(1 + e^x)``,
-so ``−log σ(x) = softplus(−x)``; ``Δ = logπ(y) − logπ_ref(y)``.
+Legend: ``N`` predictions, ``S`` sequences, ``P`` pairs; ``σ`` the logistic function; ``softplus(x)
+= log(1 + e^x)``, so ``−log σ(x) = softplus(−x)``; ``Δ = logπ(y) − logπ_ref(y)``.
 
 ``accuracy`` is two counts, the right ones and those that count (``aggregation.with_shares``).
 """
@@ -42,7 +44,8 @@ ROUNDING = 1e-6
 
 
 def add_reference(batch: Batch, reference: Floats) -> None:
-    """Add the column ``reference [S]`` to a batch of pairs; a value that is not finite drops its pair."""
+    """Add the column ``reference [S]`` to a batch of pairs; a value that is not finite drops its
+    pair."""
     lost = np.unique(batch.group[~np.isfinite(reference)])
     batch.add_per_sample(REFERENCE, np.where(np.isin(batch.group, lost), math.nan, reference))
 
@@ -50,13 +53,16 @@ def add_reference(batch: Batch, reference: Floats) -> None:
 def add_kto_columns(batch: Batch, gaps: Floats) -> None:
     """Add the columns ``kl`` and ``class_share`` of ``KTOObjective``.
 
-    ``kl = max(0, mean of logπ − logπ_ref over the mismatched samples)`` of the whole batch, without gradient.
+    ``kl = max(0, mean of logπ − logπ_ref over the mismatched samples)`` of the whole batch, without
+    gradient.
 
     Args:
         gaps: ``logπ − logπ_ref`` of the mismatched samples; values that are not finite are ignored.
     """
     finite = gaps[np.isfinite(gaps)]
-    batch.add_per_sample("kl", np.full(batch.num_samples, max(0.0, float(finite.mean())) if finite.size else 0.0))
+    batch.add_per_sample(
+        "kl", np.full(batch.num_samples, max(0.0, float(finite.mean())) if finite.size else 0.0)
+    )
     _, place, counts = np.unique(batch.per_sample["side"], return_inverse=True, return_counts=True)
     batch.add_per_sample("class_share", 1.0 / counts[place])
 
@@ -67,15 +73,18 @@ def softplus(x: Tensor) -> Tensor:
 
 
 def sigmoid_loss(h: Tensor, label: Tensor | float = 1.0) -> Tensor:
-    """``−p log σ(h) − (1 − p) log σ(−h)``: cross-entropy of ``σ(h)`` and the probability ``p``, the ``label``."""
+    """``−p log σ(h) − (1 − p) log σ(−h)``: cross-entropy of ``σ(h)`` and the probability ``p``, the
+    ``label``."""
     return label * softplus(-h) + (1.0 - label) * softplus(h)
 
 
 def dpo_loss(difference: Tensor, kind: str, beta: float, smoothing: float = 0.0) -> Tensor:
     """The loss of a pair from ``Δ_c − Δ_r``, ``[P]``.
 
-    ``sigmoid``: DPO (arXiv:2305.18290, eq. 7), and cDPO if labels are wrong with probability ``smoothing``.
-    ``ipo``: ``(Δ_c − Δ_r − 1/(2β))²`` (arXiv:2310.12036, eq. 17), on sums of log-probabilities; TRL takes means.
+    ``sigmoid``: DPO (arXiv:2305.18290, eq. 7), and cDPO if labels are wrong with probability
+    ``smoothing``.
+    ``ipo``: ``(Δ_c − Δ_r − 1/(2β))²`` (arXiv:2310.12036, eq. 17), on sums of log-probabilities; TRL
+    takes means.
     ``hinge``: ``max(0, 1 − β(Δ_c − Δ_r))``, SLiC's loss on DPO's reward (arXiv:2309.06657).
     """
     match kind:
@@ -90,9 +99,16 @@ def dpo_loss(difference: Tensor, kind: str, beta: float, smoothing: float = 0.0)
 
 
 def kto_loss(
-    delta: Tensor, kl: Tensor | float, side: Tensor, *, beta: float, desirable: float = 1.0, undesirable: float = 1.0
+    delta: Tensor,
+    kl: Tensor | float,
+    side: Tensor,
+    *,
+    beta: float,
+    desirable: float = 1.0,
+    undesirable: float = 1.0,
 ) -> Tensor:
-    """``w₊ (1 − σ(β(Δ − KL)))`` where ``side`` is +1, ``w₋ (1 − σ(β(KL − Δ)))`` where it is −1 (arXiv:2402.01306)."""
+    """``w₊ (1 − σ(β(Δ − KL)))`` where ``side`` is +1, ``w₋ (1 − σ(β(KL − Δ)))`` where it is −1
+    (arXiv:2402.01306)."""
     weight = (side > 0).to(delta.dtype) * (desirable - undesirable) + undesirable
     return weight * (-beta * side * (delta - kl)).sigmoid()
 
@@ -111,7 +127,9 @@ class Sequences:
     @classmethod
     def of(cls, forest: Forest, predicted: Tensor | None) -> Sequences:
         """``predicted [N]``: log-probabilities, or values."""
-        assert predicted is not None, "the model does not give the predictions that the objective reads"
+        assert predicted is not None, (
+            "the model does not give the predictions that the objective reads"
+        )
         zeros = predicted.new_zeros(forest.num_samples)
         usable = predicted.detach().isfinite() & (forest.columns[WEIGHT] != 0)
         lost = zeros.index_add(0, forest.sample, (~usable).to(zeros.dtype))
@@ -142,9 +160,13 @@ class Pairs:
 
         # Not ``column``, which is zero for dropped sequences.
         side = sequences.forest.per_sample["side"].to(sequences.weight.dtype)
-        group, split = sequences.forest.group, "a pair was split: the learner must keep groups together"
+        group, split = (
+            sequences.forest.group,
+            "a pair was split: the learner must keep groups together",
+        )
         assert len(group) % 2 == 0, split
-        # Sorting makes the two of a pair neighbours. ``unique`` or an assertion would wait for the device.
+        # Sorting makes the two of a pair neighbours. ``unique`` or an assertion would wait for the
+        # device.
         place, order = torch.empty_like(group), group.argsort()
         place[order] = torch.arange(len(group), device=group.device) // 2
         none, two = side.new_zeros(len(group) // 2), group[order].view(-1, 2)
@@ -155,7 +177,8 @@ class Pairs:
         return cls(place, side, weight, keep)
 
     def difference(self, values: Tensor) -> Tensor:
-        """``values [S]`` of the +1 sequence minus the −1 sequence, ``[P]``; zero for a dropped pair."""
+        """``values [S]`` of the +1 sequence minus the −1 sequence, ``[P]``; zero for a dropped
+        pair."""
         return self.both(values * self.side)
 
     def first(self, values: Tensor) -> Tensor:
@@ -164,13 +187,17 @@ class Pairs:
 
     def both(self, values: Tensor) -> Tensor:
         """The sum of ``values [S]`` over both sequences, ``[P]``; zero for a dropped pair."""
-        return values.new_zeros(self.keep.shape).index_add(0, self.place, values).masked_fill(~self.keep, 0.0)
+        return (
+            values.new_zeros(self.keep.shape)
+            .index_add(0, self.place, values)
+            .masked_fill(~self.keep, 0.0)
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class RewardObjective:
-    """A reward model's loss on ``values``: ``−log σ(r_c − r_r − m)``, Bradley and Terry with Llama 2's margin
-    (arXiv:2307.09288, eq. 2); m = 0 without ``margins``."""
+    """A reward model's loss on ``values``: ``−log σ(r_c − r_r − m)``, Bradley and Terry with Llama
+    2's margin (arXiv:2307.09288, eq. 2); m = 0 without ``margins``."""
 
     margins: bool = True
 
@@ -200,7 +227,9 @@ class DPOObjective:
         pairs = Pairs.of(sequences)
         delta = sequences.score - sequences.column(REFERENCE)
         loss = dpo_loss(pairs.difference(delta), self.loss, beta, self.smoothing)
-        metrics = _pair_metrics(sequences, pairs, beta * delta.detach(), beta * sequences.score.detach())
+        metrics = _pair_metrics(
+            sequences, pairs, beta * delta.detach(), beta * sequences.score.detach()
+        )
         if self.nll_coef:
             nll = -pairs.first(sequences.score / sequences.length.clamp(min=1.0))
             loss = loss + self.nll_coef * nll
@@ -210,9 +239,11 @@ class DPOObjective:
 
 @dataclass(frozen=True, slots=True)
 class KTOObjective:
-    """KTO on ``logprobs``. ``class_share`` is 1 / (the number of the batch's sequences with the same side).
+    """KTO on ``logprobs``. ``class_share`` is 1 / (the number of the batch's sequences with the
+    same side).
 
-    The metrics ``rewards/chosen/seen`` and ``rewards/rejected/seen`` are 0 for a batch without such answers.
+    The metrics ``rewards/chosen/seen`` and ``rewards/rejected/seen`` are 0 for a batch without such
+    answers.
     """
 
     beta: float
@@ -223,11 +254,15 @@ class KTOObjective:
         sequences = Sequences.of(forest, predictions.logprobs)
         side, kl, share = (sequences.column(name) for name in ("side", "kl", "class_share"))
         delta = sequences.score - sequences.column(REFERENCE)
-        loss = kto_loss(delta, kl, side, beta=self.beta, desirable=self.desirable, undesirable=self.undesirable)
+        loss = kto_loss(
+            delta, kl, side, beta=self.beta, desirable=self.desirable, undesirable=self.undesirable
+        )
         gain = side * (delta - kl).detach()
         reward = self.beta * delta.detach()
         metrics = {
-            "accuracy": (_right(gain, sequences.score.detach().abs()) * (sequences.weight > 0)).sum(),
+            "accuracy": (
+                _right(gain, sequences.score.detach().abs()) * (sequences.weight > 0)
+            ).sum(),
             "accuracy" + OUT_OF: sequences.counted,
             "kl": (sequences.weight * kl).sum(),
             "nonfinite_sequences": (~sequences.keep).sum(),
@@ -254,10 +289,13 @@ class StepObjective:
         return (pairs.weight * sigmoid_loss(logit, label)).sum(), metrics
 
 
-def _pair_metrics(sequences: Sequences, pairs: Pairs, rewards: Tensor, terms: Tensor) -> TensorMetrics:
+def _pair_metrics(
+    sequences: Sequences, pairs: Pairs, rewards: Tensor, terms: Tensor
+) -> TensorMetrics:
     """Means over the batch's pairs of the rewards ``[S]``, their difference, and the accuracy.
 
-    ``terms [S]`` are the values that the rewards were computed from: their rounding error decides which pairs tie.
+    ``terms [S]`` are the values that the rewards were computed from: their rounding error decides
+    which pairs tie.
     """
     first, margin = pairs.first(rewards), pairs.difference(rewards)
     return {
@@ -270,7 +308,10 @@ def _pair_metrics(sequences: Sequences, pairs: Pairs, rewards: Tensor, terms: Te
 
 
 def _accuracy(sequences: Sequences, pairs: Pairs, right: Tensor) -> TensorMetrics:
-    return {"accuracy": (right * (pairs.weight > 0)).sum(), "accuracy" + OUT_OF: sequences.counted / 2}
+    return {
+        "accuracy": (right * (pairs.weight > 0)).sum(),
+        "accuracy" + OUT_OF: sequences.counted / 2,
+    }
 
 
 def _right(gain: Tensor, scale: Tensor | float = 0.0) -> Tensor:

@@ -44,7 +44,8 @@ def preset_of(name: str, table: Mapping[str, Any]) -> Preset:
 
 _FILE = Path(__file__).with_name("presets.toml")
 PRESETS: Mapping[str, Preset] = {
-    name: preset_of(name, table) for name, table in tomllib.loads(_FILE.read_text(encoding="utf-8")).items()
+    name: preset_of(name, table)
+    for name, table in tomllib.loads(_FILE.read_text(encoding="utf-8")).items()
 }
 
 
@@ -79,7 +80,10 @@ def _of_python(reference: str) -> Preset:
     table = load_object(reference, Path.cwd())
     if not isinstance(table, Mapping):
         raise ConfigError(f"{reference} is not a table; a preset is a dict of keys of [algorithm]")
-    return preset_of(reference, _absolute(cast(Mapping[str, Any], table), Path(reference.rpartition(":")[0]).parent))
+    return preset_of(
+        reference,
+        _absolute(cast(Mapping[str, Any], table), Path(reference.rpartition(":")[0]).parent),
+    )
 
 
 def _absolute(table: Mapping[str, Any], folder: Path) -> dict[str, Any]:
@@ -87,8 +91,15 @@ def _absolute(table: Mapping[str, Any], folder: Path) -> dict[str, Any]:
 
     def located(value: Any) -> Any:
         if isinstance(value, Mapping):
-            return {**cast(Mapping[str, Any], value), **({"type": located(value["type"])} if "type" in value else {})}
-        is_local = isinstance(value, str) and ".py:" in value and (folder / value.rpartition(":")[0]).is_file()
+            return {
+                **cast(Mapping[str, Any], value),
+                **({"type": located(value["type"])} if "type" in value else {}),
+            }
+        is_local = (
+            isinstance(value, str)
+            and ".py:" in value
+            and (folder / value.rpartition(":")[0]).is_file()
+        )
         return str((folder / value).resolve()) if is_local else value
 
     return {key: located(value) for key, value in table.items()}

@@ -1,7 +1,7 @@
 """Resolves a run file's ``[algorithm]``. No torch.
 
-A preset fills in the keys that are left out. A run file that changes the loss or the estimator of a preset gets the
-defaults of the new one, not the preset's.
+A preset fills in the keys that are left out. A run file that changes the loss or the estimator of a
+preset gets the defaults of the new one, not the preset's.
 """
 
 from __future__ import annotations
@@ -15,7 +15,12 @@ from tunesmith.config.algorithm import AlgorithmSection
 from tunesmith.config.choice import Choice
 from tunesmith.config.section import DERIVED, Section
 from tunesmith.errors import ConfigError, Problem
-from tunesmith.learn.algorithms.corrections import Correction, Geometric, NoCorrection, TokenTruncate
+from tunesmith.learn.algorithms.corrections import (
+    Correction,
+    Geometric,
+    NoCorrection,
+    TokenTruncate,
+)
 from tunesmith.learn.algorithms.kl import KLInReward, NoKL
 from tunesmith.learn.algorithms.presets import Preset, find_preset
 from tunesmith.learn.algorithms.shaping import OverlongRamp
@@ -24,14 +29,19 @@ Reasons = list[tuple[str, object, str]]
 
 
 def resolve_algorithm(
-    section: AlgorithmSection, *, max_new_tokens: int, max_staleness: int = 0, altered_by: Collection[str] = ()
+    section: AlgorithmSection,
+    *,
+    max_new_tokens: int,
+    max_staleness: int = 0,
+    altered_by: Collection[str] = (),
 ) -> tuple[AlgorithmSection, Reasons]:
-    """Fill in every key that was left out; return the section and ``(key, value, reason)`` for each.
+    """Fill in every key that was left out; return the section and ``(key, value, reason)`` for
+    each.
 
     Args:
         max_staleness: above 0, truncated importance sampling is the default correction.
-        altered_by: settings that alter the sampled distribution: the sampler's log-probabilities are then not the old
-            log-probabilities of the distribution that is trained.
+        altered_by: settings that alter the sampled distribution: the sampler's log-probabilities
+            are then not the old log-probabilities of the distribution that is trained.
 
     Raises:
         ConfigError: a preset is incomplete, or settings contradict each other.
@@ -55,7 +65,8 @@ def resolve_algorithm(
         value = default if written is None else written
         if value is DERIVED:
             raise ConfigError(
-                f"algorithm.name: preset '{preset.name}' has no {key}; set algorithm.{key}", keys=("algorithm.name",)
+                f"algorithm.name: preset '{preset.name}' has no {key}; set algorithm.{key}",
+                keys=("algorithm.name",),
             )
         if isinstance(value, Section):
             value, more = _merged(f"algorithm.{key}", written, default, reason)
@@ -66,7 +77,9 @@ def resolve_algorithm(
     if isinstance(ramp := values["overlong"], OverlongRamp) and ramp.buffer is None:
         buffer = ramp.length(max_new_tokens)
         values["overlong"] = ramp.model_copy(update={"buffer": buffer})
-        reasons.append(("algorithm.overlong.buffer", buffer, "a fifth of rollout.max_new_tokens, as in DAPO"))
+        reasons.append(
+            ("algorithm.overlong.buffer", buffer, "a fifth of rollout.max_new_tokens, as in DAPO")
+        )
     algorithm = section.model_copy(update=values)
     _refuse_contradictions(algorithm, altered_by)
     return algorithm, reasons
@@ -79,12 +92,14 @@ def _settings_of(preset: Preset) -> AlgorithmSection:
         first = error.errors(include_url=False)[0]
         place = ".".join(map(str, first["loc"]))
         raise ConfigError(
-            f"algorithm.name: preset '{preset.name}', {place}: {first['msg']}", keys=("algorithm.name",)
+            f"algorithm.name: preset '{preset.name}', {place}: {first['msg']}",
+            keys=("algorithm.name",),
         ) from None
 
 
 def _merged(key: str, written: Section | None, usual: Any, reason: str) -> tuple[Section, Reasons]:
-    """The keys of ``written`` over those of ``usual`` if both have the same type, and a reason for each other value.
+    """The keys of ``written`` over those of ``usual`` if both have the same type, and a reason for
+    each other value.
 
     Args:
         reason: the reason for the values of ``usual``.
@@ -114,7 +129,10 @@ def _merged(key: str, written: Section | None, usual: Any, reason: str) -> tuple
 
 def _decoupled(correction: Correction, altered_by: Collection[str]) -> tuple[bool, str]:
     if altered_by:
-        return True, f"{_cause(altered_by)} the sampled distribution, and the loss compares unaltered ones"
+        return (
+            True,
+            f"{_cause(altered_by)} the sampled distribution, and the loss compares unaltered ones",
+        )
     if isinstance(correction, NoCorrection):
         return False, "the sampler's log-probabilities are the old ones"
     return True, f"the correction {correction.name} compares them with the sampler's"
@@ -146,7 +164,10 @@ def _refuse_contradictions(algorithm: AlgorithmSection, altered_by: Collection[s
         )
         raise ConfigError(Problem(("algorithm.correction", decoupled), text))
     if why := algorithm.advantage.shaping:
-        shaping = {"overlong": algorithm.overlong, "stop_properly": algorithm.stop_properly is not None}
+        shaping = {
+            "overlong": algorithm.overlong,
+            "stop_properly": algorithm.stop_properly is not None,
+        }
         shaping |= {"reward_clip": algorithm.reward_clip}
         if "reward_weights" in algorithm.needs:
             shaping["kl"] = isinstance(algorithm.kl, KLInReward)

@@ -14,7 +14,8 @@ class OverlongRamp(Section):
     """
 
     buffer: PositiveInt | None = None
-    """Tokens before ``rollout.max_new_tokens`` over which the reward falls; none: a fifth of it, as in DAPO."""
+    """Tokens before ``rollout.max_new_tokens`` over which the reward falls; none: a fifth of it, as
+    in DAPO."""
     factor: float = 1.0
     """The penalty at the limit."""
 
@@ -34,10 +35,11 @@ class OverlongRamp(Section):
 
 
 def stop_properly(reward: float, finish_reason: FinishReason, coef: float) -> float:
-    """The reward of a completion that may have been cut off at the length limit (ProRL's stop-properly).
+    """The reward of a completion that may have been cut off at the length limit (ProRL's
+    stop-properly).
 
-    A completion that was cut off keeps ``coef`` of its reward if ``0 <= coef <= 1``; a negative ``coef`` replaces the
-    reward. Others keep theirs.
+    A completion that was cut off keeps ``coef`` of its reward if ``0 <= coef <= 1``; a negative
+    ``coef`` replaces the reward. Others keep theirs.
     """
     if finish_reason != "length":
         return reward

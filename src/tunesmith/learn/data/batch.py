@@ -1,7 +1,7 @@
 """Training samples as arrays. No torch.
 
-Samples are converted to a ``Batch`` once. From then on advantages, corrections, weights, KL penalties and preference
-scalars are arrays over its predictions or its samples.
+Samples are converted to a ``Batch`` once. From then on advantages, corrections, weights, KL
+penalties and preference scalars are arrays over its predictions or its samples.
 
 Shape legend: ``T`` tokens, ``N`` predictions (loss tokens), ``S`` samples.
 """
@@ -28,12 +28,12 @@ Mask = NDArray[np.bool_]
 class Batch:
     """Sequences, and the tokens in each that the loss predicts.
 
-    Predictions are ordered by sample, then by token. ``add`` and ``add_per_sample`` add columns and record where a
-    value is not finite.
+    Predictions are ordered by sample, then by token. ``add`` and ``add_per_sample`` add columns and
+    record where a value is not finite.
 
     Example:
-        ``[5, 6, 7, 2]`` with loss on its last two tokens and ``[5, 8]`` with loss on its last one have offsets
-        ``0 4 6``, predicted ``2 3 5`` and sample ``0 0 1``.
+        ``[5, 6, 7, 2]`` with loss on its last two tokens and ``[5, 8]`` with loss on its last one
+        have offsets ``0 4 6``, predicted ``2 3 5`` and sample ``0 0 1``.
     """
 
     token_ids: Ints  # [T]
@@ -46,7 +46,9 @@ class Batch:
     finite: Mask = field(init=False)  # [N], whether every column is finite at a prediction
     columns: dict[str, Floats] = field(default_factory=dict[str, Floats], init=False)  # each [N]
     per_sample: dict[str, Floats] = field(default_factory=dict[str, Floats], init=False)  # each [S]
-    packings: dict[Hashable, Any] = field(default_factory=dict[Hashable, Any], init=False, repr=False)
+    packings: dict[Hashable, Any] = field(
+        default_factory=dict[Hashable, Any], init=False, repr=False
+    )
     """The ``forest.Packing`` of each layout."""
 
     def __post_init__(self) -> None:
@@ -57,13 +59,19 @@ class Batch:
         """A batch of the samples in their order, without columns."""
         for sample in samples:
             assert sample.token_ids, "a sample needs at least one token"
-            assert len(sample.loss_mask) == len(sample.token_ids), "loss_mask is not as long as token_ids"
+            assert len(sample.loss_mask) == len(sample.token_ids), (
+                "loss_mask is not as long as token_ids"
+            )
             assert not sample.loss_mask[0], "nothing predicts the first token: it cannot carry loss"
         sizes = [(len(s.token_ids), s.group, s.rollout, s.stand_ins) for s in samples]
         lengths, group, rollout, stand_ins = np.array(sizes, np.int64).reshape(-1, 4).T.copy()
         offsets = _starts(lengths)
-        mask = np.fromiter(chain.from_iterable(s.loss_mask for s in samples), np.bool_, int(offsets[-1]))
-        token_ids = np.fromiter(chain.from_iterable(s.token_ids for s in samples), np.int64, int(offsets[-1]))
+        mask = np.fromiter(
+            chain.from_iterable(s.loss_mask for s in samples), np.bool_, int(offsets[-1])
+        )
+        token_ids = np.fromiter(
+            chain.from_iterable(s.token_ids for s in samples), np.int64, int(offsets[-1])
+        )
         predicted = np.flatnonzero(mask)
         sample = np.repeat(np.arange(len(samples)), lengths)[predicted]
         return cls(token_ids, offsets, predicted, sample, group, rollout, stand_ins)
@@ -106,7 +114,8 @@ class Batch:
 
     @cached_property
     def owners(self) -> Ints:
-        """The index of each sample's rollout, ``[S]``, from 0; a sample without a rollout counts as one."""
+        """The index of each sample's rollout, ``[S]``, from 0; a sample without a rollout counts as
+        one."""
         alone = -1 - np.arange(self.num_samples)
         return np.unique(np.where(self.rollout >= 0, self.rollout, alone), return_inverse=True)[1]
 
@@ -140,11 +149,16 @@ class Batch:
         return _ranges(_starts(self.counts)[samples], self.counts[samples])
 
     def take(self, samples: ArrayLike) -> Batch:
-        """A batch of these samples, in this order, with their columns; this same batch for all samples in order."""
+        """A batch of these samples, in this order, with their columns; this same batch for all
+        samples in order."""
         chosen = np.asarray(samples, np.int64)
         if np.array_equal(chosen, np.arange(self.num_samples)):
             return self
-        predictions, lengths, counts = self.predictions_of(chosen), self.lengths[chosen], self.counts[chosen]
+        predictions, lengths, counts = (
+            self.predictions_of(chosen),
+            self.lengths[chosen],
+            self.counts[chosen],
+        )
         offsets = _starts(lengths)
         moved = np.repeat(offsets[:-1] - self.offsets[chosen], counts)
         taken = Batch(

@@ -1,9 +1,11 @@
-"""Conversations rendered as text by the tokenizer's chat template, with the spans that the assistant wrote.
+"""Conversations rendered as text by the tokenizer's chat template, with the spans that the
+assistant wrote.
 
-A turn is learned exactly as it is sampled: after the context that the template renders before it, from the end of the
-generation prompt to the end-of-turn token. A template may render an earlier turn differently once the conversation
-continues (Qwen3 strips its thinking, Mistral moves the system prompt). No single text can then hold both turns as they
-were sampled, so the conversation becomes several texts, and each turn is learned once.
+A turn is learned exactly as it is sampled: after the context that the template renders before it,
+from the end of the generation prompt to the end-of-turn token. A template may render an earlier
+turn differently once the conversation continues (Qwen3 strips its thinking, Mistral moves the
+system prompt). No single text can then hold both turns as they were sampled, so the conversation
+becomes several texts, and each turn is learned once.
 """
 
 from __future__ import annotations
@@ -85,17 +87,23 @@ class ChatTemplate:
             turn_end=None,
         )
         try:
-            text = template.render([{"role": "user", "content": "x"}, {"role": "assistant", "content": PROBE}])
+            text = template.render(
+                [{"role": "user", "content": "x"}, {"role": "assistant", "content": PROBE}]
+            )
         except DataError:
             return template
         return replace(template, turn_end=text.rsplit(PROBE, 1)[1] if PROBE in text else None)
 
     def with_options(self, options: Mapping[str, Any]) -> ChatTemplate:
         """The template with additional variables; ConfigError for one that it does not read."""
-        check_options(options, own_part(self.tokenizer.get_chat_template()), self.tokenizer.special_tokens_map)
+        check_options(
+            options, own_part(self.tokenizer.get_chat_template()), self.tokenizer.special_tokens_map
+        )
         return replace(self, options={**self.options, **options})
 
-    def render(self, messages: Sequence[Message], tools: list[Any] | None = None, *, prompt: bool = False) -> str:
+    def render(
+        self, messages: Sequence[Message], tools: list[Any] | None = None, *, prompt: bool = False
+    ) -> str:
         """The conversation as text; with ``prompt``, up to the start of the assistant's turn.
 
         Raises:
@@ -111,22 +119,29 @@ class ChatTemplate:
                 list(messages), tools, add_generation_prompt=prompt, tokenize=False, **self.options
             )
 
-    def whole(self, messages: Sequence[Message], tools: list[Any] | None = None, *, prompt: bool = False) -> str:
+    def whole(
+        self, messages: Sequence[Message], tools: list[Any] | None = None, *, prompt: bool = False
+    ) -> str:
         """``render``, but with a DataError if the text lacks part of a message.
 
-        The assistant's thinking may be missing: many templates deliberately drop it from earlier turns.
+        The assistant's thinking may be missing: many templates deliberately drop it from earlier
+        turns.
         """
         text = self.render(messages, tools, prompt=prompt)
         self._check_kept(messages, text, tools, prompt=prompt)
         return text
 
-    def _check_kept(self, messages: Sequence[Message], text: str, tools: list[Any] | None, *, prompt: bool) -> None:
+    def _check_kept(
+        self, messages: Sequence[Message], text: str, tools: list[Any] | None, *, prompt: bool
+    ) -> None:
         squashed, place = _squash(text), 0
         for number, message in enumerate(messages, 1):
             content, role = _squash(message["content"]), message["role"]
             if role not in ("system", "developer", "user"):
                 continue
-            start = squashed.find(content, place)  # in order, except for messages that a template moves
+            start = squashed.find(
+                content, place
+            )  # in order, except for messages that a template moves
             if start < 0 and content not in squashed:
                 raise DataError(
                     f"the chat template leaves out message {number} ({role}: {_short(message['content'])}); put it "
@@ -136,9 +151,15 @@ class ChatTemplate:
         self._check_parts(messages, tools, prompt=prompt)
 
     def _check_parts(
-        self, messages: Sequence[Message], tools: list[Any] | None, *, prompt: bool = False, turn: bool = False
+        self,
+        messages: Sequence[Message],
+        tools: list[Any] | None,
+        *,
+        prompt: bool = False,
+        turn: bool = False,
     ) -> None:
-        """Check with probes that the text contains tool calls, tools' answers and names; DataError if not.
+        """Check with probes that the text contains tool calls, tools' answers and names; DataError
+        if not.
 
         With ``turn`` it checks only the last message, including its thinking: the turn to learn.
         """
@@ -165,19 +186,21 @@ class ChatTemplate:
 
     @property
     def stop_marker(self) -> str:
-        """The learned part of ``turn_end``: up to its first special token, or up to the tokenizer's EOS if only special
-        tokens lie between the two (Cohere ends the answer and then the turn); all of it if it has no special token."""
+        """The learned part of ``turn_end``: up to its first special token, or up to the tokenizer's
+        EOS if only special tokens lie between the two (Cohere ends the answer and then the turn);
+        all of it if it has no special token."""
         return next(iter(self._learned_ends), self.turn_end or "")
 
     @property
     def turn_ends(self) -> tuple[str, ...]:
-        """The texts with which the policy may have ended a turn, longest first: ``stop_marker``, or its beginning up to
-        a special token."""
+        """The texts with which the policy may have ended a turn, longest first: ``stop_marker``, or
+        its beginning up to a special token."""
         return tuple(end.strip() for end in self._learned_ends)
 
     @property
     def _learned_ends(self) -> list[str]:
-        """The beginnings of ``turn_end`` up to each special token of ``stop_marker``, longest first."""
+        """The beginnings of ``turn_end`` up to each special token of ``stop_marker``, longest
+        first."""
         tail = self.turn_end or ""
         rest = tail.lstrip()
         eos = str(self.tokenizer.special_tokens_map.get("eos_token", ""))
@@ -201,10 +224,13 @@ class ChatTemplate:
             self.whole(messages, prompt=True)
         except DataError as error:
             raise ConfigError(
-                f"system messages (data.system_prompt) do not work here: {error}", keys=("data.system_prompt",)
+                f"system messages (data.system_prompt) do not work here: {error}",
+                keys=("data.system_prompt",),
             ) from error
 
-    def learned(self, messages: Sequence[Message], tools: list[Any] | None = None, first: int = 0) -> list[Rendered]:
+    def learned(
+        self, messages: Sequence[Message], tools: list[Any] | None = None, first: int = 0
+    ) -> list[Rendered]:
         """Texts in which each assistant turn from message ``first`` on is learned exactly once.
 
         Returns one text if the template renders earlier turns unchanged, else several.
@@ -231,7 +257,11 @@ class ChatTemplate:
 
     def _turn(self, messages: Sequence[Message], tools: list[Any] | None) -> Rendered:
         """A conversation that ends with an assistant turn, with the spans of that turn only."""
-        rendered = self._marked_turn(messages, tools) if self.marks_assistant else self._sampled_turn(messages, tools)
+        rendered = (
+            self._marked_turn(messages, tools)
+            if self.marks_assistant
+            else self._sampled_turn(messages, tools)
+        )
         written = "".join(rendered.text[a:b] for a, b in rendered.spans)
         content, before = messages[-1]["content"], rendered.text[: rendered.spans[0][0]]
         if not _holds(_squash(written), _squash(content), _squash(before[-2 * OPENING :])):
@@ -245,7 +275,9 @@ class ChatTemplate:
     def _sampled_turn(self, messages: Sequence[Message], tools: list[Any] | None) -> Rendered:
         """The turn's span from the end of the generation prompt to the end-of-turn token."""
         if len(messages) == 1:
-            raise DataError("the conversation begins with the assistant, so that turn has no prompt")
+            raise DataError(
+                "the conversation begins with the assistant, so that turn has no prompt"
+            )
         before = self.render(messages[:-1], tools, prompt=True)
         text = self.render(messages, tools)
         number = len(messages)
@@ -267,13 +299,21 @@ class ChatTemplate:
         return Rendered(text, ((len(before), self._end_of_turn(text, number)),))
 
     def _opened(self, before: str, opening: str, message: Message) -> Rendered | None:
-        """The text as sampled of a turn whose content begins with the end of the generation prompt (DeepSeek's
-        ``<think>``), which the template drops from the turn; None if this is not the case."""
+        """The text as sampled of a turn whose content begins with the end of the generation prompt
+        (DeepSeek's ``<think>``), which the template drops from the turn; None if this is not the
+        case."""
         content = message["content"].lstrip()
-        if not opening or not content.startswith(opening) or self.turn_end is None or message.get("tool_calls"):
+        if (
+            not opening
+            or not content.startswith(opening)
+            or self.turn_end is None
+            or message.get("tool_calls")
+        ):
             return None
         text = before + content[len(opening) :].lstrip() + self.turn_end
-        return Rendered(text, ((len(before), len(text) - len(self.turn_end) + len(self.stop_marker)),))
+        return Rendered(
+            text, ((len(before), len(text) - len(self.turn_end) + len(self.stop_marker)),)
+        )
 
     def _end_of_turn(self, text: str, number: int) -> int:
         """The end of the assistant's text in the final turn of ``text``."""
@@ -283,7 +323,9 @@ class ChatTemplate:
         if body.endswith(self.special):
             return len(body)
         end = _short(text[-40:])
-        raise DataError(f"the end of the assistant's turn in message {number} cannot be determined ({end}). {REMEDY}")
+        raise DataError(
+            f"the end of the assistant's turn in message {number} cannot be determined ({end}). {REMEDY}"
+        )
 
     def _marked_turn(self, messages: Sequence[Message], tools: list[Any] | None) -> Rendered:
         """The turn's spans according to the template's ``{% generation %}`` tags."""
@@ -309,8 +351,8 @@ class ChatTemplate:
 
 
 def _holds(written: str, content: str, before: str) -> bool:
-    """Whether ``written`` contains all of ``content``, or the rest of it after a part at the end of the generation
-    prompt ``before``. All arguments are without white space."""
+    """Whether ``written`` contains all of ``content``, or the rest of it after a part at the end of
+    the generation prompt ``before``. All arguments are without white space."""
     return content in written or any(
         before.endswith(content[:length]) and written.startswith(content[length:])
         for length in range(min(len(content), OPENING), 0, -1)
@@ -318,7 +360,8 @@ def _holds(written: str, content: str, before: str) -> bool:
 
 
 def end_of_turn_ids(tokenizer: Tokenizer) -> list[int]:
-    """The tokens that end an assistant's turn in the chat template; none if there is no template or no such token."""
+    """The tokens that end an assistant's turn in the chat template; none if there is no template or
+    no such token."""
     if not tokenizer.chat_template:
         return []
     template = ChatTemplate.of(tokenizer)
@@ -328,7 +371,8 @@ def end_of_turn_ids(tokenizer: Tokenizer) -> list[int]:
 
 
 def end_of_turn_id(tokenizer: Tokenizer) -> int | None:
-    """The last of ``end_of_turn_ids``, at which engines must stop even if the tokenizer's EOS is another token."""
+    """The last of ``end_of_turn_ids``, at which engines must stop even if the tokenizer's EOS is
+    another token."""
     return next(reversed(end_of_turn_ids(tokenizer)), None)
 
 

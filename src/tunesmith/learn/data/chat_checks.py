@@ -1,4 +1,5 @@
-"""Probes that show whether a chat template writes all parts of a message, and checks of the variables it reads."""
+"""Probes that show whether a chat template writes all parts of a message, and checks of the
+variables it reads."""
 
 from __future__ import annotations
 
@@ -22,8 +23,11 @@ GIVEN = (
 """Variables that every rendering sets."""
 
 
-def with_probes(messages: Sequence[Message], *, turn: bool) -> tuple[list[Message], dict[str, tuple[int, str]]]:
-    """The messages with a probe in each part except ``content``, and the message number and part by probe."""
+def with_probes(
+    messages: Sequence[Message], *, turn: bool
+) -> tuple[list[Message], dict[str, tuple[int, str]]]:
+    """The messages with a probe in each part except ``content``, and the message number and part by
+    probe."""
     probes: dict[str, tuple[int, str]] = {}
     probed = list(messages)
 
@@ -53,7 +57,11 @@ def with_probes(messages: Sequence[Message], *, turn: bool) -> tuple[list[Messag
 def _probed_call(call: Any, probe: Callable[[str], str]) -> Any:
     """A tool call with a probe in its name and, if it has arguments, another in them."""
     outer: Any = call
-    inner = outer["function"] if isinstance(outer, Mapping) and isinstance(outer.get("function"), Mapping) else outer
+    inner = (
+        outer["function"]
+        if isinstance(outer, Mapping) and isinstance(outer.get("function"), Mapping)
+        else outer
+    )
     if not isinstance(inner, Mapping) or not isinstance(inner.get("name"), str):
         return call
     changed = {**inner, "name": inner["name"] + probe("a tool call")}
@@ -66,8 +74,11 @@ def _probed_call(call: Any, probe: Callable[[str], str]) -> Any:
     return {**outer, "function": changed} if inner is not outer else changed
 
 
-def check_options(options: Mapping[str, Any], source: str, tokens: Iterable[str]) -> Mapping[str, Any]:
-    """Return ``options``; ConfigError if the template does not read one of them or the rendering itself sets it."""
+def check_options(
+    options: Mapping[str, Any], source: str, tokens: Iterable[str]
+) -> Mapping[str, Any]:
+    """Return ``options``; ConfigError if the template does not read one of them or the rendering
+    itself sets it."""
     if not options:
         return options
     from jinja2 import Environment, TemplateError, meta

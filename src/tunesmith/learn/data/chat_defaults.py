@@ -1,7 +1,9 @@
-"""Defaults written into a chat template, so that every program that renders it renders what the run rendered.
+"""Defaults written into a chat template, so that every program that renders it renders what the run
+rendered.
 
-``data.system_prompt`` and ``data.chat_template_kwargs`` become a few lines of Jinja before the template. They apply
-where a caller gives neither a system message nor the variable, so both can still be overridden.
+``data.system_prompt`` and ``data.chat_template_kwargs`` become a few lines of Jinja before the
+template. They apply where a caller gives neither a system message nor the variable, so both can
+still be overridden.
 """
 
 from __future__ import annotations
@@ -16,18 +18,24 @@ from tunesmith.types import Tokenizer
 
 _BEGIN = "{#- Defaults of the training run. -#}"
 _END = "{#- The model's own template: #}\n"
-"""Ends with a line break, which Jinja removes, so that the template after it still begins a line."""
+"""Ends with a line break, which Jinja removes, so that the template after it still begins a
+line."""
 
 
-def set_defaults(tokenizer: Tokenizer, system_prompt: str | None, options: Mapping[str, Any] | None) -> None:
+def set_defaults(
+    tokenizer: Tokenizer, system_prompt: str | None, options: Mapping[str, Any] | None
+) -> None:
     """Write defaults into each chat template of a tokenizer; nothing changes if it has none.
 
     Raises:
-        ConfigError: the template does not read one of the variables, or a value has no form in Jinja.
+        ConfigError: the template does not read one of the variables, or a value has no form in
+            Jinja.
     """
     if not tokenizer.chat_template or (system_prompt is None and not options):
         return
-    check_options(options or {}, own_part(tokenizer.get_chat_template()), tokenizer.special_tokens_map)
+    check_options(
+        options or {}, own_part(tokenizer.get_chat_template()), tokenizer.special_tokens_map
+    )
     lines = [_variable(name, value) for name, value in (options or {}).items()]
     if system_prompt is not None:
         lines.append(_system(system_prompt))
@@ -56,7 +64,9 @@ def _variable(name: str, value: Any) -> str:
 def _system(text: str) -> str:
     first = f"[{{'role': 'system', 'content': {json.dumps(text, ensure_ascii=False)}}}]"
     given = "messages | selectattr('role', 'equalto', 'system') | list"
-    return f"{{%- if not ({given}) %}}{{% set messages = {first} + messages | list %}}{{% endif -%}}"
+    return (
+        f"{{%- if not ({given}) %}}{{% set messages = {first} + messages | list %}}{{% endif -%}}"
+    )
 
 
 def _literal(name: str, value: Any) -> str:
@@ -70,7 +80,11 @@ def _literal(name: str, value: Any) -> str:
         case dict():
             entries = cast("dict[str, Any]", value).items()
             return (
-                "{" + ", ".join(f"{json.dumps(k, ensure_ascii=False)}: {_literal(name, v)}" for k, v in entries) + "}"
+                "{"
+                + ", ".join(
+                    f"{json.dumps(k, ensure_ascii=False)}: {_literal(name, v)}" for k, v in entries
+                )
+                + "}"
             )
         case bool() | int() | str():
             return json.dumps(value, ensure_ascii=False)

@@ -1,9 +1,9 @@
 """Detection of a data row's format from its columns, and conversion to an ``Example``.
 
-For RL and supervised training: plain text; a prompt; a prompt with a completion; a conversation (``messages``, or
-ShareGPT's ``conversations`` with ``from`` and ``value``). For reward models and preferences, TRL's formats: a pair of
-answers; an answer with a label; an answer in steps with labels, also in Math-Shepherd's format. A prompt or an answer
-can be a list of messages.
+For RL and supervised training: plain text; a prompt; a prompt with a completion; a conversation
+(``messages``, or ShareGPT's ``conversations`` with ``from`` and ``value``). For reward models and
+preferences, TRL's formats: a pair of answers; an answer with a label; an answer in steps with
+labels, also in Math-Shepherd's format. A prompt or an answer can be a list of messages.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ from tunesmith.learn.data.values import (
 from tunesmith.types import Message, Prompt
 
 Goal = Literal["rl", "sft", "pairs", "judged", "steps"]
-Kind = Literal["text", "prompt", "prompt_completion", "messages", "pairs", "judged", "steps", "tagged"]
+Kind = Literal[
+    "text", "prompt", "prompt_completion", "messages", "pairs", "judged", "steps", "tagged"
+]
 
 PROMPTS = ("prompt", "question", "instruction", "query", "problem", "input")
 COMPLETIONS = ("completion", "response", "output", "answer", "solution", "target")
@@ -43,7 +45,8 @@ COLUMNS: dict[Goal, tuple[Kind, tuple[str, ...]]] = {
     "judged": ("judged", ("label",)),
     "steps": ("steps", ("completions", "labels")),
 }
-"""The usual format of each goal, and the columns that it requires besides a prompt and a completion."""
+"""The usual format of each goal, and the columns that it requires besides a prompt and a
+completion."""
 NEEDS: dict[Goal, str] = {
     "rl": f"one of {', '.join(PROMPTS)} or {CONVERSATIONS[0]}",
     "sft": f"'messages', 'text', or a prompt ({', '.join(PROMPTS)}) with a completion ({', '.join(COMPLETIONS)})",
@@ -78,16 +81,24 @@ class Format:
         """A short sentence for the resolved configuration."""
         if self.kind == "pairs" and not self.column:
             return "prompts are what both answers begin with, answers in 'chosen' and 'rejected'"
-        column = f"'{self.column}'" + (f" (and '{self.context}' where given)" if self.context else "")
-        tail = "; a final assistant turn is not part of the prompt" if (self.kind, goal) == ("messages", "rl") else ""
+        column = f"'{self.column}'" + (
+            f" (and '{self.context}' where given)" if self.context else ""
+        )
+        tail = (
+            "; a final assistant turn is not part of the prompt"
+            if (self.kind, goal) == ("messages", "rl")
+            else ""
+        )
         return DESCRIPTIONS[self.kind].format(column=column, completion=self.completion) + tail
 
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """A row in the representation common to all formats; exactly one of ``text`` and ``prompt`` is set.
+    """A row in the representation common to all formats; exactly one of ``text`` and ``prompt`` is
+    set.
 
-    RL has no ``completion``. A conversation in supervised training is the ``completion`` of an empty ``prompt``.
+    RL has no ``completion``. A conversation in supervised training is the ``completion`` of an
+    empty ``prompt``.
     """
 
     where: str
@@ -103,14 +114,17 @@ class Example:
     labels: tuple[float, ...] = ()
     """The probability that each step is good."""
     tags: str | list[Any] | None = None
-    """Labels of the steps of ``text``: a list, or a copy of the text with labels instead of separators."""
+    """Labels of the steps of ``text``: a list, or a copy of the text with labels instead of
+    separators."""
     tools: list[Any] | None = None
     columns: Columns = field(default_factory=dict[str, Any])
     source: int = 0
     """Index of the source."""
 
 
-def detect(row: SourceRow, goal: Goal, prompt: str | None = None, completion: str | None = None) -> Format:
+def detect(
+    row: SourceRow, goal: Goal, prompt: str | None = None, completion: str | None = None
+) -> Format:
     """The format of a row, from its columns and the names ``data.prompt`` and ``data.completion``.
 
     Raises:
@@ -119,7 +133,9 @@ def detect(row: SourceRow, goal: Goal, prompt: str | None = None, completion: st
     for name, key in ((prompt, "data.prompt"), (completion, "data.completion")):
         if name is not None and name not in row.columns:
             close = nearest(name, row.columns)
-            raise row.bad(f"no column '{name}' ({key}), found: {column_names(row)}.{close}".rstrip("."))
+            raise row.bad(
+                f"no column '{name}' ({key}), found: {column_names(row)}.{close}".rstrip(".")
+            )
     columns = row.columns.keys()
     if form := _without_prompt_column(row, goal, prompt, completion):
         return form
@@ -140,11 +156,18 @@ def detect(row: SourceRow, goal: Goal, prompt: str | None = None, completion: st
     close = next((hint for name in missing if "Did" in (hint := nearest(name, columns))), "")
     settable = f", or set data.{missing[0]}" if goal in ("rl", "sft") else ""
     names = " and no ".join(missing) or "prompt"
-    raise row.bad(f"no {names}; found columns: {column_names(row)}; needs {NEEDS[goal]}{settable}.{close}".rstrip("."))
+    raise row.bad(
+        f"no {names}; found columns: {column_names(row)}; needs {NEEDS[goal]}{settable}.{close}".rstrip(
+            "."
+        )
+    )
 
 
-def _without_prompt_column(row: SourceRow, goal: Goal, prompt: str | None, completion: str | None) -> Format | None:
-    """The format of a row that is a conversation, plain text, or text with separators between its steps."""
+def _without_prompt_column(
+    row: SourceRow, goal: Goal, prompt: str | None, completion: str | None
+) -> Format | None:
+    """The format of a row that is a conversation, plain text, or text with separators between its
+    steps."""
     columns, unnamed = row.columns.keys(), prompt is None and completion is None
     if goal == "steps" and prompt is None and "input" in columns and "completions" not in columns:
         tags = next((name for name in STEP_TAGS if name in columns), None)
@@ -158,16 +181,23 @@ def _without_prompt_column(row: SourceRow, goal: Goal, prompt: str | None, compl
     if unnamed and conversation and not canonical <= columns:
         return Format("messages", conversation)
     lacks_one = columns.isdisjoint(PROMPTS) or columns.isdisjoint(COMPLETIONS)
-    return Format("text", TEXT) if unnamed and goal == "sft" and TEXT in columns and lacks_one else None
+    return (
+        Format("text", TEXT)
+        if unnamed and goal == "sft" and TEXT in columns and lacks_one
+        else None
+    )
 
 
 def _only_column(row: SourceRow, names: tuple[str, ...], key: str) -> str:
-    """The row's column among ``names``, or "". The first name takes precedence; two other names are ambiguous."""
+    """The row's column among ``names``, or "". The first name takes precedence; two other names are
+    ambiguous."""
     present = [name for name in names if name in row.columns]
     if "instruction" in present and "input" in present:
         present.remove("input")
     if len(present) > 1 and present[0] != names[0]:
-        raise row.bad(f"the columns {', '.join(present)} could each be meant; choose one with {key}")
+        raise row.bad(
+            f"the columns {', '.join(present)} could each be meant; choose one with {key}"
+        )
     return present[0] if present else ""
 
 
@@ -181,7 +211,9 @@ def convert(row: SourceRow, form: Format, goal: Goal) -> Example:
     identity = row.columns.get("id")
     identity = str(identity) if isinstance(identity, str | int) and str(identity) else row.where
     columns = {name: value for name, value in row.columns.items() if name != "prompt"}
-    example = Example(row.where, identity, tools=None if form.kind == "text" else read_tools(row), columns=columns)
+    example = Example(
+        row.where, identity, tools=None if form.kind == "text" else read_tools(row), columns=columns
+    )
     match form.kind:
         case "text":
             return replace(example, text=read_text(row, form.column))
@@ -199,7 +231,9 @@ def convert(row: SourceRow, form: Format, goal: Goal) -> Example:
         case "pairs":
             prompt, chosen, rejected = _pair(row, form)
             margin = read_margin(row)
-            return replace(example, prompt=prompt, completion=chosen, rejected=rejected, margin=margin)
+            return replace(
+                example, prompt=prompt, completion=chosen, rejected=rejected, margin=margin
+            )
         case "prompt":
             return replace(example, prompt=_prompt(row, form))
         case "steps":
@@ -209,26 +243,39 @@ def convert(row: SourceRow, form: Format, goal: Goal) -> Example:
             prompt, completion = _prompt(row, form), read_prompt(row, form.completion)
             example = replace(example, prompt=_asked(prompt, completion), completion=completion)
             if form.kind == "judged":
-                return replace(example, desirable=read_typed(row, "label", bool, "true (desirable) or false"))
+                return replace(
+                    example, desirable=read_typed(row, "label", bool, "true (desirable) or false")
+                )
             return example
 
 
 def _asked(prompt: Prompt, answer: Prompt) -> Prompt:
     """The prompt; a text prompt becomes a user turn if the answer is a conversation."""
-    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) and isinstance(answer, list) else prompt
+    return (
+        [{"role": "user", "content": prompt}]
+        if isinstance(prompt, str) and isinstance(answer, list)
+        else prompt
+    )
 
 
 def _prompt(row: SourceRow, form: Format) -> Prompt:
     prompt = read_prompt(row, form.column)
     if isinstance(prompt, list):
         if prompt[-1]["role"] == "assistant":
-            raise row.bad(f"'{form.column}' ends with an assistant turn, so nothing is left to answer")
+            raise row.bad(
+                f"'{form.column}' ends with an assistant turn, so nothing is left to answer"
+            )
         return prompt
-    return f"{prompt}\n\n{read_text(row, form.context)}" if form.context and row.columns.get(form.context) else prompt
+    return (
+        f"{prompt}\n\n{read_text(row, form.context)}"
+        if form.context and row.columns.get(form.context)
+        else prompt
+    )
 
 
 def _pair(row: SourceRow, form: Format) -> tuple[Prompt, Prompt, Prompt]:
-    """Prompt, chosen and rejected answer; without a prompt column, the prompt is the answers' common prefix."""
+    """Prompt, chosen and rejected answer; without a prompt column, the prompt is the answers'
+    common prefix."""
     chosen, rejected = (read_prompt(row, name) for name in ("chosen", "rejected"))
     if chosen == rejected:
         raise row.bad("'chosen' and 'rejected' are the same, so nothing is preferred")
@@ -239,7 +286,8 @@ def _pair(row: SourceRow, form: Format) -> tuple[Prompt, Prompt, Prompt]:
         raise row.bad("one of 'chosen' and 'rejected' is text and the other a conversation")
     if prompt is None:
         at = common_length(chosen, rejected)
-        # The prompt ends before a space: no word is cut, and the answers begin as they would be sampled.
+        # The prompt ends before a space: no word is cut, and the answers begin as they would be
+        # sampled.
         while at and not chosen[at - 1].isspace():
             at -= 1
         at = len(chosen[:at].rstrip())

@@ -30,9 +30,10 @@ class Part:
 class Loader(Generic[T]):
     """Draws items epoch after epoch.
 
-    Each part is shuffled in each epoch by ``(seed, part, epoch)``. With several parts, draw ``k`` is from a part chosen
-    by ``(seed, k)`` with probability ``weight / sum of weights``. The order is a function of the seed and the position,
-    independent of any global random state, so only the position is saved.
+    Each part is shuffled in each epoch by ``(seed, part, epoch)``. With several parts, draw ``k``
+    is from a part chosen by ``(seed, k)`` with probability ``weight / sum of weights``. The order
+    is a function of the seed and the position, independent of any global random state, so only the
+    position is saved.
 
     Example:
         >>> loader = Loader(["a", "b", "c"], batch_size=2, shuffle=False)
@@ -51,7 +52,8 @@ class Loader(Generic[T]):
         fingerprint: str | None = None,
         draws: int | None = None,
     ) -> None:
-        """``fingerprint`` identifies the data; None computes it. ``draws`` items are batched in all; None: no end."""
+        """``fingerprint`` identifies the data; None computes it. ``draws`` items are batched in
+        all; None: no end."""
         self.items, self.batch_size, self.shuffle, self.seed = items, batch_size, shuffle, seed
         self.draws = draws
         self.parts = tuple(parts) if parts else (Part("data", 0, len(items)),)
@@ -59,7 +61,9 @@ class Loader(Generic[T]):
         self._taken = [0] * len(self.parts)
         self._orders: list[tuple[int, list[int]]] = [(-1, [])] * len(self.parts)
         assert batch_size > 0, "batch_size must be positive"
-        assert all(len(part) > 0 and part.weight > 0 for part in self.parts), "a part has no item or no weight"
+        assert all(len(part) > 0 and part.weight > 0 for part in self.parts), (
+            "a part has no item or no weight"
+        )
 
     def __len__(self) -> int:
         """Items in all parts."""
@@ -93,7 +97,9 @@ class Loader(Generic[T]):
         index = 0
         if len(self.parts) > 1:
             weights = [part.weight for part in self.parts]
-            index = random.Random(f"{self.seed}/draw/{self.drawn}").choices(range(len(weights)), weights)[0]
+            index = random.Random(f"{self.seed}/draw/{self.drawn}").choices(
+                range(len(weights)), weights
+            )[0]
         part = self.parts[index]
         epoch, place = divmod(self._taken[index], len(part))
         self._taken[index] += 1
@@ -143,7 +149,8 @@ class Loader(Generic[T]):
 
 
 def fingerprint_of(items: Sequence[Any]) -> str:
-    """A short digest of the items in their order: dataclasses and JSON values by content, others by ``str``."""
+    """A short digest of the items in their order: dataclasses and JSON values by content, others by
+    ``str``."""
     digest = hashlib.blake2b(digest_size=16)
     for item in items:
         value: Any = asdict(item) if is_dataclass(item) and not isinstance(item, type) else item

@@ -32,7 +32,8 @@ def load_map(reference: str) -> MapRow:
         inspect.signature(function).bind({})
     except TypeError:
         raise ConfigError(
-            f"data.map = '{reference}' must take one argument, a row as a dict of its columns.", keys=("data.map",)
+            f"data.map = '{reference}' must take one argument, a row as a dict of its columns.",
+            keys=("data.map",),
         ) from None
     return function
 
@@ -40,7 +41,8 @@ def load_map(reference: str) -> MapRow:
 def mapped(rows: Rows, reference: str) -> Iterator[SourceRow | BadLine | None]:
     """The rows with the columns that the function returns; None for a row that it leaves out.
 
-    A returned column is added or replaces the row's; the other columns stay. A call that fails makes a bad line.
+    A returned column is added or replaces the row's; the other columns stay. A call that fails
+    makes a bad line.
     """
     function = load_map(reference)
     for row in rows:
@@ -56,7 +58,9 @@ def _mapped(row: SourceRow, function: MapRow, reference: str) -> SourceRow | Bad
         return row.bad(f"data.map = '{reference}' raised {type(error).__name__}: {error}{place}")
     if result is None:
         return None
-    if not isinstance(result, Mapping) or not all(isinstance(name, str) for name in cast("Mapping[Any, Any]", result)):
+    if not isinstance(result, Mapping) or not all(
+        isinstance(name, str) for name in cast("Mapping[Any, Any]", result)
+    ):
         kind = type(result).__name__
         return row.bad(
             f"data.map = '{reference}' returned {kind}; it must return a dict of columns, or None to drop it"

@@ -19,14 +19,16 @@ from tunesmith.learn.data.trie import build_nodes, prefix_order
 from tunesmith.models.forest import Forest, Segment
 
 
-def build_forest(batch: Batch, samples: Sequence[int] | None = None, *, share: bool = True) -> Forest:
+def build_forest(
+    batch: Batch, samples: Sequence[int] | None = None, *, share: bool = True
+) -> Forest:
     """Lay out samples of a batch (all by default) as one forest, without the batch's columns.
 
     A prefix shared by several samples is placed once. Predictions are in the order of ``samples``.
 
     Example:
-        Prompt ``[5, 6]`` with completions ``[7, 2]`` and ``[8]`` gives tokens ``5 6 7 2 8``, segments
-        ``(0, 2, -1) (2, 2, 0) (4, 1, 0)``, source ``1 2 1`` and targets ``7 2 8``.
+        Prompt ``[5, 6]`` with completions ``[7, 2]`` and ``[8]`` gives tokens ``5 6 7 2 8``,
+        segments ``(0, 2, -1) (2, 2, 0) (4, 1, 0)``, source ``1 2 1`` and targets ``7 2 8``.
     """
     chosen = np.arange(batch.num_samples) if samples is None else np.array(samples, np.int64)
     picked = batch.take(chosen)
@@ -37,11 +39,15 @@ def build_forest(batch: Batch, samples: Sequence[int] | None = None, *, share: b
     for offset, stop, end in zip(offsets, lengths, last, strict=False):
         while end >= 0:
             node = nodes[end]
-            rows[offset + node.start : offset + stop] = np.arange(starts[end], starts[end] + stop - node.start)
+            rows[offset + node.start : offset + stop] = np.arange(
+                starts[end], starts[end] + stop - node.start
+            )
             stop, end = node.start, node.parent
     token_ids, position_ids = np.empty(starts[-1], np.int64), np.empty(starts[-1], np.int64)
     token_ids[rows] = picked.token_ids
-    position_ids[rows] = np.arange(picked.num_tokens) - np.repeat(picked.offsets[:-1], picked.lengths)
+    position_ids[rows] = np.arange(picked.num_tokens) - np.repeat(
+        picked.offsets[:-1], picked.lengths
+    )
     return Forest(
         torch.from_numpy(token_ids),
         torch.from_numpy(position_ids),
@@ -58,13 +64,18 @@ def build_forest(batch: Batch, samples: Sequence[int] | None = None, *, share: b
 
 
 def gather(forest: Forest, batch: Batch) -> Forest:
-    """The forest with the batch's columns in float32, or in float64 if that is torch's default dtype."""
+    """The forest with the batch's columns in float32, or in float64 if that is torch's default
+    dtype."""
     rows, samples = forest.predictions.numpy(), list(forest.sample_ids)
-    dtype = torch.get_default_dtype() if torch.get_default_dtype() == torch.float64 else torch.float32
+    dtype = (
+        torch.get_default_dtype() if torch.get_default_dtype() == torch.float64 else torch.float32
+    )
     return replace(
         forest,
         columns={name: torch.from_numpy(c[rows]).to(dtype) for name, c in batch.columns.items()},
-        per_sample={name: torch.from_numpy(c[samples]).to(dtype) for name, c in batch.per_sample.items()},
+        per_sample={
+            name: torch.from_numpy(c[samples]).to(dtype) for name, c in batch.per_sample.items()
+        },
     )
 
 
@@ -89,13 +100,21 @@ class Packing:
         multiple_of: int = 1,
         cost: CostModel | None = None,
     ) -> Packing:
-        """Pack a batch with ``packing.pack`` and lay out its forests; the batch caches the packing of each layout.
+        """Pack a batch with ``packing.pack`` and lay out its forests; the batch caches the packing
+        of each layout.
 
         ``cost`` only balances micro-batches: a cached packing is returned for any cost.
         """
         layout = (max_tokens, share, keep_groups, multiple_of)
         if layout not in batch.packings:
-            bins = pack(batch, max_tokens, share=share, keep_groups=keep_groups, multiple_of=multiple_of, cost=cost)
+            bins = pack(
+                batch,
+                max_tokens,
+                share=share,
+                keep_groups=keep_groups,
+                multiple_of=multiple_of,
+                cost=cost,
+            )
             forests = tuple(build_forest(batch, samples, share=share) for samples in bins)
             batch.packings[layout] = cls(forests, batch.num_predictions, batch)
         return batch.packings[layout]
@@ -104,14 +123,19 @@ class Packing:
         return len(self.forests)
 
     def __iter__(self) -> Iterator[Forest]:
-        return iter(self.forests) if self.batch is None else (gather(forest, self.batch) for forest in self.forests)
+        return (
+            iter(self.forests)
+            if self.batch is None
+            else (gather(forest, self.batch) for forest in self.forests)
+        )
 
     @property
     def num_tokens(self) -> int:
         return sum(forest.num_tokens for forest in self.forests)
 
     def with_ends(self) -> Packing:
-        """For scoring: one extra prediction per sample after its last token; these follow the batch's predictions."""
+        """For scoring: one extra prediction per sample after its last token; these follow the
+        batch's predictions."""
         assert self.batch is not None
         first = self.num_predictions
         forests = tuple(forest.with_ends(first) for forest in self.forests)

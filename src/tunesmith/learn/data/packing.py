@@ -1,8 +1,9 @@
 """Grouping samples into micro-batches. No torch.
 
-The token cap is hard. Best fit produces few micro-batches and keeps samples with a common prompt together. Then moves
-and swaps balance the costs, because ranks wait for each other: this saves up to 6 % of the operations on 2 to 8 ranks
-(``python -m benchmarks.packing``). The result is deterministic.
+The token cap is hard. Best fit produces few micro-batches and keeps samples with a common prompt
+together. Then moves and swaps balance the costs, because ranks wait for each other: this saves up
+to 6 % of the operations on 2 to 8 ranks (``python -m benchmarks.packing``). The result is
+deterministic.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from tunesmith.learn.data.trie import PrefixOrder, num_forest_tokens, prefix_ord
 EXCHANGES = 200
 """Maximum number of moves and swaps that balance costs; each lowers the highest cost."""
 REPEATED = 1.001
-"""The factor by which a move or swap may raise the total cost of two bins, by repeating a prefix."""
+"""The factor by which a move or swap may raise the total cost of two bins, by repeating a
+prefix."""
 RELATIVES = 4
 """The number of trie neighbours on either side whose bins an item tries first."""
 
@@ -46,17 +48,20 @@ def pack(
     keep_groups: bool = False,
     multiple_of: int = 1,
 ) -> list[list[int]]:
-    """Partition a batch's samples into micro-batches whose forests have at most ``max_tokens`` tokens.
+    """Partition a batch's samples into micro-batches whose forests have at most ``max_tokens``
+    tokens.
 
     A tree that exceeds the cap is split, and its prefix repeated.
 
     Args:
-        keep_groups: put all samples of a ``group`` into one micro-batch, for a loss that compares them.
-        multiple_of: the number of ranks; the number of micro-batches is a multiple of it if there are enough samples.
+        keep_groups: put all samples of a ``group`` into one micro-batch, for a loss that compares
+            them.
+        multiple_of: the number of ranks; the number of micro-batches is a multiple of it if there
+            are enough samples.
 
     Returns:
-        Indices of samples, ascending in each micro-batch. The costliest micro-batch is first, so that running out of
-        memory shows immediately.
+        Indices of samples, ascending in each micro-batch. The costliest micro-batch is first, so
+        that running out of memory shows immediately.
 
     Raises:
         SampleTooLong: a sample exceeds ``max_tokens``.
@@ -77,20 +82,25 @@ def pack(
     _equalise(sizes, bins, max_tokens)
     bins = [b for b in bins if b.items]
     bins.sort(key=lambda b: (-b.cost, b.items[0].low))
-    return [sorted(sizes.order[r] for item in b.items for r in range(item.low, item.high)) for b in bins]
+    return [
+        sorted(sizes.order[r] for item in b.items for r in range(item.low, item.high)) for b in bins
+    ]
 
 
 def group_tokens(batch: Batch, *, share: bool = True) -> int:
     """Forest tokens of the largest group of samples."""
     members = (np.flatnonzero(batch.group == group) for group in np.unique(batch.group))
-    return max((num_forest_tokens(batch, chosen.tolist(), share=share) for chosen in members), default=0)
+    return max(
+        (num_forest_tokens(batch, chosen.tolist(), share=share) for chosen in members), default=0
+    )
 
 
 def _grouped(batch: Batch, prefixes: PrefixOrder, share: bool) -> PrefixOrder:
-    """The order in which each group's samples are adjacent, at the rank of the group's first sample.
+    """The order in which each group's samples are adjacent, at the rank of the group's first
+    sample.
 
-    The minimum of ``shared`` between two ranks is a lower bound on their common prefix in any order, so sizes may be
-    overestimated where groups interleave, but never underestimated.
+    The minimum of ``shared`` between two ranks is a lower bound on their common prefix in any
+    order, so sizes may be overestimated where groups interleave, but never underestimated.
     """
     assert (batch.group >= 0).all(), "samples without a group cannot be kept together"
     groups = batch.group.tolist()
@@ -103,9 +113,11 @@ def _grouped(batch: Batch, prefixes: PrefixOrder, share: bool) -> PrefixOrder:
 
 
 class _Item(NamedTuple):
-    """Ranks ``[low, high)`` (see ``PrefixOrder``) that stay together, with the size of their forest.
+    """Ranks ``[low, high)`` (see ``PrefixOrder``) that stay together, with the size of their
+    forest.
 
-    ``split`` identifies the oversized trie node that the item was cut from: ``(tokens of its prefix, first rank)``.
+    ``split`` identifies the oversized trie node that the item was cut from: ``(tokens of its
+    prefix, first rank)``.
     """
 
     low: int
@@ -127,9 +139,13 @@ class _Bin:
 class _Sizes:
     """Computes tokens and costs of sets of samples, sorted by rank."""
 
-    def __init__(self, batch: Batch, prefixes: PrefixOrder, model: CostModel, keep_groups: bool = False) -> None:
+    def __init__(
+        self, batch: Batch, prefixes: PrefixOrder, model: CostModel, keep_groups: bool = False
+    ) -> None:
         self.order, self.shared, self.model = prefixes.order, prefixes.shared, model
-        self.groups: list[int] = batch.group[self.order].tolist() if keep_groups else list(range(len(self.order)))
+        self.groups: list[int] = (
+            batch.group[self.order].tolist() if keep_groups else list(range(len(self.order)))
+        )
         self.lengths: list[int] = batch.lengths[self.order].tolist()
         self.heads: list[float] = (model.head * batch.counts[self.order]).tolist()
         self.shared_by_all = min(self.shared[1:], default=0)
@@ -194,10 +210,12 @@ def _cut(sizes: _Sizes, low: int, high: int, at: int) -> list[tuple[int, int]]:
 
 
 def _place(sizes: _Sizes, items: list[_Item], cap: int, count: int = 0) -> list[_Bin] | None:
-    """Put each item into the bin of a near relative where it adds the fewest tokens, else into another with room.
+    """Put each item into the bin of a near relative where it adds the fewest tokens, else into
+    another with room.
 
-    That other bin is the cheapest of ``count`` bins or, with ``count = 0``, the fullest or a new one. The largest item
-    goes first, but the children of a split node are placed together, before other items fill their bins.
+    That other bin is the cheapest of ``count`` bins or, with ``count = 0``, the fullest or a new
+    one. The largest item goes first, but the children of a split node are placed together, before
+    other items fill their bins.
 
     Returns:
         The bins; None if an item does not fit into ``count`` bins.
@@ -209,8 +227,13 @@ def _place(sizes: _Sizes, items: list[_Item], cap: int, count: int = 0) -> list[
     for item in sorted(items, key=lambda i: (-i.split[0], i.split[1], -size(i), i.low)):
         near = bisect_left(placed, (item.low, -1))
         homes = {home for _, home in placed[max(0, near - RELATIVES) : near + RELATIVES]}
-        added = {home: sizes.join([*bins[home].items, item]).tokens - bins[home].tokens for home in sorted(homes)}
-        sharing = [home for home, tokens in added.items() if tokens < item.tokens - sizes.shared_by_all]
+        added = {
+            home: sizes.join([*bins[home].items, item]).tokens - bins[home].tokens
+            for home in sorted(homes)
+        }
+        sharing = [
+            home for home, tokens in added.items() if tokens < item.tokens - sizes.shared_by_all
+        ]
         sharing = [home for home in sharing if bins[home].tokens + added[home] <= cap]
         if sharing:
             chosen = min(sharing, key=added.__getitem__)
@@ -232,7 +255,8 @@ def _place(sizes: _Sizes, items: list[_Item], cap: int, count: int = 0) -> list[
 
 
 def _spread(sizes: _Sizes, bins: list[_Bin], count: int, cap: int) -> list[_Bin]:
-    """``count`` bins of smaller subtrees with the smallest cap that suffices; the given bins if none does."""
+    """``count`` bins of smaller subtrees with the smallest cap that suffices; the given bins if
+    none does."""
     runs = [list(run) for _, run in groupby(range(len(sizes.order)), sizes.groups.__getitem__)]
     longest = max(sizes.item(run[0], run[-1] + 1, (0, 0)).tokens for run in runs)
     room = max(longest, -(-sum(b.tokens for b in bins) // count))
@@ -245,7 +269,8 @@ def _spread(sizes: _Sizes, bins: list[_Bin], count: int, cap: int) -> list[_Bin]
 
 
 def _equalise(sizes: _Sizes, bins: list[_Bin], cap: int) -> None:
-    """Move or swap items between the costliest bin and one of the cheapest as long as the higher cost falls."""
+    """Move or swap items between the costliest bin and one of the cheapest as long as the higher
+    cost falls."""
     for _ in range(EXCHANGES if len(bins) > 1 else 0):
         by_cost = sorted(range(len(bins)), key=lambda i: (bins[i].cost, i))
         heavy = by_cost.pop()
@@ -254,13 +279,16 @@ def _equalise(sizes: _Sizes, bins: list[_Bin], cap: int) -> None:
 
 
 def _exchange(sizes: _Sizes, bins: list[_Bin], heavy: int, light: int, cap: int) -> bool:
-    """Make the best single move or swap between two bins if it lowers the higher cost; return whether it did."""
+    """Make the best single move or swap between two bins if it lowers the higher cost; return
+    whether it did."""
     above, below = bins[heavy], bins[light]
     total, best = above.cost + below.cost, above.cost
     pair: tuple[_Bin, _Bin] | None = None
     by_cost = sorted(below.items, key=lambda i: (i.cost, i.low))
     for item in sorted(above.items, key=lambda i: (-i.cost, i.low))[:32]:
-        wanted = bisect_left(by_cost, item.cost - (above.cost - below.cost) / 2, key=lambda i: i.cost)
+        wanted = bisect_left(
+            by_cost, item.cost - (above.cost - below.cost) / 2, key=lambda i: i.cost
+        )
         swaps = [[back] for back in by_cost[max(0, wanted - 1) : wanted + 1]]
         for back in ([], *swaps) if len(above.items) > 1 else swaps:
             left = sizes.join([*(i for i in above.items if i is not item), *back])

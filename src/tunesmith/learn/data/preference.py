@@ -1,7 +1,7 @@
 """Samples for reward models and preference losses: pairs, judged answers, answers in steps.
 
-They are tokenized once, as in supervised training. A sample ends with its answer's EOS or end-of-turn token, without
-the text that the template writes after it.
+They are tokenized once, as in supervised training. A sample ends with its answer's EOS or
+end-of-turn token, without the text that the template writes after it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from tunesmith.types import Prompt, Sample, Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Samples that a loss compares, and their values: ``values[name][k]`` belongs to ``samples[k]``.
+    """Samples that a loss compares, and their values: ``values[name][k]`` belongs to
+    ``samples[k]``.
 
     In a pair the first sample is the chosen answer (``side`` +1), the second the rejected one (−1).
     """
@@ -35,7 +36,8 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True)
 class Solution:
-    """An answer in steps. Step ``k`` is judged at token ``marks[k]``, the last token of its separator."""
+    """An answer in steps. Step ``k`` is judged at token ``marks[k]``, the last token of its
+    separator."""
 
     token_ids: list[int]
     marks: tuple[int, ...]
@@ -69,17 +71,25 @@ def load_pairs(
         with reading.report.line(example.where):
             if answers[0].token_ids == answers[1].token_ids:
                 raise DataError("chosen and rejected are the same once they are tokenized and cut")
-            if room is not None and (tokens := num_forest_tokens(Batch.of(samples), share=share)) > room:
-                raise DataError(f"a pair of {tokens} tokens together exceeds system.max_tokens_per_microbatch = {room}")
+            if (
+                room is not None
+                and (tokens := num_forest_tokens(Batch.of(samples), share=share)) > room
+            ):
+                raise DataError(
+                    f"a pair of {tokens} tokens together exceeds system.max_tokens_per_microbatch = {room}"
+                )
             values = {"side": (1.0, -1.0), "margin": (example.margin, example.margin)}
             items.append((example.source, Comparison(samples, values)))
     return reading.prepared(items)
 
 
-def load_judged(section: DataSection, source: Sources, tokenizer: Tokenizer) -> Prepared[Comparison]:
+def load_judged(
+    section: DataSection, source: Sources, tokenizer: Tokenizer
+) -> Prepared[Comparison]:
     """Answers with ``side`` +1 (desirable) or −1, each with a mismatched sample for the KL of KTO.
 
-    The mismatched sample is the same prompt with another prompt's answer. A line with two answers gives two items.
+    The mismatched sample is the same prompt with another prompt's answer. A line with two answers
+    gives two items.
 
     Raises:
         DataError: as in ``load_pairs``, or all prompts are equal, so no answer can be mismatched.
@@ -89,8 +99,12 @@ def load_judged(section: DataSection, source: Sources, tokenizer: Tokenizer) -> 
     judged: list[tuple[int, Sample, float]] = []
     for example, answers in _answers(reading):
         sides = (1.0, -1.0) if len(answers) == 2 else (1.0 if example.desirable else -1.0,)
-        judged += [(example.source, sample, side) for sample, side in zip(answers, sides, strict=True)]
-    others = _mismatched([sample for _, sample, _ in judged], ", ".join(source.path for source in reading.sources))
+        judged += [
+            (example.source, sample, side) for sample, side in zip(answers, sides, strict=True)
+        ]
+    others = _mismatched(
+        [sample for _, sample, _ in judged], ", ".join(source.path for source in reading.sources)
+    )
     items = [
         (index, Comparison((sample, other), {"side": (side, side)}))
         for (index, sample, side), other in zip(judged, others, strict=True)
@@ -99,9 +113,14 @@ def load_judged(section: DataSection, source: Sources, tokenizer: Tokenizer) -> 
 
 
 def load_steps(
-    section: DataSection, source: Sources, tokenizer: Tokenizer, separator: str, marks: tuple[str, str] = ("+", "-")
+    section: DataSection,
+    source: Sources,
+    tokenizer: Tokenizer,
+    separator: str,
+    marks: tuple[str, str] = ("+", "-"),
 ) -> Prepared[Solution]:
-    """Answers in steps, with a ``separator`` after each step, appended to the prompt as a policy would write them.
+    """Answers in steps, with a ``separator`` after each step, appended to the prompt as a policy
+    would write them.
 
     Args:
         marks: the labels of a good and a bad step in texts that have labels instead of separators.
@@ -117,7 +136,9 @@ def load_steps(
         assert example.prompt is not None
         text = cast("str", example.prompt)
         if reading.template is not None:
-            text = reading.template.whole(with_system(section, example.prompt), example.tools, prompt=True)
+            text = reading.template.whole(
+                with_system(section, example.prompt), example.tools, prompt=True
+            )
         spans: list[Span] = []
         for step in example.steps:
             text += step + separator
@@ -131,22 +152,33 @@ def load_steps(
             bare, inside = mask_spans(tokenizer, text.text, joint, text.spans)
             ids = bare if reading.template else with_leading(reading.leading, bare)
             inside = [False] * (len(ids) - len(bare)) + inside
-            last = [here and not after for here, after in zip(inside, [*inside[1:], False], strict=True)]
+            last = [
+                here and not after for here, after in zip(inside, [*inside[1:], False], strict=True)
+            ]
             fitted = reading.fit_sample(Sample(list(ids), last))
             places = tuple(place for place, judged in enumerate(fitted.loss_mask) if judged)
-            kept = slice(-len(places), None) if section.too_long == "truncate_left" else slice(len(places))
+            kept = (
+                slice(-len(places), None)
+                if section.too_long == "truncate_left"
+                else slice(len(places))
+            )
             items.append((example.source, Solution(fitted.token_ids, places, example.labels[kept])))
     return reading.prepared(items)
 
 
 def _answers(reading: Reading) -> list[tuple[Example, list[Sample]]]:
-    """Every usable example with the samples of its answers: one, or the preferred and the rejected one."""
+    """Every usable example with the samples of its answers: one, or the preferred and the rejected
+    one."""
 
     def render(example: Example) -> list[Rendered]:
-        answers = [answer for answer in (example.completion, example.rejected) if answer is not None]
+        answers = [
+            answer for answer in (example.completion, example.rejected) if answer is not None
+        ]
         texts = [_one_text(reading, example, answer) for answer in answers]
         for text in texts:
-            reading.check_length(text.text[: text.spans[-1][1]])  # what follows is left out of the sample
+            reading.check_length(
+                text.text[: text.spans[-1][1]]
+            )  # what follows is left out of the sample
         return texts
 
     answered: list[tuple[Example, list[Sample]]] = []
@@ -158,23 +190,31 @@ def _answers(reading: Reading) -> list[tuple[Example, list[Sample]]]:
 
 
 def _one_text(reading: Reading, example: Example, answer: Prompt) -> Rendered:
-    """Prompt and answer as one text with the assistant's spans in the answer; DataError if one text cannot hold it."""
+    """Prompt and answer as one text with the assistant's spans in the answer; DataError if one text
+    cannot hold it."""
     texts = learned_texts(reading.section, replace(example, completion=answer), reading.template)
     if len(texts) > 1:
-        raise DataError("the chat template rewrites earlier turns of the answer; put each turn into a separate line")
+        raise DataError(
+            "the chat template rewrites earlier turns of the answer; put each turn into a separate line"
+        )
     return texts[0]
 
 
 def _mismatched(samples: Sequence[Sample], where: str) -> list[Sample]:
-    """Each sample's prompt with the answer to a different prompt, searched from half the data set ahead, in order.
+    """Each sample's prompt with the answer to a different prompt, searched from half the data set
+    ahead, in order.
 
     Answers are cut so that no result is longer than the longest sample.
     """
     starts = [sample.loss_mask.index(True) for sample in samples]
-    prompts = [tuple(sample.token_ids[:start]) for sample, start in zip(samples, starts, strict=True)]
+    prompts = [
+        tuple(sample.token_ids[:start]) for sample, start in zip(samples, starts, strict=True)
+    ]
     count, longest = len(samples), max((len(sample.token_ids) for sample in samples), default=0)
     if len(set(prompts)) < 2:
-        raise DataError(f"{where}: KTO estimates a KL from answers to other prompts, and all prompts here are equal")
+        raise DataError(
+            f"{where}: KTO estimates a KL from answers to other prompts, and all prompts here are equal"
+        )
     others: list[Sample] = []
     for number, prompt in enumerate(prompts):
         places = ((number + count // 2 + step) % count for step in range(count))
@@ -186,7 +226,8 @@ def _mismatched(samples: Sequence[Sample], where: str) -> list[Sample]:
 
 
 def with_steps(example: Example, separator: str, marks: tuple[str, str]) -> Example:
-    """Split an example whose text has separators (Math-Shepherd's format) into steps; return others unchanged.
+    """Split an example whose text has separators (Math-Shepherd's format) into steps; return others
+    unchanged.
 
     Raises:
         DataError: separators and labels do not match.
@@ -205,8 +246,16 @@ def with_steps(example: Example, separator: str, marks: tuple[str, str]) -> Exam
     labels = [known.get(tag.strip(), -1.0) if isinstance(tag, str) else tag for tag in tags]
     for tag, label in zip(tags, labels, strict=True):
         if not isinstance(label, int | float) or not 0 <= label <= 1:
-            raise DataError(f"the label {tag!r} is neither {marks[0]!r}, {marks[1]!r}, true, false nor from 0 to 1")
-    return replace(example, text=None, prompt="", steps=tuple(steps), labels=tuple(float(label) for label in labels))
+            raise DataError(
+                f"the label {tag!r} is neither {marks[0]!r}, {marks[1]!r}, true, false nor from 0 to 1"
+            )
+    return replace(
+        example,
+        text=None,
+        prompt="",
+        steps=tuple(steps),
+        labels=tuple(float(label) for label in labels),
+    )
 
 
 def _tags_in(labelled: str, steps: list[str], marks: tuple[str, str]) -> list[str]:
@@ -216,7 +265,9 @@ def _tags_in(labelled: str, steps: list[str], marks: tuple[str, str]) -> list[st
         labelled = labelled[len(step) :] if labelled.startswith(step) else ""
         mark = next((mark for mark in marks if labelled.startswith(mark)), None)
         if mark is None:
-            raise DataError(f"the labels' text differs from the answer's before label {number}, or has no label there")
+            raise DataError(
+                f"the labels' text differs from the answer's before label {number}, or has no label there"
+            )
         tags.append(mark)
         labelled = labelled[len(mark) :]
     return tags

@@ -1,7 +1,8 @@
-"""Conversion of a ``[data]`` section to tasks (reinforcement learning) or samples (supervised training).
+"""Conversion of a ``[data]`` section to tasks (reinforcement learning) or samples (supervised
+training).
 
-``load_tasks`` and ``load_samples`` read the data, detect its format, convert and tokenize it once, and report on every
-line.
+``load_tasks`` and ``load_samples`` read the data, detect its format, convert and tokenize it once,
+and report on every line.
 """
 
 from __future__ import annotations
@@ -14,7 +15,15 @@ from tunesmith.config.schema import DataSection
 from tunesmith.learn.data.chat import Rendered
 from tunesmith.learn.data.formats import Example, Goal
 from tunesmith.learn.data.prompts import PromptEncoder, learned_texts, note_turn_end
-from tunesmith.learn.data.reading import Prepared, Reading, Sources, as_sources, check_section, examples_of, weights_of
+from tunesmith.learn.data.reading import (
+    Prepared,
+    Reading,
+    Sources,
+    as_sources,
+    check_section,
+    examples_of,
+    weights_of,
+)
 from tunesmith.learn.data.report import LoadReport
 from tunesmith.learn.data.sources import on_hub, read
 from tunesmith.types import Prompt, Sample, Task, Tokenizer
@@ -73,11 +82,12 @@ def load_tasks(
 ) -> TaskSet:
     """Tasks for reinforcement learning, each prompt tokenized once.
 
-    A prompt that is a conversation, or text if ``data.chat`` is set, goes through the chat template up to the start of
-    the assistant's turn; other text gets the tokenizer's leading tokens (BOS).
+    A prompt that is a conversation, or text if ``data.chat`` is set, goes through the chat template
+    up to the start of the assistant's turn; other text gets the tokenizer's leading tokens (BOS).
 
     Args:
-        tools_of: returns the tools of a line's environment; if it has none, the prompt has the line's own tools.
+        tools_of: returns the tools of a line's environment; if it has none, the prompt has the
+            line's own tools.
 
     Raises:
         DataError: nothing is usable, or a line that may not be skipped is bad or too long.
@@ -86,7 +96,8 @@ def load_tasks(
     reading = Reading.of(section, source, tokenizer, "rl")
     if tools_of is not None and reading.template is not None and reading.template.takes_tools:
         reading.examples[:] = [
-            replace(example, tools=tools_of(example) or example.tools) for example in reading.examples
+            replace(example, tools=tools_of(example) or example.tools)
+            for example in reading.examples
         ]
     encoder = PromptEncoder(section, tokenizer, reading.template)
 
@@ -97,7 +108,9 @@ def load_tasks(
 
     rendered = reading.each(render)
     tasks: list[tuple[int, Task]] = []
-    for (example, _), ids in zip(rendered, encoder.encode([text for _, text in rendered]), strict=True):
+    for (example, _), ids in zip(
+        rendered, encoder.encode([text for _, text in rendered]), strict=True
+    ):
         with reading.report.line(example.where):
             prompt, fitted = reading.fit_prompt(encoder, example, ids)
             if isinstance(example.prompt, str) and isinstance(prompt, list):
@@ -109,9 +122,10 @@ def load_tasks(
 def load_samples(section: DataSection, source: Sources, tokenizer: Tokenizer) -> SampleSet:
     """Samples for supervised training: token ids and a mask of the learned tokens.
 
-    Depending on the format, the loss is on a whole text and its EOS; on a completion and its EOS or end-of-turn token;
-    or on every assistant turn and its end-of-turn token. ``data.loss_on`` overrides this. A conversation whose template
-    rewrites earlier turns becomes several samples, and each assistant turn is learned once (see ``data.chat``).
+    Depending on the format, the loss is on a whole text and its EOS; on a completion and its EOS or
+    end-of-turn token; or on every assistant turn and its end-of-turn token. ``data.loss_on``
+    overrides this. A conversation whose template rewrites earlier turns becomes several samples,
+    and each assistant turn is learned once (see ``data.chat``).
 
     Raises:
         DataError, ConfigError: as ``load_tasks``.
@@ -139,7 +153,8 @@ def load_samples(section: DataSection, source: Sources, tokenizer: Tokenizer) ->
 def _not_far_too_long(
     reading: Reading, rendered: Iterable[tuple[Example, Sequence[Rendered]]]
 ) -> list[tuple[Example, list[Rendered]]]:
-    """The examples without the texts that ``Reading.check_length`` refuses; the report lists those."""
+    """The examples without the texts that ``Reading.check_length`` refuses; the report lists
+    those."""
     kept: list[tuple[Example, list[Rendered]]] = []
     for example, texts in rendered:
         kept.append((example, []))

@@ -23,13 +23,17 @@ Shots = Sequence[tuple[str, str]]
 """Worked examples: (prompt, completion)."""
 
 
-def choose_template(section: DataSection, tokenizer: Tokenizer, examples: list[Example]) -> ChatTemplate | None:
+def choose_template(
+    section: DataSection, tokenizer: Tokenizer, examples: list[Example]
+) -> ChatTemplate | None:
     """The chat template to use; None if prompts are plain text.
 
     Raises:
         ConfigError: the settings, the data and the tokenizer do not fit together.
     """
-    talk = next((e for e in examples if isinstance(e.prompt, list) or isinstance(e.completion, list)), None)
+    talk = next(
+        (e for e in examples if isinstance(e.prompt, list) or isinstance(e.completion, list)), None
+    )
     if talk is not None and section.chat is False:
         raise ConfigError(
             f"data.chat = false, but {talk.where} is a conversation, which needs the chat template.",
@@ -51,13 +55,16 @@ def choose_template(section: DataSection, tokenizer: Tokenizer, examples: list[E
         return None
     template = ChatTemplate.of(tokenizer)
     sides = [side for e in examples for side in (e.prompt, e.completion) if isinstance(side, list)]
-    if section.system_prompt is not None or any(m["role"] == "system" for side in sides for m in side):
+    if section.system_prompt is not None or any(
+        m["role"] == "system" for side in sides for m in side
+    ):
         template.check_system()
     return template
 
 
 def with_system(section: DataSection, prompt: Prompt) -> list[Message]:
-    """A prompt as messages with the system prompt; a conversation that has its own system message keeps it."""
+    """A prompt as messages with the system prompt; a conversation that has its own system message
+    keeps it."""
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     if section.system_prompt is None or any(message["role"] == "system" for message in messages):
         return messages
@@ -68,7 +75,9 @@ def note_turn_end(template: ChatTemplate, texts: Iterable[Rendered], report: Loa
     """Note in the report if no learned turn ends with a stop token."""
     marker = template.stop_marker
     if not template.ends_turns:
-        report.note("The chat template ends assistant turns with no special token: the model does not learn to stop.")
+        report.note(
+            "The chat template ends assistant turns with no special token: the model does not learn to stop."
+        )
     elif template.marks_assistant and any(
         text.text.startswith(marker, stop) for text in texts for _, stop in text.spans
     ):
@@ -77,7 +86,9 @@ def note_turn_end(template: ChatTemplate, texts: Iterable[Rendered], report: Loa
         )
 
 
-def learned_texts(section: DataSection, example: Example, template: ChatTemplate | None) -> list[Rendered]:
+def learned_texts(
+    section: DataSection, example: Example, template: ChatTemplate | None
+) -> list[Rendered]:
     """The texts of an example, with their learned spans."""
     if example.text is not None:
         return [Rendered(example.text, ((0, len(example.text)),))]
@@ -87,12 +98,22 @@ def learned_texts(section: DataSection, example: Example, template: ChatTemplate
         start = 0 if section.loss_on == "all" else len(example.prompt)
         return [Rendered(text, ((start, len(text)),))]
     completion = example.completion
-    answer = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
+    answer = (
+        [{"role": "assistant", "content": completion}]
+        if isinstance(completion, str)
+        else completion
+    )
     talk_only = not example.prompt
-    messages = with_system(section, answer) if talk_only else [*with_system(section, example.prompt), *answer]
+    messages = (
+        with_system(section, answer)
+        if talk_only
+        else [*with_system(section, example.prompt), *answer]
+    )
     if section.loss_on == "all":
         if any(message.get("weight", 1) == 0 for message in messages):
-            raise DataError("a message has weight 0, and data.loss_on = 'all' learns every one; leave one out")
+            raise DataError(
+                "a message has weight 0, and data.loss_on = 'all' learns every one; leave one out"
+            )
         text = template.whole(messages, example.tools)
         return [Rendered(text, ((0, len(text)),))]
     turns = [i for i, message in enumerate(messages) if is_learned(message)]
@@ -102,8 +123,12 @@ def learned_texts(section: DataSection, example: Example, template: ChatTemplate
     if not turns or turns[-1] < first:
         raise DataError("no assistant turn to learn")
     for i in turns:
-        if i >= first and not any(messages[i].get(part) for part in ("content", "tool_calls", *THOUGHTS)):
-            raise DataError(f"message {i + 1}, an assistant's turn, is empty; leave it out, or give it weight 0")
+        if i >= first and not any(
+            messages[i].get(part) for part in ("content", "tool_calls", *THOUGHTS)
+        ):
+            raise DataError(
+                f"message {i + 1}, an assistant's turn, is empty; leave it out, or give it weight 0"
+            )
     return template.learned(messages, example.tools, first)
 
 
@@ -119,9 +144,14 @@ class PromptEncoder:
 
     @classmethod
     def of(
-        cls, section: DataSection, tokenizer: Tokenizer, prompts: Sequence[Prompt], separator: str = ""
+        cls,
+        section: DataSection,
+        tokenizer: Tokenizer,
+        prompts: Sequence[Prompt],
+        separator: str = "",
     ) -> PromptEncoder:
-        """An encoder for ``prompts``, with the template that ``choose_template`` returns for them."""
+        """An encoder for ``prompts``, with the template that ``choose_template`` returns for
+        them."""
         examples = [Example(f"prompt {i}", "", prompt=prompt) for i, prompt in enumerate(prompts)]
         return cls(section, tokenizer, choose_template(section, tokenizer, examples), separator)
 
@@ -130,7 +160,8 @@ class PromptEncoder:
         return self.encode([self.text(prompt, tools, shots)])[0]
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """Token ids of texts from ``text``; plain text gets the tokenizer's leading tokens (BOS)."""
+        """Token ids of texts from ``text``; plain text gets the tokenizer's leading tokens
+        (BOS)."""
         encoded = encode(self.tokenizer, texts)
         if self.template is not None:
             return encoded
@@ -143,16 +174,25 @@ class PromptEncoder:
         ``shots`` come before the question: as turns after the system message, or as text.
         """
         if self.template is None:
-            return "".join(f"{asked}{answered}{self.separator}" for asked, answered in shots) + cast("str", prompt)
+            return "".join(
+                f"{asked}{answered}{self.separator}" for asked, answered in shots
+            ) + cast("str", prompt)
         messages = with_system(self.section, prompt)
-        system = list(takewhile(lambda message: message["role"] in ("system", "developer"), messages))
-        sides = [(role, text) for shot in shots for role, text in zip(("user", "assistant"), shot, strict=True)]
+        system = list(
+            takewhile(lambda message: message["role"] in ("system", "developer"), messages)
+        )
+        sides = [
+            (role, text)
+            for shot in shots
+            for role, text in zip(("user", "assistant"), shot, strict=True)
+        ]
         turns = [{"role": role, "content": text} for role, text in sides]
         return self.template.whole([*system, *turns, *messages[len(system) :]], tools, prompt=True)
 
 
 def read_shots(path: Path, tokenizer: Tokenizer | None = None) -> Shots:
-    """The worked examples in a data file whose lines have a prompt and a completion as text; DataError if not.
+    """The worked examples in a data file whose lines have a prompt and a completion as text;
+    DataError if not.
 
     Args:
         tokenizer: if given, the model's embedding must have a row for each token.

@@ -1,4 +1,5 @@
-"""Conversion of the lines of a ``[data]`` section to examples, and of examples to tokens within the limits.
+"""Conversion of the lines of a ``[data]`` section to examples, and of examples to tokens within the
+limits.
 
 The report (``data.report``) counts and lists every unusable line.
 """
@@ -36,11 +37,14 @@ V = TypeVar("V", int, bool)
 Sources = str | Source | tuple[str | Source, ...]
 
 SPARSE = 32
-"""Characters per token of the limit up to which a text is tokenized whole; ordinary text has three to five."""
+"""Characters per token of the limit up to which a text is tokenized whole; ordinary text has three
+to five."""
 SHORTEST_START = 4096
-"""Characters of the shortest start of a text that is tokenized by itself: longer than any token or word."""
+"""Characters of the shortest start of a text that is tokenized by itself: longer than any token or
+word."""
 FAR = 4
-"""Times the limit that a start's tokens must exceed. A cut changes a few tokens beside it, never that many."""
+"""Times the limit that a start's tokens must exceed. A cut changes a few tokens beside it, never
+that many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +108,8 @@ class Reading:
         limit = "max_prompt_tokens" if goal == "rl" else "max_tokens"
         if section.too_long != "error" and getattr(section, limit) is None:
             raise ConfigError(
-                f"data.too_long = '{section.too_long}' needs a limit: set data.{limit}.", keys=("data.too_long",)
+                f"data.too_long = '{section.too_long}' needs a limit: set data.{limit}.",
+                keys=("data.too_long",),
             )
         sources = as_sources(source)
         report = LoadReport(skip_bad=section.skip_bad, skip_too_long=section.too_long == "skip")
@@ -126,10 +131,20 @@ class Reading:
         template = choose_template(section, tokenizer, examples)
         if note := unused_note(tokenizer):
             report.note(note)
-        return cls(section, sources, tokenizer, examples, report, fingerprint, template, leading_ids(tokenizer))
+        return cls(
+            section,
+            sources,
+            tokenizer,
+            examples,
+            report,
+            fingerprint,
+            template,
+            leading_ids(tokenizer),
+        )
 
     def each(self, make: Callable[[Example], U]) -> list[tuple[Example, U]]:
-        """Every example with the result of ``make``; if ``make`` raises a DataError, the example is a bad line."""
+        """Every example with the result of ``make``; if ``make`` raises a DataError, the example is
+        a bad line."""
         results: list[tuple[Example, U]] = []
         for example in self.examples:
             with self.report.line(example.where):
@@ -137,12 +152,14 @@ class Reading:
         return results
 
     def check_length(self, text: str) -> None:
-        """Refuse a text whose start alone is far too long, so that the rest of its megabytes is never tokenized.
+        """Refuse a text whose start alone is far too long, so that the rest of its megabytes is
+        never tokenized.
 
         Only a text that exceeds the limit is refused here, and not every such text is.
 
         Raises:
-            TooLong: the first characters alone have more than ``FAR`` times the tokens of the limit.
+            TooLong: the first characters alone have more than ``FAR`` times the tokens of the
+                limit.
         """
         key = "max_tokens" if self.section.max_tokens is not None else "max_prompt_tokens"
         limit = getattr(self.section, key)
@@ -159,15 +176,21 @@ class Reading:
     def encoded(
         self, rendered: Sequence[tuple[Example, Sequence[Rendered]]]
     ) -> Iterator[tuple[Example, list[tuple[Rendered, Encoded]]]]:
-        """Every example's texts with their tokens; the texts of all examples are tokenized together."""
-        tokens = encode_with_offsets(self.tokenizer, [text.text for _, texts in rendered for text in texts])
+        """Every example's texts with their tokens; the texts of all examples are tokenized
+        together."""
+        tokens = encode_with_offsets(
+            self.tokenizer, [text.text for _, texts in rendered for text in texts]
+        )
         for example, texts in rendered:
             yield example, [(text, next(tokens)) for text in texts]
 
-    def sample(self, example: Example, text: Rendered, joint: Encoded, *, ended: bool = False) -> Sample:
+    def sample(
+        self, example: Example, text: Rendered, joint: Encoded, *, ended: bool = False
+    ) -> Sample:
         """Tokens and mask of a text within the limit; DataError if it is unusable.
 
-        Plain text gets the tokenizer's BOS and EOS. With ``ended`` the sample ends at the last learned token.
+        Plain text gets the tokenizer's BOS and EOS. With ``ended`` the sample ends at the last
+        learned token.
         """
         ids, mask = mask_spans(self.tokenizer, text.text, joint, text.spans)
         if self.template is None or example.text is not None:
@@ -186,7 +209,8 @@ class Reading:
         """The sample cut to ``data.max_tokens``.
 
         Raises:
-            DataError: it may not be cut, nothing is left to learn, or a token has no row in the model's embedding.
+            DataError: it may not be cut, nothing is left to learn, or a token has no row in the
+                model's embedding.
         """
         limit, ids = self.section.max_tokens, sample.token_ids
         self._check_rows(ids)
@@ -200,14 +224,17 @@ class Reading:
         self.report.truncated += 1
         return Sample(self._cut(ids, ids, limit), mask)
 
-    def fit_prompt(self, encoder: PromptEncoder, example: Example, ids: list[int]) -> tuple[Prompt, list[int]]:
+    def fit_prompt(
+        self, encoder: PromptEncoder, example: Example, ids: list[int]
+    ) -> tuple[Prompt, list[int]]:
         """The policy's prompt within ``data.max_prompt_tokens``.
 
-        Plain text is cut by tokens and decoded again. In a conversation the last user message is shortened, so that the
-        template around it stays complete.
+        Plain text is cut by tokens and decoded again. In a conversation the last user message is
+        shortened, so that the template around it stays complete.
 
         Raises:
-            DataError: it may not be cut, stays too long, or has a token without a row in the model's embedding.
+            DataError: it may not be cut, stays too long, or has a token without a row in the
+                model's embedding.
         """
         self._check_rows(ids)
         prompt, limit = cast("Prompt", example.prompt), self.section.max_prompt_tokens
@@ -238,7 +265,8 @@ class Reading:
             raise TooLong(reason)
 
     def _cut(self, values: list[V], ids: list[int], limit: int) -> list[V]:
-        """At most ``limit`` of the values, one per token of ``ids``; a cut on the left keeps BOS."""
+        """At most ``limit`` of the values, one per token of ``ids``; a cut on the left keeps
+        BOS."""
         if self.section.too_long == "truncate_right":
             return values[:limit]
         head = min(self._head(ids), limit)
@@ -248,7 +276,8 @@ class Reading:
         return len(self.leading) if ids[: len(self.leading)] == self.leading else 0
 
     def prepared(self, items: list[tuple[int, T]]) -> Prepared[T]:
-        """Prepare items ``(index of the source, item)``: one part per source, or a single part without weights."""
+        """Prepare items ``(index of the source, item)``: one part per source, or a single part
+        without weights."""
         report, weights = self.report, weights_of(self.sources)
         counts = [sum(i == index for i, _ in items) for index in range(len(self.sources))]
         for source, count in zip(self.sources, counts, strict=True):
@@ -260,9 +289,15 @@ class Reading:
             shares = tuple(count / len(flat) for count in counts)
             return Prepared(flat, (Part("data", 0, len(flat)),), report, self.fingerprint, shares)
         parts: list[Part] = []
-        for index, (source, weight, count) in enumerate(zip(self.sources, weights, counts, strict=True)):
+        for index, (source, weight, count) in enumerate(
+            zip(self.sources, weights, counts, strict=True)
+        ):
             start = parts[-1].stop if parts else 0
-            name = source.path if all(part.name != source.path for part in parts) else f"{source.path}#{index}"
+            name = (
+                source.path
+                if all(part.name != source.path for part in parts)
+                else f"{source.path}#{index}"
+            )
             parts.append(Part(name, start, start + count, weight))
             report.note(f"{name}: {weight / sum(weights):.0%} of the draws, {count} items")
         shares = tuple(weight / sum(weights) for weight in weights)
@@ -270,7 +305,10 @@ class Reading:
 
 
 UNUSED: dict[str, tuple[tuple[Goal, ...], str]] = {
-    "max_prompt_tokens": (("sft", "pairs", "judged", "steps"), "it is for prompts of RL; set data.max_tokens instead"),
+    "max_prompt_tokens": (
+        ("sft", "pairs", "judged", "steps"),
+        "it is for prompts of RL; set data.max_tokens instead",
+    ),
     "max_tokens": (("rl",), "it is for supervised training; set data.max_prompt_tokens instead"),
     "completion": (("rl", "pairs", "steps"), "it is for supervised training and KTO"),
     "loss_on": (("rl", "pairs", "judged", "steps"), "it is for supervised training"),
@@ -286,7 +324,9 @@ def check_section(section: DataSection, goal: Goal) -> None:
             raise ConfigError(Problem((f"data.{key}",), what, "unread"))
 
 
-def examples_of(section: DataSection, source: Source, goal: Goal, report: LoadReport) -> Iterator[Example]:
+def examples_of(
+    section: DataSection, source: Source, goal: Goal, report: LoadReport
+) -> Iterator[Example]:
     """The usable lines of one source; a file's first usable line determines its format."""
     formats: dict[str, Format] = {}
     left_out = 0
@@ -317,7 +357,8 @@ def _detect(section: DataSection, row: SourceRow, goal: Goal) -> Format:
                 raise ConfigError(what, keys=(f"data.{key}",))
         if section.loss_on not in (None, "all"):
             raise ConfigError(
-                f"{row.file} is plain text without turns: data.loss_on can only be 'all'.", keys=("data.loss_on",)
+                f"{row.file} is plain text without turns: data.loss_on can only be 'all'.",
+                keys=("data.loss_on",),
             )
     return form
 
@@ -328,13 +369,19 @@ def weights_of(sources: tuple[Source, ...]) -> list[float] | None:
     if weights and len(weights) < len(sources):
         without = next(source.path for source in sources if source.weight is None)
         raise ConfigError(
-            f"data: '{without}' has no weight, but other sources have; give each one or none.", keys=("data.train",)
+            f"data: '{without}' has no weight, but other sources have; give each one or none.",
+            keys=("data.train",),
         )
     return weights or None
 
 
 def _fitting(
-    encoder: PromptEncoder, prompt: list[Message], tools: list[Any] | None, ids: list[int], limit: int, left: bool
+    encoder: PromptEncoder,
+    prompt: list[Message],
+    tools: list[Any] | None,
+    ids: list[int],
+    limit: int,
+    left: bool,
 ) -> tuple[list[Message], list[int]] | None:
     """Shorten the last user message until the prompt fits; None if that is impossible."""
     last = max((i for i, message in enumerate(prompt) if message["role"] == "user"), default=None)

@@ -18,7 +18,8 @@ SkipKind = Literal["bad", "too_long"]
 
 
 class TooLong(DataError):
-    """A line has more tokens than allowed and may not be cut. The message is the reason, without the place."""
+    """A line has more tokens than allowed and may not be cut. The message is the reason, without
+    the place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +35,8 @@ class Skipped:
 class LoadReport:
     """Counts and lists of the lines of one load.
 
-    ``formats`` has a sentence per file; ``notes`` are facts about the data or the template that the user should know.
+    ``formats`` has a sentence per file; ``notes`` are facts about the data or the template that the
+    user should know.
     """
 
     skip_bad: bool = False
@@ -50,7 +52,9 @@ class LoadReport:
         """Count and list a bad line; raise it unless bad lines are to be skipped."""
         if not self.skip_bad:
             # before the first usable line, skipping might skip them all
-            hint = " (data.skip_bad = true skips such lines and lists them.)" if self.formats else ""
+            hint = (
+                " (data.skip_bad = true skips such lines and lists them.)" if self.formats else ""
+            )
             raise DataError(f"{where}: {reason}.{hint}")
         self.skipped.append(Skipped(where, "bad", reason))
 
@@ -89,9 +93,14 @@ class LoadReport:
         return {"read": self.read, "kept": self.kept, "truncated": self.truncated, **skipped}
 
     def summary(self, reasons: int = 3) -> str:
-        """A few lines of text: formats, counts, the first skipped lines with their reasons, and notes."""
+        """A few lines of text: formats, counts, the first skipped lines with their reasons, and
+        notes."""
         counts = self.counts
-        outcomes = {"bad": "bad and skipped", "too_long": "too long and skipped", "truncated": "truncated"}
+        outcomes = {
+            "bad": "bad and skipped",
+            "too_long": "too long and skipped",
+            "truncated": "truncated",
+        }
         tail = "".join(f", {counts[key]} {text}" for key, text in outcomes.items() if counts[key])
         lines = [*self.formats, f"{self.kept} of {self.read} lines used{tail}"]
         lines += [f"  {skip.where}: {skip.reason}" for skip in self.skipped[:reasons]]
@@ -100,7 +109,8 @@ class LoadReport:
         return "\n".join([*lines, *self.notes])
 
     def write_skipped(self, path: Path) -> None:
-        """Write skipped lines as JSON Lines (``where``, ``kind``, ``reason``); no file is written if there are none."""
+        """Write skipped lines as JSON Lines (``where``, ``kind``, ``reason``); no file is written
+        if there are none."""
         if self.skipped:
             text = "".join(json.dumps(asdict(skip)) + "\n" for skip in self.skipped)
             write_output(path, text.encode(), private=True)

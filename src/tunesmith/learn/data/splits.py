@@ -12,7 +12,8 @@ _PART = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Consecutive rows, as in a Python slice. An end is a row number, a share such as ``90%``, or empty."""
+    """Consecutive rows, as in a Python slice. An end is a row number, a share such as ``90%``, or
+    empty."""
 
     start: str = ""
     stop: str = ""
@@ -32,7 +33,8 @@ def _row(end: str, count: int) -> int | None:
 
 
 def parse_split(text: str) -> tuple[str, Cut | None]:
-    """The split, and the part of it that is meant; None for all of it, and for what only ``datasets`` reads.
+    """The split, and the part of it that is meant; None for all of it, and for what only
+    ``datasets`` reads.
 
     Example:
         >>> parse_split("train[:90%]")

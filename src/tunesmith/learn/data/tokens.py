@@ -35,11 +35,14 @@ def encode(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
 
 def decode(tokenizer: Tokenizer, token_ids: Sequence[int]) -> str:
     """The text of tokens, including special tokens."""
-    return tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    return tokenizer.decode(
+        list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
+    )
 
 
 def encode_with_offsets(tokenizer: Tokenizer, texts: Sequence[str]) -> Iterator[Encoded]:
-    """Each text's tokens and offsets, without added special tokens; ModelError if the tokenizer gives no offsets."""
+    """Each text's tokens and offsets, without added special tokens; ModelError if the tokenizer
+    gives no offsets."""
     if not getattr(tokenizer, "is_fast", False):
         raise ModelError(
             f"{type(tokenizer).__name__} does not map tokens to characters, so losses cannot "
@@ -55,7 +58,8 @@ def _batches(tokenizer: Tokenizer, texts: Sequence[str], **options: bool) -> Ite
 
 
 def encode_after(tokenizer: Tokenizer, before: str, text: str) -> list[int]:
-    """Token ids of ``text`` as a continuation of ``before``, without the leading space that some tokenizers insert.
+    """Token ids of ``text`` as a continuation of ``before``, without the leading space that some
+    tokenizers insert.
 
     No token crosses the boundary.
     """
@@ -80,7 +84,8 @@ def leading_ids(tokenizer: Tokenizer) -> list[int]:
 
 
 def with_leading(leading: list[int], token_ids: list[int]) -> list[int]:
-    """``token_ids`` with ``leading`` prepended; unchanged if they already begin with it, to avoid a second BOS."""
+    """``token_ids`` with ``leading`` prepended; unchanged if they already begin with it, to avoid a
+    second BOS."""
     return token_ids if token_ids[: len(leading)] == leading else [*leading, *token_ids]
 
 
@@ -89,9 +94,9 @@ def mask_spans(
 ) -> tuple[list[int], list[bool]]:
     """Token ids of ``text``, and whether each is in one of ``spans``.
 
-    Every boundary of a span becomes a token boundary. If a token crosses one (two line breaks, the first at the end of
-    the prompt), the text is tokenized in pieces. This matches inference, where the policy continues a prompt that was
-    tokenized separately.
+    Every boundary of a span becomes a token boundary. If a token crosses one (two line breaks, the
+    first at the end of the prompt), the text is tokenized in pieces. This matches inference, where
+    the policy continues a prompt that was tokenized separately.
 
     Args:
         spans: in order, not overlapping.
@@ -120,18 +125,22 @@ def mask_spans(
 
 
 def _index_of_cut(offsets: list[Span], cut: int) -> int | None:
-    """The number of tokens before character ``cut``; None if a token crosses it or the boundary is ambiguous.
+    """The number of tokens before character ``cut``; None if a token crosses it or the boundary is
+    ambiguous.
 
-    It is ambiguous if the neighbouring offsets leave a gap: some tokenizers trim spaces from offsets, so the space may
-    belong to either token.
+    It is ambiguous if the neighbouring offsets leave a gap: some tokenizers trim spaces from
+    offsets, so the space may belong to either token.
     """
     index = bisect_right(offsets, cut, key=lambda span: span[1])
     clean = 0 < index < len(offsets) and offsets[index - 1][1] == cut == offsets[index][0]
     return index if clean else None
 
 
-def _encode_pieces(tokenizer: Tokenizer, text: str, joint: list[int], borders: list[int]) -> list[list[int]]:
-    """Tokens of each piece of ``text`` between ``borders``; together they decode to the same text."""
+def _encode_pieces(
+    tokenizer: Tokenizer, text: str, joint: list[int], borders: list[int]
+) -> list[list[int]]:
+    """Tokens of each piece of ``text`` between ``borders``; together they decode to the same
+    text."""
     pieces = [text[a:b] for a, b in pairwise(borders)]
     wanted = decode(tokenizer, joint)
     for guard in ("", "\n", ".", "a"):

@@ -1,8 +1,8 @@
 """The trie of the samples' prefixes: leading tokens without loss. No torch.
 
-Two samples share the leading tokens that are equal and carry no loss in either. With samples sorted by that prefix, one
-list describes the trie: how many tokens each sample shares with the previous one. Their forest has
-``sum(length) - sum(shared)`` tokens.
+Two samples share the leading tokens that are equal and carry no loss in either. With samples sorted
+by that prefix, one list describes the trie: how many tokens each sample shares with the previous
+one. Their forest has ``sum(length) - sum(shared)`` tokens.
 """
 
 from __future__ import annotations
@@ -21,19 +21,22 @@ from tunesmith.learn.data.batch import Batch
 class PrefixOrder:
     """Samples sorted so that those with the longest common prefix are neighbours.
 
-    ``order[r]`` is the index of the sample of rank ``r``; ``shared[r]`` is the number of leading tokens that it shares
-    with rank ``r - 1`` (0 for the first). Ranks ``a < b`` share ``min(shared[a + 1 : b + 1])``.
+    ``order[r]`` is the index of the sample of rank ``r``; ``shared[r]`` is the number of leading
+    tokens that it shares with rank ``r - 1`` (0 for the first). Ranks ``a < b`` share
+    ``min(shared[a + 1 : b + 1])``.
 
     Example:
-        ``[1, 2, 8]``, ``[5]`` and ``[1, 2, 9]`` with loss on their last tokens (of the first and third) have
-        order ``[0, 2, 1]`` and shared ``[0, 2, 0]``: 3 + 1 + 1 tokens.
+        ``[1, 2, 8]``, ``[5]`` and ``[1, 2, 9]`` with loss on their last tokens (of the first and
+        third) have order ``[0, 2, 1]`` and shared ``[0, 2, 0]``: 3 + 1 + 1 tokens.
     """
 
     order: list[int]
     shared: list[int]
 
 
-def prefix_order(batch: Batch, samples: Sequence[int] | None = None, *, share: bool = True) -> PrefixOrder:
+def prefix_order(
+    batch: Batch, samples: Sequence[int] | None = None, *, share: bool = True
+) -> PrefixOrder:
     """Sort samples of a batch (all by default) by their prefix; indices count within ``samples``.
 
     Without ``share`` nothing is shared, and the order stays.
@@ -42,15 +45,26 @@ def prefix_order(batch: Batch, samples: Sequence[int] | None = None, *, share: b
     count = len(chosen)
     if not share:
         return PrefixOrder(list(range(count)), [0] * count)
-    starts, sizes, lengths = batch.offsets.tolist(), batch.prefix_lengths.tolist(), batch.lengths.tolist()
+    starts, sizes, lengths = (
+        batch.offsets.tolist(),
+        batch.prefix_lengths.tolist(),
+        batch.lengths.tolist(),
+    )
     prefixes = [batch.sortable[4 * starts[i] : 4 * (starts[i] + sizes[i])] for i in chosen]
-    # Among equal prefixes, a sample that is all prefix goes first, directly before the samples that continue it.
-    order = sorted(range(count), key=lambda k: (prefixes[k], lengths[chosen[k]] > sizes[chosen[k]], k))
+    # Among equal prefixes, a sample that is all prefix goes first, directly before the samples that
+    # continue it.
+    order = sorted(
+        range(count), key=lambda k: (prefixes[k], lengths[chosen[k]] > sizes[chosen[k]], k)
+    )
     pairs = pairwise(order)
-    return PrefixOrder(order, [0][:count] + [common_length(prefixes[a], prefixes[b]) // 4 for a, b in pairs])
+    return PrefixOrder(
+        order, [0][:count] + [common_length(prefixes[a], prefixes[b]) // 4 for a, b in pairs]
+    )
 
 
-def num_forest_tokens(batch: Batch, samples: Sequence[int] | None = None, *, share: bool = True) -> int:
+def num_forest_tokens(
+    batch: Batch, samples: Sequence[int] | None = None, *, share: bool = True
+) -> int:
     """Tokens of the forest built from samples of a batch."""
     lengths = batch.lengths if samples is None else batch.lengths[np.asarray(samples, np.int64)]
     return int(lengths.sum()) - sum(prefix_order(batch, samples, share=share).shared)
@@ -58,7 +72,8 @@ def num_forest_tokens(batch: Batch, samples: Sequence[int] | None = None, *, sha
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """Positions ``[start, stop)``, shared by several samples, after those of ``parent`` (-1 for a root)."""
+    """Positions ``[start, stop)``, shared by several samples, after those of ``parent`` (-1 for a
+    root)."""
 
     start: int
     stop: int
@@ -74,8 +89,9 @@ def build_nodes(lengths: Sequence[int], prefixes: PrefixOrder) -> tuple[list[Nod
     order, shared = prefixes.order, prefixes.shared
     nodes: list[Node] = []
     last = [-1] * len(lengths)
-    # Runs of ranks whose samples share the tokens placed so far: (first, past the last, placed tokens, parent).
-    # A stack instead of recursion, because a trie can be deeper than Python's limit.
+    # Runs of ranks whose samples share the tokens placed so far: (first, past the last, placed
+    # tokens, parent). A stack instead of recursion, because a trie can be deeper than Python's
+    # limit.
     stack = [(0, len(order), 0, -1)] if order else []
     while stack:
         low, high, placed, parent = stack.pop()

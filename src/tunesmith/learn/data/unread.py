@@ -1,6 +1,7 @@
 """Columns whose meaning is known from other frameworks and that nothing here reads.
 
-A line that has one would be learned as something else than it says: images as text, a bad answer as a good one.
+A line that has one would be learned as something else than it says: images as text, a bad answer as
+a good one.
 """
 
 from __future__ import annotations
@@ -11,7 +12,17 @@ from typing import Any
 from tunesmith.errors import shortened
 from tunesmith.learn.data.sources import SourceRow
 
-MEDIA = ("image", "images", "video", "videos", "audio", "audios", "pixel_values", "image_url", "image_path")
+MEDIA = (
+    "image",
+    "images",
+    "video",
+    "videos",
+    "audio",
+    "audios",
+    "pixel_values",
+    "image_url",
+    "image_path",
+)
 WEIGHTS = ("weight", "weights", "sample_weight", "loss_weight")
 
 
@@ -31,7 +42,11 @@ def check_unread(row: SourceRow, goal: str, kind: str) -> None:
 def _columns(goal: str, kind: str) -> list[tuple[tuple[str, ...], Callable[[Any], bool], str]]:
     """Names of columns, whether a value of theirs matters, and what to do."""
     rules: list[tuple[tuple[str, ...], Callable[[Any], bool], str]] = [
-        (MEDIA, _always, "is not read: only text is trained. Leave the line out, or drop the column to train its text"),
+        (
+            MEDIA,
+            _always,
+            "is not read: only text is trained. Leave the line out, or drop the column to train its text",
+        ),
         (
             ("chat_template_kwargs",),
             _always,
@@ -39,10 +54,20 @@ def _columns(goal: str, kind: str) -> list[tuple[tuple[str, ...], Callable[[Any]
         ),
     ]
     if kind in ("text", "tagged"):
-        rules.append((("tools",), _always, "needs a conversation: plain text has no place for tools. Drop the column"))
+        rules.append(
+            (
+                ("tools",),
+                _always,
+                "needs a conversation: plain text has no place for tools. Drop the column",
+            )
+        )
     if goal != "rl":
         rules.append(
-            (WEIGHTS, _is_weight, "is not read: every line counts alike. Give sources weights, or drop the column")
+            (
+                WEIGHTS,
+                _is_weight,
+                "is not read: every line counts alike. Give sources weights, or drop the column",
+            )
         )
     if goal == "sft":
         rules.append(

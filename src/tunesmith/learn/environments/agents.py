@@ -1,12 +1,13 @@
 """Agents: a user's loop around the policy, written as one function::
 
     async def agent(client, question, answer):
-        reply = await client.chat.completions.create(messages=[{"role": "user", "content": question}])
-        return float(answer in reply.choices[0].message.content)
+        reply = await client.chat.completions.create(messages=[{"role": "user", "content":
+        question}]) return float(answer in reply.choices[0].message.content)
 
-Its parameters select its arguments: ``client`` (OpenAI's interface, within the process), or ``base_url`` and
-``api_key`` (the same over HTTP, for an agent with its own client, which may be a plain function), and data columns.
-It returns the reward, a ``StepResult`` with a reward and metrics, or None if reward functions score the episode.
+Its parameters select its arguments: ``client`` (OpenAI's interface, within the process), or
+``base_url`` and ``api_key`` (the same over HTTP, for an agent with its own client, which may be a
+plain function), and data columns. It returns the reward, a ``StepResult`` with a reward and
+metrics, or None if reward functions score the episode.
 """
 
 from __future__ import annotations
@@ -50,7 +51,9 @@ def is_agent(function: Callable[..., Any], reference: str) -> bool:
             "Write async def agent(client, **columns)."
         )
     if "client" in access and not is_async(function):
-        raise ConfigError(f"'{reference}' takes 'client', whose calls are awaited: define it with `async def`.")
+        raise ConfigError(
+            f"'{reference}' takes 'client', whose calls are awaited: define it with `async def`."
+        )
     return True
 
 
@@ -67,7 +70,9 @@ class Agent:
 
     async def play(self, rollout: Rollout, generate: Generate) -> None:
         task = rollout.task
-        conversation = Conversation(rollout, generate, self.setting, self.setting.prompt_of(task), tools_in_data(task))
+        conversation = Conversation(
+            rollout, generate, self.setting, self.setting.prompt_of(task), tools_in_data(task)
+        )
         api = EpisodeApi(conversation, self.model)
         arguments: dict[str, Any] = {**columns_of(task), "client": PolicyClient(api)}
         with closing(conversation), closing(api), ExitStack() as served:
@@ -76,7 +81,9 @@ class Agent:
                 arguments |= {"base_url": base_url, "api_key": key}
             try:
                 with EpisodeCode(math.inf) as code:  # the rollout's deadline applies
-                    value = await code.run(self.name, self.function, **accepted(self.function, arguments))
+                    value = await code.run(
+                        self.name, self.function, **accepted(self.function, arguments)
+                    )
                 if isinstance(value, StepResult):
                     step = as_step(replace(value, done=True), self.name)
                     rollout.metrics.update(step.metrics)

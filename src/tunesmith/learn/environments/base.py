@@ -12,18 +12,24 @@ class Generate(Protocol):
     """Completes a sequence of tokens with the current policy."""
 
     async def __call__(
-        self, prompt_ids: Sequence[int], /, *, max_new_tokens: int | None = None, stop: tuple[str, ...] = ()
+        self,
+        prompt_ids: Sequence[int],
+        /,
+        *,
+        max_new_tokens: int | None = None,
+        stop: tuple[str, ...] = (),
     ) -> Completion:
-        """Sample with the run's settings, up to ``max_new_tokens`` tokens or one of the ``stop`` strings."""
+        """Sample with the run's settings, up to ``max_new_tokens`` tokens or one of the ``stop``
+        strings."""
         ...
 
 
 class Environment(Protocol):
     """Plays one episode of a task.
 
-    ``play`` gets a rollout with the prompt and appends the policy's text (``act``) and the answers to it
-    (``observe``). An exception makes that rollout a typed failure and does not affect the others. An environment may
-    set ``rollout.reward``; reward functions add to it.
+    ``play`` gets a rollout with the prompt and appends the policy's text (``act``) and the answers
+    to it (``observe``). An exception makes that rollout a typed failure and does not affect the
+    others. An environment may set ``rollout.reward``; reward functions add to it.
     """
 
     async def play(self, rollout: Rollout, generate: Generate) -> None: ...

@@ -1,9 +1,11 @@
-"""An episode's conversation as tokens: a continued conversation appends to its record, an edited one forks.
+"""An episode's conversation as tokens: a continued conversation appends to its record, an edited
+one forks.
 
-Each call of the policy gets the whole conversation as messages. If it begins with the content of a record up to one of
-its turns, the record's tokens are kept and only the new messages are tokenized. If it does not (thinking dropped,
-history summarised, another conversation), or if the chat template now renders the earlier messages differently, or the
-record has continued in another way, a new record begins; the part it shares with another record is context there.
+Each call of the policy gets the whole conversation as messages. If it begins with the content of a
+record up to one of its turns, the record's tokens are kept and only the new messages are tokenized.
+If it does not (thinking dropped, history summarised, another conversation), or if the chat template
+now renders the earlier messages differently, or the record has continued in another way, a new
+record begins; the part it shares with another record is context there.
 """
 
 from __future__ import annotations
@@ -60,7 +62,8 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """A place in a record from which the conversation can continue: after the prompt, or after a turn."""
+    """A place in a record from which the conversation can continue: after the prompt, or after a
+    turn."""
 
     record: Record
     length: int
@@ -128,14 +131,21 @@ class Conversation:
         message = _assistant(content, calls, self.turns)
         shown = (*messages, message)
         rendered = (*rendered, {"role": "assistant", "content": written})
-        self._places.append(_Place(record, len(record.token_ids), _key(shown, tools, options), rendered))
+        self._places.append(
+            _Place(record, len(record.token_ids), _key(shown, tools, options), rendered)
+        )
         self.rollout.messages = [dict(m) for m in self._after_prompt(shown)]
         return Reply(message, text, calls, prompt_tokens, completion)
 
     async def continue_text(
-        self, prompt: str | Sequence[int], *, max_new_tokens: int | None = None, stop: tuple[str, ...] = ()
+        self,
+        prompt: str | Sequence[int],
+        *,
+        max_new_tokens: int | None = None,
+        stop: tuple[str, ...] = (),
     ) -> Reply:
-        """The policy's continuation of ``prompt``, which is raw text or token ids and skips the chat template.
+        """The policy's continuation of ``prompt``, which is raw text or token ids and skips the
+        chat template.
 
         Raises:
             OutOfRoom, EngineError: as in ``reply``.
@@ -152,7 +162,8 @@ class Conversation:
         self._places[-1].record.pay(reward)
 
     def close(self) -> None:
-        """Drop messages that the policy never answered, and put the record of the last turn last."""
+        """Drop messages that the policy never answered, and put the record of the last turn
+        last."""
         for record in self.rollout.records:
             if record.turns:
                 record.cut(record.turns[-1].stop)
@@ -160,10 +171,14 @@ class Conversation:
         records = [r for r in self.rollout.records if r.turns and r is not last]
         self.rollout.records = [*records, last]
 
-    async def _sample(self, record: Record, max_new_tokens: int | None, stop: tuple[str, ...]) -> Completion:
+    async def _sample(
+        self, record: Record, max_new_tokens: int | None, stop: tuple[str, ...]
+    ) -> Completion:
         """Append the policy's next turn to a record."""
         if self.turns >= self.setting.section.max_turns:
-            raise OutOfRoom(f"the episode has reached its {self.turns} turns (environment.max_turns)")
+            raise OutOfRoom(
+                f"the episode has reached its {self.turns} turns (environment.max_turns)"
+            )
         limit = self.setting.max_tokens
         room = limit - len(record.token_ids)
         if room < 1:
@@ -188,7 +203,8 @@ class Conversation:
         return completion
 
     def _record_of_text(self, prompt: str | Sequence[int]) -> Record:
-        """The record that ends with ``prompt``: continued if one holds its beginning, else a new one."""
+        """The record that ends with ``prompt``: continued if one holds its beginning, else a new
+        one."""
         renderer = self.setting.renderer
         ends = renderer.end_ids
 
@@ -203,7 +219,9 @@ class Conversation:
             # A client gets a turn without its end tokens, and so returns it without them.
             written = len(list(dropwhile(ends.__contains__, reversed(ids))))
             lengths = range(written, place.length + 1)
-            matches += [(length, self._is_open(place), place) for length in lengths if starts(ids[:length])]
+            matches += [
+                (length, self._is_open(place), place) for length in lengths if starts(ids[:length])
+            ]
         if not matches:
             return self._begin(renderer.raw(prompt) if isinstance(prompt, str) else list(prompt))
         length, _, place = max(matches, key=lambda match: match[:2])
@@ -215,15 +233,21 @@ class Conversation:
         return self._continued(place, ids, rest)
 
     def _record_of(
-        self, messages: Sequence[Message], tools: Tools, renderer: Renderer, options: Mapping[str, Any] | None
+        self,
+        messages: Sequence[Message],
+        tools: Tools,
+        renderer: Renderer,
+        options: Mapping[str, Any] | None,
     ) -> tuple[Record, tuple[Message, ...]]:
-        """The record, continued or new, that ends with ``messages``; and its messages for the chat template."""
+        """The record, continued or new, that ends with ``messages``; and its messages for the chat
+        template."""
         key = _key(messages, tools, options)
         held = [p for p in self._places if key[: len(p.key)] == p.key]
         if not held:
             rendered = self._for_template(messages, 0)
             return self._begin(renderer.whole(rendered, tools)), rendered
-        # The longest; among equally long ones (the same conversation twice), one that can still be appended to.
+        # The longest; among equally long ones (the same conversation twice), one that can still be
+        # appended to.
         place = max(held, key=lambda p: (len(p.key), self._is_open(p)))
         new = self._for_template(messages, len(place.messages))
         rendered = (*place.messages, *new)
@@ -234,7 +258,8 @@ class Conversation:
         return self._continued(place, ids, rest), rendered
 
     def _for_template(self, messages: Sequence[Message], start: int) -> tuple[Message, ...]:
-        """The messages from ``start`` on as chat templates expect them, with special tokens in observations hidden.
+        """The messages from ``start`` on as chat templates expect them, with special tokens in
+        observations hidden.
 
         The task's own prompt and the assistant's turns keep theirs.
         """
@@ -248,14 +273,16 @@ class Conversation:
         return tuple(cleaned)
 
     def _continued(self, place: _Place, ids: list[int], rest: list[int]) -> Record:
-        """The record that holds ``ids``, up to its ``place``, and then ``rest``: appended to, or a fork."""
+        """The record that holds ``ids``, up to its ``place``, and then ``rest``: appended to, or a
+        fork."""
         if len(ids) != place.length or not self._is_open(place):
             return self._begin([*ids, *rest])
         place.record.observe(rest)
         return place.record
 
     def _is_open(self, place: _Place) -> bool:
-        """Whether the record can be appended to: it ends at this place, and the policy is not writing to it."""
+        """Whether the record can be appended to: it ends at this place, and the policy is not
+        writing to it."""
         return len(place.record.token_ids) == place.length and id(place.record) not in self._writing
 
     def _begin(self, token_ids: list[int]) -> Record:
@@ -265,7 +292,8 @@ class Conversation:
         return record
 
     def _after_prompt(self, shown: tuple[Message, ...]) -> tuple[Message, ...]:
-        """The conversation without the prompt; from the first assistant turn if it began with another prompt."""
+        """The conversation without the prompt; from the first assistant turn if it began with
+        another prompt."""
         start = len(self.prompt)
         if _key(shown[:start], None) == _key(self.prompt, None):
             return shown[start:]
@@ -285,7 +313,9 @@ def for_template(message: Message) -> Message:
         listed = calls if isinstance(calls, list | tuple) else [calls]
         for call in listed:
             if not isinstance(call, Mapping) or not isinstance(call.get("function"), Mapping):
-                raise EpisodeError(f"'tool_calls' is a list of calls with a 'function', not {shortened(repr(call))}")
+                raise EpisodeError(
+                    f"'tool_calls' is a list of calls with a 'function', not {shortened(repr(call))}"
+                )
         cleaned["tool_calls"] = [with_object_arguments(call) for call in listed]
     return cleaned
 
@@ -295,20 +325,33 @@ def _assistant(content: str, calls: Sequence[ToolCall | BadCall], turn: int) -> 
         {
             "id": f"call_{turn}_{number}",
             "type": "function",
-            "function": {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)},
+            "function": {
+                "name": call.name,
+                "arguments": json.dumps(call.arguments, ensure_ascii=False),
+            },
         }
         for number, call in enumerate(calls)
         if isinstance(call, ToolCall)
     ]
-    return {"role": "assistant", "content": content, **({"tool_calls": tool_calls} if tool_calls else {})}
+    return {
+        "role": "assistant",
+        "content": content,
+        **({"tool_calls": tool_calls} if tool_calls else {}),
+    }
 
 
-def _key(messages: Sequence[Message], tools: Tools, options: Mapping[str, Any] | None = None) -> tuple[str, ...]:
-    """Everything that a rendering depends on, as comparable text; without names and ids, which agents may omit."""
+def _key(
+    messages: Sequence[Message], tools: Tools, options: Mapping[str, Any] | None = None
+) -> tuple[str, ...]:
+    """Everything that a rendering depends on, as comparable text; without names and ids, which
+    agents may omit."""
     return (json.dumps([tools, options or {}], sort_keys=True), *map(_message_key, messages))
 
 
 def _message_key(message: Message) -> str:
     normal = for_template(message)
-    calls = [[call["function"].get("name"), call["function"].get("arguments")] for call in normal.get("tool_calls", ())]
+    calls = [
+        [call["function"].get("name"), call["function"].get("arguments")]
+        for call in normal.get("tool_calls", ())
+    ]
     return json.dumps([normal.get("role"), normal["content"], calls], sort_keys=True, default=str)

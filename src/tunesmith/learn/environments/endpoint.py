@@ -1,6 +1,7 @@
 """The policy behind OpenAI's HTTP interface, for agents with their own client.
 
-The server listens on the loopback interface, in its own thread. Each episode has a key, sent as the API key or in the
+The server listens on the loopback interface, in its own thread. Each episode has a key, sent as the
+API key or in the
 path: ``http://127.0.0.1:PORT/KEY/v1``. Only episodes in progress are served.
 """
 
@@ -18,7 +19,12 @@ from aiohttp import web
 
 from tunesmith.errors import EpisodeError, TunesmithError
 from tunesmith.learn.environments.conversation import OutOfRoom
-from tunesmith.learn.environments.openai_answers import Event, chat_events, response_events, text_events
+from tunesmith.learn.environments.openai_answers import (
+    Event,
+    chat_events,
+    response_events,
+    text_events,
+)
 from tunesmith.learn.environments.openai_api import EpisodeApi
 from tunesmith.records.http_server import Limits, bearer_of, guarded, listening
 
@@ -53,7 +59,8 @@ class Endpoint:
 
     @contextmanager
     def open(self, api: EpisodeApi) -> Generator[tuple[str, str]]:
-        """Serve an episode; gives its ``base_url`` and ``api_key``, either of which identifies it."""
+        """Serve an episode; gives its ``base_url`` and ``api_key``, either of which identifies
+        it."""
         key = secrets.token_hex(16)
         self._episodes[key] = api
         try:
@@ -69,7 +76,9 @@ class Endpoint:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(START_SECONDS)
 
     def _app(self, limits: Limits) -> web.Application:
-        app = web.Application(client_max_size=LARGEST_BODY, middlewares=[guarded(limits, None, refusal=_error)])
+        app = web.Application(
+            client_max_size=LARGEST_BODY, middlewares=[guarded(limits, None, refusal=_error)]
+        )
         app.on_response_prepare.append(_close_connection)
         for prefix in ("/v1", "/{key}/v1"):
             app.router.add_get(f"{prefix}/models", self._models)
@@ -87,9 +96,13 @@ class Endpoint:
         if (api := self._episode(request)) is None:
             return _unknown()
         model = {"id": api.model, "object": "model", "created": 0, "owned_by": "tunesmith"}
-        return web.json_response(model if "model" in request.match_info else {"object": "list", "data": [model]})
+        return web.json_response(
+            model if "model" in request.match_info else {"object": "list", "data": [model]}
+        )
 
-    async def _serve(self, answer: Answer, events: Events, request: web.Request) -> web.StreamResponse:
+    async def _serve(
+        self, answer: Answer, events: Events, request: web.Request
+    ) -> web.StreamResponse:
         if (api := self._episode(request)) is None:
             return _unknown()
         try:
@@ -102,22 +115,29 @@ class Endpoint:
             future = asyncio.run_coroutine_threadsafe(answer(api, body), api.loop)
             response = await asyncio.wrap_future(future)
         except EpisodeError as error:
-            return _error(400, str(error), "context_length_exceeded" if isinstance(error, OutOfRoom) else None)
+            return _error(
+                400, str(error), "context_length_exceeded" if isinstance(error, OutOfRoom) else None
+            )
         except Exception as error:
             known = isinstance(error, TunesmithError)
             return _error(500, str(error) if known else f"{type(error).__name__}: {error}")
         if not body.get("stream"):
             return web.json_response(response)
-        stream = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+        stream = web.StreamResponse(
+            headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
+        )
         await stream.prepare(request)
         for name, data in events(response, body):
-            await stream.write((f"event: {name}\n" if name else "").encode() + f"data: {data}\n\n".encode())
+            await stream.write(
+                (f"event: {name}\n" if name else "").encode() + f"data: {data}\n\n".encode()
+            )
         await stream.write_eof()
         return stream
 
 
 async def _close_connection(_: web.Request, response: web.StreamResponse) -> None:
-    """A client shared by several episodes must not reuse a connection of an event loop that has ended."""
+    """A client shared by several episodes must not reuse a connection of an event loop that has
+    ended."""
     response.force_close()
     response.headers["Connection"] = "close"
 

@@ -19,7 +19,9 @@ from tunesmith.records.plain import plain
 class InlineCode:
     """Runs the user's code directly; the process is killed if it takes too long."""
 
-    async def run(self, what: str, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    async def run(
+        self, what: str, function: Callable[..., Any], /, *args: Any, **kwargs: Any
+    ) -> Any:
         try:
             result = function(*args, **kwargs)
             return await result if is_async(function) else result
@@ -28,7 +30,8 @@ class InlineCode:
 
 
 class EnvironmentProgram:
-    """Called with a method of the game and its arguments; returns ``{"value": ...}`` or ``{"error": ...}``."""
+    """Called with a method of the game and its arguments; returns ``{"value": ...}`` or ``{"error":
+    ...}``."""
 
     def __init__(self, section: Mapping[str, Any], base_dir: str) -> None:
         loaded = load_environments(EnvironmentSection(**section), Path(base_dir)).loaded
@@ -37,7 +40,9 @@ class EnvironmentProgram:
         self._loop: tuple[int, asyncio.AbstractEventLoop] | None = None
 
     def __call__(self, method: str, *args: Any) -> dict[str, Any]:
-        if self._loop is None or self._loop[0] != os.getpid():  # a forked process needs its own loop
+        if (
+            self._loop is None or self._loop[0] != os.getpid()
+        ):  # a forked process needs its own loop
             self._loop = os.getpid(), asyncio.new_event_loop()
         try:
             return {"value": plain(self._loop[1].run_until_complete(self._run(method, *args)))}

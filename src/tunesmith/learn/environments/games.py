@@ -2,10 +2,11 @@
 
 - ``Game`` itself: no environment, only tools; the episode ends with the first turn without a call.
 - ``Native``: ``reset(**columns)`` and ``step(action)``.
-- ``TRL``: the classes of TRL's ``environment_factory``. Public methods are tools, ``reset(**columns)`` begins an
-  episode, and the reward is ``get_reward()`` or the attribute ``reward``.
-- ``OpenRLHF``: ``reset(states)`` and ``step(states)`` with dictionaries. Its feedback includes the chat template's
-  markers and is appended to the policy's text unchanged.
+- ``TRL``: the classes of TRL's ``environment_factory``. Public methods are tools,
+  ``reset(**columns)`` begins an episode, and the reward is ``get_reward()`` or the attribute
+  ``reward``.
+- ``OpenRLHF``: ``reset(states)`` and ``step(states)`` with dictionaries. Its feedback includes the
+  chat template's markers and is appended to the policy's text unchanged.
 """
 
 from __future__ import annotations
@@ -18,7 +19,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
 from tunesmith.errors import EpisodeError, shortened
-from tunesmith.learn.environments.steps import Observation, StepResult, as_observation, as_reward, as_step
+from tunesmith.learn.environments.steps import (
+    Observation,
+    StepResult,
+    as_observation,
+    as_reward,
+    as_step,
+)
 from tunesmith.learn.environments.tools import Tool
 from tunesmith.learn.usercode.calls import EpisodeCode, accepted, own_copy
 from tunesmith.types import Message, Task
@@ -50,13 +57,17 @@ def columns_of(task: Task) -> dict[str, Any]:
 
     They are copies, because the task's other rollouts and later epochs share the objects.
     """
-    return {name: own_copy(value) for name, value in {**task.columns, "prompt": task.prompt}.items()}
+    return {
+        name: own_copy(value) for name, value in {**task.columns, "prompt": task.prompt}.items()
+    }
 
 
 class Code(Protocol):
     """Runs the user's code; its exceptions become an EpisodeError."""
 
-    async def run(self, what: str, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any: ...
+    async def run(
+        self, what: str, function: Callable[..., Any], /, *args: Any, **kwargs: Any
+    ) -> Any: ...
 
 
 @dataclass(slots=True)
@@ -69,14 +80,28 @@ class Game:
     name: str = ""
 
     async def call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
-        return await self.code.run(f"{self.name}.{method}", getattr(self.it, method), *args, **kwargs)
+        return await self.code.run(
+            f"{self.name}.{method}", getattr(self.it, method), *args, **kwargs
+        )
 
     async def call_tool(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """The tool's answer for the policy: text unchanged, all else as JSON, or its exception as text."""
+        """The tool's answer for the policy: text unchanged, all else as JSON, or its exception as
+        text."""
         try:
-            result = await self.code.run(f"the tool '{name}'", self.tools[name].function, **arguments)
-            return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
-        except (EpisodeError, TypeError, ValueError, RecursionError) as error:  # JSON cannot represent every result
+            result = await self.code.run(
+                f"the tool '{name}'", self.tools[name].function, **arguments
+            )
+            return (
+                result
+                if isinstance(result, str)
+                else json.dumps(result, ensure_ascii=False, default=str)
+            )
+        except (
+            EpisodeError,
+            TypeError,
+            ValueError,
+            RecursionError,
+        ) as error:  # JSON cannot represent every result
             cause = error.__cause__ or error
             return f"Error: {type(cause).__name__}: {cause}"
 
@@ -147,20 +172,29 @@ class OpenRLHF(Game):
 
     async def step(self, text: str) -> StepResult:
         what = f"{self.name}.step"
-        states = {"observation_text": self.text, "action_text": text, "label": self.label, "sampling_params": None}
+        states = {
+            "observation_text": self.text,
+            "action_text": text,
+            "label": self.label,
+            "sampling_params": None,
+        }
         value = await self.call("step", states)
         if not isinstance(value, Mapping) or "done" not in value or "rewards" not in value:
             expected = "a dictionary with 'rewards', 'environment_feedback' and 'done'"
             raise EpisodeError(f"{what} returned {shortened(repr(value))}; expected {expected}")
         if value.get("sampling_params") is not None:
-            raise EpisodeError(f"{what} changes 'sampling_params'; sampling is set by the run alone")
+            raise EpisodeError(
+                f"{what} changes 'sampling_params'; sampling is set by the run alone"
+            )
         feedback = value.get("environment_feedback") or ""
         self.text += text + feedback
         metrics: dict[str, Any] = {"scores": value.get("scores")}
         for name, logged in (value.get("extra_logs") or {}).items():
             with suppress(EpisodeError):  # only numbers become metrics
                 metrics[name] = as_reward(logged, what)
-        return as_step(StepResult(feedback or None, value["rewards"], bool(value["done"]), metrics), what)
+        return as_step(
+            StepResult(feedback or None, value["rewards"], bool(value["done"]), metrics), what
+        )
 
 
 SHAPES = {"native": Native, "trl": TRL, "openrlhf": OpenRLHF}
@@ -174,7 +208,8 @@ async def open_game(loaded: Loaded, timeout: float) -> AsyncGenerator[Game]:
 
 
 async def make_game(loaded: Loaded, code: Code) -> Game:
-    """An episode with a new object of the user's class, whose methods are the tools in TRL's form."""
+    """An episode with a new object of the user's class, whose methods are the tools in TRL's
+    form."""
     if loaded.kind == "tools":
         return Game(code, loaded.tools)
     kind = loaded.code
@@ -186,5 +221,8 @@ async def make_game(loaded: Loaded, code: Code) -> Game:
 
     late = loaded.kind == "openrlhf" and inspect.iscoroutinefunction(kind.__init__)
     it = await code.run(f"{kind.__name__}()", awaited if late else kind)
-    own = {tool.name: replace(tool, function=getattr(it, method)) for method, tool in loaded.methods.items()}
+    own = {
+        tool.name: replace(tool, function=getattr(it, method))
+        for method, tool in loaded.methods.items()
+    }
     return SHAPES[loaded.kind](code, {**loaded.tools, **own}, it, kind.__name__)

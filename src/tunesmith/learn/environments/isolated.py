@@ -62,12 +62,15 @@ class FarGame(Game):
 
 
 class IsolatedGames:
-    """Episodes of users' environments, each in a worker process that is reused after an episode without errors."""
+    """Episodes of users' environments, each in a worker process that is reused after an episode
+    without errors."""
 
     def __init__(self, section: EnvironmentSection, base_dir: Path) -> None:
         arguments = (section.model_dump(), str(base_dir))
         self._timeout = section.timeout
-        self._workers = Workers(user_program(_PROGRAM, "EnvironmentProgram", arguments, section.memory))
+        self._workers = Workers(
+            user_program(_PROGRAM, "EnvironmentProgram", arguments, section.memory)
+        )
 
     @asynccontextmanager
     async def open_game(self, loaded: Loaded) -> AsyncGenerator[Game]:
@@ -91,5 +94,7 @@ class IsolatedGames:
 
 
 class _NoCode:
-    async def run(self, what: str, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    async def run(
+        self, what: str, function: Callable[..., Any], /, *args: Any, **kwargs: Any
+    ) -> Any:
         raise AssertionError(f"{what} runs in its worker: {function}, {args}, {kwargs}")

@@ -1,4 +1,5 @@
-"""Turns the ``[environment]`` section into a run's environments: checks it and imports the user's code."""
+"""Turns the ``[environment]`` section into a run's environments: checks it and imports the user's
+code."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ SINGLE_TURN = "single_turn"
 
 @about("environment.path")
 def check_environment(section: EnvironmentSection, base_dir: Path) -> None:
-    """Reject (``ConfigError``) a section that cannot work, without running any of the user's code."""
+    """Reject (``ConfigError``) a section that cannot work, without running any of the user's
+    code."""
     references = references_of(section)
     if SINGLE_TURN in references and isinstance(section.path, dict):
         raise ConfigError(
@@ -55,7 +57,8 @@ def check_environment(section: EnvironmentSection, base_dir: Path) -> None:
 
 @about("environment.path")
 def check_agents(given: EnvironmentSection, base_dir: Path) -> None:
-    """Reject (``ConfigError``) settings of environments and tools if all episodes are played by agents.
+    """Reject (``ConfigError``) settings of environments and tools if all episodes are played by
+    agents.
 
     Args:
         given: the section with only the values of the run file.
@@ -64,7 +67,11 @@ def check_agents(given: EnvironmentSection, base_dir: Path) -> None:
     unread = [key for key in ("timeout", "isolation", "memory") if key in given.model_fields_set]
     if given.isolation == "thread":  # where agents run anyway
         unread.remove("isolation")
-    if unread and references and all(user_code.parameters_in_source(each, base_dir) & GIVEN for each in references):
+    if (
+        unread
+        and references
+        and all(user_code.parameters_in_source(each, base_dir) & GIVEN for each in references)
+    ):
         raise ConfigError(
             f"environment.{unread[0]} is for environments and tools, and {' and '.join(references)} plays as an agent, "
             "in the run's own process: leave it out; rollout.timeout ends an agent's episode.",
@@ -73,7 +80,8 @@ def check_agents(given: EnvironmentSection, base_dir: Path) -> None:
 
 
 def references_of(section: EnvironmentSection) -> dict[str, str]:
-    """References to the user's code by value of the routing column; a single reference by its own name."""
+    """References to the user's code by value of the routing column; a single reference by its own
+    name."""
     if isinstance(section.path, str):
         return {section.path.rpartition(":")[2]: section.path}
     return dict(section.path or {})
@@ -81,13 +89,19 @@ def references_of(section: EnvironmentSection) -> dict[str, str]:
 
 @about("environment.path")
 def load_environments(section: EnvironmentSection, base_dir: Path) -> EnvironmentSet:
-    """Check the section and import the user's files; also a ConfigError if an object has no known form."""
+    """Check the section and import the user's files; also a ConfigError if an object has no known
+    form."""
     check_environment(section, base_dir)
     with about("environment.tools"):
-        defined = [make_tool(user_code.load_object(reference, base_dir), reference) for reference in section.tools]
+        defined = [
+            make_tool(user_code.load_object(reference, base_dir), reference)
+            for reference in section.tools
+        ]
     tools = {tool.name: tool for tool in defined}
     if len(tools) < len(defined):
-        repeated = min(tool.name for tool in defined if sum(tool.name == other.name for other in defined) > 1)
+        repeated = min(
+            tool.name for tool in defined if sum(tool.name == other.name for other in defined) > 1
+        )
         raise ConfigError(
             f"environment.tools has two tools called '{repeated}'; the policy could not tell them apart.",
             keys=("environment.tools",),
@@ -108,7 +122,8 @@ def load_environments(section: EnvironmentSection, base_dir: Path) -> Environmen
 
 
 def _load(reference: str, base_dir: Path) -> Any:
-    """The object of a reference; for a loader of the ``verifiers`` package, its environment as an agent."""
+    """The object of a reference; for a loader of the ``verifiers`` package, its environment as an
+    agent."""
     code = user_code.load_object(reference, base_dir)
     if reference.rpartition(":")[2] == verifiers.LOADER and callable(code):
         with boundary(ConfigError, f"'{reference}' failed", Exception), user_code.keeping_signals():
@@ -152,7 +167,8 @@ def _check_constructor(kind: type[Any], reference: str) -> None:
 
 
 def _methods(kind: type[Any], reference: str) -> dict[str, Tool]:
-    """Public methods as tools, by method name; described as bound methods, to leave out ``self``."""
+    """Public methods as tools, by method name; described as bound methods, to leave out
+    ``self``."""
     tools: dict[str, Tool] = {}
     for name, function in inspect.getmembers(kind, inspect.isfunction):
         if not name.startswith("_") and name not in TRL_RESERVED:
@@ -163,7 +179,9 @@ def _methods(kind: type[Any], reference: str) -> dict[str, Tool]:
 class EnvironmentSet:
     """The environments of a run."""
 
-    def __init__(self, section: EnvironmentSection, loaded: Sequence[Loaded], base_dir: Path) -> None:
+    def __init__(
+        self, section: EnvironmentSection, loaded: Sequence[Loaded], base_dir: Path
+    ) -> None:
         self.section = section
         self.loaded = tuple(loaded)
         self.keeps_instances = False
@@ -211,7 +229,8 @@ class EnvironmentSet:
         return value
 
     def template(self, tokenizer: Any, *, chat: bool) -> ChatTemplate | None:
-        """The chat template, if prompts go through it; a ConfigError if agents or tools need one that is missing."""
+        """The chat template, if prompts go through it; a ConfigError if agents or tools need one
+        that is missing."""
         template = ChatTemplate.of(tokenizer) if chat else None
         for one in self.loaded:
             if template is None and (one.kind == "agent" or one.schemas):
@@ -238,7 +257,9 @@ class EnvironmentSet:
     def open_game(self, loaded: Loaded) -> AbstractAsyncContextManager[Game]:
         """An episode in the environment ``loaded``, in its own threads or in a worker process."""
         thread = self.section.isolation == "thread"
-        return open_game(loaded, self.section.timeout) if thread else self._isolated.open_game(loaded)
+        return (
+            open_game(loaded, self.section.timeout) if thread else self._isolated.open_game(loaded)
+        )
 
     @cached_property
     def _isolated(self) -> IsolatedGames:

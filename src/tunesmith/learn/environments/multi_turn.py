@@ -1,4 +1,5 @@
-"""Episodes of several turns: the policy writes and an environment or a tool answers, until the episode is done.
+"""Episodes of several turns: the policy writes and an environment or a tool answers, until the
+episode is done.
 
 An environment is a class in the user's file; each episode gets an instance::
 
@@ -12,9 +13,10 @@ An environment is a class in the user's file; each episode gets an instance::
                 return "right", 1.0, True
             return ("higher" if guess < self.secret else "lower"), 0.0, False
 
-``reset`` gets the columns of the data; its result is appended to the prompt (text), replaces it (messages) or
-leaves it unchanged (None). ``step`` gets the policy's text and returns a ``StepResult`` or the tuple
-``(observation, reward, done)``. Both may be ``async``. ``close``, if it exists, is called at the end.
+``reset`` gets the columns of the data; its result is appended to the prompt (text), replaces it
+(messages) or leaves it unchanged (None). ``step`` gets the policy's text and returns a
+``StepResult`` or the tuple ``(observation, reward, done)``. Both may be ``async``. ``close``, if it
+exists, is called at the end.
 """
 
 from __future__ import annotations
@@ -27,7 +29,12 @@ from typing import Any
 
 from tunesmith.errors import TunesmithError
 from tunesmith.learn.environments.base import Generate
-from tunesmith.learn.environments.conversation import Conversation, EpisodeSettings, OutOfRoom, Reply
+from tunesmith.learn.environments.conversation import (
+    Conversation,
+    EpisodeSettings,
+    OutOfRoom,
+    Reply,
+)
 from tunesmith.learn.environments.games import Game
 from tunesmith.learn.environments.rendering import Tools
 from tunesmith.learn.environments.steps import Observation, as_reward
@@ -64,7 +71,9 @@ class MultiTurn:
                 except (TunesmithError, TimeoutError) as error:  # does not fail the episode
                     rollout.notes["close"] = str(error)
         earned = [reward for reward in rewards if reward is not None]
-        rollout.reward = as_reward(sum(earned), "the episode", "sum of its rewards") if earned else None
+        rollout.reward = (
+            as_reward(sum(earned), "the episode", "sum of its rewards") if earned else None
+        )
         rollout.metrics["turns"] = float(conversation.turns)
         rollout.metrics["forks"] = float(len(rollout.records) - 1)
         rollout.instance = game.it if self.keeps else None
@@ -72,7 +81,8 @@ class MultiTurn:
     async def _turns(
         self, game: Game, conversation: Conversation, messages: list[Message], schemas: Tools
     ) -> list[float | None]:
-        """Play to the end and return the turns' rewards; an episode that reaches its limits keeps those so far."""
+        """Play to the end and return the turns' rewards; an episode that reaches its limits keeps
+        those so far."""
         metrics = conversation.rollout.metrics
         metrics |= {"unfinished": 0.0, **({"tool_calls": 0.0, "bad_calls": 0.0} if schemas else {})}
         rewards: list[float | None] = []
@@ -119,7 +129,11 @@ async def _answer(reply: Reply, game: Game) -> tuple[list[Message], int]:
     ids = iter(reply.message.get("tool_calls", ()))
     bad = 0
     for written in reply.calls:
-        answer = {"role": "tool"} if isinstance(written, BadCall) else {"role": "tool", "tool_call_id": next(ids)["id"]}
+        answer = (
+            {"role": "tool"}
+            if isinstance(written, BadCall)
+            else {"role": "tool", "tool_call_id": next(ids)["id"]}
+        )
         call = valid_call(written, game.tools)
         if isinstance(call, BadCall):
             bad += 1
@@ -131,7 +145,8 @@ async def _answer(reply: Reply, game: Game) -> tuple[list[Message], int]:
 
 
 def opening(prompt: list[Message], observation: Observation) -> list[Message]:
-    """The first messages of an episode. Text is appended to the prompt's last message if that is a user message."""
+    """The first messages of an episode. Text is appended to the prompt's last message if that is a
+    user message."""
     if not isinstance(observation, str):
         return prompt if observation is None else observation
     if prompt and prompt[-1]["role"] == "user":

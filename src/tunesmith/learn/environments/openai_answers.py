@@ -1,4 +1,5 @@
-"""The policy's turns as OpenAI's JSON: answers and streams of ``chat.completions``, ``completions``, ``responses``."""
+"""The policy's turns as OpenAI's JSON: answers and streams of ``chat.completions``,
+``completions``, ``responses``."""
 
 from __future__ import annotations
 
@@ -21,7 +22,11 @@ def chat_choice(index: int, reply: Reply, decode: Decode | None) -> dict[str, An
     """
     message = {"content": None, "refusal": None, "tool_calls": None, **reply.message}
     entries = [
-        {"token": text, "logprob": logprob, "bytes": None if "\ufffd" in text else list(text.encode())}
+        {
+            "token": text,
+            "logprob": logprob,
+            "bytes": None if "\ufffd" in text else list(text.encode()),
+        }
         for text, logprob in (_tokens(reply, decode) if decode else ())
     ]
     content = [{**entry, "top_logprobs": [entry]} for entry in entries]
@@ -46,13 +51,20 @@ def text_choice(index: int, reply: Reply, echo: str, decode: Decode | None) -> d
             "text_offset": list(accumulate(map(len, texts), initial=len(echo)))[:-1],
         }
     text = echo + reply.text
-    return {"index": index, "text": text, "finish_reason": _finish_reason(reply), "logprobs": logprobs}
+    return {
+        "index": index,
+        "text": text,
+        "finish_reason": _finish_reason(reply),
+        "logprobs": logprobs,
+    }
 
 
 def _tokens(reply: Reply, decode: Decode) -> list[tuple[str, float]]:
     """Text and log-probability of each token of a turn."""
     completion = reply.completion
-    return [(decode([t]), p) for t, p in zip(completion.token_ids, completion.logprobs, strict=True)]
+    return [
+        (decode([t]), p) for t, p in zip(completion.token_ids, completion.logprobs, strict=True)
+    ]
 
 
 def _finish_reason(reply: Reply) -> str:
@@ -92,7 +104,8 @@ def as_response(request: Mapping[str, Any], chat: Mapping[str, Any]) -> dict[str
 
 
 def _output(choice: Mapping[str, Any], number: str, status: str) -> list[dict[str, Any]]:
-    """The items of a response: a message, unless it is empty next to calls, and the function calls."""
+    """The items of a response: a message, unless it is empty next to calls, and the function
+    calls."""
     message, logprobs = choice["message"], choice["logprobs"]
     calls: list[Any] = message["tool_calls"] or []
     items: list[dict[str, Any]] = []
@@ -103,11 +116,24 @@ def _output(choice: Mapping[str, Any], number: str, status: str) -> list[dict[st
             "annotations": [],
             "logprobs": logprobs["content"] if logprobs else [],
         }
-        item = {"id": f"msg_{number}", "type": "message", "role": "assistant", "status": status, "content": [part]}
+        item = {
+            "id": f"msg_{number}",
+            "type": "message",
+            "role": "assistant",
+            "status": status,
+            "content": [part],
+        }
         items.append(item)
     for index, call in enumerate(calls):
         function = {"call_id": call["id"], **call["function"]}
-        items.append({"id": f"fc_{number}_{index}", "type": "function_call", "status": "completed", **function})
+        items.append(
+            {
+                "id": f"fc_{number}_{index}",
+                "type": "function_call",
+                "status": "completed",
+                **function,
+            }
+        )
     return items
 
 
@@ -115,9 +141,17 @@ def chat_events(answer: dict[str, Any], request: Mapping[str, Any]) -> Iterator[
     """Each choice in one chunk, its finish reason in another; then the usage, if requested."""
     chunks: list[dict[str, Any]] = []
     for choice in answer["choices"]:
-        calls = [{"index": index, **call} for index, call in enumerate(choice["message"]["tool_calls"] or ())]
+        calls = [
+            {"index": index, **call}
+            for index, call in enumerate(choice["message"]["tool_calls"] or ())
+        ]
         delta = {**choice["message"], **({"tool_calls": calls} if calls else {})}
-        whole = {"index": choice["index"], "delta": delta, "logprobs": choice["logprobs"], "finish_reason": None}
+        whole = {
+            "index": choice["index"],
+            "delta": delta,
+            "logprobs": choice["logprobs"],
+            "finish_reason": None,
+        }
         ended = {"index": choice["index"], "delta": {}, "finish_reason": choice["finish_reason"]}
         chunks += [whole, ended]
     return text_events({**answer, "object": "chat.completion.chunk", "choices": chunks}, request)
@@ -135,7 +169,13 @@ def text_events(answer: dict[str, Any], request: Mapping[str, Any]) -> Iterator[
 
 def response_events(response: dict[str, Any], _: Mapping[str, Any]) -> Iterator[Event]:
     """Each item whole, in one delta."""
-    begun = {**response, "status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
+    begun = {
+        **response,
+        "status": "in_progress",
+        "output": [],
+        "usage": None,
+        "incomplete_details": None,
+    }
     events: list[dict[str, Any]] = [
         {"type": "response.created", "response": begun},
         {"type": "response.in_progress", "response": begun},
@@ -150,19 +190,32 @@ def response_events(response: dict[str, Any], _: Mapping[str, Any]) -> Iterator[
 
 def _events_of(item: Mapping[str, Any], place: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     is_message = item["type"] == "message"
-    bare = {**item, "status": "in_progress", **({"content": []} if is_message else {"arguments": ""})}
+    bare = {
+        **item,
+        "status": "in_progress",
+        **({"content": []} if is_message else {"arguments": ""}),
+    }
     index = place["output_index"]
     yield {"type": "response.output_item.added", "output_index": index, "item": bare}
     if is_message:
         (part,) = item["content"]
         at = {**place, "content_index": 0}
         with_logprobs = {**at, "logprobs": part["logprobs"]}
-        yield {"type": "response.content_part.added", **at, "part": {**part, "text": "", "logprobs": []}}
+        yield {
+            "type": "response.content_part.added",
+            **at,
+            "part": {**part, "text": "", "logprobs": []},
+        }
         yield {"type": "response.output_text.delta", **with_logprobs, "delta": part["text"]}
         yield {"type": "response.output_text.done", **with_logprobs, "text": part["text"]}
         yield {"type": "response.content_part.done", **at, "part": part}
     else:
         arguments = item["arguments"]
         yield {"type": "response.function_call_arguments.delta", **place, "delta": arguments}
-        yield {"type": "response.function_call_arguments.done", **place, "arguments": arguments, "name": item["name"]}
+        yield {
+            "type": "response.function_call_arguments.done",
+            **place,
+            "arguments": arguments,
+            "name": item["name"],
+        }
     yield {"type": "response.output_item.done", "output_index": index, "item": item}

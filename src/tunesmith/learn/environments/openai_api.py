@@ -1,4 +1,5 @@
-"""The policy behind OpenAI's interfaces ``chat.completions``, ``completions`` and ``responses``, for one episode."""
+"""The policy behind OpenAI's interfaces ``chat.completions``, ``completions`` and ``responses``,
+for one episode."""
 
 from __future__ import annotations
 
@@ -42,7 +43,8 @@ class EpisodeApi:
         """The answer to a ``chat.completions`` request, as JSON.
 
         Raises:
-            BadRequest: the request is malformed or cannot be served; also the exceptions of ``Conversation.reply``.
+            BadRequest: the request is malformed or cannot be served; also the exceptions of
+                ``Conversation.reply``.
         """
         chat = parse(ChatRequest, request)
         ask = partial(
@@ -66,7 +68,12 @@ class EpisodeApi:
             BadRequest: as in ``complete``; also the exceptions of ``Conversation.continue_text``.
         """
         text = parse(TextRequest, request)
-        ask = partial(self._conversation.continue_text, text.prompt, max_new_tokens=text.limit, stop=tuple(text.stop))
+        ask = partial(
+            self._conversation.continue_text,
+            text.prompt,
+            max_new_tokens=text.limit,
+            stop=tuple(text.stop),
+        )
         replies = await self._replies(request, text.n or 1, ask)
         echo = text.prompt if text.echo and isinstance(text.prompt, str) else ""
         wanted = text.logprobs is not None and request["logprobs"] is not False
@@ -83,7 +90,9 @@ class EpisodeApi:
         parsed = parse(ResponseRequest, request)
         previous = parsed.previous_response_id
         if previous is not None and previous not in self._responses:
-            raise BadRequest(f"'previous_response_id' = {previous!r} is not a response of this episode")
+            raise BadRequest(
+                f"'previous_response_id' = {previous!r} is not a response of this episode"
+            )
         messages = [*self._responses.get(previous or "", []), *messages_of(parsed.input)]
         response = as_response(request, await self.complete(parsed.as_chat(request, messages)))
         self._responses[response["id"]] = [*messages, *messages_of(response["output"])]
@@ -120,20 +129,33 @@ class EpisodeApi:
         overridden = {name: request[name] for name in OVERRIDDEN if request.get(name) is not None}
         if overridden:
             notes.setdefault("overridden", {}).update(overridden)
-        ignored = {name: request[name] for name, free in NOT_ENFORCED.items() if request.get(name) not in free}
+        ignored = {
+            name: request[name]
+            for name, free in NOT_ENFORCED.items()
+            if request.get(name) not in free
+        }
         if ignored:
             notes.setdefault("not_enforced", {}).update(ignored)
 
-    def _answer(self, prefix: str, kind: str, choices: list[dict[str, Any]], replies: list[Reply]) -> dict[str, Any]:
+    def _answer(
+        self, prefix: str, kind: str, choices: list[dict[str, Any]], replies: list[Reply]
+    ) -> dict[str, Any]:
         self._answers += 1
-        prompt, written = replies[0].prompt_tokens, sum(len(reply.completion.token_ids) for reply in replies)
+        prompt, written = (
+            replies[0].prompt_tokens,
+            sum(len(reply.completion.token_ids) for reply in replies),
+        )
         return {
             "id": f"{prefix}-{self._answers}",
             "object": kind,
             "created": int(time.time()),
             "model": self.model,
             "choices": choices,
-            "usage": {"prompt_tokens": prompt, "completion_tokens": written, "total_tokens": prompt + written},
+            "usage": {
+                "prompt_tokens": prompt,
+                "completion_tokens": written,
+                "total_tokens": prompt + written,
+            },
         }
 
 
@@ -149,7 +171,9 @@ class Attributes(dict[str, Any]):
     @property
     def output_text(self) -> str:
         """The text of all messages of a response."""
-        parts = [part for item in self.output if item["type"] == "message" for part in item["content"]]
+        parts = [
+            part for item in self.output if item["type"] == "message" for part in item["content"]
+        ]
         return "".join(part["text"] for part in parts)
 
     def model_dump(self, *, exclude_none: bool = False, **_: Any) -> dict[str, Any]:
@@ -159,7 +183,8 @@ class Attributes(dict[str, Any]):
 class PolicyClient:
     """An agent's ``client`` within the process; usable from any event loop.
 
-    ``await client.chat.completions.create(messages=..., tools=...)``; ``completions`` and ``responses`` work the same.
+    ``await client.chat.completions.create(messages=..., tools=...)``; ``completions`` and
+    ``responses`` work the same.
     """
 
     def __init__(self, api: EpisodeApi) -> None:
@@ -171,8 +196,12 @@ class PolicyClient:
     def _creator(self, serve: Callable[[Mapping[str, Any]], Any]) -> Callable[..., Awaitable[Any]]:
         async def create(*, extra_body: Mapping[str, Any] | None = None, **request: Any) -> Any:
             if request.get("stream"):
-                raise BadRequest("'stream' is for the HTTP endpoint (an agent that takes 'base_url'); leave it out")
-            answer = asyncio.run_coroutine_threadsafe(serve({**request, **(extra_body or {})}), self._loop)
+                raise BadRequest(
+                    "'stream' is for the HTTP endpoint (an agent that takes 'base_url'); leave it out"
+                )
+            answer = asyncio.run_coroutine_threadsafe(
+                serve({**request, **(extra_body or {})}), self._loop
+            )
             return json.loads(json.dumps(await asyncio.wrap_future(answer)), object_hook=Attributes)
 
         return create

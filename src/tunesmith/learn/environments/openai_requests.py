@@ -1,8 +1,9 @@
-"""OpenAI's requests, checked: ``chat.completions``, ``completions``, and ``responses`` translated to a chat request.
+"""OpenAI's requests, checked: ``chat.completions``, ``completions``, and ``responses`` translated
+to a chat request.
 
-The run decides how the policy samples. A request's ``max_tokens``, ``stop``, ``n`` and ``logprobs`` apply.
-``temperature`` and the like are overridden, and nothing forces the policy to write JSON or to call a tool; the
-rollout's notes list these parameters.
+The run decides how the policy samples. A request's ``max_tokens``, ``stop``, ``n`` and ``logprobs``
+apply. ``temperature`` and the like are overridden, and nothing forces the policy to write JSON or
+to call a tool; the rollout's notes list these parameters.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ NOT_ENFORCED: Mapping[str, tuple[Any, ...]] = {
     "guided_json": (None,),
     "guided_regex": (None,),
 }
-"""Parameters that can constrain the policy's answer, with their values that do not. Other values are noted."""
+"""Parameters that can constrain the policy's answer, with their values that do not. Other values
+are noted."""
 REFUSED: Mapping[str, tuple[Any, ...]] = {
     "functions": (None, []),
     "function_call": (None, "none", "auto"),
@@ -65,7 +67,8 @@ class BadRequest(EpisodeError):
 
 
 def parse(kind: type[R], request: Mapping[str, Any]) -> R:
-    """The request as a ``kind``; a BadRequest that names the parameter if it is malformed or cannot be served."""
+    """The request as a ``kind``; a BadRequest that names the parameter if it is malformed or cannot
+    be served."""
     for name, allowed in REFUSED.items():
         if request.get(name) not in allowed:
             raise BadRequest(f"'{name}' = {request[name]!r} cannot be served; leave it out")
@@ -97,7 +100,9 @@ def _text_or_ids(value: Any) -> Any:
     ids = isinstance(value, list) and all(type(one) is int and one >= 0 for one in value)
     if value and (ids or isinstance(value, str)):
         return value
-    raise ValueError("it must be text of at least one character, or a list of token ids; one prompt per request")
+    raise ValueError(
+        "it must be text of at least one character, or a list of token ids; one prompt per request"
+    )
 
 
 def _as_items(value: Any) -> Any:
@@ -117,12 +122,15 @@ class Request(BaseModel):
 
     model_config = ConfigDict(extra="ignore", populate_by_name=True)
     n: Annotated[StrictInt, Field(ge=1, le=128)] | None = None
-    limit: Number | None = Field(None, validation_alias=AliasChoices("max_completion_tokens", "max_tokens"))
+    limit: Number | None = Field(
+        None, validation_alias=AliasChoices("max_completion_tokens", "max_tokens")
+    )
     stop: Annotated[list[Annotated[str, Field(min_length=1)]], BeforeValidator(_as_list)] = []
 
     @model_validator(mode="after")
     def check_text(self) -> Self:
-        """Reject text that no tokenizer accepts (half of a surrogate pair), and values that JSON cannot express."""
+        """Reject text that no tokenizer accepts (half of a surrogate pair), and values that JSON
+        cannot express."""
         try:
             json.dumps(self.model_dump(), ensure_ascii=False).encode()
         except UnicodeEncodeError as error:
@@ -168,9 +176,12 @@ class ResponseRequest(BaseModel):
     max_output_tokens: int | None = None
 
     def as_chat(self, request: Mapping[str, Any], messages: Sequence[Message]) -> dict[str, Any]:
-        """The equivalent chat request with these messages, after ``instructions`` as a system message."""
+        """The equivalent chat request with these messages, after ``instructions`` as a system
+        message."""
         system = [{"role": "system", "content": self.instructions}] if self.instructions else []
-        functions = [tool.model_dump(exclude={"type"}, exclude_none=True) for tool in self.tools or ()]
+        functions = [
+            tool.model_dump(exclude={"type"}, exclude_none=True) for tool in self.tools or ()
+        ]
         text = self.text or {}
         return {
             **{name: request[name] for name in PASSED_ON if request.get(name) is not None},
@@ -185,7 +196,8 @@ class ResponseRequest(BaseModel):
 
 
 def messages_of(items: Sequence[Mapping[str, Any]]) -> list[Message]:
-    """Chat messages from the items of ``input`` or ``output``: messages, function calls and their results.
+    """Chat messages from the items of ``input`` or ``output``: messages, function calls and their
+    results.
 
     A turn's text and its function calls become one message, as the policy wrote them.
     """
@@ -197,7 +209,9 @@ def messages_of(items: Sequence[Mapping[str, Any]]) -> list[Message]:
             case "reasoning":
                 continue
             case "message":
-                messages.append({"role": item.get("role"), "content": _content(item.get("content"))})
+                messages.append(
+                    {"role": item.get("role"), "content": _content(item.get("content"))}
+                )
                 in_turn = item.get("role") == "assistant"
             case "function_call":
                 if not in_turn:
@@ -208,17 +222,25 @@ def messages_of(items: Sequence[Mapping[str, Any]]) -> list[Message]:
                 messages[-1].setdefault("tool_calls", []).append(call)
             case "function_call_output":
                 output = _content(item.get("output"))
-                messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": output})
+                messages.append(
+                    {"role": "tool", "tool_call_id": item.get("call_id"), "content": output}
+                )
                 in_turn = False
             case kind:
-                raise BadRequest(f"an item of type '{kind}' cannot be served; valid: {', '.join(ITEMS)}")
+                raise BadRequest(
+                    f"an item of type '{kind}' cannot be served; valid: {', '.join(ITEMS)}"
+                )
     return messages
 
 
 def _content(content: Any) -> Any:
-    """A chat message's content. Both interfaces hold a part's text under ``text``; a refusal counts as text."""
+    """A chat message's content. Both interfaces hold a part's text under ``text``; a refusal counts
+    as text."""
     if not isinstance(content, list | tuple):
         return content
     parts = [part if isinstance(part := _as_dict(raw), Mapping) else {} for raw in content]
     texts = [part.get("text", part.get("refusal")) for part in parts]
-    return [raw if text is None else {"type": "text", "text": text} for raw, text in zip(content, texts, strict=True)]
+    return [
+        raw if text is None else {"type": "text", "text": text}
+        for raw, text in zip(content, texts, strict=True)
+    ]

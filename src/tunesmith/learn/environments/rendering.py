@@ -1,8 +1,8 @@
 """Conversations as tokens: whole, or only the continuation of existing tokens.
 
-The policy's own text is never retokenized. The text after it is determined by rendering the longer conversation and
-removing the text of the existing tokens. If a template renders earlier turns differently once the conversation
-continues (Qwen3 drops their thinking), no continuation exists.
+The policy's own text is never retokenized. The text after it is determined by rendering the longer
+conversation and removing the text of the existing tokens. If a template renders earlier turns
+differently once the conversation continues (Qwen3 drops their thinking), no continuation exists.
 """
 
 from __future__ import annotations
@@ -30,11 +30,14 @@ class Renderer:
     """Concatenates the messages' text, for models without a chat template.
 
     Args:
-        ends: texts that end the policy's turn, besides the tokenizer's end of sequence; longer ones first.
+        ends: texts that end the policy's turn, besides the tokenizer's end of sequence; longer ones
+            first.
         guard: hides special tokens in observations; messages come with them hidden.
     """
 
-    def __init__(self, tokenizer: Tokenizer, ends: tuple[str, ...] = (), guard: TokenGuard = NO_GUARD) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, ends: tuple[str, ...] = (), guard: TokenGuard = NO_GUARD
+    ) -> None:
         self.tokenizer, self.guard = tokenizer, guard
         eos = tokenizer.eos_token_id
         ends = (*ends, "" if eos is None else str(tokenizer.decode([eos])))
@@ -52,13 +55,21 @@ class Renderer:
         return self.raw(_joined(messages))
 
     def with_options(self, options: Mapping[str, Any]) -> Renderer:
-        """The renderer with further variables of its chat template; an EpisodeError if there is no chat template."""
-        raise EpisodeError(f"there is no chat template to read {', '.join(options)} (chat_template_kwargs)")
+        """The renderer with further variables of its chat template; an EpisodeError if there is no
+        chat template."""
+        raise EpisodeError(
+            f"there is no chat template to read {', '.join(options)} (chat_template_kwargs)"
+        )
 
     def following(
-        self, token_ids: Sequence[int], earlier: Sequence[Message], new: Sequence[Message], tools: Tools
+        self,
+        token_ids: Sequence[int],
+        earlier: Sequence[Message],
+        new: Sequence[Message],
+        tools: Tools,
     ) -> list[int] | None:
-        """Tokens to append to ``token_ids``, the rendering of ``earlier``, so that the policy answers ``new``.
+        """Tokens to append to ``token_ids``, the rendering of ``earlier``, so that the policy
+        answers ``new``.
 
         None if ``earlier`` is now rendered differently.
         """
@@ -80,11 +91,15 @@ class Renderer:
 
     def after(self, token_ids: Sequence[int], text: str) -> list[int]:
         """Tokens of ``text`` as a continuation of ``token_ids``."""
-        return self.guard.encode_after(self.tokenizer, decode(self.tokenizer, token_ids[-TAIL:]), text)
+        return self.guard.encode_after(
+            self.tokenizer, decode(self.tokenizer, token_ids[-TAIL:]), text
+        )
 
     def plain(self, token_ids: Sequence[int]) -> str:
         """The text of tokens, without special tokens."""
-        return self.tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return self.tokenizer.decode(
+            list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
 
 
 class ChatRenderer(Renderer):
@@ -98,7 +113,11 @@ class ChatRenderer(Renderer):
         return self.guard.encode(self.tokenizer, self._render(messages, tools))
 
     def following(
-        self, token_ids: Sequence[int], earlier: Sequence[Message], new: Sequence[Message], tools: Tools
+        self,
+        token_ids: Sequence[int],
+        earlier: Sequence[Message],
+        new: Sequence[Message],
+        tools: Tools,
     ) -> list[int] | None:
         if not new:
             return []
@@ -117,7 +136,9 @@ class ChatRenderer(Renderer):
                 raise EpisodeError(str(error)) from error
 
     def _render(self, messages: Sequence[Message], tools: Tools) -> str:
-        with boundary(EpisodeError, "this conversation cannot go through the chat template", Exception):
+        with boundary(
+            EpisodeError, "this conversation cannot go through the chat template", Exception
+        ):
             try:
                 return self.template.render(messages, tools, prompt=True)
             except DataError as error:  # the episode is wrong, not a line of data
@@ -129,9 +150,11 @@ def _joined(messages: Sequence[Message]) -> str:
 
 
 def behind(existing: str, full: str) -> str | None:
-    """The rest of ``full`` after ``existing``, ignoring white space; None if ``full`` does not begin with it.
+    """The rest of ``full`` after ``existing``, ignoring white space; None if ``full`` does not
+    begin with it.
 
-    Templates trim the policy's text, and a difference in white space alone must not fork the conversation.
+    Templates trim the policy's text, and a difference in white space alone must not fork the
+    conversation.
     """
     if full.startswith(existing):
         return full[len(existing) :]

@@ -18,8 +18,8 @@ Observation = str | list[Message] | None
 class StepResult:
     """The result of an environment's turn.
 
-    ``observation`` becomes a user message, or is a list of messages; it may be None only when ``done``. A ``reward``
-    of None leaves the turn without one.
+    ``observation`` becomes a user message, or is a list of messages; it may be None only when
+    ``done``. A ``reward`` of None leaves the turn without one.
     """
 
     observation: Observation = None
@@ -33,7 +33,9 @@ def as_observation(value: Any, what: str) -> Observation:
     if value is None or isinstance(value, str):
         return value
     messages = value if isinstance(value, list | tuple) else ()
-    if messages and all(isinstance(m, Mapping) and "role" in m and "content" in m for m in messages):
+    if messages and all(
+        isinstance(m, Mapping) and "role" in m and "content" in m for m in messages
+    ):
         return [dict(m) for m in messages]
     raise EpisodeError(
         f"{what} gave {shortened(repr(value))} as observation; expected text, a list of messages or None"
@@ -41,7 +43,8 @@ def as_observation(value: Any, what: str) -> Observation:
 
 
 def as_reward(value: Any, what: str, role: str = "reward") -> float | None:
-    """Check a reward (or another number, named by ``role``) from user code; an EpisodeError if it is invalid."""
+    """Check a reward (or another number, named by ``role``) from user code; an EpisodeError if it
+    is invalid."""
     if value is None:
         return None
     try:
@@ -57,7 +60,8 @@ def as_reward(value: Any, what: str, role: str = "reward") -> float | None:
 
 
 def as_step(value: Any, what: str) -> StepResult:
-    """Check a ``StepResult`` or ``(observation, reward, done)`` from user code; an EpisodeError if it is invalid."""
+    """Check a ``StepResult`` or ``(observation, reward, done)`` from user code; an EpisodeError if
+    it is invalid."""
     if isinstance(value, tuple) and len(value) == 3:
         value = StepResult(*value)
     if not isinstance(value, StepResult):
@@ -69,10 +73,14 @@ def as_step(value: Any, what: str) -> StepResult:
     if isinstance(done, str | None):
         raise EpisodeError(f"{what} gave {shortened(repr(done))} as done; expected true or false")
     if not done and not observation:
-        raise EpisodeError(f"{what} is not done and gave no observation: there is nothing to answer")
+        raise EpisodeError(
+            f"{what} is not done and gave no observation: there is nothing to answer"
+        )
     raw: Any = value.metrics
     if not isinstance(raw, Mapping):
-        raise EpisodeError(f"{what} gave {shortened(repr(raw))} as metrics; expected numbers by name")
+        raise EpisodeError(
+            f"{what} gave {shortened(repr(raw))} as metrics; expected numbers by name"
+        )
     numbers = {name: as_reward(number, what, f"metric '{name}'") for name, number in raw.items()}
     metrics = {name: number for name, number in numbers.items() if number is not None}
     return StepResult(observation, as_reward(value.reward, what), bool(done), metrics)

@@ -1,8 +1,9 @@
 """Keeps texts of special tokens in observations from becoming those tokens.
 
-A tool's output may contain ``<|im_start|>assistant``. Tokenized as it is, it would begin a turn of the assistant that
-the policy never wrote. Before rendering, each such text in an observation is replaced by one character of a private-use
-plane; after rendering, that character is encoded as the text's ordinary tokens, which decode to the same text.
+A tool's output may contain ``<|im_start|>assistant``. Tokenized as it is, it would begin a turn of
+the assistant that the policy never wrote. Before rendering, each such text in an observation is
+replaced by one character of a private-use plane; after rendering, that character is encoded as the
+text's ordinary tokens, which decode to the same text.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ class TokenGuard:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, turns: str = "") -> TokenGuard:
-        """Guards against special tokens, and against other added tokens in ``turns``, a rendered conversation."""
+        """Guards against special tokens, and against other added tokens in ``turns``, a rendered
+        conversation."""
         texts = {token for token in tokenizer.all_special_tokens if token}
         for token in getattr(tokenizer, "added_tokens_decoder", {}).values():
             if token.special or (token.content.strip() and token.content in turns):
@@ -73,7 +75,9 @@ class TokenGuard:
         """Token ids of a hidden text as a continuation of ``before``."""
         return self._encode(tokenizer, text, lambda piece: encode_after(tokenizer, before, piece))
 
-    def _encode(self, tokenizer: Tokenizer, text: str, encode_first: Callable[[str], list[int]]) -> list[int]:
+    def _encode(
+        self, tokenizer: Tokenizer, text: str, encode_first: Callable[[str], list[int]]
+    ) -> list[int]:
         if not self.texts:
             return encode_first(text) if text else []
         token_ids: list[int] = []

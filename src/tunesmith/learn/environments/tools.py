@@ -1,7 +1,7 @@
 """Tools, which are plain typed functions with docstrings, and the policy's calls to them.
 
-Calls are parsed from the policy's text in the three notations of chat templates. An unreadable call becomes a
-``BadCall``: the policy gets the reason, or the episode ends.
+Calls are parsed from the policy's text in the three notations of chat templates. An unreadable call
+becomes a ``BadCall``: the policy gets the reason, or the episode ends.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ def parser_for(template: str) -> Parse:
 def parse_hermes(raw: str, text: str) -> tuple[str, Calls]:
     """Any number of ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>`` (Hermes, Qwen).
 
-    A block may also hold ``<function=name><parameter=key>value</parameter></function>`` (Qwen3-Coder). Calls before
-    ``</think>`` do not count.
+    A block may also hold ``<function=name><parameter=key>value</parameter></function>``
+    (Qwen3-Coder). Calls before ``</think>`` do not count.
     """
     source = text if "<tool_call>" in text else raw
     thought, closed, spoken = source.rpartition("</think>")
@@ -65,7 +65,9 @@ def parse_hermes(raw: str, text: str) -> tuple[str, Calls]:
     for block in _BLOCK.finditer(spoken):
         function = _FUNCTION.search(block[1])
         if function:
-            arguments = {key.strip(): _value(value) for key, value in _PARAMETER.findall(function[2])}
+            arguments = {
+                key.strip(): _value(value) for key, value in _PARAMETER.findall(function[2])
+            }
             calls.append(ToolCall(function[1].strip(), arguments))
         else:
             calls.append(_from_json(block[1]))
@@ -75,7 +77,8 @@ def parse_hermes(raw: str, text: str) -> tuple[str, Calls]:
 
 
 def parse_llama(raw: str, text: str) -> tuple[str, Calls]:
-    """The whole turn is ``{"name": ..., "parameters": {...}}``, or several separated by ``;`` (Llama 3).
+    """The whole turn is ``{"name": ..., "parameters": {...}}``, or several separated by ``;``
+    (Llama 3).
 
     A turn that only begins like a call is a bad call; a turn without a call is text.
     """
@@ -148,7 +151,8 @@ class Tool:
 
 
 def make_tool(function: Callable[..., Any], reference: str) -> Tool:
-    """A tool from a function with typed arguments, each described in its docstring (Google's style)."""
+    """A tool from a function with typed arguments, each described in its docstring (Google's
+    style)."""
     from transformers.utils.chat_template_utils import get_json_schema
 
     try:

@@ -1,4 +1,5 @@
-"""Environments of the ``verifiers`` package (https://github.com/PrimeIntellect-ai/verifiers), played as agents.
+"""Environments of the ``verifiers`` package (https://github.com/PrimeIntellect-ai/verifiers),
+played as agents.
 
 The environment runs its rollout against the episode's endpoint and scores it with its rubric.
 """
@@ -17,7 +18,10 @@ LOADER = "load_environment"
 
 def is_environment(code: object) -> bool:
     """Whether ``code`` is a ``verifiers.Environment``; does not import the package."""
-    return any(k.__name__ == "Environment" and k.__module__.split(".")[0] == "verifiers" for k in type(code).__mro__)
+    return any(
+        k.__name__ == "Environment" and k.__module__.split(".")[0] == "verifiers"
+        for k in type(code).__mro__
+    )
 
 
 def as_agent(environment: Any, reference: str) -> Callable[..., Coroutine[Any, Any, StepResult]]:

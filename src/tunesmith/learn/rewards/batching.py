@@ -12,12 +12,15 @@ R = TypeVar("R")
 
 
 class Batcher(Generic[T, R]):
-    """Runs one batch at a time: all items submitted while the previous batch ran, or within ``window`` seconds.
+    """Runs one batch at a time: all items submitted while the previous batch ran, or within
+    ``window`` seconds.
 
     ``run`` returns one result per item. An exception from it reaches every caller of that batch.
     """
 
-    def __init__(self, run: Callable[[list[T]], Awaitable[Sequence[R]]], window: float = 0.0) -> None:
+    def __init__(
+        self, run: Callable[[list[T]], Awaitable[Sequence[R]]], window: float = 0.0
+    ) -> None:
         self._run = run
         self._window = window
         self._waiting: list[tuple[Sequence[T], asyncio.Future[list[R]]]] = []
@@ -26,7 +29,8 @@ class Batcher(Generic[T, R]):
         """Batches run so far."""
 
     async def submit(self, items: Sequence[T]) -> list[R]:
-        """The results of ``items``, in order. Items of a caller cancelled before its batch starts are not run."""
+        """The results of ``items``, in order. Items of a caller cancelled before its batch starts
+        are not run."""
         future: asyncio.Future[list[R]] = asyncio.get_running_loop().create_future()
         self._waiting.append((items, future))
         if self._worker is None or self._worker.done():

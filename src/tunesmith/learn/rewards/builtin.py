@@ -1,7 +1,8 @@
 """Built-in rewards: exact_match, numeric_match, regex_format and math.
 
-All but regex_format compare with the answer column. They log ``answered`` (the completion has an answer at all) and
-``correct``, which separates "no answer" from "wrong". For a task without an answer the reward does not apply.
+All but regex_format compare with the answer column. They log ``answered`` (the completion has an
+answer at all) and ``correct``, which separates "no answer" from "wrong". For a task without an
+answer the reward does not apply.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ from tunesmith.learn.usercode.killable import KillablePool, UserProgram, WorkerE
 from tunesmith.types import Rollout, Status
 
 ITEM_SECONDS = 5.0
-"""Upper limit of the deadline for judging one completion in a worker process; ``reward.timeout`` if shorter."""
+"""Upper limit of the deadline for judging one completion in a worker process; ``reward.timeout`` if
+shorter."""
 
 BAD_GOLD = "data error in the answer column"
 Verdict = bool | None | ItemFailure
@@ -41,7 +43,8 @@ Judge = Callable[[list[str], list[str]], Awaitable[list[Verdict]]]
 
 
 def check_builtins(section: RewardSection) -> None:
-    """Reject (ConfigError) settings that the built-ins in use cannot work with, or that none of them reads."""
+    """Reject (ConfigError) settings that the built-ins in use cannot work with, or that none of
+    them reads."""
     used = [name for name in section.functions if name in BUILTINS]
     extracting = [name for name in used if name in ("exact_match", "numeric_match")]
     if section.pattern is None:
@@ -69,7 +72,11 @@ def check_builtins(section: RewardSection) -> None:
             keys=("reward.answer",),
         )
     labelled = any(entry.protocol == "openrlhf" for entry in section.remote)
-    if "answer" in section.model_fields_set and not labelled and not any(name in COMPARING for name in used):
+    if (
+        "answer" in section.model_fields_set
+        and not labelled
+        and not any(name in COMPARING for name in used)
+    ):
         raise ConfigError(
             f"reward.answer is set, but none of {', '.join(COMPARING)} is in reward.functions; "
             "your own functions get every column by its name.",
@@ -82,7 +89,8 @@ def _groups(pattern: str) -> int:
         return re.compile(pattern).groups
     except re.error as error:
         raise ConfigError(
-            f"reward.pattern is not a regular expression: {error}: {pattern!r}", keys=("reward.pattern",)
+            f"reward.pattern is not a regular expression: {error}: {pattern!r}",
+            keys=("reward.pattern",),
         ) from error
 
 
@@ -110,30 +118,43 @@ def _matching(
         return list(map(verdict, parts, golds))
 
     def problem(gold: Any) -> str | None:
-        return _gold_problem(gold) or (f"{gold!r} holds no number" if read(str(gold)) is None else None)
+        return _gold_problem(gold) or (
+            f"{gold!r} holds no number" if read(str(gold)) is None else None
+        )
 
     return _comparing(name, section, judge, problem, pool)
 
 
 def _regex_format(section: RewardSection) -> RewardFunction:
-    """1 where the pattern matches the whole completion (write ``(?s)`` to let ``.`` match newlines)."""
+    """1 where the pattern matches the whole completion (write ``(?s)`` to let ``.`` match
+    newlines)."""
     pool = _pool("pattern_program.py", "matches", section)
 
-    async def regex_format(rollouts: Sequence[Rollout], texts: Sequence[str], _: Notes) -> list[Score]:
-        return await _gather(pool.run(section.pattern, text_of(c)) for c in completions_of(rollouts, texts))
+    async def regex_format(
+        rollouts: Sequence[Rollout], texts: Sequence[str], _: Notes
+    ) -> list[Score]:
+        return await _gather(
+            pool.run(section.pattern, text_of(c)) for c in completions_of(rollouts, texts)
+        )
 
-    return RewardFunction("regex_format", "regex_format", regex_format, builtin=True, close=pool.close)
+    return RewardFunction(
+        "regex_format", "regex_format", regex_format, builtin=True, close=pool.close
+    )
 
 
 def _math(section: RewardSection) -> RewardFunction:
     """1 where math-verify judges the completion's answer equal to the answer column's."""
-    pool = _pool("math_program.py", "judge", section, workers=max(1, min(4, (os.cpu_count() or 1) // 2)))
+    pool = _pool(
+        "math_program.py", "judge", section, workers=max(1, min(4, (os.cpu_count() or 1) // 2))
+    )
 
     def verdict(judged: dict[str, bool] | ItemFailure, gold: str) -> Verdict:
         if isinstance(judged, ItemFailure):
             return judged
         if not judged["gold"]:
-            return ItemFailure(Status.REWARD_FAILED, f"{BAD_GOLD}: math-verify cannot parse {gold!r}")
+            return ItemFailure(
+                Status.REWARD_FAILED, f"{BAD_GOLD}: math-verify cannot parse {gold!r}"
+            )
         return judged["correct"] if judged["answered"] else None
 
     async def judge(texts: list[str], golds: list[str]) -> list[Verdict]:
@@ -143,7 +164,11 @@ def _math(section: RewardSection) -> RewardFunction:
 
 
 def _comparing(
-    name: str, section: RewardSection, judge: Judge, check_gold: Callable[[Any], str | None], pool: KillablePool | None
+    name: str,
+    section: RewardSection,
+    judge: Judge,
+    check_gold: Callable[[Any], str | None],
+    pool: KillablePool | None,
 ) -> RewardFunction:
     """A reward that compares with the answer column. Only tasks that have an answer are judged."""
 
@@ -165,7 +190,9 @@ def _comparing(
 
     close = pool.close if pool else lambda: None
     columns = frozenset({section.answer})
-    return RewardFunction(name, name, score, columns, builtin=True, close=close, check_gold=check_gold)
+    return RewardFunction(
+        name, name, score, columns, builtin=True, close=close, check_gold=check_gold
+    )
 
 
 def _pool(program: str, function: str, section: RewardSection, workers: int = 1) -> KillablePool:
@@ -197,7 +224,9 @@ def _gold_problem(gold: Any) -> str | None:
 
 BUILTINS: dict[str, Callable[[RewardSection], RewardFunction]] = {
     # White space is collapsed.
-    "exact_match": partial(_matching, name="exact_match", read=lambda text: " ".join(text.split()), same=operator.eq),
+    "exact_match": partial(
+        _matching, name="exact_match", read=lambda text: " ".join(text.split()), same=operator.eq
+    ),
     "numeric_match": partial(_matching, name="numeric_match", read=last_number, same=equal),
     "regex_format": _regex_format,
     "math": _math,

@@ -14,10 +14,12 @@ from tunesmith.learn.usercode.far import Far, gather
 
 
 class RestartingFars:
-    """Calls methods of the interdependent processes that ``start`` returns; if one is lost, all are replaced, up to
-    ``restarts`` times."""
+    """Calls methods of the interdependent processes that ``start`` returns; if one is lost, all are
+    replaced, up to ``restarts`` times."""
 
-    def __init__(self, start: Callable[[], Sequence[Far]], restarts: int, report: Callable[[str], None]) -> None:
+    def __init__(
+        self, start: Callable[[], Sequence[Far]], restarts: int, report: Callable[[str], None]
+    ) -> None:
         self._start, self._restarts, self._report = start, restarts, report
         self.fars = start()
         self._one_call = Lock()  # all processes must receive the calls in the same order
@@ -41,21 +43,23 @@ class RestartingFars:
                     if not self._restarts:
                         raise RewardError(str(lost)) from lost
                     self._restarts -= 1
-                    self._report(f"{lost}: starting {'another' if len(fars) == 1 else f'all {len(fars)} again'}")
+                    self._report(
+                        f"{lost}: starting {'another' if len(fars) == 1 else f'all {len(fars)} again'}"
+                    )
                     self.fars = self._start()
 
 
 def far_reward_model(places: Sequence[RestartingFars]) -> RewardModel:
-    """A reward model that encodes texts here and scores them in other processes; the processes of each place hold one
-    whole model together and score a share of each batch."""
+    """A reward model that encodes texts here and scores them in other processes; the processes of
+    each place hold one whole model together and score a share of each batch."""
     names = ("tokenizer", "context", "template", "stats")
     tokenizer, context, template, stats = (places[0].fars[0].get(f"model.{name}") for name in names)
     return RewardModel(partial(_score, places), tokenizer, context, template, stats)
 
 
 def _score(places: Sequence[RestartingFars], sequences: list[list[int]]) -> list[float]:
-    """Scores of ``sequences``, which are dealt to the places longest first to balance the load. Each process of a place
-    scores some of its sequences and returns 0 for the others."""
+    """Scores of ``sequences``, which are dealt to the places longest first to balance the load.
+    Each process of a place scores some of its sequences and returns 0 for the others."""
     order = sorted(range(len(sequences)), key=lambda i: -len(sequences[i]))
     shares = [share for n in range(len(places)) if (share := order[n :: len(places)])]
     scores = [0.0] * len(sequences)

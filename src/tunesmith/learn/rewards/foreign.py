@@ -1,4 +1,5 @@
-"""Reward functions written for other frameworks: verl's run unchanged; others get hints about the names used here."""
+"""Reward functions written for other frameworks: verl's run unchanged; others get hints about the
+names used here."""
 
 from __future__ import annotations
 
@@ -12,11 +13,16 @@ from tunesmith.learn.usercode.calls import accepted, is_async
 VERL = frozenset({"solution_str", "ground_truth"})
 """The arguments that mark a function as verl's ``compute_score``."""
 VERL_GOLD = frozenset({"reward_model", "ground_truth"})
-"""verl's function needs one of these columns. ``reward_model`` is a table with ``ground_truth``, as in verl's files."""
+"""verl's function needs one of these columns. ``reward_model`` is a table with ``ground_truth``, as
+in verl's files."""
 
 INSTEAD: Mapping[str, str] = {
-    **dict.fromkeys(("completion", "response", "responses", "output", "outputs", "answers"), "completions"),
-    **dict.fromkeys(("solution_str", "solution_strs", "predictions", "generated_texts"), "completions"),
+    **dict.fromkeys(
+        ("completion", "response", "responses", "output", "outputs", "answers"), "completions"
+    ),
+    **dict.fromkeys(
+        ("solution_str", "solution_strs", "predictions", "generated_texts"), "completions"
+    ),
     "prompt": "prompts",
     "question_str": "prompts",
     "queries": "prompts and completions",
@@ -32,25 +38,42 @@ INSTEAD: Mapping[str, str] = {
 def hint(name: str) -> str:
     """A hint for an argument that is not a column of the data; empty for an unknown argument."""
     instead = INSTEAD.get(name)
-    return f" Other code's '{name}' is called {instead} here: a list with one entry per completion." if instead else ""
+    return (
+        f" Other code's '{name}' is called {instead} here: a list with one entry per completion."
+        if instead
+        else ""
+    )
 
 
 def from_verl(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A reward function that calls verl's function once per completion, as verl's reward manager does.
+    """A reward function that calls verl's function once per completion, as verl's reward manager
+    does.
 
-    ``solution_str`` is the completion's text; ``ground_truth`` comes from the column ``reward_model``, else from the
-    column ``ground_truth``; ``data_source`` and ``extra_info`` are columns. The result is a number, or a table whose
-    ``score`` is the reward and whose other entries are logged.
+    ``solution_str`` is the completion's text; ``ground_truth`` comes from the column
+    ``reward_model``, else from the column ``ground_truth``; ``data_source`` and ``extra_info`` are
+    columns. The result is a number, or a table whose ``score`` is the reward and whose other
+    entries are logged.
     """
 
-    def keywords(completions: Sequence[Any], columns: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
+    def keywords(
+        completions: Sequence[Any], columns: Mapping[str, Sequence[Any]]
+    ) -> list[dict[str, Any]]:
         calls: list[dict[str, Any]] = []
         for i, completion in enumerate(completions):
             row = {name: values[i] for name, values in columns.items() if name not in RESERVED}
             nested = row.get("reward_model")
-            gold = nested.get("ground_truth") if isinstance(nested, Mapping) else row.get("ground_truth")
+            gold = (
+                nested.get("ground_truth")
+                if isinstance(nested, Mapping)
+                else row.get("ground_truth")
+            )
             own = {"data_source": row.get("data_source"), "extra_info": row.get("extra_info") or {}}
-            calls.append(accepted(function, {**row, **own, "solution_str": text_of(completion), "ground_truth": gold}))
+            calls.append(
+                accepted(
+                    function,
+                    {**row, **own, "solution_str": text_of(completion), "ground_truth": gold},
+                )
+            )
         return calls
 
     def scores(results: Sequence[Any], log_extra: Callable[[str, list[Any]], None]) -> list[Any]:
@@ -61,8 +84,12 @@ def from_verl(function: Callable[..., Any]) -> Callable[..., Any]:
 
     if is_async(function):
 
-        async def reward_async(completions: Sequence[Any], log_extra: Any, **columns: Any) -> list[Any]:
-            results = await asyncio.gather(*(function(**call) for call in keywords(completions, columns)))
+        async def reward_async(
+            completions: Sequence[Any], log_extra: Any, **columns: Any
+        ) -> list[Any]:
+            results = await asyncio.gather(
+                *(function(**call) for call in keywords(completions, columns))
+            )
             return scores(results, log_extra)
 
         return reward_async

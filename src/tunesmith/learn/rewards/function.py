@@ -16,13 +16,22 @@ from tunesmith.types import Rollout, Status, text_of_content
 INSTANCES = "environments"
 """TRL's keyword for the environment instances that played the episodes, one per completion."""
 RESERVED = frozenset(
-    {"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric", INSTANCES}
+    {
+        "prompts",
+        "completions",
+        "completion_ids",
+        "trainer_state",
+        "log_extra",
+        "log_metric",
+        INSTANCES,
+    }
 )
 """The keywords of TRL 1.16 that a call receives in addition to the data's columns."""
 NOT_COLUMNS = frozenset({"prompt", "completion"}) | RESERVED
 
 LARGEST_REWARD = 1e15
-"""Limit of a reward's absolute value: sums of squares over a large batch still fit into float32 (at most 3.4e38)."""
+"""Limit of a reward's absolute value: sums of squares over a large batch still fit into float32 (at
+most 3.4e38)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +50,8 @@ Score = float | None | ItemFailure
 class RewardFunction:
     """One reward of a run: a user's function, called with keywords, or a built-in one.
 
-    Built-in rewards are coroutine functions of rollouts, their texts and ``Notes``, with their own deadlines. All
-    rewards return one ``Score`` per rollout.
+    Built-in rewards are coroutine functions of rollouts, their texts and ``Notes``, with their own
+    deadlines. All rewards return one ``Score`` per rollout.
     """
 
     name: str
@@ -61,13 +70,20 @@ class RewardFunction:
 
 
 def required_columns(function: Callable[..., Any], reference: str) -> frozenset[str]:
-    """Columns of the data that a function needs. ConfigError if it cannot be called with keywords."""
+    """Columns of the data that a function needs. ConfigError if it cannot be called with
+    keywords."""
     expected = "expected def f(prompts, completions, **columns) -> list[float | None]"
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"the parameters of '{reference}' cannot be determined; {expected}.") from error
-    required = [p for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+        raise ConfigError(
+            f"the parameters of '{reference}' cannot be determined; {expected}."
+        ) from error
+    required = [
+        p
+        for p in parameters
+        if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    ]
     for p in required:
         if p.kind is p.POSITIONAL_ONLY:
             raise ConfigError(f"'{reference}' takes '{p.name}' by position only; {expected}.")
@@ -85,7 +101,9 @@ class Notes:
 
     def log_extra(self, column: str, values: Sequence[Any]) -> None:
         if len(values) != self.size:
-            raise ValueError(f"log_extra('{column}') got {len(values)} values for {self.size} completions")
+            raise ValueError(
+                f"log_extra('{column}') got {len(values)} values for {self.size} completions"
+            )
         self.extras[plain(str(column))] = [plain(value) for value in values]
 
     def log_metric(self, name: str, value: float) -> None:
@@ -102,8 +120,9 @@ def arguments_for(
 ) -> dict[str, Any]:
     """Keywords of a call: lists with one entry per rollout, None for a column that a task lacks.
 
-    For conversational prompts, completions are ``[{"role": "assistant", "content": text}]``; for text prompts, text.
-    ``instances`` adds ``environments``, with None for episodes without an instance of TRL's form.
+    For conversational prompts, completions are ``[{"role": "assistant", "content": text}]``; for
+    text prompts, text. ``instances`` adds ``environments``, with None for episodes without an
+    instance of TRL's form.
     """
     keywords: dict[str, Any] = {
         "prompts": [own_copy(r.task.prompt) for r in rollouts],  # a function may append to it
@@ -120,7 +139,8 @@ def arguments_for(
 
 
 def completions_of(rollouts: Sequence[Rollout], texts: Sequence[str]) -> list[Any]:
-    """Completions in the form of their prompts: the policy's last text, or all messages after the prompt."""
+    """Completions in the form of their prompts: the policy's last text, or all messages after the
+    prompt."""
     return [
         text
         if isinstance(r.task.prompt, str)
@@ -130,24 +150,33 @@ def completions_of(rollouts: Sequence[Rollout], texts: Sequence[str]) -> list[An
 
 
 def text_of(completion: Any) -> str:
-    """The text of a completion in either form; for a conversation, the text of the policy's last turn."""
+    """The text of a completion in either form; for a conversation, the text of the policy's last
+    turn."""
     if isinstance(completion, str):
         return completion
-    answers = (m.get("content") for m in reversed(completion) if m.get("role", "assistant") == "assistant")
+    answers = (
+        m.get("content") for m in reversed(completion) if m.get("role", "assistant") == "assistant"
+    )
     return text_of_content(next(answers, None))
 
 
-def batch_columns(rollouts: Sequence[Rollout], needed: frozenset[str] = frozenset()) -> dict[str, list[Any]]:
-    """Copies of the data's and the ``needed`` columns, with one entry per rollout; None where a task lacks one."""
+def batch_columns(
+    rollouts: Sequence[Rollout], needed: frozenset[str] = frozenset()
+) -> dict[str, list[Any]]:
+    """Copies of the data's and the ``needed`` columns, with one entry per rollout; None where a
+    task lacks one."""
     names = {name for r in rollouts for name in r.task.columns if name not in NOT_COLUMNS}
-    return {name: [own_copy(r.task.columns.get(name)) for r in rollouts] for name in sorted(names | needed)}
+    return {
+        name: [own_copy(r.task.columns.get(name)) for r in rollouts]
+        for name in sorted(names | needed)
+    }
 
 
 def scores_from(output: object, size: int) -> list[Score]:
     """A reward function's output as one score per completion.
 
-    The output is a list, or has ``tolist`` (NumPy arrays and tensors, as in TRL). An item that is neither a finite
-    number nor None fails only its rollout.
+    The output is a list, or has ``tolist`` (NumPy arrays and tensors, as in TRL). An item that is
+    neither a finite number nor None fails only its rollout.
 
     Raises:
         ValueError: the output as a whole is unusable.

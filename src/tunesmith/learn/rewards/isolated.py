@@ -1,4 +1,5 @@
-"""The user's reward functions in worker processes, with deadlines; a call whose worker was killed is repeated."""
+"""The user's reward functions in worker processes, with deadlines; a call whose worker was killed
+is repeated."""
 
 from __future__ import annotations
 
@@ -30,8 +31,12 @@ class IsolatedRewards:
     abandoned = 0
     """No call runs on after its deadline: its process is killed."""
 
-    def __init__(self, references: Sequence[tuple[str, str]], base_dir: Path, memory: str | None) -> None:
-        program = user_program(_PROGRAM, "RewardProgram", (list(references), str(base_dir)), memory, alone=True)
+    def __init__(
+        self, references: Sequence[tuple[str, str]], base_dir: Path, memory: str | None
+    ) -> None:
+        program = user_program(
+            _PROGRAM, "RewardProgram", (list(references), str(base_dir)), memory, alone=True
+        )
         self._workers = Workers(program)
         self._worker: Worker | None = None
         self._turns = Turns()
@@ -55,20 +60,29 @@ class IsolatedRewards:
                 frozenset(one["columns"]),
                 one_of=frozenset(one["one_of"]),
             )
-            for number, ((name, entry), one) in enumerate(zip(references, description["functions"], strict=True))
+            for number, ((name, entry), one) in enumerate(
+                zip(references, description["functions"], strict=True)
+            )
         ]
 
-    async def run(self, function: Callable[..., Any], arguments: dict[str, Any], timeout: float) -> list[Score]:
-        """The scores of a call. The values that it logs are given to the functions for this in its arguments.
+    async def run(
+        self, function: Callable[..., Any], arguments: dict[str, Any], timeout: float
+    ) -> list[Score]:
+        """The scores of a call. The values that it logs are given to the functions for this in its
+        arguments.
 
         Raises:
-            DeadlineExceeded: it ran for more than ``timeout`` seconds; its process is killed, unless it is a coroutine
-                that can be cancelled.
+            DeadlineExceeded: it ran for more than ``timeout`` seconds; its process is killed,
+                unless it is a coroutine that can be cancelled.
             RaisedInCall: it raised, or its process ended.
             ValueError: its result is unusable.
         """
         assert isinstance(function, FarFunction)
-        sent = {name: value for name, value in arguments.items() if name not in ("log_extra", "log_metric")}
+        sent = {
+            name: value
+            for name, value in arguments.items()
+            if name not in ("log_extra", "log_metric")
+        }
         question, coroutine = (function.number, sent), function.asynchronous
         try:
             async with nullcontext() if coroutine else self._turns.turn(function.number, timeout):
@@ -95,8 +109,8 @@ class IsolatedRewards:
     async def _ask(self, question: tuple[Any, ...], timeout: float, *, coroutine: bool) -> Any:
         """The worker's answer.
 
-        A call is repeated alone, in its own process, if its process was killed from outside or ended while other calls
-        ran in it: this shows which call ends its process.
+        A call is repeated alone, in its own process, if its process was killed from outside or
+        ended while other calls ran in it: this shows which call ends its process.
         """
         try:
             async with self._starting.here:

@@ -1,13 +1,14 @@
-"""Turns the ``[reward]`` section into a run's rewards: checks it, imports the user's files, names the rewards.
+"""Turns the ``[reward]`` section into a run's rewards: checks it, imports the user's files, names
+the rewards.
 
 A user's reward function has TRL's signature::
 
     def same_text(prompts, completions, answer, **columns) -> list[float | None]:
         return [float(completion.strip() == gold) for completion, gold in zip(completions, answer)]
 
-It may be ``async``, is called with keywords only, and gets every data column as a list with one entry per completion.
-None means that the reward does not apply to that completion. The function runs in its own process or, with
-``isolation = "thread"``, in a thread other than the main one.
+It may be ``async``, is called with keywords only, and gets every data column as a list with one
+entry per completion. None means that the reward does not apply to that completion. The function
+runs in its own process or, with ``isolation = "thread"``, in a thread other than the main one.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ INSTANCES_NEED = (
 def check_rewards(section: RewardSection, base_dir: Path) -> None:
     """Reject (``ConfigError``) a section that cannot work, without running any of the user's code.
 
-    ``base_dir`` is the run file's directory; paths are relative to it, else to the working directory.
+    ``base_dir`` is the run file's directory; paths are relative to it, else to the working
+    directory.
     """
     if not section.given:
         raise ConfigError(
@@ -72,7 +74,9 @@ def check_rewards(section: RewardSection, base_dir: Path) -> None:
                 f"reward.remote '{entry.name}': urls is empty; give the addresses that serve it.",
                 keys=("reward.remote",),
             )
-        if entry.token_env is not None and any(urlsplit(url).username is not None for url in entry.urls):
+        if entry.token_env is not None and any(
+            urlsplit(url).username is not None for url in entry.urls
+        ):
             raise ConfigError(
                 f"reward.remote '{entry.name}': token_env and a user in an address of urls both set the Authorization "
                 "header; leave one of them out.",
@@ -90,7 +94,8 @@ def _check_weights(section: RewardSection) -> None:
     weights, functions = section.weights, section.functions
     if repeated := next((name for name, count in Counter(functions).items() if count > 1), None):
         raise ConfigError(
-            f"reward.functions names '{repeated}' more than once; use reward.weights.", keys=("reward.functions",)
+            f"reward.functions names '{repeated}' more than once; use reward.weights.",
+            keys=("reward.functions",),
         )
     if weights is not None and len(weights) != len(functions):
         raise ConfigError(
@@ -98,12 +103,19 @@ def _check_weights(section: RewardSection) -> None:
             keys=("reward.weights",),
         )
     if weights is not None and not all(map(isfinite, weights)):
-        raise ConfigError(f"reward.weights must be finite numbers, not {list(weights)}.", keys=("reward.weights",))
+        raise ConfigError(
+            f"reward.weights must be finite numbers, not {list(weights)}.", keys=("reward.weights",)
+        )
     by_name = weights_by_name(section)
     if not any(by_name.values()):
-        raise ConfigError("reward.weights are all 0, so that no rollout would have a reward.", keys=("reward.weights",))
+        raise ConfigError(
+            "reward.weights are all 0, so that no rollout would have a reward.",
+            keys=("reward.weights",),
+        )
     if ENVIRONMENT in by_name:
-        raise ConfigError(f"no reward may be called '{ENVIRONMENT}', the name of the environment's own; rename it.")
+        raise ConfigError(
+            f"no reward may be called '{ENVIRONMENT}', the name of the environment's own; rename it."
+        )
     if len(by_name) < len(functions) + len(section.models) + len(section.remote):
         raise ConfigError(
             f"two of the rewards {', '.join(by_name)} have the same name; give each of reward.models and "
@@ -118,26 +130,36 @@ def weights_by_name(section: RewardSection) -> dict[str, float]:
     Functions with the same name in two files are named by their full references.
     """
     short = [reference.rpartition(":")[2] for reference in section.functions]
-    names = [s if short.count(s) == 1 else whole for s, whole in zip(short, section.functions, strict=True)]
+    names = [
+        s if short.count(s) == 1 else whole
+        for s, whole in zip(short, section.functions, strict=True)
+    ]
     weights = dict(zip(names, section.weights or (1.0,) * len(names), strict=True))
     return weights | {entry.name: entry.weight for entry in (*section.models, *section.remote)}
 
 
 @about("reward.functions")
 def load_rewards(section: RewardSection, base_dir: Path, *, instances: bool = False) -> RewardSet:
-    """Check the section, import the user's files and prepare the built-ins, whose processes start later.
+    """Check the section, import the user's files and prepare the built-ins, whose processes start
+    later.
 
-    The set's ``weights`` cover every reward of the section; models and remote rewards are added later with ``add``.
+    The set's ``weights`` cover every reward of the section; models and remote rewards are added
+    later with ``add``.
 
     Args:
         instances: the run has environments, and functions may need their instances.
 
     Raises:
-        ConfigError: as ``check_rewards``; a file cannot be imported, or a function cannot be called.
+        ConfigError: as ``check_rewards``; a file cannot be imported, or a function cannot be
+            called.
     """
     check_rewards(section, base_dir)
     weights = weights_by_name(section)
-    own = [(name, entry) for name, entry in zip(weights, section.functions, strict=False) if entry not in BUILTINS]
+    own = [
+        (name, entry)
+        for name, entry in zip(weights, section.functions, strict=False)
+        if entry not in BUILTINS
+    ]
     isolated = None
     if own and section.isolation != "thread":
         from tunesmith.learn.rewards.isolated import IsolatedRewards
@@ -153,17 +175,30 @@ def load_rewards(section: RewardSection, base_dir: Path, *, instances: bool = Fa
     return rewards
 
 
-def user_reward(name: str, reference: str, function: Callable[..., Any], instances: bool = False) -> RewardFunction:
+def user_reward(
+    name: str, reference: str, function: Callable[..., Any], instances: bool = False
+) -> RewardFunction:
     """A user's function as a reward. ConfigError if it cannot be called as one.
 
     Args:
         instances: it may need ``environments``, which are in this process.
     """
-    columns, parameters = required_columns(function, reference), inspect.signature(function).parameters
+    columns, parameters = (
+        required_columns(function, reference),
+        inspect.signature(function).parameters,
+    )
     if parameters.keys() >= VERL:
-        return RewardFunction(name, reference, from_verl(function), columns - VERL, one_of=VERL_GOLD)
+        return RewardFunction(
+            name, reference, from_verl(function), columns - VERL, one_of=VERL_GOLD
+        )
     parameter = parameters.get(INSTANCES)
-    need = None if parameter is None else "needed" if parameter.default is parameter.empty else "optional"
+    need = (
+        None
+        if parameter is None
+        else "needed"
+        if parameter.default is parameter.empty
+        else "optional"
+    )
     if need == "needed" and not instances:
         raise ConfigError(f"'{reference}' needs '{INSTANCES}'. {INSTANCES_NEED}")
     return RewardFunction(name, reference, function, columns, instances=need)

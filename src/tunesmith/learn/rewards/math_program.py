@@ -1,4 +1,5 @@
-"""Judging a mathematical answer with math-verify. Runs in a worker process; imported nowhere else."""
+"""Judging a mathematical answer with math-verify. Runs in a worker process; imported nowhere
+else."""
 
 from __future__ import annotations
 
@@ -23,9 +24,11 @@ _SCIENTIFIC = re.compile(r"(?<![\w\\])(\d+(?:\.\d+)?)[eE]([+-]?\d+)\b")
 
 
 def judge(gold: str, text: str) -> dict[str, bool]:
-    """Whether the gold answer parses, whether the text holds an answer, and whether the two are equal.
+    """Whether the gold answer parses, whether the text holds an answer, and whether the two are
+    equal.
 
-    A comparison that math-verify cannot make (a set with a matrix) counts as "not equal", as in math-verify.
+    A comparison that math-verify cannot make (a set with a matrix) counts as "not equal", as in
+    math-verify.
     """
     expected = _parse_gold(gold)
     answers = _parse(text)

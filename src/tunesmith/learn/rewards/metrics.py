@@ -28,16 +28,20 @@ def check_failed(rollouts: Sequence[Rollout], max_share: float) -> None:
 
 
 def reward_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """Mean and standard deviation of the total and of each reward, shares of failures, means of logged numbers.
+    """Mean and standard deviation of the total and of each reward, shares of failures, means of
+    logged numbers.
 
-    ``applied`` is the share of rollouts that a reward applies to. ``answered`` and ``correct`` are shares of the
-    rollouts they were logged for; ``correct_of_answered`` is the accuracy among rollouts with an answer.
+    ``applied`` is the share of rollouts that a reward applies to. ``answered`` and ``correct`` are
+    shares of the rollouts they were logged for; ``correct_of_answered`` is the accuracy among
+    rollouts with an answer.
     """
     if not rollouts:
         return {}
     failed = Counter(r.status for r in rollouts if r.status is not Status.OK)
     metrics = {"rollouts/failed": failed.total() / len(rollouts)}
-    metrics |= {f"rollouts/{status.value}": count / len(rollouts) for status, count in failed.items()}
+    metrics |= {
+        f"rollouts/{status.value}": count / len(rollouts) for status, count in failed.items()
+    }
     usable = [r for r in rollouts if r.status is Status.OK]
     totals = [r.reward for r in usable if r.reward is not None]
     if totals:

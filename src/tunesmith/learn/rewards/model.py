@@ -1,4 +1,5 @@
-"""Reward models as rewards: encoding texts for a score model, normalising its scores, scoring rollouts."""
+"""Reward models as rewards: encoding texts for a score model, normalising its scores, scoring
+rollouts."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ class RewardModel:
     """
 
     score_ids: Callable[[list[list[int]]], list[float]]
-    """The model: one score per sequence of token ids, none of which is empty or longer than ``context``."""
+    """The model: one score per sequence of token ids, none of which is empty or longer than
+    ``context``."""
     tokenizer: Tokenizer
     context: int | None
     """Maximum sequence length of the model."""
@@ -35,7 +37,8 @@ class RewardModel:
     stats: RewardStats | None = None
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[Score]:
-        """One reward per sequence of token ids; a failure for one that is empty or longer than the context."""
+        """One reward per sequence of token ids; a failure for one that is empty or longer than the
+        context."""
         scores: list[Score] = [_unfit(len(ids), self.context) for ids in sequences]
         usable = [i for i, problem in enumerate(scores) if problem is None]
         values = self.score_ids([list(sequences[i]) for i in usable]) if usable else []
@@ -44,11 +47,12 @@ class RewardModel:
         return scores
 
     def encode(self, prompt: Prompt, completion: str, *, finished: bool = True) -> list[int]:
-        """A prompt and its completion as this model's tokens; a finished completion ends as in training.
+        """A prompt and its completion as this model's tokens; a finished completion ends as in
+        training.
 
         Raises:
-            DataError: the prompt is a conversation that the tokenizer has no template for, the template refuses, or a
-                token has no row in the model's embedding.
+            DataError: the prompt is a conversation that the tokenizer has no template for, the
+                template refuses, or a token has no row in the model's embedding.
         """
         ids = self._encoded(prompt, completion, finished)
         if problem := without_row(self.tokenizer, ids):
@@ -58,10 +62,17 @@ class RewardModel:
     def _encoded(self, prompt: Prompt, completion: str, finished: bool) -> list[int]:
         if self.template is not None:
             end = self.template.stop_marker if finished else ""
-            return encode(self.tokenizer, [self.template.whole(_messages(prompt), prompt=True) + completion + end])[0]
+            return encode(
+                self.tokenizer,
+                [self.template.whole(_messages(prompt), prompt=True) + completion + end],
+            )[0]
         if not isinstance(prompt, str):
-            raise DataError("the prompt is a conversation, and the reward model's tokenizer has no chat template")
-        ids = with_leading(leading_ids(self.tokenizer), encode(self.tokenizer, [prompt + completion])[0])
+            raise DataError(
+                "the prompt is a conversation, and the reward model's tokenizer has no chat template"
+            )
+        ids = with_leading(
+            leading_ids(self.tokenizer), encode(self.tokenizer, [prompt + completion])[0]
+        )
         eos: int | None = self.tokenizer.eos_token_id
         return [*ids, eos] if finished and eos is not None and ids[-1:] != [eos] else ids
 
@@ -77,10 +88,12 @@ def model_reward(
     """The reward function that scores rollouts with ``model``.
 
     Args:
-        exact: the model scores the rollout's own tokens; otherwise prompt and text are re-encoded for it.
+        exact: the model scores the rollout's own tokens; otherwise prompt and text are re-encoded
+            for it.
         conversation: applied to a prompt before it is encoded, for example to add a system message.
-        in_thread: score without blocking the event loop, calls that arrive meanwhile as one batch. Which rollouts form
-            a batch then depends on timing, and so do the last bits of their scores; otherwise each call is a batch.
+        in_thread: score without blocking the event loop, calls that arrive meanwhile as one batch.
+            Which rollouts form a batch then depends on timing, and so do the last bits of their
+            scores; otherwise each call is a batch.
     """
 
     async def score_here(sequences: list[list[int]]) -> list[Score]:
@@ -112,7 +125,9 @@ def _before(rollout: Rollout, conversation: Callable[[Prompt], Prompt] | None) -
     """All messages before the policy's last turn."""
     prompt = conversation(rollout.task.prompt) if conversation else rollout.task.prompt
     messages = rollout.messages or []
-    last = max((i for i, message in enumerate(messages) if message["role"] == "assistant"), default=0)
+    last = max(
+        (i for i, message in enumerate(messages) if message["role"] == "assistant"), default=0
+    )
     if last == 0 and len(rollout.turns) > 1:
         raise DataError("it has several turns, and its environment kept no messages")
     return [*_messages(prompt), *messages[:last]] if last else prompt
@@ -123,7 +138,8 @@ def _messages(prompt: Prompt) -> list[Message]:
 
 
 def same_tokens(a: Any, b: Any) -> bool:
-    """Whether two tokenizers produce the same token ids: they have the same vocabulary and chat template."""
+    """Whether two tokenizers produce the same token ids: they have the same vocabulary and chat
+    template."""
     same = a.get_vocab() == b.get_vocab() and own_part(a.chat_template) == own_part(b.chat_template)
     return same and enough_rows(a, b)
 
@@ -132,5 +148,7 @@ def _unfit(length: int, context: int | None) -> ItemFailure | None:
     if length == 0:
         return ItemFailure(Status.REWARD_FAILED, "has no tokens")
     if context is not None and length > context:
-        return ItemFailure(Status.REWARD_FAILED, f"has {length} tokens; the model's context is {context}")
+        return ItemFailure(
+            Status.REWARD_FAILED, f"has {length} tokens; the model's context is {context}"
+        )
     return None

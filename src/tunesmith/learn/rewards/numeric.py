@@ -8,7 +8,8 @@ from decimal import Context, Decimal, InvalidOperation
 
 RELATIVE_TOLERANCE = Decimal("1e-6")
 
-# No traps: overflow and division by zero produce infinity or NaN, which then count as "not a number".
+# No traps: overflow and division by zero produce infinity or NaN, which then count as "not a
+# number".
 _CONTEXT = Context(prec=60, traps=[])
 
 _COMMA = r"(?:,|\{,\}|,?\\[,!])"
@@ -44,8 +45,9 @@ class Number:
 def last_number(text: str) -> Number | None:
     """The last number of a text; None if there is none.
 
-    Understands ``1,234.5``, ``-3``, ``$5``, ``3/4``, ``2 1/2``, ``\\frac{3}{4}``, ``12.5%``, ``1.5e-3`` and
-    ``1.5 \\times 10^{-3}``. A minus after a letter, digit or closing bracket is a subtraction.
+    Understands ``1,234.5``, ``-3``, ``$5``, ``3/4``, ``2 1/2``, ``\\frac{3}{4}``, ``12.5%``,
+    ``1.5e-3`` and ``1.5 \\times 10^{-3}``. A minus after a letter, digit or closing bracket is a
+    subtraction.
     """
     last = None
     for match in _NUMBER.finditer(text):
@@ -56,8 +58,9 @@ def last_number(text: str) -> Number | None:
 def equal(a: Number, b: Number) -> bool:
     """Equality by value.
 
-    Whole numbers must be exactly equal, others within a relative 1e-6. Where only one of the two carries a
-    percent sign it may be read either way (0.5 and 50 both equal 50%): answers often leave the sign out.
+    Whole numbers must be exactly equal, others within a relative 1e-6. Where only one of the two
+    carries a percent sign it may be read either way (0.5 and 50 both equal 50%): answers often
+    leave the sign out.
     """
     if a.percent == b.percent:
         return _close(a.value, b.value)
@@ -98,4 +101,6 @@ def _number(match: re.Match[str]) -> Number | None:
         return None
     if not value.is_finite():
         return None
-    return Number(value.copy_negate() if match["sign"] in ("-", "−") else value, match["percent"] is not None)
+    return Number(
+        value.copy_negate() if match["sign"] in ("-", "−") else value, match["percent"] is not None
+    )

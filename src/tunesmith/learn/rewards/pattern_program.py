@@ -1,4 +1,5 @@
-"""Regular expressions on a model's text. Runs in a worker process, because a pattern can backtrack without end."""
+"""Regular expressions on a model's text. Runs in a worker process, because a pattern can backtrack
+without end."""
 
 from __future__ import annotations
 

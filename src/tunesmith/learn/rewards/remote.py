@@ -1,9 +1,10 @@
 """A reward over HTTP: several servers of the same reward, which share the load.
 
-Each request is a JSON POST with a part of a batch. It goes to the server with the fewest outstanding requests; servers
-that failed recently are avoided for a while. After a failed connection, a timeout or a 5xx answer, the request is
-retried after growing pauses, on another server if there is one. When the retries are used up, the rollouts of the
-request fail. Addresses are redacted in all messages, because they may contain passwords.
+Each request is a JSON POST with a part of a batch. It goes to the server with the fewest
+outstanding requests; servers that failed recently are avoided for a while. After a failed
+connection, a timeout or a 5xx answer, the request is retried after growing pauses, on another
+server if there is one. When the retries are used up, the rollouts of the request fail. Addresses
+are redacted in all messages, because they may contain passwords.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ from tunesmith.records.redact import redact
 from tunesmith.types import Rollout, Status
 
 ANSWER_BYTES, ANSWER_BYTES_EACH = 1 << 20, 1 << 14
-"""Size limit of an answer: a fixed part, and a part per completion (for a number and the reason of a failure)."""
+"""Size limit of an answer: a fixed part, and a part per completion (for a number and the reason of
+a failure)."""
 
 Decode = Callable[[Sequence[int]], str]
 """Token ids to text, special tokens included."""
@@ -56,7 +58,11 @@ def remote_reward(entry: RemoteReward, label: str, decode: Decode) -> RewardFunc
             part = slice(start, start + entry.batch_size)
             some = rollouts[part]
             openrlhf = entry.protocol == "openrlhf"
-            body = openrlhf_body(some, label, decode) if openrlhf else tunesmith_body(some, texts[part])
+            body = (
+                openrlhf_body(some, label, decode)
+                if openrlhf
+                else tunesmith_body(some, texts[part])
+            )
             return await client.ask(session, body, len(some))
 
         # A session per call leaves nothing open between steps or after the run.
@@ -78,7 +84,8 @@ def tunesmith_body(rollouts: Sequence[Rollout], texts: Sequence[str]) -> dict[st
 
 
 def openrlhf_body(rollouts: Sequence[Rollout], label: str, decode: Decode) -> dict[str, Any]:
-    """OpenRLHF's request (0.5 and later): ``query`` is prompt and completion as the policy saw them, in one text."""
+    """OpenRLHF's request (0.5 and later): ``query`` is prompt and completion as the policy saw
+    them, in one text."""
     return {
         "query": [decode(r.token_ids) for r in rollouts],
         "prompts": [decode(r.task.prompt_ids) for r in rollouts],
@@ -98,7 +105,8 @@ class _Server:
         self.failures, self.rests_until = 0, 0.0
 
     def rests(self) -> None:
-        """Avoid it for a while: a dead server has nothing outstanding and would otherwise attract every request."""
+        """Avoid it for a while: a dead server has nothing outstanding and would otherwise attract
+        every request."""
         self.failures += 1
         self.rests_until = time.monotonic() + pause(self.failures)
 
@@ -110,8 +118,11 @@ class RewardClient:
         self.entry = entry
         self._servers = {url: _Server() for url in entry.urls}
 
-    async def ask(self, session: aiohttp.ClientSession, body: dict[str, Any], size: int) -> list[Score]:
-        """One score per completion of the request; the same failure for each if no server gave a usable answer."""
+    async def ask(
+        self, session: aiohttp.ClientSession, body: dict[str, Any], size: int
+    ) -> list[Score]:
+        """One score per completion of the request; the same failure for each if no server gave a
+        usable answer."""
         try:
             data = json.dumps(body, default=str).encode()
         except (ValueError, RecursionError) as error:
@@ -135,7 +146,11 @@ class RewardClient:
                 server.works()
                 reason, status = str(error), Status.REWARD_FAILED
                 break
-            except (Unavailable, aiohttp.ClientError, OSError) as error:  # TimeoutError is an OSError
+            except (
+                Unavailable,
+                aiohttp.ClientError,
+                OSError,
+            ) as error:  # TimeoutError is an OSError
                 server.rests()
                 late = isinstance(error, TimeoutError)
                 status = Status.TIMED_OUT if late else Status.REWARD_FAILED
@@ -149,11 +164,14 @@ class RewardClient:
                 server.outstanding -= 1
         if len(tried) > 1:
             seconds = time.monotonic() - started
-            reason += f" ({len(tried)} attempts in {seconds:.3g} s: {', '.join(dict.fromkeys(tried))})"
+            reason += (
+                f" ({len(tried)} attempts in {seconds:.3g} s: {', '.join(dict.fromkeys(tried))})"
+            )
         return [ItemFailure(status, redact(reason))] * size
 
     def _choose(self, tried: Sequence[str]) -> str:
-        """The server least tried by this request; ties go to one not resting, then fewest outstanding, fewest sent."""
+        """The server least tried by this request; ties go to one not resting, then fewest
+        outstanding, fewest sent."""
         now = time.monotonic()
 
         def load(url: str) -> tuple[int, bool, int, int]:
@@ -172,7 +190,9 @@ def scores_of(answer: Any, size: int, url: str) -> list[Score]:
     fields = answer if isinstance(answer, dict) else {}
     if "rewards" not in fields:
         shown = one_line(json.dumps(plain(answer)))
-        raise BadAnswer(f'{url} answered {shown}; expected {{"rewards": [...]}} with {size} numbers')
+        raise BadAnswer(
+            f'{url} answered {shown}; expected {{"rewards": [...]}} with {size} numbers'
+        )
     try:
         scores = scores_from(fields["rewards"], size)
     except ValueError as error:

@@ -1,7 +1,8 @@
 """The rewards of a run: scoring rollouts with them.
 
-A call that raises, exceeds ``reward.timeout`` or returns something unusable fails all its rollouts; an unusable item
-in a usable list fails only its rollout. A failed rollout has no reward, never a reward of zero.
+A call that raises, exceeds ``reward.timeout`` or returns something unusable fails all its rollouts;
+an unusable item in a usable list fails only its rollout. A failed rollout has no reward, never a
+reward of zero.
 """
 
 from __future__ import annotations
@@ -43,7 +44,10 @@ class RewardSet:
     """The reward functions of a run, with the threads and processes they run in."""
 
     def __init__(
-        self, weights: dict[str, float], timeout: float, calls: UserCalls | IsolatedRewards | None = None
+        self,
+        weights: dict[str, float],
+        timeout: float,
+        calls: UserCalls | IsolatedRewards | None = None,
     ) -> None:
         """``weights`` by reward name; each reward is then added with ``add``.
 
@@ -64,7 +68,8 @@ class RewardSet:
         self.functions = (*self.functions, function)
 
     def check_tasks(self, tasks: Iterable[Task], key: str = "data.train") -> None:
-        """Reject data that the functions cannot work with, before training. ``key`` is its key in the run file.
+        """Reject data that the functions cannot work with, before training. ``key`` is its key in
+        the run file.
 
         Raises:
             ConfigError: a function needs a column that no task has.
@@ -91,17 +96,20 @@ class RewardSet:
             for task in tasks:
                 gold = task.columns.get(column)
                 problem = f.check_gold(gold)
-                # A task without an answer may get its reward from another function or from its environment.
+                # A task without an answer may get its reward from another function or from its
+                # environment.
                 alone = len(self.weights) == 1 and task.environment in ("single_turn", "tools")
                 if problem is not None and (gold is not None or alone):
-                    raise DataError(f"task {task.id}: the column '{column}' {problem}; '{f.name}' compares with it.")
+                    raise DataError(
+                        f"task {task.id}: the column '{column}' {problem}; '{f.name}' compares with it."
+                    )
 
     async def score(self, rollouts: Sequence[Rollout], texts: Sequence[str]) -> None:
         """Set ``rewards``, ``reward`` and ``metrics`` of each rollout, or mark it failed.
 
-        ``texts`` are the completions without special tokens. Rollouts that failed before are left unchanged. The
-        functions run concurrently; each gets all rollouts of this call as one batch. ``reward`` is the weighted sum
-        of the rewards that apply, added to the environment's.
+        ``texts`` are the completions without special tokens. Rollouts that failed before are left
+        unchanged. The functions run concurrently; each gets all rollouts of this call as one batch.
+        ``reward`` is the weighted sum of the rewards that apply, added to the environment's.
         """
         pairs = [(r, t) for r, t in zip(rollouts, texts, strict=True) if r.status is Status.OK]
         if not pairs:
@@ -111,7 +119,11 @@ class RewardSet:
         for function, (scores, notes) in zip(self.functions, answers, strict=True):
             for i, (rollout, score) in enumerate(zip(played, scores, strict=True)):
                 _record(rollout, function, score)
-                _note(rollout, function, {column: values[i] for column, values in notes.extras.items()})
+                _note(
+                    rollout,
+                    function,
+                    {column: values[i] for column, values in notes.extras.items()},
+                )
             logged = self._logged if (aside := _ASIDE.get()) is None else aside
             for name, value in notes.metrics:
                 logged.setdefault(name, []).append(value)
@@ -119,16 +131,20 @@ class RewardSet:
             self._total(rollout)
 
     def metrics(self, rollouts: Sequence[Rollout]) -> dict[str, float]:
-        """``reward_metrics``, means of the ``log_metric`` values since the last call, and abandoned threads."""
+        """``reward_metrics``, means of the ``log_metric`` values since the last call, and abandoned
+        threads."""
         logged, self._logged = self._logged, {}
-        metrics = reward_metrics(rollouts) | {f"logged/{name}": mean(values) for name, values in logged.items()}
+        metrics = reward_metrics(rollouts) | {
+            f"logged/{name}": mean(values) for name, values in logged.items()
+        }
         if self._calls.abandoned:
             metrics["reward/abandoned_threads"] = float(self._calls.abandoned)
         return metrics
 
     @contextmanager
     def apart(self) -> Generator[None]:
-        """Keep values logged inside this context out of ``metrics``; values that other tasks log meanwhile count."""
+        """Keep values logged inside this context out of ``metrics``; values that other tasks log
+        meanwhile count."""
         token = _ASIDE.set({})
         yield
         _ASIDE.reset(token)
@@ -152,9 +168,13 @@ class RewardSet:
                 output = await self._calls.run(f.function, arguments, self._timeout)
             return scores_from(output, size), notes
         except RaisedInCall as raised:
-            failure = ItemFailure(Status.REWARD_FAILED, f"raised on a call of {size} completions:\n{raised.trace}")
+            failure = ItemFailure(
+                Status.REWARD_FAILED, f"raised on a call of {size} completions:\n{raised.trace}"
+            )
         except DeadlineExceeded as error:
-            failure = ItemFailure(Status.TIMED_OUT, f"{error} (reward.timeout, a call of {size} completions)")
+            failure = ItemFailure(
+                Status.TIMED_OUT, f"{error} (reward.timeout, a call of {size} completions)"
+            )
         except ValueError as error:
             failure = ItemFailure(Status.REWARD_FAILED, str(error))
         return [failure] * size, Notes(size)
@@ -185,11 +205,15 @@ def _record(rollout: Rollout, function: RewardFunction, score: Score) -> None:
     if not isinstance(score, ItemFailure):
         rollout.rewards[function.name] = score
     elif rollout.status is Status.OK:
-        rollout.fail(score.status, f"task {rollout.task.id}: the reward '{function.reference}' {score.reason}")
+        rollout.fail(
+            score.status,
+            f"task {rollout.task.id}: the reward '{function.reference}' {score.reason}",
+        )
 
 
 def _note(rollout: Rollout, function: RewardFunction, logged: dict[str, Any]) -> None:
-    """Numbers become metrics of the rollout, all else notes; a name in use is prefixed with the function's name."""
+    """Numbers become metrics of the rollout, all else notes; a name in use is prefixed with the
+    function's name."""
     for column, value in logged.items():
         if value is None:
             continue

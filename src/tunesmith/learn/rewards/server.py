@@ -1,8 +1,9 @@
 """Serves one reward over HTTP; concurrent requests are scored as one batch.
 
 ``POST /reward`` takes ``{"prompts": [...], "completions": [...], "columns": {...}}`` and answers
-``{"rewards": [...]}``, with ``null`` where the reward does not apply or could not be computed; in the latter case
-``"errors"``, a list of the same length, holds the reason. ``GET /health`` reports the counts so far.
+``{"rewards": [...]}``, with ``null`` where the reward does not apply or could not be computed; in
+the latter case ``"errors"``, a list of the same length, holds the reason. ``GET /health`` reports
+the counts so far.
 """
 
 from __future__ import annotations
@@ -55,7 +56,9 @@ class RewardRequest(BaseModel):
             raise ValueError(f"columns: '{min(reserved)}' cannot be the name of a column")
         for name, values in {"completions": self.completions, **columns}.items():
             if len(values) != len(self.prompts):
-                raise ValueError(f"{len(self.prompts)} prompts, but '{name}' has {len(values)} entries")
+                raise ValueError(
+                    f"{len(self.prompts)} prompts, but '{name}' has {len(values)} entries"
+                )
         return self
 
 
@@ -90,57 +93,88 @@ class RewardService:
         self._batcher = Batcher(self._score, self.window)
 
     async def reward(self, request: web.Request) -> web.Response:
-        if request.content_type != "application/json":  # web pages of other origins cannot send JSON without CORS
-            raise web.HTTPUnsupportedMediaType(text="send JSON, with the header Content-Type: application/json")
+        if (
+            request.content_type != "application/json"
+        ):  # web pages of other origins cannot send JSON without CORS
+            raise web.HTTPUnsupportedMediaType(
+                text="send JSON, with the header Content-Type: application/json"
+            )
         try:
             body = RewardRequest.model_validate_json(await request.read())
         except ValidationError as error:
             problem = error.errors()[0]
             place = ".".join(map(str, problem["loc"]))
-            raise web.HTTPBadRequest(text=f"{place}: {problem['msg']}" if place else problem["msg"]) from None
+            raise web.HTTPBadRequest(
+                text=f"{place}: {problem['msg']}" if place else problem["msg"]
+            ) from None
         columns = body.columns or {}
         if body.prompts and (missing := self.rewards.functions[0].columns - columns.keys()):
             raise web.HTTPBadRequest(text=f"columns: the reward needs the column '{min(missing)}'")
         items = [
-            Item(prompt, completion, {name: values[i] for name, values in columns.items()}, self.requests)
-            for i, (prompt, completion) in enumerate(zip(body.prompts, body.completions, strict=True))
+            Item(
+                prompt,
+                completion,
+                {name: values[i] for name, values in columns.items()},
+                self.requests,
+            )
+            for i, (prompt, completion) in enumerate(
+                zip(body.prompts, body.completions, strict=True)
+            )
         ]
         self.requests += 1
         self.completions += len(items)
         results = await self._batcher.submit(items) if items else []
         rewards, errors = [reward for reward, _ in results], [error for _, error in results]
-        return web.json_response({"rewards": rewards, **({"errors": errors} if any(errors) else {})})
+        return web.json_response(
+            {"rewards": rewards, **({"errors": errors} if any(errors) else {})}
+        )
 
     async def health(self, request: web.Request) -> web.Response:
         if self.token is not None and not has_token(request, self.token):
             return web.json_response({"status": "ok"})
-        counts = {"requests": self.requests, "completions": self.completions, "batches": self._batcher.batches}
-        return web.json_response({"status": "ok", "reward": self.rewards.functions[0].reference, **counts})
+        counts = {
+            "requests": self.requests,
+            "completions": self.completions,
+            "batches": self._batcher.batches,
+        }
+        return web.json_response(
+            {"status": "ok", "reward": self.rewards.functions[0].reference, **counts}
+        )
 
     async def _score(self, items: list[Item]) -> list[Result]:
         results = await self._score_together(items)
         requests = [list(group) for _, group in groupby(items, key=lambda item: item.request)]
         if len(requests) == 1 or not all(error for _, error in results):
             return results
-        # The function failed for the whole call: score each request alone, so that the good ones succeed.
+        # The function failed for the whole call: score each request alone, so that the good ones
+        # succeed.
         return [result for one in requests for result in await self._score_together(one)]
 
     async def _score_together(self, items: list[Item]) -> list[Result]:
         (function,) = self.rewards.functions
-        rollouts = [Rollout(Task(str(i), item.prompt, (), item.columns)) for i, item in enumerate(items)]
+        rollouts = [
+            Rollout(Task(str(i), item.prompt, (), item.columns)) for i, item in enumerate(items)
+        ]
         for rollout, item in zip(rollouts, items, strict=True):
             if isinstance(item.completion, list):
-                rollout.messages = [{**m, "content": text_of_content(m.get("content"))} for m in item.completion]
+                rollout.messages = [
+                    {**m, "content": text_of_content(m.get("content"))} for m in item.completion
+                ]
         await self.rewards.score(rollouts, [text_of(item.completion) for item in items])
         self.rewards.metrics([])  # discard what the function logged
         return [
-            (r.rewards[function.name], None) if function.name in r.rewards else (None, r.error or Status.REWARD_FAILED)
+            (r.rewards[function.name], None)
+            if function.name in r.rewards
+            else (None, r.error or Status.REWARD_FAILED)
             for r in rollouts
         ]
 
 
 def make_app(service: RewardService, max_bytes: int, limits: Limits = LIMITS) -> web.Application:
-    """The server's routes. Requests above ``max_bytes`` are rejected with 413, requests without the token with 401."""
-    app = web.Application(client_max_size=max_bytes, middlewares=[guarded(limits, service.token, ("/health",))])
+    """The server's routes. Requests above ``max_bytes`` are rejected with 413, requests without the
+    token with 401."""
+    app = web.Application(
+        client_max_size=max_bytes, middlewares=[guarded(limits, service.token, ("/health",))]
+    )
     app.add_routes([web.post("/reward", service.reward), web.get("/health", service.health)])
     return app

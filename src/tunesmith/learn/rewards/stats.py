@@ -27,11 +27,16 @@ class RewardStats:
 
 
 def check_reward_model(entry: ModelReward) -> None:
-    """Reject (ConfigError) a directory that holds no reward model or lacks statistics. A hub name is not looked up."""
+    """Reject (ConfigError) a directory that holds no reward model or lacks statistics. A hub name
+    is not looked up."""
     directory = Path(entry.path)
     if directory.is_dir():
-        with boundary(ConfigError, f"cannot read {directory / 'config.json'}", (OSError, ValueError)):
-            config: dict[str, Any] = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+        with boundary(
+            ConfigError, f"cannot read {directory / 'config.json'}", (OSError, ValueError)
+        ):
+            config: dict[str, Any] = json.loads(
+                (directory / "config.json").read_text(encoding="utf-8")
+            )
         names: list[str] = config.get("architectures") or []
         if not any("ForSequenceClassification" in name for name in names):
             raise ConfigError(
@@ -51,7 +56,8 @@ def check_reward_model(entry: ModelReward) -> None:
 
 
 def read_stats(directory: Path) -> RewardStats:
-    """Statistics of the reward model in a directory. ConfigError unless they hold a mean and a positive deviation."""
+    """Statistics of the reward model in a directory. ConfigError unless they hold a mean and a
+    positive deviation."""
     path = directory / STATS_FILE
     if not path.is_file():
         raise ConfigError(

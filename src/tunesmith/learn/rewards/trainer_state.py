@@ -13,7 +13,8 @@ from tunesmith.records.metrics import read_metrics
 
 @dataclass(frozen=True, slots=True)
 class TrainerState:
-    """The reward functions' ``trainer_state``. An unknown attribute is an error that lists the known ones."""
+    """The reward functions' ``trainer_state``. An unknown attribute is an error that lists the
+    known ones."""
 
     global_step: int = 0
     max_steps: int = 0
@@ -42,7 +43,9 @@ class TrainerState:
         if name.startswith("__"):
             raise AttributeError(name)
         known = [field.name for field in fields(self)] + ["log_history"]
-        raise AttributeError(f"trainer_state has no '{name}'.{nearest(name, known)} All: {', '.join(known)}.")
+        raise AttributeError(
+            f"trainer_state has no '{name}'.{nearest(name, known)} All: {', '.join(known)}."
+        )
 
 
 @lru_cache(maxsize=1)

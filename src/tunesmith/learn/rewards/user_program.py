@@ -1,4 +1,5 @@
-"""The user's reward functions in a worker process: loaded once, then called as in the run's process."""
+"""The user's reward functions in a worker process: loaded once, then called as in the run's
+process."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from tunesmith.learn.usercode.calls import RaisedInCall, accepted, is_async, par
 
 
 class RewardProgram:
-    """Called with a function's number and its arguments, always with ``completions``; returns an ``answer``.
+    """Called with a function's number and its arguments, always with ``completions``; returns an
+    ``answer``.
 
     Coroutine functions are called by ``later``.
     """
@@ -23,8 +25,13 @@ class RewardProgram:
     def __init__(self, references: Sequence[tuple[str, str]], base_dir: str) -> None:
         self.description: dict[str, Any]
         try:
-            loaded = [(name, entry, user_code.load_function(entry, Path(base_dir))) for name, entry in references]
-            self._functions = [user_reward(name, entry, function) for name, entry, function in loaded]
+            loaded = [
+                (name, entry, user_code.load_function(entry, Path(base_dir)))
+                for name, entry in references
+            ]
+            self._functions = [
+                user_reward(name, entry, function) for name, entry, function in loaded
+            ]
         except ConfigError as error:
             self.description = {"refused": str(error)}
             return
@@ -33,7 +40,9 @@ class RewardProgram:
                 {
                     "columns": sorted(f.columns),
                     "one_of": sorted(f.one_of),
-                    "parameters": None if (names := parameters_of(f.function)) is None else [*names, "completions"],
+                    "parameters": None
+                    if (names := parameters_of(f.function)) is None
+                    else [*names, "completions"],
                     "asynchronous": is_async(f.function),
                 }
                 for f in self._functions
@@ -54,7 +63,9 @@ class RewardProgram:
         except Exception as error:
             return {"raised": RaisedInCall(error).trace}
 
-    def _function(self, number: int, keywords: Mapping[str, Any], notes: Notes) -> Callable[[], Any]:
+    def _function(
+        self, number: int, keywords: Mapping[str, Any], notes: Notes
+    ) -> Callable[[], Any]:
         function = self._functions[number].function
         logs = {"log_extra": notes.log_extra, "log_metric": notes.log_metric}
         return partial(function, **accepted(function, {**keywords, **logs}))
@@ -68,4 +79,9 @@ def answer(output: object, notes: Notes) -> dict[str, Any]:
         return {"unusable": str(error)}
     failures = {i: s.reason for i, s in enumerate(scores) if isinstance(s, ItemFailure)}
     numbers = [None if isinstance(s, ItemFailure) else s for s in scores]
-    return {"scores": numbers, "failures": list(failures.items()), "extras": notes.extras, "metrics": notes.metrics}
+    return {
+        "scores": numbers,
+        "failures": list(failures.items()),
+        "extras": notes.extras,
+        "metrics": notes.metrics,
+    }

@@ -1,13 +1,13 @@
 """Calls of the user's functions on threads of this process, each with a deadline.
 
-Plain functions run one at a time and in order on a single thread, as in a script: code that redirects ``stdout``,
-changes directory or keeps state stays correct. Coroutine functions run concurrently on a separate event loop, so that
-one that blocks does not stop the engine's loop.
+Plain functions run one at a time and in order on a single thread, as in a script: code that
+redirects ``stdout``, changes directory or keeps state stays correct. Coroutine functions run
+concurrently on a separate event loop, so that one that blocks does not stop the engine's loop.
 
-A thread cannot be killed. A thread that exceeds its deadline is abandoned (as a daemon, it does not keep the process
-alive), and a new one takes over the waiting calls. A function that never releases the interpreter lock, such as a
-regular expression that backtracks, stops every thread, and no deadline can end it. This code needs its own process
-(``isolation = "process"``).
+A thread cannot be killed. A thread that exceeds its deadline is abandoned (as a daemon, it does not
+keep the process alive), and a new one takes over the waiting calls. A function that never releases
+the interpreter lock, such as a regular expression that backtracks, stops every thread, and no
+deadline can end it. This code needs its own process (``isolation = "process"``).
 """
 
 from __future__ import annotations
@@ -36,16 +36,20 @@ NOT_TRIED = "not tried"
 PROGRAMS = ("user_program.py", "environment_program.py")
 """Our files that call the user's code in worker processes."""
 HUNG_AFTER = 3
-"""After this many consecutive timeouts of a function, its waiting calls fail without being tried."""
+"""After this many consecutive timeouts of a function, its waiting calls fail without being
+tried."""
 ANSWER_SECONDS = 1.0
 """An event loop that takes longer to answer counts as blocked."""
 
 
 def is_async(function: Callable[..., Any]) -> bool:
-    """Whether calling the function returns a coroutine; also for partials and objects with ``__call__``."""
+    """Whether calling the function returns a coroutine; also for partials and objects with
+    ``__call__``."""
     while isinstance(function, functools.partial):
         function = function.func
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
+        type(function).__call__
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +81,11 @@ def accepted(function: Callable[..., Any], available: Mapping[str, Any]) -> dict
     return {name: value for name, value in available.items() if names is None or name in names}
 
 
-def check_keywords(function: Callable[..., Any], reference: str, available: set[str], skip: int = 0) -> None:
-    """Reject (ConfigError) a function with a required parameter, after the first ``skip``, not in ``available``."""
+def check_keywords(
+    function: Callable[..., Any], reference: str, available: set[str], skip: int = 0
+) -> None:
+    """Reject (ConfigError) a function with a required parameter, after the first ``skip``, not in
+    ``available``."""
     for p in list(inspect.signature(function).parameters.values())[skip:]:
         required = p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
         if required and (p.name not in available or p.kind is p.POSITIONAL_ONLY):
@@ -167,7 +174,8 @@ class Turns:
         """Wait for a turn. ``key`` identifies the function.
 
         Raises:
-            DeadlineExceeded: the function timed out ``HUNG_AFTER`` times in a row while this call waited.
+            DeadlineExceeded: the function timed out ``HUNG_AFTER`` times in a row while this call
+                waited.
         """
         before = self._overruns.get(key, 0)
         async with self._turn.here:
@@ -185,7 +193,8 @@ class Turns:
 
 
 class UserCalls:
-    """Threads for the user's functions. ``run`` may be awaited concurrently, on one event loop at a time."""
+    """Threads for the user's functions. ``run`` may be awaited concurrently, on one event loop at a
+    time."""
 
     def __init__(self) -> None:
         self._thread: _Thread | None = None
@@ -194,11 +203,14 @@ class UserCalls:
         self.abandoned = 0
         """Number of abandoned threads, whose call did not return."""
 
-    async def run(self, function: Callable[..., Any], kwargs: dict[str, Any], timeout: float) -> object:
+    async def run(
+        self, function: Callable[..., Any], kwargs: dict[str, Any], timeout: float
+    ) -> object:
         """The function's result.
 
         Raises:
-            DeadlineExceeded: it ran for more than ``timeout`` seconds, not counting the wait for its turn.
+            DeadlineExceeded: it ran for more than ``timeout`` seconds, not counting the wait for
+                its turn.
             RaisedInCall: it raised.
         """
         run = self._run_async if is_async(function) else self._run_plain
@@ -210,7 +222,9 @@ class UserCalls:
             thread.stop()
         self._thread = self._loop = None
 
-    async def _run_plain(self, function: Callable[..., Any], kwargs: dict[str, Any], timeout: float) -> object:
+    async def _run_plain(
+        self, function: Callable[..., Any], kwargs: dict[str, Any], timeout: float
+    ) -> object:
         async with self._turns.turn(id(function), timeout):
             thread = self._thread = self._thread or _Thread()
             result = thread.call(function, kwargs)
@@ -224,7 +238,9 @@ class UserCalls:
                     self._thread = None
                     self.abandoned += 1
 
-    async def _run_async(self, function: Callable[..., Any], kwargs: dict[str, Any], timeout: float) -> object:
+    async def _run_async(
+        self, function: Callable[..., Any], kwargs: dict[str, Any], timeout: float
+    ) -> object:
         loop = self._loop = self._loop or _LoopThread()
         result = loop.call(function, kwargs)
         if await done_within(result, timeout):
@@ -236,21 +252,26 @@ class UserCalls:
             loop.stop()
             self._loop = None
             self.abandoned += 1
-        raise DeadlineExceeded(f"did not return within {timeout:g} s{', and blocks its event loop' if blocks else ''}")
+        raise DeadlineExceeded(
+            f"did not return within {timeout:g} s{', and blocks its event loop' if blocks else ''}"
+        )
 
 
 class EpisodeCode:
-    """The user's code of one episode, on separate threads, with a ``timeout`` in seconds for each call.
+    """The user's code of one episode, on separate threads, with a ``timeout`` in seconds for each
+    call.
 
-    An episode that blocks or hangs does not affect others, and its calls share a thread, so that a later call can use
-    resources that an earlier one opened.
+    An episode that blocks or hangs does not affect others, and its calls share a thread, so that a
+    later call can use resources that an earlier one opened.
     """
 
     def __init__(self, timeout: float) -> None:
         self._timeout = timeout
         self._calls = UserCalls()
 
-    async def run(self, what: str, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    async def run(
+        self, what: str, function: Callable[..., Any], /, *args: Any, **kwargs: Any
+    ) -> Any:
         """The function's result; ``what`` names it in errors.
 
         Raises:
@@ -272,7 +293,8 @@ class EpisodeCode:
 
 
 async def done_within(future: Future[object], timeout: float) -> bool:
-    """Wait for a future; cancel it if possible after the timeout or when the caller is cancelled."""
+    """Wait for a future; cancel it if possible after the timeout or when the caller is
+    cancelled."""
     waiting = asyncio.wrap_future(future)
     try:
         await asyncio.wait([waiting], timeout=timeout)

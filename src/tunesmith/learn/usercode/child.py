@@ -29,7 +29,8 @@ class Process:
     """A process with a connection, whose output is shown here and whose last lines are kept.
 
     Args:
-        command: gets the connection's descriptor, this process's id and ``name`` as further arguments.
+        command: gets the connection's descriptor, this process's id and ``name`` as further
+            arguments.
         shows: whether its output appears here; ``out``: its standard output on standard output.
     """
 
@@ -57,7 +58,10 @@ class Process:
         ).result()
         theirs.close()
         self._lines: deque[str] = deque(maxlen=40)
-        self._readers = [self._forward(self.popen.stdout, not out), self._forward(self.popen.stderr, True)]
+        self._readers = [
+            self._forward(self.popen.stdout, not out),
+            self._forward(self.popen.stderr, True),
+        ]
 
     def said(self) -> str:
         """The last lines that it printed."""
@@ -77,7 +81,8 @@ class Process:
             reader.join(1.0)  # a process that it started may hold the pipe open
 
     def _forward(self, pipe: IO[bytes] | None, error: bool) -> threading.Thread:
-        """Print its output to the current ``sys.stdout`` or ``sys.stderr``, and keep the last lines."""
+        """Print its output to the current ``sys.stdout`` or ``sys.stderr``, and keep the last
+        lines."""
 
         def read() -> None:
             assert pipe is not None
@@ -87,7 +92,9 @@ class Process:
                     self._lines.append(text)
                     if self._shows:
                         with suppress(OSError, ValueError):
-                            print(text, end="", file=sys.stderr if error else sys.stdout, flush=True)
+                            print(
+                                text, end="", file=sys.stderr if error else sys.stdout, flush=True
+                            )
 
         thread = threading.Thread(target=read, name="output", daemon=True)
         thread.start()
@@ -127,7 +134,9 @@ class ChildProcess(ConnectedFar):
         with suppress(subprocess.TimeoutExpired):
             self.code = self._process.popen.wait(10.0)
         lines = self._process.said().splitlines()[-5:]
-        return "\n  ".join([ending(self._process.kill()) + ("; it wrote last:" if lines else ""), *lines])
+        return "\n  ".join(
+            [ending(self._process.kill()) + ("; it wrote last:" if lines else ""), *lines]
+        )
 
 
 def ending(code: int) -> str:

@@ -1,7 +1,8 @@
 """An object in another process: one interface to call, await, watch and end it.
 
-It can be in a child process (``child.py``), a Ray actor (``ray_actor.py``), a process of ``torchrun``
-(``torchrun.py``) or a fork of a loaded program (``usercode/killable.py``). ``host.py`` is the other side.
+It can be in a child process (``child.py``), a Ray actor (``ray_actor.py``), a process of
+``torchrun`` (``torchrun.py``) or a fork of a loaded program (``usercode/killable.py``). ``host.py``
+is the other side.
 """
 
 from __future__ import annotations
@@ -27,9 +28,11 @@ PATIENCE = 120.0
 STARTING = 600.0
 """Seconds that an engine may take to load."""
 HURRIED, TOLD = 15.0, 3.0
-"""Once the command was asked to end: seconds instead of both, and seconds until a message names the process."""
+"""Once the command was asked to end: seconds instead of both, and seconds until a message names the
+process."""
 NOTICING = 5.0
-"""Seconds to wait for the end of a process to be noticed here, after another rank has noticed it."""
+"""Seconds to wait for the end of a process to be noticed here, after another rank has noticed
+it."""
 
 
 class PendingResult(Future[Any]):
@@ -44,18 +47,22 @@ class PendingResult(Future[Any]):
 class Far(ABC):
     """An object in another process.
 
-    Liveness: a process that ends is lost at once. One that leaves a ping unanswered for ``patience`` seconds is
-    killed; before its first answer it has ``STARTING`` seconds, and once a signal has asked the command to end,
-    ``HURRIED``. When a process is lost, every pending and later call raises ``lost``, which says how the process ended.
+    Liveness: a process that ends is lost at once. One that leaves a ping unanswered for
+    ``patience`` seconds is killed; before its first answer it has ``STARTING`` seconds, and once a
+    signal has asked the command to end, ``HURRIED``. When a process is lost, every pending and
+    later call raises ``lost``, which says how the process ended.
 
-    Errors: Tunesmith's and built-in exceptions arrive as they were raised; others become RuntimeError.
+    Errors: Tunesmith's and built-in exceptions arrive as they were raised; others become
+    RuntimeError.
 
     Args:
         name: its name in messages, such as ``rank 1 of the trainer``.
         patience: None: it is not watched, and callers set deadlines.
     """
 
-    def __init__(self, name: str, lost: type[TunesmithError], patience: float | None = PATIENCE) -> None:
+    def __init__(
+        self, name: str, lost: type[TunesmithError], patience: float | None = PATIENCE
+    ) -> None:
         self.name = name
         self._error, self._patience = lost, patience
         self._numbers = count()
@@ -80,7 +87,8 @@ class Far(ABC):
     def submit(self, method: str, *args: Any, **kwargs: Any) -> PendingResult:
         """Call a method, such as ``backend.score``.
 
-        Methods run on one thread of the process, one at a time. Coroutine functions run on its event loop meanwhile.
+        Methods run on one thread of the process, one at a time. Coroutine functions run on its
+        event loop meanwhile.
         """
         return self._ask("call", method, args, kwargs)
 
@@ -89,7 +97,8 @@ class Far(ABC):
         return self.submit(method, *args, **kwargs).result()
 
     async def call_async(self, method: str, *args: Any) -> Any:
-        """Call a coroutine function and return its result. Cancelling this cancels the coroutine."""
+        """Call a coroutine function and return its result. Cancelling this cancels the
+        coroutine."""
         answer = self.submit(method, *args)
         try:
             return await asyncio.wrap_future(answer)
@@ -170,9 +179,13 @@ class Far(ABC):
             asked = time.monotonic()
             if not _waited(answer := self._ask("ping"), patience, TOLD):
                 if interrupts.asked():
-                    interrupts.say(f"{self.name} does not answer; it is killed in {HURRIED - TOLD:g} s")
+                    interrupts.say(
+                        f"{self.name} does not answer; it is killed in {HURRIED - TOLD:g} s"
+                    )
                 if not interrupts.asked() or not _waited(answer, HURRIED - TOLD, HURRIED - TOLD):
-                    self._lose(f"did not answer for {time.monotonic() - asked:.0f} s and was killed")
+                    self._lose(
+                        f"did not answer for {time.monotonic() - asked:.0f} s and was killed"
+                    )
 
     @abstractmethod
     def _send(self, number: int, do: str, *given: Any) -> None:
@@ -184,7 +197,8 @@ class Far(ABC):
 
 
 def _waited(future: Future[Any], seconds: float, hurried: float) -> bool:
-    """Whether a future is done within ``seconds``, or within ``hurried`` of a signal that asks the command to end."""
+    """Whether a future is done within ``seconds``, or within ``hurried`` of a signal that asks the
+    command to end."""
     begun = time.monotonic()
     while not future.done():
         now = time.monotonic()
@@ -198,19 +212,20 @@ def _waited(future: Future[Any], seconds: float, hurried: float) -> bool:
 
 
 def submitted(calls: Iterable[Future[Any]]) -> list[Future[Any]]:
-    """The answers of calls, which are made by iterating. A signal takes effect after the last one: a rank that was not
-    called would leave the others waiting for it."""
+    """The answers of calls, which are made by iterating. A signal takes effect after the last one:
+    a rank that was not called would leave the others waiting for it."""
     interrupted = threading.current_thread() is threading.main_thread()
     with interrupts.held() if interrupted else nullcontext():
         return list(calls)
 
 
 def gather(answers: Iterable[Future[Any]], together: Sequence[Far] = ()) -> list[Any]:
-    """The results of several calls. The first failure ends the wait: others may be waiting for the one that failed.
+    """The results of several calls. The first failure ends the wait: others may be waiting for the
+    one that failed.
 
     Args:
-        together: processes that wait for each other; the error of the one that ended is raised, not the errors of
-            those that waited for it.
+        together: processes that wait for each other; the error of the one that ended is raised, not
+            the errors of those that waited for it.
     """
     answers = submitted(answers)
     done, _ = wait(answers, return_when=FIRST_EXCEPTION)
@@ -230,7 +245,11 @@ class ConnectedFar(Far):
     """A far object called through a connection whose other end is ``host.serve``."""
 
     def __init__(
-        self, connection: Connection, name: str, lost: type[TunesmithError], patience: float | None = PATIENCE
+        self,
+        connection: Connection,
+        name: str,
+        lost: type[TunesmithError],
+        patience: float | None = PATIENCE,
     ) -> None:
         super().__init__(name, lost, patience)
         self._connection = connection
@@ -247,11 +266,14 @@ class ConnectedFar(Far):
         try:
             message = pickle.dumps((number, do, pickle.dumps(given, protocol=5)), protocol=5)
         except Exception as error:
-            raise TypeError(f"{self.name}: what the call is given cannot go to another process: {error}") from error
+            raise TypeError(
+                f"{self.name}: what the call is given cannot go to another process: {error}"
+            ) from error
         self._outgoing.put(message)
 
     def _transmit(self) -> None:
-        """Runs on its own thread: a process that is stuck in native code reads nothing, and a full pipe blocks."""
+        """Runs on its own thread: a process that is stuck in native code reads nothing, and a full
+        pipe blocks."""
         try:
             for message in iter(self._outgoing.get, None):
                 self._connection.send_bytes(message)

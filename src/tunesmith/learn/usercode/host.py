@@ -1,7 +1,7 @@
 """The other side of ``far.py``: the code that runs in the process of a far object.
 
-``python host.py FD PARENT NAME`` serves a child process. This file is run by path, perhaps by the interpreter of
-another environment, so it imports only the standard library.
+``python host.py FD PARENT NAME`` serves a child process. This file is run by path, perhaps by the
+interpreter of another environment, so it imports only the standard library.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class OneThread(Executor):
 class Host:
     """Holds the object that ``make`` returns.
 
-    Its methods run in ``worker``, one at a time. Coroutines and pings run on the event loop meanwhile: a process in a
-    long computation still answers.
+    Its methods run in ``worker``, one at a time. Coroutines and pings run on the event loop
+    meanwhile: a process in a long computation still answers.
     """
 
     def __init__(self, worker: Executor, target: Any = None) -> None:
@@ -89,12 +89,15 @@ class Host:
 
 
 def portable(error: BaseException) -> Exception:
-    """An error that the other side can read: Tunesmith's or a built-in one, others as RuntimeError."""
+    """An error that the other side can read: Tunesmith's or a built-in one, others as
+    RuntimeError."""
     from tunesmith.errors import DeviceMemoryError, TunesmithError
 
     if isinstance(error, TunesmithError):
         return error
-    if type(error).__name__ == "OutOfMemoryError":  # torch's, whose text says how much was requested
+    if (
+        type(error).__name__ == "OutOfMemoryError"
+    ):  # torch's, whose text says how much was requested
         return DeviceMemoryError(str(error))
     known = isinstance(error, Exception) and type(error).__module__ == "builtins"
     found: Any = error if known else RuntimeError(f"{type(error).__name__}: {error}")
@@ -109,11 +112,15 @@ def encode_pickle(number: int, value: Any, error: BaseException | None) -> bytes
         packed = pickle.dumps((number, None, portable(error)), protocol=5)
         pickle.loads(packed)  # some errors cannot be rebuilt from the arguments they keep
     except Exception:
-        return pickle.dumps((number, None, RuntimeError(f"{type(error).__name__}: {error}")), protocol=5)
+        return pickle.dumps(
+            (number, None, RuntimeError(f"{type(error).__name__}: {error}")), protocol=5
+        )
     return packed
 
 
-def serve(connection: Connection, target: Any = None, encode: Encode = encode_pickle, lost: int = 0) -> NoReturn:
+def serve(
+    connection: Connection, target: Any = None, encode: Encode = encode_pickle, lost: int = 0
+) -> NoReturn:
     """Answer a ``ConnectedFar`` until the connection is closed; methods run on this thread.
 
     Args:
@@ -180,7 +187,8 @@ def serve_parent(connection: Connection, parent: int, lost: int = 0) -> NoReturn
 
 
 def ignore_signals() -> None:
-    """Ignore the terminal's signals: the process that runs the command gets them too, and ends this one."""
+    """Ignore the terminal's signals: the process that runs the command gets them too, and ends this
+    one."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
 

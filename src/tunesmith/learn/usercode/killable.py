@@ -1,8 +1,9 @@
 """Code in killable worker processes: far objects that are forks of a loaded program.
 
-For work that no thread can stop: computer algebra on a model's text, regular expressions that backtrack without end,
-and all user code that may hang, crash, end its process or take all memory. A ``ForkServer`` loads a program once
-(``killable_child.py``); its forks start in milliseconds and are replaced when they are killed.
+For work that no thread can stop: computer algebra on a model's text, regular expressions that
+backtrack without end, and all user code that may hang, crash, end its process or take all memory. A
+``ForkServer`` loads a program once (``killable_child.py``); its forks start in milliseconds and are
+replaced when they are killed.
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ class WorkerLost(WorkerError):
 
 @dataclass(frozen=True, slots=True)
 class UserProgram:
-    """A function of a file, or the object it returns for ``arguments``, that workers call. Results go through JSON."""
+    """A function of a file, or the object it returns for ``arguments``, that workers call. Results
+    go through JSON."""
 
     file: Path
     function: str
@@ -65,19 +67,28 @@ class UserProgram:
     shows: bool = False
     """Whether its output appears here."""
     alone: bool = False
-    """Whether there is only one worker at a time. It is then not forked if libraries have started threads, because a
-    fork could use only one thread."""
+    """Whether there is only one worker at a time. It is then not forked if libraries have started
+    threads, because a fork could use only one thread."""
 
 
 def user_program(
-    path: Path, function: str, arguments: tuple[Any, ...], memory: str | None, *, alone: bool = False
+    path: Path,
+    function: str,
+    arguments: tuple[Any, ...],
+    memory: str | None,
+    *,
+    alone: bool = False,
 ) -> UserProgram:
     """A program that loads the user's code.
 
     Args:
         memory: limit of each worker; None: half of the machine's memory.
     """
-    limit = parse_size(memory) if memory else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    limit = (
+        parse_size(memory)
+        if memory
+        else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    )
     return UserProgram(path, function, arguments, limit, IMPORT_SECONDS, shows=True, alone=alone)
 
 
@@ -86,14 +97,20 @@ class ForkServer:
 
     def __init__(self, program: UserProgram) -> None:
         self._program = program
-        self._process = Process([sys.executable, "-P", _CHILD], program.file.name, shows=program.shows, out=True)
+        self._process = Process(
+            [sys.executable, "-P", _CHILD], program.file.name, shows=program.shows, out=True
+        )
         self._pipe, self.pid = self._process.connection, self._process.popen.pid
         self.last_output = self._process.said
         self._lock = threading.Lock()
         self._used = False
         self._codes: dict[int, int | None] = {}
         """The exit code of each fork; None: it has not been asked for."""
-        setup = {"file": str(program.file), "function": program.function, "arguments": program.arguments}
+        setup = {
+            "file": str(program.file),
+            "function": program.function,
+            "arguments": program.arguments,
+        }
         setup |= {"alone": program.alone, "path": sys.path, "memory": program.memory}
         late = f"{program.file.name} did not start within {program.startup:g} s"
         try:
@@ -109,7 +126,8 @@ class ForkServer:
         return self._process.popen.poll() is None
 
     def worker(self) -> Worker:
-        """A new worker: a fork or, if the program cannot be forked, this process, or another if this one is used."""
+        """A new worker: a fork or, if the program cannot be forked, this process, or another if
+        this one is used."""
         if self.forks:
             return self._worker()
         with self._lock:
@@ -119,7 +137,9 @@ class ForkServer:
     def _worker(self) -> Worker:
         ours, theirs = Pipe()
         with self._lock, theirs:
-            number = self._ask("worker", STARTUP_SECONDS, "no worker process could be started", theirs)
+            number = self._ask(
+                "worker", STARTUP_SECONDS, "no worker process could be started", theirs
+            )
             if self.forks:
                 self._codes[number] = None
         return Worker(self, number, ours)
@@ -139,7 +159,8 @@ class ForkServer:
         return code
 
     def close(self) -> None:
-        """End the workers and the server; one that does not answer for ``ENDING_SECONDS`` is killed."""
+        """End the workers and the server; one that does not answer for ``ENDING_SECONDS`` is
+        killed."""
         for number in [number for number, code in list(self._codes.items()) if code is None]:
             with suppress(ProcessLookupError):
                 os.kill(number, signal.SIGKILL)
@@ -153,12 +174,15 @@ class ForkServer:
             self._process.kill()
             self._pipe.close()
 
-    def _ask(self, request: Any, seconds: float, late: str, connection: Connection | None = None) -> Any:
+    def _ask(
+        self, request: Any, seconds: float, late: str, connection: Connection | None = None
+    ) -> Any:
         """The answer to a request, with which a connection may be sent.
 
         Raises:
             WorkerLost: the process has ended.
-            WorkerError: with the text ``late``, if it did not answer in time; it is then killed, and its forks end.
+            WorkerError: with the text ``late``, if it did not answer in time; it is then killed,
+                and its forks end.
         """
         try:
             self._pipe.send_bytes(pickle.dumps(request))
@@ -173,7 +197,8 @@ class ForkServer:
 
 
 class Worker(ConnectedFar):
-    """One process that holds the program's function. Requests are pickled; answers are JSON, which cannot run code.
+    """One process that holds the program's function. Requests are pickled; answers are JSON, which
+    cannot run code.
 
     No watchdog supervises it: each call has a deadline. When it ends, its calls raise WorkerLost.
     """
@@ -184,14 +209,19 @@ class Worker(ConnectedFar):
         self._start()
 
     async def ask(
-        self, arguments: Sequence[Any], timeout: float, *, coroutine: bool = False, shared: bool = False
+        self,
+        arguments: Sequence[Any],
+        timeout: float,
+        *,
+        coroutine: bool = False,
+        shared: bool = False,
     ) -> Any:
         """Call the function; the process is killed if it does not answer in time.
 
         Args:
             coroutine: call the program's coroutine function ``later`` instead.
-            shared: other calls are in progress in the process, so only this call's coroutine is cancelled, as long as
-                the event loop still answers.
+            shared: other calls are in progress in the process, so only this call's coroutine is
+                cancelled, as long as the event loop still answers.
 
         Raises:
             DeadlineExceeded: it did not answer in time.
@@ -206,7 +236,9 @@ class Worker(ConnectedFar):
             if await done_within(result, timeout):
                 return result.result()
             if not shared:
-                raise DeadlineExceeded(f"did not return within {timeout:g} s; its process was killed")
+                raise DeadlineExceeded(
+                    f"did not return within {timeout:g} s; its process was killed"
+                )
             self.cancel(result)
             if not await done_within(result, ANSWER_SECONDS):
                 self.close()  # one of its calls, perhaps not this one, blocks the event loop
@@ -233,7 +265,9 @@ class Worker(ConnectedFar):
         return ending(self.code)
 
     def _loss(self) -> WorkerLost:
-        return WorkerLost(-signal.SIGKILL if self.code is None else self.code, self._server.last_output())
+        return WorkerLost(
+            -signal.SIGKILL if self.code is None else self.code, self._server.last_output()
+        )
 
     def _decode(self, message: bytes) -> tuple[int, Any, WorkerError | None]:
         number, value, error = json.loads(message)
@@ -241,7 +275,8 @@ class Worker(ConnectedFar):
 
 
 class Workers:
-    """Workers of one program: the idle ones, and a fork server for more, which starts on first use."""
+    """Workers of one program: the idle ones, and a fork server for more, which starts on first
+    use."""
 
     def __init__(self, program: UserProgram) -> None:
         self._program = program
@@ -279,7 +314,8 @@ class Workers:
 
 
 class KillablePool:
-    """Up to ``workers`` processes of one program, each with one call at a time; ends with ``close``.
+    """Up to ``workers`` processes of one program, each with one call at a time; ends with
+    ``close``.
 
     Args:
         deadline: seconds for one call, not counting the worker's start.

@@ -1,10 +1,12 @@
 """The fork server behind ``killable.py``: ``python killable_child.py PIPE PARENT NAME``.
 
-It loads a program once and then only forks, so that a worker starts in milliseconds and shares the memory of imported
-modules. Each worker answers through its own connection, as ``distributed/host.py`` describes: plain functions one
-after the other on the main thread, coroutines concurrently on an event loop. Imports only the standard library.
+It loads a program once and then only forks, so that a worker starts in milliseconds and shares the
+memory of imported modules. Each worker answers through its own connection, as
+``distributed/host.py`` describes: plain functions one after the other on the main thread,
+coroutines concurrently on an event loop. Imports only the standard library.
 
-Requests are pickled, because the calling process is trusted; answers are JSON, which cannot run code there.
+Requests are pickled, because the calling process is trusted; answers are JSON, which cannot run
+code there.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ _PACKAGE = Path(__file__).parents[2]
 
 
 def main(pipe: int, parent: int) -> None:
-    """Load the program that the first message names, then fork a worker for every connection that arrives."""
+    """Load the program that the first message names, then fork a worker for every connection that
+    arrives."""
     asking = Connection(pipe)
     setup = pickle.loads(asking.recv_bytes())
     sys.path[:] = setup["path"]
@@ -101,14 +104,16 @@ def _load(file: str | Path, function: str) -> Any:
 
 
 def _threads() -> int:
-    """Number of threads of this process, including native libraries' threads; 0 if the system does not report it."""
+    """Number of threads of this process, including native libraries' threads; 0 if the system does
+    not report it."""
     with contextlib.suppress(OSError):
         return len(os.listdir("/proc/self/task"))
     return 0
 
 
 def _settle(*, one_thread: bool) -> None:
-    """Seed NumPy and PyTorch: Python reseeds only ``random`` in a fork, and workers would draw the same numbers.
+    """Seed NumPy and PyTorch: Python reseeds only ``random`` in a fork, and workers would draw the
+    same numbers.
 
     ``one_thread``: a fork lacks PyTorch's OpenMP threads and would wait for them forever.
     """
@@ -123,7 +128,8 @@ def _settle(*, one_thread: bool) -> None:
 
 
 def _limit(memory: int) -> None:
-    """Limit the worker to ``memory`` bytes beyond the loaded program, and make it the OOM killer's first choice."""
+    """Limit the worker to ``memory`` bytes beyond the loaded program, and make it the OOM killer's
+    first choice."""
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
     with contextlib.suppress(ValueError, OSError):
@@ -131,8 +137,11 @@ def _limit(memory: int) -> None:
         with contextlib.suppress(OSError):
             pages = Path("/proc/self/statm").read_text().split()[5]
             before = int(pages) * resource.getpagesize()
-        # Limits data, not address space: GPU libraries reserve many times more addresses than they use.
-        resource.setrlimit(resource.RLIMIT_DATA, (before + memory, resource.getrlimit(resource.RLIMIT_DATA)[1]))
+        # Limits data, not address space: GPU libraries reserve many times more addresses than they
+        # use.
+        resource.setrlimit(
+            resource.RLIMIT_DATA, (before + memory, resource.getrlimit(resource.RLIMIT_DATA)[1])
+        )
 
 
 if __name__ == "__main__":

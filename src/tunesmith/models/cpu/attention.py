@@ -1,8 +1,9 @@
 """Forest attention on a CPU: the flash kernel for each part, merged by log-sum-exp.
 
-A part is a segment's causal attention to itself, or the attention of all its descendants to the whole segment. The
-kernel takes strides, so grouped heads need no copies of keys and values. One autograd function computes a whole layer,
-so slicing segments out of the flat tensors adds nothing to the graph. The kernel's ``aten`` operators are private to
+A part is a segment's causal attention to itself, or the attention of all its descendants to the
+whole segment. The kernel takes strides, so grouped heads need no copies of keys and values. One
+autograd function computes a whole layer, so slicing segments out of the flat tensors adds nothing
+to the graph. The kernel's ``aten`` operators are private to
 torch: its public interface does not return the log-sum-exp.
 """
 
@@ -24,7 +25,8 @@ _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 
 
 _AncestorPart = tuple[int, int, int, int]
-"""Rows ``[start, stop)``, the descendants of a segment, see all its rows ``[key_start, key_stop)``."""
+"""Rows ``[start, stop)``, the descendants of a segment, see all its rows ``[key_start,
+key_stop)``."""
 
 
 class CpuFlash:
@@ -44,21 +46,38 @@ class CpuFlash:
         return query.device.type == "cpu" and rule.window is None and rule.softcap is None
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
-        return cast(Tensor, _CpuFlash.apply(self.causal, self.full, self._table, query, key, value, rule.scale))
+        return cast(
+            Tensor,
+            _CpuFlash.apply(self.causal, self.full, self._table, query, key, value, rule.scale),
+        )
 
     @staticmethod
-    def forward(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-        """Output ``[n, H, D]`` and log-sum-exp ``[n, H]`` of one stop of a ``parallel.ring``, at least float32."""
+    def forward(
+        query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """Output ``[n, H, D]`` and log-sum-exp ``[n, H]`` of one stop of a ``parallel.ring``, at
+        least float32."""
         groups = query.shape[1] // key.shape[1]
-        q, k, v = _by_group(query, groups), *(_by_group(t, 1).expand(-1, groups, -1, -1) for t in (key, value))
+        q, k, v = (
+            _by_group(query, groups),
+            *(_by_group(t, 1).expand(-1, groups, -1, -1) for t in (key, value)),
+        )
         out, lse = _flash(q, k, v, 0.0, causal, scale=scale)
         return out.permute(2, 0, 1, 3).flatten(1, 2), lse.permute(2, 0, 1).flatten(1)
 
     @staticmethod
     def backward(
-        grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+        grad: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        causal: bool,
+        scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of queries, keys and values, from the merged output and log-sum-exp, at least float32."""
+        """Gradients of queries, keys and values, from the merged output and log-sum-exp, at least
+        float32."""
         groups, exact = query.shape[1] // key.shape[1], lse.dtype
         go, q, o = (_by_group(t.to(exact), groups) for t in (grad, query, out))
         k, v = (_by_group(t.to(exact), 1).expand(-1, groups, -1, -1) for t in (key, value))
@@ -89,7 +108,9 @@ class _CpuFlash(torch.autograd.Function):
             ks, vs = (t[:, :, a:b].expand(-1, groups, -1, -1) for t in (k, v))
             o[:, :, a:b], lse[:, :, a:b] = _flash(q[:, :, a:b], ks, vs, 0.0, True, scale=scale)
         for a, b, ka, kb in full:
-            part, part_lse = _flash(_fold(q[:, :, a:b]), k[:, :, ka:kb], v[:, :, ka:kb], 0.0, False, scale=scale)
+            part, part_lse = _flash(
+                _fold(q[:, :, a:b]), k[:, :, ka:kb], v[:, :, ka:kb], 0.0, False, scale=scale
+            )
             shape = (q.shape[0], groups, b - a)
             merge(o[:, :, a:b], lse[:, :, a:b], part.view(*shape, -1), part_lse.view(shape))
         out = out.to(query.dtype)
@@ -105,7 +126,8 @@ class _CpuFlash(torch.autograd.Function):
         if query.dtype == torch.bfloat16 and query.shape[2] % 32 == 0 and functions() is not None:
             grads = _in_tiles(cast(Tensor, ctx.table), query, key, value, out, grad_out, lse, scale)
             return None, None, None, *grads, None
-        # In bfloat16 this kernel's backward is up to four times slower than in float32 (and less exact).
+        # In bfloat16 this kernel's backward is up to four times slower than in float32 (and less
+        # exact).
         exact = torch.promote_types(query.dtype, torch.float32)
         go, q, o = (_by_group(t.to(exact), groups) for t in (grad_out, query, out))
         k, v = _by_group(key.to(exact), 1), _by_group(value.to(exact), 1)
@@ -115,14 +137,24 @@ class _CpuFlash(torch.autograd.Function):
             rows = slice(a, b)
             ks, vs = (t[:, :, rows].expand(-1, groups, -1, -1) for t in (k, v))
             dq, dk, dv = _flash_backward(
-                go[:, :, rows], q[:, :, rows], ks, vs, o[:, :, rows], lse[:, :, rows], 0.0, True, scale=scale
+                go[:, :, rows],
+                q[:, :, rows],
+                ks,
+                vs,
+                o[:, :, rows],
+                lse[:, :, rows],
+                0.0,
+                True,
+                scale=scale,
             )
             gq[:, :, rows] = dq
             torch.sum(dk, 1, keepdim=True, out=gk[:, :, rows])
             torch.sum(dv, 1, keepdim=True, out=gv[:, :, rows])
         for a, b, ka, kb in full:
             gof, qf, of, lf = (_fold(t[:, :, a:b]) for t in (go, q, o, lse))
-            dq, dk, dv = _flash_backward(gof, qf, k[:, :, ka:kb], v[:, :, ka:kb], of, lf, 0.0, False, scale=scale)
+            dq, dk, dv = _flash_backward(
+                gof, qf, k[:, :, ka:kb], v[:, :, ka:kb], of, lf, 0.0, False, scale=scale
+            )
             gq[:, :, a:b] += dq.view(q.shape[0], groups, b - a, -1)
             gk[:, :, ka:kb] += dk
             gv[:, :, ka:kb] += dv
@@ -130,15 +162,27 @@ class _CpuFlash(torch.autograd.Function):
 
 
 def _in_tiles(
-    table: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, grad_out: Tensor, lse: Tensor, scale: float
+    table: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    grad_out: Tensor,
+    lse: Tensor,
+    scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of bfloat16 queries, keys and values, in a compiled function.
 
     Products round attention weights and their gradients to bfloat16; all sums are float32.
     """
     tokens, heads, size = query.shape
-    grad_query, grad_key, grad_value = (torch.empty(t.shape, dtype=t.dtype) for t in (query, key, value))
-    rows = [t if t.stride()[1:] == (size, 1) else t.contiguous() for t in (query, key, value, out, grad_out)]
+    grad_query, grad_key, grad_value = (
+        torch.empty(t.shape, dtype=t.dtype) for t in (query, key, value)
+    )
+    rows = [
+        t if t.stride()[1:] == (size, 1) else t.contiguous()
+        for t in (query, key, value, out, grad_out)
+    ]
     lse = lse.contiguous()
     functions().tunesmith_attend_backward(
         byref(Segments(table.shape[1], *(row.data_ptr() for row in table))),
@@ -162,5 +206,6 @@ def _by_group(t: Tensor, groups: int) -> Tensor:
 
 
 def _fold(t: Tensor) -> Tensor:
-    """The query heads of a group as additional rows: ``[K, G, T, ...]`` to ``[K, 1, G * T, ...]``."""
+    """The query heads of a group as additional rows: ``[K, G, T, ...]`` to ``[K, 1, G * T,
+    ...]``."""
     return t.flatten(1, 2).unsqueeze(1)

@@ -1,10 +1,12 @@
-"""A lean layer's operations besides products and attention, in compiled functions that read activations once.
+"""A lean layer's operations besides products and attention, in compiled functions that read
+activations once.
 
-They take bfloat16 on a CPU that supports them (``training_functions``), compute in float32 and round their results;
-sums over rows are float32. Elsewhere ``lean_ops`` computes the same with PyTorch's operations.
+They take bfloat16 on a CPU that supports them (``training_functions``), compute in float32 and
+round their results; sums over rows are float32. Elsewhere ``lean_ops`` computes the same with
+PyTorch's operations.
 
-Shape legend: ``T`` tokens, ``d`` hidden size, ``H`` query heads, ``K`` key/value heads, ``D`` head size, ``f``
-feed-forward size.
+Shape legend: ``T`` tokens, ``d`` hidden size, ``H`` query heads, ``K`` key/value heads, ``D`` head
+size, ``f`` feed-forward size.
 """
 
 from __future__ import annotations
@@ -51,13 +53,22 @@ def computed(function: Any, *operands: Any) -> Any:
 
     An autograd function costs as much as a small matrix product.
     """
-    return function.apply(*operands) if torch.is_grad_enabled() else function.forward(_FORGETTING, *operands)
+    return (
+        function.apply(*operands)
+        if torch.is_grad_enabled()
+        else function.forward(_FORGETTING, *operands)
+    )
 
 
 def fits(*tensors: Tensor) -> bool:
     """Whether the compiled functions accept these tensors."""
     return (
-        all(t.dtype == torch.bfloat16 and t.device.type == "cpu" and type(t) in (Tensor, nn.Parameter) for t in tensors)
+        all(
+            t.dtype == torch.bfloat16
+            and t.device.type == "cpu"
+            and type(t) in (Tensor, nn.Parameter)
+            for t in tensors
+        )
         and functions() is not None
     )
 
@@ -90,17 +101,23 @@ class RmsNorm(torch.autograd.Function):
 
 
 class TurnedHeads(torch.autograd.Function):
-    """Rotated queries ``[T, H, D]``, rotated keys and values ``[T, K, D]``; see ``lean_ops.heads``."""
+    """Rotated queries ``[T, H, D]``, rotated keys and values ``[T, K, D]``; see
+    ``lean_ops.heads``."""
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, shape: HeadShape, *weights: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         x, size = _rows(x).detach(), cos.shape[-1]
-        q, k = (torch.empty(len(x), count, size, dtype=x.dtype) for count in (shape.heads, shape.kv_heads))
+        q, k = (
+            torch.empty(len(x), count, size, dtype=x.dtype)
+            for count in (shape.heads, shape.kv_heads)
+        )
         scales = torch.empty(len(x), shape.heads + shape.kv_heads) if weights else None
         heads, keep = _heads(x, cos, sin, weights, shape)
-        functions().tunesmith_heads(byref(heads), q.data_ptr(), k.data_ptr(), _place(scales), torch.get_num_threads())
+        functions().tunesmith_heads(
+            byref(heads), q.data_ptr(), k.data_ptr(), _place(scales), torch.get_num_threads()
+        )
         del keep
         # Without norms the backward pass does not need x.
         ctx.save_for_backward(x if weights else None, cos, sin, scales, *weights)
@@ -122,7 +139,9 @@ class TurnedHeads(torch.autograd.Function):
             _place(scales), grad_x.data_ptr(), _place(grad_weights), torch.get_num_threads(),
         )  # fmt: skip
         del keep
-        own = [None] * len(weights) if grad_weights is None else grad_weights.to(cos.dtype).unbind(0)
+        own = (
+            [None] * len(weights) if grad_weights is None else grad_weights.to(cos.dtype).unbind(0)
+        )
         return grad_x, None, None, None, *own
 
 
@@ -151,11 +170,17 @@ def _heads(
     x: Tensor | None, cos: Tensor, sin: Tensor, weights: Sequence[Tensor], shape: HeadShape
 ) -> tuple[Heads, object]:
     """The arguments of a compiled function, and objects that must outlive the call."""
-    norms = (NormStruct * len(weights))(*(NormStruct(w.data_ptr(), shape.eps, shape.offset) for w in weights))
+    norms = (NormStruct * len(weights))(
+        *(NormStruct(w.data_ptr(), shape.eps, shape.offset) for w in weights)
+    )
     cos, sin = cos.contiguous(), sin.contiguous()
     at, step = (None, 0) if x is None else _operand(x)
     tables = (cos.data_ptr(), sin.data_ptr(), ctypes.addressof(norms) if weights else None)
-    return Heads(at, *tables, len(cos), step, shape.heads, shape.kv_heads, cos.shape[-1]), (norms, cos, sin)
+    return Heads(at, *tables, len(cos), step, shape.heads, shape.kv_heads, cos.shape[-1]), (
+        norms,
+        cos,
+        sin,
+    )
 
 
 def _rows(x: Tensor) -> Tensor:

@@ -1,8 +1,9 @@
 """Compiles the package's C++ for this machine on first use, keeps it, and loads it.
 
-A library's file name is derived from its source, the headers, the compiler, the CPU and its own content: it is compiled
-again if any of these changes or the file is damaged. Processes may compile at the same time. The library uses the
-OpenMP that torch has loaded, so both share a team of threads; import torch first.
+A library's file name is derived from its source, the headers, the compiler, the CPU and its own
+content: it is compiled again if any of these changes or the file is damaged. Processes may compile
+at the same time. The library uses the OpenMP that torch has loaded, so both share a team of
+threads; import torch first.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ SECONDS = 300
 
 @cache
 def library(name: str) -> ctypes.CDLL | None:
-    """The compiled ``name``.cpp of ``SOURCES``; None, with a warning, if it cannot be compiled or loaded here."""
+    """The compiled ``name``.cpp of ``SOURCES``; None, with a warning, if it cannot be compiled or
+    loaded here."""
     found = find_compiler()
     if found is None:
         return _without(name, f"there is no C++ compiler ({compilers()})")
@@ -56,7 +58,9 @@ def library(name: str) -> ctypes.CDLL | None:
 
 
 def _without(name: str, reason: object) -> None:
-    logging.getLogger(__name__).warning("%s.cpp is not compiled, and PyTorch's operations run: %s", name, reason)
+    logging.getLogger(__name__).warning(
+        "%s.cpp is not compiled, and PyTorch's operations run: %s", name, reason
+    )
 
 
 def _name(key: str, file: Path) -> str:
@@ -70,14 +74,23 @@ def _name(key: str, file: Path) -> str:
 def _key(command: Sequence[str], source: Path) -> str:
     cpu = cpu_info()
     options = (*OPTIONS, *compiler_options())
-    facts = (cpu.get("model name"), cpu.get("flags") or cpu.get("Features"), platform.platform(), options, command)
+    facts = (
+        cpu.get("model name"),
+        cpu.get("flags") or cpu.get("Features"),
+        platform.platform(),
+        options,
+        command,
+    )
     version = _run(*command, "--version")
-    text = source.read_bytes() + b"".join(header.read_bytes() for header in sorted(source.parent.glob("*.h")))
+    text = source.read_bytes() + b"".join(
+        header.read_bytes() for header in sorted(source.parent.glob("*.h"))
+    )
     return hashlib.sha256(repr((*facts, version)).encode() + text).hexdigest()[:16]
 
 
 def _folder() -> Path | None:
-    """Where libraries are kept; None if it is not writable, or if another user could put a library there."""
+    """Where libraries are kept; None if it is not writable, or if another user could put a library
+    there."""
     folder = cache_folder() / "native"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -88,4 +101,6 @@ def _folder() -> Path | None:
 
 
 def _run(*command: str) -> str:
-    return subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=True).stdout
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=SECONDS, check=True
+    ).stdout

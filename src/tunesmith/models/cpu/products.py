@@ -1,7 +1,8 @@
 """Matrix products with few rows on a CPU, with weights in the layout that a kernel reads fastest.
 
-A plain product with few rows converts its weights every time, or reads them slower than memory allows. A ``Kind``
-prepares them once and returns a function of the input. Which is fastest depends on the CPU (``fastest``).
+A plain product with few rows converts its weights every time, or reads them slower than memory
+allows. A ``Kind`` prepares them once and returns a function of the input. Which is fastest depends
+on the CPU (``fastest``).
 
 Shape legend: ``T`` rows, ``K`` inputs, ``N`` outputs.
 """
@@ -34,13 +35,15 @@ COMPILED = "compiled"
 PANELS = "panels"
 """The C++ kind for float32 rows and weights in panels, on CPUs without bfloat16 products."""
 PAIRS = "pairs"
-"""The C++ kind for bfloat16 rows and weights in panels of pairs, on CPUs that multiply pairs (AVX-512 BF16)."""
+"""The C++ kind for bfloat16 rows and weights in panels of pairs, on CPUs that multiply pairs
+(AVX-512 BF16)."""
 PACKED_ROWS = 32
 """The number of rows for which the layout of packed weights is optimised."""
 
 
 class _Precision:
-    """The precision of float32 products, a process-wide setting: threads share it, and the last one restores it."""
+    """The precision of float32 products, a process-wide setting: threads share it, and the last one
+    restores it."""
 
     lock, users, precision = Lock(), 0, ""
 
@@ -56,10 +59,12 @@ class _Precision:
 
 @contextmanager
 def bfloat16_operands(wanted: bool) -> Generator[None]:
-    """Make float32 products on a CPU round their operands to bfloat16, which is exact if both hold bfloat16 values.
+    """Make float32 products on a CPU round their operands to bfloat16, which is exact if both hold
+    bfloat16 values.
 
-    A bfloat16 product would also round its result; this is as fast and does not. Gradients of the logits are rounded
-    to bfloat16, as in any bfloat16 backward pass. Meanwhile, float32 products of other threads are rounded too.
+    A bfloat16 product would also round its result; this is as fast and does not. Gradients of the
+    logits are rounded to bfloat16, as in any bfloat16 backward pass. Meanwhile, float32 products of
+    other threads are rounded too.
     """
     _Precision.add(int(wanted))
     try:
@@ -102,7 +107,11 @@ def _packed(weight: Tensor, bias: Tensor | None) -> Product:
 class ProductData(Structure):
     """As in ``decode.cpp``."""
 
-    _fields_ = (("weight", c_void_p), ("bias", c_void_p), *((n, c_int64) for n in ("outputs", "inputs", "layout")))
+    _fields_ = (
+        ("weight", c_void_p),
+        ("bias", c_void_p),
+        *((n, c_int64) for n in ("outputs", "inputs", "layout")),
+    )
 
 
 @cache
@@ -110,7 +119,14 @@ def functions() -> Any:
     """The compiled functions of a decode step; None where they cannot be compiled."""
     found: Any = library("decode")
     if found is not None:
-        found.tunesmith_product.argtypes = (c_int64, POINTER(ProductData), c_void_p, c_void_p, c_int64, c_int64)
+        found.tunesmith_product.argtypes = (
+            c_int64,
+            POINTER(ProductData),
+            c_void_p,
+            c_void_p,
+            c_int64,
+            c_int64,
+        )
         found.tunesmith_product.restype = None
         found.tunesmith_pack.argtypes = (c_int64, c_int64, c_void_p, c_void_p, c_int64, c_int64)
         found.tunesmith_pack.restype = None
@@ -120,7 +136,8 @@ def functions() -> Any:
 
 
 def recorded(name: str) -> AbstractContextManager[object]:
-    """Name a call of compiled functions in a trace of torch's profiler, which would otherwise not see it."""
+    """Name a call of compiled functions in a trace of torch's profiler, which would otherwise not
+    see it."""
     recording = torch.autograd.profiler._is_profiler_enabled  # pyright: ignore[reportPrivateUsage]
     return torch.profiler.record_function(f"{COMPILED_CALL}{name}") if recording else nullcontext()
 
@@ -134,12 +151,17 @@ class Compiled:
         result: dtype of the output.
     """
 
-    def __init__(self, data: ProductData, kept: Sequence[Tensor], rows: torch.dtype, result: torch.dtype) -> None:
+    def __init__(
+        self, data: ProductData, kept: Sequence[Tensor], rows: torch.dtype, result: torch.dtype
+    ) -> None:
         self.data, self._kept, self._rows, self._result = data, kept, rows, result
         self._call, self._here = functions().tunesmith_product, byref(data)
 
     def __call__(self, x: Tensor) -> Tensor:
-        x, out = x.to(self._rows).contiguous(), torch.empty(len(x), self.data.outputs, dtype=self._result)
+        x, out = (
+            x.to(self._rows).contiguous(),
+            torch.empty(len(x), self.data.outputs, dtype=self._result),
+        )
         narrow, threads = self._result == torch.bfloat16, torch.get_num_threads()
         with recorded("product"):
             self._call(len(x), self._here, x.data_ptr(), out.data_ptr(), narrow, threads)
@@ -147,11 +169,14 @@ class Compiled:
 
 
 def _compiled(weight: Tensor, bias: Tensor | None, result: torch.dtype = torch.bfloat16) -> Product:
-    """A product of bfloat16 rows with the weight as it is; it computes no remainders of 16 outputs or 32 inputs."""
+    """A product of bfloat16 rows with the weight as it is; it computes no remainders of 16 outputs
+    or 32 inputs."""
     if weight.shape[0] % 16 or weight.shape[1] % 32:
         return _uncompiled(weight, bias, result)
     own = weight.detach().contiguous()
-    data = ProductData(own.data_ptr(), None if bias is None else bias.data_ptr(), *own.shape, WeightLayout.AS_IT_IS)
+    data = ProductData(
+        own.data_ptr(), None if bias is None else bias.data_ptr(), *own.shape, WeightLayout.AS_IT_IS
+    )
     return Compiled(data, [own] if bias is None else [own, bias], torch.bfloat16, result)
 
 
@@ -173,15 +198,23 @@ def _panels(weight: Tensor, bias: Tensor | None) -> Compiled:
 
 
 def _in_panels(
-    weight: Tensor, bias: Tensor | None, layout: WeightLayout, rows: torch.dtype, result: torch.dtype
+    weight: Tensor,
+    bias: Tensor | None,
+    layout: WeightLayout,
+    rows: torch.dtype,
+    result: torch.dtype,
 ) -> Compiled:
     own, panel = weight.detach().contiguous(), functions().tunesmith_panel()
     (outputs, inputs), whole = own.shape, -(-len(own) // panel) * panel
     packed = torch.empty(whole * inputs, dtype=own.dtype)
     places = own.data_ptr(), packed.data_ptr()
     functions().tunesmith_pack(outputs, inputs, *places, layout, torch.get_num_threads())
-    kept = [packed] if bias is None else [packed, F.pad(bias.detach().float(), (0, whole - outputs))]
-    data = ProductData(packed.data_ptr(), None if bias is None else kept[1].data_ptr(), *own.shape, layout)
+    kept = (
+        [packed] if bias is None else [packed, F.pad(bias.detach().float(), (0, whole - outputs))]
+    )
+    data = ProductData(
+        packed.data_ptr(), None if bias is None else kept[1].data_ptr(), *own.shape, layout
+    )
     return Compiled(data, kept, rows, result)
 
 
@@ -190,8 +223,9 @@ def _float32(weight: Tensor, bias: Tensor | None) -> Product:
 
 
 def _twice(weight: Tensor, bias: Tensor | None) -> Product:
-    """A product of bfloat16 rows with a float32 result, as two bfloat16 products: the second computes the rounding
-    error of the first. Sums in a product are float32, so the error is the square of bfloat16's, 2e-5 of the result.
+    """A product of bfloat16 rows with a float32 result, as two bfloat16 products: the second
+    computes the rounding error of the first. Sums in a product are float32, so the error is the
+    square of bfloat16's, 2e-5 of the result.
     """
     packed = torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_ROWS)
 
@@ -253,15 +287,22 @@ def works(kind: Kind, weights: torch.dtype) -> bool:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     example: Any = torch.ones(16, 16, dtype=weights)
     try:
-        return bool(kind.prepare(example, None)(torch.ones(1, 16, dtype=kind.rows or weights))[0, 0] == 16)
-    except (RuntimeError, AttributeError):  # the build lacks FBGEMM or oneDNN, or the CPU what they need
+        return bool(
+            kind.prepare(example, None)(torch.ones(1, 16, dtype=kind.rows or weights))[0, 0] == 16
+        )
+    except (
+        RuntimeError,
+        AttributeError,
+    ):  # the build lacks FBGEMM or oneDNN, or the CPU what they need
         return False
 
 
 def fastest(weights: torch.dtype, *, small: bool, compiled: bool) -> tuple[str, str]:
-    """The kinds of a layer's products and of the head that are fastest on this machine, for any shape.
+    """The kinds of a layer's products and of the head that are fastest on this machine, for any
+    shape.
 
-    With compiled functions no other kind was faster for 1 to 64 rows, on CPUs with AVX2, AVX-512 and AVX-512 BF16.
+    With compiled functions no other kind was faster for 1 to 64 rows, on CPUs with AVX2, AVX-512
+    and AVX-512 BF16.
 
     Args:
         weights: float32 or bfloat16.
@@ -272,7 +313,13 @@ def fastest(weights: torch.dtype, *, small: bool, compiled: bool) -> tuple[str, 
     if library is not None:
         kind = PANELS
         if weights == torch.bfloat16:
-            kind = COMPILED if library.tunesmith_has_tiles() else PAIRS if library.tunesmith_has_pairs() else PANELS
+            kind = (
+                COMPILED
+                if library.tunesmith_has_tiles()
+                else PAIRS
+                if library.tunesmith_has_pairs()
+                else PANELS
+            )
         return kind, kind
     packed = works(LAYERS[weights]["packed"], weights)
     if weights == torch.float32:

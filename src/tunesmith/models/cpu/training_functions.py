@@ -19,7 +19,12 @@ class Sum(Structure):
 class Segments(Structure):
     """As in ``train.cpp``."""
 
-    _fields_ = (("count", c_int64), ("starts", c_void_p), ("lengths", c_void_p), ("lasts", c_void_p))
+    _fields_ = (
+        ("count", c_int64),
+        ("starts", c_void_p),
+        ("lengths", c_void_p),
+        ("lasts", c_void_p),
+    )
 
 
 class Rows(Structure):
@@ -76,14 +81,25 @@ def _compiled() -> Any:
     if found is None or not found.tunesmith_trains():
         return None
     numbers, operand = c_int64, (c_void_p, c_int64)
-    rows, whole = (numbers, numbers, *operand), c_void_p  # a first operand; an operand without a stride
+    rows, whole = (
+        (numbers, numbers, *operand),
+        c_void_p,
+    )  # a first operand; an operand without a stride
     signatures: dict[str, tuple[Any, ...]] = {
         "weight_gradient": (*rows, *operand, POINTER(Sum), numbers, numbers),
         "attend_backward": (POINTER(Segments), POINTER(Attention), numbers),
         "norm": (*rows, POINTER(NormStruct), whole, whole, numbers),
         "norm_backward": (*rows, *operand, POINTER(NormStruct), whole, whole, whole, numbers),
         "heads": (POINTER(Heads), whole, whole, whole, numbers),
-        "heads_backward": (POINTER(Heads), POINTER(c_void_p), POINTER(numbers), whole, whole, whole, numbers),
+        "heads_backward": (
+            POINTER(Heads),
+            POINTER(c_void_p),
+            POINTER(numbers),
+            whole,
+            whole,
+            whole,
+            numbers,
+        ),
         "gate": (*rows, whole, numbers),
         "gate_backward": (*rows, *operand, whole, numbers),
     }

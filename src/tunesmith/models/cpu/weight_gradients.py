@@ -1,7 +1,9 @@
-"""Weight gradients, added in float32 directly to the optimizer's sum, without a copy in the weights' dtype.
+"""Weight gradients, added in float32 directly to the optimizer's sum, without a copy in the
+weights' dtype.
 
-PyTorch's backward pass makes each gradient in the dtype of its weight, then adds it to the sum. On a CPU with AMX or
-AVX-512 BF16 a compiled function (``kernels.native``) multiplies in bfloat16 and adds to the sum itself.
+PyTorch's backward pass makes each gradient in the dtype of its weight, then adds it to the sum. On
+a CPU with AMX or AVX-512 BF16 a compiled function (``kernels.native``) multiplies in bfloat16 and
+adds to the sum itself.
 
 Shape legend: ``T`` rows, ``N`` outputs, ``K`` inputs.
 """
@@ -22,13 +24,19 @@ _PLACE = "gradient_sum"
 
 
 def keep_sum(parameter: nn.Parameter, kept: GradientSum) -> None:
-    """Let backward passes add the parameter's gradient to ``kept`` where they can; elsewhere autograd returns it."""
-    if parameter.device.type == "cpu" and parameter.dtype == torch.bfloat16 and functions() is not None:
+    """Let backward passes add the parameter's gradient to ``kept`` where they can; elsewhere
+    autograd returns it."""
+    if (
+        parameter.device.type == "cpu"
+        and parameter.dtype == torch.bfloat16
+        and functions() is not None
+    ):
         setattr(parameter, _PLACE, kept)
 
 
 def kept_sums(parameters: Sequence[Tensor]) -> list[GradientSum] | None:
-    """The sums to which gradients of weights ``[N, K]`` are added; None unless every weight has one."""
+    """The sums to which gradients of weights ``[N, K]`` are added; None unless every weight has
+    one."""
     found = [getattr(p, _PLACE, None) for p in parameters]
     fits = all(p.requires_grad and multiplies(p) for p in parameters)
     return [kept for kept in found if kept is not None] if fits and None not in found else None
@@ -37,7 +45,12 @@ def kept_sums(parameters: Sequence[Tensor]) -> list[GradientSum] | None:
 def multiplies(weight: Tensor) -> bool:
     """Whether ``add_product`` computes the gradient of this weight."""
     whole = weight.shape[0] % 16 == 0 and weight.shape[1] % 16 == 0
-    return whole and weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and functions() is not None
+    return (
+        whole
+        and weight.device.type == "cpu"
+        and weight.dtype == torch.bfloat16
+        and functions() is not None
+    )
 
 
 def add_product(grad: Tensor, x: Tensor, sums: Sequence[tuple[Tensor, bool]]) -> None:
@@ -46,7 +59,8 @@ def add_product(grad: Tensor, x: Tensor, sums: Sequence[tuple[Tensor, bool]]) ->
     Args:
         grad: bfloat16 ``[T, N]``.
         x: bfloat16 ``[T, K]``.
-        sums: contiguous blocks of the product's rows, in order, and whether to add to each block or overwrite it.
+        sums: contiguous blocks of the product's rows, in order, and whether to add to each block or
+            overwrite it.
     """
     grad, x = (t if t.stride(1) == 1 else t.contiguous() for t in (grad, x))
     parts = (Sum * len(sums))(*(Sum(total.data_ptr(), len(total), adds) for total, adds in sums))

@@ -1,7 +1,7 @@
 """What attention kernels compute, and how a model's layers call them.
 
-A context decides what each token sees: a token forest (``ForestAttention``) in training and scoring, a KV cache
-(``PrefillAttention``, ``DecodeAttention``) in sampling.
+A context decides what each token sees: a token forest (``ForestAttention``) in training and
+scoring, a KV cache (``PrefillAttention``, ``DecodeAttention``) in sampling.
 
 Shape legend: ``T`` tokens, ``H`` query heads, ``K`` key/value heads, ``D`` head size.
 """
@@ -30,7 +30,9 @@ class AttentionRule(NamedTuple):
 
 
 class AttentionContext(Protocol):
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule
+    ) -> Tensor:
         """Attend in decoder layer ``layer``.
 
         Args:
@@ -45,7 +47,8 @@ class AttentionContext(Protocol):
 
 
 class Kernel(Protocol):
-    """One implementation of attention over a token forest, prepared once for the segments of a forest."""
+    """One implementation of attention over a token forest, prepared once for the segments of a
+    forest."""
 
     def __init__(self, segments: Sequence[Segment], device: torch.device) -> None: ...
 
@@ -60,15 +63,19 @@ class Kernel(Protocol):
 
 
 def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """Add the output of more keys to ``out [..., D]`` and ``lse [...]`` in place, weighted by their log-sum-exp."""
+    """Add the output of more keys to ``out [..., D]`` and ``lse [...]`` in place, weighted by their
+    log-sum-exp."""
     share = torch.sigmoid(part_lse - lse)
     out.lerp_(part.to(out.dtype), share.unsqueeze(-1))
     torch.logaddexp(lse, part_lse, out=lse)
 
 
 def on_gpu(query: Tensor) -> bool:
-    """Whether 16-bit kernels that need Ampere or later compute this query; without a GPU, they are only counted."""
-    return query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and _ampere(query.device)
+    """Whether 16-bit kernels that need Ampere or later compute this query; without a GPU, they are
+    only counted."""
+    return (
+        query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and _ampere(query.device)
+    )
 
 
 @cache

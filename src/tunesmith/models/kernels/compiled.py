@@ -1,10 +1,12 @@
 """Layers of a lean decoder, compiled by PyTorch (``torch.compile``) for a trainer's passes.
 
-Two tensor functions compute a layer: one before attention and one after it. All layers of a model run the same two, for
-any number of tokens. Attention between them is not compiled, and so neither are a forest's kernels nor a sequence
-group's exchange. The engine in the same process decodes without these functions.
+Two tensor functions compute a layer: one before attention and one after it. All layers of a model
+run the same two, for any number of tokens. Attention between them is not compiled, and so neither
+are a forest's kernels nor a sequence group's exchange. The engine in the same process decodes
+without these functions.
 
-Shape legend: ``T`` tokens, ``d`` hidden size, ``H`` query heads, ``K`` key/value heads, ``D`` head size.
+Shape legend: ``T`` tokens, ``d`` hidden size, ``H`` query heads, ``K`` key/value heads, ``D`` head
+size.
 """
 
 # pyright: reportPrivateUsage=false
@@ -25,11 +27,13 @@ from tunesmith.models.kernels.lean import Layer, Norm, Projection
 from tunesmith.models.kernels.lean_ops import Activation, JointWeight, activate
 
 MODES = {"default": None, "max-autotune": "max-autotune-no-cudagraphs"}
-"""``system.compile`` to the mode of ``torch.compile``. CUDA graphs would be recorded per layer and token count."""
+"""``system.compile`` to the mode of ``torch.compile``. CUDA graphs would be recorded per layer and
+token count."""
 LEAST_ROWS = 2
 """Functions for any number of rows require at least two: PyTorch specializes on one row."""
 MOST_FORMS = 64
-"""Maximum specializations of a function per process: with or without gradients or adapters, per model's shapes."""
+"""Maximum specializations of a function per process: with or without gradients or adapters, per
+model's shapes."""
 
 NormOperands = tuple[Tensor, float, bool]
 """Weight, epsilon, and whether the weight is an offset from one."""
@@ -53,7 +57,9 @@ class CompiledLayers:
         self._before: Any = torch.compile(before_attention, **options)
         self._after: Any = torch.compile(after_attention, **options)
 
-    def __call__(self, layer: Layer, x: Tensor, cos: Tensor, sin: Tensor, attention: AttentionContext) -> Tensor:
+    def __call__(
+        self, layer: Layer, x: Tensor, cos: Tensor, sin: Tensor, attention: AttentionContext
+    ) -> Tensor:
         """See ``Layer.__call__``."""
         if len(x) < LEAST_ROWS:
             return layer(x, cos, sin, attention)
@@ -61,7 +67,9 @@ class CompiledLayers:
         norms = layer.q_norm and layer.k_norm and (_norm(layer.q_norm), _norm(layer.k_norm))
         (x,) = _any_length(x)
         counts = layer.shape.heads, layer.shape.kv_heads
-        q, k, v = self._before(x, _norm(layer.before_attention), _operands(layer.qkv), norms, tables, *counts)
+        q, k, v = self._before(
+            x, _norm(layer.before_attention), _operands(layer.qkv), norms, tables, *counts
+        )
         seen = attention.attend(layer.index, q, k, v, layer.rule)
         return self._after(
             *_any_length(x, seen),
@@ -84,7 +92,8 @@ def before_attention(
     heads: int,
     kv_heads: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries ``[T, H, D]``, keys and values ``[T, K, D]`` from ``[T, d]``; without ``tables`` nothing is rotated."""
+    """Queries ``[T, H, D]``, keys and values ``[T, K, D]`` from ``[T, d]``; without ``tables``
+    nothing is rotated."""
     joint = _products(_normalized(x, norm), qkv).view(len(x), heads + 2 * kv_heads, -1)
     q, k, v = joint.split([heads, kv_heads, kv_heads], 1)
     if norms is not None:
@@ -129,7 +138,9 @@ def _normalized(x: Tensor, norm: NormOperands) -> Tensor:
     weight, eps, offset = norm
     exact = x.to(torch.promote_types(x.dtype, torch.float32))
     exact = exact * torch.rsqrt(exact.square().mean(-1, keepdim=True) + eps)
-    return (exact * (weight.to(exact.dtype) + 1)).to(x.dtype) if offset else exact.to(x.dtype) * weight
+    return (
+        (exact * (weight.to(exact.dtype) + 1)).to(x.dtype) if offset else exact.to(x.dtype) * weight
+    )
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -142,7 +153,8 @@ def _norm(norm: Norm | None) -> NormOperands | None:
 
 
 def _operands(projection: Any) -> Operands:
-    """The operands of a ``Projection``: one product if its modules are plain, else one per module."""
+    """The operands of a ``Projection``: one product if its modules are plain, else one per
+    module."""
     assert isinstance(projection, Projection), "layers with other products compute no gradients"
     if not projection.intact():
         return tuple(_of_module(module) for module in projection.modules)
@@ -162,7 +174,9 @@ def _of_module(module: nn.Module) -> tuple[Tensor, Tensor | None, Adapted]:
         layer, module = cast(Any, module), module.get_base_layer()
         for name in () if layer.disable_adapters else layer.active_adapters:
             if name in layer.lora_A:
-                adapted.append((layer.lora_A[name].weight, layer.lora_B[name].weight, layer.scaling[name]))
+                adapted.append(
+                    (layer.lora_A[name].weight, layer.lora_B[name].weight, layer.scaling[name])
+                )
     assert type(module) is nn.Linear, f"a {type(module).__name__} is not compiled"
     return module.weight, module.bias, tuple(adapted)
 

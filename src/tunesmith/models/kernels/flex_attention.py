@@ -1,9 +1,10 @@
 """Forest attention on CUDA for models with soft caps: FlexAttention (arXiv:2412.05496).
 
-PyTorch compiles a model's attention rule into one kernel. It computes only blocks of rows and columns in which some row
-sees a column, and skips the mask where every row sees every column.
+PyTorch compiles a model's attention rule into one kernel. It computes only blocks of rows and
+columns in which some row sees a column, and skips the mask where every row sees every column.
 
-Shape legend: ``T`` tokens, ``B`` blocks of tokens, ``H`` query heads, ``K`` key/value heads, ``D`` head size.
+Shape legend: ``T`` tokens, ``B`` blocks of tokens, ``H`` query heads, ``K`` key/value heads, ``D``
+head size.
 """
 
 from __future__ import annotations
@@ -48,7 +49,9 @@ class CudaFlex:
     def attend(self, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
         rows = (t.transpose(0, 1).unsqueeze(0) for t in (query, key, value))
         options = {"enable_gqa": query.shape[1] != key.shape[1], "scale": rule.scale}
-        out = kernel()(*rows, score_mod=self.change(rule.softcap), block_mask=self.mask(rule.window), **options)
+        out = kernel()(
+            *rows, score_mod=self.change(rule.softcap), block_mask=self.mask(rule.window), **options
+        )
         return cast(Tensor, out)[0].transpose(0, 1)
 
     def change(self, softcap: float | None) -> Callable[..., Tensor] | None:
@@ -62,8 +65,13 @@ class CudaFlex:
         if window not in self.masks:
             some, whole = seen_blocks(self.segments, window)
             columns = (*_listed(some, self.device), *_listed(whole, self.device))
-            rule = {"mask_mod": sees(self.stops, self.positions, window), "seq_lengths": 2 * (len(self.stops),)}
-            self.masks[window] = BlockMask.from_kv_blocks(*columns, BLOCK_SIZE=BLOCK, **cast(Any, rule))
+            rule = {
+                "mask_mod": sees(self.stops, self.positions, window),
+                "seq_lengths": 2 * (len(self.stops),),
+            }
+            self.masks[window] = BlockMask.from_kv_blocks(
+                *columns, BLOCK_SIZE=BLOCK, **cast(Any, rule)
+            )
         return self.masks[window]
 
 
@@ -77,14 +85,18 @@ def kernel() -> Any:
 
 
 def counted(query: Tensor, key: Tensor, value: Tensor, **_: Any) -> Tensor:
-    """Uninitialized tensors of the sizes that ``flex_attention`` allocates, for devices that are not present."""
+    """Uninitialized tensors of the sizes that ``flex_attention`` allocates, for devices that are
+    not present."""
     return cast(Tensor, _Counted.apply(query, key, value))
 
 
 class _Counted(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        out, lse = torch.empty_like(query), torch.empty(query.shape[:-1], dtype=torch.float32, device=query.device)
+        out, lse = (
+            torch.empty_like(query),
+            torch.empty(query.shape[:-1], dtype=torch.float32, device=query.device),
+        )
         ctx.save_for_backward(query, key, value, out, lse)
         return out
 
@@ -97,7 +109,8 @@ class _Counted(torch.autograd.Function):
 
 
 def capped(cap: Tensor) -> Callable[..., Tensor]:
-    """The score modification for a soft cap, a scalar tensor; the kernel cannot take a Python number as an input."""
+    """The score modification for a soft cap, a scalar tensor; the kernel cannot take a Python
+    number as an input."""
 
     def change(score: Tensor, batch: Tensor, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
         del batch, head, row, column
@@ -107,9 +120,11 @@ def capped(cap: Tensor) -> Callable[..., Tensor]:
 
 
 def rows_of(segments: Sequence[Segment]) -> tuple[Tensor, Tensor]:
-    """The end of the rows that see each token, and each token's position on its path: ``[T]`` int32 each.
+    """The end of the rows that see each token, and each token's position on its path: ``[T]`` int32
+    each.
 
-    Segments are in pre-order, so a token is seen by the rows from its own to the end of its segment's subtree.
+    Segments are in pre-order, so a token is seen by the rows from its own to the end of its
+    segment's subtree.
     """
     stops, positions, ends = list[Tensor](), list[Tensor](), list[int]()
     for segment, stop in zip(segments, subtree_ends(segments), strict=True):
@@ -162,7 +177,8 @@ def _in_blocks(numbers: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _listed(blocks: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
-    """How many column blocks each row block has, and which: ``[1, 1, B]`` and ``[1, 1, B, B]`` int32."""
+    """How many column blocks each row block has, and which: ``[1, 1, B]`` and ``[1, 1, B, B]``
+    int32."""
     counts, which = blocks.sum(1), torch.argsort(blocks.int(), stable=True, dim=1, descending=True)
     counts, which = (t.int()[None, None].to(device, non_blocking=True) for t in (counts, which))
     return counts, which

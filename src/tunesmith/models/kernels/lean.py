@@ -1,11 +1,12 @@
 """Llama-shaped decoders as a few large operations on the parameters of the Hugging Face model.
 
-In small models, and when few rows are decoded, the Hugging Face modules spend most of their time in many small
-operations and the Python between them. Here a layer is: norm, one product for queries, keys and values, rotary,
-attention, one product, norm, one product for gate and up, activation, one product. The results are equal. Decoders
-of any other shape run the Hugging Face modules.
+In small models, and when few rows are decoded, the Hugging Face modules spend most of their time in
+many small operations and the Python between them. Here a layer is: norm, one product for queries,
+keys and values, rotary, attention, one product, norm, one product for gate and up, activation, one
+product. The results are equal. Decoders of any other shape run the Hugging Face modules.
 
-Shape legend: ``T`` tokens, ``d`` hidden size, ``H`` query heads, ``K`` key/value heads, ``D`` head size.
+Shape legend: ``T`` tokens, ``d`` hidden size, ``H`` query heads, ``K`` key/value heads, ``D`` head
+size.
 """
 
 # pyright: reportPrivateUsage=false
@@ -28,7 +29,11 @@ from tunesmith.models.kernels.attention import AttentionContext, AttentionRule
 from tunesmith.models.kernels.lean_ops import OURS, Activation, Operations, embed, linear
 from tunesmith.plan.facts.model import LEAN_FAMILIES
 
-ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
+ACTIVATIONS: dict[str, Activation] = {
+    "silu": "silu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu": "gelu",
+}
 PRODUCTS = ("qkv", "out", "gate_up", "down")
 """The products of a layer."""
 
@@ -36,9 +41,9 @@ PRODUCTS = ("qkv", "out", "gate_up", "down")
 class Projection:
     """Linear modules with the same input, computed as one product.
 
-    Their weights and biases become views of one tensor, so optimizer steps on the parameters change the operand of the
-    product. If a module was replaced (by an adapter), has a forward hook, or its weight has other storage, the modules
-    are called instead.
+    Their weights and biases become views of one tensor, so optimizer steps on the parameters change
+    the operand of the product. If a module was replaced (by an adapter), has a forward hook, or its
+    weight has other storage, the modules are called instead.
     """
 
     def __init__(self, owner: nn.Module, *names: str) -> None:
@@ -93,7 +98,9 @@ def _one_storage(parameters: Sequence[Tensor]) -> Tensor:
         return parameters[0].detach()
     with torch.inference_mode(False), torch.no_grad():
         whole = torch.cat([p.detach() for p in parameters])
-        for parameter, view in zip(parameters, whole.split([len(p) for p in parameters]), strict=True):
+        for parameter, view in zip(
+            parameters, whole.split([len(p) for p in parameters]), strict=True
+        ):
             parameter.data = view
     return whole
 
@@ -103,7 +110,9 @@ class Norm:
 
     def __init__(self, module: Any) -> None:
         self._own: dict[str, Tensor] = module._parameters
-        self.eps: float = module.variance_epsilon if hasattr(module, "variance_epsilon") else module.eps
+        self.eps: float = (
+            module.variance_epsilon if hasattr(module, "variance_epsilon") else module.eps
+        )
         self.offset = "Gemma" in type(module).__name__
 
     @property
@@ -140,11 +149,16 @@ class Layer:
         windowed = config if config.model_type in ("mistral", "phi3") else attention
         # Gemma 3 has the setting too, but its attention does not apply it.
         softcap = config.attn_logit_softcapping if config.model_type == "gemma2" else None
-        self.rule = AttentionRule(attention.scaling, getattr(windowed, "sliding_window", None), softcap)
+        self.rule = AttentionRule(
+            attention.scaling, getattr(windowed, "sliding_window", None), softcap
+        )
         self.rotates = bool(getattr(attention, "use_rope", True))
-        self.activation: Activation = ACTIVATIONS[getattr(config, "hidden_act", None) or config.hidden_activation]
+        self.activation: Activation = ACTIVATIONS[
+            getattr(config, "hidden_act", None) or config.hidden_activation
+        ]
         self.q_norm, self.k_norm = (
-            Norm(getattr(attention, n)) if hasattr(attention, n) else None for n in ("q_norm", "k_norm")
+            Norm(getattr(attention, n)) if hasattr(attention, n) else None
+            for n in ("q_norm", "k_norm")
         )
         self.shape = HeadShape(config.num_attention_heads, config.num_key_value_heads)
         if self.q_norm is not None:
@@ -152,7 +166,9 @@ class Layer:
         self.before_attention = Norm(module.input_layernorm)
         sandwich = hasattr(module, "pre_feedforward_layernorm")
         self.after_attention = Norm(module.post_attention_layernorm) if sandwich else None
-        self.before_mlp = Norm(module.pre_feedforward_layernorm if sandwich else module.post_attention_layernorm)
+        self.before_mlp = Norm(
+            module.pre_feedforward_layernorm if sandwich else module.post_attention_layernorm
+        )
         self.after_mlp = Norm(module.post_feedforward_layernorm) if sandwich else None
 
     def with_products(self, prepare: Prepare, dtype: torch.dtype) -> Layer:
@@ -167,16 +183,26 @@ class Layer:
         return layer
 
     def __call__(
-        self, x: Tensor, cos: Tensor, sin: Tensor, attention: AttentionContext, operations: Operations = OURS
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        attention: AttentionContext,
+        operations: Operations = OURS,
     ) -> Tensor:
-        """``[T, d]`` to ``[T, d]``; ``cos`` and ``sin`` are ``[T, 1, D]``, the first half of ``sin`` negated."""
+        """``[T, d]`` to ``[T, d]``; ``cos`` and ``sin`` are ``[T, 1, D]``, the first half of
+        ``sin`` negated."""
         tables = (cos, sin) if self.rotates else None
         weights = [norm.weight for norm in (self.q_norm, self.k_norm) if norm is not None]
         product = self.qkv(self.before_attention(x, operations))
-        seen = attention.attend(self.index, *operations.heads(product, tables, weights, self.shape), self.rule)
+        seen = attention.attend(
+            self.index, *operations.heads(product, tables, weights, self.shape), self.rule
+        )
         seen = self.out(seen.flatten(1))
         x = x + (seen if self.after_attention is None else self.after_attention(seen, operations))
-        y = self.down(operations.gated(self.gate_up(self.before_mlp(x, operations)), self.activation))
+        y = self.down(
+            operations.gated(self.gate_up(self.before_mlp(x, operations)), self.activation)
+        )
         return x + (y if self.after_mlp is None else self.after_mlp(y, operations))
 
     def moved(self) -> None:
@@ -198,7 +224,9 @@ class LeanDecoder:
         """Dtype in which layers compute; None: the embedding's."""
         # Gemma 3 has different rotary tables for local and global layers.
         local_and_global = self.config.model_type == "gemma3_text"
-        kinds: list[str | None] = list(self.config.layer_types) if local_and_global else [None] * len(self.layers)
+        kinds: list[str | None] = (
+            list(self.config.layer_types) if local_and_global else [None] * len(self.layers)
+        )
         self.layer_types = kinds
         self.before_layer: list[Callable[[int], None]] = []
         """Called with the index of each layer before it runs."""
@@ -206,7 +234,9 @@ class LeanDecoder:
         """Called with the index of each layer and its output."""
         self.operations = OURS
         """The operations of the layers and the final norm; inference mode has ``OURS``."""
-        self.compiled: Callable[[Layer, Tensor, Tensor, Tensor, AttentionContext], Tensor] | None = None
+        self.compiled: (
+            Callable[[Layer, Tensor, Tensor, Tensor, AttentionContext], Tensor] | None
+        ) = None
         """Runs a layer in a trainer's passes; see ``compiled``."""
 
     @classmethod
@@ -214,14 +244,19 @@ class LeanDecoder:
         """The lean form of a Hugging Face decoder; None if it has another shape.
 
         Args:
-            modules: its layers, each on the device only until the next is requested; None: all are there.
+            modules: its layers, each on the device only until the next is requested; None: all are
+                there.
         """
         config = model.config
         if config.model_type not in LEAN_FAMILIES or not hasattr(model, "layers"):
             return None
-        if (getattr(config, "hidden_act", None) or getattr(config, "hidden_activation", None)) not in ACTIVATIONS:
+        if (
+            getattr(config, "hidden_act", None) or getattr(config, "hidden_activation", None)
+        ) not in ACTIVATIONS:
             return None
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        head_dim = (
+            getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        )
         factor = (getattr(config, "rope_parameters", None) or {}).get("partial_rotary_factor", 1.0)
         if factor != 1.0 or head_dim % 2 or getattr(config, "use_bidirectional_attention", False):
             return None
@@ -233,14 +268,20 @@ class LeanDecoder:
         return all(getattr(layer, name).intact() for layer in self.layers for name in PRODUCTS)
 
     def with_products(self, prepare: Prepare, dtype: torch.dtype) -> LeanDecoder:
-        """This decoder, which has to be ``plain``, with products of prepared weights, for passes without gradients.
+        """This decoder, which has to be ``plain``, with products of prepared weights, for passes
+        without gradients.
 
         Args:
             prepare: makes the product, on rows of ``dtype``.
         """
         decoder = copy.copy(self)
         decoder.layers = [layer.with_products(prepare, dtype) for layer in self.layers]
-        decoder.norm, decoder.rows, decoder.compiled, decoder.operations = self.norm.of(dtype), dtype, None, OURS
+        decoder.norm, decoder.rows, decoder.compiled, decoder.operations = (
+            self.norm.of(dtype),
+            dtype,
+            None,
+            OURS,
+        )
         return decoder
 
     def moved(self) -> None:
@@ -251,13 +292,19 @@ class LeanDecoder:
     @property
     def usable(self) -> bool:
         """Whether the modules still have their original classes (sharding replaces them)."""
-        return type(self.model) is self.kind and all(type(layer.module) is layer.kind for layer in self.layers)
+        return type(self.model) is self.kind and all(
+            type(layer.module) is layer.kind for layer in self.layers
+        )
 
-    def __call__(self, token_ids: Tensor, position_ids: Tensor, attention: AttentionContext) -> Tensor:
+    def __call__(
+        self, token_ids: Tensor, position_ids: Tensor, attention: AttentionContext
+    ) -> Tensor:
         """See ``Decoder.hidden``."""
         x = self._embedded(token_ids)
         x = x if self.rows is None else x.to(self.rows)
-        tables = {kind: self.rotary(x, position_ids, kind) for kind in dict.fromkeys(self.layer_types)}
+        tables = {
+            kind: self.rotary(x, position_ids, kind) for kind in dict.fromkeys(self.layer_types)
+        }
         # An engine in this process runs in inference mode, with few rows and its own attention.
         inference = torch.is_inference_mode_enabled()
         compiled, operations = (None, OURS) if inference else (self.compiled, self.operations)
@@ -265,7 +312,11 @@ class LeanDecoder:
             run: Callable[..., Tensor] = partial(layer, operations=operations)
             if compiled is not None:
                 run = partial(compiled, layer)
-            if layer.module.gradient_checkpointing and layer.module.training and torch.is_grad_enabled():
+            if (
+                layer.module.gradient_checkpointing
+                and layer.module.training
+                and torch.is_grad_enabled()
+            ):
                 run = partial(layer.module._gradient_checkpointing_func, run)
             for begin in self.before_layer:
                 begin(layer.index)

@@ -1,6 +1,8 @@
-"""The operations of a lean decoder layer, as autograd functions that save little and recompute the rest.
+"""The operations of a lean decoder layer, as autograd functions that save little and recompute the
+rest.
 
-Shape legend: ``T`` tokens, ``H`` query heads, ``K`` key/value heads, ``D`` head size, ``f`` feed-forward size.
+Shape legend: ``T`` tokens, ``H`` query heads, ``K`` key/value heads, ``D`` head size, ``f``
+feed-forward size.
 """
 
 from __future__ import annotations
@@ -22,10 +24,17 @@ Activation = Literal["silu", "gelu", "gelu_tanh"]
 
 
 def linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, weights: Sequence[Tensor], biases: Sequence[Tensor]
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor],
 ) -> Tensor:
-    """``x @ weight.T + bias``; the gradient goes to ``weights`` and ``biases``, views of ``weight`` and ``bias``."""
-    return cast(Tensor, _Linear.apply(x, weight, bias, len(weights), kept_sums(weights), *weights, *biases))
+    """``x @ weight.T + bias``; the gradient goes to ``weights`` and ``biases``, views of ``weight``
+    and ``bias``."""
+    return cast(
+        Tensor, _Linear.apply(x, weight, bias, len(weights), kept_sums(weights), *weights, *biases)
+    )
 
 
 def embed(token_ids: Tensor, weight: Tensor, padding: int | None) -> Tensor:
@@ -39,8 +48,8 @@ def embed(token_ids: Tensor, weight: Tensor, padding: int | None) -> Tensor:
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: bool) -> Tensor:
     """``x / rms(x) * weight`` over the last dimension, or ``* (1 + weight)`` with ``offset``.
 
-    In bfloat16 the mean is taken in float32 and the normalized ``x`` is rounded before the weight is applied,
-    or after it with ``offset``, as the Hugging Face families do.
+    In bfloat16 the mean is taken in float32 and the normalized ``x`` is rounded before the weight
+    is applied, or after it with ``offset``, as the Hugging Face families do.
     """
     compiled = x.dim() == 2 and layer_functions.fits(x, weight)
     return computed(layer_functions.RmsNorm if compiled else _RmsNorm, x, weight, eps, offset)
@@ -53,8 +62,10 @@ def heads(
 
     Args:
         x: their joint product ``[T, (H + 2 K) D]``, queries first.
-        tables: cosines and sines, ``[T, 1, D]`` each, the first half of the sines negated; None: nothing is rotated.
-        weights: the weights of the query norm and the key norm, which precede rotation; empty: no norms.
+        tables: cosines and sines, ``[T, 1, D]`` each, the first half of the sines negated; None:
+            nothing is rotated.
+        weights: the weights of the query norm and the key norm, which precede rotation; empty: no
+            norms.
     """
     if tables is not None and layer_functions.fits(x, tables[0], *weights):
         return computed(layer_functions.TurnedHeads, x, *tables, shape, *weights)
@@ -79,11 +90,14 @@ def gated(gate_up: Tensor, activation: Activation) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Operations:
-    """A layer's operations between its products and attention: ``rms_norm``, ``heads`` and ``gated``, or equivalents
-    with the same arguments and results."""
+    """A layer's operations between its products and attention: ``rms_norm``, ``heads`` and
+    ``gated``, or equivalents with the same arguments and results."""
 
     rms_norm: Callable[[Tensor, Tensor, float, bool], Tensor]
-    heads: Callable[[Tensor, tuple[Tensor, Tensor] | None, Sequence[Tensor], HeadShape], tuple[Tensor, Tensor, Tensor]]
+    heads: Callable[
+        [Tensor, tuple[Tensor, Tensor] | None, Sequence[Tensor], HeadShape],
+        tuple[Tensor, Tensor, Tensor],
+    ]
     gated: Callable[[Tensor, Activation], Tensor]
 
 
@@ -135,7 +149,9 @@ class JointWeight(torch.autograd.Function):
 
 class _Embed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, token_ids: Tensor, weight: Tensor, padding: int | None, kept: GradientSum) -> Tensor:
+    def forward(
+        ctx: Any, token_ids: Tensor, weight: Tensor, padding: int | None, kept: GradientSum
+    ) -> Tensor:
         ctx.save_for_backward(token_ids)
         ctx.padding, ctx.kept = padding, kept
         return F.embedding(token_ids, weight)
@@ -159,12 +175,14 @@ def _constant(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 def _normalize(x: Tensor, weight: Tensor, eps: float, offset: bool) -> tuple[Tensor, Tensor]:
     """The norm and ``1 / rms``, ``[..., 1]``."""
-    # Elementwise operations on mixed dtypes are slow, so all operands are cast first. A vector norm reads x once; a
-    # mean of squares reads it twice.
+    # Elementwise operations on mixed dtypes are slow, so all operands are cast first. A vector norm
+    # reads x once; a mean of squares reads it twice.
     exact = torch.promote_types(x.dtype, torch.float32)
     xf = x.to(exact)
     norm = torch.linalg.vector_norm(xf, dim=-1, keepdim=True)
-    scale = torch.addcmul(_constant(eps, exact, x.device), norm, norm, value=1 / x.shape[-1]).rsqrt_()
+    scale = torch.addcmul(
+        _constant(eps, exact, x.device), norm, norm, value=1 / x.shape[-1]
+    ).rsqrt_()
     y = xf * scale
     if offset:
         return y.mul_(weight.to(exact) + 1).to(x.dtype), scale
@@ -239,5 +257,7 @@ class _Gated(torch.autograd.Function):
             torch.ops.aten.silu_backward.grad_input(inner, gate, grad_input=grad_gate)
         else:
             approximate = "tanh" if activation == "gelu_tanh" else "none"
-            torch.ops.aten.gelu_backward.grad_input(inner, gate, approximate=approximate, grad_input=grad_gate)
+            torch.ops.aten.gelu_backward.grad_input(
+                inner, gate, approximate=approximate, grad_input=grad_gate
+            )
         return grad_both, None

@@ -1,20 +1,21 @@
 """Liger's Triton kernels instead of ``lean_ops``' functions, on CUDA GPUs (the extra ``liger``).
 
-Norms, the rotation of queries and keys, and SwiGLU are one kernel each, which reads its operands once. The autograd
-functions around them are our own: Liger's overwrite the incoming gradient and their saved tensors, which others may
-hold (gradient checkpointing, activations in host memory, the other branch of a residual). They save the same tensors
-for the backward pass as ``lean_ops``.
+Norms, the rotation of queries and keys, and SwiGLU are one kernel each, which reads its operands
+once. The autograd functions around them are our own: Liger's overwrite the incoming gradient and
+their saved tensors, which others may hold (gradient checkpointing, activations in host memory, the
+other branch of a residual). They save the same tensors for the backward pass as ``lean_ops``.
 
-Rounding follows ``lean_ops``, and the gradient of a norm's weight is a float32 sum of float32 terms. Rotations are
-computed in float32 and rounded once.
+Rounding follows ``lean_ops``, and the gradient of a norm's weight is a float32 sum of float32
+terms. Rotations are computed in float32 and rounded once.
 
-``lean_ops`` computes the rest: GEGLU, whose kernel takes gate and up as two tensors, so copies would cost what it
-saves; and everything in inference mode, where an engine decodes few rows. The head is ours too. Liger's head computes
-gradients in the forward pass, for its own loss over one target per row; ours returns float32 log-probabilities of any
-tokens and the entropy of every row, and backpropagates from any objective of them.
+``lean_ops`` computes the rest: GEGLU, whose kernel takes gate and up as two tensors, so copies
+would cost what it saves; and everything in inference mode, where an engine decodes few rows. The
+head is ours too. Liger's head computes gradients in the forward pass, for its own loss over one
+target per row; ours returns float32 log-probabilities of any tokens and the entropy of every row,
+and backpropagates from any objective of them.
 
-Shape legend: ``T`` tokens, ``d`` hidden size, ``H`` query heads, ``K`` key/value heads, ``D`` head size, ``f`` size of
-the MLP.
+Shape legend: ``T`` tokens, ``d`` hidden size, ``H`` query heads, ``K`` key/value heads, ``D`` head
+size, ``f`` size of the MLP.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ _MOST_NUMBERS = 2**31
 
 @cache
 def kernels(name: str) -> Any:
-    """A module of ``USED``, imported directly: ``liger_kernel.ops`` substitutes others if the environment says so."""
+    """A module of ``USED``, imported directly: ``liger_kernel.ops`` substitutes others if the
+    environment says so."""
     return import_module(f"liger_kernel.ops.{name}")
 
 
@@ -53,10 +55,14 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: bool) -> Tensor:
 def heads(
     x: Tensor, tables: tuple[Tensor, Tensor] | None, weights: Sequence[Tensor], shape: HeadShape
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As ``lean_ops.heads``; the halves of the cosines are equal, and those of the sines except for the sign."""
+    """As ``lean_ops.heads``; the halves of the cosines are equal, and those of the sines except for
+    the sign."""
     q, k, v = shape.split(x, shape.heads, shape.kv_heads, shape.kv_heads)
     if weights:
-        q, k = (rms_norm(part, w, shape.eps, shape.offset) for part, w in zip((q, k), weights, strict=True))
+        q, k = (
+            rms_norm(part, w, shape.eps, shape.offset)
+            for part, w in zip((q, k), weights, strict=True)
+        )
     if tables is not None:
         q, k = cast("tuple[Tensor, Tensor]", _Rotate.apply(q, k, *tables))
     return q, k, v
@@ -64,7 +70,11 @@ def heads(
 
 def gated(gate_up: Tensor, activation: Activation) -> Tensor:
     """As ``lean_ops.gated``."""
-    return cast(Tensor, _Gated.apply(gate_up)) if activation == "silu" else lean_ops.gated(gate_up, activation)
+    return (
+        cast(Tensor, _Gated.apply(gate_up))
+        if activation == "silu"
+        else lean_ops.gated(gate_up, activation)
+    )
 
 
 LIGER = Operations(rms_norm, heads, gated)
@@ -76,8 +86,11 @@ class _RmsNorm(torch.autograd.Function):
         mode, by_row = _AS_GEMMA if offset else _AS_LLAMA, x.numel() >= _MOST_NUMBERS
         with torch.cuda.device_of(x):
             forward: Any = kernels("rms_norm").rms_norm_forward
-            y, _, scale, *launch, _ = forward(x.contiguous(), weight, eps, float(offset), mode, by_row)
-        # Save ``x`` itself: a contiguous copy of part of the joint queries, keys and values would be kept in addition.
+            y, _, scale, *launch, _ = forward(
+                x.contiguous(), weight, eps, float(offset), mode, by_row
+            )
+        # Save ``x`` itself: a contiguous copy of part of the joint queries, keys and values would
+        # be kept in addition.
         ctx.save_for_backward(x, weight, scale)
         ctx.offset, ctx.launch, ctx.by_row = float(offset), launch, by_row
         return y
@@ -97,8 +110,8 @@ class _RmsNorm(torch.autograd.Function):
 
 
 class _Rotate(torch.autograd.Function):
-    # Liger's functions read only the first half of the tables. In our ``sin`` that half is negated, so its backward is
-    # our forward and vice versa.
+    # Liger's functions read only the first half of the tables. In our ``sin`` that half is negated,
+    # so its backward is our forward and vice versa.
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(cos, sin)
@@ -110,10 +123,17 @@ class _Rotate(torch.autograd.Function):
         return *_rotated(kernels("rope").rope_forward, grad_q, grad_k, cos, sin), None, None
 
 
-def _rotated(rotation: Callable[..., Any], q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Queries ``[T, H, D]`` and keys ``[T, K, D]``, rotated out of place by tables ``[T, 1, D]``."""
-    # The kernel works in place, in the dtype of the tables, on batched tensors with heads before tokens.
-    copies = (part.clone(memory_format=torch.contiguous_format).unsqueeze(0).transpose(1, 2) for part in (q, k))
+def _rotated(
+    rotation: Callable[..., Any], q: Tensor, k: Tensor, cos: Tensor, sin: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Queries ``[T, H, D]`` and keys ``[T, K, D]``, rotated out of place by tables ``[T, 1,
+    D]``."""
+    # The kernel works in place, in the dtype of the tables, on batched tensors with heads before
+    # tokens.
+    copies = (
+        part.clone(memory_format=torch.contiguous_format).unsqueeze(0).transpose(1, 2)
+        for part in (q, k)
+    )
     tables = (table.float().transpose(0, 1).contiguous() for table in (cos, sin))
     with torch.cuda.device_of(q):
         q, k, *_ = rotation(*copies, *tables)
@@ -132,4 +152,6 @@ class _Gated(torch.autograd.Function):
         (gate_up,) = cast("tuple[Tensor]", ctx.saved_tensors)
         with torch.cuda.device_of(gate_up):
             backward: Any = kernels("swiglu").swiglu_fused_gate_up_backward
-            return backward(gate_up.contiguous(), grad.contiguous(), in_place=False).view_as(gate_up)
+            return backward(gate_up.contiguous(), grad.contiguous(), in_place=False).view_as(
+                gate_up
+            )

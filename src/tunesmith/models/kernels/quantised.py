@@ -1,12 +1,13 @@
 """Frozen linear modules in 8 or 4 bits (bitsandbytes), under a trained adapter.
 
-A module's quantised weight, including its scales, is one tensor of bytes: a parameter without gradient, which ranks
-shard and gather like any other. bitsandbytes' own modules keep scales outside their parameters, where sharding misses
-them. bitsandbytes' functions quantise and multiply, so results equal those of its modules.
+A module's quantised weight, including its scales, is one tensor of bytes: a parameter without
+gradient, which ranks shard and gather like any other. bitsandbytes' own modules keep scales outside
+their parameters, where sharding misses them. bitsandbytes' functions quantise and multiply, so
+results equal those of its modules.
 
-Embeddings, norms and the vocabulary head are not quantised. ``int8`` quantises activations row by row, without
-LLM.int8's search for outlier columns: that search reads the whole batch, and log-probabilities would depend on how
-sequences are packed.
+Embeddings, norms and the vocabulary head are not quantised. ``int8`` quantises activations row by
+row, without LLM.int8's search for outlier columns: that search reads the whole batch, and
+log-probabilities would depend on how sequences are packed.
 
 Shape legend: ``T`` rows, ``K`` inputs, ``N`` outputs.
 """
@@ -30,7 +31,8 @@ Quantize = Literal["int8", "nf4"]
 Part = tuple[int, torch.dtype]
 """The number of elements and their dtype."""
 BLOCK, SECOND_BLOCK = 64, 256
-"""Weights that share a scale in 4 bits, and scales that share a second-level scale (arXiv:2305.14314)."""
+"""Weights that share a scale in 4 bits, and scales that share a second-level scale
+(arXiv:2305.14314)."""
 _ALIGNED = 16
 """The alignment of parts in bytes, as kernels require."""
 
@@ -55,9 +57,13 @@ class QuantisedLinear(nn.Linear):
         sizes = [-(-count * part.itemsize // _ALIGNED) * _ALIGNED for count, part in self._parts]
         self._starts = [0, *accumulate(sizes)]
         place = {"dtype": torch.uint8, "device": module.weight.device}
-        self.weight = nn.Parameter(torch.empty(self._starts[-1], **cast(Any, place)), requires_grad=False)
+        self.weight = nn.Parameter(
+            torch.empty(self._starts[-1], **cast(Any, place)), requires_grad=False
+        )
         bias = cast("nn.Parameter | None", module.bias)
-        self.register_parameter("bias", None if bias is None else nn.Parameter(bias, requires_grad=False))
+        self.register_parameter(
+            "bias", None if bias is None else nn.Parameter(bias, requires_grad=False)
+        )
         self._seen: tuple[Tensor, Any] | None = None
 
     @abstractmethod
@@ -82,7 +88,8 @@ class QuantisedLinear(nn.Linear):
 
     @torch.no_grad()
     def quantised(self, weight: Tensor) -> Tensor:
-        """The bytes, on the weight's device, of a weight laid out as in a model's files but of type ``dtype``."""
+        """The bytes, on the weight's device, of a weight laid out as in a model's files but of type
+        ``dtype``."""
         parts = self.rounded(weight.t() if self.transposed else weight)
         found = torch.zeros(self._starts[-1], dtype=torch.uint8, device=weight.device)
         for view, part in zip(self._views(found), parts, strict=True):
@@ -90,7 +97,8 @@ class QuantisedLinear(nn.Linear):
         return found
 
     def open(self, weight: Tensor) -> Any:
-        """The ``opened`` parts, cached: sharded bytes are gathered into the same storage, so views stay valid."""
+        """The ``opened`` parts, cached: sharded bytes are gathered into the same storage, so views
+        stay valid."""
         seen = self._seen
         if seen is None or _storage(seen[0]) != _storage(weight):
             views = self._views(weight.detach())
@@ -99,7 +107,10 @@ class QuantisedLinear(nn.Linear):
 
     def _views(self, weight: Tensor) -> list[Tensor]:
         places = zip(self._starts, self._parts, strict=False)
-        return [weight[start : start + count * part.itemsize].view(part) for start, (count, part) in places]
+        return [
+            weight[start : start + count * part.itemsize].view(part)
+            for start, (count, part) in places
+        ]
 
     def forward(self, input: Tensor) -> Tensor:
         if torch.is_grad_enabled() and input.requires_grad:
@@ -117,7 +128,8 @@ class QuantisedLinear(nn.Linear):
 
 
 class _Product(torch.autograd.Function):
-    """Saves the bytes for the backward pass, which dequantises them; by then they may have been gathered again."""
+    """Saves the bytes for the backward pass, which dequantises them; by then they may have been
+    gathered again."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, module: QuantisedLinear) -> Tensor:
@@ -143,41 +155,67 @@ class Nf4Linear(QuantisedLinear):
     def __init__(self, module: nn.Linear | Conv1D, dtype: torch.dtype) -> None:
         super().__init__(module, dtype)
         functions = _functions()
-        self.register_buffer("levels", functions.get_4bit_type("nf4", device="cpu"), persistent=False)
+        self.register_buffer(
+            "levels", functions.get_4bit_type("nf4", device="cpu"), persistent=False
+        )
         self.register_buffer("scale_levels", functions.create_dynamic_map(), persistent=False)
 
     def parts(self) -> Sequence[Part]:
         numbers = self.in_features * self.out_features
         scales = -(-numbers // BLOCK)
         second = -(-scales // SECOND_BLOCK)
-        return (-(-numbers // 2), torch.uint8), (scales, torch.uint8), (second, torch.float32), (1, torch.float32)
+        return (
+            (-(-numbers // 2), torch.uint8),
+            (scales, torch.uint8),
+            (second, torch.float32),
+            (1, torch.float32),
+        )
 
     def rounded(self, weight: Tensor) -> Sequence[Tensor]:
-        options: dict[str, Any] = {"blocksize": BLOCK, "compress_statistics": True, "quant_type": "nf4"}
+        options: dict[str, Any] = {
+            "blocksize": BLOCK,
+            "compress_statistics": True,
+            "quant_type": "nf4",
+        }
         codes, state = _functions().quantize_4bit(weight.contiguous(), **options)
         return codes, state.absmax, state.state2.absmax, state.offset
 
     def opened(self, *parts: Tensor) -> Any:
         codes, scales, second, mean = parts
         state = _functions().QuantState
-        inner = state(absmax=second, code=self.scale_levels, blocksize=SECOND_BLOCK, dtype=torch.float32)
+        inner = state(
+            absmax=second, code=self.scale_levels, blocksize=SECOND_BLOCK, dtype=torch.float32
+        )
         shape = torch.Size((self.out_features, self.in_features))
-        kept: dict[str, Any] = {"shape": shape, "code": self.levels, "blocksize": BLOCK, "quant_type": "nf4"}
-        return codes.view(-1, 1), state(absmax=scales, dtype=self.dtype, offset=mean[0], state2=inner, **kept)
+        kept: dict[str, Any] = {
+            "shape": shape,
+            "code": self.levels,
+            "blocksize": BLOCK,
+            "quant_type": "nf4",
+        }
+        return codes.view(-1, 1), state(
+            absmax=scales, dtype=self.dtype, offset=mean[0], state2=inner, **kept
+        )
 
     def product(self, x: Tensor, weight: Any) -> Tensor:
         codes, state = weight
-        return import_module("bitsandbytes").matmul_4bit(x, codes, quant_state=state, bias=self._bias(x))
+        return import_module("bitsandbytes").matmul_4bit(
+            x, codes, quant_state=state, bias=self._bias(x)
+        )
 
     def whole(self, weight: Any, dtype: torch.dtype) -> Tensor:
         return _functions().dequantize_4bit(*weight).to(dtype)
 
 
 class Int8Linear(QuantisedLinear):
-    """8-bit integers with a scale per output; rows of the input are quantised to 8 bits too (arXiv:2208.07339)."""
+    """8-bit integers with a scale per output; rows of the input are quantised to 8 bits too
+    (arXiv:2208.07339)."""
 
     def parts(self) -> Sequence[Part]:
-        return (self.in_features * self.out_features, torch.int8), (self.out_features, torch.float32)
+        return (self.in_features * self.out_features, torch.int8), (
+            self.out_features,
+            torch.float32,
+        )
 
     def rounded(self, weight: Tensor) -> Sequence[Tensor]:
         return _functions().int8_vectorwise_quant(weight.to(torch.float16).contiguous())[:2]
@@ -188,7 +226,9 @@ class Int8Linear(QuantisedLinear):
 
     def product(self, x: Tensor, weight: Any) -> Tensor:
         codes, scales = weight
-        rows, row_scales, _ = _functions().int8_vectorwise_quant(x.reshape(-1, self.in_features).to(torch.float16))
+        rows, row_scales, _ = _functions().int8_vectorwise_quant(
+            x.reshape(-1, self.in_features).to(torch.float16)
+        )
         multiply: Any = torch.ops.bitsandbytes.int8_scaled_mm.default
         out: Tensor = multiply(rows, codes, row_scales, scales, bias=self._bias(x), dtype=x.dtype)
         return out.view(*x.shape[:-1], self.out_features)

@@ -1,8 +1,9 @@
 """Forest attention on CUDA: variable-length flash attention calls, merged by log-sum-exp.
 
-Without a window, the first call computes the causal attention of every segment to itself. Then one call per depth
-computes the attention of all segments below that depth to their ancestors at it. The number of calls depends only on
-the depth of the forest. With a window, one call computes every segment's attention to itself and the end of its path.
+Without a window, the first call computes the causal attention of every segment to itself. Then one
+call per depth computes the attention of all segments below that depth to their ancestors at it. The
+number of calls depends only on the depth of the forest. With a window, one call computes every
+segment's attention to itself and the end of its path.
 """
 
 from __future__ import annotations
@@ -38,12 +39,16 @@ class _Call:
     longest_query: int
     longest_key: int
     causal: bool
-    """The last query of a run sees all its keys, the one before it all but the last key, and so on."""
+    """The last query of a run sees all its keys, the one before it all but the last key, and so
+    on."""
     window: int | None = None
 
     @classmethod
-    def in_window(cls, segments: Sequence[Segment], own: list[Run], window: int, device: torch.device) -> _Call:
-        """Every segment's attention to its own rows and to the last ``window - 1`` rows of its path."""
+    def in_window(
+        cls, segments: Sequence[Segment], own: list[Run], window: int, device: torch.device
+    ) -> _Call:
+        """Every segment's attention to its own rows and to the last ``window - 1`` rows of its
+        path."""
         seen: list[list[Run]] = []
         for segment, run in zip(segments, own, strict=True):
             path, left, parent = [run], window - 1, segment.parent
@@ -59,11 +64,22 @@ class _Call:
     @property
     def arguments(self) -> tuple[Tensor, Tensor, int, int, float, bool]:
         """The kernels' arguments after the tensors, without dropout."""
-        return self.query_ends, self.key_ends, self.longest_query, self.longest_key, 0.0, self.causal
+        return (
+            self.query_ends,
+            self.key_ends,
+            self.longest_query,
+            self.longest_key,
+            0.0,
+            self.causal,
+        )
 
     @property
     def options(self) -> dict[str, int]:
-        return {} if self.window is None else {"window_size_left": self.window - 1, "window_size_right": 0}
+        return (
+            {}
+            if self.window is None
+            else {"window_size_left": self.window - 1, "window_size_right": 0}
+        )
 
 
 def _ends(runs: list[Run], device: torch.device) -> tuple[Tensor, int]:
@@ -74,8 +90,13 @@ def _ends(runs: list[Run], device: torch.device) -> tuple[Tensor, int]:
     return ends.to(device, non_blocking=True), max(lengths, default=0)
 
 
-def _both(queries: list[Run], keys: list[Run], device: torch.device) -> tuple[Tensor, Tensor, int, int]:
-    (query_ends, longest_query), (key_ends, longest_key) = _ends(queries, device), _ends(keys, device)
+def _both(
+    queries: list[Run], keys: list[Run], device: torch.device
+) -> tuple[Tensor, Tensor, int, int]:
+    (query_ends, longest_query), (key_ends, longest_key) = (
+        _ends(queries, device),
+        _ends(keys, device),
+    )
     return query_ends, key_ends, longest_query, longest_key
 
 
@@ -110,12 +131,16 @@ class CudaFlash:
         calls = self.calls
         if rule.window is not None:
             if rule.window not in self.windowed:
-                self.windowed[rule.window] = _Call.in_window(self.segments, self.own, rule.window, self.device)
+                self.windowed[rule.window] = _Call.in_window(
+                    self.segments, self.own, rule.window, self.device
+                )
             calls = [self.windowed[rule.window]]
         return cast(Tensor, _Varlen.apply(calls, query, key, value, rule.scale))
 
     @staticmethod
-    def forward(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(
+        query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor]:
         """See ``CpuFlash.forward``."""
         rows = (t.contiguous() for t in (query, key, value))
         out, lse, *_ = _forward(*rows, *_whole(query, key, causal).arguments, False, scale=scale)
@@ -123,18 +148,29 @@ class CudaFlash:
 
     @staticmethod
     def backward(
-        grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+        grad: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        causal: bool,
+        scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See ``CpuFlash.backward``."""
         rows = (t.contiguous() for t in (grad, query, key, value, out, lse.transpose(0, 1)))
         unused = torch.zeros(2, dtype=torch.uint64, device=query.device)
-        dq, dk, dv = _backward(*rows, *_whole(query, key, causal).arguments, unused, unused, scale=scale)
+        dq, dk, dv = _backward(
+            *rows, *_whole(query, key, causal).arguments, unused, unused, scale=scale
+        )
         return dq.float(), dk.float(), dv.float()
 
 
 def _whole(query: Tensor, key: Tensor, causal: bool) -> _Call:
     """One run of all queries and one of all keys."""
-    return _Call(None, None, *_both([(0, len(query))], [(0, len(key))], query.device), causal=causal)
+    return _Call(
+        None, None, *_both([(0, len(query))], [(0, len(key))], query.device), causal=causal
+    )
 
 
 def _rows(t: Tensor, at: Tensor | None) -> Tensor:
@@ -143,12 +179,16 @@ def _rows(t: Tensor, at: Tensor | None) -> Tensor:
 
 class _Varlen(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, calls: list[_Call], query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    def forward(
+        ctx: Any, calls: list[_Call], query: Tensor, key: Tensor, value: Tensor, scale: float
+    ) -> Tensor:
         out = torch.empty(query.shape, dtype=torch.float32, device=query.device)
         lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
         for call in calls:
             rows = (_rows(query, call.queries), _rows(key, call.keys), _rows(value, call.keys))
-            part, part_lse, *_ = _forward(*rows, *call.arguments, False, scale=scale, **call.options)
+            part, part_lse, *_ = _forward(
+                *rows, *call.arguments, False, scale=scale, **call.options
+            )
             part, part_lse = part.float(), part_lse.transpose(0, 1)
             if call.queries is None:
                 out, lse = part, part_lse.contiguous()
@@ -165,14 +205,20 @@ class _Varlen(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         query, key, value, out, lse = cast("tuple[Tensor, ...]", ctx.saved_tensors)
         calls, scale = cast("list[_Call]", ctx.calls), cast(float, ctx.scale)
-        grads = [torch.zeros(t.shape, dtype=torch.float32, device=t.device) for t in (query, key, value)]
+        grads = [
+            torch.zeros(t.shape, dtype=torch.float32, device=t.device) for t in (query, key, value)
+        ]
         unused = torch.zeros(2, dtype=torch.uint64, device=query.device)
         for call in calls:
             grad, q, o = (_rows(t, call.queries) for t in (grad_out, query, out))
             k, v = (_rows(t, call.keys) for t in (key, value))
             seen = _rows(lse, call.queries).transpose(0, 1).contiguous()
-            parts = _backward(grad, q, k, v, o, seen, *call.arguments, unused, unused, scale=scale, **call.options)
-            for total, part, at in zip(grads, parts, (call.queries, call.keys, call.keys), strict=True):
+            parts = _backward(
+                grad, q, k, v, o, seen, *call.arguments, unused, unused, scale=scale, **call.options
+            )
+            for total, part, at in zip(
+                grads, parts, (call.queries, call.keys, call.keys), strict=True
+            ):
                 if at is None:
                     total += part
                 else:  # windows of siblings overlap in their ancestors' rows

@@ -1,9 +1,11 @@
-"""Activations that are not on the device between the forward and the backward pass: recomputed, or in host memory.
+"""Activations that are not on the device between the forward and the backward pass: recomputed, or
+in host memory.
 
-The tensors that autograd saves while a layer runs are the layer's group. The group is copied to the host while the
-device computes the next layer, and back while it computes the backward pass of the layer above. So the device holds two
-groups at a time; those of the last two layers, which are needed first, never leave it. The host never synchronizes; the
-CUDA streams wait for each other. The group of a recomputed layer is its input.
+The tensors that autograd saves while a layer runs are the layer's group. The group is copied to the
+host while the device computes the next layer, and back while it computes the backward pass of the
+layer above. So the device holds two groups at a time; those of the last two layers, which are
+needed first, never leave it. The host never synchronizes; the CUDA streams wait for each other. The
+group of a recomputed layer is its input.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ LEAST = 1 << 20
 
 
 def compute_again(module: PreTrainedModel, share: float) -> None:
-    """Keep only the input of a share of the decoder's layers, and recompute their activations in the backward pass.
+    """Keep only the input of a share of the decoder's layers, and recompute their activations in
+    the backward pass.
 
     Raises:
         ModelError: the layers cannot be checkpointed individually.
@@ -92,7 +95,8 @@ class HostActivations:
 
     @contextmanager
     def saving(self) -> Generator[None]:
-        """A context for a forward pass of the decoder's layers, whose activations go to host memory."""
+        """A context for a forward pass of the decoder's layers, whose activations go to host
+        memory."""
         weights = {p.untyped_storage()._cdata for p in self._module.parameters()}  # pyright: ignore[reportPrivateUsage]
         self._pass = current = _Pass(self, weights)
         weakref.finalize(current, self._end, current.chunks).atexit = False
@@ -110,7 +114,11 @@ class HostActivations:
     def take(self) -> Tensor:
         """A chunk of host memory, pinned for a GPU."""
         pinned = self.device.type == "cuda"
-        return self.free.pop() if self.free else torch.empty(self.chunk, dtype=torch.uint8, pin_memory=pinned)
+        return (
+            self.free.pop()
+            if self.free
+            else torch.empty(self.chunk, dtype=torch.uint8, pin_memory=pinned)
+        )
 
     def _end(self, chunks: list[Tensor]) -> None:
         """Reclaim a pass's chunks once its graph is gone, even if the pass failed during copies."""
@@ -148,7 +156,11 @@ class _Pass:
         whole = tensor.untyped_storage()
         owner = tensor if tensor._base is None else tensor._base
         key: int = whole._cdata  # pyright: ignore[reportPrivateUsage]
-        stays = whole.nbytes() < self._home.least or isinstance(owner, nn.Parameter) or key in self._weights
+        stays = (
+            whole.nbytes() < self._home.least
+            or isinstance(owner, nn.Parameter)
+            or key in self._weights
+        )
         if stays or tensor.device.type != self._home.device.type:
             return tensor
         group = len(self._groups) - 1
@@ -159,7 +171,9 @@ class _Pass:
             self._groups[group].append(storage)
         storage.shared = storage.shared or storage.group != group
         storage.uses += 1
-        return View(storage, tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+        return View(
+            storage, tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset())
+        )
 
     def unpack(self, saved: Tensor | View) -> Tensor:
         if isinstance(saved, Tensor):
@@ -178,7 +192,8 @@ class _Pass:
         return tensor
 
     def _come_to(self, group: int) -> None:
-        """Fetch the group that the backward pass needs now, then the one below, which it needs next."""
+        """Fetch the group that the backward pass needs now, then the one below, which it needs
+        next."""
         self._at = group
         for above in range(group + 1, len(self._groups)):
             self._leave(above)
@@ -204,7 +219,9 @@ class _Pass:
         for storage in self._groups[group]:
             if not storage.shared:
                 storage.here = None
-        self._known = {key: storage for key, storage in self._known.items() if storage.here is not None}
+        self._known = {
+            key: storage for key, storage in self._known.items() if storage.here is not None
+        }
 
     def _fetch(self, storages: Iterable[Storage]) -> None:
         away = [storage for storage in storages if storage.here is None]
@@ -215,5 +232,7 @@ class _Pass:
         with self._home.copies.copying():
             for storage in away:
                 assert storage.here is not None
-                for here, there in zip(storage.here.split([*map(len, storage.there)]), storage.there, strict=True):
+                for here, there in zip(
+                    storage.here.split([*map(len, storage.there)]), storage.there, strict=True
+                ):
                     here.copy_(there, non_blocking=True)

@@ -11,12 +11,16 @@ from torch import Tensor, nn
 ALIGNED = 64
 """Alignment of each tensor in bytes."""
 PIECES = 8
-"""Approximate number of pieces of memory to allocate, each at least as large as the largest tensor."""
+"""Approximate number of pieces of memory to allocate, each at least as large as the largest
+tensor."""
 PLACE = "stored_in_host_memory"
-"""The attribute in which a parameter keeps the tensor with its values, if they are in host memory."""
+"""The attribute in which a parameter keeps the tensor with its values, if they are in host
+memory."""
 
 
-def host_copies(tensors: Sequence[Tensor], *, wide: bool = False, device: torch.device | None = None) -> list[Tensor]:
+def host_copies(
+    tensors: Sequence[Tensor], *, wide: bool = False, device: torch.device | None = None
+) -> list[Tensor]:
     """Copies of tensors in host memory.
 
     Args:
@@ -29,7 +33,9 @@ def host_copies(tensors: Sequence[Tensor], *, wide: bool = False, device: torch.
     return [copy.copy_(tensor) for copy, tensor in zip(memory, tensors, strict=True)]
 
 
-def host_memory(like: Sequence[Tensor], dtypes: Sequence[torch.dtype] = (), *, pinned: bool) -> list[Tensor]:
+def host_memory(
+    like: Sequence[Tensor], dtypes: Sequence[torch.dtype] = (), *, pinned: bool
+) -> list[Tensor]:
     """Uninitialised tensors of these shapes, in host memory.
 
     Args:
@@ -45,13 +51,18 @@ def host_memory(like: Sequence[Tensor], dtypes: Sequence[torch.dtype] = (), *, p
 
 
 class CopyStream:
-    """Copies between a device and host memory that overlap with computation; on a CPU they are immediate."""
+    """Copies between a device and host memory that overlap with computation; on a CPU they are
+    immediate."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._stream = device, torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._device, self._stream = (
+            device,
+            torch.cuda.Stream(device) if device.type == "cuda" else None,
+        )
 
     def copying(self) -> AbstractContextManager[object]:
-        """A context whose copies start once the device has finished its work so far, and overlap with later work."""
+        """A context whose copies start once the device has finished its work so far, and overlap
+        with later work."""
         if self._stream is None:
             return nullcontext()
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
@@ -64,7 +75,8 @@ class CopyStream:
 
 
 def stored_state(module: nn.Module) -> dict[str, Tensor]:
-    """``module.state_dict()``, with tensors from host memory for values kept there (``parallel.streamed``)."""
+    """``module.state_dict()``, with tensors from host memory for values kept there
+    (``parallel.streamed``)."""
     state: dict[str, Tensor] = module.state_dict(keep_vars=True)
     return {name: getattr(tensor, PLACE, tensor.detach()) for name, tensor in state.items()}
 
@@ -72,8 +84,9 @@ def stored_state(module: nn.Module) -> dict[str, Tensor]:
 def packed(sizes: Sequence[int]) -> tuple[list[tuple[int, int]], list[int]]:
     """Pack tensors of these sizes in bytes into a few pieces of memory.
 
-    Returns each tensor's piece and offset, and the sizes of the pieces, which are powers of two: torch rounds every
-    piece of pinned memory up to one, so a piece per tensor would take up to twice as much.
+    Returns each tensor's piece and offset, and the sizes of the pieces, which are powers of two:
+    torch rounds every piece of pinned memory up to one, so a piece per tensor would take up to
+    twice as much.
     """
     sizes = [-(-size // ALIGNED) * ALIGNED for size in sizes]
     most = _power_of_two(max([*sizes, sum(sizes) // PIECES, 1]))

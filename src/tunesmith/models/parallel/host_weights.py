@@ -15,15 +15,19 @@ from tunesmith.models.parallel.host_memory import host_copies
 class HostWeights:
     """Moves a model's weights off its device and back.
 
-    Offloaded weights keep empty storages, so that views of them, such as the joint weights of ``lean``, become valid
-    again once they return. The host waits for no copy: work on the device is ordered after it.
+    Offloaded weights keep empty storages, so that views of them, such as the joint weights of
+    ``lean``, become valid again once they return. The host waits for no copy: work on the device is
+    ordered after it.
 
     Args:
         tensors: the weights.
-        kept: keep them in host memory meanwhile; if False, they return uninitialized and have to be rewritten.
+        kept: keep them in host memory meanwhile; if False, they return uninitialized and have to be
+            rewritten.
     """
 
-    def __init__(self, tensors: Iterable[Tensor], lean: LeanDecoder | None, *, kept: bool = True) -> None:
+    def __init__(
+        self, tensors: Iterable[Tensor], lean: LeanDecoder | None, *, kept: bool = True
+    ) -> None:
         self._lean, self._away = lean, False
         # Tied weights share a storage, as do those of a joint product.
         storages = {t.untyped_storage()._cdata: t.detach() for t in tensors if t.numel()}  # pyright: ignore[reportPrivateUsage]

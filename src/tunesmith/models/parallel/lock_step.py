@@ -13,7 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
+    DefaultAllGather,
+    DefaultReduceScatter,
+)
 from transformers import PreTrainedModel
 
 from tunesmith.errors import DeviceMemoryError
@@ -28,15 +31,18 @@ W = TypeVar("W")
 class LockStep:
     """The passes of a model that is sharded or in a sequence group.
 
-    A pass issues the same collective operations in the same order on every rank, regardless of its tokens. If a rank
-    runs out of memory, it issues the remaining ones with zeros, so that the others can finish theirs; ``settle`` then
-    raises on all ranks. Passes of different kinds issue different operations.
+    A pass issues the same collective operations in the same order on every rank, regardless of its
+    tokens. If a rank runs out of memory, it issues the remaining ones with zeros, so that the
+    others can finish theirs; ``settle`` then raises on all ranks. Passes of different kinds issue
+    different operations.
 
     Args:
         waiting: the context in which a rank waits for the others.
     """
 
-    def __init__(self, module: PreTrainedModel, waiting: Waiting, sequence: SequenceGroup | None = None) -> None:
+    def __init__(
+        self, module: PreTrainedModel, waiting: Waiting, sequence: SequenceGroup | None = None
+    ) -> None:
         self.failure: str | None = None
         """Why a pass failed on this rank since the last ``settle``."""
         self._module, self._sequence, self._waiting = module, sequence, waiting
@@ -51,7 +57,8 @@ class LockStep:
             part.set_custom_reduce_scatter(_ReduceScatter(recorder))
 
     def begin(self, kind: Hashable) -> bool:
-        """Whether a pass of this kind has yet to be recorded; the caller then runs one that needs almost no memory."""
+        """Whether a pass of this kind has yet to be recorded; the caller then runs one that needs
+        almost no memory."""
         self._issued.clear()
         if self._sequence is not None:
             self._sequence.issued, self._sequence.waiting = self._issued, self._waiting
@@ -129,7 +136,11 @@ class _AllGather(DefaultAllGather):
         self._recorder = recorder
 
     def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
     ) -> dist.Work | None:
         gather = partial(super().__call__, group=group)
         return self._recorder.run(gather, output_tensor, input_tensor, async_op)
@@ -140,7 +151,12 @@ class _ReduceScatter(DefaultReduceScatter):
         self._recorder = recorder
 
     def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
     ) -> dist.Work:
         reduce = partial(super().__call__, group=group, op=op)
         return self._recorder.run(reduce, output_tensor, input_tensor, async_op)

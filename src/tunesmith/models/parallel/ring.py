@@ -1,12 +1,13 @@
 """Ring attention (arXiv:2310.01889) for a rank's part of a forest.
 
-Keys and values travel around the ranks of a sequence group. Each rank computes the attention of its queries to them and
-merges it with its previous result by log-sum-exp; in the backward pass the gradients of keys and values travel along.
-Tokens are dealt one by one (as in striped attention, arXiv:2311.09431), so all ranks have equal work at every stop:
-within a segment the ``i``-th token of a rank sees the first ``i`` tokens of lower ranks and the first ``i - 1`` of
-higher ones.
+Keys and values travel around the ranks of a sequence group. Each rank computes the attention of its
+queries to them and merges it with its previous result by log-sum-exp; in the backward pass the
+gradients of keys and values travel along. Tokens are dealt one by one (as in striped attention,
+arXiv:2311.09431), so all ranks have equal work at every stop: within a segment the ``i``-th token
+of a rank sees the first ``i`` tokens of lower ranks and the first ``i - 1`` of higher ones.
 
-Shape legend: ``s`` ranks, ``t`` tokens per rank, ``H`` query heads, ``K`` key/value heads, ``D`` head size.
+Shape legend: ``s`` ranks, ``t`` tokens per rank, ``H`` query heads, ``K`` key/value heads, ``D``
+head size.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ PassOn = Callable[[Tensor], Tensor]
 
 
 class Stop(NamedTuple):
-    """Queries ``[start, stop)`` see keys ``[key_start, key_stop)``: all of them or, with equal counts, causally."""
+    """Queries ``[start, stop)`` see keys ``[key_start, key_stop)``: all of them or, with equal
+    counts, causally."""
 
     start: int
     stop: int
@@ -45,9 +47,15 @@ _INSTEAD = 'set system.sequence_parallel.type = "ulysses"'
 def check_ring(path: Any, config: Any) -> None:
     """Raises: ModelError: the model at ``path`` has attention windows or soft caps."""
     kinds: list[str] = getattr(config, "layer_types", None) or []
-    windows = any("sliding" in kind for kind in kinds) if kinds else getattr(config, "sliding_window", None)
+    windows = (
+        any("sliding" in kind for kind in kinds)
+        if kinds
+        else getattr(config, "sliding_window", None)
+    )
     if windows or getattr(config, "attn_logit_softcapping", None):
-        raise ModelError(f"ring attention has no kernel for windows and soft caps, which '{path}' has: {_INSTEAD}")
+        raise ModelError(
+            f"ring attention has no kernel for windows and soft caps, which '{path}' has: {_INSTEAD}"
+        )
 
 
 def stops(segments: Sequence[Segment], rank: int, source: int, size: int) -> list[Stop]:
@@ -82,7 +90,14 @@ class Ring:
         # After n exchanges a rank holds the keys and values of the n-th rank before it.
         self.stops = [stops(segments, rank, (rank - n) % size, size) for n in range(size)]
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:  # noqa: ARG002
+    def attend(
+        self,
+        layer: int,  # noqa: ARG002
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        rule: AttentionRule,
+    ) -> Tensor:
         """See ``AttentionContext.attend``; on ``t`` tokens.
 
         Raises:
@@ -99,7 +114,13 @@ class Ring:
 class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, ring: Ring, kernel: Kernel, query: Tensor, key: Tensor, value: Tensor, scale: float
+        ctx: Any,
+        ring: Ring,
+        kernel: Kernel,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
     ) -> Tensor:
         exact = torch.promote_types(query.dtype, torch.float32)
         out = query.new_zeros(query.shape, dtype=exact)

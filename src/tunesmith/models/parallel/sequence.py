@@ -1,14 +1,15 @@
 """Sequence parallelism: the ranks of a group share the tokens of each micro-batch.
 
-A rank computes embedding, norms, feed-forward blocks and head for its own tokens only (``Forest.part``), so it keeps
-``1 / size`` of the activations. Attention exchanges tokens for heads (DeepSpeed-Ulysses, arXiv:2309.14509): an
-all-to-all gives every rank all tokens of some heads, and another one returns the results. Alternatively, keys and
-values travel around the ranks (``parallel.ring``). Losses see whole samples, because the ranks gather their
-predictions; only the owner of a prediction propagates its gradient. So each rank has a partial gradient of the weights,
+A rank computes embedding, norms, feed-forward blocks and head for its own tokens only
+(``Forest.part``), so it keeps ``1 / size`` of the activations. Attention exchanges tokens for heads
+(DeepSpeed-Ulysses, arXiv:2309.14509): an all-to-all gives every rank all tokens of some heads, and
+another one returns the results. Alternatively, keys and values travel around the ranks
+(``parallel.ring``). Losses see whole samples, because the ranks gather their predictions; only the
+owner of a prediction propagates its gradient. So each rank has a partial gradient of the weights,
 and the sum over all ranks of the trainer is the gradient.
 
-Shape legend: ``s`` ranks, ``T`` tokens, ``t = T / s``, ``H`` query heads, ``K`` key/value heads, ``D`` head size,
-``N`` predictions, ``n`` of them on this rank, ``F`` values per prediction.
+Shape legend: ``s`` ranks, ``T`` tokens, ``t = T / s``, ``H`` query heads, ``K`` key/value heads,
+``D`` head size, ``N`` predictions, ``n`` of them on this rank, ``F`` values per prediction.
 """
 
 # pyright: reportPrivateImportUsage=false
@@ -37,7 +38,8 @@ SequenceKind = Literal["ulysses", "ring"]
 
 @cache
 def sequence_group(size: int, kind: SequenceKind = "ulysses") -> SequenceGroup:
-    """This process's group of ``size`` consecutive ranks; all processes of the default group call this together."""
+    """This process's group of ``size`` consecutive ranks; all processes of the default group call
+    this together."""
     group, _ = dist.new_subgroups(size, timeout=timedelta(seconds=PATIENCE))
     assert group is not None
     return SequenceGroup(group, kind)
@@ -51,11 +53,13 @@ class SequenceGroup:
         self._group = group
         self._tokens = self._predictions = 0
         self.issued: list[Callable[[], object]] = []
-        """Functions that reissue each operation with zeros, in the sizes of the current micro-batch."""
+        """Functions that reissue each operation with zeros, in the sizes of the current
+        micro-batch."""
         self.waiting: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def check(self, path: Any, config: Any) -> None:
-        """Raises: ModelError: the ranks cannot share the attention of the model at ``path``, by its configuration."""
+        """Raises: ModelError: the ranks cannot share the attention of the model at ``path``, by its
+        configuration."""
         heads: int = config.num_attention_heads
         if self.kind == "ring":
             check_ring(path, config)
@@ -82,14 +86,19 @@ class SequenceGroup:
 
     def whole(self, own: Predictions, part: Forest, total: int) -> Predictions:
         """The predictions of all ranks, ``[N]``, gathered from each rank's part."""
-        found = {f.name: t for f in fields(own) if (t := cast("Tensor | None", getattr(own, f.name))) is not None}
+        found = {
+            f.name: t
+            for f in fields(own)
+            if (t := cast("Tensor | None", getattr(own, f.name))) is not None
+        }
         exact = reduce(torch.promote_types, (t.dtype for t in found.values()))
         stacked = torch.stack([t.to(exact) for t in found.values()], 1)
         whole = cast(Tensor, _Gather.apply(stacked, part.predictions, total, self))
         return Predictions(**dict(zip(found, whole.unbind(1), strict=True)))
 
     def exchange(self, given: Tensor) -> Tensor:
-        """Block ``i`` of ``given [s, t, ...]`` goes to rank ``i``; block ``j`` of the result is from rank ``j``."""
+        """Block ``i`` of ``given [s, t, ...]`` goes to rank ``i``; block ``j`` of the result is
+        from rank ``j``."""
 
         def issue(given: Tensor) -> Tensor:
             taken = torch.empty_like(given)
@@ -101,12 +110,16 @@ class SequenceGroup:
         return issue(given)
 
     def pass_on(self, given: Tensor) -> Tensor:
-        """``given [t, ...]`` goes to the next rank around a ring; the result is from the previous rank."""
+        """``given [t, ...]`` goes to the next rank around a ring; the result is from the previous
+        rank."""
         ahead, behind = (self.rank + 1) % self.size, (self.rank - 1) % self.size
 
         def issue(given: Tensor) -> Tensor:
             taken = torch.empty_like(given)
-            to, source = ([len(given) * (rank == other) for rank in range(self.size)] for other in (ahead, behind))
+            to, source = (
+                [len(given) * (rank == other) for rank in range(self.size)]
+                for other in (ahead, behind)
+            )
             with self.waiting():
                 self._group.alltoall_base(taken, given, source, to).wait()
             return taken
@@ -125,9 +138,17 @@ class SequenceGroup:
         self._note(issue, lambda: (self._predictions,), tensor)
         return issue(tensor)
 
-    def _note(self, issue: Callable[[Tensor], Tensor], leading: Callable[[], tuple[int, ...]], like: Tensor) -> None:
+    def _note(
+        self,
+        issue: Callable[[Tensor], Tensor],
+        leading: Callable[[], tuple[int, ...]],
+        like: Tensor,
+    ) -> None:
         """Args: leading: the first sizes of a tensor ``like`` this, in the current micro-batch."""
-        zeros, rest = partial(torch.zeros, dtype=like.dtype, device=like.device), like.shape[len(leading()) :]
+        zeros, rest = (
+            partial(torch.zeros, dtype=like.dtype, device=like.device),
+            like.shape[len(leading()) :],
+        )
         self.issued.append(lambda: issue(zeros((*leading(), *rest))))
 
 
@@ -137,13 +158,20 @@ class Ulysses:
     def __init__(self, group: SequenceGroup, inner: AttentionContext) -> None:
         self.group, self.inner = group, inner
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
-        """See ``AttentionContext.attend``; on ``t`` tokens. Key/value heads that ranks have to share are repeated."""
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule
+    ) -> Tensor:
+        """See ``AttentionContext.attend``; on ``t`` tokens. Key/value heads that ranks have to
+        share are repeated."""
         size, heads = self.group.size, key.shape[1]
         copies = lcm(heads, size) // heads
         key, value = (t.unsqueeze(2).expand(-1, -1, copies, -1).flatten(1, 2) for t in (key, value))
-        by_rank = [t.unflatten(1, (size, -1)) for t in (query, key, value)]  # each [t, s, heads of a rank, D]
-        received = self._exchanged(torch.cat(by_rank, 2))  # [t, s, ...]: token i of rank j is token i * s + j
+        by_rank = [
+            t.unflatten(1, (size, -1)) for t in (query, key, value)
+        ]  # each [t, s, heads of a rank, D]
+        received = self._exchanged(
+            torch.cat(by_rank, 2)
+        )  # [t, s, ...]: token i of rank j is token i * s + j
         q, k, v = received.flatten(0, 1).split([t.shape[2] for t in by_rank], 1)
         out = self.inner.attend(layer, q, k, v, rule)  # [T, H / s, D]
         return self._exchanged(out.unflatten(0, (-1, size))).flatten(1, 2)
@@ -167,7 +195,8 @@ class _Exchange(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
-    """Gathers each rank's ``own [n, F]`` to ``[N, F]`` on all ranks; the gradient stays with the owner."""
+    """Gathers each rank's ``own [n, F]`` to ``[N, F]`` on all ranks; the gradient stays with the
+    owner."""
 
     @staticmethod
     def forward(ctx: Any, own: Tensor, places: Tensor, total: int, group: SequenceGroup) -> Tensor:
@@ -176,4 +205,9 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return grad.index_select(0, cast("tuple[Tensor, ...]", ctx.saved_tensors)[0]), None, None, None
+        return (
+            grad.index_select(0, cast("tuple[Tensor, ...]", ctx.saved_tensors)[0]),
+            None,
+            None,
+            None,
+        )

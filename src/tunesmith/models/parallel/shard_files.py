@@ -1,4 +1,5 @@
-"""Reading and writing sharded or quantised models as safetensors files, without ever holding the whole model."""
+"""Reading and writing sharded or quantised models as safetensors files, without ever holding the
+whole model."""
 
 from __future__ import annotations
 
@@ -52,11 +53,15 @@ def names_in(file: Path) -> list[str]:
 def fill(module: nn.Module, rows: Callable[[str, int, int], Tensor], names: set[str]) -> list[str]:
     """Read this rank's rows of each parameter and persistent buffer in ``names``.
 
-    Weights that are to be quantised are read whole, one at a time, because their scales share second-level scales.
-    Returns the names of those with values that are not finite.
+    Weights that are to be quantised are read whole, one at a time, because their scales share
+    second-level scales. Returns the names of those with values that are not finite.
     """
     wrong: list[str] = []
-    quantised = {f"{name}.weight": part for name, part in module.named_modules() if isinstance(part, QuantisedLinear)}
+    quantised = {
+        f"{name}.weight": part
+        for name, part in module.named_modules()
+        if isinstance(part, QuantisedLinear)
+    }
     for name, tensor in module.state_dict().items():
         if name not in names:
             continue
@@ -74,7 +79,11 @@ def fill(module: nn.Module, rows: Callable[[str, int, int], Tensor], names: set[
 
 def shapes_of(module: nn.Module) -> Iterator[tuple[str, tuple[int, ...]]]:
     """The weights of a module with their shapes in a model's files."""
-    quantised = {f"{name}.weight": part for name, part in module.named_modules() if isinstance(part, QuantisedLinear)}
+    quantised = {
+        f"{name}.weight": part
+        for name, part in module.named_modules()
+        if isinstance(part, QuantisedLinear)
+    }
     for name, tensor in module.state_dict().items():
         if part := quantised.get(name):
             yield name, (part.rows, part.in_features * part.out_features // part.rows)
@@ -95,10 +104,14 @@ def is_converted(module: PreTrainedModel) -> bool:
     return revert_weight_conversion(module, nothing) is not nothing
 
 
-def stored_weights(module: PreTrainedModel, named: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
-    """A module's weights under the names in its files: transformers may rename or fuse weights when it loads them.
+def stored_weights(
+    module: PreTrainedModel, named: Iterable[tuple[str, Tensor]]
+) -> Iterable[tuple[str, Tensor]]:
+    """A module's weights under the names in its files: transformers may rename or fuse weights when
+    it loads them.
 
-    The weights of one decoder layer are converted together and yielded before the next layer's are read.
+    The weights of one decoder layer are converted together and yielded before the next layer's are
+    read.
     """
     if not is_converted(module):
         yield from named
@@ -107,8 +120,11 @@ def stored_weights(module: PreTrainedModel, named: Iterable[tuple[str, Tensor]])
         yield from cast("dict[str, Tensor]", revert_weight_conversion(module, dict(group))).items()
 
 
-def save_weights(module: PreTrainedModel, directory: Path, dtype: torch.dtype, sharding: Sharding) -> None:
-    """Write a model in Hugging Face format; the ranks of one copy call this together, and each writes some files.
+def save_weights(
+    module: PreTrainedModel, directory: Path, dtype: torch.dtype, sharding: Sharding
+) -> None:
+    """Write a model in Hugging Face format; the ranks of one copy call this together, and each
+    writes some files.
 
     One file per rank is gathered at a time; then all ranks write in parallel.
     """
@@ -130,7 +146,9 @@ def save_weights(module: PreTrainedModel, directory: Path, dtype: torch.dtype, s
                 if rank == sharding.rank:
                     mine[name] = weight.cpu()
         if mine:
-            plain = {name: tensor.contiguous() for name, tensor in stored_weights(module, mine.items())}
+            plain = {
+                name: tensor.contiguous() for name, tensor in stored_weights(module, mine.items())
+            }
             save_file(plain, directory / files[first + sharding.rank][0], metadata={"format": "pt"})
     torch.distributed.barrier(sharding.mesh.get_group())
     if sharding.rank == 0:
@@ -142,7 +160,8 @@ def save_weights(module: PreTrainedModel, directory: Path, dtype: torch.dtype, s
 
 
 def save_settings(module: PreTrainedModel, directory: Path) -> None:
-    """Write a model's configuration, its generation configuration, and the code that came with it."""
+    """Write a model's configuration, its generation configuration, and the code that came with
+    it."""
     module.config.architectures = [type(module).__name__.removeprefix("FSDP")]
     if module.is_remote_code():
         custom_object_save(module, directory, config=cast(Any, module.config))

@@ -1,11 +1,13 @@
-"""Sharded models: weights, gradients and optimizer state are split over ranks (FSDP2, ZeRO arXiv:1910.02054).
+"""Sharded models: weights, gradients and optimizer state are split over ranks (FSDP2, ZeRO
+arXiv:1910.02054).
 
-Each rank keeps its rows of every parameter, in float32 if the model trains. A decoder layer's weights are all-gathered
-before it runs, in the dtype of the computation, and freed afterwards. Gradients are reduce-scattered in float32, so
-each rank gets its rows of their sum.
+Each rank keeps its rows of every parameter, in float32 if the model trains. A decoder layer's
+weights are all-gathered before it runs, in the dtype of the computation, and freed afterwards.
+Gradients are reduce-scattered in float32, so each rank gets its rows of their sum.
 
-With hybrid sharding there are several copies of the model, each sharded over some of the ranks. Passes then communicate
-among the ranks of one copy; the copies' sums are added up once per optimizer step.
+With hybrid sharding there are several copies of the model, each sharded over some of the ranks.
+Passes then communicate among the ranks of one copy; the copies' sums are added up once per
+optimizer step.
 """
 
 # pyright: reportPrivateImportUsage=false
@@ -44,11 +46,13 @@ class Sharding:
     Args:
         mesh: one dimension: the ranks that share this rank's copy of the model.
         copies: one dimension: the ranks that hold the same rows, one rank per copy.
-        stage: the ZeRO stage. 1 shards the optimizer state, 2 also the gradients, 3 also the weights. Gathered weights
-            are freed after the backward pass in stages 1 and 2, and after each layer in stage 3. In stage 1, gradients
-            are summed over the ranks once per optimizer batch, otherwise after each micro-batch.
-        streams: keep the rows of the layers' weights in host memory, and on the device only while they are gathered.
-            FSDP copies gradients to host memory too; the host waits for them once, at the end of a backward pass.
+        stage: the ZeRO stage. 1 shards the optimizer state, 2 also the gradients, 3 also the
+            weights. Gathered weights are freed after the backward pass in stages 1 and 2, and after
+            each layer in stage 3. In stage 1, gradients are summed over the ranks once per
+            optimizer batch, otherwise after each micro-batch.
+        streams: keep the rows of the layers' weights in host memory, and on the device only while
+            they are gathered. FSDP copies gradients to host memory too; the host waits for them
+            once, at the end of a backward pass.
     """
 
     mesh: DeviceMesh
@@ -58,14 +62,17 @@ class Sharding:
 
     @classmethod
     def over(cls, device: str, stage: int, size: int) -> Self:
-        """Shard over the ranks of torch.distributed's default group; consecutive ranks share a copy.
+        """Shard over the ranks of torch.distributed's default group; consecutive ranks share a
+        copy.
 
         Args:
             device: ``cpu`` or ``cuda``.
             size: number of ranks that share a copy.
         """
         count = torch.distributed.get_world_size() // size
-        mesh = init_device_mesh(device, (count, size), mesh_dim_names=("copies", "fsdp"))  # peft knows "fsdp"
+        mesh = init_device_mesh(
+            device, (count, size), mesh_dim_names=("copies", "fsdp")
+        )  # peft knows "fsdp"
         return cls(mesh["fsdp"], mesh["copies"], stage)
 
     @property
@@ -79,7 +86,8 @@ class Sharding:
         return self.copies.get_local_rank() == 0
 
     def shard(self, module: PreTrainedModel, dtype: torch.dtype, device: torch.device) -> None:
-        """Shard a module whose parameters are on the meta device, leaving this rank's rows uninitialised.
+        """Shard a module whose parameters are on the meta device, leaving this rank's rows
+        uninitialised.
 
         Args:
             dtype: the dtype of its computation.
@@ -88,7 +96,9 @@ class Sharding:
             ConfigError: torch is too old.
         """
         if not hasattr(FSDPModule, "reset_iter_state"):
-            raise ConfigError(f"sharding a model needs torch 2.13 or newer, and this is torch {torch.__version__}")
+            raise ConfigError(
+                f"sharding a model needs torch 2.13 or newer, and this is torch {torch.__version__}"
+            )
         module.tie_weights()
         module.config.dtype = dtype
         trains = any(p.requires_grad for p in module.parameters())
@@ -100,30 +110,44 @@ class Sharding:
         )
         options: dict[str, Any] = {"mesh": self.mesh, "mp_policy": policy}
         away: dict[str, Any] = (
-            {"offload_policy": CPUOffloadPolicy(pin_memory=device.type == "cuda")} if self.streams else {}
+            {"offload_policy": CPUOffloadPolicy(pin_memory=device.type == "cuda")}
+            if self.streams
+            else {}
         )
         for layer in decoder_layers(module):
             fully_shard(layer, reshard_after_forward=self.stage == 3, **options, **away)
-        fully_shard(module, reshard_after_forward=False, **options)  # embedding and head are needed again immediately
+        fully_shard(
+            module, reshard_after_forward=False, **options
+        )  # embedding and head are needed again immediately
         for part in shards(module):
-            part.set_force_sum_reduction_for_comms(True)  # gloo only sums; losses have global denominators
+            part.set_force_sum_reduction_for_comms(
+                True
+            )  # gloo only sums; losses have global denominators
             part.set_gradient_divide_factor(1.0)
         cast(Any, module).run_sharded = MethodType(_call, module)
         register_fsdp_forward_method(module, "run_sharded")
-        rows = [p for layer in decoder_layers(module) for p in layer.parameters()] if self.streams else []
+        rows = (
+            [p for layer in decoder_layers(module) for p in layer.parameters()]
+            if self.streams
+            else []
+        )
         memory = host_memory([local(p.detach()) for p in rows], pinned=device.type == "cuda")
-        materialise(module, device, {id(p): _with_rows(p, own) for p, own in zip(rows, memory, strict=True)})
+        materialise(
+            module, device, {id(p): _with_rows(p, own) for p, own in zip(rows, memory, strict=True)}
+        )
         for parameter in rows:
             setattr(parameter, _AWAY, True)
 
     def any_of(self, found: list[str]) -> list[str]:
-        """What any rank of this copy has found; they call this together, so that all refuse and none waits."""
+        """What any rank of this copy has found; they call this together, so that all refuse and
+        none waits."""
         all_found: list[Any] = [None] * self.mesh.size()
         torch.distributed.all_gather_object(all_found, found, self.mesh.get_group())
         return sorted({name for each in all_found for name in each})
 
     def set_gradient_sync(self, module: PreTrainedModel, *, last: bool) -> bool:
-        """Set and return whether the next backward pass sums gradients over the ranks, rather than only adding them up.
+        """Set and return whether the next backward pass sums gradients over the ranks, rather than
+        only adding them up.
 
         Args:
             last: whether the pass is for the optimizer batch's last micro-batch.
@@ -133,7 +157,9 @@ class Sharding:
         return now
 
 
-def materialise(module: PreTrainedModel, device: torch.device, given: Mapping[int, Tensor] | None = None) -> None:
+def materialise(
+    module: PreTrainedModel, device: torch.device, given: Mapping[int, Tensor] | None = None
+) -> None:
     """Allocate uninitialised memory on a device for meta tensors, and move all other tensors there.
 
     Args:
@@ -153,13 +179,15 @@ def materialise(module: PreTrainedModel, device: torch.device, given: Mapping[in
 
 
 def _with_rows(parameter: Tensor, rows: Tensor) -> DTensor:
-    """A sharded tensor like this one with these rows; ``DTensor.from_local`` would move them to the mesh's device."""
+    """A sharded tensor like this one with these rows; ``DTensor.from_local`` would move them to the
+    mesh's device."""
     assert isinstance(parameter, DTensor)
     return DTensor(rows, parameter._spec, requires_grad=False)  # pyright: ignore
 
 
 def in_host_memory(parameter: Tensor) -> bool:
-    """Whether a sharded parameter's rows are in host memory, to which FSDP copies their gradient (``streams``)."""
+    """Whether a sharded parameter's rows are in host memory, to which FSDP copies their gradient
+    (``streams``)."""
     return hasattr(parameter, _AWAY)
 
 
@@ -169,7 +197,8 @@ def _call(module: PreTrainedModel, work: Callable[[], T]) -> T:
 
 
 def run(module: PreTrainedModel, work: Callable[[], tuple[T, ...]]) -> tuple[T, ...]:
-    """The result of ``work``, which runs the module or parts of it; all ranks call this together."""
+    """The result of ``work``, which runs the module or parts of it; all ranks call this
+    together."""
     result = cast(Any, module).run_sharded(work)
     if not torch.is_grad_enabled():  # otherwise the backward pass frees the gathered weights
         for part in shards(module):
@@ -194,10 +223,13 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def whole(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """All rows of a tensor, in ``dtype``, on the device of its computation; all ranks call this together."""
+    """All rows of a tensor, in ``dtype``, on the device of its computation; all ranks call this
+    together."""
     tensor = tensor.detach()
     if isinstance(tensor, DTensor) and tensor.device.type != tensor.device_mesh.device_type:
-        tensor = tensor.to(tensor.device_mesh.device_type)  # rows in host memory are gathered on the devices too
+        tensor = tensor.to(
+            tensor.device_mesh.device_type
+        )  # rows in host memory are gathered on the devices too
     if dtype is not None and tensor.is_floating_point():
         tensor = tensor.to(dtype)
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
@@ -207,27 +239,34 @@ def first_row(tensor: Tensor) -> int:
     """The index of this rank's first row."""
     if not isinstance(tensor, DTensor):
         return 0
-    _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    _, offset = compute_local_shape_and_global_offset(
+        tensor.shape, tensor.device_mesh, tensor.placements
+    )
     return offset[0] if offset else 0
 
 
 def unshard_trained(module: nn.Module, device: torch.device) -> None:
-    """Unshard the trained parameters on a sharded base: peft's copy of a score head is sharded like the base.
+    """Unshard the trained parameters on a sharded base: peft's copy of a score head is sharded like
+    the base.
 
-    Also put an adapter on the device: peft puts it where its base's rows are, which may be in host memory.
+    Also put an adapter on the device: peft puts it where its base's rows are, which may be in host
+    memory.
     """
     for part in module.modules():
         for name, parameter in part.named_parameters(recurse=False):
             if parameter.requires_grad and isinstance(parameter, DTensor):
                 setattr(part, name, nn.Parameter(whole(parameter).clone()))
             elif not isinstance(parameter, DTensor) and parameter.device.type != device.type:
-                setattr(part, name, nn.Parameter(parameter.detach().to(device), parameter.requires_grad))
+                setattr(
+                    part, name, nn.Parameter(parameter.detach().to(device), parameter.requires_grad)
+                )
 
 
 def whole_weights(
     module: nn.Module, dtype: torch.dtype, *, in_host_memory: bool = True
 ) -> Iterator[tuple[str, Tensor]]:
-    """All weights, in host memory or on the module's device, gathered one by one; all ranks iterate together.
+    """All weights, in host memory or on the module's device, gathered one by one; all ranks iterate
+    together.
 
     Tied weights are yielded consecutively, under each of their names.
     """

@@ -1,9 +1,10 @@
-"""Weights of a decoder's layers in host memory; a layer's weights are on the device while the layer runs.
+"""Weights of a decoder's layers in host memory; a layer's weights are on the device while the layer
+runs.
 
-While one layer computes, forward or backward, the next layer's weights are being copied, so the device holds those of
-two layers. The host never synchronizes; the CUDA streams wait for each other. Everything else, such as embeddings,
-heads and adapters, stays on the device. An offloaded weight keeps an empty storage, so tensors that autograd saved
-become valid again once the weight returns.
+While one layer computes, forward or backward, the next layer's weights are being copied, so the
+device holds those of two layers. The host never synchronizes; the CUDA streams wait for each other.
+Everything else, such as embeddings, heads and adapters, stays on the device. An offloaded weight
+keeps an empty storage, so tensors that autograd saved become valid again once the weight returns.
 """
 
 # pyright: reportPrivateUsage=false
@@ -35,23 +36,32 @@ class StreamedLayers:
         self.device = device
         self._copies = CopyStream(device)
         self._layers = decoder_layers(module)
-        copies = iter(host_copies([p.data for layer in self._layers for p in layer.parameters()], device=device))
+        copies = iter(
+            host_copies(
+                [p.data for layer in self._layers for p in layer.parameters()], device=device
+            )
+        )
         self._stored = [[*islice(copies, len([*layer.parameters()]))] for layer in self._layers]
         self._weights: list[list[tuple[Tensor, Tensor]]] = []
-        """For each layer: pairs of a tensor on the device and the tensor in host memory with its values."""
+        """For each layer: pairs of a tensor on the device and the tensor in host memory with its
+        values."""
         self._storages: list[list[tuple[torch.UntypedStorage, int]]] = []
         """For each layer: its storages on the device, with their sizes in bytes."""
         self._moved: Sequence[Callable[[], None]] = ()
-        """Records that a layer's weights have new addresses, where there are views of them, such as joint products."""
+        """Records that a layer's weights have new addresses, where there are views of them, such as
+        joint products."""
         self._taken, self._here = set[int](), set[int]()
-        """Layers with memory on the device, and those among them whose weights are there or being copied."""
+        """Layers with memory on the device, and those among them whose weights are there or being
+        copied."""
 
     def arriving(self) -> Iterator[nn.Module]:
         """Yield the layers, each with its weights on the device until the next one is requested."""
         for index, layer in enumerate(self._layers):
             yield layer._apply(self._placed)  # pyright: ignore[reportUnknownMemberType]
             parameters, stored = [*layer.parameters()], self._stored[index]
-            self._weights.append([(p.data, kept) for p, kept in zip(parameters, stored, strict=True)])
+            self._weights.append(
+                [(p.data, kept) for p, kept in zip(parameters, stored, strict=True)]
+            )
             found = {s._cdata: s for p in parameters if (s := p.untyped_storage()).nbytes()}
             self._storages.append([(storage, storage.nbytes()) for storage in found.values()])
             self._drop(index)
@@ -59,7 +69,8 @@ class StreamedLayers:
             layer.register_forward_hook(partial(self._module_ends, index))
 
     def _placed(self, tensor: Tensor) -> Tensor:
-        """A copy in separate memory, even if already on the device: memory of a mapped file cannot be freed."""
+        """A copy in separate memory, even if already on the device: memory of a mapped file cannot
+        be freed."""
         return torch.empty_like(tensor, device=self.device).copy_(tensor)
 
     def take(self, module: PreTrainedModel, lean: LeanDecoder | None) -> None:
@@ -81,11 +92,13 @@ class StreamedLayers:
         module.tie_weights()
 
     def begin(self, index: int) -> None:
-        """Prepare for computing a layer, and then the one above it; after the last layer, the backward pass begins."""
+        """Prepare for computing a layer, and then the one above it; after the last layer, the
+        backward pass begins."""
         self._show(index, index + 1 if index + 1 < len(self._layers) else index - 1)
 
     def end(self, index: int, states: Tensor) -> None:
-        """Args: states: the layer's output; the layer is needed again when its gradient is complete."""
+        """Args: states: the layer's output; the layer is needed again when its gradient is
+        complete."""
         if states.requires_grad:
             states.register_hook(partial(self._backward, index))  # pyright: ignore[reportUnknownMemberType]
 
@@ -104,7 +117,9 @@ class StreamedLayers:
         if not _in_backward():  # when a layer is recomputed, its weights are already there
             self.begin(index)
 
-    def _module_ends(self, index: int, module: nn.Module, given: tuple[Any, ...], found: Any) -> None:
+    def _module_ends(
+        self, index: int, module: nn.Module, given: tuple[Any, ...], found: Any
+    ) -> None:
         del module, given
         if not _in_backward():
             self.end(index, found if isinstance(found, Tensor) else found[0])
@@ -120,7 +135,8 @@ class StreamedLayers:
             self._bring(then)
 
     def _bring(self, index: int) -> None:
-        # Memory belongs to the computing stream: it is free once that stream is done with the layer that had it.
+        # Memory belongs to the computing stream: it is free once that stream is done with the layer
+        # that had it.
         self._taken.add(index)
         for storage, size in self._storages[index]:
             storage.resize_(size)
@@ -139,7 +155,8 @@ class StreamedLayers:
 
 
 def stored(parameter: Tensor) -> Tensor:
-    """The tensor with this process's values of a parameter: in host memory, or else the parameter or its rows."""
+    """The tensor with this process's values of a parameter: in host memory, or else the parameter
+    or its rows."""
     kept = getattr(parameter, PLACE, None)
     return local(parameter.detach()) if kept is None else kept
 

@@ -42,7 +42,8 @@ class Layout:
     """Whether Muon trains the layers' matrices, with a single moment."""
     offload: bool = False  # optimizer state and gradients to host memory
     offload_parameters: bool = False
-    """Whether the layers' weights are in host memory, and on the device only while the layers compute."""
+    """Whether the layers' weights are in host memory, and on the device only while the layers
+    compute."""
     offload_activations: bool = False
     offload_frozen: bool = False  # whole frozen models to host memory, except while they score
     ema: bool = False
@@ -53,8 +54,8 @@ class Layout:
     frozen_parameters: int = 0
     """Parameters of reward models or a teacher."""
     teaches: str | None = None
-    """When a teacher scores: before training on a ``batch``, or in each ``microbatch``; None: the frozen models are
-    reward models, which score rollouts."""
+    """When a teacher scores: before training on a ``batch``, or in each ``microbatch``; None: the
+    frozen models are reward models, which score rollouts."""
     shards: int = 1
     """Ranks that shard the trained models and their references."""
     zero_stage: int = 0
@@ -79,8 +80,11 @@ class Layout:
     published: int = 0
     """Bytes of weights that are kept for engines or in transfer to them."""
     turns: bool = False
-    """Whether engines free their memory while the policy trains; the optimizer state is offloaded while they sample."""
-    keeps_base: bool = False  # with ``turns``, engines keep their weights: only the adapter's are sent again
+    """Whether engines free their memory while the policy trains; the optimizer state is offloaded
+    while they sample."""
+    keeps_base: bool = (
+        False  # with ``turns``, engines keep their weights: only the adapter's are sent again
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +98,8 @@ class Price:
     frozen: int = 0
     """Reference, reward models, teacher."""
     gathered: int = 0
-    """Weights that arrive for computing a layer: gathered rows of a sharded model, or weights from host memory."""
+    """Weights that arrive for computing a layer: gathered rows of a sharded model, or weights from
+    host memory."""
     scorer: int = 0
     """A reference or a teacher that is on the device only while it scores."""
     judge: int = 0
@@ -106,7 +111,8 @@ class Price:
     activations: int = 0
     """Activations of a micro-batch saved for the backward pass."""
     head: int = 0
-    """Temporaries of the log-probabilities, a layer's backward pass, or gradients being summed over ranks."""
+    """Temporaries of the log-probabilities, a layer's backward pass, or gradients being summed over
+    ranks."""
     published: int = 0
     """Weights for engines: a copy, or buckets in transfer."""
     engine: int = 0
@@ -115,7 +121,8 @@ class Price:
     libraries: int = 0
     """CUDA and its libraries."""
     host: int = 0
-    """Host memory used in addition to a GPU: optimizer state, gradients, average weights, activations, references."""
+    """Host memory used in addition to a GPU: optimizer state, gradients, average weights,
+    activations, references."""
     turns: bool = False
     keeps_base: bool = False
     teaches: str | None = None
@@ -143,7 +150,13 @@ class Price:
 
     @property
     def sampling(self) -> int:
-        beside = self.engine + self.kv + self.rewarded + self.judge + (0 if self.turns else self.optimizer)
+        beside = (
+            self.engine
+            + self.kv
+            + self.rewarded
+            + self.judge
+            + (0 if self.turns else self.optimizer)
+        )
         return self.libraries + self.weights + self.frozen + self.published + beside
 
     @property

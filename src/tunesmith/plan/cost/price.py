@@ -13,7 +13,8 @@ from tunesmith.plan.facts.model import ModelFacts
 SMALL = 64 << 20
 """Maximum parameters of a model whose adapter a CPU merges into a float32 copy to decode."""
 PINNED = 1.1
-"""Upper bound of the host memory allocated per byte of tensors that are packed into a few pieces."""
+"""Upper bound of the host memory allocated per byte of tensors that are packed into a few
+pieces."""
 QUANTISED_BYTES = {"int8": 1.002, "nf4": 0.516}
 """Bytes per weight of a quantised linear module, including its scales (``kernels.quantised``)."""
 USUAL_RANK = 16
@@ -24,19 +25,28 @@ LIBRARIES = 10**9
 def price(model: ModelFacts, layout: Layout) -> Price:
     """Memory of a run; a model of unknown size counts as 0.
 
-    A trained parameter takes its weight, a float32 gradient, AdamW's two float32 moments and, if the weight has 16
-    bits, a float32 master weight: 18 bytes in all, or 16 in float32 (``backends.optimizer``). Muon has one moment. With
-    ``offload``, the device holds only the weights and some gradients on their way to host memory, which holds the rest;
-    with ``offload_parameters``, only the weights outside the layers and those of two layers (``parallel.streamed``).
+    A trained parameter takes its weight, a float32 gradient, AdamW's two float32 moments and, if
+    the weight has 16 bits, a float32 master weight: 18 bytes in all, or 16 in float32
+    (``backends.optimizer``). Muon has one moment. With ``offload``, the device holds only the
+    weights and some gradients on their way to host memory, which holds the rest; with
+    ``offload_parameters``, only the weights outside the layers and those of two layers
+    (``parallel.streamed``).
     """
     numbers, wide = model.parameters or 0, layout.bytes_per_number == 4
     copy = copy_bytes(model, layout.bytes_per_number, layout.quantize)
-    beside: dict[str, Any] = {"kv": layout.kv_bytes, "turns": layout.turns, "keeps_base": layout.keeps_base}
+    beside: dict[str, Any] = {
+        "kv": layout.kv_bytes,
+        "turns": layout.turns,
+        "keeps_base": layout.keeps_base,
+    }
     beside["engine"] = layout.engines * copy // layout.ranks + layout.prepared
     beside["published"] = layout.published
     others = layout.frozen_parameters * layout.bytes_per_number
     references = 0 if layout.zero_stage else layout.references * copy
-    away = {"scorer": references + (others if layout.teaches else 0), "judge": 0 if layout.teaches else others}
+    away = {
+        "scorer": references + (others if layout.teaches else 0),
+        "judge": 0 if layout.teaches else others,
+    }
     beside |= {"teaches": layout.teaches} | (away if layout.offload_frozen else {})
     frozen = 0 if layout.offload_frozen else references + others
     pinned = int(PINNED * (references + others)) if layout.offload_frozen else 0
@@ -70,21 +80,28 @@ def price(model: ModelFacts, layout: Layout) -> Price:
 
 
 def away_of_layer(model: ModelFacts, layout: Layout) -> int:
-    """Bytes of one layer's weights that a rank keeps in host memory: all, or its rows, in float32 if trained."""
-    wide = replace(layout, bytes_per_number=4) if layout.zero_stage and layout.lora_rank is None else layout
+    """Bytes of one layer's weights that a rank keeps in host memory: all, or its rows, in float32
+    if trained."""
+    wide = (
+        replace(layout, bytes_per_number=4)
+        if layout.zero_stage and layout.lora_rank is None
+        else layout
+    )
     return layout.offload_parameters * layer_copy(model, wide) // layout.shards
 
 
 def _on_the_way(model: ModelFacts, layout: Layout, trained: int, blocks: int) -> int:
-    """Gradients in transfer to host memory (``backends.masters``): the previous micro-batch's embedding's while the
-    head's is computed; in a layer's backward pass, the head's and those of a feed-forward block's matrices."""
+    """Gradients in transfer to host memory (``backends.masters``): the previous micro-batch's
+    embedding's while the head's is computed; in a layer's backward pass, the head's and those of a
+    feed-forward block's matrices."""
     numbers = (model.vocab_size + blocks * model.intermediate_size) * model.hidden_size
     wide = layout.zero_stage > 0 or layout.lora_rank is not None
     return min(trained, numbers) * (4 if wide else layout.bytes_per_number)
 
 
 def _sharded(model: ModelFacts, layout: Layout) -> Price:
-    """Memory of a rank that shards a model: its rows, in float32 if trained, and weights gathered at once.
+    """Memory of a rank that shards a model: its rows, in float32 if trained, and weights gathered
+    at once.
 
     Every rank holds a whole adapter.
     """
@@ -94,24 +111,38 @@ def _sharded(model: ModelFacts, layout: Layout) -> Price:
     copy, inner = copy_bytes(model, size, layout.quantize), layer_copy(model, layout)
     gathered = gathered_bytes(model, layout) if layout.zero_stage == 3 else copy
     rows = numbers // layout.shards
-    kept, summed, ema = rows * 4, numbers if layout.zero_stage == 1 else rows, 4 if layout.ema else 0
+    kept, summed, ema = (
+        rows * 4,
+        numbers if layout.zero_stage == 1 else rows,
+        4 if layout.ema else 0,
+    )
     moments = 8 * rows - (4 * (numbers - outside) // layout.shards if layout.muon else 0)
     gradients, optimizer, trained = 4 * summed, moments + rows * ema, rows
     if layout.lora_rank is not None:
         trained = adapter_numbers(model, layout.lora_rank)
-        kept, gradients, optimizer = copy // layout.shards + 4 * trained, 4 * trained, (8 + ema) * trained
+        kept, gradients, optimizer = (
+            copy // layout.shards + 4 * trained,
+            4 * trained,
+            (8 + ema) * trained,
+        )
     activations, arriving = _activations(model, layout), inner if layout.zero_stage == 3 else 0
     head, backward = _passing(model, layout)
     if layout.lora_rank is None:
-        # The head's gradient waits to be summed; a layer's is summed in float32 once its activations are freed.
+        # The head's gradient waits to be summed; a layer's is summed in float32 once its
+        # activations are freed.
         again = all(recomputed(model.layers, layout.checkpointing))
         gone = 0 if again else -(-layout.tokens // layout.sequence) * layer_bytes(model, layout)
         backward += model.vocab_size * model.hidden_size * size + max(0, 4 * layer - gone)
         at_the_end = (8 if layout.zero_stage == 1 else 4 + size) * outside  # after everything else
         head = max(head, at_the_end - gathered - activations - 4 * (summed - rows))
     if layout.offload:  # stage 1 reduces its accumulated gradients after all micro-batches
-        optimizer, gradients = 0, gradients if layout.zero_stage == 1 and layout.lora_rank is None else 0
-        backward += (4 if layout.offload_parameters else 8) * layer // layout.shards  # rows in transfer
+        optimizer, gradients = (
+            0,
+            gradients if layout.zero_stage == 1 and layout.lora_rank is None else 0,
+        )
+        backward += (
+            (4 if layout.offload_parameters else 8) * layer // layout.shards
+        )  # rows in transfer
     return Price(
         weights=layout.models * (kept - away_of_layer(model, layout) * model.layers),
         gradients=layout.models * gradients,
@@ -130,8 +161,9 @@ def _activations(model: ModelFacts, layout: Layout) -> int:
 
 
 def _in_host_memory(model: ModelFacts, layout: Layout, trained: int) -> int:
-    """Master weights, gradients, two moments and the average, all in float32; gradients in transfer, each rounded up to
-    at most twice its size; activations of all but two layers; layers' weights, except rows that serve as masters."""
+    """Master weights, gradients, two moments and the average, all in float32; gradients in
+    transfer, each rounded up to at most twice its size; activations of all but two layers; layers'
+    weights, except rows that serve as masters."""
     state, gone = 0, away_of_layer(model, layout) * model.layers
     masters = gone if layout.zero_stage and layout.lora_rank is None else 0
     if layout.offload:
@@ -145,9 +177,11 @@ def _in_host_memory(model: ModelFacts, layout: Layout, trained: int) -> int:
 
 @cache
 def recomputed(layers: int, share: float) -> tuple[bool, ...]:
-    """Which layers' activations are recomputed in the backward pass: about a ``share``, evenly spread.
+    """Which layers' activations are recomputed in the backward pass: about a ``share``, evenly
+    spread.
 
-    If ``0 < share < 1``, the last layer is not among them: its activations, needed first, then make room for another's.
+    If ``0 < share < 1``, the last layer is not among them: its activations, needed first, then make
+    room for another's.
     """
     kept = round((1 - share) * layers)
     kept = min(layers - 1, max(1, kept)) if 0 < share < 1 else kept
@@ -155,18 +189,21 @@ def recomputed(layers: int, share: float) -> tuple[bool, ...]:
 
 
 def activation_bytes(model: ModelFacts, layout: Layout) -> int:
-    """Bytes per token saved on the device: for all layers or, offloaded, two; and twice the last hidden state."""
+    """Bytes per token saved on the device: for all layers or, offloaded, two; and twice the last
+    hidden state."""
     kept = _kept(model, layout)[-2 if layout.offload_activations else 0 :]
     return sum(kept) + 2 * model.hidden_size * layout.bytes_per_number
 
 
 def sent_bytes(model: ModelFacts, layout: Layout) -> int:
-    """Bytes of one token's activations sent to host memory: those of all layers but the last two."""
+    """Bytes of one token's activations sent to host memory: those of all layers but the last
+    two."""
     return sum(_kept(model, layout)[:-2]) if layout.offload_activations else 0
 
 
 def _kept(model: ModelFacts, layout: Layout) -> list[int]:
-    """Bytes that each layer saves per token, or the size of its input if the layer is recomputed."""
+    """Bytes that each layer saves per token, or the size of its input if the layer is
+    recomputed."""
     whole, hidden = layer_bytes(model, layout), model.hidden_size * layout.bytes_per_number
     return [hidden if again else whole for again in recomputed(model.layers, layout.checkpointing)]
 
@@ -174,13 +211,18 @@ def _kept(model: ModelFacts, layout: Layout) -> list[int]:
 def layer_bytes(model: ModelFacts, layout: Layout) -> int:
     """Bytes that one layer saves per token (``kernels.lean``, ``kernels.varlen_attention``).
 
-    These are four vectors of the hidden size (inputs of norms and products), queries and keys before and after
-    rotation, values, the attention output, three vectors of the feed-forward size and, in float32, a scale per norm and
-    a log-sum-exp per head. An adapter of a 16-bit model saves a float32 copy of each adapted module's input instead of
-    the inputs of products. Hugging Face modules, on which a sharded model runs, save norms in both dtypes and the
-    gate's activation.
+    These are four vectors of the hidden size (inputs of norms and products), queries and keys
+    before and after rotation, values, the attention output, three vectors of the feed-forward size
+    and, in float32, a scale per norm and a log-sum-exp per head. An adapter of a 16-bit model saves
+    a float32 copy of each adapted module's input instead of the inputs of products. Hugging Face
+    modules, on which a sharded model runs, save norms in both dtypes and the gate's activation.
     """
-    hidden, inner, queries, keys = model.hidden_size, model.intermediate_size, model.query_width, model.key_width
+    hidden, inner, queries, keys = (
+        model.hidden_size,
+        model.intermediate_size,
+        model.query_width,
+        model.key_width,
+    )
     size = layout.bytes_per_number
     scales = 4 * (2 + model.heads)
     adapted = layout.lora_rank is not None and size == 2
@@ -188,8 +230,17 @@ def layer_bytes(model: ModelFacts, layout: Layout) -> int:
     if layout.zero_stage:
         heads = queries + keys if model.head_norms else 0
         if adapted:
-            return 4 * (2 * hidden + heads) + size * (2 * queries + 2 * keys + 3 * inner) + inputs + scales
-        norms = 2 * hidden * (4 + 2 * size) + heads * (4 + size) if size == 2 else (6 * hidden + 2 * heads) * size
+            return (
+                4 * (2 * hidden + heads)
+                + size * (2 * queries + 2 * keys + 3 * inner)
+                + inputs
+                + scales
+            )
+        norms = (
+            2 * hidden * (4 + 2 * size) + heads * (4 + size)
+            if size == 2
+            else (6 * hidden + 2 * heads) * size
+        )
         return norms + size * (2 * queries + 2 * keys + 4 * inner) + scales
     if adapted:
         return size * (2 * hidden + 3 * queries + 3 * keys + 2 * inner) + inputs + scales
@@ -197,8 +248,9 @@ def layer_bytes(model: ModelFacts, layout: Layout) -> int:
 
 
 def backward_bytes(model: ModelFacts, layout: Layout) -> int:
-    """Temporaries per token in a layer's backward pass, at the gate: gradients of its three vectors, and two more; also
-    the layer's activations, if those of all layers are recomputed or offloaded."""
+    """Temporaries per token in a layer's backward pass, at the gate: gradients of its three
+    vectors, and two more; also the layer's activations, if those of all layers are recomputed or
+    offloaded."""
     size = layout.bytes_per_number
     gate = (6 if layout.lora_rank is not None and size == 2 else 5 * size) * model.intermediate_size
     again = layer_bytes(model, layout) if all(recomputed(model.layers, layout.checkpointing)) else 0
@@ -206,7 +258,8 @@ def backward_bytes(model: ModelFacts, layout: Layout) -> int:
 
 
 def _back_at_once(model: ModelFacts, layout: Layout) -> int:
-    """With ``offload_activations``, bytes that a layer and the one below need beyond those kept for the last two."""
+    """With ``offload_activations``, bytes that a layer and the one below need beyond those kept for
+    the last two."""
     if not layout.offload_activations:
         return 0
     kept, whole = _kept(model, layout), layer_bytes(model, layout)
@@ -236,12 +289,22 @@ def gathered_bytes(model: ModelFacts, layout: Layout) -> int:
 
 def dequantised_bytes(model: ModelFacts, layout: Layout) -> int:
     """Bytes of the largest quantised weight after dequantisation."""
-    return 0 if layout.quantize is None else model.hidden_size * model.intermediate_size * layout.bytes_per_number
+    return (
+        0
+        if layout.quantize is None
+        else model.hidden_size * model.intermediate_size * layout.bytes_per_number
+    )
 
 
 def adapter_numbers(model: ModelFacts, rank: int) -> int:
-    """Parameters of an adapter on all linear modules of a Llama-shaped decoder: ``rank`` rows in and out of each."""
-    hidden, inner, queries, keys = model.hidden_size, model.intermediate_size, model.query_width, model.key_width
+    """Parameters of an adapter on all linear modules of a Llama-shaped decoder: ``rank`` rows in
+    and out of each."""
+    hidden, inner, queries, keys = (
+        model.hidden_size,
+        model.intermediate_size,
+        model.query_width,
+        model.key_width,
+    )
     widths = 2 * (hidden + queries) + 2 * (hidden + keys) + 3 * (hidden + inner)
     return rank * model.layers * widths
 
@@ -254,37 +317,48 @@ def _passing(model: ModelFacts, layout: Layout) -> tuple[int, int]:
 
 
 def head_bytes(model: ModelFacts, layout: Layout) -> int:
-    """The gradients of the hidden states, in float32, and of the head, and the memory of one tile (``models.head``).
+    """The gradients of the hidden states, in float32, and of the head, and the memory of one tile
+    (``models.head``).
 
-    A tile needs its gradient of the logits, in float32 and rounded, and two float32 tensors of the size of its tokens'
-    weights; or twice its logits if the head is not trained.
+    A tile needs its gradient of the logits, in float32 and rounded, and two float32 tensors of the
+    size of its tokens' weights; or twice its logits if the head is not trained.
     """
-    tokens, words = -(-layout.tokens // layout.sequence), chunk_words(model.vocab_size, layout.device)
+    tokens, words = (
+        -(-layout.tokens // layout.sequence),
+        chunk_words(model.vocab_size, layout.device),
+    )
     tile = min(layout.chunk or chunk_rows(model.vocab_size, layout.device), max(1, tokens)) * words
     states, forward = 4 * tokens * model.hidden_size, 2 * 4 * tile
     if layout.lora_rank is not None:
         return states + forward
     narrow = layout.bytes_per_number if layout.bytes_per_number == 2 else 0
     backward = (4 + narrow) * tile + 2 * 4 * words * model.hidden_size
-    return states + max(forward, backward + layout.bytes_per_number * model.vocab_size * model.hidden_size)
+    return states + max(
+        forward, backward + layout.bytes_per_number * model.vocab_size * model.hidden_size
+    )
 
 
 def rounded_up(model: ModelFacts, shards: int) -> float:
-    """Memory allocated per byte of a layer's float32 gradients if each matrix's rows are one piece, as in FSDP.
+    """Memory allocated per byte of a layer's float32 gradients if each matrix's rows are one piece,
+    as in FSDP.
 
     Args:
         shards: number of ranks that share the rows.
     """
     queries, keys, inner = model.query_width, model.key_width, model.intermediate_size
-    sizes = [max(1, 4 * model.hidden_size * width // shards) for width in (queries, queries, keys, keys, *[inner] * 3)]
+    sizes = [
+        max(1, 4 * model.hidden_size * width // shards)
+        for width in (queries, queries, keys, keys, *[inner] * 3)
+    ]
     return sum(1 << (size - 1).bit_length() for size in sizes) / sum(sizes)
 
 
 def prepared_bytes(numbers: int, memory_total: int, copied: int | None = None) -> int:
-    """An upper bound on the bytes of weights that the local engine prepares on a CPU (``engines.local.decode_model``).
+    """An upper bound on the bytes of weights that the local engine prepares on a CPU
+    (``engines.local.decode_model``).
 
-    Prepared weights have 16 or 32 bits; those of a small model may be a copy of a float32 copy. If they would take more
-    than an eighth of the machine's memory, nothing is prepared.
+    Prepared weights have 16 or 32 bits; those of a small model may be a copy of a float32 copy. If
+    they would take more than an eighth of the machine's memory, nothing is prepared.
 
     Args:
         copied: bytes per weight if one kind of product serves all shapes.
@@ -294,26 +368,31 @@ def prepared_bytes(numbers: int, memory_total: int, copied: int | None = None) -
 
 
 def scoring_bytes(model: ModelFacts, layout: Layout) -> int:
-    """Bytes that a forward pass over ``layout.tokens`` needs besides the model, on each rank that shares them.
+    """Bytes that a forward pass over ``layout.tokens`` needs besides the model, on each rank that
+    shares them.
 
-    This is the maximum over attention, a feed-forward block and the head. A sharded model gathers one layer ahead, and
-    briefly holds the first weights that it gathers twice.
+    This is the maximum over attention, a feed-forward block and the head. A sharded model gathers
+    one layer ahead, and briefly holds the first weights that it gathers twice.
     """
     tokens, size = -(-layout.tokens // layout.sequence), layout.bytes_per_number
-    needed = tokens * max(_attention(model, layout), _feed_forward(model, layout)) + dequantised_bytes(model, layout)
+    needed = tokens * max(
+        _attention(model, layout), _feed_forward(model, layout)
+    ) + dequantised_bytes(model, layout)
     if layout.has_vocabulary_head:
         rows = min(layout.chunk or chunk_rows(model.vocab_size, layout.device), tokens)
         tile = rows * chunk_words(model.vocab_size, layout.device)
         needed = max(needed, tokens * size * model.hidden_size + 2 * 4 * tile)
     if layout.zero_stage != 3:
         return needed
-    return layer_copy(model, layout) + max(needed, size * model.outside_layers + tokens * size * model.hidden_size)
+    return layer_copy(model, layout) + max(
+        needed, size * model.outside_layers + tokens * size * model.hidden_size
+    )
 
 
 def _attention(model: ModelFacts, layout: Layout) -> int:
-    """Bytes per token: the layer's input, queries, keys and values, the output in float32 twice and rounded; usually
-    also queries and keys before rotation, and copies for the kernel. Hugging Face modules, on which a sharded model
-    runs, keep the normalised input instead."""
+    """Bytes per token: the layer's input, queries, keys and values, the output in float32 twice and
+    rounded; usually also queries and keys before rotation, and copies for the kernel. Hugging Face
+    modules, on which a sharded model runs, keep the normalised input instead."""
     size, queries, keys = layout.bytes_per_number, model.query_width, model.key_width
     output = (8 + size) * queries + 2 * size * model.head_dim
     if layout.zero_stage:
@@ -322,9 +401,15 @@ def _attention(model: ModelFacts, layout: Layout) -> int:
 
 
 def _feed_forward(model: ModelFacts, layout: Layout) -> int:
-    """Bytes per token: three vectors of the hidden size, gate and up in one, the activation, and attention tensors that
-    the layer's call still holds. An adapter computes up separately from the gate, and its own part in float32."""
-    hidden, inner, queries, keys = model.hidden_size, model.intermediate_size, model.query_width, model.key_width
+    """Bytes per token: three vectors of the hidden size, gate and up in one, the activation, and
+    attention tensors that the layer's call still holds. An adapter computes up separately from the
+    gate, and its own part in float32."""
+    hidden, inner, queries, keys = (
+        model.hidden_size,
+        model.intermediate_size,
+        model.query_width,
+        model.key_width,
+    )
     size = layout.bytes_per_number
     held = size * (4 * hidden if layout.zero_stage else 3 * hidden + 2 * queries + 3 * keys)
     held += 2 * size * model.head_dim

@@ -1,7 +1,8 @@
 """What a step does: how much of each kind of work, by phase. ``seconds.py`` multiplies it by rates.
 
-A run in one process on a CPU is counted as ``Work``, in the kinds whose rates ``tunesmith check machine`` measures with
-small models (``tune/machine.py``). All other runs are counted in operations and bytes.
+A run in one process on a CPU is counted as ``Work``, in the kinds whose rates ``tunesmith check
+machine`` measures with small models (``tune/machine.py``). All other runs are counted in operations
+and bytes.
 """
 
 from __future__ import annotations
@@ -15,7 +16,14 @@ from tunesmith.config.schema import RLConfig, RunConfig
 from tunesmith.config.section import known
 from tunesmith.costs import CostModel, chunk_rows
 from tunesmith.plan.cost.memory import bytes_per_number, engine_kv, kv_bytes_per_number, layout_of
-from tunesmith.plan.cost.price import USUAL_RANK, adapter_numbers, away_of_layer, copy_bytes, price, sent_bytes
+from tunesmith.plan.cost.price import (
+    USUAL_RANK,
+    adapter_numbers,
+    away_of_layer,
+    copy_bytes,
+    price,
+    sent_bytes,
+)
 from tunesmith.plan.facts.model import ModelFacts
 from tunesmith.plan.facts.run import Facts
 from tunesmith.plan.processes.devices import ranks_per_engine
@@ -26,19 +34,23 @@ Amounts = Mapping[str, float]
 """Units of each kind of work in a phase."""
 
 HOST_STEP, HOST_SENT = 28 / 16, 6 / 16
-"""Bytes that an optimizer step on the CPU reads and writes, and bytes that pass between host and GPU, per byte kept on
-the host: of 16, gradients are read, master weights and moments read and written; gradients and weights pass."""
+"""Bytes that an optimizer step on the CPU reads and writes, and bytes that pass between host and
+GPU, per byte kept on the host: of 16, gradients are read, master weights and moments read and
+written; gradients and weights pass."""
 RECOMPUTED = 1 / 3
 """Additional share of a layer's products if the backward pass recomputes it."""
 PLAIN_MODULES = 1.1
-"""Factor on the operations of products with ``system.zero_stage``, which runs on the model's plain modules."""
+"""Factor on the operations of products with ``system.zero_stage``, which runs on the model's plain
+modules."""
 GRAPH_LAYERS = 8
-"""Layers whose kernel launches take as long as those of a decoding step with CUDA graphs, scheduling included."""
+"""Layers whose kernel launches take as long as those of a decoding step with CUDA graphs,
+scheduling included."""
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """A step in one process: completions of ``new`` tokens, ``group`` of them for each of ``prompts`` prompts."""
+    """A step in one process: completions of ``new`` tokens, ``group`` of them for each of
+    ``prompts`` prompts."""
 
     model: ModelFacts
     bytes_per_number: int
@@ -68,7 +80,9 @@ class Work:
     def layers(self) -> int:
         """Number of weights in all layers."""
         m = self.model
-        return m.layers * m.hidden_size * (2 * (m.query_width + m.key_width) + 3 * m.intermediate_size)
+        return (
+            m.layers * m.hidden_size * (2 * (m.query_width + m.key_width) + 3 * m.intermediate_size)
+        )
 
     @property
     def head(self) -> int:
@@ -83,22 +97,49 @@ def work_of(config: RunConfig, facts: Facts, longest: int) -> Work:
     if not isinstance(config, RLConfig):
         each = 2 if isinstance(config, DPOConfig | KTOConfig) else 1
         length = longest // each
-        return Work(model, number, each * config.train.batch_size, 1, 1, max(1, length - 1), micro, share=False)
-    new, prompts, group = config.rollout.max_new_tokens, config.rollout.prompts_per_step, config.rollout.group_size
+        return Work(
+            model,
+            number,
+            each * config.train.batch_size,
+            1,
+            1,
+            max(1, length - 1),
+            micro,
+            share=False,
+        )
+    new, prompts, group = (
+        config.rollout.max_new_tokens,
+        config.rollout.prompts_per_step,
+        config.rollout.group_size,
+    )
     running = _running(config, facts, model, config.rollout.samples, longest)
-    return Work(model, number, prompts, group, max(1, longest - new), new, micro, system.share_prompts, running)
+    return Work(
+        model,
+        number,
+        prompts,
+        group,
+        max(1, longest - new),
+        new,
+        micro,
+        system.share_prompts,
+        running,
+    )
 
 
 def _running(config: RLConfig, facts: Facts, model: ModelFacts, asked: int, tokens: float) -> int:
     """How many of the completions that an engine is ``asked`` for it decodes together."""
-    system, kept = config.system, tokens * model.kv_bytes_per_token(kv_bytes_per_number(config, facts))
+    system, kept = (
+        config.system,
+        tokens * model.kv_bytes_per_token(kv_bytes_per_number(config, facts)),
+    )
     kv = engine_kv(config, facts, model)
     held = int(kv * ranks_per_engine(config) // kept) if kv else asked
     return max(1, min(asked, system.max_running, held))
 
 
 def amounts(work: Work) -> dict[str, Amounts]:
-    """The work of each phase; matrix products are counted in multiplications, attention in query-key pairs."""
+    """The work of each phase; matrix products are counted in multiplications, attention in
+    query-key pairs."""
     forward = _forward(work)
     return {
         "sync": {"calls": 1},
@@ -106,12 +147,17 @@ def amounts(work: Work) -> dict[str, Amounts]:
         "decode": _decode(work),
         "scoring": forward,
         "forward and backward": forward,
-        "optimizer": {"weights": work.model.parameters or 0, "tensors": 7 * work.model.layers + 2, "calls": 1},
+        "optimizer": {
+            "weights": work.model.parameters or 0,
+            "tensors": 7 * work.model.layers + 2,
+            "calls": 1,
+        },
     }
 
 
 def _forward(work: Work) -> Amounts:
-    """The work of a pass over all samples, in micro-batches; a backward pass does the same kinds of work."""
+    """The work of a pass over all samples, in micro-batches; a backward pass does the same kinds of
+    work."""
     m, learned = work.model, work.samples * work.new
     prompts = work.prompts if work.share else work.samples
     tokens = prompts * work.prompt + learned
@@ -160,23 +206,37 @@ def _decode(work: Work) -> Amounts:
 def step_work(
     config: RunConfig, facts: Facts, model: ModelFacts, samples: int, tokens: float
 ) -> dict[str, list[Amounts]]:
-    """What each device does in a step of ``samples`` of ``tokens`` tokens: for each phase, all that it does at once."""
-    system, cost, phases, decoupled = config.system, cost_of(model), dict[str, list[Amounts]](), False
+    """What each device does in a step of ``samples`` of ``tokens`` tokens: for each phase, all that
+    it does at once."""
+    system, cost, phases, decoupled = (
+        config.system,
+        cost_of(model),
+        dict[str, list[Amounts]](),
+        False,
+    )
     batches, again, prompt = 1, 0.0, max(0.0, tokens - config.new_tokens)
     if isinstance(config, RLConfig):
         if not system.engine_kind.served:
             phases["sampling"] = [_sampling(config, facts, model, samples, tokens)]
-        samples, decoupled = samples * config.train.passes_per_batch, bool(known(config.algorithm, "decoupled"))
+        samples, decoupled = (
+            samples * config.train.passes_per_batch,
+            bool(known(config.algorithm, "decoupled")),
+        )
         batches = samples // (known(config.train, "batch_size") or samples) or 1
         if system.share_prompts:
             again = samples - samples / config.rollout.group_size
     computed = samples * tokens - again * prompt
     body = samples * cost.prefix(int(tokens)) - again * cost.prefix(int(prompt))
     head = samples * cost.head * (config.new_tokens or tokens)
-    layout, ranks, trained_models = layout_of(config, facts), system.trainer_ranks, 1 + has_critic(config)
+    layout, ranks, trained_models = (
+        layout_of(config, facts),
+        system.trainer_ranks,
+        1 + has_critic(config),
+    )
     groups = ranks / system.sequence_parallel.size
     micro = max(1, ceil(computed / batches / groups / system.max_tokens_per_microbatch))
-    # The layers' weights are copied to the GPU for each micro-batch's forward pass, and again for its backward pass.
+    # The layers' weights are copied to the GPU for each micro-batch's forward pass, and again for
+    # its backward pass.
     coming = batches * micro * model.layers * away_of_layer(model, layout)
     if passes := keeps_reference(config) + has_critic(config) + decoupled:
         away = layout.offload_frozen and keeps_reference(config)
@@ -184,7 +244,12 @@ def step_work(
         scoring = {"operations": passes * body / 3 / ranks, "bytes over PCIe": brought}
         phases["scoring"] = [scoring, {"bytes over PCIe": coming}]
     recomputed = 1 + RECOMPUTED * system.gradient_checkpointing
-    products = body * (2 / 3 if config.lora.on else 1.0) * recomputed * (PLAIN_MODULES if system.zero_stage else 1.0)
+    products = (
+        body
+        * (2 / 3 if config.lora.on else 1.0)
+        * recomputed
+        * (PLAIN_MODULES if system.zero_stage else 1.0)
+    )
     sent = computed * sent_bytes(model, layout) / ranks
     training = {
         "operations": (products * trained_models + head) / ranks,
@@ -193,7 +258,12 @@ def step_work(
     }
     phases["training"] = [training, {"bytes over PCIe": 2 * trained_models * (sent + coming)}]
     if system.offload_optimizer:
-        host = batches * price(model, replace(layout, offload_frozen=False, offload_parameters=False, tokens=0)).host
+        host = (
+            batches
+            * price(
+                model, replace(layout, offload_frozen=False, offload_parameters=False, tokens=0)
+            ).host
+        )
         step = {"bytes of the host": HOST_STEP * host, "bytes over PCIe": HOST_SENT * host}
         phases["optimizer step on the host"] = [step]
     if layout.turns and config.samples:
@@ -209,7 +279,9 @@ def step_work(
         shared = trained_models * computed / ranks * _shared_sequences(config, model)
         sent["bytes between GPUs"] += shared
         passes = 2 + float(system.gradient_checkpointing)
-        sent["waits"] = 4 * passes * batches * micro * model.layers * (system.sequence_parallel.size > 1)
+        sent["waits"] = (
+            4 * passes * batches * micro * model.layers * (system.sequence_parallel.size > 1)
+        )
         phases["between GPUs"] = [sent]
     if isinstance(config, RLConfig) and weights_apart(config):
         phases["new weights"] = [_new_weights(config, model)]
@@ -220,19 +292,28 @@ def _new_weights(config: RLConfig, model: ModelFacts) -> Amounts:
     """Bytes of new weights for each engine, by the way that they take."""
     system = config.system
     plane = system.weight_plane or ("gloo" if system.cluster == "ray" else "memory")
-    alone = config.lora.on and (system.adapter_sync or "adapter") == "adapter" and not system.engine_kind.third_party
+    alone = (
+        config.lora.on
+        and (system.adapter_sync or "adapter") == "adapter"
+        and not system.engine_kind.third_party
+    )
     sent = copy_bytes(model, bytes_per_number(config))
     if alone:
         sent = 4 * adapter_numbers(model, config.lora.rank or USUAL_RANK)
     through_host = plane == "nccl" and known(system, "weight_copy") != "gpu"
-    return {f"bytes by {plane}": sent, "bytes over PCIe": sent / publishing_ranks(config) * through_host}
+    return {
+        f"bytes by {plane}": sent,
+        "bytes over PCIe": sent / publishing_ranks(config) * through_host,
+    }
 
 
 def _shared_sequences(config: RunConfig, model: ModelFacts) -> float:
-    """Bytes that a rank sends for each of its tokens if ranks share sequences, in forward and backward passes.
+    """Bytes that a rank sends for each of its tokens if ranks share sequences, in forward and
+    backward passes.
 
-    With Ulysses queries, keys, values and the attention's output change ranks in each pass; in a ring keys and values
-    visit all other ranks, and in the backward pass their float32 gradients too.
+    With Ulysses queries, keys, values and the attention's output change ranks in each pass; in a
+    ring keys and values visit all other ranks, and in the backward pass their float32 gradients
+    too.
     """
     sequence, number = config.system.sequence_parallel, bytes_per_number(config)
     others, again = sequence.size - 1, float(config.system.gradient_checkpointing)
@@ -243,10 +324,15 @@ def _shared_sequences(config: RunConfig, model: ModelFacts) -> float:
 
 
 def _read_again(config: RunConfig, model: ModelFacts, micro: int, tokens: float) -> float:
-    """Bytes of weights and gradients that a device reads and writes for an optimizer step on ``tokens`` tokens: once
-    per micro-batch, those of the head once per chunk of its rows, and those of the optimizer at the end."""
+    """Bytes of weights and gradients that a device reads and writes for an optimizer step on
+    ``tokens`` tokens: once per micro-batch, those of the head once per chunk of its rows, and those
+    of the optimizer at the end."""
     system, number = config.system, bytes_per_number(config)
-    trained = adapter_numbers(model, config.lora.rank or USUAL_RANK) if config.lora.on else model.parameters or 0
+    trained = (
+        adapter_numbers(model, config.lora.rank or USUAL_RANK)
+        if config.lora.on
+        else model.parameters or 0
+    )
     rows = system.logprob_chunk or chunk_rows(model.vocab_size, system.device.partition(":")[0])
     head = max(micro, ceil(tokens / rows)) * model.vocab_size * model.hidden_size * (number + 8)
     weights = 3 * copy_bytes(model, number, config.model.quantize) + 8 * trained
@@ -254,11 +340,12 @@ def _read_again(config: RunConfig, model: ModelFacts, micro: int, tokens: float)
 
 
 def _exchanged(config: RunConfig, facts: Facts, model: ModelFacts, micro: int) -> dict[str, float]:
-    """Bytes that each rank sends for one optimizer step of ``micro`` micro-batches, inside its machine and beyond.
+    """Bytes that each rank sends for one optimizer step of ``micro`` micro-batches, inside its
+    machine and beyond.
 
-    Gradients are summed in float32: an all-reduce sends twice their size, a reduce-scatter their size. Weights are
-    gathered in 16 bits, or in quantised form. Every rank has a whole adapter. Copies of a sharded model sum the
-    gradients of their rows at the end.
+    Gradients are summed in float32: an all-reduce sends twice their size, a reduce-scatter their
+    size. Weights are gathered in 16 bits, or in quantised form. Every rank has a whole adapter.
+    Copies of a sharded model sum the gradients of their rows at the end.
     """
     ranks, stage = config.system.trainer_ranks, config.system.zero_stage
     shards = (known(config.system, "shard_size") or ranks) if stage else 1
@@ -277,11 +364,15 @@ def _exchanged(config: RunConfig, facts: Facts, model: ModelFacts, micro: int) -
     found = {"bytes between GPUs": 0.0, "bytes between machines": 0.0}
     each = len(facts.hardware.gpus) or ranks
     found["bytes between machines" if ranks > each else "bytes between GPUs"] += among
-    found["bytes between machines" if shards > each else "bytes between GPUs"] += within * (shards - 1) / shards
+    found["bytes between machines" if shards > each else "bytes between GPUs"] += (
+        within * (shards - 1) / shards
+    )
     return found
 
 
-def _sampling(config: RLConfig, facts: Facts, model: ModelFacts, samples: int, tokens: float) -> Amounts:
+def _sampling(
+    config: RLConfig, facts: Facts, model: ModelFacts, samples: int, tokens: float
+) -> Amounts:
     """What each device of an engine does to sample its part of a step."""
     system, ranks = config.system, ranks_per_engine(config)
     engines, new = known(system, "engines") or 1, min(config.rollout.max_new_tokens, tokens)

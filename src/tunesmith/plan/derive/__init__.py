@@ -1,1 +1,2 @@
-"""Derivation of what fits the devices: limits of tokens, memory of the KV cache, offloading, checkpointing."""
+"""Derivation of what fits the devices: limits of tokens, memory of the KV cache, offloading,
+checkpointing."""

@@ -1,5 +1,5 @@
-"""What fits on a device. None of it changes what is learned: a micro-batch that still does not fit is split during the
-run."""
+"""What fits on a device. None of it changes what is learned: a micro-batch that still does not fit
+is split during the run."""
 
 from __future__ import annotations
 
@@ -56,20 +56,31 @@ def derive_device(filling: Filling, facts: Facts) -> None:
             keys=("system.device",),
         )
     # A GPU that nvidia-smi does not list is assumed to be a recent one.
-    name, native = (gpu.name, gpu.bf16) if gpu else ("the GPU", True) if here else ("this CPU", machine.bf16)
+    name, native = (
+        (gpu.name, gpu.bf16) if gpu else ("the GPU", True) if here else ("this CPU", machine.bf16)
+    )
     if native:
-        filling.fill("model.dtype", "bfloat16", f"{name} computes it natively; master weights stay float32")
+        filling.fill(
+            "model.dtype", "bfloat16", f"{name} computes it natively; master weights stay float32"
+        )
     elif here:
-        scaled = "; the loss is scaled, and master weights stay float32" if filling.config.trains else ""
+        scaled = (
+            "; the loss is scaled, and master weights stay float32" if filling.config.trains else ""
+        )
         filling.fill("model.dtype", "float16", f"{name} does not compute bfloat16 natively{scaled}")
     filling.fill("model.dtype", "float32", f"{name} does not compute bfloat16 natively")
 
 
 def derive_capacity(filling: Filling, facts: Facts) -> None:
-    """Derive settings from machine and layout: threads, gradient checkpointing, micro-batch and sampler memory."""
+    """Derive settings from machine and layout: threads, gradient checkpointing, micro-batch and
+    sampler memory."""
     machine, here = facts.hardware, on_gpu(filling.config)
     _derive_ranks(filling, facts)
-    _derive_threads(filling, machine.cores, 1 if here else facts.ranks_here or filling.config.system.trainer_ranks)
+    _derive_threads(
+        filling,
+        machine.cores,
+        1 if here else facts.ranks_here or filling.config.system.trainer_ranks,
+    )
     derive_compile(filling, facts)
     if filling.config.trains and on_gpu(filling.config) and planned(filling.config, facts):
         derive_savings(filling, facts)
@@ -82,7 +93,8 @@ def derive_capacity(filling: Filling, facts: Facts) -> None:
 
 
 def _derive_ranks(filling: Filling, facts: Facts) -> None:
-    """Raise ConfigError for more trainer ranks than this machine has GPUs; put engines into processes."""
+    """Raise ConfigError for more trainer ranks than this machine has GPUs; put engines into
+    processes."""
     config, gpus = filling.config, len(facts.hardware.gpus)
     ranks = facts.ranks_here or config.system.trainer_ranks
     if config.system.trainer_ranks == 1 or config.system.cluster != "none":
@@ -94,7 +106,9 @@ def _derive_ranks(filling: Filling, facts: Facts) -> None:
             keys=("system.trainer_ranks",),
         )
     if isinstance(config, RLConfig) and not config.system.engine_process:
-        filling.set("system.engine_process", True, "each trainer rank is a process, and so are the engines")
+        filling.set(
+            "system.engine_process", True, "each trainer rank is a process, and so are the engines"
+        )
 
 
 def _derive_threads(filling: Filling, cores: int, ranks: int) -> None:
@@ -114,28 +128,41 @@ def _engines_share_cpu(config: RunConfig) -> bool:
 
 
 def engine_threads(config: RunConfig) -> int:
-    """Threads per engine process: as many as the trainer's if both compute concurrently, else a share of them."""
+    """Threads per engine process: as many as the trainer's if both compute concurrently, else a
+    share of them."""
     system = config.system
-    return system.threads if _engines_share_cpu(config) else max(1, system.threads // system.engines)
+    return (
+        system.threads if _engines_share_cpu(config) else max(1, system.threads // system.engines)
+    )
 
 
 def computing_threads(config: RunConfig) -> int:
-    """Threads computing concurrently on this machine's CPU, in all processes; 1 on GPUs and on a cluster."""
+    """Threads computing concurrently on this machine's CPU, in all processes; 1 on GPUs and on a
+    cluster."""
     if on_gpu(config) or config.system.cluster != "none":
         return 1
-    engines = config.system.engines if isinstance(config, RLConfig) and _engines_share_cpu(config) else 0
+    engines = (
+        config.system.engines if isinstance(config, RLConfig) and _engines_share_cpu(config) else 0
+    )
     return config.system.threads * (config.system.trainer_ranks + engines)
 
 
 def _derive_checkpointing(filling: Filling, facts: Facts) -> None:
-    """Checkpoint the fewest layers with which the longest sample's activations take at most half of the memory that
-    the model's state leaves."""
+    """Checkpoint the fewest layers with which the longest sample's activations take at most half of
+    the memory that the model's state leaves."""
     config, model, key = filling.config, facts.model, "system.gradient_checkpointing"
     longest = longest_sample(config, facts)
     if model is None or longest is None:
-        filling.fill(key, False, "the longest sample's size is not known" if model else "the model's size is not known")
+        filling.fill(
+            key,
+            False,
+            "the longest sample's size is not known" if model else "the model's size is not known",
+        )
         return
-    room, layers = max(0, trainer_memory(config, facts) - reserved(config, facts, turns=True)), model.layers
+    room, layers = (
+        max(0, trainer_memory(config, facts) - reserved(config, facts, turns=True)),
+        model.layers,
+    )
     layout = layout_of(config, facts)
     shares = [replace(layout, checkpointing=count / layers) for count in range(layers + 1)]
     sizes = [longest * bytes_per_token(model, share) for share in shares]

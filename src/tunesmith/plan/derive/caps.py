@@ -1,4 +1,5 @@
-"""Token limits of passes other than the policy's training: scoring, a critic's training, reward models.
+"""Token limits of passes other than the policy's training: scoring, a critic's training, reward
+models.
 
 They are larger than a training micro-batch if memory allows it and more tokens are faster.
 """
@@ -26,7 +27,11 @@ from tunesmith.plan.facts.run import Facts
 from tunesmith.plan.filling import Filling
 from tunesmith.plan.processes.roles import has_critic, scores, shares_trainer_device
 
-SCORING, CRITIC, REWARD = "system.scoring_max_tokens", "system.critic_max_tokens", "system.reward_max_tokens"
+SCORING, CRITIC, REWARD = (
+    "system.scoring_max_tokens",
+    "system.critic_max_tokens",
+    "system.reward_max_tokens",
+)
 STEP = 256
 """Caps limited by memory are multiples of this."""
 
@@ -44,7 +49,8 @@ def derive_caps(filling: Filling, facts: Facts, most: int) -> None:
 
 
 def _derive_scoring(filling: Filling, facts: Facts, most: int) -> None:
-    """Allow as many tokens as fit in the memory of a training micro-batch's activations and temporaries."""
+    """Allow as many tokens as fit in the memory of a training micro-batch's activations and
+    temporaries."""
     config, tokens = filling.config, filling.config.system.max_tokens_per_microbatch
     found, model = planned(config, facts), facts.model
     if isinstance(config, DistillConfig | OfflineDistillConfig):
@@ -54,13 +60,17 @@ def _derive_scoring(filling: Filling, facts: Facts, most: int) -> None:
         filling.fill(SCORING, tokens, f"as in training: {why}")
     else:
         layout, room = layout_of(config, facts), found.activations + found.head - found.scorer
-        fitting = _largest(lambda n: scoring_bytes(model, replace(layout, tokens=n)), tokens, most, room)
-        filling.fill(SCORING, fitting, f"in the {format_size(room)} of a training micro-batch, forward only")
+        fitting = _largest(
+            lambda n: scoring_bytes(model, replace(layout, tokens=n)), tokens, most, room
+        )
+        filling.fill(
+            SCORING, fitting, f"in the {format_size(room)} of a training micro-batch, forward only"
+        )
 
 
 def _derive_critic(filling: Filling, facts: Facts, most: int) -> None:
-    """Allow at least as many tokens as the policy's training: a critic has no vocabulary head and may have its own
-    GPU."""
+    """Allow at least as many tokens as the policy's training: a critic has no vocabulary head and
+    may have its own GPU."""
     config, tokens = filling.config, filling.config.system.max_tokens_per_microbatch
     found, model = planned(config, facts), facts.model
     if found is None or model is None or tokens >= most:
@@ -70,14 +80,21 @@ def _derive_critic(filling: Filling, facts: Facts, most: int) -> None:
     layout = replace(layout_of(config, facts), has_vocabulary_head=False)
     room, where = found.activations + found.head, "of the policy's micro-batch"
     if not shares_trainer_device(config, "critic"):
-        [(own, free)] = [(own, free) for name, own, free in planned_devices(config, facts) if name == "critic"]
-        room, where = (free - own.training + own.activations + own.head) // 2, "that are half of its GPU's free memory"
+        [(own, free)] = [
+            (own, free) for name, own, free in planned_devices(config, facts) if name == "critic"
+        ]
+        room, where = (
+            (free - own.training + own.activations + own.head) // 2,
+            "that are half of its GPU's free memory",
+        )
 
     def needed(count: int) -> int:
         passing = price(model, replace(layout, tokens=count))
         return passing.activations + passing.head
 
-    filling.fill(CRITIC, _largest(needed, tokens, most, room), f"in the {format_size(max(0, room))} {where}")
+    filling.fill(
+        CRITIC, _largest(needed, tokens, most, room), f"in the {format_size(max(0, room))} {where}"
+    )
 
 
 def _derive_reward(filling: Filling, facts: Facts, most: int) -> None:
@@ -93,7 +110,11 @@ def _derive_reward(filling: Filling, facts: Facts, most: int) -> None:
     used = own.sampling if name != "reward model" else own.libraries + own.frozen
     room = max(0, free - used + own.rewarded) // 2
     fitting = _largest(lambda n: rewarding_bytes(config, facts, n), least, max(most, least), room)
-    reason = "more would be no faster" if fitting >= most else f"in half of the {format_size(2 * room)} left free"
+    reason = (
+        "more would be no faster"
+        if fitting >= most
+        else f"in half of the {format_size(2 * room)} left free"
+    )
     filling.fill(REWARD, fitting, reason)
 
 

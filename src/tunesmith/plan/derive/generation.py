@@ -22,8 +22,9 @@ LORA_LR = 2e-4
 """The RFT performance guide's learning rate, which is for an adapter."""
 WARMUP = 50
 TOGETHER, TOGETHER_LARGE, LARGE = 64, 32, 100e6
-"""Completions decoded together on a CPU, also for models of more than ``LARGE`` parameters. Measured on one core: with
-16M and 40M parameters 64 are within 2% of the most tokens per second, with 134M 32 are 1% faster than 64."""
+"""Completions decoded together on a CPU, also for models of more than ``LARGE`` parameters.
+Measured on one core: with 16M and 40M parameters 64 are within 2% of the most tokens per second,
+with 134M 32 are 1% faster than 64."""
 
 
 def profile_values(name: str) -> dict[str, tuple[Any, str]]:
@@ -59,7 +60,9 @@ def _derive_together(filling: Filling, facts: Facts) -> None:
     if on_cpu and filling.config.samples and not given:
         parameters = facts.model.parameters if facts.model else None
         together = TOGETHER_LARGE if parameters and parameters > LARGE else TOGETHER
-        filling.set("system.max_running", together, "on a CPU more at once are no faster, and end later")
+        filling.set(
+            "system.max_running", together, "on a CPU more at once are no faster, and end later"
+        )
 
 
 def _derive_profile(filling: Filling, config: RFTConfig) -> None:
@@ -74,12 +77,18 @@ def _derive_profile(filling: Filling, config: RFTConfig) -> None:
         filling.fill("rft.few_shot_separator", SEPARATOR, "a blank line")
 
 
-def derive_rft_warmup(config: RFTConfig, given: Mapping[str, Any], samples: int) -> tuple[int, str] | None:
-    """Warm-up steps and the reason, once the number of samples is known; None: keep the run file's."""
+def derive_rft_warmup(
+    config: RFTConfig, given: Mapping[str, Any], samples: int
+) -> tuple[int, str] | None:
+    """Warm-up steps and the reason, once the number of samples is known; None: keep the run
+    file's."""
     train, warmed = config.train, {"train.warmup_steps", "train.warmup_ratio"} & given.keys()
     if config.rft.profile == "conservative" or warmed or "train.schedule" in given:
         return None
     steps = steps_of_passes(draws(config, samples) or samples, samples, train.batch_size)
     if steps >= 10 * WARMUP:
         return WARMUP, f"profile {config.rft.profile}"
-    return steps // 10, f"profile {config.rft.profile}: {WARMUP}, but no more than a tenth of {steps} steps"
+    return (
+        steps // 10,
+        f"profile {config.rft.profile}: {WARMUP}, but no more than a tenth of {steps} steps",
+    )

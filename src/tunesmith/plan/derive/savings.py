@@ -1,5 +1,5 @@
-"""What saves a GPU's memory at the cost of time: shards, host memory, recomputed activations. Of all combinations that
-fit, a run gets the one with the fastest step."""
+"""What saves a GPU's memory at the cost of time: shards, host memory, recomputed activations. Of
+all combinations that fit, a run gets the one with the fastest step."""
 
 from __future__ import annotations
 
@@ -56,7 +56,8 @@ IN_HOST_MEMORY = {
 
 @dataclass(frozen=True)
 class Saving:
-    """A run with values for everything that takes or saves memory on its trainer's GPU; costly facts are kept."""
+    """A run with values for everything that takes or saves memory on its trainer's GPU; costly
+    facts are kept."""
 
     config: RunConfig
     facts: Facts
@@ -77,8 +78,8 @@ class Saving:
 
 
 def share_of(config: RunConfig, facts: Facts) -> float:
-    """The minimum memory, as a share of the free memory, of the device with the least room; infinite if the host has
-    too little."""
+    """The minimum memory, as a share of the free memory, of the device with the least room;
+    infinite if the host has too little."""
     devices = planned_devices(config, facts, least=True)
     if any(host_problem(config, needed, facts) for _, needed, _ in devices[:1]):
         return inf
@@ -96,7 +97,9 @@ def derive_savings(filling: Filling, facts: Facts) -> None:
     """Fill in the fastest choice that fits; see ``best_choice``."""
     config: RunConfig = filling.config
     chosen = best_choice(config, facts).config
-    without = with_values(chosen, {key: False for key in IN_HOST_MEMORY if _given(config, key) is None})
+    without = with_values(
+        chosen, {key: False for key in IN_HOST_MEMORY if _given(config, key) is None}
+    )
     price, other = planned(chosen, facts, least=True), planned(without, facts, least=True)
     fit = share_of(chosen, facts) <= MARGIN
     if (shards := known(chosen.system, "shard_size")) is not None:
@@ -109,7 +112,11 @@ def derive_savings(filling: Filling, facts: Facts) -> None:
         filling.fill(TURNS, turns, f"engine and trainer share the GPU, whose memory is {short}")
     if _copies(config) != [None]:
         room = "has room for" if chosen.system.weight_copy == "gpu" else "is used better than for"
-        filling.fill(COPY, chosen.system.weight_copy, f"the trainer's GPU {room} a copy of the weights to send")
+        filling.fill(
+            COPY,
+            chosen.system.weight_copy,
+            f"the trainer's GPU {room} a copy of the weights to send",
+        )
     share = chosen.system.gradient_checkpointing
     filling.fill(CHECKPOINTING, share, _why_recomputed(chosen, facts, float(share)))
 
@@ -117,25 +124,40 @@ def derive_savings(filling: Filling, facts: Facts) -> None:
 def fill_without_savings(filling: Filling) -> None:
     """Keep everything on the device, which is a CPU or has a model of unknown size."""
     config = filling.config
-    why = "the model's size is not known" if on_gpu(config) else "there is no GPU whose memory it would save"
+    why = (
+        "the model's size is not known"
+        if on_gpu(config)
+        else "there is no GPU whose memory it would save"
+    )
     for key in IN_HOST_MEMORY:
         nothing = key == REFERENCE and not (on_gpu(config) and keeps_frozen(config))
-        filling.fill(key, False, "the trainer's GPU holds no whole frozen model" if nothing else why)
+        filling.fill(
+            key, False, "the trainer's GPU holds no whole frozen model" if nothing else why
+        )
 
 
 def fill_shards(filling: Filling, facts: Facts) -> None:
-    """Let the ranks of one machine share a copy of the model if it fits: communication between machines is slower."""
+    """Let the ranks of one machine share a copy of the model if it fits: communication between
+    machines is slower."""
     config = filling.config
     for size in filter(None, _shard_sizes(config, facts)):
-        needed = planned(with_values(config, {SHARDS: size, CHECKPOINTING: True}), facts, least=True)
-        if needed is None or needed.peak <= trainer_memory(config, facts) or size == config.system.trainer_ranks:
+        needed = planned(
+            with_values(config, {SHARDS: size, CHECKPOINTING: True}), facts, least=True
+        )
+        if (
+            needed is None
+            or needed.peak <= trainer_memory(config, facts)
+            or size == config.system.trainer_ranks
+        ):
             filling.fill(SHARDS, size, _why_shards(config, facts, size))
 
 
 def best_choice(config: RunConfig, facts: Facts) -> Saving:
-    """The fastest choice that agrees with a run's settings and takes at most ``LIMIT`` of the free memory.
+    """The fastest choice that agrees with a run's settings and takes at most ``LIMIT`` of the free
+    memory.
 
-    Otherwise the one that takes the least, if it may fit (``MARGIN``); else nothing is in host memory.
+    Otherwise the one that takes the least, if it may fit (``MARGIN``); else nothing is in host
+    memory.
     """
     options = [with_values(config, values) for values in _options(config, facts)]
     allowed = Saving(_recomputed(options[0], 1.0), facts)  # what it contradicts, no choice mends
@@ -145,17 +167,22 @@ def best_choice(config: RunConfig, facts: Facts) -> Saving:
         if best is not None and bound >= best.seconds:
             break
         for choice in _with_activations(options[place], facts):
-            if (best is None or choice.seconds < best.seconds) and choice.refused <= allowed.refused:
+            if (
+                best is None or choice.seconds < best.seconds
+            ) and choice.refused <= allowed.refused:
                 best = choice
     if best is not None:
         return best
     smallest = [Saving(lean, facts) for each in options for lean in _lean(each, facts)]
-    fitting = [each for each in smallest if each.share <= MARGIN and each.refused <= allowed.refused]
+    fitting = [
+        each for each in smallest if each.share <= MARGIN and each.refused <= allowed.refused
+    ]
     return min(fitting, key=lambda each: each.share, default=smallest[0])
 
 
 def fits_somehow(config: RunConfig, facts: Facts) -> bool:
-    """Whether some choice takes at most ``LIMIT``; a run without a trainer on a GPU has no choice to make."""
+    """Whether some choice takes at most ``LIMIT``; a run without a trainer on a GPU has no choice
+    to make."""
     if not config.trains or not on_gpu(config) or planned(config, facts) is None:
         return True
     options = (with_values(config, values) for values in _options(config, facts))
@@ -163,31 +190,44 @@ def fits_somehow(config: RunConfig, facts: Facts) -> bool:
 
 
 def least_share(config: RunConfig, facts: Facts, *, enough: float = LIMIT) -> float:
-    """The minimum memory that a run needs, as a share of the free memory, over all choices; above 1 it does not fit.
+    """The minimum memory that a run needs, as a share of the free memory, over all choices; above 1
+    it does not fit.
 
     Args:
         enough: a share at which no smaller one is looked for.
     """
     if not config.trains or not on_gpu(config) or planned(config, facts) is None:
         given = _given(config, CHECKPOINTING)
-        return share_of(config if given is not None or not config.trains else _recomputed(config, 1.0), facts)
+        return share_of(
+            config if given is not None or not config.trains else _recomputed(config, 1.0), facts
+        )
     options = (with_values(config, values) for values in _options(config, facts))
     choices = [Saving(lean, facts) for each in options for lean in _lean(each, facts)]
     fitting = next((each for each in choices if each.share <= enough), None)
     if fitting is not None and fitting.refused <= choices[0].refused:
         return fitting.share
     allowed = (
-        each.share for each in sorted(choices, key=lambda each: each.share) if each.refused <= choices[0].refused
+        each.share
+        for each in sorted(choices, key=lambda each: each.share)
+        if each.refused <= choices[0].refused
     )
     return next(allowed, choices[0].share)
 
 
 def least_seconds(config: RunConfig, facts: Facts) -> float:
-    """A lower bound of a step's seconds: nothing is recomputed, and micro-batches are as large as is useful."""
+    """A lower bound of a step's seconds: nothing is recomputed, and micro-batches are as large as
+    is useful."""
     free: dict[str, Any] = dict.fromkeys((CHECKPOINTING, *IN_HOST_MEMORY, TURNS), False)
     free[TOKENS] = most_tokens(config) * config.system.sequence_parallel.size
-    if config.samples and facts.model and on_gpu(config) and config.system.vllm.memory_share is None:
-        copy = copy_bytes(facts.model, bytes_per_number(config), config.model.quantize) // ranks_per_engine(config)
+    if (
+        config.samples
+        and facts.model
+        and on_gpu(config)
+        and config.system.vllm.memory_share is None
+    ):
+        copy = copy_bytes(
+            facts.model, bytes_per_number(config), config.model.quantize
+        ) // ranks_per_engine(config)
         free[KV] = f"{max(1, free_memory(config, facts) - copy)}B"
     open_yet = {key: value for key, value in free.items() if _given(config, key) is None}
     # Fewer activations travel to the host if more layers are recomputed.
@@ -195,14 +235,19 @@ def least_seconds(config: RunConfig, facts: Facts) -> float:
 
 
 def lacking_on_the_host(config: RunConfig, facts: Facts) -> str | None:
-    """The host memory that is missing for a choice with which the GPUs have room, in words; None if there is none."""
+    """The host memory that is missing for a choice with which the GPUs have room, in words; None if
+    there is none."""
     if not config.trains or not on_gpu(config) or planned(config, facts) is None:
         return None
     options = (with_values(config, values) for values in _options(config, facts))
     for lean in (each for option in options for each in _lean(option, facts)):
         devices = planned_devices(lean, facts, least=True)
         problem = host_problem(lean, devices[0][1], facts)
-        if problem and all(fits(lean, *device) for device in devices) and not Saving(lean, facts).refused:
+        if (
+            problem
+            and all(fits(lean, *device) for device in devices)
+            and not Saving(lean, facts).refused
+        ):
             keys = [f"{key} = true" for key in IN_HOST_MEMORY if _given(lean, key)]
             return f"with {' and '.join(keys)} it takes {problem}"
     return None
@@ -215,13 +260,19 @@ def _given(config: RunConfig, key: str) -> Any:
 def _options(config: RunConfig, facts: Facts) -> Iterator[Values]:
     """Shards and what is in host memory, the least first, as far as ``config`` leaves them open."""
     named = [key for key in IN_HOST_MEMORY if key != REFERENCE or keeps_frozen(config)]
-    values = [[_given(config, key)] if _given(config, key) is not None else [False, True] for key in named]
-    fixed = {REFERENCE: False} if REFERENCE not in named and _given(config, REFERENCE) is None else {}
+    values = [
+        [_given(config, key)] if _given(config, key) is not None else [False, True] for key in named
+    ]
+    fixed = (
+        {REFERENCE: False} if REFERENCE not in named and _given(config, REFERENCE) is None else {}
+    )
     for flags in sorted(product(*values), key=sum):  # few flags first
         chosen = dict(zip(named, flags, strict=True))
         if chosen[PARAMETERS] and not (chosen[OPTIMIZER] or config.lora.on):
             continue  # weights in host memory are updated there
-        for size, turns, copy in product(_shard_sizes(config, facts), _turns(config), _copies(config)):
+        for size, turns, copy in product(
+            _shard_sizes(config, facts), _turns(config), _copies(config)
+        ):
             more = {SHARDS: size, TURNS: turns, COPY: copy}
             yield fixed | chosen | {key: value for key, value in more.items() if value is not None}
 
@@ -255,29 +306,40 @@ def _with_activations(config: RunConfig, facts: Facts) -> Iterator[Saving]:
     counts = [0]
     if _given(config, CHECKPOINTING) is None:
         grid = sorted({ceil(part * layers / 8) for part in range(9)})
-        fitting = [count for count in grid if _fits(_recomputed(config, count / layers), facts)] or [layers - 1]
+        fitting = [
+            count for count in grid if _fits(_recomputed(config, count / layers), facts)
+        ] or [layers - 1]
         below = max((count for count in grid if count < fitting[0]), default=0)
         between = range(below, fitting[0])
-        first = below + bisect_left(between, True, key=lambda n: _fits(_recomputed(config, n / layers), facts))
+        first = below + bisect_left(
+            between, True, key=lambda n: _fits(_recomputed(config, n / layers), facts)
+        )
         counts = sorted({first, *fitting})
     for count in counts:
         filling = Filling(_recomputed(config, count / layers))
         derive_sizes(filling, facts)
         yield Saving(filling.config, facts)
-        if filling.config.system.max_tokens_per_microbatch >= most and not config.system.offload_activations:
+        if (
+            filling.config.system.max_tokens_per_microbatch >= most
+            and not config.system.offload_activations
+        ):
             return  # what more layers would save has no use
 
 
 def _lean(config: RunConfig, facts: Facts) -> list[RunConfig]:
     """The run with those shares of recomputed layers of which one takes the least memory.
 
-    If all are recomputed, a layer's activations come on top of the inputs of all; with activations in host memory a
-    layer that is kept takes less than one that is recomputed.
+    If all are recomputed, a layer's activations come on top of the inputs of all; with activations
+    in host memory a layer that is kept takes less than one that is recomputed.
     """
     layers = facts.model.layers if facts.model else 1
     if _given(config, CHECKPOINTING) is not None:
         return [config]
-    shares = (1.0, (layers - 1) / layers, *((0.0,) if known(config.system, "offload_activations") else ()))
+    shares = (
+        1.0,
+        (layers - 1) / layers,
+        *((0.0,) if known(config.system, "offload_activations") else ()),
+    )
     return [_recomputed(config, share) for share in shares]
 
 
@@ -289,7 +351,13 @@ def _recomputed(config: RunConfig, share: float) -> RunConfig:
 
 
 def _why(
-    config: RunConfig, key: str, what: str, value: bool, fit: bool, chosen: Price | None, without: Price | None
+    config: RunConfig,
+    key: str,
+    what: str,
+    value: bool,
+    fit: bool,
+    chosen: Price | None,
+    without: Price | None,
 ) -> str:
     if key == REFERENCE and not keeps_frozen(config):
         return "the trainer's GPU holds no whole frozen model"
@@ -316,7 +384,8 @@ def _why_recomputed(config: RunConfig, facts: Facts, share: float) -> str:
         return "the longest sample's size is not known"
     layout = layout_of(config, facts)
     kept, whole = (
-        format_size(longest * bytes_per_token(model, each)) for each in (layout, layout_of(_plain(config), facts))
+        format_size(longest * bytes_per_token(model, each))
+        for each in (layout, layout_of(_plain(config), facts))
     )
     if not share:
         return f"the fastest step that fits keeps all activations: {kept} of the longest sample"

@@ -1,4 +1,5 @@
-"""How a device's memory is divided: turns of engine and trainer, the KV cache, the tokens of a micro-batch."""
+"""How a device's memory is divided: turns of engine and trainer, the KV cache, the tokens of a
+micro-batch."""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ UNKNOWN_MODEL_TOKENS = 4096
 SHORT = 128
 """Tokens reserved for a sample of unknown length."""
 STEP = 256
-"""Tokens of a micro-batch are multiples of this, unless the longest sample or ``MOST_TOKENS`` limits them."""
+"""Tokens of a micro-batch are multiples of this, unless the longest sample or ``MOST_TOKENS``
+limits them."""
 LEAST_KV_BYTES = 16 * 10**6
 
 
@@ -85,7 +87,12 @@ def _kv_share(config: RunConfig, facts: Facts, budget: int) -> tuple[int, str]:
     together = planned(config, facts, least=True)
     if together is None or not on_gpu(config):
         return budget // 4, "a quarter"
-    beside = int(LIMIT * free) - processes_with_trainer(config) * LIBRARIES - together.training + together.kv
+    beside = (
+        int(LIMIT * free)
+        - processes_with_trainer(config) * LIBRARIES
+        - together.training
+        + together.kv
+    )
     return min(budget // 4, max(0, beside)), "a quarter"
 
 
@@ -118,7 +125,8 @@ def _derive_microbatch(filling: Filling, facts: Facts, budget: int, most: int) -
     needed = planned(config, facts, least=True)
     beside = needed.kv if needed and not needed.turns else 0
     room, part = min(
-        (budget // 2, "half of the free memory"), (budget - beside, "what the KV cache of one request leaves free")
+        (budget // 2, "half of the free memory"),
+        (budget - beside, "what the KV cache of one request leaves free"),
     )
     fitting = max(0, room) // per_token
     if longest >= min(fitting, most):
@@ -131,15 +139,24 @@ def _derive_microbatch(filling: Filling, facts: Facts, budget: int, most: int) -
     filling.fill(key, tokens, f"{reason} ({format_size(per_token)} of activations per token)")
 
 
-def _fitting(config: RunConfig, facts: Facts, model: ModelFacts, longest: int, most: int) -> tuple[int, str]:
-    """The most tokens, up to ``most``, with which the trainer's GPU is filled to ``LIMIT``, and why no more; at least
-    ``longest``."""
+def _fitting(
+    config: RunConfig, facts: Facts, model: ModelFacts, longest: int, most: int
+) -> tuple[int, str]:
+    """The most tokens, up to ``most``, with which the trainer's GPU is filled to ``LIMIT``, and why
+    no more; at least ``longest``."""
     host = host_tokens(config, facts, model)
     if longest >= most:
         return longest, "the longest sample has to fit"
     layout, kv = layout_of(config, facts), known(config.system, "kv_memory")
-    if kv and config.samples and not config.system.engine_kind.served and not engines_elsewhere(config, facts):
-        layout = replace(layout, kv_bytes=engines_together(config, len(facts.hardware.gpus)) * parse_size(kv))
+    if (
+        kv
+        and config.samples
+        and not config.system.engine_kind.served
+        and not engines_elsewhere(config, facts)
+    ):
+        layout = replace(
+            layout, kv_bytes=engines_together(config, len(facts.hardware.gpus)) * parse_size(kv)
+        )
     room = int(LIMIT * trainer_memory(config, facts)) - processes_with_trainer(config) * LIBRARIES
 
     def needed(tokens: int) -> float:
@@ -159,7 +176,8 @@ def _fitting(config: RunConfig, facts: Facts, model: ModelFacts, longest: int, m
 
 
 def _derive_kv_memory(filling: Filling, facts: Facts, share: int, part: str) -> None:
-    """Derive each engine's KV memory: enough for its concurrent requests, but no more than its part of ``share``.
+    """Derive each engine's KV memory: enough for its concurrent requests, but no more than its part
+    of ``share``.
 
     Args:
         share: bytes for all engines of one device together, a ``part`` of the free memory.
@@ -182,7 +200,11 @@ def _derive_kv_memory(filling: Filling, facts: Facts, share: int, part: str) -> 
     else:
         reason = f"{part}; {together} requests at once would take {format_size(wanted)}"
     wide = kv_bytes_per_number(config, facts) == 4
-    filling.fill(key, megabytes(min(wanted, share)), f"{reason}, in {'float32' if wide else config.model.dtype}")
+    filling.fill(
+        key,
+        megabytes(min(wanted, share)),
+        f"{reason}, in {'float32' if wide else config.model.dtype}",
+    )
 
 
 def _wanted_kv(config: Any, facts: Facts, model: ModelFacts, engines: int) -> tuple[int, int]:
@@ -190,7 +212,9 @@ def _wanted_kv(config: Any, facts: Facts, model: ModelFacts, engines: int) -> tu
     together = config.system.max_running
     if isinstance(config, RLConfig):
         prompts = ceil(config.rollout.prompts_per_step * config.rollout.over_generation)
-        asked = max(prompts * config.rollout.group_size, (facts.eval_size or 0) * config.eval.samples)
+        asked = max(
+            prompts * config.rollout.group_size, (facts.eval_size or 0) * config.eval.samples
+        )
     else:
         asked = (facts.train_size or together) * (config.sampling.n or 1)
     together = min(together, ceil(asked / engines))

@@ -41,8 +41,9 @@ class Gpu:
 class Hardware:
     """A machine: memory in bytes, within the limits of container and process.
 
-    ``cores`` counts the physical cores this process may use; ``bf16``: the CPU computes bfloat16 natively; ``nodes``:
-    the total number of machines like this one. What the CPU can do is within the limits of ``instructions``.
+    ``cores`` counts the physical cores this process may use; ``bf16``: the CPU computes bfloat16
+    natively; ``nodes``: the total number of machines like this one. What the CPU can do is within
+    the limits of ``instructions``.
     """
 
     cpu: str
@@ -85,7 +86,8 @@ def read_hardware() -> Hardware:
 def find_compiler() -> str | None:
     """The C++ compiler's command, as in a shell; None if there is none.
 
-    It is ``CXX`` if set, which may have arguments or be a path with spaces, or the first of ``COMPILERS`` that exists.
+    It is ``CXX`` if set, which may have arguments or be a path with spaces, or the first of
+    ``COMPILERS`` that exists.
     """
     named = os.environ.get("CXX")
     for words in ([named], _words(named)) if named else ([name] for name in COMPILERS):
@@ -97,7 +99,11 @@ def find_compiler() -> str | None:
 def compilers() -> str:
     """A description of what ``find_compiler`` looks for."""
     named = os.environ.get("CXX")
-    return f"CXX = {named!r} is not one" if named else f"{', '.join(COMPILERS)}, or the one that CXX names"
+    return (
+        f"CXX = {named!r} is not one"
+        if named
+        else f"{', '.join(COMPILERS)}, or the one that CXX names"
+    )
 
 
 def _words(command: str) -> list[str]:
@@ -114,13 +120,17 @@ def read_gpus() -> tuple[Gpu, ...]:
         return ()
     query = "index,uuid,name,memory.total,memory.free,compute_cap"
     listing = _nvidia_smi(f"--query-gpu={query}", "--format=csv,noheader,nounits")
-    return parse_gpus(listing, visible, _nvidia_smi("--list-gpus") if "MIG-" in (visible or "") else "")
+    return parse_gpus(
+        listing, visible, _nvidia_smi("--list-gpus") if "MIG-" in (visible or "") else ""
+    )
 
 
 def _nvidia_smi(*arguments: str) -> str:
     """The output of ``nvidia-smi``; empty if it fails."""
     try:
-        done = subprocess.run(["nvidia-smi", *arguments], capture_output=True, text=True, timeout=10, check=True)
+        done = subprocess.run(
+            ["nvidia-smi", *arguments], capture_output=True, text=True, timeout=10, check=True
+        )
     except (OSError, subprocess.SubprocessError):
         return ""
     return done.stdout
@@ -147,7 +157,11 @@ def parse_gpus(listing: str, visible: str | None, parts: str = "") -> tuple[Gpu,
     listed |= _parts(parts, dict(listed.values()))
     chosen: list[Gpu] = []
     for word in (part.strip() for part in visible.split(",")):
-        index = word if word in listed else next((i for i, (uuid, _) in listed.items() if uuid.startswith(word)), None)
+        index = (
+            word
+            if word in listed
+            else next((i for i, (uuid, _) in listed.items() if uuid.startswith(word)), None)
+        )
         if index is None or not word:
             break  # CUDA ignores everything from the first name it does not know
         chosen.append(listed[index][1])
@@ -155,7 +169,8 @@ def parse_gpus(listing: str, visible: str | None, parts: str = "") -> tuple[Gpu,
 
 
 def _parts(listing: str, whole: Mapping[str, Gpu]) -> dict[str, tuple[str, Gpu]]:
-    """GPU parts by UUID, from lines such as ``  MIG 1g.10gb  Device  0: (UUID: MIG-c7…)`` below their GPU's line."""
+    """GPU parts by UUID, from lines such as ``  MIG 1g.10gb  Device  0: (UUID: MIG-c7…)`` below
+    their GPU's line."""
     found: dict[str, tuple[str, Gpu]] = {}
     above: Gpu | None = None
     for line in listing.splitlines():
@@ -164,7 +179,12 @@ def _parts(listing: str, whole: Mapping[str, Gpu]) -> dict[str, tuple[str, Gpu]]
             above = whole.get(uuid)
         elif above is not None:
             size = int(part[2]) * 10**9
-            found[uuid] = uuid, replace(above, name=f"{above.name} MIG {part[1]}", memory_total=size, memory_free=size)
+            found[uuid] = (
+                uuid,
+                replace(
+                    above, name=f"{above.name} MIG {part[1]}", memory_total=size, memory_free=size
+                ),
+            )
     return found
 
 
@@ -179,7 +199,9 @@ def _cores() -> int:
 
 def usable_cpus() -> int:
     """Logical processors, within the limits of scheduler and container quota."""
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    allowed = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     return max(1, min(allowed, *_group_cpus(), allowed))
 
 
@@ -201,7 +223,8 @@ def _address_space() -> tuple[int, int]:
 
 
 def _groups(controller: str) -> Iterator[Path]:
-    """The control groups (versions 2 and 1) that limit this process: its own and all of its ancestors."""
+    """The control groups (versions 2 and 1) that limit this process: its own and all of its
+    ancestors."""
     for line in ("0::/", f"1:{controller}:/", *_read(_OWN_GROUPS).splitlines()):
         number, controllers, path = line.split(":", 2)
         if ".." not in path and (number == "0" or controller in controllers.split(",")):
@@ -218,7 +241,11 @@ def _group_memory() -> Iterator[tuple[int, int]]:
             ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
         ):
             if (text := _read(folder / limit)).isdigit():
-                stat = dict(line.split()[:2] for line in _read(folder / "memory.stat").splitlines() if " " in line)
+                stat = dict(
+                    line.split()[:2]
+                    for line in _read(folder / "memory.stat").splitlines()
+                    if " " in line
+                )
                 current = int(_read(folder / used) or 0) - int(stat.get(cache_key, 0))
                 yield int(text), max(0, current)
 

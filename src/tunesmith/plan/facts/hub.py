@@ -1,4 +1,5 @@
-"""Facts about models on the Hugging Face hub, from their configuration only, never their weights."""
+"""Facts about models on the Hugging Face hub, from their configuration only, never their
+weights."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
 def known_model_facts(path: str) -> ModelFacts | None:
-    """Facts about a local directory or a hub name; None if neither the cache nor the hub has its configuration.
+    """Facts about a local directory or a hub name; None if neither the cache nor the hub has its
+    configuration.
 
     Without safetensors files in the directory, the number of parameters is estimated by formula.
 
@@ -50,7 +52,8 @@ def known_parameters(path: str) -> int | None:
 
 @cache
 def _hub_facts(name: str) -> ModelFacts | None:
-    """Facts about a model on the hub; parameters are counted in a cached safetensors file or read from an index."""
+    """Facts about a model on the hub; parameters are counted in a cached safetensors file or read
+    from an index."""
     file = _file(name, CONFIG)
     if file is None:
         return None
@@ -63,9 +66,15 @@ def _hub_facts(name: str) -> ModelFacts | None:
     parameters: int | None = None
     if index is not None:
         with boundary(ModelError, f"cannot read {index}", (OSError, ValueError)):
-            metadata: dict[str, Any] = json.loads(index.read_text(encoding="utf-8")).get("metadata") or {}
+            metadata: dict[str, Any] = (
+                json.loads(index.read_text(encoding="utf-8")).get("metadata") or {}
+            )
         size = _BYTES.get(str(config.get("dtype") or config.get("torch_dtype")))
-        parameters = metadata.get("total_parameters") or (size and metadata.get("total_size", 0) // size) or None
+        parameters = (
+            metadata.get("total_parameters")
+            or (size and metadata.get("total_size", 0) // size)
+            or None
+        )
     elif (file.parent / WEIGHTS).exists():
         parameters = count_parameters(file.parent)
     return replace(facts, parameters=parameters or estimated_parameters(config, facts))
@@ -76,7 +85,9 @@ def estimated_parameters(config: dict[str, Any], facts: ModelFacts) -> int:
     config = config.get("text_config") or config
     hidden = facts.hidden_size
     attention = 2 * hidden * (facts.query_width + facts.key_width)
-    experts = next((n for name in _EXPERTS if (n := config.get(name))), 1) + (config.get("n_shared_experts") or 0)
+    experts = next((n for name in _EXPERTS if (n := config.get(name))), 1) + (
+        config.get("n_shared_experts") or 0
+    )
     inner = config.get("moe_intermediate_size") or facts.intermediate_size
     layer = attention + 3 * hidden * inner * experts + 2 * hidden
     return facts.layers * layer + facts.outside_layers + hidden
@@ -105,7 +116,9 @@ def _file(name: str, file: str) -> Path | None:
 
     def download() -> None:
         try:
-            get_hf_file_metadata(hf_hub_url(name, file), timeout=PATIENCE)  # unlike the download, it tries only once
+            get_hf_file_metadata(
+                hf_hub_url(name, file), timeout=PATIENCE
+            )  # unlike the download, it tries only once
             downloaded.append(hf_hub_download(name, file, etag_timeout=PATIENCE))
         except Exception:  # loading the model reports what is wrong
             return

@@ -1,7 +1,8 @@
-"""The instructions of this CPU that may be used: those that it has, within the limits that PyTorch follows.
+"""The instructions of this CPU that may be used: those that it has, within the limits that PyTorch
+follows.
 
-``ATEN_CPU_CAPABILITY`` limits PyTorch's own operations and ``ONEDNN_MAX_CPU_ISA`` its matrix products. What is planned
-from the CPU's abilities, and what is compiled for it, stays within both.
+``ATEN_CPU_CAPABILITY`` limits PyTorch's own operations and ``ONEDNN_MAX_CPU_ISA`` its matrix
+products. What is planned from the CPU's abilities, and what is compiled for it, stays within both.
 """
 
 from __future__ import annotations
@@ -67,7 +68,8 @@ def cpu_info() -> dict[str, str]:
 
 
 def cpu_flags() -> frozenset[str]:
-    """The names in ``/proc/cpuinfo`` of the instructions that may be used; empty if it does not say."""
+    """The names in ``/proc/cpuinfo`` of the instructions that may be used; empty if it does not
+    say."""
     return frozenset(flag for flag in _flags() if _needed(flag) <= _limit())
 
 
@@ -98,5 +100,7 @@ def _needed(flag: str) -> Level:
 
 
 def _limit() -> Level:
-    aten, onednn = (os.environ.get(name, "") for name in ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA"))
+    aten, onednn = (
+        os.environ.get(name, "") for name in ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA")
+    )
     return min(_ATEN.get(aten, Level.TILES), _ONEDNN.get(onednn.upper(), Level.TILES))

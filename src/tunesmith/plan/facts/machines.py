@@ -1,4 +1,5 @@
-"""Machines given by name, present or not: ``8xH100-80GB``, ``2x8xA100-80GB``, ``this``; see ``machines.toml``."""
+"""Machines given by name, present or not: ``8xH100-80GB``, ``2x8xA100-80GB``, ``this``; see
+``machines.toml``."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ _SPEC = re.compile(r"(?:(?:(\d+)x)?(\d+)x)?(.+)", re.IGNORECASE)
 
 @dataclass(frozen=True, slots=True)
 class GpuKind:
-    """A GPU in the table: bytes, operations and bytes per second, and its machine's resources per GPU."""
+    """A GPU in the table: bytes, operations and bytes per second, and its machine's resources per
+    GPU."""
 
     name: str
     memory: int
@@ -56,10 +58,11 @@ def gpu_kinds() -> Mapping[str, GpuKind]:
 
 
 def machine(spec: str) -> Hardware:
-    """The machine for a specification: ``[machines x] [GPUs in each x] GPU``, or ``this`` for the current one.
+    """The machine for a specification: ``[machines x] [GPUs in each x] GPU``, or ``this`` for the
+    current one.
 
-    A GPU's memory may be omitted if it comes in one size: ``8xH200``. Cores and host memory are those of a usual
-    machine with such GPUs, scaled to their number.
+    A GPU's memory may be omitted if it comes in one size: ``8xH200``. Cores and host memory are
+    those of a usual machine with such GPUs, scaled to their number.
 
     Example:
         >>> [len(machine(spec).gpus) for spec in ("H100-80GB", "8xh200", "2x8xA100-80GB")]
@@ -74,7 +77,9 @@ def machine(spec: str) -> Hardware:
         return read_hardware()
     match = _SPEC.fullmatch(spec.strip())
     if match is None:
-        raise ConfigError(f"machine '{spec}' is empty; write it as 8xH100-80GB, 2x8xA100-80GB or {THIS}")
+        raise ConfigError(
+            f"machine '{spec}' is empty; write it as 8xH100-80GB, 2x8xA100-80GB or {THIS}"
+        )
     kind = _kind(match[3])
     nodes, count = int((match[1] or "1")[:9]), int((match[2] or "1")[:9])
     if not (0 < count <= MOST_GPUS and 0 < nodes <= MOST_NODES):
@@ -85,7 +90,9 @@ def machine(spec: str) -> Hardware:
     memory = kind.host_memory * count
     cpu = f"CPU of {kind.host}"
     gpus = (kind.gpu,) * count
-    return Hardware(cpu, kind.cores * count, memory, memory, bf16=False, gpus=gpus, nodes=nodes, named=True)
+    return Hardware(
+        cpu, kind.cores * count, memory, memory, bf16=False, gpus=gpus, nodes=nodes, named=True
+    )
 
 
 def kind_of(gpu: Gpu) -> GpuKind | None:
@@ -95,24 +102,35 @@ def kind_of(gpu: Gpu) -> GpuKind | None:
         kind
         for kind in gpu_kinds().values()
         if kind.name == gpu.name
-        or (_family(kind.name) in words and abs(kind.memory - gpu.memory_total) < 0.05 * kind.memory)
+        or (
+            _family(kind.name) in words and abs(kind.memory - gpu.memory_total) < 0.05 * kind.memory
+        )
     ]
     return max(fitting, key=lambda kind: len(_family(kind.name)), default=None)
 
 
 def _family(name: str) -> str:
-    """The letters and digits of a name without its memory size: ``H100-PCIe-80GB`` → ``h100pcie``."""
+    """The letters and digits of a name without its memory size: ``H100-PCIe-80GB`` →
+    ``h100pcie``."""
     return name.lower().rpartition("-")[0].replace("-", "")
 
 
 def _kind(name: str) -> GpuKind:
     kinds = gpu_kinds()
     wanted = name.strip().lower()
-    fitting = [kind for kind in kinds.values() if wanted in (kind.name.lower(), kind.name.lower().rpartition("-")[0])]
+    fitting = [
+        kind
+        for kind in kinds.values()
+        if wanted in (kind.name.lower(), kind.name.lower().rpartition("-")[0])
+    ]
     if len(fitting) == 1:
         return fitting[0]
     if fitting:
-        raise ConfigError(f"GPU '{name}' comes with different memories: {', '.join(kind.name for kind in fitting)}")
+        raise ConfigError(
+            f"GPU '{name}' comes with different memories: {', '.join(kind.name for kind in fitting)}"
+        )
     beginning = [k for k in kinds if wanted.partition("-")[0] == k.lower().partition("-")[0]]
     hint = f" There is {', '.join(beginning)}." if beginning else nearest(name, kinds)
-    raise ConfigError(f"unknown GPU '{shortened(name)}'.{hint} Write it as 8xH100-80GB, 2x8xA100-80GB or {THIS}")
+    raise ConfigError(
+        f"unknown GPU '{shortened(name)}'.{hint} Write it as 8xH100-80GB, 2x8xA100-80GB or {THIS}"
+    )

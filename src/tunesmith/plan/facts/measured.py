@@ -1,7 +1,8 @@
 """Measurements on this machine, in files in the user's cache directory.
 
-``tunesmith tune`` writes one for each machine, model and shape of a run; ``system.tuned = true`` applies the best
-result. ``tunesmith check machine`` writes the rates of this CPU, from which the seconds of a step follow.
+``tunesmith tune`` writes one for each machine, model and shape of a run; ``system.tuned = true``
+applies the best result. ``tunesmith check machine`` writes the rates of this CPU, from which the
+seconds of a step follow.
 """
 
 from __future__ import annotations
@@ -22,11 +23,35 @@ from tunesmith.records.storage import measured_file, read_json, write_json
 Rates = Mapping[str, Mapping[str, float]]
 """Seconds per unit of each kind of work, by phase."""
 _LEARNED = (
-    *("model.dtype", "model.quantize", "lora.rank", "lora.targets", "data.train", "data.max_tokens"),
-    *("data.max_prompt_tokens", "algorithm.name", "algorithm.advantage", "algorithm.loss", "algorithm.kl"),
-    *("rollout.prompts_per_step", "rollout.group_size", "rollout.max_new_tokens", "rollout.max_staleness"),
+    *(
+        "model.dtype",
+        "model.quantize",
+        "lora.rank",
+        "lora.targets",
+        "data.train",
+        "data.max_tokens",
+    ),
+    *(
+        "data.max_prompt_tokens",
+        "algorithm.name",
+        "algorithm.advantage",
+        "algorithm.loss",
+        "algorithm.kl",
+    ),
+    *(
+        "rollout.prompts_per_step",
+        "rollout.group_size",
+        "rollout.max_new_tokens",
+        "rollout.max_staleness",
+    ),
     *("train.batch_size", "train.optimizer", "train.ema_decay", "critic.shared_trunk"),
-    *("dpo.precompute_reference", "kto.precompute_reference", "system.engine", "system.device", "system.device_memory"),
+    *(
+        "dpo.precompute_reference",
+        "kto.precompute_reference",
+        "system.engine",
+        "system.device",
+        "system.device_memory",
+    ),
 )
 """Settings on which the best ``[system]`` settings depend."""
 
@@ -41,7 +66,9 @@ class Tuned:
     """``tuned on 2026-11-22: 1.84× as fast as the run file that was tuned``."""
 
 
-def tuned_file(config: RunConfig, machine: Hardware, model: ModelFacts | None) -> tuple[Path, dict[str, Any]]:
+def tuned_file(
+    config: RunConfig, machine: Hardware, model: ModelFacts | None
+) -> tuple[Path, dict[str, Any]]:
     """The file for a run, and its subject: machine, model and shape."""
     said = settings(config, given_only=True)
     subject: dict[str, Any] = {
@@ -51,7 +78,10 @@ def tuned_file(config: RunConfig, machine: Hardware, model: ModelFacts | None) -
             "gpus": [gpu.name for gpu in machine.gpus],
         },
         "model": asdict(model) if model else config.model.path,
-        "shape": {"command": config.command, **{key: said[key] for key in _LEARNED if said.get(key) is not None}},
+        "shape": {
+            "command": config.command,
+            **{key: said[key] for key in _LEARNED if said.get(key) is not None},
+        },
     }
     return measured_file("tuned", subject), subject
 
@@ -95,9 +125,12 @@ def _computing(machine: Hardware) -> dict[str, Any]:
 
 
 def read_rates(machine: Hardware, bytes_per_number: int) -> Rates | None:
-    """Rates measured for elements of this size; None if nothing was measured here or the file is damaged."""
+    """Rates measured for elements of this size; None if nothing was measured here or the file is
+    damaged."""
     try:
         found = remembered(rates_file(machine)[0])["rates"][str(bytes_per_number)]
-        return {phase: {kind: float(s) for kind, s in rates.items()} for phase, rates in found.items()}
+        return {
+            phase: {kind: float(s) for kind, s in rates.items()} for phase, rates in found.items()
+        }
     except (KeyError, TypeError, ValueError, AttributeError):
         return None

@@ -1,4 +1,5 @@
-"""Facts about a model: the sizes of a decoder, from its configuration and the headers of its weight files."""
+"""Facts about a model: the sizes of a decoder, from its configuration and the headers of its weight
+files."""
 
 from __future__ import annotations
 
@@ -16,7 +17,17 @@ _HEAD_NORMS = (
     *("olmo2", "olmo3", "qwen3", "qwen3_moe"),
 )
 """Model types whose queries and keys always have norms; others set ``use_qk_norm``."""
-LEAN_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "smollm3", "gemma", "gemma2", "gemma3_text", "phi3")
+LEAN_FAMILIES = (
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "smollm3",
+    "gemma",
+    "gemma2",
+    "gemma3_text",
+    "phi3",
+)
 """Model types that can run as a few large operations (``kernels.lean``)."""
 
 
@@ -80,7 +91,9 @@ def read_model_facts(directory: Path) -> ModelFacts | None:
     """
     path = directory / "config.json"
     check_files(directory)
-    with boundary(ModelError, f"cannot read {path}", (OSError, ValueError, AttributeError, RecursionError)):
+    with boundary(
+        ModelError, f"cannot read {path}", (OSError, ValueError, AttributeError, RecursionError)
+    ):
         whole: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         _check_sizes(path, whole.get("text_config") or whole)
     facts = facts_of(whole)
@@ -92,7 +105,9 @@ def facts_of(whole: Mapping[str, Any]) -> ModelFacts | None:
     """Facts from a model's configuration; ``parameters`` is None."""
     config: Mapping[str, Any] = whole.get("text_config") or whole
     size = {name: _first(config, *names) for name, names in _SIZES.items()}
-    hidden, heads, layers, vocabulary = (size[name] for name in ("hidden_size", "heads", "layers", "vocab_size"))
+    hidden, heads, layers, vocabulary = (
+        size[name] for name in ("hidden_size", "heads", "layers", "vocab_size")
+    )
     if not (hidden and heads and layers and vocabulary):
         return None
     tied = whole.get("tie_word_embeddings", config.get("tie_word_embeddings"))
@@ -129,9 +144,13 @@ def _switch(config: Mapping[str, Any]) -> int | None:
     """``ModelFacts.switch``, from the rotary embedding."""
     rope = _rope(config)
     kinds = [rope, *(kind for kind in rope.values() if isinstance(kind, Mapping))]
-    switching = [kind for kind in kinds if (kind.get("rope_type") or kind.get("type")) in ("longrope", "su")]
+    switching = [
+        kind for kind in kinds if (kind.get("rope_type") or kind.get("type")) in ("longrope", "su")
+    ]
     name = "original_max_position_embeddings"
-    return min((n for kind in switching if (n := _first(config, name) or _first(kind, name))), default=None)
+    return min(
+        (n for kind in switching if (n := _first(config, name) or _first(kind, name))), default=None
+    )
 
 
 _SIZES = {
@@ -147,26 +166,38 @@ _SIZES = {
 
 
 def _check_sizes(path: Path, config: Mapping[str, Any]) -> None:
-    """Raise ModelError for sizes that no decoder has; transformers divides by some of them unchecked."""
+    """Raise ModelError for sizes that no decoder has; transformers divides by some of them
+    unchecked."""
     for name in (name for names in _SIZES.values() for name in names):
         value = config.get(name)
         if isinstance(value, str | float) or (isinstance(value, int) and not 0 < value < 2**31):
             raise ModelError(f"{path}: {name} is {value!r}; it must be a whole number above 0")
-    hidden, heads, kv_heads = (_first(config, *_SIZES[name]) for name in ("hidden_size", "heads", "kv_heads"))
+    hidden, heads, kv_heads = (
+        _first(config, *_SIZES[name]) for name in ("hidden_size", "heads", "kv_heads")
+    )
     if hidden and heads and not config.get("head_dim") and hidden % heads:
-        raise ModelError(f"{path}: hidden_size = {hidden} is not divisible by {heads} attention heads")
+        raise ModelError(
+            f"{path}: hidden_size = {hidden} is not divisible by {heads} attention heads"
+        )
     if heads and kv_heads and heads % kv_heads:
-        raise ModelError(f"{path}: {heads} attention heads are not divisible by num_key_value_heads = {kv_heads}")
+        raise ModelError(
+            f"{path}: {heads} attention heads are not divisible by num_key_value_heads = {kv_heads}"
+        )
 
 
 def _check_end(directory: Path, facts: ModelFacts | None) -> None:
-    """Raise ModelError for an end-of-sequence token without a row in the embedding: the model could never stop."""
+    """Raise ModelError for an end-of-sequence token without a row in the embedding: the model could
+    never stop."""
     for path in (directory / "config.json", directory / "generation_config.json"):
         if facts is None or not path.is_file():
             continue
-        with boundary(ModelError, f"cannot read {path}", (OSError, ValueError, AttributeError, RecursionError)):
+        with boundary(
+            ModelError, f"cannot read {path}", (OSError, ValueError, AttributeError, RecursionError)
+        ):
             whole: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-            ends: Any = whole.get("eos_token_id", (whole.get("text_config") or {}).get("eos_token_id"))
+            ends: Any = whole.get(
+                "eos_token_id", (whole.get("text_config") or {}).get("eos_token_id")
+            )
         for end in ends if isinstance(ends, list) else [ends]:
             if isinstance(end, int) and not -1 <= end < facts.vocab_size:
                 raise ModelError(

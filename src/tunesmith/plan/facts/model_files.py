@@ -1,6 +1,8 @@
-"""What a model's directory holds: which of its files are the weights, and what they say of themselves.
+"""What a model's directory holds: which of its files are the weights, and what they say of
+themselves.
 
-Every loader and the planner read a directory through these functions, so they accept and refuse the same ones.
+Every loader and the planner read a directory through these functions, so they accept and refuse the
+same ones.
 """
 
 from __future__ import annotations
@@ -42,7 +44,9 @@ def check_files(directory: Path) -> None:
             raise ModelError(
                 f"'{directory}' is a LoRA adapter, not a whole model; merge it with its base: tunesmith merge"
             )
-        raise ModelError(f"'{directory}' has no config.json: it is not a model in Hugging Face format")
+        raise ModelError(
+            f"'{directory}' has no config.json: it is not a model in Hugging Face format"
+        )
     if adapted:
         raise ModelError(
             f"'{directory}' holds a whole model and an adapter, {ADAPTER_CONFIG}: some programs apply the adapter and "
@@ -51,7 +55,9 @@ def check_files(directory: Path) -> None:
     for name in ("config.json", "generation_config.json"):
         if (directory / name).is_file():
             with boundary(ModelError, f"cannot read {directory / name}", _DAMAGED):
-                settings: dict[str, Any] = json.loads((directory / name).read_text(encoding="utf-8"))
+                settings: dict[str, Any] = json.loads(
+                    (directory / name).read_text(encoding="utf-8")
+                )
                 quantised: dict[str, Any] = settings.get("quantization_config") or {}
             if quantised:
                 raise ModelError(
@@ -65,8 +71,8 @@ def check_files(directory: Path) -> None:
 def weight_files(directory: Path) -> list[Path]:
     """The safetensors files that are the model's weights; empty if there are none.
 
-    A directory may also hold weights of another layout or number format (``consolidated.safetensors``,
-    ``model.fp16.safetensors``, ``original/``), which nothing reads.
+    A directory may also hold weights of another layout or number format
+    (``consolidated.safetensors``, ``model.fp16.safetensors``, ``original/``), which nothing reads.
 
     Raises:
         ModelError: the index is damaged, or there are two sets of weights.
@@ -91,21 +97,27 @@ def weights_in(directory: Path) -> dict[str, Stored]:
     Raises:
         ModelError: a file is missing, damaged, or does not hold numbers that a model computes with.
     """
-    return {name: weight for file in weight_files(directory) for name, weight in _header(file).items()}
+    return {
+        name: weight for file in weight_files(directory) for name, weight in _header(file).items()
+    }
 
 
 def count_parameters(directory: Path) -> int | None:
-    """Parameters in a model's safetensors files, from their headers only; None without such files."""
+    """Parameters in a model's safetensors files, from their headers only; None without such
+    files."""
     weights = weights_in(directory)
     return sum(math.prod(weight.shape) for weight in weights.values()) if weights else None
 
 
 def _header(path: Path) -> dict[str, Stored]:
-    """The weights of a file, which starts with the header's length (8 bytes, little-endian) and the header (JSON)."""
+    """The weights of a file, which starts with the header's length (8 bytes, little-endian) and the
+    header (JSON)."""
     with boundary(ModelError, f"cannot read {path}", _DAMAGED), path.open("rb") as file:
         start, size = file.read(8), path.stat().st_size
         if start == _LFS_POINTER:
-            raise ValueError("it is a Git LFS pointer instead of weights; fetch them with: git lfs pull")
+            raise ValueError(
+                "it is a Git LFS pointer instead of weights; fetch them with: git lfs pull"
+            )
         (length,) = struct.unpack("<Q", start)
         if length > size:
             raise ValueError("it is damaged, or not a safetensors file")
@@ -113,8 +125,13 @@ def _header(path: Path) -> dict[str, Stored]:
         header.pop("__metadata__", None)
         end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
         if 8 + length + end != size:
-            raise ValueError(f"it has {size} bytes and its header describes {8 + length + end}: it is incomplete")
-        found = {name: Stored(path, tuple(entry["shape"]), entry["dtype"]) for name, entry in header.items()}
+            raise ValueError(
+                f"it has {size} bytes and its header describes {8 + length + end}: it is incomplete"
+            )
+        found = {
+            name: Stored(path, tuple(entry["shape"]), entry["dtype"])
+            for name, entry in header.items()
+        }
     for name, weight in found.items():
         if weight.dtype.startswith(("I", "U", "BOOL")) and name.endswith((".weight", ".bias")):
             raise ModelError(

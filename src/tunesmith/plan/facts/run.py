@@ -13,9 +13,9 @@ from tunesmith.plan.facts.model import ModelFacts
 class Facts:
     """Facts about a run; an unknown fact is None, and settings that depend on it are not derived.
 
-    ``train_size`` counts tasks or examples; ``longest`` is the data's longest prompt (reinforcement learning) or
-    sequence (supervised) in tokens; ``together`` is the largest number of tokens that must share a micro-batch, if the
-    loss compares sequences.
+    ``train_size`` counts tasks or examples; ``longest`` is the data's longest prompt (reinforcement
+    learning) or sequence (supervised) in tokens; ``together`` is the largest number of tokens that
+    must share a micro-batch, if the loss compares sequences.
     """
 
     hardware: Hardware

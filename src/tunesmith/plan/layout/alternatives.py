@@ -27,7 +27,12 @@ COSTLY = 1.25
 """How many times as long a step has to take with a given setting to be remarked on."""
 MAY_COST = (
     *("kernels", "compile", "zero_stage", "hybrid", "weight_plane", "gradient_checkpointing"),
-    *("offload_optimizer", "offload_parameters", "offload_activations", "max_tokens_per_microbatch"),
+    *(
+        "offload_optimizer",
+        "offload_parameters",
+        "offload_activations",
+        "max_tokens_per_microbatch",
+    ),
 )
 """Keys of ``[system]`` that may exclude a much faster layout."""
 NEXT = 3
@@ -36,8 +41,20 @@ CHECKPOINTING, OFFLOAD = "system.gradient_checkpointing", "system.offload_optimi
 ELSE: tuple[Settings, ...] = ({CHECKPOINTING: True}, {CHECKPOINTING: False}, {OFFLOAD: True})
 """Changes to try besides those of a layout's processes."""
 SHOWN = (
-    *("system.trainer_ranks", "system.zero_stage", "system.sequence_parallel.size", CHECKPOINTING, OFFLOAD),
-    *("system.offload_parameters", "system.offload_activations", "system.engines", TENSOR, "system.engine_process"),
+    *(
+        "system.trainer_ranks",
+        "system.zero_stage",
+        "system.sequence_parallel.size",
+        CHECKPOINTING,
+        OFFLOAD,
+    ),
+    *(
+        "system.offload_parameters",
+        "system.offload_activations",
+        "system.engines",
+        TENSOR,
+        "system.engine_process",
+    ),
     *("system.hybrid", PLACEMENT),
 )
 """Settings that distinguish layouts."""
@@ -51,7 +68,8 @@ PHASES = {
 
 
 def next_best(config: RunConfig, resolved: Resolved[Any], facts: Facts) -> list[dict[str, Any]]:
-    """The next best layouts that fit and that the settings allow: differences, seconds per step, share of memory.
+    """The next best layouts that fit and that the settings allow: differences, seconds per step,
+    share of memory.
 
     Args:
         config: the run before its settings were derived.
@@ -65,17 +83,34 @@ def next_best(config: RunConfig, resolved: Resolved[Any], facts: Facts) -> list[
             other = resolve(with_values(config, changes), facts).config
             layout, devices = _layout(other), planned_devices(other, facts)
             seconds = step_seconds(other, facts).get("step")
-            if layout not in seen and seconds and seconds >= ours and all(fits(other, *device) for device in devices):
+            if (
+                layout not in seen
+                and seconds
+                and seconds >= ours
+                and all(fits(other, *device) for device in devices)
+            ):
                 seen.append(layout)
-                stated = changes.keys() & {CHECKPOINTING, OFFLOAD}  # which might otherwise be derived
-                differs = {key: value for key, value in layout.items() if chosen.get(key) != value or key in stated}
-                share = max((needed.peak / max(1, free) for _, needed, free in devices), default=0.0)
-                found.append({"layout": differs, "step": seconds, "times": seconds / ours, "share": share})
+                stated = changes.keys() & {
+                    CHECKPOINTING,
+                    OFFLOAD,
+                }  # which might otherwise be derived
+                differs = {
+                    key: value
+                    for key, value in layout.items()
+                    if chosen.get(key) != value or key in stated
+                }
+                share = max(
+                    (needed.peak / max(1, free) for _, needed, free in devices), default=0.0
+                )
+                found.append(
+                    {"layout": differs, "step": seconds, "times": seconds / ours, "share": share}
+                )
     return sorted(found, key=lambda each: each["step"])[:NEXT]
 
 
 def _others(config: RunConfig, resolved: Resolved[Any], facts: Facts) -> Iterator[Settings]:
-    """Settings of the fastest other layouts: other processes, or another tradeoff of memory and time."""
+    """Settings of the fastest other layouts: other processes, or another tradeoff of memory and
+    time."""
     said, there = settings(config, given_only=True), with_given_system(config, resolved.config)
     unread = {
         *(() if config.system.engine_kind.spans_devices else (TENSOR,)),
@@ -84,7 +119,11 @@ def _others(config: RunConfig, resolved: Resolved[Any], facts: Facts) -> Iterato
     choices = [*layouts(there, facts)]
     choices = on_all_gpus(there, choices) or choices
     for _, layout, _ in fastest(there, facts, choices, count=NEXT + 1):
-        yield {key: value for key, value in layout.items() if key not in unread and not (key == ENGINES and value == 1)}
+        yield {
+            key: value
+            for key, value in layout.items()
+            if key not in unread and not (key == ENGINES and value == 1)
+        }
     yield from (changes for changes in ELSE if not changes.keys() & said.keys())
 
 
@@ -94,24 +133,33 @@ def _layout(config: RunConfig) -> Mapping[str, Any]:
 
 
 def limits(config: RunConfig, resolved: Resolved[Any], facts: Facts) -> list[dict[str, Any]]:
-    """What limits the speed of a run on GPUs, the most binding first, with the speedup from twice as much of it."""
+    """What limits the speed of a run on GPUs, the most binding first, with the speedup from twice
+    as much of it."""
     phases = step_seconds(resolved.config, facts)
     step = phases.get("step", 0.0)
     if not step or not on_gpu(resolved.config):
         return []
     found: list[dict[str, Any]] = []
     for what, names in PHASES.items():
-        halved = {name: seconds / 2 if name in names else seconds for name, seconds in phases.items() if name != "step"}
+        halved = {
+            name: seconds / 2 if name in names else seconds
+            for name, seconds in phases.items()
+            if name != "step"
+        }
         found.append({"limit": what, "step": whole_step(resolved.config, halved)})
     room = {"system.device_memory": megabytes(2 * free_memory(resolved.config, facts))}
     with suppress(ConfigError):
         found.append(
             {
                 "limit": "the GPUs' memory",
-                "step": step_seconds(resolve(with_values(config, room), facts).config, facts)["step"],
+                "step": step_seconds(resolve(with_values(config, room), facts).config, facts)[
+                    "step"
+                ],
             }
         )
-    ranked = [{**each, "times": step / each["step"]} for each in found if step > LEAST_GAIN * each["step"]]
+    ranked = [
+        {**each, "times": step / each["step"]} for each in found if step > LEAST_GAIN * each["step"]
+    ]
     return sorted(ranked, key=lambda each: each["step"])
 
 
@@ -129,21 +177,35 @@ def costly(config: RunConfig, resolved: Resolved[Any], facts: Facts) -> list[str
             seconds = step_seconds(resolve(other, facts).config, facts).get("step")
             if step and seconds and step > COSTLY * seconds:
                 value = toml_value(settings(config)[f"system.{key}"])
-                notes.append(f"system.{key} = {value}: a step takes about {step:.3g} s, and {seconds:.3g} s without it")
+                notes.append(
+                    f"system.{key} = {value}: a step takes about {step:.3g} s, and {seconds:.3g} s without it"
+                )
     return notes
 
 
 def cost(resolved: Resolved[Any], facts: Facts, price: float) -> dict[str, float]:
-    """The cost of a step, and of the whole run if its number of steps is known, on all GPUs of the machine.
+    """The cost of a step, and of the whole run if its number of steps is known, on all GPUs of the
+    machine.
 
     Raises:
         ConfigError: there are no GPUs, or the duration of a step is not known.
     """
-    gpus, seconds = len(facts.hardware.gpus) * facts.hardware.nodes, step_seconds(resolved.config, facts).get("step")
+    gpus, seconds = (
+        len(facts.hardware.gpus) * facts.hardware.nodes,
+        step_seconds(resolved.config, facts).get("step"),
+    )
     if not gpus or not seconds:
         sized = facts.model is not None and facts.model.parameters
-        lacking = "this machine has no GPU" if not gpus else "the seconds of a step are not known for this run"
-        lacking += "" if not gpus or sized else f", since the size of {resolved.config.model.path} is not known"
+        lacking = (
+            "this machine has no GPU"
+            if not gpus
+            else "the seconds of a step are not known for this run"
+        )
+        lacking += (
+            ""
+            if not gpus or sized
+            else f", since the size of {resolved.config.model.path} is not known"
+        )
         raise ConfigError(f"--price is what a GPU costs for an hour, and {lacking}; leave it out")
     step = gpus * price * seconds / 3600
     steps = settings(resolved.config).get("train.steps")

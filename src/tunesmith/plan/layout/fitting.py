@@ -1,4 +1,5 @@
-"""Refusal of a run that does not fit its devices, with the numbers and the nearest change that fits."""
+"""Refusal of a run that does not fit its devices, with the numbers and the nearest change that
+fits."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ MORE_GPUS = (2, 4, 8, 16, 32, 64, 128)
 
 
 def memory_problems(config: RunConfig, facts: Facts, given: RunConfig) -> Iterator[Problem]:
-    """Problems of a resolved run that does not fit, with the numbers and the nearest change that fits.
+    """Problems of a resolved run that does not fit, with the numbers and the nearest change that
+    fits.
 
     Args:
         given: the run before its settings were derived.
@@ -56,10 +58,17 @@ def memory_problems(config: RunConfig, facts: Facts, given: RunConfig) -> Iterat
             cure += f". The GPUs have room for it, but {host}" if host else ""
             ranks, where = config.system.trainer_ranks, config.system.device
             where = f"{where}, on each of {ranks} devices" if ranks > 1 else where
-            text = _does_not_fit(config, needed, free, cure, f"the {name}'s GPU" if place else where)
+            text = _does_not_fit(
+                config, needed, free, cure, f"the {name}'s GPU" if place else where
+            )
             yield Problem(("model.path",), text, "memory")
         if problem := host_problem(config, needed, facts):
-            names = ("offload_parameters", "offload_optimizer", "offload_activations", "offload_reference")
+            names = (
+                "offload_parameters",
+                "offload_optimizer",
+                "offload_activations",
+                "offload_reference",
+            )
             keys = tuple(f"system.{name}" for name in names if getattr(config.system, name))
             what = " and ".join(f"{key} = true" for key in keys)
             text = f"{what}: this takes {problem}. Leave it out, shard the model or set lora.rank"
@@ -79,7 +88,9 @@ def memory_notes(config: RunConfig, facts: Facts) -> Iterator[str]:
 
 
 def _does_not_fit(config: RunConfig, needed: Price, free: int, cure: str, where: str) -> str:
-    listed = ", ".join(f"{words} {format_size(n)}" for part, words in PARTS.items() if (n := getattr(needed, part)))
+    listed = ", ".join(
+        f"{words} {format_size(n)}" for part, words in PARTS.items() if (n := getattr(needed, part))
+    )
     return (
         f"{config.model.path} does not fit on {where}: it needs at least "
         f"{format_size(needed.peak)} ({listed}), and {format_size(free)} are free. {cure[0].upper()}{cure[1:]}. If "
@@ -87,15 +98,25 @@ def _does_not_fit(config: RunConfig, needed: Price, free: int, cure: str, where:
     )
 
 
-def _remedy(config: RunConfig, facts: Facts, free: int, given: RunConfig, free_of_layout: RunConfig) -> str:
-    """The nearest change with which the run fits, or else the largest run that fits; and how many GPUs suffice."""
+def _remedy(
+    config: RunConfig, facts: Facts, free: int, given: RunConfig, free_of_layout: RunConfig
+) -> str:
+    """The nearest change with which the run fits, or else the largest run that fits; and how many
+    GPUs suffice."""
     always: dict[str, Any] = {"system.gradient_checkpointing": True} if config.trains else {}
-    said = known(given.system, "gradient_checkpointing") not in (None, True)  # otherwise it is derived
+    said = known(given.system, "gradient_checkpointing") not in (
+        None,
+        True,
+    )  # otherwise it is derived
     told = always if said else {}
     more = _more_gpus(free_of_layout, facts)
     more = f", or {more}" if more else ""
     peaks: list[int] = []
-    other = {key: value for key, value in (fastest_layout(free_of_layout, facts) or {}).items() if value is not None}
+    other = {
+        key: value
+        for key, value in (fastest_layout(free_of_layout, facts) or {}).items()
+        if value is not None
+    }
     said = bool(known(given.system, "offload_reference"))
     without = {"system.offload_reference": False} if said and keeps_reference(config) else {}
     for changes in _changes(config, facts, other):
@@ -104,14 +125,22 @@ def _remedy(config: RunConfig, facts: Facts, free: int, given: RunConfig, free_o
             continue
         changed = planned_devices(with_values(config, always | changes), facts, least=True)[0][1]
         if changed.peak <= free and not host_problem(config, changed, facts):
-            words = " and ".join(f"{key} = {toml_value(plain(value))}" for key, value in (told | changes).items())
+            words = " and ".join(
+                f"{key} = {toml_value(plain(value))}" for key, value in (told | changes).items()
+            )
             return f"what fits: {words} ({format_size(changed.peak)}){more}"
         peaks.append(changed.peak)
     if shorter := _longest_that_fits(config, facts, free):
         return f"what fits: samples of at most {shorter} tokens{more}"
     parameters = (facts.model and facts.model.parameters) or 0
     largest = parameters * free / min(peaks, default=1)
-    size = f"{largest / 1e9:.2g}B" if largest >= 1e8 else f"{largest / 1e6:.2g}M" if largest >= 1e6 else "under 1M"
+    size = (
+        f"{largest / 1e9:.2g}B"
+        if largest >= 1e8
+        else f"{largest / 1e6:.2g}M"
+        if largest >= 1e6
+        else "under 1M"
+    )
     return f"a model of this shape may have {size} parameters at most, with all that saves memory{more}"
 
 
@@ -121,8 +150,15 @@ def layout_that_fits(given: RunConfig, config: RunConfig, facts: Facts) -> str:
     Args:
         given: the run before its settings were derived; ``config`` is the run afterwards.
     """
-    fastest, values = fastest_layout(without_layout(with_given_system(given, config)), facts) or {}, settings(config)
-    words = [f"{key} = {toml_value(plain(value))}" for key, value in fastest.items() if values[key] != plain(value)]
+    fastest, values = (
+        fastest_layout(without_layout(with_given_system(given, config)), facts) or {},
+        settings(config),
+    )
+    words = [
+        f"{key} = {toml_value(plain(value))}"
+        for key, value in fastest.items()
+        if values[key] != plain(value)
+    ]
     return f". What fits: {', '.join(words)}" if words else ""
 
 
@@ -139,15 +175,22 @@ def _more_gpus(config: RunConfig, facts: Facts) -> str | None:
         for layout in layouts(config, there):
             if fits_somehow(with_values(config, layout), there):
                 stage = layout["system.zero_stage"]
-                return f"{count} such GPUs" + (f" with system.zero_stage = {stage}" if stage else "")
+                return f"{count} such GPUs" + (
+                    f" with system.zero_stage = {stage}" if stage else ""
+                )
     return None
 
 
-def _changes(config: RunConfig, facts: Facts, layout: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+def _changes(
+    config: RunConfig, facts: Facts, layout: Mapping[str, Any]
+) -> Iterator[dict[str, Any]]:
     """Changes that need less memory, the nearest first; ``layout`` is another layout that fits."""
     muon = config.train.optimizer.name == "muon"  # unavailable for adapters and on the host
     if (memory := config.system.vllm.memory_share) is not None:
-        yield from ({"system.vllm.memory_share": round(n / 20, 2)} for n in range(ceil(20 * memory) - 1, 1, -1))
+        yield from (
+            {"system.vllm.memory_share": round(n / 20, 2)}
+            for n in range(ceil(20 * memory) - 1, 1, -1)
+        )
     if config.system.weight_copy == "gpu":
         yield {"system.weight_copy": "host"}
     if config.trains:
@@ -160,7 +203,10 @@ def _changes(config: RunConfig, facts: Facts, layout: Mapping[str, Any]) -> Iter
         if on_gpu(config) and not muon and not config.system.offload_optimizer:
             yield {"system.offload_optimizer": True}
         if on_gpu(config) and not muon and not config.system.offload_parameters:
-            yield {"system.offload_parameters": True, **({} if config.lora.on else {"system.offload_optimizer": True})}
+            yield {
+                "system.offload_parameters": True,
+                **({} if config.lora.on else {"system.offload_optimizer": True}),
+            }
         if has_critic(config):
             yield {"critic.shared_trunk": True}
         if isinstance(config, DPOConfig | KTOConfig):
@@ -168,10 +214,17 @@ def _changes(config: RunConfig, facts: Facts, layout: Mapping[str, Any]) -> Iter
         if layout:
             values = settings(config)
             differs = {key: value for key, value in layout.items() if values[key] != plain(value)}
-            yield {key: value for key, value in differs.items() if key == PLACEMENT or values[key] is not None}
+            yield {
+                key: value
+                for key, value in differs.items()
+                if key == PLACEMENT or values[key] is not None
+            }
         if not config.lora.on and not muon:
             yield {"lora.rank": USUAL_RANK}
-    engine, fixed = config.system.engine_kind, isinstance(config, ScoreConfig) or (config.trains and muon)
+    engine, fixed = (
+        config.system.engine_kind,
+        isinstance(config, ScoreConfig) or (config.trains and muon),
+    )
     if config.model.quantize is None and not engine.third_party and not fixed:
         lora = {} if not config.trains or config.lora.on else {"lora.rank": USUAL_RANK}
         yield from ({**lora, "model.quantize": name} for name in ("int8", "nf4"))
@@ -182,7 +235,10 @@ def _changes(config: RunConfig, facts: Facts, layout: Mapping[str, Any]) -> Iter
 
 def _longest_that_fits(config: RunConfig, facts: Facts, free: int) -> int | None:
     """The longest sample's tokens divided by the smallest power of two with which the run fits."""
-    tokens, layout = longest_sample(config, facts), replace(layout_of(config, facts), checkpointing=1)
+    tokens, layout = (
+        longest_sample(config, facts),
+        replace(layout_of(config, facts), checkpointing=1),
+    )
     if tokens is None or facts.model is None:
         return None
     while (tokens := tokens // 2) >= LEAST_TOKENS:

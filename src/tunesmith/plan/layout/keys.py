@@ -15,7 +15,11 @@ Settings = Mapping[str, Any]
 
 RANKS, STAGE, ENGINES = "system.trainer_ranks", "system.zero_stage", "system.engines"
 SEQUENCE = "system.sequence_parallel.size"
-TENSOR, PROCESS, TURNS = "system.vllm.tensor_parallel_size", "system.engine_process", "system.hybrid"
+TENSOR, PROCESS, TURNS = (
+    "system.vllm.tensor_parallel_size",
+    "system.engine_process",
+    "system.hybrid",
+)
 PLACEMENT = "system.placement"
 """The key of a ``PlacementSection``, which may be given in part."""
 ONE_PROCESS: Settings = {RANKS: 1, STAGE: 0, SEQUENCE: 1, ENGINES: 1, TENSOR: 1}
@@ -30,10 +34,16 @@ def given(config: RunConfig, key: str) -> Any:
     if key == PROCESS:
         return system.engine_process if name in system.model_fields_set else None
     if key == SEQUENCE:
-        return system.sequence_parallel.size if "sequence_parallel" in system.model_fields_set else None
+        return (
+            system.sequence_parallel.size
+            if "sequence_parallel" in system.model_fields_set
+            else None
+        )
     return known(system.vllm if key == TENSOR else system, name)
 
 
 def plain(value: Any) -> Any:
     """A layout's value as plain JSON."""
-    return value.model_dump(mode="json", exclude_unset=True) if isinstance(value, BaseModel) else value
+    return (
+        value.model_dump(mode="json", exclude_unset=True) if isinstance(value, BaseModel) else value
+    )

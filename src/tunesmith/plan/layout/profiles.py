@@ -1,8 +1,9 @@
 """Values of ``[system]`` that a profile or an earlier measurement sets instead of derived ones.
 
-The profiles are those at the end of OpenRLHF's performance guide: default, high performance, maximum throughput,
-memory constrained. What they set besides is derived here (packing, dynamic batches, the way of new weights), or changes
-what is learned (asynchronous training: rollout.max_staleness).
+The profiles are those at the end of OpenRLHF's performance guide: default, high performance,
+maximum throughput, memory constrained. What they set besides is derived here (packing, dynamic
+batches, the way of new weights), or changes what is learned (asynchronous training:
+rollout.max_staleness).
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ OPTIMIZER, RUNNING = "system.offload_optimizer", "system.max_running"
 
 @dataclass(frozen=True)
 class ProfileValue:
-    """A value that a profile sets, unless the run file does, ``when`` a condition holds for the run and its GPUs."""
+    """A value that a profile sets, unless the run file does, ``when`` a condition holds for the run
+    and its GPUs."""
 
     key: str
     value: Any
@@ -105,7 +107,8 @@ SYSTEM_PROFILES: Mapping[str, tuple[ProfileValue, ...]] = {
 
 
 def derive_profile(filling: Filling, facts: Facts) -> None:
-    """Set the values of the run's profile, or those measured to be fastest; the run file's values stay."""
+    """Set the values of the run's profile, or those measured to be fastest; the run file's values
+    stay."""
     config: RunConfig = filling.config
     given = settings(config, given_only=True)
     if facts.tuned:

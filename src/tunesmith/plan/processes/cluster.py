@@ -1,4 +1,5 @@
-"""Placement of a run's processes on a cluster: bundles of CPUs and GPUs, and which resources a cluster lacks."""
+"""Placement of a run's processes on a cluster: bundles of CPUs and GPUs, and which resources a
+cluster lacks."""
 
 from __future__ import annotations
 
@@ -49,13 +50,15 @@ class Bundle:
 
     @property
     def dealt(self) -> bool:
-        """Whether its processes see different numbers of its GPUs: an engine with several ranks sees all of them, the
-        others see one each, in turn. Ray gives a process a fraction of one GPU or whole GPUs, never parts of two."""
+        """Whether its processes see different numbers of its GPUs: an engine with several ranks
+        sees all of them, the others see one each, in turn. Ray gives a process a fraction of one
+        GPU or whole GPUs, never parts of two."""
         return len(self.roles) > 1 and self.gpus > 1
 
     @property
     def share(self) -> tuple[float, float]:
-        """CPUs and GPUs that Ray, which counts in ten-thousandths, allots to each of its processes."""
+        """CPUs and GPUs that Ray, which counts in ten-thousandths, allots to each of its
+        processes."""
         count = len(self.roles)
         if self.dealt:
             return int(self.cpus / count * 10_000) / 10_000, 0.0
@@ -73,12 +76,15 @@ def cluster_problems(config: RunConfig) -> Iterator[Problem]:
 
 def ray_not_installed(config: RunConfig) -> Iterator[Problem]:
     if config.system.cluster == "ray" and isinstance(config, RLConfig) and find_spec("ray") is None:
-        text = 'system.cluster = "ray": Ray is not installed. Install it: pip install "tunesmith[ray]"'
+        text = (
+            'system.cluster = "ray": Ray is not installed. Install it: pip install "tunesmith[ray]"'
+        )
         yield Problem(("system.cluster",), text, "machine")
 
 
 def _check_ranks(config: RLConfig) -> Iterator[Problem]:
-    """Problems with several ranks of one group on one GPU, or with requests for GPU fractions on an unknown device."""
+    """Problems with several ranks of one group on one GPU, or with requests for GPU fractions on an
+    unknown device."""
     if not (known(config.system, "device") or "cuda").startswith("cuda"):
         return
     groups, ranks = placement_of(config).colocate, known(config.system, "trainer_ranks") or 1
@@ -100,17 +106,30 @@ def _check_ranks(config: RLConfig) -> Iterator[Problem]:
 
 def _check_shared(config: RLConfig) -> Iterator[Problem]:
     placement = placement_of(config)
-    repeated = [role for role, n in Counter(r for group in placement.colocate for r in group).items() if n > 1]
+    repeated = [
+        role
+        for role, n in Counter(r for group in placement.colocate for r in group).items()
+        if n > 1
+    ]
     if repeated:
-        yield Problem(_COLOCATE, f"system.placement.colocate names '{repeated[0]}' twice: a role shares one place")
+        yield Problem(
+            _COLOCATE,
+            f"system.placement.colocate names '{repeated[0]}' twice: a role shares one place",
+        )
     for group in placement.colocate:
         if len(group) < 2:
             text = f"system.placement.colocate: {list(group)} shares with no other role; name at least two"
             yield Problem(_COLOCATE, text)
         if any(not _counted(config, role) for role in group):
             continue  # derived numbers will agree
-        ranks, places = (ranks_per_engine(config) if "rollout" in group else 1), _places(config, group)
-        if any(n % places or n > ranks * places for n in (_side_by_side(config, role) for role in group)):
+        ranks, places = (
+            (ranks_per_engine(config) if "rollout" in group else 1),
+            _places(config, group),
+        )
+        if any(
+            n % places or n > ranks * places
+            for n in (_side_by_side(config, role) for role in group)
+        ):
             counts = ", ".join(f"{role} {_side_by_side(config, role)}" for role in group)
             yield Problem(
                 (*_COLOCATE, "system.trainer_ranks", "system.engines"),
@@ -125,7 +144,8 @@ def _check_shared(config: RLConfig) -> Iterator[Problem]:
 
 
 def _check_scoring(config: RLConfig) -> Iterator[Problem]:
-    """Problems with settings for a reference without its own processes, and with leftover reward model processes."""
+    """Problems with settings for a reference without its own processes, and with leftover reward
+    model processes."""
     said = placement_of(config).ref.model_fields_set
     if said and placed_together(config, "actor", "ref"):
         yield Problem(
@@ -173,7 +193,8 @@ def _places(config: RLConfig, group: Sequence[Role]) -> int:
 def processes(config: RLConfig) -> dict[Role, int]:
     """Number of processes of a resolved run, by role.
 
-    With an adapter, the reference is the policy without it; placed with the trainer, it is in the trainer's processes.
+    With an adapter, the reference is the policy without it; placed with the trainer, it is in the
+    trainer's processes.
     """
     count: dict[Role, int] = {
         "actor": config.system.trainer_ranks,
@@ -188,8 +209,8 @@ def processes(config: RLConfig) -> dict[Role, int]:
 def bundles(config: RLConfig) -> list[Bundle]:
     """One bundle per process, or per place of each group in ``system.placement.colocate``.
 
-    Unless ``system.placement`` says otherwise, a process has one CPU and, on a GPU device, one GPU (an engine has one
-    per rank).
+    Unless ``system.placement`` says otherwise, a process has one CPU and, on a GPU device, one GPU
+    (an engine has one per rank).
 
     Raises:
         ConfigError: ``system.placement`` names a role that the run does not have.
@@ -199,7 +220,10 @@ def bundles(config: RLConfig) -> list[Bundle]:
     count = processes(config)
     within = keeps_reference(config) and not reference_apart(config)
     inside: tuple[Role, ...] = ("ref",) if within else ()
-    named = {*placement.model_fields_set - {"colocate"}, *(r for group in placement.colocate for r in group)}
+    named = {
+        *placement.model_fields_set - {"colocate"},
+        *(r for group in placement.colocate for r in group),
+    }
     for name in sorted(named - {*inside}):
         if name not in count:
             raise ConfigError(
@@ -209,7 +233,9 @@ def bundles(config: RLConfig) -> list[Bundle]:
     shared: list[Bundle] = []
     for group in placement.colocate:
         places = _places(config, group)
-        roles: tuple[Role, ...] = tuple(role for role in group for _ in range(count.pop(role, 0) // places))
+        roles: tuple[Role, ...] = tuple(
+            role for role in group for _ in range(count.pop(role, 0) // places)
+        )
         cpus, gpus = zip(*(_needs(config, role, default) for role in roles), strict=True)
         shared += [Bundle(roles, sum(cpus), max(gpus))] * places
     alone = [role for role in get_args(Role) for _ in range(count.get(role, 0))]
@@ -220,26 +246,41 @@ def _needs(config: RLConfig, role: Role, gpus: float) -> tuple[float, float]:
     wanted: Resources = getattr(placement_of(config), role)
     if role == "rollout":
         gpus *= ranks_per_engine(config)
-    return (1.0 if wanted.cpus is None else wanted.cpus), (gpus if wanted.gpus is None else wanted.gpus)
+    return (1.0 if wanted.cpus is None else wanted.cpus), (
+        gpus if wanted.gpus is None else wanted.gpus
+    )
 
 
 def missing(wanted: Sequence[Bundle], machines: Sequence[Mapping[str, float]]) -> str | None:
-    """A message about the resources that a cluster's machines lack for the bundles; None if they suffice.
+    """A message about the resources that a cluster's machines lack for the bundles; None if they
+    suffice.
 
     Args:
         machines: the numbers of ``CPU`` and ``GPU`` of each.
     """
     lacking: list[str] = []
     for place, unit in enumerate(_UNITS):
-        needs = [(" with ".join(NAMES[role] for role in b.roles), (b.cpus, b.gpus)[place]) for b in wanted]
-        total, available = sum(n for _, n in needs), sum(machine.get(unit, 0.0) for machine in machines)
+        needs = [
+            (" with ".join(NAMES[role] for role in b.roles), (b.cpus, b.gpus)[place])
+            for b in wanted
+        ]
+        total, available = (
+            sum(n for _, n in needs),
+            sum(machine.get(unit, 0.0) for machine in machines),
+        )
         largest = max((machine.get(unit, 0.0) for machine in machines), default=0.0)
         who, most = max(needs, key=lambda need: need[1])
         if total > available + _EPS:
-            listed = ", ".join(f"{times} × {who} {n:g}" for (who, n), times in Counter(needs).items() if n)
-            lacking.append(f"{total:g} {unit}s are needed ({listed}), and the cluster has {available:g}")
+            listed = ", ".join(
+                f"{times} × {who} {n:g}" for (who, n), times in Counter(needs).items() if n
+            )
+            lacking.append(
+                f"{total:g} {unit}s are needed ({listed}), and the cluster has {available:g}"
+            )
         elif most > largest + _EPS:
-            lacking.append(f"{who} needs {most:g} {unit}s on one machine, and the largest has {largest:g}")
+            lacking.append(
+                f"{who} needs {most:g} {unit}s on one machine, and the largest has {largest:g}"
+            )
     if not lacking:
         return None
     return (

@@ -1,4 +1,5 @@
-"""The devices of a run: the GPUs of one machine that each engine process gets, or a CPU with compiled functions."""
+"""The devices of a run: the GPUs of one machine that each engine process gets, or a CPU with
+compiled functions."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ def ranks_per_engine(config: RunConfig) -> int:
 
 
 def visible_names(variable: str | None, count: int) -> list[str]:
-    """Names, as in ``CUDA_VISIBLE_DEVICES``, of the ``count`` GPUs that this process sees, in CUDA's order.
+    """Names, as in ``CUDA_VISIBLE_DEVICES``, of the ``count`` GPUs that this process sees, in
+    CUDA's order.
 
     Example:
         >>> visible_names(None, 2), visible_names("3, GPU-5a,1", 3)
@@ -33,16 +35,20 @@ def visible_names(variable: str | None, count: int) -> list[str]:
 
 
 def own_devices(config: RunConfig, visible: Sequence[str]) -> list[tuple[str, ...]] | None:
-    """The GPUs of each engine, for as many engines as the GPUs allow; None if all share the trainer's.
+    """The GPUs of each engine, for as many engines as the GPUs allow; None if all share the
+    trainer's.
 
-    The trainer shares its GPU only if it takes turns with the engines (``system.hybrid``) or does not train while they
-    sample. A single GPU is always shared, and so is the trainer's if engines read its weights through CUDA IPC.
+    The trainer shares its GPU only if it takes turns with the engines (``system.hybrid``) or does
+    not train while they sample. A single GPU is always shared, and so is the trainer's if engines
+    read its weights through CUDA IPC.
     """
     system, ranks = config.system, ranks_per_engine(config)
     if not _apart_on_gpus(config) or len(visible) < 2 or system.weight_plane == "ipc":
         return None
     trainer = int(system.device.partition(":")[2] or 0)
-    free = [*visible[trainer:], *visible[:trainer]][0 if _shares(config) else known(system, "trainer_ranks") or 1 :]
+    free = [*visible[trainer:], *visible[:trainer]][
+        0 if _shares(config) else known(system, "trainer_ranks") or 1 :
+    ]
     return [tuple(free[start : start + ranks]) for start in range(0, len(free) - ranks + 1, ranks)]
 
 
@@ -59,12 +65,24 @@ def engines_together(config: RunConfig, gpus: int) -> int:
 
 def device_problems(config: RunConfig, gpus: int) -> Iterator[Problem]:
     """Requests that exceed the ``gpus`` visible GPUs."""
-    system, ranks, engines = config.system, ranks_per_engine(config), known(config.system, "engines") or 1
+    system, ranks, engines = (
+        config.system,
+        ranks_per_engine(config),
+        known(config.system, "engines") or 1,
+    )
     places = own_devices(config, visible_names(None, gpus))
     if places is not None and len(places) < engines:
         each = f"{'1 GPU' if ranks == 1 else f'{ranks} GPUs'} each"
-        others, own = ("", 0) if _shares(config) else (" and the trainer", known(system, "trainer_ranks") or 1)
-        at_once = not isinstance(config, RLConfig) or known(system, "hybrid") or config.rollout.max_staleness
+        others, own = (
+            ("", 0)
+            if _shares(config)
+            else (" and the trainer", known(system, "trainer_ranks") or 1)
+        )
+        at_once = (
+            not isinstance(config, RLConfig)
+            or known(system, "hybrid")
+            or config.rollout.max_staleness
+        )
         turns = ", or let engines and trainer take turns: system.hybrid = true"
         yield Problem(
             ("system.engines", "system.vllm.tensor_parallel_size", "system.trainer_ranks"),
@@ -82,7 +100,8 @@ def device_problems(config: RunConfig, gpus: int) -> Iterator[Problem]:
 
 
 def _shares(config: RunConfig) -> bool:
-    """Whether engines also use the trainer's GPU, because nothing trains on it while they sample."""
+    """Whether engines also use the trainer's GPU, because nothing trains on it while they
+    sample."""
     return bool(known(config.system, "hybrid")) or not isinstance(config, RLConfig)
 
 
@@ -91,7 +110,8 @@ def _apart_on_gpus(config: RunConfig) -> bool:
 
 
 def compilable(config: RunConfig, facts: Facts) -> bool:
-    """Whether there is something to compile: a decode step of the local engine, or a training step (``kernels``)."""
+    """Whether there is something to compile: a decode step of the local engine, or a training step
+    (``kernels``)."""
     able = facts.hardware.tiles or facts.hardware.pairs
     trains = config.trains and known(config.model, "dtype") == "bfloat16" and able
     return not on_gpu(config) and (_decodes(config, facts) or trains)
@@ -103,5 +123,10 @@ def decodes_compiled(config: RunConfig, facts: Facts) -> bool:
 
 
 def _decodes(config: RunConfig, facts: Facts) -> bool:
-    """Whether the local engine samples from a model that compiled functions can decode; unknown models count too."""
-    return config.samples and not config.system.engine_kind.third_party and (facts.model is None or facts.model.lean)
+    """Whether the local engine samples from a model that compiled functions can decode; unknown
+    models count too."""
+    return (
+        config.samples
+        and not config.system.engine_kind.third_party
+        and (facts.model is None or facts.model.lean)
+    )

@@ -1,4 +1,5 @@
-"""How engines and trainer work together: which processes have a copy of the weights, and which of them publish it."""
+"""How engines and trainer work together: which processes have a copy of the weights, and which of
+them publish it."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ BUCKET = 64 << 20
 
 
 def engines_apart(config: RunConfig) -> bool:
-    """Whether engines run in processes other than the trainer's, with their own copies of the weights."""
+    """Whether engines run in processes other than the trainer's, with their own copies of the
+    weights."""
     ranks = isinstance(config, RLConfig) and (known(config.system, "trainer_ranks") or 1) > 1
     return config.system.engine_process or config.system.cluster == "ray" or ranks
 
@@ -26,6 +28,11 @@ def loads_model(config: RunConfig) -> bool:
 
 
 def publishing_ranks(config: RunConfig) -> int:
-    """The number of trainer ranks that publish: the first ones, which together have the whole model."""
+    """The number of trainer ranks that publish: the first ones, which together have the whole
+    model."""
     system = config.system
-    return (known(system, "shard_size") or known(system, "trainer_ranks") or 1) if known(system, "zero_stage") else 1
+    return (
+        (known(system, "shard_size") or known(system, "trainer_ranks") or 1)
+        if known(system, "zero_stage")
+        else 1
+    )

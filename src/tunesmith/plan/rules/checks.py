@@ -57,7 +57,9 @@ def raise_all(problems: Sequence[Problem]) -> None:
         raise ConfigError(*problems)
 
 
-def unread_problems(config: RunConfig, facts: Facts | None = None, said: RunConfig | None = None) -> Iterator[Problem]:
+def unread_problems(
+    config: RunConfig, facts: Facts | None = None, said: RunConfig | None = None
+) -> Iterator[Problem]:
     """One problem for each given setting that nothing reads.
 
     Args:
@@ -151,7 +153,8 @@ def stop_tokens(s: Situation[RunConfig]) -> Iterator[Problem]:
 def batch(s: Situation[RLConfig]) -> Iterator[Problem]:
     size: int | None = known(s.config.train, "batch_size")
     samples, keys = s.config.rollout.samples, ("rollout.prompts_per_step", "rollout.group_size")
-    # Where the data has fewer prompts than were asked for, the last optimizer batch of a step is short.
+    # Where the data has fewer prompts than were asked for, the last optimizer batch of a step is
+    # short.
     lowered = s.facts is not None and s.train_size == s.config.rollout.prompts_per_step
     if samples > MOST_ROLLOUTS:
         yield Problem(

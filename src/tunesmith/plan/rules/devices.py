@@ -185,7 +185,8 @@ def this_machine(s: Situation[RunConfig]) -> Iterator[Problem]:
 
 @rule(RunConfig)
 def kv_memory(s: Situation[RunConfig]) -> Iterator[Problem]:
-    """The longest prompt with its completion, in blocks; the last token's keys and values are never read."""
+    """The longest prompt with its completion, in blocks; the last token's keys and values are never
+    read."""
     model, kv, config = s.model, s.system.kv_memory, s.config
     derived = s.dtype is not None and s.system.compile is not None
     samples = config.samples and not s.engine.third_party and derived

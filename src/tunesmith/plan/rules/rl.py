@@ -1,4 +1,5 @@
-"""Rules about reinforcement learning and distillation: environments, rollouts, the algorithm and the critic."""
+"""Rules about reinforcement learning and distillation: environments, rollouts, the algorithm and
+the critic."""
 
 from __future__ import annotations
 

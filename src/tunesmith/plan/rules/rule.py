@@ -9,7 +9,8 @@ A rule is a function that yields what is wrong with a run::
 
 A setting that was given and that nothing reads has a line of its own::
 
-    unread(DPOConfig, "dpo.label_smoothing", lambda s: s.config.dpo.loss != "sigmoid", "on this loss; leave it out")
+    unread(DPOConfig, "dpo.label_smoothing", lambda s: s.config.dpo.loss != "sigmoid", "on this
+    loss; leave it out")
 """
 
 from __future__ import annotations

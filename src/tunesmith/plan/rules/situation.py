@@ -1,4 +1,5 @@
-"""What rules read: a run's settings, what follows from them, and facts. What is not known yet is None."""
+"""What rules read: a run's settings, what follows from them, and facts. What is not known yet is
+None."""
 
 from __future__ import annotations
 
@@ -36,17 +37,23 @@ from tunesmith.types import altering
 C = TypeVar("C", bound=RunConfig)
 
 
-def resolved_algorithm(config: RLConfig, switch: int | None = None) -> tuple[AlgorithmSection, Reasons]:
+def resolved_algorithm(
+    config: RLConfig, switch: int | None = None
+) -> tuple[AlgorithmSection, Reasons]:
     """``[algorithm]`` as it resolves with this ``[rollout]``; see ``resolve_algorithm``.
 
     Args:
-        switch: the length at which the model changes its rotary frequencies, if rollouts may exceed it.
+        switch: the length at which the model changes its rotary frequencies, if rollouts may exceed
+            it.
     """
     rollout = config.rollout
     altered_by = [f"rollout.{name}" for name in altering(rollout)]
     if switch is not None:
-        # Tokens sampled before the switch are scored with the frequencies of the whole, longer sequence.
-        altered_by.append(f"the change of the model's rotary frequencies at {switch} tokens (longrope)")
+        # Tokens sampled before the switch are scored with the frequencies of the whole, longer
+        # sequence.
+        altered_by.append(
+            f"the change of the model's rotary frequencies at {switch} tokens (longrope)"
+        )
     return resolve_algorithm(
         config.algorithm,
         max_new_tokens=rollout.max_new_tokens,
@@ -101,8 +108,11 @@ class Situation(Generic[C]):
         value = redact_values(self._settings.get(key), key)
         return key if value is None else f"{key} = {toml_value(value)}"
 
-    def clash(self, key: str, text: str, *others: str, kind: ProblemKind = "contradiction") -> Problem:
-        """The problem ``key = value``, continued by ``text``; ``others`` are keys that it is about as well."""
+    def clash(
+        self, key: str, text: str, *others: str, kind: ProblemKind = "contradiction"
+    ) -> Problem:
+        """The problem ``key = value``, continued by ``text``; ``others`` are keys that it is about
+        as well."""
         space = "" if text[0] in ":," else " "
         return Problem((key, *others), f"{self.said(key)}{space}{text}", kind)
 
@@ -120,7 +130,8 @@ class Situation(Generic[C]):
 
     @cached_property
     def algorithm(self) -> AlgorithmSection | None:
-        """``[algorithm]`` with its preset; None without one, or if that is refused, which ``checks`` reports."""
+        """``[algorithm]`` with its preset; None without one, or if that is refused, which
+        ``checks`` reports."""
         if isinstance(self.config, RLConfig):
             with suppress(ConfigError):
                 return resolved_algorithm(self.config)[0]
@@ -212,7 +223,9 @@ class Situation(Generic[C]):
         if not isinstance(config, RLConfig):
             tokens = self.facts and (self.facts.together or self.facts.longest)
             return tokens, f"one sample may take {tokens} tokens"
-        tokens = self.longest or config.data.max_prompt_tokens or 1  # before the data is read, little
+        tokens = (
+            self.longest or config.data.max_prompt_tokens or 1
+        )  # before the data is read, little
         tokens, parts = tokens + config.rollout.max_new_tokens, "prompt and rollout.max_new_tokens"
         if more(config.environment.max_tokens, tokens):
             tokens, parts = config.environment.max_tokens, "environment.max_tokens"
@@ -282,7 +295,8 @@ class Situation(Generic[C]):
 
     @cached_property
     def engines_apart(self) -> bool | None:
-        """Whether engines have processes of their own; None if no setting says so, and the machine will."""
+        """Whether engines have processes of their own; None if no setting says so, and the machine
+        will."""
         system = self.config.system
         said = system.cluster != "none" or "engine_process" in system.model_fields_set
         if engines_apart(self.config) or said or self.facts is not None or self.engine.served:

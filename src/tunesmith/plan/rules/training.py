@@ -1,4 +1,5 @@
-"""Rules about the length of training, the model, lengths of sequences, evaluation and preferences."""
+"""Rules about the length of training, the model, lengths of sequences, evaluation and
+preferences."""
 
 from __future__ import annotations
 

@@ -22,7 +22,8 @@ from tunesmith.records.toml import toml_value
 # fmt: off
 
 SUPPORTED = (0, 32)
-"""The minor version with which the adapter is tested; vLLM's internals change between minor versions."""
+"""The minor version with which the adapter is tested; vLLM's internals change between minor
+versions."""
 OWN_ARGUMENTS: Mapping[str, str] = {
     "model": "model.path",
     "tokenizer": "model.path",
@@ -78,7 +79,8 @@ def version_problem(installed: str) -> str | None:
 
 
 def extra_problem(extra: Iterable[str], known: Sequence[str], installed: str) -> str | None:
-    """Why arguments cannot be passed to this version of vLLM; ``known`` lists its ``EngineArgs``."""
+    """Why arguments cannot be passed to this version of vLLM; ``known`` lists its
+    ``EngineArgs``."""
     for name in extra:
         if name not in known:
             near = closest(name, known, 0.6)
@@ -227,7 +229,8 @@ def _speculation(s: Situation[RunConfig]) -> Iterator[Problem]:
 
 
 def vllm_not_installed(config: RunConfig) -> Iterator[Problem]:
-    """A problem if a run needs vLLM in this environment and it is missing or has another version."""
+    """A problem if a run needs vLLM in this environment and it is missing or has another
+    version."""
     if config.system.engine != "vllm" or config.system.engine_python is not None:
         return
     if find_spec("vllm") is None:

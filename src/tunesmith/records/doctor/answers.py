@@ -1,4 +1,5 @@
-"""Batch inference and RFT: how a run stands, and whether a round's samples are enough to learn from."""
+"""Batch inference and RFT: how a run stands, and whether a round's samples are enough to learn
+from."""
 
 from __future__ import annotations
 
@@ -32,7 +33,11 @@ class Answers(Signs):
         assert record.standing is not None
         self.standing = record.standing
         self.done = f"{self.standing.answered} of {self.standing.total} prompts are answered"
-        shares = {name: tuple(r["evaluation"]["accuracy"]) for name, r in record.rounds.items() if "evaluation" in r}
+        shares = {
+            name: tuple(r["evaluation"]["accuracy"])
+            for name, r in record.rounds.items()
+            if "evaluation" in r
+        }
         self.before: Share = shares.get("base", UNKNOWN_SHARE)
         self.after: Share = list(shares.values())[-1] if len(shares) > 1 else UNKNOWN_SHARE
         first = record.rounds.get("round-1", {}).get("yield")
@@ -45,7 +50,8 @@ class SampledRound:
 
     Args:
         per_question: samples.
-        batch: samples of a training batch. An epoch over fewer answers is one step, so they are only repeated.
+        batch: samples of a training batch. An epoch over fewer answers is one step, so they are
+            only repeated.
     """
 
     name: str
@@ -60,10 +66,13 @@ class SampledRound:
 
     @property
     def counted(self) -> str:
-        return f"{self.name}: {self.counts['correct']} of {self.counts['samples']} samples are right, "
+        return (
+            f"{self.name}: {self.counts['correct']} of {self.counts['samples']} samples are right, "
+        )
 
     def samples_for(self, answers: int) -> str | None:
-        """Samples per question that give so many right answers; None if that is out of reach, or done."""
+        """Samples per question that give so many right answers; None if that is out of reach, or
+        done."""
         if not self.counts["correct"]:
             return None
         needed = ceil(answers / self.right[0] / self.counts["questions"])
@@ -102,9 +111,9 @@ def run_stopped(run: Answers) -> Evidence:
 def few_kept(this: SampledRound) -> Evidence:
     """This is less than one batch to learn from: training only repeats it.
 
-    More questions or more samples of each give more answers. Where few samples are right, give worked examples
-    (rft.few_shot), let a larger model answer (rft.sampler), ask easier questions, or train by example first (tunesmith
-    sft).
+    More questions or more samples of each give more answers. Where few samples are right, give
+    worked examples (rft.few_shot), let a larger model answer (rft.sampler), ask easier questions,
+    or train by example first (tunesmith sft).
     """
     kept, solved, questions = (this.counts[name] for name in ("kept", "solved", "questions"))
     if kept < this.batch:  # an epoch over it is one optimizer step
@@ -114,11 +123,15 @@ def few_kept(this: SampledRound) -> Evidence:
         )
 
 
-@ROUND.add("warning", Change[SampledRound]("sampling.n", lambda this: this.samples_for(this.counts["questions"])))
+@ROUND.add(
+    "warning",
+    Change[SampledRound]("sampling.n", lambda this: this.samples_for(this.counts["questions"])),
+)
 def low_yield(this: SampledRound) -> Evidence:
     """Only the easiest questions are learned from.
 
-    Sample more of each question, give worked examples (rft.few_shot), or let a larger model answer (rft.sampler).
+    Sample more of each question, give worked examples (rft.few_shot), or let a larger model answer
+    (rft.sampler).
     """
     if this.right[2] * this.per_question < 1:
         yield (
@@ -141,7 +154,8 @@ def nearly_all_right(this: SampledRound) -> Evidence:
 def answers_not_found(this: SampledRound) -> Evidence:
     """Most samples have no answer in the form that the reward looks for, or are cut off before it.
 
-    Read some, and see reward.pattern; show the form with rft.few_shot, or raise sampling.max_new_tokens.
+    Read some, and see reward.pattern; show the form with rft.few_shot, or raise
+    sampling.max_new_tokens.
     """
     share, _, high = this.counts.get("answered_share") or UNKNOWN_SHARE
     if high < 0.5:
@@ -162,7 +176,8 @@ def accuracy_fell(run: Answers) -> Evidence:
 def greedy_answers_differ(run: Answers) -> Evidence:
     """Samples at sampling.temperature are more varied than the greedy answers of an evaluation.
 
-    A lower sampling.temperature gives more right samples; the greedy accuracy shows little of what is learned.
+    A lower sampling.temperature gives more right samples; the greedy accuracy shows little of what
+    is learned.
     """
     if run.before[0] - run.sampled >= 0.25:
         yield f"before training greedy answers were right in {run.before[0]:.1%}, samples in {run.sampled:.1%}"
@@ -206,7 +221,9 @@ def answer_findings(record: RunRecord) -> list[Finding]:
     return worst_first(found, [*RUN, *ROUND])
 
 
-def yield_findings(counts: Mapping[str, Any], samples_per_question: int, batch_size: int, name: str) -> list[Finding]:
+def yield_findings(
+    counts: Mapping[str, Any], samples_per_question: int, batch_size: int, name: str
+) -> list[Finding]:
     """What is wrong with a round's yield, while the run goes on."""
     this = SampledRound(name, counts, samples_per_question, batch_size)
     found = worst_first(applied(ROUND, this, f"1-{counts['questions']}"), ROUND)

@@ -1,4 +1,5 @@
-"""Metrics as columns, and their statistics. What is unknown is NaN, so that no condition on it holds."""
+"""Metrics as columns, and their statistics. What is unknown is NaN, so that no condition on it
+holds."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ BEFORE = 10
 
 
 class Figure(float):
-    """A number that shows as three digits unless told otherwise, and as ``?`` if it is unknown (NaN)."""
+    """A number that shows as three digits unless told otherwise, and as ``?`` if it is unknown
+    (NaN)."""
 
     def __format__(self, spec: str) -> str:
         return "?" if math.isnan(self) else format(float(self), spec or ".3g")
@@ -49,7 +51,8 @@ def span(lines: Sequence[Metrics]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Jump:
-    """The ratio of a value to the median of the ``BEFORE`` preceding ones, which a run's first steps lack."""
+    """The ratio of a value to the median of the ``BEFORE`` preceding ones, which a run's first
+    steps lack."""
 
     times: float = UNKNOWN
     step: float = UNKNOWN
@@ -59,7 +62,8 @@ class Jump:
 
 @dataclass(frozen=True)
 class Column:
-    """A metric's values with their steps; ``first`` and ``last`` are means over ``width`` values."""
+    """A metric's values with their steps; ``first`` and ``last`` are means over ``width``
+    values."""
 
     pairs: Sequence[tuple[float, float]] = ()
     width: int = 1
@@ -137,7 +141,8 @@ class Columns:
     """The metrics in lines of ``metrics.jsonl``, by name.
 
     Args:
-        tables: lines, with the width of ``first`` and ``last`` (None: a fifth). The first that has a metric counts.
+        tables: lines, with the width of ``first`` and ``last`` (None: a fifth). The first that has
+            a metric counts.
     """
 
     def __init__(self, *tables: tuple[Sequence[Metrics], int | None]) -> None:
@@ -156,6 +161,7 @@ class Columns:
         return Column()
 
     def names(self, pattern: str) -> list[str]:
-        """The part in parentheses of each metric's name that fits the pattern, in the order of the lines."""
+        """The part in parentheses of each metric's name that fits the pattern, in the order of the
+        lines."""
         names = dict.fromkeys(name for lines, _ in self._tables for line in lines for name in line)
         return [found[1] for name in names if (found := re.fullmatch(pattern, name))]

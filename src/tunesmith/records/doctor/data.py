@@ -1,4 +1,5 @@
-"""Lines that were left out, duplicates, held-out data from the training data, and too little of either."""
+"""Lines that were left out, duplicates, held-out data from the training data, and too little of
+either."""
 
 from __future__ import annotations
 
@@ -31,7 +32,9 @@ def bad_lines_left_out(run: Signs) -> Evidence:
         yield f"{run.facts.bad:.0%} of the training data's lines were left out because they cannot be used"
 
 
-@RULES.add("note", put('data.train = [{ path = "...", weight = 1.0 }, { path = "...", weight = 1.0 }]'))
+@RULES.add(
+    "note", put('data.train = [{ path = "...", weight = 1.0 }, { path = "...", weight = 1.0 }]')
+)
 def one_source_dominates(run: Signs) -> Evidence:
     """The others hardly count: the sources' weights, or their sizes where they have none.
 
@@ -83,7 +86,9 @@ def many_epochs(run: Signs) -> Evidence:
         yield f"the data was seen {epochs:.1f} times"
 
 
-@RULES.add("note", Change[Signs]("eval.max_prompts", lambda run: str((run.facts.eval_size or 0) * 4)))
+@RULES.add(
+    "note", Change[Signs]("eval.max_prompts", lambda run: str((run.facts.eval_size or 0) * 4))
+)
 def eval_too_small(run: Signs) -> Evidence:
     """Too few held-out prompts to tell an improvement from noise.
 

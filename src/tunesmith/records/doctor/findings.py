@@ -5,7 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import chain
 
-from tunesmith.records.doctor import data, gradients, held_out, memory, nothing_learned, policy, rewards, speed, updates
+from tunesmith.records.doctor import (
+    data,
+    gradients,
+    held_out,
+    memory,
+    nothing_learned,
+    policy,
+    rewards,
+    speed,
+    updates,
+)
 from tunesmith.records.doctor.answers import answer_findings
 from tunesmith.records.doctor.columns import span, window
 from tunesmith.records.doctor.learning import at_the_end
@@ -16,7 +26,10 @@ from tunesmith.records.doctor.signs import Signs
 LEARNED = 0.2
 """Rise of the reward, in standard deviations, above which a run has learned something."""
 RULES = [
-    *chain.from_iterable(topic.RULES for topic in (gradients, rewards, updates, data, policy, held_out, speed, memory))
+    *chain.from_iterable(
+        topic.RULES
+        for topic in (gradients, rewards, updates, data, policy, held_out, speed, memory)
+    )
 ]
 """In the order in which findings of a severity are listed."""
 
@@ -31,7 +44,8 @@ def diagnose(record: RunRecord) -> list[Finding]:
 
 
 def _nothing_learned(run: Signs) -> list[Finding]:
-    """The run's own warning that it learns nothing. If everything is learned already, it is a note."""
+    """The run's own warning that it learns nothing. If everything is learned already, it is a
+    note."""
     facts = run.record.facts
     problem = facts and at_the_end(run.record.steps, facts)
     if not problem:

@@ -9,14 +9,22 @@ from tunesmith.records.doctor.signs import Signs, times
 JUMP = 20
 """A gradient's norm that is so many times the usual one is a spike."""
 RULES = Rules[Signs]()
-twice_the_usual_norm = Change[Signs]("train.max_grad_norm", lambda run: f"{run['grad_norm'].median * 2:.2g}")
+twice_the_usual_norm = Change[Signs](
+    "train.max_grad_norm", lambda run: f"{run['grad_norm'].median * 2:.2g}"
+)
 
 
-@RULES.add("problem", times("train.lr", 0.3), put('model.dtype = "float32"'), explains="steps_dropped spikes spike")
+@RULES.add(
+    "problem",
+    times("train.lr", 0.3),
+    put('model.dtype = "float32"'),
+    explains="steps_dropped spikes spike",
+)
 def not_finite(run: Signs) -> Evidence:
     """The gradient is not finite: the learning rate is too high, or the number format overflows.
 
-    The first keeps the steps if they are too large; the second tells whether it is the number format.
+    The first keeps the steps if they are too large; the second tells whether it is the number
+    format.
     """
     if run.dropped > 0.05:
         yield f"{run.dropped:.0%} of the optimizer steps were dropped ({run['skipped_steps'].sum:.0f})"
@@ -49,7 +57,8 @@ def tokens_not_finite(run: Signs) -> Evidence:
 
 @RULES.add("warning", twice_the_usual_norm, times("train.lr", 0.5), explains="spike")
 def spikes(run: Signs) -> Evidence:
-    """Some batches are unlike the others: outliers in rewards or data, or the learning rate is at its edge.
+    """Some batches are unlike the others: outliers in rewards or data, or the learning rate is at
+    its edge.
 
     Such a batch moves the weights as far as others do.
     """

@@ -1,4 +1,5 @@
-"""Losses, preferences and evaluations: training that memorises, jumps, or is not what the evaluation shows."""
+"""Losses, preferences and evaluations: training that memorises, jumps, or is not what the
+evaluation shows."""
 
 from __future__ import annotations
 
@@ -13,7 +14,12 @@ def _best_step(run: Signs) -> str | None:
     return f"{step:.0f}" if step else None
 
 
-@RULES.add("warning", Change("train.steps", _best_step), put('eval.metric = "eval/loss"'), explains="many_epochs")
+@RULES.add(
+    "warning",
+    Change("train.steps", _best_step),
+    put('eval.metric = "eval/loss"'),
+    explains="many_epochs",
+)
 def overfitting(run: Signs) -> Evidence:
     """The model memorises the training data.
 
@@ -45,7 +51,9 @@ def loss_spike(run: Signs) -> Evidence:
         yield f"the loss jumped from {jump.usual} to {jump.value} in step {jump.step:.0f}"
 
 
-@RULES.add("warning", times("train.lr", 3), explains="overfitting loss_flat eval_too_small", over_last=True)
+@RULES.add(
+    "warning", times("train.lr", 3), explains="overfitting loss_flat eval_too_small", over_last=True
+)
 def no_preference(run: Signs) -> Evidence:
     """The learning rate is too low, or the labels are noise.
 
@@ -59,7 +67,8 @@ def no_preference(run: Signs) -> Evidence:
 
 @RULES.add("note", times("train.lr", 0.5))
 def chosen_unlikelier(run: Signs) -> Evidence:
-    """Both answers become less likely, the rejected one faster: usual in DPO, and a sign of too many steps.
+    """Both answers become less likely, the rejected one faster: usual in DPO, and a sign of too
+    many steps.
 
     The chosen answers stay likely.
     """
@@ -71,11 +80,14 @@ def chosen_unlikelier(run: Signs) -> Evidence:
 
 @RULES.add("note", put("eval.samples = 4"), put("eval.pass_at = [1]"))
 def greedy_differs(run: Signs) -> Evidence:
-    """The evaluation is greedy, and training learns from samples at rollout.temperature, which are more varied.
+    """The evaluation is greedy, and training learns from samples at rollout.temperature, which are
+    more varied.
 
-    eval/pass@1 is the accuracy of samples, which moves first; the greedy accuracy has little room to rise.
+    eval/pass@1 is the accuracy of samples, which moves first; the greedy accuracy has little room
+    to rise.
     """
-    # A greedy answer shows what is likeliest, and sampling what is likely: both can be far apart before training.
+    # A greedy answer shows what is likeliest, and sampling what is likely: both can be far apart
+    # before training.
     greedy = run["eval/accuracy"].first
     sampled = run.right.first
     if greedy - sampled >= 0.25 and run.number("eval.samples") == 1:

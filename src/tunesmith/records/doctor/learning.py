@@ -1,4 +1,5 @@
-"""Detects from its metrics that a run learns nothing: a run asks after each step, the doctor of a run's files."""
+"""Detects from its metrics that a run learns nothing: a run asks after each step, the doctor of a
+run's files."""
 
 from __future__ import annotations
 
@@ -28,8 +29,11 @@ def finding(history: Sequence[Metrics], facts: RunFacts) -> Finding | None:
 
 
 def at_the_end(history: Sequence[Metrics], facts: RunFacts) -> Finding | None:
-    """A problem that remains when the run ends, or a loss that is no lower than at the beginning."""
-    return finding(history, facts) or next(applied(AT_THE_END, Recent(history, facts), span(history)), None)
+    """A problem that remains when the run ends, or a loss that is no lower than at the
+    beginning."""
+    return finding(history, facts) or next(
+        applied(AT_THE_END, Recent(history, facts), span(history)), None
+    )
 
 
 @dataclass(slots=True)
@@ -58,7 +62,17 @@ class LearningWatch:
 
 
 _READ = (
-    *("step", "loss", "grad_norm", "optimizer_steps", "skipped_steps", "reward", "reward/std", "rollouts", "correct"),
+    *(
+        "step",
+        "loss",
+        "grad_norm",
+        "optimizer_steps",
+        "skipped_steps",
+        "reward",
+        "reward/std",
+        "rollouts",
+        "correct",
+    ),
     *("rollouts/failed", "groups_equal", "groups_kept", "truncated", "entropy", "policy_kl"),
     *("completion_tokens_max", "nonfinite_tokens"),
 )

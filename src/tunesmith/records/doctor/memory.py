@@ -12,8 +12,8 @@ RULES = Rules[Signs]()
 def memory_retries(run: Signs) -> Evidence:
     """system.max_tokens_per_microbatch is more than the device holds.
 
-    Larger micro-batches fit; or set the limit that the run printed, so nothing is repeated. docs/troubleshooting.md
-    lists what else takes less memory, in the order in which to try it.
+    Larger micro-batches fit; or set the limit that the run printed, so nothing is repeated.
+    docs/troubleshooting.md lists what else takes less memory, in the order in which to try it.
     """
     retries = run["memory_retries"]
     if retries.sum > 0:

@@ -48,7 +48,9 @@ class Recent(Columns):
             return True
         if not (facts.rewarded and facts.from_total) or step.get("rollouts", 0) < 2:
             return False
-        return step.get("reward/std") == 0 or (facts.compares_group and step.get("groups_equal") == 1)
+        return step.get("reward/std") == 0 or (
+            facts.compares_group and step.get("groups_equal") == 1
+        )
 
 
 def _skipped(step: Metrics) -> bool:
@@ -56,7 +58,11 @@ def _skipped(step: Metrics) -> bool:
 
 
 def _without_gradient(step: Metrics) -> bool:
-    return step.get("optimizer_steps") == 0 or _skipped(step) or step.get("grad_norm", 1.0) <= NO_GRADIENT
+    return (
+        step.get("optimizer_steps") == 0
+        or _skipped(step)
+        or step.get("grad_norm", 1.0) <= NO_GRADIENT
+    )
 
 
 HARMFUL = Rules[Recent]()
@@ -71,9 +77,11 @@ AT_THE_END = Rules[Recent]()
 def lr_without_effect(run: Recent) -> Evidence:
     """Nothing is learned: the learning rate is far too low.
 
-    Raise train.lr: 1e-6 is usual in reinforcement learning, 1e-5 in supervised training, ten times that with LoRA.
+    Raise train.lr: 1e-6 is usual in reinforcement learning, 1e-5 in supervised training, ten times
+    that with LoRA.
     """
-    # AdamW moves a weight by about the learning rate per step: reach is the learning rate times the optimizer steps.
+    # AdamW moves a weight by about the learning rate per step: reach is the learning rate times the
+    # optimizer steps.
     if run.facts.reach < 1e-6:
         yield (
             f"the learning rate {run.facts.lr:g} moves no weight by more than about {run.facts.reach:.1g} in the whole "
@@ -117,7 +125,8 @@ def failing(run: Recent) -> Evidence:
 def not_finite(run: Recent) -> Evidence:
     """Nothing is learned: the gradient is not finite.
 
-    Lower train.lr, or compute in float32 (model.dtype) to see whether the number format is the cause.
+    Lower train.lr, or compute in float32 (model.dtype) to see whether the number format is the
+    cause.
     """
     if all(map(_skipped, run.last)):
         yield f"the gradient was not finite and every optimizer step was dropped (train.lr = {run.facts.lr:g})"
@@ -132,10 +141,12 @@ def not_finite(run: Recent) -> Evidence:
 def ruined(run: Recent) -> Evidence:
     """Nothing is learned: training has ruined the policy.
 
-    Lower train.lr by a factor of 10, or hold the policy back with algorithm.kl.coef, and start again or from an
-    earlier checkpoint.
+    Lower train.lr by a factor of 10, or hold the policy back with algorithm.kl.coef, and start
+    again or from an earlier checkpoint.
     """
-    differing = [step for step in run.history[: 1 - STEPS] if "reward" in step and step.get("reward/std")]
+    differing = [
+        step for step in run.history[: 1 - STEPS] if "reward" in step and step.get("reward/std")
+    ]
     if not differing:
         return
     best = max(differing, key=lambda step: step["reward"])
@@ -160,7 +171,8 @@ def unknown_prompts(run: Recent) -> Evidence:
 def always_right(run: Recent) -> Evidence:
     """There is nothing left to learn from these prompts.
 
-    Give harder ones, or end the run with eval.target. If the answers are not right, check the reward.
+    Give harder ones, or end the run with eval.target. If the answers are not right, check the
+    reward.
     """
     full = run.facts.full_reward
     if run.correct == 1 or (full is not None and run.reward >= full - 1e-9):
@@ -171,7 +183,8 @@ def always_right(run: Recent) -> Evidence:
 def truncated(run: Recent) -> Evidence:
     """Nothing is learned: answers are cut off before they end.
 
-    Raise rollout.max_new_tokens, or train on examples first (tunesmith sft), so the model learns to end.
+    Raise rollout.max_new_tokens, or train on examples first (tunesmith sft), so the model learns to
+    end.
     """
     cut = run["truncated"].mean
     rewarded = run.reward > 0 and run.correct != 0
@@ -183,8 +196,8 @@ def truncated(run: Recent) -> Evidence:
 def always_wrong(run: Recent) -> Evidence:
     """Nothing is learned: the prompts are too hard, or the reward misjudges the answers.
 
-    Read some in rollouts.jsonl. If the reward judges them rightly: train on examples first (tunesmith sft), give easier
-    prompts, raise rollout.group_size, or reward partial success.
+    Read some in rollouts.jsonl. If the reward judges them rightly: train on examples first
+    (tunesmith sft), give easier prompts, raise rollout.group_size, or reward partial success.
     """
     if run.reward == 0 and not run.correct > 0:
         yield f"no answer to any prompt is right (reward 0 for all {run['rollouts'].last:.0f} rollouts of a step)"
@@ -204,8 +217,8 @@ def constant_reward(run: Recent) -> Evidence:
 def equal_answers(run: Recent) -> Evidence:
     """Nothing is learned: the policy always gives the same answer.
 
-    Sample with rollout.temperature = 1; where the entropy has collapsed, start again with a lower train.lr, or with
-    algorithm.loss.clip_high above clip_low.
+    Sample with rollout.temperature = 1; where the entropy has collapsed, start again with a lower
+    train.lr, or with algorithm.loss.clip_high above clip_low.
     """
     if run.always("groups_equal", 1) and (run.facts.temperature < 0.1 or run.entropy < 0.01):
         known = f", entropy {run.entropy:.2g} nats per token" if run["entropy"].count else ""
@@ -226,8 +239,8 @@ def equal_rewards(run: Recent) -> Evidence:
 def no_samples(run: Recent) -> Evidence:
     """Nothing is learned: all rollouts failed or were left out.
 
-    See truncated, groups_kept and rollouts/failed in metrics.jsonl, and algorithm.mask_truncated and
-    algorithm.dynamic_filter.
+    See truncated, groups_kept and rollouts/failed in metrics.jsonl, and algorithm.mask_truncated
+    and algorithm.dynamic_filter.
     """
     if run.facts.rollouts and run.never("optimizer_steps"):
         yield "no rollout reached the loss"
@@ -247,10 +260,15 @@ def known(run: Recent) -> Evidence:
 def no_gradient(run: Recent) -> Evidence:
     """Nothing is learned: no token that counts reaches the loss.
 
-    See reward/std, groups_equal and clip_low in metrics.jsonl, or without rewards data.loss_on and the data.
+    See reward/std, groups_equal and clip_low in metrics.jsonl, or without rewards data.loss_on and
+    the data.
     """
     norm = run["grad_norm"].mean
-    yield f"the gradient is {norm:.1g}" if run.facts.rollouts else f"the gradient is zero at a loss of {run.loss}"
+    yield (
+        f"the gradient is {norm:.1g}"
+        if run.facts.rollouts
+        else f"the gradient is zero at a loss of {run.loss}"
+    )
 
 
 @AT_THE_END.add("problem", explains="no_preference loss_flat always_clipped")
@@ -262,7 +280,9 @@ def loss_does_not_fall(run: Recent) -> Evidence:
     quarter = max(1, sum("loss" in step for step in run.history) // 4)
     loss = Columns((run.history, quarter))["loss"]
     if not run.facts.rollouts and loss.count >= 20 and loss.rise >= 0:
-        yield (f"the loss has not fallen: {loss.first} in the first {quarter} steps, {loss.last} in the last {quarter}")
+        yield (
+            f"the loss has not fallen: {loss.first} in the first {quarter} steps, {loss.last} in the last {quarter}"
+        )
 
 
 RULES = [*HARMFUL, *NOTHING, *AT_THE_END]

@@ -1,4 +1,5 @@
-"""Runs that learn and then break: entropy, length, rewards that are gamed, drift, critics and evaluations."""
+"""Runs that learn and then break: entropy, length, rewards that are gamed, drift, critics and
+evaluations."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ def entropy_collapse(run: Signs) -> Evidence:
 
 @RULES.add("warning", times("train.lr", 0.3), put("algorithm.entropy_coef = 0.0"))
 def entropy_explosion(run: Signs) -> Evidence:
-    """The policy becomes random: steps too large, an entropy bonus too large, or rewards without meaning.
+    """The policy becomes random: steps too large, an entropy bonus too large, or rewards without
+    meaning.
 
     The policy stays near what it knows.
     """
@@ -95,7 +97,8 @@ def longer_scores_higher(run: Signs) -> Evidence:
 def reward_hacking(run: Signs) -> Evidence:
     """The reward is gamed, or the prompts are memorised.
 
-    The policy is held near its start; the best checkpoint is kept. Read the best rollouts and fix the reward.
+    The policy is held near its start; the best checkpoint is kept. Read the best rollouts and fix
+    the reward.
     """
     reward = run["reward"]
     held_out = run["eval/reward"]
@@ -181,7 +184,8 @@ def stale_weights(run: Signs) -> Evidence:
 def sampler_disagrees(run: Signs) -> Evidence:
     """Engine and trainer compute with different kernels, number formats or settings.
 
-    The first weights tokens by how likely the sampler made them; the second tells whether it is the number format.
+    The first weights tokens by how likely the sampler made them; the second tells whether it is the
+    number format.
     """
     kl = run["policy_kl"].median
     if run.on_policy and run.steps >= 3 and kl > 0.005:

@@ -1,4 +1,5 @@
-"""The files of a run that the doctor reads. A run may still be active, or have ended at any point."""
+"""The files of a run that the doctor reads. A run may still be active, or have ended at any
+point."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ class RunFacts:
     rewarded: bool = True
     """Whether it learns from rewards; with a teacher it does not."""
     from_total: bool = True
-    """Whether equal total rewards teach nothing; False if individual rewards or lengths also count."""
+    """Whether equal total rewards teach nothing; False if individual rewards or lengths also
+    count."""
     compares_group: bool = True
     """Whether a rollout is compared with the others of its group."""
     full_reward: float | None = None
@@ -65,7 +67,8 @@ class RunFacts:
 
 @dataclass(frozen=True, slots=True)
 class RunRecord:
-    """``settings`` by dotted key; ``steps`` and ``evaluations`` are lines of ``metrics.jsonl`` without nulls."""
+    """``settings`` by dotted key; ``steps`` and ``evaluations`` are lines of ``metrics.jsonl``
+    without nulls."""
 
     path: Path
     settings: Mapping[str, Any]
@@ -100,7 +103,11 @@ def read_record(path: Path) -> RunRecord:
         settings=read_settings(path),
         steps=steps,
         evaluations=evaluations,
-        rollouts=[row for row in newest_objects(path / "rollouts.jsonl", MOST_BYTES) if row.get("kind") == "train"],
+        rollouts=[
+            row
+            for row in newest_objects(path / "rollouts.jsonl", MOST_BYTES)
+            if row.get("kind") == "train"
+        ],
         facts=read_facts(path),
         running=running,
         standing=standing and standing.seen(running=running),

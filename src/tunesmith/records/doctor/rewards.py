@@ -10,7 +10,8 @@ RULES = Rules[Signs]()
 
 @RULES.add("problem", explains="some_rollouts_fail")
 def rollouts_fail(run: Signs) -> Evidence:
-    """The reward, the environment or the engine raises errors; the field error in rollouts.jsonl has each.
+    """The reward, the environment or the engine raises errors; the field error in rollouts.jsonl
+    has each.
 
     Every failed rollout is lost.
     """
@@ -21,7 +22,8 @@ def rollouts_fail(run: Signs) -> Evidence:
 
 @RULES.add("warning")
 def some_rollouts_fail(run: Signs) -> Evidence:
-    """The reward, the environment or the engine raises errors; the field error in rollouts.jsonl has each.
+    """The reward, the environment or the engine raises errors; the field error in rollouts.jsonl
+    has each.
 
     Failed rollouts are not random: what they have in common is not learned.
     """
@@ -30,7 +32,9 @@ def some_rollouts_fail(run: Signs) -> Evidence:
         yield f"{failed:.1%} of the rollouts failed ({run.failures})"
 
 
-@RULES.add("warning", put('reward.isolation = "process"'), explains="some_rollouts_fail", over_last=True)
+@RULES.add(
+    "warning", put('reward.isolation = "process"'), explains="some_rollouts_fail", over_last=True
+)
 def reward_threads_hang(run: Signs) -> Evidence:
     """A reward function hangs, or is slower than its time limit.
 
@@ -102,7 +106,12 @@ def _equal_groups(run: Signs) -> str:
     return f"in {equal:.0%} of the groups all rollouts have the same reward; {right:.0%} of the answers are right"
 
 
-@RULES.add("warning", times("rollout.group_size", 2), put("algorithm.dynamic_filter = true"), over_last=True)
+@RULES.add(
+    "warning",
+    times("rollout.group_size", 2),
+    put("algorithm.dynamic_filter = true"),
+    over_last=True,
+)
 def few_contrasts(run: Signs) -> Evidence:
     """Most prompts are too hard: no rollout of the group succeeds.
 

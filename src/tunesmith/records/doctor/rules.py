@@ -1,4 +1,5 @@
-"""Findings, and the rules that make them: each is a typed function that yields the evidence for one finding."""
+"""Findings, and the rules that make them: each is a typed function that yields the evidence for one
+finding."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ ReadBy = TypeVar("ReadBy", contravariant=True)
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """``change`` holds settings to write, ``key = value``; ``effect`` describes their effect, or what to do."""
+    """``change`` holds settings to write, ``key = value``; ``effect`` describes their effect, or
+    what to do."""
 
     key: str
     severity: Severity
@@ -65,7 +67,8 @@ class Rules(list[Rule[Read]]):
     def add(
         self, severity: Severity, *change: Change[Read], explains: str = "", over_last: bool = False
     ) -> Callable[[Callable[[Read], Evidence]], Callable[[Read], Evidence]]:
-        """Add the decorated function. Its docstring says the cause and, in a second paragraph, the effect.
+        """Add the decorated function. Its docstring says the cause and, in a second paragraph, the
+        effect.
 
         Args:
             explains: keys of findings, separated by spaces.
@@ -75,20 +78,26 @@ class Rules(list[Rule[Read]]):
             cause, _, effect = (getdoc(evidence) or "").partition("\n\n")
             cause, effect = (" ".join(text.split()).removesuffix(".") for text in (cause, effect))
             keys = tuple(explains.split())
-            self.append(Rule(evidence.__name__, severity, cause, effect, change, keys, over_last, evidence))
+            self.append(
+                Rule(evidence.__name__, severity, cause, effect, change, keys, over_last, evidence)
+            )
             return evidence
 
         return added
 
 
-def applied(rules: Iterable[Rule[Read]], run: Read, steps: str, last_steps: str = "") -> Iterator[Finding]:
+def applied(
+    rules: Iterable[Rule[Read]], run: Read, steps: str, last_steps: str = ""
+) -> Iterator[Finding]:
     """The findings of the rules that apply, in their order."""
     for rule in rules:
         for numbers in rule.evidence(run):
             values = ((change.key, change.value(run)) for change in rule.change)
             change = tuple(f"{key} = {value}" for key, value in values if value is not None)
             covered = last_steps if rule.over_last else steps
-            yield Finding(rule.key, rule.severity, numbers, rule.cause, change, rule.effect, covered)
+            yield Finding(
+                rule.key, rule.severity, numbers, rule.cause, change, rule.effect, covered
+            )
 
 
 def worst_first(findings: Iterable[Finding], rules: Iterable[Rule[Any]]) -> list[Finding]:

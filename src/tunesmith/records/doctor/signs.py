@@ -17,7 +17,8 @@ LEAST_PAIRS = 32
 
 
 class Signs(Columns):
-    """``signs["reward"].last`` is a metric's mean over the last fifth of the steps, or its last evaluation."""
+    """``signs["reward"].last`` is a metric's mean over the last fifth of the steps, or its last
+    evaluation."""
 
     def __init__(self, record: RunRecord) -> None:
         super().__init__((record.evaluations, 1), (record.steps, None))
@@ -30,9 +31,12 @@ class Signs(Columns):
         self.on_gpu = str(record.settings.get("system.device")).startswith("cuda")
 
     def number(self, key: str) -> Figure:
-        """A setting; unknown if it is None or not a number, because another version or a person may have written it."""
+        """A setting; unknown if it is None or not a number, because another version or a person may
+        have written it."""
         value = self.settings.get(key)
-        return Figure(value) if isinstance(value, int | float) and -1e300 < value < 1e300 else UNKNOWN
+        return (
+            Figure(value) if isinstance(value, int | float) and -1e300 < value < 1e300 else UNKNOWN
+        )
 
     def shown(self, key: str) -> str:
         value = self.settings.get(key)
@@ -51,11 +55,23 @@ class Signs(Columns):
 
     @property
     def on_policy(self) -> bool:
-        """Whether the sampler's log-probabilities are those of the trained policy over all tokens."""
+        """Whether the sampler's log-probabilities are those of the trained policy over all
+        tokens."""
         settings = self.settings
-        uncut = settings.get("rollout.top_p") in (None, 1.0) and settings.get("rollout.top_k") in (None, 0, -1)
-        fresh = not settings.get("algorithm.decoupled") and not self.number("rollout.max_staleness") > 0
-        return self["optimizer_steps"].max == 1 and uncut and fresh and not self.number("rollout.min_p") > 0
+        uncut = settings.get("rollout.top_p") in (None, 1.0) and settings.get("rollout.top_k") in (
+            None,
+            0,
+            -1,
+        )
+        fresh = (
+            not settings.get("algorithm.decoupled") and not self.number("rollout.max_staleness") > 0
+        )
+        return (
+            self["optimizer_steps"].max == 1
+            and uncut
+            and fresh
+            and not self.number("rollout.min_p") > 0
+        )
 
     @cached_property
     def right(self) -> Column:
@@ -75,18 +91,29 @@ class Signs(Columns):
     @property
     def failures(self) -> str:
         """Kinds of failed rollouts, the most frequent first."""
-        sums = {kind: self[f"rollouts/{kind}"].sum for kind in self.names("rollouts/(.+)") if kind != "failed"}
-        return ", ".join(kind for kind in sorted(sums, key=lambda kind: -sums[kind]) if sums[kind] > 0)
+        sums = {
+            kind: self[f"rollouts/{kind}"].sum
+            for kind in self.names("rollouts/(.+)")
+            if kind != "failed"
+        }
+        return ", ".join(
+            kind for kind in sorted(sums, key=lambda kind: -sums[kind]) if sums[kind] > 0
+        )
 
     def constant_rewards(self, *, zero: bool) -> str:
         """Those of several rewards in which rollouts never differ, and that are always 0 or not."""
         names = self.names("reward/(.+)/std")
-        constant = [name for name in names if not any(self[f"reward/{name}/std"].values) and len(names) > 1]
-        return ", ".join(name for name in constant if zero != any(self[f"reward/{name}/mean"].values))
+        constant = [
+            name for name in names if not any(self[f"reward/{name}/std"].values) and len(names) > 1
+        ]
+        return ", ".join(
+            name for name in constant if zero != any(self[f"reward/{name}/mean"].values)
+        )
 
     @property
     def length_correlation(self) -> Figure:
-        """Correlation of length and reward within groups; unknown if there is too little to tell."""
+        """Correlation of length and reward within groups; unknown if there is too little to
+        tell."""
         groups: defaultdict[tuple[float, float], list[tuple[float, float]]] = defaultdict(list)
         for row in self.record.rollouts:
             found = numbers(row)
@@ -105,7 +132,8 @@ class Signs(Columns):
 
 
 def times(key: str, factor: float, of: str | None = None) -> Change[Signs]:
-    """A change to a setting's value, or to that of another one, times a factor; rounded if it is an integer."""
+    """A change to a setting's value, or to that of another one, times a factor; rounded if it is an
+    integer."""
 
     def value(run: Signs) -> str | None:
         now = run.settings.get(of or key)

@@ -1,4 +1,5 @@
-"""Where the time goes. Only what costs a minute in all counts: of a shorter run nobody gets anything back."""
+"""Where the time goes. Only what costs a minute in all counts: of a shorter run nobody gets
+anything back."""
 
 from __future__ import annotations
 
@@ -13,16 +14,20 @@ LEAST_SECONDS = 60
 def _share(run: Signs, phase: str) -> Figure:
     """Of the time; 0 if it does not count."""
     seconds = run[f"seconds/{phase}"].sum
-    return ratio(seconds, run["seconds"].sum) if run.steps >= 3 and seconds > LEAST_SECONDS else Figure(0)
+    return (
+        ratio(seconds, run["seconds"].sum)
+        if run.steps >= 3 and seconds > LEAST_SECONDS
+        else Figure(0)
+    )
 
 
 @RULES.add("note")
 def far_from_limit(run: Signs) -> Evidence:
-    """The GPU waits: for rewards, environments or engines, for few or short samples in each step, or for kernel
-    launches of a small model.
+    """The GPU waits: for rewards, environments or engines, for few or short samples in each step,
+    or for kernel launches of a small model.
 
-    More prompts or a larger batch in each step use the GPU better; seconds/<phase> says which phase takes the time,
-    and tunesmith tune measures faster settings.
+    More prompts or a larger batch in each step use the GPU better; seconds/<phase> says which phase
+    takes the time, and tunesmith tune measures faster settings.
     """
     share = run["limit_share"].mean
     if run.steps >= 3 and share < 0.1 and run["seconds"].sum > LEAST_SECONDS and run.on_gpu:
@@ -62,7 +67,8 @@ def _waits(run: Signs, name: str, things: str) -> Evidence:
 def slow_reward(run: Signs) -> Evidence:
     """The reward is on the critical path.
 
-    The first computes rewards while the next step samples, the second on several cores; or make it async.
+    The first computes rewards while the next step samples, the second on several cores; or make it
+    async.
     """
     yield from _waits(run, "reward", "rewards")
 
@@ -109,7 +115,8 @@ def _half_running(run: Signs) -> str | None:
 def preempted(run: Signs) -> Evidence:
     """More requests run at once than system.kv_memory holds.
 
-    Fewer requests at once, none recomputed; a larger system.kv_memory is better where there is room.
+    Fewer requests at once, none recomputed; a larger system.kv_memory is better where there is
+    room.
     """
     requests = run["preemptions"]
     memory = run.shown("system.kv_memory")
@@ -124,7 +131,8 @@ def preempted(run: Signs) -> Evidence:
 def prompts_not_shared(run: Signs) -> Evidence:
     """Every rollout of a group recomputes its prompt.
 
-    A prompt is computed once per group; for a server that you start yourself, set the server's option.
+    A prompt is computed once per group; for a server that you start yourself, set the server's
+    option.
     """
     share = run["prefix_hit_share"].mean
     size = run.number("rollout.group_size")
@@ -178,7 +186,9 @@ def too_many_threads(run: Signs) -> Evidence:
     threads = run.number("system.threads")
     per_core = run.facts.threads_per_core
     if per_core > 1.5 and threads > 1:
-        yield (f"{per_core:.1f} threads compute for each processor that the run may use (system.threads = {threads})")
+        yield (
+            f"{per_core:.1f} threads compute for each processor that the run may use (system.threads = {threads})"
+        )
 
 
 @RULES.add("warning", put('system.speculative = "off"'))

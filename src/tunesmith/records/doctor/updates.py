@@ -46,9 +46,14 @@ def _quarter_of_the_rollouts(run: Signs) -> str | None:
     return f"{rollouts // 4:.0f}" if rollouts >= 4 else None
 
 
-@RULES.add("warning", Change("train.batch_size", _quarter_of_the_rollouts), explains="large_updates much_clipped")
+@RULES.add(
+    "warning",
+    Change("train.batch_size", _quarter_of_the_rollouts),
+    explains="large_updates much_clipped",
+)
 def many_small_steps(run: Signs) -> Evidence:
-    """train.batch_size counts samples of the whole run, not of a device: most steps use rollouts of an outdated policy.
+    """train.batch_size counts samples of the whole run, not of a device: most steps use rollouts of
+    an outdated policy.
 
     4 optimizer steps per batch; left out, there is 1.
     """
@@ -59,7 +64,9 @@ def many_small_steps(run: Signs) -> Evidence:
         yield f"{steps:.0f} optimizer steps of {size} samples on each batch of {rollouts:.0f} rollouts"
 
 
-@RULES.add("warning", put("train.warmup_ratio = 0.05"), explains="reward_flat loss_flat loss_does_not_fall")
+@RULES.add(
+    "warning", put("train.warmup_ratio = 0.05"), explains="reward_flat loss_flat loss_does_not_fall"
+)
 def long_warmup(run: Signs) -> Evidence:
     """The warm-up was meant for a longer run: most steps are taken at a fraction of train.lr.
 

@@ -57,7 +57,8 @@ class MetricsFile:
     _place: ReadPosition = field(default_factory=ReadPosition)
 
     def read_on(self) -> bool:
-        """Returns whether anything has changed. A replaced or truncated file is read from its beginning.
+        """Returns whether anything has changed. A replaced or truncated file is read from its
+        beginning.
 
         Raises:
             StorageError: it cannot be read.
@@ -87,7 +88,8 @@ class MetricsFile:
 
 
 def curves(table: Table, most: int = POINTS) -> dict[str, Any]:
-    """``step``: the last step of each point; ``time``; and ``metrics``: ``mean``, ``low`` and ``high`` by name.
+    """``step``: the last step of each point; ``time``; and ``metrics``: ``mean``, ``low`` and
+    ``high`` by name.
 
     Points without a number are null. If every point is one line, ``low`` and ``high`` are left out.
     """
@@ -96,13 +98,19 @@ def curves(table: Table, most: int = POINTS) -> dict[str, Any]:
     points = min(table.rows, most)
     starts = np.linspace(0, table.rows, points, endpoint=False).astype(np.int64)
     metrics = {
-        name: _points(table.column(name), starts) for name in sorted(table.columns) if name not in ("step", "time")
+        name: _points(table.column(name), starts)
+        for name in sorted(table.columns)
+        if name not in ("step", "time")
     }
     stops = np.append(starts[1:], table.rows) - 1
     return {
         "step": [int(step) for step in table.column("step")[stops]],
         "time": shown(table.column("time")[stops], digits=13),
-        "metrics": {name: curve for name, curve in metrics.items() if any(v is not None for v in curve["mean"])},
+        "metrics": {
+            name: curve
+            for name, curve in metrics.items()
+            if any(v is not None for v in curve["mean"])
+        },
     }
 
 

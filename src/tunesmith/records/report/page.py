@@ -1,4 +1,5 @@
-"""The page: one HTML document with its style, its script and its data, which loads nothing from anywhere."""
+"""The page: one HTML document with its style, its script and its data, which loads nothing from
+anywhere."""
 
 from __future__ import annotations
 
@@ -16,15 +17,16 @@ MARK = "<title>Tunesmith</title>"
 def page(data: Mapping[str, Any]) -> bytes:
     """The document, in UTF-8.
 
-    Its Content-Security-Policy allows only its own style and script, by their hashes; with ``live`` it may query its
-    server.
+    Its Content-Security-Policy allows only its own style and script, by their hashes; with ``live``
+    it may query its server.
 
     Args:
         data: ``model``; ``live``, or otherwise ``rollouts`` by run and ``written``.
     """
     parts = files("tunesmith.records.report")
     style, charts, script, document = (
-        parts.joinpath(name).read_text(encoding="utf-8") for name in ("page.css", "charts.js", "page.js", "page.html")
+        parts.joinpath(name).read_text(encoding="utf-8")
+        for name in ("page.css", "charts.js", "page.js", "page.html")
     )
     script = charts + script
     policy = [
@@ -45,7 +47,9 @@ def page(data: Mapping[str, Any]) -> bytes:
 
 def json_bytes(value: Any) -> bytes:
     """JSON in UTF-8; lone surrogates, which UTF-8 cannot encode, are escaped."""
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "backslashreplace")
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode(
+        "utf-8", "backslashreplace"
+    )
 
 
 def _hash(text: str) -> str:

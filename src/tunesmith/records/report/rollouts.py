@@ -17,11 +17,13 @@ from tunesmith.records.tail import Identity, ReadPosition, identity, json_object
 SEARCHED = 256 << 20
 """Bytes that one search reads; it returns the position to continue from."""
 _HEAD_ENDS = b', "prompt": '
-"""The part of a line before it is enough for the index. It cannot occur in texts, where quotes are escaped."""
+"""The part of a line before it is enough for the index. It cannot occur in texts, where quotes are
+escaped."""
 
 
 class LineGroup(NamedTuple):
-    """Consecutive lines of one step, kind and group. ``reward`` is the mean; ``low`` and ``high`` are its extremes."""
+    """Consecutive lines of one step, kind and group. ``reward`` is the mean; ``low`` and ``high``
+    are its extremes."""
 
     start: int
     stop: int
@@ -38,7 +40,8 @@ class LineGroup(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """A search for groups. ``text`` is searched in prompts, answers, errors and data columns, ignoring case."""
+    """A search for groups. ``text`` is searched in prompts, answers, errors and data columns,
+    ignoring case."""
 
     kind: str = ""
     first: int | None = None
@@ -50,7 +53,11 @@ class Query:
     def admits(self, group: LineGroup) -> bool:
         """Whether a group matches, apart from its text."""
         unequal = group.low is not None and group.low != group.high
-        of_status = {"failed": group.failed > 0, "contrast": unequal, "equal": not unequal and group.low is not None}
+        of_status = {
+            "failed": group.failed > 0,
+            "contrast": unequal,
+            "equal": not unequal and group.low is not None,
+        }
         return (
             self.kind in ("", group.kind)
             and (self.first is None or group.step >= self.first)
@@ -72,7 +79,8 @@ class _File:
 class RolloutIndex:
     """The groups of both files of a log, the older file's first. ``read_on`` adds new lines.
 
-    A group's position is its index among all groups seen of the run; it stays valid when the files are rotated.
+    A group's position is its index among all groups seen of the run; it stays valid when the files
+    are rotated.
     """
 
     path: Path
@@ -99,7 +107,9 @@ class RolloutIndex:
                 for start, line in known.place.lines(file):
                     _add(known, start, line)
                 found[key], self._paths[key] = known, path
-        self.dropped += sum(len(file.groups) for key, file in self._files.items() if key not in found)
+        self.dropped += sum(
+            len(file.groups) for key, file in self._files.items() if key not in found
+        )
         self._files = found
 
     @property
@@ -161,7 +171,9 @@ def _add(file: _File, start: int, line: bytes) -> None:
     last = file.groups[-1] if file.groups else None
     if last is None or (last.step, last.kind, last.number) != (step, kind, number):
         task = str(head.get("task", ""))[:200]
-        file.groups.append(LineGroup(start, stop, step, kind, number, task, 1, int(failed), reward, reward, reward))
+        file.groups.append(
+            LineGroup(start, stop, step, kind, number, task, 1, int(failed), reward, reward, reward)
+        )
         return
     known = [value for value in (last.low, last.high, reward) if value is not None]
     scored = last.rollouts - last.failed
@@ -216,14 +228,17 @@ def texts(line: dict[str, Any]) -> Iterator[str]:
 
 
 def sample(index: RolloutIndex, most: int) -> list[int]:
-    """Positions of groups with at most ``most`` bytes in total: failures, evaluations and others, each spread evenly.
+    """Positions of groups with at most ``most`` bytes in total: failures, evaluations and others,
+    each spread evenly.
 
     A group that exceeds the remaining bytes for its kind is left out.
     """
     groups = list(enumerate(index.groups(), index.dropped))
     failed = [(place, group) for place, group in groups if group.failed]
     shown = [(place, group) for place, group in groups if group.kind == "eval" and not group.failed]
-    others = [(place, group) for place, group in groups if group.kind != "eval" and not group.failed]
+    others = [
+        (place, group) for place, group in groups if group.kind != "eval" and not group.failed
+    ]
     chosen, left = list[int](), most
     for number, kind in enumerate((failed, shown, others)):
         picked = list(_spread(kind, left // (3 - number)))

@@ -47,7 +47,8 @@ class GrowingRun:
         return self.metrics.read_on() | (size != self.rollouts.size)
 
     def findings(self) -> tuple[list[Json], str | None]:
-        """The doctor's findings, or why it could not judge. A run is judged again after 2% more steps."""
+        """The doctor's findings, or why it could not judge. A run is judged again after 2% more
+        steps."""
         rows = self.metrics.steps.rows
         if self._judged is None or not self._judged[0] <= rows <= self._judged[0] * 1.02:
             try:
@@ -66,7 +67,9 @@ def open_run(path: Path) -> GrowingRun:
     """
     with boundary(StorageError, f"cannot read {path}", OSError):
         check_holds(path, FILES)
-    run = GrowingRun(path, MetricsFile(path / "metrics.jsonl"), RolloutIndex(path / "rollouts.jsonl"))
+    run = GrowingRun(
+        path, MetricsFile(path / "metrics.jsonl"), RolloutIndex(path / "rollouts.jsonl")
+    )
     run.read_on()
     return run
 
@@ -87,9 +90,13 @@ def run_json(run: GrowingRun, name: str) -> Json:
     steps = run.metrics.steps
     if run.metrics.damaged:
         places = ", ".join(map(str, run.metrics.damaged[:5]))
-        problems.append(f"{len(run.metrics.damaged)} lines of metrics.jsonl are no records and are left out: {places}")
+        problems.append(
+            f"{len(run.metrics.damaged)} lines of metrics.jsonl are no records and are left out: {places}"
+        )
     if run.rollouts.damaged:
-        problems.append(f"{run.rollouts.damaged} lines of the rollout files are no rollouts and are left out")
+        problems.append(
+            f"{run.rollouts.damaged} lines of the rollout files are no rollouts and are left out"
+        )
     if not steps.rows:
         problems.append("no step is complete yet")
     findings, why_none = run.findings()
@@ -119,7 +126,8 @@ def run_json(run: GrowingRun, name: str) -> Json:
 
 
 def read_settings(path: Path) -> tuple[dict[str, Json], list[str], list[str]]:
-    """Settings by dotted key, each with ``value``, ``source`` and ``reason``; notes on them; problems of the file."""
+    """Settings by dotted key, each with ``value``, ``source`` and ``reason``; notes on them;
+    problems of the file."""
     if not path.exists():
         return {}, [], [f"{path.name} is missing: the settings are not known"]
     try:
@@ -127,7 +135,9 @@ def read_settings(path: Path) -> tuple[dict[str, Json], list[str], list[str]]:
         kept = {key: dict(entry) for key, entry in saved["settings"].items() if "value" in entry}
         return kept, [str(note) for note in saved.get("notes", ())], []
     except (StorageError, ValueError, KeyError, TypeError, AttributeError) as error:
-        problem = f"{path.name} cannot be read, or is of another version: {type(error).__name__}: {error}"
+        problem = (
+            f"{path.name} cannot be read, or is of another version: {type(error).__name__}: {error}"
+        )
         return {}, [], [problem]
 
 
@@ -141,13 +151,16 @@ def read_plan(path: Path) -> Json | None:
 
 
 def evaluations(run: GrowingRun) -> Json:
-    """Curves of the evaluations. ``low`` and ``high`` of a share are its 95% interval for the number of prompts."""
+    """Curves of the evaluations. ``low`` and ``high`` of a share are its 95% interval for the
+    number of prompts."""
     found = curves(run.metrics.evaluations)
     facts = read_facts(run.path)
     size = facts.eval_size if facts else None
     for name, curve in found["metrics"].items():
         if size and "low" not in curve and unit(name) == "share":
-            bounds = [None if v is None or not 0 <= v <= 1 else wilson(v, size) for v in curve["mean"]]
+            bounds = [
+                None if v is None or not 0 <= v <= 1 else wilson(v, size) for v in curve["mean"]
+            ]
             curve["low"] = [None if b is None else round(b[0], 4) for b in bounds]
             curve["high"] = [None if b is None else round(b[1], 4) for b in bounds]
     return {**found, "prompts": size}
@@ -155,7 +168,11 @@ def evaluations(run: GrowingRun) -> Json:
 
 def examples(index: RolloutIndex) -> list[Json]:
     """The first and last answers to the same held-out prompts."""
-    groups = [(place, group) for place, group in enumerate(index.groups(), index.dropped) if group.kind == "eval"]
+    groups = [
+        (place, group)
+        for place, group in enumerate(index.groups(), index.dropped)
+        if group.kind == "eval"
+    ]
     if not groups:
         return []
     ends = {min(group.step for _, group in groups), max(group.step for _, group in groups)}
@@ -175,22 +192,31 @@ def described(metrics: Sequence[str]) -> dict[str, Json]:
     kinds = {metric.name: kind for kind, table in CATALOGUE.items() for metric in table}
     found = {name: find(name) for name in metrics}
     return {
-        name: {"group": kinds[m.name], "unit": m.unit, "meaning": m.meaning} if m else {"group": "other"}
+        name: {"group": kinds[m.name], "unit": m.unit, "meaning": m.meaning}
+        if m
+        else {"group": "other"}
         for name, m in found.items()
     }
 
 
 def model(runs: Sequence[GrowingRun]) -> Json:
     """All runs for the page, without rollouts."""
-    made = [run_json(run, name) for run, name in zip(runs, names([run.path for run in runs]), strict=True)]
-    seen = dict.fromkeys(n for run in made for part in ("curves", "evaluations") for n in run[part]["metrics"])
+    made = [
+        run_json(run, name)
+        for run, name in zip(runs, names([run.path for run in runs]), strict=True)
+    ]
+    seen = dict.fromkeys(
+        n for run in made for part in ("curves", "evaluations") for n in run[part]["metrics"]
+    )
     return {"runs": made, "metrics": described(list(seen))}
 
 
 def embedded_rollouts(run: GrowingRun, most: int) -> list[Json]:
     """A sample of the groups with their lines, of at most ``most`` bytes in the files."""
     index = run.rollouts
-    return [{**group_json(index, place), "lines": index.lines(place)} for place in sample(index, most)]
+    return [
+        {**group_json(index, place), "lines": index.lines(place)} for place in sample(index, most)
+    ]
 
 
 def group_json(index: RolloutIndex, place: int) -> Mapping[str, Any]:

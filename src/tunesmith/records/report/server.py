@@ -39,7 +39,8 @@ class Watch:
     _running: list[bool] = field(default_factory=list[bool])
 
     def model(self) -> dict[str, Any]:
-        """The model, with a ``version`` that counts its changes and the ``seconds`` it took to build."""
+        """The model, with a ``version`` that counts its changes and the ``seconds`` it took to
+        build."""
         with self._lock:
             changed = [run.read_on() for run in self.runs]
             going_on = [is_running(run.path) for run in self.runs]
@@ -81,17 +82,28 @@ class Watch:
 
 
 def make_app(watch: Watch) -> web.Application:
-    """The page itself needs the token in its address, which opens it; its requests need it in a header."""
+    """The page itself needs the token in its address, which opens it; its requests need it in a
+    header."""
 
     async def show(request: web.Request) -> web.Response:
-        if not hmac.compare_digest(request.query.get("token", "").encode(errors="replace"), watch.token.encode()):
-            raise web.HTTPUnauthorized(text="open the address that tunesmith watch printed, with its token")
+        if not hmac.compare_digest(
+            request.query.get("token", "").encode(errors="replace"), watch.token.encode()
+        ):
+            raise web.HTTPUnauthorized(
+                text="open the address that tunesmith watch printed, with its token"
+            )
         document = await asyncio.to_thread(lambda: page({"live": True, "model": watch.model()}))
-        return web.Response(body=document, content_type="text/html", charset="utf-8", headers=HEADERS)
+        return web.Response(
+            body=document, content_type="text/html", charset="utf-8", headers=HEADERS
+        )
 
     async def show_model(request: web.Request) -> web.Response:
         made = await asyncio.to_thread(watch.model)
-        return _json(made) if str(made["version"]) != request.query.get("seen") else web.Response(status=204)
+        return (
+            _json(made)
+            if str(made["version"]) != request.query.get("seen")
+            else web.Response(status=204)
+        )
 
     def answering(answer: Callable[[Mapping[str, str]], dict[str, Any]]) -> Any:
         async def handler(request: web.Request) -> web.Response:
@@ -104,7 +116,12 @@ def make_app(watch: Watch) -> web.Application:
 
     app = web.Application(middlewares=[guarded(LIMITS, watch.token, ("/",))])
     app.add_routes([web.get("/", show), web.get("/api/model", show_model)])
-    app.add_routes([web.get("/api/groups", answering(watch.groups)), web.get("/api/lines", answering(watch.lines))])
+    app.add_routes(
+        [
+            web.get("/api/groups", answering(watch.groups)),
+            web.get("/api/lines", answering(watch.lines)),
+        ]
+    )
     return app
 
 

@@ -1,4 +1,5 @@
-"""The timeline of a step from its metrics only, for runs and steps without a trace: phases and shares by actor."""
+"""The timeline of a step from its metrics only, for runs and steps without a trace: phases and
+shares by actor."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ ORDER = ("setup", "sync", "rollout", "train", "eval", "checkpoint", "other")
 
 
 def step_timelines(steps: Table, traced: Collection[int]) -> list[dict[str, Any]]:
-    """Timelines of the newest and the slowest step, unless they have a trace; in the form of ``read_trace``."""
+    """Timelines of the newest and the slowest step, unless they have a trace; in the form of
+    ``read_trace``."""
     if not steps.rows:
         return []
     seconds = [0.0 if math.isnan(s) else s for s in steps.column("seconds")]
@@ -24,23 +26,33 @@ def step_timelines(steps: Table, traced: Collection[int]) -> list[dict[str, Any]
 
 
 def _timeline(steps: Table, row: int) -> dict[str, Any]:
-    """Phases follow each other. An engine's or a reward's share of the step is put at the beginning of the rollouts,
-    because its actual times are unknown."""
-    line = {name: column[row] for name, column in steps.columns.items() if not math.isnan(column[row])}
-    phases = {name.removeprefix("seconds/"): s for name, s in line.items() if name.startswith("seconds/") and s > 0}
+    """Phases follow each other. An engine's or a reward's share of the step is put at the beginning
+    of the rollouts, because its actual times are unknown."""
+    line = {
+        name: column[row] for name, column in steps.columns.items() if not math.isnan(column[row])
+    }
+    phases = {
+        name.removeprefix("seconds/"): s
+        for name, s in line.items()
+        if name.startswith("seconds/") and s > 0
+    }
     starts, now = dict[str, float](), 0.0
     for name in sorted(phases, key=lambda name: ORDER.index(name) if name in ORDER else len(ORDER)):
         starts[name], now = now, now + phases[name]
     lanes: dict[str, list[list[Any]]] = {}
     for name, start in starts.items():
         lane = "trainer" if name == "train" or name in TRAINER_WAITS else "loop"
-        lanes.setdefault(lane, []).append([name, round(start, 6), round(phases[name], 6), TRAINER_WAITS.get(name)])
+        lanes.setdefault(lane, []).append(
+            [name, round(start, 6), round(phases[name], 6), TRAINER_WAITS.get(name)]
+        )
     inside = sum(s for name, s in phases.items() if name not in OUTSIDE_STEPS)
     begin = starts.get("rollout", 0.0)
     for name, share in sorted(line.items()):
         if name.startswith("idle/engine") and share < 1:
             lane = name.removeprefix("idle/").replace("/", " ")
-            lanes[lane] = [["requests in flight", round(begin, 6), round((1 - share) * inside, 6), None]]
+            lanes[lane] = [
+                ["requests in flight", round(begin, 6), round((1 - share) * inside, 6), None]
+            ]
         elif name.startswith("waiting/") and share > 0:
             lanes[name.removeprefix("waiting/")] = [
                 ["only this works", round(begin, 6), round(share * inside, 6), None]

@@ -1,1 +1,2 @@
-"""Where a run's metrics go in addition to ``metrics.jsonl``: the port, and an adapter for each service."""
+"""Where a run's metrics go in addition to ``metrics.jsonl``: the port, and an adapter for each
+service."""

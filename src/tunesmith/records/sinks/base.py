@@ -124,7 +124,8 @@ class Background:
 
 
 def require(module: str) -> Any:
-    """A module of a service's package. ConfigError if it is not installed, with the extra that installs it."""
+    """A module of a service's package. ConfigError if it is not installed, with the extra that
+    installs it."""
     try:
         return import_module(module)
     except ImportError as error:
@@ -140,7 +141,8 @@ def as_markdown(rows: Sequence[Row]) -> str:
     """Rows as lists of fields, each value in a block, so that it is not interpreted as markup."""
     return "\n\n---\n\n".join(
         "\n\n".join(
-            f"**{name}**\n\n" + "\n".join(f"    {line}" for line in _lines(value)) for name, value in row.items()
+            f"**{name}**\n\n" + "\n".join(f"    {line}" for line in _lines(value))
+            for name, value in row.items()
         )
         for row in rows
     )

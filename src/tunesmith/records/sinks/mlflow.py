@@ -34,7 +34,9 @@ class MLflow:
             self._client.update_run(self._id, status="RUNNING")
         # A parameter cannot change: one that a resumed run sets to another value keeps its first.
         kept = self._client.get_run(self._id).data.params
-        new = {name: value for key, value in run.settings.items() if (name := _name(key)) not in kept}
+        new = {
+            name: value for key, value in run.settings.items() if (name := _name(key)) not in kept
+        }
         params = [self._entities.Param(name, str(value)[:LONGEST]) for name, value in new.items()]
         for start in range(0, len(params), AT_ONCE):
             self._client.log_batch(self._id, params=params[start : start + AT_ONCE])
@@ -54,11 +56,13 @@ class MLflow:
 
 
 def without_clashes(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Rename ``reward`` to ``reward/all`` where there is ``reward/std``: in MLflow's files one would be a directory."""
+    """Rename ``reward`` to ``reward/all`` where there is ``reward/std``: in MLflow's files one
+    would be a directory."""
     folders = {key[:at] for key in metrics for at in range(len(key)) if key[at] == "/"}
     return {f"{key}/all" if key in folders else key: value for key, value in metrics.items()}
 
 
 def _name(key: str) -> str:
-    """MLflow allows letters, digits, spaces and ``_ - . / :``: ``eval/pass@4`` becomes ``eval/pass_4``."""
+    """MLflow allows letters, digits, spaces and ``_ - . / :``: ``eval/pass@4`` becomes
+    ``eval/pass_4``."""
     return re.sub(r"[^\w\-./: ]", "_", key)

@@ -1,4 +1,5 @@
-"""TensorBoard event files, written without torch: numbers, rollouts as text, settings as hyper-parameters."""
+"""TensorBoard event files, written without torch: numbers, rollouts as text, settings as
+hyper-parameters."""
 
 from __future__ import annotations
 
@@ -22,7 +23,9 @@ class TensorBoard:
     """Writes ``tensorboard/`` in the run's directory."""
 
     def __init__(self, run: RunInfo) -> None:
-        self._pb = pb = SimpleNamespace(**{name: require(module) for name, module in _MODULES.items()})
+        self._pb = pb = SimpleNamespace(
+            **{name: require(module) for name, module in _MODULES.items()}
+        )
         self._writer = pb.writer.EventFileWriter(str(run.directory / "tensorboard"))
         if run.resume_step is not None:
             # TensorBoard drops what an interrupted run wrote from this step on.
@@ -30,8 +33,13 @@ class TensorBoard:
             self._add(run.resume_step + 1, session_log=start)
             return
         facts = {"name": run.name, "project": run.project, "tags": ", ".join(run.tags)}
-        self._text("run", 0, as_markdown([{k: v for k, v in {**facts, **run.settings}.items() if v}]))
-        plain = {k: v if isinstance(v, bool | int | float | str) else str(v) for k, v in run.settings.items()}
+        self._text(
+            "run", 0, as_markdown([{k: v for k, v in {**facts, **run.settings}.items() if v}])
+        )
+        plain = {
+            k: v if isinstance(v, bool | int | float | str) else str(v)
+            for k, v in run.settings.items()
+        }
         self._add(0, summary=pb.hparams.hparams_pb(plain, trial_id=run.name))
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:

@@ -14,7 +14,10 @@ from tunesmith.records.sinks.base import Row, RunInfo, require
 def check_key() -> None:
     """Refuse (ConfigError) a run online without a key, for which wandb would ask."""
     wandb: Any = require("wandb")
-    if os.environ.get("WANDB_MODE", "online") in ("online", "run", "shared") and not wandb.api.api_key:
+    if (
+        os.environ.get("WANDB_MODE", "online") in ("online", "run", "shared")
+        and not wandb.api.api_key
+    ):
         raise ConfigError(
             "monitor.sinks asks for wandb, which has no key: run `wandb login`, set WANDB_API_KEY, or set "
             "WANDB_MODE=offline and send the run later with `wandb sync`",
@@ -23,7 +26,8 @@ def check_key() -> None:
 
 
 class WandB:
-    """A run of W&B. It is continued under its id; steps are a metric, as W&B drops what comes in another order."""
+    """A run of W&B. It is continued under its id; steps are a metric, as W&B drops what comes in
+    another order."""
 
     def __init__(self, run: RunInfo) -> None:
         self._wandb: Any = require("wandb")

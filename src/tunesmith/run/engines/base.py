@@ -1,4 +1,5 @@
-"""The protocols that every engine implements: in-process, vLLM, SGLang or fake; and an engine's counters."""
+"""The protocols that every engine implements: in-process, vLLM, SGLang or fake; and an engine's
+counters."""
 
 from __future__ import annotations
 
@@ -23,14 +24,15 @@ class EngineStats:
     prefill_seconds: float = 0.0
     preemptions: int = 0
     drafted_tokens: int = 0
-    """Tokens that speculative decoding drafted and verified; ``accepted_tokens`` of them were kept."""
+    """Tokens that speculative decoding drafted and verified; ``accepted_tokens`` of them were
+    kept."""
     accepted_tokens: int = 0
     peak_running: int = 0
     peak_kv_bytes: int = 0
     kv_budget_bytes: int = 0
     attainable_seconds: float = 0.0
-    """The least time these steps could have taken (the larger of bytes / bandwidth and flops / rate);
-    0 where the hardware's limits are not known."""
+    """The least time these steps could have taken (the larger of bytes / bandwidth and flops /
+    rate); 0 where the hardware's limits are not known."""
     sync_bytes: int = 0
     """Bytes of new weights that engines with their own copy have taken, all together."""
     sync_seconds: float = 0.0
@@ -49,7 +51,8 @@ _PEAKS = ("peak_running", "peak_kv_bytes", "kv_budget_bytes")
 
 
 def add_stats(total: EngineStats, more: EngineStats, *, separate: bool = False) -> EngineStats:
-    """Counters add up; peaks and budgets are the highest, or add up if the engines are ``separate``."""
+    """Counters add up; peaks and budgets are the highest, or add up if the engines are
+    ``separate``."""
 
     def value(name: str) -> Any:
         a, b = getattr(total, name), getattr(more, name)
@@ -59,7 +62,8 @@ def add_stats(total: EngineStats, more: EngineStats, *, separate: bool = False) 
 
 
 class Sampler(Protocol):
-    """Generates completions, and frees its memory for the trainer. All methods are called from one event loop."""
+    """Generates completions, and frees its memory for the trainer. All methods are called from one
+    event loop."""
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
         """Complete one prompt. Called concurrently; equal prompts are prefilled once.
@@ -67,8 +71,8 @@ class Sampler(Protocol):
         Cancelling the awaiting task aborts the request and frees its memory.
 
         Raises:
-            UserError: prompt and completion can never fit the KV budget, or the prompt alone fills the
-                model's context; or a sampling setting is out of its range.
+            UserError: prompt and completion can never fit the KV budget, or the prompt alone fills
+                the model's context; or a sampling setting is out of its range.
             EngineError: generation failed.
         """
         ...
@@ -85,8 +89,8 @@ class Sampler(Protocol):
         """Free the KV memory; requests in flight must have ended.
 
         Args:
-            level: 1 moves the engine's own weights off the device; 2 discards them, and ``load_weights`` must be
-                called before the next request, possibly before ``wake``.
+            level: 1 moves the engine's own weights off the device; 2 discards them, and
+                ``load_weights`` must be called before the next request, possibly before ``wake``.
         """
         ...
 
@@ -106,10 +110,12 @@ class RolloutEngine(Sampler, Protocol):
         ...
 
     async def load_weights(self, version: int) -> None:
-        """Load the trainer's current weights as ``version``; cached prefixes of older ones are dropped.
+        """Load the trainer's current weights as ``version``; cached prefixes of older ones are
+        dropped.
 
-        Requests in flight continue: their later tokens carry the new version. If loading fails, the weights may be a
-        mix of versions; all requests, in flight or new, then wait until a load succeeds.
+        Requests in flight continue: their later tokens carry the new version. If loading fails, the
+        weights may be a mix of versions; all requests, in flight or new, then wait until a load
+        succeeds.
         """
         ...
 
@@ -138,10 +144,16 @@ def check_sampling(sampling: Sampling) -> None:
     """
     ranges = {
         "max_new_tokens": (sampling.max_new_tokens >= 1, "at least 1"),
-        "temperature": (0 <= sampling.temperature < float("inf"), "0 (greedy) or a positive number"),
+        "temperature": (
+            0 <= sampling.temperature < float("inf"),
+            "0 (greedy) or a positive number",
+        ),
         "top_p": (0 < sampling.top_p <= 1, "above 0 and at most 1"),
         "top_k": (sampling.top_k >= 0, "0 (off) or a positive number"),
-        "repetition_penalty": (0 < sampling.repetition_penalty < float("inf"), "a positive number; 1 is off"),
+        "repetition_penalty": (
+            0 < sampling.repetition_penalty < float("inf"),
+            "a positive number; 1 is off",
+        ),
         "min_new_tokens": (
             0 <= sampling.min_new_tokens <= sampling.max_new_tokens,
             "at least 0 and at most max_new_tokens",
@@ -152,4 +164,6 @@ def check_sampling(sampling: Sampling) -> None:
     }
     for name, (valid, expected) in ranges.items():
         if not valid:
-            raise UserError(f"sampling.{name} = {getattr(sampling, name)!r} is out of range: use {expected}")
+            raise UserError(
+                f"sampling.{name} = {getattr(sampling, name)!r} is out of range: use {expected}"
+            )

@@ -47,12 +47,15 @@ class FarEngine:
         self._stats = EngineStats()
 
     @classmethod
-    async def start(cls, far: Far, make: Callable[[], EngineHost], timeout: float = STARTING) -> FarEngine:
+    async def start(
+        cls, far: Far, make: Callable[[], EngineHost], timeout: float = STARTING
+    ) -> FarEngine:
         """Build the engine in its process.
 
         Raises:
             EngineLostError: its process was killed meanwhile.
-            TunesmithError: it cannot be built, or is not ready within ``timeout`` seconds; its process has ended.
+            TunesmithError: it cannot be built, or is not ready within ``timeout`` seconds; its
+                process has ended.
         """
         try:
             await asyncio.wait_for(asyncio.wrap_future(far.make(make)), timeout)
@@ -61,7 +64,9 @@ class FarEngine:
             raise EngineError(f"{far.name} was not ready within {timeout:g} s") from None
         except BaseException as error:
             await asyncio.shield(asyncio.to_thread(far.close))
-            if isinstance(error, EngineLostError) and (far.code or 0) > 0:  # a restart would exit again
+            if (
+                isinstance(error, EngineLostError) and (far.code or 0) > 0
+            ):  # a restart would exit again
                 raise EngineError(str(error)) from None
             raise
         return cls(far)

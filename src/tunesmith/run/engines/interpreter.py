@@ -1,4 +1,5 @@
-"""Checks, before anything loads, whether the interpreter of another environment can run an engine."""
+"""Checks, before anything loads, whether the interpreter of another environment can run an
+engine."""
 
 from __future__ import annotations
 
@@ -31,11 +32,13 @@ for node in ast.parse(file.read_text()).body if file and file.exists() else ():
 def check_interpreter(config: RunConfig) -> None:
     """Ask the engines' interpreter what is installed there; takes a few hundredths of a second.
 
-    The trainer's own interpreter is asked only for the names of vLLM's engine arguments, and only if some are set.
-    On a cluster ``system.engine_python`` lies on other machines, and the engine's actor reports what is missing.
+    The trainer's own interpreter is asked only for the names of vLLM's engine arguments, and only
+    if some are set. On a cluster ``system.engine_python`` lies on other machines, and the engine's
+    actor reports what is missing.
 
     Raises:
-        ConfigError: it cannot be run, lacks Tunesmith or the right vLLM, or its vLLM lacks an engine argument.
+        ConfigError: it cannot be run, lacks Tunesmith or the right vLLM, or its vLLM lacks an
+            engine argument.
     """
     system = config.system
     extra = system.engine == "vllm" and system.vllm.extra
@@ -43,18 +46,26 @@ def check_interpreter(config: RunConfig) -> None:
         return
     python = system.engine_python or sys.executable
     named = f"system.engine_python = '{python}'"
-    cure = "name the interpreter of an environment that has Tunesmith, such as '.venv-vllm/bin/python'"
+    cure = (
+        "name the interpreter of an environment that has Tunesmith, such as '.venv-vllm/bin/python'"
+    )
     try:
-        done = subprocess.run([python, "-c", _SCRIPT], capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(
+            [python, "-c", _SCRIPT], capture_output=True, text=True, timeout=60, check=False
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise ConfigError(f"{named} cannot be run ({getattr(error, 'strerror', None) or error}); {cure}") from error
+        raise ConfigError(
+            f"{named} cannot be run ({getattr(error, 'strerror', None) or error}); {cure}"
+        ) from error
     lines = done.stdout.splitlines()
     answer = lines[0].split() if lines else []
     if done.returncode or not answer:
         reason = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
         raise ConfigError(f"{named} is no Python interpreter ({reason}); {cure}")
     if answer[0] != "True":
-        raise ConfigError(f"{named} has no Tunesmith; install it there too (pip install 'tunesmith[vllm]')")
+        raise ConfigError(
+            f"{named} has no Tunesmith; install it there too (pip install 'tunesmith[vllm]')"
+        )
     if system.engine != "vllm":
         return
     if len(answer) == 1:

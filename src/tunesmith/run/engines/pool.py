@@ -1,4 +1,5 @@
-"""Several engines behind one interface: distributes requests, updates all engines' weights, replaces lost engines."""
+"""Several engines behind one interface: distributes requests, updates all engines' weights,
+replaces lost engines."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ from tunesmith.types import Completion, Sampling
 OFFERS, PAUSE = 3, 0.5
 """Attempts to deliver weights, and seconds between them: a connection may break."""
 SLACK = 1.5
-"""An engine that knows the prompt gets it unless it has this many times the requests of the least busy one ..."""
+"""An engine that knows the prompt gets it unless it has this many times the requests of the least
+busy one ..."""
 SIBLINGS = 16
 """... plus this many, if it knows the whole prompt: the requests of a group."""
 BLOCK, REMEMBERED = 16, 1 << 16
@@ -31,7 +33,8 @@ Start = Callable[[int], Awaitable[Member]]
 
 
 class Prefixes:
-    """The prompt prefixes that one engine has read, as ``blocks``; a block's hash covers all tokens before it."""
+    """The prompt prefixes that one engine has read, as ``blocks``; a block's hash covers all tokens
+    before it."""
 
     def __init__(self) -> None:
         self._seen: OrderedDict[int, None] = OrderedDict()
@@ -49,7 +52,8 @@ class Prefixes:
 
 
 def blocks(token_ids: Sequence[int]) -> list[int]:
-    """One hash per whole block, of all tokens up to its end; a prompt shorter than a block is one block."""
+    """One hash per whole block, of all tokens up to its end; a prompt shorter than a block is one
+    block."""
     whole = len(token_ids) // BLOCK * BLOCK or len(token_ids)
     pieces = (token_ids[start : start + BLOCK] for start in range(0, whole, BLOCK))
     return list(accumulate(pieces, lambda before, piece: hash((before, *piece)), initial=0))[1:]
@@ -68,9 +72,10 @@ class _Seat:
 class EnginePool:
     """Implements ``RolloutEngine`` with ``size`` engines, started on the first call.
 
-    A prompt goes to the engine that has read its prefix, so that a group shares its prefill, unless that engine is far
-    busier. A lost engine is replaced, at most ``restarts * size`` times in all: its requests go to other engines, and
-    its replacement gets the current weights, so no rollout is lost and none is counted twice.
+    A prompt goes to the engine that has read its prefix, so that a group shares its prefill, unless
+    that engine is far busier. A lost engine is replaced, at most ``restarts * size`` times in all:
+    its requests go to other engines, and its replacement gets the current weights, so no rollout is
+    lost and none is counted twice.
 
     Args:
         timeline: gets a span for each request, in a lane for each engine.
@@ -144,8 +149,12 @@ class EnginePool:
 
     async def sleep(self, level: int = 1) -> None:
         if self._running:
-            raise EngineError(f"{self._running} requests are in flight: an engine sleeps when they have ended")
-        await self._each(lambda seats: gather_with_errors(seat.member.sleep(level) for seat in seats))
+            raise EngineError(
+                f"{self._running} requests are in flight: an engine sleeps when they have ended"
+            )
+        await self._each(
+            lambda seats: gather_with_errors(seat.member.sleep(level) for seat in seats)
+        )
         self._state = "asleep"
 
     async def wake(self) -> None:
@@ -172,7 +181,8 @@ class EnginePool:
         await self._plane.close()
 
     async def _seat_for(self, beginning: Sequence[int]) -> _Seat:
-        """The engine that has read the longest prefix, among those not much busier than the least busy one."""
+        """The engine that has read the longest prefix, among those not much busier than the least
+        busy one."""
         seats = self._seats or await self._all_ready()
         least = min(seat.running for seat in seats)
         known = {seat: seat.prefixes.known(beginning) for seat in seats}
@@ -183,7 +193,9 @@ class EnginePool:
     async def _ask(self, seat: _Seat, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
         seat.running += 1
         try:
-            done = await timed(self._timeline, seat.number, prompt_ids, seat.member.generate(prompt_ids, sampling))
+            done = await timed(
+                self._timeline, seat.number, prompt_ids, seat.member.generate(prompt_ids, sampling)
+            )
         finally:
             seat.running -= 1
         seat.prefixes.add(blocks([*prompt_ids, *done.token_ids]))
@@ -201,10 +213,13 @@ class EnginePool:
             await self._changed.wait()
         raise self._failure
 
-    async def _each(self, ask: Callable[[Sequence[_Seat]], Awaitable[list[Any]]], *, tries: int = 1) -> None:
+    async def _each(
+        self, ask: Callable[[Sequence[_Seat]], Awaitable[list[Any]]], *, tries: int = 1
+    ) -> None:
         """Ask all engines, including replacements for lost ones.
 
-        An engine that fails in a round in which another is lost may have failed because of it, and is asked again.
+        An engine that fails in a round in which another is lost may have failed because of it, and
+        is asked again.
         """
         done: set[_Seat] = set()
         while seats := [seat for seat in await self._all_ready() if seat not in done]:

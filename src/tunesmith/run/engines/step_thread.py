@@ -26,14 +26,17 @@ def promise() -> Future[Any]:
 
 
 class StepThread:
-    """Runs an engine's steps one after another, and calls between steps. Used from one event loop at a time.
+    """Runs an engine's steps one after another, and calls between steps. Used from one event loop
+    at a time.
 
     Args:
         step: does some work; returns whether any is left.
         fail: called on the thread with the exception of a failed step.
     """
 
-    def __init__(self, name: str, step: Callable[[], bool], fail: Callable[[Exception], None]) -> None:
+    def __init__(
+        self, name: str, step: Callable[[], bool], fail: Callable[[Exception], None]
+    ) -> None:
         self._thread = ThreadPoolExecutor(1, name)
         self._step, self._fail, self._closed = step, fail, False
         self._calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
@@ -44,7 +47,8 @@ class StepThread:
         return self._thread.submit(work).result()
 
     def post(self, work: Callable[[], T]) -> Future[T]:
-        """Schedule ``work`` before the next step, after earlier calls; returns the future of its result.
+        """Schedule ``work`` before the next step, after earlier calls; returns the future of its
+        result.
 
         Raises:
             EngineError: the thread was closed.
@@ -59,7 +63,8 @@ class StepThread:
         return done
 
     async def call(self, work: Callable[[], T]) -> T:
-        """The result of ``work``, which runs before the next step. Raises EngineError as ``post`` does."""
+        """The result of ``work``, which runs before the next step. Raises EngineError as ``post``
+        does."""
         return await asyncio.wrap_future(self.post(work))
 
     async def close(self, work: Callable[[], object]) -> None:
@@ -72,8 +77,9 @@ class StepThread:
     def wait_for_callers(self) -> None:
         """On the thread: let the event loop run what is ready.
 
-        Requests that arrive together then start together, and a request that immediately follows a completion starts
-        at the same step in every run. A resumed run thus repeats bitwise, which is why this has no time limit.
+        Requests that arrive together then start together, and a request that immediately follows a
+        completion starts at the same step in every run. A resumed run thus repeats bitwise, which
+        is why this has no time limit.
         """
         loop, done = self._loop, Event()
         assert loop is not None, "somebody posted"
@@ -92,7 +98,8 @@ class StepThread:
             pass
 
     def _serve(self) -> None:
-        """Step until there is nothing to do. Each ``post`` submits this once more, so that no call is missed."""
+        """Step until there is nothing to do. Each ``post`` submits this once more, so that no call
+        is missed."""
         stepping = False
         while True:
             if not stepping:

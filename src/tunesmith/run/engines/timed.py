@@ -10,7 +10,10 @@ from tunesmith.types import Completion, Sampling
 
 
 async def timed(
-    timeline: Timeline | None, number: int, prompt_ids: Sequence[int], request: Awaitable[Completion]
+    timeline: Timeline | None,
+    number: int,
+    prompt_ids: Sequence[int],
+    request: Awaitable[Completion],
 ) -> Completion:
     """Await a request, and record its time as a span in the lane of engine ``number``."""
     if timeline is None:

@@ -1,4 +1,5 @@
-"""Tracks groups that are played ahead, from their start to their training step; without tasks or clocks.
+"""Tracks groups that are played ahead, from their start to their training step; without tasks or
+clocks.
 
 ::
 
@@ -6,7 +7,8 @@
     start ──► playing ──┬──► waiting ─────────────► batch of a step
                         └──► rejected: nothing can be learned from it
 
-``room`` limits how many groups start; ``take`` returns a batch as soon as it is complete, the oldest groups first.
+``room`` limits how many groups start; ``take`` returns a batch as soon as it is complete, the
+oldest groups first.
 """
 
 from __future__ import annotations
@@ -28,12 +30,14 @@ class Started:
 
 @dataclass(slots=True)
 class Buffer:
-    """No token is trained on by a policy more than ``max_staleness`` versions newer than the one that sampled it.
+    """No token is trained on by a policy more than ``max_staleness`` versions newer than the one
+    that sampled it.
 
-    A version is a step: training on batch ``b`` turns version ``b`` into version ``b + 1``. Two rules keep the bound
-    without dropping a group (admission: AReaL, arXiv:2505.24298, eq. 3): only as many groups start as fit into the
-    batches up to ``version + max_staleness``; and for each later batch, at most ``batch_size`` of the groups that play
-    or wait are as old as that batch allows.
+    A version is a step: training on batch ``b`` turns version ``b`` into version ``b + 1``. Two
+    rules keep the bound without dropping a group (admission: AReaL, arXiv:2505.24298, eq. 3): only
+    as many groups start as fit into the batches up to ``version + max_staleness``; and for each
+    later batch, at most ``batch_size`` of the groups that play or wait are as old as that batch
+    allows.
     """
 
     batch_size: int
@@ -42,7 +46,8 @@ class Buffer:
     max_waiting: int
     """No group starts while this many wait."""
     enough: int
-    """Number of finished groups after which a batch may stay short, because the others were rejected."""
+    """Number of finished groups after which a batch may stay short, because the others were
+    rejected."""
     batches: int = 0
     """Batches taken so far."""
     total: int | None = None
@@ -51,7 +56,9 @@ class Buffer:
     """Groups that finished since the last batch."""
     _rejected: list[RolloutGroup] = field(default_factory=list[RolloutGroup], init=False)
     _playing: set[Started] = field(default_factory=set[Started], init=False)
-    _waiting: dict[Started, RolloutGroup] = field(default_factory=dict[Started, RolloutGroup], init=False)
+    _waiting: dict[Started, RolloutGroup] = field(
+        default_factory=dict[Started, RolloutGroup], init=False
+    )
     _batch: list[RolloutGroup] = field(default_factory=list[RolloutGroup], init=False)
     _started: int = field(default=0, init=False)
 
@@ -68,7 +75,9 @@ class Buffer:
         if self.waiting >= self.max_waiting or (self._tried_enough and not self._waiting):
             return 0
         on_their_way = self.playing + self.waiting + len(self._batch)
-        within_bound = self.batch_size * (version + self.max_staleness + 1 - self.batches) - on_their_way
+        within_bound = (
+            self.batch_size * (version + self.max_staleness + 1 - self.batches) - on_their_way
+        )
         return max(0, min(within_bound, self.max_playing - self.playing))
 
     def start(self, version: int) -> Started:
@@ -91,9 +100,11 @@ class Buffer:
             self._rejected.append(group)
 
     def take(self, version: int) -> tuple[list[RolloutGroup], list[RolloutGroup]] | None:
-        """The batch that ``version`` trains on and the groups rejected since the last one; None while it is incomplete.
+        """The batch that ``version`` trains on and the groups rejected since the last one; None
+        while it is incomplete.
 
-        A short batch counts as complete once ``enough`` groups have finished and waiting for more could not fill it.
+        A short batch counts as complete once ``enough`` groups have finished and waiting for more
+        could not fill it.
         """
         while len(self._batch) < self._wanted and (oldest := self._next(version)) is not None:
             self._batch.append(self._waiting.pop(oldest))
@@ -116,13 +127,17 @@ class Buffer:
         return len(self.finished) >= self.enough
 
     def _next(self, version: int) -> Started | None:
-        """The oldest finished group that this batch may have; None if it must wait for an older one."""
-        newest = self._newest_start(version, [*self._playing, *self._waiting], self._wanted - len(self._batch))
+        """The oldest finished group that this batch may have; None if it must wait for an older
+        one."""
+        newest = self._newest_start(
+            version, [*self._playing, *self._waiting], self._wanted - len(self._batch)
+        )
         fitting = [started for started in self._waiting if started.version <= newest]
         return min(fitting, key=lambda started: started.version, default=None)
 
     def _newest_start(self, version: int, groups: Sequence[Started], slots: int) -> int:
-        """The newest starting version that the next group of this batch may have, if it has ``slots`` left."""
+        """The newest starting version that the next group of this batch may have, if it has
+        ``slots`` left."""
         for later in range(self.max_staleness):
             limit = version - self.max_staleness + later
             due = sum(group.version <= limit for group in groups) - self.batch_size * later
@@ -131,7 +146,8 @@ class Buffer:
         return version
 
     def _exhausted(self, version: int) -> bool:
-        """Whether enough groups were tried, none is waiting, and later batches have room for those still playing."""
+        """Whether enough groups were tried, none is waiting, and later batches have room for those
+        still playing."""
         later_have_room = self.playing <= self.batch_size * self.max_staleness
         none_due = self._newest_start(version, list(self._playing), 1) == version
         return self._tried_enough and not self._waiting and later_have_room and none_due

@@ -29,4 +29,6 @@ class Callbacks:
     def __post_init__(self) -> None:
         for name in ("on_step", "on_evaluation", "on_checkpoint"):
             if (given := getattr(self, name)) is not None and not callable(given):
-                raise ConfigError(f"{name} is of type {type(given).__name__}; give a function of two arguments")
+                raise ConfigError(
+                    f"{name} is of type {type(given).__name__}; give a function of two arguments"
+                )

@@ -1,8 +1,9 @@
 """Checkpoints that are either complete or absent.
 
-A checkpoint is a directory ``checkpoints/step-000120`` with the backend's files (``model/`` in Hugging Face format,
-optimizer and random state), ``state.json`` (step, data position and everything else the loop needs to continue) and
-``manifest.json``. A crash at any moment leaves earlier checkpoints untouched.
+A checkpoint is a directory ``checkpoints/step-000120`` with the backend's files (``model/`` in
+Hugging Face format, optimizer and random state), ``state.json`` (step, data position and everything
+else the loop needs to continue) and ``manifest.json``. A crash at any moment leaves earlier
+checkpoints untouched.
 """
 
 from __future__ import annotations
@@ -49,7 +50,9 @@ class Checkpoints:
     def newest_first(self) -> list[Path]:
         return [self.path(step) for step in reversed(self.steps())]
 
-    def save(self, step: int, state: dict[str, Any], write: Callable[[Path], None], best: int | None) -> Path:
+    def save(
+        self, step: int, state: dict[str, Any], write: Callable[[Path], None], best: int | None
+    ) -> Path:
         """Write a checkpoint and drop the oldest ones.
 
         Args:
@@ -68,15 +71,20 @@ class Checkpoints:
             if not _is_storage_failure(error):
                 raise
             kept = self.newest()
-            safe = f"the last good checkpoint is {kept}" if kept else "no checkpoint was written yet"
-            failed = StorageError(f"cannot write checkpoint {target}: {error}; {safe}. Free space and resume.")
+            safe = (
+                f"the last good checkpoint is {kept}" if kept else "no checkpoint was written yet"
+            )
+            failed = StorageError(
+                f"cannot write checkpoint {target}: {error}; {safe}. Free space and resume."
+            )
             failed.names_checkpoint = True
             raise failed from error
         self._rotate(step, best)
         return target
 
     def rehearse(self, state: dict[str, Any], write: Callable[[Path], None]) -> None:
-        """Write a checkpoint as ``save`` does, and remove it. Args: as for ``save``; ``write`` leaves out the weights.
+        """Write a checkpoint as ``save`` does, and remove it. Args: as for ``save``; ``write``
+        leaves out the weights.
 
         Raises:
             StorageError: it could not be written.
@@ -91,7 +99,9 @@ class Checkpoints:
             shutil.rmtree(target, ignore_errors=True)
 
     @contextmanager
-    def _written(self, target: Path, state: dict[str, Any], write: Callable[[Path], None]) -> Generator[None]:
+    def _written(
+        self, target: Path, state: dict[str, Any], write: Callable[[Path], None]
+    ) -> Generator[None]:
         """A context at whose end a checkpoint gets its name."""
         self.directory.mkdir(parents=True, exist_ok=True)
         with replacing(target, durable=True) as unfinished:
@@ -114,7 +124,8 @@ class Checkpoints:
                 shutil.rmtree(leftover, ignore_errors=True)
 
     def _remove(self, step: int) -> None:
-        """Delete a checkpoint; rename it first, so that a half-deleted directory never looks like one."""
+        """Delete a checkpoint; rename it first, so that a half-deleted directory never looks like
+        one."""
         if self.path(step).exists():
             removed = self.directory / f".step-{step:06d}.removed"
             shutil.rmtree(removed, ignore_errors=True)
@@ -129,7 +140,11 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
     """
     if not (checkpoint / STATE_FILE).is_file():
         raise CheckpointError(f"{checkpoint} is no complete checkpoint: it has no {STATE_FILE}")
-    with boundary(CheckpointError, f"{checkpoint / STATE_FILE} is damaged", (OSError, ValueError, RecursionError)):
+    with boundary(
+        CheckpointError,
+        f"{checkpoint / STATE_FILE} is damaged",
+        (OSError, ValueError, RecursionError),
+    ):
         state = json.loads((checkpoint / STATE_FILE).read_bytes())
         if not (isinstance(state, dict) and isinstance(cast(Any, state).get("step"), int)):
             raise ValueError("it names no step")
@@ -137,7 +152,8 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
 
 
 def check_same_model(checkpoint: Path, model_path: str) -> None:
-    """Refuse a checkpoint whose architecture is not that of ``model_path``, before either is loaded.
+    """Refuse a checkpoint whose architecture is not that of ``model_path``, before either is
+    loaded.
 
     A model that is only known by its hub name is compared later, tensor by tensor.
     """
@@ -165,11 +181,17 @@ def _read_config(file: Path) -> dict[str, Any]:
 def _is_storage_failure(error: Exception) -> bool:
     # safetensors reports a full disk as its own error that quotes the system's message.
     words = str(error).lower()
-    return isinstance(error, OSError) or "no space left" in words or "file too large" in words or "i/o" in words
+    return (
+        isinstance(error, OSError)
+        or "no space left" in words
+        or "file too large" in words
+        or "i/o" in words
+    )
 
 
 def _make_readable(directory: Path) -> None:
-    """Give safetensors files, which are created for their owner only, the mode of other new files."""
+    """Give safetensors files, which are created for their owner only, the mode of other new
+    files."""
     mode = (directory / STATE_FILE).stat().st_mode & 0o777
     for file in directory.rglob("*.safetensors"):
         file.chmod(mode)

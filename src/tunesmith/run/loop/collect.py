@@ -40,14 +40,20 @@ class Collector:
     _turn: AbstractAsyncContextManager[Any] = field(init=False)
 
     def __post_init__(self) -> None:
-        self._turn = nullcontext() if self.concurrency is None else asyncio.Semaphore(self.concurrency)
+        self._turn = (
+            nullcontext() if self.concurrency is None else asyncio.Semaphore(self.concurrency)
+        )
 
     async def collect(
         self, tasks: Sequence[Task], sampling: Sampling, group_size: int, seed: int
     ) -> list[RolloutGroup]:
-        """One group per task, in order. A rollout's samples depend only on ``seed`` and its place."""
+        """One group per task, in order. A rollout's samples depend only on ``seed`` and its
+        place."""
         return await all_or_error(
-            [self._group(task, sampling, group_size, derive_seed(seed, place)) for place, task in enumerate(tasks)]
+            [
+                self._group(task, sampling, group_size, derive_seed(seed, place))
+                for place, task in enumerate(tasks)
+            ]
         )
 
     async def _group(self, task: Task, sampling: Sampling, size: int, seed: int) -> RolloutGroup:
@@ -78,10 +84,15 @@ class Collector:
         deadline = asyncio.timeout(self.timeout)
         try:
             async with deadline:
-                await self.environments[rollout.task.environment].play(rollout, self._generate(sampling, deadline))
+                await self.environments[rollout.task.environment].play(
+                    rollout, self._generate(sampling, deadline)
+                )
         except TimeoutError as error:
             overdue = f"not finished within {self.timeout:g} s (rollout.timeout)"
-            rollout.fail(Status.TIMED_OUT, overdue if deadline.expired() else f"{type(error).__name__}: {error}")
+            rollout.fail(
+                Status.TIMED_OUT,
+                overdue if deadline.expired() else f"{type(error).__name__}: {error}",
+            )
         except UserError:
             raise
         except EngineError as error:
@@ -96,7 +107,11 @@ class Collector:
         calls = count()
 
         async def generate(
-            prompt_ids: Sequence[int], /, *, max_new_tokens: int | None = None, stop: tuple[str, ...] = ()
+            prompt_ids: Sequence[int],
+            /,
+            *,
+            max_new_tokens: int | None = None,
+            stop: tuple[str, ...] = (),
         ) -> Completion:
             DEADLINE.set(deadline)
             number, seed = next(calls), sampling.seed

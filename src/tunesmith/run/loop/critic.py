@@ -26,11 +26,12 @@ class Critic:
     """Passes over one rollout batch, for a critic with its own model."""
     clip: float | None
     trunk_coef: float | None = None
-    """Weight of the value loss in the policy's objective, if the values come from a head on the policy's model, which
-    is trained and saved with it; None: the critic has its own model."""
+    """Weight of the value loss in the policy's objective, if the values come from a head on the
+    policy's model, which is trained and saved with it; None: the critic has its own model."""
 
     def values(self, batch: Batch, *, ends: bool) -> tuple[Floats, Floats]:
-        """Values of the states before each prediction ``[N]`` and after each sample's last token ``[S]``.
+        """Values of the states before each prediction ``[N]`` and after each sample's last token
+        ``[S]``.
 
         Args:
             ends: whether to compute the latter; otherwise they are zero.
@@ -40,25 +41,38 @@ class Critic:
         return values[: batch.num_predictions], after
 
     def learn(self, batch: Batch, batch_size: int, seed: int) -> Metrics:
-        """Take optimizer steps towards the batch's ``returns``; with a shared trunk, the policy's steps do so."""
+        """Take optimizer steps towards the batch's ``returns``; with a shared trunk, the policy's
+        steps do so."""
         metrics = value_metrics(batch)
         if self.trunk_coef is None:
             objective = ValueObjective(self.clip)
-            learned = self.learner.update(batch, objective, batch_size=batch_size, passes=self.passes, seed=seed)
+            learned = self.learner.update(
+                batch, objective, batch_size=batch_size, passes=self.passes, seed=seed
+            )
             del learned["loss"]  # the same as value_loss
-            metrics |= {k if k.startswith("value") else f"critic/{k}": v for k, v in learned.items()}
+            metrics |= {
+                k if k.startswith("value") else f"critic/{k}": v for k, v in learned.items()
+            }
         return metrics
 
     def join(self, policy: Objective) -> Objective:
         """The policy's objective, with the value loss where the trunk is shared."""
-        return policy if self.trunk_coef is None else ActorCriticObjective(policy, self.clip, self.trunk_coef)
+        return (
+            policy
+            if self.trunk_coef is None
+            else ActorCriticObjective(policy, self.clip, self.trunk_coef)
+        )
 
     def save(self, directory: Path, *, model_only: bool = False) -> None:
         if self.trunk_coef is None:
             self.learner.backend.save(directory / DIRECTORY, model_only=model_only)
 
     def rehearse(self, directory: Path) -> str | None:
-        return self.learner.backend.rehearse(directory / DIRECTORY) if self.trunk_coef is None else None
+        return (
+            self.learner.backend.rehearse(directory / DIRECTORY)
+            if self.trunk_coef is None
+            else None
+        )
 
     def load(self, directory: Path) -> None:
         if self.trunk_coef is not None:
@@ -71,7 +85,8 @@ class Critic:
 
 
 def value_metrics(batch: Batch) -> Metrics:
-    """Mean ``returns``, and ``value_explained = 1 − Var(R − V) / Var(R)``: 1 for a perfect critic, 0 for a constant.
+    """Mean ``returns``, and ``value_explained = 1 − Var(R − V) / Var(R)``: 1 for a perfect critic,
+    0 for a constant.
 
     If all returns are equal, there is nothing to explain, and ``value_explained`` is left out.
     """

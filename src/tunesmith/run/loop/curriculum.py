@@ -66,7 +66,8 @@ class Curriculum:
         return task
 
     def state_dict(self) -> dict[str, Any]:
-        """The loader's state, and tasks by their position in the data, because the id of a task may contain a path."""
+        """The loader's state, and tasks by their position in the data, because the id of a task may
+        contain a path."""
         rest_until = [(self._place[name], until) for name, until in self._rest_until.items()]
         unsettled = [self._place[task.id] for task in (*self._unsettled, *self._again)]
         return {**self.loader.state_dict(), "rest_until": rest_until, "unsettled": unsettled}

@@ -1,4 +1,5 @@
-"""Evaluates the policy on held-out tasks: reward of greedy answers, and pass@k of several samples."""
+"""Evaluates the policy on held-out tasks: reward of greedy answers, and pass@k of several
+samples."""
 
 from __future__ import annotations
 
@@ -18,10 +19,11 @@ ROUNDING = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class EvaluationPlan:
-    """What to measure: greedy answers, and with ``eval.samples > 1`` pass@k for each ``k`` of ``eval.pass_at``.
+    """What to measure: greedy answers, and with ``eval.samples > 1`` pass@k for each ``k`` of
+    ``eval.pass_at``.
 
-    A rollout passes when its reward reaches the sum of the positive ``weights`` of the rewards that apply to it. An
-    environment's reward has a weight of 1.
+    A rollout passes when its reward reaches the sum of the positive ``weights`` of the rewards that
+    apply to it. An environment's reward has a weight of 1.
     """
 
     tasks: Sequence[Task]
@@ -31,9 +33,14 @@ class EvaluationPlan:
     seed: int
 
 
-async def evaluate(collector: Collector, plan: EvaluationPlan) -> tuple[dict[str, float], list[RolloutGroup]]:
-    """Metrics named ``eval/...``, and the greedy groups they come from, in the order of the tasks."""
-    greedy = await collector.collect(plan.tasks, replace(plan.sampling, temperature=0.0), 1, plan.seed)
+async def evaluate(
+    collector: Collector, plan: EvaluationPlan
+) -> tuple[dict[str, float], list[RolloutGroup]]:
+    """Metrics named ``eval/...``, and the greedy groups they come from, in the order of the
+    tasks."""
+    greedy = await collector.collect(
+        plan.tasks, replace(plan.sampling, temperature=0.0), 1, plan.seed
+    )
     metrics = _greedy_metrics(greedy, plan.weights)
     samples = plan.section.samples
     if samples > 1:
@@ -47,7 +54,8 @@ async def evaluate(collector: Collector, plan: EvaluationPlan) -> tuple[dict[str
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:
-    """Unbiased estimate of the probability that one of ``k`` samples passes, from ``correct`` of ``n``.
+    """Unbiased estimate of the probability that one of ``k`` samples passes, from ``correct`` of
+    ``n``.
 
     Chen et al. 2021 (arXiv:2107.03374), equation 1.
     """
@@ -55,12 +63,16 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
 
 
 def passes(rollout: Rollout, weights: Mapping[str, float]) -> bool:
-    applied = [weights.get(name, 1.0) for name, value in rollout.rewards.items() if value is not None]
+    applied = [
+        weights.get(name, 1.0) for name, value in rollout.rewards.items() if value is not None
+    ]
     full = sum(w for w in applied if w > 0) if applied else 1.0
     return rollout.reward is not None and rollout.reward >= full - ROUNDING
 
 
-def _greedy_metrics(groups: Sequence[RolloutGroup], weights: Mapping[str, float]) -> dict[str, float]:
+def _greedy_metrics(
+    groups: Sequence[RolloutGroup], weights: Mapping[str, float]
+) -> dict[str, float]:
     rollouts = [r for g in groups for r in g.rollouts]
     usable = [r for g in groups for r in g.usable]
     metrics = {

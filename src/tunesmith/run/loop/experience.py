@@ -33,19 +33,24 @@ def make_experience(
 ) -> Batch:
     """The batch of a step's rollouts, one sample per record, with every column its loss reads.
 
-    Failed rollouts are left out. Rollouts that are masked for hitting the length limit count in their group's
-    baseline, and are left out after that.
+    Failed rollouts are left out. Rollouts that are masked for hitting the length limit count in
+    their group's baseline, and are left out after that.
     """
-    played = [(r, number) for number, group in enumerate(groups) for r in group.usable if r.num_sampled]
+    played = [
+        (r, number) for number, group in enumerate(groups) for r in group.usable if r.num_sampled
+    ]
     rollouts = [rollout for rollout, _ in played]
     shaped = partial(_shaped, algorithm=algorithm, max_new_tokens=max_new_tokens)
     greedy = [group.greedy and shaped(group.greedy) for group in groups]
     weights = reward_weights or {}
     outcomes = [
-        Outcome(group, shaped(r), r.num_sampled, r.rewards, weights, greedy_reward=greedy[group]) for r, group in played
+        Outcome(group, shaped(r), r.num_sampled, r.rewards, weights, greedy_reward=greedy[group])
+        for r, group in played
     ]
     if algorithm.advantage.by_turn:
-        outcomes = [_paid_by_turn(o, rollout) for o, rollout in zip(outcomes, rollouts, strict=True)]
+        outcomes = [
+            _paid_by_turn(o, rollout) for o, rollout in zip(outcomes, rollouts, strict=True)
+        ]
 
     batch = rollout_batch(played)
     if algorithm.decoupled:
@@ -55,14 +60,19 @@ def make_experience(
     if isinstance(algorithm.kl, KLInReward):
         outcomes = _penalised(outcomes, batch, algorithm.kl.estimator, kl_coef)
     if critic:
-        bootstrap = isinstance(algorithm.advantage, CriticEstimator) and algorithm.advantage.bootstrap_truncated
+        bootstrap = (
+            isinstance(algorithm.advantage, CriticEstimator)
+            and algorithm.advantage.bootstrap_truncated
+        )
         outcomes = _valued(outcomes, batch, rollouts, critic, bootstrap)
 
     estimated = compute_advantages(algorithm.advantage, outcomes)
     batch.add("advantages", flat(estimated.advantages))
     if estimated.returns is not None:
         batch.add("returns", flat(estimated.returns))
-    masked = np.array([algorithm.mask_truncated and r.finish_reason == "length" for r in rollouts], np.bool_)
+    masked = np.array(
+        [algorithm.mask_truncated and r.finish_reason == "length" for r in rollouts], np.bool_
+    )
     batch = batch.take(np.flatnonzero(~masked[batch.rollout]))
     _note_tokens(rollouts, batch, algorithm)
     prepare_columns(batch, algorithm, seed)
@@ -72,12 +82,21 @@ def make_experience(
 def rollout_batch(played: Sequence[tuple[Rollout, int]]) -> Batch:
     """Rollouts, each with the number of its group, as a batch with one sample per record.
 
-    Nothing is tokenized again: the records have the tokens, their authors, and the sampler's log-probabilities, which
-    fill the columns ``old_logprobs`` and ``behaviour_logprobs``.
+    Nothing is tokenized again: the records have the tokens, their authors, and the sampler's
+    log-probabilities, which fill the columns ``old_logprobs`` and ``behaviour_logprobs``.
     """
-    records = [(r, group, i) for i, (rollout, group) in enumerate(played) for r in rollout.records if r.num_sampled]
-    batch = Batch.of([Sample(r.token_ids, r.sampled, group, rollout) for r, group, rollout in records])
-    sampler = [p for r, _, _ in records for p, wrote in zip(r.logprobs, r.sampled, strict=True) if wrote]
+    records = [
+        (r, group, i)
+        for i, (rollout, group) in enumerate(played)
+        for r in rollout.records
+        if r.num_sampled
+    ]
+    batch = Batch.of(
+        [Sample(r.token_ids, r.sampled, group, rollout) for r, group, rollout in records]
+    )
+    sampler = [
+        p for r, _, _ in records for p, wrote in zip(r.logprobs, r.sampled, strict=True) if wrote
+    ]
     batch.add("old_logprobs", sampler)
     batch.add("behaviour_logprobs", sampler)
     return batch
@@ -89,18 +108,26 @@ def _shaped(rollout: Rollout, algorithm: AlgorithmSection, max_new_tokens: int) 
     if algorithm.stop_properly is not None:
         reward = stop_properly(reward, rollout.finish_reason, algorithm.stop_properly)
     if algorithm.overlong:
-        longest = max((turn.stop - turn.start for record in rollout.records for turn in record.turns), default=0)
+        longest = max(
+            (turn.stop - turn.start for record in rollout.records for turn in record.turns),
+            default=0,
+        )
         reward += algorithm.overlong.penalty(longest, max_new_tokens)
     return clip_reward(reward, *algorithm.reward_clip) if algorithm.reward_clip else reward
 
 
 def _paid_by_turn(outcome: Outcome, rollout: Rollout) -> Outcome:
-    """The rewards of turns are paid at the ends of their turns, and only the rest at the last token."""
-    turns = np.array([reward for record in rollout.records for reward in record.token_rewards], np.float64)
+    """The rewards of turns are paid at the ends of their turns, and only the rest at the last
+    token."""
+    turns = np.array(
+        [reward for record in rollout.records for reward in record.token_rewards], np.float64
+    )
     return replace(outcome, reward=outcome.reward - float(turns.sum()), token_rewards=turns)
 
 
-def _penalised(outcomes: Sequence[Outcome], batch: Batch, estimator: str, kl_coef: float) -> list[Outcome]:
+def _penalised(
+    outcomes: Sequence[Outcome], batch: Batch, estimator: str, kl_coef: float
+) -> list[Outcome]:
     """Subtract the KL to the reference from the reward of every token."""
     kl = kl_values(batch.columns["old_logprobs"], batch.columns["ref_logprobs"], estimator)
     # A KL of NaN adds no penalty; the loss leaves that token out.
@@ -112,13 +139,20 @@ def _penalised(outcomes: Sequence[Outcome], batch: Batch, estimator: str, kl_coe
 
 
 def _valued(
-    outcomes: Sequence[Outcome], batch: Batch, rollouts: Sequence[Rollout], critic: Critic, bootstrap: bool
+    outcomes: Sequence[Outcome],
+    batch: Batch,
+    rollouts: Sequence[Rollout],
+    critic: Critic,
+    bootstrap: bool,
 ) -> list[Outcome]:
-    """Add the critic's values; with ``bootstrap`` also the value of the state in which a limit ended a rollout."""
+    """Add the critic's values; with ``bootstrap`` also the value of the state in which a limit
+    ended a rollout."""
     values, ends = critic.values(batch, ends=bootstrap)
     batch.add("old_values", values)
     last = np.cumsum(np.bincount(batch.rollout)) - 1  # the sample that each rollout ends with
-    finals = [float(end) if r.truncated else 0.0 for r, end in zip(rollouts, ends[last], strict=True)]
+    finals = [
+        float(end) if r.truncated else 0.0 for r, end in zip(rollouts, ends[last], strict=True)
+    ]
     return [
         replace(outcome, values=own, final_value=final)
         for outcome, own, final in zip(outcomes, by_rollout(batch, values), finals, strict=True)

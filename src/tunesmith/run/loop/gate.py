@@ -24,11 +24,13 @@ DEADLINE: ContextVar[asyncio.Timeout | None] = ContextVar("deadline", default=No
 
 
 class Gate:
-    """Passes requests on to ``engine``. Callers of ``generate`` notice neither new weights nor a hold.
+    """Passes requests on to ``engine``. Callers of ``generate`` notice neither new weights nor a
+    hold.
 
-    With ``partial``, new weights are loaded while requests are in flight; their tokens then come from several versions.
-    Otherwise loading waits until those requests have ended, and new requests wait until ``release``. ``hold``
-    interrupts the requests in flight; after ``release`` they continue from the tokens they have.
+    With ``partial``, new weights are loaded while requests are in flight; their tokens then come
+    from several versions. Otherwise loading waits until those requests have ended, and new requests
+    wait until ``release``. ``hold`` interrupts the requests in flight; after ``release`` they
+    continue from the tokens they have.
     """
 
     def __init__(self, engine: RolloutEngine, *, partial: bool) -> None:
@@ -43,7 +45,9 @@ class Gate:
         done = Completion([], [], [], "abort")
         while done.finish_reason == "abort":
             await self._enter()
-            more = await self._ask([*prompt_ids, *done.token_ids], remaining(sampling, len(done.token_ids)))
+            more = await self._ask(
+                [*prompt_ids, *done.token_ids], remaining(sampling, len(done.token_ids))
+            )
             done = Completion(
                 [*done.token_ids, *more.token_ids],
                 [*done.logprobs, *more.logprobs],
@@ -53,7 +57,8 @@ class Gate:
         return done
 
     async def hold(self) -> None:
-        """Admit no request until ``release``. Those in flight are interrupted, or end first without ``partial``."""
+        """Admit no request until ``release``. Those in flight are interrupted, or end first without
+        ``partial``."""
         self._open.clear()
         if not self._partial:
             await self._idle.wait()
@@ -107,4 +112,6 @@ def remaining(sampling: Sampling, written: int) -> Sampling:
         return sampling
     seed = None if sampling.seed is None else derive_seed(sampling.seed, "after", written)
     left, least = sampling.max_new_tokens - written, max(0, sampling.min_new_tokens - written)
-    return replace(sampling, max_new_tokens=left, min_new_tokens=least, seed=seed, continued=written)
+    return replace(
+        sampling, max_new_tokens=left, min_new_tokens=least, seed=seed, continued=written
+    )

@@ -42,9 +42,13 @@ def check_failures(parts: RLParts, groups: Sequence[RolloutGroup]) -> None:
 
 
 def step_metrics(
-    parts: RLParts, played: Sequence[RolloutGroup], batch: Sequence[RolloutGroup], stats: EngineStats
+    parts: RLParts,
+    played: Sequence[RolloutGroup],
+    batch: Sequence[RolloutGroup],
+    stats: EngineStats,
 ) -> Metrics:
-    """Metrics of the groups played for a step, of those it trains on, and of the engine since the last step."""
+    """Metrics of the groups played for a step, of those it trains on, and of the engine since the
+    last step."""
     metrics = rollout_metrics(played)
     metrics |= parts.rewards.metrics([rollout for group in played for rollout in group.rollouts])
     metrics["epoch"] = float(parts.tasks.epoch)
@@ -70,23 +74,32 @@ def engine_metrics(stats: EngineStats) -> Metrics:
     if stats.sync_bytes and stats.sync_seconds:
         metrics["sync_bytes"] = float(stats.sync_bytes)
         metrics["sync_bytes_per_second"] = stats.sync_bytes / stats.sync_seconds
-    if stats.attainable_seconds or not prompt_tokens:  # else the engine's limits are unknown, and so are the step's
+    if (
+        stats.attainable_seconds or not prompt_tokens
+    ):  # else the engine's limits are unknown, and so are the step's
         metrics["attainable_seconds"] = stats.attainable_seconds
     return metrics
 
 
 async def play(parts: RLParts, tasks: Sequence[Task], seed: int) -> list[RolloutGroup]:
     """One group per task, each with a greedy rollout if the algorithm needs one as its baseline."""
-    collect, sampling, size = parts.collector.collect, parts.sampling, parts.config.rollout.group_size
+    collect, sampling, size = (
+        parts.collector.collect,
+        parts.sampling,
+        parts.config.rollout.group_size,
+    )
     if "greedy_rollout" not in parts.config.algorithm.needs:
         return await collect(tasks, sampling, size, seed)
     greedy = replace(sampling, temperature=0.0)
-    groups, baselines = await all_or_error([collect(tasks, sampling, size, seed), collect(tasks, greedy, 1, seed)])
+    groups, baselines = await all_or_error(
+        [collect(tasks, sampling, size, seed), collect(tasks, greedy, 1, seed)]
+    )
     return [replace(g, greedy=b.rollouts[0]) for g, b in zip(groups, baselines, strict=True)]
 
 
 def select_learnable(parts: RLParts, groups: Sequence[RolloutGroup]) -> list[RolloutGroup]:
-    """The groups that can be learned from: any greedy rollout worked, and the filter, if on, finds contrast.
+    """The groups that can be learned from: any greedy rollout worked, and the filter, if on, finds
+    contrast.
 
     The curriculum rests the tasks of groups that the filter rejects.
     """
@@ -111,7 +124,9 @@ def rollout_metrics(groups: Sequence[RolloutGroup]) -> Metrics:
         "completion_tokens": float(lengths.mean()),
         "completion_tokens_min": float(lengths.min()),
         "completion_tokens_max": float(lengths.max()),
-        "longest_sequence": float(max(len(record.token_ids) for r in rollouts for record in r.records)),
+        "longest_sequence": float(
+            max(len(record.token_ids) for r in rollouts for record in r.records)
+        ),
         "truncated": float(np.mean([r.finish_reason == "length" for r in rollouts])),
         "groups_equal": float(np.mean([len({r.reward for r in g.usable}) < 2 for g in groups])),
     }
@@ -120,5 +135,12 @@ def rollout_metrics(groups: Sequence[RolloutGroup]) -> Metrics:
 def staleness_metrics(groups: Sequence[RolloutGroup], version: int) -> Metrics:
     """How many versions before ``version`` the tokens of these groups were sampled."""
     records = [record for g in groups for r in g.rollouts for record in r.records]
-    ages = [version - v for record in records for v, ours in zip(record.versions, record.sampled, strict=True) if ours]
-    return {"staleness/mean": float(np.mean(ages)), "staleness/max": float(max(ages))} if ages else {}
+    ages = [
+        version - v
+        for record in records
+        for v, ours in zip(record.versions, record.sampled, strict=True)
+        if ours
+    ]
+    return (
+        {"staleness/mean": float(np.mean(ages)), "staleness/max": float(max(ages))} if ages else {}
+    )

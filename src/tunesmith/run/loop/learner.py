@@ -1,4 +1,5 @@
-"""From a batch to optimizer steps: weights, micro-batches, gradients, and what to do when memory is short."""
+"""From a batch to optimizer steps: weights, micro-batches, gradients, and what to do when memory is
+short."""
 
 from __future__ import annotations
 
@@ -34,8 +35,8 @@ TOTALS = ("microbatches", "trained_tokens", "attainable_seconds", "skipped_steps
 class Learner:
     """Takes optimizer steps on batches. The ``caps`` shrink when memory runs out and stay shrunk.
 
-    A sequence longer than a shrunk cap still gets a micro-batch by itself; one longer than the cap at the start is
-    refused.
+    A sequence longer than a shrunk cap still gets a micro-batch by itself; one longer than the cap
+    at the start is refused.
     """
 
     backend: TrainBackend
@@ -45,12 +46,14 @@ class Learner:
     max_tokens: int
     """Tokens per micro-batch, at the start."""
     scoring_max_tokens: int | None = None
-    """Tokens per micro-batch without gradients, at the start; None: always the same as with gradients."""
+    """Tokens per micro-batch without gradients, at the start; None: always the same as with
+    gradients."""
     share_prompts: bool = True
     keep_groups: bool = False
     """Samples of one group share a micro-batch, because the objective compares them."""
     group_size: int = 1
-    """Rollouts sampled per group. Where ``batch_size`` is a multiple of it, groups stay in one optimizer batch."""
+    """Rollouts sampled per group. Where ``batch_size`` is a multiple of it, groups stay in one
+    optimizer batch."""
     flops_per_second: float | None = None
     """The rate that the device attains, for ``attainable_seconds``; None leaves that metric out."""
     report: Callable[[str], None] = print
@@ -79,9 +82,16 @@ class Learner:
         self._learned = self.backend.optimizer_steps > 0
 
     def update(
-        self, batch: Batch, objective: Objective, *, batch_size: int | None = None, passes: int = 1, seed: int = 0
+        self,
+        batch: Batch,
+        objective: Objective,
+        *,
+        batch_size: int | None = None,
+        passes: int = 1,
+        seed: int = 0,
     ) -> Metrics:
-        """Minimise ``objective``: ``passes`` times over the batch, ``batch_size`` rollouts per optimizer step.
+        """Minimise ``objective``: ``passes`` times over the batch, ``batch_size`` rollouts per
+        optimizer step.
 
         The gradient of an optimizer step does not depend on how its samples are packed.
 
@@ -91,7 +101,9 @@ class Learner:
         steps: list[Metrics] = []
         for sweep in range(passes):
             draw = np.random.default_rng([seed, sweep])
-            for part in optimizer_batches(batch, batch_size or batch.num_samples, self.group_size, draw):
+            for part in optimizer_batches(
+                batch, batch_size or batch.num_samples, self.group_size, draw
+            ):
                 weigh(part, self.aggregation, self.max_new_tokens)
                 steps.append(self._step(part, objective))
         means = {name: float(np.mean([s[name] for s in steps])) for name in steps[0]}
@@ -100,7 +112,14 @@ class Learner:
             totals["memory_retries"], self._retries = float(self._retries), 0
         return {**means, **totals, "optimizer_steps": float(len(steps))}
 
-    def score(self, batch: Batch, of: Quantity = "logprobs", *, reference: bool = False, ends: bool = False) -> Floats:
+    def score(
+        self,
+        batch: Batch,
+        of: Quantity = "logprobs",
+        *,
+        reference: bool = False,
+        ends: bool = False,
+    ) -> Floats:
         """The quantity ``of`` at each prediction, ``[N]``, from the model or the frozen reference.
 
         Args:
@@ -111,14 +130,16 @@ class Learner:
             with attempt as packing:
                 asked = packing.with_ends() if ends else packing
                 scores = self.backend.score(asked, of, reference=reference)
-                least = self._work(packing).get("attainable_seconds", 0.0) / 3  # forward only, a third of a step
+                least = (
+                    self._work(packing).get("attainable_seconds", 0.0) / 3
+                )  # forward only, a third of a step
         self._scored = self._scored[0] + time.perf_counter() - started, self._scored[1] + least
         return scores
 
     @contextmanager
     def timed_scoring(self) -> Generator[Metrics]:
-        """On exit, the dict has the seconds of scoring inside, and the least that the device could have taken; it stays
-        empty if there was none."""
+        """On exit, the dict has the seconds of scoring inside, and the least that the device could
+        have taken; it stays empty if there was none."""
         metrics: Metrics = {}
         self._scored = 0.0, 0.0
         yield metrics
@@ -130,7 +151,8 @@ class Learner:
     def evaluate(self, batch: Batch, objective: Objective) -> Metrics:
         """An objective's ``loss`` and metrics on a batch, without a gradient.
 
-        Training drops values that are not finite; if the model predicts one in an evaluation, all metrics are NaN.
+        Training drops values that are not finite; if the model predicts one in an evaluation, all
+        metrics are NaN.
         """
         weigh(batch, self.aggregation, self.max_new_tokens)
         metrics: Metrics = {}
@@ -140,7 +162,8 @@ class Learner:
         return metrics
 
     def _step(self, batch: Batch, objective: Objective) -> Metrics:
-        """Take an optimizer step; retry with a smaller loss scale while float16 gradients overflow."""
+        """Take an optimizer step; retry with a smaller loss scale while float16 gradients
+        overflow."""
         while True:
             metrics: Metrics = {}
             for attempt in self._attempts(batch, TRAINING):
@@ -157,7 +180,8 @@ class Learner:
             return {**metrics, **taken, "lr": lr}
 
     def _check_taken(self, loss: float, taken: Mapping[str, float]) -> None:
-        """Accept a single non-finite gradient as a rare accident, but not the first of a run, or several in a row.
+        """Accept a single non-finite gradient as a rare accident, but not the first of a run, or
+        several in a row.
 
         Raises:
             DivergedError: it was the first, or one of several in a row.
@@ -166,9 +190,14 @@ class Learner:
             self._learned, self._skipped = True, 0
             return
         self._skipped += 1
-        number, numbers = self.backend.optimizer_steps, f"loss {loss:g}, gradient norm {taken['grad_norm']:g}"
+        number, numbers = (
+            self.backend.optimizer_steps,
+            f"loss {loss:g}, gradient norm {taken['grad_norm']:g}",
+        )
         if self._learned and self._skipped < SKIPPED_IN_A_ROW:
-            self.report(f"optimizer step {number} was skipped, as its gradient is not finite ({numbers})")
+            self.report(
+                f"optimizer step {number} was skipped, as its gradient is not finite ({numbers})"
+            )
             return
         which = f"{self._skipped} in a row are" if self._learned else "the first one is"
         raise DivergedError(
@@ -180,11 +209,14 @@ class Learner:
         work = {"microbatches": float(len(packing)), "trained_tokens": float(packing.num_tokens)}
         if self.flops_per_second is not None:
             cost = self.backend.cost
-            work["attainable_seconds"] = sum(forest_cost(f, cost) for f in packing.forests) / self.flops_per_second
+            work["attainable_seconds"] = (
+                sum(forest_cost(f, cost) for f in packing.forests) / self.flops_per_second
+            )
         return work
 
     def _attempts(self, batch: Batch, name: str) -> Iterator[_Attempt]:
-        """Packings of a batch, to be tried until one fits in memory, each with half the cap of the one before.
+        """Packings of a batch, to be tried until one fits in memory, each with half the cap of the
+        one before.
 
         Args:
             name: the cap's, in ``caps``.
@@ -221,7 +253,8 @@ class Learner:
         self.report(f"{failure}; {SETTINGS[name]} lowered from {before} to {lowered} and kept")
 
     def _longest(self, batch: Batch) -> int:
-        """Tokens that have to stay together: of the longest sequence or, where groups are kept, the largest group."""
+        """Tokens that have to stay together: of the longest sequence or, where groups are kept, the
+        largest group."""
         if self.keep_groups:
             return group_tokens(batch, share=self.share_prompts)
         return int(batch.lengths.max(initial=0))
@@ -242,18 +275,26 @@ class _Attempt:
         return self.failure is not None
 
 
-def optimizer_batches(batch: Batch, size: int, group_size: int, draw: np.random.Generator) -> Iterator[Batch]:
-    """Split into optimizer batches of ``size`` rollouts, groups in a random order; a batch that fits is yielded whole.
+def optimizer_batches(
+    batch: Batch, size: int, group_size: int, draw: np.random.Generator
+) -> Iterator[Batch]:
+    """Split into optimizer batches of ``size`` rollouts, groups in a random order; a batch that
+    fits is yielded whole.
 
-    The samples of a rollout stay together; groups do where ``size`` is a multiple of ``group_size``.
+    The samples of a rollout stay together; groups do where ``size`` is a multiple of
+    ``group_size``.
     """
     if size >= batch.num_rollouts:
         yield batch
         return
     groups = _numbered(np.where(batch.group >= 0, batch.group, -1 - batch.owners))
-    place = draw.permutation(groups.max() + 1).argsort()[groups]  # of each sample's group in the random order
+    place = draw.permutation(groups.max() + 1).argsort()[
+        groups
+    ]  # of each sample's group in the random order
     order = np.lexsort((np.arange(batch.num_samples), _numbered(batch.owners), place))
-    units, per_batch = (place, size // group_size) if size % group_size == 0 else (batch.owners, size)
+    units, per_batch = (
+        (place, size // group_size) if size % group_size == 0 else (batch.owners, size)
+    )
     number = _numbered(units[order]) // per_batch
     for cut in np.split(order, np.flatnonzero(np.diff(number)) + 1):
         yield batch.take(cut)

@@ -1,7 +1,7 @@
 """Checksums of a checkpoint's files, to detect damaged ones.
 
-``manifest.json`` holds ``{"files": {name: {"bytes": ..., "crc32": ...}}, "crc32": ...}``; the last checksum is the
-table's.
+``manifest.json`` holds ``{"files": {name: {"bytes": ..., "crc32": ...}}, "crc32": ...}``; the last
+checksum is the table's.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ def write_manifest(checkpoint: Path) -> None:
     names = sorted(_files(checkpoint))
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:
         sums = threads.map(_crc32, [checkpoint / name for name in names])
-        table = {n: {"bytes": (checkpoint / n).stat().st_size, "crc32": s} for n, s in zip(names, sums, strict=True)}
+        table = {
+            n: {"bytes": (checkpoint / n).stat().st_size, "crc32": s}
+            for n, s in zip(names, sums, strict=True)
+        }
     text = json.dumps({"files": table, "crc32": _table_crc32(table)}, indent=1)
     (checkpoint / MANIFEST_FILE).write_text(text + "\n", encoding="utf-8")
 
@@ -46,10 +49,17 @@ def damages(checkpoint: Path) -> list[str]:
         files = set(_files(checkpoint))
         problems = [f"{name} is missing" for name in sorted(table.keys() - files)]
         added = sorted(files - table.keys())
-        problems += [f"{name} was not written with the others" for name in added if name.endswith(_ALWAYS_READ)]
+        problems += [
+            f"{name} was not written with the others"
+            for name in added
+            if name.endswith(_ALWAYS_READ)
+        ]
         with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:
             names = sorted(table.keys() & files)
-            problems += filter(None, threads.map(partial(_damage, checkpoint), names, [table[name] for name in names]))
+            problems += filter(
+                None,
+                threads.map(partial(_damage, checkpoint), names, [table[name] for name in names]),
+            )
     return problems
 
 
@@ -69,7 +79,11 @@ def check_whole(checkpoint: Path, others: Sequence[Path]) -> None:
     if not (problems := damages(checkpoint)):
         return
     whole = next((c for c in others if c != checkpoint and not damages(c)), None)
-    offered = f"The newest whole one is {whole}: checkpoint.resume={whole}" if whole else "The run has no whole one."
+    offered = (
+        f"The newest whole one is {whole}: checkpoint.resume={whole}"
+        if whole
+        else "The run has no whole one."
+    )
     raise CheckpointError("\n  ".join([f"{checkpoint} is damaged:", *problems]) + f"\n{offered}")
 
 
@@ -91,7 +105,11 @@ def _damage(checkpoint: Path, name: str, entry: dict[str, Any]) -> str | None:
         return f"{name} is not a file"
     if (size := file.stat().st_size) != entry["bytes"]:
         return f"{name} has {size:,} bytes, and {entry['bytes']:,} were written"
-    return None if _crc32(file) == entry["crc32"] else f"{name} is not what was written (its checksum differs)"
+    return (
+        None
+        if _crc32(file) == entry["crc32"]
+        else f"{name} is not what was written (its checksum differs)"
+    )
 
 
 def _files(checkpoint: Path) -> list[str]:

@@ -1,9 +1,9 @@
 """The parts of a run, which ``tunesmith.run.placement`` builds.
 
-Both kinds have the same methods for checkpoints. ``rehearse`` writes the models without their weights and returns what
-is to be noted. ``state`` returns what a run needs to continue besides the files of
-``write``, as JSON values; ``load`` reads those files, and ``take`` continues from the state. ``give_up`` undoes the
-changes of an interrupted step.
+Both kinds have the same methods for checkpoints. ``rehearse`` writes the models without their
+weights and returns what is to be noted. ``state`` returns what a run needs to continue besides the
+files of ``write``, as JSON values; ``load`` reads those files, and ``take`` continues from the
+state. ``give_up`` undoes the changes of an interrupted step.
 """
 
 from __future__ import annotations
@@ -59,7 +59,9 @@ class RLParts:
     def backends(self) -> list[TrainBackend]:
         """The policy's backend, and the critic's if it has its own model."""
         critic = self.critic and self.critic.learner.backend
-        return [self.backend] if critic is None or critic is self.backend else [self.backend, critic]
+        return (
+            [self.backend] if critic is None or critic is self.backend else [self.backend, critic]
+        )
 
     @property
     def epoch(self) -> int:
@@ -105,7 +107,8 @@ class SupervisedParts(Generic[T]):
     learner: Learner
     objective: Objective
     prepare: Callable[[Sequence[T]], Batch]
-    """Makes an optimizer batch with every column the objective reads; may run models to score it."""
+    """Makes an optimizer batch with every column the objective reads; may run models to score
+    it."""
     evaluate: Callable[[], Metrics] | None
     """Returns the held-out set's metrics, under names that begin with ``eval/``."""
     summarise: Callable[[Metrics], Metrics] = dict

@@ -1,4 +1,5 @@
-"""Batches and metrics that reward models, DPO, KTO and process reward models add to supervised training."""
+"""Batches and metrics that reward models, DPO, KTO and process reward models add to supervised
+training."""
 
 from __future__ import annotations
 
@@ -23,12 +24,17 @@ from tunesmith.types import Sample
 
 REFERENCE_FILE = "reference.safetensors"
 SCORED_AT_ONCE = 1024
-"""Comparisons that are scored together beforehand; if memory runs out, only these are scored again."""
+"""Comparisons that are scored together beforehand; if memory runs out, only these are scored
+again."""
 
 
 def pair_batch(items: Sequence[Comparison]) -> Batch:
     """The sequences of all comparisons, each comparison a group, with its values per sample."""
-    samples = [replace(sample, group=number) for number, item in enumerate(items) for sample in item.samples]
+    samples = [
+        replace(sample, group=number)
+        for number, item in enumerate(items)
+        for sample in item.samples
+    ]
     batch = Batch.of(samples)
     for name in items[0].values if items else ():
         batch.add_per_sample(name, [value for item in items for value in item.values[name]])
@@ -43,15 +49,20 @@ def reference_pairs(learner: Learner, items: Sequence[Comparison]) -> Batch:
 
 
 def judged_answers(learner: Learner, items: Sequence[Comparison]) -> Batch:
-    """Answers for KTO, with the columns that ``KTOObjective`` reads. The second sample of each item is its mismatch."""
+    """Answers for KTO, with the columns that ``KTOObjective`` reads. The second sample of each item
+    is its mismatch."""
     both = _referenced(learner, items)
-    answers, others = both.take(np.arange(0, 2 * len(items), 2)), both.take(np.arange(1, 2 * len(items), 2))
+    answers, others = (
+        both.take(np.arange(0, 2 * len(items), 2)),
+        both.take(np.arange(1, 2 * len(items), 2)),
+    )
     add_kto_columns(answers, sequence_logprobs(learner, others) - others.per_sample[REFERENCE])
     return answers
 
 
 def _referenced(learner: Learner, items: Sequence[Comparison]) -> Batch:
-    """The items' batch with the reference's ``Σ logπ`` of each sample, scored now if the items have none."""
+    """The items' batch with the reference's ``Σ logπ`` of each sample, scored now if the items have
+    none."""
     batch = pair_batch(items)
     if REFERENCE not in batch.per_sample:
         batch.add_per_sample(REFERENCE, sequence_logprobs(learner, batch, reference=True))
@@ -64,8 +75,13 @@ def sequence_logprobs(learner: Learner, batch: Batch, *, reference: bool = False
 
 
 def step_pairs(items: Sequence[Solution], good: int, bad: int) -> Batch:
-    """A pair per step: everything up to its separator, followed by the good or the bad label token."""
-    steps = [(item.token_ids[: mark + 1], y) for item in items for mark, y in zip(item.marks, item.labels, strict=True)]
+    """A pair per step: everything up to its separator, followed by the good or the bad label
+    token."""
+    steps = [
+        (item.token_ids[: mark + 1], y)
+        for item in items
+        for mark, y in zip(item.marks, item.labels, strict=True)
+    ]
     batch = Batch.of(
         [
             Sample([*before, token], [False] * len(before) + [True], group=number)
@@ -86,14 +102,20 @@ def with_reward_std(metrics: Metrics) -> Metrics:
 
 
 def with_margin(metrics: Metrics) -> Metrics:
-    """Drop the mean reward of a side without answers; add the ``margin`` of the two if both have some."""
-    absent = {name for name in ("rewards/chosen", "rewards/rejected") if not metrics.get(f"{name}/seen")}
-    kept = {name: v for name, v in metrics.items() if name not in absent and not name.endswith("/seen")}
+    """Drop the mean reward of a side without answers; add the ``margin`` of the two if both have
+    some."""
+    absent = {
+        name for name in ("rewards/chosen", "rewards/rejected") if not metrics.get(f"{name}/seen")
+    }
+    kept = {
+        name: v for name, v in metrics.items() if name not in absent and not name.endswith("/seen")
+    }
     return kept if absent else {**kept, "margin": kept["rewards/chosen"] - kept["rewards/rejected"]}
 
 
 def write_reward_stats(evaluation: Callable[[], Metrics], file: str, checkpoint: Path) -> None:
-    """Write mean and deviation of the held-out answers' rewards next to the model, to normalise by them."""
+    """Write mean and deviation of the held-out answers' rewards next to the model, to normalise by
+    them."""
     metrics = evaluation()
     stats = {"mean": metrics["eval/rewards/mean"], "std": metrics["eval/rewards/std"]}
     (checkpoint / "model" / file).write_text(json.dumps(stats) + "\n", encoding="utf-8")
@@ -101,10 +123,11 @@ def write_reward_stats(evaluation: Callable[[], Metrics], file: str, checkpoint:
 
 @dataclass(slots=True)
 class References:
-    """Log-probabilities of whole data sets under the model before training, by the name of each set.
+    """Log-probabilities of whole data sets under the model before training, by the name of each
+    set.
 
-    Each checkpoint has them: when a run resumes, the model before training is no longer in memory, and scores from
-    other micro-batches would differ by rounding.
+    Each checkpoint has them: when a run resumes, the model before training is no longer in memory,
+    and scores from other micro-batches would differ by rounding.
     """
 
     learner: Learner
@@ -113,22 +136,34 @@ class References:
     fingerprints: dict[str, str] = field(default_factory=dict[str, str])
 
     def attach(self, name: str, items: Sequence[Comparison]) -> list[Comparison]:
-        """The items with the reference's value for each sequence, from the checkpoint if it has the same tokens."""
-        fingerprint = fingerprint_of([[s.token_ids, s.loss_mask] for item in items for s in item.samples])
+        """The items with the reference's value for each sequence, from the checkpoint if it has the
+        same tokens."""
+        fingerprint = fingerprint_of(
+            [[s.token_ids, s.loss_mask] for item in items for s in item.samples]
+        )
         values = self._saved(name, fingerprint)
         if values is None:
             starts = range(0, len(items), SCORED_AT_ONCE)
-            parts = [sequence_logprobs(self.learner, pair_batch(items[at : at + SCORED_AT_ONCE])) for at in starts]
+            parts = [
+                sequence_logprobs(self.learner, pair_batch(items[at : at + SCORED_AT_ONCE]))
+                for at in starts
+            ]
             values = np.concatenate(parts)
         self.logprobs[name], self.fingerprints[name] = values, fingerprint
         left = iter(values.tolist())
-        return [replace(i, values={**i.values, REFERENCE: tuple(next(left) for _ in i.samples)}) for i in items]
+        return [
+            replace(i, values={**i.values, REFERENCE: tuple(next(left) for _ in i.samples)})
+            for i in items
+        ]
 
     def _saved(self, name: str, fingerprint: str) -> Floats | None:
         file = self.checkpoint / REFERENCE_FILE if self.checkpoint else None
         if file is None or not file.is_file():
             return None
-        with boundary(CheckpointError, f"cannot read {file}", Exception), safe_open(file, framework="numpy") as opened:
+        with (
+            boundary(CheckpointError, f"cannot read {file}", Exception),
+            safe_open(file, framework="numpy") as opened,
+        ):
             known: dict[str, str] = opened.metadata() or {}
             return opened.get_tensor(name) if known.get(name) == fingerprint else None
 

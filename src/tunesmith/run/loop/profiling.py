@@ -10,21 +10,26 @@ from tunesmith.errors import StorageError, boundary
 
 
 class StepProfiler:
-    """Records the threads and the GPU of this process from the first phase of a chosen step to the step's end."""
+    """Records the threads and the GPU of this process from the first phase of a chosen step to the
+    step's end."""
 
     def __init__(self, directory: Path, steps: Collection[int]) -> None:
         self._directory, self._steps = directory, frozenset(steps)
         self._running: Any = None
 
     def begin(self, step: int) -> None:
-        """Call this at the start of each phase; the first phase of a chosen step starts the recording."""
+        """Call this at the start of each phase; the first phase of a chosen step starts the
+        recording."""
         if step not in self._steps or self._running is not None:
             return
         import torch
         from torch._C._profiler import _ExperimentalConfig  # pyright: ignore[reportPrivateUsage]
         from torch.profiler import ProfilerActivity, profile
 
-        kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
+        kinds = [
+            ProfilerActivity.CPU,
+            *([ProfilerActivity.CUDA] if torch.cuda.is_available() else []),
+        ]
         # If rollouts are played concurrently, training runs in another thread.
         every_thread = _ExperimentalConfig(profile_all_threads=True)
         self._running = profile(activities=kinds, experimental_config=every_thread)

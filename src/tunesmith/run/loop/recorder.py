@@ -1,4 +1,5 @@
-"""Records what happens in a run: measures it, writes it to the run's files and the sinks, and shows it."""
+"""Records what happens in a run: measures it, writes it to the run's files and the sinks, and shows
+it."""
 
 from __future__ import annotations
 
@@ -48,7 +49,8 @@ class Recorder:
             yield
 
     def step(self, step: int, metrics: Mapping[str, float], *, last: bool) -> dict[str, float]:
-        """Write and show a finished step's metrics; returns them with its time by phase and its rates."""
+        """Write and show a finished step's metrics; returns them with its time by phase and its
+        rates."""
         profile = self.profiler and self.profiler.end(step)
         seconds = self.clock.lap()
         record = step_record(metrics, seconds) | self.timeline.finish_step(step) | memory_metrics()
@@ -83,8 +85,11 @@ class Recorder:
         shown = (f"{names} {value}" for names, value in each_once(numbers).items())
         self.progress.note(f"evaluation after step {step}: {'  '.join(shown)}")
 
-    def rollouts(self, step: int, groups: Sequence[RolloutGroup], kind: str = "train", *, last: bool) -> None:
-        """Log some rollouts of a step or an evaluation, and show a good and a bad one now and then."""
+    def rollouts(
+        self, step: int, groups: Sequence[RolloutGroup], kind: str = "train", *, last: bool
+    ) -> None:
+        """Log some rollouts of a step or an evaluation, and show a good and a bad one now and
+        then."""
         assert self.rollout_log is not None, "this run has no rollouts"
         lines = self.rollout_log.write(step, groups, kind)
         self.metrics.show(step, [summary(line) for line in lines], always=last)
@@ -94,9 +99,11 @@ class Recorder:
 
 
 def step_record(metrics: Mapping[str, float], seconds: Mapping[str, float]) -> dict[str, float]:
-    """A step's metrics with its seconds by phase and its rates, which leave out the phases ``OUTSIDE_STEPS``.
+    """A step's metrics with its seconds by phase and its rates, which leave out the phases
+    ``OUTSIDE_STEPS``.
 
-    ``attainable_seconds`` in ``metrics`` excludes its parts (``attainable_seconds/<part>``), which are added here.
+    ``attainable_seconds`` in ``metrics`` excludes its parts (``attainable_seconds/<part>``), which
+    are added here.
     """
     busy = sum(value for name, value in seconds.items() if name not in OUTSIDE_STEPS)
     times = {f"seconds/{name}": value for name, value in seconds.items()}
@@ -107,6 +114,10 @@ def step_record(metrics: Mapping[str, float], seconds: Mapping[str, float]) -> d
     if samples is not None:
         record["samples_per_second"] = samples / busy
     if "attainable_seconds" in metrics:
-        least = sum(value for name, value in metrics.items() if name.partition("/")[0] == "attainable_seconds")
+        least = sum(
+            value
+            for name, value in metrics.items()
+            if name.partition("/")[0] == "attainable_seconds"
+        )
         record |= {"attainable_seconds": least, "limit_share": least / busy}
     return record

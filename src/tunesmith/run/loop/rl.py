@@ -21,9 +21,12 @@ from tunesmith.types import RolloutGroup
 
 
 async def run(parts: RLParts, session: Session, rollouts: RolloutSource) -> None:
-    """Train until the configured step; evaluate and save on the way. Closes ``rollouts`` and the engine."""
+    """Train until the configured step; evaluate and save on the way. Closes ``rollouts`` and the
+    engine."""
     try:
-        await _evaluate_and_save(parts, session, rollouts)  # at the start; or after a resume, if a signal prevented it
+        await _evaluate_and_save(
+            parts, session, rollouts
+        )  # at the start; or after a resume, if a signal prevented it
         while session.running:
             with session.phase("sync"):
                 await rollouts.sync()
@@ -32,11 +35,17 @@ async def run(parts: RLParts, session: Session, rollouts: RolloutSource) -> None
                 groups, metrics = await rollouts.next()
             with session.phase("train"):
                 async with rollouts.training() as thread:
-                    learned = await asyncio.wrap_future(thread.submit(learn, parts, groups, session.step))
+                    learned = await asyncio.wrap_future(
+                        thread.submit(learn, parts, groups, session.step)
+                    )
             if not groups:
                 session.note(f"step {session.step + 1} had no group to learn from")
             reference = parts.config.algorithm.reference
-            if reference and reference.reference_every and (session.step + 1) % reference.reference_every == 0:
+            if (
+                reference
+                and reference.reference_every
+                and (session.step + 1) % reference.reference_every == 0
+            ):
                 interrupts.commit()  # a signal waits until the step is counted
                 parts.backend.refresh_reference()
             session.finish_step(metrics | learned | compared, groups)
@@ -54,7 +63,8 @@ async def run(parts: RLParts, session: Session, rollouts: RolloutSource) -> None
 
 
 def learn(parts: RLParts, groups: Sequence[RolloutGroup], step: int) -> Metrics:
-    """Compute advantages, then take optimizer steps: the critic's, and the policy's unless it is still frozen.
+    """Compute advantages, then take optimizer steps: the critic's, and the policy's unless it is
+    still frozen.
 
     An empty batch takes none.
     """
@@ -82,8 +92,12 @@ def learn(parts: RLParts, groups: Sequence[RolloutGroup], step: int) -> Metrics:
         objective = parts.objective or policy_objective(config.algorithm, kl_coef=parts.kl.coef)
         objective = parts.critic.join(objective) if parts.critic else objective
         passes = config.train.passes_per_batch
-        metrics |= parts.learner.update(batch, objective, batch_size=batch_size, passes=passes, seed=seed)
-        if isinstance(config, DistillConfig) and "ref_kl" in metrics:  # the teacher takes the reference's place
+        metrics |= parts.learner.update(
+            batch, objective, batch_size=batch_size, passes=passes, seed=seed
+        )
+        if (
+            isinstance(config, DistillConfig) and "ref_kl" in metrics
+        ):  # the teacher takes the reference's place
             metrics["teacher_kl"] = metrics.pop("ref_kl")
         if parts.kl.target is not None:
             metrics["kl_coef"] = parts.kl.update(metrics["ref_kl"], batch.num_rollouts)
@@ -99,15 +113,24 @@ async def _evaluate_and_save(parts: RLParts, session: Session, rollouts: Rollout
         session.save()
 
 
-async def _evaluate(parts: RLParts, plan: EvaluationPlan, session: Session, rollouts: RolloutSource) -> None:
-    with session.phase("eval"), parts.backend.ema_weights() if plan.section.use_ema else nullcontext():
+async def _evaluate(
+    parts: RLParts, plan: EvaluationPlan, session: Session, rollouts: RolloutSource
+) -> None:
+    with (
+        session.phase("eval"),
+        parts.backend.ema_weights() if plan.section.use_ema else nullcontext(),
+    ):
         async with rollouts.evaluating() as collector:
             with parts.rewards.apart():
                 metrics, groups = await evaluate(collector, plan)
     failed = [r for g in groups for r in g.rollouts if r.error is not None]
     if metrics["eval/failed"] == 1:
-        raise RewardError(f"all {len(failed)} rollouts of the evaluation failed. The first:\n{failed[0].error}")
+        raise RewardError(
+            f"all {len(failed)} rollouts of the evaluation failed. The first:\n{failed[0].error}"
+        )
     with interrupts.held():
         session.finish_evaluation(metrics, groups)
     if failed:
-        session.note(f"{len(failed)} of {len(groups)} rollouts of the evaluation failed; the first: {failed[0].error}")
+        session.note(
+            f"{len(failed)} of {len(groups)} rollouts of the evaluation failed; the first: {failed[0].error}"
+        )

@@ -20,7 +20,18 @@ EVALUATED = 4
 """Prompts logged per evaluation, for each group logged per step."""
 LONGEST_COLUMN = 2000
 """The most characters of a data column that are logged."""
-SUMMARY = ("kind", "group", "task", "prompt", "columns", "completion", "reward", "advantage", "status", "error")
+SUMMARY = (
+    "kind",
+    "group",
+    "task",
+    "prompt",
+    "columns",
+    "completion",
+    "reward",
+    "advantage",
+    "status",
+    "error",
+)
 """The fields of a line that are sent to sinks."""
 OPTIONAL = ("rendered", "messages", "parts", "metrics", "notes", "by_token")
 """Fields that are left out of a line if they are empty."""
@@ -29,11 +40,13 @@ BROKEN = "\N{REPLACEMENT CHARACTER}"
 
 
 class RolloutLog:
-    """Two files of at most ``most`` bytes in total: when the newer one exceeds half of that, it replaces the older one.
+    """Two files of at most ``most`` bytes in total: when the newer one exceeds half of that, it
+    replaces the older one.
 
     Args:
         path: the newer file; the name of the older one ends in ``-older``.
-        groups: number logged per step; ``EVALUATED`` times as many per evaluation. With 0 only failed rollouts are.
+        groups: number logged per step; ``EVALUATED`` times as many per evaluation. With 0 only
+            failed rollouts are.
         decode: decodes tokens to readable text.
         render: decodes tokens to text with the template's special tokens.
         tokens: also log each token's text and values.
@@ -51,15 +64,24 @@ class RolloutLog:
         tokens: bool = True,
         resume_step: int | None = None,
     ) -> None:
-        self._path, self._groups, self._most, self._decode, self._render = path, groups, most, decode, render
+        self._path, self._groups, self._most, self._decode, self._render = (
+            path,
+            groups,
+            most,
+            decode,
+            render,
+        )
         self._tokens = tokens
         self._texts: dict[int, str] = {}
         for file in rotated(path):
             drop_after(file, -1 if resume_step is None else resume_step)
         self._lines = JsonLines(path, private=True)
 
-    def write(self, step: int, groups: Sequence[RolloutGroup], kind: str = "train", first: int = 0) -> list[Json]:
-        """Append all rollouts of the first groups and the failed ones of the others. Returns the lines.
+    def write(
+        self, step: int, groups: Sequence[RolloutGroup], kind: str = "train", first: int = 0
+    ) -> list[Json]:
+        """Append all rollouts of the first groups and the failed ones of the others. Returns the
+        lines.
 
         Args:
             first: the number of the first group among those of the step.
@@ -97,7 +119,8 @@ class RolloutLog:
             for part in self._parts(record, kind == "train" and rollout.advantage is not None)
         ]
         line = {
-            # Fields that readers filter by come before the prompt, so that they need not parse the texts.
+            # Fields that readers filter by come before the prompt, so that they need not parse the
+            # texts.
             "task": f"{shown_path(file)}:{number}" if colon and file.startswith("/") else task.id,
             "reward": rollout.reward,
             "rewards": rollout.rewards,
@@ -123,27 +146,41 @@ class RolloutLog:
         return {name: value for name, value in line.items() if value or name not in OPTIONAL}
 
     def _parts(self, record: Record, learned: bool) -> Iterator[Json]:
-        """The text after the prompt, split by author. Text that a fork repeats does not count as the policy's."""
+        """The text after the prompt, split by author. Text that a fork repeats does not count as
+        the policy's."""
         at = record.turns[0].start if record.turns else len(record.token_ids)
         paid = {turn.stop: turn.reward for turn in record.turns if turn.reward}
         for ours, run in groupby(record.sampled[at:]):
             stop = at + len(list(run))
-            part: Json = {"by": "policy" if ours else "environment", "text": self._render(record.token_ids[at:stop])}
+            part: Json = {
+                "by": "policy" if ours else "environment",
+                "text": self._render(record.token_ids[at:stop]),
+            }
             part |= {"tokens": stop - at, "trained": ours and learned}
             yield part | ({"reward": paid[stop]} if stop in paid else {})
             at = stop
 
     def _by_token(self, rollout: Rollout) -> Json:
-        """The policy's tokens, record after record: columns of their texts and of all values per token."""
+        """The policy's tokens, record after record: columns of their texts and of all values per
+        token."""
         ids, logprobs, versions = (
-            [value for record in rollout.records for value in compress(getattr(record, name), record.sampled)]
+            [
+                value
+                for record in rollout.records
+                for value in compress(getattr(record, name), record.sampled)
+            ]
             for name in ("token_ids", "logprobs", "versions")
         )
         columns = {"logprob": logprobs, "version": versions, **rollout.by_token}
-        return {"text": self._pieces(ids), **{name: _column(c) for name, c in columns.items()}} if ids else {}
+        return (
+            {"text": self._pieces(ids), **{name: _column(c) for name, c in columns.items()}}
+            if ids
+            else {}
+        )
 
     def _pieces(self, ids: Sequence[int]) -> list[str]:
-        """The text of each token. A character that spans several tokens is assigned to the first of them."""
+        """The text of each token. A character that spans several tokens is assigned to the first of
+        them."""
         pieces = [self._piece(token) for token in ids]
         for broken, run in groupby(range(len(ids)), key=lambda place: BROKEN in pieces[place]):
             parts: list[int] = []
@@ -152,12 +189,15 @@ class RolloutLog:
                 whole = self._render(parts)
                 pieces[place] = ""
                 pieces[place - len(parts) + 1] = whole
-                if not whole.endswith(BROKEN) or len(parts) == 4:  # a character has four bytes at most
+                if (
+                    not whole.endswith(BROKEN) or len(parts) == 4
+                ):  # a character has four bytes at most
                     parts = []
         return pieces
 
     def _piece(self, token: int) -> str:
-        """A token's text within a longer text: at the start of a text, some tokenizers drop a leading space."""
+        """A token's text within a longer text: at the start of a text, some tokenizers drop a
+        leading space."""
         if token not in self._texts:
             self._texts[token] = self._render([token, token])[len(self._render([token])) :]
         return self._texts[token]
@@ -185,18 +225,28 @@ def summary(line: Mapping[str, Any]) -> Json:
     return {name: line[name] for name in SUMMARY if line.get(name) not in (None, {})}
 
 
-def contrast(lines: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], Mapping[str, Any]] | None:
-    """The best and the worst rollout of the first group with unequal rewards; None where there is none."""
+def contrast(
+    lines: Sequence[Mapping[str, Any]],
+) -> tuple[Mapping[str, Any], Mapping[str, Any]] | None:
+    """The best and the worst rollout of the first group with unequal rewards; None where there is
+    none."""
     for _, group in groupby(lines, key=lambda line: line["group"]):
-        scored = sorted((line for line in group if line["reward"] is not None), key=lambda line: line["reward"])
+        scored = sorted(
+            (line for line in group if line["reward"] is not None), key=lambda line: line["reward"]
+        )
         if scored and scored[-1]["reward"] > scored[0]["reward"]:
             return scored[-1], scored[0]
     return None
 
 
 def examples(lines: Iterable[Mapping[str, Any]], count: int) -> list[EvalExample]:
-    """The first prompts of the evaluations, with their answers in the first and in the last evaluation."""
+    """The first prompts of the evaluations, with their answers in the first and in the last
+    evaluation."""
     return [
-        EvalExample(last_message(a["prompt"]), (a["completion"], a["reward"]), (b["completion"], b["reward"]))
+        EvalExample(
+            last_message(a["prompt"]),
+            (a["completion"], a["reward"]),
+            (b["completion"], b["reward"]),
+        )
         for a, b in first_and_last(line for line in lines if line["kind"] == "eval")[:count]
     ]

@@ -17,7 +17,13 @@ from tunesmith.run.engines.base import EngineStats, add_stats
 from tunesmith.run.loop.buffer import Buffer, Started
 from tunesmith.run.loop.collect import Collector
 from tunesmith.run.loop.gate import Gate
-from tunesmith.run.loop.groups import check_failures, play, select_learnable, step_metrics, update_trainer_state
+from tunesmith.run.loop.groups import (
+    check_failures,
+    play,
+    select_learnable,
+    step_metrics,
+    update_trainer_state,
+)
 from tunesmith.run.loop.learner import Metrics
 from tunesmith.run.loop.parts import RLParts
 from tunesmith.run.loop.seeds import derive_seed
@@ -41,18 +47,24 @@ class SyncRollouts:
     async def next(self) -> tuple[list[RolloutGroup], Metrics]:
         """Play and reward the groups of the session's step.
 
-        With dynamic filtering (DAPO, arXiv:2503.14476, section 3.2) new tasks replace groups without contrast until
-        the batch is full or as many groups were tried as the data has tasks. ``rollout.oversample`` tries more at
-        once, so that fewer rounds are needed; surplus groups are not trained on.
+        With dynamic filtering (DAPO, arXiv:2503.14476, section 3.2) new tasks replace groups
+        without contrast until the batch is full or as many groups were tried as the data has tasks.
+        ``rollout.oversample`` tries more at once, so that fewer rounds are needed; surplus groups
+        are not trained on.
         """
         parts, config = self.parts, self.parts.config
-        wanted, counted = prompts_of(config, self.session.step, len(parts.tasks)), parts.engine.stats()
+        wanted, counted = (
+            prompts_of(config, self.session.step, len(parts.tasks)),
+            parts.engine.stats(),
+        )
         update_trainer_state(parts, self.session)
         played: list[RolloutGroup] = []
         kept: list[RolloutGroup] = []
         while len(kept) < wanted and len(played) < max(wanted, len(parts.tasks)):
             tasks = parts.tasks.next_batch(ceil((wanted - len(kept)) * config.rollout.oversample))
-            seed = derive_seed(config.train.seed, config.rollout.seed, self.session.step, len(played))
+            seed = derive_seed(
+                config.train.seed, config.rollout.seed, self.session.step, len(played)
+            )
             groups = await play(parts, tasks, seed)
             played += groups
             check_failures(parts, played)
@@ -69,7 +81,8 @@ class SyncRollouts:
 
     @asynccontextmanager
     async def evaluating(self) -> AsyncGenerator[Collector]:
-        """The collector for an evaluation; the engine holds the trainer's current weights. ``sync`` ends it."""
+        """The collector for an evaluation; the engine holds the trainer's current weights. ``sync``
+        ends it."""
         await hand_device_to_engine(self.parts, self.parts.engine.load_weights, self.session.step)
         yield self.parts.collector
 
@@ -79,12 +92,13 @@ class SyncRollouts:
 
 @dataclass(slots=True)
 class AsyncRollouts:
-    """Plays ahead of the steps, within ``rollout.max_staleness``: starts groups while the buffer has room for them, and
-    waits for the buffer's batch.
+    """Plays ahead of the steps, within ``rollout.max_staleness``: starts groups while the buffer
+    has room for them, and waits for the buffer's batch.
 
-    ``rollout.over_generation`` groups play at once for each group that a step takes. A step trains on the groups that
-    finish first; slow ones finish for a later step. An engine with its own weights continues to sample while the policy
-    trains; if it shares the trainer's weights, requests in flight are interrupted for that time.
+    ``rollout.over_generation`` groups play at once for each group that a step takes. A step trains
+    on the groups that finish first; slow ones finish for a later step. An engine with its own
+    weights continues to sample while the policy trains; if it shares the trainer's weights,
+    requests in flight are interrupted for that time.
     """
 
     parts: RLParts
@@ -95,7 +109,9 @@ class AsyncRollouts:
     """Failed tasks stay until ``next`` raises their error."""
     _counted: EngineStats = field(default_factory=EngineStats, init=False)
     """The engine's counters up to the last batch, and those of evaluations since."""
-    _trainer: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "trainer"), init=False)
+    _trainer: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(1, "trainer"), init=False
+    )
 
     def __post_init__(self) -> None:
         rollout = self.parts.config.rollout
@@ -110,14 +126,15 @@ class AsyncRollouts:
         )
 
     async def sync(self) -> None:
-        # Without ``partial`` the gate closes here until the requests in flight have ended. ``release`` opens it again,
-        # also after ``evaluating`` has held it.
+        # Without ``partial`` the gate closes here until the requests in flight have ended.
+        # ``release`` opens it again, also after ``evaluating`` has held it.
         await hand_device_to_engine(self.parts, self.gate.load_weights, self.session.step)
         self.gate.release()
         update_trainer_state(self.parts, self.session)
 
     async def next(self) -> tuple[list[RolloutGroup], Metrics]:
-        """A full batch, oldest groups first. It is short only if too many groups of the data set were rejected."""
+        """A full batch, oldest groups first. It is short only if too many groups of the data set
+        were rejected."""
         while (taken := self.buffer.take(self.parts.engine.version)) is None:
             self._admit()
             ended, _ = await asyncio.wait(self._players, return_when=asyncio.FIRST_COMPLETED)
@@ -133,7 +150,8 @@ class AsyncRollouts:
 
     @asynccontextmanager
     async def training(self) -> AsyncGenerator[Executor]:
-        """The thread for the trainer's work: another one if the engine has its own weights and continues to sample."""
+        """The thread for the trainer's work: another one if the engine has its own weights and
+        continues to sample."""
         if weights_apart(self.parts.config):
             with interrupts.elsewhere():
                 yield self._trainer
@@ -168,7 +186,9 @@ class AsyncRollouts:
 
     async def _play(self, started: Started, task: Task) -> None:
         config = self.parts.config
-        seed = derive_seed(config.train.seed, config.rollout.seed, "ahead", self.session.step, started.number)
+        seed = derive_seed(
+            config.train.seed, config.rollout.seed, "ahead", self.session.step, started.number
+        )
         groups = await play(self.parts, [task], seed)
         keep = bool(select_learnable(self.parts, groups))
         self.buffer.put(started, groups[0], keep=keep)
@@ -197,15 +217,19 @@ RolloutSource = SyncRollouts | AsyncRollouts
 
 
 async def hand_device_to_trainer(parts: RLParts) -> None:
-    """Give a shared device to the trainer. The engine discards its weights: it gets new ones before it samples."""
+    """Give a shared device to the trainer. The engine discards its weights: it gets new ones before
+    it samples."""
     if parts.config.system.hybrid:
         await parts.engine.sleep(2)
         for backend in parts.backends:
             backend.reload()
 
 
-async def hand_device_to_engine(parts: RLParts, load_weights: Callable[[int], Awaitable[None]], version: int) -> None:
-    """Give the device to the engine, with new weights. It loads them before it wakes and takes its KV memory back."""
+async def hand_device_to_engine(
+    parts: RLParts, load_weights: Callable[[int], Awaitable[None]], version: int
+) -> None:
+    """Give the device to the engine, with new weights. It loads them before it wakes and takes its
+    KV memory back."""
     if parts.config.system.hybrid:
         for backend in parts.backends:
             backend.offload()

@@ -48,7 +48,8 @@ class Saved(NamedTuple):
 
 
 def due(step: int, every: int | Literal["epoch"] | None, total: int, pass_ended: bool) -> bool:
-    """Whether an action is due that happens every ``every`` steps and at the end (None: only at the end)."""
+    """Whether an action is due that happens every ``every`` steps and at the end (None: only at the
+    end)."""
     if every == "epoch":
         return step >= total or pass_ended
     return step >= total or (every is not None and step % every == 0)
@@ -66,7 +67,11 @@ class Best:
 
     @property
     def reached_target(self) -> bool:
-        return self.value is not None and self.target is not None and not self._better(self.target, self.value)
+        return (
+            self.value is not None
+            and self.target is not None
+            and not self._better(self.target, self.value)
+        )
 
     def update(self, value: float, step: int) -> None:
         """Compare with an evaluation; one that is not finite is never the best."""
@@ -106,7 +111,8 @@ class Session:
 
     @property
     def running(self) -> bool:
-        """Whether there is a step to take: the run is not at its end or stopped, and ``eval.target`` is not reached."""
+        """Whether there is a step to take: the run is not at its end or stopped, and
+        ``eval.target`` is not reached."""
         return self.step < self.total_steps and not self.best.reached_target and not self.stopped
 
     def phase(self, name: str) -> AbstractContextManager[None]:
@@ -120,8 +126,8 @@ class Session:
         """Begin to train ``parts``, or continue from the checkpoint ``resume_from``.
 
         Args:
-            describe: writes measurements of the model into a checkpoint; skipped when a signal ends the run, as it may
-                take long.
+            describe: writes measurements of the model into a checkpoint; skipped when a signal ends
+                the run, as it may take long.
 
         Raises:
             CheckpointError: the checkpoint is damaged, or belongs to another run.
@@ -139,20 +145,25 @@ class Session:
                 parts.take(state)
             self.note(f"continuing at step {self.step} from {self.resume_from}")
             if self.step >= self.total_steps:
-                self.note(f"nothing is left to do: the run has its {self.total_steps} steps (train.steps)")
+                self.note(
+                    f"nothing is left to do: the run has its {self.total_steps} steps (train.steps)"
+                )
         self._state, self._epoch = parts.state(), parts.epoch
         self._saved = Saved(self.step, self.evaluated, self._epoch, self.recorder.clock.now())
         if self.running:
             self.checkpoints.rehearse(self._state, self._rehearse)
 
     def _rehearse(self, directory: Path) -> None:
-        """Write a checkpoint without weights and optimizer: a run that cannot save must not start."""
+        """Write a checkpoint without weights and optimizer: a run that cannot save must not
+        start."""
         for difference in self._parts.rehearse(directory):
             self.note(f"a saved tokenizer does not read back as it is: {difference}")
         if self.publisher:
             self.publisher.describe(directory)
 
-    def finish_step(self, metrics: Mapping[str, float], groups: Sequence[RolloutGroup] = ()) -> None:
+    def finish_step(
+        self, metrics: Mapping[str, float], groups: Sequence[RolloutGroup] = ()
+    ) -> None:
         """Count a step, record it, and log the rollouts of its groups.
 
         If a signal ends the run from now on, this step is saved.
@@ -167,7 +178,9 @@ class Session:
         interrupts.settle()
         self._call(self.callbacks.on_step, record)
 
-    def finish_evaluation(self, metrics: Mapping[str, float], groups: Sequence[RolloutGroup] = ()) -> None:
+    def finish_evaluation(
+        self, metrics: Mapping[str, float], groups: Sequence[RolloutGroup] = ()
+    ) -> None:
         """Record an evaluation, and log its rollouts. The checkpoint of the best one is kept."""
         self.evaluated = True
         if groups:
@@ -183,7 +196,8 @@ class Session:
         self._call(self.callbacks.on_evaluation, dict(metrics))
 
     def evaluation_due(self) -> bool:
-        """Whether this step still has to be evaluated. After a resume it does if a signal prevented it."""
+        """Whether this step still has to be evaluated. After a resume it does if a signal prevented
+        it."""
         if self.evaluated:
             return False
         if not self.step:
@@ -191,12 +205,21 @@ class Session:
         return due(self.step, self.eval.every, self.total_steps, self._pass_ended)
 
     def checkpoint_due(self) -> bool:
-        """Whether a checkpoint is due by steps, epochs or time, because the run stops, or after the best evaluation."""
+        """Whether a checkpoint is due by steps, epochs or time, because the run stops, or after the
+        best evaluation."""
         saved = self._saved
         if not self.step or (self.step, self.evaluated) == (saved.step, saved.evaluated):
             return False
-        is_best, every, minutes = self.best.step == self.step, self.checkpoint.every, self.checkpoint.minutes
-        if self.stopped or is_best or (minutes is not None and self.recorder.clock.now() - saved.time >= 60 * minutes):
+        is_best, every, minutes = (
+            self.best.step == self.step,
+            self.checkpoint.every,
+            self.checkpoint.minutes,
+        )
+        if (
+            self.stopped
+            or is_best
+            or (minutes is not None and self.recorder.clock.now() - saved.time >= 60 * minutes)
+        ):
             return True
         return due(self.step, every, self.total_steps, self._epoch > saved.epoch)
 
@@ -204,8 +227,8 @@ class Session:
         """Write a checkpoint of the last complete step.
 
         Args:
-            stopping: a signal ends the run. The checkpoint can be resumed even with ``model_only``, and is not
-                published.
+            stopping: a signal ends the run. The checkpoint can be resumed even with ``model_only``,
+                and is not published.
         """
         wanted = self.checkpoint.model_only
         model_only = not stopping and (wanted is True or (wanted == "last" and not self.running))
@@ -240,7 +263,8 @@ class Session:
             self.stopped = True
 
     def keep(self) -> str:
-        """After a signal: save the last complete step. Returns a message that says what was kept."""
+        """After a signal: save the last complete step. Returns a message that says what was
+        kept."""
         newest = self.checkpoints.newest()
         kept = f"the newest checkpoint is {newest}" if newest else "no checkpoint was written yet"
         if interrupts.torn():

@@ -1,4 +1,5 @@
-"""Training on given data: batches of lines, one optimizer step each. SFT, reward models, DPO and the like."""
+"""Training on given data: batches of lines, one optimizer step each. SFT, reward models, DPO and
+the like."""
 
 from __future__ import annotations
 
@@ -26,7 +27,11 @@ def run(parts: SupervisedParts[T], session: Session) -> None:
             with parts.learner.timed_scoring() as scored:
                 batch = parts.prepare(items)
             metrics = parts.summarise(parts.learner.update(batch, parts.objective)) | scored
-        tokens, samples, epoch = float(batch.num_tokens), float(batch.num_samples), float(parts.items.epoch)
+        tokens, samples, epoch = (
+            float(batch.num_tokens),
+            float(batch.num_samples),
+            float(parts.items.epoch),
+        )
         session.finish_step(metrics | {"tokens": tokens, "samples": samples, "epoch": epoch})
         _evaluate_and_save(parts, session)
     if session.checkpoints.newest() is None:
@@ -36,7 +41,10 @@ def run(parts: SupervisedParts[T], session: Session) -> None:
 def _evaluate_and_save(parts: SupervisedParts[T], session: Session) -> None:
     """Evaluate the model and write a checkpoint, whichever is due."""
     if parts.evaluate is not None and session.evaluation_due():
-        with session.phase("eval"), parts.learner.backend.ema_weights() if session.eval.use_ema else nullcontext():
+        with (
+            session.phase("eval"),
+            parts.learner.backend.ema_weights() if session.eval.use_ema else nullcontext(),
+        ):
             metrics = parts.evaluate()
         with interrupts.held():
             session.finish_evaluation(metrics)
@@ -58,4 +66,6 @@ def evaluate(
         without: prefixes of the names that are left out.
     """
     metrics = summarise(learner.evaluate(prepare(items), objective))
-    return {f"eval/{name}": value for name, value in metrics.items() if not name.startswith(without)}
+    return {
+        f"eval/{name}": value for name, value in metrics.items() if not name.startswith(without)
+    }

@@ -1,7 +1,7 @@
 """Answers tasks into a file that can be continued after a kill at any moment.
 
-The completions of a task depend only on the seed and the task's position in the data, so a continued run writes the
-lines that an uninterrupted one would have written.
+The completions of a task depend only on the seed and the task's position in the data, so a
+continued run writes the lines that an uninterrupted one would have written.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ TICK = 0.5
 
 _Finished = tuple[Json, Sequence[Rollout]]
 Produce = Callable[[int, Task, Unfinished], Awaitable[RolloutGroup]]
-"""Plays a task, given its position in the data, with the completions of it that are finished already."""
+"""Plays a task, given its position in the data, with the completions of it that are finished
+already."""
 
 
 async def nothing() -> None:
@@ -50,14 +51,17 @@ def answer(
     begin: Work = nothing,
     end: Work = nothing,
 ) -> None:
-    """Append a line per task to ``path``, from the first task that has none, in the order of the tasks.
+    """Append a line per task to ``path``, from the first task that has none, in the order of the
+    tasks.
 
-    What is finished is on disk at once: a line in ``path`` if all lines before it are there, and otherwise in the file
-    of ``Unfinished``, which is removed at the end. An error says in a note how much of it there is.
+    What is finished is on disk at once: a line in ``path`` if all lines before it are there, and
+    otherwise in the file of ``Unfinished``, which is removed at the end. An error says in a note
+    how much of it there is.
 
     Args:
         window: most tasks in flight, and most finished ones that wait for an earlier one.
-        max_failed_share: limit for the rollouts of a block; above it the run stops, without lines that hold failures.
+        max_failed_share: limit for the rollouts of a block; above it the run stops, without lines
+            that hold failures.
         begin: called first, in the event loop; ``end`` last.
 
     Raises:
@@ -80,11 +84,17 @@ def answer(
 
         watch.begin(path, order.finished, unfinished)
         try:
-            with elsewhere():  # in the midst of a task of the event loop, a signal would leave others behind
+            with (
+                elsewhere()
+            ):  # in the midst of a task of the event loop, a signal would leave others behind
                 run_async(work())
         except BaseException as error:
-            kept = f" and {unfinished.completions} more completions" if unfinished.completions else ""
-            error.add_note(f"{order.finished} of {len(tasks)} lines{kept} are kept, for {shown_path(path)}")
+            kept = (
+                f" and {unfinished.completions} more completions" if unfinished.completions else ""
+            )
+            error.add_note(
+                f"{order.finished} of {len(tasks)} lines{kept} are kept, for {shown_path(path)}"
+            )
             raise
         finally:
             watch.end()
@@ -99,7 +109,8 @@ async def _answer(
     window: int,
     watch: JobWatch,
 ) -> None:
-    """Play all tasks that ``order`` does not have, with at most ``window`` in flight, and end those on an error."""
+    """Play all tasks that ``order`` does not have, with at most ``window`` in flight, and end those
+    on an error."""
     flying: dict[asyncio.Future[RolloutGroup], int] = {}
     ended: asyncio.Queue[asyncio.Future[RolloutGroup]] = asyncio.Queue()
     place = order.seen
@@ -131,7 +142,8 @@ async def _answer(
 
 @dataclass(slots=True)
 class _InOrder:
-    """Writes lines in the order of the data. Failures are written when their whole block has been judged."""
+    """Writes lines in the order of the data. Failures are written when their whole block has been
+    judged."""
 
     out: JsonLines
     unfinished: Unfinished
@@ -173,7 +185,9 @@ class _InOrder:
             self.seen += 1
             if len(self._block) >= BLOCK or self.seen == self.total:
                 self._judge()
-            while self.written < self.seen and (self.written < self._judged or _good(self.waiting[self.written][1])):
+            while self.written < self.seen and (
+                self.written < self._judged or _good(self.waiting[self.written][1])
+            ):
                 self.out.write(self.waiting.pop(self.written)[0])
                 self.unfinished.drop(self.written)
                 self.written += 1

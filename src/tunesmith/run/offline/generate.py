@@ -25,7 +25,15 @@ from tunesmith.run.offline.lines import (
 )
 from tunesmith.run.offline.sampling import answer_tasks, identity, longest_prompt, open_sampling
 from tunesmith.run.offline.scoring import score
-from tunesmith.run.offline.selection import OVERWRITTEN, Selected, best, conditional, level_borders, pair, usable
+from tunesmith.run.offline.selection import (
+    OVERWRITTEN,
+    Selected,
+    best,
+    conditional,
+    level_borders,
+    pair,
+    usable,
+)
 from tunesmith.run.offline.usage import Usage, total_of
 from tunesmith.run.offline.watch import JobWatch
 from tunesmith.run.placement.opening import OpenRun
@@ -65,7 +73,9 @@ def run_generate(path: Path | None, overrides: Sequence[str] = ()) -> Generated:
         usage.add_earlier({_PART: read_json(file)["usage"]} if file.exists() else {})
         title = "lines" if scoring else "completions"
         watch = JobWatch(directory, title, len(tasks), before=count_answered(other))
-        with recorded(directory, "generate", lambda: (min(count_answered(out), len(tasks)), len(tasks))):
+        with recorded(
+            directory, "generate", lambda: (min(count_answered(out), len(tasks)), len(tasks))
+        ):
             try:
                 with usage.phase("scoring" if scoring else "sampling", _PART):
                     if scoring:
@@ -83,7 +93,11 @@ def run_generate(path: Path | None, overrides: Sequence[str] = ()) -> Generated:
 
 
 def _answer(
-    run: OpenRun[GenerateConfig, Task], rewards: RewardSet | None, out: Path, usage: Usage, watch: JobWatch
+    run: OpenRun[GenerateConfig, Task],
+    rewards: RewardSet | None,
+    out: Path,
+    usage: Usage,
+    watch: JobWatch,
 ) -> None:
     config, tokenizer, output = run.config, run.tokenizer, run.config.output
     decode = partial(tokenizer.decode, skip_special_tokens=True)
@@ -121,7 +135,9 @@ def _selection(config: GenerateConfig, out: Path) -> Callable[[Json], Selected]:
         return partial(pair, min_margin=output.min_margin or 0.0, min_reward=min_reward)
     rewards = [record["reward"] for line in read_lines(out) for record in usable(line)]
     if not rewards:
-        raise ConfigError(f"no completion in {out} has a reward, so that none can be written into a prompt")
+        raise ConfigError(
+            f"no completion in {out} has a reward, so that none can be written into a prompt"
+        )
     borders = level_borders(rewards, output.reward_levels) if output.reward_levels else None
     return partial(conditional, template=output.reward_template or "", borders=borders)
 

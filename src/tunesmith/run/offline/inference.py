@@ -77,15 +77,16 @@ def generate(
 ) -> list[Generation]:
     """Complete prompts as a batch; each gets the completion it would get alone, up to rounding.
 
-    ``max_running`` limits the sequences decoded together, ``max_prefill_tokens`` the tokens prefilled together.
-    Sampled completions depend on ``seed`` and the prompt's position.
+    ``max_running`` limits the sequences decoded together, ``max_prefill_tokens`` the tokens
+    prefilled together. Sampled completions depend on ``seed`` and the prompt's position.
 
     Args:
         model: a directory or hub name, or a loaded model.
         prompts: texts, or conversations as lists of messages.
         temperature: 0 is greedy; None: greedy for one completion per prompt, else 1.
         chat: whether texts go through the chat template; None: if the tokenizer has one.
-        chat_template_kwargs: variables of the chat template, such as ``{"enable_thinking": False}``.
+        chat_template_kwargs: variables of the chat template, such as ``{"enable_thinking":
+            False}``.
 
     Raises UserError where a setting or a prompt cannot be used.
 
@@ -102,7 +103,9 @@ def generate(
             stop_token_ids=tuple(stop_token_ids), seed=seed,
         )  # fmt: skip
         config = GenerateConfig(
-            model=ModelSection(path=str(model) if isinstance(model, str | Path) else "a loaded model"),
+            model=ModelSection(
+                path=str(model) if isinstance(model, str | Path) else "a loaded model"
+            ),
             data=DataSection(
                 train="prompts",
                 system_prompt=system_prompt,
@@ -112,23 +115,33 @@ def generate(
             sampling=sampling,
             system=SystemSection(max_running=max_running, max_prefill_tokens=max_prefill_tokens),
         )
-    return _generate(resolve(config, Facts(read_hardware())).config, model, prompts) if prompts else []
+    return (
+        _generate(resolve(config, Facts(read_hardware())).config, model, prompts) if prompts else []
+    )
 
 
 def _checked(prompts: Iterable[Any], stop: object) -> list[Prompt]:
-    """Texts and conversations, as from lines of data. UserError for other values, and for a text instead of a list."""
+    """Texts and conversations, as from lines of data. UserError for other values, and for a text
+    instead of a list."""
     if isinstance(prompts, str):
         raise UserError("prompts is one text; give a list of prompts, even of one")
     if isinstance(stop, str):
         raise UserError(f"stop is one text; give a list, such as [{stop!r}]")
-    return [read_prompt(SourceRow("prompts", f"prompts[{n}]", {"prompt": p}), "prompt") for n, p in enumerate(prompts)]
+    return [
+        read_prompt(SourceRow("prompts", f"prompts[{n}]", {"prompt": p}), "prompt")
+        for n, p in enumerate(prompts)
+    ]
 
 
-def _generate(config: GenerateConfig, model: str | Path | CausalLM, prompts: Sequence[Prompt]) -> list[Generation]:
+def _generate(
+    config: GenerateConfig, model: str | Path | CausalLM, prompts: Sequence[Prompt]
+) -> list[Generation]:
     from tunesmith.models.causal_lm import CausalLM
 
     loaded = (
-        load_model(CausalLM, config, load_tokenizer(config), frozen=True) if isinstance(model, str | Path) else model
+        load_model(CausalLM, config, load_tokenizer(config), frozen=True)
+        if isinstance(model, str | Path)
+        else model
     )
     section, tokenizer = config.sampling, cast("Any", loaded.tokenizer)
     if loaded is model:
@@ -141,14 +154,18 @@ def _generate(config: GenerateConfig, model: str | Path | CausalLM, prompts: Seq
             raise UserError(f"prompts[{place}]: {problem}")
     longest = max(map(len, prompt_ids)) + section.max_new_tokens
     engine = local_engine_for(loaded, config.system, longest, len(prompts) * section.n)
-    sampling = make_sampling(section, tokenizer, section.temperature, loaded.module.generation_config)
+    sampling = make_sampling(
+        section, tokenizer, section.temperature, loaded.module.generation_config
+    )
     room = asyncio.Semaphore(window_of(config.system.max_running, section.n))
 
     async def complete(place: int) -> list[Completion]:
         seed = derive_seed(section.seed, place)
         draws = [replace(sampling, seed=derive_seed(seed, member)) for member in range(section.n)]
         async with room:
-            return await asyncio.gather(*(engine.generate(prompt_ids[place], draw) for draw in draws))
+            return await asyncio.gather(
+                *(engine.generate(prompt_ids[place], draw) for draw in draws)
+            )
 
     async def complete_all() -> list[list[Completion]]:
         try:

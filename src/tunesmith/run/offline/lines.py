@@ -1,4 +1,5 @@
-"""JSON Lines files of ``tunesmith generate`` and ``tunesmith rft``: one line per task, in the order of the data."""
+"""JSON Lines files of ``tunesmith generate`` and ``tunesmith rft``: one line per task, in the order
+of the data."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ LOGPROBS = ("token_ids", "logprobs")
 
 @dataclass(frozen=True, slots=True)
 class LineWriter:
-    """Turns a group into a line: the columns of its task, and its completions as a list under ``completions``."""
+    """Turns a group into a line: the columns of its task, and its completions as a list under
+    ``completions``."""
 
     decode: Callable[[Sequence[int]], str]
     flat: bool
@@ -31,7 +33,8 @@ class LineWriter:
     scored: bool
     logprobs: bool = False
     overwritten: tuple[str, ...] = ()
-    """Further columns that a file selected from these lines overwrites or drops (``selection.OVERWRITTEN``)."""
+    """Further columns that a file selected from these lines overwrites or drops
+    (``selection.OVERWRITTEN``)."""
 
     def line(self, group: RolloutGroup) -> Json:
         records = [self.record(rollout) for rollout in group.rollouts]
@@ -39,7 +42,8 @@ class LineWriter:
         return {"prompt": group.task.prompt, **group.task.columns, **completions}
 
     def record(self, rollout: Rollout) -> Json:
-        """``{"completion", "finish_reason", "tokens"}``, with the reward, and with the error of a failed rollout."""
+        """``{"completion", "finish_reason", "tokens"}``, with the reward, and with the error of a
+        failed rollout."""
         record: Json = {
             "completion": self.decode(rollout.answer_ids),
             "finish_reason": rollout.finish_reason,
@@ -49,7 +53,9 @@ class LineWriter:
             tokens = rollout.records[-1]
             record["token_ids"] = list(compress(tokens.token_ids, tokens.sampled))
             record["logprobs"] = list(compress(tokens.logprobs, tokens.sampled))
-        return record | (scores_of(rollout) if self.scored or rollout.status is not Status.OK else {})
+        return record | (
+            scores_of(rollout) if self.scored or rollout.status is not Status.OK else {}
+        )
 
     def check_columns(self, tasks: Sequence[Task]) -> None:
         """Reject data whose columns the output would overwrite.
@@ -66,7 +72,8 @@ class LineWriter:
 
 
 def scores_of(rollout: Rollout) -> Json:
-    """The total reward, each function's reward, the numbers they logged, and the error if there is one."""
+    """The total reward, each function's reward, the numbers they logged, and the error if there is
+    one."""
     scores: Json = {"reward": rollout.reward, "rewards": rollout.rewards}
     if rollout.metrics:
         scores["metrics"] = rollout.metrics
@@ -81,7 +88,8 @@ def records_of(line: Mapping[str, Any]) -> list[Json]:
 
 
 def repair(path: Path) -> int:
-    """Cut off an incomplete last line, which a killed process leaves. Returns the number of whole lines.
+    """Cut off an incomplete last line, which a killed process leaves. Returns the number of whole
+    lines.
 
     Raises:
         DataError: whole lines follow a damaged one, which a kill cannot cause; nothing is cut.
@@ -103,7 +111,10 @@ def _is_object(line: Any) -> bool:
 
 def read_lines(path: Path) -> Iterator[Json]:
     """The lines of a file, one at a time."""
-    with boundary(StorageError, f"cannot read {path}", OSError), path.open(encoding="utf-8") as file:
+    with (
+        boundary(StorageError, f"cannot read {path}", OSError),
+        path.open(encoding="utf-8") as file,
+    ):
         for line in file:
             yield json.loads(line)
 
@@ -138,18 +149,26 @@ def write_whole(path: Path, lines: Iterator[Json]) -> int:
 
 
 def claim(path: Path, identity: Mapping[str, Any]) -> None:
-    """Record the origin of an output file's lines in a file next to it, or compare with an existing record.
+    """Record the origin of an output file's lines in a file next to it, or compare with an existing
+    record.
 
     Raises:
         ConfigError: the file was begun with another origin.
     """
     note = path.with_name(f".{path.stem}.source.json")
     if not path.exists():
-        unfinished_file(path).unlink(missing_ok=True)  # the user has deleted the output to begin again
-    current: Json = {key: same_path(value) for key, value in json.loads(json.dumps(redact_values(identity))).items()}
+        unfinished_file(path).unlink(
+            missing_ok=True
+        )  # the user has deleted the output to begin again
+    current: Json = {
+        key: same_path(value)
+        for key, value in json.loads(json.dumps(redact_values(identity))).items()
+    }
     if path.exists() and note.exists():
         before = read_json(note)
-        changed = [key for key in (*before, *current) if same_path(before.get(key)) != current.get(key)]
+        changed = [
+            key for key in (*before, *current) if same_path(before.get(key)) != current.get(key)
+        ]
         if changed:
             raise ConfigError(
                 f"{path} was begun with {changed[0]} = {before.get(changed[0])!r}, and it is now "

@@ -1,4 +1,5 @@
-"""The questions of RFT in the tokens of the model that answers them, with worked examples where it needs some."""
+"""The questions of RFT in the tokens of the model that answers them, with worked examples where it
+needs some."""
 
 from __future__ import annotations
 
@@ -34,10 +35,14 @@ class Questions:
 
 
 def first_questions(run: OpenRun[RFTConfig, Task]) -> Questions:
-    """The first round's questions, after worked examples, tokenized for ``rft.sampler`` or the model to train."""
+    """The first round's questions, after worked examples, tokenized for ``rft.sampler`` or the
+    model to train."""
     config, tokenizer, train = run.config, run.tokenizer, run.train
     if config.rft.sampler is not None:
-        data, tokenizer = limited_data(config), load_tokenizer(sampling_from(config, config.rft.sampler))
+        data, tokenizer = (
+            limited_data(config),
+            load_tokenizer(sampling_from(config, config.rft.sampler)),
+        )
         train = load_tasks(data, data.train, tokenizer)
     plain = Questions(tokenizer, train.items, train.fingerprint)
     encoder = _encoder(config, plain)
@@ -54,8 +59,8 @@ def first_questions(run: OpenRun[RFTConfig, Task]) -> Questions:
 def held_out_questions(run: OpenRun[RFTConfig, Task], *, trained: bool) -> Questions:
     """The questions of an evaluation.
 
-    A base model, which has no chat template, learns what an answer looks like from the worked examples only, or from
-    training. Before training they precede its questions.
+    A base model, which has no chat template, learns what an answer looks like from the worked
+    examples only, or from training. Before training they precede its questions.
     """
     assert run.held_out is not None
     config, limit = run.config, run.config.eval.max_prompts
@@ -97,7 +102,8 @@ def with_shots(task: Task, encoder: PromptEncoder, shots: Shots, limit: int | No
 
 
 def sampling_from(config: RFTConfig, model: Path | str | None) -> RFTConfig:
-    """The configuration of sampling with the base model (None), with an adapter on it, or with another whole model."""
+    """The configuration of sampling with the base model (None), with an adapter on it, or with
+    another whole model."""
     if model is None:
         return config.model_copy(update={"lora": LoraSection(path=config.lora.path)})
     if isinstance(model, Path) and (model / ADAPTER_CONFIG).is_file():

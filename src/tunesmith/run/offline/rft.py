@@ -30,7 +30,12 @@ from tunesmith.records.storage import read_json, write_json, write_output
 from tunesmith.records.text import EvalExample
 from tunesmith.run.loop.checkpoint import Checkpoints, read_state
 from tunesmith.run.offline.lines import Json, LineWriter, claim, count_answered, read_lines
-from tunesmith.run.offline.questions import Questions, first_questions, held_out_questions, sampling_from
+from tunesmith.run.offline.questions import (
+    Questions,
+    first_questions,
+    held_out_questions,
+    sampling_from,
+)
 from tunesmith.run.offline.rounds import (
     RftRound,
     adopt_answers,
@@ -72,7 +77,8 @@ class RFTOutcome:
     examples: list[EvalExample] = field(repr=False)
     """Held-out questions, answered by the base model and by the last one."""
     usage: dict[str, float] = field(default_factory=dict[str, float], compare=False, repr=False)
-    """Seconds by phase and peak memory of all calls and rounds, by the names of metrics; see ``Usage``."""
+    """Seconds by phase and peak memory of all calls and rounds, by the names of metrics; see
+    ``Usage``."""
     earlier: float = field(default=0.0, compare=False, repr=False)
     """Seconds that calls before this one took."""
 
@@ -90,7 +96,9 @@ def run_rft(
     usage = Usage()
     with open_sampling(RFTConfig, path, overrides, caller) as (run, rewards):
         if step == "evaluate" and run.config.data.eval is None:
-            raise ConfigError("data.eval is missing: name the questions to evaluate on", keys=("data.eval",))
+            raise ConfigError(
+                "data.eval is missing: name the questions to evaluate on", keys=("data.eval",)
+            )
         assert rewards is not None, "a run needs a reward"
         steps = _begin(run, rewards, usage)
         with recorded(run.directory.path, "rft", steps.count):
@@ -103,13 +111,16 @@ def _begin(run: OpenRun[RFTConfig, Task], rewards: RewardSet, usage: Usage) -> _
     said, run_dir = run.config, run.directory.path
     first = first_questions(run)
     held_out = held_out_questions(run, trained=False).tasks if run.held_out else []
-    # The number of questions is not the amount of training, so it is not given as the size of the data.
+    # The number of questions is not the amount of training, so it is not given as the size of the
+    # data.
     run.resolve(longest=longest_prompt([*first.tasks, *held_out]))
     run.announce()
     threshold = run.config.rft.threshold
     if threshold is None:
         threshold = sum(w for w in rewards.weights.values() if w > 0)
-    rounds = [RftRound(run_dir / f"round-{number}") for number in range(1, run.config.rft.rounds + 1)]
+    rounds = [
+        RftRound(run_dir / f"round-{number}") for number in range(1, run.config.rft.rounds + 1)
+    ]
     report = run_dir / "report.json"
     earlier: Json = read_json(report).get("usage", {}) if report.exists() else {}
     usage.add_earlier({part: metrics for part, metrics in earlier.items() if part != _TOTAL})
@@ -177,18 +188,34 @@ class _Run:
     def outcome(self) -> RFTOutcome:
         model = next((r.model for r in reversed(self.rounds) if r.model), None)
         newest = next((r for r in reversed(self.rounds) if r.evaluation.exists()), None)
-        shown = examples(self.base, newest, SHOWN) if newest and self.base.evaluation.exists() else []
+        shown = (
+            examples(self.base, newest, SHOWN) if newest and self.base.evaluation.exists() else []
+        )
         report, run_dir = self._report(), self.run.directory.path
         usage = report["usage"][_TOTAL]
-        return RFTOutcome(run_dir, model, report["evaluations"], report["yields"], shown, usage, self.usage.earlier)
+        return RFTOutcome(
+            run_dir,
+            model,
+            report["evaluations"],
+            report["yields"],
+            shown,
+            usage,
+            self.usage.earlier,
+        )
 
     def _report(self) -> dict[str, dict[str, Json]]:
         """Write ``report.json``: results and usage so far."""
         parts = self.usage.parts()
         places = [self.base, *self.rounds]
         report = {
-            "evaluations": {r.name: read_json(r.evaluation_report) for r in places if r.evaluation_report.exists()},
-            "yields": {r.name: read_json(r.yield_report) for r in places if r.yield_report.exists()},
+            "evaluations": {
+                r.name: read_json(r.evaluation_report)
+                for r in places
+                if r.evaluation_report.exists()
+            },
+            "yields": {
+                r.name: read_json(r.yield_report) for r in places if r.yield_report.exists()
+            },
             "usage": {_TOTAL: total_of(parts.values()), **parts},
         }
         write_json(self.run.directory.path / "report.json", report)
@@ -203,7 +230,8 @@ class _Run:
             self._report()
 
     def generate(self, number: int) -> None:
-        """Sample answers with the last model, and keep correct ones. Only the first round has worked examples."""
+        """Sample answers with the last model, and keep correct ones. Only the first round has
+        worked examples."""
         this, config, train = self.rounds[number], self.config, self.run.train
         if this.model is not None:
             return
@@ -222,8 +250,13 @@ class _Run:
             counts = select_answers(this, config.rft.select, self.threshold, config.sampling.n)
         print(describe_yield(this.name, counts), flush=True)
         self._record(this, yield_metrics(counts))
-        for finding in yield_findings(counts, config.sampling.n, config.train.batch_size, this.name):
-            print("\n  ".join([f"warning: {finding.numbers}", *finding.change, finding.effect]), flush=True)
+        for finding in yield_findings(
+            counts, config.sampling.n, config.train.batch_size, this.name
+        ):
+            print(
+                "\n  ".join([f"warning: {finding.numbers}", *finding.change, finding.effect]),
+                flush=True,
+            )
 
     def train(self, number: int) -> None:
         """Run ``tunesmith sft`` on the answers that a round kept."""
@@ -231,7 +264,9 @@ class _Run:
         if this.model is not None:
             return
         if not this.train.exists():
-            raise ConfigError(f"there is no {this.train} to train on; make it with: tunesmith rft generate")
+            raise ConfigError(
+                f"there is no {this.train} to train on; make it with: tunesmith rft generate"
+            )
         with self._phase("training", this):
             model = self._trained(number)
         write_json(this.trained, {"model": str(model)})
@@ -243,7 +278,9 @@ class _Run:
         check_prompts(this.train, samples.items, self.run.train.items)
         run_file = this.directory / "sft.toml"
         values, reasons = self._training_settings(number, data, len(samples))
-        write_output(run_file, config_text(Resolved(self.config, values, ())).encode(), private=True)
+        write_output(
+            run_file, config_text(Resolved(self.config, values, ())).encode(), private=True
+        )
         newest = Checkpoints(this.sft / "checkpoints", 1).newest()
         state = read_state(newest) if newest else {}
         if newest and state.get("finished"):  # an earlier call ended before it recorded the model
@@ -252,12 +289,16 @@ class _Run:
             shutil.rmtree(this.sft)
         _release_memory()
         done = run_sft(
-            run_file, ['checkpoint.resume="auto"'], Caller(reasons, self.run.caller.callbacks, brief=number > 0)
+            run_file,
+            ['checkpoint.resume="auto"'],
+            Caller(reasons, self.run.caller.callbacks, brief=number > 0),
         )
         setup = done.seconds.get("setup", 0.0)
         metrics = {"seconds/setup": setup, "seconds/training": -setup}
         # Each training step resets the peak of device memory, so the highest of them counts.
-        peaks = [line.get("memory/device_peak") for line in read_metrics(this.sft / "metrics.jsonl")]
+        peaks = [
+            line.get("memory/device_peak") for line in read_metrics(this.sft / "metrics.jsonl")
+        ]
         if known := [peak for peak in peaks if peak is not None]:
             metrics["memory/device_peak"] = max(known)
         self.usage.add(this.name, metrics)
@@ -269,7 +310,9 @@ class _Run:
         questions = held_out_questions(self.run, trained=model is not None)
         with self._phase("evaluation", this):
             self._sample(this, sampling_from(self.config, model), questions, greedy=True)
-            shares = accuracy(islice(read_lines(this.evaluation), len(questions.tasks)), self.threshold)
+            shares = accuracy(
+                islice(read_lines(this.evaluation), len(questions.tasks)), self.threshold
+            )
             shares["few_shot"] = questions.shots is not None
             write_json(this.evaluation_report, shares)
         print(describe(this.name, shares), flush=True)
@@ -293,8 +336,11 @@ class _Run:
             with MetricsLog(file, resume_step=step) as log:
                 log.write(step, metrics)
 
-    def _sample(self, this: RftRound, config: RFTConfig, questions: Questions, *, greedy: bool = False) -> None:
-        """Answer questions into the round's file of samples or, if ``greedy``, of its evaluation."""
+    def _sample(
+        self, this: RftRound, config: RFTConfig, questions: Questions, *, greedy: bool = False
+    ) -> None:
+        """Answer questions into the round's file of samples or, if ``greedy``, of its
+        evaluation."""
         out = this.evaluation if greedy else this.samples
         out.parent.mkdir(parents=True, exist_ok=True)
         tokenizer, separator = questions.tokenizer, questions.separator
@@ -314,7 +360,10 @@ class _Run:
             correct = correct_answers(line, self.threshold)
             return Judged(len(correct), len(select(correct, self.config.rft.select)))
 
-        writer, stop = LineWriter(decode, flat=False, scored=True), (separator,) if separator else ()
+        writer, stop = (
+            LineWriter(decode, flat=False, scored=True),
+            (separator,) if separator else (),
+        )
         watch = JobWatch(
             self.run.directory.path,
             f"{this.name} {'evaluation' if greedy else 'sampling'}: completions",
@@ -325,7 +374,16 @@ class _Run:
             judge=judge,
         )
         answer_tasks(
-            config, tokenizer, self.rewards, questions.tasks, writer, out, self.usage, watch, greedy=greedy, stop=stop
+            config,
+            tokenizer,
+            self.rewards,
+            questions.tasks,
+            writer,
+            out,
+            self.usage,
+            watch,
+            greedy=greedy,
+            stop=stop,
         )
 
     def _training_data(self, this: RftRound) -> DataSection:
@@ -343,32 +401,60 @@ class _Run:
             seed=data.seed,
         )
 
-    def _training_settings(self, number: int, data: DataSection, samples: int) -> tuple[dict[str, Any], dict[str, str]]:
-        """The settings of a round's training by dotted key, and the reasons for those that the user did not set."""
+    def _training_settings(
+        self, number: int, data: DataSection, samples: int
+    ) -> tuple[dict[str, Any], dict[str, str]]:
+        """The settings of a round's training by dotted key, and the reasons for those that the user
+        did not set."""
         config, given, name = self.config, self.run.resolved.given, self.run.directory.path.name
         values, reasons = settings(config), {d.key: d.reason for d in self.run.resolved.derived}
-        # Settings that depend on the machine are derived again: no sampler runs next to the training.
-        chosen = {*given, *profile_values(config.rft.profile), *(k for k in reasons if not k.startswith("system."))}
-        kept = {k: values[k] for k in values if k in chosen and k.startswith(_TRAINING) and not OF_SAMPLERS.covers(k)}
-        if kept.get("system.compile") is True:  # on by default, but refused if training has nothing to compile
+        # Settings that depend on the machine are derived again: no sampler runs next to the
+        # training.
+        chosen = {
+            *given,
+            *profile_values(config.rft.profile),
+            *(k for k in reasons if not k.startswith("system.")),
+        }
+        kept = {
+            k: values[k]
+            for k in values
+            if k in chosen and k.startswith(_TRAINING) and not OF_SAMPLERS.covers(k)
+        }
+        if (
+            kept.get("system.compile") is True
+        ):  # on by default, but refused if training has nothing to compile
             del kept["system.compile"]
         start = self.rounds[number - 1].model if number and config.rft.start == "last" else None
         if start is not None and (start / ADAPTER_CONFIG).is_file():
-            kept = {k: v for k, v in kept.items() if k not in ("lora.rank", "lora.alpha", "lora.targets")}
+            kept = {
+                k: v
+                for k, v in kept.items()
+                if k not in ("lora.rank", "lora.alpha", "lora.targets")
+            }
             kept["lora.path"] = str(start)
         elif start is not None:
             kept["model.path"] = str(start)
         if warmup := derive_rft_warmup(config, given, samples):
             kept["train.warmup_steps"], reasons["train.warmup_steps"] = warmup
-        kept |= {f"data.{k}": v for k, v in data.model_dump(mode="json", exclude_unset=True).items()}
+        kept |= {
+            f"data.{k}": v for k, v in data.model_dump(mode="json", exclude_unset=True).items()
+        }
         if sinks := config.monitor.sinks:
             base_dir = self.run.base_dir
-            kept["monitor.sinks"] = [sink if sink in ADAPTERS else located(sink, base_dir) for sink in sinks]
+            kept["monitor.sinks"] = [
+                sink if sink in ADAPTERS else located(sink, base_dir) for sink in sinks
+            ]
         kept["run_dir"] = str(self.rounds[number].sft)
         kept["monitor.run_name"] = f"{config.monitor.run_name or name}-round-{number + 1}"
-        by_user = {key for key in given if key in kept and kept[key] == values[key] and key not in reasons}
+        by_user = {
+            key for key in given if key in kept and kept[key] == values[key] and key not in reasons
+        }
         of_round = f"round {number + 1} of tunesmith rft"
-        return kept, {key: reasons.get(key, of_round) for key in (*kept, "checkpoint.resume") if key not in by_user}
+        return kept, {
+            key: reasons.get(key, of_round)
+            for key in (*kept, "checkpoint.resume")
+            if key not in by_user
+        }
 
 
 def _release_memory() -> None:

@@ -1,4 +1,5 @@
-"""The files of rejection-sampling fine-tuning (RFT; Yuan et al. 2023, arXiv:2308.01825), and their contents.
+"""The files of rejection-sampling fine-tuning (RFT; Yuan et al. 2023, arXiv:2308.01825), and their
+contents.
 
 ::
 
@@ -61,13 +62,19 @@ def adopt_answers(answers: Path, this: RftRound, tasks: Sequence[Task]) -> None:
     with boundary(DataError, f"cannot read rft.answers = '{answers}'", (OSError, ValueError)):
         lines = list(read_lines(answers))
     if len(lines) != len(tasks):
-        raise DataError(f"{answers} answers {len(lines)} questions, and data.train has {len(tasks)}")
+        raise DataError(
+            f"{answers} answers {len(lines)} questions, and data.train has {len(tasks)}"
+        )
     for number, (line, task) in enumerate(zip(lines, tasks, strict=True), 1):
         records = records_of(line)
-        if line.get("prompt") != task.prompt or not all("completion" in record for record in records):
+        if line.get("prompt") != task.prompt or not all(
+            "completion" in record for record in records
+        ):
             raise DataError(f"{answers}:{number} does not answer the question of task {task.id}")
         if not all("reward" in record for record in records):
-            raise DataError(f"{answers}:{number} has answers without a reward: generate them with [reward]")
+            raise DataError(
+                f"{answers}:{number} has answers without a reward: generate them with [reward]"
+            )
     this.directory.mkdir(parents=True, exist_ok=True)
     write_whole(this.samples, iter(lines))
 
@@ -88,14 +95,21 @@ def select_answers(this: RftRound, rule: str, threshold: float, samples_per_ques
             questions.append(counts.add(line, len(correct), len(kept)))
             tools = {"tools": line["tools"]} if "tools" in line else {}
             for record in kept:
-                yield {"task": place, "prompt": line["prompt"], "completion": record["completion"], **tools}
+                yield {
+                    "task": place,
+                    "prompt": line["prompt"],
+                    "completion": record["completion"],
+                    **tools,
+                }
 
     write_whole(this.train, learned())
     write_whole(this.directory / "questions.jsonl", iter(questions))
     report = {"threshold": threshold, "select": rule, **counts.report()}
     write_json(this.yield_report, report)
     if not report["kept"]:
-        best = max((r["reward"] for line in read_lines(this.samples) for r in usable(line)), default=0.0)
+        best = max(
+            (r["reward"] for line in read_lines(this.samples) for r in usable(line)), default=0.0
+        )
         raise ConfigError(
             f"none of the {report['samples']} samples in {this.samples} is a whole answer with a reward of at least "
             f"{threshold:g} (rft.threshold); the highest is {best:g}. Give examples with rft.few_shot, raise "
@@ -113,7 +127,9 @@ def check_prompts(train: Path, samples: Sequence[Sample], tasks: Sequence[Task])
     """
     lines = list(read_lines(train))
     if len(lines) != len(samples):
-        raise DataError(f"{train} has {len(lines)} answers, and {len(samples)} samples came of them")
+        raise DataError(
+            f"{train} has {len(lines)} answers, and {len(samples)} samples came of them"
+        )
     for number, (line, sample) in enumerate(zip(lines, samples, strict=True), 1):
         prompt = sample.token_ids[: sample.loss_mask.index(True)]
         asked = list(tasks[line["task"]].prompt_ids)
@@ -137,8 +153,13 @@ def examples(first: RftRound, last: RftRound, count: int) -> list[EvalExample]:
         record = records_of(line)[0]
         return record["completion"], record["reward"]
 
-    lines = islice(zip(read_lines(first.evaluation), read_lines(last.evaluation), strict=False), count)
-    return [EvalExample(last_message(before["prompt"]), answer(before), answer(after)) for before, after in lines]
+    lines = islice(
+        zip(read_lines(first.evaluation), read_lines(last.evaluation), strict=False), count
+    )
+    return [
+        EvalExample(last_message(before["prompt"]), answer(before), answer(after))
+        for before, after in lines
+    ]
 
 
 def describe(name: str, shares: Mapping[str, Any]) -> str:
@@ -163,7 +184,11 @@ def _with_interval(share: float, low: float, high: float) -> str:
 
 def evaluation_metrics(shares: Mapping[str, Any]) -> dict[str, float]:
     """An evaluation as metrics."""
-    known = {key: shares[key][0] for key in ("accuracy", "answered", "accuracy_of_answered") if shares[key]}
+    known = {
+        key: shares[key][0]
+        for key in ("accuracy", "answered", "accuracy_of_answered")
+        if shares[key]
+    }
     known["failed"] = shares["failed"] / shares["questions"]
     return {f"eval/{key}": value for key, value in known.items()}
 
@@ -171,14 +196,21 @@ def evaluation_metrics(shares: Mapping[str, Any]) -> dict[str, float]:
 def yield_metrics(report: Mapping[str, Any]) -> dict[str, float]:
     """The result of a round's sampling as metrics."""
     counts = {name: float(report[name]) for name in ("questions", "solved")}
-    return {**counts, "accepted": float(report["kept"]), "sampled_right": report["correct_share"][0]}
+    return {
+        **counts,
+        "accepted": float(report["kept"]),
+        "sampled_right": report["correct_share"][0],
+    }
 
 
 def describe_yield(name: str, report: Mapping[str, Any]) -> str:
     """The result of sampling, and the number of questions by number of correct answers."""
     histogram: Mapping[str, int] = report["questions_by_correct_samples"]
     most = max(histogram.values()) or 1
-    bars = [f"  {n:>4} right  {count:>7,}  {'█' * round(30 * count / most)}".rstrip() for n, count in histogram.items()]
+    bars = [
+        f"  {n:>4} right  {count:>7,}  {'█' * round(30 * count / most)}".rstrip()
+        for n, count in histogram.items()
+    ]
     totals = (
         f"{name}: {report['correct']:,} of {report['samples']:,} samples are right, "
         f"{_with_interval(*report['correct_share'])}; {report['solved']:,} of "

@@ -1,4 +1,5 @@
-"""Shared by ``tunesmith generate`` and ``tunesmith rft``: opens a run that samples, and answers its tasks."""
+"""Shared by ``tunesmith generate`` and ``tunesmith rft``: opens a run that samples, and answers its
+tasks."""
 
 from __future__ import annotations
 
@@ -68,12 +69,14 @@ def answer_tasks(
     greedy: bool = False,
     stop: tuple[str, ...] = (),
 ) -> None:
-    """Append the lines that ``out`` lacks. If any are missing, the model is loaded, and freed afterwards.
+    """Append the lines that ``out`` lacks. If any are missing, the model is loaded, and freed
+    afterwards.
 
     Args:
         config: resolved.
         usage: must have an open phase.
-        greedy: one completion per prompt at temperature 0; ``[sampling]``'s ``n`` and ``temperature`` are not used.
+        greedy: one completion per prompt at temperature 0; ``[sampling]``'s ``n`` and
+            ``temperature`` are not used.
         stop: strings to stop at, in addition to those of ``[sampling]``.
     """
     writer.check_columns(tasks)
@@ -97,13 +100,17 @@ def answer_tasks(
         return counted
 
     async def begin() -> None:
-        # An engine with its own weights has read them from the model's files, without the adapter; SGLang has not.
+        # An engine with its own weights has read them from the model's files, without the adapter;
+        # SGLang has not.
         if weights_apart(config) and (config.lora.on or config.system.engine_kind.served):
             with usage.phase("setup"):
                 await engine.load_weights(0)
 
     watch.follow(config, tokenizer, stats, n)
-    window, share = window_of(config.system.max_running, n), (config.reward or RewardSection()).max_failed_share
+    window, share = (
+        window_of(config.system.max_running, n),
+        (config.reward or RewardSection()).max_failed_share,
+    )
     answer(
         out,
         tasks,
@@ -129,7 +136,9 @@ def _load(config: SamplingConfig, tokenizer: Any, rewards: RewardSet | None) -> 
     return engine
 
 
-def identity(config: SamplingConfig, data: str, tokenizer: Any, *, greedy: bool = False) -> dict[str, Any]:
+def identity(
+    config: SamplingConfig, data: str, tokenizer: Any, *, greedy: bool = False
+) -> dict[str, Any]:
     """Everything that the lines of an output depend on, by dotted key.
 
     Args:
@@ -137,18 +146,39 @@ def identity(config: SamplingConfig, data: str, tokenizer: Any, *, greedy: bool 
         greedy: as for ``answer_tasks``.
     """
     model, template = config.model, tokenizer.chat_template
-    values: dict[str, Any] = {"model.path": model.path, "model.dtype": model.dtype, "model.quantize": model.quantize}
+    values: dict[str, Any] = {
+        "model.path": model.path,
+        "model.dtype": model.dtype,
+        "model.quantize": model.quantize,
+    }
     values |= {"data": data, "chat template (digest)": template and fingerprint_of([template])}
     if config.lora.path is not None:
         values["lora.path"] = str(config.lora.path)
-    for key in ("map", "system_prompt", "chat", "chat_template_kwargs", "too_long", "max_prompt_tokens"):
+    for key in (
+        "map",
+        "system_prompt",
+        "chat",
+        "chat_template_kwargs",
+        "too_long",
+        "max_prompt_tokens",
+    ):
         values[f"data.{key}"] = getattr(config.data, key)
     if config.sampling_settings:
-        unread = {"timeout", "n", "temperature", "top_p", "top_k", "min_p", "seed"} if greedy else {"timeout"}
-        values |= {f"sampling.{k}": v for k, v in config.sampling.model_dump(mode="json", exclude=unread).items()}
+        unread = (
+            {"timeout", "n", "temperature", "top_p", "top_k", "min_p", "seed"}
+            if greedy
+            else {"timeout"}
+        )
+        values |= {
+            f"sampling.{k}": v
+            for k, v in config.sampling.model_dump(mode="json", exclude=unread).items()
+        }
     if isinstance(config, GenerateConfig):
         values["output.logprobs"] = config.output.logprobs
     if config.reward is not None:
         outcome = {"functions", "weights", "models", "remote", "answer", "pattern"}
-        values |= {f"reward.{k}": v for k, v in config.reward.model_dump(mode="json", include=outcome).items()}
+        values |= {
+            f"reward.{k}": v
+            for k, v in config.reward.model_dump(mode="json", include=outcome).items()
+        }
     return values

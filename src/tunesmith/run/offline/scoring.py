@@ -25,7 +25,12 @@ from tunesmith.types import Completion, Rollout, RolloutGroup, Task
 
 
 def score(
-    config: GenerateConfig, tokenizer: Any, rewards: RewardSet, tasks: Sequence[Task], out: Path, watch: JobWatch
+    config: GenerateConfig,
+    tokenizer: Any,
+    rewards: RewardSet,
+    tasks: Sequence[Task],
+    out: Path,
+    watch: JobWatch,
 ) -> None:
     """Append a line with rewards for each line of data that ``out`` lacks.
 
@@ -38,7 +43,12 @@ def score(
         for ids in encode(tokenizer, [record["completion"] for record in records]):
             if problem := without_row(tokenizer, ids):
                 raise DataError(f"task {task.id}: in its completion, {problem}")
-    chat = choose_template(config.data, tokenizer, [Example(t.id, t.id, prompt=t.prompt) for t in tasks]) is not None
+    chat = (
+        choose_template(
+            config.data, tokenizer, [Example(t.id, t.id, prompt=t.prompt) for t in tasks]
+        )
+        is not None
+    )
     eos = tokenizer.eos_token_id
     end = end_of_turn_ids(tokenizer) if chat else [] if eos is None else [eos]
 
@@ -61,18 +71,29 @@ def score(
         add_rewards(rewards, config, tokenizer, partial(print, flush=True))
         line, share = partial(_line, column=column), config.reward.max_failed_share
         watch.follow(config, tokenizer, EngineStats, 1)
-        answer(out, tasks, produce, line, window=window_of(BLOCK, 1), max_failed_share=share, watch=watch)
+        answer(
+            out,
+            tasks,
+            produce,
+            line,
+            window=window_of(BLOCK, 1),
+            max_failed_share=share,
+            watch=watch,
+        )
 
 
 def given_records(task: Task, column: str | None) -> list[Json]:
-    """The completions of a data line: text, or a list of texts, messages or records that have a ``completion``.
+    """The completions of a data line: text, or a list of texts, messages or records that have a
+    ``completion``.
 
     Raises:
         DataError: there are none.
     """
     names = (column,) if column else ("completion", "completions")
     value: Any = next((task.columns[name] for name in names if name in task.columns), None)
-    records = [_record(item) for item in (cast("list[Any]", value) if isinstance(value, list) else [value])]
+    records = [
+        _record(item) for item in (cast("list[Any]", value) if isinstance(value, list) else [value])
+    ]
     if not records or None in records:
         raise DataError(
             f"task {task.id}: no completion to score in {' or '.join(repr(n) for n in names)} (data.completion); "
@@ -97,7 +118,9 @@ def _line(group: RolloutGroup, column: str | None) -> Json:
     """The data line with the rewards of its completions."""
     columns = group.task.columns
     line = {"prompt": group.task.prompt, **columns}
-    if not isinstance(columns[column or ("completion" if "completion" in columns else "completions")], list):
+    if not isinstance(
+        columns[column or ("completion" if "completion" in columns else "completions")], list
+    ):
         return line | scores_of(group.rollouts[0])
     records = zip(given_records(group.task, column), group.rollouts, strict=True)
     return line | {"completions": [record | scores_of(rollout) for record, rollout in records]}

@@ -21,7 +21,8 @@ OVERWRITTEN = {
     "pairs": (*WRITTEN, "chosen", "rejected", "chosen_reward", "rejected_reward"),
     "conditional": WRITTEN,
 }
-"""Data columns that a file of each kind cannot keep, because it has its own columns with these names."""
+"""Data columns that a file of each kind cannot keep, because it has its own columns with these
+names."""
 
 Selected = list[Json] | str
 """The lines selected from a line, or the reason why there are none."""
@@ -42,7 +43,11 @@ def best(line: Json, min_reward: float = -inf) -> Selected:
     record = max(usable(line), key=lambda r: r["reward"], default=None)
     if record is None:
         return "without a reward"
-    return [_columns(line) | record] if record["reward"] >= min_reward - ROUNDING else "below min_reward"
+    return (
+        [_columns(line) | record]
+        if record["reward"] >= min_reward - ROUNDING
+        else "below min_reward"
+    )
 
 
 def pair(line: Json, min_margin: float, min_reward: float = -inf) -> Selected:
@@ -56,17 +61,25 @@ def pair(line: Json, min_margin: float, min_reward: float = -inf) -> Selected:
     if chosen["reward"] < min_reward - ROUNDING:
         return "below min_reward"
     texts = {"chosen": chosen["completion"], "rejected": rejected["completion"]}
-    return [_columns(line) | texts | {"chosen_reward": chosen["reward"], "rejected_reward": rejected["reward"]}]
+    return [
+        _columns(line)
+        | texts
+        | {"chosen_reward": chosen["reward"], "rejected_reward": rejected["reward"]}
+    ]
 
 
 def conditional(line: Json, template: str, borders: Sequence[float] | None) -> Selected:
-    """Conditional SFT: every completion, with its reward written into the prompt (OpenRLHF's ``csft``)."""
+    """Conditional SFT: every completion, with its reward written into the prompt (OpenRLHF's
+    ``csft``)."""
     selected: list[Json] = []
     for record in usable(line):
         reward = record["reward"]
         word = f"{reward:.2f}" if borders is None else str(level(reward, borders))
         prompt = _with_reward(line["prompt"], template, word)
-        selected.append(_columns(line) | {"prompt": prompt, "completion": record["completion"], "reward": reward})
+        selected.append(
+            _columns(line)
+            | {"prompt": prompt, "completion": record["completion"], "reward": reward}
+        )
     return selected or "without a reward"
 
 
@@ -76,14 +89,20 @@ def _with_reward(prompt: Prompt, template: str, word: str) -> Prompt:
         # The prompt is inserted last, because it may contain "{reward}".
         return template.replace("{reward}", word).replace("{prompt}", prompt)
     last = max((i for i, m in enumerate(prompt) if m["role"] == "user"), default=len(prompt) - 1)
-    changed: Message = {**prompt[last], "content": _with_reward(cast("str", prompt[last]["content"]), template, word)}
+    changed: Message = {
+        **prompt[last],
+        "content": _with_reward(cast("str", prompt[last]["content"]), template, word),
+    }
     return [*prompt[:last], changed, *prompt[last + 1 :]]
 
 
 def level_borders(rewards: Sequence[float], levels: int) -> list[float]:
-    """The highest reward of each level but the last; all levels hold about the same number of rewards."""
+    """The highest reward of each level but the last; all levels hold about the same number of
+    rewards."""
     ordered = sorted(rewards)
-    return [ordered[ceil(len(ordered) * k / levels) - 1] for k in range(1, levels)] if ordered else []
+    return (
+        [ordered[ceil(len(ordered) * k / levels) - 1] for k in range(1, levels)] if ordered else []
+    )
 
 
 def level(reward: float, borders: Sequence[float]) -> int:
@@ -98,13 +117,16 @@ def right_answers(line: Mapping[str, Any], threshold: float) -> list[Json]:
 
 def correct_answers(line: Mapping[str, Any], threshold: float) -> list[Json]:
     """Completions that reach the threshold and are complete."""
-    return [record for record in right_answers(line, threshold) if record.get("finish_reason") == "stop"]
+    return [
+        record for record in right_answers(line, threshold) if record.get("finish_reason") == "stop"
+    ]
 
 
 def select(records: Sequence[Json], rule: str) -> list[Json]:
     """The correct answers to a question that are used for training; no text occurs twice.
 
-    ``distinct`` keeps the first answer of each reasoning path (Yuan et al. 2023, arXiv:2308.01825, section 3.2).
+    ``distinct`` keeps the first answer of each reasoning path (Yuan et al. 2023, arXiv:2308.01825,
+    section 3.2).
     """
     unique = _firsts(records, lambda r: r["completion"])
     match rule:
@@ -133,7 +155,8 @@ _NOISE = str.maketrans({"×": "*", "÷": "/", **dict.fromkeys(" \t,$")})
 
 
 def reasoning_path(text: str) -> tuple[str, ...]:
-    """The equations of a text in order, without blanks and currency signs; if there are none, its words.
+    """The equations of a text in order, without blanks and currency signs; if there are none, its
+    words.
 
     Example:
         >>> reasoning_path("He has 3 × 4 = 12 and then 12+1=13 apples.")
@@ -154,7 +177,8 @@ class Yield:
 
     samples_per_question: int
     totals: Counter[str] = field(default_factory=Counter[str])
-    """The totals in ``report``, and of ``judged`` samples, whose reward tells whether they have an answer."""
+    """The totals in ``report``, and of ``judged`` samples, whose reward tells whether they have an
+    answer."""
     answered: float = 0.0
     histogram: Counter[int] = field(default_factory=Counter[int])
     """Questions by their number of correct samples."""
@@ -165,7 +189,9 @@ class Yield:
         known = answered_of(records)
         counts = {"samples": len(records), "correct": correct, "kept": kept}
         failed = sum("error" in record for record in records)
-        self.totals.update(counts, questions=1, solved=int(correct > 0), judged=len(known), failed=failed)
+        self.totals.update(
+            counts, questions=1, solved=int(correct > 0), judged=len(known), failed=failed
+        )
         self.answered += sum(known)
         self.histogram[correct] += 1
         return {"prompt": line["prompt"], **counts}
@@ -174,7 +200,10 @@ class Yield:
         totals, judged = self.totals, self.totals["judged"]
         most = max(self.samples_per_question, *self.histogram)  # another run may have more answers
         return {
-            **{name: totals[name] for name in ("questions", "solved", "samples", "correct", "failed", "kept")},
+            **{
+                name: totals[name]
+                for name in ("questions", "solved", "samples", "correct", "failed", "kept")
+            },
             "solved_share": interval(totals["solved"], totals["questions"]),
             "correct_share": interval(totals["correct"], totals["samples"]),
             "answered_share": interval(round(self.answered), judged),
@@ -197,14 +226,17 @@ def interval(hits: int, total: int) -> list[float] | None:
 def accuracy(lines: Iterable[Json], threshold: float) -> Json:
     """Shares, with their 95% intervals, of an evaluation with one completion per line.
 
-    A missing answer is not a wrong answer: ``answered`` is the share of completions with an answer, and
-    ``accuracy_of_answered`` the accuracy among those. A failed completion is neither answered nor correct.
+    A missing answer is not a wrong answer: ``answered`` is the share of completions with an answer,
+    and ``accuracy_of_answered`` the accuracy among those. A failed completion is neither answered
+    nor correct.
     """
     lines = list(lines)
     records = [record for line in lines for record in records_of(line)]
     correct = [record for line in lines for record in right_answers(line, threshold)]
     judged = answered_of(records)
-    answered, right = (sum(value > 0 for value in values) for values in (judged, answered_of(correct)))
+    answered, right = (
+        sum(value > 0 for value in values) for values in (judged, answered_of(correct))
+    )
     return {
         "questions": len(records),
         "accuracy": interval(len(correct), len(records)),

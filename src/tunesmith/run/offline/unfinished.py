@@ -1,7 +1,8 @@
-"""Finished work that an output file cannot have yet, because its lines are in the order of the data.
+"""Finished work that an output file cannot have yet, because its lines are in the order of the
+data.
 
-It is in a hidden file next to the output: completions of prompts that lack others, and lines that follow a missing one.
-After a kill at any moment a continued run takes them from there.
+It is in a hidden file next to the output: completions of prompts that lack others, and lines that
+follow a missing one. After a kill at any moment a continued run takes them from there.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from tunesmith.run.offline.lines import Json, read_lines, unfinished_file, write
 from tunesmith.types import Completion, Sampling
 
 LEAST_BYTES = 1 << 20
-"""The file is rewritten without what is no longer needed when it exceeds this and four times its size after that."""
+"""The file is rewritten without what is no longer needed when it exceeds this and four times its
+size after that."""
 
 
 class Unfinished:
@@ -46,7 +48,8 @@ class Unfinished:
         return sum(len(records) for records in self._kept.values() if "line" not in records[-1])
 
     def completing(self, place: int, complete: Complete) -> Complete:
-        """The engine's method for the prompt at a place; each completion is kept, and known ones are not repeated."""
+        """The engine's method for the prompt at a place; each completion is kept, and known ones
+        are not repeated."""
 
         async def generate(prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
             for record in self._kept.get(place, ()):
@@ -54,7 +57,11 @@ class Unfinished:
                     ids, logprobs = record["token_ids"], record["logprobs"]
                     return Completion(ids, logprobs, [0] * len(ids), record["finish_reason"])
             done = await complete(prompt_ids, sampling)
-            sampled = {"token_ids": done.token_ids, "logprobs": done.logprobs, "finish_reason": done.finish_reason}
+            sampled = {
+                "token_ids": done.token_ids,
+                "logprobs": done.logprobs,
+                "finish_reason": done.finish_reason,
+            }
             self._keep({"place": place, "seed": sampling.seed, **sampled})
             return done
 

@@ -31,11 +31,14 @@ class Usage:
         """Add the result that ``parts`` had at the end of an earlier call."""
         for part, metrics in parts.items():
             self.add(part, metrics)
-            self.earlier += sum(value for name, value in metrics.items() if name.startswith(_SECONDS))
+            self.earlier += sum(
+                value for name, value in metrics.items() if name.startswith(_SECONDS)
+            )
 
     @contextmanager
     def phase(self, name: str, part: str | None = None) -> Generator[None]:
-        """Count time spent inside towards a phase of ``part``; None is the part of the enclosing phase."""
+        """Count time spent inside towards a phase of ``part``; None is the part of the enclosing
+        phase."""
         part = part or self._current
         with self._clock.phase(f"{part}/{name}"):
             try:
@@ -60,7 +63,8 @@ class Usage:
             part, name = (part, name) if name else (COMMON, COMMON)
             self.add(part, {_SECONDS + name: seconds})
         return {
-            part: {name: round(value, 3) for name, value in metrics.items()} for part, metrics in self._parts.items()
+            part: {name: round(value, 3) for name, value in metrics.items()}
+            for part, metrics in self._parts.items()
         }
 
     @property
@@ -80,4 +84,8 @@ def total_of(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
 
 def seconds_of(metrics: Mapping[str, float]) -> dict[str, float]:
     """Seconds by phase."""
-    return {name.removeprefix(_SECONDS): value for name, value in metrics.items() if name.startswith(_SECONDS)}
+    return {
+        name.removeprefix(_SECONDS): value
+        for name, value in metrics.items()
+        if name.startswith(_SECONDS)
+    }

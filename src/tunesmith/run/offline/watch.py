@@ -1,4 +1,5 @@
-"""Follows a job of batch inference or RFT: its display, ``metrics.jsonl`` and ``rollouts.jsonl``."""
+"""Follows a job of batch inference or RFT: its display, ``metrics.jsonl`` and
+``rollouts.jsonl``."""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ class Judged:
 
 @dataclass(slots=True)
 class JobWatch:
-    """Watches the answering of one file. Its steps are prompts: those of the run's other files come before."""
+    """Watches the answering of one file. Its steps are prompts: those of the run's other files come
+    before."""
 
     run_dir: Path
     title: str
@@ -76,14 +78,19 @@ class JobWatch:
     _at_start: int = field(init=False, default=0)
     _lengths: list[int] = field(init=False, default_factory=list[int])
     """Tokens of the completions of this job's finished prompts."""
-    _recent: list[tuple[int, RolloutGroup]] = field(init=False, default_factory=list["tuple[int, RolloutGroup]"])
+    _recent: list[tuple[int, RolloutGroup]] = field(
+        init=False, default_factory=list["tuple[int, RolloutGroup]"]
+    )
     _recent_right: int = field(init=False, default=0)
     _right: int = field(init=False, default=0)
     _kept: int = field(init=False, default=0)
     _total_tokens: float = field(init=False, default=0.0)
 
-    def follow(self, config: SamplingConfig, tokenizer: Any, stats: Callable[[], EngineStats], samples: int) -> None:
-        """Set what the sampling is like: an engine's counters, and the number of completions per prompt."""
+    def follow(
+        self, config: SamplingConfig, tokenizer: Any, stats: Callable[[], EngineStats], samples: int
+    ) -> None:
+        """Set what the sampling is like: an engine's counters, and the number of completions per
+        prompt."""
         self.stats, self.live, self.samples = stats, config.monitor.progress, samples
         self.longest = config.sampling.max_new_tokens if config.sampling_settings else 0
         self.open_rollouts = partial(open_rollouts, self.run_dir, config, tokenizer)
@@ -95,8 +102,14 @@ class JobWatch:
         step, metrics = self.before + finished, self.run_dir / "metrics.jsonl"
         self._metrics = MetricsLog(metrics, resume_step=step)
         if self.open_rollouts:
-            self._rollouts = self.open_rollouts(self.before + self.prompts if self.evaluates else step)
-        last = [line["total_tokens"] for line in newest_objects(metrics, _TAIL) if "total_tokens" in line]
+            self._rollouts = self.open_rollouts(
+                self.before + self.prompts if self.evaluates else step
+            )
+        last = [
+            line["total_tokens"]
+            for line in newest_objects(metrics, _TAIL)
+            if "total_tokens" in line
+        ]
         self._total_tokens = float(last[-1]) if last else 0.0
         if self.judge:
             for line in chain(read_lines(path), (line for _, line in unfinished.lines())):
@@ -140,7 +153,13 @@ class JobWatch:
         now, stats = self.now(), self.stats()
         seconds, engine = max(now - self._row_at, 1e-9), stats.since(self._counted)
         rollouts = [rollout for _, group in self._recent for rollout in group.rollouts]
-        row = {**self.common, **_sampled(rollouts), "seconds": seconds, **_speed(engine, seconds), **memory_metrics()}
+        row = {
+            **self.common,
+            **_sampled(rollouts),
+            "seconds": seconds,
+            **_speed(engine, seconds),
+            **memory_metrics(),
+        }
         self._total_tokens += row["tokens"]
         row["total_tokens"] = self._total_tokens
         if not self.evaluates:
@@ -163,7 +182,9 @@ class JobWatch:
                 chosen.append((place, group))
         if self._rollouts:
             kind = "eval" if self.evaluates else "train"
-            step = self.before + self.prompts if self.evaluates else step  # an evaluation is one step
+            step = (
+                self.before + self.prompts if self.evaluates else step
+            )  # an evaluation is one step
             for place, group in chosen:
                 self._rollouts.write(step, [group], kind, first=place)
 
@@ -193,7 +214,9 @@ class JobWatch:
 def open_rollouts(run_dir: Path, config: SamplingConfig, tokenizer: Any, step: int) -> RolloutLog:
     decode = partial(tokenizer.decode, skip_special_tokens=True)
     size = parse_size(config.monitor.rollouts_size)
-    return RolloutLog(run_dir / "rollouts.jsonl", 1, size, decode, tokenizer.decode, resume_step=step)
+    return RolloutLog(
+        run_dir / "rollouts.jsonl", 1, size, decode, tokenizer.decode, resume_step=step
+    )
 
 
 def _sampled(rollouts: list[Rollout]) -> dict[str, float]:
@@ -212,7 +235,10 @@ def _sampled(rollouts: list[Rollout]) -> dict[str, float]:
 def _speed(engine: EngineStats, seconds: float) -> dict[str, float]:
     found: dict[str, float] = {}
     if engine.sampled_tokens:
-        found = {"sampled_tokens": float(engine.sampled_tokens), "tokens_per_second": engine.sampled_tokens / seconds}
+        found = {
+            "sampled_tokens": float(engine.sampled_tokens),
+            "tokens_per_second": engine.sampled_tokens / seconds,
+        }
     if 0 < engine.attainable_seconds <= seconds:
         found |= {
             "attainable_seconds": engine.attainable_seconds,

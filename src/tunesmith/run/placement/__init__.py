@@ -1,12 +1,20 @@
 """The composition root: the only package that names adapters and assembles runs.
 
-Order matters: before a model is loaded, everything that can be refused is refused, and the resolved configuration is
-printed and saved.
+Order matters: before a model is loaded, everything that can be refused is refused, and the resolved
+configuration is printed and saved.
 """
 
 from tunesmith.run.placement.models import run_merge
 from tunesmith.run.placement.session import RunResult
-from tunesmith.run.placement.train import run_distill, run_dpo, run_kto, run_prm, run_rl, run_rm, run_sft
+from tunesmith.run.placement.train import (
+    run_distill,
+    run_dpo,
+    run_kto,
+    run_prm,
+    run_rl,
+    run_rm,
+    run_sft,
+)
 
 __all__ = [
     "RunResult",

@@ -1,4 +1,5 @@
-"""Turns a call of the Python API into settings: objects become references, rows a file in the run directory."""
+"""Turns a call of the Python API into settings: objects become references, rows a file in the run
+directory."""
 
 from __future__ import annotations
 
@@ -73,21 +74,30 @@ class ApiCall:
         if isinstance(data, dict):
             splits = cast("dict[str, Any]", data)
             if type(splits).__module__.startswith("datasets"):
-                raise ConfigError(f"{key} has the splits {', '.join(splits)}; give one of them, as in data['train']")
+                raise ConfigError(
+                    f"{key} has the splits {', '.join(splits)}; give one of them, as in data['train']"
+                )
             raise ConfigError(
                 f"the keyword {key} is the data: a path, rows, or a table with a path. Settings of [{key}] are written "
                 f"{key}__{next(iter(splits), 'key')}=..."
             )
-        if isinstance(data, list | tuple) and data and all(map(_is_source, cast("list[Any]", data))):
+        if (
+            isinstance(data, list | tuple)
+            and data
+            and all(map(_is_source, cast("list[Any]", data)))
+        ):
             return data
         if not isinstance(data, Iterable):
-            raise ConfigError(f"{key} is of type {type(data).__name__}; give a path, a Dataset or a list of dicts")
+            raise ConfigError(
+                f"{key} is of type {type(data).__name__}; give a path, a Dataset or a list of dicts"
+            )
         self._rows[key] = cast("Rows", data)
         return ""
 
     @contextmanager
     def _directory(self) -> Generator[None]:
-        """Create the run's directory with the rows; removed again if the run is refused before it begins."""
+        """Create the run's directory with the rows; removed again if the run is refused before it
+        begins."""
         if not self._rows:
             yield
             return
@@ -102,9 +112,15 @@ class ApiCall:
             resume = resume if resume in (True, False, "auto") else Path(resume)
             check_directory(directory, resumes(self._command, resume, directory))
         files = {key: directory / "data" / f"{key}.jsonl" for key in self._rows}
-        others = [] if (directory / LOCK).exists() else [str(f) for f in files.values() if os.path.lexists(f)]
+        others = (
+            []
+            if (directory / LOCK).exists()
+            else [str(f) for f in files.values() if os.path.lexists(f)]
+        )
         if others:
-            raise ConfigError(f"{', '.join(others)} is there already, and no run wrote it; choose another run_dir")
+            raise ConfigError(
+                f"{', '.join(others)} is there already, and no run wrote it; choose another run_dir"
+            )
         try:
             for key, rows in self._rows.items():
                 file = files[key]
@@ -152,19 +168,35 @@ class ApiCall:
         if isinstance(value, str):
             return value
         if isinstance(value, Mapping):
-            return {name: self._reference(key, item) for name, item in cast("Mapping[str, Any]", value).items()}
+            return {
+                name: self._reference(key, item)
+                for name, item in cast("Mapping[str, Any]", value).items()
+            }
         if isinstance(value, list | tuple):
             return [self._reference(key, item) for item in cast("Sequence[Any]", value)]
         if not callable(value):
-            raise ConfigError(f"{key}: {value!r} is not a function; give one, 'file.py:function' or a built-in name")
+            raise ConfigError(
+                f"{key}: {value!r} is not a function; give one, 'file.py:function' or a built-in name"
+            )
         name = getattr(value, "__name__", type(value).__name__)
         module = sys.modules.get(getattr(value, "__module__", None) or "")
-        # Another process can import it from its module, unless that is the program's script, which would run again.
-        file = getattr(module, "__file__", None) if module and module.__name__ != "__main__" else None
-        if module and file and (isfunction(value) or isclass(value)) and getattr(module, name, None) is value:
+        # Another process can import it from its module, unless that is the program's script, which
+        # would run again.
+        file = (
+            getattr(module, "__file__", None) if module and module.__name__ != "__main__" else None
+        )
+        if (
+            module
+            and file
+            and (isfunction(value) or isclass(value))
+            and getattr(module, name, None) is value
+        ):
             return f"{module.__name__}:{name}" if module.__package__ else f"{file}:{name}"
         name = re.sub(r"\W", "", name) or "function"
-        names = [f"{PROGRAM}:{name}{f'_{number}' if number > 1 else ''}" for number in range(1, len(self._objects) + 2)]
+        names = [
+            f"{PROGRAM}:{name}{f'_{number}' if number > 1 else ''}"
+            for number in range(1, len(self._objects) + 2)
+        ]
         reference = next(one for one in names if self._objects.get(one, value) is value)
         self._objects[reference] = value
         return reference
@@ -186,7 +218,10 @@ def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:
         if value is None:
             continue
         if isinstance(value, Mapping) and "." not in key:
-            flat |= {f"{key}.{inner.replace('__', '.')}": v for inner, v in cast("Mapping[str, Any]", value).items()}
+            flat |= {
+                f"{key}.{inner.replace('__', '.')}": v
+                for inner, v in cast("Mapping[str, Any]", value).items()
+            }
         else:
             flat[key] = value
     return {key: value for key, value in flat.items() if value is not None}
@@ -203,11 +238,14 @@ def _checked(key: str, rows: Rows) -> Iterator[dict[str, Any]]:
     """Rows as they are stored in a file of JSON lines.
 
     Raises:
-        DataError: one is not a row, or has a value that JSON cannot hold; the message has its number and column.
+        DataError: one is not a row, or has a value that JSON cannot hold; the message has its
+            number and column.
     """
     for number, row in enumerate(cast("Iterable[Any]", rows), 1):
         if not isinstance(row, Mapping):
-            raise DataError(f"row {number} of {key} is of type {type(row).__name__}; each row is a dict of columns")
+            raise DataError(
+                f"row {number} of {key} is of type {type(row).__name__}; each row is a dict of columns"
+            )
         line: dict[str, Any] = {}
         for column, value in cast("Mapping[Any, Any]", row).items():
             try:
@@ -235,7 +273,9 @@ def _json(value: Any, depth: int = 0) -> Any:
             return str.__str__(value)
         case date() | time() if value == value:  # pandas' NaT does not equal itself
             return value.isoformat()
-        case _ if kind == "M" and (cast(Any, value) == value).all():  # tolist() would give nanoseconds as whole numbers
+        case _ if (
+            kind == "M" and (cast(Any, value) == value).all()
+        ):  # tolist() would give nanoseconds as whole numbers
             return cast(Any, value).astype(str).tolist()
         case Integral() if kind != "m" and abs(number := int(value)) < LARGEST_INTEGER:
             return number
@@ -260,4 +300,6 @@ def _toml(key: str, value: Any) -> str:
     try:
         return toml_value(value)
     except TypeError:
-        raise ConfigError(f"{key} is of type {type(value).__name__}, which no setting accepts") from None
+        raise ConfigError(
+            f"{key} is of type {type(value).__name__}, which no setting accepts"
+        ) from None

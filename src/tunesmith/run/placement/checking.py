@@ -8,7 +8,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from tunesmith.config.commands import DistillConfig, GenerateConfig, OfflineDistillConfig, RFTConfig, SamplingConfig
+from tunesmith.config.commands import (
+    DistillConfig,
+    GenerateConfig,
+    OfflineDistillConfig,
+    RFTConfig,
+    SamplingConfig,
+)
 from tunesmith.config.resolved import Resolved
 from tunesmith.config.schema import RLConfig, RunConfig
 from tunesmith.errors import CheckpointError, ConfigError, about
@@ -39,7 +45,8 @@ Resume = bool | Literal["auto"] | Path
 
 
 def with_launched_ranks(config: C) -> C:
-    """The configuration with ``torchrun``'s processes as the trainer's ranks, if it started this one.
+    """The configuration with ``torchrun``'s processes as the trainer's ranks, if it started this
+    one.
 
     Raises:
         ConfigError: the settings ask for other processes.
@@ -64,7 +71,9 @@ def with_launched_ranks(config: C) -> C:
             f"system.trainer_ranks = {system.trainer_ranks}, and {started}; leave it out",
             keys=("system.trainer_ranks",),
         )
-    return config.model_copy(update={"system": system.model_copy(update={"trainer_ranks": launch.world})})
+    return config.model_copy(
+        update={"system": system.model_copy(update={"trainer_ranks": launch.world})}
+    )
 
 
 def check_run(config: C, base_dir: Path, *, hub: bool = True, imports: bool = False) -> Resolved[C]:
@@ -85,9 +94,15 @@ def check_run(config: C, base_dir: Path, *, hub: bool = True, imports: bool = Fa
 
 
 def check_inputs(
-    config: RunConfig, base_dir: Path, model: ModelFacts | None, *, hub: bool = True, imports: bool = False
+    config: RunConfig,
+    base_dir: Path,
+    model: ModelFacts | None,
+    *,
+    hub: bool = True,
+    imports: bool = False,
 ) -> str | None:
-    """The part of ``check_run`` that does not depend on the machine; return a note about code that was not checked."""
+    """The part of ``check_run`` that does not depend on the machine; return a note about code that
+    was not checked."""
     if isinstance(config, RLConfig):
         near = sharing_process(config, base_dir)
         check_run_rewards(near, base_dir)
@@ -104,7 +119,9 @@ def check_inputs(
     examples = _check_data(config, hub, model)
     _check_template(config, examples)
     if config.run_dir is not None:
-        check_directory(config.run_dir, resumes(config.command, config.checkpoint.resume, config.run_dir))
+        check_directory(
+            config.run_dir, resumes(config.command, config.checkpoint.resume, config.run_dir)
+        )
         checkpoint_to_continue(config, RunDir(config.run_dir))
     return examine_user_code(config, base_dir, examples) if imports else None
 
@@ -119,17 +136,28 @@ def _model_paths(config: RunConfig) -> Iterator[tuple[str, str]]:
 
 @about("model.path")
 def _check_template(config: RunConfig, examples: Sequence[Example]) -> None:
-    """Refuse conversations for a model whose files have no chat template; others are judged with the tokenizer."""
-    talk = next((e for e in examples if isinstance(e.prompt, list) or isinstance(e.completion, list)), None)
+    """Refuse conversations for a model whose files have no chat template; others are judged with
+    the tokenizer."""
+    talk = next(
+        (e for e in examples if isinstance(e.prompt, list) or isinstance(e.completion, list)), None
+    )
     directory = Path(config.model.path).expanduser()
     needed = config.data.chat is True or talk is not None
-    if needed and config.model.chat_template is None and directory.is_dir() and lacks_template(directory):
+    if (
+        needed
+        and config.model.chat_template is None
+        and directory.is_dir()
+        and lacks_template(directory)
+    ):
         what = f"{talk.where} is a conversation" if talk else "data.chat = true"
-        raise ConfigError(f"{what}, and the tokenizer in '{directory}' has no chat template: {NO_TEMPLATE}")
+        raise ConfigError(
+            f"{what}, and the tokenizer in '{directory}' has no chat template: {NO_TEMPLATE}"
+        )
 
 
 def resumes(command: str, resume: Resume, run_dir: Path) -> Resume:
-    """``checkpoint.resume``; a command that answers prompts always finds the remaining work of its own runs."""
+    """``checkpoint.resume``; a command that answers prompts always finds the remaining work of its
+    own runs."""
     standing = read_standing(run_dir)
     return "auto" if standing and standing.command == command else resume
 
@@ -138,24 +166,43 @@ def check_directory(run_dir: Path, resume: Resume) -> None:
     """Reject (UserError) a directory that the run cannot use, or that is in use."""
     check_run_dir(run_dir, resume)
     if is_running(run_dir.resolve()):
-        raise ConfigError(f"run_dir = '{run_dir}' is in use by another process: wait for it to end", keys=("run_dir",))
+        raise ConfigError(
+            f"run_dir = '{run_dir}' is in use by another process: wait for it to end",
+            keys=("run_dir",),
+        )
 
 
-def facts_of_run(config: RunConfig, base_dir: Path | None = None, hardware: Hardware | None = None) -> Facts:
+def facts_of_run(
+    config: RunConfig, base_dir: Path | None = None, hardware: Hardware | None = None
+) -> Facts:
     """Facts known before the data is read.
 
     Args:
-        base_dir: the run file's directory, next to which the user's code is read; None: it is not read.
+        base_dir: the run file's directory, next to which the user's code is read; None: it is not
+            read.
         hardware: a machine other than this one.
     """
-    frozen, model, launch = frozen_parameters(config), known_model_facts(config.model.path), Launch.of()
+    frozen, model, launch = (
+        frozen_parameters(config),
+        known_model_facts(config.model.path),
+        Launch.of(),
+    )
     here = launch.local_world if launch else None
     machine = hardware or read_hardware()
     if hardware is None and machine.gpus and config.system.cluster == "ray":
         machine = replace(machine, nodes=_nodes_like(config, len(machine.gpus)))
-    tuned = read_tuned(config, machine, model) if config.system.tuned and not machine.named else None
+    tuned = (
+        read_tuned(config, machine, model) if config.system.tuned and not machine.named else None
+    )
     instances = instances_for(config, base_dir) if base_dir else None
-    return Facts(machine, model, frozen_parameters=frozen, ranks_here=here, tuned=tuned, instances_for=instances)
+    return Facts(
+        machine,
+        model,
+        frozen_parameters=frozen,
+        ranks_here=here,
+        tuned=tuned,
+        instances_for=instances,
+    )
 
 
 def _nodes_like(config: RunConfig, gpus: int) -> int:
@@ -174,7 +221,9 @@ def frozen_parameters(config: RunConfig) -> int:
     if not isinstance(config, DistillConfig | OfflineDistillConfig):
         return rewards
     # Assume that a teacher is no smaller than its student.
-    return rewards + (known_parameters(config.teacher.path) or known_parameters(config.model.path) or 0)
+    return rewards + (
+        known_parameters(config.teacher.path) or known_parameters(config.model.path) or 0
+    )
 
 
 def checkpoint_to_continue(config: RunConfig, run_dir: RunDir) -> Path | None:
@@ -187,7 +236,9 @@ def checkpoint_to_continue(config: RunConfig, run_dir: RunDir) -> Path | None:
     if resume is False:
         return None
     checkpoint = (
-        resume if isinstance(resume, Path) else Checkpoints(run_dir.checkpoints, config.checkpoint.keep).newest()
+        resume
+        if isinstance(resume, Path)
+        else Checkpoints(run_dir.checkpoints, config.checkpoint.keep).newest()
     )
     if checkpoint is None and resume == "auto":
         return None
@@ -201,12 +252,19 @@ def checkpoint_to_continue(config: RunConfig, run_dir: RunDir) -> Path | None:
 
 
 def _check_data(config: RunConfig, hub: bool, model: ModelFacts | None) -> list[Example]:
-    """Read each source up to its first usable line, whose tokens must be in the embedding; return those lines."""
-    added = added_without_row(Path(config.model.path).expanduser(), model.vocab_size) if model else {}
+    """Read each source up to its first usable line, whose tokens must be in the embedding; return
+    those lines."""
+    added = (
+        added_without_row(Path(config.model.path).expanduser(), model.vocab_size) if model else {}
+    )
 
     def check(example: Example) -> None:
-        texts = texts_in([example.text, example.prompt, example.completion, example.rejected, example.steps])
-        check_texts([*texts, config.data.system_prompt or ""], added, model.vocab_size if model else 0)
+        texts = texts_in(
+            [example.text, example.prompt, example.completion, example.rejected, example.steps]
+        )
+        check_texts(
+            [*texts, config.data.system_prompt or ""], added, model.vocab_size if model else 0
+        )
 
     examples = first_lines(config, hub=hub, check=check)
     if isinstance(config, RFTConfig) and config.rft.few_shot is not None:
@@ -226,5 +284,6 @@ def _check_device(config: RunConfig) -> None:
     if int(device.partition(":")[2] or 0) >= count:
         found = f"torch sees {count} GPUs" if count else f"torch {torch.__version__} sees no GPU"
         raise ConfigError(
-            f"system.device = '{device}', and {found} here; set 'cpu', or leave it out", keys=("system.device",)
+            f"system.device = '{device}', and {found} here; set 'cpu', or leave it out",
+            keys=("system.device",),
         )

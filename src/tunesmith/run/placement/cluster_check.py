@@ -1,4 +1,5 @@
-"""``tunesmith check cluster``: the hardware of a launch's processes, and the speed of communication between them."""
+"""``tunesmith check cluster``: the hardware of a launch's processes, and the speed of communication
+between them."""
 
 from __future__ import annotations
 
@@ -56,14 +57,20 @@ def own_place() -> ProcessPlace:
         device,
         _driver() if machine.gpus else "",
         {name: view[name] for name in ("python", *PACKAGES) if name in view},
-        {name: value for name, value in sorted(os.environ.items()) if name.startswith(_ENVIRONMENT)},
+        {
+            name: value
+            for name, value in sorted(os.environ.items())
+            if name.startswith(_ENVIRONMENT)
+        },
     )
 
 
 def _driver() -> str:
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"]
     try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+        return subprocess.run(
+            command, capture_output=True, text=True, timeout=10, check=True
+        ).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return "unknown"
 
@@ -88,7 +95,8 @@ class Prober(RankHost):
         self.group = self.join(rank, world, at, self.device)
 
     def seconds(self, num_bytes: int) -> float:
-        """Seconds of an all-reduce over the ranks: the median of several, after one that opens connections."""
+        """Seconds of an all-reduce over the ranks: the median of several, after one that opens
+        connections."""
         import torch
 
         numbers, found = torch.ones(num_bytes // 4, device=self.device), list[float]()
@@ -117,7 +125,8 @@ class ClusterReport:
 
     @property
     def bandwidth(self) -> float | None:
-        """Bytes per second over each rank's connection in a large all-reduce (``nccl-tests``, "bus bandwidth")."""
+        """Bytes per second over each rank's connection in a large all-reduce (``nccl-tests``, "bus
+        bandwidth")."""
         world = len(self.places)
         return None if self.seconds is None else 2 * (world - 1) / world * LARGE / self.seconds[1]
 
@@ -143,15 +152,25 @@ class ClusterReport:
         found = [
             *self._mixed("devices", lambda place: place.device),
             *self._mixed("GPU drivers", lambda place: place.driver),
-            *self._mixed("versions", lambda place: ", ".join(f"{n} {v}" for n, v in place.versions.items())),
+            *self._mixed(
+                "versions", lambda place: ", ".join(f"{n} {v}" for n, v in place.versions.items())
+            ),
         ]
-        for name in sorted({name for place in self.places for name in place.environment} - {"CUDA_VISIBLE_DEVICES"}):
-            found += self._mixed(name, lambda place, name=name: place.environment.get(name, "(not set)"))
+        for name in sorted(
+            {name for place in self.places for name in place.environment} - {"CUDA_VISIBLE_DEVICES"}
+        ):
+            found += self._mixed(
+                name, lambda place, name=name: place.environment.get(name, "(not set)")
+            )
         if self.blind:
             hosts = ", ".join(f"{rank} on {self.places[rank].host}" for rank in self.blind)
-            found.append(f"{self.shared} is not shared: rank {hosts} does not see what rank 0 writes there")
+            found.append(
+                f"{self.shared} is not shared: rank {hosts} does not see what rank 0 writes there"
+            )
         if least is not None and self.bandwidth is not None and self.bandwidth < least * 1e9:
-            found.append(f"the ranks sum at {self.bandwidth / 1e9:.3g} GB/s, and --bandwidth asks for {least:g}")
+            found.append(
+                f"the ranks sum at {self.bandwidth / 1e9:.3g} GB/s, and --bandwidth asks for {least:g}"
+            )
         return found
 
     def _mixed(self, what: str, of: Callable[[ProcessPlace], str]) -> list[str]:
@@ -160,7 +179,9 @@ class ClusterReport:
             ranks.setdefault(of(place), []).append(rank)
         if len(ranks) == 1:
             return []
-        listed = "; ".join(f"{value} (rank {', '.join(map(str, which))})" for value, which in ranks.items())
+        listed = "; ".join(
+            f"{value} (rank {', '.join(map(str, which))})" for value, which in ranks.items()
+        )
         return [f"{what} differ: {listed}"]
 
 
@@ -183,5 +204,9 @@ def examine(met: Meeting | None, shared: Path) -> ClusterReport:
             sees = gather(far.submit("sees", probe, text) for far in ranks)
         at = ranks[0].call("open_store")
         gather(far.submit("meet", rank, world, at) for rank, far in enumerate(ranks))
-        small, large = (max(gather(far.submit("seconds", size) for far in ranks)) for size in (SMALL, LARGE))
-    return ClusterReport(places, shared, [rank for rank, there in enumerate(sees) if not there], (small, large))
+        small, large = (
+            max(gather(far.submit("seconds", size) for far in ranks)) for size in (SMALL, LARGE)
+        )
+    return ClusterReport(
+        places, shared, [rank for rank, there in enumerate(sees) if not there], (small, large)
+    )

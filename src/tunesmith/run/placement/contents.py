@@ -1,4 +1,5 @@
-"""Digests of what a run reads from files, by which a continued run notices that they have changed."""
+"""Digests of what a run reads from files, by which a continued run notices that they have
+changed."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from tunesmith.learn.data.prepare import Prepared
 
 WEIGHTS = ("*.safetensors", "*.bin", "*.gguf")
 BLOCKS, BLOCK = 64, 4096
-"""Blocks, and their bytes, by which a file of weights is recognised: training changes every block of it."""
+"""Blocks, and their bytes, by which a file of weights is recognised: training changes every block
+of it."""
 _CODE = {
     "reward": ("reward.functions",),
     "environment": ("environment.path", "environment.tools"),
@@ -28,19 +30,35 @@ def contents_of(
     config: RunConfig, tokenizer: Any, train: Prepared[Any], held_out: Prepared[Any] | None
 ) -> dict[str, Content]:
     """The contents of a run's files, by the names in ``config.verdicts.CONTENTS``."""
-    paths: dict[str, list[str | Path | None]] = {"model": [config.model.path], "adapter": [config.lora.path]}
+    paths: dict[str, list[str | Path | None]] = {
+        "model": [config.model.path],
+        "adapter": [config.lora.path],
+    }
     if isinstance(config, RLConfig):
         paths["critic"] = [config.critic.path]
     if isinstance(config, RLConfig | SamplingConfig) and config.reward is not None:
         paths["reward_models"] = [model.path for model in config.reward.models]
     if isinstance(config, DistillConfig | OfflineDistillConfig):
         paths["teacher"] = [config.teacher.path]
-    found = {name: _of_weights([path for path in some if path]) for name, some in paths.items() if any(some)}
+    found = {
+        name: _of_weights([path for path in some if path])
+        for name, some in paths.items()
+        if any(some)
+    }
     values = settings(config)
     for name, keys in _CODE.items():
-        files = sorted({file for key, value in values.items() if key.startswith(keys) for file in _code_files(value)})
+        files = sorted(
+            {
+                file
+                for key, value in values.items()
+                if key.startswith(keys)
+                for file in _code_files(value)
+            }
+        )
         if files:
-            found[name] = Content(" and ".join(map(str, files)), _digest(file.read_bytes() for file in files))
+            found[name] = Content(
+                " and ".join(map(str, files)), _digest(file.read_bytes() for file in files)
+            )
     fast = getattr(tokenizer, "backend_tokenizer", None)
     text = fast.to_str() if fast is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True)
     found["tokenizer"] = Content(config.model.path, _digest([text.encode()]))
@@ -60,7 +78,8 @@ def _of_weights(paths: list[str | Path]) -> Content:
 
 
 def _sampled(file: Path) -> Iterator[bytes]:
-    """A file's size, and blocks of it at even distances, because reading all of it would take minutes."""
+    """A file's size, and blocks of it at even distances, because reading all of it would take
+    minutes."""
     size = file.stat().st_size
     yield str(size).encode()
     with file.open("rb") as opened:
@@ -76,7 +95,11 @@ def _code_files(value: Any) -> Iterator[Path]:
             yield from _code_files(item)
     elif isinstance(value, dict):
         yield from _code_files(list(value.values()))  # pyright: ignore[reportUnknownArgumentType]
-    elif isinstance(value, str) and ".py:" in value and (file := Path(value.rpartition(":")[0])).is_file():
+    elif (
+        isinstance(value, str)
+        and ".py:" in value
+        and (file := Path(value.rpartition(":")[0])).is_file()
+    ):
         yield file
 
 

@@ -46,7 +46,11 @@ def _local(
 
     if threads is not None:
         torch.set_num_threads(threads)
-    placed: dict[str, Any] = {"dtype": getattr(torch, dtype), "device": device, "quantize": quantize}
+    placed: dict[str, Any] = {
+        "dtype": getattr(torch, dtype),
+        "device": device,
+        "quantize": quantize,
+    }
     lm = CausalLM.load(model, trust_remote_code=trust_remote_code, **placed)
     if lora is not None:
         from tunesmith.config.schema import LoraSection
@@ -55,14 +59,21 @@ def _local(
         section = LoraSection(**lora)
         attach(lm, section, path=section.path)
     parameters, weights = lm.module.state_dict(), None
-    if lm.device.type == "cuda" and lora is None and quantize is None:  # otherwise only some are sent again
+    if (
+        lm.device.type == "cuda" and lora is None and quantize is None
+    ):  # otherwise only some are sent again
         weights = HostWeights(parameters.values(), lm.lean, kept=False)
     arrived: Iterable[tuple[str, Any]] = ()
 
     async def take(offer: Offer) -> None:
         nonlocal arrived
-        # Requests continue while weights arrive; without room to buffer them, weights arrive between two steps.
-        arrived = read_offer(offer) if streams(offer) else await to_thread(lambda: list(read_offer(offer)))
+        # Requests continue while weights arrive; without room to buffer them, weights arrive
+        # between two steps.
+        arrived = (
+            read_offer(offer)
+            if streams(offer)
+            else await to_thread(lambda: list(read_offer(offer)))
+        )
 
     def update() -> None:
         nonlocal arrived
@@ -89,4 +100,7 @@ def _vllm(**settings: Any) -> Any:
     return VllmEngine(VllmSettings(**settings), lambda: read_offer(newest)), take
 
 
-ENGINES: dict[str, Callable[..., tuple[RolloutEngine, TakeWeights]]] = {"local": _local, "vllm": _vllm}
+ENGINES: dict[str, Callable[..., tuple[RolloutEngine, TakeWeights]]] = {
+    "local": _local,
+    "vllm": _vllm,
+}

@@ -41,12 +41,16 @@ if TYPE_CHECKING:
 
 
 def make_engine(
-    config: RunConfig, model: CausalLM | None, report: Callable[[str], None], timeline: Timeline | None = None
+    config: RunConfig,
+    model: CausalLM | None,
+    report: Callable[[str], None],
+    timeline: Timeline | None = None,
 ) -> RolloutEngine:
     """The engine set by ``[system]``; ``report`` receives messages for the run's user.
 
     Args:
-        model: the trainer's; None for an engine that loads the model's files and never gets other weights.
+        model: the trainer's; None for an engine that loads the model's files and never gets other
+            weights.
     """
     if config.system.engine_kind.served:
         assert model is not None, "servers are compared with it"
@@ -59,13 +63,16 @@ def make_engine(
         from tunesmith.run.processes.local import LocalProcesses
 
         processes = LocalProcesses(local_gpus(config))
-        return make_engines(processes, config, make_plane(config, model) if model else NoPlane(), report, timeline)
+        return make_engines(
+            processes, config, make_plane(config, model) if model else NoPlane(), report, timeline
+        )
     engine = _engine_inside(config, model, report)
     return TimedEngine(engine, timeline) if timeline else engine
 
 
 def _check_unread(config: RunConfig, model: CausalLM | None, report: Callable[[str], None]) -> None:
-    """Check the values of models that only vLLM reads, which does not: the policy's without a trainer, and a draft's.
+    """Check the values of models that only vLLM reads, which does not: the policy's without a
+    trainer, and a draft's.
 
     Raises:
         ModelError: some are not finite.
@@ -80,7 +87,9 @@ def _check_unread(config: RunConfig, model: CausalLM | None, report: Callable[[s
                 check_stored_values(path)
 
 
-def _engine_inside(config: RunConfig, model: CausalLM | None, report: Callable[[str], None]) -> RolloutEngine:
+def _engine_inside(
+    config: RunConfig, model: CausalLM | None, report: Callable[[str], None]
+) -> RolloutEngine:
     """An engine in this process."""
     system = config.system
     if system.engine == "vllm":
@@ -95,11 +104,16 @@ def _engine_inside(config: RunConfig, model: CausalLM | None, report: Callable[[
 
     assert model is not None, "it samples with the trainer's"
     speculation = _speculation(config)
-    return LocalEngine(model, **_local_settings(config), limits=limits_of(config), speculation=speculation)
+    return LocalEngine(
+        model, **_local_settings(config), limits=limits_of(config), speculation=speculation
+    )
 
 
-def local_engine_for(model: CausalLM, system: SystemSection, longest: int, requests: int) -> RolloutEngine:
-    """The local engine with KV memory for ``requests`` sequences of ``longest`` tokens, up to half of free memory."""
+def local_engine_for(
+    model: CausalLM, system: SystemSection, longest: int, requests: int
+) -> RolloutEngine:
+    """The local engine with KV memory for ``requests`` sequences of ``longest`` tokens, up to half
+    of free memory."""
     import torch
 
     from tunesmith.run.engines.local.engine import LocalEngine
@@ -121,12 +135,19 @@ def local_engine_for(model: CausalLM, system: SystemSection, longest: int, reque
 
 
 def make_engines(
-    processes: Processes, config: RunConfig, plane: Plane, report: Callable[[str], None], timeline: Timeline | None
+    processes: Processes,
+    config: RunConfig,
+    plane: Plane,
+    report: Callable[[str], None],
+    timeline: Timeline | None,
 ) -> RolloutEngine:
-    """A pool of ``system.engines`` engines in other processes, which get the weights that ``plane`` publishes."""
+    """A pool of ``system.engines`` engines in other processes, which get the weights that ``plane``
+    publishes."""
     here = config.system.cluster == "none"
     separate = here and "rollout" in local_gpus(config)
-    settings = engine_settings(config, "cuda" if separate else None)  # an engine sees only its own GPUs
+    settings = engine_settings(
+        config, "cuda" if separate else None
+    )  # an engine sees only its own GPUs
     if here and config.system.engine == "local":
         settings["threads"] = engine_threads(config)
         if not separate:  # on the trainer's device
@@ -137,7 +158,8 @@ def make_engines(
 
 
 def local_gpus(config: RunConfig) -> dict[Role, Sequence[Sequence[str]]]:
-    """The GPUs of this machine that each process of a role sees, for roles that do not see all of them.
+    """The GPUs of this machine that each process of a role sees, for roles that do not see all of
+    them.
 
     Raises:
         ConfigError: there are too few GPUs.
@@ -169,16 +191,23 @@ async def _start_engine(
     from tunesmith.run.placement.engine_host import make_engine_host
 
     with long_wait(f"starting engine {number}", report):
-        far = await asyncio.to_thread(processes.spawn, "rollout", EngineLostError, config.system.engine_python)
+        far = await asyncio.to_thread(
+            processes.spawn, "rollout", EngineLostError, config.system.engine_python
+        )
         return await FarEngine.start(far, partial(make_engine_host, settings))
 
 
 def engine_settings(config: RunConfig, device: str | None = None) -> dict[str, Any]:
-    """Settings for an engine in another process (``placement.engine_host``), where ``device`` may have another name."""
+    """Settings for an engine in another process (``placement.engine_host``), where ``device`` may
+    have another name."""
     system = config.system
     if system.engine == "vllm":
         return {"engine": "vllm", **_vllm_settings(config)}
-    own = {"model": config.model.path, "dtype": config.model.dtype, "device": device or system.device}
+    own = {
+        "model": config.model.path,
+        "dtype": config.model.dtype,
+        "device": device or system.device,
+    }
     trusted = config.model.trust_remote_code
     lora = config.lora.model_dump(mode="json") if system.adapter_sync == "adapter" else None
     own |= {"quantize": config.model.quantize, "lora": lora}
@@ -204,7 +233,8 @@ def _vllm_settings(config: RunConfig) -> dict[str, Any]:
         "max_running": system.max_running,
         "trust_remote_code": model.trust_remote_code,
         # Freeing memory only helps if the trainer is on the same GPU.
-        "sleeps": system.device != "cpu" and (bool(known(system, "hybrid")) or not engines_apart(config)),
+        "sleeps": system.device != "cpu"
+        and (bool(known(system, "hybrid")) or not engines_apart(config)),
         "speculative": system.speculative,
         "speculative_tokens": system.speculative_tokens,
         "draft_model": system.draft_model,
@@ -231,7 +261,8 @@ def make_sampling(
     own: GenerationConfig | None,
     stop: tuple[str, ...] = (),
 ) -> Sampling:
-    """Sampling settings; a turn ends where the chat template ends it, even if that token is not the model's EOS.
+    """Sampling settings; a turn ends where the chat template ends it, even if that token is not the
+    model's EOS.
 
     Args:
         own: the model's generation configuration, whose ends also end a completion.

@@ -38,19 +38,26 @@ def check_run_rewards(config: RLConfig, base_dir: Path) -> None:
 
 
 def instances_for(config: RunConfig, base_dir: Path) -> str | None:
-    """The first reward function whose source takes ``environments``, in a run that has environments."""
+    """The first reward function whose source takes ``environments``, in a run that has
+    environments."""
     if not isinstance(config, RLConfig) or config.environment.path is None:
         return None
     own = (entry for entry in config.reward.functions if ":" in entry)
-    return next((entry for entry in own if INSTANCES in parameters_in_source(entry, base_dir)), None)
+    return next(
+        (entry for entry in own if INSTANCES in parameters_in_source(entry, base_dir)), None
+    )
 
 
 def sharing_process(config: RLConfig, base_dir: Path) -> RLConfig:
-    """The configuration with rewards and environments in the run's own process if a reward takes the environments."""
+    """The configuration with rewards and environments in the run's own process if a reward takes
+    the environments."""
     if instances_for(config, base_dir) is None:
         return config
     sections = {"reward": config.reward, "environment": config.environment}
-    own = {name: section.model_copy(update={"isolation": "thread"}) for name, section in sections.items()}
+    own = {
+        name: section.model_copy(update={"isolation": "thread"})
+        for name, section in sections.items()
+    }
     return config.model_copy(update=own)
 
 
@@ -76,7 +83,9 @@ def hand_instances(rewards: RewardSet, environments: EnvironmentSet) -> None:
     asking = [f for f in rewards.functions if f.instances]
     there = any(one.kind == "trl" for one in environments.loaded)
     near = environments.section.isolation == "thread"
-    if refused := next((f for f in asking if f.instances == "needed" and not (there and near)), None):
+    if refused := next(
+        (f for f in asking if f.instances == "needed" and not (there and near)), None
+    ):
         raise ConfigError(f"'{refused.reference}' needs '{INSTANCES}'. {INSTANCES_NEED}")
     rewards.hands_instances = environments.keeps_instances = bool(asking) and there and near
 
@@ -91,13 +100,21 @@ class Unrewarded(RewardSet):
                 rollout.reward = 0.0
 
     def metrics(self, rollouts: Sequence[Rollout]) -> dict[str, float]:
-        return {name: value for name, value in super().metrics(rollouts).items() if not name.startswith("reward")}
+        return {
+            name: value
+            for name, value in super().metrics(rollouts).items()
+            if not name.startswith("reward")
+        }
 
 
 def load_run_rewards(config: RLConfig, base_dir: Path) -> RewardSet:
     if _has_rewards(config):
         return load_rewards(config.reward, base_dir, instances=config.environment.path is not None)
-    kind = Unrewarded if isinstance(config, DistillConfig) and config.environment.path is None else RewardSet
+    kind = (
+        Unrewarded
+        if isinstance(config, DistillConfig) and config.environment.path is None
+        else RewardSet
+    )
     return kind({}, config.reward.timeout)
 
 
@@ -112,7 +129,8 @@ def load_run_tasks(
     """The tasks of a source, each routed to its environment, whose tools are in its prompt.
 
     Raises:
-        DataError, ConfigError: see ``load_tasks``, and ``EnvironmentSet``'s ``route`` and ``template``.
+        DataError, ConfigError: see ``load_tasks``, and ``EnvironmentSet``'s ``route`` and
+            ``template``.
     """
     loaded = load_tasks(section, source, tokenizer, environments.tools_of)
     chat, _ = _prompts(section, tokenizer, loaded)
@@ -132,7 +150,9 @@ def make_environments(
     chat, prompt_of = _prompts(config.data, tokenizer, train)
     longest = max(len(t.prompt_ids) for t in train.items)
     most = config.environment.max_tokens or longest + config.rollout.max_new_tokens
-    return build_environments(environments, tokenizer, prompt_of, chat=chat, max_tokens=most, model=config.model.path)
+    return build_environments(
+        environments, tokenizer, prompt_of, chat=chat, max_tokens=most, model=config.model.path
+    )
 
 
 def build_environments(
@@ -173,11 +193,15 @@ def build_environments(
     by_name: dict[str, Environment] = {SINGLE_TURN: SingleTurn()}
     for one in environments.loaded:
         if one.kind == "agent":
-            by_name[one.name] = Agent(one.name, one.code, setting, model, lambda: environments.endpoint)
+            by_name[one.name] = Agent(
+                one.name, one.code, setting, model, lambda: environments.endpoint
+            )
         else:
             own = verbatim if one.kind == "openrlhf" else setting
             keeps = environments.keeps_instances and one.kind == "trl"
-            by_name[one.name] = MultiTurn(partial(environments.open_game, one), own, one.schemas or None, keeps)
+            by_name[one.name] = MultiTurn(
+                partial(environments.open_game, one), own, one.schemas or None, keeps
+            )
     return by_name
 
 
@@ -190,7 +214,8 @@ def goes_through_template(section: DataSection, tokenizer: Any, data: Prepared[T
 def _prompts(
     section: DataSection, tokenizer: Any, data: Prepared[Task]
 ) -> tuple[bool, Callable[[Task], list[Message]]]:
-    """Whether prompts go through the chat template (as in ``data.prompts``), and a function to a task's messages."""
+    """Whether prompts go through the chat template (as in ``data.prompts``), and a function to a
+    task's messages."""
     chat = goes_through_template(section, tokenizer, data)
 
     def prompt_of(task: Task) -> list[Message]:

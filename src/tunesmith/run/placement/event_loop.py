@@ -37,8 +37,9 @@ def outside_event_loop() -> Generator[None]:
 def event_loop() -> Generator[asyncio.Runner]:
     """A runner whose tasks end quietly if a signal interrupts one of them.
 
-    ``Interrupted`` rises in whichever task the signal meets. That task's group raises it again when the group ends, in
-    the task above, and so on: each time it leaves the loop, which then has to run on until no task is left.
+    ``Interrupted`` rises in whichever task the signal meets. That task's group raises it again when
+    the group ends, in the task above, and so on: each time it leaves the loop, which then has to
+    run on until no task is left.
     """
     with asyncio.Runner() as runner:
         try:

@@ -1,4 +1,5 @@
-"""Running the user's code as a run begins, in a process of its own: for commands that only check."""
+"""Running the user's code as a run begins, in a process of its own: for commands that only
+check."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ _PROGRAM = "from tunesmith.run.placement.examining import main; main()"
 
 
 def examine_user_code(config: RunConfig, base_dir: Path, examples: Sequence[Example]) -> str | None:
-    """Import rewards, environments, tools and sinks, and check them with the first lines of the data.
+    """Import rewards, environments, tools and sinks, and check them with the first lines of the
+    data.
 
     Returns:
         A note if the code was not checked to the end.
@@ -43,13 +45,18 @@ def examine_user_code(config: RunConfig, base_dir: Path, examples: Sequence[Exam
     question = pickle.dumps((sys.path, config, base_dir, list(examples)))
     command = [sys.executable, "-P", "-c", _PROGRAM]
     try:
-        ended = subprocess.run(command, input=question, capture_output=True, timeout=SECONDS, check=False)
+        ended = subprocess.run(
+            command, input=question, capture_output=True, timeout=SECONDS, check=False
+        )
     except subprocess.TimeoutExpired:
         return f"your code was not checked: importing it took more than {SECONDS:g} s"
     if not ended.stdout:
         told = ended.stderr.decode(errors="replace").strip().splitlines()[-5:]
         names = " and ".join(f"'{reference}'" for _, reference in references)
-        lines = [f"importing {names} ended its process with code {ended.returncode} ({' and '.join(keys)})", *told]
+        lines = [
+            f"importing {names} ended its process with code {ended.returncode} ({' and '.join(keys)})",
+            *told,
+        ]
         raise ConfigError("\n  ".join(lines), keys=keys)
     kind, around, reasons = json.loads(ended.stdout)
     if reasons:
@@ -66,7 +73,11 @@ def task_data(config: SamplingConfig) -> DataSection:
 
 
 def first_lines(
-    config: RunConfig, *, hub: bool, maps: bool = False, check: Callable[[Example], None] = lambda _: None
+    config: RunConfig,
+    *,
+    hub: bool,
+    maps: bool = False,
+    check: Callable[[Example], None] = lambda _: None,
 ) -> list[Example]:
     """The first usable line of each source; see ``peek``."""
     sampling = isinstance(config, SamplingConfig)
@@ -75,7 +86,9 @@ def first_lines(
     for key, source in (("data.train", data.train), ("data.eval", data.eval)):
         if source is not None:
             with about(key):
-                found += [line for _, line in peek(data, source, goal, hub=hub, maps=maps, check=check)]
+                found += [
+                    line for _, line in peek(data, source, goal, hub=hub, maps=maps, check=check)
+                ]
     return [line for line in found if line is not None]
 
 
@@ -93,7 +106,8 @@ def _references(config: RunConfig) -> list[tuple[str, str]]:
 
 
 def main() -> None:
-    """The child process: a configuration on standard input, the refusal as JSON on standard output."""
+    """The child process: a configuration on standard input, the refusal as JSON on standard
+    output."""
     answer = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what the user's code prints
     sys.path[:], config, base_dir, examples = pickle.load(sys.stdin.buffer)
@@ -103,7 +117,9 @@ def main() -> None:
     except UserError as error:
         refused = error
     reasons = [(p.keys, p.text, p.kind) for p in refused.problems] if refused else []
-    answer.write(json.dumps([type(refused).__name__, refused.key_around if refused else "", reasons]))
+    answer.write(
+        json.dumps([type(refused).__name__, refused.key_around if refused else "", reasons])
+    )
     answer.close()
     os._exit(0)  # threads of the user's code may run on
 
@@ -132,7 +148,9 @@ def _examine(config: RunConfig, base_dir: Path, examples: Sequence[Example]) -> 
                 from tunesmith.run.placement.models import load_tokenizer
 
                 tokenizer = load_tokenizer(config)
-                chat = goes_through_template(config.data, tokenizer, cast(Any, SimpleNamespace(items=tasks)))
+                chat = goes_through_template(
+                    config.data, tokenizer, cast(Any, SimpleNamespace(items=tasks))
+                )
                 environments.template(tokenizer, chat=chat)
 
 

@@ -22,7 +22,10 @@ from tunesmith.run.weights.files import FilePlane, shared_directory
 
 
 def make_http_engine(
-    config: RunConfig, model: CausalLM, report: Callable[[str], None], timeline: Timeline | None = None
+    config: RunConfig,
+    model: CausalLM,
+    report: Callable[[str], None],
+    timeline: Timeline | None = None,
 ) -> RolloutEngine:
     """The servers of ``system.engine_urls`` as one engine."""
     system, served = config.system, make_served(model, config.model.path)
@@ -34,7 +37,9 @@ def make_http_engine(
         url = min(system.engine_urls, key=lambda url: used[url])
         used[url] += 1
         leave = partial(used.subtract, [url])
-        return SglangEngine(url, served, max_running=system.max_running, report=report, on_close=leave)
+        return SglangEngine(
+            url, served, max_running=system.max_running, report=report, on_close=leave
+        )
 
     size, restarts = len(system.engine_urls), system.engine_restarts
     return EnginePool(start, plane, size=size, restarts=restarts, report=report, timeline=timeline)
@@ -58,7 +63,8 @@ def weight_files(model: CausalLM, directory: Path | None) -> Plane:
     """Weights in the form of a model directory, which SGLang loads.
 
     Args:
-        directory: one that both trainer and servers see; None: in this machine's memory or on its disk.
+        directory: one that both trainer and servers see; None: in this machine's memory or on its
+            disk.
     """
     tensors = published(model, as_stored=True)
     folder = shared_directory(sum(t.nbytes for _, t in tensors()), directory)

@@ -27,7 +27,8 @@ _FOLDERS = re.compile(r"""(?<![^"'=])/(?:[^"'\n/]*/)*(?=[^"'\n/])""")
 
 
 def open_hub(config: RunConfig, run_dir: RunDir, report: Callable[[str], None]) -> Hub | None:
-    """Create the repository of ``checkpoint.push_to_hub`` if it does not exist; None if the key is omitted.
+    """Create the repository of ``checkpoint.push_to_hub`` if it does not exist; None if the key is
+    omitted.
 
     Raises:
         ConfigError: the repository cannot be written to.
@@ -60,7 +61,9 @@ class Hub:
 
     def describe(self, checkpoint: Path) -> None:
         """Write the card next to the model."""
-        (checkpoint / "model" / CARD_FILE).write_text(_card(self.config, self.run_dir) + "\n", encoding="utf-8")
+        (checkpoint / "model" / CARD_FILE).write_text(
+            _card(self.config, self.run_dir) + "\n", encoding="utf-8"
+        )
 
     def publish(self, checkpoint: Path, *, last: bool) -> None:
         """Upload a checkpoint's model; with ``checkpoint.push = "last"``, only the last one's."""
@@ -70,7 +73,9 @@ class Hub:
         assert section.push_to_hub is not None
         message = f"{checkpoint.name} of {self.run_dir.path.name}"
         try:
-            commit = self.api.upload_folder(repo_id=section.push_to_hub, folder_path=model, commit_message=message)
+            commit = self.api.upload_folder(
+                repo_id=section.push_to_hub, folder_path=model, commit_message=message
+            )
         except Exception as error:
             self.report(
                 f"{model} could not be put on the hub: {_one_line(error)}. It is whole on disk; put it there with: "
@@ -85,7 +90,10 @@ def _card(config: RunConfig, run_dir: RunDir) -> str:
     from huggingface_hub import ModelCard, ModelCardData
 
     path, train = config.model.path, config.data.train
-    sources = [one if isinstance(one, str) else one.path for one in (train if isinstance(train, tuple) else (train,))]
+    sources = [
+        one if isinstance(one, str) else one.path
+        for one in (train if isinstance(train, tuple) else (train,))
+    ]
     names = [Path(source).name if Path(source).is_absolute() else source for source in sources]
     algorithm = config.algorithm.name if isinstance(config, RLConfig) else None
     command = shown_command([_FOLDERS.sub("", word) for word in own_command() or []])
@@ -93,9 +101,15 @@ def _card(config: RunConfig, run_dir: RunDir) -> str:
     data = ModelCardData(
         base_model=None if local else path,
         library_name="peft" if config.lora.on else "transformers",
-        pipeline_tag="text-classification" if isinstance(config, ScoreConfig) else "text-generation",
+        pipeline_tag="text-classification"
+        if isinstance(config, ScoreConfig)
+        else "text-generation",
         datasets=[name for name in names if "/" in name and not Path(name).suffix] or None,
-        tags=["tunesmith", *([algorithm] if algorithm else []), *(["lora"] if config.lora.on else [])],
+        tags=[
+            "tunesmith",
+            *([algorithm] if algorithm else []),
+            *(["lora"] if config.lora.on else []),
+        ],
     )
     facts = {
         "base model": Path(path).name if local else path,
@@ -108,7 +122,11 @@ def _card(config: RunConfig, run_dir: RunDir) -> str:
     lines = read_metrics(run_dir.metrics)
     evaluations = [{k: v for k, v in line.items() if k.startswith("eval/")} for line in lines]
     newest = next((e for e in reversed(evaluations) if e), lines[-1] if lines else {})
-    plain = {k: v for k, v in newest.items() if isinstance(v, int | float) and "/" not in k.removeprefix("eval/")}
+    plain = {
+        k: v
+        for k, v in newest.items()
+        if isinstance(v, int | float) and "/" not in k.removeprefix("eval/")
+    }
     card = ModelCard.from_template(
         data,
         template_path=str(TEMPLATE),

@@ -23,10 +23,16 @@ LOOKED_AT = 200
 """The number of items in which unknown tokens are counted."""
 
 
-def learning_facts(config: RunConfig, tokenizer: Any, data: Prepared[Any], held_out: Sequence[Any]) -> RunFacts:
+def learning_facts(
+    config: RunConfig, tokenizer: Any, data: Prepared[Any], held_out: Sequence[Any]
+) -> RunFacts:
     """Facts from a resolved configuration, its training data and its evaluation items."""
     items, counts = data.items, data.report.counts
-    train, kinds, tested = config.train, {_content(item) for item in items}, list(map(_content, held_out))
+    train, kinds, tested = (
+        config.train,
+        {_content(item) for item in items},
+        list(map(_content, held_out)),
+    )
     facts = RunFacts(
         reach=train.lr * optimizer_steps(config, len(items)),
         lr=train.lr,
@@ -66,7 +72,8 @@ def unknown_share(tokenizer: Any, items: Iterable[Any]) -> float:
 
 
 def _content(item: Any) -> int:
-    """A hash that is equal for equal items; it reads only their length and last tokens, since data can be large."""
+    """A hash that is equal for equal items; it reads only their length and last tokens, since data
+    can be large."""
     if isinstance(item, Task):
         rest = "" if item.environment == "single_turn" else repr(item.columns)
         return hash((rest, len(item.prompt_ids), item.prompt_ids[-LAST:]))
@@ -81,7 +88,8 @@ def _tokens(item: Any) -> Sequence[int]:
 
 
 def _full_reward(section: RewardSection) -> float | None:
-    """The total reward if every function returns 1; None for models and servers, which have no maximum."""
+    """The total reward if every function returns 1; None for models and servers, which have no
+    maximum."""
     if not section.functions or section.models or section.remote:
         return None
     return sum(w for w in section.weights or [1.0] * len(section.functions) if w > 0)

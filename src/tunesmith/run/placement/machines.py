@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from tunesmith.run.processes.rank_group import RankGroup
 
 SAMPLE = 1 << 20
-"""Bytes compared at each file's beginning and end; the beginning of a safetensors file lists its tensors."""
+"""Bytes compared at each file's beginning and end; the beginning of a safetensors file lists its
+tensors."""
 
 
 @dataclass(slots=True)
@@ -54,7 +55,8 @@ class Machine:
     probe: str | None
     """The text of the probed file; None if it does not exist."""
     files: dict[str, str]
-    """Size and digest of the files in the model's directory, by name; empty for a model on the hub."""
+    """Size and digest of the files in the model's directory, by name; empty for a model on the
+    hub."""
 
 
 def look(model: str, probe: Path) -> Machine:
@@ -66,7 +68,11 @@ def look(model: str, probe: Path) -> Machine:
     """
     directory = Path(model).expanduser()
     kinds = (".safetensors", ".json", ".jinja", ".model")
-    names = sorted(file for file in directory.glob("*") if file.suffix in kinds) if directory.is_dir() else []
+    names = (
+        sorted(file for file in directory.glob("*") if file.suffix in kinds)
+        if directory.is_dir()
+        else []
+    )
     seen = probe.read_text(encoding="utf-8") if probe.is_file() else None
     return Machine(socket.gethostname(), seen, {file.name: _digest(file) for file in names})
 

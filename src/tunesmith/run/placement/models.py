@@ -41,7 +41,9 @@ def load_tokenizer(config: RunConfig) -> Any:
 
     template, adapter = config.model.chat_template, config.lora.path
     own = adapter if adapter is not None and (adapter / "tokenizer_config.json").is_file() else None
-    tokenizer = read_tokenizer(config, config.model.path, HERMES if template == "hermes" else template, own)
+    tokenizer = read_tokenizer(
+        config, config.model.path, HERMES if template == "hermes" else template, own
+    )
     if template == "hermes":
         check_chatml(tokenizer)
     set_defaults(tokenizer, config.data.system_prompt, config.data.chat_template_kwargs)
@@ -82,7 +84,14 @@ def saved_generation(config: RunConfig) -> GenerationConfig | None:
     return adapter or read_generation(config.model.path)
 
 
-def load_model(kind: type[M], config: RunConfig, tokenizer: Any, path: str | None = None, *, frozen: bool = False) -> M:
+def load_model(
+    kind: type[M],
+    config: RunConfig,
+    tokenizer: Any,
+    path: str | None = None,
+    *,
+    frozen: bool = False,
+) -> M:
     """The run's model, or another one at ``path``, with the adapter that ``[lora]`` asks for.
 
     Args:
@@ -100,7 +109,10 @@ def load_model(kind: type[M], config: RunConfig, tokenizer: Any, path: str | Non
         from tunesmith.models import adapters
 
         adapters.check_targets(path or config.model.path, lora, trust_remote_code=trust_remote_code)
-    with long_wait(f"loading {path or config.model.path}"), about("critic.path" if path else "model.path"):
+    with (
+        long_wait(f"loading {path or config.model.path}"),
+        about("critic.path" if path else "model.path"),
+    ):
         model = kind.load(
             path or config.model.path,
             dtype=getattr(torch, config.model.dtype),
@@ -125,11 +137,16 @@ def load_model(kind: type[M], config: RunConfig, tokenizer: Any, path: str | Non
         from tunesmith.models import adapters
 
         torch.manual_seed(config.train.seed)
-        adapter = adapters.attach(model, lora, path=start, trust_remote_code=trust_remote_code, frozen=frozen)
+        adapter = adapters.attach(
+            model, lora, path=start, trust_remote_code=trust_remote_code, frozen=frozen
+        )
         if frozen:
             return model
         trained, total = adapter.counts()
-        print(f"LoRA: {trained:,} of {total:,} parameters are trained ({trained / total:.2%})", flush=True)
+        print(
+            f"LoRA: {trained:,} of {total:,} parameters are trained ({trained / total:.2%})",
+            flush=True,
+        )
     return model
 
 
@@ -179,7 +196,8 @@ def _share_sequences(config: RunConfig, model: Decoder) -> None:
 
 
 def load_frozen(config: RunConfig, path: str, tokenizer: Any = None) -> CausalLM:
-    """Another language model, computed like the run's own but never trained: a teacher or a draft model."""
+    """Another language model, computed like the run's own but never trained: a teacher or a draft
+    model."""
     import torch
 
     from tunesmith.models.causal_lm import CausalLM
@@ -197,7 +215,9 @@ def load_frozen(config: RunConfig, path: str, tokenizer: Any = None) -> CausalLM
     return model
 
 
-def policy_predict(config: RLConfig, value_head: nn.Linear | None = None) -> Callable[[CausalLM, Forest], Predictions]:
+def policy_predict(
+    config: RLConfig, value_head: nn.Linear | None = None
+) -> Callable[[CausalLM, Forest], Predictions]:
     """The function that runs the policy, or its reference, on a forest."""
     from tunesmith.models.causal_lm import CausalLM
 

@@ -1,4 +1,5 @@
-"""Opening a run: check it, lock its directory, read its data, resolve and announce it. No model is loaded here.
+"""Opening a run: check it, lock its directory, read its data, resolve and announce it. No model is
+loaded here.
 
 Every command that writes a run directory does this, in this order.
 """
@@ -53,7 +54,8 @@ class Caller:
     """Additions by a Python program to the settings of a run that it starts."""
 
     reasons: Mapping[str, str] = field(default_factory=dict[str, str])
-    """By dotted key, why a setting that the user did not write has its value; see ``Resolved.reasons``."""
+    """By dotted key, why a setting that the user did not write has its value; see
+    ``Resolved.reasons``."""
     callbacks: Callbacks = field(default_factory=Callbacks)
     config: Any = None
     """Settings that replace the run file's."""
@@ -68,7 +70,8 @@ FROM_A_COMMAND = Caller()
 
 @dataclass(slots=True)
 class OpenRun(Generic[C, T]):
-    """A run whose settings are checked and whose directory is locked; ``read`` and ``resolve`` complete it."""
+    """A run whose settings are checked and whose directory is locked; ``read`` and ``resolve``
+    complete it."""
 
     config: C
     """The resolved configuration, once ``resolve`` has been called."""
@@ -105,7 +108,8 @@ class OpenRun(Generic[C, T]):
             check(self.held_out.items, "data.eval")
 
     def resolve(self, **known: Any) -> Facts:
-        """Derive the settings that were omitted; ``known`` are facts about the data. Returns all facts."""
+        """Derive the settings that were omitted; ``known`` are facts about the data. Returns all
+        facts."""
         facts = replace(facts_of_run(self.config, self.base_dir), **known)
         self.resolved = replace(resolve(self.config, facts), reasons=self.caller.reasons)
         self.config = self.resolved.config
@@ -113,14 +117,19 @@ class OpenRun(Generic[C, T]):
 
     def announce(self) -> None:
         """Print and save the settings and the data reports, before anything heavy loads."""
-        folder, reports = self.directory.path, [data.report for data in (self.train, self.held_out) if data]
+        folder, reports = (
+            self.directory.path,
+            [data.report for data in (self.train, self.held_out) if data],
+        )
         for report in reports:
             print(report.summary())
         if not self.caller.brief:
             print_resolved(self.resolved, all_of_it=self.config.monitor.verbose)
         contents = contents_of(self.config, self.tokenizer, self.train, self.held_out)
         self._tell_changes(contents)
-        save_resolved(self.resolved, folder, {name: content.digest for name, content in contents.items()})
+        save_resolved(
+            self.resolved, folder, {name: content.digest for name, content in contents.items()}
+        )
         for report in reports:
             report.write_skipped(folder / "skipped.jsonl")
         print(f"run directory: {shown_path(folder)}", flush=True)
@@ -131,16 +140,34 @@ class OpenRun(Generic[C, T]):
         Raises:
             CheckpointError: its checkpoint does not go with the new settings or files.
         """
-        again = isinstance(self.config, SamplingConfig)  # these have no checkpoint, and files that say what made them
+        again = isinstance(
+            self.config, SamplingConfig
+        )  # these have no checkpoint, and files that say what made them
         if self.checkpoint is None and not again:
             return
-        found = changes(self.resolved, contents, self.checkpoint.parents[1] if self.checkpoint else self.directory.path)
+        found = changes(
+            self.resolved,
+            contents,
+            self.checkpoint.parents[1] if self.checkpoint else self.directory.path,
+        )
         if self.checkpoint and found.refused:
-            lines = [f"{self.checkpoint} does not go with changes made since:", *found.refused, f"{REMEDY}."]
+            lines = [
+                f"{self.checkpoint} does not go with changes made since:",
+                *found.refused,
+                f"{REMEDY}.",
+            ]
             raise CheckpointError("\n  ".join(lines))
         if told := [*found.refused, *found.told]:
-            start = f"from step {read_state(self.checkpoint)['step']} on" if self.checkpoint else "from now on"
-            print("\n  ".join([f"the run that is continued was begun with other settings; {start}:", *told]))
+            start = (
+                f"from step {read_state(self.checkpoint)['step']} on"
+                if self.checkpoint
+                else "from now on"
+            )
+            print(
+                "\n  ".join(
+                    [f"the run that is continued was begun with other settings; {start}:", *told]
+                )
+            )
 
     @property
     def eval_items(self) -> list[T] | None:
@@ -154,21 +181,27 @@ def open_run(
 ) -> Generator[OpenRun[C, Any]]:
     """Check the settings, lock the run's directory and load the tokenizer.
 
-    Errors about settings, from here and from inside the context, say where the settings are written.
+    Errors about settings, from here and from inside the context, say where the settings are
+    written.
 
     Args:
         path: the run file, whose name is also the run's; None for settings from overrides only.
 
     Raises:
-        UserError: settings, files or the machine do not allow the run, or its directory holds another run.
+        UserError: settings, files or the machine do not allow the run, or its directory holds
+            another run.
     """
     base_dir, name = (path.parent, path.stem) if path else (Path.cwd(), kind.command)
     with placed(path, overrides):
         config: C = with_launched_ranks(caller.config or load_config(kind, path, overrides))
         check_run(config, base_dir)
-        caller = replace(caller, reasons={**read_tree(path, overrides)[1].reasons, **caller.reasons})
+        caller = replace(
+            caller, reasons={**read_tree(path, overrides)[1].reasons, **caller.reasons}
+        )
         directory = config.run_dir
-        if isinstance(config, SamplingConfig):  # if called again, these commands find the remaining work
+        if isinstance(
+            config, SamplingConfig
+        ):  # if called again, these commands find the remaining work
             directory = directory or Path("runs").absolute() / name
         resume = config.checkpoint.resume
         if directory is not None:
@@ -223,11 +256,17 @@ def checkpoint_to_resume(config: RunConfig, run_dir: RunDir) -> Path | None:
 
 
 def limited_data(config: RunConfig) -> DataSection:
-    """The data section with the token limits of model and micro-batch, so that errors name lines that are too long."""
+    """The data section with the token limits of model and micro-batch, so that errors name lines
+    that are too long."""
     facts = known_model_facts(config.model.path)
     context = facts and facts.context
     if isinstance(config, SamplingConfig):
-        data, key, rooms, reserved = task_data(config), "max_prompt_tokens", [context], config.new_tokens
+        data, key, rooms, reserved = (
+            task_data(config),
+            "max_prompt_tokens",
+            [context],
+            config.new_tokens,
+        )
     else:
         data, rooms = config.data, [context, known(config.system, "max_tokens_per_microbatch")]
         key, reserved = "max_tokens", int(isinstance(config, ScoreConfig))
@@ -235,4 +274,6 @@ def limited_data(config: RunConfig) -> DataSection:
             key, reserved = "max_prompt_tokens", config.rollout.max_new_tokens
     limit = min((room for room in rooms if room is not None), default=0) - reserved
     # If no room is left for a prompt, the settings conflict; resolving the run refuses that.
-    return data.model_copy(update={key: limit}) if getattr(data, key) is None and limit > 0 else data
+    return (
+        data.model_copy(update={key: limit}) if getattr(data, key) is None and limit > 0 else data
+    )

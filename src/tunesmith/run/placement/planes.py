@@ -33,7 +33,8 @@ class NoPlane(Plane):
 
 
 class PublishingRank(NoPlane):
-    """The plane of a sharded model's ranks other than the first, which only take part in gathering the weights."""
+    """The plane of a sharded model's ranks other than the first, which only take part in gathering
+    the weights."""
 
     def __init__(self, tensors: NamedTensors) -> None:
         self._tensors = tensors
@@ -50,7 +51,9 @@ def make_publishing(config: RunConfig, model: Decoder, rank: int) -> Plane:
     """The part of the plane, or its substitute, on a sharded model's ranks other than the first."""
     if config.system.weight_copy == "gpu":
         return broadcast_plane(config, model, rank)
-    return PublishingRank(published(model, merged=config.system.adapter_sync != "adapter", in_host_memory=False))
+    return PublishingRank(
+        published(model, merged=config.system.adapter_sync != "adapter", in_host_memory=False)
+    )
 
 
 def make_plane(config: RunConfig, model: Decoder) -> Plane:
@@ -68,7 +71,8 @@ def make_plane(config: RunConfig, model: Decoder) -> Plane:
 
 
 def broadcast_plane(config: RunConfig, model: Decoder, rank: int = 0) -> BroadcastPlane:
-    """A trainer rank's part of the plane; if the copy is in host memory, the first rank sends everything."""
+    """A trainer rank's part of the plane; if the copy is in host memory, the first rank sends
+    everything."""
     from tunesmith.run.weights.broadcast import BroadcastPlane
 
     system, host, ranks = config.system, own_address(config), ranks_per_engine(config)
@@ -76,19 +80,27 @@ def broadcast_plane(config: RunConfig, model: Decoder, rank: int = 0) -> Broadca
     senders = publishing_ranks(config) if here else 1
     room = room if senders == 1 else room // senders + largest_bytes(model)
     if system.weight_plane == "gloo":
-        return BroadcastPlane(tensors, "cpu", host=host, room=room, ranks=ranks, plane="gloo", group="gloo")
+        return BroadcastPlane(
+            tensors, "cpu", host=host, room=room, ranks=ranks, plane="gloo", group="gloo"
+        )
     return BroadcastPlane(tensors, str(model.device), here, host, room, ranks, rank, senders)
 
 
 def _publication(config: RunConfig, model: Decoder) -> tuple[NamedTensors, int]:
     """The weights that a run's engines get, and their bytes."""
-    merged, as_stored = config.system.adapter_sync != "adapter", config.system.engine_kind.third_party
-    tensors = published(model, merged=merged, as_stored=as_stored, in_host_memory=not stays_on_gpu(config))
+    merged, as_stored = (
+        config.system.adapter_sync != "adapter",
+        config.system.engine_kind.third_party,
+    )
+    tensors = published(
+        model, merged=merged, as_stored=as_stored, in_host_memory=not stays_on_gpu(config)
+    )
     return tensors, published_bytes(model, merged=merged)
 
 
 def stays_on_gpu(config: RunConfig) -> bool:
-    """Whether published weights go only from the trainer's GPU to an engine's, never to the host."""
+    """Whether published weights go only from the trainer's GPU to an engine's, never to the
+    host."""
     return config.system.weight_plane == "ipc" or config.system.weight_copy == "gpu"
 
 
@@ -107,8 +119,11 @@ def launched_address() -> str:
     return own_address_in_launch() if launch and launch.several_machines else "127.0.0.1"
 
 
-def file_plane(tensors: NamedTensors, directory: Path | None = None, num_bytes: int | None = None) -> Plane:
-    """A plane of files in a directory; None: in this machine's memory, or on its disk if there is no room.
+def file_plane(
+    tensors: NamedTensors, directory: Path | None = None, num_bytes: int | None = None
+) -> Plane:
+    """A plane of files in a directory; None: in this machine's memory, or on its disk if there is
+    no room.
 
     Args:
         num_bytes: size of all tensors; None: it is computed.
@@ -120,13 +135,17 @@ def file_plane(tensors: NamedTensors, directory: Path | None = None, num_bytes: 
 
 
 def published_bytes(model: Decoder, *, merged: bool = True) -> int:
-    """Bytes of ``published`` weights, with tied weights counted once and some room for alignment."""
+    """Bytes of ``published`` weights, with tied weights counted once and some room for
+    alignment."""
     if model.adapter is not None and not merged:
         sizes = [tensor.nbytes for _, tensor in model.adapter.own_weights()]
     else:
         parameters = {id(p): p.numel() * model.dtype.itemsize for p in model.module.parameters()}
         state = model.module.state_dict()
-        sizes = [*parameters.values(), *(b.nbytes for name, b in model.module.named_buffers() if name in state)]
+        sizes = [
+            *parameters.values(),
+            *(b.nbytes for name, b in model.module.named_buffers() if name in state),
+        ]
     return sum(sizes) + 2048 * len(sizes)
 
 
@@ -139,15 +158,17 @@ def largest_bytes(model: Decoder) -> int:
 def published(
     model: Decoder, *, merged: bool = True, as_stored: bool = False, in_host_memory: bool = True
 ) -> NamedTensors:
-    """The weights that engines elsewhere need: the model's, with the adapter merged in, or only the adapter's.
+    """The weights that engines elsewhere need: the model's, with the adapter merged in, or only the
+    adapter's.
 
-    Quantised weights are never sent: they are not trained, and an engine quantises the same weights itself.
+    Quantised weights are never sent: they are not trained, and an engine quantises the same weights
+    itself.
 
     Args:
-        as_stored: use the names and shapes of the model's files, which third-party engines read; transformers fuses
-            some weights, such as the experts of a mixture.
-        in_host_memory: put computed weights (gathered from ranks, or summed with an adapter) in host memory; if False,
-            they are on the model's device, one at a time.
+        as_stored: use the names and shapes of the model's files, which third-party engines read;
+            transformers fuses some weights, such as the experts of a mixture.
+        in_host_memory: put computed weights (gathered from ranks, or summed with an adapter) in
+            host memory; if False, they are on the model's device, one at a time.
     """
     from tunesmith.models.kernels.quantised import is_quantised
     from tunesmith.models.parallel.host_memory import stored_state
@@ -156,11 +177,17 @@ def published(
 
     if model.adapter is not None:
         own = model.adapter.own_weights
-        named: NamedTensors = partial(model.adapter.merged_weights, in_host_memory=in_host_memory) if merged else own
+        named: NamedTensors = (
+            partial(model.adapter.merged_weights, in_host_memory=in_host_memory) if merged else own
+        )
     elif model.sharding is not None:
         named = partial(whole_weights, model.module, model.dtype, in_host_memory=in_host_memory)
     else:
-        named = dict[str, Any]().items if is_quantised(model.module) else stored_state(model.module).items
+        named = (
+            dict[str, Any]().items
+            if is_quantised(model.module)
+            else stored_state(model.module).items
+        )
     return (lambda: stored_weights(model.module, named())) if as_stored else named
 
 
@@ -177,5 +204,6 @@ def read_offer(offer: Offer) -> Iterator[tuple[str, Tensor]]:
 
 
 def streams(offer: Offer) -> bool:
-    """Whether an offer's weights arrive bucket by bucket and must be written immediately: there is no room for all."""
+    """Whether an offer's weights arrive bucket by bucket and must be written immediately: there is
+    no room for all."""
     return offer["plane"] == "nccl"

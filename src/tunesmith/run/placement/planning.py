@@ -29,14 +29,18 @@ C = TypeVar("C", bound=RunConfig)
 ENGINE = "system.engine"
 
 ASSUMED_SAMPLE, ASSUMED_PROMPT = 2048, 1024
-"""Assumed tokens of the longest sample and prompt if no setting limits them, because the data is not read."""
+"""Assumed tokens of the longest sample and prompt if no setting limits them, because the data is
+not read."""
 
 
-def plan_run(config: RunConfig, on: str, base_dir: Path | None = None) -> tuple[Resolved[Any], Facts]:
+def plan_run(
+    config: RunConfig, on: str, base_dir: Path | None = None
+) -> tuple[Resolved[Any], Facts]:
     """A run resolved for a machine, and the facts used.
 
     Args:
-        base_dir: the run file's directory; for this machine, files and code are then checked as ``check_run`` does.
+        base_dir: the run file's directory; for this machine, files and code are then checked as
+            ``check_run`` does.
 
     Raises:
         ConfigError: an unknown machine, or settings that contradict each other or the machine.
@@ -63,23 +67,37 @@ def plan_run(config: RunConfig, on: str, base_dir: Path | None = None) -> tuple[
         each = {"CPU": float(facts.hardware.cores), "GPU": float(len(facts.hardware.gpus))}
         if lacking := missing(bundles(resolved.config), [each] * facts.hardware.nodes):
             raise CapacityError(f"{lacking}{layout_that_fits(config, resolved.config, facts)}")
-    if facts.hardware.nodes > 1 and resolved.config.samples and resolved.config.system.cluster == "none":
+    if (
+        facts.hardware.nodes > 1
+        and resolved.config.samples
+        and resolved.config.system.cluster == "none"
+    ):
         notes.append(
             f'this run uses one of {facts.hardware.nodes} machines; system.cluster = "ray" spreads it over all'
         )
-    if measurable(resolved.config, facts) and not read_rates(facts.hardware, bytes_per_number(resolved.config)):
-        notes.append("how long a step takes on this CPU is not known yet: tunesmith check machine measures its rates")
+    if measurable(resolved.config, facts) and not read_rates(
+        facts.hardware, bytes_per_number(resolved.config)
+    ):
+        notes.append(
+            "how long a step takes on this CPU is not known yet: tunesmith check machine measures its rates"
+        )
     notes += costly(config, resolved, facts)
     if config is not said:
         given = {key: value for key, value in resolved.given.items() if key != ENGINE}
-        derived = (*resolved.derived, Derived(ENGINE, config.system.engine, "planned, as it samples fastest on GPUs"))
+        derived = (
+            *resolved.derived,
+            Derived(ENGINE, config.system.engine, "planned, as it samples fastest on GPUs"),
+        )
         resolved = replace(resolved, given=given, derived=derived)
-        notes.append(f'{ENGINE} = "{config.system.engine}" is planned; a run does not choose it, so write it there')
+        notes.append(
+            f'{ENGINE} = "{config.system.engine}" is planned; a run does not choose it, so write it there'
+        )
     return replace(resolved, notes=(*notes, *resolved.notes)), facts
 
 
 def _with_planned_engine(config: C) -> C:
-    """The run with vLLM, which a named machine may have, if no engine was set and vLLM is able to do it."""
+    """The run with vLLM, which a named machine may have, if no engine was set and vLLM is able to
+    do it."""
     if "engine" in config.system.model_fields_set or not config.samples:
         return config
     other = with_values(config, {ENGINE: FASTEST_ENGINE})
@@ -90,7 +108,9 @@ def _with_planned_engine(config: C) -> C:
 def _with_lengths(config: RunConfig, facts: Facts) -> tuple[Facts, list[str]]:
     """Facts with the length of the data's longest line, and a note if it is assumed."""
     if facts.model is None:
-        return facts, [f"{config.model.path}: neither its files nor the hub told its sizes; memory is not planned"]
+        return facts, [
+            f"{config.model.path}: neither its files nor the hub told its sizes; memory is not planned"
+        ]
     supervised = config.supervised
     key = "data.max_tokens" if supervised else "data.max_prompt_tokens"
     limit = config.data.max_tokens if supervised else config.data.max_prompt_tokens

@@ -1,4 +1,5 @@
-"""Real work of made-up small models, phase by phase, to which estimates of this machine's durations are fitted."""
+"""Real work of made-up small models, phase by phase, to which estimates of this machine's durations
+are fitted."""
 
 from __future__ import annotations
 
@@ -45,10 +46,13 @@ class Probe:
         self._model = made_up(self.work)
         self._backend = TorchBackend(self._model, AdamWSettings(), CausalLM.predict)
         said = ["model.path=made/up", "data.train=made/up", 'reward.functions=["exact_match"]']
-        self._objective = policy_objective(resolved_algorithm(load_config(RLConfig, None, said), None)[0])
+        self._objective = policy_objective(
+            resolved_algorithm(load_config(RLConfig, None, said), None)[0]
+        )
 
     def step(self) -> None:
-        """Take a step; each phase's minimum time counts, since other programs slow some steps down."""
+        """Take a step; each phase's minimum time counts, since other programs slow some steps
+        down."""
         self._steps += 1
         batch = asyncio.run(self._rollouts())
         cap, cost = self.work.micro, self._backend.cost
@@ -74,7 +78,9 @@ class Probe:
         """Sample with a separate engine, whose memory is freed afterwards."""
         work = self.work
         draw = torch.Generator().manual_seed(self._steps)
-        prompts = torch.randint(work.model.vocab_size, (work.prompts, work.prompt), generator=draw).tolist()
+        prompts = torch.randint(
+            work.model.vocab_size, (work.prompts, work.prompt), generator=draw
+        ).tolist()
         budget = work.model.kv_bytes_per_token(4) * (work.prompt + work.new + 32) * work.samples
         engine = LocalEngine(
             self._model,
@@ -87,7 +93,9 @@ class Probe:
             await engine.load_weights(self._steps)
         asked = [(p, Sampling(work.new, seed=i)) for p in prompts for i in range(work.group)]
         began = time.perf_counter()
-        done = await asyncio.gather(*(engine.generate(prompt, sampling) for prompt, sampling in asked))
+        done = await asyncio.gather(
+            *(engine.generate(prompt, sampling) for prompt, sampling in asked)
+        )
         whole, stats = time.perf_counter() - began, engine.stats()
         self._took("prefill", stats.prefill_seconds)
         self._took("decode", whole - stats.prefill_seconds)
@@ -121,7 +129,9 @@ def _batch(prompts: list[list[int]], done: list[Completion], group: int) -> Batc
     samples: list[Sample] = []
     for i, completion in enumerate(done):
         prompt, ids = prompts[i // group], [*completion.token_ids]
-        samples.append(Sample([*prompt, *ids], [False] * len(prompt) + [True] * len(ids), i // group))
+        samples.append(
+            Sample([*prompt, *ids], [False] * len(prompt) + [True] * len(ids), i // group)
+        )
     batch = Batch.of(samples)
     batch.add("old_logprobs", [logprob for completion in done for logprob in completion.logprobs])
     batch.add("advantages", [1.0 if place % 2 else -1.0 for place in batch.sample.tolist()])

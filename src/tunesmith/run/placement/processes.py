@@ -41,12 +41,14 @@ if TYPE_CHECKING:
 
 
 TRAINING: tuple[Role, ...] = ("actor", "ref", "critic", "rollout")
-"""Roles that are rebuilt when a run resumes automatically; named as in verl: ``actor`` trains the policy."""
+"""Roles that are rebuilt when a run resumes automatically; named as in verl: ``actor`` trains the
+policy."""
 
 
 C = TypeVar("C", bound=RunConfig)
 MakeBackend = Callable[[Any, Any], "TorchBackend[Any]"]
-"""Builds a backend from configuration and tokenizer; a module-level function, so that it can be pickled."""
+"""Builds a backend from configuration and tokenizer; a module-level function, so that it can be
+pickled."""
 
 
 @dataclass(slots=True)
@@ -60,7 +62,9 @@ class ModelHost(RankHost, Generic[C]):
 
         self.address = own_address(self.config)
 
-    def meet(self, rank: int, world: int, place: tuple[str, int] | None, *, shared: bool) -> RankGroup | None:
+    def meet(
+        self, rank: int, world: int, place: tuple[str, int] | None, *, shared: bool
+    ) -> RankGroup | None:
         """Join the other processes.
 
         Args:
@@ -98,21 +102,30 @@ class TrainerHost(ModelHost[RunConfig]):
         from tunesmith.run.placement.planes import make_plane, make_publishing
 
         system = self.config.system
-        group = self.meet(rank, world, place, shared=bool(system.zero_stage) or system.sequence_parallel.size > 1)
+        group = self.meet(
+            rank, world, place, shared=bool(system.zero_stage) or system.sequence_parallel.size > 1
+        )
         with redirect_stdout(None) if rank else nullcontext():  # all ranks would print the same
             self.backend = self.make(self.config, load_tokenizer(self.config))
         if group:
             self.backend.join(group)
         if self.publishes and rank < publishing_ranks(self.config):
             model = self.backend.model
-            self.plane = make_publishing(self.config, model, rank) if rank else make_plane(self.config, model)
+            self.plane = (
+                make_publishing(self.config, model, rank)
+                if rank
+                else make_plane(self.config, model)
+            )
         self.limits = None if rank else limits_of(self.config)
 
     def weights(self) -> dict[str, Tensor]:
         """All weights, on the first rank; all ranks of a sharded model call this together."""
         from tunesmith.models.parallel.sharding import whole_weights
 
-        model, first = self.backend.model, self.backend.group is None or self.backend.group.rank == 0
+        model, first = (
+            self.backend.model,
+            self.backend.group is None or self.backend.group.rank == 0,
+        )
         gathers = first or (model.sharding is not None and model.sharding.first_copy)
         named = whole_weights(model.module, model.dtype) if gathers else ()
         return {name: tensor for name, tensor in named if first}
@@ -131,18 +144,23 @@ class FrozenHost(ModelHost[RLConfig]):
         """Load the model.
 
         Args:
-            rank: index among ``world`` processes that share the model; those with a whole model are numbered too.
-            place: the result of ``open_store`` on the first process that shares it; None if each has the whole model.
+            rank: index among ``world`` processes that share the model; those with a whole model are
+                numbered too.
+            place: the result of ``open_store`` on the first process that shares it; None if each
+                has the whole model.
         """
         self.rank = rank
         group = self.meet(rank, world, place, shared=True)
         sequence = self.config.system.sequence_parallel.model_copy(update={"size": 1})
         changed = {"zero_stage": 3, "shard_size": world, "sequence_parallel": sequence}
-        config = self.config.model_copy(update={"system": self.config.system.model_copy(update=changed)})
+        config = self.config.model_copy(
+            update={"system": self.config.system.model_copy(update=changed)}
+        )
         self.load_model(config, group)
 
     def load_model(self, config: RLConfig, group: RankGroup | None) -> None:
-        """Args: config: with this model's sharding; group: the processes that share it; None if it is not shared."""
+        """Args: config: with this model's sharding; group: the processes that share it; None if it
+        is not shared."""
         raise NotImplementedError
 
 
@@ -162,7 +180,11 @@ class ReferenceHost(FrozenHost):
     def take(self, weights: dict[str, Tensor]) -> None:
         from tunesmith.models.parallel.shard_files import fill
 
-        fill(self.passes.model.module, lambda name, start, count: weights[name][start : start + count], {*weights})
+        fill(
+            self.passes.model.module,
+            lambda name, start, count: weights[name][start : start + count],
+            {*weights},
+        )
 
     def save(self, directory: Path) -> None:
         """Write the model: the first process the whole model, or each process its part."""
@@ -196,7 +218,8 @@ def _build(fars: Sequence[Far], together: int) -> None:
 
 
 def _start_reference(processes: Processes, config: RLConfig) -> list[Far]:
-    """The processes of a reference: each holds the whole model or, if trainer ranks shard weights, its shard."""
+    """The processes of a reference: each holds the whole model or, if trainer ranks shard weights,
+    its shard."""
     count = scoring_processes(config, "ref")
     references = [processes.spawn("ref", TrainerLostError) for _ in range(count)]
     with long_wait("starting the reference's processes"):
@@ -216,7 +239,9 @@ def open_processes(config: RunConfig) -> AbstractContextManager[Processes | None
 
         assert isinstance(config, RLConfig)
         wanted = bundles(config)
-        print(f"Ray: {', '.join(f'{n} {role}' for role, n in processes(config).items())}", flush=True)
+        print(
+            f"Ray: {', '.join(f'{n} {role}' for role, n in processes(config).items())}", flush=True
+        )
         with long_wait("starting or joining the Ray cluster"):
             return RayCluster.open(config.system, wanted)
     if config.system.trainer_ranks == 1:
@@ -226,9 +251,14 @@ def open_processes(config: RunConfig) -> AbstractContextManager[Processes | None
 
 
 def remote_trainer(
-    processes: Processes, config: RunConfig, make: MakeBackend, role: Role = "actor", run_dir: Path | None = None
+    processes: Processes,
+    config: RunConfig,
+    make: MakeBackend,
+    role: Role = "actor",
+    run_dir: Path | None = None,
 ) -> tuple[RankedBackend, PeakRates]:
-    """The ranks of a trainer, which train one model together, and its reference if that has its own processes.
+    """The ranks of a trainer, which train one model together, and its reference if that has its own
+    processes.
 
     Args:
         run_dir: a directory that all ranks must see if a launcher started them on several machines.
@@ -275,7 +305,8 @@ def run_with_restarts(
 ) -> RunResult:
     """Run, resuming from the newest checkpoint when a trainer, reference or critic process dies.
 
-    It resumes up to ``system.trainer_restarts`` times; without a checkpoint it starts over from where it began.
+    It resumes up to ``system.trainer_restarts`` times; without a checkpoint it starts over from
+    where it began.
     """
     config, checkpoint = run.config, run.checkpoint
     checkpoints = Checkpoints(run.directory.checkpoints, config.checkpoint.keep)
@@ -287,7 +318,9 @@ def run_with_restarts(
             if meeting():  # the launcher ends all processes when one has ended
                 raise
             if not left:
-                raise TrainerLostError(f"{lost}, once too often (system.trainer_restarts)") from lost
+                raise TrainerLostError(
+                    f"{lost}, once too often (system.trainer_restarts)"
+                ) from lost
             left -= 1
             assert processes is not None, "only a trainer elsewhere is lost"
             processes.close(*TRAINING)

@@ -60,13 +60,21 @@ def add_rewards(
         exact = same_tokens(model.tokenizer, tokenizer)
         conversation = partial(with_system, config.data) if model.template else None
         in_thread = remote_model is not None
-        rewards.add(model_reward(entry.name, model, exact=exact, conversation=conversation, in_thread=in_thread))
+        rewards.add(
+            model_reward(
+                entry.name, model, exact=exact, conversation=conversation, in_thread=in_thread
+            )
+        )
         sees = (
             "the rollouts' own tokens, since its tokenizer is the policy's"
             if exact
             else "prompt and answer tokenized again, since its tokenizer or chat template is not the policy's"
         )
-        scale = f"; normalised by mean {model.stats.mean:.4g} and std {model.stats.std:.4g}" if model.stats else ""
+        scale = (
+            f"; normalised by mean {model.stats.mean:.4g} and std {model.stats.std:.4g}"
+            if model.stats
+            else ""
+        )
         note(f"reward model '{entry.name}' sees {sees}{scale}")
 
 
@@ -74,7 +82,8 @@ def add_rewards(
 def load_reward_model(
     config: RLConfig | SamplingConfig, entry: ModelReward, group: RankGroup | None = None
 ) -> RewardModel:
-    """Args: group: the processes that share the model, each of which calls this; None: the model is whole here."""
+    """Args: group: the processes that share the model, each of which calls this; None: the model is
+    whole here."""
     system = config.system
     with long_wait(f"loading {entry.path}"):
         return make_reward_model(
@@ -84,7 +93,9 @@ def load_reward_model(
             max_tokens=system.reward_max_tokens,
             chat=config.data.chat,
             trust_remote_code=config.model.trust_remote_code,
-            offload=isinstance(config, RLConfig) and config.system.offload_reference and group is None,
+            offload=isinstance(config, RLConfig)
+            and config.system.offload_reference
+            and group is None,
             sharding=sharding_of(config) if group else None,
             group=group,
         )
@@ -108,10 +119,12 @@ def make_reward_model(
         max_tokens: tokens per forward pass.
         offload: keep the model in host memory while it does not score.
         chat: whether text prompts go through the chat template; None: if the tokenizer has one.
-        sharding, group: sharding over the processes that share the model; None: the model is whole here.
+        sharding, group: sharding over the processes that share the model; None: the model is whole
+            here.
 
     Raises:
-        ConfigError, ModelError: the model is not a reward model, or statistics or a chat template are missing.
+        ConfigError, ModelError: the model is not a reward model, or statistics or a chat template
+            are missing.
     """
     import torch
 
@@ -131,9 +144,13 @@ def make_reward_model(
         trains=False,
     )
     if not is_trained(model.module.config):
-        raise ModelError(f"'{entry.path}' is a language model, not a reward model: its scores would all be 0")
+        raise ModelError(
+            f"'{entry.path}' is a language model, not a reward model: its scores would all be 0"
+        )
     tokenizer: Any = model.tokenizer
-    template = ChatTemplate.of(tokenizer) if chat or (chat is None and tokenizer.chat_template) else None
+    template = (
+        ChatTemplate.of(tokenizer) if chat or (chat is None and tokenizer.chat_template) else None
+    )
     stats = read_stats(Path(entry.path)) if entry.normalize else None
     scores = SequenceScores(Passes(model, ScoreModel.predict, group, offload=offload), max_tokens)
     return RewardModel(scores, tokenizer, model.context, template, stats)
@@ -141,7 +158,8 @@ def make_reward_model(
 
 @dataclass(slots=True)
 class SequenceScores:
-    """Implements ``RewardModel.score_ids``; processes that share the model get the same sequences at the same time.
+    """Implements ``RewardModel.score_ids``; processes that share the model get the same sequences
+    at the same time.
 
     When memory runs out, the token cap shrinks permanently in all of these processes.
     """
@@ -166,7 +184,9 @@ class SequenceScores:
             cap = max(self.max_tokens, longest)
             packing = pack_sequences(batch, cap, world, self.passes.model.context)
             try:
-                return self.passes.score(packing.for_rank(rank, world, columns=False), "values").tolist()
+                return self.passes.score(
+                    packing.for_rank(rank, world, columns=False), "values"
+                ).tolist()
             except DeviceMemoryError as failure:
                 self.max_tokens = max(longest, cap // 2)
                 if self.max_tokens == cap:
@@ -176,11 +196,15 @@ class SequenceScores:
                         "system.placement.reward.shards, on Ray"
                     ) from None
                 if rank == 0:
-                    print(f"{failure}; system.reward_max_tokens lowered from {cap} to {self.max_tokens}", flush=True)
+                    print(
+                        f"{failure}; system.reward_max_tokens lowered from {cap} to {self.max_tokens}",
+                        flush=True,
+                    )
 
 
 def pack_sequences(batch: Batch, max_tokens: int, multiple_of: int, context: int | None) -> Packing:
-    """Micro-batches of samples from ``whole_sequence``; each prediction is the score of one sequence.
+    """Micro-batches of samples from ``whole_sequence``; each prediction is the score of one
+    sequence.
 
     Args:
         context: the number of positions that the model has.
@@ -189,5 +213,8 @@ def pack_sequences(batch: Batch, max_tokens: int, multiple_of: int, context: int
     if context is None:
         return packing
     last = context - 1  # the stand-in may have no position
-    forests = tuple(replace(forest, position_ids=forest.position_ids.clamp(max=last)) for forest in packing.forests)
+    forests = tuple(
+        replace(forest, position_ids=forest.position_ids.clamp(max=last))
+        for forest in packing.forests
+    )
     return replace(packing, forests=forests)

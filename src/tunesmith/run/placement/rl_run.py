@@ -1,4 +1,5 @@
-"""A run of reinforcement learning: its parts, in this process or in others, and the loop over them."""
+"""A run of reinforcement learning: its parts, in this process or in others, and the loop over
+them."""
 
 from __future__ import annotations
 
@@ -49,9 +50,15 @@ def train_policy(
     checkpoint: Path | None,
 ) -> RunResult:
     """The run from ``checkpoint`` on, or from the beginning."""
-    with open_session(run, checkpoint, "eval/reward") as session, outside_event_loop(), event_loop() as runner:
+    with (
+        open_session(run, checkpoint, "eval/reward") as session,
+        outside_event_loop(),
+        event_loop() as runner,
+    ):
         with session.phase("setup"):
-            parts, rollouts = runner.run(make_rl_parts(run, session, rewards, environments, processes))
+            parts, rollouts = runner.run(
+                make_rl_parts(run, session, rewards, environments, processes)
+            )
         if run.caller.rollouts is not None:
             rollouts = run.caller.rollouts(rollouts)
         with kept_on_interrupt(run, session):
@@ -66,7 +73,8 @@ async def make_rl_parts(
     environments: EnvironmentSet,
     processes: Processes | None,
 ) -> tuple[RLParts, RolloutSource]:
-    """Load the models, start the engine and resume from the session's checkpoint; ``rl.run`` closes the engine."""
+    """Load the models, start the engine and resume from the session's checkpoint; ``rl.run`` closes
+    the engine."""
     config, tokenizer, train = run.config, run.tokenizer, run.train
     dynamic_filter, rollout = config.algorithm.dynamic_filter, config.rollout
     learner, engine = make_learner_and_engine(run, session, processes)
@@ -99,11 +107,15 @@ async def make_rl_parts(
             learner=learner,
             critic=make_critic(config, session, tokenizer, learner, processes, len(train)),
             kl=KLController.of(config.algorithm.kl),
-            evaluation=EvaluationPlan(run.eval_items, sampling, config.eval, rewards.weights, config.train.seed)
+            evaluation=EvaluationPlan(
+                run.eval_items, sampling, config.eval, rewards.weights, config.train.seed
+            )
             if run.eval_items
             else None,
             canary=_canary(config, engine, learner, train.items[0].prompt_ids),
-            objective=DistillationObjective(1.0) if isinstance(config, SampledDistillConfig) else None,
+            objective=DistillationObjective(1.0)
+            if isinstance(config, SampledDistillConfig)
+            else None,
         )
         session.start(parts)
         on_failure.pop_all()
@@ -113,13 +125,16 @@ async def make_rl_parts(
 def make_learner_and_engine(
     run: OpenRun[RLConfig, Task], session: Session, processes: Processes | None
 ) -> tuple[Learner, RolloutEngine]:
-    """The learner that trains the policy and the engine that samples from it, here or in other processes."""
+    """The learner that trains the policy and the engine that samples from it, here or in other
+    processes."""
     config, tokenizer = run.config, run.tokenizer
     if processes:
         trained = remote_trainer(processes, config, make_policy)
         backend, _ = trained
         publishing = FarPlane(*backend.replicas[: publishing_ranks(config)])
-        engine = make_engines(processes, config, publishing, session.note, session.recorder.timeline)
+        engine = make_engines(
+            processes, config, publishing, session.note, session.recorder.timeline
+        )
     else:
         backend = make_policy(config, tokenizer)
         trained = backend, limits_of(config)
@@ -135,14 +150,20 @@ def make_learner_and_engine(
     return learner, engine
 
 
-def _canary(config: RLConfig, engine: RolloutEngine, learner: Learner, prompt_ids: Sequence[int]) -> Canary | None:
+def _canary(
+    config: RLConfig, engine: RolloutEngine, learner: Learner, prompt_ids: Sequence[int]
+) -> Canary | None:
     """The canary; None if trainer and engine share their weights or ``system.canary`` is off."""
     system = config.system
     if not system.canary or not weights_apart(config):
         return None
     new = min(8, config.rollout.max_new_tokens)
     sampling = Sampling(new, temperature=config.rollout.temperature, ignore_eos=True, seed=1)
-    way = f"through system.weight_plane = {system.weight_plane}" if system.weight_plane else f"to {system.engine}"
+    way = (
+        f"through system.weight_plane = {system.weight_plane}"
+        if system.weight_plane
+        else f"to {system.engine}"
+    )
 
     def engines() -> Mapping[str, Sampler]:
         if isinstance(engine, EnginePool):

@@ -43,7 +43,8 @@ def serve_reward(target: str, host: str, port: int, options: ServeOptions) -> No
     """Serve a reward until a signal ends the process.
 
     Raises:
-        ConfigError, ModelError: the reward does not exist, an option does not apply, or the address cannot be used.
+        ConfigError, ModelError: the reward does not exist, an option does not apply, or the address
+            cannot be used.
     """
     is_function = target in BUILTINS or ":" in target or target.endswith(".py")
     rewards = _function(target, options) if is_function else _model(target, options)
@@ -61,7 +62,9 @@ def serve_reward(target: str, host: str, port: int, options: ServeOptions) -> No
         print(f"serving {target} at {url}/reward (and {url}/health); Ctrl-C stops it", flush=True)
 
     try:
-        asyncio.run(serve(make_app(service, int(options.max_request_mb * 2**20)), host, port, ready))
+        asyncio.run(
+            serve(make_app(service, int(options.max_request_mb * 2**20)), host, port, ready)
+        )
     finally:
         rewards.close()
 
@@ -72,7 +75,9 @@ def _function(target: str, options: ServeOptions) -> RewardSet:
     rewards = load_rewards(section, Path.cwd())
     (function,) = rewards.functions
     if "completion_ids" in (parameters_of(function.function) or ()):
-        raise ConfigError(f"'{target}' takes completion_ids, which requests do not have; they have text")
+        raise ConfigError(
+            f"'{target}' takes completion_ids, which requests do not have; they have text"
+        )
     return rewards
 
 

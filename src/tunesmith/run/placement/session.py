@@ -1,4 +1,5 @@
-"""The session of a training run: its log, progress, timeline, checkpoints and sinks; and the run's result."""
+"""The session of a training run: its log, progress, timeline, checkpoints and sinks; and the run's
+result."""
 
 from __future__ import annotations
 
@@ -67,7 +68,8 @@ class RunResult:
         return DataFrame(self.metrics)
 
     def load(self, **options: Any) -> tuple[Any, Any]:
-        """The trained model and its tokenizer, loaded by transformers; ``options`` go to ``from_pretrained``."""
+        """The trained model and its tokenizer, loaded by transformers; ``options`` go to
+        ``from_pretrained``."""
         return load_trained(self.checkpoint, scores=self.scores, **options)
 
 
@@ -83,18 +85,24 @@ def load_trained(path: Path, *, scores: bool = False, **options: Any) -> tuple[A
     kind: Any = AutoModelForSequenceClassification if scores else AutoModelForCausalLM
     if scores:
         options = {"num_labels": 1, **options}
-    model, tokenizer = kind.from_pretrained(path, **options), cast(Any, AutoTokenizer).from_pretrained(path)
+    model, tokenizer = (
+        kind.from_pretrained(path, **options),
+        cast(Any, AutoTokenizer).from_pretrained(path),
+    )
     if model.can_generate() and (saved := read_generation(path)):
         model.generation_config = saved
     return model, tokenizer
 
 
 @contextmanager
-def open_session(run: OpenRun[Any, Any], checkpoint: Path | None, metric: str) -> Generator[Session]:
+def open_session(
+    run: OpenRun[Any, Any], checkpoint: Path | None, metric: str
+) -> Generator[Session]:
     """The session of a run.
 
     Args:
-        checkpoint: the one to resume from; after a restart, not the one with which the run was opened.
+        checkpoint: the one to resume from; after a restart, not the one with which the run was
+            opened.
         metric: the metric that selects the best checkpoint, unless ``eval.metric`` names another.
     """
     config: RunConfig = run.config
@@ -104,7 +112,9 @@ def open_session(run: OpenRun[Any, Any], checkpoint: Path | None, metric: str) -
         facts = learning_facts(config, run.tokenizer, run.train, run.eval_items or ())
         write_facts(facts, run_dir.path)
         step, every = read_state(checkpoint)["step"] if checkpoint else None, config.monitor.every
-        progress = open_progress(config.train.steps, start=step or 0, live=config.monitor.progress, every=every)
+        progress = open_progress(
+            config.train.steps, start=step or 0, live=config.monitor.progress, every=every
+        )
         sinks = open_sinks(config, run_dir, run.base_dir, step, progress.note)
         metrics = MetricsLog(run_dir.metrics, sinks, every, step)
         rollouts = open_rollout_log(run, step)
@@ -155,7 +165,8 @@ def open_rollout_log(run: OpenRun[Any, Any], step: int | None) -> RolloutLog | N
 
 
 def kept_on_interrupt(run: OpenRun[Any, Any], session: Session) -> AbstractContextManager[None]:
-    """If a signal ends the code inside, save the progress; say what was kept and how to continue."""
+    """If a signal ends the code inside, save the progress; say what was kept and how to
+    continue."""
     return keeping(lambda: f"{session.keep()}\n{how_to_continue(run.directory.path)}")
 
 
@@ -172,7 +183,9 @@ def run_result(run: OpenRun[Any, Any], session: Session) -> RunResult:
         if kept and better
         else None
     )
-    shown = examples(read_evaluated(run_dir.rollouts), SHOWN) if session.recorder.rollout_log else []
+    shown = (
+        examples(read_evaluated(run_dir.rollouts), SHOWN) if session.recorder.rollout_log else []
+    )
     return RunResult(
         run_dir.path,
         newest / "model",

@@ -16,14 +16,20 @@ from tunesmith.records.redact import redact_values
 from tunesmith.records.run_dir import RunDir
 from tunesmith.records.sinks.base import Background, RunInfo, Sink, require
 
-ADAPTERS = {"tensorboard": "TensorBoard", "wandb": "WandB", "trackio": "Trackio", "mlflow": "MLflow"}
+ADAPTERS = {
+    "tensorboard": "TensorBoard",
+    "wandb": "WandB",
+    "trackio": "Trackio",
+    "mlflow": "MLflow",
+}
 """Classes by name; each is in a module of that name, which imports the service's package on use."""
 _MODULES = "tunesmith.records.sinks"
 
 
 @about("monitor.sinks")
 def check_sinks(names: Sequence[str], base_dir: Path) -> None:
-    """Raise ConfigError for sinks that are missing, not installed or not set up, before anything is loaded."""
+    """Raise ConfigError for sinks that are missing, not installed or not set up, before anything is
+    loaded."""
     for name in names:
         if name in ADAPTERS:
             require(name)
@@ -34,7 +40,11 @@ def check_sinks(names: Sequence[str], base_dir: Path) -> None:
 
 
 def open_sinks(
-    config: RunConfig, run_dir: RunDir, base_dir: Path, resume_step: int | None, report: Callable[[str], None]
+    config: RunConfig,
+    run_dir: RunDir,
+    base_dir: Path,
+    resume_step: int | None,
+    report: Callable[[str], None],
 ) -> list[Background]:
     """Start or continue the run in every sink.
 
@@ -55,13 +65,19 @@ def open_sinks(
 @about("monitor.sinks")
 def _open(name: str, run: RunInfo, base_dir: Path) -> Sink:
     adapter = ADAPTERS.get(name)
-    make = getattr(import_module(f"{_MODULES}.{name}"), adapter) if adapter else load_object(name, base_dir)
+    make = (
+        getattr(import_module(f"{_MODULES}.{name}"), adapter)
+        if adapter
+        else load_object(name, base_dir)
+    )
     with boundary(StorageError, f"monitor.sinks: {name} does not open", (Exception, SystemExit)):
         sink = make(run)
     if adapter:
         return sink
     if not callable(getattr(sink, "write", None)):
-        raise ConfigError(f"monitor.sinks: '{name}' has no method write(step, metrics)", keys=("monitor.sinks",))
+        raise ConfigError(
+            f"monitor.sinks: '{name}' has no method write(step, metrics)", keys=("monitor.sinks",)
+        )
 
     def ignore(*_: object) -> None: ...
 

@@ -1,4 +1,5 @@
-"""A run that trains on data without rollouts: its parts, for each command, and the loop over them."""
+"""A run that trains on data without rollouts: its parts, for each command, and the loop over
+them."""
 
 from __future__ import annotations
 
@@ -8,7 +9,13 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from tunesmith.config.commands import DPOConfig, KTOConfig, OfflineDistillConfig, PRMConfig, RMConfig
+from tunesmith.config.commands import (
+    DPOConfig,
+    KTOConfig,
+    OfflineDistillConfig,
+    PRMConfig,
+    RMConfig,
+)
 from tunesmith.config.schema import RunConfig, SFTConfig
 from tunesmith.learn.algorithms.objective import DistillationObjective, Objective, SFTObjective
 from tunesmith.learn.algorithms.preference import (
@@ -35,7 +42,13 @@ from tunesmith.run.placement.models import load_model
 from tunesmith.run.placement.opening import OpenRun
 from tunesmith.run.placement.processes import MakeBackend
 from tunesmith.run.placement.session import RunResult, kept_on_interrupt, open_session, run_result
-from tunesmith.run.placement.trainers import compare_with, load_teacher, make_backend, make_learner, make_trainer
+from tunesmith.run.placement.trainers import (
+    compare_with,
+    load_teacher,
+    make_backend,
+    make_learner,
+    make_trainer,
+)
 from tunesmith.run.placement.training_data import TRAINING_DATA, label_tokens
 from tunesmith.run.processes.local import Processes
 from tunesmith.run.trainers.base import Metrics
@@ -45,7 +58,9 @@ from tunesmith.types import Sample
 T = TypeVar("T")
 
 
-def train_on_data(run: OpenRun[Any, Any], processes: Processes | None, checkpoint: Path | None) -> RunResult:
+def train_on_data(
+    run: OpenRun[Any, Any], processes: Processes | None, checkpoint: Path | None
+) -> RunResult:
     """The run from ``checkpoint`` on, or from the beginning."""
     with open_session(run, checkpoint, TRAINING_DATA[type(run.config)].metric) as session:
         with session.phase("setup"):
@@ -65,11 +80,17 @@ class Setup(Generic[T]):
     processes: Processes | None
     """The processes of the trainer's ranks; None: this process trains."""
 
-    def learner(self, make: MakeBackend, aggregation: str = AGGREGATION, *, keep_groups: bool = False) -> Learner:
+    def learner(
+        self, make: MakeBackend, aggregation: str = AGGREGATION, *, keep_groups: bool = False
+    ) -> Learner:
         """A learner with its model loaded."""
         run, config = self.run, self.run.config
-        trained = make_trainer(self.processes, config, make, run.tokenizer, run_dir=run.directory.path)
-        return make_learner(config, self.session, trained, aggregation, config.train.steps, keep_groups=keep_groups)
+        trained = make_trainer(
+            self.processes, config, make, run.tokenizer, run_dir=run.directory.path
+        )
+        return make_learner(
+            config, self.session, trained, aggregation, config.train.steps, keep_groups=keep_groups
+        )
 
     def parts(
         self,
@@ -82,7 +103,8 @@ class Setup(Generic[T]):
         held_out: Sequence[T] | None = None,
         without: tuple[str, ...] = ("nonfinite",),
     ) -> SupervisedParts[T]:
-        """The loop's parts; ``train`` and ``held_out`` are the run's data with anything added since it was read.
+        """The loop's parts; ``train`` and ``held_out`` are the run's data with anything added since
+        it was read.
 
         Args:
             without: name prefixes of metrics that evaluations omit.
@@ -91,24 +113,33 @@ class Setup(Generic[T]):
         items, data, train = held_out or self.run.eval_items, config.data, train or self.run.train
         return SupervisedParts(
             items=train.loader(
-                config.train.batch_size, shuffle=data.shuffle, seed=data.seed, draws=draws(config, len(train))
+                config.train.batch_size,
+                shuffle=data.shuffle,
+                seed=data.seed,
+                draws=draws(config, len(train)),
             ),
             learner=learner,
             objective=objective,
             prepare=prepare,
-            evaluate=partial(evaluate, learner, objective, prepare, items, summarise, without) if items else None,
+            evaluate=partial(evaluate, learner, objective, prepare, items, summarise, without)
+            if items
+            else None,
             summarise=summarise,
         )
 
 
-def make_parts(run: OpenRun[Any, Any], session: Session, processes: Processes | None) -> SupervisedParts[Any]:
+def make_parts(
+    run: OpenRun[Any, Any], session: Session, processes: Processes | None
+) -> SupervisedParts[Any]:
     """Load the model and build everything else that the command needs."""
     return _MAKERS[type(run.config)](Setup(run, session, processes))
 
 
 def _sft(setup: Setup[Sample]) -> SupervisedParts[Sample]:
     learner = setup.learner(_language_model, "token_mean")
-    return setup.parts(learner, SFTObjective(), Batch.of, without=("nonfinite", "nll"))  # nll is the loss
+    return setup.parts(
+        learner, SFTObjective(), Batch.of, without=("nonfinite", "nll")
+    )  # nll is the loss
 
 
 def _distill(setup: Setup[Sample]) -> SupervisedParts[Sample]:
@@ -127,19 +158,23 @@ def _rm(setup: Setup[Comparison]) -> SupervisedParts[Comparison]:
 
     @lru_cache(maxsize=1)
     def measure_after(_: int) -> Metrics:
-        """The metrics after a number of optimizer steps, shared by an evaluation and the checkpoint after it."""
+        """The metrics after a number of optimizer steps, shared by an evaluation and the checkpoint
+        after it."""
         return measure()
 
     def latest() -> Metrics:
         return measure_after(learner.backend.optimizer_steps)
 
     # The statistics are for the saved weights, not their moving average.
-    stats = partial(preference.write_reward_stats, measure if config.eval.use_ema else latest, STATS_FILE)
+    stats = partial(
+        preference.write_reward_stats, measure if config.eval.use_ema else latest, STATS_FILE
+    )
     return replace(parts, evaluate=latest, describe=stats)
 
 
 def padding_token(tokenizer: Any, items: Sequence[Comparison]) -> str | None:
-    """A padding token that ends no sequence: transformers reads the score before the padding; None if there is none."""
+    """A padding token that ends no sequence: transformers reads the score before the padding; None
+    if there is none."""
     ends = {sample.token_ids[-1] for item in items for sample in item.samples}
     if tokenizer.pad_token_id is not None and tokenizer.pad_token_id not in ends:
         return tokenizer.pad_token
@@ -152,7 +187,9 @@ def _dpo(setup: Setup[Comparison]) -> SupervisedParts[Comparison]:
     objective = DPOObjective(section.loss, section.beta, section.label_smoothing, section.nll_coef)
     learner = setup.learner(_language_model, keep_groups=True)
     prepare = partial(preference.reference_pairs, learner)
-    return _reference_parts(setup, learner, objective, prepare, beforehand=section.precompute_reference)
+    return _reference_parts(
+        setup, learner, objective, prepare, beforehand=section.precompute_reference
+    )
 
 
 def _kto(setup: Setup[Comparison]) -> SupervisedParts[Comparison]:
@@ -160,7 +197,9 @@ def _kto(setup: Setup[Comparison]) -> SupervisedParts[Comparison]:
     objective = KTOObjective(section.beta, section.desirable_weight, section.undesirable_weight)
     learner = setup.learner(_language_model)
     prepare, summarise = partial(preference.judged_answers, learner), preference.with_margin
-    return _reference_parts(setup, learner, objective, prepare, summarise, beforehand=section.precompute_reference)
+    return _reference_parts(
+        setup, learner, objective, prepare, summarise, beforehand=section.precompute_reference
+    )
 
 
 def _prm(setup: Setup[Solution]) -> SupervisedParts[Solution]:
@@ -178,7 +217,8 @@ def _reference_parts(
     *,
     beforehand: bool,
 ) -> SupervisedParts[Comparison]:
-    """The loop's parts, with the reference scored batch by batch, or ``beforehand`` for all the data."""
+    """The loop's parts, with the reference scored batch by batch, or ``beforehand`` for all the
+    data."""
     if not beforehand:
         return setup.parts(learner, objective, prepare, summarise)
     references = preference.References(learner, setup.session.resume_from)
@@ -194,8 +234,12 @@ def _reference_parts(
 
 def _language_model(config: RunConfig, tokenizer: Any) -> TorchBackend[CausalLM]:
     model = load_model(CausalLM, config, tokenizer)
-    reference = load_model(CausalLM, config, tokenizer, frozen=True) if keeps_reference(config) else None
-    return make_backend(config, model, partial(CausalLM.predict, chunk=config.system.logprob_chunk), reference)
+    reference = (
+        load_model(CausalLM, config, tokenizer, frozen=True) if keeps_reference(config) else None
+    )
+    return make_backend(
+        config, model, partial(CausalLM.predict, chunk=config.system.logprob_chunk), reference
+    )
 
 
 def _student(config: OfflineDistillConfig, tokenizer: Any) -> TorchBackend[CausalLM]:
@@ -203,7 +247,9 @@ def _student(config: OfflineDistillConfig, tokenizer: Any) -> TorchBackend[Causa
     return make_backend(config, load_model(CausalLM, config, tokenizer), predict)
 
 
-def _reward_model(config: RMConfig, tokenizer: Any, padding: str | None) -> TorchBackend[ScoreModel]:
+def _reward_model(
+    config: RMConfig, tokenizer: Any, padding: str | None
+) -> TorchBackend[ScoreModel]:
     model = load_model(ScoreModel, config, tokenizer)
     if padding is not None:
         tokenizer.pad_token = padding

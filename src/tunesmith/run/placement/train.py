@@ -6,7 +6,14 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from tunesmith.config.commands import DistillConfig, DPOConfig, KTOConfig, OfflineDistillConfig, PRMConfig, RMConfig
+from tunesmith.config.commands import (
+    DistillConfig,
+    DPOConfig,
+    KTOConfig,
+    OfflineDistillConfig,
+    PRMConfig,
+    RMConfig,
+)
 from tunesmith.config.load import find_kind
 from tunesmith.config.schema import RLConfig, RunConfig, SFTConfig
 from tunesmith.run.placement.environments import load_run_tasks, open_user_code
@@ -23,7 +30,10 @@ def run_rl(
     caller: Caller = FROM_A_COMMAND,
 ) -> RunResult:
     """``tunesmith rl``: reinforcement learning."""
-    with open_run(kind, path, overrides, caller) as run, open_user_code(run.config, run.base_dir) as user_code:
+    with (
+        open_run(kind, path, overrides, caller) as run,
+        open_user_code(run.config, run.base_dir) as user_code,
+    ):
         rewards, environments = user_code
         prepare_training(
             run,
@@ -39,12 +49,17 @@ def run_rl(
 
 
 def run_supervised(
-    kind: type[RunConfig], path: Path | None, overrides: Sequence[str] = (), caller: Caller = FROM_A_COMMAND
+    kind: type[RunConfig],
+    path: Path | None,
+    overrides: Sequence[str] = (),
+    caller: Caller = FROM_A_COMMAND,
 ) -> RunResult:
     """Run a command that trains on given data."""
     data = TRAINING_DATA[kind]
     with open_run(kind, path, overrides, caller) as run:
-        prepare_training(run, partial(data.load, run.config, run.tokenizer), partial(data.sizes, run.config))
+        prepare_training(
+            run, partial(data.load, run.config, run.tokenizer), partial(data.sizes, run.config)
+        )
         from tunesmith.run.placement.supervised_run import train_on_data
 
         with open_processes(run.config) as processes:
@@ -58,9 +73,14 @@ run_kto = partial(run_supervised, KTOConfig)
 run_prm = partial(run_supervised, PRMConfig)
 
 
-def run_distill(path: Path | None, overrides: Sequence[str] = (), caller: Caller = FROM_A_COMMAND) -> RunResult:
-    """``tunesmith distill``: reinforcement learning on the student's own samples, or supervised on given answers."""
+def run_distill(
+    path: Path | None, overrides: Sequence[str] = (), caller: Caller = FROM_A_COMMAND
+) -> RunResult:
+    """``tunesmith distill``: reinforcement learning on the student's own samples, or supervised on
+    given answers."""
     kind = find_kind(path, overrides)
     if issubclass(kind, OfflineDistillConfig):
         return run_supervised(OfflineDistillConfig, path, overrides, caller)
-    return run_rl(path, overrides, kind if issubclass(kind, DistillConfig) else DistillConfig, caller)
+    return run_rl(
+        path, overrides, kind if issubclass(kind, DistillConfig) else DistillConfig, caller
+    )

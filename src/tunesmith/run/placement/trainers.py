@@ -1,4 +1,5 @@
-"""What trains: the policy with its reference or teacher, the critic, and the learners over their backends."""
+"""What trains: the policy with its reference or teacher, the critic, and the learners over their
+backends."""
 
 from __future__ import annotations
 
@@ -31,7 +32,13 @@ from tunesmith.plan.processes.roles import reference_apart
 from tunesmith.run.loop.critic import Critic
 from tunesmith.run.loop.learner import Learner
 from tunesmith.run.loop.session import Session
-from tunesmith.run.placement.models import limits_of, load_frozen, load_model, policy_predict, read_tokenizer
+from tunesmith.run.placement.models import (
+    limits_of,
+    load_frozen,
+    load_model,
+    policy_predict,
+    read_tokenizer,
+)
 from tunesmith.run.placement.processes import MakeBackend, remote_trainer
 from tunesmith.run.processes.local import Processes
 from tunesmith.run.trainers.base import TrainBackend
@@ -52,7 +59,8 @@ def make_trainer(
     role: Role = "actor",
     run_dir: Path | None = None,
 ) -> Trained:
-    """The backend that ``make`` builds, in this process or over the ranks in others; see ``remote_trainer``."""
+    """The backend that ``make`` builds, in this process or over the ranks in others; see
+    ``remote_trainer``."""
     if processes is None:
         return make(config, tokenizer), limits_of(config)
     return remote_trainer(processes, config, make, role, run_dir)
@@ -110,7 +118,9 @@ def make_backend(
     head_lr = config.critic.lr if isinstance(config, RLConfig) and value_head is not None else None
     return TorchBackend(
         model,
-        AdamWSettings(train.weight_decay, train.betas, train.eps, train.max_grad_norm, muon, offload),
+        AdamWSettings(
+            train.weight_decay, train.betas, train.eps, train.max_grad_norm, muon, offload
+        ),
         predict,
         reference=reference,
         value_head=value_head,
@@ -124,13 +134,21 @@ def make_backend(
 
 
 def make_policy(config: RLConfig, tokenizer: Any) -> TorchBackend[CausalLM]:
-    """The backend that trains the policy, with a frozen reference, a teacher or a value head if the run has one."""
+    """The backend that trains the policy, with a frozen reference, a teacher or a value head if the
+    run has one."""
     model = load_model(CausalLM, config, tokenizer)
     # With an adapter, the reference is the same model without it.
-    frozen = config.algorithm.reference is not None and not config.lora.on and not reference_apart(config)
+    frozen = (
+        config.algorithm.reference is not None
+        and not config.lora.on
+        and not reference_apart(config)
+    )
     teacher = load_teacher(config, tokenizer) if isinstance(config, DistillConfig) else None
-    # Distilling on the student's samples is a KL penalty in the reward: the teacher takes the reference's place.
-    reference_model = teacher or (load_model(CausalLM, config, tokenizer, frozen=True) if frozen else None)
+    # Distilling on the student's samples is a KL penalty in the reward: the teacher takes the
+    # reference's place.
+    reference_model = teacher or (
+        load_model(CausalLM, config, tokenizer, frozen=True) if frozen else None
+    )
     head = make_value_head(config, model)
     predict = policy_predict(config, head)
     if teacher and isinstance(config, SampledDistillConfig):
@@ -168,7 +186,8 @@ def compare_with(
 
 
 def make_value_head(config: RLConfig, model: CausalLM) -> nn.Linear | None:
-    """A head on the policy's trunk, initialised to output 0; None unless the critic shares the trunk."""
+    """A head on the policy's trunk, initialised to output 0; None unless the critic shares the
+    trunk."""
     if not config.critic.shared_trunk:
         return None
     wide = torch.promote_types(model.dtype, torch.float32)
@@ -185,7 +204,8 @@ def make_critic(
     processes: Processes | None,
     size: int | None = None,
 ) -> Critic | None:
-    """A separate value model, or the value head on the policy's trunk; None if the algorithm needs neither.
+    """A separate value model, or the value head on the policy's trunk; None if the algorithm needs
+    neither.
 
     Args:
         size: the number of training prompts, on which the length of the last step depends.
@@ -215,7 +235,9 @@ def make_critic(
 
 def critic_backend(config: RLConfig, tokenizer: Any) -> TorchBackend[ScoreModel]:
     """Args: config: the run's, with the critic's ``train`` and ``lora`` sections."""
-    return make_backend(config, load_model(ScoreModel, config, tokenizer, config.critic.path), ScoreModel.predict)
+    return make_backend(
+        config, load_model(ScoreModel, config, tokenizer, config.critic.path), ScoreModel.predict
+    )
 
 
 @about("critic.path")

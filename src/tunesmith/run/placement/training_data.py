@@ -7,12 +7,24 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from tunesmith.config.commands import DPOConfig, KTOConfig, OfflineDistillConfig, PRMConfig, RMConfig
+from tunesmith.config.commands import (
+    DPOConfig,
+    KTOConfig,
+    OfflineDistillConfig,
+    PRMConfig,
+    RMConfig,
+)
 from tunesmith.config.schema import DataSection, RunConfig, SFTConfig
 from tunesmith.config.section import known
 from tunesmith.errors import ConfigError
 from tunesmith.learn.data.batch import Batch
-from tunesmith.learn.data.preference import Comparison, Solution, load_judged, load_pairs, load_steps
+from tunesmith.learn.data.preference import (
+    Comparison,
+    Solution,
+    load_judged,
+    load_pairs,
+    load_steps,
+)
 from tunesmith.learn.data.prepare import Prepared, Sources, load_samples
 from tunesmith.learn.data.tokens import encode
 from tunesmith.learn.data.trie import num_forest_tokens
@@ -39,9 +51,13 @@ def _load_pairs(
     return pairs
 
 
-def _load_prm(config: PRMConfig, tokenizer: Tokenizer, data: DataSection, source: Sources) -> Prepared[Solution]:
+def _load_prm(
+    config: PRMConfig, tokenizer: Tokenizer, data: DataSection, source: Sources
+) -> Prepared[Solution]:
     label_tokens(config, tokenizer)
-    return load_steps(data, source, tokenizer, config.prm.separator, (config.prm.good, config.prm.bad))
+    return load_steps(
+        data, source, tokenizer, config.prm.separator, (config.prm.good, config.prm.bad)
+    )
 
 
 def label_tokens(config: PRMConfig, tokenizer: Tokenizer) -> tuple[int, int]:
@@ -51,9 +67,13 @@ def label_tokens(config: PRMConfig, tokenizer: Tokenizer) -> tuple[int, int]:
         ConfigError: one of them is not a single token, or has no row in the model's embedding.
     """
     ids = encode(tokenizer, [config.prm.good, config.prm.bad])
-    for key, text, tokens in zip(("good", "bad"), (config.prm.good, config.prm.bad), ids, strict=True):
+    for key, text, tokens in zip(
+        ("good", "bad"), (config.prm.good, config.prm.bad), ids, strict=True
+    ):
         if len(tokens) != 1:
-            what = f"prm.{key} = '{text}' is {len(tokens)} tokens of this tokenizer; it has to be one"
+            what = (
+                f"prm.{key} = '{text}' is {len(tokens)} tokens of this tokenizer; it has to be one"
+            )
             raise ConfigError(what, keys=(f"prm.{key}",))
         if problem := without_row(tokenizer, tokens):
             raise ConfigError(f"prm.{key}: {problem}", keys=(f"prm.{key}",))
@@ -90,7 +110,9 @@ class TrainingData:
 
 
 _ANSWERS = TrainingData(
-    lambda _, tokenizer, data, source: load_samples(data, source, tokenizer), _single_sizes, "eval/loss"
+    lambda _, tokenizer, data, source: load_samples(data, source, tokenizer),
+    _single_sizes,
+    "eval/loss",
 )
 
 TRAINING_DATA: dict[type[RunConfig], TrainingData] = {
@@ -98,6 +120,8 @@ TRAINING_DATA: dict[type[RunConfig], TrainingData] = {
     OfflineDistillConfig: _ANSWERS,
     RMConfig: TrainingData(_load_pairs, _pair_sizes),
     DPOConfig: TrainingData(_load_pairs, _pair_sizes),
-    KTOConfig: TrainingData(lambda _, tokenizer, data, source: load_judged(data, source, tokenizer), _single_sizes),
+    KTOConfig: TrainingData(
+        lambda _, tokenizer, data, source: load_judged(data, source, tokenizer), _single_sizes
+    ),
     PRMConfig: TrainingData(_load_prm, _step_sizes),
 }

@@ -22,11 +22,12 @@ def checksum(tensor: Tensor) -> int:
 
 
 def word_sum(raw: Tensor) -> Tensor:
-    """The sum of a uint8 tensor's 8-byte words, each multiplied by an odd number that grows with its position.
+    """The sum of a uint8 tensor's 8-byte words, each multiplied by an odd number that grows with
+    its position.
 
-    Because the factors are odd, a change of any single word is detected; words that change places are too. The sum is
-    computed on the tensor's device, modulo 2^64, without synchronizing the host. A partial word at the end is padded
-    with zeros.
+    Because the factors are odd, a change of any single word is detected; words that change places
+    are too. The sum is computed on the tensor's device, modulo 2^64, without synchronizing the
+    host. A partial word at the end is padded with zeros.
 
     Returns:
         int64 ``[]`` on the tensor's device.

@@ -22,7 +22,8 @@ RANKED: tuple[Role, ...] = ("actor", "critic")
 
 
 class Processes(ABC):
-    """Starts a run's processes, on this machine (``LocalProcesses``) or a Ray cluster (``RayCluster``).
+    """Starts a run's processes, on this machine (``LocalProcesses``) or a Ray cluster
+    (``RayCluster``).
 
     Use as a context manager; leaving it ends them.
     """
@@ -61,7 +62,9 @@ class Processes(ABC):
         self.close(*NAMES)
 
     @abstractmethod
-    def _start(self, role: Role, lost: type[TunesmithError], python: Path | None) -> tuple[Far, int | None]:
+    def _start(
+        self, role: Role, lost: type[TunesmithError], python: Path | None
+    ) -> tuple[Far, int | None]:
         """A new process, and its place among those of its role."""
 
 
@@ -69,28 +72,39 @@ class LocalProcesses(Processes):
     """Child processes. When one ends, its GPUs go to the next process of its role.
 
     Args:
-        gpus: for each process of a role, the GPUs that it sees; a role that is missing sees those of this process.
+        gpus: for each process of a role, the GPUs that it sees; a role that is missing sees those
+            of this process.
     """
 
     def __init__(self, gpus: Mapping[Role, Sequence[Sequence[str]]] | None = None) -> None:
         super().__init__()
         self._gpus = gpus or {}
 
-    def _start(self, role: Role, lost: type[TunesmithError], python: Path | None) -> tuple[Far, int | None]:
+    def _start(
+        self, role: Role, lost: type[TunesmithError], python: Path | None
+    ) -> tuple[Far, int | None]:
         place = self._free_place(role)
         return self._start_at(place, role, lost, python), place
 
-    def _start_at(self, place: int, role: Role, lost: type[TunesmithError], python: Path | None) -> Far:
+    def _start_at(
+        self, place: int, role: Role, lost: type[TunesmithError], python: Path | None
+    ) -> Far:
         environment = None
         if role in self._gpus:
             environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(self._gpus[role][place])}
-        name = f"rank {place} of the {NAMES[role]}" if role in RANKED else f"the {NAMES[role]}'s process"
+        name = (
+            f"rank {place} of the {NAMES[role]}"
+            if role in RANKED
+            else f"the {NAMES[role]}'s process"
+        )
         return ChildProcess(name, lost, python=python, environment=environment)
 
     def _free_place(self, role: Role) -> int:
         places = self._gpus.get(role)
         while True:
-            running = {place: far for far, (other, place) in list(self._running.items()) if other == role}
+            running = {
+                place: far for far, (other, place) in list(self._running.items()) if other == role
+            }
             free = next(place for place in count() if place not in running)
             if places is None or free < len(places):
                 return free

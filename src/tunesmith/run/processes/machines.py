@@ -1,7 +1,8 @@
-"""How the processes of a launch over several machines meet, and the settings that must be equal on all of them.
+"""How the processes of a launch over several machines meet, and the settings that must be equal on
+all of them.
 
-Rank 0 listens on the address by which the others know its machine. It puts this address, and a key that connections
-must present, into the launcher's store (``MASTER_ADDR``, ``MASTER_PORT``).
+Rank 0 listens on the address by which the others know its machine. It puts this address, and a key
+that connections must present, into the launcher's store (``MASTER_ADDR``, ``MASTER_PORT``).
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from typing import Any
 
 PACKAGES = ("tunesmith", "torch", "transformers", "peft", "safetensors")
 SILENCE = (20, 10, 3)
-"""Seconds after which a silent connection is probed, seconds between probes, and how many may go unanswered."""
+"""Seconds after which a silent connection is probed, seconds between probes, and how many may go
+unanswered."""
 _KEY = "tunesmith/meeting/{attempt}"
 
 
@@ -63,25 +65,32 @@ class Rendezvous:
         return listener
 
     def reach(self) -> Connection:
-        """Connect to rank 0. Callers may have to retry: the stored address may be from an earlier start."""
+        """Connect to rank 0. Callers may have to retry: the stored address may be from an earlier
+        start."""
         host, port, key = json.loads(self._store.get(self._key))
         return Client((host, port), "AF_INET", authkey=bytes.fromhex(key))
 
 
 def watched(connection: Connection) -> Connection:
-    """The connection with keep-alive probes, so that it ends if the other machine disappears without a word."""
+    """The connection with keep-alive probes, so that it ends if the other machine disappears
+    without a word."""
     idle, interval, count = SILENCE
     with socket.socket(fileno=os.dup(connection.fileno())) as same:
         if same.family == socket.AF_INET:
             same.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            for name, value in (("TCP_KEEPIDLE", idle), ("TCP_KEEPINTVL", interval), ("TCP_KEEPCNT", count)):
+            for name, value in (
+                ("TCP_KEEPIDLE", idle),
+                ("TCP_KEEPINTVL", interval),
+                ("TCP_KEEPCNT", count),
+            ):
                 if hasattr(socket, name):
                     same.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
     return connection
 
 
 def own_view(arguments: Sequence[str] = sys.argv) -> dict[str, str]:
-    """The values that must be equal on all machines: versions, the command, the text of its run file."""
+    """The values that must be equal on all machines: versions, the command, the text of its run
+    file."""
     view = {"python": platform.python_version()}
     for name in PACKAGES:
         with suppress(PackageNotFoundError):
@@ -95,14 +104,18 @@ def own_view(arguments: Sequence[str] = sys.argv) -> dict[str, str]:
 
 
 def differences(ours: Mapping[str, str], theirs: Mapping[str, str]) -> list[str]:
-    """The differences between two views, with both values; for texts, the first lines that differ."""
+    """The differences between two views, with both values; for texts, the first lines that
+    differ."""
     found: list[str] = []
     for name in dict.fromkeys([*ours, *theirs]):
         one, other = ours.get(name, "none"), theirs.get(name, "none")
         if one == other:
             continue
         lines, others = one.splitlines(), other.splitlines()
-        same = next((n for n, pair in enumerate(zip(lines, others, strict=False)) if pair[0] != pair[1]), None)
+        same = next(
+            (n for n, pair in enumerate(zip(lines, others, strict=False)) if pair[0] != pair[1]),
+            None,
+        )
         place = min(len(lines), len(others)) if same is None else same
         here, there = (text[place] if place < len(text) else "nothing" for text in (lines, others))
         where = f" line {place + 1}" if max(len(lines), len(others)) > 1 else ""

@@ -1,4 +1,5 @@
-"""Process groups besides torch.distributed's own: made for one purpose, over a given store and address."""
+"""Process groups besides torch.distributed's own: made for one purpose, over a given store and
+address."""
 
 # pyright: reportPrivateUsage=false, reportPrivateImportUsage=false, reportAttributeAccessIssue=false
 from __future__ import annotations
@@ -19,22 +20,33 @@ _one_at_a_time = Lock()
 
 
 def open_store(host: str, patience: float) -> dist.TCPStore:
-    """A store where processes find each other, at a free port of the address ``host`` only, while it is referenced."""
+    """A store where processes find each other, at a free port of the address ``host`` only, while
+    it is referenced."""
     listening = socket.create_server((host, 0))
     port: int = listening.getsockname()[1]
     limit, fd = timedelta(seconds=patience), listening.detach()
-    return dist.TCPStore(host, port, None, is_master=True, timeout=limit, wait_for_workers=False, master_listen_fd=fd)
+    return dist.TCPStore(
+        host, port, None, is_master=True, timeout=limit, wait_for_workers=False, master_listen_fd=fd
+    )
 
 
 def process_group(
-    kind: GroupKind, store: dist.Store, rank: int, world: int, host: str, patience: float, *, vital: bool = True
+    kind: GroupKind,
+    store: dist.Store,
+    rank: int,
+    world: int,
+    host: str,
+    patience: float,
+    *,
+    vital: bool = True,
 ) -> Any:
     """A process group that is not registered with torch.distributed.
 
     Args:
         host: an address of this machine, on which gloo listens for the others.
         patience: seconds that each operation may take, and that gloo may take to form the group.
-        vital: if an NCCL operation fails, PyTorch ends the process; otherwise only the group is lost.
+        vital: if an NCCL operation fails, PyTorch ends the process; otherwise only the group is
+            lost.
     """
     limit = timedelta(seconds=patience)
     prefixed = dist.PrefixStore("group", store)
@@ -55,7 +67,8 @@ def process_group(
 
 @contextmanager
 def _errors_left_to_the_caller() -> Generator[None]:
-    """NCCL groups made inside do not end the process when an operation fails; they read the variable only once."""
+    """NCCL groups made inside do not end the process when an operation fails; they read the
+    variable only once."""
     with _one_at_a_time:
         before = os.environ.get(_ERRORS)
         os.environ[_ERRORS] = _NOTHING

@@ -28,8 +28,12 @@ REACHING = 10.0
 
 def reach_store(host: str, port: int) -> dist.TCPStore:
     """Connect to another process's store."""
-    with boundary(TrainerLostError, f"no rank of the trainer is reached at {host}:{port}", RuntimeError):
-        store = dist.TCPStore(host, port, None, is_master=False, timeout=timedelta(seconds=REACHING))
+    with boundary(
+        TrainerLostError, f"no rank of the trainer is reached at {host}:{port}", RuntimeError
+    ):
+        store = dist.TCPStore(
+            host, port, None, is_master=False, timeout=timedelta(seconds=REACHING)
+        )
     store.set_timeout(timedelta(seconds=PATIENCE))
     return store
 
@@ -49,9 +53,13 @@ def join_default_group(store: dist.TCPStore, rank: int, world: int, host: str, d
     if device.startswith("cuda"):
         kind = "cpu:gloo,cuda:nccl"
         torch.cuda.init()
-        torch.cuda.set_device(torch.device(device).index or 0)  # otherwise a mesh uses that of LOCAL_RANK
+        torch.cuda.set_device(
+            torch.device(device).index or 0
+        )  # otherwise a mesh uses that of LOCAL_RANK
     limit = timedelta(seconds=PATIENCE)
-    dist.init_process_group(kind, store=dist.PrefixStore("default", store), rank=rank, world_size=world, timeout=limit)
+    dist.init_process_group(
+        kind, store=dist.PrefixStore("default", store), rank=rank, world_size=world, timeout=limit
+    )
 
 
 class RankGroup:
@@ -76,7 +84,12 @@ class RankGroup:
         device: torch.device | str = "cpu",
         patience: float = PATIENCE,
     ) -> None:
-        self.rank, self.world, self.device, self.patience = rank, world, torch.device(device), patience
+        self.rank, self.world, self.device, self.patience = (
+            rank,
+            world,
+            torch.device(device),
+            patience,
+        )
         self._store = store  # kept: NCCL's ranks connect at their first sum
         kind = "nccl" if self.device.type == "cuda" else "gloo"
         with self._lost("did not find"):
@@ -96,12 +109,17 @@ class RankGroup:
         self.sum(there, over)
         for bucket in _buckets([p for p, n in zip(every, there.tolist(), strict=True) if n]):
             grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
-            flat = grads[0].contiguous().view(-1) if len(grads) == 1 else torch.cat([g.flatten() for g in grads])
+            flat = (
+                grads[0].contiguous().view(-1)
+                if len(grads) == 1
+                else torch.cat([g.flatten() for g in grads])
+            )
             flat = self.sum(flat.to(self.device), over)
             pieces = flat.split([p.numel() for p in bucket])
             for parameter, grad, piece in zip(bucket, grads, pieces, strict=True):
                 summed = piece.view_as(parameter)
-                # One in host memory stays where it is: the first touch of a page costs several times a later one.
+                # One in host memory stays where it is: the first touch of a page costs several
+                # times a later one.
                 parameter.grad = summed if summed.device == parameter.device else grad.copy_(summed)
 
     def check_equal(self, tensors: Iterable[Tensor], over: Any = None) -> None:
@@ -149,7 +167,8 @@ class RankGroup:
 
 
 def _buckets(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """Parameters of one dtype whose gradients total at most ``BUCKET`` bytes, or a single larger one."""
+    """Parameters of one dtype whose gradients total at most ``BUCKET`` bytes, or a single larger
+    one."""
     bucket: list[nn.Parameter] = []
     size = 0
     for parameter in parameters:

@@ -36,9 +36,12 @@ class Actor(Host):
 
 
 class RayActor(Far):
-    """A far object in a Ray actor. Ray reports a dead process at once, a dead machine after its own health checks."""
+    """A far object in a Ray actor. Ray reports a dead process at once, a dead machine after its own
+    health checks."""
 
-    def __init__(self, actor: Any, name: str, lost: type[TunesmithError], patience: float = PATIENCE) -> None:
+    def __init__(
+        self, actor: Any, name: str, lost: type[TunesmithError], patience: float = PATIENCE
+    ) -> None:
         super().__init__(name, lost, patience)
         self._actor = actor
         self._calls: dict[int, Any] = {}
@@ -66,7 +69,9 @@ class RayActor(Far):
         elif isinstance(error, TaskCancelledError):
             self._settle(number, None, error)
         else:  # on another thread: Ray waits for this one while it kills an actor
-            threading.Thread(target=self._lose, args=(f"is lost ({_reason(error)})",), daemon=True).start()
+            threading.Thread(
+                target=self._lose, args=(f"is lost ({_reason(error)})",), daemon=True
+            ).start()
 
     def _kill(self) -> None:
         with suppress(RayError, ValueError):
@@ -74,7 +79,8 @@ class RayActor(Far):
 
 
 def node_address() -> str:
-    """This machine's address, as others of the cluster reach it; loopback on a cluster of one machine."""
+    """This machine's address, as others of the cluster reach it; loopback on a cluster of one
+    machine."""
     here = ray.get_runtime_context().get_node_id()
     return next(node["NodeManagerAddress"] for node in ray.nodes() if node["NodeID"] == here)
 

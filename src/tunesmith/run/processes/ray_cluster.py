@@ -11,7 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from tunesmith.config.system import Role, SystemSection
-from tunesmith.errors import ClusterError, ConfigError, EngineError, TunesmithError, about, boundary, nearest
+from tunesmith.errors import (
+    ClusterError,
+    ConfigError,
+    EngineError,
+    TunesmithError,
+    about,
+    boundary,
+    nearest,
+)
 from tunesmith.learn.usercode.far import PATIENCE, Far
 from tunesmith.plan.processes.cluster import NAMES, Bundle, missing
 from tunesmith.run.processes.local import Processes
@@ -25,7 +33,8 @@ OBJECT_STORE = 200 << 20
 
 
 class RayCluster(Processes):
-    """Places for the processes of one run. A process's place is its bundle; None: it is in no bundle."""
+    """Places for the processes of one run. A process's place is its bundle; None: it is in no
+    bundle."""
 
     def __init__(self, group: Any, bundles: Sequence[Bundle], *, connected: bool) -> None:
         super().__init__()
@@ -39,7 +48,8 @@ class RayCluster(Processes):
         """Reserve ``bundles``, each on one machine.
 
         Raises:
-            ClusterError: there is no cluster at the address, it is too small, or others hold too much of it.
+            ClusterError: there is no cluster at the address, it is too small, or others hold too
+                much of it.
             ConfigError: Ray does not know, or refuses, the runtime environment.
         """
         connected = _connect(system, sum(len(bundle.roles) for bundle in bundles))
@@ -61,11 +71,15 @@ class RayCluster(Processes):
             ray.util.remove_placement_group(self._group)
         _disconnect(self._connected)
 
-    def _start(self, role: Role, lost: type[TunesmithError], python: Path | None) -> tuple[Far, int | None]:
-        """A new process in a free place of its role, or outside the reservation if all places are taken.
+    def _start(
+        self, role: Role, lost: type[TunesmithError], python: Path | None
+    ) -> tuple[Far, int | None]:
+        """A new process in a free place of its role, or outside the reservation if all places are
+        taken.
 
         Args:
-            python: the interpreter of another environment, with Ray of the same version and Tunesmith.
+            python: the interpreter of another environment, with Ray of the same version and
+                Tunesmith.
 
         Raises:
             EngineError: all places are taken and the cluster has no other room.
@@ -76,9 +90,15 @@ class RayCluster(Processes):
 
         named = type(NAMES[role].title().replace(" ", ""), (Actor,), {})  # what `ps` shows
         made: Any = ray.remote(named)
-        rooms = [i for i, bundle in enumerate(self._bundles) if self._taken(i, role) < bundle.roles.count(role)]
+        rooms = [
+            i
+            for i, bundle in enumerate(self._bundles)
+            if self._taken(i, role) < bundle.roles.count(role)
+        ]
         # Each process of a reward model has a different place; consecutive trainer ranks share one.
-        bundle = min(rooms, key=lambda i: self._taken(i, role) if role == "reward" else i, default=None)
+        bundle = min(
+            rooms, key=lambda i: self._taken(i, role) if role == "reward" else i, default=None
+        )
         options = self._outside(role) if bundle is None else self._inside(bundle)
         if python is not None:
             # Not resolved: the interpreter of a virtual environment is a link to another one.
@@ -103,8 +123,11 @@ class RayCluster(Processes):
         return found if role == "rollout" else [found[self._taken(bundle, role) % len(found)]]
 
     def _taken(self, bundle: int, role: Role) -> int:
-        """Places of the bundle that processes of a role take; Ray waits for those that are ending."""
-        return sum(place == (role, bundle) and not far.lost for far, place in list(self._running.items()))
+        """Places of the bundle that processes of a role take; Ray waits for those that are
+        ending."""
+        return sum(
+            place == (role, bundle) and not far.lost for far, place in list(self._running.items())
+        )
 
     def _inside(self, bundle: int) -> dict[str, Any]:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -114,7 +137,8 @@ class RayCluster(Processes):
         return {"num_cpus": cpus, "num_gpus": gpus, "scheduling_strategy": there}
 
     def _outside(self, role: Role) -> dict[str, Any]:
-        """Resources for a process outside the reservation, of a pool that has grown since the start."""
+        """Resources for a process outside the reservation, of a pool that has grown since the
+        start."""
         import ray
 
         place = next(bundle for bundle in self._bundles if role in bundle.roles)
@@ -138,7 +162,8 @@ def check_machines(bundles: Sequence[Bundle], machines: Mapping[int, str]) -> No
         ClusterError: they are on another machine.
     """
     found: dict[Role, list[str]] = {
-        role: [machines[i] for i, bundle in enumerate(bundles) if role in bundle.roles] for role in ("actor", "rollout")
+        role: [machines[i] for i, bundle in enumerate(bundles) if role in bundle.roles]
+        for role in ("actor", "rollout")
     }
     if found["actor"] and set(found["rollout"]) - {found["actor"][0]}:
         raise ClusterError(
@@ -149,8 +174,8 @@ def check_machines(bundles: Sequence[Bundle], machines: Mapping[int, str]) -> No
 
 
 def cluster_machines(system: SystemSection) -> list[dict[str, float]]:
-    """``CPU`` and ``GPU`` of each machine of the cluster that ``system.ray_address`` or ``RAY_ADDRESS`` names; empty if
-    neither is set.
+    """``CPU`` and ``GPU`` of each machine of the cluster that ``system.ray_address`` or
+    ``RAY_ADDRESS`` names; empty if neither is set.
 
     Raises:
         ClusterError: there is no cluster at the address.
@@ -160,7 +185,9 @@ def cluster_machines(system: SystemSection) -> list[dict[str, float]]:
         return []
     connected = _connect(system, 0)
     try:
-        return [{unit: node["Resources"].get(unit, 0.0) for unit in ("CPU", "GPU")} for node in _alive()]
+        return [
+            {unit: node["Resources"].get(unit, 0.0) for unit in ("CPU", "GPU")} for node in _alive()
+        ]
     finally:
         _disconnect(connected)
 
@@ -189,7 +216,8 @@ def _connect(system: SystemSection, processes: int) -> bool:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     if address is not None:
         return _open(system, processes, address)
-    # Ray reads this on import, and opens no port to other machines. A `ray start` from here may open some later.
+    # Ray reads this on import, and opens no port to other machines. A `ray start` from here may
+    # open some later.
     only_here = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
     said = os.environ.get(only_here)
     os.environ[only_here] = said or "0"
@@ -207,16 +235,26 @@ def _open(system: SystemSection, processes: int, address: str | None) -> bool:
     if ray.is_initialized():
         for key, said in (("ray_runtime_env", environment), ("ray_address", system.ray_address)):
             if said:
-                what = f"system.{key}: this process uses Ray already, as it was started; leave it out"
+                what = (
+                    f"system.{key}: this process uses Ray already, as it was started; leave it out"
+                )
                 raise ConfigError(what, keys=(f"system.{key}",))
         return False
-    common: dict[str, Any] = {"runtime_env": environment, "logging_level": "error", "log_to_driver": True}
+    common: dict[str, Any] = {
+        "runtime_env": environment,
+        "logging_level": "error",
+        "log_to_driver": True,
+    }
     if address is not None:
         cure = "Start it (ray start --head), correct system.ray_address or RAY_ADDRESS, or leave them out"
         with boundary(ClusterError, f"there is no Ray cluster at {address}. {cure}", Exception):
             _reach(address)
         token = "Where it asks for a token (as `ray start` says), set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN"
-        with boundary(ClusterError, f"the Ray cluster at {address} does not let this run in. {token}", Exception):
+        with boundary(
+            ClusterError,
+            f"the Ray cluster at {address} does not let this run in. {token}",
+            Exception,
+        ):
             ray.init(address=address, **common)
         return True
     # Processes may share cores, so that a small machine is large enough.
@@ -239,7 +277,9 @@ def _reach(address: str) -> None:
     if address == "auto":
         return
     if "://" in address or not (host and port.isdigit()):
-        raise ValueError("an address is written host:port; run the command on a machine of the cluster")
+        raise ValueError(
+            "an address is written host:port; run the command on a machine of the cluster"
+        )
     socket.create_connection((host.strip("[]"), int(port)), REACHING).close()
 
 
@@ -286,6 +326,10 @@ def _reserve(bundles: Sequence[Bundle]) -> Any:
 
 def _in_words(resources: Mapping[str, float]) -> str:
     return (
-        " and ".join(f"{resources.get(unit, 0.0):g} {unit}s" for unit in ("CPU", "GPU") if resources.get(unit))
+        " and ".join(
+            f"{resources.get(unit, 0.0):g} {unit}s"
+            for unit in ("CPU", "GPU")
+            if resources.get(unit)
+        )
         or "none"
     )

@@ -1,8 +1,8 @@
 """The processes of a ``torchrun`` or ``accelerate launch``, as far objects.
 
-Rank 0 runs the command. The others serve it as trainer ranks until it ends; as the first rank it starts a child.
-On one machine they meet at a socket in a directory that only this user can open, named after their launcher; on several
-as described in ``machines.py``.
+Rank 0 runs the command. The others serve it as trainer ranks until it ends; as the first rank it
+starts a child. On one machine they meet at a socket in a directory that only this user can open,
+named after their launcher; on several as described in ``machines.py``.
 """
 
 from __future__ import annotations
@@ -53,7 +53,9 @@ class Launch:
         names = ("WORLD_SIZE", "RANK", "LOCAL_WORLD_SIZE", "LOCAL_RANK")
         said = {name: environment[name] for name in names if name in environment}
         if wrong := [f"{name}={value}" for name, value in said.items() if not value.isdecimal()]:
-            raise ConfigError(f"the environment has {wrong[0]}, and a launcher such as torchrun sets a number there")
+            raise ConfigError(
+                f"the environment has {wrong[0]}, and a launcher such as torchrun sets a number there"
+            )
         world = int(said.get("WORLD_SIZE", "1"))
         if world <= 1 or "RANK" not in said:
             return None
@@ -87,8 +89,8 @@ def serve_rank(launch: Launch) -> NoReturn:
 
 
 def _start_role(launch: Launch, role: Role, rendezvous: Rendezvous | None) -> None:
-    """Serve a role in a child, once rank 0 asks for it: sharding needs torch.distributed's default group, of which a
-    process has only one. The kernel kills the child when this thread ends."""
+    """Serve a role in a child, once rank 0 asks for it: sharding needs torch.distributed's default
+    group, of which a process has only one. The kernel kills the child when this thread ends."""
     connection = _connect(launch, role, rendezvous)
     with socket.socket(fileno=os.dup(connection.fileno())) as same:
         if not same.recv(1, socket.MSG_PEEK):  # rank 0 has ended
@@ -137,7 +139,9 @@ class ServedRank(ConnectedFar):
         pid: the process's id; None if it is on another machine.
     """
 
-    def __init__(self, connection: Connection, pid: int | None, name: str, lost: type[TunesmithError]) -> None:
+    def __init__(
+        self, connection: Connection, pid: int | None, name: str, lost: type[TunesmithError]
+    ) -> None:
         super().__init__(connection, name, lost, PATIENCE)
         self._number = pid
         self.exit_code = 0
@@ -177,9 +181,13 @@ class Meeting:
 
         Raises:
             TrainerLostError: it was taken before: the launcher's processes are not started again.
-            ConfigError: it was started with another command, or has other versions of what it needs.
+            ConfigError: it was started with another command, or has other versions of what it
+                needs.
         """
-        while len(self._connected) < len(RANKED) * (self.launch.world - 1) and (role, rank) not in self._connected:
+        while (
+            len(self._connected) < len(RANKED) * (self.launch.world - 1)
+            and (role, rank) not in self._connected
+        ):
             with suppress(AuthenticationError, EOFError, OSError):  # not from this launch
                 connection = watched(self._listener.accept())
                 number, offered, pid, machine, view = connection.recv()
@@ -190,7 +198,9 @@ class Meeting:
                         f"{machine} have {'; '.join(different)}. Make them equal"
                     )
         if (role, rank) not in self._connected:
-            raise TrainerLostError(f"rank {rank} of the {NAMES[role]} was started by the launcher, and only once")
+            raise TrainerLostError(
+                f"rank {rank} of the {NAMES[role]} was started by the launcher, and only once"
+            )
         connection, pid, machine = self._connected.pop((role, rank))
         place = f" on {machine}" if self.launch.several_machines else ""
         name = f"rank {rank} of the {NAMES[role]} (process {pid}{place})"
@@ -198,19 +208,26 @@ class Meeting:
 
 
 class LaunchedProcesses(LocalProcesses):
-    """Child processes, and the launcher's processes for all of the trainer's ranks but the first."""
+    """Child processes, and the launcher's processes for all of the trainer's ranks but the
+    first."""
 
-    def __init__(self, meeting: Meeting, gpus: Mapping[Role, Sequence[Sequence[str]]] | None = None) -> None:
+    def __init__(
+        self, meeting: Meeting, gpus: Mapping[Role, Sequence[Sequence[str]]] | None = None
+    ) -> None:
         super().__init__(gpus)
         self._meeting = meeting
 
     def __exit__(self, *error: object) -> None:
-        for far in self._running if error[0] else ():  # otherwise launchers on other machines would see a success
+        for far in (
+            self._running if error[0] else ()
+        ):  # otherwise launchers on other machines would see a success
             if isinstance(far, ServedRank):
                 far.exit_code = 1
         super().__exit__(*error)
 
-    def _start_at(self, place: int, role: Role, lost: type[TunesmithError], python: Path | None) -> Far:
+    def _start_at(
+        self, place: int, role: Role, lost: type[TunesmithError], python: Path | None
+    ) -> Far:
         if role in RANKED and place:
             return self._meeting.take(role, place, lost)
         return super()._start_at(place, role, lost, python)

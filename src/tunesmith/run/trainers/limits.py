@@ -18,7 +18,8 @@ DType = Literal["float32", "bfloat16", "float16"]
 
 @cache
 def measure_limits(device: str, dtype: DType) -> PeakRates:
-    """Measure matrix products and a copy on ``device``, once per process, in a few tenths of a second.
+    """Measure matrix products and a copy on ``device``, once per process, in a few tenths of a
+    second.
 
     The best of several runs counts, because a limit is what no run exceeds.
     """
@@ -37,20 +38,24 @@ def measure_limits(device: str, dtype: DType) -> PeakRates:
 
 
 def _size_on_cpu(kind: torch.dtype) -> int:
-    """1024 rows; 256 where that would take seconds: many CPUs multiply float16 a hundred times as slowly as float32."""
+    """1024 rows; 256 where that would take seconds: many CPUs multiply float16 a hundred times as
+    slowly as float32."""
     a = torch.ones(256, 256, dtype=kind)
     seconds = [_seconds(lambda: torch.mm(a, a)) for _ in range(2)]
     return 256 if min(seconds) > 0.005 else 1024
 
 
 def copy_rate(size: int, device: str, wait: Callable[[], None]) -> float:
-    """Bytes read and written per second when copying ``size`` bytes, or half as many if memory is short."""
+    """Bytes read and written per second when copying ``size`` bytes, or half as many if memory is
+    short."""
     try:
         source = torch.ones(size, dtype=torch.uint8, device=device)
         target = torch.empty_like(source)
     except RuntimeError:  # the only error torch raises when memory is short
         if size <= 2**16:
-            raise DeviceMemoryError(f"there is no memory left on {device}: not even for {2 * size} bytes") from None
+            raise DeviceMemoryError(
+                f"there is no memory left on {device}: not even for {2 * size} bytes"
+            ) from None
         return copy_rate(size // 2, device, wait)
     return 2 * size / _best_seconds(lambda: target.copy_(source), wait)
 

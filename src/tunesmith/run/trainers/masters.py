@@ -17,7 +17,8 @@ MOST_ON_THE_WAY = 4
 
 
 class HostSums:
-    """Adds gradients to sums in host memory. A GPU's are copied while the backward pass continues."""
+    """Adds gradients to sums in host memory. A GPU's are copied while the backward pass
+    continues."""
 
     def __init__(self) -> None:
         self._on_the_way: deque[tuple[nn.Parameter, Tensor, torch.cuda.Event | None]] = deque()
@@ -30,7 +31,9 @@ class HostSums:
             self._stream = self._stream or torch.cuda.Stream(grad.device)
             self._stream.wait_stream(torch.cuda.current_stream(grad.device))
             with torch.cuda.stream(self._stream):
-                copy = torch.empty(grad.shape, dtype=grad.dtype, pin_memory=True).copy_(grad, non_blocking=True)
+                copy = torch.empty(grad.shape, dtype=grad.dtype, pin_memory=True).copy_(
+                    grad, non_blocking=True
+                )
                 grad.record_stream(self._stream)
                 arrived = torch.cuda.Event()
                 arrived.record(self._stream)
@@ -61,15 +64,17 @@ def _add(weight: nn.Parameter, grad: Tensor) -> None:
 class Master:
     """The weights of one parameter that the optimizer updates, in float32 or wider.
 
-    They are the parameter itself if it is that wide, otherwise a copy of it. If the parameter is sharded over ranks,
-    they are this rank's rows; rows in host memory are updated in place.
+    They are the parameter itself if it is that wide, otherwise a copy of it. If the parameter is
+    sharded over ranks, they are this rank's rows; rows in host memory are updated in place.
 
     Args:
         host: adds up gradients in host memory.
         copy: the weights, if they are in host memory too.
     """
 
-    def __init__(self, parameter: nn.Parameter, host: HostSums | None = None, copy: Tensor | None = None) -> None:
+    def __init__(
+        self, parameter: nn.Parameter, host: HostSums | None = None, copy: Tensor | None = None
+    ) -> None:
         self.parameter = parameter
         self.sharded, self.away = isinstance(parameter, DTensor), in_host_memory(parameter)
         self._host = host = None if self.away else host
@@ -78,17 +83,22 @@ class Master:
         if copy is not None:
             self.weight = nn.Parameter(copy)
         elif self.copied or self.sharded:
-            self.weight = nn.Parameter(self.rows.to(wide))  # rows that are wide already are not copied
+            self.weight = nn.Parameter(
+                self.rows.to(wide)
+            )  # rows that are wide already are not copied
         else:
             self.weight = parameter
-        if self.copied and (host is not None or not self.sharded):  # FSDP calls it after summing over the ranks
+        if self.copied and (
+            host is not None or not self.sharded
+        ):  # FSDP calls it after summing over the ranks
             parameter.register_post_accumulate_grad_hook(self._accumulate)
             if host is None:
                 keep_sum(parameter, self._sum)
         self._memory: Tensor | None = None
 
     def _sum(self) -> tuple[Tensor, bool]:
-        """See ``GradientSum``. The buffer is reused: the first touch of a page costs several times a later one."""
+        """See ``GradientSum``. The buffer is reused: the first touch of a page costs several times
+        a later one."""
         adds = self.weight.grad is not None
         if not adds:
             self._memory = torch.empty_like(self.weight) if self._memory is None else self._memory
@@ -107,7 +117,8 @@ class Master:
         return first_row(self.parameter) if self.sharded else None
 
     def _accumulate(self, parameter: Tensor) -> None:
-        """Add a micro-batch's gradient, or its rows, to the sum, which has the master weights' dtype."""
+        """Add a micro-batch's gradient, or its rows, to the sum, which has the master weights'
+        dtype."""
         if parameter.grad is None:  # it was added to the sum already
             return
         (self._host.add if self._host else _add)(self.weight, local(parameter.grad))
@@ -121,7 +132,8 @@ class Master:
         self._accumulate(self.parameter)
 
     def take_gradient(self) -> None:
-        """Give the weights their rows of a sharded parameter's gradient, unless they already have them."""
+        """Give the weights their rows of a sharded parameter's gradient, unless they already have
+        them."""
         if self.sharded and self._host is None and not self.away:
             grad = self.parameter.grad
             self.weight.grad = None if grad is None else local(grad)

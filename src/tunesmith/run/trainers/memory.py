@@ -1,4 +1,5 @@
-"""Distinguishes out-of-memory failures from all others; keeps memory that a step will need again."""
+"""Distinguishes out-of-memory failures from all others; keeps memory that a step will need
+again."""
 
 from __future__ import annotations
 
@@ -16,8 +17,8 @@ _LARGE = 32 << 20
 def keep_freed_memory() -> None:
     """Keep freed host memory in this process, in blocks of up to 32 MB, if the C library is glibc.
 
-    Otherwise it goes back to the system whenever the end of the heap is free. A step allocates such blocks all the
-    time, and the first touch of a page costs several times as much as writing it.
+    Otherwise it goes back to the system whenever the end of the heap is free. A step allocates such
+    blocks all the time, and the first touch of a page costs several times as much as writing it.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is not None:

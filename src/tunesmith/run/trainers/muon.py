@@ -1,4 +1,5 @@
-"""Muon, also for matrices that are sharded over ranks. ``config.optimizer.Muon`` has its formula and sources."""
+"""Muon, also for matrices that are sharded over ranks. ``config.optimizer.Muon`` has its formula
+and sources."""
 
 # pyright: reportPrivateImportUsage=false
 from __future__ import annotations
@@ -18,7 +19,8 @@ from tunesmith.run.trainers.masters import Master
 
 
 def hidden_matrices(module: PreTrainedModel) -> set[str]:
-    """Names of the matrices in the decoder's layers; the stacked experts of a mixture are not matrices."""
+    """Names of the matrices in the decoder's layers; the stacked experts of a mixture are not
+    matrices."""
     inside = {id(p) for p in decoder_layers(module).parameters() if p.requires_grad and p.ndim == 2}
     return {name for name, parameter in module.named_parameters() if id(parameter) in inside}
 
@@ -26,9 +28,10 @@ def hidden_matrices(module: PreTrainedModel) -> set[str]:
 class ShardedMuon(torch.optim.Muon):
     """Muon on this rank's rows of matrices.
 
-    The momentum is sharded like the matrix, but an iteration needs all rows. So the ranks process as many matrices at a
-    time as there are ranks: each receives all rows of one of them, in bfloat16, to which the iteration rounds them
-    anyway, and then sends the others their rows of the step.
+    The momentum is sharded like the matrix, but an iteration needs all rows. So the ranks process
+    as many matrices at a time as there are ranks: each receives all rows of one of them, in
+    bfloat16, to which the iteration rounds them anyway, and then sends the others their rows of the
+    step.
     """
 
     waiting: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -59,8 +62,12 @@ class ShardedMuon(torch.optim.Muon):
         received = self._exchange(updates, rows)
         steps: Sequence[Tensor] = [updates[0].new_empty(0, dtype=torch.float32)] * self._world
         if own:
-            steps = _orthogonal(torch.cat(received).view(shape).float(), options).flatten().split(rows)
-        for master, step in zip(masters, self._exchange(steps, [u.numel() for u in updates]), strict=False):
+            steps = (
+                _orthogonal(torch.cat(received).view(shape).float(), options).flatten().split(rows)
+            )
+        for master, step in zip(
+            masters, self._exchange(steps, [u.numel() for u in updates]), strict=False
+        ):
             master.weight.mul_(1 - options["lr"] * options["weight_decay"])
             master.weight.add_(step.view_as(master.weight), alpha=options["lr"])
 
@@ -71,7 +78,9 @@ class ShardedMuon(torch.optim.Muon):
             slot["momentum_buffer"] = torch.zeros_like(grad)
         momentum: Tensor = slot["momentum_buffer"]
         momentum.lerp_(grad, 1 - options["momentum"])
-        return (grad.lerp(momentum, options["momentum"]) if options["nesterov"] else momentum).bfloat16()
+        return (
+            grad.lerp(momentum, options["momentum"]) if options["nesterov"] else momentum
+        ).bfloat16()
 
     def _rows(self, count: int) -> list[int]:
         """How many rows of a matrix each rank has, as split by ``Tensor.chunk``."""
@@ -79,13 +88,16 @@ class ShardedMuon(torch.optim.Muon):
         return [max(0, min(most, count - rank * most)) for rank in range(self._world)]
 
     def _exchange(self, given: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
-        """Send ``given[i]`` to rank ``i``; returns the tensors received from all ranks, which have these ``sizes``."""
+        """Send ``given[i]`` to rank ``i``; returns the tensors received from all ranks, which have
+        these ``sizes``."""
         sizes = [*sizes, *[0] * (self._world - len(sizes))]
         counts = [piece.numel() for piece in given]
         flat = torch.cat([piece.flatten() for piece in given])
         taken = flat.new_empty(sum(sizes))
         with self.waiting():
-            dist.all_to_all_single(taken, flat, sizes, [*counts, *[0] * (self._world - len(counts))], self._group)
+            dist.all_to_all_single(
+                taken, flat, sizes, [*counts, *[0] * (self._world - len(counts))], self._group
+            )
         return list(taken.split(sizes))
 
 
@@ -94,5 +106,7 @@ def _orthogonal(update: Tensor, options: dict[str, Any]) -> Tensor:
     matrix = nn.Parameter(torch.zeros_like(update))
     matrix.grad = update
     fixed = {"ns_steps": options["ns_steps"], "adjust_lr_fn": options["adjust_lr_fn"]}
-    torch.optim.Muon([matrix], lr=1.0, weight_decay=0.0, momentum=0.0, nesterov=False, **fixed).step()
+    torch.optim.Muon(
+        [matrix], lr=1.0, weight_decay=0.0, momentum=0.0, nesterov=False, **fixed
+    ).step()
     return matrix.detach()

@@ -29,15 +29,16 @@ GROWS_AFTER = 2000
 class LossScale:
     """The factor of the loss in float16, whose smallest positive value is 6e-8.
 
-    It halves when a gradient overflows; that optimizer step is then retried. As in "Mixed Precision Training"
-    (arXiv:1710.03740, section 3.2) and PyTorch's ``GradScaler``.
+    It halves when a gradient overflows; that optimizer step is then retried. As in "Mixed Precision
+    Training" (arXiv:1710.03740, section 3.2) and PyTorch's ``GradScaler``.
     """
 
     def __init__(self) -> None:
         self.factor, self.steps = FIRST_SCALE, 0
 
     def update(self, finite: bool) -> bool:
-        """Call this after each optimizer step, taken or dropped; returns whether a retry has a smaller factor."""
+        """Call this after each optimizer step, taken or dropped; returns whether a retry has a
+        smaller factor."""
         self.steps = self.steps + 1 if finite else 0
         if self.steps == GROWS_AFTER:
             self.factor, self.steps = self.factor * 2, 0
@@ -69,8 +70,8 @@ class AdamWSettings:
 class MasterOptimizer:
     """AdamW, or Muon and AdamW, on master weights (``Master``).
 
-    Weight decay applies to matrices, not to vectors (norms, biases). A ``head`` is trained along with the module by
-    AdamW, without decay, at ``head_lr_ratio`` times its learning rate.
+    Weight decay applies to matrices, not to vectors (norms, biases). A ``head`` is trained along
+    with the module by AdamW, without decay, at ``head_lr_ratio`` times its learning rate.
 
     Args:
         ema_decay: also keep a float32 average of the weights, ``a ← decay·a + (1 − decay)·w``.
@@ -93,7 +94,9 @@ class MasterOptimizer:
         if self._host:
             rows = {name: stored(p) for name, p in self.parameters.items() if not in_host_memory(p)}
             copies = dict(zip(rows, host_copies([*rows.values()], wide=True), strict=True))
-        self._all = {name: Master(p, self._host, copies.get(name)) for name, p in self.parameters.items()}
+        self._all = {
+            name: Master(p, self._host, copies.get(name)) for name, p in self.parameters.items()
+        }
         self._away = [master for master in self._all.values() if master.away]
         self.masters = {name: master.weight for name, master in self._all.items()}
         averaged = self.masters if ema_decay is not None else {}
@@ -101,9 +104,20 @@ class MasterOptimizer:
         self.sharded = {name for name, master in self._all.items() if master.sharded}
         hidden = hidden_matrices(cast(PreTrainedModel, module)) if settings.muon else set[str]()
         groups: list[dict[str, Any]] = [
-            {"params": [self.masters[n] for n, p in trained.items() if p.ndim >= 2 and n not in hidden]},
-            {"params": [self.masters[n] for n, p in trained.items() if p.ndim < 2], "weight_decay": 0.0},
-            {"params": [self.masters[n] for n in extra], "weight_decay": 0.0, "lr_ratio": head_lr_ratio},
+            {
+                "params": [
+                    self.masters[n] for n, p in trained.items() if p.ndim >= 2 and n not in hidden
+                ]
+            },
+            {
+                "params": [self.masters[n] for n, p in trained.items() if p.ndim < 2],
+                "weight_decay": 0.0,
+            },
+            {
+                "params": [self.masters[n] for n in extra],
+                "weight_decay": 0.0,
+                "lr_ratio": head_lr_ratio,
+            },
         ]
         self.adamw = torch.optim.AdamW(
             [g for g in groups if g["params"]],
@@ -118,10 +132,13 @@ class MasterOptimizer:
             matrices = [self._all[name] for name in sorted(hidden)]
             self._optimizers.append(_muon(matrices, settings.muon, settings.weight_decay))
         self.loss_scale: LossScale | None = None
-        self._of = {p: o for o in self._optimizers for group in o.param_groups for p in group["params"]}
+        self._of = {
+            p: o for o in self._optimizers for group in o.param_groups for p in group["params"]
+        }
 
     def join(self, waiting: Callable[[], Any]) -> None:
-        """Set ``waiting``, the context in which a rank waits for the ranks that it shares the model with."""
+        """Set ``waiting``, the context in which a rank waits for the ranks that it shares the model
+        with."""
         for optimizer in self._optimizers:
             if isinstance(optimizer, ShardedMuon):
                 optimizer.waiting = waiting
@@ -140,7 +157,8 @@ class MasterOptimizer:
             master.take_gradient()
 
     def backward(self, loss: Tensor) -> None:
-        """Add the gradient of a micro-batch's loss, which is scaled if the model computes in float16."""
+        """Add the gradient of a micro-batch's loss, which is scaled if the model computes in
+        float16."""
         scaled = loss if self.loss_scale is None else loss * self.loss_scale.factor
         scaled.backward()  # pyright: ignore[reportUnknownMemberType]
         for master in self._away:
@@ -149,11 +167,13 @@ class MasterOptimizer:
             self._host.settle()
 
     @torch.no_grad()
-    def step(self, lr: float, over_ranks: Callable[[Tensor], Tensor] | None = None) -> dict[str, float]:
+    def step(
+        self, lr: float, over_ranks: Callable[[Tensor], Tensor] | None = None
+    ) -> dict[str, float]:
         """Clip, step, round into the parameters, clear gradients.
 
-        A non-finite gradient is dropped as a whole: ``skipped_steps`` is then 1 and no weight changes. In float16,
-        ``overflowed`` is 1 if a smaller loss scale may make it finite.
+        A non-finite gradient is dropped as a whole: ``skipped_steps`` is then 1 and no weight
+        changes. In float16, ``overflowed`` is 1 if a smaller loss scale may make it finite.
 
         Args:
             over_ranks: sums a scalar over the ranks that shard the parameters.
@@ -165,7 +185,9 @@ class MasterOptimizer:
         finite = bool(torch.isfinite(norm))
         if finite:
             if self.settings.max_grad_norm:
-                torch.nn.utils.clip_grads_with_norm_(list(self.masters.values()), self.settings.max_grad_norm, norm)
+                torch.nn.utils.clip_grads_with_norm_(
+                    list(self.masters.values()), self.settings.max_grad_norm, norm
+                )
             for optimizer in self._optimizers:
                 for group in optimizer.param_groups:
                     group["lr"] = lr * group.get("lr_ratio", 1.0)
@@ -175,7 +197,10 @@ class MasterOptimizer:
         self.zero_grad()
         metrics = {"grad_norm": float(norm), "skipped_steps": float(not finite)}
         if self.loss_scale is not None:
-            metrics |= {"loss_scale": self.loss_scale.factor, "overflowed": float(self.loss_scale.update(finite))}
+            metrics |= {
+                "loss_scale": self.loss_scale.factor,
+                "overflowed": float(self.loss_scale.update(finite)),
+            }
         return metrics
 
     def _norm(self, over_ranks: Callable[[Tensor], Tensor] | None) -> Tensor:
@@ -201,15 +226,18 @@ class MasterOptimizer:
 
     @torch.no_grad()
     def not_finite(self) -> str | None:
-        """The first parameter with a non-finite value. Reads each only once if all are finite and not huge."""
+        """The first parameter with a non-finite value. Reads each only once if all are finite and
+        not huge."""
         own = {name: master.rows for name, master in self._all.items()}
-        # On a CPU this norm is five times as fast as a maximum. For large finite weights it can be infinite.
+        # On a CPU this norm is five times as fast as a maximum. For large finite weights it can be
+        # infinite.
         if torch.nn.utils.get_total_norm([p for p in own.values() if p.numel()]).isfinite():
             return None
         return next((name for name, p in own.items() if not p.isfinite().all()), None)
 
     def first_row(self, name: str) -> int | None:
-        """This rank's first row of a parameter; None if it has all rows, or if there is no such parameter."""
+        """This rank's first row of a parameter; None if it has all rows, or if there is no such
+        parameter."""
         return self._all[name].first_row if name in self._all else None
 
     def slot(self, name: str) -> dict[str, Tensor]:
@@ -219,7 +247,8 @@ class MasterOptimizer:
 
     @torch.no_grad()
     def move(self, device: torch.device | str) -> None:
-        """Move moments, average, and masters that are copies to a device; a step needs them on the model's."""
+        """Move moments, average, and masters that are copies to a device; a step needs them on the
+        model's."""
         if self.settings.offload:  # all of it is in host memory
             return
         self.average = {name: average.to(device) for name, average in self.average.items()}
@@ -242,13 +271,15 @@ class MasterOptimizer:
 
     @torch.no_grad()
     def load_state(self, tensors: Mapping[str, Tensor], place: object = "the checkpoint") -> None:
-        """Continue from ``state()``. Masters that are not in it, as after float32 training, come from the weights.
+        """Continue from ``state()``. Masters that are not in it, as after float32 training, come
+        from the weights.
 
         Args:
             place: where it was read, for messages.
 
         Raises:
-            CheckpointError: it is of other weights, lacks the average that this run keeps, or is of another optimizer.
+            CheckpointError: it is of other weights, lacks the average that this run keeps, or is of
+                another optimizer.
         """
         if missing := [name for name in self.average if f"ema:{name}" not in tensors]:
             raise CheckpointError(
@@ -269,7 +300,9 @@ class MasterOptimizer:
                     self.average[name].copy_(value)
                 continue
             if name not in self.masters:
-                raise CheckpointError(f"{place} holds optimizer state of '{name}', which this run does not train")
+                raise CheckpointError(
+                    f"{place} holds optimizer state of '{name}', which this run does not train"
+                )
             master = self.masters[name]
             if kind == "master":
                 master.copy_(value)
@@ -280,14 +313,20 @@ class MasterOptimizer:
                     "train.optimizer of the run that wrote it, or start a new run from its model.",
                     keys=("train.optimizer",),
                 )
-            self.slot(name)[kind] = value.to(master.device, copy=True)  # the fused kernel needs step counts there too
+            self.slot(name)[kind] = value.to(
+                master.device, copy=True
+            )  # the fused kernel needs step counts there too
 
 
 def _muon(masters: Sequence[Master], settings: Muon, weight_decay: float) -> torch.optim.Muon:
     options: dict[str, Any] = settings.model_dump(include={"momentum", "nesterov", "ns_steps"})
     options |= {"adjust_lr_fn": settings.adjust_lr, "weight_decay": weight_decay}
     sharded = any(master.sharded for master in masters)
-    made = ShardedMuon(masters, **options) if sharded else torch.optim.Muon([m.weight for m in masters], **options)
+    made = (
+        ShardedMuon(masters, **options)
+        if sharded
+        else torch.optim.Muon([m.weight for m in masters], **options)
+    )
     made.param_groups[0]["lr_ratio"] = settings.lr_ratio
     return made
 
@@ -303,9 +342,10 @@ def learning_rate(
 ) -> float:
     """Learning rate of optimizer step ``step`` (the first is 0) out of ``total``.
 
-    It rises linearly over ``warmup`` steps (the first one is ``peak / warmup``, the last reaches ``peak``), then stays
-    constant or falls towards ``min_ratio * peak``, which it would reach one step after the last. Like transformers'
-    ``get_scheduler``, except that warm-up starts at 0 there.
+    It rises linearly over ``warmup`` steps (the first one is ``peak / warmup``, the last reaches
+    ``peak``), then stays constant or falls towards ``min_ratio * peak``, which it would reach one
+    step after the last. Like transformers' ``get_scheduler``, except that warm-up starts at 0
+    there.
     """
     if step < warmup:
         return peak * (step + 1) / warmup

@@ -1,4 +1,5 @@
-"""Runs a model on micro-batches, in lock step with other ranks if they share the model or its micro-batches."""
+"""Runs a model on micro-batches, in lock step with other ranks if they share the model or its
+micro-batches."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ class Passes(Generic[M]):
     Args:
         predict: runs the model on a forest.
         group: the ranks that share the model or its micro-batches.
-        offload: keep the weights of a frozen model in host memory while it does not score; ignored for a sharded one.
+        offload: keep the weights of a frozen model in host memory while it does not score; ignored
+            for a sharded one.
     """
 
     def __init__(
@@ -46,7 +48,9 @@ class Passes(Generic[M]):
         if model.device.type == "cpu":
             keep_freed_memory()
         self.model, self._predict, self.group = model, predict, group
-        self._host = HostWeights.of(model.module, model.lean) if offload and model.sharding is None else None
+        self._host = (
+            HostWeights.of(model.module, model.lean) if offload and model.sharding is None else None
+        )
         self._lock_step = None
         if model.sharding is not None or model.sequence is not None:
             from tunesmith.models.parallel.lock_step import LockStep
@@ -57,7 +61,9 @@ class Passes(Generic[M]):
         """All predictions of the forest, even if a sequence group shares its tokens."""
         if self.model.sequence is None or forest.own is None:
             return self._predict_own(forest)
-        return self.model.sequence.whole(self._predict_own(forest.own), forest.own, len(forest.source))
+        return self.model.sequence.whole(
+            self._predict_own(forest.own), forest.own, len(forest.source)
+        )
 
     def _predict_own(self, forest: Forest) -> Predictions:
         if self.model.sharding is None:
@@ -66,15 +72,21 @@ class Passes(Generic[M]):
         def values() -> tuple[Tensor | None, ...]:
             found = self._predict(self.model, forest)
             outputs = (found.logprobs, found.entropy, found.values, found.divergence)
-            return tuple(t if t is None else t.clone() for t in outputs)  # FSDP cannot hook into views
+            return tuple(
+                t if t is None else t.clone() for t in outputs
+            )  # FSDP cannot hook into views
 
         return Predictions(*run(self.model.module, values))
 
-    def over(self, forests: Iterable[Forest], kind: Callable[[int], object] | None = None) -> Iterator[Forest]:
-        """The micro-batches on the model's device; for ranks in lock step an empty one first (``LockStep.record``).
+    def over(
+        self, forests: Iterable[Forest], kind: Callable[[int], object] | None = None
+    ) -> Iterator[Forest]:
+        """The micro-batches on the model's device; for ranks in lock step an empty one first
+        (``LockStep.record``).
 
         Args:
-            kind: the kind of pass over the micro-batch at an index, if passes communicate differently.
+            kind: the kind of pass over the micro-batch at an index, if passes communicate
+                differently.
 
         Raises:
             DeviceMemoryError: a micro-batch did not fit on one of the ranks in lock step.
@@ -112,7 +124,8 @@ class Passes(Generic[M]):
         """The context of a pass over a micro-batch.
 
         Raises:
-            DeviceMemoryError: it did not fit; for ranks in lock step, ``over`` raises it on all of them.
+            DeviceMemoryError: it did not fit; for ranks in lock step, ``over`` raises it on all of
+                them.
         """
         try:
             with memory_boundary(f"{what} of {forest.num_tokens} tokens"):

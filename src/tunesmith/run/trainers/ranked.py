@@ -25,16 +25,22 @@ class RankedBackend:
     """Gives each rank its share of a packing's micro-batches, and adds up what the ranks return.
 
     Args:
-        replicas: objects with a ``backend``, which have joined one ``RankGroup`` if there are several.
-        references: objects with ``passes``, ``take``, ``save`` and ``load``, each with the reference or its share of
-            it, if the reference has its own processes; the micro-batches are split among them.
-        sequence: how many consecutive ranks share a micro-batch; each of them returns the combined result.
+        replicas: objects with a ``backend``, which have joined one ``RankGroup`` if there are
+            several.
+        references: objects with ``passes``, ``take``, ``save`` and ``load``, each with the
+            reference or its share of it, if the reference has its own processes; the micro-batches
+            are split among them.
+        sequence: how many consecutive ranks share a micro-batch; each of them returns the combined
+            result.
 
     Raises:
-        TrainerLostError: from every method, when the process of a rank or of the reference has ended.
+        TrainerLostError: from every method, when the process of a rank or of the reference has
+            ended.
     """
 
-    def __init__(self, replicas: Sequence[Far], references: Sequence[Far] = (), sequence: int = 1) -> None:
+    def __init__(
+        self, replicas: Sequence[Far], references: Sequence[Far] = (), sequence: int = 1
+    ) -> None:
         self.replicas, self.references, self.sequence = replicas, references, sequence
         self.cost: CostModel = self.first.get("backend.cost")
         self.optimizer_steps: int = self.first.get("backend.optimizer_steps")
@@ -49,12 +55,17 @@ class RankedBackend:
     def ranks(self) -> int:
         return len(self.replicas) // self.sequence
 
-    def score(self, packing: Packing, of: Quantity = "logprobs", *, reference: bool = False) -> Floats:
+    def score(
+        self, packing: Packing, of: Quantity = "logprobs", *, reference: bool = False
+    ) -> Floats:
         if reference and self.references:
             count = len(self.references)
             shares = (packing.for_rank(n, count, columns=False) for n in range(count))
             asked = zip(self.references, shares, strict=True)
-            return np.sum(self._together(far.submit("passes.score", share, of) for far, share in asked), axis=0)
+            return np.sum(
+                self._together(far.submit("passes.score", share, of) for far, share in asked),
+                axis=0,
+            )
         parts = self._parts(packing, "backend.score", of, columns=False, reference=reference)
         return np.sum(parts, axis=0)
 
@@ -64,8 +75,11 @@ class RankedBackend:
     def evaluate(self, packing: Packing, objective: Objective) -> Metrics:
         return _summed(self._parts(packing, "backend.evaluate", objective))
 
-    def _parts(self, packing: Packing, name: str, *args: Any, columns: bool = True, **kwargs: Any) -> list[Any]:
-        """Call a method on all at once, each with its share of the micro-batches; returns one result per share."""
+    def _parts(
+        self, packing: Packing, name: str, *args: Any, columns: bool = True, **kwargs: Any
+    ) -> list[Any]:
+        """Call a method on all at once, each with its share of the micro-batches; returns one
+        result per share."""
         shares = [packing.for_rank(rank, self.ranks, columns=columns) for rank in range(self.ranks)]
         answers = self._together(
             replica.submit(name, shares[rank // self.sequence], *args, **kwargs)
@@ -74,7 +88,8 @@ class RankedBackend:
         return answers[:: self.sequence]
 
     def _together(self, answers: Iterable[Future[Any]]) -> list[Any]:
-        """The answers of all; if memory runs out, all of them have ended before the error is raised."""
+        """The answers of all; if memory runs out, all of them have ended before the error is
+        raised."""
         answers = submitted(answers)
         try:
             return self._gather(answers)
@@ -115,7 +130,10 @@ class RankedBackend:
         self._reference_is_new = True
 
     def save(self, directory: Path, *, model_only: bool = False) -> None:
-        self._gather(r.submit("backend.save", directory.absolute(), model_only=model_only) for r in self.replicas)
+        self._gather(
+            r.submit("backend.save", directory.absolute(), model_only=model_only)
+            for r in self.replicas
+        )
         if self.references and self._reference_is_new and not model_only:
             written = directory.absolute() / REFERENCE_DIRECTORY
             self._gather(far.submit("save", written) for far in self.references)

@@ -1,4 +1,5 @@
-"""Optimizer state on disk: one file of whole tensors, or a file per rank with that rank's rows of each tensor.
+"""Optimizer state on disk: one file of whole tensors, or a file per rank with that rank's rows of
+each tensor.
 
 The number of ranks that read the files may differ from the number that wrote them.
 """
@@ -20,9 +21,14 @@ RANK_FILE = "optimizer-{rank:05d}.safetensors"
 
 
 def write_state(
-    directory: Path, tensors: Mapping[str, Tensor], first_rows: Mapping[str, int], version: int, rank: int = 0
+    directory: Path,
+    tensors: Mapping[str, Tensor],
+    first_rows: Mapping[str, int],
+    version: int,
+    rank: int = 0,
 ) -> None:
-    """Write tensors; those in ``first_rows`` are only this rank's rows, starting at the row given there."""
+    """Write tensors; those in ``first_rows`` are only this rank's rows, starting at the row given
+    there."""
     plain = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
     file = directory / (RANK_FILE.format(rank=rank) if rank else OPTIMIZER_FILE)
     save_file(plain, file, metadata={"version": str(version), "first_rows": json.dumps(first_rows)})
@@ -35,7 +41,8 @@ class StateFiles:
         self.version = 0
         self._places: dict[str, list[tuple[int, Path]]] = {}
         for file in sorted(
-            directory.glob(f"{Path(OPTIMIZER_FILE).stem}*.safetensors"), key=lambda f: f.name != OPTIMIZER_FILE
+            directory.glob(f"{Path(OPTIMIZER_FILE).stem}*.safetensors"),
+            key=lambda f: f.name != OPTIMIZER_FILE,
         ):
             with safe_open(file, framework="pt") as opened:
                 metadata = opened.metadata()
@@ -49,7 +56,8 @@ class StateFiles:
         return set(self._places)
 
     def read(self, name: str, start: int = 0, count: int | None = None) -> Tensor:
-        """Rows of a tensor, by default all, from the files that have some; a tensor without rows is in every file."""
+        """Rows of a tensor, by default all, from the files that have some; a tensor without rows is
+        in every file."""
         pieces: list[Tensor] = []
         for first, file in sorted(self._places[name]):
             with safe_open(file, framework="pt") as opened:

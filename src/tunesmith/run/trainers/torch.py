@@ -45,13 +45,14 @@ M = TypeVar("M", bound=Decoder)
 class TorchBackend(Generic[M]):
     """One model, its optimizer and, where a KL needs it, a frozen reference.
 
-    ``predict`` runs a model on a forest: ``partial(CausalLM.predict, temperature=0.7)``, ``ScoreModel.predict``.
-    A ``value_head`` that it uses is trained and saved along with the model. With ``ema_decay`` a float32 average of
-    the weights, ``a ← decay·a + (1 − decay)·w``, is updated after every optimizer step.
+    ``predict`` runs a model on a forest: ``partial(CausalLM.predict, temperature=0.7)``,
+    ``ScoreModel.predict``. A ``value_head`` that it uses is trained and saved along with the model.
+    With ``ema_decay`` a float32 average of the weights, ``a ← decay·a + (1 − decay)·w``, is updated
+    after every optimizer step.
 
-    A backend that has joined a ``group`` is one of several ranks, each with its own random numbers. It has a copy of
-    the weights, whose gradients are summed over the ranks at each step; or, if the model is sharded
-    (``parallel/sharding.py``), some rows of every weight.
+    A backend that has joined a ``group`` is one of several ranks, each with its own random numbers.
+    It has a copy of the weights, whose gradients are summed over the ranks at each step; or, if the
+    model is sharded (``parallel/sharding.py``), some rows of every weight.
     """
 
     ranks = 1
@@ -72,9 +73,13 @@ class TorchBackend(Generic[M]):
         seed: int = 0,
     ) -> None:
         self.model, self.passes = model, Passes(model, predict)
-        self.reference = None if reference is None else Passes(reference, predict, offload=offload_reference)
+        self.reference = (
+            None if reference is None else Passes(reference, predict, offload=offload_reference)
+        )
         self.value_head = value_head
-        self.optimizer = MasterOptimizer(model.module, settings, value_head, head_lr_ratio, ema_decay)
+        self.optimizer = MasterOptimizer(
+            model.module, settings, value_head, head_lr_ratio, ema_decay
+        )
         if model.dtype == torch.float16:
             self.optimizer.loss_scale = LossScale()
         self.group: RankGroup | None = None
@@ -98,7 +103,10 @@ class TorchBackend(Generic[M]):
         parameters, sharding = self.optimizer.parameters.values(), self.model.sharding
         group.check_equal(stored(p) for p in parameters if not isinstance(p, DTensor))
         if sharding is not None and len(sharding.copies.mesh) > 1:
-            group.check_equal((local(p) for p in parameters if isinstance(p, DTensor)), sharding.copies.get_group())
+            group.check_equal(
+                (local(p) for p in parameters if isinstance(p, DTensor)),
+                sharding.copies.get_group(),
+            )
         self.group = self.passes.group = group
         self.optimizer.join(group.waiting)
         if self.reference is not None:
@@ -110,7 +118,9 @@ class TorchBackend(Generic[M]):
     def cost(self) -> CostModel:
         return self.model.training_cost()
 
-    def score(self, packing: Packing, of: Quantity = "logprobs", *, reference: bool = False) -> Floats:
+    def score(
+        self, packing: Packing, of: Quantity = "logprobs", *, reference: bool = False
+    ) -> Floats:
         if not reference:
             return self.passes.score(packing, of)
         if self.reference is not None:
@@ -134,7 +144,9 @@ class TorchBackend(Generic[M]):
                 loss, metrics = objective(forest, self.passes.predict(forest))
                 self.optimizer.backward(loss)
                 sums.add({"loss": loss, **metrics})
-            loss = metrics = None  # frees the graph before the next one grows, even if this pass failed
+            loss = metrics = (
+                None  # frees the graph before the next one grows, even if this pass failed
+            )
         return sums.read()
 
     @torch.no_grad()
@@ -155,7 +167,9 @@ class TorchBackend(Generic[M]):
     def step(self, lr: float) -> dict[str, float]:
         with memory_boundary("the optimizer step"):
             self.sum_gradients()
-            metrics = self.optimizer.step(lr, self._sum_of_shards if self.group and self.optimizer.sharded else None)
+            metrics = self.optimizer.step(
+                lr, self._sum_of_shards if self.group and self.optimizer.sharded else None
+            )
             if metrics.get("overflowed"):
                 return metrics
             self._check_finite(lr, metrics["grad_norm"])
@@ -165,11 +179,16 @@ class TorchBackend(Generic[M]):
         return metrics
 
     def sum_gradients(self) -> None:
-        """Sum the gradients of an optimizer batch over the ranks, unless the passes have already done so."""
+        """Sum the gradients of an optimizer batch over the ranks, unless the passes have already
+        done so."""
         self.optimizer.take_gradients()
         if self.group is None:
             return
-        masters, sharded, sharding = self.optimizer.masters, self.optimizer.sharded, self.model.sharding
+        masters, sharded, sharding = (
+            self.optimizer.masters,
+            self.optimizer.sharded,
+            self.model.sharding,
+        )
         self.group.sum_gradients(master for name, master in masters.items() if name not in sharded)
         if sharding is not None and len(sharding.copies.mesh) > 1:
             self.group.sum_gradients(
@@ -242,7 +261,8 @@ class TorchBackend(Generic[M]):
         self.optimizer.move(self.model.device)
 
     def save(self, directory: Path, *, model_only: bool = False) -> None:
-        """See ``TrainBackend``. The first rank writes the ranks' common state, and each its part of sharded state.
+        """See ``TrainBackend``. The first rank writes the ranks' common state, and each its part of
+        sharded state.
 
         If there are several sharded copies, the ranks of the first one write their parts.
         """
@@ -260,10 +280,14 @@ class TorchBackend(Generic[M]):
         if model_only:
             return
         if rank == 0 and self.value_head is not None:
-            save_file({n: t.cpu() for n, t in self.value_head.state_dict().items()}, directory / HEAD_FILE)
+            save_file(
+                {n: t.cpu() for n, t in self.value_head.state_dict().items()}, directory / HEAD_FILE
+            )
         tensors = self.optimizer.state()
         sharded = {
-            key: first for key in tensors if (first := self.optimizer.first_row(key.split(":", 1)[1])) is not None
+            key: first
+            for key in tensors
+            if (first := self.optimizer.first_row(key.split(":", 1)[1])) is not None
         }
         if rank:
             save_file(self._random_state(), directory / RANDOM_FILE.format(rank=rank))
@@ -287,7 +311,9 @@ class TorchBackend(Generic[M]):
                 load_weights(self.reference.model, directory / REFERENCE_DIRECTORY)
             self._reference_is_new = True
         if self.value_head is not None:
-            with boundary(CheckpointError, f"cannot read the value head {directory / HEAD_FILE}", Exception):
+            with boundary(
+                CheckpointError, f"cannot read the value head {directory / HEAD_FILE}", Exception
+            ):
                 self.value_head.load_state_dict(load_file(directory / HEAD_FILE))
         with boundary(CheckpointError, f"cannot read {directory / OPTIMIZER_FILE}", Exception):
             files = StateFiles(directory)
@@ -296,7 +322,9 @@ class TorchBackend(Generic[M]):
         if self.group and self.group.rank:
             file = directory / RANDOM_FILE.format(rank=self.group.rank)
             with boundary(CheckpointError, f"cannot read {file}", Exception):
-                random = load_file(file) if file.is_file() else {}  # none: fewer ranks wrote the checkpoint
+                random = (
+                    load_file(file) if file.is_file() else {}
+                )  # none: fewer ranks wrote the checkpoint
         self._set_random_state(random)
         self.optimizer.load_state(tensors, directory)
         self.optimizer_steps = files.version
@@ -334,7 +362,9 @@ def load_weights(model: Decoder, directory: Path) -> None:
         model.adapter.load(directory)
         return
     if model.sharding is not None:
-        with boundary(CheckpointError, f"{directory} holds another model than this run's", ModelError):
+        with boundary(
+            CheckpointError, f"{directory} holds another model than this run's", ModelError
+        ):
             read_shards(model.module, directory)
         return
     saved = type(model).load(directory, dtype=model.module.dtype, device="cpu").module.state_dict()

@@ -1,19 +1,23 @@
-"""Weights broadcast from the trainer to engines: between GPUs (NCCL), or between machines' memories (gloo).
+"""Weights broadcast from the trainer to engines: between GPUs (NCCL), or between machines' memories
+(gloo).
 
-``publish`` copies the weights: with NCCL on the trainer's GPU, or into host memory if ``system.weight_copy = "host"``;
-with gloo always into host memory. If the ranks of a sharded trainer copy on their GPUs, each rank that takes part in
-the all-gather keeps and sends some of the tensors: no rank has a whole second copy. The published weights have to be
-kept, because a replacement for a lost engine may need them at any time, even in the middle of an optimizer step, when
-the model's weights have changed and the ranks of a sharded trainer cannot gather them.
+``publish`` copies the weights: with NCCL on the trainer's GPU, or into host memory if
+``system.weight_copy = "host"``; with gloo always into host memory. If the ranks of a sharded
+trainer copy on their GPUs, each rank that takes part in the all-gather keeps and sends some of the
+tensors: no rank has a whole second copy. The published weights have to be kept, because a
+replacement for a lost engine may need them at any time, even in the middle of an optimizer step,
+when the model's weights have changed and the ranks of a sharded trainer cannot gather them.
 
-With NCCL an engine keeps no second copy: it writes each bucket over its weights as it arrives. If a round fails midway,
-its weights are of no single version, and it takes no step until it has loaded others (``RolloutEngine``). With
-gloo an engine uses the weights only after all have arrived and been checked.
+With NCCL an engine keeps no second copy: it writes each bucket over its weights as it arrives. If a
+round fails midway, its weights are of no single version, and it takes no step until it has loaded
+others (``RolloutEngine``). With gloo an engine uses the weights only after all have arrived and
+been checked.
 
-Integrity: NCCL, gloo and the links below them retransmit or fail; they do not lose bytes. Possible faults are a wrong
-order of streams, memory reused too early, or a table of another version. To detect these, each bucket has a
-position-dependent sum of its words (``checksum.word_sum``), which the sender's device computes when it copies and each
-engine's device when it receives; the sums follow the last bucket, and the engine's host reads once whether all agree.
+Integrity: NCCL, gloo and the links below them retransmit or fail; they do not lose bytes. Possible
+faults are a wrong order of streams, memory reused too early, or a table of another version. To
+detect these, each bucket has a position-dependent sum of its words (``checksum.word_sum``), which
+the sender's device computes when it copies and each engine's device when it receives; the sums
+follow the last bucket, and the engine's host reads once whether all agree.
 """
 
 from __future__ import annotations
@@ -43,10 +47,12 @@ class BroadcastPlane:
 
     Args:
         device: this rank's device.
-        on_device: keep the copy on the device; otherwise in host memory, and each bucket is moved there to be sent.
+        on_device: keep the copy on the device; otherwise in host memory, and each bucket is moved
+            there to be sent.
         host: address of this machine that engines can reach.
         room: bytes of this rank's copy.
-        ranks: processes per engine. If there are several, each receives by its rank in the engine's default group.
+        ranks: processes per engine. If there are several, each receives by its rank in the engine's
+            default group.
         rank: this rank, of ``senders`` that publish together; the others join a round as takers do.
         bucket_bytes: bytes of whole tensors sent at a time; a larger tensor is sent by itself.
         patience: seconds that engines may take to join, and one bucket to arrive.
@@ -80,17 +86,31 @@ class BroadcastPlane:
         await to_thread(self._copy, version)
 
     async def offer(self, takers: int) -> list[Offer]:
-        """See ``Plane.offer``. If there are several senders, each of the others must ``help`` with the first offer."""
+        """See ``Plane.offer``. If there are several senders, each of the others must ``help`` with
+        the first offer."""
         kept = self._kept
         assert kept is not None and self.rank == 0, "nothing was published"
-        runs = [{f.name: getattr(run, f.name) for f in fields(run)} for run in kept.runs]  # tables are not copied
+        runs = [
+            {f.name: getattr(run, f.name) for f in fields(run)} for run in kept.runs
+        ]  # tables are not copied
         header = {"version": self._version, "runs": runs, "device": torch.device(self.device).type}
-        said: Offer = {"plane": self.plane, "group": self.group, "version": self._version, "host": self.host}
+        said: Offer = {
+            "plane": self.plane,
+            "group": self.group,
+            "version": self._version,
+            "host": self.host,
+        }
         said["bytes"] = sum(run.size for run in kept.runs)
-        said |= {"world": self.senders + takers * self.ranks, "senders": self.senders, "ranks": self.ranks}
+        said |= {
+            "world": self.senders + takers * self.ranks,
+            "senders": self.senders,
+            "ranks": self.ranks,
+        }
         begun = Round({**said, "patience": self.patience}, header, self._send)
         self._rounds[begun.store.port] = begun
-        return [{**begun.offer, "rank": self.senders + taker * self.ranks} for taker in range(takers)]
+        return [
+            {**begun.offer, "rank": self.senders + taker * self.ranks} for taker in range(takers)
+        ]
 
     async def help(self, offer: Offer) -> None:
         """Send this rank's part in a round that the first rank has begun."""
@@ -118,7 +138,9 @@ class BroadcastPlane:
         ranks: dict[str, int] = {"rank": self.rank, "ranks": self.senders, "room": self.room}
         there, into = self.device if self.on_device else "cpu", before.buffer if before else None
         kept = self._kept = spread(self.tensors(), self.bucket_bytes, there, into=into, **ranks)
-        self._sums = {number: word_sum(run) for number, run in kept.own.items()} if self.on_device else {}
+        self._sums = (
+            {number: word_sum(run) for number, run in kept.own.items()} if self.on_device else {}
+        )
         self._version = version
         if kept.buffer.is_cuda:  # from here on the weights may change
             torch.cuda.current_stream(kept.buffer.device).synchronize()
@@ -146,11 +168,12 @@ class BroadcastPlane:
 
 
 def take_broadcast(offer: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a round: with NCCL on the GPU as they arrive, with gloo in memory once all have arrived.
+    """The tensors of a round: with NCCL on the GPU as they arrive, with gloo in memory once all
+    have arrived.
 
     Raises:
-        EngineError: the round ended, or the weights are of another version or damaged; with NCCL, some may have been
-            yielded.
+        EngineError: the round ended, or the weights are of another version or damaged; with NCCL,
+            some may have been yielded.
     """
     yield from _arriving(offer) if offer["plane"] == "nccl" else list(_arriving(offer))
 
@@ -158,11 +181,16 @@ def take_broadcast(offer: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
 def _arriving(offer: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a round, bucket by bucket.
 
-    A bucket is freed when the next one is requested, unless one of its tensors is kept. Once begun, the iteration has
-    to reach the end: others in the round wait, and only then is it known that all tensors were right.
+    A bucket is freed when the next one is requested, unless one of its tensors is kept. Once begun,
+    the iteration has to reach the end: others in the round wait, and only then is it known that all
+    tensors were right.
     """
     with joined(offer) as link:
-        runs, device, sums = [Run(**run) for run in link.header["runs"]], link.header["device"], list[Tensor]()
+        runs, device, sums = (
+            [Run(**run) for run in link.header["runs"]],
+            link.header["device"],
+            list[Tensor](),
+        )
         for run in runs:
             bucket = torch.empty(run.size, dtype=torch.uint8, device=device)
             link.broadcast(bucket, run.owner)
@@ -175,7 +203,9 @@ def _arriving(offer: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
             link.broadcast(sent, owner)
             right &= (torch.stack([sums[n] for n in numbers]) == sent).all()
         if not bool(right):
-            raise EngineError(f"{place(offer)}: a checksum is wrong; the weights were damaged on their way")
+            raise EngineError(
+                f"{place(offer)}: a checksum is wrong; the weights were damaged on their way"
+            )
 
 
 def _shares(runs: Sequence[Run]) -> Iterator[tuple[int, list[int]]]:

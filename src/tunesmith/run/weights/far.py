@@ -14,14 +14,17 @@ from tunesmith.run.weights.base import Offer
 
 
 class FarPlane:
-    """The attribute ``plane`` of the trainer's first rank. Other ranks that take part in publishing have one, too."""
+    """The attribute ``plane`` of the trainer's first rank. Other ranks that take part in publishing
+    have one, too."""
 
     def __init__(self, far: Far, *others: Far) -> None:
         self._far, self._others = far, others
         self._folders: set[Path] = set()
 
     async def publish(self, version: int) -> None:
-        await asyncio.gather(*(far.call_async("plane.publish", version) for far in (self._far, *self._others)))
+        await asyncio.gather(
+            *(far.call_async("plane.publish", version) for far in (self._far, *self._others))
+        )
 
     async def offer(self, takers: int) -> list[Offer]:
         offers: list[Offer] = await self._far.call_async("plane.offer", takers)

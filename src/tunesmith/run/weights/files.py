@@ -1,8 +1,8 @@
 """Weights passed from one process to another through files, preferably in memory (``/dev/shm``).
 
-A file is written under another name and renamed when it is complete. It carries its version and a checksum of every
-tensor, and is renamed again when the next version is written, so that no engine opens an old one. The weights are
-written as they are gathered, a file at a time.
+A file is written under another name and renamed when it is complete. It carries its version and a
+checksum of every tensor, and is renamed again when the next version is written, so that no engine
+opens an old one. The weights are written as they are gathered, a file at a time.
 """
 
 from __future__ import annotations
@@ -29,7 +29,11 @@ from tunesmith.run.weights.base import NamedTensors, Offer, Plane
 MEMORY = Path("/dev/shm")
 DTYPES = {
     **{f"float{bits}": f"F{bits}" for bits in (16, 32, 64)},
-    **{f"{sign}int{bits}": f"{sign.upper() or 'I'}{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)},
+    **{
+        f"{sign}int{bits}": f"{sign.upper() or 'I'}{bits}"
+        for sign in ("", "u")
+        for bits in (8, 16, 32, 64)
+    },
     "bfloat16": "BF16",
     "bool": "BOOL",
     "float8_e4m3fn": "F8_E4M3",
@@ -37,14 +41,16 @@ DTYPES = {
 }
 """safetensors' names of dtypes."""
 ROOM = 2.5
-"""Free memory, in multiples of the weights, needed to prefer it to disk: the files of two versions are kept."""
+"""Free memory, in multiples of the weights, needed to prefer it to disk: the files of two versions
+are kept."""
 PREFIX = "tunesmith-weights-"
 FILE_BYTES = 256 << 20
 """Bytes per file; a larger tensor has its own file."""
 
 
 def shared_directory(num_bytes: int, parent: Path | None = None) -> TemporaryDirectory[str]:
-    """A directory for weights of ``num_bytes``, removed with the process. Leftovers of killed ones are removed first.
+    """A directory for weights of ``num_bytes``, removed with the process. Leftovers of killed ones
+    are removed first.
 
     Args:
         parent: where it is made; None: in memory if there is room, otherwise on disk.
@@ -83,13 +89,15 @@ def _temporary(parent: Path) -> TemporaryDirectory[str]:
 
 @dataclass(slots=True)
 class FilePlane(Plane):
-    """Publishes a trainer's weights, each time in different files, which any number of engines may read.
+    """Publishes a trainer's weights, each time in different files, which any number of engines may
+    read.
 
-    The files of the version before last are overwritten: existing pages take a third of the time of new ones. An engine
-    that still reads them notices by their checksums.
+    The files of the version before last are overwritten: existing pages take a third of the time of
+    new ones. An engine that still reads them notices by their checksums.
 
     Args:
-        file_bytes: bytes per file. This much plus one tensor is held in memory while files are written.
+        file_bytes: bytes per file. This much plus one tensor is held in memory while files are
+            written.
     """
 
     tensors: NamedTensors
@@ -107,7 +115,14 @@ class FilePlane(Plane):
         assert self._newest is not None, "nothing was published"
         version, paths = self._newest
         size = sum(path.stat().st_size for path in paths)
-        return [{"plane": "file", "version": version, "paths": [str(path) for path in paths], "bytes": size}] * takers
+        return [
+            {
+                "plane": "file",
+                "version": version,
+                "paths": [str(path) for path in paths],
+                "bytes": size,
+            }
+        ] * takers
 
     async def close(self) -> None:
         self.directory.cleanup()
@@ -115,14 +130,17 @@ class FilePlane(Plane):
     def write(self, version: int) -> None:
         """Write the current weights as ``version``.
 
-        They are written even if the version is unchanged: an evaluation may have put averaged weights in place.
-        Meanwhile the directory holds the complete files of the last publication.
+        They are written even if the version is unchanged: an evaluation may have put averaged
+        weights in place. Meanwhile the directory holds the complete files of the last publication.
         """
         self._published += 1
         (_, last), written = self._newest or (0, list[Path]()), list[Path]()
         try:
             for number, bucket in enumerate(in_buckets(self.tensors(), self.file_bytes)):
-                path = Path(self.directory.name) / f"{self._published}-version-{version}-{number:05d}.new"
+                path = (
+                    Path(self.directory.name)
+                    / f"{self._published}-version-{version}-{number:05d}.new"
+                )
                 written.append(path)
                 with boundary(StorageError, f"cannot write weights to {path}", OSError):
                     if self._spares:
@@ -159,9 +177,11 @@ def in_buckets(named: Iterable[tuple[str, Tensor]], size: int) -> Iterator[dict[
 
 
 def _write(path: Path, version: int, tensors: Mapping[str, Tensor]) -> None:
-    """A safetensors file (github.com/huggingface/safetensors, "Format"), the checksum of each tensor in its metadata.
+    """A safetensors file (github.com/huggingface/safetensors, "Format"), the checksum of each
+    tensor in its metadata.
 
-    Tied tensors are written under each of their names. The largest item sizes come first, which keeps all aligned.
+    Tied tensors are written under each of their names. The largest item sizes come first, which
+    keeps all aligned.
     """
     ordered = sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)
     table: dict[str, Any] = {}
@@ -207,9 +227,13 @@ def _take(path: str, version: int) -> Iterator[tuple[str, Tensor]]:
     with opened:
         said = opened.metadata()
         if said["version"] != str(version):
-            raise EngineError(f"{path} holds the weights of version {said['version']}, not of {version}")
+            raise EngineError(
+                f"{path} holds the weights of version {said['version']}, not of {version}"
+            )
         for name, expected in json.loads(said["checksums"]).items():
             tensor = opened.get_tensor(name)
             if checksum(tensor) != expected:
-                raise EngineError(f"{path}: the checksum of '{name}' is wrong; the weights were damaged on their way")
+                raise EngineError(
+                    f"{path}: the checksum of '{name}' is wrong; the weights were damaged on their way"
+                )
             yield name, tensor

@@ -21,7 +21,8 @@ from tunesmith.run.weights.spread import Run, Spread, spread
 
 @dataclass(slots=True)
 class IpcPlane(Plane):
-    """The trainer's side: one copy of the weights on its GPU, which any number of engines on that GPU may read.
+    """The trainer's side: one copy of the weights on its GPU, which any number of engines on that
+    GPU may read.
 
     Args:
         room: bytes of the weights.
@@ -50,17 +51,22 @@ class IpcPlane(Plane):
         assert self._kept is not None, "nothing was published"
         storage: Any = self._kept.buffer.untyped_storage()
         # Each taker gets its own handle: the memory counts as in use until that handle is dropped.
-        return [{**self._offer, "handle": [_text(part) for part in storage._share_cuda_()]} for _ in range(takers)]
+        return [
+            {**self._offer, "handle": [_text(part) for part in storage._share_cuda_()]}
+            for _ in range(takers)
+        ]
 
     async def close(self) -> None:
         self._kept = None
 
 
 def take_ipc(offer: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of an offer, as views of the trainer's copy, which are valid until the trainer publishes again.
+    """The tensors of an offer, as views of the trainer's copy, which are valid until the trainer
+    publishes again.
 
     Raises:
-        EngineError: this process does not see the trainer's GPU, or the copy is not what was offered.
+        EngineError: this process does not see the trainer's GPU, or the copy is not what was
+            offered.
     """
     devices = range(torch.cuda.device_count())
     found = [n for n in devices if str(torch.cuda.get_device_properties(n).uuid) == offer["gpu"]]
@@ -69,7 +75,9 @@ def take_ipc(offer: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
             f"the weights lie on GPU {offer['gpu']}, which the engine's process does not see: CUDA IPC works on one "
             'GPU; set system.weight_plane = "memory" or "nccl"'
         )
-    handle = [bytes.fromhex(part["hex"]) if isinstance(part, dict) else part for part in offer["handle"]]
+    handle = [
+        bytes.fromhex(part["hex"]) if isinstance(part, dict) else part for part in offer["handle"]
+    ]
     with boundary(EngineError, "cannot open the trainer's weights by CUDA IPC", RuntimeError):
         torch.cuda.init()
         storage: Any = torch.UntypedStorage._new_shared_cuda(found[0], *handle[1:])
@@ -78,7 +86,9 @@ def take_ipc(offer: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
     pieces = [buffer[run.start : run.start + run.size] for run in runs]
     for number, (piece, expected) in enumerate(zip(pieces, offer["checksums"], strict=True)):
         if checksum(piece) != expected:
-            raise EngineError(f"CUDA IPC: bucket {number} of version {offer['version']} is not what was offered")
+            raise EngineError(
+                f"CUDA IPC: bucket {number} of version {offer['version']} is not what was offered"
+            )
     for run, piece in zip(runs, pieces, strict=True):
         yield from run.named(piece)
     torch.cuda.synchronize(found[0])  # until here the trainer's copy is read

@@ -1,8 +1,10 @@
-"""Rounds: each offer of weights to some engines is a process group of the trainer (rank 0) and these engines.
+"""Rounds: each offer of weights to some engines is a process group of the trainer (rank 0) and
+these engines.
 
-A group is made for its round only, separate from torch.distributed's default group. Making one takes milliseconds, and
-none has to be repaired when an engine dies or is added. The trainer opens a store for each round: there it describes
-the weights, takers report that they have joined and that they are done, and each side says why it ends early.
+A group is made for its round only, separate from torch.distributed's default group. Making one
+takes milliseconds, and none has to be repaired when an engine dies or is added. The trainer opens a
+store for each round: there it describes the weights, takers report that they have joined and that
+they are done, and each side says why it ends early.
 """
 
 # pyright: reportPrivateImportUsage=false, reportAttributeAccessIssue=false
@@ -29,10 +31,12 @@ from tunesmith.run.processes.process_group import GroupKind, open_store, process
 from tunesmith.run.weights.base import Offer
 
 REACHING = 5.0
-"""Seconds to reach a round's trainer. It was there when it made the offer; if it has died, waiting is useless."""
+"""Seconds to reach a round's trainer. It was there when it made the offer; if it has died, waiting
+is useless."""
 LOOPBACK = "127.0.0.1"
 POLL, ASKING = 0.0002, 0.05
-"""Seconds between checks whether a bucket has arrived, and between checks whether the round continues."""
+"""Seconds between checks whether a bucket has arrived, and between checks whether the round
+continues."""
 
 
 @dataclass(slots=True)
@@ -40,7 +44,8 @@ class Link:
     """One process's side of a running round.
 
     Args:
-        stopped: returns why the round ends early, or None; called every ``ASKING`` seconds during a broadcast.
+        stopped: returns why the round ends early, or None; called every ``ASKING`` seconds during a
+            broadcast.
     """
 
     kind: GroupKind
@@ -66,7 +71,9 @@ class Link:
             time.sleep(POLL)
             now = time.monotonic()
             if now - started > self.patience:
-                raise ConnectionError(f"{bucket.nbytes} bytes did not arrive within {self.patience:g} s")
+                raise ConnectionError(
+                    f"{bucket.nbytes} bytes did not arrive within {self.patience:g} s"
+                )
             if now - asked > ASKING:
                 asked = now
                 if why := self.stopped():
@@ -91,8 +98,8 @@ class Round:
     An engine that arrives late reads its outcome from the store.
 
     Args:
-        offer: what the offers to all engines say; ``world`` counts the trainer's ranks that send, and every rank of
-            each engine.
+        offer: what the offers to all engines say; ``world`` counts the trainer's ranks that send,
+            and every rank of each engine.
         header: describes the weights to takers; plain values, including a ``version``.
     """
 
@@ -121,7 +128,9 @@ class Round:
             self.store.set("go", fault)
             return
         self.store.set("go", "")
-        kind, host, world, patience = (self.offer[name] for name in ("group", "host", "world", "patience"))
+        kind, host, world, patience = (
+            self.offer[name] for name in ("group", "host", "world", "patience")
+        )
         group = process_group(kind, self.store, 0, world, host, patience, vital=False)
         link = Link(kind, group, self.header, patience, self._stopped)
         try:
@@ -142,7 +151,9 @@ class Round:
         return None
 
     def _stopped(self) -> str | None:
-        return "another engine of this round failed" if self.withdrawn.is_set() else _fault(self.store)
+        return (
+            "another engine of this round failed" if self.withdrawn.is_set() else _fault(self.store)
+        )
 
 
 @contextmanager
@@ -153,9 +164,15 @@ def joined(offer: Mapping[str, Any]) -> Generator[Link]:
         EngineError: the round ended, or is of another version; torch.distributed failed inside.
     """
     where, patience = place(offer), offer["patience"]
-    with boundary(EngineError, where, (RuntimeError, OSError)):  # torch.distributed raises one of these
-        store = dist.TCPStore(offer["host"], offer["port"], None, is_master=False, timeout=timedelta(seconds=REACHING))
-        store.set_timeout(timedelta(seconds=patience + 5))  # the sender gives up first, and says why
+    with boundary(
+        EngineError, where, (RuntimeError, OSError)
+    ):  # torch.distributed raises one of these
+        store = dist.TCPStore(
+            offer["host"], offer["port"], None, is_master=False, timeout=timedelta(seconds=REACHING)
+        )
+        store.set_timeout(
+            timedelta(seconds=patience + 5)
+        )  # the sender gives up first, and says why
         header = json.loads(store.get("header"))
         if header["version"] != offer["version"]:
             raise EngineError(f"{where}: the weights are of version {header['version']}")
@@ -166,7 +183,9 @@ def joined(offer: Mapping[str, Any]) -> Generator[Link]:
         link = None
         try:
             own = address_towards(offer["host"], offer["port"])
-            group = process_group(offer["group"], store, rank, offer["world"], own, patience, vital=False)
+            group = process_group(
+                offer["group"], store, rank, offer["world"], own, patience, vital=False
+            )
             link = Link(offer["group"], group, header, patience, partial(_fault, store))
             yield link
             if rank < offer["senders"]:

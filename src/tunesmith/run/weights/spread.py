@@ -1,4 +1,5 @@
-"""A copy of weights as runs of bytes, the form in which they are sent; each run is kept by one of several ranks."""
+"""A copy of weights as runs of bytes, the form in which they are sent; each run is kept by one of
+several ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ Row = tuple[str, str, tuple[int, ...], int]
 
 @dataclass(slots=True)
 class Run:
-    """Consecutive whole tensors. Tied ones are in it once, and in ``table`` under each of their names.
+    """Consecutive whole tensors. Tied ones are in it once, and in ``table`` under each of their
+    names.
 
     Args:
         owner: the rank that keeps it.
@@ -66,8 +68,8 @@ def spread(
 ) -> Spread:
     """Copy tensors in runs of at most ``size`` bytes; a larger tensor is by itself.
 
-    Each run goes to the rank with the fewest bytes. All ranks iterate over the same tensors, dropping each before the
-    next.
+    Each run goes to the rank with the fewest bytes. All ranks iterate over the same tensors,
+    dropping each before the next.
 
     Args:
         into: the buffer of an earlier copy, which is reused.
@@ -79,7 +81,9 @@ def spread(
     for name, tensor in named:
         place = _place(tensor)
         there = places.get(place)
-        if there is None or there[0]() is None or not tensor.numel():  # no other live tensor has this memory
+        if (
+            there is None or there[0]() is None or not tensor.numel()
+        ):  # no other live tensor has this memory
             if not runs or _aligned(runs[-1].size) + tensor.nbytes > size:
                 owner = filled.index(min(filled))
                 runs.append(Run(owner, filled[owner]))
@@ -90,20 +94,28 @@ def spread(
             run.size = there[2] + tensor.nbytes
             filled[run.owner] = _aligned(run.start + run.size)
         _, run, start = there
-        run.table.append((name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), start))
+        run.table.append(
+            (name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), start)
+        )
         del tensor
-    own = {n: buffer[run.start : run.start + run.size] for n, run in enumerate(runs) if run.owner == rank}
+    own = {
+        n: buffer[run.start : run.start + run.size]
+        for n, run in enumerate(runs)
+        if run.owner == rank
+    }
     return Spread(runs, buffer, own)
 
 
 def _place(tensor: Tensor) -> tuple[Any, ...]:
-    """A tensor's storage and its layout there; tensors without data have no address, but a storage."""
+    """A tensor's storage and its layout there; tensors without data have no address, but a
+    storage."""
     storage: Any = tensor.untyped_storage()
     return storage._cdata, tensor.storage_offset(), tensor.dtype, tensor.shape, tensor.stride()
 
 
 def _put(tensor: Tensor, buffer: Tensor, start: int) -> Tensor:
-    """Copy a tensor's bytes into a buffer; returns the buffer, or a larger one if it was too small."""
+    """Copy a tensor's bytes into a buffer; returns the buffer, or a larger one if it was too
+    small."""
     stop = start + tensor.nbytes
     if stop > buffer.numel():
         buffer = torch.nn.functional.pad(buffer, (0, max(stop - buffer.numel(), buffer.numel())))

@@ -1,4 +1,5 @@
-"""Calls in a script that is followed: of its own functions and classes, of containers, and of libraries."""
+"""Calls in a script that is followed: of its own functions and classes, of containers, and of
+libraries."""
 
 from __future__ import annotations
 
@@ -8,11 +9,28 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 from tunesmith.errors import shortened
-from tunesmith.guide.migrate.script.data import Call, Data, Length, RowSpan, Splits, Unknown, all_data
+from tunesmith.guide.migrate.script.data import (
+    Call,
+    Data,
+    Length,
+    RowSpan,
+    Splits,
+    Unknown,
+    all_data,
+)
 from tunesmith.guide.migrate.script.expressions import Expressions
 from tunesmith.guide.migrate.script.loading import LOADERS, method
 from tunesmith.guide.migrate.script.parsers import PARSERS, filled, parse
-from tunesmith.guide.migrate.script.values import Function, Named, Object, Scope, is_known, is_small, items_of, short
+from tunesmith.guide.migrate.script.values import (
+    Function,
+    Named,
+    Object,
+    Scope,
+    is_known,
+    is_small,
+    items_of,
+    short,
+)
 
 _PLAIN: Mapping[str, Callable[..., Any]] = {
     "int": int, "float": float, "str": str, "bool": bool, "list": list, "tuple": tuple, "dict": dict, "min": min,
@@ -33,7 +51,9 @@ class Calls(Expressions):
         self, of: ast.arguments, args: Sequence[Any], keywords: Mapping[str, Any], scope: Scope
     ) -> dict[str, Any]:
         names = [*of.posonlyargs, *of.args]
-        defaults = dict(zip([a.arg for a in names[len(names) - len(of.defaults) :]], of.defaults, strict=True))
+        defaults = dict(
+            zip([a.arg for a in names[len(names) - len(of.defaults) :]], of.defaults, strict=True)
+        )
         defaults |= {a.arg: d for a, d in zip(of.kwonlyargs, of.kw_defaults, strict=True) if d}
         held = {a.arg: value for a, value in zip(names, args, strict=False)}
         for each in (*names, *of.kwonlyargs):
@@ -41,7 +61,9 @@ class Calls(Expressions):
                 held[each.arg] = keywords[each.arg]
             elif each.arg not in held:
                 default = defaults.get(each.arg)
-                held[each.arg] = self.value(default, scope) if default else Unknown(each.arg, each.lineno)
+                held[each.arg] = (
+                    self.value(default, scope) if default else Unknown(each.arg, each.lineno)
+                )
         for rest in (of.vararg, of.kwarg):
             if rest:
                 held[rest.arg] = Unknown(rest.arg, rest.lineno)
@@ -82,15 +104,23 @@ class Calls(Expressions):
     def record(self, kind: str, node: ast.AST, call: Call) -> Object:
         """Remember what a call makes."""
         words = node.keywords if isinstance(node, ast.Call) else []
-        texts = {word.arg: (f"{word.arg}={ast.unparse(word.value)}", word.value.lineno) for word in words if word.arg}
-        arg_texts = [(ast.unparse(a), a.lineno) for a in node.args] if isinstance(node, ast.Call) else []
+        texts = {
+            word.arg: (f"{word.arg}={ast.unparse(word.value)}", word.value.lineno)
+            for word in words
+            if word.arg
+        }
+        arg_texts = (
+            [(ast.unparse(a), a.lineno) for a in node.args] if isinstance(node, ast.Call) else []
+        )
         made = Object(kind, call.line, call.text, dict(call.keywords), texts, call.args, arg_texts)
         self.made.append(made)
         return made
 
     def _of_script(self, callee: Function, node: ast.Call, call: Call, holder: Any) -> Any:
         if not isinstance(callee.node, ast.ClassDef):
-            return self.enter(callee, call.args, call.keywords, holder if isinstance(holder, Object) else None)
+            return self.enter(
+                callee, call.args, call.keywords, holder if isinstance(holder, Object) else None
+            )
         made = self.record(self.kind_of(callee), node, call)
         made.of = callee
         fields, start = self.fields_of(callee), self.method_of(callee, "__init__")
@@ -106,17 +136,32 @@ class Calls(Expressions):
         added, unsure = args[0] if args else None, self.undecided > 0
         if isinstance(holder, list) and name in ("append", "extend"):
             several = items_of(added) if name == "extend" and not unsure else None
-            holder += [added] if name == "append" and not unsure else several or [self.unknown(node)]
+            holder += (
+                [added] if name == "append" and not unsure else several or [self.unknown(node)]
+            )
             return None
         if isinstance(holder, dict) and name == "update":
-            changed = {**call.keywords, **added} if isinstance(added, dict) else {**holder, **call.keywords}
+            changed = (
+                {**call.keywords, **added}
+                if isinstance(added, dict)
+                else {**holder, **call.keywords}
+            )
             sure = not unsure and (isinstance(added, dict) or added is None)
             holder |= changed if sure else dict.fromkeys(changed, self.unknown(node))
             return None
-        if isinstance(holder, dict) and name in ("get", "pop", "copy") and len(args) < 3 and is_known(list(args[:1])):
+        if (
+            isinstance(holder, dict)
+            and name in ("get", "pop", "copy")
+            and len(args) < 3
+            and is_known(list(args[:1]))
+        ):
             return holder.copy() if name == "copy" else holder.get(*args)
         if isinstance(holder, dict) and name in ("items", "keys", "values"):
-            return [list(pair) for pair in holder.items()] if name == "items" else list(getattr(holder, name)())
+            return (
+                [list(pair) for pair in holder.items()]
+                if name == "items"
+                else list(getattr(holder, name)())
+            )
         return self.unknown(node)
 
     def _of_object(self, holder: Object, name: str, node: ast.Call, call: Call) -> Any:
@@ -136,7 +181,11 @@ class Calls(Expressions):
         if last in ("getenv", "get") and dotted.startswith("os.") and len(call.args) == 2:
             return call.args[1]
         texts = [arg for arg in call.args if isinstance(arg, str)]
-        if dotted in ("os.path.join", "pathlib.Path", "Path") and texts and len(texts) == len(call.args):
+        if (
+            dotted in ("os.path.join", "pathlib.Path", "Path")
+            and texts
+            and len(texts) == len(call.args)
+        ):
             return "/".join([*(text.rstrip("/") for text in texts[:-1]), texts[-1]])
         functions = [arg for arg in call.args if isinstance(arg, Function)]
         if last == "cli" and functions and isinstance(functions[0].node, ast.ClassDef):
@@ -150,7 +199,9 @@ class Calls(Expressions):
         if isinstance(first, Object) and first.is_model:
             return first
         of_data = isinstance(first, Data | Splits)
-        return self.unknown(node, f"what {short(node)} (line {node.lineno}) returns is not known" if of_data else "")
+        return self.unknown(
+            node, f"what {short(node)} (line {node.lineno}) returns is not known" if of_data else ""
+        )
 
     def _plain(self, function: Callable[..., Any], node: ast.Call, call: Call) -> Any:
         """A function of Python's own on values that are known."""
@@ -170,16 +221,31 @@ class Calls(Expressions):
             return lengths[0]
         if name == "min" and lengths == [Length()] and len(args) == 2:  # at most so many rows
             return next(arg for arg in args if arg != Length())
-        if name == "range" and lengths and len(args) < 3 and all(isinstance(a, int | Length) for a in args):
+        if (
+            name == "range"
+            and lengths
+            and len(args) < 3
+            and all(isinstance(a, int | Length) for a in args)
+        ):
             return RowSpan(*(0, args[0])) if len(args) == 1 else RowSpan(*args)
         if name in ("list", "tuple") and args and isinstance(args[0], range | RowSpan | list):
             return list(args[0]) if isinstance(args[0], list) else args[0]
         if name == "dict" and all(isinstance(arg, dict) for arg in args):
             return {**(args[0] if args else {}), **call.keywords}
-        if not is_known(args) or not is_known(dict(call.keywords)) or any(isinstance(arg, range) for arg in args):
+        if (
+            not is_known(args)
+            or not is_known(dict(call.keywords))
+            or any(isinstance(arg, range) for arg in args)
+        ):
             return self.unknown(node)
         return self._plain(_PLAIN[name], node, call)
 
     @abstractmethod
-    def enter(self, function: Function, args: Sequence[Any], keywords: Mapping[str, Any], me: Object | None) -> Any:
+    def enter(
+        self,
+        function: Function,
+        args: Sequence[Any],
+        keywords: Mapping[str, Any],
+        me: Object | None,
+    ) -> Any:
         """The value that a function of the script returns."""

@@ -55,7 +55,8 @@ class Origin:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A transformation of the rows, by the name of its method. ``function``: the script's, of a plain ``map``."""
+    """A transformation of the rows, by the name of its method. ``function``: the script's, of a
+    plain ``map``."""
 
     name: str
     text: str
@@ -65,7 +66,8 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Data:
-    """A data set, or several one after the other. ``shuffled``: the order is random, so a part is a random one."""
+    """A data set, or several one after the other. ``shuffled``: the order is random, so a part is a
+    random one."""
 
     origins: tuple[Origin, ...]
     line: int
@@ -166,5 +168,8 @@ def written_split(origin: Origin) -> str | None:
         if relative and rows.stop == _MANY and not shares:
             return None
         rows = rows[cut.rows(len(rows))]
-    start, stop = (f"{share_text(100 * end / _MANY)}%" if shares else str(end) for end in (rows.start, rows.stop))
+    start, stop = (
+        f"{share_text(100 * end / _MANY)}%" if shares else str(end)
+        for end in (rows.start, rows.stop)
+    )
     return f"{split}{Cut(start if rows.start else '', stop if rows.stop < _MANY else '')}"

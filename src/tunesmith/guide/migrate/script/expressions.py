@@ -84,10 +84,18 @@ class Expressions:
                 return self._bool(isinstance(op, ast.Or), values, node, scope)
             case ast.UnaryOp(op=op, operand=operand):
                 return self._unary(op, operand, node, scope)
-            case ast.BinOp(left=left, op=op, right=right) | ast.Compare(left=left, ops=[op], comparators=[right]):
-                return self.binary(type(op), self.value(left, scope), self.value(right, scope), node)
+            case (
+                ast.BinOp(left=left, op=op, right=right)
+                | ast.Compare(left=left, ops=[op], comparators=[right])
+            ):
+                return self.binary(
+                    type(op), self.value(left, scope), self.value(right, scope), node
+                )
             case ast.JoinedStr(values=values):
-                parts = [self.value(v.value if isinstance(v, ast.FormattedValue) else v, scope) for v in values]
+                parts = [
+                    self.value(v.value if isinstance(v, ast.FormattedValue) else v, scope)
+                    for v in values
+                ]
                 plain = all(isinstance(part, str | int | float) for part in parts)
                 text = "".join(map(str, parts)) if plain else ""
                 return text if plain and is_small(text) else self.unknown(node)
@@ -102,7 +110,9 @@ class Expressions:
     def merged(self, values: Sequence[Any], why: ast.AST, name: str = "") -> Any:
         """The value that all alternatives agree on. A data set or nothing is that data set."""
         first = next((value for value in values if value is not None), None)
-        compared = [v for v in values if v is not None] if isinstance(first, Data | Splits) else values
+        compared = (
+            [v for v in values if v is not None] if isinstance(first, Data | Splits) else values
+        )
         if all(same(value, first) for value in compared):
             return first
         line, text = getattr(why, "lineno", 0), short(why) if isinstance(why, ast.expr) else name
@@ -131,15 +141,22 @@ class Expressions:
         return self.unknown(node, _why(holder))
 
     def method_of(self, of: Function, name: str) -> Function | None:
-        defined = (item for item in cast("ast.ClassDef", of.node).body if isinstance(item, ast.FunctionDef))
-        return next((Function(item, of.scope, self.file) for item in defined if item.name == name), None)
+        defined = (
+            item for item in cast("ast.ClassDef", of.node).body if isinstance(item, ast.FunctionDef)
+        )
+        return next(
+            (Function(item, of.scope, self.file) for item in defined if item.name == name), None
+        )
 
     def kind_of(self, of: Function) -> str:
-        """A class of the script that extends a library's trainer or configuration is taken for that one."""
+        """A class of the script that extends a library's trainer or configuration is taken for that
+        one."""
         node = cast("ast.ClassDef", of.node)
         bases = [self.value(base, of.scope) for base in node.bases]
         known = (
-            b.dotted for b in bases if isinstance(b, Named) and b.dotted.endswith(("Trainer", "Config", "Arguments"))
+            b.dotted
+            for b in bases
+            if isinstance(b, Named) and b.dotted.endswith(("Trainer", "Config", "Arguments"))
         )
         return next(known, node.name)
 
@@ -148,7 +165,11 @@ class Expressions:
         scope, found = of.scope.new_child(), dict[str, Any]()
         for base in cast("ast.ClassDef", of.node).bases:
             above = self.value(base, of.scope)
-            if isinstance(above, Function) and isinstance(above.node, ast.ClassDef) and above.node is not of.node:
+            if (
+                isinstance(above, Function)
+                and isinstance(above.node, ast.ClassDef)
+                and above.node is not of.node
+            ):
                 found |= self.fields_of(above)
         for item in cast("ast.ClassDef", of.node).body:
             match item:
@@ -162,14 +183,17 @@ class Expressions:
         return found
 
     def _default(self, name: str, value: Any) -> Any:
-        """The default in ``field(default=...)``, ``field(default_factory=...)`` and pydantic's ``Field(...)``."""
+        """The default in ``field(default=...)``, ``field(default_factory=...)`` and pydantic's
+        ``Field(...)``."""
         if not isinstance(value, Object) or value.kind.rpartition(".")[2] not in ("field", "Field"):
             return value
         made = value.fields.get("default_factory")
         if isinstance(made, Function) and isinstance(made.node, ast.Lambda):
             return self.value(made.node.body, made.scope)
         first = value.args[0] if value.args else Unknown(name, value.line)
-        return value.fields.get("default", [] if made == Named("list") else {} if made == Named("dict") else first)
+        return value.fields.get(
+            "default", [] if made == Named("list") else {} if made == Named("dict") else first
+        )
 
     def _item(self, holder: Any, key: Any, node: ast.Subscript) -> Any:
         if isinstance(holder, Splits) and isinstance(key, str):
@@ -180,10 +204,16 @@ class Expressions:
                 return cast("Any", holder)[key]
         except (KeyError, IndexError, TypeError):
             pass
-        why = "a column or some rows of a data set" if isinstance(holder, Data) else getattr(holder, "why", "")
+        why = (
+            "a column or some rows of a data set"
+            if isinstance(holder, Data)
+            else getattr(holder, "why", "")
+        )
         return self.unknown(node, why)
 
-    def _dict(self, keys: Sequence[ast.expr | None], values: Sequence[ast.expr], scope: Scope) -> dict[Any, Any]:
+    def _dict(
+        self, keys: Sequence[ast.expr | None], values: Sequence[ast.expr], scope: Scope
+    ) -> dict[Any, Any]:
         found: dict[Any, Any] = {}
         for key, node in zip(keys, values, strict=True):
             value = self.value(node, scope)
@@ -220,7 +250,12 @@ class Expressions:
         if op in (ast.Is, ast.IsNot) and right is None and truth(left) is not None:
             return (left is None) == (op is ast.Is)
         for side, factor in ((left, right), (right, left)):
-            if op is ast.Mult and isinstance(side, Length) and isinstance(factor, int | float) and not side.less:
+            if (
+                op is ast.Mult
+                and isinstance(side, Length)
+                and isinstance(factor, int | float)
+                and not side.less
+            ):
                 return Length(side.share * factor)
         if op is ast.Sub and left == Length() and isinstance(right, int):
             return Length(less=right)
@@ -228,7 +263,9 @@ class Expressions:
             return f"{left.rstrip('/')}/{right}"  # of a pathlib.Path
         listed = isinstance(left, list) and isinstance(right, list) and op is ast.Add
         sized = (
-            all(isinstance(side, int | float) for side in (left, right)) or issubclass(op, ast.cmpop) or op is ast.Add
+            all(isinstance(side, int | float) for side in (left, right))
+            or issubclass(op, ast.cmpop)
+            or op is ast.Add
         )
         if listed or (sized and is_known(left) and is_known(right) and op in _BINARY):
             try:
@@ -237,7 +274,9 @@ class Expressions:
                 return self.unknown(node)
             if is_small(result):
                 return result
-        return self.unknown(node, next((s.why for s in (left, right) if isinstance(s, Unknown)), ""))
+        return self.unknown(
+            node, next((s.why for s in (left, right) if isinstance(s, Unknown)), "")
+        )
 
     def _comprehension(self, node: Any, scope: Scope) -> Any:
         """A comprehension over one short list of known values."""
@@ -253,19 +292,32 @@ class Expressions:
             if False in kept:
                 continue
             key = self.value(node.key, inner) if isinstance(node, ast.DictComp) else None
-            found.append((key, self.value(node.value if isinstance(node, ast.DictComp) else node.elt, inner)))
-        if isinstance(over, Data) and isinstance(node, ast.ListComp | ast.GeneratorExp) and len(node.generators) == 1:
+            found.append(
+                (key, self.value(node.value if isinstance(node, ast.DictComp) else node.elt, inner))
+            )
+        if (
+            isinstance(over, Data)
+            and isinstance(node, ast.ListComp | ast.GeneratorExp)
+            and len(node.generators) == 1
+        ):
             return self._rows(node, over, scope)
         if not sure:
             return self.unknown(node)
         return dict(found) if isinstance(node, ast.DictComp) else [value for _, value in found]
 
     def _rows(self, node: Any, over: Data, scope: Scope) -> Data:
-        """``[function(row) for row in data]``, which is a map, and with a condition also a filter."""
+        """``[function(row) for row in data]``, which is a map, and with a condition also a
+        filter."""
         first, made = node.generators[0], node.elt
         called = self.value(made.func, scope) if isinstance(made, ast.Call) else None
-        plain = isinstance(made, ast.Call) and [ast.unparse(arg) for arg in (*made.args, *made.keywords)]
-        function = called.reference if plain == [ast.unparse(first.target)] and isinstance(called, Function) else ""
+        plain = isinstance(made, ast.Call) and [
+            ast.unparse(arg) for arg in (*made.args, *made.keywords)
+        ]
+        function = (
+            called.reference
+            if plain == [ast.unparse(first.target)] and isinstance(called, Function)
+            else ""
+        )
         name = "filter" if first.ifs else "map"
         if not first.ifs and ast.unparse(made) == ast.unparse(first.target):
             return over

@@ -1,4 +1,5 @@
-"""Command line parsers of a script: argparse, and those that fill dataclasses (transformers, TRL, tyro)."""
+"""Command line parsers of a script: argparse, and those that fill dataclasses (transformers, TRL,
+tyro)."""
 
 from __future__ import annotations
 
@@ -15,7 +16,12 @@ PARSERS = ("ArgumentParser", "HfArgumentParser", "TrlParser", "H4ArgumentParser"
 
 
 def parse(
-    flow: Expressions, parser: Object, name: str, node: ast.Call, args: Sequence[Any], words: Mapping[str, Any]
+    flow: Expressions,
+    parser: Object,
+    name: str,
+    node: ast.Call,
+    args: Sequence[Any],
+    words: Mapping[str, Any],
 ) -> Any:
     """The value of ``parser.name(...)``."""
     if parser.kind.endswith("ArgumentParser") and name == "add_argument":
@@ -27,7 +33,9 @@ def parse(
         return parser  # groups and parsers of commands
     classes = parser.args[0] if parser.args else parser.fields.get("dataclass_types")
     if classes is None:
-        spaces: list[Any] = [Object("Namespace", parser.line, fields=dict(parser.fields), parsed=True)]
+        spaces: list[Any] = [
+            Object("Namespace", parser.line, fields=dict(parser.fields), parsed=True)
+        ]
         return [*spaces, []] if name == "parse_known_args" else spaces[0]
     listed = classes if isinstance(classes, list) else [classes]
     made = [filled(flow, kind, node) for kind in listed]
@@ -39,13 +47,17 @@ def filled(flow: Expressions, kind: Any, node: ast.Call) -> Object:
     made = Object("Arguments", node.lineno, parsed=True)
     if isinstance(kind, Function) and isinstance(kind.node, ast.ClassDef):
         made.kind, made.of, made.fields = flow.kind_of(kind), kind, flow.fields_of(kind)
-        made.fields |= {key: flow.options[spelled(key)] for key in made.fields if spelled(key) in flow.options}
+        made.fields |= {
+            key: flow.options[spelled(key)] for key in made.fields if spelled(key) in flow.options
+        }
     elif isinstance(kind, Named):
         made.kind = kind.dotted
     return made
 
 
-def _add(flow: Expressions, parser: Object, args: Sequence[Any], words: Mapping[str, Any], line: int) -> None:
+def _add(
+    flow: Expressions, parser: Object, args: Sequence[Any], words: Mapping[str, Any], line: int
+) -> None:
     flags = [flag for flag in args if isinstance(flag, str)]
     long = max(flags, key=lambda flag: flag.startswith("--"), default="")
     name = words.get("dest") if isinstance(words.get("dest"), str) else spelled(long)

@@ -1,8 +1,9 @@
 """Follows the values of a Python script without running it: a small evaluator of its statements.
 
-Statements are evaluated in order, with the script's own functions at their calls. A value that only running the script
-would give is an ``Unknown``. Where a condition is not known both branches are followed, and a name that differs after
-them is ``Unknown``. A loop runs once, except over a short list of known values.
+Statements are evaluated in order, with the script's own functions at their calls. A value that only
+running the script would give is an ``Unknown``. Where a condition is not known both branches are
+followed, and a name that differs after them is ``Unknown``. A loop runs once, except over a short
+list of known values.
 """
 
 from __future__ import annotations
@@ -15,7 +16,15 @@ from tunesmith.errors import ConfigError
 from tunesmith.guide.migrate.script.calls import Calls
 from tunesmith.guide.migrate.script.data import Call, Splits, Unknown
 from tunesmith.guide.migrate.script.expressions import LONGEST
-from tunesmith.guide.migrate.script.values import Function, Named, Object, Scope, items_of, short, truth
+from tunesmith.guide.migrate.script.values import (
+    Function,
+    Named,
+    Object,
+    Scope,
+    items_of,
+    short,
+    truth,
+)
 
 _FALLS, _RAISES = object(), object()
 """A block ran to its end; or it ends the program."""
@@ -24,7 +33,8 @@ _DEEPEST, _MOST = 12, 10_000
 
 
 class Flow(Calls):
-    """A script that was followed: every ``Object`` it ``made``, and every data set it ``loaded``, in order."""
+    """A script that was followed: every ``Object`` it ``made``, and every data set it ``loaded``,
+    in order."""
 
     def __init__(self, tree: ast.Module, file: str, options: Mapping[str, Any]) -> None:
         super().__init__(file, options)
@@ -43,7 +53,9 @@ class Flow(Calls):
         for statement in body:
             self._statements += 1
             if self._statements > _MOST:
-                raise ConfigError(f"{self.file} calls its own functions too often to be followed; migrate its parts")
+                raise ConfigError(
+                    f"{self.file} calls its own functions too often to be followed; migrate its parts"
+                )
             result = self._statement(statement, scope)
             if result is not _FALLS:
                 return result
@@ -60,7 +72,9 @@ class Flow(Calls):
                     )
             case ast.ImportFrom(module=module, names=names):
                 for alias in names:
-                    scope[alias.asname or alias.name] = Named(f"{module or ''}.{alias.name}".lstrip("."))
+                    scope[alias.asname or alias.name] = Named(
+                        f"{module or ''}.{alias.name}".lstrip(".")
+                    )
             case ast.Assign(targets=targets, value=value):
                 held = self.value(value, scope)
                 for target in targets:
@@ -70,7 +84,9 @@ class Flow(Calls):
             case ast.AugAssign(target=target, op=op, value=value):
                 self.bind(
                     target,
-                    self.binary(type(op), self.value(target, scope), self.value(value, scope), node),
+                    self.binary(
+                        type(op), self.value(target, scope), self.value(value, scope), node
+                    ),
                     value,
                     scope,
                 )
@@ -111,7 +127,9 @@ class Flow(Calls):
     def _ends(self, node: ast.expr) -> bool:
         return isinstance(node, ast.Call) and ast.unparse(node.func) in ("sys.exit", "exit", "quit")
 
-    def _define(self, node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef, scope: Scope) -> None:
+    def _define(
+        self, node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef, scope: Scope
+    ) -> None:
         scope[node.name] = function = Function(node, scope, self.file)
         if isinstance(node, ast.ClassDef):
             self._run(node.body, scope.new_child())  # its methods may be called by a library only
@@ -125,7 +143,9 @@ class Flow(Calls):
             case ast.Tuple(elts=targets) | ast.List(elts=targets):
                 parts = items_of(value) or []
                 if len(parts) != len(targets):
-                    parts = [value if isinstance(value, Object) else self.unknown(node)] * len(targets)
+                    parts = [value if isinstance(value, Object) else self.unknown(node)] * len(
+                        targets
+                    )
                 for one, part in zip(targets, parts, strict=True):
                     self.bind(one, part, node, scope)
             case ast.Attribute(value=inner, attr=name):
@@ -134,7 +154,9 @@ class Flow(Calls):
                     holder.fields[name] = self._sure(value, node)
                     holder.texts[name] = (f"{name}={ast.unparse(node)}", node.lineno)
                 elif isinstance(holder, Named):
-                    set_to = Call([value], {}, f"{holder.dotted}.{name} = {short(node)}", node.lineno)
+                    set_to = Call(
+                        [value], {}, f"{holder.dotted}.{name} = {short(node)}", node.lineno
+                    )
                     self.record(f"{holder.dotted}.{name}", target, set_to)
             case ast.Subscript(value=inner, slice=key):
                 holder, name = self.value(inner, scope), self.value(key, scope)
@@ -147,7 +169,9 @@ class Flow(Calls):
     def _sure(self, value: Any, node: ast.expr) -> Any:
         return self.unknown(node, "it depends on a condition") if self.undecided else value
 
-    def _if(self, test: ast.expr, body: Sequence[ast.stmt], other: Sequence[ast.stmt], scope: Scope) -> Any:
+    def _if(
+        self, test: ast.expr, body: Sequence[ast.stmt], other: Sequence[ast.stmt], scope: Scope
+    ) -> Any:
         decided = truth(self.value(test, scope))
         if decided is None:
             return self._either([body, other], test, scope)
@@ -168,7 +192,8 @@ class Flow(Calls):
         return result
 
     def _either(self, bodies: Sequence[Sequence[ast.stmt]], why: ast.AST, scope: Scope) -> Any:
-        """Follow each body, of which one runs; afterwards a name has its value if all agree on it."""
+        """Follow each body, of which one runs; afterwards a name has its value if all agree on
+        it."""
         before, ends, last = dict(scope.maps[0]), list[dict[str, Any]](), _RAISES
         self.undecided += 1
         for body in bodies:
@@ -184,10 +209,18 @@ class Flow(Calls):
         self.undecided -= 1
         scope.maps[0].clear()
         for name in dict.fromkeys(name for end in ends for name in end):
-            scope.maps[0][name] = self.merged([end.get(name, scope.get(name)) for end in ends], why, name)
+            scope.maps[0][name] = self.merged(
+                [end.get(name, scope.get(name)) for end in ends], why, name
+            )
         return _FALLS if ends else last
 
-    def enter(self, function: Function, args: Sequence[Any], keywords: Mapping[str, Any], me: Object | None) -> Any:
+    def enter(
+        self,
+        function: Function,
+        args: Sequence[Any],
+        keywords: Mapping[str, Any],
+        me: Object | None,
+    ) -> Any:
         """The value that a function of the script returns."""
         node = function.node
         self._entered.add(node)
@@ -201,5 +234,8 @@ class Flow(Calls):
         self._returned.append([])
         result = self._run(node.body, scope)
         self._depth -= 1
-        results = [*self._returned.pop(), *([] if result is _RAISES else [None if result is _FALLS else result])]
+        results = [
+            *self._returned.pop(),
+            *([] if result is _RAISES else [None if result is _FALLS else result]),
+        ]
         return self.merged(results, node, node.name) if results else None

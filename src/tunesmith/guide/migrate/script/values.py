@@ -1,4 +1,5 @@
-"""The values of a script that is followed: what its names hold, as far as that is known without running it."""
+"""The values of a script that is followed: what its names hold, as far as that is known without
+running it."""
 
 from __future__ import annotations
 
@@ -68,7 +69,8 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
 
 
 def field_of(holder: Object, name: str, options: Mapping[str, Any]) -> tuple[Any] | None:
-    """A field that the script does not set: from the command line, or the library's default. None: not known."""
+    """A field that the script does not set: from the command line, or the library's default. None:
+    not known."""
     if holder.parsed and spelled(name) in options:
         return (options[spelled(name)],)
     kind = holder.kind.rpartition(".")[2]
@@ -88,7 +90,9 @@ def truth(value: Any) -> bool | None:
 
 def items_of(value: Any) -> list[Any] | None:
     if isinstance(value, list | tuple | range):
-        return list(cast("Sequence[Any]", value)) if len(cast("Sequence[Any]", value)) < 1000 else None
+        return (
+            list(cast("Sequence[Any]", value)) if len(cast("Sequence[Any]", value)) < 1000 else None
+        )
     return list(cast("dict[Any, Any]", value)) if isinstance(value, dict) else None
 
 

@@ -1,9 +1,10 @@
 """An SGLang server behind the engine interface.
 
-Weights are passed in a directory that both sides can read. For an update the server is paused, which makes it return
-its unfinished completions; it loads the new weights, and each unfinished completion is sent again with its tokens
-appended to the prompt. So every token's version is exactly that of the weights that sampled it, and no cached prefix
-outlives its weights. Each answer names the server's weights, so a restarted server gets the current ones again.
+Weights are passed in a directory that both sides can read. For an update the server is paused,
+which makes it return its unfinished completions; it loads the new weights, and each unfinished
+completion is sent again with its tokens appended to the prompt. So every token's version is exactly
+that of the weights that sampled it, and no cached prefix outlives its weights. Each answer names
+the server's weights, so a restarted server gets the current ones again.
 """
 
 from __future__ import annotations
@@ -79,7 +80,8 @@ class _Request(RunningRequest):
 
 
 class SglangEngine:
-    """A ``Member`` of a pool: a server that was started elsewhere and keeps its memory, so that sleeping frees nothing.
+    """A ``Member`` of a pool: a server that was started elsewhere and keeps its memory, so that
+    sleeping frees nothing.
 
     Args:
         max_running: limit of concurrent requests.
@@ -126,7 +128,9 @@ class SglangEngine:
         check_sampling(sampling)
         if altered := sampling.altered:
             settings = ", ".join(f"{name} = {value:g}" for name, value in altered.items())
-            raise UserError(f"sampling: {settings}: {_KIND.unaltered_only}; leave out what alters the distribution")
+            raise UserError(
+                f"sampling: {settings}: {_KIND.unaltered_only}; leave out what alters the distribution"
+            )
         state = self._state
         if state != "awake":
             raise EngineError(f"{self.name}: the engine is {state}")
@@ -156,12 +160,15 @@ class SglangEngine:
         for request in requests.values():
             request.interrupted = True
         tasks = set(requests)
-        while tasks:  # repeated, because the server does not know requests that are still in transit
+        while (
+            tasks
+        ):  # repeated, because the server does not know requests that are still in transit
             await self._server.ask("/abort_request", {"abort_all": True})
             tasks = (await asyncio.wait(tasks, timeout=0.1))[1]
 
     async def take(self, version: int, offer: Offer) -> None:
-        """Load the weights of a file offer; requests in flight continue with them. Raises EngineError."""
+        """Load the weights of a file offer; requests in flight continue with them. Raises
+        EngineError."""
         await self._open()
         async with self._loading:
             self._offered = version, offer
@@ -170,7 +177,9 @@ class SglangEngine:
     async def sleep(self, level: int = 1) -> None:
         del level  # the server keeps its memory
         if self._running:
-            raise EngineError(f"{len(self._running)} requests are in flight: an engine sleeps when they have ended")
+            raise EngineError(
+                f"{len(self._running)} requests are in flight: an engine sleeps when they have ended"
+            )
         self._state = "asleep"
 
     async def wake(self) -> None:
@@ -203,7 +212,8 @@ class SglangEngine:
         self._counted["sampled_tokens"] += len(request.token_ids)
 
     async def _open(self) -> None:
-        """Once, before anything else: check that the server answers and serves this model. Raises UserError."""
+        """Once, before anything else: check that the server answers and serves this model. Raises
+        UserError."""
         self._checked = self._checked or asyncio.create_task(self._check_server())
         await asyncio.wait([self._checked])  # which goes on if this request is cancelled
         if self._checked.cancelled():
@@ -213,13 +223,20 @@ class SglangEngine:
     async def _check_server(self) -> None:
         served = self._served
         try:
-            model, server = [await self._server.info(name, START_PATIENCE) for name in ("model_info", "server_info")]
+            model, server = [
+                await self._server.info(name, START_PATIENCE)
+                for name in ("model_info", "server_info")
+            ]
         except EngineError as error:
             port = self._server.url.rpartition(":")[2]
-            command = _KIND.launch.format(path=served.path, port=port if port.isdigit() else "30000")
+            command = _KIND.launch.format(
+                path=served.path, port=port if port.isdigit() else "30000"
+            )
             raise UserError(f"{error}. Start SGLang there with: {command}") from error
         if not model.get("is_generation", True):
-            raise UserError(f"{self.name} serves '{model.get('model_path')}', which does not write text")
+            raise UserError(
+                f"{self.name} serves '{model.get('model_path')}', which does not write text"
+            )
         if model.get("model_type", served.model_type) != served.model_type:
             raise UserError(
                 f"{self.name} serves a '{model['model_type']}' ({model.get('model_path')}); the run's model is a "
@@ -238,8 +255,11 @@ class SglangEngine:
         await self._check_probe()
 
     async def _check_probe(self) -> None:
-        """Refuse a server where a token sampled at the temperature ``HOT`` has a probability other than 1 / V."""
-        probe = await self._server.generate([0], {"temperature": HOT, "max_new_tokens": 1, "ignore_eos": True})
+        """Refuse a server where a token sampled at the temperature ``HOT`` has a probability other
+        than 1 / V."""
+        probe = await self._server.generate(
+            [0], {"temperature": HOT, "max_new_tokens": 1, "ignore_eos": True}
+        )
         logprob: Any = probe.logprobs[0] if probe.logprobs else None
         size = self._served.vocab_size
         # A low-precision server returns only three digits.
@@ -268,14 +288,18 @@ class SglangEngine:
         while request.finish_reason == "abort" and not request.interrupted:
             so_far = [*request.prompt_ids, *written]
             if len(so_far) > self._longest_prompt and written:
-                request.finish_reason = "length"  # too close to the end of the context to be sent again
+                request.finish_reason = (
+                    "length"  # too close to the end of the context to be sent again
+                )
                 break
             await self._not_loading.wait()
             sent, left = self._weights, request.max_new_tokens - len(written)
             answer = await self._server.generate(so_far, settings | {"max_new_tokens": left})
             weights = next((w for w in (sent, self._weights) if w.tag == answer.tag), None)
             aborted = answer.finish_reason == "abort" and not request.interrupted
-            if weights is None or (aborted and sent == self._weights and self._not_loading.is_set()):
+            if weights is None or (
+                aborted and sent == self._weights and self._not_loading.is_set()
+            ):
                 spoiled += 1
             if spoiled > SPOILED:
                 raise EngineError(
@@ -290,11 +314,18 @@ class SglangEngine:
                 self._append(request, answer, weights.version)
 
     def _append(self, request: _Request, answer: Continuation, version: int) -> None:
-        """Append the answer's tokens up to the one that ends the completion. Raises EngineError if one is invalid."""
+        """Append the answer's tokens up to the one that ends the completion. Raises EngineError if
+        one is invalid."""
         for token_id, logprob in zip(answer.token_ids, answer.logprobs, strict=True):
-            if type(token_id) is not int or type(logprob) not in (int, float) or not math.isfinite(logprob):
+            if (
+                type(token_id) is not int
+                or type(logprob) not in (int, float)
+                or not math.isfinite(logprob)
+            ):
                 url = self._server.url
-                raise EngineError(f"{url} answered the token {token_id!r} with the log-probability {logprob!r}")
+                raise EngineError(
+                    f"{url} answered the token {token_id!r} with the log-probability {logprob!r}"
+                )
             reason = request.append(token_id, min(0.0, float(logprob)), version)
             if reason is not None:
                 request.finish_reason = reason
@@ -302,11 +333,14 @@ class SglangEngine:
         request.finish_reason = answer.finish_reason
 
     async def _load_again(self, before: _Weights, tag: str) -> None:
-        """Load the offered weights, unless others were loaded since ``before``; the server now has weights ``tag``."""
+        """Load the offered weights, unless others were loaded since ``before``; the server now has
+        weights ``tag``."""
         async with self._loading:
             if self._weights == before:
                 if before.tag:
-                    self._report(f"{self.name} has lost its weights (it has '{tag}'): they are loaded again")
+                    self._report(
+                        f"{self.name} has lost its weights (it has '{tag}'): they are loaded again"
+                    )
                 await self._load()
 
     async def _load(self) -> None:

@@ -46,11 +46,12 @@ class Continuation:
 class SglangServer:
     """One server.
 
-    All requests raise ``EngineLostError`` if the server was unavailable for ``patience`` seconds or did not answer in
-    time, and ``EngineError`` if it refused or its answer cannot be used.
+    All requests raise ``EngineLostError`` if the server was unavailable for ``patience`` seconds or
+    did not answer in time, and ``EngineError`` if it refused or its answer cannot be used.
 
     Args:
-        patience: seconds for which requests are retried while the server cannot be reached or cannot serve.
+        patience: seconds for which requests are retried while the server cannot be reached or
+            cannot serve.
     """
 
     def __init__(self, url: str, patience: float = PATIENCE) -> None:
@@ -62,7 +63,9 @@ class SglangServer:
         """The server's self-description: ``model_info`` or ``server_info``."""
         answer = await self.ask(f"/{name}", patience=patience)
         if not isinstance(answer, dict):
-            raise EngineError(f"{self.url}/{name} answered {one_line(str(answer))}, which is not a JSON object")
+            raise EngineError(
+                f"{self.url}/{name} answered {one_line(str(answer))}, which is not a JSON object"
+            )
         return cast("dict[str, Any]", answer)
 
     async def generate(self, input_ids: Sequence[int], settings: dict[str, Any]) -> Continuation:
@@ -91,11 +94,19 @@ class SglangServer:
             return _read(answer)
         except (KeyError, IndexError, TypeError, ValueError, AttributeError):
             shown = one_line(str(answer))
-            raise EngineError(f"{self.url}/generate answered what SGLang 0.5.23 does not: {shown}") from None
+            raise EngineError(
+                f"{self.url}/generate answered what SGLang 0.5.23 does not: {shown}"
+            ) from None
 
     async def load(self, directory: Path, tag: str) -> None:
-        """Abort all requests and load weights, which the server then reports as ``tag``. It stays paused."""
-        update = {"model_path": str(directory), "load_format": "auto", "weight_version": tag, "flush_cache": True}
+        """Abort all requests and load weights, which the server then reports as ``tag``. It stays
+        paused."""
+        update = {
+            "model_path": str(directory),
+            "load_format": "auto",
+            "weight_version": tag,
+            "flush_cache": True,
+        }
         await self.ask("/pause_generation", {"mode": "abort"}, deadline=UPDATE)
         answer = await self.ask("/update_weights_from_disk", update, deadline=UPDATE)
         current = (await self.info("model_info")).get("weight_version")
@@ -110,7 +121,12 @@ class SglangServer:
         await self.ask("/continue_generation", {}, patience=patience)
 
     async def ask(
-        self, path: str, body: Any = None, *, patience: float | None = None, deadline: float | None = None
+        self,
+        path: str,
+        body: Any = None,
+        *,
+        patience: float | None = None,
+        deadline: float | None = None,
     ) -> Any:
         """The JSON of an answer to a GET, or to a POST of ``body``; None for an empty answer."""
         return await self._persist(lambda: self._once(path, body, deadline), patience)
@@ -120,8 +136,11 @@ class SglangServer:
         if self._session is not None:
             await self._session.close()
 
-    async def _persist(self, attempt: Callable[[], Awaitable[T]], patience: float | None = None) -> T:
-        """Try until it works, the server refuses, or it was unavailable for ``patience`` seconds."""
+    async def _persist(
+        self, attempt: Callable[[], Awaitable[T]], patience: float | None = None
+    ) -> T:
+        """Try until it works, the server refuses, or it was unavailable for ``patience``
+        seconds."""
         patience = self._patience if patience is None else patience
         failures, since = 0, 0.0
         while True:
@@ -141,18 +160,24 @@ class SglangServer:
         deadline = ANSWER if deadline is None else deadline
         if self._session is None:
             limits = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT)
-            self._session = aiohttp.ClientSession(timeout=limits, connector=aiohttp.TCPConnector(limit=0))
+            self._session = aiohttp.ClientSession(
+                timeout=limits, connector=aiohttp.TCPConnector(limit=0)
+            )
         data = None if body is None else json.dumps(body).encode()
         limit = asyncio.timeout(deadline)
         try:
             async with limit:
-                return await request_json(self._session, self.url + path, data, longest=ANSWER_BYTES)
+                return await request_json(
+                    self._session, self.url + path, data, longest=ANSWER_BYTES
+                )
         except BadAnswer as error:
             raise EngineError(str(error)) from None
         except TimeoutError:
             if not limit.expired():
                 raise
-            raise EngineLostError(f"the server {self.url} has not answered {path} for {deadline:g} s") from None
+            raise EngineLostError(
+                f"the server {self.url} has not answered {path} for {deadline:g} s"
+            ) from None
 
     def _forget(self, task: asyncio.Task[Any]) -> None:
         self._aborts.discard(task)

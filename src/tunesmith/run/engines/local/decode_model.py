@@ -1,8 +1,10 @@
-"""The decoding model: the trainer's, with the matrix products that are fastest for few rows on this machine.
+"""The decoding model: the trainer's, with the matrix products that are fastest for few rows on this
+machine.
 
-On a CPU, products of few rows take most of a decode step. Their weights are prepared once per version, in the fastest
-kinds (``kernels.products``). For a bfloat16 model the rows are in bfloat16, as in the trainer, or in float32, which is
-more exact. An adapter on a small model is merged into a float32 copy first.
+On a CPU, products of few rows take most of a decode step. Their weights are prepared once per
+version, in the fastest kinds (``kernels.products``). For a bfloat16 model the rows are in bfloat16,
+as in the trainer, or in float32, which is more exact. An adapter on a small model is merged into a
+float32 copy first.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ class DecodeModel:
         self._model = model
         on_cpu = model.device.type == "cpu" and not is_quantised(model.module)
         numbers = sum(p.numel() for p in model.module.parameters())
-        # In larger models, the two small products that an adapter adds to each large one matter less.
+        # In larger models, the two small products that an adapter adds to each large one matter
+        # less.
         self._merges = on_cpu and model.adapter is not None and numbers <= SMALL
         dtype = torch.float32 if self._merges else model.module.dtype
         self._kinds: tuple[str, str] | None = None
@@ -41,7 +44,8 @@ class DecodeModel:
         self.refresh()
 
     def refresh(self) -> None:
-        """Drop prepared weights: the trainer's weights have changed, or the memory is needed elsewhere."""
+        """Drop prepared weights: the trainer's weights have changed, or the memory is needed
+        elsewhere."""
         self._merged: CausalLM | None = None
         self._decoder: CausalLM | None = None
         self._head: Product | None = None
@@ -54,13 +58,16 @@ class DecodeModel:
             if whole.lean is not None and (name := self._chosen(whole)[0]) != "plain":
                 kind = LAYERS[whole.module.dtype][name]
                 rows = kind.rows or whole.module.dtype
-                self._decoder = dataclasses.replace(whole, lean=whole.lean.with_products(kind.prepare, rows))
+                self._decoder = dataclasses.replace(
+                    whole, lean=whole.lean.with_products(kind.prepare, rows)
+                )
         return self._decoder
 
     @torch.inference_mode(False)
     @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:
-        """``[T, V]`` float32 on a CPU. Rounding to bfloat16 would change log-probabilities by up to 0.03."""
+        """``[T, V]`` float32 on a CPU. Rounding to bfloat16 would change log-probabilities by up to
+        0.03."""
         if self._head is None:
             whole = self._whole()
             head, bias = whole.head.weight, cast("Tensor | None", whole.head.bias)
@@ -76,7 +83,8 @@ class DecodeModel:
         return "plain", "plain" if whole.head.weight.dtype == torch.float32 else "float32"
 
     def _whole(self) -> CausalLM:
-        """The model with its adapter merged: unmerged, each large product has two small ones and Python calls more."""
+        """The model with its adapter merged: unmerged, each large product has two small ones and
+        Python calls more."""
         if not self._merges:
             return self._model
         if self._merged is None:

@@ -1,7 +1,7 @@
 """The embedded rollout engine: continuous batching in process, on the trainer's own parameters.
 
-Its steps run on its ``StepThread``; requests and new weights are taken between steps. Unlike vLLM it shares only whole
-prompts, and keeps no second copy of the weights.
+Its steps run on its ``StepThread``; requests and new weights are taken between steps. Unlike vLLM
+it shares only whole prompts, and keeps no second copy of the weights.
 """
 
 from __future__ import annotations
@@ -37,15 +37,16 @@ from tunesmith.types import Completion, FinishReason, Sampling
 class LocalEngine:
     """Implements ``RolloutEngine`` on the trainer's own model: no copy, no synchronisation.
 
-    It reads the parameters while requests are in flight. Before they change in place, requests have to end or be
-    interrupted, unless ``update`` changes them.
+    It reads the parameters while requests are in flight. Before they change in place, requests have
+    to end or be interrupted, unless ``update`` changes them.
 
     Args:
         kv_bytes: hard budget of KV memory.
         max_running: limit of requests decoded together.
         max_prefill_tokens: limit of tokens per prefill pass.
         block_size: tokens by which KV memory is counted and grows.
-        compiled: decode with functions compiled for this CPU, if there is a compiler and the model is supported.
+        compiled: decode with functions compiled for this CPU, if there is a compiler and the model
+            is supported.
         eos_token_ids: None takes those of the model's generation config and tokenizer.
         limits: the hardware's, for ``stats().attainable_seconds``.
         speculation: draft tokens ahead, without changing the completions.
@@ -53,7 +54,8 @@ class LocalEngine:
         weights: the model's, if nothing else uses them; ``sleep`` at level 2 offloads them.
 
     Raises:
-        UserError: the budget is too small for a single request, or the assistant does not fit the model.
+        UserError: the budget is too small for a single request, or the assistant does not fit the
+            model.
     """
 
     def __init__(
@@ -73,7 +75,9 @@ class LocalEngine:
     ) -> None:
         self._model, self._kv_bytes, self._speculation = model, kv_bytes, speculation
         self._update, self._weights = update, weights
-        self._eos = frozenset(end_of_sequence_ids(model) if eos_token_ids is None else eos_token_ids)
+        self._eos = frozenset(
+            end_of_sequence_ids(model) if eos_token_ids is None else eos_token_ids
+        )
         self._context: int = text_config(model).max_position_embeddings
         self._vocab_size: int = model.head.out_features
         self.version = 0
@@ -105,7 +109,9 @@ class LocalEngine:
         try:
             return await asyncio.wrap_future(request.done)
         except asyncio.CancelledError:
-            if self._state != "closed":  # wait for the end of the current step: the weights may change afterwards
+            if (
+                self._state != "closed"
+            ):  # wait for the end of the current step: the weights may change afterwards
                 await asyncio.shield(self._thread.call(lambda: self._scheduler.release([request])))
             raise
         finally:
@@ -139,13 +145,16 @@ class LocalEngine:
         await self._thread.call(load)
 
     async def sleep(self, level: int = 1) -> None:
-        """Free the KV memory and prepared weights; at level 2 also the weights, unless the trainer uses them.
+        """Free the KV memory and prepared weights; at level 2 also the weights, unless the trainer
+        uses them.
 
         Raises:
             EngineError: requests are in flight.
         """
         if self._in_flight:
-            raise EngineError("the engine cannot sleep while requests are in flight: await them first")
+            raise EngineError(
+                "the engine cannot sleep while requests are in flight: await them first"
+            )
         if self._state == "awake":
             self._state = "asleep"
 
@@ -187,7 +196,11 @@ class LocalEngine:
     def _request(self, prompt_ids: tuple[int, ...], sampling: Sampling) -> LocalRequest:
         """Check the arguments and build a request."""
         if self._state != "awake":
-            raise EngineError("the engine is closed" if self._state == "closed" else "the engine is asleep: wake it")
+            raise EngineError(
+                "the engine is closed"
+                if self._state == "closed"
+                else "the engine is asleep: wake it"
+            )
         check_sampling(sampling)
         prompt = len(prompt_ids)
         if not 0 < prompt < self._context:
@@ -197,7 +210,9 @@ class LocalEngine:
                 else "the prompt is empty: at least one token is needed"
             )
         if not 0 <= min(prompt_ids) <= max(prompt_ids) < self._vocab_size:
-            raise UserError(f"the prompt holds a token id outside the vocabulary of {self._vocab_size}")
+            raise UserError(
+                f"the prompt holds a token id outside the vocabulary of {self._vocab_size}"
+            )
         tokenizer: Any = self._model.tokenizer
         request = LocalRequest(
             prompt_ids=prompt_ids,
@@ -219,7 +234,8 @@ class LocalEngine:
         return request
 
     def _step(self) -> bool:
-        """One prefill of the requests that can start; if there are none, one decode step of all running requests."""
+        """One prefill of the requests that can start; if there are none, one decode step of all
+        running requests."""
         if not (self._whole and self._scheduler.has_work):
             return False
         started = time.perf_counter()
@@ -229,7 +245,9 @@ class LocalEngine:
             hidden = self._runner.run(batch)
             tokens, logprobs = self._runner.draw(hidden, *batch.states())
             if any(map(math.isnan, logprobs)):
-                raise EngineError("the model's logits are not finite: the weights may have diverged")
+                raise EngineError(
+                    "the model's logits are not finite: the weights may have diverged"
+                )
             ended = batch.append(tokens, logprobs, self.version)
             self._meter.count(batch, self._pool.used, time.perf_counter() - started)
             self._scheduler.release(list(ended))
@@ -270,7 +288,10 @@ def end_of_sequence_ids(model: CausalLM) -> set[int]:
     """End-of-sequence ids of the generation config and of the tokenizer."""
     eos_ids: set[int] = set()
     generation = getattr(model.module, "generation_config", None)
-    for ids in (getattr(generation, "eos_token_id", None), getattr(model.tokenizer, "eos_token_id", None)):
+    for ids in (
+        getattr(generation, "eos_token_id", None),
+        getattr(model.tokenizer, "eos_token_id", None),
+    ):
         if ids is not None:
             eos_ids.update([ids] if isinstance(ids, int) else ids)
     return eos_ids

@@ -1,7 +1,7 @@
 """One model's keys and values: a tensor with two rectangular banks, whose rows can move.
 
-Shape legend: ``P`` planes (the keys and the values of each layer), ``R`` rows, ``K`` key/value heads, ``C`` slots of a
-row, ``D`` head size.
+Shape legend: ``P`` planes (the keys and the values of each layer), ``R`` rows, ``K`` key/value
+heads, ``C`` slots of a row, ``D`` head size.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ class Bank:
 
 
 class KVMemory:
-    """One model's keys and values: one tensor, with the prompt bank at its front and the other bank at its back.
+    """One model's keys and values: one tensor, with the prompt bank at its front and the other bank
+    at its back.
 
     One extra plane is the staging area for rows that move, so that moving takes no other memory.
     """
@@ -65,7 +66,8 @@ class KVMemory:
         self.allocate()
 
     def allocate(self) -> None:
-        """Allocate the memory, zeroed: a masked slot must be finite too, because 0 times NaN is NaN.
+        """Allocate the memory, zeroed: a masked slot must be finite too, because 0 times NaN is
+        NaN.
 
         On a CPU, pages are allocated on first write, so unused slots take no memory.
         """
@@ -74,7 +76,9 @@ class KVMemory:
         if device.type != "cpu" or sys.platform == "win32":
             self._use(torch.zeros(shape, dtype=dtype, device=device))
             return
-        pages = mmap.mmap(-1, shape[0] * shape[1] * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        pages = mmap.mmap(
+            -1, shape[0] * shape[1] * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        )
         self._use(torch.frombuffer(pages, dtype=dtype).view(shape))
 
     def free(self) -> None:
@@ -86,20 +90,27 @@ class KVMemory:
 
     def _use(self, memory: Tensor) -> None:
         self._memory = memory
-        self.prompts, self.completions = self._bank((0, 0), front=True), self._bank((0, 0), front=False)
+        self.prompts, self.completions = (
+            self._bank((0, 0), front=True),
+            self._bank((0, 0), front=False),
+        )
 
     def _bank(self, shape: Shape, *, front: bool) -> Bank:
         rows, capacity = shape
         size = rows * capacity * self._width
         start = 0 if front else self._memory.shape[1] - size
         heads, dim = self.layout.kv_heads, self.layout.head_dim
-        memory = self._memory[:-1, start : start + size].view(self.layout.planes, rows, heads, capacity, dim)
+        memory = self._memory[:-1, start : start + size].view(
+            self.layout.planes, rows, heads, capacity, dim
+        )
         return Bank(shape, memory, memory.flatten(1, 3).unbind(0))
 
     def arranged(self, old: Bank, order: Sequence[int], length: int, shape: Shape) -> Bank:
-        """A bank whose row ``i`` has the first ``length`` slots of row ``order[i]`` of ``old``, which it overwrites.
+        """A bank whose row ``i`` has the first ``length`` slots of row ``order[i]`` of ``old``,
+        which it overwrites.
 
-        Rows move through the staging plane; if the shape is unchanged, only rows whose place changes are moved.
+        Rows move through the staging plane; if the shape is unchanged, only rows whose place
+        changes are moved.
         """
         same = shape == old.shape
         new = old if same else self._bank(shape, front=old is self.prompts)

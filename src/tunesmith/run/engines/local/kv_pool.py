@@ -1,9 +1,10 @@
 """Memory for keys and values, within a hard budget.
 
-The scheduler decides which requests run; only the pool and the attention that reads it know where tokens are. The pool
-has two rectangular banks: a row per prompt, and a row per running request for its generated tokens. Rectangles let
-attention on a CPU read strided views without a gather; the slots they waste count against the budget. Rows in use are
-kept together at the front of their bank, so that a step reads one view of each.
+The scheduler decides which requests run; only the pool and the attention that reads it know where
+tokens are. The pool has two rectangular banks: a row per prompt, and a row per running request for
+its generated tokens. Rectangles let attention on a CPU read strided views without a gather; the
+slots they waste count against the budget. Rows in use are kept together at the front of their bank,
+so that a step reads one view of each.
 """
 
 from __future__ import annotations
@@ -29,7 +30,12 @@ class KVPool:
     """
 
     def __init__(
-        self, layouts: Sequence[KVLayout], kv_bytes: int, *, max_running: int = 256, block_size: int = 16
+        self,
+        layouts: Sequence[KVLayout],
+        kv_bytes: int,
+        *,
+        max_running: int = 256,
+        block_size: int = 16,
     ) -> None:
         self.block_size, self._max_running = block_size, max_running
         slot_bytes = sum(layout.slot_bytes for layout in layouts)
@@ -64,13 +70,21 @@ class KVPool:
     def prompt(self, token_ids: tuple[int, ...], rotary_length: int) -> CachedPrompt | None:
         """The prompt, if it is in the pool and computed with the current weights."""
         key = token_ids, rotary_length
-        return next((p for p in self.prompts if not p.stale and (p.token_ids, p.rotary_length) == key), None)
+        return next(
+            (p for p in self.prompts if not p.stale and (p.token_ids, p.rotary_length) == key), None
+        )
 
     def can_admit(self, requests: Sequence[LocalRequest]) -> bool:
         """Whether these requests and their prompts fit in addition to the running ones."""
-        return self._fits(self._in_use(requests), len(self.running) + len(requests), self._length(requests, HEADROOM))
+        return self._fits(
+            self._in_use(requests),
+            len(self.running) + len(requests),
+            self._length(requests, HEADROOM),
+        )
 
-    def admit(self, requests: Sequence[LocalRequest], waiting: Sequence[LocalRequest]) -> list[CachedPrompt]:
+    def admit(
+        self, requests: Sequence[LocalRequest], waiting: Sequence[LocalRequest]
+    ) -> list[CachedPrompt]:
         """Give each request a row, evicting unused prompts if space is needed.
 
         Args:
@@ -92,7 +106,8 @@ class KVPool:
         return fresh
 
     def grow(self, waiting: Sequence[LocalRequest]) -> bool:
-        """Make room for the next token of every running request; False if there is too little memory for all."""
+        """Make room for the next token of every running request; False if there is too little
+        memory for all."""
         length = self._length()
         if length <= self.capacity:
             return True
@@ -119,7 +134,8 @@ class KVPool:
         self._close_gaps()
 
     def clear(self) -> list[LocalRequest]:
-        """Drop everything and free the memory, until ``allocate``; returns the requests that were running."""
+        """Drop everything and free the memory, until ``allocate``; returns the requests that were
+        running."""
         running, self.running, self.prompts = self.running, [], []
         for memory in self.memories:
             memory.free()
@@ -142,7 +158,8 @@ class KVPool:
         return -(-tokens // self.block_size) * self.block_size
 
     def _in_use(self, admitted: Sequence[LocalRequest] = ()) -> dict[CachedPrompt, None]:
-        """Prompts that running or admitted requests use, which must not be evicted; a set that keeps its order."""
+        """Prompts that running or admitted requests use, which must not be evicted; a set that
+        keeps its order."""
         used: dict[CachedPrompt, None] = {p: None for p in self.prompts if p.running}
         used.update({r.prompt: None for r in admitted if r.prompt is not None})
         return used
@@ -153,40 +170,64 @@ class KVPool:
         return max(min(n + headroom, r.kv_length) for n, r in rows)
 
     def _fits(self, prompts: Collection[CachedPrompt], rows: int, length: int) -> bool:
-        return len(prompts) * self._padded(max(map(len, prompts))) + rows * self._padded(length) <= self.total
+        return (
+            len(prompts) * self._padded(max(map(len, prompts))) + rows * self._padded(length)
+            <= self.total
+        )
 
-    def _reserve(self, admitted: Sequence[LocalRequest], length: int, waiting: Sequence[LocalRequest]) -> None:
+    def _reserve(
+        self, admitted: Sequence[LocalRequest], length: int, waiting: Sequence[LocalRequest]
+    ) -> None:
         """Resize the banks for running and admitted requests, with ``length`` slots per row.
 
         If they do not fit, unused prompts are evicted, least recently used first.
         """
         used, wanted = self._in_use(admitted), {r.prompt_ids for r in waiting}
-        unused = sorted((p for p in self.prompts if p not in used), key=lambda p: (p.token_ids in wanted, p.used_at))
+        unused = sorted(
+            (p for p in self.prompts if p not in used),
+            key=lambda p: (p.token_ids in wanted, p.used_at),
+        )
         rows = len(self.running) + len(admitted)
         while not self._fits(kept := [*used, *unused], rows, length):
             unused.pop(0)
         self._close_gaps(set(self.prompts).difference(kept))
-        self._reshape((len(kept), self._padded(max(map(len, kept)))), (rows, self._padded(length)), len(waiting))
+        self._reshape(
+            (len(kept), self._padded(max(map(len, kept)))),
+            (rows, self._padded(length)),
+            len(waiting),
+        )
 
     def _reshape(self, prompts: Shape, completions: Shape, waiting: int) -> None:
-        """Give both banks at least these shapes, and the second bank some slack if the budget allows it."""
+        """Give both banks at least these shapes, and the second bank some slack if the budget
+        allows it."""
         now = self._prompt_shape, self._shape
-        stay = [rows <= now[i][0] and length <= now[i][1] for i, (rows, length) in enumerate((prompts, completions))]
+        stay = [
+            rows <= now[i][0] and length <= now[i][1]
+            for i, (rows, length) in enumerate((prompts, completions))
+        ]
         if all(stay):
             return
         rows, length = completions
         longest = max([length, *(self._padded(r.kv_length) for r in self.running)])
-        roomy = min(self._max_running, rows + waiting), min(longest, self._padded(length + length // 2))
+        roomy = (
+            min(self._max_running, rows + waiting),
+            min(longest, self._padded(length + length // 2)),
+        )
         first = now[0] if stay[0] else prompts
         choices = (first, now[1] if stay[1] else roomy), (first, now[1] if stay[1] else completions)
-        new = next((c for c in choices if _size(c[0]) + _size(c[1]) <= self.total), (prompts, completions))
+        new = next(
+            (c for c in choices if _size(c[0]) + _size(c[1]) <= self.total), (prompts, completions)
+        )
         moves = [lambda: self._order_prompts(range(len(self.prompts)), new[0])]
         moves.append(lambda: self._order_running(self._by_length(), new[1]))
-        for move in moves if _size(new[0]) <= _size(now[0]) else reversed(moves):  # the bank that shrinks moves first
+        for move in (
+            moves if _size(new[0]) <= _size(now[0]) else reversed(moves)
+        ):  # the bank that shrinks moves first
             move()
 
     def _close_gaps(self, forgotten: set[CachedPrompt] | None = None) -> None:
-        """Order prompts in use before unused ones, and requests with long completions before others."""
+        """Order prompts in use before unused ones, and requests with long completions before
+        others."""
 
         def zone(prompt: CachedPrompt) -> int | None:
             if prompt.running:
@@ -197,8 +238,11 @@ class KVPool:
         self._order_running(self._by_length(), self._shape)
 
     def _by_length(self) -> list[int]:
-        """An order of the running requests, longest first: attention computes rows of similar length together."""
-        return compact(self.running, lambda r: None if r.prompt is None else -length_class(r.cached))
+        """An order of the running requests, longest first: attention computes rows of similar
+        length together."""
+        return compact(
+            self.running, lambda r: None if r.prompt is None else -length_class(r.cached)
+        )
 
     def _order_prompts(self, order: Sequence[int], shape: Shape) -> None:
         """Move row ``order[i]`` to row ``i``; other rows are dropped."""
@@ -210,7 +254,11 @@ class KVPool:
             prompt.row = row
 
     def _order_running(self, order: Sequence[int], shape: Shape) -> None:
-        moving = order if shape != self._shape else [row for place, row in enumerate(order) if row != place]
+        moving = (
+            order
+            if shape != self._shape
+            else [row for place, row in enumerate(order) if row != place]
+        )
         longest = max((self.running[i].cached for i in moving), default=0)
         for memory in self.memories:
             memory.completions = memory.arranged(memory.completions, order, longest, shape)
@@ -229,7 +277,8 @@ def length_class(tokens: int) -> int:
 
 
 def compact(items: Sequence[_Item], zone: Callable[[_Item], int | None]) -> list[int]:
-    """An order (of indices) in which each zone is contiguous and few items move; None drops an item.
+    """An order (of indices) in which each zone is contiguous and few items move; None drops an
+    item.
 
     Example:
         >>> compact("aXbXc", lambda c: None if c == "X" else 0)

@@ -27,9 +27,18 @@ class Meter:
         if batch.prefill is None:
             drafted, own = sum(map(len, batch.drafts)), sum(r.cached for r in rows)
             shared = sum(len(p) for p in {r.prompt for r in rows} if p is not None)
-            tokens, read, pairs = len(rows) + drafted, own + shared, own + sum(len(r.prompt_ids) for r in rows)
+            tokens, read, pairs = (
+                len(rows) + drafted,
+                own + shared,
+                own + sum(len(r.prompt_ids) for r in rows),
+            )
             accepted = batch.sampled - len(rows)
-            step = EngineStats(decode_steps=1, decode_seconds=seconds, drafted_tokens=drafted, accepted_tokens=accepted)
+            step = EngineStats(
+                decode_steps=1,
+                decode_seconds=seconds,
+                drafted_tokens=drafted,
+                accepted_tokens=accepted,
+            )
         else:
             tokens, read = sum(map(len, batch.prefill)), 0
             pairs = sum(len(p) * (2 * p.positions[0] + len(p) + 1) // 2 for p in batch.prefill)

@@ -1,9 +1,12 @@
-"""A decode step of a lean decoder on a CPU: its large products, with functions compiled from C++ between them.
+"""A decode step of a lean decoder on a CPU: its large products, with functions compiled from C++
+between them.
 
-A layer is four products and four calls. The residual stream is float32; keys and values have the bank's dtype. The
-operations are those of ``kernels.lean`` and ``DecodeAttention``, with fewer roundings.
+A layer is four products and four calls. The residual stream is float32; keys and values have the
+bank's dtype. The operations are those of ``kernels.lean`` and ``DecodeAttention``, with fewer
+roundings.
 
-Shape legend: ``B`` rows, ``d`` hidden size, ``H`` query heads, ``K`` key/value heads, ``D`` head size.
+Shape legend: ``B`` rows, ``d`` hidden size, ``H`` query heads, ``K`` key/value heads, ``D`` head
+size.
 """
 
 from __future__ import annotations
@@ -25,7 +28,8 @@ from tunesmith.run.engines.local.requests import LocalRequest, prompt_places
 TYPES = (torch.float32, torch.bfloat16)
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
 TOGETHER = 8
-"""The most query heads of one key/value head that are computed together, unless a single row has more."""
+"""The most query heads of one key/value head that are computed together, unless a single row has
+more."""
 TABLE = 1024
 """Positions by which rotary tables grow."""
 
@@ -38,9 +42,23 @@ class BankData(Structure):
 
 class StepData(Structure):
     _fields_ = (
-        *((name, c_int64) for name in ("rows", "heads", "kv_heads", "dim", "threads", "narrow_rows", "narrow_bank")),
+        *(
+            (name, c_int64)
+            for name in (
+                "rows",
+                "heads",
+                "kv_heads",
+                "dim",
+                "threads",
+                "narrow_rows",
+                "narrow_bank",
+            )
+        ),
         ("blocks", c_int64),
-        *((name, c_void_p) for name in ("starts", "order", "prompt_row", "prompt", "written", "table")),
+        *(
+            (name, c_void_p)
+            for name in ("starts", "order", "prompt_row", "prompt", "written", "table")
+        ),
         ("prompts", BankData),
         ("own", BankData),
     )
@@ -51,7 +69,10 @@ class LayerData(Structure):
         *((name, c_int64) for name in ("plane", "window")),
         *((name, c_float) for name in ("scale", "softcap", "eps")),
         *((name, c_void_p) for name in ("q_norm", "k_norm", "cos", "sin")),
-        *((name, c_void_p) for name in ("before_attention", "after_attention", "before_mlp", "after_mlp")),
+        *(
+            (name, c_void_p)
+            for name in ("before_attention", "after_attention", "before_mlp", "after_mlp")
+        ),
         *((name, ProductData) for name in PRODUCTS),
         ("activation", c_int64),
         ("norm_eps", c_float),
@@ -62,7 +83,12 @@ def loaded() -> Any:
     """The compiled functions; None where they cannot be compiled."""
     found = functions()
     if found is not None:
-        step, layer, place, pointers = POINTER(StepData), POINTER(LayerData), c_void_p, (c_void_p,) * 4
+        step, layer, place, pointers = (
+            POINTER(StepData),
+            POINTER(LayerData),
+            c_void_p,
+            (c_void_p,) * 4,
+        )
         found.tunesmith_attend.argtypes = (step, layer, place, place)
         found.tunesmith_add_norm.argtypes = (step, c_int64, *pointers, c_float, place)
         found.tunesmith_gated.argtypes = (step, c_int64, place, place, c_int64)
@@ -75,15 +101,21 @@ def loaded() -> Any:
 
 def fits(model: CausalLM) -> bool:
     """Whether the compiled functions compute this model's layers."""
-    return model.device.type == "cpu" and model.lean is not None and model.lean.usable and model.dtype in TYPES
+    return (
+        model.device.type == "cpu"
+        and model.lean is not None
+        and model.lean.usable
+        and model.dtype in TYPES
+    )
 
 
 def kv_dtype(model: CausalLM, *, compiled: bool) -> torch.dtype:
-    """The KV cache's dtype for fastest decoding: the model's, but float32 on a CPU that decodes with PyTorch's batched
-    products, which are three times as fast in it."""
+    """The KV cache's dtype for fastest decoding: the model's, but float32 on a CPU that decodes
+    with PyTorch's batched products, which are three times as fast in it."""
     if model.device.type != "cpu":
         return model.dtype
-    # The memory plan uses it before anything is compiled, so it does not depend on whether compiling succeeds.
+    # The memory plan uses it before anything is compiled, so it does not depend on whether
+    # compiling succeeds.
     return model.dtype if compiled and fits(model) else torch.float32
 
 
@@ -100,22 +132,36 @@ class _Block:
 
     def __init__(self, layer: Layer) -> None:
         self.layer = layer
-        self.before_attention, self.before_mlp = _Weights(layer.before_attention), _Weights(layer.before_mlp)
+        self.before_attention, self.before_mlp = (
+            _Weights(layer.before_attention),
+            _Weights(layer.before_mlp),
+        )
         others = (layer.after_attention, layer.after_mlp, layer.q_norm, layer.k_norm)
-        self.after_attention, self.after_mlp, self._q, self._k = (norm and _Weights(norm) for norm in others)
+        self.after_attention, self.after_mlp, self._q, self._k = (
+            norm and _Weights(norm) for norm in others
+        )
         scale, window, softcap = layer.rule
         self.data = LayerData(2 * layer.index, window or 0, scale, softcap or 0)
         if self._q is not None and self._k is not None:
-            self.data.eps, self.data.q_norm, self.data.k_norm = self._q.eps, self._q.address, self._k.address
+            self.data.eps, self.data.q_norm, self.data.k_norm = (
+                self._q.eps,
+                self._q.address,
+                self._k.address,
+            )
         for name in ("before_attention", "after_attention", "before_mlp", "after_mlp"):
             norm: _Weights | None = getattr(self, name)
             setattr(self.data, name, norm and norm.address)
-        self.data.activation, self.data.norm_eps = ACTIVATIONS[layer.activation], self.before_mlp.eps
+        self.data.activation, self.data.norm_eps = (
+            ACTIVATIONS[layer.activation],
+            self.before_mlp.eps,
+        )
         products = [getattr(layer, name) for name in PRODUCTS]
         self.whole = all(isinstance(product, Compiled) for product in products)
         """Whether all of the layer is compiled."""
         if self.whole:
-            self.data.qkv, self.data.out, self.data.gate_up, self.data.down = (product.data for product in products)
+            self.data.qkv, self.data.out, self.data.gate_up, self.data.down = (
+                product.data for product in products
+            )
 
 
 class _Decoder:
@@ -128,13 +174,16 @@ class _Decoder:
         self.whole = all(block.whole for block in self.blocks)
 
     def rotate_by(self, tables: Mapping[str | None, tuple[Tensor, Tensor]]) -> None:
-        for data, block, kind in zip(self.layers, self.blocks, self.decoder.layer_types, strict=True):
+        for data, block, kind in zip(
+            self.layers, self.blocks, self.decoder.layer_types, strict=True
+        ):
             if block.layer.rotates:
                 data.cos, data.sin = (table.data_ptr() for table in tables[kind])
 
 
 class RowsData:
-    """Which rows share a prompt, from ``prompt_places``, as the functions read it. Rebuilt when these change."""
+    """Which rows share a prompt, from ``prompt_places``, as the functions read it. Rebuilt when
+    these change."""
 
     def __init__(self, places: Sequence[tuple[int, int]], share: int) -> None:
         self.places = places
@@ -163,15 +212,20 @@ class NativeDecode:
         self._tables: dict[str | None, tuple[Tensor, Tensor]] = {}
 
     def hidden(self, lean: LeanDecoder, running: Sequence[LocalRequest]) -> Tensor:
-        """The hidden states ``[B, d]`` of each request's last token; ``running`` are all requests, by row."""
+        """The hidden states ``[B, d]`` of each request's last token; ``running`` are all requests,
+        by row."""
         if self._decoder is None or self._decoder.decoder is not lean:
             self._decoder = _Decoder(lean)
         decoder, count = self._decoder, len(running)
         written = [r.cached for r in running]
         positions = [len(r.prompt_ids) + n for r, n in zip(running, written, strict=True)]
-        numbers = torch.tensor([[r.token_ids[-1] for r in running], written, positions, range(count)])  # [4, B]
+        numbers = torch.tensor(
+            [[r.token_ids[-1] for r in running], written, positions, range(count)]
+        )  # [4, B]
         embedded = lean.model.embed_tokens(numbers[0])
-        decoder.rotate_by(tables := self._rotary(lean, embedded, numbers[2], max(positions), running))
+        decoder.rotate_by(
+            tables := self._rotary(lean, embedded, numbers[2], max(positions), running)
+        )
         x = embedded.float() if embedded.dtype != torch.float32 else embedded
         dtype = lean.rows or embedded.dtype
         step = self._step(running, numbers, lean.layers[0], dtype)
@@ -179,13 +233,17 @@ class NativeDecode:
         places = x.data_ptr(), decoder.norm.address, out.data_ptr()
         if decoder.whole:
             with recorded("decode layers"):
-                self._functions.tunesmith_layers(byref(step), decoder.layers, len(decoder.layers), x.shape[1], *places)
+                self._functions.tunesmith_layers(
+                    byref(step), decoder.layers, len(decoder.layers), x.shape[1], *places
+                )
         else:
             self._layer_by_layer(decoder, step, x, out)
         del tables  # kept alive until here
         return out
 
-    def drawn(self, logits: Tensor, temperatures: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+    def drawn(
+        self, logits: Tensor, temperatures: Tensor, uniforms: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """As ``sampler.sample``, for rows without cuts."""
         rows, vocabulary = logits.shape
         logits = logits.contiguous()
@@ -208,7 +266,15 @@ class NativeDecode:
             qkv = layer.qkv(normed)
             with recorded("attend"):
                 lib.tunesmith_attend(here, byref(data), qkv.data_ptr(), seen_at)
-            self._add(here, width, x_at, layer.out(seen), block.after_attention, block.before_mlp, normed_at)
+            self._add(
+                here,
+                width,
+                x_at,
+                layer.out(seen),
+                block.after_attention,
+                block.before_mlp,
+                normed_at,
+            )
             both = layer.gate_up(normed)
             inside = both.shape[1] // 2
             active = torch.empty(count, inside, dtype=normed.dtype)
@@ -217,13 +283,22 @@ class NativeDecode:
         self._add(here, width, x_at, y, inner, decoder.norm, normed_at)
 
     def _add(
-        self, step: Any, width: int, x: int, y: Tensor | None, inner: _Weights | None, norm: _Weights, out: int
+        self,
+        step: Any,
+        width: int,
+        x: int,
+        y: Tensor | None,
+        inner: _Weights | None,
+        norm: _Weights,
+        out: int,
     ) -> None:
         place = None if y is None else y.data_ptr()
         own = None if inner is None else inner.address
         self._functions.tunesmith_add_norm(step, width, x, place, own, norm.address, norm.eps, out)
 
-    def _step(self, running: Sequence[LocalRequest], numbers: Tensor, layer: Layer, dtype: torch.dtype) -> StepData:
+    def _step(
+        self, running: Sequence[LocalRequest], numbers: Tensor, layer: Layer, dtype: torch.dtype
+    ) -> StepData:
         places = prompt_places(running)
         if self._rows is None or self._rows.places != places:
             self._rows = RowsData(places, layer.shape.heads // layer.shape.kv_heads)
@@ -246,9 +321,15 @@ class NativeDecode:
         )
 
     def _rotary(
-        self, decoder: LeanDecoder, like: Tensor, positions: Tensor, most: int, running: Sequence[LocalRequest]
+        self,
+        decoder: LeanDecoder,
+        like: Tensor,
+        positions: Tensor,
+        most: int,
+        running: Sequence[LocalRequest],
     ) -> dict[str | None, tuple[Tensor, Tensor]]:
-        """The tables ``[n, D]`` of each kind of layer, by position; where they depend on lengths, by row."""
+        """The tables ``[n, D]`` of each kind of layer, by position; where they depend on lengths,
+        by row."""
         kinds = dict.fromkeys(decoder.layer_types)
         if self._model.lengths is not None:
             with rotated_by([r.prompt.rotary_length for r in running if r.prompt]):
@@ -259,7 +340,9 @@ class NativeDecode:
         return self._tables
 
 
-def _tables(decoder: LeanDecoder, like: Tensor, positions: Tensor, kind: str | None) -> tuple[Tensor, Tensor]:
+def _tables(
+    decoder: LeanDecoder, like: Tensor, positions: Tensor, kind: str | None
+) -> tuple[Tensor, Tensor]:
     """Cosines and sines, rounded as in the model."""
     cos, sin = decoder.rotary(like, positions, kind)
     return cos.float().contiguous(), sin.float().contiguous()

@@ -1,7 +1,8 @@
-"""Attention of several new tokens per sequence: prompts, chunks of long prompts, and a request's earlier tokens.
+"""Attention of several new tokens per sequence: prompts, chunks of long prompts, and a request's
+earlier tokens.
 
-Shape legend: ``T`` new tokens of all pieces, ``n`` of one piece, ``c`` context of one piece including
-itself, ``K`` key/value heads, ``G`` query heads per key/value head, ``D`` head size.
+Shape legend: ``T`` new tokens of all pieces, ``n`` of one piece, ``c`` context of one piece
+including itself, ``K`` key/value heads, ``G`` query heads per key/value head, ``D`` head size.
 """
 
 from __future__ import annotations
@@ -18,36 +19,49 @@ from tunesmith.run.engines.local.requests import Piece
 
 
 class PrefillAttention:
-    """The ``AttentionContext`` of a pass over pieces: fills the banks and attends piece by piece."""
+    """The ``AttentionContext`` of a pass over pieces: fills the banks and attends piece by
+    piece."""
 
     def __init__(self, memory: KVMemory, pieces: Sequence[Piece]) -> None:
         self._memory, self._pieces = memory, pieces
         self._lengths = [len(p) for p in pieces]
         self._masks: dict[tuple[int, int, int | None], Tensor] = {}
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule
+    ) -> Tensor:
         """See AttentionContext."""
         for plane, new in ((2 * layer, key), (2 * layer + 1, value)):
             for piece, rows in zip(self._pieces, new.split(self._lengths), strict=True):
                 bank = self._memory.completions if piece.prefix else self._memory.prompts
-                bank.memory[plane, piece.owner.row, :, piece.start : piece.stop] = rows.transpose(0, 1)
+                bank.memory[plane, piece.owner.row, :, piece.start : piece.stop] = rows.transpose(
+                    0, 1
+                )
         out: list[Tensor] = []
-        for piece, rows, *new in zip(self._pieces, *(t.split(self._lengths) for t in (query, key, value)), strict=True):
+        for piece, rows, *new in zip(
+            self._pieces, *(t.split(self._lengths) for t in (query, key, value)), strict=True
+        ):
             keys, values = (self._context(piece, 2 * layer + i, t) for i, t in enumerate(new))
             grouped = rows.view(len(rows), len(keys), -1, rows.shape[-1]).permute(1, 2, 0, 3)
             out.append(self._piece(grouped.to(keys.dtype), keys, values, rule))
         return torch.cat(out).to(query.dtype)
 
     def _context(self, piece: Piece, plane: int, new: Tensor) -> Tensor:
-        """``[K, c, D]``: all keys or values up to the end of the piece, whose own are ``new``, ``[n, K, D]``."""
+        """``[K, c, D]``: all keys or values up to the end of the piece, whose own are ``new``,
+        ``[n, K, D]``."""
         prompts, completions = self._memory.prompts.memory, self._memory.completions.memory
         if not piece.prefix:
-            return new.transpose(0, 1) if piece.start == 0 else prompts[plane, piece.owner.row, :, : piece.stop]
+            return (
+                new.transpose(0, 1)
+                if piece.start == 0
+                else prompts[plane, piece.owner.row, :, : piece.stop]
+            )
         prompt = prompts[plane, piece.prompt.row, :, : piece.prefix]
         return torch.cat((prompt, completions[plane, piece.owner.row, :, : piece.stop]), 1)
 
     def _piece(self, query: Tensor, keys: Tensor, values: Tensor, rule: AttentionRule) -> Tensor:
-        """``[K, G, n, D]`` queries at the end of ``[K, c, D]`` keys and values; returns ``[n, H, D]``."""
+        """``[K, G, n, D]`` queries at the end of ``[K, c, D]`` keys and values; returns ``[n, H,
+        D]``."""
         scale, window, softcap = rule
         new, context = query.shape[2], keys.shape[1]
         keys, values = (t.unsqueeze(1).expand(-1, query.shape[1], -1, -1) for t in (keys, values))

@@ -20,8 +20,8 @@ _CHUNK = 256
 class Uniforms:
     """One number in [0, 1) per generated token, from the request's seed alone.
 
-    Philox is counter-based: the n-th number depends only on the seed and n, not on other requests. Without a seed the
-    stream is random.
+    Philox is counter-based: the n-th number depends only on the seed and n, not on other requests.
+    Without a seed the stream is random.
     """
 
     def __init__(self, seed: int | None) -> None:
@@ -75,8 +75,8 @@ class LocalRequest(RunningRequest):
     assistant_cached: int = 0
     """The same for the assistant model."""
     seen: Tensor | None = None
-    """``[V]`` bool, if repetition is penalised: the prompt's tokens and the first ``marked`` generated ones. ``V`` is
-    the main model's vocabulary, as it samples before an assistant does."""
+    """``[V]`` bool, if repetition is penalised: the prompt's tokens and the first ``marked``
+    generated ones. ``V`` is the main model's vocabulary, as it samples before an assistant does."""
     marked: int = 0
 
     @property
@@ -140,7 +140,8 @@ def split_pieces(pieces: Sequence[Piece], max_tokens: int) -> Iterator[list[Piec
 
 @dataclass(slots=True)
 class StepBatch:
-    """What one step computes: the requests that start, or the next tokens of all running ones, by row."""
+    """What one step computes: the requests that start, or the next tokens of all running ones, by
+    row."""
 
     requests: Sequence[LocalRequest]
     prefill: Sequence[Piece] | None = None
@@ -154,13 +155,17 @@ class StepBatch:
         self.drafts = [[] for _ in self.requests]
 
     def states(self) -> tuple[list[LocalRequest], list[list[int]]]:
-        """The request of each hidden state that is sampled from, and the draft tokens that the state has read."""
+        """The request of each hidden state that is sampled from, and the draft tokens that the
+        state has read."""
         rows = zip(self.requests, self.drafts, strict=True)
         requests = [request for request, draft in rows for _ in range(len(draft) + 1)]
         return requests, [draft[:read] for draft in self.drafts for read in range(len(draft) + 1)]
 
-    def append(self, tokens: list[int], logprobs: list[float], version: int) -> dict[LocalRequest, FinishReason]:
-        """Append the tokens sampled from each request's states, up to the first that differs from its draft.
+    def append(
+        self, tokens: list[int], logprobs: list[float], version: int
+    ) -> dict[LocalRequest, FinishReason]:
+        """Append the tokens sampled from each request's states, up to the first that differs from
+        its draft.
 
         Returns:
             The requests that ended, and why.

@@ -39,14 +39,22 @@ class _Probe:
     def __init__(self) -> None:
         self.shapes: dict[int, tuple[int, int, int]] = {}
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:  # noqa: ARG002
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,  # noqa: ARG002
+        rule: AttentionRule,  # noqa: ARG002
+    ) -> Tensor:
         self.shapes[layer] = (query.shape[1], key.shape[1], key.shape[2])
         return torch.zeros_like(query)
 
 
 @torch.inference_mode()
 def probe(model: CausalLM, *, compiled: bool) -> tuple[KVLayout, ForwardCost]:
-    """The layout of the model's KV cache and the cost of a forward pass, from a pass over one token.
+    """The layout of the model's KV cache and the cost of a forward pass, from a pass over one
+    token.
 
     Raises:
         ModelError: the layers' keys and values differ in shape, or some layers have none.
@@ -110,10 +118,16 @@ class Runner:
         return self._decode(batch.requests)
 
     def fill(self, pieces: Sequence[Piece]) -> Iterator[tuple[CachedPrompt | LocalRequest, Tensor]]:
-        """Compute the pieces' keys and values; yields the hidden state ``[d]`` at the end of each, chunk by chunk."""
+        """Compute the pieces' keys and values; yields the hidden state ``[d]`` at the end of each,
+        chunk by chunk."""
         for batch in split_pieces(pieces, self._max_prefill_tokens):
-            ends = torch.tensor([len(piece) for piece in batch], device=self.model.device).cumsum(0) - 1
-            for piece, end in zip(batch, self._read(batch, self.model).index_select(0, ends), strict=True):
+            ends = (
+                torch.tensor([len(piece) for piece in batch], device=self.model.device).cumsum(0)
+                - 1
+            )
+            for piece, end in zip(
+                batch, self._read(batch, self.model).index_select(0, ends), strict=True
+            ):
                 yield piece.owner, end
 
     def read(self, pieces: Sequence[Piece]) -> Tensor:
@@ -128,11 +142,15 @@ class Runner:
         Args:
             hidden: ``[N, d]``.
             requests: the request of each state.
-            drafted: draft tokens that each state has read after its request's own tokens. The sampled token depends
-                on the state, the tokens before it, the request's seed and the token's position.
+            drafted: draft tokens that each state has read after its request's own tokens. The
+                sampled token depends on the state, the tokens before it, the request's seed and the
+                token's position.
         """
         logits = penalise(self._logits(hidden)[:, : self._vocabulary], requests, drafted)
-        numbers = [r.uniforms[len(r.token_ids) + len(ahead)] for r, ahead in zip(requests, drafted, strict=True)]
+        numbers = [
+            r.uniforms[len(r.token_ids) + len(ahead)]
+            for r, ahead in zip(requests, drafted, strict=True)
+        ]
         uniforms = torch.tensor(numbers, dtype=torch.float64, device=logits.device)
         plan = self._sampling_plan(requests, logits)
         if self._native is not None and plan.cut_rows is None:
@@ -157,23 +175,31 @@ class Runner:
         return torch.stack([state for state in states if state is not None])
 
     def _decode(self, running: Sequence[LocalRequest]) -> Tensor:
-        """The hidden states ``[B, d]`` of each request's last token; ``running`` are all requests, by row."""
+        """The hidden states ``[B, d]`` of each request's last token; ``running`` are all requests,
+        by row."""
         decoder = self._decode_model.decoder()
         if self._native is not None and decoder.lean is not None and decoder.lean.usable:
             return self._native.hidden(decoder.lean, running)
         attention = DecodeAttention(self._memory, self._group(running), [r.cached for r in running])
         tokens = torch.tensor([r.token_ids[-1] for r in running], device=self.model.device)
-        positions = torch.tensor([len(r.prompt_ids) + r.cached for r in running], device=self.model.device)
-        lengths = [r.prompt.rotary_length for r in running if r.prompt] if self.model.lengths else None
+        positions = torch.tensor(
+            [len(r.prompt_ids) + r.cached for r in running], device=self.model.device
+        )
+        lengths = (
+            [r.prompt.rotary_length for r in running if r.prompt] if self.model.lengths else None
+        )
         return decoder.hidden(tokens, positions, attention, lengths)
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        """``[B, V]`` float32, never rounded to bfloat16: that would change log-probabilities by up to 0.03."""
+        """``[B, V]`` float32, never rounded to bfloat16: that would change log-probabilities by up
+        to 0.03."""
         if hidden.device.type == "cpu":
             logits = self._decode_model.logits(hidden)
         else:
             weight, bias = self.model.head.weight, cast("Tensor | None", self.model.head.bias)
-            options: dict[str, Any] = {} if hidden.dtype == torch.float32 else {"out_dtype": torch.float32}
+            options: dict[str, Any] = (
+                {} if hidden.dtype == torch.float32 else {"out_dtype": torch.float32}
+            )
             logits = torch.mm(hidden, weight.t(), **options)
             logits = logits if bias is None else logits + bias
         if self._scale != 1:
@@ -186,7 +212,11 @@ class Runner:
         """``[tokens, d]``: the hidden states of all pieces."""
         tokens = torch.tensor([t for p in pieces for t in p.token_ids], device=model.device)
         positions = torch.tensor([i for p in pieces for i in p.positions], device=model.device)
-        lengths = [p.prompt.rotary_length for p in pieces for _ in range(len(p))] if self.model.lengths else None
+        lengths = (
+            [p.prompt.rotary_length for p in pieces for _ in range(len(p))]
+            if self.model.lengths
+            else None
+        )
         return model.hidden(tokens, positions, PrefillAttention(self._memory, pieces), lengths)
 
     def _group(self, running: Sequence[LocalRequest]) -> Grouping:
@@ -198,5 +228,8 @@ class Runner:
     def _sampling_plan(self, requests: Sequence[LocalRequest], logits: Tensor) -> SamplingPlan:
         if self._plan is None or self._plan[0] != list(requests):
             samplings = [r.sampling for r in requests]
-            self._plan = (list(requests), SamplingPlan.of(samplings, logits.shape[1], logits.device))
+            self._plan = (
+                list(requests),
+                SamplingPlan.of(samplings, logits.shape[1], logits.device),
+            )
         return self._plan[1]

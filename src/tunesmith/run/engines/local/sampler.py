@@ -1,6 +1,7 @@
 """Samples tokens by the inverse of the cumulative distribution, from one uniform number per row.
 
-Before the temperature, logits of repeated tokens are penalised, and those of tokens that end a completion suppressed.
+Before the temperature, logits of repeated tokens are penalised, and those of tokens that end a
+completion suppressed.
 
 Shape legend: ``B`` rows, ``V`` vocabulary.
 """
@@ -18,7 +19,8 @@ from tunesmith.run.engines.local.requests import LocalRequest
 from tunesmith.types import Sampling
 
 CANDIDATES = 1024
-"""Number of likeliest tokens to try a cut on first: sorting a large vocabulary takes longer than the model."""
+"""Number of likeliest tokens to try a cut on first: sorting a large vocabulary takes longer than
+the model."""
 CUTS = ("top_k", "top_p", "min_p")
 _BLOCK = 64
 _ONE_LEVEL = 65536  # below this many elements one pass is faster than blocks
@@ -26,7 +28,8 @@ _ONE_LEVEL = 65536  # below this many elements one pass is faster than blocks
 
 @dataclass(frozen=True, slots=True)
 class SamplingPlan:
-    """The settings of all rows as tensors; None where no row needs them. Rebuilt when the rows change."""
+    """The settings of all rows as tensors; None where no row needs them. Rebuilt when the rows
+    change."""
 
     temperatures: Tensor  # [B], 0 for greedy rows
     temperature: Tensor | None  # [B, 1], 1 for greedy rows
@@ -38,7 +41,9 @@ class SamplingPlan:
     min_p: Tensor  # [C, 1]
 
     @classmethod
-    def of(cls, samplings: Sequence[Sampling], vocab_size: int, device: torch.device) -> SamplingPlan:
+    def of(
+        cls, samplings: Sequence[Sampling], vocab_size: int, device: torch.device
+    ) -> SamplingPlan:
         temperatures = [s.temperature if s.temperature > 0 else 1.0 for s in samplings]
         greedy = [s.temperature == 0 for s in samplings]
         cut = [i for i, s in enumerate(samplings) if not s.altered.keys().isdisjoint(CUTS)]
@@ -58,15 +63,20 @@ class SamplingPlan:
         )
 
 
-def penalise(logits: Tensor, requests: Sequence[LocalRequest], drafted: Sequence[Sequence[int]]) -> Tensor:
-    """As transformers' ``RepetitionPenaltyLogitsProcessor``, then its ``MinNewTokensLengthLogitsProcessor``.
+def penalise(
+    logits: Tensor, requests: Sequence[LocalRequest], drafted: Sequence[Sequence[int]]
+) -> Tensor:
+    """As transformers' ``RepetitionPenaltyLogitsProcessor``, then its
+    ``MinNewTokensLengthLogitsProcessor``.
 
     Args:
         logits: ``[B, V]``.
         requests: the request of each state.
         drafted: draft tokens that each state has read after its request's own tokens.
     """
-    repeating = [i for i, request in enumerate(requests) if request.sampling.repetition_penalty != 1]
+    repeating = [
+        i for i, request in enumerate(requests) if request.sampling.repetition_penalty != 1
+    ]
     if repeating:
         seen = torch.stack([_seen(requests[i], drafted[i], logits) for i in repeating])
         rows = torch.tensor(repeating, device=logits.device)
@@ -83,7 +93,9 @@ def penalise(logits: Tensor, requests: Sequence[LocalRequest], drafted: Sequence
         if 0 <= token < logits.shape[1]
     ]
     if held_back:
-        rows, tokens = (torch.tensor(place, device=logits.device) for place in zip(*held_back, strict=True))
+        rows, tokens = (
+            torch.tensor(place, device=logits.device) for place in zip(*held_back, strict=True)
+        )
         logits = logits.index_put((rows, tokens), logits.new_tensor(float("-inf")))
     return logits
 
@@ -98,7 +110,9 @@ def _seen(request: LocalRequest, drafted: Sequence[int], logits: Tensor) -> Tens
         request.marked = len(request.token_ids)
     if not drafted:
         return request.seen[: logits.shape[1]]  # an assistant may have fewer rows
-    return request.seen[: logits.shape[1]].index_fill(0, torch.tensor(drafted, device=logits.device), True)
+    return request.seen[: logits.shape[1]].index_fill(
+        0, torch.tensor(drafted, device=logits.device), True
+    )
 
 
 def sample(logits: Tensor, plan: SamplingPlan, uniforms: Tensor) -> tuple[Tensor, Tensor]:
@@ -110,8 +124,9 @@ def sample(logits: Tensor, plan: SamplingPlan, uniforms: Tensor) -> tuple[Tensor
         uniforms: ``[B]`` fp64 in [0, 1).
 
     Returns:
-        Tokens ``[B]`` int64, and their log-probabilities ``[B]`` fp32 in the distribution they were sampled
-        from (greedy rows: the distribution at temperature 1). NaN where logits are not finite.
+        Tokens ``[B]`` int64, and their log-probabilities ``[B]`` fp32 in the distribution they were
+        sampled from (greedy rows: the distribution at temperature 1). NaN where logits are not
+        finite.
     """
     if plan.all_greedy:
         tokens = logits.argmax(-1)
@@ -131,10 +146,12 @@ def _logprob(probs: Tensor, tokens: Tensor) -> Tensor:
 
 
 def cut(probs: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """Zero the tokens cut by ``top_k``, then by ``top_p`` of the rest, then by ``min_p``, and normalise.
+    """Zero the tokens cut by ``top_k``, then by ``top_p`` of the rest, then by ``min_p``, and
+    normalise.
 
-    ``top_p`` keeps the fewest tokens whose probabilities reach it; ``min_p`` keeps tokens at least that
-    fraction as likely as the likeliest. The likeliest token always stays. Ties go to the lower token id.
+    ``top_p`` keeps the fewest tokens whose probabilities reach it; ``min_p`` keeps tokens at least
+    that fraction as likely as the likeliest. The likeliest token always stays. Ties go to the lower
+    token id.
 
     Args:
         probs: ``[C, V]``.
@@ -142,8 +159,16 @@ def cut(probs: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
     """
     vocabulary = probs.shape[1]
     if probs.device.type != "cpu" or vocabulary <= 2 * CANDIDATES:
-        return _cut(probs, torch.arange(vocabulary, device=probs.device).expand_as(probs), top_k, top_p, min_p)[0]
-    likeliest = probs.topk(CANDIDATES, sorted=False).indices.sort(-1).values  # by id: ties go to the lower one
+        return _cut(
+            probs,
+            torch.arange(vocabulary, device=probs.device).expand_as(probs),
+            top_k,
+            top_p,
+            min_p,
+        )[0]
+    likeliest = (
+        probs.topk(CANDIDATES, sorted=False).indices.sort(-1).values
+    )  # by id: ties go to the lower one
     kept, least = _cut(probs, likeliest, top_k, top_p, min_p)
     # Tokens as unlikely as the last candidate may have been left out, and so may some of the top k.
     decided = least.squeeze(1) > probs.gather(1, likeliest).amin(-1)
@@ -151,21 +176,28 @@ def cut(probs: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
     others = (~decided).nonzero().squeeze(1)
     if len(others):
         ids = torch.arange(vocabulary).expand(len(others), -1)
-        kept.index_copy_(0, others, _cut(probs[others], ids, top_k[others], top_p[others], min_p[others])[0])
+        kept.index_copy_(
+            0, others, _cut(probs[others], ids, top_k[others], top_p[others], min_p[others])[0]
+        )
     return kept
 
 
-def _cut(probs: Tensor, ids: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> tuple[Tensor, Tensor]:
+def _cut(
+    probs: Tensor, ids: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
+) -> tuple[Tensor, Tensor]:
     """See ``cut``; only tokens of ``ids`` ``[C, n]``, ascending, can stay.
 
     Returns:
-        The normalised probabilities ``[C, V]`` of the kept tokens, and the least of them before that, ``[C, 1]``.
+        The normalised probabilities ``[C, V]`` of the kept tokens, and the least of them before
+        that, ``[C, 1]``.
     """
     ranked, order = probs.gather(1, ids).sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(ids.shape[1], device=probs.device)
     ranked = ranked.masked_fill(rank >= top_k, 0)
     before = ranked.cumsum(-1, dtype=torch.float64) - ranked
-    total = torch.where(top_k < probs.shape[1], ranked.sum(-1, keepdim=True), probs.sum(-1, keepdim=True))
+    total = torch.where(
+        top_k < probs.shape[1], ranked.sum(-1, keepdim=True), probs.sum(-1, keepdim=True)
+    )
     ranked = ranked.masked_fill((before >= top_p * total) & (rank > 0), 0)
     ranked = ranked.masked_fill(ranked < min_p * ranked[:, :1], 0)
     least = ranked.gather(1, ((ranked > 0).sum(-1, keepdim=True) - 1).clamp_min_(0))
@@ -176,8 +208,9 @@ def _cut(probs: Tensor, ids: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
 def inverse_cdf(probs: Tensor, uniforms: Tensor) -> Tensor:
     """The first token at which the cumulative probability exceeds ``uniform * total``.
 
-    Running sums are fp64, and the target stays below the total, so that the chosen token always raises the sum: a token
-    of probability 0 is never chosen. Large tables are searched in two levels, blocks first.
+    Running sums are fp64, and the target stays below the total, so that the chosen token always
+    raises the sum: a token of probability 0 is never chosen. Large tables are searched in two
+    levels, blocks first.
 
     Args:
         probs: ``[B, V]``, at least one entry of each row positive; rows need not add up to 1.
@@ -190,14 +223,18 @@ def inverse_cdf(probs: Tensor, uniforms: Tensor) -> Tensor:
     if probs.numel() <= _ONE_LEVEL:
         return _search(probs.cumsum(-1, dtype=torch.float64), uniforms).squeeze(1)
     rest = -probs.shape[1] % _BLOCK
-    blocks = (F.pad(probs, (0, rest)) if rest else probs).view(len(probs), -1, _BLOCK)  # F.pad always copies
+    blocks = (F.pad(probs, (0, rest)) if rest else probs).view(
+        len(probs), -1, _BLOCK
+    )  # F.pad always copies
     totals = blocks.sum(-1).cumsum(-1, dtype=torch.float64)
     block = _search(totals, uniforms)
     before = F.pad(totals, (1, 0)).gather(1, block)
     chosen = blocks.gather(1, block.unsqueeze(-1).expand(-1, 1, _BLOCK)).squeeze(1)
     chosen = chosen.cumsum(-1, dtype=torch.float64)
     last = chosen[:, -1:]
-    rest = torch.minimum(uniforms * totals[:, -1:] - before, torch.nextafter(last, torch.zeros_like(last)))
+    rest = torch.minimum(
+        uniforms * totals[:, -1:] - before, torch.nextafter(last, torch.zeros_like(last))
+    )
     within = torch.searchsorted(chosen, rest, right=True)
     return (block * _BLOCK + within).squeeze(1).clamp_max(probs.shape[1] - 1)
 
@@ -205,8 +242,8 @@ def inverse_cdf(probs: Tensor, uniforms: Tensor) -> Tensor:
 def _search(totals: Tensor, uniforms: Tensor) -> Tensor:
     """First index ``[B, 1]`` whose running total exceeds ``uniform * total``.
 
-    One always exists: rounded to fp64, the product with a number of at most ``1 - 2**-53`` stays below the total.
-    Only non-finite totals run past the end.
+    One always exists: rounded to fp64, the product with a number of at most ``1 - 2**-53`` stays
+    below the total. Only non-finite totals run past the end.
     """
     index = torch.searchsorted(totals, uniforms * totals[:, -1:], right=True)
     return index.clamp_max_(totals.shape[1] - 1)

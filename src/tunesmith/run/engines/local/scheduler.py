@@ -1,4 +1,5 @@
-"""Which requests run: admission in order of arrival, and preemption of the youngest where memory is short."""
+"""Which requests run: admission in order of arrival, and preemption of the youngest where memory is
+short."""
 
 from __future__ import annotations
 
@@ -15,12 +16,17 @@ class Scheduler:
 
     Args:
         max_running: limit of running requests.
-        max_prefill_tokens: limit of tokens of prompts that start together, unless the first alone is longer.
+        max_prefill_tokens: limit of tokens of prompts that start together, unless the first alone
+            is longer.
         lengths: which lengths have equal rotary frequencies, if these depend on the length.
     """
 
     def __init__(
-        self, pool: KVPool, max_running: int, max_prefill_tokens: int, lengths: LengthRule | None = None
+        self,
+        pool: KVPool,
+        max_running: int,
+        max_prefill_tokens: int,
+        lengths: LengthRule | None = None,
     ) -> None:
         self.pool, self._lengths = pool, lengths
         self._max_running, self._max_prefill_tokens = max_running, max_prefill_tokens
@@ -33,18 +39,30 @@ class Scheduler:
         return bool(self.waiting or self.pool.running)
 
     def schedule(self) -> StepBatch:
-        """The next step: a prefill of the requests that can start; if there are none, a decode step of all running."""
+        """The next step: a prefill of the requests that can start; if there are none, a decode step
+        of all running."""
         prompts, requests = self.admit()
         if requests:
-            pieces = [Piece(owner, 0, owner.token_ids) for owner in (*prompts, *requests) if owner.token_ids]
+            pieces = [
+                Piece(owner, 0, owner.token_ids)
+                for owner in (*prompts, *requests)
+                if owner.token_ids
+            ]
             return StepBatch(requests, pieces)
         return StepBatch(self.grow())
 
     def admit(self) -> tuple[list[CachedPrompt], list[LocalRequest]]:
-        """Start waiting requests, oldest first; returns the prompts to compute for them, and the requests."""
+        """Start waiting requests, oldest first; returns the prompts to compute for them, and the
+        requests."""
         if self._lengths is not None:  # recompute keys that are rotated for shorter sequences
             running = self.pool.running
-            self._requeue([r for r in running if r.prompt and r.prompt.rotary_length != self._rotary_length(r)])
+            self._requeue(
+                [
+                    r
+                    for r in running
+                    if r.prompt and r.prompt.rotary_length != self._rotary_length(r)
+                ]
+            )
         admitted = self._choose()
         if not admitted:
             return [], []
@@ -57,7 +75,8 @@ class Scheduler:
         return fresh, admitted
 
     def grow(self) -> list[LocalRequest]:
-        """The running requests, each with room for one more token; the youngest are preempted if memory is short."""
+        """The running requests, each with room for one more token; the youngest are preempted if
+        memory is short."""
         while not self.pool.grow(self.waiting):
             self.preemptions += 1
             self._requeue([max(self.pool.running, key=lambda r: r.id)])

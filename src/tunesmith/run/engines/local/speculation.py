@@ -1,10 +1,12 @@
-"""Speculative decoding: several tokens of a request in one pass, if a cheap draft of them was right.
+"""Speculative decoding: several tokens of a request in one pass, if a cheap draft of them was
+right.
 
-The model reads the draft tokens in one pass and samples its own token at each of their positions, with the random
-number that plain decoding would use there (``Uniforms``). The draft is kept up to the first token that differs from the
-sampled one. The tokens are therefore those of plain decoding: for a deterministic draft this is the rejection sampling
-of Leviathan et al. 2023 (arXiv:2211.17192), with a point mass as the proposal. An assistant samples with the same
-random numbers.
+The model reads the draft tokens in one pass and samples its own token at each of their positions,
+with the random number that plain decoding would use there (``Uniforms``). The draft is kept up to
+the first token that differs from the sampled one. The tokens are therefore those of plain decoding:
+for a deterministic draft this is the rejection sampling of Leviathan et al. 2023
+(arXiv:2211.17192), with a point mass as the proposal. An assistant samples with the same random
+numbers.
 """
 
 from __future__ import annotations
@@ -40,8 +42,8 @@ class Speculation:
     """With more requests decoded at once, nothing is drafted."""
 
     def most(self, request: LocalRequest, capacity: int, lengths: LengthRule | None) -> int:
-        """Tokens to draft for a request: within its length limit and its row's ``capacity``, and before its keys have
-        to be recomputed; not positive: none."""
+        """Tokens to draft for a request: within its length limit and its row's ``capacity``, and
+        before its keys have to be recomputed; not positive: none."""
         room = min(self.tokens, min(request.kv_length, capacity) - request.cached - 1)
         if lengths is None:
             return room
@@ -52,34 +54,50 @@ class Speculation:
         """Refuse an assistant that does not fit the model.
 
         Raises:
-            UserError: ``tokens`` is below 1, or the assistant has a different vocabulary or a shorter context.
+            UserError: ``tokens`` is below 1, or the assistant has a different vocabulary or a
+                shorter context.
         """
         if self.tokens < 1:
             raise UserError(f"speculative_tokens = {self.tokens} guesses nothing: use at least 1")
         if self.assistant is None:
             return
-        problem, other = None, 'use a smaller model of the same family, or system.speculative = "ngram"'
-        reads, needed = (lm.module.config.get_text_config().max_position_embeddings for lm in (self.assistant, model))
+        problem, other = (
+            None,
+            'use a smaller model of the same family, or system.speculative = "ngram"',
+        )
+        reads, needed = (
+            lm.module.config.get_text_config().max_position_embeddings
+            for lm in (self.assistant, model)
+        )
         if self.assistant.tokenizer.get_vocab() != model.tokenizer.get_vocab():
             problem = "has a different vocabulary from the model"
         elif self.assistant.lengths not in (None, model.lengths):
-            problem = "changes its rotary frequencies at other lengths than the model (longrope, dynamic)"
+            problem = (
+                "changes its rotary frequencies at other lengths than the model (longrope, dynamic)"
+            )
         elif reads < needed:
             problem = f"reads at most {reads} tokens, but the model {needed}"
         if problem:
-            raise UserError(f"the draft model (system.draft_model) {problem}: {other}", keys=("system.draft_model",))
+            raise UserError(
+                f"the draft model (system.draft_model) {problem}: {other}",
+                keys=("system.draft_model",),
+            )
 
 
 class NgramDrafter:
     """Proposes the tokens that followed an earlier occurrence of the last few tokens."""
 
     def propose(self, running: Sequence[LocalRequest], most: Sequence[int]) -> list[list[int]]:
-        """Draft the next tokens of each request: at most ``most[i]`` (none if that is not positive)."""
-        return [look_up([*r.prompt_ids, *r.token_ids], n) for r, n in zip(running, most, strict=True)]
+        """Draft the next tokens of each request: at most ``most[i]`` (none if that is not
+        positive)."""
+        return [
+            look_up([*r.prompt_ids, *r.token_ids], n) for r, n in zip(running, most, strict=True)
+        ]
 
 
 def look_up(tokens: Sequence[int], count: int) -> list[int]:
-    """At most ``count`` tokens that followed the newest occurrence of the longest n-gram at the end.
+    """At most ``count`` tokens that followed the newest occurrence of the longest n-gram at the
+    end.
 
     Example:
         >>> look_up([1, 2, 3, 1, 2], 3)
@@ -104,7 +122,8 @@ def _newest(text: list[int], n: int) -> int | None:
 class AssistantDrafter:
     """A smaller model, whose keys and values are in the same rows of the pool as the model's.
 
-    Models with the same tokenizer may pad the vocabulary differently: it drafts nothing after a token that it lacks.
+    Models with the same tokenizer may pad the vocabulary differently: it drafts nothing after a
+    token that it lacks.
     """
 
     def __init__(self, runner: Runner) -> None:
@@ -112,7 +131,8 @@ class AssistantDrafter:
         self._reads = runner.model.head.out_features
 
     def propose(self, running: Sequence[LocalRequest], most: Sequence[int]) -> list[list[int]]:
-        """As ``NgramDrafter``. Each proposal uses the random number that the request's own token will use."""
+        """As ``NgramDrafter``. Each proposal uses the random number that the request's own token
+        will use."""
         drafts: list[list[int]] = [[] for _ in running]
         most = [n if self._can_read(r) else 0 for r, n in zip(running, most, strict=True)]
         read = [r.prompt for r, n in zip(running, most, strict=True) if n > 0]
@@ -123,13 +143,21 @@ class AssistantDrafter:
         for step in range(max(most)):
             rows = [i for i, n in enumerate(most) if n > step]
             requests = [running[i] for i in rows]
-            # The first pass reads the tokens generated since the last draft, later passes the previous draft token.
-            starts = [r.assistant_cached if step == 0 else len(r.token_ids) + step - 1 for r in requests]
+            # The first pass reads the tokens generated since the last draft, later passes the
+            # previous draft token.
+            starts = [
+                r.assistant_cached if step == 0 else len(r.token_ids) + step - 1 for r in requests
+            ]
             texts = [[*r.token_ids, *drafts[i]] for i, r in zip(rows, requests, strict=True)]
-            pieces = [Piece(r, start, text[start:]) for r, start, text in zip(requests, starts, texts, strict=True)]
+            pieces = [
+                Piece(r, start, text[start:])
+                for r, start, text in zip(requests, starts, texts, strict=True)
+            ]
             ends = torch.tensor(list(accumulate(map(len, pieces)))) - 1
             hidden = self._runner.read(pieces)
-            drawn, _ = self._runner.draw(hidden[ends.to(hidden.device)], requests, [drafts[i] for i in rows])
+            drawn, _ = self._runner.draw(
+                hidden[ends.to(hidden.device)], requests, [drafts[i] for i in rows]
+            )
             for i, request, token in zip(rows, requests, drawn, strict=True):
                 drafts[i].append(token)
                 request.assistant_cached = len(request.token_ids)
@@ -137,5 +165,11 @@ class AssistantDrafter:
 
     def _can_read(self, request: LocalRequest) -> bool:
         """Whether its vocabulary has all tokens that it has yet to read."""
-        prompt = request.prompt_ids if request.prompt is None or not request.prompt.assistant_ready else ()
-        return max((*prompt, *request.token_ids[request.assistant_cached :]), default=0) < self._reads
+        prompt = (
+            request.prompt_ids
+            if request.prompt is None or not request.prompt.assistant_ready
+            else ()
+        )
+        return (
+            max((*prompt, *request.token_ids[request.assistant_cached :]), default=0) < self._reads
+        )

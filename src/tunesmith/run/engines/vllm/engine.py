@@ -1,8 +1,9 @@
 """vLLM in this process, behind the engine interface.
 
-All calls into vLLM run on its ``StepThread``: new requests, aborts and new weights are handled between steps, so a
-token's version is exactly that of the weights that sampled it. A prefix cache entry is salted with the number of the
-load that its weights came from (``cache_salt``), so that none outlives its weights.
+All calls into vLLM run on its ``StepThread``: new requests, aborts and new weights are handled
+between steps, so a token's version is exactly that of the weights that sampled it. A prefix cache
+entry is salted with the number of the load that its weights came from (``cache_salt``), so that
+none outlives its weights.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ from tunesmith.types import Completion, FinishReason, Sampling
 
 @dataclass(slots=True, eq=False)
 class _Request(PartialCompletion):
-    """A request in vLLM, which decides when it ends, but does not see a stop string that begins in the prompt."""
+    """A request in vLLM, which decides when it ends, but does not see a stop string that begins in
+    the prompt."""
 
     across: StopStrings | None
     """For a continued request: stop strings that may begin before its first token."""
@@ -66,7 +68,8 @@ class _Tally:
 
 
 class VllmEngine:
-    """The real vLLM, colocated with the trainer; ``load_weights`` reads the new weights from ``weights``.
+    """The real vLLM, colocated with the trainer; ``load_weights`` reads the new weights from
+    ``weights``.
 
     With several ranks, each calls ``weights`` in its own process.
 
@@ -146,7 +149,9 @@ class VllmEngine:
 
     async def sleep(self, level: int = 1) -> None:
         if self._requests:
-            raise EngineError(f"{len(self._requests)} requests are in flight: an engine sleeps when they have ended")
+            raise EngineError(
+                f"{len(self._requests)} requests are in flight: an engine sleeps when they have ended"
+            )
 
         def give_away() -> None:
             self._vllm.reset_prefix_cache()
@@ -178,7 +183,8 @@ class VllmEngine:
         await self._thread.close(end)
 
     def _check(self, prompt: int, sampling: Sampling) -> None:
-        """Refuse a request: UserError if it can never be served, EngineError if not in the engine's current state."""
+        """Refuse a request: UserError if it can never be served, EngineError if not in the engine's
+        current state."""
         check_sampling(sampling)
         if 0 < sampling.temperature < (least := ENGINES["vllm"].least_temperature):
             raise UserError(
@@ -200,7 +206,9 @@ class VllmEngine:
         if self._state != "awake":
             raise EngineError(f"the vLLM engine is {self._state}")
         if self._discarded:
-            raise EngineError("the vLLM engine discarded its weights (sleep level 2): load_weights comes first")
+            raise EngineError(
+                "the vLLM engine discarded its weights (sleep level 2): load_weights comes first"
+            )
 
     def _fetch(self, parts: list[str]) -> None:
         """Reallocate device memory that ``sleep`` released: ``weights``, ``kv_cache``."""
@@ -241,7 +249,9 @@ class VllmEngine:
                 self._vllm.abort_request([output.request_id])
                 return
         if output.finished:
-            reason: FinishReason = new.finish_reason if new.finish_reason in ("stop", "length") else "abort"
+            reason: FinishReason = (
+                new.finish_reason if new.finish_reason in ("stop", "length") else "abort"
+            )
             request.done.set_result(request.completion(reason))
 
     def _fail(self, cause: Exception) -> None:
@@ -259,8 +269,8 @@ class VllmEngine:
 def _reload(worker: Any, *, weights: NamedTensors) -> None:
     """On each rank: replace its part of the weights.
 
-    vLLM can begin a reload only if the previous one has ended. So if weights fail to arrive, the reload ends without
-    them, and the error is raised afterwards.
+    vLLM can begin a reload only if the previous one has ended. So if weights fail to arrive, the
+    reload ends without them, and the error is raised afterwards.
     """
     failed: list[Exception] = []
 

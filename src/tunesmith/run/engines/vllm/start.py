@@ -22,7 +22,8 @@ _ENVIRONMENT = {
 }
 _LEAST_SHARE = 0.01
 _CPU_BLOCK = 32
-"""Prefixes are cached in whole blocks: on a CPU the default of 128 tokens would miss most prompts."""
+"""Prefixes are cached in whole blocks: on a CPU the default of 128 tokens would miss most
+prompts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +33,8 @@ class VllmSettings:
     model: str
     dtype: str
     max_model_len: int | None = None
-    """Most tokens of a prompt plus its completion; None: the model's context, or what the KV memory holds."""
+    """Most tokens of a prompt plus its completion; None: the model's context, or what the KV memory
+    holds."""
     kv_bytes: int | None = None
     memory_share: float | None = None
     """Share of a GPU's memory for weights and KV memory, instead of ``kv_bytes``."""
@@ -57,7 +59,8 @@ class VllmSettings:
 
 
 def start(settings: VllmSettings) -> tuple[Any, int]:
-    """Start a vLLM ``LLMEngine`` in this process (several ranks get their own); also returns the model's context.
+    """Start a vLLM ``LLMEngine`` in this process (several ranks get their own); also returns the
+    model's context.
 
     Raises:
         UserError: vLLM is missing, of a version that is not supported, or does not know the model.
@@ -76,7 +79,8 @@ def start(settings: VllmSettings) -> tuple[Any, int]:
         from vllm.platforms import current_platform  # pyright: ignore[reportMissingImports]
 
         if settings.eager and current_platform.is_cpu():
-            # Otherwise one comparison in the sampler is compiled, which takes seconds and needs a C++ compiler.
+            # Otherwise one comparison in the sampler is compiled, which takes seconds and needs a
+            # C++ compiler.
             current_platform.simple_compile_backend = "eager"
         from vllm.v1.engine.llm_engine import LLMEngine  # pyright: ignore[reportMissingImports]
         from vllm.version import __version__ as version  # pyright: ignore[reportMissingImports]
@@ -95,14 +99,20 @@ def start(settings: VllmSettings) -> tuple[Any, int]:
         except ValueError as error:
             details = error.errors() if isinstance(error, ValidationError) else []
             text: str = details[0]["msg"] if details else str(error)
-            reason = text.removeprefix("Value error, ").partition(" Supported architectures")[0].rstrip(".")
+            reason = (
+                text.removeprefix("Value error, ")
+                .partition(" Supported architectures")[0]
+                .rstrip(".")
+            )
             if settings.extra and any(name in reason for name in settings.extra):
                 raise UserError(f"{refused}: {reason}") from error
             raise ModelError(
                 f'vLLM {version} cannot serve {settings.model}: {reason}; set system.engine = "local"',
                 keys=("system.engine",),
             ) from error
-        context: int = config.model_config.max_model_len  # before it is shortened to what the KV memory holds
+        context: int = (
+            config.model_config.max_model_len
+        )  # before it is shortened to what the KV memory holds
         _check_rope(config.model_config.hf_text_config, context)
         with boundary(EngineError, "vLLM could not start", Exception):
             engine = LLMEngine.from_vllm_config(config)
@@ -112,13 +122,18 @@ def start(settings: VllmSettings) -> tuple[Any, int]:
 
 
 def _check_rope(config: Any, context: int) -> None:
-    """Refuse (UserError) ``longrope`` if vLLM would use the frequencies of long sequences for all sequences.
+    """Refuse (UserError) ``longrope`` if vLLM would use the frequencies of long sequences for all
+    sequences.
 
     The trainer chooses them by each sequence's length.
     """
     rope: Mapping[str, Any] = getattr(config, "rope_parameters", None) or {}
     kinds = [rope, *(kind for kind in rope.values() if isinstance(kind, Mapping))]
-    switches = [kind["original_max_position_embeddings"] for kind in kinds if kind.get("rope_type") == "longrope"]
+    switches = [
+        kind["original_max_position_embeddings"]
+        for kind in kinds
+        if kind.get("rope_type") == "longrope"
+    ]
     if switches and context > min(switches):
         raise UserError(
             f"system.vllm.max_model_len: with {context} tokens vLLM would give all sequences the rotary frequencies of "
@@ -137,8 +152,10 @@ def engine_arguments(settings: VllmSettings, *, on_cpu: bool = False) -> Mapping
     ranks = settings.tensor_parallel_size * settings.pipeline_parallel_size
     optional = {
         "kv_cache_memory_bytes": settings.kv_bytes,
-        # With kv_cache_memory_bytes vLLM only checks that this share is free; the trainer may hold the rest.
-        "gpu_memory_utilization": settings.memory_share or (_LEAST_SHARE if settings.kv_bytes else None),
+        # With kv_cache_memory_bytes vLLM only checks that this share is free; the trainer may hold
+        # the rest.
+        "gpu_memory_utilization": settings.memory_share
+        or (_LEAST_SHARE if settings.kv_bytes else None),
         "enable_chunked_prefill": settings.chunked_prefill,
         "max_num_batched_tokens": settings.max_batched_tokens,
         "quantization": settings.quantization,
@@ -180,7 +197,8 @@ def _speculation(settings: VllmSettings) -> Mapping[str, Any] | None:
 
 @contextmanager
 def _random_states() -> Generator[None]:
-    """Restore the random states afterwards: vLLM seeds every generator of the process, which may be the trainer's."""
+    """Restore the random states afterwards: vLLM seeds every generator of the process, which may be
+    the trainer's."""
     import numpy as np
 
     states = random.getstate(), np.random.get_state()
@@ -195,5 +213,8 @@ def _random_states() -> Generator[None]:
 def kv_bytes(engine: Any) -> int:
     """KV memory per rank. Several groups of layers share it."""
     config = engine.engine_core.engine_core.scheduler.kv_cache_config
-    pages = (len(group.layer_names) * group.kv_cache_spec.page_size_bytes for group in config.kv_cache_groups)
+    pages = (
+        len(group.layer_names) * group.kv_cache_spec.page_size_bytes
+        for group in config.kv_cache_groups
+    )
     return config.num_blocks * max(pages)
