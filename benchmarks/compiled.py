@@ -41,19 +41,22 @@ from tunesmith.types import Sample
 FOLDER = Path(__file__).with_name("results")
 RESULTS = FOLDER / "compiled-cpu.json"
 PAGE = Path(__file__).parent.parent / "docs" / "tuning-guides.md"
-BEGIN, END = "<!-- results: compiled-cpu.json -->\n", "<!-- end of results -->"
+BEGIN = "<!-- results: compiled-cpu.json -->\n"
+END = "<!-- end of results -->"
 MODELS: dict[str, Shape] = {
     "S, 6 layers of 256": S,
     "3 layers of 768": replace(S, hidden=768, feed_forward=2304, layers=3),
 }
-WORKLOAD, CAP = WORKLOADS["A"], 1024
+WORKLOAD = WORKLOADS["A"]
+CAP = 1024
 """The workload whose lengths the samples have, and the tokens of a micro-batch."""
 PARTS = ("forward and backward", "scoring")
 
 
 def packing(vocabulary: int, samples: int) -> Packing:
     """Samples with one prompt and one completion each, in micro-batches."""
-    rng, prompt = np.random.default_rng(0), WORKLOAD.prompt_tokens
+    rng = np.random.default_rng(0)
+    prompt = WORKLOAD.prompt_tokens
     lengths = WORKLOAD.lengths()[:samples]
     batch = Batch.of(
         [
@@ -70,11 +73,14 @@ def measured(
 ) -> dict[str, Any]:
     """Seconds of each part, round by round, without and with compiled layers; and the seconds of
     compiling."""
-    shape, path = MODELS[name], folder / name.replace(",", "").replace(" ", "-")
+    shape = MODELS[name]
+    path = folder / name.replace(",", "").replace(" ", "-")
     if not path.exists():
         build_model(path, shape)
-    data, seconds = packing(shape.vocabulary, samples), {part: ([], []) for part in PARTS}
-    backends, compiling = [_backend(path, dtype, device) for _ in range(2)], list[float]()
+    data = packing(shape.vocabulary, samples)
+    seconds = {part: ([], []) for part in PARTS}
+    backends = [_backend(path, dtype, device) for _ in range(2)]
+    compiling = list[float]()
     backends[1].model.compile_layers("default")
     for _ in range(2):  # anew, and from Inductor's cache
         torch._dynamo.reset()

@@ -39,9 +39,12 @@ LARGE = QWEN2 | {
 }  # fmt: skip
 SHAPES = {"0.6B": QWEN3, "7B": QWEN2, "72B": LARGE}
 PARTS = ("weights", "gradients", "optimizer", "frozen", "gathered", "activations", "head", "host")
-LORA, CHECKPOINTING = "lora.rank=16", "system.gradient_checkpointing=true"
-HALF, QUARTER = "system.gradient_checkpointing=0.5", "system.gradient_checkpointing=0.25"
-AWAY, HOST = "system.offload_activations=true", "system.offload_optimizer=true"
+LORA = "lora.rank=16"
+CHECKPOINTING = "system.gradient_checkpointing=true"
+HALF = "system.gradient_checkpointing=0.5"
+QUARTER = "system.gradient_checkpointing=0.25"
+AWAY = "system.offload_activations=true"
+HOST = "system.offload_optimizer=true"
 STREAMED = "system.offload_parameters=true"
 
 
@@ -89,7 +92,8 @@ CASES = [
     Case("0.6B", 28, 16384),
     Case("7B", 28, 16384, (LORA, CHECKPOINTING)),
 ]
-STAGE, RANKS = "system.zero_stage={}".format, "system.sequence_parallel.size={}".format
+STAGE = "system.zero_stage={}".format
+RANKS = "system.sequence_parallel.size={}".format
 RING = "system.sequence_parallel.type=ring"
 RANKED = [
     *(
@@ -136,7 +140,8 @@ def resolved(directory: Path, case: Case) -> tuple[RunConfig, Facts]:
         if chosen
         else ("train.batch_size=128", "system.gradient_checkpointing=false")
     )
-    model, there = facts_of(shape), machine(case.machine)
+    model = facts_of(shape)
+    there = machine(case.machine)
     assert model is not None
     model = replace(model, parameters=estimated_parameters(shape, model))
     facts = Facts(

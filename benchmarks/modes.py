@@ -27,11 +27,16 @@ from tunesmith.records.metrics import read_metrics
 
 RESULTS = Path(__file__).with_name("results") / "modes-cpu-2-core.json"
 PAGE = Path(__file__).parent.parent / "docs" / "modes.md"
-BEGIN, END = "<!-- results -->\n", "<!-- end of results -->"
+BEGIN = "<!-- results -->\n"
+END = "<!-- end of results -->"
 SETTLED = 8
 """Initial steps, which fill the queue and warm up and are left out."""
-PROMPTS, ANSWERS = 4, 4
-MEDIAN, SIGMA, SHORTEST, LONGEST = 96, 1.2, 8, 512
+PROMPTS = 4
+ANSWERS = 4
+MEDIAN = 96
+SIGMA = 1.2
+SHORTEST = 8
+LONGEST = 512
 """Tokens per answer, lognormal."""
 
 AGENT = f"""\

@@ -73,8 +73,10 @@ async def measure_rollout(wanted: Measure) -> Result:
     """All completions of the workload on the embedded engine, then the difference to the trainer's
     log-probs."""
     workload = WORKLOADS[wanted.workload]
-    config, model = _config(wanted), _model(wanted)
-    system, limits = config.system, _limits(wanted)
+    config = _config(wanted)
+    model = _model(wanted)
+    system = config.system
+    limits = _limits(wanted)
     assert system.kv_memory is not None, "not resolved"
     engine = LocalEngine(
         model,
@@ -83,13 +85,15 @@ async def measure_rollout(wanted: Measure) -> Result:
         max_prefill_tokens=system.max_prefill_tokens,
         limits=limits,
     )
-    prompts, lengths = _prompts(model, workload), workload.lengths()
+    prompts = _prompts(model, workload)
+    lengths = workload.lengths()
     seconds: list[float] = []
     completions: list[Completion] = []
     attainable = 0.0
     for version in range(1 + wanted.repeats):
         await engine.load_weights(version)
-        started, counted = time.perf_counter(), engine.stats()
+        started = time.perf_counter()
+        counted = engine.stats()
         completions = await asyncio.gather(
             *(
                 engine.generate(prompts[i // workload.group], Sampling(n, ignore_eos=True, seed=i))
@@ -138,7 +142,8 @@ def measure_train(wanted: Measure) -> Result:
 def measure_step(wanted: Measure) -> Result:
     """``tunesmith rl`` as a user runs it, except for the forced lengths; the first step warms
     up."""
-    workload, scratch = WORKLOADS[wanted.workload], Path(wanted.scratch)
+    workload = WORKLOADS[wanted.workload]
+    scratch = Path(wanted.scratch)
     lengths = workload.lengths()
     with _forced(lengths, workload.group):
         outcome = run_rl(None, [*_overrides(wanted), f"run_dir={scratch / 'run'}"])
@@ -156,7 +161,8 @@ def measure_step(wanted: Measure) -> Result:
 def measure_sft(wanted: Measure) -> Result:
     """``tunesmith sft`` as a user runs it: every step is on all examples; the first one warms
     up."""
-    workload, scratch = WORKLOADS[wanted.workload], Path(wanted.scratch)
+    workload = WORKLOADS[wanted.workload]
+    scratch = Path(wanted.scratch)
     data = scratch / "examples.jsonl"
     lines = [{"prompt": prompt, "completion": written} for prompt, written in workload.examples()]
     data.write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -186,8 +192,10 @@ def measure_generate(wanted: Measure) -> Result:
     ``generate`` is its sampling phase, which ends when the answers are written; the command also
     loads the model.
     """
-    workload, scratch = WORKLOADS[wanted.workload], Path(wanted.scratch)
-    data, lengths = scratch / "prompts.jsonl", workload.lengths()
+    workload = WORKLOADS[wanted.workload]
+    scratch = Path(wanted.scratch)
+    data = scratch / "prompts.jsonl"
+    lengths = workload.lengths()
     data.write_text(
         "".join(json.dumps({"prompt": prompt}) + "\n" for prompt, _ in workload.examples())
     )
@@ -239,8 +247,10 @@ def _forced(lengths: Sequence[int], group: int) -> Generator[None]:
 def _overrides(wanted: Measure) -> list[str]:
     """The workload's run file as settings on the command line, with its data and reward in the
     scratch directory."""
-    workload, scratch = WORKLOADS[wanted.workload], Path(wanted.scratch)
-    data, reward = scratch / "tasks.jsonl", scratch / "rewards.py"
+    workload = WORKLOADS[wanted.workload]
+    scratch = Path(wanted.scratch)
+    data = scratch / "tasks.jsonl"
+    reward = scratch / "rewards.py"
     data.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in workload.texts()))
     reward.write_text(REWARD)
     return [
@@ -311,7 +321,8 @@ def _batch(
     """Completions as the learner gets them; half of every group is right."""
     samples: list[Sample] = []
     for i, ids in enumerate(written):
-        prompt, group = prompts[i // workload.group], i // workload.group
+        prompt = prompts[i // workload.group]
+        group = i // workload.group
         samples.append(Sample([*prompt, *ids], [False] * len(prompt) + [True] * len(ids), group))
     batch = Batch.of(samples)
     batch.add("old_logprobs", old)

@@ -23,7 +23,8 @@ from tunesmith.learn.data.micro_batches import build_forest
 from tunesmith.models.forest import forest_cost
 from tunesmith.types import Sample
 
-CAP, BATCHES = 4096, 5
+CAP = 4096
+BATCHES = 5
 COST = CostModel.of_decoder(
     parameters=440_000_000, layers=QWEN3.layers, heads=QWEN3.heads, head_dim=QWEN3.head_dim,
     vocabulary=QWEN3.vocabulary, hidden=QWEN3.hidden,

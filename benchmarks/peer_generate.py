@@ -19,7 +19,8 @@ def measure(wanted: Measure) -> Result:
     model = transformers.AutoModelForCausalLM.from_pretrained(
         wanted.model, dtype=getattr(torch, wanted.dtype)
     )
-    texts, lengths = asked(wanted), workload.lengths()
+    texts = asked(wanted)
+    lengths = workload.lengths()
     sampled = {"do_sample": True, "top_k": 0} if wanted.part == "rollout" else {"do_sample": False}
     size = min(int(wanted.options.get("batch", len(texts))), len(texts))
 

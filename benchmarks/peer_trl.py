@@ -122,7 +122,8 @@ def _common(wanted: Measure) -> dict[str, Any]:
 def _times() -> tuple[list[float], Any]:
     """Seconds of a trainer's steps, and the callback that appends them."""
     transformers: Any = import_module("transformers")
-    steps, begun = list[float](), list[float]()
+    steps = list[float]()
+    begun = list[float]()
 
     class Times(transformers.TrainerCallback):
         def on_step_begin(self, *_: Any, **__: Any) -> None:

@@ -32,7 +32,8 @@ from tunesmith.plan.facts.hardware import read_hardware
 
 RESULTS = Path(__file__).with_name("results") / "phase-times-cpu-2-core.json"
 PAGE = Path(__file__).parent.parent / "docs" / "hardware.md"
-BEGIN, END = "<!-- results: phase-times-cpu-2-core.json -->\n", "<!-- end of results -->"
+BEGIN = "<!-- results: phase-times-cpu-2-core.json -->\n"
+END = "<!-- end of results -->"
 CLAIM = 0.15
 
 
@@ -47,7 +48,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=RESULTS)
     given = parser.parse_args(arguments)
     torch.set_num_threads(read_hardware().cores)
-    known, other = probes(0, given.fitted), probes(given.seed, given.checked)
+    known = probes(0, given.fitted)
+    other = probes(given.seed, given.checked)
     take_turns([*known, *other], given.rounds, lambda text: print(text, flush=True))
     found = predictions(other, fitted(known))
     shapes = {
@@ -87,7 +89,8 @@ def summary(found: Sequence[Prediction]) -> dict[str, Any]:
 
 
 def _row(each: Prediction) -> dict[str, Any]:
-    work, model = each.work, each.work.model
+    work = each.work
+    model = each.work.model
     return {
         "model": f"{model.layers} x {model.hidden_size}, {model.heads}/{model.kv_heads} heads of {model.head_dim}, "
         f"{model.intermediate_size}, {model.vocab_size} words",

@@ -41,10 +41,13 @@ from tunesmith.plan.resolve import resolve
 
 RESULTS = Path(__file__).with_name("results") / "presets.json"
 PAGE = Path(__file__).parent.parent / "docs" / "presets.md"
-BEGIN, END = "<!-- results -->\n", "<!-- end of results -->"
+BEGIN = "<!-- results -->\n"
+END = "<!-- end of results -->"
 PICTURE = "presets.svg"
-TRAIN, HELD_OUT = 20_000, 200
-PROMPTS, GROUP = 16, 8
+TRAIN = 20_000
+HELD_OUT = 200
+PROMPTS = 16
+GROUP = 8
 WORKED_SHARE = 0.4
 QUARTERS = 4
 """Evaluations during training."""
@@ -238,7 +241,8 @@ def table(results: Mapping[str, Any]) -> str:
 
 def with_results(page: str, results: Mapping[str, Any]) -> str:
     """The page with the results file's table and budget."""
-    budget, machine = results["budget"], results["machine"]
+    budget = results["budget"]
+    machine = results["machine"]
     seeds = len({run["seed"] for run in results["runs"]})
     said = (
         f"{budget['steps']} steps of {budget['prompts_per_step']} prompts with {budget['group_size']} rollouts each, "

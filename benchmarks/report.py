@@ -21,7 +21,8 @@ OURS = "tunesmith"
 WIDTH = 120
 """Columns that the tables need, also if the output is not a terminal."""
 README = Path(__file__).with_name("README.md")
-BEGIN, END = "<!-- results: {} -->", "<!-- end of results -->"
+BEGIN = "<!-- results: {} -->"
+END = "<!-- end of results -->"
 
 Record = Mapping[str, Any]
 """A ``Measure``'s system, part, workload and dtype, its ``round``, and the fields of its
@@ -158,7 +159,8 @@ def _place(measure: Mapping[str, Any]) -> tuple[object, ...]:
 
 
 def machine_line(results: Mapping[str, Any]) -> str:
-    machine, peers = results["machine"], results["peers"]
+    machine = results["machine"]
+    peers = results["peers"]
     present = [f"{name} {peer['version']}" for name, peer in peers.items() if peer["present"]]
     units = f" ({machine['units']})" if machine.get("units") else ""
     words = [
@@ -208,10 +210,8 @@ def readme_results(text: str) -> dict[str, str]:
 
 def put_into(text: str, results: Path) -> str:
     """The README with new tables of a results file, for which it has markers."""
-    begin, tables = (
-        BEGIN.format(results.name),
-        markdown(json.loads(results.read_text(encoding="utf-8"))),
-    )
+    begin = BEGIN.format(results.name)
+    tables = markdown(json.loads(results.read_text(encoding="utf-8")))
     head, rest = text.split(begin, 1)
     return f"{head}{begin}\n\n{tables}\n{END}{rest.split(END, 1)[1]}"
 

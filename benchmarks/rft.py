@@ -208,7 +208,8 @@ def markdown(results: Mapping[str, Any]) -> str:
             lines.append(f"| {name} | failed: {arm['failed'].replace('|', '/')} | | | |")
             continue
         faster = f"{plain / arm['seconds']:.2f}" if plain else ""
-        memory, after = f"{arm['peak_memory_mb']:,.0f} MB", _share(arm["evaluation"]["accuracy"])
+        memory = f"{arm['peak_memory_mb']:,.0f} MB"
+        after = _share(arm["evaluation"]["accuracy"])
         lines.append(f"| {name} | {arm['seconds']:.1f} | {faster} | {memory} | {after} |")
     return "\n".join([*lines, ""])
 

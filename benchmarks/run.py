@@ -215,7 +215,8 @@ def _earlier(out: Path) -> dict[str, Any] | None:
     found: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
     keys = ("cpu", "units", "cores", "threads", "torch", "transformers")
     now = _facts()
-    if other := [key for key in keys if found["machine"].get(key) != now[key]]:
+    other = [key for key in keys if found["machine"].get(key) != now[key]]
+    if other:
         raise ValueError(
             f"--add: {out} was measured with another {', '.join(other)}; name another file with --out"
         )
@@ -235,7 +236,8 @@ def machine(dtypes: Sequence[str]) -> dict[str, Any]:
 
 
 def _facts() -> dict[str, Any]:
-    hardware, cpu = read_hardware(), cpu_info()
+    hardware = read_hardware()
+    cpu = cpu_info()
     flags = (cpu.get("flags") or cpu.get("Features") or "").split()
     return {
         "cpu": hardware.cpu,

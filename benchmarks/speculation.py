@@ -36,24 +36,31 @@ from tunesmith.types import Sampling
 
 RESULTS = Path(__file__).with_name("results") / "speculation-cpu.json"
 PAGE = Path(__file__).parent.parent / "docs" / "tuning-guides.md"
-BEGIN, END = "<!-- results: speculation-cpu.json -->\n", "<!-- end of results -->"
+BEGIN = "<!-- results: speculation-cpu.json -->\n"
+END = "<!-- end of results -->"
 MODELS: dict[str, Shape] = {"S, 5.8M": S, "0.1B": SMALL, "0.6B": QWEN3}
-ROWS, RIGHT = (1, 4, 16), (0.5, 0.7, 0.9)
-PROMPT, NEW, GUESSES = 128, 48, 4
+ROWS = (1, 4, 16)
+RIGHT = (0.5, 0.7, 0.9)
+PROMPT = 128
+NEW = 48
+GUESSES = 4
 
 
 class Recorded(NgramDrafter):
     """Guesses what another run sampled, wrong with a chosen probability."""
 
     def __init__(self, right: float, sampled: Sequence[Sequence[int]], vocabulary: int) -> None:
-        self._right, self._sampled, self._vocabulary = right, sampled, vocabulary
+        self._right = right
+        self._sampled = sampled
+        self._vocabulary = vocabulary
         self._rng = random.Random(0)
 
     def propose(self, running: Sequence[LocalRequest], most: Sequence[int]) -> list[list[int]]:
         super().propose(running, most)
         guesses: list[list[int]] = []
         for request, count in zip(running, most, strict=True):
-            seed, start = request.sampling.seed, len(request.token_ids)
+            seed = request.sampling.seed
+            start = len(request.token_ids)
             assert seed is not None
             guesses.append(
                 [self._guess(token) for token in self._sampled[seed][start : start + max(0, count)]]
@@ -66,7 +73,8 @@ class Recorded(NgramDrafter):
 
 def measured(name: str, dtype: str, rounds: int, folder: Path) -> list[dict[str, Any]]:
     """The ratio for each number of completions at once and each share of right guesses."""
-    shape, path = MODELS[name], folder / MODELS[name].name
+    shape = MODELS[name]
+    path = folder / MODELS[name].name
     build_model(path, shape)
     return asyncio.run(
         _measured(name, CausalLM.load(path, dtype=getattr(torch, dtype)), shape.vocabulary, rounds)
@@ -81,10 +89,8 @@ async def _measured(
         "max_running": max(ROWS),
         "max_prefill_tokens": 2048,
     }
-    plain, guessing = (
-        LocalEngine(model, **sizes),
-        LocalEngine(model, **sizes, speculation=Speculation(GUESSES)),
-    )
+    plain = LocalEngine(model, **sizes)
+    guessing = LocalEngine(model, **sizes, speculation=Speculation(GUESSES))
     rows = list[dict[str, Any]]()
     for count in ROWS:
         sampled, _ = await _decode(plain, vocabulary, count)

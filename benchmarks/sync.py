@@ -67,10 +67,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.page:
         text = PAGE.read_text(encoding="utf-8")
         begin = BEGIN.format(given.out.name)
-        before, after = (
-            text.split(BEGIN.format(readme_results(text)[0]), 1)[0],
-            text.split(END, 1)[1],
-        )
+        before = text.split(BEGIN.format(readme_results(text)[0]), 1)[0]
+        after = text.split(END, 1)[1]
         PAGE.write_text(f"{before}{begin}\n\n{table(results)}\n{END}{after}", encoding="utf-8")
     return 0
 

@@ -41,9 +41,12 @@ from tunesmith.run.placement.opening import Caller
 
 RESULTS = Path(__file__).with_name("results") / "tuning-cpu-2-core.json"
 PAGE = Path(__file__).parent.parent / "docs" / "tune.md"
-BEGIN, END = "<!-- results: tuning-cpu-2-core.json -->\n", "<!-- end of results -->"
+BEGIN = "<!-- results: tuning-cpu-2-core.json -->\n"
+END = "<!-- end of results -->"
 MODEL = Shape("T", 4096, 2, 128, 4, 2, 32, 384, "float32")
-BEST_AGAIN, TURNS, BESIDE = 8, 5, 4
+BEST_AGAIN = 8
+TURNS = 5
+BESIDE = 4
 CKPT, TOKENS, CHUNK, SHARE, RUNNING = (
     *("system.gradient_checkpointing", "system.max_tokens_per_microbatch", "system.logprob_chunk"),
     *("system.share_prompts", "system.max_running"),

@@ -38,7 +38,10 @@ from tunesmith import (
     rollout_batch,
 )
 
-PROMPTS_PER_STEP, GROUP_SIZE, NEW_TOKENS, LEARNING_RATE = 4, 8, 8, 1e-2
+PROMPTS_PER_STEP = 4
+GROUP_SIZE = 8
+NEW_TOKENS = 8
+LEARNING_RATE = 1e-2
 
 
 class ClippedSurrogate(Loss):

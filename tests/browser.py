@@ -42,7 +42,8 @@ class Page:
     for."""
 
     def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
-        self._socket, self._calls = socket, 0
+        self._socket = socket
+        self._calls = 0
         self._answers: dict[int, asyncio.Future[Any]] = {}
         self.errors: list[str] = []
         self.requests: list[str] = []
@@ -50,7 +51,8 @@ class Page:
     async def listen(self) -> None:
         async for message in self._socket:
             event = json.loads(message.data)
-            if answer := self._answers.pop(event.get("id"), None):
+            answer = self._answers.pop(event.get("id"), None)
+            if answer:
                 answer.set_result(event)
             parameters = event.get("params", {})
             if event.get("method") == "Network.requestWillBeSent":
@@ -90,7 +92,8 @@ class Page:
     async def until(self, expression: str) -> Any:
         """Wait until an expression is true; returns its value."""
         for _ in range(SECONDS * 20):
-            if value := await self.run(expression):
+            value = await self.run(expression)
+            if value:
                 return value
             await asyncio.sleep(0.05)
         raise TimeoutError(

@@ -10,6 +10,7 @@ def passing() -> Callable[[float], None]:
     """Lets so many seconds pass on the running event loop's clock: its deadlines come, and nobody
     has waited."""
     loop = asyncio.get_running_loop()
-    passed, now = list[float](), loop.time
+    passed = list[float]()
+    now = loop.time
     loop.time = lambda: now() + sum(passed)
     return passed.append

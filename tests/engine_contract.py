@@ -114,7 +114,8 @@ async def check_stop_string_that_began_before_an_interruption(s: Subject) -> Non
 
 async def check_nothing_ends_too_early(s: Subject) -> None:
     free = await s.write()
-    text, stop = s.decode(free.token_ids[:3]), free.token_ids[3]
+    text = s.decode(free.token_ids[:3])
+    stop = free.token_ids[3]
     ends = replace(FREE, min_new_tokens=7, stop_token_ids=(stop,), max_new_tokens=40)
     try:
         done = await s.write(ends)
@@ -213,7 +214,8 @@ async def check_new_weights_with_requests_in_flight(s: Subject) -> None:
     """Within a few tries the new weights come while some tokens are written and others are not."""
     seen: list[set[int]] = []
     for attempt in range(200):
-        old, new = 2 * attempt + 7, 2 * attempt + 8
+        old = 2 * attempt + 7
+        new = 2 * attempt + 8
         await s.engine.load_weights(old)
         running = asyncio.create_task(s.write(replace(FREE, max_new_tokens=s.context - 14)))
         for _ in range(6):

@@ -75,10 +75,8 @@ class FakeEngine:
             self._running -= 1
 
     async def _write(self, prompt_ids: tuple[int, ...], sampling: Sampling) -> Completion:
-        limit, least = (
-            min(sampling.max_new_tokens, self._context - len(prompt_ids)),
-            sampling.min_new_tokens,
-        )
+        limit = min(sampling.max_new_tokens, self._context - len(prompt_ids))
+        least = sampling.min_new_tokens
         stops = stop_token_ids(sampling, self._eos)
         held_back = sum(0 <= token < self._vocab_size for token in stops)
         watch = stop_strings(prompt_ids, sampling, self._decode)

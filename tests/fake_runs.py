@@ -56,7 +56,8 @@ def resolved(
         f"data.train={directory}/data.jsonl",
         f"run_dir={directory}/run",
     )
-    model, others = facts_of(shape), 0
+    model = facts_of(shape)
+    others = 0
     assert model is not None
     if frozen is not None:
         (directory / "frozen").mkdir()

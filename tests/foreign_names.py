@@ -67,7 +67,8 @@ def fields(path: Path, *classes: str) -> Iterator[str]:
         if node.name in classes if classes else re.search(r"(Config|Arguments)$", node.name):
             for line in node.body:
                 if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name):
-                    name, kind = line.target.id, ast.unparse(line.annotation)
+                    name = line.target.id
+                    kind = ast.unparse(line.annotation)
                     if not name.startswith("_") and "ClassVar" not in kind and not name.isupper():
                         yield alias(line.value) or name
 

@@ -51,18 +51,22 @@ class Forked(subprocess.Popen[Any]):
     def __init__(
         self, command: Sequence[Any], pid: int, out: int | None, err: int | None, text: bool
     ) -> None:
-        self.args, self.pid, self.returncode, self.stdin = command, pid, None, None
+        self.args = command
+        self.pid = pid
+        self.returncode = None
+        self.stdin = None
         how: Any = ("r", -1) if text else ("rb", 0)
         self.stdout, self.stderr = (
             None if end is None else os.fdopen(end, *how) for end in (out, err)
         )
-        self.text_mode, self.encoding, self.errors, self._sigint_wait_secs = text, None, None, 0.25
-        self._waitpid_lock, self._child_created, self._communication_started, self._input = (
-            Lock(),
-            True,
-            False,
-            None,
-        )
+        self.text_mode = text
+        self.encoding = None
+        self.errors = None
+        self._sigint_wait_secs = 0.25
+        self._waitpid_lock = Lock()
+        self._child_created = True
+        self._communication_started = False
+        self._input = None
 
 
 def popen(

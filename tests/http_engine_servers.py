@@ -67,7 +67,9 @@ class Sglang:
     url = ""
 
     def __init__(self, path: Path, *, context: int = 128, deterministic: bool = True) -> None:
-        self.writer, self.context, self.deterministic = Writer(path), context, deterministic
+        self.writer = Writer(path)
+        self.context = context
+        self.deterministic = deterministic
         self.model_type: str = self.writer.model.config.model_type
         self.trouble: Trouble | None = None
         self.asked: list[tuple[str, Any]] = []
@@ -166,7 +168,8 @@ class Sglang:
         return web.Response()
 
     async def _generate(self, body: Any) -> web.Response:
-        ids, settings = body["input_ids"], body["sampling_params"]
+        ids = body["input_ids"]
+        settings = body["sampling_params"]
         if (
             not ids
             or len(ids) >= self.context
@@ -220,7 +223,8 @@ class Sglang:
             ):
                 return {"type": "stop", "matched": token}
             text = self.writer.tokenizer.decode(request.output_ids)
-            if matched := next((s for s in settings.get("stop", ()) if s in text), None):
+            matched = next((s for s in settings.get("stop", ()) if s in text), None)
+            if matched:
                 return {"type": "stop", "matched": matched}
         return {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}
 

@@ -75,7 +75,8 @@ def run(kind: str) -> int:
 
 
 def main(kinds: list[str]) -> int:
-    if unknown := [kind for kind in kinds if kind not in KINDS]:
+    unknown = [kind for kind in kinds if kind not in KINDS]
+    if unknown:
         print(f"unknown kinds {unknown}; valid: {', '.join(KINDS)}")
         return 2
     return max([run(kind) for kind in kinds or KINDS])

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-AS_LLAMA, AS_GEMMA = 0, 1
+AS_LLAMA = 0
+AS_GEMMA = 1
 LAUNCH = (64, 4)
 
 
@@ -72,10 +73,12 @@ def rms_norm_backward(
     rows = torch.as_strided(
         X, grad.shape, (X.stride(0), 1), X.storage_offset()
     ).float()  # as the kernel walks
-    unit, terms = rows * RSTD[:, None], grad.float()
+    unit = rows * RSTD[:, None]
+    terms = grad.float()
     inner = terms * (W.float() + offset)
     if casting_mode == AS_LLAMA:
-        terms, unit_of_weight = grad, unit.to(X.dtype)
+        terms = grad
+        unit_of_weight = unit.to(X.dtype)
     else:
         unit_of_weight = unit
     grad_weight = (terms * unit_of_weight).float().sum(0).to(W.dtype)
@@ -85,7 +88,8 @@ def rms_norm_backward(
 
 def _turn(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, sign: int) -> tuple[Tensor, Tensor]:
     """``[1, H, T, D]`` and ``[1, K, T, D]``: in place where heads come after tokens in memory."""
-    tokens, half = q.shape[2], q.shape[3] // 2
+    tokens = q.shape[2]
+    half = q.shape[3] // 2
     tables = [
         torch.as_strided(t, (tokens, 1, half), (t.stride(-2), 0, 1), t.storage_offset())
         for t in (cos, sin)
@@ -100,7 +104,8 @@ def _turn(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, sign: int) -> tuple[Te
 
 
 def rope_forward(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
-    cos, sin = cos.contiguous(), sin.contiguous()
+    cos = cos.contiguous()
+    sin = sin.contiguous()
     return *_turn(q, k, cos, sin, 1), cos, sin
 
 
@@ -116,7 +121,8 @@ def swiglu_fused_gate_up_forward(y: Tensor) -> tuple[Tensor, Tensor]:
 def swiglu_fused_gate_up_backward(y: Tensor, dc: Tensor, in_place: bool = False) -> Tensor:
     rows = y.view(-1, y.shape[-1])
     gate, up = (part.float() for part in rows.chunk(2, -1))
-    grad, sigmoid = dc.view(-1, y.shape[-1] // 2).float(), gate.sigmoid()
+    grad = dc.view(-1, y.shape[-1] // 2).float()
+    sigmoid = gate.sigmoid()
     both = torch.cat(
         (grad * (gate * sigmoid * (1 - sigmoid) + sigmoid) * up, grad * gate * sigmoid), -1
     ).to(y.dtype)

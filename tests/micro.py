@@ -57,7 +57,8 @@ def random_logprobs(batch: Batch, seed: int, scale: float = 0.2) -> list[Tensor]
 def micro_batch(batch: Batch, samples: Sequence[int]) -> Forest:
     """A forest of some samples with their columns in float64."""
     forest = build_forest(batch, samples, share=False)
-    rows, chosen = forest.predictions.numpy(), list(samples)
+    rows = forest.predictions.numpy()
+    chosen = list(samples)
     columns = {name: torch.from_numpy(column[rows]) for name, column in batch.columns.items()}
     per_sample = {
         name: torch.from_numpy(column[chosen]) for name, column in batch.per_sample.items()

@@ -17,8 +17,11 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from tiny import save_model
 
-ONE, INDEX = "model.safetensors", "model.safetensors.index.json"
-HEAD, EMBEDDING, NORM = "lm_head.weight", "model.embed_tokens.weight", "model.norm.weight"
+ONE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+HEAD = "lm_head.weight"
+EMBEDDING = "model.embed_tokens.weight"
+NORM = "model.norm.weight"
 UP = "model.layers.1.mlp.up_proj.weight"
 
 

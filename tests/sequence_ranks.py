@@ -22,7 +22,8 @@ from tunesmith.run.processes.rank_group import RankGroup, reach_store
 from tunesmith.run.trainers.base import Quantity
 from tunesmith.run.trainers.torch import TorchBackend
 
-HERE, PATIENCE = "127.0.0.1", 60.0
+HERE = "127.0.0.1"
+PATIENCE = 60.0
 
 
 class SequenceRanks:
@@ -39,7 +40,8 @@ class SequenceRanks:
         world: int | None = None,
         kind: SequenceKind = "ulysses",
     ) -> None:
-        self.size, self.world = size, world or size
+        self.size = size
+        self.world = world or size
         self.kind: SequenceKind = kind
         self._store = open_store(HERE, PATIENCE)
         self._pool = ThreadPoolExecutor(self.world)

@@ -166,7 +166,8 @@ class Rank:
 
     def numbers(self) -> tuple[int, int]:
         """Numbers that this rank keeps: of the weights, and of the optimizer's state."""
-        module, optimizer = self.backend.model.module, self.backend.optimizer
+        module = self.backend.model.module
+        optimizer = self.backend.optimizer
         return (
             sum(local(p).numel() for p in module.parameters()),
             sum(t.numel() for name in optimizer.masters for t in optimizer.slot(name).values()),
@@ -177,7 +178,8 @@ def sent_by(backend: TorchBackend[Any], packing: Packing) -> int:
     """Bytes of the activations that a gradient sends to host memory, also of the smallest."""
     home = backend.model.host_activations
     assert home is not None
-    home.least, home.chunk = 1, 1000
+    home.least = 1
+    home.chunk = 1000
     backend.forward_backward(packing, SFTObjective())
     return 1000 * len(home.free)
 
@@ -186,7 +188,8 @@ def whole_of_rows(rows: Tensor, parameter: Tensor) -> Tensor:
     """All rows of a tensor that is sharded as a parameter is, or the tensor itself."""
     if not isinstance(parameter, DTensor):
         return rows
-    mesh, placements = parameter.device_mesh, parameter.placements
+    mesh = parameter.device_mesh
+    placements = parameter.placements
     return whole(
         DTensor.from_local(rows, mesh, placements, shape=parameter.shape, stride=parameter.stride())
     )

@@ -159,7 +159,8 @@ def test_other_shares_are_refused(value: str) -> None:
 def away(backend: TorchBackend[CausalLM], chunk: int = 1000) -> TorchBackend[CausalLM]:
     """Also the smallest activations go to host memory, in chunks that they straddle."""
     assert backend.model.host_activations is not None
-    backend.model.host_activations.least, backend.model.host_activations.chunk = 1, chunk
+    backend.model.host_activations.least = 1
+    backend.model.host_activations.chunk = chunk
     return backend
 
 
@@ -182,7 +183,8 @@ def test_the_gradient_is_the_same_with_activations_in_host_memory(
 
 def sent(backend: TorchBackend[CausalLM], samples: Sequence[Sample]) -> int:
     """Bytes that a forward pass sends to host memory, in chunks of 1000."""
-    home, taken = backend.model.host_activations, [0]
+    home = backend.model.host_activations
+    taken = [0]
     assert home is not None
     take = home.take
 
@@ -233,7 +235,8 @@ def test_weights_small_tensors_and_passes_without_gradient_stay(path: Path) -> N
 
 
 def test_its_price_by_hand() -> None:
-    layer, hidden = layer_bytes(SMALL, Layout(2)), 2 * 256
+    layer = layer_bytes(SMALL, Layout(2))
+    hidden = 2 * 256
     for share, kept, most, host in (
         (0, 2 * layer, 2 * layer, 4 * layer),
         (0.5, hidden + layer, hidden + 2 * layer, 2 * (hidden + layer)),
@@ -272,9 +275,12 @@ def test_what_is_sent_and_what_is_recomputed_by_hand() -> None:
 
     In a layer's backward pass there are five vectors of the feed-forward size, too.
     """
-    inputs, hidden, inner = 2 * 3584, 3584, 18944
+    inputs = 2 * 3584
+    hidden = 3584
+    inner = 18944
     saved = 2 * (4 * hidden + 3 * 28 * 128 + 3 * 4 * 128 + 3 * inner) + 4 * (2 + 28)
-    room, beside = (0.95 * 79 - 1 - 18 * 3) * GB, 2 * inputs + 5 * 2 * inner
+    room = (0.95 * 79 - 1 - 18 * 3) * GB
+    beside = 2 * inputs + 5 * 2 * inner
 
     def here(kept: int) -> int:
         return (28 - kept) * inputs + kept * saved + beside
@@ -317,7 +323,8 @@ def test_what_is_sent_and_what_is_recomputed_by_hand() -> None:
 
 
 def test_it_is_derived_where_the_inputs_of_the_layers_do_not_fit() -> None:
-    key, facts = "system.offload_activations", with_memory(58_000, 512)
+    key = "system.offload_activations"
+    facts = with_memory(58_000, 512)
     assert resolved(SFTConfig, on(A100, SMALL, longest=2048)).system.offload_activations is False
     assert f"{key} = true" in refusal(
         SFTConfig, facts, f"{key}=false", "system.offload_optimizer=false"

@@ -165,7 +165,8 @@ def test_gae_against_its_definition(seed: int, gamma: float, lam: float) -> None
 
 
 def test_vapo_lambda_grows_with_length() -> None:
-    n, alpha = 40, 0.05
+    n = 40
+    alpha = 0.05
     values = np.linspace(0.1, 0.5, n)
     found = computed("vapo", [Outcome(0, 1.0, n, values=values)], lambda_alpha=alpha)
     lam = 1 - 1 / (alpha * n + 1)

@@ -284,10 +284,11 @@ def test_rows_of_a_dataset_are_its_values(rows_format: str | None, model: Path) 
         line | {"day": datetime(2020, 1, day + 1), "n": [day, 2], "x": 0.5}
         for day, line in enumerate(sums(4))
     ]
-    data, reward = (
-        Dataset.from_list(rows).with_format(rows_format),
-        lambda completions, **_: share(completions),
-    )
+    data = Dataset.from_list(rows).with_format(rows_format)
+
+    def reward(completions: Sequence[str], **_: Any) -> list[float]:
+        return share(completions)
+
     tunesmith.rl(model, data, reward=reward, run_dir="run", **{**SMALL, "train__steps": 1})
     written = [json.loads(line) for line in Path("run/data/train.jsonl").read_text().splitlines()]
     assert [datetime.fromisoformat(line.pop("day")) for line in written] == [

@@ -48,7 +48,8 @@ def add_gradient(module: Two, seed: int) -> None:
 
 
 def test_it_is_torchs_adamw_with_decay_on_matrices_only() -> None:
-    ours, theirs = Two(), Two()
+    ours = Two()
+    theirs = Two()
     made = MasterOptimizer(ours, AdamWSettings(0.1, (0.8, 0.95), 1e-7, None))
     groups = [
         {"params": [theirs.matrix], "weight_decay": 0.1},
@@ -162,7 +163,8 @@ def test_micro_batch_gradients_of_bfloat16_add_up_in_float32() -> None:
 def test_state_continues_exactly(dtype: torch.dtype) -> None:
     straight, first, second = (Two(dtype) for _ in range(3))
     settings = AdamWSettings(0.1)
-    a, b = MasterOptimizer(straight, settings), MasterOptimizer(first, settings)
+    a = MasterOptimizer(straight, settings)
+    b = MasterOptimizer(first, settings)
     for seed in range(3):
         add_gradient(straight, seed), a.step(0.01)
         add_gradient(first, seed), b.step(0.01)
@@ -199,8 +201,10 @@ def test_the_whole_state_goes_where_the_weights_are(monkeypatch: pytest.MonkeyPa
 def test_on_a_gpu_it_continues_from_a_state_on_the_cpu_as_if_it_had_stayed(
     dtype: torch.dtype,
 ) -> None:
-    one, other = Two(dtype).cuda(), Two(dtype).cuda()
-    a, b = MasterOptimizer(one, AdamWSettings()), MasterOptimizer(other, AdamWSettings())
+    one = Two(dtype).cuda()
+    other = Two(dtype).cuda()
+    a = MasterOptimizer(one, AdamWSettings())
+    b = MasterOptimizer(other, AdamWSettings())
     a.parameters["matrix"].sum().backward(), a.step(0.01)
     b.move("cpu")
     other.load_state_dict(one.state_dict())
@@ -313,7 +317,8 @@ def test_saved_and_loaded_it_continues_bit_by_bit(
     resumed.load(tmp_path)
     assert resumed.optimizer_steps == 3
     assert train(straight, range(3, 6)) == train(resumed, range(3, 6))
-    ours, theirs = straight.model.module.state_dict(), resumed.model.module.state_dict()
+    ours = straight.model.module.state_dict()
+    theirs = resumed.model.module.state_dict()
     assert all(ours[n].equal(theirs[n]) for n in ours)
 
 

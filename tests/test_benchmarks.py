@@ -245,7 +245,8 @@ def test_rounds_are_added_to_those_of_the_same_machine(
             "part": part,
         }
 
-    out, peers_ = tmp_path / "out.json", ["--peers", "none"]
+    out = tmp_path / "out.json"
+    peers_ = ["--peers", "none"]
     monkeypatch.setattr(run, "_measure", measured)
     monkeypatch.setattr(run, "build_model", lambda *_: None)  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
     monkeypatch.setattr(run, "measure_limits", lambda *_: PeakRates(1.0, 1.0))  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]

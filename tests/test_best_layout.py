@@ -46,7 +46,8 @@ def case(model: str, on: str, way: str) -> tuple[Any, Facts]:
 
 def everything(config: Any, facts: Facts) -> Iterator[dict[str, Any]]:
     """Settings of all layouts on all GPUs, and on one."""
-    model, count = facts.model, len(facts.hardware.gpus) * facts.hardware.nodes
+    model = facts.model
+    count = len(facts.hardware.gpus) * facts.hardware.nodes
     assert model is not None
     for ranks in {1, count}:
         powers = [n for n in (1, 2, 4, 8, 16) if ranks % n == 0]
@@ -86,7 +87,8 @@ def seconds_if_it_fits(config: Any, facts: Facts) -> float | None:
 
 def check(model: str, on: str, way: str, sample: int | None = None) -> None:
     config, facts = case(model, on, way)
-    base, ours = with_values(config, {"system.device": "cuda", "model.dtype": "bfloat16"}), None
+    base = with_values(config, {"system.device": "cuda", "model.dtype": "bfloat16"})
+    ours = None
     if facts.hardware.gpus[0].capability < (8, 0):
         base = with_values(base, {"model.dtype": "float16"})
     base = with_values(

@@ -140,7 +140,8 @@ def test_nothing_of_the_weights_passes_through_the_host(
             for n in range(16)
         }
         named = made | {"head": made["layers.0.weight"]}
-        total, own = sum(t.nbytes for t in made.values()), fake.memory
+        total = sum(t.nbytes for t in made.values())
+        own = fake.memory
         plane = BroadcastPlane(named.items, "cuda", on_device, room=total, bucket_bytes=BUCKET)
         fake.waits.clear()
         plane._copy(1)
@@ -194,7 +195,8 @@ async def test_publishing_holds_one_tensor_beside_the_copy(on_device: bool) -> N
 def test_ranks_share_out_whole_tensors_evenly(ranks: int) -> None:
     named = {f"{n}": torch.full((100 + 10 * (n % 3),), float(n)) for n in range(30)}
     named |= tensors()
-    total, largest = sum(t.nbytes for t in named.values()), 1280
+    total = sum(t.nbytes for t in named.values())
+    largest = 1280
     parts = [spread(named.items(), 900, rank=rank, ranks=ranks) for rank in range(ranks)]
     flat = spread(named.items(), 900)
     assert all(part.runs == parts[0].runs for part in parts)
@@ -283,7 +285,9 @@ class Stopping:
     is withdrawn."""
 
     def __init__(self, patch: pytest.MonkeyPatch, then: Callable[[], None] = lambda: None) -> None:
-        self.send, self.then, self.stopped = BroadcastPlane._send, then, False
+        self.send = BroadcastPlane._send
+        self.then = then
+        self.stopped = False
         patch.setattr(BroadcastPlane, "_send", lambda plane, link: self(plane, link))
 
     def __call__(self, plane: BroadcastPlane, link: Link) -> None:

@@ -41,14 +41,16 @@ def test_scoring_has_as_many_tokens_as_fit_the_memory_of_a_micro_batch() -> None
     resolved, facts = found(
         SFTConfig, "H200", "data.eval=org/e", "system.max_tokens_per_microbatch=2048"
     )
-    tokens, price = caps(resolved), planned(resolved.config, facts)
+    tokens = caps(resolved)
+    price = planned(resolved.config, facts)
     assert price is not None and tokens["scoring_max_tokens"] == 32768, "more would be no faster"
     assert price.scored <= price.activations + price.head and price.scoring <= price.training
     again = "system.gradient_checkpointing=true"
     resolved, facts = found(
         SFTConfig, "H200", "data.eval=org/e", "system.max_tokens_per_microbatch=2048", again
     )
-    price, layout = planned(resolved.config, facts), layout_of(resolved.config, facts)
+    price = planned(resolved.config, facts)
+    layout = layout_of(resolved.config, facts)
     scoring = resolved.config.system.scoring_max_tokens
     assert price is not None and 2048 < scoring < 32768 and scoring % 256 == 0
     room = price.activations + price.head
@@ -77,7 +79,8 @@ def test_a_critic_and_reward_models_have_their_own() -> None:
     resolved, facts = found(RLConfig, "H200", *given, frozen_parameters=7_000_000_000)
     tokens = caps(resolved)
     assert all(value is not None and value >= 4096 for value in tokens.values()), tokens
-    price, roles = planned(resolved.config, facts), planned_roles(resolved.config, facts)
+    price = planned(resolved.config, facts)
+    roles = planned_roles(resolved.config, facts)
     assert (
         price is not None and price.rewarded and roles["reward models"].rewarded == price.rewarded
     )

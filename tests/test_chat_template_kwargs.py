@@ -62,7 +62,8 @@ def test_the_variable_is_set_in_all_data(tmp_path: Path, model: Path, goal: str)
                 f"data.chat_template_kwargs={{shout={str(on).lower()}}}",
             ],
         )
-        tokenizer, section = load_tokenizer(config), config.data
+        tokenizer = load_tokenizer(config)
+        section = config.data
         make: Any = {
             "rl": load_tasks,
             "sft": load_samples,

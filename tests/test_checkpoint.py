@@ -293,7 +293,8 @@ def test_the_learned_cap_the_kl_controller_the_best_and_the_position_survive(
     from tunesmith.errors import DeviceMemoryError
     from tunesmith.run.trainers.torch import TorchBackend
 
-    original, failed = TorchBackend.forward_backward, list[int]()
+    original = TorchBackend.forward_backward
+    failed = list[int]()
 
     def once(self: TorchBackend, *args: Any) -> Any:
         if not failed:

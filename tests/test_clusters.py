@@ -27,7 +27,8 @@ from tunesmith.records.toml import toml_value
 from tunesmith.run.placement.planning import plan_run
 
 FILES = sorted((ROOT / "examples" / "clusters").glob("*.toml"))
-COMMAND, EXPECTED = re.compile(r"#   tunesmith plan (.*)"), re.compile(r"#     (.*)")
+COMMAND = re.compile(r"#   tunesmith plan (.*)")
+EXPECTED = re.compile(r"#     (.*)")
 LLAMA = {
     "model_type": "llama",
     "num_key_value_heads": 8,
@@ -62,7 +63,8 @@ def cases() -> list[tuple[str, list[str]]]:
     found: list[tuple[str, list[str]]] = []
     for file in FILES:
         for line in file.read_text().splitlines():
-            if command := COMMAND.fullmatch(line):
+            command = COMMAND.fullmatch(line)
+            if command:
                 found.append((command[1], []))
             elif expected := EXPECTED.fullmatch(line):
                 found[-1][1].append(expected[1])

@@ -118,7 +118,8 @@ class FailingEngine(FakeEngine):
         mark = prompt_ids[-1]
         first = self.seeds.setdefault(mark, sampling.seed or 0) == sampling.seed
         if mark in self.errors and first:
-            if (error := self.errors[mark]) is not None:
+            error = self.errors[mark]
+            if error is not None:
                 raise error
             pass_time = passing()
             try:
@@ -134,7 +135,8 @@ class FailingEngine(FakeEngine):
 
 def test_a_failing_generate_fails_its_own_rollout_only() -> None:
     errors = {10: EngineError("no memory"), 11: RuntimeError("odd"), 12: None}
-    engine, scorer = FailingEngine(errors), Scorer()
+    engine = FailingEngine(errors)
+    scorer = Scorer()
     groups = collect(collector(engine, scorer), tasks(4))
     statuses = [[r.status for r in g.rollouts] for g in groups]
     ok = Status.OK

@@ -74,7 +74,8 @@ def test_they_compute_what_the_lean_layers_compute(
     if checkpointing:
         model.module.gradient_checkpointing_enable({"use_reentrant": False})
     forest = forest_of(samples_of())
-    want, scores = gradients(model), model.predict(forest).logprobs
+    want = gradients(model)
+    scores = model.predict(forest).logprobs
     model.compile_layers("default")
     used = counted(model)
     assert difference(gradients(model), want) < 1e-12
@@ -89,7 +90,8 @@ def test_they_compute_what_the_lean_layers_compute(
 def counted(model: CausalLM) -> list[int]:
     """The layers that run compiled, as they do."""
     assert model.lean is not None and model.lean.compiled is not None
-    run, used = model.lean.compiled, list[int]()
+    run = model.lean.compiled
+    used = list[int]()
 
     def counting(layer: Any, *arguments: Any) -> Any:
         used.append(layer.index)
@@ -120,7 +122,8 @@ def test_adapters_their_reference_and_narrow_bases(targets: Any, tmp_path: Path)
 
 
 def test_an_adapter_that_training_continues_is_the_reference(tmp_path: Path) -> None:
-    path, forest = save_model(tmp_path / "model", "llama"), forest_of(samples_of())
+    path = save_model(tmp_path / "model", "llama")
+    forest = forest_of(samples_of())
     adapters.attach(model := CausalLM.load(path), LoraSection(rank=2)).save(tmp_path / "adapter")
     model = CausalLM.load(path)
     adapter = adapters.attach(
@@ -168,7 +171,8 @@ def compiled_attention() -> Any:
 
 
 def test_ranks_share_sequences_around_compiled_layers(tmp_path: Path) -> None:
-    path, packing = save_model(tmp_path), whole(samples_of())
+    path = save_model(tmp_path)
+    packing = whole(samples_of())
 
     def make(sequence: Any, on: bool = True) -> Any:
         backend = backend_of(path)
@@ -178,7 +182,8 @@ def test_ranks_share_sequences_around_compiled_layers(tmp_path: Path) -> None:
         backend.passes = type(backend.passes)(backend.model, CausalLM.predict)
         return backend
 
-    one, ranks = make(None, on=False), SequenceRanks(partial(make), 2)
+    one = make(None, on=False)
+    ranks = SequenceRanks(partial(make), 2)
     expected = one.forward_backward(packing, SFTObjective())
     found, grads = ranks.gradient(packing, SFTObjective())
     assert found == pytest.approx(expected, rel=1e-5)
@@ -205,7 +210,8 @@ def test_inductors_cache_is_tunesmiths_unless_one_is_named(
 def resolved(
     tmp_path: Path, command: str, *said: str, family: str = "llama", on: str = ""
 ) -> RunConfig:
-    model, data = save_model(tmp_path / family, family), tmp_path / "data.jsonl"
+    model = save_model(tmp_path / family, family)
+    data = tmp_path / "data.jsonl"
     data.write_text('{"prompt": "a", "completion": "b"}\n')
     given = [f"model.path={model}", f"data.train={data}", *said]
     hardware = machine(on) if on else read_hardware()

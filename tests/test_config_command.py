@@ -292,7 +292,8 @@ def test_the_speed_of_memory_is_measured_where_memory_is_short(
 
     from tunesmith.run.trainers import limits
 
-    ones, sizes = torch.ones, list[int]()
+    ones = torch.ones
+    sizes = list[int]()
 
     def short(size: int, *more: int, **settings: Any) -> torch.Tensor:
         if more:

@@ -563,7 +563,8 @@ def file_with(folder: Path, key: str, value: Any) -> Path:
 def test_an_override_takes_the_place_of_what_excludes_it_in_the_file(
     tmp_path: Path, override: str, key: str, value: Any
 ) -> None:
-    run, said = file_with(tmp_path, key, value), override.partition("=")[0]
+    run = file_with(tmp_path, key, value)
+    said = override.partition("=")[0]
     config = load_config(SFTConfig, run, [override], files=False)
     check(config)
     given = resolved_settings(config, given_only=True)

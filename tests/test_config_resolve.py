@@ -178,7 +178,8 @@ def test_on_a_cpu_fewer_completions_are_sampled_at_once_so_that_the_first_end_ea
     parameters: int, together: int
 ) -> None:
     base = ["model.path=org/m", "data.train=org/d"]
-    config, model = load_config(GenerateConfig, None, base), replace(SMALL, parameters=parameters)
+    config = load_config(GenerateConfig, None, base)
+    model = replace(SMALL, parameters=parameters)
     assert derived(resolve(config, facts(model=model)), "system.max_running")[0] == together
     given = resolve(
         load_config(GenerateConfig, None, [*base, "system.max_running=9"]), facts(model=model)

@@ -67,7 +67,8 @@ def test_a_change_of_any_setting_is_refused_told_or_does_not_matter(
     saved = json.loads(file.read_text())
     saved["settings"][key]["value"] = "before"
     file.write_text(json.dumps(saved))
-    found, kind = changes(resolved, {}, tmp_path), verdict_of(key).kind
+    found = changes(resolved, {}, tmp_path)
+    kind = verdict_of(key).kind
     lines = {"refused": found.refused, "effect": found.told, "speed": found.told}.get(kind, [])
     assert [*found.refused, *found.told] == lines and len(lines) == (
         kind in ("refused", "effect", "speed")
@@ -210,10 +211,8 @@ def test_what_changes_from_now_on_is_told_and_happens(
 
 
 def test_a_digest_of_weights_sees_a_change_and_not_a_move(tmp_path: Path) -> None:
-    tokenizer, data = (
-        SimpleNamespace(chat_template=None, get_vocab=dict),
-        cast(Any, SimpleNamespace(fingerprint="x")),
-    )
+    tokenizer = SimpleNamespace(chat_template=None, get_vocab=dict)
+    data = cast(Any, SimpleNamespace(fingerprint="x"))
     digests: list[str] = []
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):
         folder = save_model(tmp_path / name, seed=seed)

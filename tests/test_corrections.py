@@ -60,7 +60,8 @@ def test_equal_policies_weigh_one(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_a_token_that_is_not_finite_has_no_part_in_its_sequence(name: str, bad: float) -> None:
-    old, sampler = np.array([-1.0, bad, -0.9]), np.array([-1.0, -1.0, -1.0])
+    old = np.array([-1.0, bad, -0.9])
+    sampler = np.array([-1.0, -1.0, -1.0])
     found = correction_weights(made(name), old, sampler)
     clean = correction_weights(made(name), old[[0, 2]], sampler[[0, 2]])
     assert math.isnan(found[1])
@@ -81,7 +82,8 @@ def test_the_column_is_made_where_a_correction_is_set() -> None:
     )
     batch = random_batch(0)
     prepare_columns(batch, section, seed=0)
-    old, sampler = batch.columns["old_logprobs"], batch.columns["behaviour_logprobs"]
+    old = batch.columns["old_logprobs"]
+    sampler = batch.columns["behaviour_logprobs"]
     assert batch.columns["correction"] == pytest.approx(np.exp(old - sampler).clip(0.5, 2.0))
     assert NoCorrection()(np.zeros(2)).tolist() == [1.0, 1.0]
     plain, _ = resolve_algorithm(AlgorithmSection(), max_new_tokens=8)

@@ -48,7 +48,8 @@ def test_where_all_rest_none_does() -> None:
 
 
 def test_who_rests_is_saved() -> None:
-    tasks, again = curriculum(1), curriculum(1)
+    tasks = curriculum(1)
+    again = curriculum(1)
     tasks.settle(tasks.next_batch(4))
     rest(tasks, "ac")
     again.load_state_dict(json.loads(json.dumps(tasks.state_dict())))
@@ -71,7 +72,9 @@ def test_where_the_data_lies_now_does_not_matter() -> None:
 
 
 def test_what_was_drawn_and_not_settled_comes_first_again() -> None:
-    tasks, again, third = curriculum(1), curriculum(1), curriculum(1)
+    tasks = curriculum(1)
+    again = curriculum(1)
+    third = curriculum(1)
     drawn = tasks.next_batch(6)
     tasks.settle(drawn[:2])
     again.load_state_dict(json.loads(json.dumps(tasks.state_dict())))

@@ -375,7 +375,8 @@ class Counting:
     """A tokenizer that counts how often a conversation is rendered."""
 
     def __init__(self, tok: Any) -> None:
-        self.tok, self.rendered = tok, 0
+        self.tok = tok
+        self.rendered = 0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.tok, name)

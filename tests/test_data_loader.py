@@ -78,7 +78,8 @@ def test_shuffling_differs_by_seed_and_epoch_and_ignores_global_randomness() -> 
     random.seed(1)
     before = random.getstate()
     made = loader([50], seed=3)
-    first, second = made.take(50), made.take(50)
+    first = made.take(50)
+    second = made.take(50)
     assert random.getstate() == before
     assert first != second and sorted(first) == sorted(second) != first
     random.seed(2)

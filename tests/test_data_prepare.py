@@ -350,7 +350,8 @@ def test_loss_on_in_conversations(tmp_path: Path) -> None:
     )
     last = {"role": "assistant", "content": "b"}
     talk = put(tmp_path / "a.jsonl", [{"messages": [ask, say, ask, last]}])
-    both, final = "a<|im_end|>b<|im_end|>", "b<|im_end|>"
+    both = "a<|im_end|>b<|im_end|>"
+    final = "b<|im_end|>"
     assert learned(tok, samples(talk, tok).items[0])[1] == both
     assert learned(tok, samples(talk, tok, loss_on="completion").items[0])[1] == final
     whole, part = learned(tok, samples(talk, tok, loss_on="all").items[0])
@@ -445,7 +446,8 @@ def test_settings_that_would_be_ignored_are_refused(tmp_path: Path) -> None:
 
 
 def test_sources_without_weights_are_joined_and_with_weights_mixed(tmp_path: Path) -> None:
-    a, b = put(tmp_path / "a.jsonl", SUMS), put(tmp_path / "b.jsonl", SUMS[:2])
+    a = put(tmp_path / "a.jsonl", SUMS)
+    b = put(tmp_path / "b.jsonl", SUMS[:2])
     joined = tasks((a, b), tiny.tokenizer())
     assert [len(part) for part in joined.parts] == [8]
     mixed = tasks(({"path": a, "weight": 1}, {"path": b, "weight": 3}), tiny.tokenizer())
@@ -520,7 +522,8 @@ def prep(tmp_path: Path) -> str:
 
 
 def test_rows_are_mapped_before_their_format_is_detected(tmp_path: Path, prep: str) -> None:
-    path, tok = put(tmp_path / "a.jsonl", SUMS), tiny.tokenizer()
+    path = put(tmp_path / "a.jsonl", SUMS)
+    tok = tiny.tokenizer()
     task = tasks(path, tok, map=f"{prep}:chat").items[2]
     assert task.prompt == "2+2? Think." and task.id == f"{path}:3"
     assert task.columns == {"question": "2+2?", "answer": "004", "level": 2}, (
@@ -546,7 +549,8 @@ def test_rows_are_mapped_before_their_format_is_detected(tmp_path: Path, prep: s
 def test_a_row_that_cannot_be_mapped_is_a_bad_line(
     tmp_path: Path, prep: str, name: str, line: int, word: str
 ) -> None:
-    path, tok = put(tmp_path / "a.jsonl", SUMS), tiny.tokenizer()
+    path = put(tmp_path / "a.jsonl", SUMS)
+    tok = tiny.tokenizer()
     with pytest.raises(DataError) as caught:
         tasks(path, tok, map=f"{prep}:{name}")
     assert (f"{path}:{line}: " if line else path) in str(caught.value) and word in str(caught.value)

@@ -53,7 +53,8 @@ def test_each_kind_computes_the_product(
     if not works(kind, dtype):
         assert name not in chosen(dtype, is_head)
         return
-    weight, x = torch.randn(outputs, 96).to(dtype), torch.randn(rows, 96).to(dtype)
+    weight = torch.randn(outputs, 96).to(dtype)
+    x = torch.randn(rows, 96).to(dtype)
     bias = torch.randn(outputs).to(dtype) if biased else None
     exact = x.double() @ weight.double().t() + (0 if bias is None else bias.double())
     x = x.to(kind.rows or dtype)
@@ -116,7 +117,8 @@ def test_without_compiled_functions_weights_are_packed_where_that_works(
 def test_pairs_of_an_odd_number_of_inputs_are_not_made() -> None:
     if products.functions() is None:
         pytest.skip("there is no C++ compiler")
-    weight, x = torch.randn(32, 7).bfloat16(), torch.randn(3, 7).bfloat16()
+    weight = torch.randn(32, 7).bfloat16()
+    x = torch.randn(3, 7).bfloat16()
     for table, close in ((LAYERS, 0.02), (HEADS, 1e-6)):
         found = table[torch.bfloat16][products.PAIRS].prepare(weight, None)(x)
         assert torch.allclose(

@@ -314,11 +314,13 @@ def test_engines_on_one_device_share_what_is_free_of_it(kind: Any, gpus: int) ->
         reason = next(d.reason for d in found.derived if d.key == "system.kv_memory")
         return parse_size(found.config.system.kv_memory), reason
 
-    alone, together = planned(1)[0], planned(4)
+    alone = planned(1)[0]
+    together = planned(4)
     assert 4 * together[0] <= alone and "of the free memory, shared by 4 engines; " in together[1]
     # Half of what all weights leave, or a quarter of what they and the trainer leave. On a CPU, an
     # engine also has copies of its weights that products read faster.
-    weights, part = (2 if gpus else 6) * 10**9, 1 / 2 if kind is GenerateConfig else 1 / 4
+    weights = (2 if gpus else 6) * 10**9
+    part = 1 / 2 if kind is GenerateConfig else 1 / 4
     assert 4 * together[0] == pytest.approx(alone - 3 * weights * part, abs=4 * 10**6)
 
 

@@ -64,7 +64,8 @@ def logits(hidden: Tensor, head: Head) -> Tensor:
 @pytest.mark.parametrize("scale", SCALES, ids=["plain", "scaled", "capped"])
 @pytest.mark.parametrize("bias", [True, False])
 def test_log_probabilities_at_tokens_and_their_gradient(scale: LogitScale, bias: bool) -> None:
-    hidden, weight = normal(7, 4, seed=1).requires_grad_(), normal(11, 4, seed=2).requires_grad_()
+    hidden = normal(7, 4, seed=1).requires_grad_()
+    weight = normal(11, 4, seed=2).requires_grad_()
     added = normal(11, seed=3).requires_grad_() if bias else None
     head = Head(weight, added, scale, chunk=3)
     tokens = torch.randint(11, (7, 3), generator=torch.Generator().manual_seed(4))
@@ -86,7 +87,8 @@ def test_log_probabilities_at_tokens_and_their_gradient(scale: LogitScale, bias:
 
 
 def test_the_likeliest_tokens() -> None:
-    hidden, head = normal(5, 4), Head(normal(9, 4, seed=1), chunk=2)
+    hidden = normal(5, 4)
+    head = Head(normal(9, 4, seed=1), chunk=2)
     tokens, logprobs = likeliest(hidden.requires_grad_(), head, 3)
     top = logits(hidden, head).log_softmax(-1).topk(3)
     assert tokens.equal(top.indices) and not logprobs.requires_grad
@@ -186,7 +188,8 @@ def test_a_teacher_in_host_memory_says_the_same_and_is_gone_afterwards(
         parameter.data = parameter.data.clone()
     teacher.lean = LeanDecoder.of(teacher.module.base_model)
     predict = partial(predict_with_teacher, student, forest_of(SEQUENCES), teacher=teacher, top_k=7)
-    expected, weights = predict(), HostWeights.of(teacher.module, teacher.lean)
+    expected = predict()
+    weights = HostWeights.of(teacher.module, teacher.lean)
     for _ in range(2):
         found = predict(weights=weights.here)
         assert sum(p.untyped_storage().nbytes() for p in teacher.module.parameters()) == 0
@@ -289,7 +292,8 @@ def test_a_run_on_given_answers_evaluates_and_resumes(
         "distill__alpha": 1.0,
     }
     outcome = placement.run_distill(None, on_data(tmp_path, models, **settings))
-    first, last = outcome.evaluations[0], outcome.evaluations[-1]
+    first = outcome.evaluations[0]
+    last = outcome.evaluations[-1]
     assert (
         last["eval/teacher_kl"] < first["eval/teacher_kl"]
         and first["eval/loss"] == first["eval/teacher_kl"]

@@ -78,9 +78,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         if isinstance(made, FunctionType)
     ]
     for block in blocks("python"):
-        if file := re.match(
-            r"# (\w+\.py)\n", block.text
-        ):  # a file of the reader's own, that run files name
+        file = re.match(r"# (\w+\.py)\n", block.text)
+        if file:  # a file of the reader's own, that run files name
             (folder / file[1]).write_text(block.text)
     code = "".join(
         f"def {name}(completions, **columns):\n    return [0.0] * len(completions)\n"
@@ -137,7 +136,8 @@ def test_printed_runs_have_the_columns_and_settings_of_now(page: Path, example: 
     for line in "".join(
         block.text for block in blocks_of(page) if block.language == "text"
     ).splitlines():
-        if step := re.match(r"step (\d+)/(\d+)  ", line):
+        step = re.match(r"step (\d+)/(\d+)  ", line)
+        if step:
             shown = dict(part.rsplit(" ", 1) for part in line[step.end() :].split("  "))
             assert set(shown) <= labels, line
             assert int(step[2]) == run_file["train"]["steps"]

@@ -231,7 +231,8 @@ def test_a_yield_is_judged_by_batch_and_questions(
 
 def write_run(path: Path, columns: Mapping[str, Column], sft: bool = False, **changed: Any) -> Path:
     """A run's directory; ``changed`` are settings, and lists of values of evaluations."""
-    facts, rollouts = changed.pop("facts", {}), changed.pop("rollouts", False)
+    facts = changed.pop("facts", {})
+    rollouts = changed.pop("rollouts", False)
     table: dict[str, Column] = {**(HEALTHY_SFT if sft else HEALTHY_RL), **columns}
     path.mkdir(exist_ok=True)
     lines = [

@@ -26,7 +26,8 @@ from tunesmith.run.offline.rft import run_rft
 from tunesmith.run.placement.checking import check_run
 from tunesmith.types import Status
 
-ROWS, NEW = 261, "<NEW1>"
+ROWS = 261
+NEW = "<NEW1>"
 Run = Callable[[None, list[str]], Any]
 
 

@@ -211,7 +211,8 @@ def test_training_tokens_are_bit_for_bit_those_of_the_engine(
     """From the sampler to the optimizer: tokens, log-probabilities, and what is learned of them."""
     exchanges: list[tuple[list[int], list[int], list[float]]] = []
     trained: list[Batch] = []
-    generate, update = LocalEngine.generate, Learner.update
+    generate = LocalEngine.generate
+    update = Learner.update
 
     async def recording(engine: Any, prompt_ids: Any, sampling: Any) -> Any:
         done = await generate(engine, prompt_ids, sampling)
@@ -235,10 +236,8 @@ def test_training_tokens_are_bit_for_bit_those_of_the_engine(
     run_rl(None, rl_settings(tmp_path, model, data__chat=True, **changed))
     assert trained and len(exchanges) == 2 * 16 * 3
     for batch in trained:
-        sampler, turns = (
-            batch.columns["behaviour_logprobs"],
-            np.flatnonzero(np.diff(batch.predicted) > 1) + 1,
-        )
+        sampler = batch.columns["behaviour_logprobs"]
+        turns = np.flatnonzero(np.diff(batch.predicted) > 1) + 1
         for places in np.split(
             np.arange(batch.num_predictions), turns
         ):  # the prompt of the next sample parts them too
@@ -246,10 +245,8 @@ def test_training_tokens_are_bit_for_bit_those_of_the_engine(
                 batch.offsets[batch.sample[places[0]]],
                 batch.predicted[places[[0, -1]]] + [0, 1],
             )
-            prompt, wrote = (
-                batch.token_ids[begin:start].tolist(),
-                batch.token_ids[start:stop].tolist(),
-            )
+            prompt = batch.token_ids[begin:start].tolist()
+            wrote = batch.token_ids[start:stop].tolist()
             exchanges.remove((prompt, wrote, sampler[places].tolist()))
     assert not exchanges, "every turn is learned once"
 

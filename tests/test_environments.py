@@ -34,7 +34,8 @@ def tokenizer() -> Any:
 
 def bisect(text: str) -> str:
     """A policy that guesses well: it reads its own guesses and their answers."""
-    low, high = 0, 16
+    low = 0
+    high = 16
     turns = text.split("<|im_start|>")
     for said, heard in zip(turns[2::2], turns[3::2], strict=False):
         guess = int(said.removeprefix("assistant\n").removesuffix("<|im_end|>\n"))
@@ -131,7 +132,8 @@ def test_a_conversation_that_goes_on_is_one_record(kind: str, name: str, tmp_pat
     before = rollout.token_ids[: rollout.turns[-1].start]
     text = tokenizer.decode(before, clean_up_tokenization_spaces=False)
     if kind == "metaspace":  # The policy writes a blank before its text there, as such models do.
-        text, rendered = text.replace(" Hello", "Hello"), rendered.replace(" Hello", "Hello")
+        text = text.replace(" Hello", "Hello")
+        rendered = rendered.replace(" Hello", "Hello")
     assert text == rendered
 
 
@@ -148,7 +150,8 @@ def test_a_turn_that_stops_at_any_of_its_end_tokens_is_ended_once(
     environments = load(tmp_path, ECHO, path="env.py:Echo")
     learned = tokens.index("</s>") + 1
     for count in range(1, learned + 1):
-        written, task = "Hello there" + "".join(tokens[:count]), made_task(tokenizer, turns=3)
+        written = "Hello there" + "".join(tokens[:count])
+        task = made_task(tokenizer, turns=3)
         (rollout,), engine = play(
             environments, tokenizer, [task], lambda _, w=written: w, end=tokens[count - 1]
         )

@@ -53,7 +53,8 @@ def test_each_record_is_a_sample_with_its_rollouts_advantage() -> None:
     assert batch.group.tolist() == [0, 0, 0] and batch.rollout.tolist() == [0, 0, 1]
     weigh(batch, "seq_mean_token_mean")
     assert batch.columns["weight"] == pytest.approx([1 / 6] * 6)
-    high, low = (1 - 0.5) / (0.5**0.5 + 1e-6), (0 - 0.5) / (0.5**0.5 + 1e-6)
+    high = (1 - 0.5) / (0.5**0.5 + 1e-6)
+    low = (0 - 0.5) / (0.5**0.5 + 1e-6)
     assert batch.columns["advantages"] == pytest.approx([high] * 3 + [low] * 3)
 
 

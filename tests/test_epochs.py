@@ -62,7 +62,8 @@ def test_the_batches_of_a_supervised_run_are_its_passes(
         int(counts.total() // rows),
         -(-counts.total() // rows),
     }
-    again, early = loader(), min(stopped, len(batches))
+    again = loader()
+    early = min(stopped, len(batches))
     before = loader()
     for _ in range(early):
         before.next_batch()

@@ -42,7 +42,8 @@ class Scorer:
     """What each task's rollouts get, in turn."""
 
     def __init__(self, rewards: dict[str, list[float]], answered: bool = False) -> None:
-        self.rewards, self.answered = rewards, answered
+        self.rewards = rewards
+        self.answered = answered
         self.samplings = 0
 
     async def score(self, rollouts: Sequence[Rollout], texts: Sequence[str]) -> None:  # noqa: ARG002

@@ -56,7 +56,8 @@ def test_other_programs_render_with_the_runs_system_prompt(name: str, kind: str)
         assert tokenizer_text(made, own, prompt) == tokenizer_text(plain, own, prompt), (
             "a caller's own comes first"
         )
-    before, after = ChatTemplate.of(plain), ChatTemplate.of(made)
+    before = ChatTemplate.of(plain)
+    after = ChatTemplate.of(made)
     for fact in (
         "marks_assistant",
         "has_generation_prompt",
@@ -116,7 +117,8 @@ def test_values_without_a_form_in_a_template_are_refused(value: Any) -> None:
 )
 def test_the_models_own_part_is_rendered_as_before(start: str) -> None:
     made = kit.byte_level(start + kit.template("chatml"))
-    own, plain = made.chat_template, tokenizer_text(made, asked(QUESTION, "S"))
+    own = made.chat_template
+    plain = tokenizer_text(made, asked(QUESTION, "S"))
     set_defaults(made, "S", None)
     assert tokenizer_text(made, QUESTION) == plain and own_part(made.chat_template) == own
     named = kit.byte_level()

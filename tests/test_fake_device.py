@@ -134,7 +134,9 @@ def test_every_storage_counts_once_until_it_is_freed() -> None:
 
 def test_what_a_stream_uses_keeps_its_memory_until_the_host_has_waited() -> None:
     with FakeDevice() as device:
-        stream, first, second = torch.cuda.Stream(), torch.cuda.Event(), torch.cuda.Event()
+        stream = torch.cuda.Stream()
+        first = torch.cuda.Event()
+        second = torch.cuda.Event()
         for event in (first, second):
             torch.ones(512, device="cuda").record_stream(stream)
             event.record(stream)
@@ -302,7 +304,8 @@ def test_a_wait_in_a_micro_batch_is_found(tmp_path: Path, monkeypatch: pytest.Mo
 
 @pytest.mark.slow
 def test_activations_in_host_memory_make_nobody_wait(tmp_path: Path) -> None:
-    deep, said = TINY | {"num_hidden_layers": 6}, ("data.max_tokens=64", "train.batch_size=8")
+    deep = TINY | {"num_hidden_layers": 6}
+    said = ("data.max_tokens=64", "train.batch_size=8")
     peaks: list[int] = []
     for away in (False, True):
         more = (
@@ -351,7 +354,8 @@ def test_ranks_and_engines_take_turns_on_a_gpu(
     phases = phases_of(tmp_path, "rl", *options, f"system.engine={engine}", spec="4xH100-80GB")
     scored = ["score"] if "algorithm.name=ppo" in options else []
     assert [*phases] == ["load", "publish", "sample", "hand over", "train", *scored]
-    sample, train = phases["sample"].peak, phases["train"].peak
+    sample = phases["sample"].peak
+    train = phases["train"].peak
     assert (
         sample["keys and values"] == pytest.approx(16e6, rel=0.01)
         and sample["engines' weights"] > 2 * 512 * 64
@@ -492,9 +496,11 @@ def test_weights_for_nccl_are_copied_on_the_gpu_and_nowhere_else(
     )
     given += (STAGE(3),) if ranks > 1 else ()
     config, facts = resolved(tmp_path, "rl", shape, "4xH100-80GB", *given)
-    price, publish = planned(config, facts), dry_run(config, facts)[FIRST]["publish"]
+    price = planned(config, facts)
+    publish = dry_run(config, facts)[FIRST]["publish"]
     assert price is not None and config.system.weight_copy == "gpu"
-    copy, measured = price.published, publish.peak["weights for engines"]
+    copy = price.published
+    measured = publish.peak["weights for engines"]
     if ranks == 1:  # and two slabs, while it is summed
         assert 0.98 * copy < measured <= 1.02 * copy + 2 * 8 * SLAB
     else:  # its share, room for a bucket more, and what is gathered of one tensor

@@ -158,7 +158,8 @@ def assert_same_gradients(
 
 @pytest.mark.parametrize("model_type", sorted(KNOWN))
 def test_forest_equals_one_sequence_at_a_time(model_type: str) -> None:
-    model, batch = build(model_type), samples()
+    model = build(model_type)
+    batch = samples()
     want = one_at_a_time(model, batch, 0.8)
     want_gradients = gradients(model, want)
     model.module.set_attn_implementation(ATTENTION_NAME)
@@ -189,7 +190,8 @@ def exact_norms(monkeypatch: pytest.MonkeyPatch, model: CausalLM) -> None:
 def test_lean_equals_hugging_face_in_float64(
     model_type: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, forest = build(model_type, torch.float64), forest_of(samples())
+    model = build(model_type, torch.float64)
+    forest = forest_of(samples())
     model.module.set_attn_implementation(ATTENTION_NAME)
     exact_norms(monkeypatch, model)
     want, want_entropy = logprobs(model, forest, entropy=True)
@@ -206,7 +208,8 @@ def test_lean_equals_hugging_face_in_float64(
 
 
 def test_lean_with_biases_and_partly_frozen() -> None:
-    model, forest = build("llama", attention_bias=True, mlp_bias=True), forest_of(samples())
+    model = build("llama", attention_bias=True, mlp_bias=True)
+    forest = forest_of(samples())
     model.module.set_attn_implementation(ATTENTION_NAME)
     frozen = [p for n, p in model.module.named_parameters() if "k_proj" in n or "layers.0" in n]
     for parameter in frozen:
@@ -219,7 +222,8 @@ def test_lean_with_biases_and_partly_frozen() -> None:
 def test_lean_follows_the_modules(tmp_path: Path) -> None:
     """Optimizer steps reach the fused weights, and replaced, hooked or moved modules are called
     themselves."""
-    model, forest = CausalLM.load(tiny.save_model(tmp_path / "m", "llama")), forest_of(samples())
+    model = CausalLM.load(tiny.save_model(tmp_path / "m", "llama"))
+    forest = forest_of(samples())
     lean = model.lean
     assert lean is not None
 
@@ -259,10 +263,8 @@ def test_lean_follows_the_modules(tmp_path: Path) -> None:
 
 
 def test_saved_model_loads_and_scores_the_same(tmp_path: Path) -> None:
-    model, forest = (
-        CausalLM.load(tiny.save_model(tmp_path / "m", "qwen3", tie_word_embeddings=True)),
-        forest_of(samples()),
-    )
+    model = CausalLM.load(tiny.save_model(tmp_path / "m", "qwen3", tie_word_embeddings=True))
+    forest = forest_of(samples())
     assert model.lean is not None
     with torch.no_grad():
         for parameter in model.module.parameters():
@@ -282,7 +284,8 @@ def test_saved_model_loads_and_scores_the_same(tmp_path: Path) -> None:
 
 def test_dropout_is_off_and_kept_in_the_configuration(tmp_path: Path) -> None:
     path = tiny.save_model(tmp_path / "m", "gpt2", resid_pdrop=0.5, embd_pdrop=0.5, attn_pdrop=0.5)
-    model, forest = CausalLM.load(path), forest_of(samples())
+    model = CausalLM.load(path)
+    forest = forest_of(samples())
     want, _ = logprobs(model, forest)
     model.module.train()
     assert torch.equal(logprobs(model, forest)[0], want)

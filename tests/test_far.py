@@ -243,7 +243,8 @@ def test_closing_fails_what_waits(start: Start, code: Any) -> None:
 
 
 def test_the_first_failure_ends_the_wait(start: Start, code: Any) -> None:
-    one, other = made(start, code), made(start, code)
+    one = made(start, code)
+    other = made(start, code)
     held = one.submit("wait", 600)
     with pytest.raises(ValueError, match="of there"):
         gather([held, other.submit("fail", "value")])

@@ -76,7 +76,8 @@ def test_blocks_are_those_in_which_tokens_see(
 @pytest.mark.parametrize("window", [None, 4, 150])
 def test_the_mask_is_what_tokens_see(window: int | None) -> None:
     for segments in (TREE, LONG):
-        mask, seen = CudaFlex(segments, CPU).mask(window), visible(segments, window)
+        mask = CudaFlex(segments, CPU).mask(window)
+        seen = visible(segments, window)
         assert create_mask(mask.mask_mod, 1, 1, *seen.shape, device="cpu")[0, 0].equal(seen)
         blocks = mask.to_dense()[0, 0].bool()  # those that are seen in part or whole
         listed = torch.stack(seen_blocks(segments, window)).any(0)
@@ -95,8 +96,10 @@ def test_the_rule_and_its_gradients(
     for segments in (TREE, LONG) if heads == 2 else (TREE,):
         seen = visible(segments, window)
         inputs = tensors(len(seen), heads, kv_heads, torch.float64)
-        attention, rule = CudaFlex(segments, CPU), AttentionRule(0.3, window, 1.5)
-        got, want = attention.attend(*inputs, rule), reference(seen, *inputs, 0.3, 1.5)
+        attention = CudaFlex(segments, CPU)
+        rule = AttentionRule(0.3, window, 1.5)
+        got = attention.attend(*inputs, rule)
+        want = reference(seen, *inputs, 0.3, 1.5)
         torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
         upstream = torch.randn_like(want)
         gradients = (torch.autograd.grad(out, inputs, upstream) for out in (got, want))

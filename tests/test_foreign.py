@@ -316,7 +316,8 @@ def test_a_hint_is_for_the_word_and_not_for_its_section(word: str, section: str)
     if any(word == key.rpartition(".")[2] for key in KEYS):
         return
     message = refused(f"{section}.{word}=1", "reward.functions=['math']")
-    if hint := re.search(r"[Dd]id you mean '([\w.]+)'", message):
+    hint = re.search(r"[Dd]id you mean '([\w.]+)'", message)
+    if hint:
         import difflib
 
         assert difflib.SequenceMatcher(None, word, hint[1].rpartition(".")[2]).ratio() >= 0.69, (

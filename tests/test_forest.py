@@ -208,7 +208,8 @@ def test_a_part_of_a_batch_is_the_batch_of_those_samples(
     batch.add("place", range(batch.num_predictions))
     batch.add_per_sample("number", [float("nan"), *range(1, len(samples))])
     chosen = data.draw(st.lists(st.integers(0, len(samples) - 1), unique=True))
-    part, expected = batch.take(chosen), Batch.of([samples[i] for i in chosen])
+    part = batch.take(chosen)
+    expected = Batch.of([samples[i] for i in chosen])
     for name in (
         "token_ids",
         "offsets",

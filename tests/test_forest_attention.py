@@ -86,7 +86,8 @@ def tensors(
 
 
 def difference(a: Tensor, b: Tensor) -> float:
-    a, b = a.detach().double(), b.detach()
+    a = a.detach().double()
+    b = b.detach()
     return float((a - b).norm() / max(float(b.norm()), 1.0))
 
 
@@ -125,7 +126,8 @@ def forests(draw: st.DrawFn) -> tuple[Segment, ...]:
     none."""
     segments: list[Segment] = []
     for _ in range(draw(st.integers(1, 8))):
-        path, at = [-1], len(segments) - 1
+        path = [-1]
+        at = len(segments) - 1
         while at >= 0:
             path.append(at)
             at = segments[at].parent
@@ -240,7 +242,8 @@ def gradient(
 ) -> Tensor:
     model.module.zero_grad()
     for batch in batches:
-        forest, weight = forest_of(batch, share=share), weights(batch)
+        forest = forest_of(batch, share=share)
+        weight = weights(batch)
         found = model.predict(forest, temperature=0.9, entropy=entropy, chunk=13)
         # Not linear in the log-probabilities, like a clipped policy loss.
         loss = (weight * torch.exp(0.1 * found.logprobs)).sum()
@@ -354,7 +357,8 @@ def emulated_forward(
     groups = q.shape[1] // k.shape[1]
     k, v = (t.repeat_interleave(groups, 1) for t in (k, v))
     rule = (rest[1], by.get("window_size_left"), by.get("window_size_right"), by["scale"])
-    out, lse = torch.empty_like(q), torch.empty(q.shape[1], len(q), dtype=q.dtype)
+    out = torch.empty_like(q)
+    lse = torch.empty(q.shape[1], len(q), dtype=q.dtype)
     for rows, keys, scores in emulated_runs(q, k, qe, ke, (lq, lk), rule):
         out[rows] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v[keys])
         lse[:, rows] = scores.logsumexp(-1)
@@ -370,7 +374,9 @@ def emulated_backward(
     groups = q.shape[1] // k.shape[1]
     wide_k, wide_v = (t.repeat_interleave(groups, 1) for t in (k, v))
     rule = (rest[1], by.get("window_size_left"), by.get("window_size_right"), by["scale"])
-    dq, dk, dv = torch.zeros_like(q), torch.zeros_like(wide_k), torch.zeros_like(wide_v)
+    dq = torch.zeros_like(q)
+    dk = torch.zeros_like(wide_k)
+    dv = torch.zeros_like(wide_v)
     for rows, keys, scores in emulated_runs(q, wide_k, qe, ke, (lq, lk), rule):
         weights = (scores - lse[:, rows].unsqueeze(-1)).exp()
         inner = torch.einsum("qhd,khd->hqk", grad[rows], wide_v[keys])

@@ -162,10 +162,12 @@ def test_no_finished_completion_is_sampled_again(
             calls.append(sampling.seed)
             return completion
 
-    tasks, engine = tasks_of(80), Ending()
+    tasks = tasks_of(80)
+    engine = Ending()
     answered(tmp_path / "straight.jsonl", tasks, engine, window=7)
     calls.clear()
-    engine.most, out = finished, tmp_path / "cut.jsonl"
+    engine.most = finished
+    out = tmp_path / "cut.jsonl"
     with pytest.raises((Interrupted, RewardError)) as caught, handled():
         answered(out, tasks, engine, window=7)
     assert "of 80 lines" in "".join(caught.value.__notes__)
@@ -180,7 +182,8 @@ def test_the_file_of_unfinished_work_stays_small(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tunesmith.run.offline.unfinished.LEAST_BYTES", 4000)
-    out, sizes = tmp_path / "a.jsonl", list[int]()
+    out = tmp_path / "a.jsonl"
+    sizes = list[int]()
 
     class Looking(FakeEngine):
         async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
@@ -216,9 +219,11 @@ def test_a_short_last_block_is_judged_with_what_was_written_before_it(tmp_path: 
                 raise ValueError("no")
             return await super().generate(prompt_ids, sampling)
 
-    tasks, first = tasks_of(65), 70
+    tasks = tasks_of(65)
+    first = 70
     assert "error" in answered(tmp_path / "a.jsonl", tasks, Failing(), 7, n=1)[-1]["completions"][0]
-    tasks, first = tasks_of(80), 79
+    tasks = tasks_of(80)
+    first = 79
     with pytest.raises(RewardError, match="7 of 64 rollouts failed"):
         answered(tmp_path / "b.jsonl", tasks, Failing(), 7, n=1)
     assert len(lines_of(tmp_path / "b.jsonl")) == 73
@@ -359,7 +364,8 @@ def test_a_reward_model_scores_given_answers_as_transformers_does(
         f"reward.models=[{{path={json.dumps(str(judge))}}}]",
     ]  # fmt: skip
     lines = lines_of(run_generate(None, settings).output)
-    tokens, whole = tiny.tokenizer(), []
+    tokens = tiny.tokenizer()
+    whole = []
     for line in given_lines:
         asked = (
             f"<|im_start|>user\n{line['prompt']}<|im_end|>\n<|im_start|>assistant\n"
@@ -408,7 +414,8 @@ def test_an_adapter_answers_wherever_the_engine_is(way: str, tmp_path: Path, mod
         ]  # fmt: skip
         return [line["completion"] for line in lines_of(run_generate(None, settings).output)]
 
-    lora, apart = f"lora.path={tmp_path / 'adapter'}", "system.engine_process=true"
+    lora = f"lora.path={tmp_path / 'adapter'}"
+    apart = "system.engine_process=true"
     here = completions("here", lora)
     assert here != completions("base")
     assert completions(way, lora, apart, f"system.adapter_sync={way}") == here
@@ -456,10 +463,8 @@ PROMPTS = ["7*6=", "a longer prompt than the first: 12+30=", "x", "1+1="]
 
 
 def test_equal_to_unbatched_greedy_of_transformers(model: Path) -> None:
-    theirs, tokenizer = (
-        AutoModelForCausalLM.from_pretrained(model),
-        AutoTokenizer.from_pretrained(model),
-    )
+    theirs = AutoModelForCausalLM.from_pretrained(model)
+    tokenizer = AutoTokenizer.from_pretrained(model)
     loaded = CausalLM.load(model)
     made = tunesmith.generate(loaded, PROMPTS, max_new_tokens=12, chat=False, max_prefill_tokens=16)
     for prompt, ours in zip(PROMPTS, made, strict=True):

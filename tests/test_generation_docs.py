@@ -21,7 +21,8 @@ if str(ROOT) not in sys.path:
 
 from benchmarks.rft import ADVISED, ARMS, markdown
 
-GENERATE, RFT = ROOT / "docs" / "generate.md", ROOT / "docs" / "rft.md"
+GENERATE = ROOT / "docs" / "generate.md"
+RFT = ROOT / "docs" / "rft.md"
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,9 @@ from tunesmith.costs import WORDS, chunk_rows
 from tunesmith.models.cpu.products import bfloat16_operands
 from tunesmith.models.head import Head, LogitScale, fused_logprobs, likeliest
 
-N, D, V = 37, 16, 101
+N = 37
+D = 16
+V = 101
 
 
 def inputs(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -88,10 +90,8 @@ def test_equals_the_plain_way(
 
 
 def test_hand_computed() -> None:
-    hidden, weight = (
-        torch.tensor([[1.0]]),
-        torch.tensor([[0.0], [1.0]]).log1p(),
-    )  # logits 0 and log 2
+    hidden = torch.tensor([[1.0]])
+    weight = torch.tensor([[0.0], [1.0]]).log1p()  # logits 0 and log 2
     logprobs, entropy = fused_logprobs(hidden, Head(weight), torch.tensor([1]), entropy=True)
     assert logprobs.item() == pytest.approx(-0.405465, abs=1e-6)  # log 2/3
     assert entropy is not None and entropy.item() == pytest.approx(0.636514, abs=1e-6)
@@ -149,7 +149,9 @@ def test_precision_of_float32_products_is_left_as_it_was() -> None:
 
 def test_threads_that_overlap_leave_the_precision_as_it_was() -> None:
     settings = torch.backends.mkldnn.matmul
-    before, first, second = settings.fp32_precision, ExitStack(), ExitStack()
+    before = settings.fp32_precision
+    first = ExitStack()
+    second = ExitStack()
     first.enter_context(bfloat16_operands(True))
     second.enter_context(bfloat16_operands(True))
     second.enter_context(bfloat16_operands(False))
@@ -174,10 +176,8 @@ class Largest(TorchDispatchMode):
 
 @pytest.mark.parametrize("entropy", [False, True])
 def test_never_a_tensor_of_tokens_by_vocabulary(entropy: bool) -> None:
-    hidden, weight = (
-        torch.randn(512, 8, requires_grad=True),
-        torch.randn(300, 8, requires_grad=True),
-    )
+    hidden = torch.randn(512, 8, requires_grad=True)
+    weight = torch.randn(300, 8, requires_grad=True)
     with Largest() as largest:
         logprobs, entropies = fused_logprobs(
             hidden, Head(weight, chunk=16), torch.zeros(512, dtype=torch.long), entropy=entropy

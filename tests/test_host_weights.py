@@ -120,7 +120,8 @@ async def test_an_engine_gives_its_weights_away_at_level_two_and_takes_new_ones(
     weights = HostWeights(state.values(), None, kept=False)
     sizes: dict[str, Any] = {"kv_bytes": 10**7, "max_running": 4, "max_prefill_tokens": 512}
     engine = LocalEngine(model, **sizes, update=update, weights=weights)
-    sampling, whole = Sampling(8, temperature=0.0, ignore_eos=True), held()
+    sampling = Sampling(8, temperature=0.0, ignore_eos=True)
+    whole = held()
     before = await engine.generate([1, 2, 3], sampling)
     for level, left in ((1, whole), (2, 0)):
         await engine.sleep(level)
@@ -158,14 +159,16 @@ def test_the_price_of_what_judges_and_teaches_by_hand() -> None:
     micro-batch."""
     n = SMALL.parameters or 0
     shape = Layout(2, tokens=10, frozen_parameters=n, checkpointing=1)
-    here, away = price(SMALL, shape), price(SMALL, replace(shape, offload_frozen=True))
+    here = price(SMALL, shape)
+    away = price(SMALL, replace(shape, offload_frozen=True))
     assert (away.frozen, away.judge, away.scorer, away.host) == (0, 2 * n, 0, int(PINNED * 2 * n))
     assert (away.training, away.sampling) == (here.training - 2 * n, here.sampling)
     for stage in (0, 3):
         teacher = replace(
             shape, offload_frozen=True, teaches="microbatch", zero_stage=stage, shards=2
         )
-        own, before = price(SMALL, teacher), price(SMALL, replace(teacher, teaches="batch"))
+        own = price(SMALL, teacher)
+        before = price(SMALL, replace(teacher, teaches="batch"))
         assert (own.frozen, own.judge, own.scorer, own.host) == (0, 0, 2 * n, int(PINNED * 2 * n))
         assert before.scoring == own.scoring + 2 * n and before.teaching == 0
         assert own.teaching == own.training - own.activations + 2 * n
@@ -206,7 +209,8 @@ def test_what_takes_less_time_goes(batch: int, reward_model_goes: bool) -> None:
     An optimizer in host memory reads and writes 28 bytes per parameter there in each of its steps,
     and 6 pass the bus.
     """
-    n, frozen = 2 * GB, 25 * GB
+    n = 2 * GB
+    frozen = 25 * GB
     assert 18 * n + 2 * frozen > ROOM > max(18 * n, 2 * n + 2 * frozen)
     coming = (2 * frozen + 2 * 12 * n) / TO_THE_HOST
     steps = 64 // batch * (28 * n / OF_THE_HOST + 6 * n / TO_THE_HOST)
@@ -228,7 +232,8 @@ def test_what_takes_less_time_goes(batch: int, reward_model_goes: bool) -> None:
 
 
 def test_it_is_derived_where_the_gpu_is_short() -> None:
-    key, host = "system.offload_reference", 512 * GB
+    key = "system.offload_reference"
+    host = 512 * GB
     large = on(A100, QWEN_7B, memory=host)
     assert (
         resolved(DPOConfig, large, "dpo.precompute_reference=true").system.offload_reference

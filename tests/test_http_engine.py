@@ -139,7 +139,8 @@ def test_new_weights_arrive_and_each_token_is_of_the_weights_that_drew_it(
         while not any(r.output_ids for r in list(sglang.requests.values())):
             await asyncio.sleep(0.001)
         await engine.load_weights(2)
-        done, after = await running, await engine.generate(PROMPT, FREE)
+        done = await running
+        after = await engine.generate(PROMPT, FREE)
         assert after.logprobs == pytest.approx(score(PROMPT, after.token_ids), abs=1e-4)
         assert after.logprobs != pytest.approx(before.logprobs[:12], abs=1e-2)
         assert (set(after.versions), engine.version) == ({2}, 2)
@@ -168,7 +169,8 @@ async def test_the_last_weights_alone_stay_on_disk(sglang: Sglang, model: Causal
 
 
 def test_a_server_that_restarted_is_given_its_weights_again(sglang: Sglang, path: Path) -> None:
-    own, told = CausalLM.load(path), list[str]()
+    own = CausalLM.load(path)
+    told = list[str]()
     with torch.no_grad():
         own.head.weight.mul_(2.0)
 

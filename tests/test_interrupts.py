@@ -255,7 +255,8 @@ def test_a_run_that_a_signal_ends_keeps_its_last_whole_step(
     folder: Path, model: Path, place: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     what, kind, owner, name, number, after, kept = place
-    run, cut = placement.run_sft if kind == "sft" else placement.run_rl, folder / f"cut {what}"
+    run = placement.run_sft if kind == "sft" else placement.run_rl
+    cut = folder / f"cut {what}"
     said = settings(folder, model, cut.name, kind)
     with monkeypatch.context() as patched, pytest.raises(Interrupted) as raised:
         at_call(patched, owner, name, number, after)

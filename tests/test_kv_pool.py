@@ -76,13 +76,15 @@ class CountingPool:
     def release(self, requests: Sequence[LocalRequest]) -> None:
         self.running = [r for r in self.running if r not in requests]
         for r in requests:
-            r.prompt, r.cached = None, 0
+            r.prompt = None
+            r.cached = 0
 
     def expire_prompts(self) -> None:
         self.prompts = []
 
     def clear(self) -> None:
-        self.running, self.prompts = [], []
+        self.running = []
+        self.prompts = []
 
     def allocate(self) -> None: ...
 
@@ -202,14 +204,16 @@ def test_compact_groups_zones_and_moves_few(zones: list[int | None]) -> None:
     order = compact(zones, lambda z: z)
     assert sorted(order) == [i for i, z in enumerate(zones) if z is not None]
     assert [zones[i] for i in order] == sorted(z for z in zones if z is not None)
-    first, second = zones.count(0), zones.count(0) + zones.count(1)
+    first = zones.count(0)
+    second = zones.count(0) + zones.count(1)
     at_home = [i for i, z in enumerate(zones[:second]) if z == (0 if i < first else 1)]
     assert all(order[i] == i for i in at_home)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="zeros are written there")
 def test_memory_that_is_never_written_takes_none_on_a_cpu() -> None:
-    process, size = psutil.Process(), 256 << 20
+    process = psutil.Process()
+    size = 256 << 20
     before = process.memory_info().rss
     memory = KVMemory(
         KVLayout(2, 2, 16, torch.bfloat16, torch.device("cpu")), size // (5 * 2 * 16 * 2)

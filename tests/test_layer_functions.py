@@ -83,9 +83,11 @@ def exact_norm(x: Tensor, weight: Tensor, offset: bool) -> Tensor:
 @pytest.mark.parametrize(("rows", "size"), SIZES)
 @pytest.mark.parametrize("offset", [False, True])
 def test_norm(rows: int, size: int, offset: bool) -> None:
-    x, weight = drawn(rows, size), drawn(size)
+    x = drawn(rows, size)
+    weight = drawn(size)
     own = [wide(x), wide(weight)]
-    found, exact = computed(RmsNorm, x, weight, 1e-6, offset), exact_norm(own[0], own[1], offset)
+    found = computed(RmsNorm, x, weight, 1e-6, offset)
+    exact = exact_norm(own[0], own[1], offset)
     agree(found, exact)
     with torch.no_grad():
         assert torch.equal(found, computed(RmsNorm, x, weight, 1e-6, offset))
@@ -94,7 +96,8 @@ def test_norm(rows: int, size: int, offset: bool) -> None:
 
 def test_norm_by_hand() -> None:
     """3 and 4 have the root mean square 5 / sqrt(2)."""
-    x, weight = torch.tensor([[3.0, 4.0]]).bfloat16(), torch.tensor([2.0, -1.0]).bfloat16()
+    x = torch.tensor([[3.0, 4.0]]).bfloat16()
+    weight = torch.tensor([2.0, -1.0]).bfloat16()
     root = 5 / 2**0.5
     agree(computed(RmsNorm, x, weight, 0.0, False), torch.tensor([[6 / root, -4 / root]]).double())
     agree(computed(RmsNorm, x, weight, 0.0, True), torch.tensor([[9 / root, 0.0]]).double())
@@ -105,7 +108,8 @@ def test_gate(rows: int, size: int) -> None:
     x = drawn(rows, 2 * size)
     own = wide(x)
     gate, up = own.chunk(2, -1)
-    found, exact = computed(Gated, x), F.silu(gate) * up
+    found = computed(Gated, x)
+    exact = F.silu(gate) * up
     agree(found, exact)
     same_gradients([found], [x], [exact], [own])
 
@@ -130,8 +134,10 @@ def test_heads(rows: int, heads: int, kv_heads: int, size: int, norms: int) -> N
     angle = torch.rand(rows, 1, size // 2) * 6
     cos, sin = (torch.cat((t, t), -1) for t in (angle.cos(), angle.sin()))
     sin[..., : size // 2] *= -1
-    cos, sin = cos.bfloat16(), sin.bfloat16()
-    own, own_weights = wide(x), [wide(w) for w in weights]
+    cos = cos.bfloat16()
+    sin = sin.bfloat16()
+    own = wide(x)
+    own_weights = [wide(w) for w in weights]
     parts = own.view(rows, -1, size).split([heads, kv_heads, kv_heads], 1)
     normed = [
         exact_norm(p, w, norms == 2) for p, w in zip(parts, own_weights, strict=False)
@@ -152,8 +158,10 @@ def test_rows_that_are_apart_and_threads(threads: int) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        whole, weight = torch.randn(400, 224).bfloat16(), drawn(96)
-        x, grad = whole[:, 3:99].detach().requires_grad_(), whole[:, 100:196]
+        whole = torch.randn(400, 224).bfloat16()
+        weight = drawn(96)
+        x = whole[:, 3:99].detach().requires_grad_()
+        grad = whole[:, 100:196]
         computed(RmsNorm, x, weight, 1e-6, False).backward(grad)
         once = weight.grad
         alone = x.detach().clone().requires_grad_()
@@ -174,14 +182,16 @@ def test_rows_that_are_apart_and_threads(threads: int) -> None:
 def test_as_pytorch_s_operations_which_serve_all_else(
     operation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    x, weight = drawn(50, 96), drawn(96)
+    x = drawn(50, 96)
+    weight = drawn(96)
     run: dict[str, Callable[[Tensor], Tensor]] = {
         "rms_norm": lambda t: lean_ops.rms_norm(t, weight.to(t.dtype), 1e-6, False),
         "gated": lambda t: lean_ops.gated(t, "silu"),
     }
     found = run[operation](x)
     found.sum().backward()
-    gradient, x.grad = x.grad, None
+    gradient = x.grad
+    x.grad = None
     calls: list[Tensor] = []
 
     def refuse(*tensors: Tensor) -> bool:
@@ -200,10 +210,12 @@ def test_as_pytorch_s_operations_which_serve_all_else(
 
 
 def test_frozen_weights_get_no_gradient() -> None:
-    x, weight = drawn(5, 16), drawn(16).detach()
+    x = drawn(5, 16)
+    weight = drawn(16).detach()
     computed(RmsNorm, x, weight, 1e-6, False).sum().backward()
     assert x.grad is not None and weight.grad is None
-    y, table = drawn(5, 48), torch.ones(5, 1, 16).bfloat16()
+    y = drawn(5, 48)
+    table = torch.ones(5, 1, 16).bfloat16()
     q, k, v = computed(TurnedHeads, y, table, table, HeadShape(1, 1, 1e-6), weight, weight)
     (q + k + v).sum().backward()
     assert y.grad is not None and torch.equal(y.grad[:, 32:], torch.ones(5, 16).bfloat16())

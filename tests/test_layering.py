@@ -51,7 +51,15 @@ SHARED = (
 HEAVY = ("torch", "transformers")
 LIGHT = ("config/", "plan/", "records/", "guide/", "cli/", "learn/algorithms/", "learn/usercode/")
 MAY_IMPORT_TORCH = ("guide/simulate/", "guide/tune/machine.py")
-LONGEST_FILE, LONGEST_FUNCTION = 400, 80
+DENSITY = {
+    "assignments of three values and more": 11,
+    "assignments of two values": 52,
+    "walrus": 97,
+    "lines of more than 100 characters": 514,
+}
+"""At most so many in all; they only fall."""
+LONGEST_FILE = 400
+LONGEST_FUNCTION = 80
 
 
 def modules() -> list[Path]:
@@ -163,7 +171,8 @@ def circles() -> list[list[str]]:
         seen: set[tuple[str, ...]] = set()
         pending = list(arrows[module])
         while pending:
-            if (name := pending.pop()) not in seen:
+            name = pending.pop()
+            if name not in seen:
                 seen.add(name)
                 pending.extend(arrows[name])
         reach[module] = seen
@@ -279,6 +288,29 @@ def test_functions_are_short() -> None:
         and (size := len(code_lines(path) & lines_of(node))) > LONGEST_FUNCTION
     ]
     assert not long, "\n".join(long)
+
+
+def packed(node: ast.AST) -> int:
+    """The values of an assignment of several to several names."""
+    match node:
+        case ast.Assign(targets=[ast.Tuple()], value=ast.Tuple(elts=values)):
+            return len(values)
+        case _:
+            return 0
+
+
+def test_one_idea_per_line() -> None:
+    found = dict.fromkeys(DENSITY, 0)
+    for path in modules():
+        text = path.read_text()
+        for node in ast.walk(parsed(text)):
+            found["assignments of three values and more"] += packed(node) >= 3
+            found["assignments of two values"] += packed(node) == 2
+            found["walrus"] += isinstance(node, ast.NamedExpr)
+        found["lines of more than 100 characters"] += sum(
+            len(line) > 100 for line in text.splitlines()
+        )
+    assert all(found[what] <= most for what, most in DENSITY.items()), found
 
 
 def test_the_checks_see_what_they_are_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

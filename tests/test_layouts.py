@@ -25,7 +25,8 @@ from tunesmith.plan.layout.layouts import layouts
 from tunesmith.plan.resolve import resolve
 
 SMALL = ModelFacts(500_000_000, 24, 896, 4864, 14, 2, 64, 151936, 32768, tied=True)
-QWEN_7B, LLAMA_70B = MODELS["7B (Qwen 2.5)"], MODELS["70B (Llama 3)"]
+QWEN_7B = MODELS["7B (Qwen 2.5)"]
+LLAMA_70B = MODELS["70B (Llama 3)"]
 KINDS: dict[Any, list[str]] = {
     SFTConfig: [], RMConfig: [], DPOConfig: [], GenerateConfig: [],
     RLConfig: ['reward.functions=["math"]'], RFTConfig: ['reward.functions=["math"]', "rft.threshold=1"],
@@ -164,7 +165,8 @@ def test_one_device_and_a_model_of_unknown_size_are_as_before(kind: Any) -> None
 
 
 def test_gpus_of_another_kind_or_with_another_program_are_left_alone() -> None:
-    h100, l4 = machine("H100").gpus[0], machine("L4").gpus[0]
+    h100 = machine("H100").gpus[0]
+    l4 = machine("L4").gpus[0]
     busy = replace(h100, memory_free=h100.memory_free // 2)
     for gpus, ranks in (((h100, h100, l4), 2), ((h100, busy, h100), 1), ((l4, h100), 1)):
         known = facts("2xH100", SMALL)
@@ -174,10 +176,8 @@ def test_gpus_of_another_kind_or_with_another_program_are_left_alone() -> None:
 
 
 def test_what_is_learned_stays() -> None:
-    one, many = (
-        resolved(SFTConfig, "H200", SMALL).config,
-        resolved(SFTConfig, "8xH200", SMALL).config,
-    )
+    one = resolved(SFTConfig, "H200", SMALL).config
+    many = resolved(SFTConfig, "8xH200", SMALL).config
     for key, value in settings(one).items():
         assert key.startswith("system.") or settings(many)[key] == value
     few = resolved(SFTConfig, "8xH200", SMALL, "train.batch_size=3").config

@@ -54,7 +54,8 @@ def forked(samples: Sequence[Sample], rng: np.random.Generator) -> list[Sample]:
     context."""
     made: list[Sample] = []
     for number, sample in enumerate(samples):
-        first, places = sample.loss_mask.index(True), range(len(sample.token_ids))
+        first = sample.loss_mask.index(True)
+        places = range(len(sample.token_ids))
         cuts = sorted(rng.integers(first, len(places) + 1, int(rng.integers(0, 4))))
         for start, stop in pairwise([first, *cuts, len(places)]):
             mask = [start <= place < stop for place in places][:stop]
@@ -77,7 +78,8 @@ BY_SEQUENCE = ("gspo", "gspo_token", "gmpo")
 def test_a_rollout_teaches_the_same_however_it_is_cut_into_forks(
     models: dict[str, Path], aggregation: str
 ) -> None:
-    rng, backend = np.random.default_rng(0), backend_of(models["llama"], torch.float64)
+    rng = np.random.default_rng(0)
+    backend = backend_of(models["llama"], torch.float64)
     learner = learner_of(backend, aggregation=aggregation)
     samples = samples_of()
     logprobs = learner.score(Batch.of(samples))
@@ -87,7 +89,8 @@ def test_a_rollout_teaches_the_same_however_it_is_cut_into_forks(
         section = algorithm(loss=loss)
         objective = policy_objective(section)
         moved = 0.0 if loss in BY_SEQUENCE else 0.3
-        whole, cut = Batch.of(samples), Batch.of(forked(samples, rng))
+        whole = Batch.of(samples)
+        cut = Batch.of(forked(samples, rng))
         assert cut.num_samples > whole.num_samples and cut.num_predictions == whole.num_predictions
         columns = {
             "advantages": rng.normal(size=whole.num_samples)[whole.sample],
@@ -177,7 +180,8 @@ def test_every_aggregation_is_the_plain_formula(models: dict[str, Path], aggrega
     samples = samples_of(1, 2, 2)
     backend = backend_of(models["llama"])
     module = CausalLM.load(models["llama"]).module
-    sums, counts = [], []
+    sums = []
+    counts = []
     for s in samples:
         ids = torch.tensor(s.token_ids)
         logits = backend_logits(module, ids)
@@ -185,7 +189,8 @@ def test_every_aggregation_is_the_plain_formula(models: dict[str, Path], aggrega
         mask = torch.tensor(s.loss_mask[1:])
         sums.append(-(logprobs * mask).sum())
         counts.append(int(mask.sum()))
-    total, batch = sum(counts), len(samples)
+    total = sum(counts)
+    batch = len(samples)
     loss = {
         "token_mean": sum(sums) / total,
         "seq_mean_token_mean": sum(s / c for s, c in zip(sums, counts, strict=True)) / batch,
@@ -217,7 +222,9 @@ def test_dropout_is_off_in_training(models: dict[str, Path]) -> None:
 class Recorder:
     """A backend without a model: it notes what it was given."""
 
-    ranks, cost, limit = 1, CostModel(1.0, 0.01, 0.1), 4096
+    ranks = 1
+    cost = CostModel(1.0, 0.01, 0.1)
+    limit = 4096
 
     def __init__(self) -> None:
         self.optimizer_steps = 0
@@ -336,10 +343,8 @@ def test_a_batch_is_packed_once_for_scoring_and_for_every_pass(
 
 
 def test_scoring_is_timed_beside_its_least_time(models: dict[str, Path]) -> None:
-    learner, batch = (
-        learner_of(backend_of(models["llama"]), flops_per_second=1e9),
-        Batch.of(samples_of()),
-    )
+    learner = learner_of(backend_of(models["llama"]), flops_per_second=1e9)
+    batch = Batch.of(samples_of())
     learner.score(batch)  # outside: not counted
     with learner.timed_scoring() as scored:
         learner.score(batch), learner.score(batch)
@@ -413,20 +418,25 @@ def _exhaust(_: Tensor) -> Tensor:
 def test_a_step_that_did_not_fit_is_the_step_of_the_lower_cap_bit_by_bit(
     models: dict[str, Path], where: str, call: int, dtype: torch.dtype
 ) -> None:
-    batch, told = Batch.of(samples_of()), list[str]()
+    batch = Batch.of(samples_of())
+    told = list[str]()
     failing = Failing(backend_of(models["llama"], dtype), at=[call], where=where)
     learner = learner_of(failing, 80, report=told.append)
     lower = learner_of(backend_of(models["llama"], dtype), 40)
-    metrics, expected = learner.update(batch, SFTObjective()), lower.update(batch, SFTObjective())
+    metrics = learner.update(batch, SFTObjective())
+    expected = lower.update(batch, SFTObjective())
     assert metrics == expected | {"memory_retries": 1.0}
     assert learner.caps["max_tokens"] == 40
     (line,) = told
     assert "did not fit" in line and "max_tokens_per_microbatch" in line and "80 to 40" in line
-    second, expected = learner.update(batch, SFTObjective()), lower.update(batch, SFTObjective())
+    second = learner.update(batch, SFTObjective())
+    expected = lower.update(batch, SFTObjective())
     assert second == expected and len(told) == 1, "the lower cap is kept"
-    ours, theirs = failing.inner.model.module.state_dict(), lower.backend.model.module.state_dict()  # type: ignore[attr-defined]
+    ours = failing.inner.model.module.state_dict()
+    theirs = lower.backend.model.module.state_dict()  # type: ignore[attr-defined]
     assert all(ours[n].equal(theirs[n]) for n in theirs)
-    ours, theirs = failing.inner.optimizer.state(), lower.backend.optimizer.state()  # type: ignore[attr-defined]
+    ours = failing.inner.optimizer.state()
+    theirs = lower.backend.optimizer.state()  # type: ignore[attr-defined]
     assert all(ours[n].equal(theirs[n]) for n in theirs)
 
 

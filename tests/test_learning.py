@@ -272,7 +272,8 @@ def test_infinities_of_both_signs_end_no_run() -> None:
 
 def test_a_finding_is_told_again_only_after_it_was_gone() -> None:
     watch = LearningWatch(RL)
-    bad, good = steps_of(3, **{"reward/std": 0.0, "reward": 0.5}), steps_of(1)
+    bad = steps_of(3, **{"reward/std": 0.0, "reward": 0.5})
+    good = steps_of(1)
     told = [watch.step(step) is not None for step in [*bad, *bad, *good, *bad]]
     assert [i for i, was in enumerate(told) if was] == [2, 9]
     assert watch.end() is not None

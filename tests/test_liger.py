@@ -58,7 +58,8 @@ def test_they_compute_what_the_lean_layers_compute(
     if checkpointing:
         model.module.gradient_checkpointing_enable({"use_reentrant": False})
     forest = forest_of(samples_of())
-    want, scores = gradients(model), model.predict(forest).logprobs.detach()
+    want = gradients(model)
+    scores = model.predict(forest).logprobs.detach()
     model.use_liger()
     assert difference(gradients(model), want) < 1e-5
     layers = model.lean.layers
@@ -88,7 +89,8 @@ def test_narrow_types_round_no_further_than_ours(tmp_path: Path, stand_in: Liger
 
 
 def test_the_gradient_of_a_norm_s_weight_is_a_sum_of_float32_terms(stand_in: LigerInTorch) -> None:
-    x, grad = torch.randn(700, 24).bfloat16(), torch.randn(700, 24).bfloat16()
+    x = torch.randn(700, 24).bfloat16()
+    grad = torch.randn(700, 24).bfloat16()
     weight = torch.randn(24, requires_grad=True)
     LIGER.rms_norm(x, weight, 1e-6, False).backward(grad)
     exact = x.double() * (x.double().square().mean(-1, keepdim=True) + 1e-6).rsqrt()
@@ -124,14 +126,17 @@ def test_what_others_hold_is_not_written_over(rows: int, stand_in: LigerInTorch)
         ),
         (lambda x: rotate(OURS, x, 2, cos, sin), lambda x: rotate(LIGER, x, 2, cos, sin)),
     ):
-        x, grad = torch.randn(rows, 3, 8), torch.randn(rows, 3, 8)
+        x = torch.randn(rows, 3, 8)
+        grad = torch.randn(rows, 3, 8)
         found = []
         for function in (ours, theirs):
-            leaf, given = x.clone().requires_grad_(), grad.clone()
+            leaf = x.clone().requires_grad_()
+            given = grad.clone()
             out = function(leaf)
             (leaf + out).backward(given, retain_graph=True)
             assert leaf.equal(x) and given.equal(grad)
-            first, leaf.grad = leaf.grad, None
+            first = leaf.grad
+            leaf.grad = None
             (leaf + out).backward(given)
             assert first is not None and leaf.grad is not None and first.equal(leaf.grad)
             found.append((out.detach(), first))

@@ -112,7 +112,8 @@ def test_norms(shape: tuple[int, ...], offset: bool, dtype: torch.dtype) -> None
 def test_norms_round_where_ours_do(offset: bool) -> None:
     """But for the last bit of the root numbers are the same, so that few fall on the other side of
     a rounding."""
-    x, weight = torch.randn(16, 64, device=DEVICE).half(), torch.randn(64, device=DEVICE).half()
+    x = torch.randn(16, 64, device=DEVICE).half()
+    weight = torch.randn(64, device=DEVICE).half()
     with torch.no_grad():
         different = OURS.rms_norm(x, weight, 1e-6, offset) != LIGER.rms_norm(
             x, weight, 1e-6, offset
@@ -163,7 +164,8 @@ def test_rotations(rows: int, heads: int, keys: int, size: int, dtype: torch.dty
 def test_swiglu(rows: int, size: int, dtype: torch.dtype) -> None:
     if INTERPRETED and dtype == torch.bfloat16:
         pytest.skip("the interpreter multiplies bfloat16 as whole numbers")
-    inputs, grads = [2 * torch.randn(rows, 2 * size)], [torch.randn(rows, size)]
+    inputs = [2 * torch.randn(rows, 2 * size)]
+    grads = [torch.randn(rows, size)]
     compare(lambda of: lambda x: of.gated(x, "silu"), inputs, grads, dtype)
     gate, up = inputs[0].chunk(2, -1)
     with torch.no_grad():
@@ -174,10 +176,8 @@ def test_swiglu(rows: int, size: int, dtype: torch.dtype) -> None:
 
 def test_no_rows() -> None:
     """A rank without a sample computes none."""
-    x, weight = (
-        torch.randn(0, 6, 8, device=DEVICE, requires_grad=True),
-        torch.ones(8, device=DEVICE).requires_grad_(),
-    )
+    x = torch.randn(0, 6, 8, device=DEVICE, requires_grad=True)
+    weight = torch.ones(8, device=DEVICE).requires_grad_()
     cos, sin = (table.float().to(DEVICE) for table in tables(0, 8))
     q, k, _ = LIGER.heads(x.flatten(1), (cos, sin), [weight, weight], HeadShape(4, 1, 1e-6))
     out = LIGER.gated(q.flatten(1), "silu").sum() + k.sum()
@@ -203,10 +203,12 @@ def test_what_others_hold_is_not_written_over(rows: int) -> None:
         lambda x: rotate(LIGER, x, 2, cos, sin),
     ):
         x, grad = (torch.randn(rows, 3, 8, device=DEVICE) for _ in range(2))
-        leaf, given = x.clone().requires_grad_(), grad.clone()
+        leaf = x.clone().requires_grad_()
+        given = grad.clone()
         total = leaf + function(leaf)
         total.backward(given, retain_graph=True)
-        first, leaf.grad = leaf.grad, None
+        first = leaf.grad
+        leaf.grad = None
         total.backward(given)
         assert leaf.equal(x) and given.equal(grad)
         assert first is not None and leaf.grad is not None and first.equal(leaf.grad)

@@ -217,7 +217,8 @@ def test_an_engine_whose_weights_came_in_part_waits_for_all_of_them(
 
     engine = make(llama, update=update)
     before = run(engine, (prompt, free(8, temperature=0)), (other, free(5)))
-    counted, held = engine.stats().sampled_tokens, held_at(4)
+    counted = engine.stats().sampled_tokens
+    held = held_at(4)
 
     async def load() -> tuple[int, Completion, Completion]:
         flying = asyncio.create_task(engine.generate(prompt, free(8, temperature=0)))
@@ -228,10 +229,8 @@ def test_an_engine_whose_weights_came_in_part_waits_for_all_of_them(
         held.go.set()
         with pytest.raises(EngineError, match="the rest did not come"):
             await loading
-        drawn, waiting = (
-            engine.stats().sampled_tokens,
-            asyncio.create_task(engine.generate(other, free(5))),
-        )
+        drawn = engine.stats().sampled_tokens
+        waiting = asyncio.create_task(engine.generate(other, free(5)))
         for _ in range(5):
             await engine._thread.call(lambda: None)  # a step would follow
         assert engine.stats().sampled_tokens == drawn
@@ -301,7 +300,8 @@ def test_requests_are_admitted_in_order(llama: CausalLM) -> None:
 def test_cancelled_requests_make_room_whether_running_or_waiting(
     llama: CausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine, held = make(llama, max_running=3), held_at(20)
+    engine = make(llama, max_running=3)
+    held = held_at(20)
     monkeypatch.setattr(Runner, "draw", held)
 
     async def go() -> None:
@@ -333,7 +333,8 @@ def test_a_failed_step_fails_what_ran_and_the_engine_goes_on(
     llama: CausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, (prompt,) = make(llama, max_running=2), prompts(4)
-    draw, calls = Runner.draw, iter(range(1000))
+    draw = Runner.draw
+    calls = iter(range(1000))
 
     def broken(*args: Any) -> Any:
         if next(calls) == 3:
@@ -359,7 +360,9 @@ class held_at:
     """``Runner.draw``, which is held in its ``number``-th call until it may ``go`` on."""
 
     def __init__(self, number: int) -> None:
-        self.number, self.calls, self.draw = number, 0, Runner.draw
+        self.number = number
+        self.calls = 0
+        self.draw = Runner.draw
         self.held, self.go = threading.Event(), threading.Event()
 
     def __call__(self, *args: Any) -> Any:
@@ -378,7 +381,8 @@ def test_memory_that_cannot_be_taken_fails_requests_and_the_next_ones_run(
 ) -> None:
     """First the rows of requests that start, then all memory, when it is taken back."""
     engine = make(llama, max_running=2)
-    admit, allocate = KVPool.admit, KVPool.allocate
+    admit = KVPool.admit
+    allocate = KVPool.allocate
     refused: list[str] = []
 
     def refuse(*_: Any) -> Any:
@@ -447,7 +451,8 @@ def test_what_is_computed_together_is_the_same_in_every_run(
     monkeypatch.setattr(Runner, "draw", counted)
 
     async def episodes() -> None:
-        engine, slots = make(llama), asyncio.Semaphore(3)
+        engine = make(llama)
+        slots = asyncio.Semaphore(3)
 
         async def episode(seed: int) -> None:
             async with slots:
@@ -481,7 +486,8 @@ async def test_weights_do_not_change_within_a_step(
     llama: CausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither while they are updated nor after a request was cancelled is anything computed."""
-    busy, draw = [False], Runner.draw
+    busy = [False]
+    draw = Runner.draw
 
     def noted(*args: Any) -> Any:
         busy[0] = True

@@ -161,7 +161,8 @@ def test_named_targets_and_gradient_checkpointing(
 def test_dropout_falls_in_training_passes_only(base: Path) -> None:
     backend = trained(adapted(base, dropout=0.5))
     assert logprobs(backend).equal(logprobs(backend))
-    first, second = gradients(backend, [None]), gradients(backend, [None])
+    first = gradients(backend, [None])
+    second = gradients(backend, [None])
     assert not all(a.equal(b) for a, b in zip(first, second, strict=True))
 
 

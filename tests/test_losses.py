@@ -211,7 +211,8 @@ def test_covariance_losses_by_hand() -> None:
 
 
 def test_tokens_chosen_by_covariance() -> None:
-    logprobs, advantages = np.array([0.0, -1.0, -2.0, -5.0]), np.array([3.0, 0.0, 0.0, -3.0])
+    logprobs = np.array([0.0, -1.0, -2.0, -5.0])
+    advantages = np.array([3.0, 0.0, 0.0, -3.0])
     cov = covariances(logprobs, advantages)
     assert cov.tolist() == pytest.approx([6.0, 0.0, 0.0, 9.0])
     rng = np.random.default_rng(0)
@@ -227,7 +228,8 @@ def test_tokens_chosen_by_covariance() -> None:
 
 def test_value_loss_by_hand_and_gradient() -> None:
     predicted = double([1.0, 2.0, -1.0]).requires_grad_()
-    returns, old = double([0.0, 2.5, 0.0]), double([0.9, 1.0, 1.0])
+    returns = double([0.0, 2.5, 0.0])
+    old = double([0.9, 1.0, 1.0])
     token = value_loss(predicted, returns, old, 0.5)
     assert token.loss.tolist() == pytest.approx([0.5, 0.5, 0.5])
     token.loss.sum().backward()
@@ -281,7 +283,8 @@ SURROGATES = {
 @pytest.mark.parametrize("name", LOSSES)
 def test_gradient_by_finite_differences(name: str) -> None:
     rng = np.random.default_rng(7)
-    n, sample = 12, [0, 0, 0, 1, 1, 1, 1, 2, 2, 3, 3, 3]
+    n = 12
+    sample = [0, 0, 0, 1, 1, 1, 1, 2, 2, 3, 3, 3]
     advantages = rng.normal(size=4)[sample]
     micro = batch(
         rng.normal(0, 0.3, n).tolist(),
@@ -307,7 +310,8 @@ def test_gradient_by_finite_differences(name: str) -> None:
         return float((coefficients * loss(moved).loss).sum())
 
     (gradient,) = torch.autograd.grad((coefficients * loss(micro).loss).sum(), micro.logprobs)
-    start, h = micro.logprobs.detach(), 1e-6
+    start = micro.logprobs.detach()
+    h = 1e-6
     for k in range(n):
         step = torch.zeros(n, dtype=torch.float64)
         step[k] = h
@@ -359,7 +363,8 @@ def evaluated(
 ) -> tuple[float, list[Tensor], dict[str, float]]:
     """Loss, gradient per sample and metrics of an optimizer step over micro-batches ``cuts``."""
     objective = policy_objective(section)
-    total, metrics = 0.0, dict[str, float]()
+    total = 0.0
+    metrics = dict[str, float]()
     leaves = [x.detach().clone().requires_grad_() for x in logprobs]
     for indices in cuts:
         current = gather(leaves, indices)
@@ -468,7 +473,8 @@ def test_a_non_finite_input_is_as_if_the_token_were_not_there(
         weigh(ready, "seq_mean_token_mean")
         return evaluated(ready, current, [[0, 1]], section)
 
-    dirty, clean = step(whole, logprobs), step(shorter, without)
+    dirty = step(whole, logprobs)
+    clean = step(shorter, without)
     assert dirty[0] == pytest.approx(clean[0], rel=1e-12)
     assert dirty[1][0][1].item() == 0.0
     assert torch.allclose(torch.cat([dirty[1][0][:1], dirty[1][0][2:]]), clean[1][0])

@@ -62,7 +62,8 @@ QWEN_7B = ModelFacts(7_615_616_512, 28, 3584, 18944, 28, 4, 128, 152064, 32768)
 LLAMA_8B = ModelFacts(8_030_261_248, 32, 4096, 14336, 32, 8, 128, 128256, 131072)
 LLAMA_70B = ModelFacts(70_553_706_496, 80, 8192, 28672, 64, 8, 128, 128256, 131072)
 SMALL = ModelFacts(5_000_000, 6, 256, 768, 4, 2, 64, 4096, 4096)
-A10G, A100 = Gpu("A10G", 24 * GB, 23 * GB, (8, 6)), Gpu("A100", 80 * GB, 79 * GB, (8, 0))
+A10G = Gpu("A10G", 24 * GB, 23 * GB, (8, 6))
+A100 = Gpu("A100", 80 * GB, 79 * GB, (8, 0))
 KINDS: dict[Any, list[str]] = {
     SFTConfig: [], RMConfig: [], DPOConfig: [], GenerateConfig: [],
     RLConfig: ['reward.functions=["math"]'], RFTConfig: ['reward.functions=["math"]'],

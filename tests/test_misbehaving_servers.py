@@ -73,7 +73,8 @@ async def silent(writer: asyncio.StreamWriter, number: int) -> None:
 def scripted(script: Script) -> Iterator[tuple[str, list[int]]]:
     """The address of a server that reads a request and runs the script, and the numbers of its
     requests."""
-    loop, numbers = asyncio.new_event_loop(), list[int]()
+    loop = asyncio.new_event_loop()
+    numbers = list[int]()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with suppress(asyncio.IncompleteReadError, ConnectionError):
@@ -120,7 +121,9 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
 CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
 SHORT = b"HTTP/1.1 200 OK\r\nContent-Length: 500\r\n\r\n{"
 GZIP = "Content-Encoding: gzip"
-LATE, LOST, REFUSED = "late", "lost", "refused"
+LATE = "late"
+LOST = "lost"
+REFUSED = "refused"
 WRONG: dict[str, tuple[Script, str]] = {
     "redirect": (always(answer(b"", "Location: http://127.0.0.1:1/", status="302 Found")), REFUSED),
     "no answer": (silent, LATE),

@@ -64,7 +64,8 @@ def loaders(sharding: Sharding) -> dict[str, Callable[[Path], CausalLM]]:
 @pytest.mark.parametrize("role", ["model.path", "system.draft_model"])
 def test_what_only_vllm_reads_has_its_values_checked_too(tmp_path: Path, role: str) -> None:
     """Without a trainer, which would load the same files, and as a draft."""
-    good, bad = save_model(tmp_path / "good"), save_model(tmp_path / "bad")
+    good = save_model(tmp_path / "good")
+    bad = save_model(tmp_path / "bad")
     ODD["nan"].make(bad)
     paths = {"model.path": good, "system.draft_model": good, role: bad}
     said = [
@@ -91,7 +92,8 @@ def logprobs(model: CausalLM) -> torch.Tensor:
 def test_every_loader_reads_a_directory_alike(
     tmp_path: Path, sharding: Sharding, name: str
 ) -> None:
-    odd, path = ODD[name], tmp_path / "model"
+    odd = ODD[name]
+    path = tmp_path / "model"
     save_model(path, odd.family, tie_word_embeddings=odd.tied)
     odd.make(path)
     found: dict[str, Any] = {}

@@ -279,7 +279,9 @@ def test_a_phase_that_fails_still_counts() -> None:
 @given(st.lists(st.tuples(st.sampled_from(["open", "close", "lap"]), st.floats(0, 10))))
 def test_every_second_is_counted_once(events: list[tuple[str, float]]) -> None:
     time = FakeTime()
-    clock, started, laps = Clock(time), time.now, 0.0
+    clock = Clock(time)
+    started = time.now
+    laps = 0.0
     stack = []
     for event, seconds in events:
         time.now += seconds

@@ -63,7 +63,10 @@ def newton_schulz(matrix: Tensor, steps: int) -> Tensor:
 def test_matrices_of_the_layers_take_the_published_steps(
     model: Path, nesterov: bool, scale: str
 ) -> None:
-    lr, ratio, decay, beta = 0.01, 2.0, 0.1, 0.9
+    lr = 0.01
+    ratio = 2.0
+    decay = 0.1
+    beta = 0.9
     loaded, made = optimizer_of(
         model, momentum=beta, nesterov=nesterov, ns_steps=4, adjust_lr=scale, lr_ratio=ratio
     )
@@ -105,7 +108,8 @@ def test_it_moves_the_matrices_of_the_layers_and_adamw_all_else(
     tmp_path: Path, family: str, each: int
 ) -> None:
     loaded, made = optimizer_of(save_model(tmp_path, family))
-    names, layers = hidden_matrices(loaded.module), int(loaded.module.config.num_hidden_layers)
+    names = hidden_matrices(loaded.module)
+    layers = int(loaded.module.config.num_hidden_layers)
     assert len(names) == each * layers
     plain = MasterOptimizer(CausalLM.load(tmp_path).module, AdamWSettings(0.1, max_grad_norm=0.0))
     for seed in range(2):
@@ -126,7 +130,8 @@ def test_state_continues_exactly(model: Path, dtype: torch.dtype) -> None:
     second.module.load_state_dict(first.module.state_dict())
     c.load_state({name: t.clone() for name, t in b.state().items()})
     give_gradients(a, 2), a.step(0.01), give_gradients(c, 2), c.step(0.01)
-    ours, theirs = straight.module.state_dict(), second.module.state_dict()
+    ours = straight.module.state_dict()
+    theirs = second.module.state_dict()
     assert all(ours[name].equal(theirs[name]) for name in ours)
     assert all(t.equal(c.state()[name]) for name, t in a.state().items())
 

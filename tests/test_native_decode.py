@@ -106,7 +106,10 @@ def shapes(draw: st.DrawFn) -> dict[str, Any]:
 def test_attention_is_that_of_each_row_alone(shape: dict[str, Any], seed: int) -> None:
     torch.manual_seed(seed)
     functions = native_decode.loaded()
-    rows, heads_kv, share, dim = shape["rows"], shape["kv_heads"], shape["share"], shape["dim"]
+    rows = shape["rows"]
+    heads_kv = shape["kv_heads"]
+    share = shape["share"]
+    dim = shape["dim"]
     heads, plane, (row_type, bank_type) = heads_kv * share, 2 * shape["layer"], shape["dtypes"]
     prompts, of_prompts = bank(
         len(shape["prompts"]), heads_kv, max(shape["prompts"]) + 3, dim, bank_type
@@ -121,7 +124,8 @@ def test_attention_is_that_of_each_row_alone(shape: dict[str, Any], seed: int) -
     qkv = torch.randn(len(rows), (heads + 2 * heads_kv) * dim).to(row_type)
     layout = RowsData([(prompt, shape["prompts"][prompt]) for prompt, _ in rows], share)
     changing = torch.tensor([[n for _, n in rows], [shape["prompts"][p] + n for p, n in rows]])
-    size, narrow = 8 * len(rows), torch.bfloat16
+    size = 8 * len(rows)
+    narrow = torch.bfloat16
     step = StepData(
         *(
             len(rows),
@@ -149,7 +153,8 @@ def test_attention_is_that_of_each_row_alone(shape: dict[str, Any], seed: int) -
     )
     for i, (prompt, written) in enumerate(rows):
         q, k, v = qkv[i].double().view(-1, dim).split([heads, heads_kv, heads_kv])
-        q, k = normed(q, q_norm, 1e-6), normed(k, k_norm, 1e-6)
+        q = normed(q, q_norm, 1e-6)
+        k = normed(k, k_norm, 1e-6)
         if shape["rotates"]:
             at = shape["prompts"][prompt] + written
             q, k = (x * cos[at] + x.roll(dim // 2, -1) * sin[at] for x in (q, k))
@@ -188,13 +193,13 @@ def test_attention_is_that_of_each_row_alone(shape: dict[str, Any], seed: int) -
 def test_norms_and_activations(
     rows: int, width: int, dtype: torch.dtype, adds: bool, inner: bool, kind: Any
 ) -> None:
-    functions, step = (
-        native_decode.loaded(),
-        StepData(rows=rows, threads=2, narrow_rows=dtype == torch.bfloat16),
-    )
-    x, y = torch.randn(rows, width) * 3, (torch.randn(rows, width) * 3).to(dtype)
+    functions = native_decode.loaded()
+    step = StepData(rows=rows, threads=2, narrow_rows=dtype == torch.bfloat16)
+    x = torch.randn(rows, width) * 3
+    y = (torch.randn(rows, width) * 3).to(dtype)
     weight, own = torch.rand(2, width).unbind()
-    out, expected = torch.empty(rows, width, dtype=dtype), x.double()
+    out = torch.empty(rows, width, dtype=dtype)
+    expected = x.double()
     if adds:
         expected = expected + normed(y.double(), own if inner else None, 1e-5)
     functions.tunesmith_add_norm(
@@ -228,7 +233,8 @@ def test_norms_and_activations(
 def test_tokens_are_drawn_by_the_inverse_of_the_distribution(
     vocabulary: int, rows: int, temperature: float, threads: int
 ) -> None:
-    logits, uniforms = torch.randn(rows, vocabulary) * 4, torch.rand(rows, dtype=torch.float64)
+    logits = torch.randn(rows, vocabulary) * 4
+    uniforms = torch.rand(rows, dtype=torch.float64)
     logits[:, 1 : vocabulary // 2 : 3] = -math.inf
     tokens, logprobs = drawn(logits, temperature, uniforms, threads)
     probs = (logits.double() / (temperature or 1)).softmax(-1)
@@ -257,7 +263,8 @@ def test_a_row_that_is_not_finite_is_not_drawn_from(bad: float, temperature: flo
 def drawn(
     logits: Tensor, temperature: float, uniforms: Tensor, threads: int
 ) -> tuple[Tensor, Tensor]:
-    tokens, logprobs = torch.empty(len(logits), dtype=torch.int64), torch.empty(len(logits))
+    tokens = torch.empty(len(logits), dtype=torch.int64)
+    logprobs = torch.empty(len(logits))
     temperatures = torch.full((len(logits),), temperature)
     places = (t.data_ptr() for t in (logits, temperatures, uniforms, tokens, logprobs))
     native_decode.loaded().tunesmith_draw(*logits.shape, *places, threads)
@@ -400,7 +407,8 @@ def test_a_damaged_library_is_compiled_anew(small: Path) -> None:
     but replaced."""
     assert seven() == 7
     (kept,) = small.iterdir()
-    whole, other = kept.read_bytes(), small / "small-0123456789abcdef.so"
+    whole = kept.read_bytes()
+    other = small / "small-0123456789abcdef.so"
     other.write_bytes(b"of another compiler")
     for damaged in (b"", whole[:100], whole[: len(whole) // 2], whole[:-1], bytes(len(whole))):
         (small / "new").write_bytes(damaged)
@@ -479,7 +487,8 @@ def test_without_a_library_pytorchs_operations_run(
     # too.
     narrow = CausalLM.load(tmp_path / "model", dtype=torch.bfloat16)
     assert probe(narrow, compiled=True)[0].dtype == torch.bfloat16
-    found, exact = completions(narrow), completions(narrow, compiled=False)
+    found = completions(narrow)
+    exact = completions(narrow, compiled=False)
     first = [[c.logprobs[0] for c in side] for side in (found, exact)]
     assert first[0] == pytest.approx(first[1], abs=0.05)
 
@@ -487,7 +496,8 @@ def test_without_a_library_pytorchs_operations_run(
 def test_the_setting_is_derived_from_compiler_family_and_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    directory, data = save_model(tmp_path / "model"), tmp_path / "data.jsonl"
+    directory = save_model(tmp_path / "model")
+    data = tmp_path / "data.jsonl"
     other = save_model(tmp_path / "other", "gpt2")
     data.write_text('{"prompt": "a"}\n')
 
@@ -518,7 +528,8 @@ def test_the_setting_is_derived_from_compiler_family_and_device(
 def test_training_in_bfloat16_compiles_where_the_cpu_multiplies_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has: str
 ) -> None:
-    directory, data = save_model(tmp_path / "model", "gpt2"), tmp_path / "data.jsonl"
+    directory = save_model(tmp_path / "model", "gpt2")
+    data = tmp_path / "data.jsonl"
     data.write_text('{"prompt": "a", "completion": "b"}\n')
     monkeypatch.setenv("CXX", sys.executable)
     monkeypatch.setattr(training_functions, "_allowed", True)

@@ -89,7 +89,8 @@ def test_generate_samples_from_rounded_weights_without_an_adapter(
     rounds: dict[str, Any] = (
         {"quantize": setting.split("=")[1]} if "quantize" in setting else {"dtype": torch.float16}
     )
-    exact, rounded = CausalLM.load(directory), CausalLM.load(directory, **rounds)
+    exact = CausalLM.load(directory)
+    rounded = CausalLM.load(directory, **rounds)
     with torch.no_grad():
         for line in map(json.loads, done.output.read_text().splitlines()):
             written: list[int] = line["token_ids"]
@@ -146,10 +147,8 @@ def test_company_changes_a_greedy_completion_only_where_two_tokens_are_about_as_
     rng = random.Random(0)
     prompts = [[rng.randrange(5, 260) for _ in range(4 + i % 7)] for i in range(ROWS)]
     model = CausalLM.load(directory, dtype=dtype)
-    together, alone = (
-        completed(model, prompts),
-        [completed(model, [prompt])[0] for prompt in prompts],
-    )
+    together = completed(model, prompts)
+    alone = [completed(model, [prompt])[0] for prompt in prompts]
     rounding = 1e-4 if dtype == torch.float32 else 0.1
     for one, other in zip(together, alone, strict=True):
         pairs = zip(one.token_ids, other.token_ids, strict=True)

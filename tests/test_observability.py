@@ -156,12 +156,14 @@ class Stalled:
 
 
 def test_the_watchdog_names_a_stalled_reward_and_the_run_goes_on() -> None:
-    now, said = [0.0], list[str]()
+    now = [0.0]
+    said = list[str]()
     timeline = Timeline(now=lambda: now[0])
     watchdog = Watchdog(timeline, 300, said.append)
 
     async def run() -> list[RolloutGroup]:
-        reward, engine = Stalled(), TimedEngine(FakeEngine(), timeline)
+        reward = Stalled()
+        engine = TimedEngine(FakeEngine(), timeline)
         collector = Collector(
             engine.generate, reward, {"single_turn": SingleTurn()}, numbers, 60.0, timeline=timeline
         )

@@ -94,7 +94,8 @@ def test_the_optimizer_in_host_memory_takes_the_same_steps_and_continues(
         continued = backend_of(model, offload=flag, **options)
         continued.load(tmp_path)
         assert stepped(continued, 2, 2) == expected
-    ours, theirs = here.model.module.state_dict(), there.model.module.state_dict()
+    ours = here.model.module.state_dict()
+    theirs = there.model.module.state_dict()
     assert all(ours[name].equal(theirs[name]) for name in ours)
     assert all(
         here.optimizer.average[name].equal(average)
@@ -178,7 +179,8 @@ def resolve_sft(facts: Facts, *said: str) -> Resolved[SFTConfig]:
 
 
 def test_its_price_by_hand() -> None:
-    n, embedding = SMALL.parameters or 0, 4096 * 256
+    n = SMALL.parameters or 0
+    embedding = 4096 * 256
     for size in (2, 4):
         of, here = (
             price(SMALL, Layout(size, offload=flag, ema=True, models=2)) for flag in (True, False)
@@ -190,7 +192,8 @@ def test_its_price_by_hand() -> None:
     sharded, plain = (
         price(SMALL, Layout(2, zero_stage=3, shards=4, offload=flag)) for flag in (True, False)
     )
-    rows, sent = n // 4, 2 * 4 * (embedding + 3 * 256 * SMALL.intermediate_size) // 4
+    rows = n // 4
+    sent = 2 * 4 * (embedding + 3 * 256 * SMALL.intermediate_size) // 4
     assert (sharded.optimizer, sharded.host, plain.host) == (
         0,
         16 * rows + int((PINNED - 1) * 4 * rows) + sent,
@@ -221,7 +224,8 @@ def test_70b_is_trained_on_eight_gpus_of_80gb_with_it() -> None:
 
 
 def test_it_is_derived_where_a_gpu_needs_it_and_the_host_has_room() -> None:
-    big, small = on(A100, QWEN_7B, memory=512 * GB), on(A100, QWEN_7B, memory=64 * GB)
+    big = on(A100, QWEN_7B, memory=512 * GB)
+    small = on(A100, QWEN_7B, memory=64 * GB)
     assert resolved(SFTConfig, big).system.offload_optimizer is True
     assert resolved(RLConfig, big, "algorithm.kl=none").system.offload_optimizer is True
     assert resolved(SFTConfig, big, "lora.rank=16").system.offload_optimizer is False

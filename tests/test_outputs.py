@@ -185,7 +185,8 @@ def test_no_output_replaces_what_is_not_ours(made: Path, tmp_path: Path) -> None
 @pytest.mark.slow
 @pytest.mark.parametrize("writer", ["report", "launch", "migrate"])
 def test_links_stay_and_files_keep_mode_and_owner(made: Path, tmp_path: Path, writer: str) -> None:
-    command, again = WRITERS[writer], writer != "migrate"  # a migrated run file is not written over
+    command = WRITERS[writer]
+    again = writer != "migrate"  # a migrated run file is not written over
     (tmp_path / "dangling").symlink_to("made")
     (tmp_path / ".empty.unfinished").write_text("mine, not a leftover")
     (tmp_path / "empty").touch()

@@ -48,7 +48,8 @@ def test_costs_are_evened_out() -> None:
     samples = [completion([p], n) for p, n in enumerate([99, 49, 49, 49, 49, 99])]
     bins = pack(Batch.of(samples), 200)
     assert sorted(tokens(samples, bins)) == [200, 200]
-    rng, quadratic = random.Random(0), CostModel(linear=0.0, quadratic=1.0)
+    rng = random.Random(0)
+    quadratic = CostModel(linear=0.0, quadratic=1.0)
     samples = [completion([p], rng.randrange(10, 200)) for p in range(60)]
     bins = pack(Batch.of(samples), 1000, cost=quadratic, multiple_of=4)
     loads = [sum(quadratic.prefix(len(samples[i].token_ids)) for i in b) for b in bins]

@@ -58,7 +58,8 @@ def test_prompts_that_are_not_shared_and_rows_that_wait() -> None:
 
 def test_rates_are_found_again() -> None:
     draw = np.random.default_rng(0)
-    rows, rates = draw.uniform(0.1, 1.0, (30, 4)), np.array([0.5, 0.0, 2.0, 0.1])
+    rows = draw.uniform(0.1, 1.0, (30, 4))
+    rates = np.array([0.5, 0.0, 2.0, 0.1])
     rows /= (rows @ rates)[:, None]
     assert nonnegative(rows) == pytest.approx(rates, abs=1e-4)
     assert (nonnegative(draw.normal(size=(30, 4))) >= 0).all()

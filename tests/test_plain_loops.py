@@ -19,7 +19,10 @@ from tiny_runs import sft_settings, sums
 from tunesmith.models.cpu import training_functions
 from tunesmith.run import placement
 
-STEPS, BATCH, LR, SCALE = 6, 8, 3e-3, 2.0**12
+STEPS = 6
+BATCH = 8
+LR = 3e-3
+SCALE = 2.0**12
 
 
 @dataclass(frozen=True)
@@ -62,7 +65,8 @@ def plain(model: Path, dtype: torch.dtype) -> Trained:
     losses: list[float] = []
     for step in range(STEPS):
         batch = [rows[(step * BATCH + place) % len(rows)] for place in range(BATCH)]
-        tokens, total = sum(len(answer) for _, answer in batch), 0.0
+        tokens = sum(len(answer) for _, answer in batch)
+        total = 0.0
         scale = SCALE if dtype == torch.float16 else 1.0
         with torch.no_grad():
             for to, of in zip(computing.parameters(), masters.parameters(), strict=True):
@@ -113,7 +117,8 @@ def test_steps_are_those_of_a_plain_loop(
     training_functions.allow(True)
     if compiled and training_functions.functions() is None:
         pytest.skip("this CPU or compiler has no compiled training functions")
-    wanted, got = plain(model, getattr(torch, dtype)), ours(tmp_path, model, dtype, compiled)
+    wanted = plain(model, getattr(torch, dtype))
+    got = ours(tmp_path, model, dtype, compiled)
     assert wanted.losses[0] - wanted.losses[-1] > 1.0, (
         "the steps teach something, beside which the bounds are small"
     )

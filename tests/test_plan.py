@@ -129,7 +129,8 @@ def test_the_table_has_each_part_of_each_role() -> None:
 def test_the_roles_of_a_device_add_up(kind: type[RunConfig], said: tuple[str, ...]) -> None:
     resolved, facts = plan(kind, "4xH200", "model.path=tiny", *said)
     facts = replace(facts, frozen_parameters=1000)
-    whole, roles = planned(resolved.config, facts), planned_roles(resolved.config, facts)
+    whole = planned(resolved.config, facts)
+    roles = planned_roles(resolved.config, facts)
     assert whole is not None and {"policy"} <= roles.keys()
     for part in PARTS:
         assert sum(getattr(each, part) for each in roles.values()) == getattr(whole, part), part
@@ -182,7 +183,8 @@ def test_seconds_follow_operations_and_devices() -> None:
     said = ("system.gradient_checkpointing=false", "train.batch_size=4", "data.max_tokens=100")
     found, facts = plan(SFTConfig, "H200", *said)
     seconds = step_seconds(found.config, facts)
-    weights, pairs = facts.model.parameters - 152064 * 3584, 100 * 101 / 2
+    weights = facts.model.parameters - 152064 * 3584
+    pairs = 100 * 101 / 2
     flops = 4 * (6 * weights * 100 + 12 * 28 * 28 * 128 * pairs)
     read = (3 * 2 + 8 + 28) * facts.model.parameters + 152064 * 3584 * (2 + 8)
     launched = 3 * 28 * PASS_SECONDS["cuda"]
@@ -227,7 +229,8 @@ def test_training_computes_a_shared_prompt_once() -> None:
     for share in ("true", "false"):
         found, facts = plan(RLConfig, "H200", *said, f"system.share_prompts={share}")
         seconds[share] = step_seconds(found.config, facts)["training"]
-    weights, pairs = facts.model.parameters - 2 * 152064 * 3584, 100 * 101 / 2
+    weights = facts.model.parameters - 2 * 152064 * 3584
+    pairs = 100 * 101 / 2
     prompt = 6 * weights * 100 + 12 * 28 * 28 * 128 * pairs
     assert seconds["false"] - seconds["true"] == pytest.approx(
         6 * prompt / (989e12 * FLOPS_SHARE), rel=1e-3
@@ -430,7 +433,8 @@ def test_what_nccl_sends_is_copied_on_the_gpu_where_that_has_room(
         name: (planned, free) for name, planned, free in planned_devices(resolved.config, facts)
     }
     embedding = 2 * facts.model.vocab_size * facts.model.hidden_size
-    ranks, whole = publishing_ranks(resolved.config), 2 * facts.model.parameters
+    ranks = publishing_ranks(resolved.config)
+    whole = 2 * facts.model.parameters
     shared = whole if ranks == 1 else whole // ranks + 2 * embedding
     assert resolved.config.system.weight_copy == place
     assert devices["trainer"][0].published == (shared if place == "gpu" else embedding)
@@ -476,7 +480,8 @@ def test_a_share_of_memory_for_vllm_is_planned() -> None:
             RLConfig, "8xA100-80GB", "system.engine=vllm", "system.hybrid=true", said
         )
         [(_, needed, _)] = planned_devices(found.config, facts)
-        share, total = float(said.partition("=")[2]), facts.hardware.gpus[0].memory_total
+        share = float(said.partition("=")[2])
+        total = facts.hardware.gpus[0].memory_total
         assert needed.engine + needed.kv + 10**9 == pytest.approx(share * total, rel=1e-3)
         assert any("may not fit" in note for note in found.notes) != room
 

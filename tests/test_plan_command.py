@@ -18,11 +18,9 @@ from tunesmith.config.commands import KINDS
 from tunesmith.config.load import find_kind
 from tunesmith.errors import LESS_MEMORY
 
-SIZED, UNKNOWN, JUDGE = (
-    "meta-llama/Llama-3.1-8B-Instruct",
-    "org/gated",
-    "Skywork/Skywork-Reward-Llama-3.1-8B",
-)
+SIZED = "meta-llama/Llama-3.1-8B-Instruct"
+UNKNOWN = "org/gated"
+JUDGE = "Skywork/Skywork-Reward-Llama-3.1-8B"
 RL = ['reward.functions=["math"]', "algorithm.name=grpo"]
 PPO = [*RL, "algorithm.name=ppo", "algorithm.kl.coef=0.01", f'reward.models=[{{path="{JUDGE}"}}]']
 TEACHER = f"teacher.path={SIZED}"

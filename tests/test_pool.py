@@ -89,7 +89,9 @@ class FakeMember:
 
 class FakePlane:
     def __init__(self) -> None:
-        self.version, self.withdrawn, self.seconds = -1, 0, 0.0
+        self.version = -1
+        self.withdrawn = 0
+        self.seconds = 0.0
 
     async def publish(self, version: int) -> None:
         await asyncio.sleep(self.seconds)

@@ -56,7 +56,8 @@ def test_the_losses_by_hand() -> None:
     kto = p.kto_loss(t(1.0, 1.0), 0.4, t(1.0, -1.0), beta=0.5, desirable=2.0, undesirable=3.0)
     assert kto.tolist() == pytest.approx([2 * (1 - sigma(0.5 * 0.6)), 3 * (1 - sigma(0.5 * -0.6))])
     step = p.sigmoid_loss(t(1.5, 1.5, 1.5), t(1.0, 0.0, 0.3))
-    yes, no = -math.log(sigma(1.5)), -math.log(sigma(-1.5))
+    yes = -math.log(sigma(1.5))
+    no = -math.log(sigma(-1.5))
     assert step.tolist() == pytest.approx([yes, no, 0.3 * yes + 0.7 * no])
 
 
@@ -118,7 +119,8 @@ def course(
 ) -> Course:
     """Loss, metrics and gradients of a batch in the micro-batches of ``cut``."""
     weigh(batch, p.AGGREGATION)
-    total, metrics = 0.0, dict[str, float]()
+    total = 0.0
+    metrics = dict[str, float]()
     for x in predicted:
         x.grad = None
     for indices in cut:
@@ -216,7 +218,8 @@ def judged(
 
 
 def test_kto_by_hand() -> None:
-    sides, reference = (1.0, -1.0, 1.0, 1.0, -1.0, 1.0), (-2.0, -1.0, -3.0, -5.0, -1.0, -2.0)
+    sides = (1.0, -1.0, 1.0, 1.0, -1.0, 1.0)
+    reference = (-2.0, -1.0, -3.0, -5.0, -1.0, -2.0)
     samples = judged(sides, 0.3, reference=reference)
     predicted = predictions(samples)
     delta = [x.sum().item() - r for x, r in zip(predicted, reference, strict=True)]
@@ -310,7 +313,8 @@ def test_no_share_of_a_batch_in_float32_is_above_one(case: str, count: int) -> N
     """Every pair is right, in one micro-batch and in one each: the weights are thirds, sevenths and
     elevenths."""
     make, of = CASES[case]
-    lengths, sides = [1] * 2 * count, [1.0, -1.0] * count
+    lengths = [1] * 2 * count
+    sides = [1.0, -1.0] * count
     samples = (
         judged(sides, 0.0, lengths=lengths)
         if case == "kto"
@@ -341,11 +345,13 @@ def test_objectives_have_the_gradients_of_finite_differences(case: str) -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_what_is_not_finite_is_dropped_with_its_partner(case: str) -> None:
     make, of = CASES[case]
-    samples, kept = batch(case), ([0, 1, 4, 5] if case != "kto" else [0, 1, 2, 4, 5])
+    samples = batch(case)
+    kept = [0, 1, 4, 5] if case != "kto" else [0, 1, 2, 4, 5]
     predicted = predictions(samples)
     expected = whole(make(), samples.take(kept), [predicted[i] for i in kept], of)
     lost = [i for i in range(6) if i not in kept]
-    broken, reference = batch(case), samples.per_sample["reference"].copy()
+    broken = batch(case)
+    reference = samples.per_sample["reference"].copy()
     reference[lost] = math.nan
     broken.add_per_sample("reference", reference)
     loss, metrics, grads = whole(make(), broken, predicted, of)

@@ -52,7 +52,8 @@ def test_runs_tell_what_they_should_and_resume_bitwise(
         None, preference_settings(command, tmp_path, model, "straight", **changed)
     )
     lines = read_metrics(straight.run_dir / "metrics.jsonl")
-    steps, evaluations = [x for x in lines if "loss" in x], straight.evaluations
+    steps = [x for x in lines if "loss" in x]
+    evaluations = straight.evaluations
     wanted = {"loss", "accuracy"} | (
         set() if command == "prm" else {"rewards/chosen", "rewards/rejected", "margin"}
     )
@@ -93,10 +94,8 @@ def test_micro_batches_change_rounding_only(tmp_path: Path, model: Path, command
         settings = preference_settings(command, tmp_path, model, run, train__steps=2, **changed)
         return read_metrics(RUNS[command](None, settings).run_dir / "metrics.jsonl")
 
-    whole, cut = (
-        course("whole"),
-        course("cut", system__max_tokens_per_microbatch=32, system__share_prompts=False),
-    )
+    whole = course("whole")
+    cut = course("cut", system__max_tokens_per_microbatch=32, system__share_prompts=False)
     for a, b in zip(whole, cut, strict=True):
         for name in ("loss", "grad_norm", "margin", "eval/loss", "eval/margin"):
             if name in a:
@@ -295,7 +294,8 @@ def test_an_unknown_metric_for_the_best_is_refused(tmp_path: Path, model: Path) 
 def test_the_evaluation_of_a_broken_model_is_never_the_best(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    evaluate, made = Learner.evaluate, list[int]()
+    evaluate = Learner.evaluate
+    made = list[int]()
 
     def broken(self: Learner, *args: Any, **kwargs: Any) -> dict[str, float]:
         made.append(1)

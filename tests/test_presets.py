@@ -58,11 +58,9 @@ def test_resolving_twice_changes_nothing(name: str) -> None:
 
 
 def test_what_some_presets_are() -> None:
-    grpo, dapo, ppo = (
-        algorithm(name="grpo"),
-        algorithm(name="dapo", max_new_tokens=100),
-        algorithm(name="ppo"),
-    )
+    grpo = algorithm(name="grpo")
+    dapo = algorithm(name="dapo", max_new_tokens=100)
+    ppo = algorithm(name="ppo")
     assert (grpo.advantage.name, grpo.loss, grpo.aggregation) == (
         "grpo",
         PPO(),

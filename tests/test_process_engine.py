@@ -167,7 +167,8 @@ async def test_requests_are_answered_while_weights_arrive_and_none_is_used_befor
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = make_engine_host(bench.settings)
-    arriving, go_on = threading.Event(), threading.Event()
+    arriving = threading.Event()
+    go_on = threading.Event()
 
     def read(_: Offer) -> Iterator[tuple[str, torch.Tensor]]:
         yield from ((name, tensor * 1.5) for name, tensor in bench.named())
@@ -210,7 +211,8 @@ def test_an_adapter_reaches_the_worker_alone(bench: Bench) -> None:
         inside = LocalEngine(model, kv_bytes=1 << 20, max_running=6, max_prefill_tokens=32)
         try:
             await pool.load_weights(1)
-            there, here = await pool.generate([11, 12], FREE), await inside.generate([11, 12], FREE)
+            there = await pool.generate([11, 12], FREE)
+            here = await inside.generate([11, 12], FREE)
             assert there.token_ids == here.token_ids
             assert there.logprobs == pytest.approx(here.logprobs, abs=1e-4)
         finally:

@@ -121,8 +121,10 @@ def theirs(module: nn.Linear, quantize: Quantize) -> nn.Module:
 def test_numbers_are_those_of_bitsandbytes_modules(quantize: Quantize, dtype: torch.dtype) -> None:
     module = linear(96, 200).to(dtype)
     x = torch.randn(2, 5, 96, dtype=dtype)
-    ours, others = quantised(module, quantize, dtype), theirs(module, quantize)
-    found, expected = [], []
+    ours = quantised(module, quantize, dtype)
+    others = theirs(module, quantize)
+    found = []
+    expected = []
     for each, into in ((ours, found), (others, expected)):
         own = x.clone().requires_grad_()
         out = each(own)
@@ -138,7 +140,8 @@ def test_numbers_are_those_of_bitsandbytes_modules(quantize: Quantize, dtype: to
 def test_the_backward_pass_keeps_the_bytes_alone(quantize: Quantize) -> None:
     """They may have been freed and gathered again by then; and no rows at all have a gradient
     too."""
-    found, kept = quantised(linear(96, 200), quantize), list[Tensor]()
+    found = quantised(linear(96, 200), quantize)
+    kept = list[Tensor]()
 
     def keep(tensor: Tensor) -> Tensor:
         kept.append(tensor)
@@ -148,7 +151,8 @@ def test_the_backward_pass_keeps_the_bytes_alone(quantize: Quantize) -> None:
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         out = found(x)
     assert [tensor is found.weight for tensor in kept] == [True]
-    storage, before = found.weight.untyped_storage(), found.weight.detach().clone()
+    storage = found.weight.untyped_storage()
+    before = found.weight.detach().clone()
     storage.resize_(0)
     storage.resize_(before.nbytes)
     found.weight.data.copy_(before)
@@ -162,9 +166,12 @@ def test_the_backward_pass_keeps_the_bytes_alone(quantize: Quantize) -> None:
 
 @pytest.mark.parametrize("quantize", ["int8", "nf4"])
 def test_a_transposed_module_is_its_linear_one(quantize: Quantize) -> None:
-    module, turned = linear(96, 200), Conv1D(200, 96)
-    turned.weight.data, turned.bias.data = module.weight.data.t().contiguous(), module.bias.data
-    ours, same = quantised(turned, quantize), quantised(module, quantize)
+    module = linear(96, 200)
+    turned = Conv1D(200, 96)
+    turned.weight.data = module.weight.data.t().contiguous()
+    turned.bias.data = module.bias.data
+    ours = quantised(turned, quantize)
+    same = quantised(module, quantize)
     assert (ours.in_features, ours.out_features) == (96, 200) and ours.weight.equal(same.weight)
     x = torch.randn(3, 96)
     torch.testing.assert_close(ours(x), same(x))
@@ -202,7 +209,8 @@ def test_only_one_weight_at_a_time_is_not_quantised(tmp_path: Path) -> None:
     with LiveBytes() as seen:
         model = CausalLM.load(path, quantize="nf4")
     kept = sum(t.nbytes for t in (*model.module.parameters(), *model.module.buffers()))
-    largest, whole = 4 * 128 * 512, sum(4 * n for _, n in weights_of(model.module))
+    largest = 4 * 128 * 512
+    whole = sum(4 * n for _, n in weights_of(model.module))
     assert kept < seen.most <= kept + 1.3 * largest < 0.5 * whole
 
 

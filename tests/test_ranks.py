@@ -217,11 +217,13 @@ def test_machines_without_the_same_files(tmp_path: Path, left: str, words: str) 
         """A rank on another machine."""
 
         def __init__(self, host: str, *, same: bool) -> None:
-            self.host, self.same = host, same
+            self.host = host
+            self.same = same
 
         def submit(self, method: str, probe: Path) -> Future[Machine]:
             assert method == "look"
-            found, done = look(str(tmp_path), probe), Future[Machine]()
+            found = look(str(tmp_path), probe)
+            done = Future[Machine]()
             changed = (
                 {"probe": None}
                 if left == "probe"

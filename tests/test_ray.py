@@ -225,7 +225,8 @@ def test_two_trainer_ranks_take_the_steps_of_one(cluster: RayCluster, tmp_path: 
     local = make_policy(with_values(config, {"system.cluster": "none"}), tokenizer)
     there, limits = remote_trainer(cluster, config, make_policy)
     assert there.ranks == 2 and limits.flops_per_second > 0
-    objective, full = policy_objective(config.algorithm), tmp_path / "full"
+    objective = policy_objective(config.algorithm)
+    full = tmp_path / "full"
 
     def exhausted(forest: Any, predictions: Any) -> Any:
         if not full.exists() and forest.num_tokens == 9:
@@ -240,7 +241,8 @@ def test_two_trainer_ranks_take_the_steps_of_one(cluster: RayCluster, tmp_path: 
         for backend in (local, there)
     )
     for part in (batch(), batch().take([0]), batch()):
-        ours, theirs = alone.update(part, objective), both.update(part, exhausted)
+        ours = alone.update(part, objective)
+        theirs = both.update(part, exhausted)
         assert [theirs[n] for n in ("loss", "grad_norm")] == pytest.approx(
             [ours[n] for n in ("loss", "grad_norm")]
         )
@@ -594,7 +596,8 @@ def slurm(folder: Path, *arguments: str) -> Path:
 def submit(script: Path, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run the script where ``srun``, ``scontrol``, ``ray`` and ``tunesmith`` stand in and note
     their calls."""
-    calls, tools = folder / "calls", folder / "bin"
+    calls = folder / "calls"
+    tools = folder / "bin"
     for place in (calls, tools):
         place.mkdir(exist_ok=True)
     for old in calls.iterdir():

@@ -29,7 +29,8 @@ from tunesmith.plan.resolve import resolve
 from tunesmith.run.placement.planning import plan_run
 
 SMALL = ModelFacts(500_000_000, 24, 896, 4864, 14, 2, 64, 151936, 32768, tied=True)
-QWEN_7B, LLAMA_70B = MODELS["7B (Qwen 2.5)"], MODELS["70B (Llama 3)"]
+QWEN_7B = MODELS["7B (Qwen 2.5)"]
+LLAMA_70B = MODELS["70B (Llama 3)"]
 PPO = ("algorithm.name=ppo", "algorithm.kl.coef=0.01")
 VLLM = ("system.engine=vllm",)
 REWARD = ('reward.models=[{path="org/r"}]',)
@@ -86,7 +87,8 @@ def test_what_is_derived_fits_the_machines_and_their_memory(
     on: str, model: ModelFacts, said: tuple[str, ...], frozen: int
 ) -> None:
     found = resolved(on, model, *said, frozen_parameters=frozen)
-    config, there = found.config, facts(on, model, frozen_parameters=frozen)
+    config = found.config
+    there = facts(on, model, frozen_parameters=frozen)
     each = {"CPU": float(there.hardware.cores), "GPU": 8.0}
     wanted = bundles(config)
     assert missing(wanted, [each] * there.hardware.nodes) is None
@@ -150,16 +152,12 @@ def test_a_reward_model_that_does_not_fit_a_gpu_is_shared(
     said: tuple[str, ...], shards: int | None
 ) -> None:
     """70B in 16 bits is 140 GB, and a GPU has 80."""
-    known, apart = (
-        {"frozen_parameters": 70 * 10**9},
-        'system.placement.colocate=[["actor", "rollout"]]',
-    )
+    known = {"frozen_parameters": 70 * 10**9}
+    apart = 'system.placement.colocate=[["actor", "rollout"]]'
     config = resolved("2x8xA100-80GB", SMALL, *REWARD, apart, *said, **known).config
     there = facts("2x8xA100-80GB", SMALL, **known)
-    reward, count = (
-        config.system.placement and config.system.placement.reward,
-        scoring_shards(config, "reward"),
-    )
+    reward = config.system.placement and config.system.placement.reward
+    count = scoring_shards(config, "reward")
     assert reward and reward.shards == shards and count == (shards or 4)
     assert processes(config)["reward"] == max(count, reward.processes or 1)
     planned = {name: (price, free) for name, price, free in planned_devices(config, there)}

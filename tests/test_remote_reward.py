@@ -159,7 +159,8 @@ def test_pauses_grow_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_server_that_is_down_is_a_failure_that_names_it() -> None:
-    a, b = unused_url(), unused_url()
+    a = unused_url()
+    b = unused_url()
     played = score([a, b], ["x", "y"], retries=3)
     for r in played:
         assert r.status is Status.REWARD_FAILED and r.reward is None and not r.rewards

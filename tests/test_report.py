@@ -149,7 +149,8 @@ def test_what_is_found_comes_in_pages_that_go_on(tmp_path: Path) -> None:
     write_lines(tmp_path / "rollouts.jsonl", [rollout(step) for step in range(1, 8)])
     index = RolloutIndex(tmp_path / "rollouts.jsonl")
     index.read_on()
-    seen, start = [], None
+    seen = []
+    start = None
     for _ in range(4):
         places, start = index.find(Query(), start, 2)
         seen += [index.groups()[place].step for place in places]
@@ -157,7 +158,8 @@ def test_what_is_found_comes_in_pages_that_go_on(tmp_path: Path) -> None:
 
 
 def test_positions_stay_while_the_log_grows_and_is_rotated(tmp_path: Path) -> None:
-    path, older = tmp_path / "rollouts.jsonl", tmp_path / "rollouts-older.jsonl"
+    path = tmp_path / "rollouts.jsonl"
+    older = tmp_path / "rollouts-older.jsonl"
     index = RolloutIndex(path)
     for number in range(1, 8):  # each file holds two groups, and the third one's are dropped
         if number % 2 and number > 1:
@@ -380,7 +382,8 @@ def test_of_a_long_run_the_doctor_judges_the_newest_steps(
 
 
 def test_the_command_writes_one_private_file(tmp_path: Path) -> None:
-    one, two = make_run(tmp_path / "one"), make_run(tmp_path / "two")
+    one = make_run(tmp_path / "one")
+    two = make_run(tmp_path / "two")
     done = CliRunner().invoke(app, ["report", str(one), str(two)])
     assert done.exit_code == 0, done.output
     written = one / "report.html"

@@ -213,7 +213,8 @@ async def test_worker_hang_death_and_errors(program: Path) -> None:
         await pool.run("memory")
     assert (await pool.run("b"))[0] == first[0], "an exception does not cost the worker"
 
-    hung, after = asyncio.create_task(pool.run("hang")), asyncio.create_task(pool.run("c"))
+    hung = asyncio.create_task(pool.run("hang"))
+    after = asyncio.create_task(pool.run("c"))
     with pytest.raises(DeadlineExceeded):
         await hung
     assert (await after)[0] != first[0], "a killed worker is replaced"

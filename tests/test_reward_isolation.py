@@ -103,7 +103,8 @@ def test_what_it_prints_is_printed(make: Make, capsys: pytest.CaptureFixture[str
     rewards = make("process")
     found = score(rewards, ["a"])
     assert found[0].metrics["process"] != os.getpid()
-    seen, until = "", time.monotonic() + 60
+    seen = ""
+    until = time.monotonic() + 60
     while not ("imported" in seen and "printed" in seen) and time.monotonic() < until:
         seen += capsys.readouterr().out
         time.sleep(0.01)

@@ -102,7 +102,8 @@ def test_a_model_in_host_memory_scores_the_same(
         made[0].lean = LeanDecoder.of(made[0].module.base_model)
         return made[0]
 
-    expected, read = load(path).score(SEQUENCES), ScoreModel.load
+    expected = load(path).score(SEQUENCES)
+    read = ScoreModel.load
     monkeypatch.setattr(ScoreModel, "load", load_into_memory)
     away = load(path, offload=True)
     for _ in range(2):
@@ -147,7 +148,8 @@ def test_rollouts_are_scored_by_their_own_tokens(path: Path) -> None:
 
 def test_text_is_encoded_as_the_policy_would_have_written_it(path: Path) -> None:
     tokenizer = tiny.tokenizer()
-    chat, plain = load(path), load(path, chat=False)
+    chat = load(path)
+    plain = load(path, chat=False)
     user = [{"role": "user", "content": "2+2?"}]
     text = "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n4"
     for prompt in (user, "2+2?"):

@@ -54,7 +54,8 @@ def test_no_number(text: str) -> None:
 
 
 def same(a: str, b: str) -> bool:
-    x, y = last_number(a), last_number(b)
+    x = last_number(a)
+    y = last_number(b)
     assert x is not None and y is not None
     return equal(x, y)
 

@@ -90,7 +90,9 @@ OVERRUN = 0.05
 @pytest.fixture
 def begun(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The time of the first call that overruns counts from the first entry of this, and so on."""
-    counted, overrunning, within = list[int](), itertools.count(1), user_calls.done_within
+    counted = list[int]()
+    overrunning = itertools.count(1)
+    within = user_calls.done_within
 
     async def waits(future: Future[object], timeout: float) -> bool:
         if timeout == OVERRUN:
@@ -228,7 +230,8 @@ def test_what_an_environment_pays_is_a_reward_by_itself(weight: float, value: fl
         return [value] * len(completions)
 
     two = [rollout(), rollout()]
-    two[0].reward, two[1].reward = 1.0, 0.0
+    two[0].reward = 1.0
+    two[1].reward = 0.0
     rewards = reward_set(f, weights=[weight])
     score(rewards, two)
     assert [r.rewards for r in two] == [
@@ -348,7 +351,8 @@ def test_a_hanging_call_fails_in_time_and_the_next_one_works(begun: list[int]) -
         return [1.0] * len(completions)
 
     async def both() -> tuple[Rollout, Rollout]:
-        first, second = rollout(), rollout()
+        first = rollout()
+        second = rollout()
         hanging = asyncio.create_task(rewards.score([first], ["a"]))
         await until(lambda: bool(begun))
         rewards._timeout = 60.0  # of calls from now on
@@ -381,7 +385,8 @@ def test_after_three_overruns_waiting_calls_fail_untried_and_later_ones_are_trie
         many = [rollout() for _ in range(20)]
         await asyncio.gather(*(rewards.score([r], ["a"]) for r in many))
         release.set()
-        later, rewards._timeout = rollout(), 60.0
+        later = rollout()
+        rewards._timeout = 60.0
         await rewards.score([later], ["a"])
         return [*many, later]
 
@@ -394,7 +399,8 @@ def test_after_three_overruns_waiting_calls_fail_untried_and_later_ones_are_trie
 
 
 def test_plain_functions_run_one_at_a_time() -> None:
-    running, most = [0], [0]
+    running = [0]
+    most = [0]
 
     def f(completions: list[str]) -> list[float]:
         running[0] += 1
@@ -464,7 +470,8 @@ def test_an_async_function_that_blocks_does_not_block_the_run(
     rewards = reward_set(blocks, timeout=OVERRUN)
 
     async def run() -> tuple[Rollout, Rollout]:
-        stuck, later = rollout(), rollout()
+        stuck = rollout()
+        later = rollout()
         await rewards.score([stuck], ["block"])
         rewards._timeout = 60.0
         await rewards.score([later], ["a"])
@@ -478,7 +485,8 @@ def test_an_async_function_that_blocks_does_not_block_the_run(
 
 
 def test_a_cancelled_score_leaves_no_thread_in_the_way() -> None:
-    hangs, release = threading.Event(), threading.Event()
+    hangs = threading.Event()
+    release = threading.Event()
 
     def f(completions: list[str]) -> list[float]:
         if completions[0] == "hang":
@@ -604,7 +612,8 @@ def test_a_call_that_another_one_blocked_fails_by_a_deadline(
     begun: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(user_calls, "ANSWER_SECONDS", 0.0)
-    blocked, released = threading.Event(), threading.Event()
+    blocked = threading.Event()
+    released = threading.Event()
 
     async def judged(completions: list[str]) -> list[float]:
         if completions[0] == "blocks":
@@ -612,7 +621,9 @@ def test_a_call_that_another_one_blocked_fails_by_a_deadline(
             released.wait()
         return [1.0] * len(completions)
 
-    rewards, blocking, innocent = reward_set(judged, timeout=OVERRUN), rollout(), rollout()
+    rewards = reward_set(judged, timeout=OVERRUN)
+    blocking = rollout()
+    innocent = rollout()
 
     async def both() -> None:
         first = asyncio.create_task(rewards.score([blocking], ["blocks"]))
@@ -634,10 +645,8 @@ def test_a_call_that_another_one_blocked_fails_by_a_deadline(
     )
 
 
-RAN, POINTLESS = (
-    "did not return within 2 s",
-    f"{NOT_TRIED}, because the last 3 calls ran for more than 2 s",
-)
+RAN = "did not return within 2 s"
+POINTLESS = f"{NOT_TRIED}, because the last 3 calls ran for more than 2 s"
 
 
 def failed(status: Status, error: str = "why") -> Rollout:
@@ -675,7 +684,8 @@ def test_metrics_by_hand() -> None:
     rewards = [(1.0, 1.0, 1.0), (0.0, 1.0, 0.0), (0.0, 0.0, 0.0)]
     rollouts = [rollout() for _ in rewards] + [failed(Status.TIMED_OUT)]
     for r, (total, answered, correct) in zip(rollouts, rewards, strict=False):
-        r.reward, r.rewards = total, {"f": total, "g": None}
+        r.reward = total
+        r.rewards = {"f": total, "g": None}
         r.metrics = {"answered": answered, "correct": correct}
     assert reward_metrics(rollouts) == pytest.approx(
         {
@@ -827,7 +837,8 @@ async def test_what_is_logged_beside_an_evaluation_stays_in_the_metrics() -> Non
         return [0.0 for _ in completions]
 
     rewards = reward_set(logs)
-    begin, ended = asyncio.Event(), asyncio.Event()
+    begin = asyncio.Event()
+    ended = asyncio.Event()
 
     async def scored(text: str) -> None:
         await rewards.score([Rollout(Task("t", "p", ()))], [text])

@@ -187,7 +187,8 @@ def test_a_worked_example_without_an_answer_is_refused(tmp_path: Path) -> None:
 
 def test_training_on_other_prompt_tokens_than_are_asked_is_refused(tmp_path: Path) -> None:
     write_lines(tmp_path / "train.jsonl", [{"task": 0, "prompt": "p", "completion": "c"}])
-    task, sample = Task("t", "p", (5, 6)), Sample([5, 6, 7], [False, False, True])
+    task = Task("t", "p", (5, 6))
+    sample = Sample([5, 6, 7], [False, False, True])
     check_prompts(tmp_path / "train.jsonl", [sample], [task])
     with pytest.raises(DataError, match=r"train\.jsonl:1: .* 2 tokens.* 3 "):
         check_prompts(tmp_path / "train.jsonl", [sample], [replace(task, prompt_ids=(5, 5, 6))])

@@ -154,7 +154,8 @@ def test_the_gradient_is_the_same_however_the_batch_is_cut(model: Path, shared: 
 
 @pytest.mark.usefixtures("float64")
 def test_one_backward_gives_the_sum_of_both_gradients(model: Path) -> None:
-    backend, batch = actor_critic_of(model), valued()
+    backend = actor_critic_of(model)
+    batch = valued()
     policy = gradient(backend, batch, POLICY)
     assert "value_head.weight" not in policy
     value = gradient(backend, batch, ValueObjective(0.2))
@@ -251,7 +252,8 @@ def test_a_step_does_not_depend_on_the_micro_batches(
         system__share_prompts=False,
     )
     assert second[0]["microbatches"] > 4 * first[0]["microbatches"]
-    a, b = tensors(whole), tensors(cut)
+    a = tensors(whole)
+    b = tensors(cut)
     names = [
         name
         for name in a
@@ -438,7 +440,8 @@ def by_sample(batch: Batch) -> list[float]:
 
 def test_advantages_and_returns_skip_what_the_policy_did_not_write() -> None:
     section = algorithm(name="ppo", advantage__gae_lambda=0.5, kl__coef=0.1)
-    values, reference = [0.2, 0.4, 0.6], [-1.5, -1.5, -1.5]
+    values = [0.2, 0.4, 0.6]
+    reference = [-1.5, -1.5, -1.5]
     scorer: Any = Scorer(old_values=values, ref_logprobs=reference)
     critic = Critic(scorer, 1, None)
     rollout = played(1.0, 2, 1)
@@ -536,7 +539,8 @@ def test_a_token_whose_log_probability_is_not_a_number_pays_no_kl() -> None:
 
 def test_remax_compares_with_the_greedy_rollout_shaped_in_the_same_way() -> None:
     section = algorithm(name="remax", stop_properly=0.5)
-    cut, whole = played(0.8, 3, finish="length"), played(0.8, 2)
+    cut = played(0.8, 3, finish="length")
+    whole = played(0.8, 2)
     group = RolloutGroup(TASK, [cut, whole], greedy=played(1.0, 4, finish="length"))
     batch = make_experience([group], section, Scorer(), kl_coef=0.0, max_new_tokens=8, seed=0)  # type: ignore[arg-type]
     assert by_sample(batch) == pytest.approx([0.4 - 0.5, 0.8 - 0.5]), (

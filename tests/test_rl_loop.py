@@ -41,7 +41,8 @@ def test_its_advantages_are_the_packages_where_rollouts_fork_and_where_one_is_em
         return made
 
     groups = [[rollout(1.0, 2, 1), rollout(0.0, 3), rollout(9.0, 0)], [rollout(0.1, 1)] * 3]
-    numbers, learned = list[int](), list[Batch]()
+    numbers = list[int]()
+    learned = list[Batch]()
 
     async def play(task: Task, number: int) -> list[Rollout]:  # noqa: ARG001
         numbers.append(number)

@@ -151,7 +151,8 @@ def test_a_forked_rollout_has_the_tokens_of_all_records_and_none_of_the_environm
 
 
 def test_the_two_files_stay_below_their_size_and_keep_the_newest(tmp_path: Path) -> None:
-    path, most = tmp_path / "rollouts.jsonl", 20_000
+    path = tmp_path / "rollouts.jsonl"
+    most = 20_000
     made = log(path, most=most)
     for step in range(1, 101):
         made.write(step, [group(step, 1.0, 0.0)])

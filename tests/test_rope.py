@@ -170,7 +170,8 @@ def test_all_rotary_embeddings_of_transformers_are_tried() -> None:
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("share", [True, False])
 def test_a_forest_equals_one_sequence_at_a_time(case: str, share: bool) -> None:
-    plain, batch = sharp(config_of(*CASES[case])), samples()
+    plain = sharp(config_of(*CASES[case]))
+    batch = samples()
     want = one_at_a_time(plain, batch)
     model = CausalLM(copy.deepcopy(plain), tiny.tokenizer())
     apart = [f"'{kind}'" in str(CASES[case]) for kind in ("longrope", "dynamic")]
@@ -189,10 +190,8 @@ def test_a_forest_equals_one_sequence_at_a_time(case: str, share: bool) -> None:
 
 
 def test_a_sequence_is_scored_the_same_whatever_it_is_packed_with() -> None:
-    model, batch = (
-        CausalLM(sharp(config_of("phi3", {"rope_parameters": long()})), tiny.tokenizer()),
-        samples(),
-    )
+    model = CausalLM(sharp(config_of("phi3", {"rope_parameters": long()})), tiny.tokenizer())
+    batch = samples()
     model.module.set_attn_implementation(ATTENTION_NAME)
     whole = forest_of(batch)
     together = model.predict(whole).logprobs
@@ -204,16 +203,15 @@ def test_a_sequence_is_scored_the_same_whatever_it_is_packed_with() -> None:
 
 
 def test_only_prompts_on_both_sides_of_the_switch_stand_twice() -> None:
-    model, batch = (
-        CausalLM(sharp(config_of("phi3", {"rope_parameters": long()})), tiny.tokenizer()),
-        samples(),
-    )
+    model = CausalLM(sharp(config_of("phi3", {"rope_parameters": long()})), tiny.tokenizer())
+    batch = samples()
     model.module.set_attn_implementation(ATTENTION_NAME)
     seen: list[int] = []
     model.module.base_model.embed_tokens.register_forward_hook(
         lambda _m, inputs, _o: seen.append(inputs[0].numel())
     )
-    short, whole = forest_of(batch, [0, 1, 6]), forest_of(batch[:5])
+    short = forest_of(batch, [0, 1, 6])
+    whole = forest_of(batch[:5])
     model.predict(short)
     model.predict(whole)
     assert seen == [short.num_tokens, whole.num_tokens + 9]
@@ -355,7 +353,8 @@ def test_generation_past_the_switch_is_hugging_faces(
             if speculative == "draft"
             else None
         )
-        options, tokens = {"speculation": Speculation(3, draft)}, tokens * (2 if draft else 1)
+        options = {"speculation": Speculation(3, draft)}
+        tokens = tokens * (2 if draft else 1)
     engine = engine_of(model, tokens, **options)
     asked = requests()
     with torch.inference_mode():

@@ -83,7 +83,8 @@ def test_the_tail_has_the_last_steps(tmp_path: Path) -> None:
 def test_a_followed_run_whose_clock_is_set_back_shows_every_step_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run, polls = make_run(tmp_path / "run", 3), iter([True, True, False])
+    run = make_run(tmp_path / "run", 3)
+    polls = iter([True, True, False])
     monkeypatch.setattr("tunesmith.records.run_dir.is_running", lambda _: next(polls))
     written = iter([4, 5])
 

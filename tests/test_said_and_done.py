@@ -37,7 +37,8 @@ REWARD = "def length(completions, **columns):\n    return [1.0 + len(text) % 3 f
 
 def random_run(number: int, folder: Path, ranks: bool) -> tuple[str, list[str], Path]:
     """A command, its overrides, and the directory with the settings and metrics of its training."""
-    draw, command = random.Random(number), COMMANDS[number % len(COMMANDS)]
+    draw = random.Random(number)
+    command = COMMANDS[number % len(COMMANDS)]
     model = save_model(folder / "model")
     rows = draw.randint(2, 13)
     lines = [
@@ -113,23 +114,24 @@ def sizes(values: dict[str, Any], rows: int, supervised: bool) -> list[int]:
     """Items of each step: of ``train.epochs`` if it was said or assumed, else full steps."""
     each = values["train.batch_size"] if supervised else values["rollout.prompts_per_step"]
     assert each <= rows
-    steps, epochs, found = values["train.steps"], values["train.epochs"], list[int]()
+    steps = values["train.steps"]
+    epochs = values["train.epochs"]
+    found = list[int]()
     left = steps * each if epochs is None else max(1, round(epochs * rows))
     place = 0
     while len(found) < steps:
         found.append(min(each, left, rows - place) if supervised else min(each, left))
-        left, place = left - found[-1], (place + found[-1]) % rows
+        left = left - found[-1]
+        place = (place + found[-1]) % rows
     assert epochs is None or left == 0, "the steps draw exactly what the epochs say"
     return found
 
 
 def rate(values: dict[str, Any], step: int, total: int) -> float:
     """The learning rate of an optimizer step, counted from 0."""
-    peak, warmup, least = (
-        values["train.lr"],
-        values["train.warmup_steps"],
-        values["train.min_lr_ratio"],
-    )
+    peak = values["train.lr"]
+    warmup = values["train.warmup_steps"]
+    least = values["train.min_lr_ratio"]
     if step < warmup:
         return peak * (step + 1) / warmup
     done = (step - warmup) / max(1, total - warmup)
@@ -151,11 +153,9 @@ def check(number: int, folder: Path, *, ranks: bool = False) -> None:
     expected = sizes(values, rows, command != "rl")
     assert len(steps) == values["train.steps"] == len(expected)
     if command == "rl":
-        group, batch, passes = (
-            values["rollout.group_size"],
-            values["train.batch_size"],
-            values["train.passes_per_batch"],
-        )
+        group = values["rollout.group_size"]
+        batch = values["train.batch_size"]
+        passes = values["train.passes_per_batch"]
         assert [step["rollouts"] for step in steps] == [size * group for size in expected]
         taken = [math.ceil(size * group / batch) * passes for size in expected]
         most = values["rollout.max_new_tokens"]
@@ -168,7 +168,8 @@ def check(number: int, folder: Path, *, ranks: bool = False) -> None:
         drawn = [sum(expected[: at + 1]) for at in range(len(expected))]
         assert [step["epoch"] for step in steps] == [count // rows for count in drawn]
     assert [step["optimizer_steps"] for step in steps] == taken
-    total, at = sum(taken), 0
+    total = sum(taken)
+    at = 0
     for step, count in zip(steps, taken, strict=True):
         rates = [rate(values, at + n, total) for n in range(count)]
         assert step["lr"] == pytest.approx(sum(rates) / count)

@@ -89,7 +89,8 @@ def test_chi_squared_against_exact_probabilities(setting: Sampling) -> None:
     """40,000 draws by the engine's own uniforms; the 99.9% quantile of chi-squared by Wilson and
     Hilferty."""
     torch.manual_seed(1)
-    draws, logits = 40_000, torch.randn(1, 16) * 1.5
+    draws = 40_000
+    logits = torch.randn(1, 16) * 1.5
     uniforms = Uniforms(3)
     tokens, logprobs = draw(
         logits.expand(draws, -1), [uniforms[i] for i in range(draws)], *[setting] * draws
@@ -109,7 +110,9 @@ def by_definition(logits: np.ndarray, setting: Sampling) -> np.ndarray:
     probs = np.exp(logits - logits.max())
     probs /= probs.sum()
     ranked = sorted(range(len(probs)), key=lambda i: -probs[i])[: setting.top_k or None]
-    kept, reached, total = [], 0.0, sum(probs[i] for i in ranked)
+    kept = []
+    reached = 0.0
+    total = sum(probs[i] for i in ranked)
     for i in ranked:
         if reached < setting.top_p * total and probs[i] >= setting.min_p * probs[ranked[0]]:
             kept.append(i)
@@ -134,7 +137,9 @@ def test_a_large_vocabulary_is_cut_as_if_all_of_it_were_sorted(
 ) -> None:
     """Rows with cuts inside and outside the candidates, ties across their border, and one token
     only."""
-    peaked, flat, tied = torch.randn(3000).mul(4), torch.randn(3000).mul(0.1), torch.zeros(3000)
+    peaked = torch.randn(3000).mul(4)
+    flat = torch.randn(3000).mul(0.1)
+    tied = torch.zeros(3000)
     tied[1500:] = 3.0
     single = torch.full((3000,), -1e4).index_fill(0, torch.tensor([2999]), 0.0)
     half_tied = torch.zeros(3000).index_fill(
@@ -191,7 +196,9 @@ def test_logits_that_are_not_finite_show_as_nan() -> None:
 
 
 def test_uniforms_depend_on_seed_and_position_only() -> None:
-    one, same, other = Uniforms(1), Uniforms(1), Uniforms(2)
+    one = Uniforms(1)
+    same = Uniforms(1)
+    other = Uniforms(2)
     late = same[700]
     assert [one[i] for i in (0, 1, 700)] == [same[0], same[1], late]
     assert one[0] != other[0]
@@ -207,7 +214,8 @@ def tokens_until(text: str | bytes, *stop: str, least: int = 0, earlier: int = 0
     """How many byte tokens are taken before one of ``stop`` is complete, besides so many earlier
     ones."""
     data = text.encode() if isinstance(text, str) else text
-    watch, data = StopStrings(stop, bytes_decode, least, data[:earlier]), data[earlier:]
+    watch = StopStrings(stop, bytes_decode, least, data[:earlier])
+    data = data[earlier:]
     return next((n for n in range(1, len(data) + 1) if watch.completed_by(data[:n])), None)
 
 

@@ -111,7 +111,8 @@ class Case:
 
 def policy_batch() -> Batch:
     """Shared prompts and uneven samples."""
-    batch, draw = training.weighed(training.samples_of()), np.random.default_rng(0)
+    batch = training.weighed(training.samples_of())
+    draw = np.random.default_rng(0)
     for name in ("old_logprobs", "advantages", "returns", "old_values"):
         batch.add(name, draw.normal(size=batch.num_predictions) - 5.0 * (name == "old_logprobs"))
     return batch
@@ -154,7 +155,8 @@ def same_steps(
     bound: float = 1e-5,
 ) -> None:
     """Loss, metrics, gradient, and the weights after two optimizer steps."""
-    one, ranks = make(None), SequenceRanks(make, size, world, kind)
+    one = make(None)
+    ranks = SequenceRanks(make, size, world, kind)
     for step in range(2):
         expected = one.forward_backward(packing, objective)
         found, grads = ranks.gradient(packing, objective)
@@ -294,7 +296,9 @@ def test_scores_after_the_last_tokens_and_of_the_reference(model: Path, tmp_path
         reference.sequence = sequence
         return CASES["sft"].backend(model, sequence, reference=reference)
 
-    one, ranks, packing = make(None), SequenceRanks(make, 2, 4), Packing.of(policy_batch(), 40)
+    one = make(None)
+    ranks = SequenceRanks(make, 2, 4)
+    packing = Packing.of(policy_batch(), 40)
     assert ranks.score(packing.with_ends()) == pytest.approx(
         one.score(packing.with_ends()), abs=1e-5
     )
@@ -308,9 +312,12 @@ def test_scores_after_the_last_tokens_and_of_the_reference(model: Path, tmp_path
 def test_a_rank_that_runs_out_of_memory_stops_all_and_a_smaller_layout_gives_the_same_gradient(
     model: Path, backward: bool, kind: SequenceKind
 ) -> None:
-    make, objective = partial(CASES["sft"].backend, model), SFTObjective()
-    large, small = Packing.of(policy_batch(), 200), Packing.of(policy_batch(), 40)
-    one, ranks = make(None), SequenceRanks(make, 2, 4, kind)
+    make = partial(CASES["sft"].backend, model)
+    objective = SFTObjective()
+    large = Packing.of(policy_batch(), 200)
+    small = Packing.of(policy_batch(), 40)
+    one = make(None)
+    ranks = SequenceRanks(make, 2, 4, kind)
     most = max(forest.num_tokens for forest in small.forests)
     with short_of_memory(ranks.backends[1].model, -(-most // 2), backward=backward):
         assert ranks.failures(large, objective) == [True] * 4
@@ -333,7 +340,9 @@ def short_of_memory(model: CausalLM, most_tokens: int, *, backward: bool) -> Gen
             x.register_hook(fail) if backward else fail()
         return layer(x, *args, **options)
 
-    limited.module, limited.kind, limited.index = layer.module, layer.kind, layer.index  # type: ignore[attr-defined]
+    limited.module = layer.module
+    limited.kind = layer.kind
+    limited.index = layer.index  # type: ignore[attr-defined]
     model.lean.layers[1] = limited  # type: ignore[assignment]
     yield
     model.lean.layers[1] = layer

@@ -103,7 +103,8 @@ def test_concurrent_requests_become_one_batch() -> None:
     """Seven that come while the first is scored are scored together, and each gets its own
     answer."""
     sizes: list[int] = []
-    begun, go = threading.Event(), threading.Event()
+    begun = threading.Event()
+    go = threading.Event()
 
     def slow(completions: list[str]) -> list[float]:
         sizes.append(len(completions))
@@ -135,7 +136,8 @@ def test_concurrent_requests_become_one_batch() -> None:
 
 
 def test_a_request_that_makes_the_function_raise_leaves_others_alone() -> None:
-    begun, go = threading.Event(), threading.Event()
+    begun = threading.Event()
+    go = threading.Event()
 
     def picky(completions: list[str]) -> list[float]:
         begun.set()
@@ -260,7 +262,8 @@ def process(folder: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[st
         try:
             for line in server.stdout:
                 told += line
-                if found := re.search(r"at (http://\S+)/reward", line):
+                found = re.search(r"at (http://\S+)/reward", line)
+                if found:
                     yield server, told, found[1]
                     break
             else:

@@ -214,7 +214,9 @@ def of_wandb(place: Path) -> dict[str, Any]:
 
     rewards: dict[int, float] = {}
     others = list[float]()
-    texts, ids, names = list[str](), set[str](), set[str]()
+    texts = list[str]()
+    ids = set[str]()
+    names = set[str]()
     for file in sorted(
         (place / "run" / "wandb").glob("offline-run-*/*.wandb"), key=lambda f: f.stat().st_mtime
     ):
@@ -253,13 +255,17 @@ def log_records(data: bytes) -> Iterator[bytes]:
 
     The first block is 7 bytes shorter here, for W&B's header.
     """
-    whole, at, FULL, LAST = b"", 0, 1, 4
+    whole = b""
+    at = 0
+    FULL = 1
+    LAST = 4
     while at + 7 <= len(data):
         room = 32768 - (at + 7) % 32768
         if room < 7:
             at += room
             continue
-        length, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
+        length = int.from_bytes(data[at + 4 : at + 6], "little")
+        kind = data[at + 6]
         whole += data[at + 7 : at + 7 + length]
         at += 7 + length
         if kind in (FULL, LAST):
@@ -443,7 +449,8 @@ class Slow(base.Sink):
 def test_a_sink_that_hangs_holds_nothing_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(base, "CLOSE_SECONDS", 0.05)
     monkeypatch.setattr(base, "WAITING", 10)
-    slow, said = Slow(), list[str]()
+    slow = Slow()
+    said = list[str]()
     sink = Background("slow", slow, said.append)
     for step in range(30):
         sink.write(step, {})

@@ -90,7 +90,8 @@ def test_no_group_is_ever_too_old_and_none_is_dropped(
     size: int, limit: int, seed: int, filtered: float
 ) -> None:
     """Groups end in any order, some are rejected, and every batch is full."""
-    draw, made = random.Random(seed), buffer(size, limit)
+    draw = random.Random(seed)
+    made = buffer(size, limit)
     playing: list[Started] = []
     waiting: dict[int, Started] = {}
     for version in range(12):
@@ -98,7 +99,8 @@ def test_no_group_is_ever_too_old_and_none_is_dropped(
             playing += [made.start(version) for _ in range(made.room(version))]
             assert playing, "nothing plays, and the batch is incomplete"
             for _ in range(draw.randint(1, len(playing))):
-                started, played = playing.pop(draw.randrange(len(playing))), group()
+                started = playing.pop(draw.randrange(len(playing)))
+                played = group()
                 keep = draw.random() >= filtered
                 made.put(started, played, keep=keep)
                 if keep:
@@ -214,7 +216,9 @@ def play(gate: Gate, environment: Any, timeout: float) -> asyncio.Task[list[Roll
 
 
 async def test_a_hold_is_none_of_the_time_of_the_rollout_that_asks_in_whatever_task() -> None:
-    gate, served, pass_time = Gate(FakeEngine(), partial=True), Served(), passing()
+    gate = Gate(FakeEngine(), partial=True)
+    served = Served()
+    pass_time = passing()
     await play(gate, served, 60.0)
     await gate.hold()
     asking = play(gate, served, 60.0)
@@ -237,7 +241,8 @@ async def test_a_call_given_up_in_a_hold_leaves_the_rollout_its_deadline() -> No
 
 
 async def test_a_request_that_outlives_its_rollout_is_held_like_any_other() -> None:
-    gate, left = Gate(FakeEngine(), partial=True), list[Generate]()
+    gate = Gate(FakeEngine(), partial=True)
+    left = list[Generate]()
 
     class Leaves:
         async def play(self, rollout: Rollout, generate: Generate) -> None:

@@ -9,7 +9,8 @@ from tunesmith.run.engines.step_thread import StepThread
 
 
 async def test_requests_that_an_answer_brings_in_start_together() -> None:
-    loop, first_came = asyncio.get_running_loop(), Event()
+    loop = asyncio.get_running_loop()
+    first_came = Event()
     waiting: list[str] = []
     started: list[list[str]] = []
 

@@ -117,7 +117,8 @@ def test_the_same_steps_are_taken(path: Path, kind: str, share: float, activatio
     options: dict[str, Any] = {"gradient_checkpointing": share, "offload_activations": activations}
     here, there = (backend_of(path, kind, streams=flag, **options) for flag in (False, True))
     assert stepped(here, 3) == stepped(there, 3)
-    ours, theirs = here.model.module.state_dict(), stored_state(there.model.module)
+    ours = here.model.module.state_dict()
+    theirs = stored_state(there.model.module)
     assert ours.keys() == theirs.keys() and all(ours[name].equal(theirs[name]) for name in ours)
     assert all(
         here.optimizer.average[name].equal(average)

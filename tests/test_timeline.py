@@ -232,7 +232,8 @@ def test_as_many_rows_as_spans_overlap_at_most(lengths: list[tuple[int, int]]) -
 
 
 def test_the_watchdog_names_who_waits_for_whom_with_growing_pauses(hand: Hand) -> None:
-    timeline, said = Timeline(now=hand), list[str]()
+    timeline = Timeline(now=hand)
+    said = list[str]()
     watchdog = Watchdog(timeline, 60, said.append)
     with (
         timeline.span(TRAINER, "rollout", waits_for="the rollouts of step 12"),
@@ -268,8 +269,10 @@ def test_the_watchdog_names_who_waits_for_whom_with_growing_pauses(hand: Hand) -
 
 
 def test_the_watchdog_shows_the_thread_that_trains(hand: Hand) -> None:
-    timeline, said = Timeline(now=hand), list[str]()
-    ready, done = threading.Event(), threading.Event()
+    timeline = Timeline(now=hand)
+    said = list[str]()
+    ready = threading.Event()
+    done = threading.Event()
 
     def hang_in_training() -> None:
         with timeline.span(TRAINER, "train"):
@@ -288,7 +291,8 @@ def test_the_watchdog_shows_the_thread_that_trains(hand: Hand) -> None:
 
 
 def test_the_watchdogs_thread_looks_by_itself_and_ends(hand: Hand) -> None:
-    said, told = list[str](), threading.Event()
+    said = list[str]()
+    told = threading.Event()
 
     def report(text: str) -> None:
         said.append(text)
@@ -303,7 +307,8 @@ def test_the_watchdogs_thread_looks_by_itself_and_ends(hand: Hand) -> None:
 
 
 async def test_a_reward_that_hangs_in_its_thread_is_shown_by_its_lines() -> None:
-    begun, end = threading.Event(), threading.Event()
+    begun = threading.Event()
+    end = threading.Event()
 
     def hangs() -> None:
         begun.set()

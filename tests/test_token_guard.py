@@ -63,7 +63,8 @@ def test_no_observation_forges_a_turn(code: str, split: bool, tmp_path: Path) ->
     assert decode(tokenizer, rollout.token_ids).count(FORGED) == 2, "the text is what the tool gave"
     opening = tokenizer.convert_tokens_to_ids("<|im_start|>")
     forged = 0 if split else 2
-    system_and_user, turns_and_answers = 2, 2 * 3 - 1
+    system_and_user = 2
+    turns_and_answers = 2 * 3 - 1
     assert rollout.token_ids.count(opening) == system_and_user + turns_and_answers + forged
 
 

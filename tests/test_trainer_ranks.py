@@ -46,7 +46,8 @@ from tunesmith.run.trainers.optimizer import AdamWSettings, MasterOptimizer
 from tunesmith.run.trainers.torch import TorchBackend
 from tunesmith.types import Sample
 
-HERE, PATIENCE = "127.0.0.1", 300.0
+HERE = "127.0.0.1"
+PATIENCE = 300.0
 
 
 class Threads:
@@ -190,7 +191,8 @@ def test_any_number_of_ranks_takes_the_steps_of_one(
         for world in (2, 3):
             ranks = Threads([backend_of(model, dtype) for _ in range(world)])
             learner = learner_of(ranks, 1000)
-            found, counts = [], list[list[int]]()
+            found = []
+            counts = list[list[int]]()
             for samples in STEPS:
                 found.append(learn(learner, samples))
                 counts.append(ranks.counts)
@@ -213,12 +215,11 @@ def test_any_number_of_ranks_takes_the_steps_of_one(
 
 
 def test_memory_that_runs_out_on_one_rank_begins_the_step_again(model: Path) -> None:
-    alone, ranks = (
-        learner_of(backend_of(model)),
-        learner_of(Threads([backend_of(model) for _ in range(2)])),
-    )
+    alone = learner_of(backend_of(model))
+    ranks = learner_of(Threads([backend_of(model) for _ in range(2)]))
     tight: TorchBackend[CausalLM] = ranks.backend.replicas[1]  # type: ignore[attr-defined]
-    usual, calls = tight.forward_backward, list[int]()
+    usual = tight.forward_backward
+    calls = list[int]()
 
     def narrow(packing: Packing, objective: Objective) -> dict[str, float]:
         def exhausted(*_: Any) -> Any:
@@ -228,7 +229,8 @@ def test_memory_that_runs_out_on_one_rank_begins_the_step_again(model: Path) -> 
         return usual(packing, exhausted if len(calls) == 1 else objective)
 
     tight.forward_backward = narrow  # type: ignore[method-assign]
-    ours, theirs = learn(ranks, STEPS[0]), learn(alone, STEPS[0])
+    ours = learn(ranks, STEPS[0])
+    theirs = learn(alone, STEPS[0])
     assert ranks.caps["max_tokens"] == 30 and len(calls) > 1
     assert [ours[n] for n in ("loss", "grad_norm")] == pytest.approx(
         [theirs[n] for n in ("loss", "grad_norm")]
@@ -255,7 +257,8 @@ def test_sums_by_hand(bucket: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rank_group, "BUCKET", bucket)
 
     def step(group: RankGroup) -> tuple[dict[str, Any], dict[str, Any], float]:
-        module, rank = Parts(), group.rank
+        module = Parts()
+        rank = group.rank
         optimizer = MasterOptimizer(module, AdamWSettings(0.5, max_grad_norm=0.0))
         loss = (rank + 1) * module.all.sum() + 10**-9 * (rank + 1) * module.wide.sum()
         loss = loss + (256.0 if rank == 0 else 0.5) * module.narrow.sum()
@@ -424,7 +427,8 @@ def _train_with_dropout(group: RankGroup, pipe: Any, model: str, folder: str) ->
         backend.forward_backward(training.whole(STEPS[0][:3]), with_weight_one)
         backend.step(1e-2)
 
-    straight, resumed = made(), made()
+    straight = made()
+    resumed = made()
     straight.join(group)
     step(straight)
     straight.save(Path(folder))

@@ -92,14 +92,17 @@ def test_a_gap_of_two_is_told_within_a_few_pairs() -> None:
 def test_the_interval_by_hand() -> None:
     """Where the Bayes factor of the t-statistic is 20: solved here by bisection."""
     ratios = [0.5, 0.7, 0.6, 0.65]
-    n, mean = len(ratios), sum(ratios) / len(ratios)
+    n = len(ratios)
+    mean = sum(ratios) / len(ratios)
     squares = sum((ratio - mean) ** 2 for ratio in ratios)
 
     def factor(m: float) -> float:
-        t2, odds = n * (mean - m) ** 2 / (squares / (n - 1)), 1 + 25 * n
+        t2 = n * (mean - m) ** 2 / (squares / (n - 1))
+        odds = 1 + 25 * n
         return odds**-0.5 * ((1 + t2 / (n - 1)) / (1 + t2 / (n - 1) / odds)) ** (n / 2)
 
-    near, far = 0.0, 10.0
+    near = 0.0
+    far = 10.0
     for _ in range(100):
         middle = (near + far) / 2
         near, far = (middle, far) if factor(mean + middle) < 20 else (near, middle)
@@ -146,7 +149,9 @@ def moves(best: Any) -> Iterator[Candidate]:
 @pytest.mark.parametrize("seed", range(12))
 def test_the_search_is_near_the_best_of_a_sweep_in_a_fifth_of_its_trials(seed: int) -> None:
     """The cost model knows the surface only roughly; times are noisy."""
-    seconds, draw, trials = surface(seed), random.Random(seed), 0
+    seconds = surface(seed)
+    draw = random.Random(seed)
+    trials = 0
 
     def compare(best: Any, candidate: Candidate) -> TrialOutcome:
         nonlocal trials
@@ -327,7 +332,8 @@ def _folder(path: Path) -> Path:
 
 def test_a_comparison_that_was_cut_short_is_made_again(tmp_path: Path) -> None:
     journal = Journal.open(tmp_path / "tuned.json", {}, again=False)
-    one, two = {"system.threads": 1}, {"system.threads": 2}
+    one = {"system.threads": 1}
+    two = {"system.threads": 2}
     for ratios in ([-0.5], [0.01, -0.03]):
         journal.add(Trial(one, two, two, TrialOutcome("measured", interval(ratios))))
         text = (tmp_path / "tuned.json").read_text()
@@ -383,10 +389,8 @@ def tuning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Tuning]:
         SFTConfig, None, ["model.path=org/m", "data.train=org/data", "system.threads=2"]
     )
     bench = Bench(tmp_path, tmp_path, math.inf)
-    derived, shape = (
-        {"system.threads": 2},
-        Shape(4, 8, 800, 128, samples_itself=False, compares=False, gpu=False),
-    )
+    derived = {"system.threads": 2}
+    shape = Shape(4, 8, 800, 128, samples_itself=False, compares=False, gpu=False)
     tuning = Tuning(
         without_tuned(config), tmp_path, bench, Facts(machine(), MODEL), Journal(tmp_path / "tuned.json", {}, []),
         frozenset(), shape, derived, {}, lambda _: None, 0.0, math.inf,
@@ -441,7 +445,8 @@ def said(tuning: Tuning, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_no_trial_begins_that_ends_after_the_limit(
     left: float, takes: float, tuning: Tuning, said: list[str]
 ) -> None:
-    tuning.bench.ends, tuning.trial_seconds = time.monotonic() + left, takes
+    tuning.bench.ends = time.monotonic() + left
+    tuning.trial_seconds = takes
     tuning.find(None)
     [line] = said
     assert duration(takes) in line
@@ -512,7 +517,8 @@ def test_running_out_of_memory_is_told_from_failing(error: Exception, status: st
 
 
 def test_files_of_others_are_not_replaced(tmp_path: Path) -> None:
-    run, report = tmp_path / "train.toml", tmp_path / "train.json"
+    run = tmp_path / "train.toml"
+    report = tmp_path / "train.json"
     check_files(run, report)
     with pytest.raises(ConfigError, match="nowhere"):
         check_files(tmp_path / "nowhere" / "train.toml", tmp_path / "nowhere" / "train.json")

@@ -33,7 +33,8 @@ def test_products_replace_or_are_added_to_sums(
     rows: int, outputs: tuple[int, ...], inputs: int
 ) -> None:
     wide = torch.randn(rows, sum(outputs) + 3).bfloat16()
-    grad, x = wide[:, : sum(outputs)], torch.randn(rows, inputs).bfloat16()
+    grad = wide[:, : sum(outputs)]
+    x = torch.randn(rows, inputs).bfloat16()
     sums = [torch.full((n, inputs), 5.0) for n in outputs]
     weight_gradients.add_product(grad, x, [(total, i % 2 == 1) for i, total in enumerate(sums)])
     exact = (grad.double().t() @ x.double()).split(outputs)
@@ -48,10 +49,13 @@ def _parameter(*shape: int) -> nn.Parameter:
 
 
 def test_layers_head_and_embedding_add_to_the_sums_of_one_master() -> None:
-    table, first, second = _parameter(64, 32), _parameter(48, 32), _parameter(16, 32)
+    table = _parameter(64, 32)
+    first = _parameter(48, 32)
+    second = _parameter(16, 32)
     own = [copy.deepcopy(p) for p in (table, first, second)]
     masters = [Master(p) for p in (table, first, second)]
-    token_ids, targets = torch.randint(64, (40,)), torch.randint(64, (40,))
+    token_ids = torch.randint(64, (40,))
+    targets = torch.randint(64, (40,))
 
     def loss(table: Tensor, parts: Sequence[Tensor], padding: int) -> Tensor:
         x = embed(token_ids, table, padding)
@@ -80,7 +84,9 @@ def test_layers_head_and_embedding_add_to_the_sums_of_one_master() -> None:
 
 
 def test_weights_of_other_shapes_types_and_frozen_ones_get_autograd_s_gradient() -> None:
-    ragged, wide, frozen = _parameter(24, 32), nn.Parameter(torch.randn(16, 32)), _parameter(16, 32)
+    ragged = _parameter(24, 32)
+    wide = nn.Parameter(torch.randn(16, 32))
+    frozen = _parameter(16, 32)
     Master(ragged)
     Master(wide)
     Master(frozen)

@@ -135,7 +135,8 @@ async def test_every_rank_of_an_engine_takes_the_whole_broadcast(
     monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """Ranks of an engine are told apart by their number in its own group, here that of a thread."""
-    own, named = threading.local(), tensors()
+    own = threading.local()
+    named = tensors()
     monkeypatch.setattr("tunesmith.run.weights.rounds.dist.get_rank", lambda: own.rank)
     plane = over_gloo(named.items, ranks=2, plane=name)
     await plane.publish(5)
@@ -271,7 +272,9 @@ class Gathered:
     that were held."""
 
     def __init__(self, count: int, numbers: int) -> None:
-        self.count, self.numbers, self.peak = count, numbers, 0
+        self.count = count
+        self.numbers = numbers
+        self.peak = 0
 
     def __call__(self) -> Iterator[tuple[str, Tensor]]:
         made: list[weakref.ref[Tensor]] = []
@@ -286,7 +289,8 @@ class Gathered:
 @pytest.mark.parametrize("files", [True, False], ids=["files", "gloo"])
 async def test_publishing_holds_two_buckets_at_most(files: bool, tmp_path: Path) -> None:
     named = Gathered(count=64, numbers=1000)
-    bucket, total = 16_000, 64 * 4000
+    bucket = 16_000
+    total = 64 * 4000
     if files:
         plane: Plane = FilePlane(named, TemporaryDirectory(dir=tmp_path), file_bytes=bucket)
     else:
@@ -364,7 +368,8 @@ def test_the_room_for_published_weights_is_known_before(
 def adapted(tmp_path_factory: pytest.TempPathFactory) -> tuple[CausalLM, CausalLM]:
     """A tied model, and the same with an adapter that does something."""
     path = save_model(tmp_path_factory.mktemp("lora") / "model", "qwen3", tie_word_embeddings=True)
-    base, model = CausalLM.load(path), CausalLM.load(path)
+    base = CausalLM.load(path)
+    model = CausalLM.load(path)
     attach(model, LoraSection(rank=2))
     with torch.no_grad():
         for name, parameter in model.module.named_parameters():
@@ -474,7 +479,8 @@ def test_engines_of_others_are_given_what_the_models_files_hold(tmp_path: Path, 
 def test_weights_go_to_disk_where_memory_cannot_take_them(
     memory: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shm, disk = tmp_path / "shm", tmp_path / "disk"
+    shm = tmp_path / "shm"
+    disk = tmp_path / "disk"
     disk.mkdir()
     if memory == "read-only":
         shm.touch()  # nothing can be made under a file, by the superuser neither

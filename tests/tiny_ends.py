@@ -29,7 +29,8 @@ def ends_after(path: Path, prompts: list[list[int]], ending: list[int]) -> None:
     """Change the head so that greedy completions of the prompts are ``NEW`` tokens of noise and
     then ``ending``."""
     module = cast(Any, AutoModelForCausalLM.from_pretrained(path))
-    rows, wanted = [], []
+    rows = []
+    wanted = []
     with torch.no_grad():
         for ids in prompts:
             noise = [(11 * place + 40) % 90 + 6 for place in range(NEW)]

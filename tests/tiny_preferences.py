@@ -22,7 +22,8 @@ def lines_of(command: str, count: int, start: int = 0) -> list[dict[str, Any]]:
     """What is good ends in a low digit, what is bad in a high one."""
     found: list[dict[str, Any]] = []
     for i in range(start, start + count):
-        low, high = f"{i % 7}{i % 4}", f"{i % 7}{i % 4 + 5}"
+        low = f"{i % 7}{i % 4}"
+        high = f"{i % 7}{i % 4 + 5}"
         if command == "kto":
             found.append(
                 {"prompt": f"{i}:", "completion": low if i % 2 else high, "label": bool(i % 2)}
@@ -39,7 +40,8 @@ def lines_of(command: str, count: int, start: int = 0) -> list[dict[str, Any]]:
 def preference_settings(
     command: str, folder: Path, model: Path, run: str = "run", **changed: Any
 ) -> list[str]:
-    data, held_out = folder / f"{command}.jsonl", folder / f"{command}_held_out.jsonl"
+    data = folder / f"{command}.jsonl"
+    held_out = folder / f"{command}_held_out.jsonl"
     if not data.exists():
         write_lines(data, lines_of(command, 48))
         write_lines(held_out, lines_of(command, 16, 100))

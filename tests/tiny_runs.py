@@ -109,7 +109,8 @@ def tensors(checkpoint: Path) -> dict[str, Tensor]:
 
 def same_tensors(a: Path, b: Path) -> None:
     """Fail unless two checkpoints hold bitwise the same tensors."""
-    ours, theirs = tensors(a), tensors(b)
+    ours = tensors(a)
+    theirs = tensors(b)
     assert ours.keys() == theirs.keys() and ours
     different = [name for name, t in ours.items() if not t.equal(theirs[name])]
     assert not different, different

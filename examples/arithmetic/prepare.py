@@ -21,7 +21,8 @@ def main() -> None:
     rng = random.Random(0)
     pairs = [(a, b) for a in range(10, 100) for b in range(10, 100)]
     rng.shuffle(pairs)
-    held_out, train = pairs[:200], pairs[200:]
+    held_out = pairs[:200]
+    train = pairs[200:]
     tasks = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a, b in pairs]
     write_lines(HERE / "held_out.jsonl", tasks[: len(held_out)])
     write_lines(HERE / "train.jsonl", tasks[len(held_out) :])

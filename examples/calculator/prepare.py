@@ -12,7 +12,8 @@ CALL = '<tool_call>{{"name": "times", "arguments": {{"a": {a}, "b": {b}}}}}</too
 
 def conversation(a: int, b: int, calls: bool) -> dict[str, object]:
     """The product, worked out by the tool or said at once."""
-    question, product = {"role": "user", "content": f"{a}*{b}"}, str(a * b)
+    question = {"role": "user", "content": f"{a}*{b}"}
+    product = str(a * b)
     answer = {"role": "assistant", "content": product}
     if not calls:
         return {"messages": [question, answer]}

@@ -14,7 +14,8 @@ class GridWalk:
     """Each step is paid by whether it leads nearer, arriving by 1."""
 
     def reset(self, east: int, north: int) -> None:
-        self.east, self.north = east, north
+        self.east = east
+        self.north = north
 
     def step(self, action: str) -> tuple[str, float, bool]:
         if action not in MOVES:

@@ -24,7 +24,8 @@ def goals() -> list[tuple[int, int]]:
 def walk(rng: random.Random) -> list[dict[str, object]]:
     """Steps as examples: some lead nearer, more go anywhere, and nothing says which are better."""
     east, north = rng.choice(goals())
-    said, made = shown(east, north), []
+    said = shown(east, north)
+    made = []
     for _ in range(6):
         nearer = [
             m
@@ -33,7 +34,8 @@ def walk(rng: random.Random) -> list[dict[str, object]]:
         ]
         move = rng.choice(nearer if nearer and rng.random() < 0.4 else sorted(MOVES))
         made.append({"prompt": said, "completion": move})
-        east, north = east + MOVES[move][0], north + MOVES[move][1]
+        east = east + MOVES[move][0]
+        north = north + MOVES[move][1]
         # What the policy wrote ends with its end-of-sequence token; the environment's answer
         # follows.
         said += f"{move}<eos>{shown(east, north)}"

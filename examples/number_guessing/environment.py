@@ -6,7 +6,9 @@ class GuessNumber:
     """The right guess is paid 1; one that the answers so far rule out costs a quarter."""
 
     def reset(self, secret: int) -> None:
-        self.secret, self.low, self.high = secret, 0, 9
+        self.secret = secret
+        self.low = 0
+        self.high = 9
 
     def step(self, action: str) -> tuple[str, float, bool]:
         if not (action.isdigit() and len(action) == 1):

@@ -13,7 +13,10 @@ PROMPT = "?"
 def turns(rng: random.Random) -> list[dict[str, object]]:
     """Up to four guesses as examples. Half of them heed what was answered, half are any number at
     all."""
-    secret, low, high, said = rng.randrange(10), 0, 9, PROMPT
+    secret = rng.randrange(10)
+    low = 0
+    high = 9
+    said = PROMPT
     made: list[dict[str, object]] = []
     for _ in range(4):
         guess = rng.randint(low, high) if rng.random() < 0.5 else rng.randrange(10)

@@ -20,7 +20,8 @@ def main() -> None:
     rng = random.Random(0)
     asked = [(value, units) for value in range(11, 1000) for units in FACTORS]
     rng.shuffle(asked)
-    held_out, train = asked[:200], asked[200:]
+    held_out = asked[:200]
+    train = asked[200:]
     for name, part in (("held_out.jsonl", held_out), ("train.jsonl", train)):
         write_lines(
             HERE / name,

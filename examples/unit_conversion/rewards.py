@@ -2,7 +2,8 @@
 
 from typing import Any
 
-FULL, NONE = 0.02, 0.1
+FULL = 0.02
+NONE = 0.1
 """Relative errors up to which the reward is 1, and from which it is 0."""
 
 

@@ -248,7 +248,8 @@ def nearest(word: str, valid: Iterable[str]) -> str:
     """A clause that suggests the nearest valid spelling, or lists all valid ones: `` Did you mean
     'x'?``."""
     choices = sorted(valid)
-    if close := closest(word, choices, 0.6):
+    close = closest(word, choices, 0.6)
+    if close:
         return f" Did you mean '{close}'?"
     return f" Valid: {', '.join(choices)}." if choices else ""
 

@@ -250,7 +250,9 @@ class Rollout:
 
     def fail(self, status: Status, error: str) -> None:
         """Mark as failed, keeping its tokens. A failed rollout never becomes a reward of zero."""
-        self.status, self.error, self.reward = status, error, None
+        self.status = status
+        self.error = error
+        self.reward = None
 
     @property
     def token_ids(self) -> list[int]:

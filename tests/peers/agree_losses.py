@@ -208,7 +208,8 @@ def agree_kl_cov(seed: int, amount: float) -> None:
 
 def chosen(case: Case, name: str, **keys: float) -> Tensor:
     """The tokens ``[B, T]`` that a covariance loss of ours holds back."""
-    batch, selected = case.batch(), torch.zeros_like(case.mask)
+    batch = case.batch()
+    selected = torch.zeros_like(case.mask)
     prepare_columns(batch, section(loss=name, aggregation="token_mean", **keys), seed=0)
     selected[case.bools] = torch.tensor(batch.columns["loss.selected"])
     return selected
@@ -327,7 +328,8 @@ def differ_log_ratio_is_clamped() -> None:
 def differ_non_finite_token() -> None:
     """Ours is as if the token were not there; verl's and TRL's loss is NaN."""
     case = random_case(0)
-    old, mask = case["old_logprobs"].clone(), case.mask.clone()
+    old = case["old_logprobs"].clone()
+    mask = case.mask.clone()
     old[0, 0], mask[0, 0] = float("nan"), 0.0
     algorithm = section(loss="ppo", aggregation="token_mean")
     spoiled = case.with_columns(old_logprobs=old)

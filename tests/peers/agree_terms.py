@@ -58,7 +58,8 @@ def verl_kl(logprobs: Tensor, reference: Tensor, estimator: str) -> Graded:
 def openrlhf_kl(logprobs: Tensor, reference: Tensor, estimator: str) -> Graded:
     """In float32, as it casts."""
     leaf = logprobs.clone().requires_grad_()
-    base, unbiased = estimator.rstrip("+"), estimator.endswith("+")
+    base = estimator.rstrip("+")
+    unbiased = estimator.endswith("+")
     value = utils.compute_approx_kl(leaf, reference, kl_estimator=base, unbiased_gradient=unbiased)
     return value.detach(), grade(value.sum(), leaf)[1]
 
@@ -81,7 +82,8 @@ def agree_kl(seed: int, estimator: str) -> None:
 def differ_kl_far_from_the_reference() -> None:
     """At δ = ±30: values are held within 10 as OpenRLHF's, and k2 still pulls back with its whole
     gradient."""
-    logprobs, reference = torch.tensor([-0.5, -30.5]).double(), torch.tensor([-30.5, -0.5]).double()
+    logprobs = torch.tensor([-0.5, -30.5]).double()
+    reference = torch.tensor([-30.5, -0.5]).double()
     value, gradient = our_kl(logprobs, reference, "k2")
     assert value.tolist() == [10, 10] and gradient.tolist() == [30, -30]
     value, gradient = openrlhf_kl(logprobs, reference, "k2")
@@ -343,7 +345,8 @@ def experience(rewards: Tensor, lengths: Tensor, truncated: Tensor) -> Experienc
 @seeds
 def agree_overlong_penalty(seed: int) -> None:
     rng = np.random.default_rng(seed)
-    rewards, lengths = torch.tensor(rng.normal(size=20)), torch.tensor(rng.integers(1, 101, 20))
+    rewards = torch.tensor(rng.normal(size=20))
+    lengths = torch.tensor(rng.integers(1, 101, 20))
     theirs = experience(rewards, lengths, lengths == 100)
     length_penalty.apply_overlong_penalty([theirs], 100, 40, 0.5)
     ramp = OverlongRamp(buffer=40, factor=0.5)
@@ -358,7 +361,8 @@ def agree_overlong_penalty(seed: int) -> None:
 @pytest.mark.parametrize("coef", [0.0, 0.3, 1.0, -0.5])
 def agree_stop_properly(seed: int, coef: float) -> None:
     rng = np.random.default_rng(seed)
-    rewards, truncated = torch.tensor(rng.normal(size=20)), torch.tensor(rng.random(20) < 0.5)
+    rewards = torch.tensor(rng.normal(size=20))
+    truncated = torch.tensor(rng.random(20) < 0.5)
     theirs = experience(rewards, torch.full((20,), 5), truncated)
     length_penalty.apply_stop_properly_penalty([theirs], coef)
     found = [

@@ -139,9 +139,11 @@ def evaluate(
     """An objective over two micro-batches; ``values`` passes the predictions as a critic's."""
     leaf = case.logprobs.clone().requires_grad_()
     weigh(batch, aggregation, MAX_NEW_TOKENS)
-    total, half = leaf.new_zeros(()), batch.num_samples // 2
+    total = leaf.new_zeros(())
+    half = batch.num_samples // 2
     for indices in (range(half), range(half, batch.num_samples)):
-        rows, keep = list(indices), case.bools[indices.start : indices.stop]
+        rows = list(indices)
+        keep = case.bools[indices.start : indices.stop]
         predicted = leaf[rows][keep]
         given = entropy[rows][keep] if entropy is not None else None
         predictions = Predictions(values=predicted) if values else Predictions(predicted, given)

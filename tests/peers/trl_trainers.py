@@ -78,7 +78,8 @@ class _Ready:
     ld_alpha = None
     f_divergence_type = "reverse_kl"
     precompute_ref_logps = calculate_KL = True
-    _total_train_tokens, _tp_size = 0, 1
+    _total_train_tokens = 0
+    _tp_size = 1
 
     def __init__(self, **settings: object) -> None:
         self.accelerator = Accelerator(cpu=True)

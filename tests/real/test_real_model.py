@@ -67,7 +67,8 @@ def record() -> Iterator[Record]:
     before."""
     kept: dict[str, Any] = {}
     yield lambda name, **found: kept.update({name: found})
-    if (file := os.environ.get("TUNESMITH_REAL_RECORD")) and kept:
+    file = os.environ.get("TUNESMITH_REAL_RECORD")
+    if file and kept:
         facts = {
             "model": MODEL.resolve().name,
             "parameters": sum(
@@ -194,7 +195,8 @@ def test_greedy_answers_are_transformers(folder: Path, record: Record) -> None:
         None, said(folder, "answers", "train.jsonl", model__dtype="float32", **settings)
     )
     reference = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
-    same, off = 0, 0.0
+    same = 0
+    off = 0.0
     lines = [json.loads(line) for line in done.output.read_text().splitlines()]
     for line in lines:
         prompt, _ = chat(line["prompt"], "")
@@ -227,10 +229,8 @@ def test_sft_learns_and_a_merged_adapter_is_the_adapted_model(
     )
     after = loss_by_transformers(Path(whole.checkpoint))
     placement.run_merge(Path(lora.checkpoint), tmp_path / "merged", dtype="float32")
-    adapted, merged = (
-        loss_by_transformers(Path(lora.checkpoint)),
-        loss_by_transformers(tmp_path / "merged"),
-    )
+    adapted = loss_by_transformers(Path(lora.checkpoint))
+    merged = loss_by_transformers(tmp_path / "merged")
     record("sft", loss_before=before, loss_after=after, with_lora=adapted, merged=merged)
     assert after < 0.5 * before and adapted < 0.5 * before
     assert merged == pytest.approx(adapted, abs=1e-3)
@@ -251,7 +251,8 @@ def test_dpo_prefers_what_was_chosen(folder: Path, record: Record) -> None:
 def test_grpo_learns_a_form(folder: Path, record: Record) -> None:
     outcome = rl(folder, "grpo", "braces", train__steps=20, rollout__max_new_tokens=24)
     reward = steps(outcome, "reward")
-    first, last = sum(reward[:4]) / 4, sum(reward[-4:]) / 4
+    first = sum(reward[:4]) / 4
+    last = sum(reward[-4:]) / 4
     record("grpo", reward_first=first, reward_last=last)
     assert last > first + 0.1
 
@@ -262,7 +263,8 @@ def test_rollouts_with_tools_end_well(folder: Path, record: Record) -> None:
     settings: dict[str, Any] = {"model__chat_template": "hermes"}  # the model's own takes no tools
     settings |= {"environment__tools": [f"{folder / 'tools.py'}:add"], "environment__max_turns": 2}
     outcome = rl(folder, "tools", "called", train__steps=2, rollout__max_new_tokens=48, **settings)
-    failed, reward = steps(outcome, "rollouts/failed"), steps(outcome, "reward")
+    failed = steps(outcome, "rollouts/failed")
+    reward = steps(outcome, "reward")
     record("tools", failed=sum(failed), reward=reward)
     assert sum(failed) == 0 and len(reward) == 2
 

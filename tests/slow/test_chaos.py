@@ -26,7 +26,8 @@ from tunesmith.records.metrics import read_metrics
 
 pytestmark = pytest.mark.slow
 
-STEPS, PROMPTS = 60, 16
+STEPS = 60
+PROMPTS = 16
 REWARD = """\
 def right(completions, answer, **columns):
     return [float(text[: len(gold)] == gold) for text, gold in zip(completions, answer)]
@@ -37,7 +38,8 @@ class Run:
     """``tunesmith rl`` on sums, begun again by whoever killed it."""
 
     def __init__(self, folder: Path, model: Path, name: str, **changed: Any) -> None:
-        self.folder, self.directory = folder, folder / name
+        self.folder = folder
+        self.directory = folder / name
         settings = {
             "run_dir": self.directory, "model.path": model, "data.train": folder / "tasks.jsonl",
             "data.eval": folder / "tasks.jsonl", "reward.functions": ["math", f"{folder}/rewards.py:right"],
@@ -180,7 +182,8 @@ def test_whatever_is_killed_the_run_ends_as_it_should(start: tuple[Path, Path], 
     assert all(
         line["rollouts"] == PROMPTS * RL["rollout.group_size"] for line in run.metrics("grad_norm")
     )
-    counts, behind = trained_on(run), changed.get("rollout.max_staleness", 0)
+    counts = trained_on(run)
+    behind = changed.get("rollout.max_staleness", 0)
     assert counts.total() == STEPS * PROMPTS
     assert max(counts.values()) - min(counts.values()) <= (
         2 if behind else 1

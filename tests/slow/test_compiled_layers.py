@@ -94,7 +94,8 @@ def test_three_steps_are_those_of_lean_layers(
     family: str, shape: Any, options: Any, tmp_path: Path
 ) -> None:
     path = save_model(tmp_path, family, num_hidden_layers=4, **shape)
-    bound, data = (0.03 if "dtype" in options else 1e-5), packing()
+    bound = 0.03 if "dtype" in options else 1e-5
+    data = packing()
     off, on = (backend(path, compiled, **options) for compiled in (False, True))
     torch._dynamo.reset()
     counters.clear()
@@ -143,7 +144,8 @@ def test_the_backward_pass_needs_no_more_memory(tmp_path: Path) -> None:
 
 
 def test_what_was_compiled_is_found_again(tmp_path: Path, cache: Path) -> None:
-    path, data = save_model(tmp_path, "llama", intermediate_size=48), packing()
+    path = save_model(tmp_path, "llama", intermediate_size=48)
+    data = packing()
     found: list[int] = []
     for _ in range(2):
         torch._dynamo.reset()

@@ -42,10 +42,8 @@ def test_accuracy_rises_from_below_060_to_above_090(tmp_path: Path) -> None:
 def greedy_accuracy(checkpoint: str, held_out: Path) -> float:
     """With transformers alone: the checkpoint is an ordinary one, and the number is not ours to
     make up."""
-    model, tokenizer = (
-        AutoModelForCausalLM.from_pretrained(checkpoint),
-        AutoTokenizer.from_pretrained(checkpoint),
-    )
+    model = AutoModelForCausalLM.from_pretrained(checkpoint)
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     tasks = [json.loads(line) for line in held_out.read_text().splitlines()]
     prompts = torch.tensor([tokenizer(task["prompt"]).input_ids for task in tasks])
     out = model.generate(

@@ -191,7 +191,9 @@ RL: dict[str, tuple[str, Settings] | tuple[str, Settings, Injected]] = {
 @pytest.fixture(scope="module")
 def ward(tmp_path_factory: pytest.TempPathFactory) -> Generator[Ward]:
     made = make_ward(tmp_path_factory.mktemp("ward"))
-    folder, few, choice = made.folder, tasks(60), random.Random(0).choice
+    folder = made.folder
+    few = tasks(60)
+    choice = random.Random(0).choice
     data = {
         "twos": [task | {"answer": "2"} for task in few],
         "no_twos": [task | {"answer": "01"[n % 2]} for n, task in enumerate(tasks(100, 60))],

@@ -124,7 +124,8 @@ def test_frozen_models_in_host_memory_are_within_five_percent(tmp_path: Path, co
     config, facts = resolved(
         tmp_path, command, shape, "H200", *given, frozen=shape | judge | {"num_hidden_layers": 8}
     )
-    price, phases = planned(config, facts), dry_run(config, facts)[FIRST]
+    price = planned(config, facts)
+    phases = dry_run(config, facts)[FIRST]
     assert (
         price is not None and price.frozen == 0 < price.scorer and bool(price.judge) == bool(judge)
     )

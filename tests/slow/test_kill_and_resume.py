@@ -23,7 +23,8 @@ from tunesmith.run.loop.checkpoint import Checkpoints, read_state
 
 pytestmark = pytest.mark.slow
 
-STEPS, EVERY = 24, 4
+STEPS = 24
+EVERY = 4
 ENVIRONMENT = {**os.environ, "HF_HUB_OFFLINE": "1", "NO_COLOR": "1"}
 
 

@@ -50,7 +50,8 @@ def test_runs_that_play_ahead(name: str, tmp_path: Path) -> None:
 
 def test_taking_turns_on_a_device_changes_nothing(tmp_path: Path) -> None:
     """The engine's memory is given back before every training step; the curve is the same."""
-    model, changed = save_model(tmp_path / "model"), {"system__engine_process": True}
+    model = save_model(tmp_path / "model")
+    changed = {"system__engine_process": True}
     plain = placement.run_rl(None, rl_settings(tmp_path, model, "plain", **changed))
     turns = placement.run_rl(
         None, rl_settings(tmp_path, model, "turns", system__hybrid=True, **changed)

@@ -40,10 +40,8 @@ def test_sft_loss_falls(tmp_path: Path, seed: int) -> None:
     four."""
     model = save_model(tmp_path / "model", seed=seed)
     lines = [{"prompt": x["prompt"], "completion": x["chosen"]} for x in lines_of("dpo", 320)]
-    data, held_out = (
-        write_lines(tmp_path / "d.jsonl", lines[:256]),
-        write_lines(tmp_path / "h.jsonl", lines[256:]),
-    )
+    data = write_lines(tmp_path / "d.jsonl", lines[:256])
+    held_out = write_lines(tmp_path / "h.jsonl", lines[256:])
     settings = sft_settings(
         tmp_path, model, data__train=str(data), data__eval=str(held_out), train__batch_size=32, train__steps=60,
         train__lr=5e-3, train__seed=seed,

@@ -78,7 +78,8 @@ async def choose(page: Page, label: str, value: str) -> None:
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("reports")
-    one, two = make_run(folder / "one", 40, LINES), make_run(folder / "two", 20)
+    one = make_run(folder / "one", 40, LINES)
+    two = make_run(folder / "two", 20)
     settings = json.loads((two / "resolved.json").read_text())
     settings["settings"]["train.lr"]["value"] = 2e-6
     (two / "resolved.json").write_text(json.dumps(settings))

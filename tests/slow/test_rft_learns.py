@@ -77,7 +77,8 @@ def test_killed_again_and_again_it_writes_what_it_would_have_written_at_once(
     finish(start("straight"))
     out = tmp_path / "killed" / "completions.jsonl"
     for _ in range(2):
-        process, size = start("killed"), out.stat().st_size if out.exists() else 0
+        process = start("killed")
+        size = out.stat().st_size if out.exists() else 0
         deadline = time.monotonic() + 600
         while not out.exists() or out.stat().st_size <= size:
             assert process.poll() in (None, 0) and time.monotonic() < deadline
@@ -129,7 +130,8 @@ def test_a_signal_leaves_what_is_finished_and_says_how_to_go_on(
         )
 
     assert start("straight").wait(600) == 0
-    process, folder = start("cut"), tmp_path / "cut" / "round-1"
+    process = start("cut")
+    folder = tmp_path / "cut" / "round-1"
     files = [folder / "samples.jsonl", folder / ".samples.unfinished.jsonl"]
     while not any(file.exists() and file.stat().st_size for file in files):
         assert process.poll() is None

@@ -67,7 +67,8 @@ def of_three(lengths: tuple[int, ...] = (5, 9, 7)) -> Batch:
 def test_processes_share_weights_and_score_as_one(tmp_path: Path) -> None:
     """Three micro-batches for two processes; new weights; a checkpoint; a process without memory; a
     killed one."""
-    path, other = save_model(tmp_path / "model"), save_model(tmp_path / "other", seed=1)
+    path = save_model(tmp_path / "model")
+    other = save_model(tmp_path / "other", seed=1)
     said = rl_settings(
         tmp_path, path, system__cluster="ray", system__trainer_ranks=2, system__zero_stage=3, algorithm__kl__coef=0.1,
         system__placement__ref__processes=PROCESSES, system__device="cpu",

@@ -98,7 +98,8 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Far]]:
 
 def shares_of(path: Path) -> list[int]:
     """Numbers of each of two processes. The first one has the score head, which is one row."""
-    whole, head = count_parameters(path) or 0, SMALL["hidden_size"]
+    whole = count_parameters(path) or 0
+    head = SMALL["hidden_size"]
     return [(whole + head) // 2, (whole - head) // 2]
 
 
@@ -108,7 +109,8 @@ def test_two_processes_share_a_reward_model_and_score_as_one(
 ) -> None:
     """Batches of all sizes, a process without memory, and killed ones."""
     judge = save_reward_model(tmp_path / "judge", stats=(0.25, 2.0))
-    config, said = resolved(tmp_path, shards=2), list[str]()
+    config = resolved(tmp_path, shards=2)
+    said = list[str]()
     expected = [(score - 0.25) / 2.0 for score in direct_scores(judge, SEQUENCES)]
     assert [bundle.roles for bundle in bundles(config)] == [
         ("actor",),

@@ -98,7 +98,8 @@ def gradients(backend: TorchBackend[CausalLM], batch: Packing) -> training.Grads
 def test_gradients_and_weights_are_those_of_one_process(
     start: Start, model: Path, world: int, size: int, sequence: int, stage: int, groups: int
 ) -> None:
-    batch, one = packing(groups=groups), alone(model)
+    batch = packing(groups=groups)
+    one = alone(model)
     ranks = start(world, stage, size=size, sequence=sequence)
     [(_, theirs), *_] = found = ranks("gradient", batch)
     ours = gradients(one, batch)
@@ -130,7 +131,8 @@ def test_four_ranks_train_a_sequence_that_is_too_long_for_one(start: Start, tmp_
     )
     tokens = np.random.default_rng(0).integers(5, 260, 32768).tolist()
     sample = Sample(tokens, [False] * 32000 + [True] * 768)
-    batch, one = Packing.of(training.weighed([sample]), 32768), alone(path)
+    batch = Packing.of(training.weighed([sample]), 32768)
+    one = alone(path)
     with limited_activations(one.model.module, 10**12) as kept:
         expected = gradients(one, batch)
     with (
@@ -171,7 +173,8 @@ def test_a_rank_keeps_its_part(start: Start, model: Path) -> None:
 
 
 def test_scores_and_a_sharded_reference(start: Start, model: Path) -> None:
-    batch, one = packing(), alone(model, reference=CausalLM.load(model))
+    batch = packing()
+    one = alone(model, reference=CausalLM.load(model))
     ranks = start(2, 3, reference=True)
     assert np.sum(ranks("score", batch), 0) == pytest.approx(one.score(batch), abs=1e-5)
     ranks("train", batch)
@@ -192,7 +195,8 @@ def test_scores_and_a_sharded_reference(start: Start, model: Path) -> None:
 def test_a_rank_that_runs_out_of_memory_stops_all_and_a_smaller_layout_gives_the_same_gradient(
     start: Start, model: Path, world: int, sequence: int, stage: int, backward: bool
 ) -> None:
-    large, small = packing(200), packing(24)
+    large = packing(200)
+    small = packing(24)
     ranks = start(world, stage, size=2, sequence=sequence)
     uneven = packing(60)
     share = uneven.for_rank(1 // sequence, world // sequence)
@@ -235,7 +239,8 @@ def test_a_checkpoint_continues_with_any_number_of_ranks(
 
 
 def test_ranks_continue_what_one_process_saved(start: Start, model: Path, tmp_path: Path) -> None:
-    batch, one = packing(), alone(model)
+    batch = packing()
+    one = alone(model)
     one.forward_backward(batch, SFTObjective())
     one.step(1e-2)
     one.save(tmp_path)
@@ -253,7 +258,8 @@ def test_muon_makes_the_same_steps_of_sharded_matrices(
 ) -> None:
     """Up to bfloat16's rounding of gradients that differ in their last digits. Three ranks have
     uneven rows."""
-    batch, one = packing(), alone(model, muon=Muon())
+    batch = packing()
+    one = alone(model, muon=Muon())
     before = {name: w.clone() for name, w in one.model.module.state_dict().items()}
     (norms, weights), *_ = start(world, stage, size=size, muon=Muon())("train", batch)
     expected: list[float] = []
@@ -269,7 +275,8 @@ def test_muon_makes_the_same_steps_of_sharded_matrices(
 def test_muons_momentum_is_sharded_and_continues_with_any_number_of_ranks(
     start: Start, model: Path, tmp_path: Path
 ) -> None:
-    batch, ranks = packing(), start(2, 3, muon=Muon())
+    batch = packing()
+    ranks = start(2, 3, muon=Muon())
     ranks("train", batch, 2)
     parameters = dict(CausalLM.load(model).module.named_parameters())
     hidden = sum(p.numel() for name, p in parameters.items() if ".layers." in name and p.ndim == 2)
@@ -283,7 +290,8 @@ def test_muons_momentum_is_sharded_and_continues_with_any_number_of_ranks(
     ranks("backend.load", tmp_path)
     (_, again), *_ = ranks("train", batch, 1)
     assert all(again[name].equal(weight) for name, weight in expected.items())
-    three, one = start(3, 2, muon=Muon()), alone(model, muon=Muon())
+    three = start(3, 2, muon=Muon())
+    one = alone(model, muon=Muon())
     three("backend.load", tmp_path), one.load(tmp_path)
     (_, found), *_ = three("train", batch, 1)
     one.forward_backward(batch, SFTObjective())
@@ -314,7 +322,8 @@ def test_weights_in_host_memory_take_the_same_steps_in_copies_of_the_model(
 ) -> None:
     """Bit by bit; also where ranks share each sequence, and where an adapter trains."""
     path = save_model(tmp_path / "deep", "qwen3", num_hidden_layers=4)
-    batch, away = packing(), "adapter" not in options
+    batch = packing()
+    away = "adapter" not in options
     [(norms, ours), *_], [(expected, theirs), *_] = (
         start(2, 0, path, compiled=False, streams=flag, offload=away and flag, **options)(
             "train", batch
@@ -327,7 +336,8 @@ def test_weights_in_host_memory_take_the_same_steps_in_copies_of_the_model(
 
 def test_layers_that_are_computed_again_give_the_same_gradient(start: Start) -> None:
     """Bit by bit: the same operations on the same numbers."""
-    batch, shares = packing(), (0, 0.5)
+    batch = packing()
+    shares = (0, 0.5)
     expected, found = (
         start(2, 3, gradient_checkpointing=share)("gradient", batch)[0][1] for share in shares
     )
@@ -339,7 +349,8 @@ def test_activations_in_host_memory_are_no_weights_and_give_the_same_gradient(
 ) -> None:
     """A rank sends as much as one process that is not sharded."""
     path = save_model(tmp_path / "deep", "qwen3", num_hidden_layers=4)
-    batch, one = packing(300), alone(path, offload_activations=True)
+    batch = packing(300)
+    one = alone(path, offload_activations=True)
     ranks = start(2, 3, path, sequence=2, offload_activations=True)
     expected = gradients(alone(path), batch)
     assert training.difference(ranks("gradient", batch)[0][1], expected) < 1e-5

@@ -108,7 +108,8 @@ def test_a_checkpoint_continues_either_way(
 
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 def test_a_rank_that_runs_out_of_memory_leaves_nothing_behind(start: Start, backward: bool) -> None:
-    uneven, small = packing(60), packing(24)
+    uneven = packing(60)
+    small = packing(24)
     most = max(max(forest.num_tokens for forest in uneven.for_rank(1, 2).forests) - 1, 25)
     found, expected = (
         start(streams=streams)("after_failures", uneven, most, small, backward=backward)

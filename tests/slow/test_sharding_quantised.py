@@ -33,10 +33,8 @@ TYPES = [torch.float32, torch.bfloat16]
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Rows of queries and of the second product are no multiples of 64, so blocks of weights span
     rows."""
-    path, shape = (
-        tmp_path_factory.mktemp("model") / "model",
-        {"hidden_size": 96, "intermediate_size": 160},
-    )
+    path = tmp_path_factory.mktemp("model") / "model"
+    shape = {"hidden_size": 96, "intermediate_size": 160}
     return save_model(path, "qwen2", tie_word_embeddings=True, **shape)
 
 
@@ -111,7 +109,8 @@ def test_gradients_and_weights_of_an_adapter_are_those_of_one_process(
 ) -> None:
     """The bytes of the base are the same, too. The second gradient is of matrices that are no
     longer 0."""
-    batch, one = packing(groups), alone(model, "nf4")
+    batch = packing(groups)
+    one = alone(model, "nf4")
     ranks = start(model, world, stage, size=size, quantize="nf4", **options)
     for _ in range(2):
         found, (loss, ours) = ranks("gradient", batch), gradient(one, batch)
@@ -128,7 +127,8 @@ def test_gradients_and_weights_of_an_adapter_are_those_of_one_process(
 
 def test_rows_of_the_input_are_rounded_alike(start: Start, model: Path) -> None:
     """8 bits for each number of the input: one that is half way between two may go either way."""
-    batch, one = packing(), alone(model, "int8")
+    batch = packing()
+    one = alone(model, "int8")
     ranks = start(model, 2, 3, quantize="int8")
     assert ranks("gradient", batch)[0][0]["loss"] > 0
     (norms, weights), *_ = ranks("train", batch)
@@ -139,7 +139,8 @@ def test_rows_of_the_input_are_rounded_alike(start: Start, model: Path) -> None:
 
 
 def test_bfloat16_computes_on_the_same_bytes(start: Start, model: Path) -> None:
-    batch, one = packing(), alone(model, "nf4", torch.bfloat16)
+    batch = packing()
+    one = alone(model, "nf4", torch.bfloat16)
     ranks = start(model, 2, 3, quantize="nf4", dtype=torch.bfloat16)
     assert np.sum(ranks("score", batch), 0) == pytest.approx(one.score(batch), abs=0.02)
     (norms, weights), *_ = ranks("train", batch)
@@ -168,7 +169,8 @@ def test_a_rank_keeps_its_part_and_reads_one_weight_at_a_time(
 def test_a_checkpoint_of_ranks_continues_in_ranks_and_in_one_process(
     start: Start, model: Path, tmp_path: Path
 ) -> None:
-    batch, ranks = packing(), start(model, 2, 3, quantize="nf4")
+    batch = packing()
+    ranks = start(model, 2, 3, quantize="nf4")
     ranks("train", batch, 2)
     ranks("backend.save", tmp_path)
     (_, expected), *_ = ranks("train", batch, 1)

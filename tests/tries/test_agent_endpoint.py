@@ -13,7 +13,8 @@ import pytest
 from data_tokenizers import byte_level, template
 from episodes import load, made_task, ok, play
 
-SEED, COUNT = int(os.environ.get("TRIES_SEED", "0")), int(os.environ.get("TRIES_COUNT", "400"))
+SEED = int(os.environ.get("TRIES_SEED", "0"))
+COUNT = int(os.environ.get("TRIES_COUNT", "400"))
 ODD: list[Any] = [
     None, True, 0, -1, 1, 2, 0.5, 1e400, 10**30, "", "x", "\ud800", "\0", "x" * 5000, [], [[]], [None], [1, 2], ["a"],
     {}, {"type": "function"}, {"role": "user"}, [{"role": "user", "content": "hello"}], [{"role": 3}], {"a": [1]},

@@ -68,7 +68,8 @@ def other_json(file: Path, rng: random.Random) -> None:
 def swap(file: Path, rng: random.Random) -> None:
     others = [p for p in sorted(file.parent.rglob("*")) if p.is_file() and p != file]
     other = rng.choice(others)
-    ours, theirs = file.read_bytes(), other.read_bytes()
+    ours = file.read_bytes()
+    theirs = other.read_bytes()
     file.write_bytes(theirs)
     other.write_bytes(ours)
 
@@ -108,7 +109,8 @@ class Kind:
     """A run of a kind with a checkpoint of step 1, and what it is after step 2."""
 
     def __init__(self, folder: Path, model: Path, name: str) -> None:
-        self.folder, self.name = folder, name
+        self.folder = folder
+        self.name = name
         self.run = placement.run_sft if name in ("sft", "lora") else placement.run_rl
         make = sft_settings if name in ("sft", "lora") else rl_settings
         self.said = make(folder, model, "first", train__steps=2, checkpoint__every=1, **KINDS[name])

@@ -19,7 +19,8 @@ from tunesmith.config.schema import DataSection
 from tunesmith.errors import TunesmithError
 from tunesmith.learn.data.prepare import load_samples, load_tasks, peek
 
-SEED, COUNT = int(os.environ.get("TRIES_SEED", "0")), int(os.environ.get("TRIES_COUNT", "800"))
+SEED = int(os.environ.get("TRIES_SEED", "0"))
+COUNT = int(os.environ.get("TRIES_COUNT", "800"))
 SLOW = 10.0
 ODD: list[Any] = [
     None, True, 0, -1, 1.5, 10**30, "", " ", "x", "\ud800", "\0", "a\0b", "é" * 300, "\u202e", [], [[]], {}, {"a": 1},
@@ -144,15 +145,16 @@ def damage_bytes(path: Path, chance: random.Random) -> None:
 
 
 def test_random_data_files(tmp_path: Path) -> None:
-    counts, bad, chance, tok = Counter[str](), list[str](), random.Random(SEED), tokenizer()
+    counts = Counter[str]()
+    bad = list[str]()
+    chance = random.Random(SEED)
+    tok = tokenizer()
     for number in range(COUNT):
         folder = tmp_path / str(number)
         folder.mkdir()
-        write, shape, goal = (
-            chance.choice(FORMATS),
-            chance.choice(list(SHAPES)),
-            chance.choice(["rl", "sft"]),
-        )
+        write = chance.choice(FORMATS)
+        shape = chance.choice(list(SHAPES))
+        goal = chance.choice(["rl", "sft"])
         rows = damaged_rows(SHAPES[shape], chance)
         try:
             path = write(folder, rows)
@@ -194,7 +196,8 @@ def test_random_data_files(tmp_path: Path) -> None:
                 bad.append(f"{what}: no place: {error}")
         except Exception as error:
             bad.append(f"{what}: {type(error).__name__}: {error}")
-        if (seconds := time.monotonic() - started) > SLOW:
+        seconds = time.monotonic() - started
+        if seconds > SLOW:
             bad.append(f"{what}: {seconds:.0f} s")
     print(f"\n{COUNT} data files: {dict(counts)}, {len(bad)} wrong")
     assert not bad, "\n\n".join(bad[:20])

@@ -49,11 +49,9 @@ class Case:
     it."""
 
     def __init__(self, folder: Path, model: Path, kind: str) -> None:
-        self.folder, self.kind, self.command = (
-            folder,
-            kind,
-            "sft" if kind in ("sft", "lora") else "rl",
-        )
+        self.folder = folder
+        self.kind = kind
+        self.command = "sft" if kind in ("sft", "lora") else "rl"
         self.make = sft_settings if self.command == "sft" else rl_settings
         self.model = model
         self.make(folder, model)
@@ -77,7 +75,8 @@ class Case:
             **KINDS[self.kind],
         }
         said = self.make(self.folder, self.model, run, **options, checkpoint__resume="auto")
-        if child := os.fork():
+        child = os.fork()
+        if child:
             return child
         try:
             os.setsid()
@@ -136,7 +135,8 @@ def left_in_memory() -> set[str]:
 
 def faults(case: Case, run: str) -> list[str]:
     """What differs from the run that nothing disturbed."""
-    straight, ours = case.folder / "straight", case.folder / run
+    straight = case.folder / "straight"
+    ours = case.folder / run
     last = f"checkpoints/step-{STEPS:06d}"
     found: list[str] = []
     if "Traceback" in case.said(run):
@@ -160,19 +160,23 @@ def faults(case: Case, run: str) -> list[str]:
 
 @pytest.mark.timeout(3000)
 def test_a_run_that_is_killed_and_continued_is_the_run_it_was(cases: list[Case]) -> None:
-    rng, before = random.Random(SEED), left_in_memory()
+    rng = random.Random(SEED)
+    before = left_in_memory()
     tried: Counter[str] = Counter()
     wrong: list[str] = []
     run = 0
     while tried.total() < COUNT:
-        case, name = cases[run % len(cases)], f"disturbed-{run}"
+        case = cases[run % len(cases)]
+        name = f"disturbed-{run}"
         run += 1
         for _ in range(rng.choice([1, 1, 2, 3])):
-            process, number = case.start(name), rng.choice(SIGNALS)
+            process = case.start(name)
+            number = rng.choice(SIGNALS)
             time.sleep(rng.uniform(0.02, 1.05) * case.seconds)
             begun = time.monotonic()
             (os.killpg if rng.random() < 0.5 else os.kill)(process, number)
-            code, took = wait(process), time.monotonic() - begun
+            code = wait(process)
+            took = time.monotonic() - begun
             tried[signal.Signals(number).name] += 1
             told = f"{case.kind} {name} {signal.Signals(number).name}"
             if code not in (0, -number, 128 + number):

@@ -21,7 +21,8 @@ from tunesmith.errors import TunesmithError
 from tunesmith.run.placement import run_sft
 from tunesmith.run.placement.checking import check_run
 
-SEED, COUNT = int(os.environ.get("TRIES_SEED", "0")), int(os.environ.get("TRIES_COUNT", "160"))
+SEED = int(os.environ.get("TRIES_SEED", "0"))
+COUNT = int(os.environ.get("TRIES_COUNT", "160"))
 SLOW = 30.0
 KEYS = [
     "model_type", "architectures", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
@@ -53,7 +54,8 @@ def damage(model: Path, chance: random.Random) -> str:
                 content = json.loads(config.read_text())
             except ValueError:
                 continue
-            key, value = chance.choice(KEYS), chance.choice(ODD)
+            key = chance.choice(KEYS)
+            value = chance.choice(ODD)
             content[key] = value
             config.write_text(json.dumps(content))
             done.append(f"{key} = {value!r:.60}")
@@ -79,7 +81,9 @@ def damage(model: Path, chance: random.Random) -> str:
 
 
 def test_random_models(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    counts, bad, chance = Counter[str](), list[str](), random.Random(SEED)
+    counts = Counter[str]()
+    bad = list[str]()
+    chance = random.Random(SEED)
     whole = save_model(tmp_path / "whole")
     for number in range(COUNT):
         model = tmp_path / "model"
@@ -106,7 +110,8 @@ def test_random_models(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
         except Exception as error:
             bad.append(f"{what}: {type(error).__name__}: {error}")
         capsys.readouterr()
-        if (seconds := time.monotonic() - started) > SLOW:
+        seconds = time.monotonic() - started
+        if seconds > SLOW:
             bad.append(f"{what}: {seconds:.0f} s")
     with capsys.disabled():
         print(f"\n{COUNT} models: {dict(counts)}, {len(bad)} wrong")

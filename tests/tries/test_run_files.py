@@ -44,7 +44,8 @@ from tunesmith.run.offline import generate, rft
 from tunesmith.run.placement import train
 from tunesmith.run.placement.checking import check_run
 
-SEED, COUNT = int(os.environ.get("TRIES_SEED", "0")), int(os.environ.get("TRIES_COUNT", "2000"))
+SEED = int(os.environ.get("TRIES_SEED", "0"))
+COUNT = int(os.environ.get("TRIES_COUNT", "2000"))
 SLOW = 10.0
 """Seconds that no answer may take."""
 
@@ -142,7 +143,8 @@ def as_text(said: dict[str, Any]) -> str:
 def mutated(kind: type[RunConfig], base: dict[str, Any], chance: random.Random) -> str:
     """A valid run file with one to four settings changed, left out or invented, or its text
     damaged."""
-    said, keys = {**base, "run_dir": "out"}, all_keys(kind)
+    said = {**base, "run_dir": "out"}
+    keys = all_keys(kind)
     for _ in range(chance.choice([1, 1, 1, 1, 2, 3])):
         key = chance.choice(keys)
         valid = choices_at(kind, tuple(key.split(".")))
@@ -196,7 +198,9 @@ def test_random_run_files(
         (rft._Run, "do"),
     ):  # fmt: skip
         monkeypatch.setattr(module, name, reached)
-    counts, bad, chance = Counter[str](), list[str](), random.Random(SEED)
+    counts = Counter[str]()
+    bad = list[str]()
+    chance = random.Random(SEED)
     warnings.simplefilter("ignore")
     for number in range(COUNT):
         kind = chance.choice(list(KINDS))
@@ -242,7 +246,8 @@ def test_random_run_files(
             counts["reached"] += 1
         except Exception as error:
             fails(f"{type(error).__name__}: {error}")
-        if (seconds := time.monotonic() - started) > SLOW:
+        seconds = time.monotonic() - started
+        if seconds > SLOW:
             fails(f"{seconds:.0f} s")
     with capsys.disabled():
         print(f"\n{COUNT} run files: {dict(counts)}, {len(bad)} wrong")

@@ -25,7 +25,8 @@ from tunesmith.guide.migrate.read import read_text
 from tunesmith.guide.migrate.settle import settle
 from tunesmith.guide.migrate.write import account, run_file
 
-SEED, COUNT = int(os.environ.get("TRIES_SEED", "0")), int(os.environ.get("TRIES_COUNT", "2000"))
+SEED = int(os.environ.get("TRIES_SEED", "0"))
+COUNT = int(os.environ.get("TRIES_COUNT", "2000"))
 SLOW = 30.0
 """Seconds that no answer may take."""
 SOURCES = {

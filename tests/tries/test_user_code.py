@@ -92,7 +92,8 @@ def test_rewards(
     asynchronous, isolation = way
     code = f"def good(completions, **kw):\n    return [0.5] * len(completions)\n\n{asynchronous}def f(completions, **kw):\n    {body}\n"
     (tmp_path / "code.py").write_text(code, errors="surrogatepass")
-    here, begun = os.getcwd(), time.monotonic()
+    here = os.getcwd()
+    begun = time.monotonic()
     memory = "1GB" if isolation == "process" else None
     section = RewardSection(
         functions=("code.py:f", "code.py:good"),
@@ -102,7 +103,8 @@ def test_rewards(
     )
     rewards = load_rewards(section, tmp_path)
     try:
-        first, second = scored(rewards, ["a", "b"]), scored(rewards, ["a"])
+        first = scored(rewards, ["a", "b"])
+        second = scored(rewards, ["a"])
         numbers = rewards.metrics([*first, *second])
     finally:
         rewards.close()

@@ -129,7 +129,8 @@ async def test_new_weights_arrive_whole(family: str, request: pytest.FixtureRequ
 async def test_an_engine_whose_weights_came_in_part_waits_for_all_of_them(directory: Path) -> None:
     """A reload that ends in the middle of a joint projection can begin again, and no token is drawn
     in between."""
-    model, failing = plain(directory), [False, True, False]
+    model = plain(directory)
+    failing = [False, True, False]
 
     def weights() -> Iterator[tuple[str, torch.Tensor]]:
         fails = failing.pop(0)
@@ -152,10 +153,8 @@ async def test_an_engine_whose_weights_came_in_part_waits_for_all_of_them(direct
         await asyncio.sleep(0)
         with pytest.raises(EngineError, match="the rest did not come"):
             await engine.load_weights(2)
-        drawn, waiting = (
-            engine.stats().sampled_tokens,
-            asyncio.create_task(made.write(prompt=prompt)),
-        )
+        drawn = engine.stats().sampled_tokens
+        waiting = asyncio.create_task(made.write(prompt=prompt))
         for _ in range(5):
             await engine._thread.call(lambda: None)  # a step would follow
         assert engine.stats().sampled_tokens == drawn and not waiting.done()
@@ -203,7 +202,8 @@ async def test_a_request_that_vllm_refuses_fails_alone(directory: Path) -> None:
 async def test_a_failed_step_fails_what_ran_and_the_engine_goes_on(directory: Path) -> None:
     """Who waits for it to do something in between two steps, such as taking new weights, waits no
     longer."""
-    began, go_on = threading.Event(), threading.Event()
+    began = threading.Event()
+    go_on = threading.Event()
 
     made = subject(directory)
     vllm: Any = made.engine._vllm  # pyright: ignore

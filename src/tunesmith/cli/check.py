@@ -75,7 +75,8 @@ def _check_cluster(shared: Path, bandwidth: float | None) -> None:
             raise ConfigError(f"--shared {shared} is not a directory")
         report = examine(meeting(), shared)
     print("\n".join(report.lines()), flush=True)
-    if problems := report.problems(bandwidth):
+    problems = report.problems(bandwidth)
+    if problems:
         raise ClusterError(
             "\n  ".join(
                 [f"{len(problems)} problems:" if len(problems) > 1 else "1 problem:", *problems]

@@ -130,7 +130,8 @@ def _instead(kind: Any, option: str, values: Sequence[str]) -> str:
 
 def _value(meanings: Sequence[Any], values: Sequence[str]) -> str:
     """The value of an override; an option without a value is a flag that is set."""
-    if fixed := [m.value for m in meanings if m.value]:
+    fixed = [m.value for m in meanings if m.value]
+    if fixed:
         return fixed[0]
     value = values[0] if len(values) == 1 else f"[{', '.join(values)}]" if values else "true"
     if any(m.inverted for m in meanings) and value.lower() in ("true", "false"):

@@ -59,7 +59,8 @@ def guarded(command: Callable[P, None]) -> Callable[P, None]:
         except (typer.Exit, typer.Abort, BrokenPipeError, SystemExit):
             raise
         except BaseException as error:  # a panic of Rust code is no Exception
-            if found := shortage(error):
+            found = shortage(error)
+            if found:
                 _report(f"error: {found}", error)
                 raise typer.Exit(found.exit_code) from None
             if isinstance(error, OSError) and error.errno in _OF_THE_SYSTEM:

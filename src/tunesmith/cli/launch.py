@@ -133,7 +133,8 @@ def _check_given(run: Path, overrides: Sequence[str], sbatch: Sequence[str]) -> 
             raise ConfigError(
                 f"override '{key}': the job script sets it. Set it in {run}, or leave it out"
             )
-    if bad := [option for option in sbatch if not option.startswith("--")]:
+    bad = [option for option in sbatch if not option.startswith("--")]
+    if bad:
         raise ConfigError(
             f"--sbatch {bad[0]}: options of sbatch are written --name=value, such as --partition=gpu"
         )
@@ -146,7 +147,8 @@ def _ranks(config: RunConfig, ray: bool, nodes: int, gpus: int) -> int:
         ConfigError: the settings require a different total number of trainer ranks.
     """
     ranks = max(1, gpus) if not config.samples else 1
-    system, processes = config.system, 1 if ray else nodes * ranks
+    system = config.system
+    processes = 1 if ray else nodes * ranks
     if (
         processes > 1
         and "trainer_ranks" in system.model_fields_set

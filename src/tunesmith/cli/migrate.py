@@ -83,7 +83,8 @@ def migrate(
         print(f"note: the source starts several programs (--which): {programs}", file=report)
     for problem in problems:
         print(f"still to do: {problem}", file=report)
-    if wrong := [problem.text for problem in problems if problem.kind != "machine"]:
+    wrong = [problem.text for problem in problems if problem.kind != "machine"]
+    if wrong:
         raise ConfigError(f"the run file is not valid yet: {'; '.join(wrong)}")
 
 

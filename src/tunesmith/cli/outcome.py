@@ -20,7 +20,8 @@ def print_outcome(outcome: RunResult) -> None:
     print_examples(outcome.examples)
     facts: dict[str, str] = {}
     if outcome.evaluations:
-        first, last = outcome.evaluations[0], outcome.evaluations[-1]
+        first = outcome.evaluations[0]
+        last = outcome.evaluations[-1]
         for name in (n for n in last if n.startswith("eval/")):
             before = f"{_number(first[name])} → " if first is not last and name in first else ""
             if name != "eval/failed" or first.get(name) or last[name]:
@@ -31,7 +32,8 @@ def print_outcome(outcome: RunResult) -> None:
         facts["best"] = outcome.best
     if outcome.warning:
         facts["warning"] = outcome.warning
-    if found := _findings(outcome.run_dir):
+    found = _findings(outcome.run_dir)
+    if found:
         facts["doctor"] = f"{', '.join(found)}: tunesmith doctor {shown_path(outcome.run_dir)}"
     print_summary(outcome.seconds, facts)
 

@@ -184,5 +184,6 @@ def _print_advice(name: str) -> None:
     advice = advice_about(name)
     for one in advice[:_MOST]:
         wrapped(f"- {one.text} ({one.page})", 4)
-    if left := sorted({one.page for one in advice[_MOST:]}):
+    left = sorted({one.page for one in advice[_MOST:]})
+    if left:
         wrapped(f"- more in {', '.join(left)}", 4)

@@ -105,7 +105,8 @@ def _compare(found: Sequence[RunSummary], as_json: bool) -> None:
     from tunesmith.records.toml import toml_value
 
     names = [run.path.name for run in found]
-    settings, means = differences(found), [late_means(run.path) for run in found]
+    settings = differences(found)
+    means = [late_means(run.path) for run in found]
     metrics = {
         name: [mean.get(name) for mean in means]
         for name in dict.fromkeys(name for m in means for name in m)

@@ -8,7 +8,8 @@ from typing import Annotated
 
 import typer
 
-_MODEL, _FUNCTION = "Of a reward model", "Of a function"
+_MODEL = "Of a reward model"
+_FUNCTION = "Of a function"
 
 
 def serve_reward(

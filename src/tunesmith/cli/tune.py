@@ -49,7 +49,8 @@ def tune(
     from tunesmith.records.interrupts import held
     from tunesmith.records.storage import write_json
 
-    said, file = list(overrides or ()), output or run.with_name("tuned.toml")
+    said = list(overrides or ())
+    file = output or run.with_name("tuned.toml")
     report = file.with_suffix(".json")
     check_files(file, report)
 

@@ -20,7 +20,8 @@ from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError, cor
 from tunesmith.config.section import Section
 from tunesmith.errors import closest
 
-NEAR, NEAR_ELSEWHERE = 0.7, 0.8
+NEAR = 0.7
+NEAR_ELSEWHERE = 0.8
 """Required similarity of a key to another of its type, or of other types, for a hint."""
 
 
@@ -50,7 +51,8 @@ class Choice(Section):
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
         super().__pydantic_init_subclass__(**kwargs)
         if cls.__dict__.get("what"):
-            cls.family, cls.types = cls, {}
+            cls.family = cls
+            cls.types = {}
         elif "name" in cls.__dict__ and cls.__module__.startswith("tunesmith."):
             cls.types[cls.name] = cls
 
@@ -113,7 +115,8 @@ class Choice(Section):
         base = f"{cls.__module__}.{cls.__name__}"
         if not isinstance(kind, type):
             raise ValueError(f"{reference} is not a class; a {cls.what} is a subclass of {base}")
-        if problem := cls._problem_of(kind, base):
+        problem = cls._problem_of(kind, base)
+        if problem:
             place = f"{inspect.getsourcefile(kind)}, line {inspect.getsourcelines(kind)[1]}"
             raise ValueError(f"{place}: {problem}")
         kind.name = reference
@@ -183,13 +186,15 @@ class Choice(Section):
     @classmethod
     def _near(cls, key: str) -> str:
         """A hint at the key with the nearest spelling, of this type or else of others."""
-        if close := closest(key, cls.model_fields, NEAR):
+        close = closest(key, cls.model_fields, NEAR)
+        if close:
             return f". Did you mean '{close}'?"
-        if close := closest(
+        close = closest(
             key,
             (field for kind in cls.types.values() for field in kind.model_fields),
             NEAR_ELSEWHERE,
-        ):
+        )
+        if close:
             having = [repr(name) for name, kind in cls.types.items() if close in kind.model_fields]
             return f". Did you mean '{close}', a key of {' and '.join(having)}?"
         return ""

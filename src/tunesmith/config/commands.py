@@ -261,7 +261,8 @@ def all_keys(model: type[BaseModel], prefix: str = "", *, tables: bool = False) 
     """
     keys: dict[str, None] = {}
     for name, field in model.model_fields.items():
-        key, sections = prefix + name, list(sections_of(field.annotation))
+        key = prefix + name
+        sections = list(sections_of(field.annotation))
         if not sections or (prefix and (tables or sections != [field.annotation])):
             keys[key] = None
         inside = sections if tables or not prefix else tables_of(field.annotation)

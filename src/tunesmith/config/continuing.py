@@ -44,7 +44,8 @@ def changes(resolved: Resolved[Any], contents: Mapping[str, Content], directory:
     Args:
         contents: by the names in ``CONTENTS``.
     """
-    file, found = directory / RESOLVED_FILE, Changes()
+    file = directory / RESOLVED_FILE
+    found = Changes()
     if not file.exists():
         return found
     try:

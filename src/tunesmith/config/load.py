@@ -150,11 +150,9 @@ def _problems_of(
 ) -> list[FileProblem]:
     problems: list[FileProblem] = []
     for error in errors:
-        path, context, last = (
-            _path_in(data, error["loc"]),
-            error.get("ctx", {}),
-            ("", *error["loc"])[-1],
-        )
+        path = _path_in(data, error["loc"])
+        context = error.get("ctx", {})
+        last = ("", *error["loc"])[-1]
         problem_kind: ProblemKind = "unknown" if error["type"] == "choice_key" else "invalid"
         match error["type"]:
             case "extra_forbidden":
@@ -184,7 +182,8 @@ def _problems_of(
 def _unknown_to_choice(kind: type[RunConfig], path: KeyPath, text: str) -> str:
     """The error for a key that a choice's type lacks; another framework may use its name for a key
     of the table."""
-    name, table = dotted(path), dotted(path[:-1])
+    name = dotted(path)
+    table = dotted(path[:-1])
     known = find(kind, name).keys if name not in all_keys(kind) else ()
     called = (
         answer(kind, name) if known and all(key.startswith(f"{table}.") for key in known) else None
@@ -194,11 +193,13 @@ def _unknown_to_choice(kind: type[RunConfig], path: KeyPath, text: str) -> str:
 
 def _wrong_value(kind: type[Section], path: KeyPath, value: Any, inner: KeyPath = ()) -> str:
     """Args: inner: the path within ``kind``, if ``kind`` is only part of the configuration."""
-    hint, inner = "", inner or path
+    hint = ""
+    inner = inner or path
     if isinstance(value, dict) and "type" in value:
         value = cast(Tree, value)["type"]
     why = refusal_of(dotted(path), value)
-    if ours := value_of(dotted(path), value):
+    ours = value_of(dotted(path), value)
+    if ours:
         hint = f" Write {toml_value(ours)}."
     elif isinstance(value, str) and (choices := choices_at(kind, inner)):
         close = closest(value, choices, 0.6)

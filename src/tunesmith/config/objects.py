@@ -43,7 +43,8 @@ def handed_over(objects: Mapping[str, Any]) -> Generator[None]:
     Raises:
         ConfigError: another run in this process uses one of the references for another object.
     """
-    if taken := [name for name, value in objects.items() if _objects.get(name, value) is not value]:
+    taken = [name for name, value in objects.items() if _objects.get(name, value) is not value]
+    if taken:
         raise ConfigError(
             f"'{taken[0]}' is a different object in another run of this process; rename one of them"
         )

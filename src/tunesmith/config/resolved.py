@@ -69,9 +69,12 @@ def _by_key(
     follow.
     """
     values: dict[str, Any] = {}
-    held, said = vars(section), section.model_fields_set  # ``held`` lacks keys without a value
+    held = vars(section)
+    said = section.model_fields_set  # ``held`` lacks keys without a value
     for key, can_be_off in _keys(type(section)):
-        value, name, left_out = held.get(key), prefix + key, given_only and key not in said
+        value = held.get(key)
+        name = prefix + key
+        left_out = given_only and key not in said
         table = (
             value
             if isinstance(value, BaseModel) and not (prefix and _holds_tables(value))
@@ -137,7 +140,8 @@ def print_resolved(resolved: Resolved[Any], *, all_of_it: bool) -> None:
         line.stylize("bold", keys + 2, keys + 2 + len(value))
         line.stylize("dim", keys + 2 + len(value))
         console.print(line, soft_wrap=True)
-    if hidden := len(resolved.derived) - len(acting):
+    hidden = len(resolved.derived) - len(acting)
+    if hidden:
         console.print(
             Text(f"{hidden} more are off or 0 here (-v prints them)", style="dim"), soft_wrap=True
         )
@@ -158,7 +162,8 @@ def save_resolved(
     Raises:
         StorageError: they cannot be written.
     """
-    config, text = directory / "config.toml", config_text(resolved)
+    config = directory / "config.toml"
+    text = config_text(resolved)
     with boundary(StorageError, f"cannot write {config}", OSError):
         if config.exists() and config.read_bytes() != text.encode():
             number = 1

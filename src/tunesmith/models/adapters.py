@@ -123,7 +123,8 @@ def _continued(
     config = read_config(path)
     if config.task_type not in (kind, None):
         raise ModelError(f"{path} is an adapter for {config.task_type}, and this model is a {kind}")
-    if extensions := beyond_plain(config):
+    extensions = beyond_plain(config)
+    if extensions:
         raise ModelError(
             f"{path / ADAPTER_CONFIG}: {', '.join(extensions)} changes more than two matrices beside linear modules of "
             "an unchanged base, which is what training continues. "
@@ -145,10 +146,8 @@ def _continued(
 
 def beyond_plain(config: Any) -> list[str]:
     """The settings of an adapter that make it more than plain LoRA."""
-    plain, heads = (
-        LoraConfig(),
-        {"score", "classifier"},
-    )  # peft adds both to every adapter of a score model
+    plain = LoraConfig()
+    heads = {"score", "classifier"}  # peft adds both to every adapter of a score model
     set_by_user = {
         f.name for f in fields(config) if getattr(config, f.name) != getattr(plain, f.name, None)
     }

@@ -77,10 +77,12 @@ class Eager:
         scale, window, softcap = rule
         # One split, not a slice per segment: the backward of a slice fills a tensor of the full
         # size.
-        keys, values = key.split(self.lengths), value.split(self.lengths)
+        keys = key.split(self.lengths)
+        values = value.split(self.lengths)
         outs: list[Tensor] = []
         for q, path in zip(query.split(self.lengths), self.paths, strict=True):
-            k, v = torch.cat([keys[j] for j in path]), torch.cat([values[j] for j in path])
+            k = torch.cat([keys[j] for j in path])
+            v = torch.cat([values[j] for j in path])
             at = torch.arange(len(k), device=q.device)
             distance = at[len(k) - len(q) :, None] - at
             hidden = distance < 0 if window is None else (distance < 0) | (distance >= window)

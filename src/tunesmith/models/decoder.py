@@ -280,7 +280,8 @@ class Decoder:
         Args:
             weights: False writes all files but the weights: see ``rehearse``.
         """
-        directory, first = Path(directory), self.sharding is None or self.sharding.rank == 0
+        directory = Path(directory)
+        first = self.sharding is None or self.sharding.rank == 0
         if first:
             self.tokenizer.save_pretrained(directory)
         if self.adapter is not None:
@@ -383,7 +384,8 @@ class Decoder:
         stored = load_config(base, trust_remote_code=trust_remote_code).dtype
         model = cls.load(base, tokenizer=tokenizer, trust_remote_code=trust_remote_code)
         end = end_of_turn(model.tokenizer)
-        if changes := set_ends(model.module, model.tokenizer, end_of_turn=end, saved=generation):
+        changes = set_ends(model.module, model.tokenizer, end_of_turn=end, saved=generation)
+        if changes:
             print(changes)
         with boundary(StorageError, f"cannot write to {out.parent}", OSError):
             out.parent.mkdir(parents=True, exist_ok=True)

@@ -48,7 +48,8 @@ def enough_rows(tokenizer: Any, other: Any) -> bool:
 
     Models pad the vocabulary to different sizes; the rows of the padding are never sampled.
     """
-    ours, theirs = rows_of(tokenizer), rows_of(other)
+    ours = rows_of(tokenizer)
+    theirs = rows_of(other)
     return ours is None or theirs is None or min(ours, _size(tokenizer)) <= theirs
 
 
@@ -58,7 +59,8 @@ def check_end(path: str, tokenizer: Any) -> None:
     Raises:
         ModelError: names it.
     """
-    rows, eos = rows_of(tokenizer), tokenizer.eos_token_id
+    rows = rows_of(tokenizer)
+    eos = tokenizer.eos_token_id
     if rows is not None and eos is not None and eos >= rows:
         problem = _without_row(str(tokenizer.eos_token), eos, rows, _size(tokenizer))
         raise ModelError(f"the tokenizer of '{path}', eos_token: {problem}")

@@ -188,10 +188,8 @@ def read_back(
         if (directory / GENERATION_FILE).is_file():
             GenerationConfig.from_pretrained(directory)
         found: Any = AutoTokenizer.from_pretrained(directory, **options)
-    ours, probe = (
-        cast(Any, tokenizer),
-        _PROBE + "".join(str(token) for token in tokenizer.all_special_tokens),
-    )
+    ours = cast(Any, tokenizer)
+    probe = _PROBE + "".join(str(token) for token in tokenizer.all_special_tokens)
     for what, one, other in (
         ("chat template", ours.chat_template, found.chat_template),
         ("special tokens", ours.special_tokens_map, found.special_tokens_map),

@@ -28,7 +28,8 @@ def check_family(config: Any) -> None:
     Raises:
         ModelError: with the architecture, the reason and families that work.
     """
-    if reason := refusal(config):
+    reason = refusal(config)
+    if reason:
         raise ModelError(
             f"architecture '{config.model_type}' cannot be trained here: {reason}. "
             "Choose a model of another family, such as Llama, Qwen, Mistral, Gemma, Phi or SmolLM"

@@ -88,7 +88,8 @@ class Forest:
     def padding(self) -> Forest:
         """One token without predictions: the micro-batch of a rank that has none left while others
         have one."""
-        one, none = torch.zeros(1, dtype=torch.int64), torch.zeros(0, dtype=torch.int64)
+        one = torch.zeros(1, dtype=torch.int64)
+        none = torch.zeros(0, dtype=torch.int64)
         return Forest(
             one, one, (Segment(0, 1, -1),), none, none, none, none, none, none, (), (1,),
             {name: column[:0] for name, column in self.columns.items()},
@@ -163,7 +164,8 @@ def subtree_ends(segments: Sequence[Segment]) -> list[int]:
     """The end of each segment's run of descendants; the segment's own end if it has none."""
     stops = [s.start + s.length for s in segments]
     for i in range(len(segments) - 1, -1, -1):
-        if (parent := segments[i].parent) >= 0:
+        parent = segments[i].parent
+        if parent >= 0:
             stops[parent] = max(stops[parent], stops[i])
     return stops
 

@@ -94,10 +94,8 @@ def likeliest(hidden: Tensor, head: Head, k: int) -> tuple[Tensor, Tensor]:
     with _bfloat16_inputs(hidden):
         h = _operand(hidden, exact)
         for words in head.words():
-            w, b = (
-                _operand(head.weight[words], exact),
-                None if head.bias is None else head.bias[words],
-            )
+            w = _operand(head.weight[words], exact)
+            b = None if head.bias is None else head.bias[words]
             for at in head.rows(hidden):
                 z = _logits(h[at], w, b, head.scale)
                 total[at] = torch.logaddexp(total[at], z.logsumexp(-1, keepdim=True))
@@ -126,7 +124,8 @@ class _FusedLogprobs(torch.autograd.Function):
         with _bfloat16_inputs(hidden):
             h = _operand(hidden, exact)
             for words in head.words():
-                w, b = _operand(weight[words], exact), None if bias is None else bias[words]
+                w = _operand(weight[words], exact)
+                b = None if bias is None else bias[words]
                 for at in head.rows(hidden):
                     z = _logits(h[at], w, b, head.scale)
                     index, here = _among(tokens[at], words)
@@ -148,7 +147,8 @@ class _FusedLogprobs(torch.autograd.Function):
         ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, tokens, total, entropies = cast("tuple[Any, ...]", ctx.saved_tensors)
-        head, needs = cast(Head, ctx.head), cast("tuple[bool, ...]", ctx.needs_input_grad)
+        head = cast(Head, ctx.head)
+        needs = cast("tuple[bool, ...]", ctx.needs_input_grad)
         exact = torch.promote_types(hidden.dtype, torch.float32)
         options: dict[str, Any] = {"dtype": exact, "device": hidden.device}
         grad_hidden = torch.zeros(hidden.shape, **options) if needs[0] else None
@@ -161,7 +161,8 @@ class _FusedLogprobs(torch.autograd.Function):
         with _bfloat16_inputs(hidden):
             h = _operand(hidden, exact)
             for words in head.words():
-                w, b = _operand(weight[words], exact), None if bias is None else bias[words]
+                w = _operand(weight[words], exact)
+                b = None if bias is None else bias[words]
                 sum_weight = None
                 if whole is not None:
                     sum_weight = whole[words] if adds else whole[words].zero_()
@@ -291,9 +292,12 @@ def _grad_logits(
     if entropy is None and places.shape[1] == 1:
         # The factors are applied after the product with the weight, to ``[c, d]`` instead of ``[c,
         # v]``.
-        grad, onto, row_factor = logp.exp_(), -here.to(z.dtype), grad_logprobs * -factor
+        grad = logp.exp_()
+        onto = -here.to(z.dtype)
+        row_factor = grad_logprobs * -factor
     else:
-        towards, onto = -grad_logprobs.sum(-1, keepdim=True), grad_logprobs * here
+        towards = -grad_logprobs.sum(-1, keepdim=True)
+        onto = grad_logprobs * here
         row_factor = torch.full_like(towards, factor)
         if entropy is None:
             grad = logp.exp_().mul_(towards)

@@ -125,7 +125,8 @@ def load_module(
         "attn_implementation": ATTENTION_NAME,
         "trust_remote_code": trust_remote_code,
     }
-    one_by_one, trains = sharding is not None or quantize is not None, trains and quantize is None
+    one_by_one = sharding is not None or quantize is not None
+    trains = trains and quantize is None
 
     def made(stored: torch.dtype) -> PreTrainedModel:
         place = None if one_by_one else device
@@ -238,7 +239,8 @@ def read_shards(
     Raises:
         ModelError: the files hold another model, or values that are not finite.
     """
-    files, known = WeightFiles(_directory_of(path)), module.state_dict().keys()
+    files = WeightFiles(_directory_of(path))
+    known = module.state_dict().keys()
     wanted = {name for name, _ in (*module.named_parameters(), *module.named_buffers())} & known
     missing = [name for name in wanted - files.names if not name.startswith(differences[0])]
     unexpected = [name for name in files.names - known if not name.startswith(differences[1])]
@@ -395,7 +397,8 @@ def check_names(
             "they would be ignored",
         ),
     ):
-        if wrong := sorted(name for name in names if not name.startswith(allowed)):
+        wrong = sorted(name for name in names if not name.startswith(allowed))
+        if wrong:
             raise ModelError(
                 f"the files of {model} {problem}: {listed(wrong)}, and {effect}. "
                 "config.json and the files do not belong together, or a file is incomplete: download the model again"

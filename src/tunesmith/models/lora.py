@@ -35,7 +35,8 @@ from tunesmith.models.loading import listed
 from tunesmith.models.parallel.host_memory import stored_state
 from tunesmith.models.parallel.sharding import whole
 
-TRAINED, START = "default", "start"
+TRAINED = "default"
+START = "start"
 """Names of peft adapters: the trained one, and the frozen copy of a saved one that training
 continues."""
 ANY_OF_PEFT = (
@@ -108,10 +109,8 @@ class LoraAdapter:
             tensor = whole(part) if made else part
             if is_adapted and rest == "weight":
                 delta = cast(Any, adapted[owner]).get_delta_weight(TRAINED)
-                tensor, made = (
-                    (tensor.to(delta.device).float() + delta.float()).to(tensor.dtype),
-                    True,
-                )
+                tensor = (tensor.to(delta.device).float() + delta.float()).to(tensor.dtype)
+                made = True
                 del delta
             if made and in_host_memory:
                 tensor = tensor.cpu()

@@ -181,7 +181,8 @@ def split_by_length(forest: Forest, rule: LengthRule) -> Forest:
     needed: dict[int, set[int]] = {length: set() for length in sorted(set(alike))}
     last_source = dict(zip(forest.sample.tolist(), forest.source.tolist(), strict=True))
     for sample, row in last_source.items():
-        index, path = segment_of[row], needed[alike[sample]]
+        index = segment_of[row]
+        path = needed[alike[sample]]
         while index >= 0 and index not in path:
             path.add(index)
             index = forest.segments[index].parent

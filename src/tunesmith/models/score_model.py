@@ -61,7 +61,8 @@ class ScoreModel(Decoder):
         if (
             self.module.config.pad_token_id is None
         ):  # transformers needs it to find a sequence's last token
-            pad, eos = self.tokenizer.pad_token_id, self.tokenizer.eos_token_id
+            pad = self.tokenizer.pad_token_id
+            eos = self.tokenizer.eos_token_id
             self.module.config.pad_token_id = cast("int | None", eos if pad is None else pad)
 
     @property

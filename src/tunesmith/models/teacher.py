@@ -49,7 +49,8 @@ def predict_with_teacher(
             keys=("system.sequence_parallel.size",),
         )
     # Models pad the vocabulary to different sizes: teacher rows that the student lacks are dropped.
-    size, head = len(student.head.weight), teacher.scaled_head(temperature, chunk)
+    size = len(student.head.weight)
+    head = teacher.scaled_head(temperature, chunk)
     if len(head.weight) > size:
         head = replace(
             head, weight=head.weight[:size], bias=None if head.bias is None else head.bias[:size]
@@ -74,7 +75,8 @@ def forward_kl(teacher: Tensor, student: Tensor) -> Tensor:
         teacher: log-probabilities of ``k`` different tokens, ``[N, k]``.
         student: log-probabilities of the same tokens, with gradient.
     """
-    ours, theirs = _rest(student), _rest(teacher)
+    ours = _rest(student)
+    theirs = _rest(teacher)
     kept = (teacher.exp() * (teacher - student)).sum(-1)
     return kept + theirs.exp() * (theirs - ours)
 
@@ -100,7 +102,8 @@ def check_same_vocabulary(
     Raises:
         ModelError: with the first difference.
     """
-    ours, theirs = student.get_vocab(), teacher.get_vocab()
+    ours = student.get_vocab()
+    theirs = teacher.get_vocab()
     problem = f"the teacher '{names[1]}' has other tokens than the student '{names[0]}'"
     remedy = (
         "Distillation compares probabilities token by token: use a teacher of the student's family."
@@ -110,9 +113,8 @@ def check_same_vocabulary(
         raise ModelError(f"{problem}: it has {rows}. {remedy}")
     if ours == theirs:
         return
-    if missing := sorted(
-        ours.keys() ^ theirs.keys(), key=lambda t: (ours.get(t, theirs.get(t, 0)), t)
-    ):
+    missing = sorted(ours.keys() ^ theirs.keys(), key=lambda t: (ours.get(t, theirs.get(t, 0)), t))
+    if missing:
         owner = "student" if missing[0] in ours else "teacher"
         difference = f"{len(ours)} and {len(theirs)}; only the {owner} has '{missing[0]}'"
     else:

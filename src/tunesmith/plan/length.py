@@ -30,10 +30,14 @@ def steps_of_epochs(config: RunConfig, size: int, each: int) -> tuple[int, str]:
     """
     total = draws(config, size) or size
     if config.supervised and not _weighted(config):
-        steps, several = steps_of_passes(total, size, each), total > size
-        short, where = min(size, total) % each, "the last of a pass" if several else "the last"
+        steps = steps_of_passes(total, size, each)
+        several = total > size
+        short = min(size, total) % each
+        where = "the last of a pass" if several else "the last"
     else:
-        steps, short, where = ceil(total / each), total % each, "the last"
+        steps = ceil(total / each)
+        short = total % each
+        where = "the last"
     filtered = isinstance(config, RLConfig) and config.algorithm.dynamic_filter
     return steps, (f", {short} to {where}" if short else "") + (
         "; filtered prompts do not count" if filtered else ""
@@ -50,7 +54,8 @@ def steps_of_passes(total: int, size: int, each: int) -> int:
 def prompts_of(config: RLConfig, step: int, size: int | None) -> int:
     """Prompts of a step, counted from 0: the last step of ``train.epochs`` has those that are
     left."""
-    each, total = config.rollout.prompts_per_step, draws(config, size)
+    each = config.rollout.prompts_per_step
+    total = draws(config, size)
     return each if total is None else max(1, min(each, total - each * step))
 
 
@@ -74,7 +79,8 @@ def critic_steps(config: RLConfig, size: int | None = None) -> int:
 
 def _batches(config: RLConfig, first: int, size: int | None) -> int:
     """Optimizer steps in one pass over each rollout batch from step ``first`` on."""
-    samples, last = config.rollout.samples, config.train.steps - 1
+    samples = config.rollout.samples
+    last = config.train.steps - 1
     if first > last:
         return 0
     batch = known(config.train, "batch_size") or samples

@@ -47,7 +47,8 @@ LAYOUT = (
 
 def layout_of_run(resolved: Resolved[Any]) -> Resolved[Any]:
     """The part of a resolved run that concerns its layout, including defaults."""
-    values, reasons = settings(resolved.config), {d.key: d.reason for d in resolved.derived}
+    values = settings(resolved.config)
+    reasons = {d.key: d.reason for d in resolved.derived}
     given = {
         k: v for k, v in resolved.given.items() if k in LAYOUT or k.startswith(("system.", "lora."))
     }
@@ -69,7 +70,9 @@ def plan_of(
         config: the run before its settings were derived.
         price: the price of one GPU for an hour.
     """
-    machine, model, layout = facts.hardware, facts.model, layout_of_run(resolved)
+    machine = facts.hardware
+    model = facts.model
+    layout = layout_of_run(resolved)
     if config.system.engine != resolved.config.system.engine:
         config = with_values(config, {"system.engine": resolved.config.system.engine})
     told = {key: {"value": value, "reason": "given"} for key, value in layout.given.items()}

@@ -36,8 +36,12 @@ from tunesmith.plan.rules.vllm import derive_vllm
 
 C = TypeVar("C", bound=RunConfig)
 
-SFT_LR, SFT_SIZE, SFT_LARGEST_LR = 2e-5, 1e8, 1e-3
-RL_LR, RL_SIZE, RL_LARGEST_LR = 1e-6, 5e8, 3e-4
+SFT_LR = 2e-5
+SFT_SIZE = 1e8
+SFT_LARGEST_LR = 1e-3
+RL_LR = 1e-6
+RL_SIZE = 5e8
+RL_LARGEST_LR = 3e-4
 RM_LR = 1e-5
 LORA_LR_RATIO = 10
 """An adapter learns best at about ten times the full model's rate (Thinking Machines, "LoRA Without
@@ -66,7 +70,8 @@ def resolve(config: C, facts: Facts) -> Resolved[C]:
     _derive_algorithm(filling, facts)
     if config.trains:
         _derive_length(filling, facts)
-        if (rank := config.lora.rank) is not None:
+        rank = config.lora.rank
+        if rank is not None:
             filling.fill("lora.alpha", 2.0 * rank, "twice lora.rank")
             filling.fill("lora.targets", "all-linear", "every linear module of the decoder")
         if isinstance(config, SampledDistillConfig | OfflineDistillConfig):
@@ -91,7 +96,8 @@ def resolve(config: C, facts: Facts) -> Resolved[C]:
     if config.trains:
         _derive_limits(filling, facts)
     unread = unread_problems(filling.config, facts, said=config)
-    if problems := [*memory_problems(filling.config, facts, config)]:
+    problems = [*memory_problems(filling.config, facts, config)]
+    if problems:
         raise CapacityError(*problems)  # what else does not fit follows from it
     raise_all([*unread, *contradictions(filling.config, facts)])
     given = settings(config, given_only=True)
@@ -102,7 +108,8 @@ def _derive_algorithm(filling: Filling, facts: Facts) -> None:
     config = filling.config
     if not isinstance(config, RLConfig):
         return
-    switch, longest = facts.model.switch if facts.model else None, longest_sample(config, facts)
+    switch = facts.model.switch if facts.model else None
+    longest = longest_sample(config, facts)
     crossed = switch is not None and longest is not None and longest > switch
     section, reasons = resolved_algorithm(config, switch if crossed else None)
     filling.config = config.model_copy(update={"algorithm": section})
@@ -111,11 +118,14 @@ def _derive_algorithm(filling: Filling, facts: Facts) -> None:
 
 def _derive_length(filling: Filling, facts: Facts) -> None:
     """Derive batch size, steps, warm-up and seeds."""
-    config, size = filling.config, facts.train_size
+    config = filling.config
+    size = facts.train_size
     filling.fill("data.seed", config.train.seed, "train.seed")
     if isinstance(config, RLConfig):
-        lines, unit = _at_most_all(filling, "rollout.prompts_per_step", size, "prompts"), "prompts"
-        if ahead := config.rollout.max_staleness:
+        lines = _at_most_all(filling, "rollout.prompts_per_step", size, "prompts")
+        unit = "prompts"
+        ahead = config.rollout.max_staleness
+        if ahead:
             filling.fill(
                 "rollout.queue_size",
                 ahead * lines,
@@ -127,14 +137,16 @@ def _derive_length(filling: Filling, facts: Facts) -> None:
     else:
         reason = "the usual size" if size is None or size >= SFT_BATCH else "all of the data"
         filling.fill("train.batch_size", min(SFT_BATCH, size or SFT_BATCH), reason)
-        lines, unit = _at_most_all(filling, "train.batch_size", size, "samples"), "samples"
+        lines = _at_most_all(filling, "train.batch_size", size, "samples")
+        unit = "samples"
     if size is not None and filling.get("train.steps") is None:
         epochs = config.train.epochs or 1.0
         filling.assume("train.epochs", epochs)
         steps, last = steps_of_epochs(filling.config, size, lines)
         passes = "one pass" if epochs == 1 else f"{epochs:g} passes"
         filling.set("train.steps", steps, f"{passes} over {size} {unit}, {lines} to a step{last}")
-    steps, ratio = filling.get("train.steps"), config.train.warmup_ratio
+    steps = filling.get("train.steps")
+    ratio = config.train.warmup_ratio
     if ratio is None and steps is not None:
         filling.fill("train.warmup_steps", 0, "no warm-up unless asked for")
     elif ratio is not None and steps is not None:
@@ -166,13 +178,20 @@ def _derive_lr(filling: Filling, facts: Facts) -> None:
     """
     match filling.config:
         case RLConfig() | DPOConfig() | KTOConfig():
-            anchor, size, largest = RL_LR, RL_SIZE, RL_LARGEST_LR
+            anchor = RL_LR
+            size = RL_SIZE
+            largest = RL_LARGEST_LR
         case ScoreConfig():
-            anchor, size, largest = RM_LR, RL_SIZE, SFT_LARGEST_LR
+            anchor = RM_LR
+            size = RL_SIZE
+            largest = SFT_LARGEST_LR
         case _:
-            anchor, size, largest = SFT_LR, SFT_SIZE, SFT_LARGEST_LR
+            anchor = SFT_LR
+            size = SFT_SIZE
+            largest = SFT_LARGEST_LR
     if filling.config.lora.on:
-        anchor, largest = LORA_LR_RATIO * anchor, LORA_LR_RATIO * largest
+        anchor = LORA_LR_RATIO * anchor
+        largest = LORA_LR_RATIO * largest
     parameters = facts.model.parameters if facts.model else None
     if parameters is None:
         filling.fill(
@@ -229,7 +248,8 @@ def _derive_episode(filling: Filling, facts: Facts) -> None:
     config = filling.config
     if not isinstance(config, RLConfig) or not config.environment.used or facts.longest is None:
         return
-    turns, new = config.environment.max_turns, config.rollout.max_new_tokens
+    turns = config.environment.max_turns
+    new = config.rollout.max_new_tokens
     answer = max(new, LEAST_ANSWER)
     wanted = facts.longest + turns * (new + answer)
     reason = f"the longest prompt and {turns} turns, each answered with {answer} tokens"
@@ -247,15 +267,11 @@ def _derive_isolation(filling: Filling, facts: Facts) -> None:
         "environment": isinstance(config, RLConfig) and config.environment.used,
     }
     half = format_size(facts.hardware.memory_total // 2)
-    kind, reason = (
-        "process",
-        "code that hangs, crashes or fills the memory fails its own rollouts and not the run",
-    )
+    kind = "process"
+    reason = "code that hangs, crashes or fills the memory fails its own rollouts and not the run"
     if facts.instances_for:
-        kind, reason = (
-            "thread",
-            f"{facts.instances_for} takes `environments`, which stay in the process of the run",
-        )
+        kind = "thread"
+        reason = f"{facts.instances_for} takes `environments`, which stay in the process of the run"
     for section in (name for name, is_used in used.items() if is_used):
         filling.fill(f"{section}.isolation", kind, reason)
         if filling.get(f"{section}.isolation") == "process":

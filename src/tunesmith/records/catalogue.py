@@ -55,7 +55,8 @@ def with_aliases(metrics: Mapping[str, float]) -> dict[str, float]:
 @cache
 def aliases(name: str) -> tuple[str, ...]:
     """Other tools' names for one metric: ``reward/std`` is ``reward_std`` elsewhere."""
-    if (metric := find(name)) is None:
+    metric = find(name)
+    if metric is None:
         return ()
     words = metric.match(name)
     assert words is not None, "it was found by its name"

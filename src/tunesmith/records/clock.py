@@ -51,7 +51,8 @@ class Clock:
     def lap(self) -> dict[str, float]:
         """Seconds by phase since the last lap; their sum is the wall time since then."""
         self._charge()
-        lap, self._lap = self._lap, {}
+        lap = self._lap
+        self._lap = {}
         for name, seconds in lap.items():
             self.totals[name] = self.totals.get(name, 0.0) + seconds
         return lap

@@ -11,7 +11,8 @@ from typing import Any
 
 from tunesmith.errors import StorageError, boundary
 
-OPERATION, KERNEL = "cpu_op", ("kernel", "gpu_memcpy", "gpu_memset")
+OPERATION = "cpu_op"
+KERNEL = ("kernel", "gpu_memcpy", "gpu_memset")
 COMPILED_CALL = "tunesmith::"
 """Name prefix of calls to the package's compiled functions, for which torch has no operation."""
 
@@ -43,7 +44,8 @@ def _totals(events: Sequence[Mapping[str, Any]]) -> Counter[str]:
 
 def _own(events: Sequence[Mapping[str, Any]]) -> Counter[str]:
     """Self time in microseconds by name: each operation without the operations that it calls."""
-    spent, threads = _totals(events), defaultdict[Any, list[Mapping[str, Any]]](list)
+    spent = _totals(events)
+    threads = defaultdict[Any, list[Mapping[str, Any]]](list)
     for event in events:
         threads[event["pid"], event["tid"]].append(event)
     for of_thread in threads.values():

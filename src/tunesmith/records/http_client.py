@@ -11,7 +11,8 @@ import aiohttp
 
 from tunesmith.errors import TunesmithError, shortened
 
-FIRST_PAUSE, LONGEST_PAUSE = 0.25, 8.0
+FIRST_PAUSE = 0.25
+LONGEST_PAUSE = 8.0
 """Seconds before the second attempt, doubled for each further one."""
 RETRIED = frozenset({408, 425, 429})
 """Statuses below 500 after which another attempt may work."""
@@ -41,7 +42,8 @@ async def request_json(
         BadAnswer, Unavailable, TimeoutError, aiohttp.ClientError, OSError: there is no usable
         answer.
     """
-    method, headers = "GET" if data is None else "POST", {"Content-Type": "application/json"}
+    method = "GET" if data is None else "POST"
+    headers = {"Content-Type": "application/json"}
     async with session.request(
         method, url, data=data, headers=headers, allow_redirects=False
     ) as response:

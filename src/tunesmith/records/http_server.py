@@ -81,7 +81,10 @@ class _Connection(asyncio.Protocol):
     def __init__(
         self, inner: asyncio.Protocol, limits: Limits, opened: dict[_Connection, None], most: int
     ) -> None:
-        self._inner, self._limits, self._opened, self._most = inner, limits, opened, most
+        self._inner = inner
+        self._limits = limits
+        self._opened = opened
+        self._most = most
         self._transport: asyncio.Transport | None = None
         self._timer: asyncio.TimerHandle | None = None
         """Runs while the connection is idle."""
@@ -111,9 +114,12 @@ class _Connection(asyncio.Protocol):
             del self._opened[idle]
             idle.abort()
         self._opened[self] = None
-        self._transport, inner = made, self._inner
-        self.data_received, self.eof_received = inner.data_received, inner.eof_received
-        self.pause_writing, self.resume_writing = inner.pause_writing, inner.resume_writing
+        self._transport = made
+        inner = self._inner
+        self.data_received = inner.data_received
+        self.eof_received = inner.eof_received
+        self.pause_writing = inner.pause_writing
+        self.resume_writing = inner.resume_writing
         inner.connection_made(transport)
         self.close_after(self._limits.head_seconds)
 
@@ -236,7 +242,8 @@ async def serve(app: web.Application, host: str, port: int, ready: Callable[[str
     Raises:
         ConfigError: the address is in use, or not one of this machine.
     """
-    loop, stopped = asyncio.get_running_loop(), asyncio.Event()
+    loop = asyncio.get_running_loop()
+    stopped = asyncio.Event()
     loop.set_exception_handler(
         lambda _, context: print(
             f"{context.get('message')}: {context.get('exception')}", file=sys.stderr

@@ -132,7 +132,10 @@ def keeping(keep: Callable[[], str | None]) -> Generator[None]:
     Args:
         keep: saves what would be lost and returns a message on how to continue.
     """
-    before, _state.keep, _state.kept, _state.committed = _state.keep, keep, False, False
+    before = _state.keep
+    _state.keep = keep
+    _state.kept = False
+    _state.committed = False
     try:
         yield
     except Interrupted:
@@ -144,7 +147,8 @@ def keeping(keep: Callable[[], str | None]) -> Generator[None]:
         keep_now()
         raise Interrupted(_state.asked) from lost
     finally:
-        _state.keep, _state.committed = before, False
+        _state.keep = before
+        _state.committed = False
 
 
 def keep_now() -> str | None:

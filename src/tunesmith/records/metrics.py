@@ -32,7 +32,8 @@ class JsonLines:
     """
 
     def __init__(self, path: Path, *, private: bool = False) -> None:
-        self.path, self._opener = path, open_private if private else None
+        self.path = path
+        self._opener = open_private if private else None
         with boundary(StorageError, f"cannot write {path}", OSError):
             self._file = self._open()
 
@@ -132,7 +133,8 @@ def keep_lines(path: Path, kept: Callable[[Any], bool]) -> int:
     with boundary(StorageError, f"cannot write {path}", OSError), path.open("r+b") as file:
         lines = size = 0
         for line in takewhile(lambda line: is_whole(line, kept), file):
-            lines, size = lines + 1, size + len(line)
+            lines = lines + 1
+            size = size + len(line)
         file.truncate(size)
     return lines
 

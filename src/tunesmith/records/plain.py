@@ -45,7 +45,8 @@ def plain(value: Any, depth: int = 0) -> Any:
             return [plain(item, depth + 1) for item in value]  # pyright: ignore[reportUnknownVariableType]
         if isinstance(value, Set):
             return [plain(item, depth + 1) for item in sorted(value, key=shown)]  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
-        if callable(to_list := getattr(value, "tolist", None)):
+        to_list = getattr(value, "tolist", None)
+        if callable(to_list):
             return plain(to_list(), depth + 1)
     except Exception:
         # It only looked like one of these types.

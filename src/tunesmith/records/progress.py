@@ -101,7 +101,8 @@ def sparkline(values: Sequence[float]) -> str:
     finite = [v for v in values if abs(v) < float("inf")]
     if not finite:
         return ""
-    low, high = min(finite), max(finite)
+    low = min(finite)
+    high = max(finite)
     scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
     return "".join(
         _BARS[round((v - low) * scale)] if abs(v) < float("inf") else " " for v in values
@@ -121,8 +122,11 @@ class Progress:
     """
 
     def __init__(self, total: int, start: int = 0, every: int = 1, unit: str = "step") -> None:
-        self.total, self.done, self._unit = total, start, unit
-        self._first, self._every = start + 1, every
+        self.total = total
+        self.done = start
+        self._unit = unit
+        self._first = start + 1
+        self._every = every
         self._seconds: deque[float] = deque(maxlen=20)
         self._began = self._reported = time.monotonic()
 
@@ -153,7 +157,8 @@ class Progress:
             metrics: those of ``SAMPLING`` are shown.
             left: seconds left, if that is known; ``at_most``: it is only an upper bound.
         """
-        now, ended = time.monotonic(), done == self.total and self.done < done
+        now = time.monotonic()
+        ended = done == self.total and self.done < done
         self.done = done
         if now - self._reported >= LINE_SECONDS or ended:
             self._reported = now
@@ -211,7 +216,9 @@ class LivePanel(Progress):
         self, done: int, metrics: Mapping[str, float], left: float | None, *, at_most: bool = False
     ) -> None:
         if self._columns is not SAMPLING:
-            self._columns, self._phase, self._since = SAMPLING, "", self._began
+            self._columns = SAMPLING
+            self._phase = ""
+            self._since = self._began
         self.done, self._metrics, self._eta = done, metrics, _eta(left, at_most)
 
     def note(self, text: str) -> None:

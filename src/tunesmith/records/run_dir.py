@@ -121,9 +121,8 @@ def open_run_dir(
             if (begun or _goes_on(path, error)) and not isinstance(error, CheckpointError):
                 if newest and isinstance(error, StorageError) and not error.names_checkpoint:
                     error.add_note(f"the last good checkpoint is {newest}")
-                if (how := how_to_continue(path)) not in getattr(
-                    error, "__notes__", ()
-                ):  # by a run inside this one
+                how = how_to_continue(path)
+                if how not in getattr(error, "__notes__", ()):  # by a run inside this one
                     error.add_note(how)
             raise
 
@@ -137,7 +136,8 @@ def how_to_continue(path: Path) -> str:
     """How to continue the run in a directory. Without a checkpoint, ``resume=auto`` restarts it."""
     resume = f" checkpoint.resume={'true' if newest_checkpoint(path) else 'auto'}"
     by_itself = read_standing(path) is not None
-    if (words := own_command()) is None:
+    words = own_command()
+    if words is None:
         resume = "" if by_itself else resume
         return f"Continue with the same command and run_dir={shlex.quote(str(path))}{resume}"
     if by_itself or words[1:2] in (["rft"], ["generate"]):
@@ -247,7 +247,8 @@ def numbered_directory(parent: Path, name: str) -> Path:
     """
     with boundary(StorageError, f"cannot create a run directory in {parent}", OSError):
         parent.mkdir(parents=True, exist_ok=True)
-        number, name = 1, re.sub(r"[^\w.\-]+", "-", name)[:100].strip(".-") or "run"
+        number = 1
+        name = re.sub(r"[^\w.\-]+", "-", name)[:100].strip(".-") or "run"
         while True:
             try:
                 (path := parent / f"{name}-{number}").mkdir()

@@ -58,7 +58,8 @@ def progress_of(path: Path, settings: Mapping[str, Any], step: int) -> RunProgre
     Args:
         step: the last one in ``metrics.jsonl``.
     """
-    running, standing = is_running(path), read_standing(path)
+    running = is_running(path)
+    standing = read_standing(path)
     if standing:
         seen = standing.seen(running=running)
         return RunProgress(seen.state, max(step, seen.answered), seen.total, seen.command)
@@ -108,7 +109,9 @@ def read_run(path: Path) -> RunSummary:
     """
     if not path.is_dir() or not holds_run(path):
         raise ConfigError(f"{path} is not the directory of a run. Name one, such as runs/{LATEST}")
-    lines, settings, last = last_lines(path), read_settings(path), dict[str, Any]()
+    lines = last_lines(path)
+    settings = read_settings(path)
+    last = dict[str, Any]()
     if read_standing(
         path
     ):  # each line has what was measured then: samples, a round's yield, an evaluation

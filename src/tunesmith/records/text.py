@@ -23,7 +23,8 @@ def printable(text: str) -> str:
 
 def shown_path(path: Path | str) -> str:
     """Relative to the working directory if it is below it, else unchanged."""
-    text, here = str(path), os.getcwd()
+    text = str(path)
+    here = os.getcwd()
     return text[len(here) + 1 :] if here != "/" and text.startswith(here + "/") else text
 
 
@@ -87,7 +88,8 @@ def first_and_last(
         by_step.setdefault(line["step"], {})[str(line.get("task"))] = line
     if len(by_step) < 2:
         return []
-    first, last = by_step[min(by_step)], by_step[max(by_step)]
+    first = by_step[min(by_step)]
+    last = by_step[max(by_step)]
     return [(first[task], last[task]) for task in first if task in last]
 
 

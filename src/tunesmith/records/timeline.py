@@ -15,7 +15,10 @@ from tunesmith.records.trace import FinishedStep, Span, write_trace
 Interval = tuple[float, float]
 """(start, stop)"""
 
-LOOP, TRAINER, REWARD, ROLLOUTS = "loop", "trainer", "reward", "rollouts"
+LOOP = "loop"
+TRAINER = "trainer"
+REWARD = "reward"
+ROLLOUTS = "rollouts"
 OUTSIDE_STEPS = ("setup", "eval", "checkpoint")
 """Phases of the lane ``loop`` whose time does not count in a step's rates and idle shares."""
 TRAINER_WAITS = {"rollout": "the rollouts", "sync": "the engines to take the weights"}
@@ -132,7 +135,8 @@ class Timeline:
 
     def _cut(self, number: int) -> tuple[FinishedStep, set[str]]:
         with self._lock:
-            start, stop = self._since, self.now()
+            start = self._since
+            stop = self.now()
             # A span that ends while this runs counts as open in this step, and continues in the
             # next.
             spans = [(span, span.stop) for span in self._spans]
@@ -184,7 +188,8 @@ def activity_metrics(step: FinishedStep, engines: Sequence[str]) -> dict[str, fl
     }
     if engines:
         metrics["idle/engine"] = 1 - sum(worked.values()) / (seconds * len(engines))
-    if total := sum(worked.values()):
+    total = sum(worked.values())
+    if total:
         metrics["engine_tokens_per_second"] = sum(tokens.values()) / total
     for lane in engines if len(engines) > 1 else ():
         number = lane.removeprefix("engine ")
@@ -202,7 +207,8 @@ def _waiting(
     done = [*excluded, *(_ends(s) for s in step.spans if s.lane in lanes and s.waits_for is None)]
     waiting: dict[str, float] = {}
     for name, lane in ((REWARD, REWARD), ("environment", ROLLOUTS)):
-        if own := [_ends(s) for s in step.spans if s.lane == lane]:
+        own = [_ends(s) for s in step.spans if s.lane == lane]
+        if own:
             before = covered(done, step.start, step.stop)
             done += own
             waiting[f"waiting/{name}"] = (covered(done, step.start, step.stop) - before) / seconds
@@ -229,11 +235,14 @@ def covered(intervals: Iterable[Interval], start: float, stop: float) -> float:
         >>> covered([(0, 2), (1, 3), (5, 9)], 1, 6)
         3.0
     """
-    total, end = 0.0, start
+    total = 0.0
+    end = start
     for first, last in sorted(intervals):
-        first, last = max(first, end), min(last, stop)
+        first = max(first, end)
+        last = min(last, stop)
         if last > first:
-            total, end = total + last - first, last
+            total = total + last - first
+            end = last
     return total
 
 
@@ -243,10 +252,13 @@ def mean_level(changes: Iterable[tuple[float, float]], start: float, stop: float
     Args:
         changes: (time, value), in order of time; the first value also applies before its time.
     """
-    area, since, value = 0.0, start, None
+    area = 0.0
+    since = start
+    value = None
     for moment, changed in changes:
         moment = min(max(moment, start), stop)
         area += (changed if value is None else value) * (moment - since)
-        since, value = moment, changed
+        since = moment
+        value = changed
     assert value is not None, "a level has a value"
     return (area + value * (stop - since)) / (stop - start) if stop > start else value

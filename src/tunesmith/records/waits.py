@@ -26,8 +26,10 @@ def long_wait(
         after: when to report, in seconds since the start, then at intervals of the last value;
             None: ``AFTER``.
     """
-    report, after = report or partial(print, flush=True), after or AFTER
-    ended, begun = threading.Event(), time.monotonic()
+    report = report or partial(print, flush=True)
+    after = after or AFTER
+    ended = threading.Event()
+    begun = time.monotonic()
 
     def report_times() -> None:
         for moment in chain(after, count(2 * after[-1], after[-1])):

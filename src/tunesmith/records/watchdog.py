@@ -27,7 +27,9 @@ class Watchdog:
     def __init__(
         self, timeline: Timeline, stall_after: float, report: Callable[[str], None]
     ) -> None:
-        self._timeline, self._stall_after, self._report = timeline, stall_after, report
+        self._timeline = timeline
+        self._stall_after = stall_after
+        self._report = report
         self._next = stall_after
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)

@@ -38,9 +38,10 @@ def describe(annotation: Any, metadata: tuple[Any, ...] = ()) -> str:
         inner, *notes = get_args(annotation)
         constraints = [c for note in notes if isinstance(note, FieldInfo) for c in note.metadata]
         return describe(inner, (*notes, *constraints, *metadata))
-    if text := next(
+    text = next(
         (m.description for m in metadata if isinstance(m, FieldInfo) and m.description), None
-    ):
+    )
+    if text:
         return text
     if get_origin(annotation) in (Union, types.UnionType):
         parts = [describe(a, metadata) for a in get_args(annotation) if a is not type(None)]
@@ -53,7 +54,8 @@ def describe(annotation: Any, metadata: tuple[Any, ...] = ()) -> str:
             least = " of one or more" if any(isinstance(m, MinLen) for m in metadata) else ""
             return f"a list{least}, each item {describe(items[0])}"
         return f"a list of {len(items)}, each {describe(items[0])}"
-    if names := names_of(annotation):
+    names = names_of(annotation)
+    if names:
         closed = not annotation.open_to_users or ("none" in names and annotation.usual)
         own = "" if closed else ", 'file.py:Class'"
         return f"one of {', '.join(map(repr, names))}{own}, or a table with type"
@@ -75,7 +77,8 @@ def field_at(model: type[BaseModel], path: KeyPath) -> FieldInfo | None:
 
 def fields_at(model: type[BaseModel], path: KeyPath) -> dict[type[BaseModel], FieldInfo]:
     """The fields at a path, by section: several where types of a choice share a key."""
-    sections, fields = [model], dict[type[BaseModel], FieldInfo]()
+    sections = [model]
+    fields = dict[type[BaseModel], FieldInfo]()
     for part in (part for part in path if not isinstance(part, int)):
         fields = {
             section: section.model_fields[part]
@@ -88,7 +91,8 @@ def fields_at(model: type[BaseModel], path: KeyPath) -> dict[type[BaseModel], Fi
 
 def describe_at(model: type[BaseModel], path: KeyPath) -> str:
     """A description of valid values at a path."""
-    if (field := field_at(model, path)) is None:
+    field = field_at(model, path)
+    if field is None:
         return "something else"
     items = [get_args(a)[0] for a in alternatives(field.annotation) if get_origin(a) is tuple]
     return describe(

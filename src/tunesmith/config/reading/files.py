@@ -13,7 +13,8 @@ from tunesmith.config.reading.user_functions import check_defined
 from tunesmith.errors import ConfigError, closest, shortened
 
 DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
-ADAPTER_CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+ADAPTER_CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
 
 LEFT_OUT = "give a value, or leave it out (on the command line: {}=none)"
 
@@ -85,7 +86,8 @@ def _missing(text: str, bases: list[Path], hub: str = "") -> ConfigError:
 
 
 def _existing(text: str, bases: list[Path]) -> str:
-    if (path := _search(text, bases)) is None:
+    path = _search(text, bases)
+    if path is None:
         raise _missing(text, bases)
     return str(path)
 

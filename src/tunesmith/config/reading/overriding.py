@@ -55,7 +55,8 @@ def apply_overrides(data: Tree, overrides: Sequence[str], origins: Origins) -> N
             text = f"{dotted(keys)}: to leave it out, write {dotted(keys)}=none; text needs quotes"
             origins.problems.append(FileProblem(keys, text))
             continue
-        if blocked := _put(data, keys, value):
+        blocked = _put(data, keys, value)
+        if blocked:
             in_the_way = show(_at(data, blocked))
             text = f"{dotted(blocked)} is {in_the_way}, so it has no key {keys[len(blocked)]}"
             origins.problems.append(FileProblem(keys, text, "unknown"))
@@ -100,7 +101,8 @@ def _displace(data: Tree, origins: Origins) -> None:
     overridden = {dotted(path) for path in origins.overrides}
     for key in DISPLACED.keys() & overridden:
         others = [other for other in DISPLACED[key] if other not in overridden]
-        if gone := [other for other in others if _remove(data, tuple(other.split(".")))]:
+        gone = [other for other in others if _remove(data, tuple(other.split(".")))]
+        if gone:
             origins.replaced[key] = gone
 
 
@@ -124,7 +126,8 @@ def _put(data: Tree, keys: tuple[str, ...], value: Any) -> tuple[str, ...] | Non
     for depth, key in enumerate(keys[:-1], start=1):
         inner: Any = node.setdefault(key, {})
         if not isinstance(inner, dict):
-            if (table := _opened(keys[:depth], inner)) is None:
+            table = _opened(keys[:depth], inner)
+            if table is None:
                 return keys[:depth]
             inner = node[key] = table
         node = cast(Tree, inner)

@@ -66,7 +66,8 @@ class Origins:
 
     def place(self, path: KeyPath) -> tuple[int, str]:
         """A sort key and a description: ``line 4``, ``override 'train.lr=x'`` or nothing."""
-        if (override := self._override(path)) is not None:
+        override = self._override(path)
+        if override is not None:
             return OVERRIDE, f"override '{without_secrets(override)}'"
         line = line_of(path, self.lines)
         return (0, "") if line is None else (line, f"line {line}")
@@ -129,7 +130,9 @@ def key_lines(text: str) -> dict[KeyPath, int]:
 
 def _statements(text: str) -> Iterator[tuple[int, str]]:
     """Every statement with the number of its first line; strings and brackets may span lines."""
-    start, number, depth = 0, 1, 0
+    start = 0
+    number = 1
+    depth = 0
     for token in _TOKEN.finditer(f"{text}\n"):
         depth += (token[0] in ("[", "{")) - (token[0] in ("]", "}"))
         if token[0] == "\n" and depth == 0:
@@ -141,7 +144,8 @@ def _statements(text: str) -> Iterator[tuple[int, str]]:
 def line_of(path: KeyPath, lines: Mapping[KeyPath, int]) -> int | None:
     """Line of the first key inside ``path``, which may be its own, or of the nearest parent that
     has a line."""
-    if inside := [line for key, line in lines.items() if key[: len(path)] == path]:
+    inside = [line for key, line in lines.items() if key[: len(path)] == path]
+    if inside:
         return min(inside)
     while path:
         if path in lines:

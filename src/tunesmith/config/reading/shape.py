@@ -20,7 +20,8 @@ from tunesmith.config.reading.problems import DEEPEST, FileProblem, KeyPath, dot
 from tunesmith.records.redact import is_redacted
 
 LARGEST_INT = 2**53
-LARGEST_FLOAT, LEAST_FLOAT = 1e9, 1e-30
+LARGEST_FLOAT = 1e9
+LEAST_FLOAT = 1e-30
 """Larger numbers overflow when multiplied, or as seconds; smaller ones are 0 in float32."""
 
 

@@ -92,13 +92,16 @@ def value_in_run(run_dir: Path, key: str) -> str | None:
     with boundary(
         StorageError, f"cannot read {file}", (ValueError, KeyError, TypeError, AttributeError)
     ):
-        entries, above = read_json(file)["settings"], key
+        entries = read_json(file)["settings"]
+        above = key
         while above not in entries or (
             above != key and not isinstance(entries[above]["value"], dict | list)
         ):
-            if not (above := above.rpartition(".")[0]):
+            above = above.rpartition(".")[0]
+            if not above:
                 return None
-        entry, name = entries[above], "" if above == key else f"{above} = "
+        entry = entries[above]
+        name = "" if above == key else f"{above} = "
         sources = {"said": "set by the run file or an override", "default": "the default"}
         why = entry.get("reason") or sources.get(entry["source"], entry["source"])
         return f"{name}{'none' if entry['value'] is None else toml_value(entry['value'])}: {why}"
@@ -111,7 +114,8 @@ def metric_in_run(run_dir: Path, metric: Metric) -> Iterator[str]:
     Raises:
         ConfigError: the run has no ``metrics.jsonl``.
     """
-    file, found = run_dir / "metrics.jsonl", dict[str, list[tuple[int, float]]]()
+    file = run_dir / "metrics.jsonl"
+    found = dict[str, list[tuple[int, float]]]()
     if not file.exists():
         raise ConfigError(f"{run_dir} is not a run directory: it has no metrics.jsonl")
     for row in last_lines(run_dir, None):
@@ -120,7 +124,8 @@ def metric_in_run(run_dir: Path, metric: Metric) -> Iterator[str]:
                 found.setdefault(name, []).append((row["step"], value))
     for name, points in found.items():
         (first, start), (last, end) = points[0], points[-1]
-        least, most = min(value for _, value in points), max(value for _, value in points)
+        least = min(value for _, value in points)
+        most = max(value for _, value in points)
         yield f"{name}: {start:.4g} in step {first}, {end:.4g} in step {last}; from {least:.4g} to {most:.4g}"
     if not found:
         yield f"no {metric.name}"

@@ -91,7 +91,8 @@ def _plain(cell: str) -> str:
 def _of_schema(kind: type[BaseModel], key: str) -> tuple[str, ...]:
     """Kind, default and meaning of a key without a table, from the schema and its docstring; by
     type for choices."""
-    fields, last = fields_at(kind, tuple(key.split("."))), key.rpartition(".")[2]
+    fields = fields_at(kind, tuple(key.split(".")))
+    last = key.rpartition(".")[2]
     names = [
         str(getattr(section, "name", "")) if issubclass(section, Choice) else ""
         for section in fields

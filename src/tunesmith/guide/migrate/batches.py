@@ -26,9 +26,11 @@ def parts(given: Given, there: There) -> Result:
         return Dropped(
             "it is one factor of train.batch_size, and the others are not here", off=True
         )
-    each, steps = there.number(*names), there.number("gradient_accumulation_steps")
+    each = there.number(*names)
+    steps = there.number("gradient_accumulation_steps")
     devices, words = _devices(there)
-    batch, how = each * steps * devices, f"{each} × {steps} × {words}"
+    batch = each * steps * devices
+    how = f"{each} × {steps} × {words}"
     if not there.rl:
         return [Value("train.batch_size", batch, how)]
     if there.given("batch_size", "mini_batch_size") and there.framework == "trl":
@@ -60,10 +62,8 @@ def mini_batch(given: Given, there: There) -> Result:
     """verl's ``ppo_mini_batch_size`` counts prompts."""
     if "critic" in given.name:
         return Dropped("the critic's batch is the policy's here", off=True)
-    group, prompts = (
-        there.number("rollout.n"),
-        there.number("data.train_batch_size", "train_batch_size", default=1024),
-    )
+    group = there.number("rollout.n")
+    prompts = there.number("data.train_batch_size", "train_batch_size", default=1024)
     if not given.count:
         return OFF
     used = min(given.count, prompts)
@@ -74,10 +74,8 @@ def prompts(given: Given, there: There) -> Result:
     """verl's ``data.train_batch_size``: prompts in RL, samples in supervised training; 0 in
     asynchronous training."""
     if given.value == 0 and there.rl and there.framework == "verl":
-        each, batches = (
-            there.number("ppo_mini_batch_size", default=256),
-            there.number("async_training.require_batches"),
-        )
+        each = there.number("ppo_mini_batch_size", default=256)
+        batches = there.number("async_training.require_batches")
         return [
             Value(
                 "rollout.prompts_per_step",

@@ -92,13 +92,15 @@ def _launch(
 ) -> Iterator[ForeignLaunch]:
     """A launch, also of a program that does not train or sample."""
     program = find_program(name)
-    before, after = words[: start - 1], words[start:]
+    before = words[: start - 1]
+    after = words[start:]
     text, file = _script(name, folder, script) if name.endswith(".py") else ("", "")
     if program is None:
         said, notes = _options_with_config(after, "trl", folder)
         for launch in read_python(text, file, {spelled(given.name): given.value for given in said}):
             launcher = list(_launcher(before, folder, launch.program.framework))
-            settings, notes = (*launch.settings, *launcher, *said), [*launch.notes, *notes]
+            settings = (*launch.settings, *launcher, *said)
+            notes = [*launch.notes, *notes]
             yield replace(
                 launch, settings=settings, devices=_devices(before, launcher), notes=tuple(notes)
             )
@@ -186,7 +188,8 @@ def _hydra(words: Sequence[Word], framework: str, folder: Path) -> tuple[list[Gi
         for g in options([w for w in words if w.text.startswith("--")], framework)
     }
     path, file = (str(hydra[n].value) if n in hydra else "" for n in ("config-path", "config-name"))
-    settings, notes = list[Given](), list[str]()
+    settings = list[Given]()
+    notes = list[str]()
     if file:
         tree = read_tree_file(
             f"{path}/{file.removesuffix('.yaml')}.yaml" if path else f"{file}.yaml", folder
@@ -238,7 +241,8 @@ def parsed(text: str) -> Any:
         return int(text)
     if re.fullmatch(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?", text):
         return float(text)
-    if (word := text.lower()) in ("true", "false"):
+    word = text.lower()
+    if word in ("true", "false"):
         return word == "true"
     if word in ("null", "none", "~", ""):
         return None

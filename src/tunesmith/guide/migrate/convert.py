@@ -89,7 +89,8 @@ def _check_held_out(migration: Migration) -> None:
     entries = migration.entries
     if "data.train" not in entries or "data.eval" not in entries:
         return
-    train, held_out = entries["data.train"], entries["data.eval"]
+    train = entries["data.train"]
+    held_out = entries["data.eval"]
     for origin in _origins(train.value):
         if any(origin.overlaps(other) for other in _origins(held_out.value)):
             places = " and ".join(
@@ -184,9 +185,10 @@ def _values(given: Given, meaning: Meaning, there: There) -> Sequence[Value] | C
             given, "off", f"the {role[1]} takes the policy's: {' and '.join(mine)}", mine
         )
     word = str(given.value).lower()
-    if case := next(
+    case = next(
         (case for case in meaning.cases if "is" not in case or word in case["is"].split()), None
-    ):
+    )
+    if case:
         if "value" in case:
             return [Value(key, case["value"]) for key in mine]
         kind: Kind = "off" if "off" in case else "derived" if "derived" in case else "by hand"

@@ -163,7 +163,8 @@ class _Reading:
     """The settings in what a script makes."""
 
     def __init__(self, flow: Flow, framework: str) -> None:
-        self.flow, self.framework = flow, framework
+        self.flow = flow
+        self.framework = framework
 
     def settings(self, made: Object) -> Iterator[Given]:
         names = _PEFT if _last(made.kind) in ("LoraConfig", "get_peft_model") else {}

@@ -101,7 +101,8 @@ def read_text(text: str, path: Path, variables: Mapping[str, str]) -> list[Forei
 
 def _with_deepspeed(launch: ForeignLaunch, folder: Path) -> ForeignLaunch:
     """The launch with the settings of DeepSpeed's file that it names; its own win."""
-    settings, notes = list[Given](), list[str]()
+    settings = list[Given]()
+    notes = list[str]()
     for given in launch.settings:
         if given.name not in _NAMES_OF_DEEPSPEED or given.unknown or not given.value:
             continue
@@ -139,7 +140,8 @@ def _of_python(text: str, path: Path, variables: Mapping[str, str]) -> list[Fore
     found = read_python(text, path.name)
     if any(launch.name.endswith(("Config", "Arguments")) for launch in found):
         return found
-    script, folder = (text, path.name), path.parent
+    script = (text, path.name)
+    folder = path.parent
     commands = [
         c
         for part, line in docstrings(text)
@@ -161,7 +163,8 @@ def _of_tree(
     tree: Mapping[str, Any], text: str, path: Path, variables: Mapping[str, str]
 ) -> list[ForeignLaunch]:
     names = {str(name) for name in tree}
-    if isinstance(script := tree.get("run"), str):  # a job that contains its script
+    script = tree.get("run")
+    if isinstance(script, str):  # a job that contains its script
         line = text[: max(text.find("\nrun:"), 0)].count("\n") + 3
         envs = tree.get("envs")
         known = (
@@ -178,7 +181,8 @@ def _of_tree(
             else "fsdp_sft_trainer"
         )
     elif names & _ACCELERATE - {"num_processes", "num_machines"} or names <= _ACCELERATE:
-        kind, devices = "accelerate", tree.get("num_processes")
+        kind = "accelerate"
+        devices = tree.get("num_processes")
     elif names & _DEEPSPEED:
         kind = "DeepSpeed"
     else:
@@ -206,7 +210,8 @@ def _is_known(settings: Sequence[Given]) -> bool:
 def _located(settings: Iterable[Given], text: str) -> list[Given]:
     """Settings with the line of the text that holds the last part of their name, searched in
     order."""
-    lines, located = text.splitlines(), list[Given]()
+    lines = text.splitlines()
+    located = list[Given]()
     for given in settings:
         last = re.escape(given.name.rpartition(".")[2])
         key = re.compile(rf"""^\s*["']?{last}["']?\s*:""")

@@ -41,7 +41,8 @@ def settle(migration: Migration) -> list[Problem]:
 
 def _fill_in(migration: Migration) -> None:
     """Add settings that a run file requires and the source lacks."""
-    entries, missing = migration.entries, "not in the source: fill it in"
+    entries = migration.entries
+    missing = "not in the source: fill it in"
     entries.setdefault("model.path", Entry("MODEL", note=missing))
     asked = next(
         (row for row in migration.rows if "data.train" in row.keys and row.kind != "mapped"), None

@@ -119,7 +119,8 @@ def _do(raw: str, line: int, script: Script, fixed: Mapping[str, str]) -> None:
         script.variables[heredoc[1]] = _words(heredoc[3], line + 1, script)
         return
     while found := _ASSIGN.match(raw):
-        name, rest = found[1], raw[found.end() :]
+        name = found[1]
+        rest = raw[found.end() :]
         if rest.startswith("("):
             end = _closing(rest, 0)
             without_comments = re.sub(
@@ -158,7 +159,8 @@ def _words(raw: str, line: int, script: Script) -> list[Word]:
     words: list[Word] = []
     for start, stop in _spans(raw):
         bounded(words)
-        number, text = line + raw.count("\n", 0, start), raw[start:stop]
+        number = line + raw.count("\n", 0, start)
+        text = raw[start:stop]
         array = re.fullmatch(r'"?\$\{(\w+)\[[@*]\]\}"?', text)
         bare = re.fullmatch(r"\$\{?(\w+)\}?", text)
         held = script.variables.get((array or bare)[1]) if array or bare else None  # pyright: ignore
@@ -177,13 +179,18 @@ def expand(text: str, script: Script, *, whole: bool = False) -> list[str]:
     Args:
         whole: keep it one word, like the value of a variable.
     """
-    out, quote, position, split = "", "", 0, False
+    out = ""
+    quote = ""
+    position = 0
+    split = False
     while position < len(text):
         char = text[position]
         if quote == "'":
             end = text.find("'", position)
             end = len(text) if end < 0 else end
-            out, position, quote = out + text[position:end], end + 1, ""
+            out = out + text[position:end]
+            position = end + 1
+            quote = ""
             continue
         if char == "\\" and position + 1 < len(text):
             following = text[position + 1]
@@ -196,9 +203,13 @@ def expand(text: str, script: Script, *, whole: bool = False) -> list[str]:
             )
             position += 2
         elif char == "'" and not quote:
-            quote, position, out = "'", position + 1, out + _EMPTY
+            quote = "'"
+            position = position + 1
+            out = out + _EMPTY
         elif char == '"':
-            quote, position, out = "" if quote else '"', position + 1, out + _EMPTY
+            quote = "" if quote else '"'
+            position = position + 1
+            out = out + _EMPTY
         elif char in "$`":
             value, position = _value(text, position, script)
             split |= (
@@ -209,7 +220,8 @@ def expand(text: str, script: Script, *, whole: bool = False) -> list[str]:
             )
             out = bounded(out + value)
         else:
-            out, position = out + char, position + 1
+            out = out + char
+            position = position + 1
     if split:
         return [str(part) for part in out.replace(_EMPTY, "").split()]
     if out.startswith("~/"):
@@ -328,7 +340,8 @@ def _commands(text: str, line: int) -> Iterator[tuple[str, int]]:
             stop = following = len(text)
         elif char == "#" and (position == 0 or text[position - 1] in " \t\n;"):
             end = text.find("\n", position)
-            stop, following = position, len(text) if end < 0 else end
+            stop = position
+            following = len(text) if end < 0 else end
         elif document := re.compile(r"<<-?\s*[\"']?(\w+)[\"']?[^\n]*\n").match(text, position):
             end = re.compile(rf"^\s*{document[1]}\s*$", re.MULTILINE).search(text, document.end())
             stop, following = end.span() if end else (len(text), len(text))
@@ -337,11 +350,13 @@ def _commands(text: str, line: int) -> Iterator[tuple[str, int]]:
             and not re.search(r"[<>]&?$", text[start:position])
             and text[position + 1 : position + 2] != ">"
         ):
-            stop, following = position, position + 1
+            stop = position
+            following = position + 1
         else:
             position = _after(text, position)
             continue
-        if command := text[start:stop].lstrip():
+        command = text[start:stop].lstrip()
+        if command:
             yield text[start:stop], line + text.count("\n", 0, stop - len(command))
         start = position = following
 
@@ -360,7 +375,9 @@ def _after(text: str, position: int) -> int:
 
 def _closing(text: str, start: int) -> int:
     """The end of the quote or bracket at ``start``; the end of the text if it is not closed."""
-    char, depth, position = text[start], 0, start
+    char = text[start]
+    depth = 0
+    position = start
     pairs = {"(": ")", "{": "}", "[": "]"}
     if char in "'\"`":
         position += 1
@@ -385,7 +402,8 @@ def _closing(text: str, start: int) -> int:
 
 def _spans(text: str) -> Iterator[tuple[int, int]]:
     """The start and end of each word; redirections are left out."""
-    position, skip = 0, False
+    position = 0
+    skip = False
     while position < len(text):
         if text[position].isspace() or text.startswith("\\\n", position):
             position += 2 if text[position] == "\\" else 1

@@ -30,12 +30,14 @@ _BUILT_IN = {"trl.rewards.accuracy_reward": "math"}
 def train_data(_given: Given, there: There) -> Result:
     """A path or a name; a table if it has a split, a subset or weights; a list if there are
     several."""
-    if isinstance(held := there.get("train_dataset"), Data):
+    held = there.get("train_dataset")
+    if isinstance(held, Data):
         return _followed("data.train", held)
     paths = _listed(there.get(*_TRAIN))
     if not paths:
         return Dropped("no data set is given with it")
-    split, subset = there.get(*_TRAIN_SPLITS), there.get("dataset_config")
+    split = there.get(*_TRAIN_SPLITS)
+    subset = there.get("dataset_config")
     split = split[0] if isinstance(split, list) and split else split
     weights = _listed(there.get(*_PROBS))
     tables = [
@@ -60,14 +62,16 @@ def eval_data(_given: Given, there: There) -> Result:
     if isinstance(held, Data | list) and all_data(held):
         origins = tuple(origin for data in all_data(held) for origin in data.origins)
         return _followed("data.eval", replace(all_data(held)[0], origins=origins))
-    paths, split = _listed(there.get(*_EVAL)), there.get(*_EVAL_SPLITS)
+    paths = _listed(there.get(*_EVAL))
+    split = there.get(*_EVAL_SPLITS)
     if there.framework in ("trl", "transformers") and there.get(
         "eval_strategy", "evaluation_strategy", default="no"
     ) in ("no", False):
         return Dropped("nothing is evaluated there: eval_strategy is no", off=True)
     subset = None
     if not paths and split:
-        paths, subset = _listed(there.get(*_TRAIN))[:1], there.get("dataset_config")
+        paths = _listed(there.get(*_TRAIN))[:1]
+        subset = there.get("dataset_config")
     if not paths:
         return Dropped("no data set is given with it", off=True)
     split = None if split == "train" else split

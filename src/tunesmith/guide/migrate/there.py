@@ -73,7 +73,8 @@ class There:
 
     def __init__(self, launch: ForeignLaunch) -> None:
         self.launch = launch
-        self.command, self.framework = launch.program.command, launch.program.framework
+        self.command = launch.program.command
+        self.framework = launch.program.framework
         self._given: dict[str, Given] = {}
         for given in launch.settings:
             short = meanings_of(given.name, family(given.framework))[0] or spelled(given.name)

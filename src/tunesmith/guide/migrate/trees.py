@@ -71,9 +71,11 @@ def _bounded(tree: Any) -> Any:
     Raises:
         ValueError: it has too many values.
     """
-    left, count = [tree], 0
+    left = [tree]
+    count = 0
     while left:
-        node, count = left.pop(), count + 1
+        node = left.pop()
+        count = count + 1
         if count > _MOST:
             raise ValueError(f"it has more than {_MOST} values, as its aliases are written out")
         if isinstance(node, Mapping):

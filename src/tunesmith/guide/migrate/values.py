@@ -157,10 +157,8 @@ def muon_rate(given: Given, there: There) -> Result:
 
 def compiled(given: Given, there: There) -> Result:
     """A switch, a mode, or the compiler; if several are given, the mode decides."""
-    mode, switch = (
-        ("torch_compile_mode", "dynamo_mode"),
-        ("torch_compile", "torch_compile_backend", "dynamo_backend"),
-    )
+    mode = ("torch_compile_mode", "dynamo_mode")
+    switch = ("torch_compile", "torch_compile_backend", "dynamo_backend")
     if not given.value or given.value in ("no", False):
         return OFF
     if there.framework == "accelerate" and is_off(there.get("dynamo_backend")):

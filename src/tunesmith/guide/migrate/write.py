@@ -60,7 +60,8 @@ _ORDER = (
 
 def run_file(migration: Migration, source: str) -> str:
     """The run file. Settings for a person to decide appear in it as comments."""
-    command, entries = migration.command, migration.entries
+    command = migration.command
+    entries = migration.entries
     keys = all_keys(KINDS[command])
     sections: dict[str, list[str]] = (
         {"": []} if command in ("rl", "sft", "generate") else {"": [], command: []}

@@ -99,7 +99,8 @@ def meanings_of(name: str, frameworks: tuple[str, ...] = ()) -> tuple[str, list[
         for end in ends:
             if end in exact:
                 return end, exact[end]
-            if fitting := [p for p in patterns if _fits(end, p)]:
+            fitting = [p for p in patterns if _fits(end, p)]
+            if fitting:
                 best = max(fitting, key=len)
                 return best, patterns[best]
     return "", []

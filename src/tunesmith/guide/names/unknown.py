@@ -14,7 +14,8 @@ from tunesmith.config.schema import RunConfig
 from tunesmith.errors import closest
 from tunesmith.guide.names.foreign import Meaning, meanings_of, spelled, synonyms
 
-SAME_SECTION, OTHER_SECTION = 0.7, 0.85
+SAME_SECTION = 0.7
+OTHER_SECTION = 0.85
 """Required similarity of two words for a hint; a wrong hint is worse than none."""
 
 
@@ -66,7 +67,8 @@ def find(kind: type[RunConfig] | None, name: str) -> Equivalent:
     name, last = spelled(name), spelled(name).rpartition(".")[2]
     if any(name in all_keys(of, tables=True) for of in kinds):
         return Equivalent((name,))
-    if meant := tuple(key for key in synonyms(name) if key in keys):
+    meant = tuple(key for key in synonyms(name) if key in keys)
+    if meant:
         return Equivalent(meant)
     spelling, known = meanings_of(name)
     known = [
@@ -74,7 +76,8 @@ def find(kind: type[RunConfig] | None, name: str) -> Equivalent:
     ]
     here = tuple(m for m in known if any(key in keys for key in m.keys))
     ours = tuple(dict.fromkeys(key for m in here for key in m.keys if key in keys))
-    if own := _in_its_section(name, ours, keys):
+    own = _in_its_section(name, ours, keys)
+    if own:
         return Equivalent(own)
     same = [key for key in keys if key.rpartition(".")[2] == last]
     if "." not in spelling and (related := _related(name, same)):
@@ -91,7 +94,8 @@ def find(kind: type[RunConfig] | None, name: str) -> Equivalent:
 
 def answer(kind: type[RunConfig] | None, name: str) -> str | None:
     """The result of ``find`` in words; None if the name is not known."""
-    ours, name = find(kind, name), name.lstrip("+~")
+    ours = find(kind, name)
+    name = name.lstrip("+~")
     last = name.rpartition(".")[2]
     if ours.keys and (
         not ours.meanings or all(key.rpartition(".")[2] == last for key in ours.keys)
@@ -128,7 +132,8 @@ def _related(name: str, keys: list[str]) -> list[str]:
     """The keys in a name's section; else, if only one command has that section, in that command's
     other sections."""
     section = name.partition(".")[0]
-    if inside := [key for key in keys if key.startswith(f"{section}.")]:
+    inside = [key for key in keys if key.startswith(f"{section}.")]
+    if inside:
         return inside
     commands = commands_with(section)
     return [
@@ -141,7 +146,8 @@ def _related(name: str, keys: list[str]) -> list[str]:
 def _is_guess(kind: type[RunConfig], path: KeyPath) -> bool:
     """Whether a section's key only matches names elsewhere: several, or one less similar than a key
     of its section."""
-    ours, section = find(kind, dotted(path)), str(path[0])
+    ours = find(kind, dotted(path))
+    section = str(path[0])
     similar = closest(str(path[-1]), _valid(kind, path), OTHER_SECTION) is not None
     if ours.why and not ours.keys:
         return section in kind.model_fields and len(path) > 1 and similar
@@ -172,8 +178,11 @@ def _commands(names: list[str]) -> str:
 def _nearly(kind: type[RunConfig], path: KeyPath) -> str:
     """A hint naming the key with the nearest spelling, preferably in the same section; else the
     valid keys."""
-    valid, word, similar = _valid(kind, path), str(path[-1]), find(kind, dotted(path)).keys
-    if close := closest(word, valid, OTHER_SECTION if similar else SAME_SECTION):
+    valid = _valid(kind, path)
+    word = str(path[-1])
+    similar = find(kind, dotted(path)).keys
+    close = closest(word, valid, OTHER_SECTION if similar else SAME_SECTION)
+    if close:
         return f" Did you mean '{close}'?"
     words = {key: key.rpartition(".")[2] for key in all_keys(kind)}
     if not similar and (close := closest(word, words.values(), OTHER_SECTION)):
@@ -193,7 +202,8 @@ def _valid(kind: type[RunConfig], path: KeyPath) -> list[str]:
 def _nearest_known(kind: type[RunConfig], leaf: KeyPath, least: int) -> tuple[KeyPath, str | None]:
     """A key, or the nearest known table around it, and what to write instead."""
     for length in range(len(leaf), least - 1, -1):
-        if text := answer(kind, dotted(leaf[:length])):
+        text = answer(kind, dotted(leaf[:length]))
+        if text:
             return leaf[:length], text
     return leaf, None
 

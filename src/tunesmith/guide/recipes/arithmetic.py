@@ -35,9 +35,11 @@ def problem(a: int, b: int) -> SumProblem:
         >>> problem(37, 58)
         SumProblem(prompt='37+58=', answer='95', direct=':95', worked=';7+8+0=15;3+5+1=09;95')
     """
-    steps, carry = "", 0
+    steps = ""
+    carry = 0
     for place in range(DIGITS):
-        x, y = a // 10**place % 10, b // 10**place % 10
+        x = a // 10**place % 10
+        y = b // 10**place % 10
         steps += f";{x}+{y}+{carry}={x + y + carry:02}"
         carry = (x + y + carry) // 10
     return SumProblem(f"{a}+{b}=", str(a + b), f":{a + b}", f"{steps};{a + b}")

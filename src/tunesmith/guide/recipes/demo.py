@@ -24,13 +24,17 @@ from tunesmith.records.progress import time_table
 from tunesmith.run.placement import run_rl, run_sft
 from tunesmith.run.placement.session import RunResult
 
-TRAIN, HELD_OUT = 6000, 200
+TRAIN = 6000
+HELD_OUT = 200
 WORKED_SHARE = 0.45
-HIDDEN, LAYERS = 64, 3
-SFT_STEPS, RL_STEPS = 450, 24
+HIDDEN = 64
+LAYERS = 3
+SFT_STEPS = 450
+RL_STEPS = 24
 RL_COST = 7
 """A step of reinforcement learning takes as long as this many supervised ones."""
-SECONDS, BUSY_SECONDS = 130, 260
+SECONDS = 130
+BUSY_SECONDS = 260
 """How long the demo may train on cores of its own, and beside other programs."""
 LEAST = 0.4
 """The least share of the steps: with fewer, nothing is learned."""
@@ -92,7 +96,8 @@ def run_demo(
             f"A step takes {pace.clock:.2f} s on this machine, which is slow or busy: the demo does {share:.0%} of its"
         )
         print("steps, and the accuracy rises less than it would.")
-    sft_steps, rl_steps = round(share * sft_steps), round(share * rl_steps)
+    sft_steps = round(share * sft_steps)
+    rl_steps = round(share * rl_steps)
     values = {
         "directory": directory.resolve(),
         "seed": seed,
@@ -109,7 +114,8 @@ def run_demo(
     run_sft(directory / "sft.toml")
     _title(f"2. By reward: {rl_steps} steps of 32 sums, 8 tries each, told only right or wrong")
     outcome = run_rl(directory / "rl.toml")
-    before, after = outcome.evaluations[0], outcome.evaluations[-1]
+    before = outcome.evaluations[0]
+    after = outcome.evaluations[-1]
     result = DemoResult(
         before["eval/accuracy"],
         after["eval/accuracy"],
@@ -134,7 +140,8 @@ def measure(model_path: Path, steps: int = 5) -> Pace:
         model(input_ids=token_ids, labels=token_ids).loss.backward()
 
     step()  # the first one allocates
-    clock, computing = time.perf_counter(), time.thread_time()
+    clock = time.perf_counter()
+    computing = time.thread_time()
     for _ in range(steps):
         step()
     return Pace((time.thread_time() - computing) / steps, (time.perf_counter() - clock) / steps)

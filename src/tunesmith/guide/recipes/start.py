@@ -19,7 +19,8 @@ from tunesmith.records.toml import toml_value
 
 MODEL = "Qwen/Qwen2.5-0.5B-Instruct"
 """A small model whose chat template supports tools."""
-TRAIN, HELD_OUT = 200, 20
+TRAIN = 200
+HELD_OUT = 20
 _FILES = Path(__file__).parent / "start"
 _EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -83,7 +84,8 @@ def write_start(task: str, directory: Path, model: str | None, tiny: bool) -> li
     }
     texts |= _data(start.columns)
     wanted = [*(directory / name for name in texts), *([directory / "model"] if tiny else [])]
-    if existing := [str(file) for file in wanted if os.path.lexists(file)]:
+    existing = [str(file) for file in wanted if os.path.lexists(file)]
+    if existing:
         raise ConfigError(f"already there: {', '.join(existing)}; choose another directory")
     with boundary(StorageError, f"cannot write to {directory}", OSError):
         directory.mkdir(parents=True, exist_ok=True)
@@ -151,13 +153,14 @@ def _data(columns: Sequence[str]) -> dict[str, str]:
 
 def _line(rng: random.Random) -> Line:
     """A word problem with the columns of every task."""
-    boxes, each, more = rng.randint(2, 9), rng.randint(3, 12), rng.randint(2, 30)
-    who, what = (
-        rng.choice(("Ann", "Ben", "Mia", "Tom")),
-        rng.choice(("apples", "cards", "pens", "shells")),
-    )
+    boxes = rng.randint(2, 9)
+    each = rng.randint(3, 12)
+    more = rng.randint(2, 30)
+    who = rng.choice(("Ann", "Ben", "Mia", "Tom"))
+    what = rng.choice(("apples", "cards", "pens", "shells"))
     question = f"{who} has {boxes} boxes of {each} {what} and {more} more {what}. How many {what} are there?"
-    total, wrong = boxes * each + more, boxes + each + more
+    total = boxes * each + more
+    wrong = boxes + each + more
     good = f"{boxes} * {each} = {boxes * each}, and {boxes * each} + {more} = {total}. The answer is {total}"
     bad = f"{boxes} + {each} + {more} = {wrong}. The answer is {wrong}"
     return {

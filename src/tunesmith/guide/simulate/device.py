@@ -37,7 +37,8 @@ HELD = ("weights", "gradients", "optimizer", "frozen models")
 MOST_KEPT = 2**16
 """The most elements of a tensor written by the host whose values are kept for it to read."""
 _WRITTEN = "_written_by_the_host"
-CUDA, META = torch.device("cuda", 0), torch.device("meta")
+CUDA = torch.device("cuda", 0)
+META = torch.device("meta")
 aten = torch.ops.aten
 
 
@@ -51,7 +52,8 @@ class FakeDevice(TorchDispatchMode):
 
     def __init__(self, gpus: int = 1, together: int = 1) -> None:
         super().__init__()
-        self.gpus, self.together = gpus, together
+        self.gpus = gpus
+        self.together = together
         self.memories = defaultdict[str, MemoryUse](MemoryUse)
         """The memory of each GPU that the run's processes use, by name."""
         self.waits: Counter[str] = Counter()
@@ -107,7 +109,8 @@ class FakeDevice(TorchDispatchMode):
     @contextmanager
     def allocating(self, purpose: str) -> Generator[None]:
         """Tensors allocated inside have this ``purpose``."""
-        before, self.purpose = self.purpose, purpose
+        before = self.purpose
+        self.purpose = purpose
         try:
             yield
         finally:
@@ -186,12 +189,11 @@ class FakeDevice(TorchDispatchMode):
         """Record a copy between host and device that the host waits for; returns the values it
         reads, if any."""
         if func is aten._to_copy.default:
-            source, target = (
-                inputs[0].device.type,
-                torch.device(kwargs.get("device") or inputs[0].device).type,
-            )
+            source = inputs[0].device.type
+            target = torch.device(kwargs.get("device") or inputs[0].device).type
         elif func is aten.copy_.default:
-            source, target = inputs[1].device.type, inputs[0].device.type
+            source = inputs[1].device.type
+            target = inputs[0].device.type
         else:
             return None
         if source == target or META.type in (source, target):

@@ -99,7 +99,8 @@ class DryRun:
 
     @contextmanager
     def phase(self, name: str) -> Generator[None]:
-        memories, waits = self.device.memories, self.device.waits
+        memories = self.device.memories
+        waits = self.device.waits
         for memory in memories.values():
             memory.begin()
         waits.clear()
@@ -119,7 +120,8 @@ class DryRun:
 
     def _tokens(self, cap: int) -> int:
         """Tokens of as many samples as fill micro-batches of ``cap`` tokens."""
-        system, full = self.config.system, max(1, cap // self.longest) * self.longest
+        system = self.config.system
+        full = max(1, cap // self.longest) * self.longest
         return MICROBATCHES * (system.trainer_ranks // system.sequence_parallel.size) * full
 
     def supervised(self) -> None:
@@ -132,7 +134,8 @@ class DryRun:
             with self.phase("train"):
                 parts.learner.update(parts.prepare(items), parts.objective)
             self.name(parts.learner)
-        if scoring := known(self.config.system, "scoring_max_tokens"):
+        scoring = known(self.config.system, "scoring_max_tokens")
+        if scoring:
             more = items_of(self.config, self.longest, self._tokens(scoring))
             with self.phase("score"):
                 parts.learner.evaluate(parts.prepare(more), parts.objective)
@@ -143,7 +146,8 @@ class DryRun:
         from tunesmith.run.loop.rl import learn
         from tunesmith.run.loop.rollouts import hand_device_to_engine, hand_device_to_trainer
 
-        groups, processes = groups_of(config, self.longest, self.tokens), self.processes
+        groups = groups_of(config, self.longest, self.tokens)
+        processes = self.processes
         with self.phase("load"):
             run = run_with_data(with_values(config, {ENGINES: 1}), [group.task for group in groups])
             with self.device.allocating(KEYS_AND_VALUES):  # the others are named next
@@ -189,7 +193,8 @@ class DryRun:
             with self.phase("train"):
                 learn(parts, groups, step)
             self.name(*learners)
-            if scoring := known(config.system, "scoring_max_tokens"):
+            scoring = known(config.system, "scoring_max_tokens")
+            if scoring:
                 played = groups_of(config, self.longest, self._tokens(scoring))
                 with self.phase("score"):
                     new = config.rollout.max_new_tokens
@@ -205,7 +210,8 @@ class DryRun:
         await engine.close()
 
     def reward_models(self, config: RLConfig) -> Iterator[RewardModel]:
-        if (shards := scoring_shards(config, "reward")) > 1:  # other copies are like the first one
+        shards = scoring_shards(config, "reward")
+        if shards > 1:  # other copies are like the first one
             config = with_values(config, {"system.placement.reward.processes": shards})
         for entry in config.reward.models:
             if self.processes and config.system.cluster != "none":
@@ -270,7 +276,8 @@ def check_dry_run(config: RunConfig) -> None:
         f"system.kernels = '{system.kernels}'": system.kernels != "torch",
         "rollouts for a teacher": isinstance(config, DistillConfig),
     }
-    if others := [key for key, unknown in asked.items() if unknown]:
+    others = [key for key, unknown in asked.items() if unknown]
+    if others:
         raise ConfigError(
             f"--dry-run cannot simulate {', '.join(others)}. Set another value, or see what is planned for it: "
             "tunesmith plan"

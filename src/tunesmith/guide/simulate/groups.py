@@ -27,7 +27,9 @@ def fake_groups(most: int) -> Generator[None]:
     The processes of a run have default groups of several sizes; here they are one group, of size
     ``most``.
     """
-    initialise, size_of, joined = dist.init_process_group, dist.get_world_size, dict[str, int]()
+    initialise = dist.init_process_group
+    size_of = dist.get_world_size
+    joined = dict[str, int]()
 
     def join(*_: Any, rank: int, world_size: int, **__: Any) -> None:
         if not joined:

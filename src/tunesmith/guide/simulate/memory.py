@@ -49,8 +49,10 @@ class MemoryUse:
             self.resized(storage)
 
     def resized(self, storage: torch.UntypedStorage) -> None:
-        if held := self._storages.get(storage._cdata):  # pyright: ignore[reportPrivateUsage]
-            before, held.size = held.size, -(-storage.nbytes() // BLOCK) * BLOCK
+        held = self._storages.get(storage._cdata)
+        if held:  # pyright: ignore[reportPrivateUsage]
+            before = held.size
+            held.size = -(-storage.nbytes() // BLOCK) * BLOCK
             self._change(held.purpose, held.size - before)
 
     def assign(self, purpose: str, tensors: Iterable[Tensor | None]) -> None:

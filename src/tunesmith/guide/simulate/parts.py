@@ -40,11 +40,9 @@ if TYPE_CHECKING:
     from tunesmith.guide.simulate.device import FakeDevice
     from tunesmith.models.decoder import Decoder
 
-ENGINES_WEIGHTS, KEYS_AND_VALUES, PUBLISHED = (
-    "engines' weights",
-    "keys and values",
-    "weights for engines",
-)
+ENGINES_WEIGHTS = "engines' weights"
+KEYS_AND_VALUES = "keys and values"
+PUBLISHED = "weights for engines"
 
 
 @contextmanager
@@ -55,7 +53,9 @@ def parts_replaced(device: FakeDevice, engine: Price) -> Generator[None]:
     Args:
         engine: memory planned on a GPU with an engine.
     """
-    allocate, local, frozen = KVMemory.allocate, engine_host.ENGINES["local"], trainers.load_frozen
+    allocate = KVMemory.allocate
+    local = engine_host.ENGINES["local"]
+    frozen = trainers.load_frozen
     checksum_of = rank_group.checksum
 
     def allocate_named(memory: KVMemory) -> None:
@@ -71,10 +71,8 @@ def parts_replaced(device: FakeDevice, engine: Price) -> Generator[None]:
         return made, made.take
 
     def make_plane(config: RunConfig, model: Decoder) -> GatheringPlane:
-        merged, stored = (
-            config.system.adapter_sync != "adapter",
-            config.system.engine_kind.third_party,
-        )
+        merged = config.system.adapter_sync != "adapter"
+        stored = config.system.engine_kind.third_party
         copying = planes.broadcast_plane(config, model) if planes.stays_on_gpu(config) else None
         return GatheringPlane(
             planes.published(model, merged=merged, as_stored=stored), device, copying
@@ -193,17 +191,16 @@ def run_with_data(config: RunConfig, items: list[Any]) -> OpenRun[Any, Any]:
     """A resolved run with these items as its data."""
     nowhere = cast(Any, SimpleNamespace(path=None))
     run = OpenRun(config, Path(), nowhere, None, NoTokenizer(), FROM_A_COMMAND)
-    run.train, run.held_out = (
-        Prepared(items, (Part("made up", 0, len(items)),), LoadReport(), ""),
-        None,
-    )
+    run.train = Prepared(items, (Part("made up", 0, len(items)),), LoadReport(), "")
+    run.held_out = None
     return run
 
 
 def items_of(config: RunConfig, longest: int, tokens: int) -> list[Any]:
     """About ``tokens`` tokens, in sequences or pairs of ``longest``; all tokens but the first of
     each are learned."""
-    numbers, least = count(1), max(1, tokens // longest)
+    numbers = count(1)
+    least = max(1, tokens // longest)
 
     def samples(length: int, learned: int) -> Iterator[Sample]:
         while True:
@@ -233,7 +230,8 @@ def items_of(config: RunConfig, longest: int, tokens: int) -> list[Any]:
 def groups_of(config: RLConfig, longest: int, tokens: int) -> list[RolloutGroup]:
     """About ``tokens`` tokens, in groups of rollouts of ``longest`` tokens, one of which
     succeeded."""
-    size, new = config.rollout.group_size, min(config.rollout.max_new_tokens, longest - 1)
+    size = config.rollout.group_size
+    new = min(config.rollout.max_new_tokens, longest - 1)
     prompt = longest - new
     groups: list[RolloutGroup] = []
     for number in range(-(-tokens // (prompt + size * new))):

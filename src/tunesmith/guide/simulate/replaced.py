@@ -61,7 +61,8 @@ class Stream:
 
     def record(self, stream: Stream | None = None) -> None:
         if stream is not None:
-            self.used, stream.used = stream.used, []
+            self.used = stream.used
+            stream.used = []
 
     def record_event(self, event: Stream | None = None) -> Stream:
         return event or self
@@ -75,7 +76,9 @@ class Stream:
 def replaced(device: Device) -> Generator[None]:
     """Replace methods of fake tensors and functions of ``torch.cuda``; new threads use the device,
     too."""
-    resize, run, start = torch.UntypedStorage.resize_, Thread.run, Thread.start
+    resize = torch.UntypedStorage.resize_
+    run = Thread.run
+    start = Thread.start
 
     def reader(name: str) -> Callable[[Tensor], Any]:
         def read(tensor: Tensor) -> Any:

@@ -90,7 +90,8 @@ class Arm:
         """
         if self._process is not None:
             return self._process
-        began, self.run_dir = time.monotonic(), Path(mkdtemp(dir=self.folder))
+        began = time.monotonic()
+        self.run_dir = Path(mkdtemp(dir=self.folder))
         config = self.config.model_copy(update={"run_dir": self.run_dir})
         process = Process(
             [sys.executable, "-c", _TRIAL],
@@ -154,7 +155,8 @@ class Arm:
         """The end of a process that did not report it."""
         with suppress(subprocess.TimeoutExpired):
             process.popen.wait(10.0)
-        said, code = process.said().splitlines()[-3:], process.kill()
+        said = process.said().splitlines()[-3:]
+        code = process.kill()
         self.end()
         return TrialEnded("died", "\n".join([f"its process {ending(code)}", *said]))
 

@@ -16,10 +16,12 @@ from tunesmith.guide.tune.knobs import Values
 from tunesmith.guide.tune.search import TrialOutcome
 from tunesmith.records.interrupts import asked
 
-LEAST_PATIENCE, SLOW = 20.0, 4.0
+LEAST_PATIENCE = 20.0
+SLOW = 4.0
 """A step is abandoned after ``LEAST_PATIENCE`` seconds or ``SLOW`` times the other run's step,
 whichever is longer."""
-TURN, MOST_STEPS = 1.0, 5
+TURN = 1.0
+MOST_STEPS = 5
 """A run with short steps takes several per turn: up to this many seconds and steps; their median
 counts."""
 BLOCK = 4
@@ -47,7 +49,8 @@ class Bench:
         """Keep the run of the best settings."""
         if self._best is not arm:
             self.close()
-        self._best, self._best_values = arm, values
+        self._best = arm
+        self._best_values = values
 
     def compare(self, best: Values, values: Values, arm: Arm | None = None) -> TrialOutcome:
         """Compare the settings ``values`` with the best ones so far.
@@ -101,13 +104,16 @@ class Bench:
     def _in_turn(self, known: Arm, other: Arm, block: int) -> TrialOutcome:
         """The comparison of two runs that alternate every ``block`` steps; each round the other one
         goes first."""
-        slowest, turn, ratios = 0.0, 1, list[float]()
+        slowest = 0.0
+        turn = 1
+        ratios = list[float]()
         while not (
             ratios and (interval(ratios).decided or len(ratios) >= MOST_PAIRS or self.is_over)
         ):
             times: dict[bool, list[float]] = {}
             for arm in (known, other) if len(ratios) // block % 2 == 0 else (other, known):
-                began, patience = time.monotonic(), START_SECONDS
+                began = time.monotonic()
+                patience = START_SECONDS
                 if arm is other and slowest:
                     patience = max(LEAST_PATIENCE, SLOW * slowest)
                 try:

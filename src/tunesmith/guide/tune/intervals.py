@@ -62,7 +62,8 @@ def interval(log_ratios: Sequence[float]) -> Interval:
     mean = fmean(log_ratios)
     if n < 2:
         return Interval(mean, -inf, inf, n)
-    odds, spread = 1 + n * EFFECT**2, sqrt(variance(log_ratios))
+    odds = 1 + n * EFFECT**2
+    spread = sqrt(variance(log_ratios))
     bound = (sqrt(odds) / (1 - CONFIDENCE)) ** (2 / n)
     if bound >= odds:
         return Interval(mean, -inf, inf, n)

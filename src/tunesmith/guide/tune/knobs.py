@@ -11,13 +11,15 @@ from tunesmith.config.values import megabytes, parse_size
 Values = Mapping[str, Any]
 """Values by dotted key."""
 
-TOKENS, CHUNK, THREADS = (
-    "system.max_tokens_per_microbatch",
-    "system.logprob_chunk",
-    "system.threads",
-)
-RUNNING, PREFILL, KV = "system.max_running", "system.max_prefill_tokens", "system.kv_memory"
-RANKS, ENGINES, PROCESS = "system.trainer_ranks", "system.engines", "system.engine_process"
+TOKENS = "system.max_tokens_per_microbatch"
+CHUNK = "system.logprob_chunk"
+THREADS = "system.threads"
+RUNNING = "system.max_running"
+PREFILL = "system.max_prefill_tokens"
+KV = "system.kv_memory"
+RANKS = "system.trainer_ranks"
+ENGINES = "system.engines"
+PROCESS = "system.engine_process"
 LAYOUT = (
     *(
         RANKS,
@@ -73,7 +75,8 @@ def neighbours(values: Values, shape: Shape) -> Iterator[tuple[str, Any]]:
 def _ladders(values: Values, shape: Shape) -> dict[str, Sequence[Any]]:
     """The possible values of each setting."""
     ranks = int(values.get(RANKS) or 1)
-    threads, sample = max(1, shape.cores // ranks), -(-shape.tokens // shape.samples)
+    threads = max(1, shape.cores // ranks)
+    sample = -(-shape.tokens // shape.samples)
     ladders: dict[str, Sequence[Any]] = {
         "system.gradient_checkpointing": (False, 0.5, True),
         TOKENS: _up_to(-(-shape.tokens // ranks), values[TOKENS], sample),
@@ -92,7 +95,8 @@ def _ladders(values: Values, shape: Shape) -> dict[str, Sequence[Any]]:
         ladders[RUNNING] = _up_to(shape.samples, values[RUNNING], 4)
         ladders[PREFILL] = _up_to(shape.tokens, values[PREFILL], 256)
         ladders["system.speculative"] = ("off", "ngram")
-        if held := values.get(KV):
+        held = values.get(KV)
+        if held:
             ladders[KV] = [megabytes(parse_size(held) * factor) for factor in (2, 4)]
     return ladders
 

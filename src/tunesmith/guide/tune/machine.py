@@ -29,8 +29,10 @@ from tunesmith.plan.facts.measured import Rates, rates_file, remember
 from tunesmith.plan.facts.model import ModelFacts
 from tunesmith.run.placement.probes import Probe
 
-SHAPES, ROUNDS = 40, 5
-LEAST, MOST = 2_200_000, 30_000_000
+SHAPES = 40
+ROUNDS = 5
+LEAST = 2_200_000
+MOST = 30_000_000
 """Range of the measured models' parameter counts."""
 OPERATIONS = 1.0e9, 4e9
 """Range of parameters times tokens per step."""
@@ -44,9 +46,11 @@ def shapes(seed: int) -> Iterator[Work]:
     draw = random.Random(seed)
     number = 0
     while True:
-        hidden, dim = draw.choice([192, 256, 384, 512, 768]), draw.choice([32, 64])
+        hidden = draw.choice([192, 256, 384, 512, 768])
+        dim = draw.choice([32, 64])
         layers = draw.choice([2, 3, 4, 6, 8])
-        heads, wide = max(2, hidden // dim), draw.choice([2, 3, 4])
+        heads = max(2, hidden // dim)
+        wide = draw.choice([2, 3, 4])
         kv = draw.choice([k for k in (1, 2, 4) if heads % k == 0])
         vocabulary = draw.choice([1024, 4096, 8192, 16384, 32000])
         each = hidden * (2 * (heads + kv) * dim + 3 * wide * hidden)
@@ -54,8 +58,10 @@ def shapes(seed: int) -> Iterator[Work]:
         model = ModelFacts(
             parameters, layers, hidden, wide * hidden, heads, kv, dim, vocabulary, 4096, tied=True
         )
-        prompts, group = draw.choice([1, 2, 4, 8]), draw.choice([2, 4, 8])
-        prompt, new = draw.choice([16, 32, 64, 128, 256]), draw.choice([16, 24, 32, 48, 64, 96])
+        prompts = draw.choice([1, 2, 4, 8])
+        group = draw.choice([2, 4, 8])
+        prompt = draw.choice([16, 32, 64, 128, 256])
+        new = draw.choice([16, 24, 32, 48, 64, 96])
         work = Work(
             model,
             2 + 2 * (number % 2),
@@ -81,7 +87,8 @@ def probes(seed: int, count: int) -> list[Probe]:
         CapacityError: memory is too small for their models.
     """
     works = list(islice(shapes(seed), count))
-    needed, free = BYTES * sum(work.model.parameters or 0 for work in works), memory()[1]
+    needed = BYTES * sum(work.model.parameters or 0 for work in works)
+    free = memory()[1]
     if needed > free:
         raise CapacityError(
             f"the {count} small models that are measured need {format_size(needed)} of memory, and {format_size(free)} "
@@ -124,7 +131,9 @@ def nonnegative(rows: NDArray[np.float64]) -> NDArray[np.float64]:
     """The ``x ≥ 0`` that minimizes ``|rows · x − 1|²``, by coordinate descent."""
     size = np.linalg.norm(rows, axis=0)
     scaled = rows / size
-    gram, target, x = scaled.T @ scaled, scaled.sum(0), np.zeros(rows.shape[1])
+    gram = scaled.T @ scaled
+    target = scaled.sum(0)
+    x = np.zeros(rows.shape[1])
     for _ in range(SWEEPS):
         for i in range(len(x)):
             x[i] = max(0.0, x[i] + target[i] - gram[i] @ x)

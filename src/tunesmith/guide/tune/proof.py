@@ -43,7 +43,8 @@ def compare_gradients(ours: Path, theirs: Path, dtype: str) -> Proof:
     numbers = 0
     files = sorted(file.parent.relative_to(ours) for file in ours.rglob(OPTIMIZER_FILE))
     for folder in files:
-        a, b = StateFiles(ours / folder), StateFiles(theirs / folder)
+        a = StateFiles(ours / folder)
+        b = StateFiles(theirs / folder)
         for name in sorted(n for n in a.names if n.startswith(MOMENTS)):
             one, other = (state.read(name).double() for state in (a, b))
             apart += float((one - other).square().sum())

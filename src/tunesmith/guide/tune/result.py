@@ -36,7 +36,8 @@ class Trial:
     outcome: TrialOutcome
 
     def as_json(self) -> dict[str, Any]:
-        outcome, found = self.outcome, self.outcome.interval
+        outcome = self.outcome
+        found = self.outcome.interval
         found = found if found and isfinite(found.low) else None  # one pair has no interval
         measured = {"interval": [found.mean, found.low, found.high, found.pairs]} if found else {}
         return {

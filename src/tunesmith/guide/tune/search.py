@@ -78,12 +78,16 @@ def search(
     beyond a clearly slower one is tried. Values that were faster on average, but not significantly,
     are tried together at the end.
     """
-    best, tried, settled, refuted = start, [start], list[Values](), list[Values]()
+    best = start
+    tried = [start]
+    settled = list[Values]()
+    refuted = list[Values]()
     hopeful: list[tuple[float, Values]] = []
     while time_is_left():
         left = [c for c in candidates(best) if c.move not in settled]
         left = [c for c in left if not any(_beyond(c.move, best, other) for other in refuted)]
-        limit, found = FAR * expected(best), None
+        limit = FAR * expected(best)
+        found = None
         for some in (left, _together(best, hopeful)):
             timed = [
                 (seconds, c)
@@ -97,7 +101,8 @@ def search(
         outcome = compare(best, candidate)
         tried.append(candidate.values)
         if outcome.faster:
-            best, hopeful = candidate.values, []
+            best = candidate.values
+            hopeful = []
         elif outcome.hopeful and outcome.interval:
             hopeful.append((outcome.interval.mean, candidate.move))
         else:
@@ -120,7 +125,9 @@ def _beyond(move: Values, best: Values, other: Values) -> bool:
     if len(move) != 1 or move.keys() != other.keys():
         return False
     key: Any = next(iter(move))
-    here, there, between = ordered(best.get(key)), ordered(move[key]), ordered(other[key])
+    here = ordered(best.get(key))
+    there = ordered(move[key])
+    between = ordered(other[key])
     if here is None or there is None or between is None:
         return False
     return here < between < there or here > between > there

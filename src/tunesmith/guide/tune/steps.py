@@ -55,7 +55,8 @@ def measure_steps(path: Path, overrides: Sequence[str], steps: int) -> Measured:
     with placed(path, overrides):
         config = load_run(path, overrides)
         check_tunable(config, "bench")
-    trial, profiled = trial_config(config), steps + 2
+    trial = trial_config(config)
+    profiled = steps + 2
     monitor = trial.monitor.model_copy(update={"profile_steps": (profiled,)})
     with TemporaryDirectory(prefix="tunesmith-bench-", ignore_cleanup_errors=True) as folder:
         remove_at_end(Path(folder))
@@ -92,13 +93,15 @@ def measured(
         name.partition("/")[2]: s for name, s in typical.items() if name.startswith("seconds/")
     }
     spent = {name: s for name, s in spent.items() if name not in OUTSIDE_STEPS and s > 0}
-    whole, least = sum(spent.values()), typical.get("attainable_seconds")
+    whole = sum(spent.values())
+    least = typical.get("attainable_seconds")
     scoring = typical.get("attainable_seconds/scoring", 0.0)
     training = typical.get("attainable_seconds/train", None if least is None else least - scoring)
     limits = {"train": training, "scoring": scoring}
     if least is not None and training is not None and "rollout" in spent:
         limits["rollout"] = least - training - scoring
-    if (scored := typical.get("scoring_seconds", 0.0)) and not overlapping:
+    scored = typical.get("scoring_seconds", 0.0)
+    if scored and not overlapping:
         spent |= {"scoring": scored, "train": spent["train"] - scored}
     tokens = {"rollout": typical.get("sampled_tokens"), "train": typical.get("trained_tokens")}
     phases = [

@@ -94,7 +94,8 @@ class Kept:
     """
 
     def __init__(self, file: Path, source: RolloutSource) -> None:
-        self._file, self._source = file, source
+        self._file = file
+        self._source = source
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._source, name)

@@ -104,7 +104,8 @@ class Tuning:
 
     def __post_init__(self) -> None:
         self.given = self.best = self.derived
-        self.bench.config_of, self.bench.fits = self.config_of, self.fits_beside
+        self.bench.config_of = self.config_of
+        self.bench.fits = self.fits_beside
 
     def config_of(self, values: Values) -> RunConfig:
         return with_values(self.config, stated(values, self.usual))
@@ -314,7 +315,8 @@ class Tuning:
     def _measured_again(self) -> Interval | None:
         """The gain of the best settings; if they are no longer faster than the run file's, go back
         to these."""
-        self.bench.ends, self.bench.concludes = max(self.ends, time.monotonic() + 60), True
+        self.bench.ends = max(self.ends, time.monotonic() + 60)
+        self.bench.concludes = True
         try:
             outcome = self.bench.compare(self.given, self.best)
         except TrialEnded as ended:
@@ -327,7 +329,9 @@ class Tuning:
             self.say(
                 f"measured again, the best settings are no longer faster than the run file's: {found}"
             )
-            self.best, self.accepted, self._left = self.given, [], None
+            self.best = self.given
+            self.accepted = []
+            self._left = None
         return outcome.interval
 
 
@@ -354,7 +358,8 @@ def open_tuning(
         config = load_run(path, overrides)
         check_tunable(config)
     pinned = pinned_settings(config, overrides)
-    base, facts = trial_config(without_tuned(config, pinned)), facts_of_run(config)
+    base = trial_config(without_tuned(config, pinned))
+    facts = facts_of_run(config)
     with (
         TemporaryDirectory(prefix="tunesmith-tune-", ignore_cleanup_errors=True) as folder,
         ExitStack() as stack,
@@ -415,7 +420,8 @@ def open_tuning(
 
 def shape_of(config: RunConfig, facts: Facts, arm: Arm) -> Shape:
     """The properties of a run's steps, after its first step."""
-    metrics, model = arm.metrics, facts.model
+    metrics = arm.metrics
+    model = facts.model
     device = str(arm.resolved()["system.device"]["value"]).partition(":")[0]
     rl = isinstance(config, RLConfig)
     return Shape(

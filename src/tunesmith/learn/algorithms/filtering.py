@@ -41,7 +41,8 @@ class DynamicFilter(Section):
         scores = [s for r in group.usable if (s := rollout_score(r, weights)) is not None]
         if not scores or min(scores) == max(scores):
             return False
-        low, high = -inf if self.low is None else self.low, inf if self.high is None else self.high
+        low = -inf if self.low is None else self.low
+        high = inf if self.high is None else self.high
         return low < sum(scores) / len(scores) < high
 
     def split(

@@ -213,7 +213,8 @@ class GMPO(Loss):
 
     def __call__(self, batch: PolicyBatch) -> TokenLoss:
         advantages = batch.sequence_mean(batch.advantages)
-        d, sign = batch.log_ratio, advantages.sign()
+        d = batch.log_ratio
+        sign = advantages.sign()
         bounded = d.clamp(-self.clip_low, self.clip_high)
         pessimistic = sign * (sign * d).minimum(sign * bounded)
         loss = -advantages * batch.sequence_mean(pessimistic).exp()

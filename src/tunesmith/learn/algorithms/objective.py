@@ -164,7 +164,8 @@ class PolicyObjective:
         # If the exact entropy is not computed: −logπ of sampled tokens, whose expectation is the
         # entropy.
         metrics["entropy"] = tokens.mean(-batch.logprobs)
-        if (entropy := predictions.entropy) is not None:
+        entropy = predictions.entropy
+        if entropy is not None:
             entropy = entropy.masked_fill(tokens.drop | ~entropy.detach().isfinite(), 0.0)
             metrics["entropy"] = tokens.mean(entropy)
         if self.entropy_coef:
@@ -179,7 +180,8 @@ def policy_objective(
 ) -> PolicyObjective:
     """The objective of a resolved section; an adaptive controller's ``kl_coef`` replaces the
     section's."""
-    kl, bonus = algorithm.kl, algorithm.entropy_coef
+    kl = algorithm.kl
+    bonus = algorithm.entropy_coef
     if isinstance(kl, KLInLoss):
         return PolicyObjective(
             algorithm.loss, kl.coef if kl_coef is None else kl_coef, kl.estimator, bonus
@@ -216,10 +218,12 @@ class DistillationObjective:
     alpha: float
 
     def __call__(self, forest: Forest, predictions: Predictions) -> tuple[Tensor, TensorMetrics]:
-        logprobs, divergence = predictions.logprobs, predictions.divergence
+        logprobs = predictions.logprobs
+        divergence = predictions.divergence
         assert logprobs is not None and divergence is not None, "distillation needs a teacher"
         tokens = _Tokens(forest, logprobs, divergence)
-        nll, kl = -tokens.kept(logprobs), tokens.kept(divergence)
+        nll = -tokens.kept(logprobs)
+        kl = tokens.kept(divergence)
         metrics = {
             "nll": tokens.mean(nll),
             "teacher_kl": tokens.mean(kl),
@@ -240,7 +244,8 @@ class ValueObjective:
     def __call__(self, forest: Forest, predictions: Predictions) -> tuple[Tensor, TensorMetrics]:
         assert predictions.values is not None, "a value objective reads values"
         tokens = _Tokens(forest, predictions.values)
-        values, returns = tokens.kept(predictions.values), tokens.column("returns")
+        values = tokens.kept(predictions.values)
+        returns = tokens.column("returns")
         token = value_loss(values, returns, tokens.column("old_values"), self.clip)
         metrics = {
             "value": tokens.mean(values),

@@ -64,7 +64,8 @@ def whiten(parts: Sequence[Floats]) -> list[Floats]:
     values = flat(parts)
     if equal(values):
         return [np.zeros_like(p) for p in parts]
-    mean, deviation = values.mean(), values.std(ddof=1)
+    mean = values.mean()
+    deviation = values.std(ddof=1)
     return [(p - mean) / (deviation + EPSILON) for p in parts]
 
 

@@ -160,16 +160,16 @@ class Pairs:
 
         # Not ``column``, which is zero for dropped sequences.
         side = sequences.forest.per_sample["side"].to(sequences.weight.dtype)
-        group, split = (
-            sequences.forest.group,
-            "a pair was split: the learner must keep groups together",
-        )
+        group = sequences.forest.group
+        split = "a pair was split: the learner must keep groups together"
         assert len(group) % 2 == 0, split
         # Sorting makes the two of a pair neighbours. ``unique`` or an assertion would wait for the
         # device.
-        place, order = torch.empty_like(group), group.argsort()
+        place = torch.empty_like(group)
+        order = group.argsort()
         place[order] = torch.arange(len(group), device=group.device) // 2
-        none, two = side.new_zeros(len(group) // 2), group[order].view(-1, 2)
+        none = side.new_zeros(len(group) // 2)
+        two = group[order].view(-1, 2)
         together = (none.index_add(0, place, side) == 0) & (two[:, 0] == two[:, 1])
         torch._assert_async(together.all(), split)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
         keep = none.index_add(0, place, (~sequences.keep).to(side.dtype)) == 0
@@ -223,7 +223,8 @@ class DPOObjective:
     nll_coef: float = 0.0
 
     def __call__(self, forest: Forest, predictions: Predictions) -> tuple[Tensor, TensorMetrics]:
-        beta, sequences = self.beta, Sequences.of(forest, predictions.logprobs)
+        beta = self.beta
+        sequences = Sequences.of(forest, predictions.logprobs)
         pairs = Pairs.of(sequences)
         delta = sequences.score - sequences.column(REFERENCE)
         loss = dpo_loss(pairs.difference(delta), self.loss, beta, self.smoothing)
@@ -283,7 +284,8 @@ class StepObjective:
     def __call__(self, forest: Forest, predictions: Predictions) -> tuple[Tensor, TensorMetrics]:
         sequences = Sequences.of(forest, predictions.logprobs)
         pairs = Pairs.of(sequences)
-        logit, label = pairs.difference(sequences.score), pairs.first(sequences.column("label"))
+        logit = pairs.difference(sequences.score)
+        label = pairs.first(sequences.column("label"))
         right = _right(logit.detach() * (label - 0.5).sign())
         metrics = {**_accuracy(sequences, pairs, right), "nonfinite_steps": (~pairs.keep).sum()}
         return (pairs.weight * sigmoid_loss(logit, label)).sum(), metrics
@@ -297,7 +299,8 @@ def _pair_metrics(
     ``terms [S]`` are the values that the rewards were computed from: their rounding error decides
     which pairs tie.
     """
-    first, margin = pairs.first(rewards), pairs.difference(rewards)
+    first = pairs.first(rewards)
+    margin = pairs.difference(rewards)
     return {
         "rewards/chosen": (pairs.weight * first).sum(),
         "rewards/rejected": (pairs.weight * (first - margin)).sum(),

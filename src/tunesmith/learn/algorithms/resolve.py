@@ -60,7 +60,8 @@ def resolve_algorithm(
             defaults[key] = _decoupled(values["correction"], altered_by)
         default, reason = defaults.get(key, (field.default, ""))
         if key in usual.model_fields_set:
-            default, reason = getattr(usual, key), preset.origin
+            default = getattr(usual, key)
+            reason = preset.origin
         written = getattr(section, key) if key in section.model_fields_set else None
         value = default if written is None else written
         if value is DERIVED:
@@ -74,7 +75,8 @@ def resolve_algorithm(
         elif written is None and reason:
             reasons.append((f"algorithm.{key}", value, reason))
         values[key] = value
-    if isinstance(ramp := values["overlong"], OverlongRamp) and ramp.buffer is None:
+    ramp = values["overlong"]
+    if isinstance(ramp, OverlongRamp) and ramp.buffer is None:
         buffer = ramp.length(max_new_tokens)
         values["overlong"] = ramp.model_copy(update={"buffer": buffer})
         reasons.append(
@@ -113,14 +115,18 @@ def _merged(key: str, written: Section | None, usual: Any, reason: str) -> tuple
     known = given(usual) if isinstance(usual, kind) else {}
     merged = kind(**{**known, **own})
     reasons: Reasons = []
-    value, why, default = True, reason, ""
+    value = True
+    why = reason
+    default = ""
     if isinstance(merged, Choice):
-        value, default = merged.name, f"default of the {merged.what} {merged.name}"
+        value = merged.name
+        default = f"default of the {merged.what} {merged.name}"
         why = reason if isinstance(usual, kind) else f"the usual {merged.what}"
     if written is None or (isinstance(written, Choice) and "type" not in written.model_fields_set):
         reasons.append((key, value, why))
     for name in kind.model_fields:
-        field, why = getattr(merged, name), reason if name in known else default
+        field = getattr(merged, name)
+        why = reason if name in known else default
         if name not in own and field is not None and why:
             reasons.append((f"{key}.{name}", field, why))
     merged.model_fields_set.update(kind.model_fields, {"type"})
@@ -143,7 +149,8 @@ def _cause(altered_by: Collection[str]) -> str:
 
 
 def _refuse_contradictions(algorithm: AlgorithmSection, altered_by: Collection[str]) -> None:
-    correction, decoupled = algorithm.correction, "algorithm.decoupled"
+    correction = algorithm.correction
+    decoupled = "algorithm.decoupled"
     altering = tuple(name for name in altered_by if name.startswith("rollout."))
     if altered_by and not algorithm.decoupled:
         text = (
@@ -163,7 +170,8 @@ def _refuse_contradictions(algorithm: AlgorithmSection, altered_by: Collection[s
             'which are the same with decoupled=false. Leave decoupled out, or set correction="none".'
         )
         raise ConfigError(Problem(("algorithm.correction", decoupled), text))
-    if why := algorithm.advantage.shaping:
+    why = algorithm.advantage.shaping
+    if why:
         shaping = {
             "overlong": algorithm.overlong,
             "stop_properly": algorithm.stop_properly is not None,

@@ -126,7 +126,8 @@ class Batch:
     @cached_property
     def prefix_lengths(self) -> Ints:
         """The number of each sample's leading tokens without loss, ``[S]``."""
-        has, first = self.counts > 0, _starts(self.counts)[:-1]
+        has = self.counts > 0
+        first = _starts(self.counts)[:-1]
         lengths = self.lengths.copy()
         lengths[has] = self.predicted[first[has]] - self.offsets[:-1][has]
         return lengths
@@ -154,11 +155,9 @@ class Batch:
         chosen = np.asarray(samples, np.int64)
         if np.array_equal(chosen, np.arange(self.num_samples)):
             return self
-        predictions, lengths, counts = (
-            self.predictions_of(chosen),
-            self.lengths[chosen],
-            self.counts[chosen],
-        )
+        predictions = self.predictions_of(chosen)
+        lengths = self.lengths[chosen]
+        counts = self.counts[chosen]
         offsets = _starts(lengths)
         moved = np.repeat(offsets[:-1] - self.offsets[chosen], counts)
         taken = Batch(

@@ -134,9 +134,11 @@ class ChatTemplate:
     def _check_kept(
         self, messages: Sequence[Message], text: str, tools: list[Any] | None, *, prompt: bool
     ) -> None:
-        squashed, place = _squash(text), 0
+        squashed = _squash(text)
+        place = 0
         for number, message in enumerate(messages, 1):
-            content, role = _squash(message["content"]), message["role"]
+            content = _squash(message["content"])
+            role = message["role"]
             if role not in ("system", "developer", "user"):
                 continue
             start = squashed.find(
@@ -263,7 +265,8 @@ class ChatTemplate:
             else self._sampled_turn(messages, tools)
         )
         written = "".join(rendered.text[a:b] for a, b in rendered.spans)
-        content, before = messages[-1]["content"], rendered.text[: rendered.spans[0][0]]
+        content = messages[-1]["content"]
+        before = rendered.text[: rendered.spans[0][0]]
         if not _holds(_squash(written), _squash(content), _squash(before[-2 * OPENING :])):
             raise DataError(
                 f"the chat template changes or drops part of the assistant's turn in message {len(messages)}: "
@@ -283,7 +286,8 @@ class ChatTemplate:
         number = len(messages)
         if not text.startswith(before):
             same = common_length(before, text)
-            if (opened := self._opened(before, before[same:].strip(), messages[-1])) is not None:
+            opened = self._opened(before, before[same:].strip(), messages[-1])
+            if opened is not None:
                 return opened
             raise DataError(
                 f"the chat template renders the assistant's turn in message {number} as {_short(text[same:])}, but the "
@@ -340,7 +344,8 @@ class ChatTemplate:
                 return_assistant_tokens_mask=True,
                 **{**self.tokenizer.special_tokens_map, **self.options},
             )
-        text, marks = rendered[0][0], rendered[1][0]
+        text = rendered[0][0]
+        marks = rendered[1][0]
         same = common_length(before, text)
         spans = tuple((a, b) for a, b in marks if a >= same and b > a)
         if not spans:

@@ -37,7 +37,8 @@ def with_probes(
         return text
 
     for place in [len(probed) - 1] if turn else range(len(probed)):
-        message, number = probed[place], place + 1
+        message = probed[place]
+        number = place + 1
         changed: Message = {}
         if message["role"] in TOOL_ROLES:
             changed["content"] = message["content"] + probe(number, "the tool's answer")
@@ -106,7 +107,8 @@ def check_options(
 def check_chatml(tokenizer: Any) -> None:
     """Raise ConfigError if the tokens that ChatML's turns are made of are not in the vocabulary."""
     known = tokenizer.get_vocab()
-    if missing := [token for token in CHATML if token not in known]:
+    missing = [token for token in CHATML if token not in known]
+    if missing:
         raise ConfigError(
             f"model.chat_template = 'hermes' writes {', '.join(missing)}, which the tokenizer does not have as a "
             "token: the template is for models whose turns are ChatML's. Name a template of the model's own tokens",

@@ -137,7 +137,8 @@ def detect(
                 f"no column '{name}' ({key}), found: {column_names(row)}.{close}".rstrip(".")
             )
     columns = row.columns.keys()
-    if form := _without_prompt_column(row, goal, prompt, completion):
+    form = _without_prompt_column(row, goal, prompt, completion)
+    if form:
         return form
     asking = prompt or _only_column(row, PROMPTS, "data.prompt")
     context = "input" if asking == "instruction" else ""
@@ -168,7 +169,8 @@ def _without_prompt_column(
 ) -> Format | None:
     """The format of a row that is a conversation, plain text, or text with separators between its
     steps."""
-    columns, unnamed = row.columns.keys(), prompt is None and completion is None
+    columns = row.columns.keys()
+    unnamed = prompt is None and completion is None
     if goal == "steps" and prompt is None and "input" in columns and "completions" not in columns:
         tags = next((name for name in STEP_TAGS if name in columns), None)
         return Format("tagged", "input", tags) if tags else None
@@ -240,7 +242,8 @@ def convert(row: SourceRow, form: Format, goal: Goal) -> Example:
             prompt, (steps, labels) = _prompt(row, form), read_steps(row)
             return replace(example, prompt=prompt, steps=steps, labels=labels)
         case _:
-            prompt, completion = _prompt(row, form), read_prompt(row, form.completion)
+            prompt = _prompt(row, form)
+            completion = read_prompt(row, form.completion)
             example = replace(example, prompt=_asked(prompt, completion), completion=completion)
             if form.kind == "judged":
                 return replace(
@@ -293,7 +296,9 @@ def _pair(row: SourceRow, form: Format) -> tuple[Prompt, Prompt, Prompt]:
         at = len(chosen[:at].rstrip())
         if not at:
             raise row.bad("there is no prompt, and 'chosen' and 'rejected' do not begin alike")
-        prompt, chosen, rejected = chosen[:at], chosen[at:], rejected[at:]
+        prompt = chosen[:at]
+        chosen = chosen[at:]
+        rejected = rejected[at:]
     for name, text in (("chosen", chosen), ("rejected", rejected)):
         if not text.strip():
             raise row.bad(f"'{name}' is empty")
@@ -306,7 +311,9 @@ def _pair_of_conversations(
     """As ``_pair``, for conversations that are answers to the prompt or begin with it."""
     if prompt is None or chosen[0]["role"] != "assistant":
         alike = common_length(chosen, rejected)
-        prompt, chosen, rejected = chosen[:alike], chosen[alike:], rejected[alike:]
+        prompt = chosen[:alike]
+        chosen = chosen[alike:]
+        rejected = rejected[alike:]
     for name, answer in (("chosen", chosen), ("rejected", rejected)):
         if not answer:
             raise row.bad(f"'{name}' has no answer: it is the beginning of the other")

@@ -54,7 +54,10 @@ class Loader(Generic[T]):
     ) -> None:
         """``fingerprint`` identifies the data; None computes it. ``draws`` items are batched in
         all; None: no end."""
-        self.items, self.batch_size, self.shuffle, self.seed = items, batch_size, shuffle, seed
+        self.items = items
+        self.batch_size = batch_size
+        self.shuffle = shuffle
+        self.seed = seed
         self.draws = draws
         self.parts = tuple(parts) if parts else (Part("data", 0, len(items)),)
         self.fingerprint = fingerprint_of(items) if fingerprint is None else fingerprint

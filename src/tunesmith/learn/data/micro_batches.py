@@ -32,7 +32,8 @@ def build_forest(
     """
     chosen = np.arange(batch.num_samples) if samples is None else np.array(samples, np.int64)
     picked = batch.take(chosen)
-    lengths, offsets = picked.lengths.tolist(), picked.offsets.tolist()
+    lengths = picked.lengths.tolist()
+    offsets = picked.offsets.tolist()
     nodes, last = build_nodes(lengths, prefix_order(picked, share=share))
     starts = list(accumulate((n.stop - n.start for n in nodes), initial=0))
     rows = np.empty(picked.num_tokens, np.int64)  # each token's row in the forest
@@ -42,8 +43,10 @@ def build_forest(
             rows[offset + node.start : offset + stop] = np.arange(
                 starts[end], starts[end] + stop - node.start
             )
-            stop, end = node.start, node.parent
-    token_ids, position_ids = np.empty(starts[-1], np.int64), np.empty(starts[-1], np.int64)
+            stop = node.start
+            end = node.parent
+    token_ids = np.empty(starts[-1], np.int64)
+    position_ids = np.empty(starts[-1], np.int64)
     token_ids[rows] = picked.token_ids
     position_ids[rows] = np.arange(picked.num_tokens) - np.repeat(
         picked.offsets[:-1], picked.lengths
@@ -66,7 +69,8 @@ def build_forest(
 def gather(forest: Forest, batch: Batch) -> Forest:
     """The forest with the batch's columns in float32, or in float64 if that is torch's default
     dtype."""
-    rows, samples = forest.predictions.numpy(), list(forest.sample_ids)
+    rows = forest.predictions.numpy()
+    samples = list(forest.sample_ids)
     dtype = (
         torch.get_default_dtype() if torch.get_default_dtype() == torch.float64 else torch.float32
     )

@@ -77,7 +77,8 @@ def pack(
         prefixes = _grouped(batch, prefixes, share)
     sizes = _Sizes(batch, prefixes, cost or CostModel(), keep_groups)
     bins = _place(sizes, _items(sizes, max_tokens), max_tokens) or []
-    if missing := -len(bins) % multiple_of:
+    missing = -len(bins) % multiple_of
+    if missing:
         bins = _spread(sizes, bins, len(bins) + missing, max_tokens)
     _equalise(sizes, bins, max_tokens)
     bins = [b for b in bins if b.items]
@@ -142,7 +143,9 @@ class _Sizes:
     def __init__(
         self, batch: Batch, prefixes: PrefixOrder, model: CostModel, keep_groups: bool = False
     ) -> None:
-        self.order, self.shared, self.model = prefixes.order, prefixes.shared, model
+        self.order = prefixes.order
+        self.shared = prefixes.shared
+        self.model = model
         self.groups: list[int] = (
             batch.group[self.order].tolist() if keep_groups else list(range(len(self.order)))
         )
@@ -162,7 +165,8 @@ class _Sizes:
 
     def item(self, low: int, high: int, split: tuple[int, int]) -> _Item:
         prefix = self.model.prefix
-        tokens, cost = 0, 0.0
+        tokens = 0
+        cost = 0.0
         for rank in range(low, high):
             shared = self.shared[rank] if rank > low else 0
             tokens += self.lengths[rank] - shared
@@ -204,7 +208,8 @@ def _items(sizes: _Sizes, cap: int) -> list[_Item]:
 
 def _cut(sizes: _Sizes, low: int, high: int, at: int) -> list[tuple[int, int]]:
     """Cut ranks where neighbours share at most ``at`` tokens and belong to different groups."""
-    groups, shared = sizes.groups, sizes.shared
+    groups = sizes.groups
+    shared = sizes.shared
     cuts = (r for r in range(low + 1, high) if shared[r] <= at and groups[r] != groups[r - 1])
     return list(pairwise([low, *cuts, high])) if high > low else []
 
@@ -239,7 +244,8 @@ def _place(sizes: _Sizes, items: list[_Item], cap: int, count: int = 0) -> list[
             chosen = min(sharing, key=added.__getitem__)
         elif count:
             with_room = (i for _, i in fill if sizes.join([*bins[i].items, item]).tokens <= cap)
-            if (chosen := next(with_room, -1)) < 0:
+            chosen = next(with_room, -1)
+            if chosen < 0:
                 return None
         elif place := bisect_left(fill, (cap - item.tokens + sizes.shared_by_all + 1, -1)):
             chosen = fill[place - 1][1]
@@ -281,8 +287,10 @@ def _equalise(sizes: _Sizes, bins: list[_Bin], cap: int) -> None:
 def _exchange(sizes: _Sizes, bins: list[_Bin], heavy: int, light: int, cap: int) -> bool:
     """Make the best single move or swap between two bins if it lowers the higher cost; return
     whether it did."""
-    above, below = bins[heavy], bins[light]
-    total, best = above.cost + below.cost, above.cost
+    above = bins[heavy]
+    below = bins[light]
+    total = above.cost + below.cost
+    best = above.cost
     pair: tuple[_Bin, _Bin] | None = None
     by_cost = sorted(below.items, key=lambda i: (i.cost, i.low))
     for item in sorted(above.items, key=lambda i: (-i.cost, i.low))[:32]:
@@ -296,7 +304,8 @@ def _exchange(sizes: _Sizes, bins: list[_Bin], heavy: int, light: int, cap: int)
             higher = max(left.cost, right.cost)
             fits = left.tokens <= cap and right.tokens <= cap
             if fits and higher < best * (1 - 1e-9) and left.cost + right.cost <= total * REPEATED:
-                best, pair = higher, (left, right)
+                best = higher
+                pair = (left, right)
     if pair is not None:
         bins[heavy], bins[light] = pair
     return pair is not None

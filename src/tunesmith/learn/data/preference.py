@@ -210,7 +210,8 @@ def _mismatched(samples: Sequence[Sample], where: str) -> list[Sample]:
     prompts = [
         tuple(sample.token_ids[:start]) for sample, start in zip(samples, starts, strict=True)
     ]
-    count, longest = len(samples), max((len(sample.token_ids) for sample in samples), default=0)
+    count = len(samples)
+    longest = max((len(sample.token_ids) for sample in samples), default=0)
     if len(set(prompts)) < 2:
         raise DataError(
             f"{where}: KTO estimates a KL from answers to other prompts, and all prompts here are equal"
@@ -220,7 +221,8 @@ def _mismatched(samples: Sequence[Sample], where: str) -> list[Sample]:
         places = ((number + count // 2 + step) % count for step in range(count))
         other = next(place for place in places if prompts[place] != prompt)
         tail = slice(starts[other], starts[other] + longest - len(prompt))
-        ids, mask = samples[other].token_ids[tail], samples[other].loss_mask[tail]
+        ids = samples[other].token_ids[tail]
+        mask = samples[other].loss_mask[tail]
         others.append(Sample([*prompt, *ids], [False] * len(prompt) + mask))
     return others
 

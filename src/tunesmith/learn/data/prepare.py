@@ -131,11 +131,13 @@ def load_samples(section: DataSection, source: Sources, tokenizer: Tokenizer) ->
         DataError, ConfigError: as ``load_tasks``.
     """
     reading = Reading.of(section, source, tokenizer, "sft")
-    template, report = reading.template, reading.report
+    template = reading.template
+    report = reading.report
     if template is None and tokenizer.eos_token_id is None:
         report.note("The tokenizer has no EOS token: the model does not learn to stop.")
     rendered = reading.each(lambda example: learned_texts(section, example, template))
-    if split := sum(len(texts) > 1 for _, texts in rendered):
+    split = sum(len(texts) > 1 for _, texts in rendered)
+    if split:
         report.note(
             f"{split} conversations became several samples each: the chat template renders earlier turns "
             "differently once a conversation continues. Every assistant turn is learned once, as it is sampled."

@@ -206,7 +206,8 @@ def read_shots(path: Path, tokenizer: Tokenizer | None = None) -> Shots:
             raise row.bad("a worked example (rft.few_shot) is a prompt and a completion, both text")
         if tokenizer is not None:
             ids = encode(tokenizer, [example.prompt + example.completion])[0]
-            if problem := without_row(tokenizer, ids):
+            problem = without_row(tokenizer, ids)
+            if problem:
                 raise row.bad(problem)
         shots.append((example.prompt, example.completion))
     if not shots:

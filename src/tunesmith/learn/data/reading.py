@@ -115,7 +115,8 @@ class Reading:
         report = LoadReport(skip_bad=section.skip_bad, skip_too_long=section.too_long == "skip")
         examples: list[Example] = []
         for index, one in enumerate(sources):
-            before, seen = len(examples), set[str]()
+            before = len(examples)
+            seen = set[str]()
             for example in examples_of(section, one, goal, report):
                 # Ids must be unique, even if a source repeats an id or two sources share it.
                 unique = example.id if example.id not in seen else f"{example.id} ({example.where})"
@@ -129,7 +130,8 @@ class Reading:
         options = section.chat_template_kwargs
         fingerprint = fingerprint_of([*lines, options] if options else lines)
         template = choose_template(section, tokenizer, examples)
-        if note := unused_note(tokenizer):
+        note = unused_note(tokenizer)
+        if note:
             report.note(note)
         return cls(
             section,
@@ -212,7 +214,8 @@ class Reading:
             DataError: it may not be cut, nothing is left to learn, or a token has no row in the
                 model's embedding.
         """
-        limit, ids = self.section.max_tokens, sample.token_ids
+        limit = self.section.max_tokens
+        ids = sample.token_ids
         self._check_rows(ids)
         if limit is None or len(ids) <= limit:
             return sample
@@ -237,7 +240,8 @@ class Reading:
                 model's embedding.
         """
         self._check_rows(ids)
-        prompt, limit = cast("Prompt", example.prompt), self.section.max_prompt_tokens
+        prompt = cast("Prompt", example.prompt)
+        limit = self.section.max_prompt_tokens
         prompt = with_system(self.section, prompt) if self.template else prompt
         if limit is None or len(ids) <= limit:
             return prompt, ids
@@ -257,7 +261,8 @@ class Reading:
     def _check_rows(self, ids: list[int]) -> None:
         template = str(self.tokenizer.chat_template) if self.template else None
         origins = {"data.system_prompt": self.section.system_prompt, "the chat template": template}
-        if problem := without_row(self.tokenizer, ids, origins):
+        problem = without_row(self.tokenizer, ids, origins)
+        if problem:
             raise DataError(problem)
 
     def _check_may_cut(self, reason: str) -> None:
@@ -278,7 +283,8 @@ class Reading:
     def prepared(self, items: list[tuple[int, T]]) -> Prepared[T]:
         """Prepare items ``(index of the source, item)``: one part per source, or a single part
         without weights."""
-        report, weights = self.report, weights_of(self.sources)
+        report = self.report
+        weights = weights_of(self.sources)
         counts = [sum(i == index for i, _ in items) for index in range(len(self.sources))]
         for source, count in zip(self.sources, counts, strict=True):
             if not count:

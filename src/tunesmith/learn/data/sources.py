@@ -43,7 +43,8 @@ class BadLine(DataError):
 
     def __init__(self, where: str, reason: str) -> None:
         super().__init__(f"{where}: {reason}")
-        self.where, self.reason = where, reason
+        self.where = where
+        self.reason = reason
 
 
 Rows = Iterator[SourceRow | BadLine]
@@ -139,7 +140,8 @@ def directory_files(directory: Path, split: str) -> list[Path]:
 def _split_of(path: Path) -> str | None:
     for part in reversed((*path.parent.parts, path.stem)):
         word = part.lower().replace("_", "-").replace(".", "-").split("-")[0]
-        if name := next((name for name, words in SPLITS.items() if word in words), None):
+        name = next((name for name, words in SPLITS.items() if word in words), None)
+        if name:
             return name
     return None
 
@@ -199,7 +201,8 @@ def _decode_file(path: Path) -> str:
     with boundary(DataError, f"cannot read {path}", OSError):
         raw = path.read_bytes()
     try:
-        if (nul := raw.find(0)) >= 0:
+        nul = raw.find(0)
+        if nul >= 0:
             raise UnicodeDecodeError("utf-8", raw, nul, nul + 1, "a NUL character")
         return raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -250,11 +253,13 @@ def read_csv(path: Path) -> Rows:
     if times > 1:
         raise DataError(f"{path}:1: the column '{name}' stands twice in the header.")
     while True:
-        line, reason = reader.line_num + 1, "blank line"
+        line = reader.line_num + 1
+        reason = "blank line"
         try:
             fields = next(reader, None)
         except csv.Error as error:
-            fields, reason = [], f"not CSV: {error}"
+            fields = []
+            reason = f"not CSV: {error}"
         if fields is None:
             return
         if len(fields) == len(header) > 0:

@@ -65,7 +65,8 @@ def encode_after(tokenizer: Tokenizer, before: str, text: str) -> list[int]:
     """
     guards = (before, "a", ".", "\n") if getattr(tokenizer, "is_fast", False) else ()
     for guard in filter(None, guards):
-        if (tokens := _continuation(tokenizer, guard, text)) is not None:
+        tokens = _continuation(tokenizer, guard, text)
+        if tokens is not None:
             return tokens
     return encode(tokenizer, [text])[0]
 
@@ -153,7 +154,8 @@ def _encode_pieces(
         else:
             if decode(tokenizer, [token for piece in encoded for token in piece]) == wanted:
                 return encoded
-    before, after = text[max(0, borders[1] - 12) : borders[1]], text[borders[1] : borders[1] + 12]
+    before = text[max(0, borders[1] - 12) : borders[1]]
+    after = text[borders[1] : borders[1] + 12]
     raise DataError(
         f"a token crosses the border of what is learned ({before!r} | {after!r}) and this tokenizer "
         "cannot be made to split there; move blanks from the end of the prompt to the start of the completion"

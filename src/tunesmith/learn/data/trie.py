@@ -45,11 +45,9 @@ def prefix_order(
     count = len(chosen)
     if not share:
         return PrefixOrder(list(range(count)), [0] * count)
-    starts, sizes, lengths = (
-        batch.offsets.tolist(),
-        batch.prefix_lengths.tolist(),
-        batch.lengths.tolist(),
-    )
+    starts = batch.offsets.tolist()
+    sizes = batch.prefix_lengths.tolist()
+    lengths = batch.lengths.tolist()
     prefixes = [batch.sortable[4 * starts[i] : 4 * (starts[i] + sizes[i])] for i in chosen]
     # Among equal prefixes, a sample that is all prefix goes first, directly before the samples that
     # continue it.
@@ -86,7 +84,8 @@ def build_nodes(lengths: Sequence[int], prefixes: PrefixOrder) -> tuple[list[Nod
     Args:
         lengths: tokens of each sample, in the order of the indices in ``prefixes``.
     """
-    order, shared = prefixes.order, prefixes.shared
+    order = prefixes.order
+    shared = prefixes.shared
     nodes: list[Node] = []
     last = [-1] * len(lengths)
     # Runs of ranks whose samples share the tokens placed so far: (first, past the last, placed
@@ -112,7 +111,8 @@ def build_nodes(lengths: Sequence[int], prefixes: PrefixOrder) -> tuple[list[Nod
 
 def common_length(a: Sequence[Any], b: Sequence[Any]) -> int:
     """The number of equal leading elements, by bisection on slices (compared in C)."""
-    low, high = 0, min(len(a), len(b))
+    low = 0
+    high = min(len(a), len(b))
     if a[:high] == b[:high]:
         return high
     while high - low > 1:

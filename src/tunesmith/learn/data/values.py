@@ -124,7 +124,8 @@ def _message(row: SourceRow, place: str, item: Any) -> Message:
         content = ""
     if not isinstance(content, str):
         raise row.bad(f"{place} has no text in 'content', found: {', '.join(message)}")
-    if isinstance(calls := message.get("tool_calls"), list):
+    calls = message.get("tool_calls")
+    if isinstance(calls, list):
         message["tool_calls"] = [with_object_arguments(_call(row, place, call)) for call in calls]
     return {**message, "content": _encodable(row, f"{place}.content", content)}
 

@@ -91,7 +91,8 @@ class Conversation:
     _places: list[_Place] = field(default_factory=list[_Place])
 
     def __post_init__(self) -> None:
-        first, messages = self.rollout.records[0], tuple(map(for_template, self.prompt))
+        first = self.rollout.records[0]
+        messages = tuple(map(for_template, self.prompt))
         key = _key(self.prompt, self.prompt_tools)
         self._places.append(_Place(first, len(first.token_ids), key, messages))
 
@@ -122,9 +123,11 @@ class Conversation:
         record, rendered = self._record_of(messages, tools, renderer, options)
         prompt_tokens = len(record.token_ids)
         completion = await self._sample(record, max_new_tokens, stop)
-        parse, ids = self.setting.parse, completion.token_ids
+        parse = self.setting.parse
+        ids = completion.token_ids
         written = renderer.text(ids)
-        raw, text = before_stop(written, stop), before_stop(renderer.plain(ids), stop)
+        raw = before_stop(written, stop)
+        text = before_stop(renderer.plain(ids), stop)
         content, calls = parse(raw, text) if parse and tools and find_calls else (text, [])
         if any(isinstance(call, BadCall) for call in calls):
             content = text  # keep the text of calls that cannot be read
@@ -186,7 +189,8 @@ class Conversation:
                 f"the conversation has {len(record.token_ids)} tokens and leaves no room for a turn: "
                 f"the limit is {limit} (environment.max_tokens)"
             )
-        if problem := without_row(self.setting.renderer.tokenizer, record.token_ids):
+        problem = without_row(self.setting.renderer.tokenizer, record.token_ids)
+        if problem:
             raise EpisodeError(problem)
         self.turns += 1
         self._writing.add(id(record))
@@ -309,7 +313,8 @@ def for_template(message: Message) -> Message:
     """A message as chat templates expect it: text content, arguments of tool calls as objects."""
     cleaned = {name: value for name, value in message.items() if value is not None}
     cleaned["content"] = text_of_content(message.get("content"))
-    if calls := cleaned.get("tool_calls"):
+    calls = cleaned.get("tool_calls")
+    if calls:
         listed = calls if isinstance(calls, list | tuple) else [calls]
         for call in listed:
             if not isinstance(call, Mapping) or not isinstance(call.get("function"), Mapping):

@@ -93,7 +93,8 @@ class Endpoint:
 
     async def _models(self, request: web.Request) -> web.Response:
         """The list of models, which has one entry, or that model."""
-        if (api := self._episode(request)) is None:
+        api = self._episode(request)
+        if api is None:
             return _unknown()
         model = {"id": api.model, "object": "model", "created": 0, "owned_by": "tunesmith"}
         return web.json_response(
@@ -103,7 +104,8 @@ class Endpoint:
     async def _serve(
         self, answer: Answer, events: Events, request: web.Request
     ) -> web.StreamResponse:
-        if (api := self._episode(request)) is None:
+        api = self._episode(request)
+        if api is None:
             return _unknown()
         try:
             body = await request.json()

@@ -215,7 +215,8 @@ class EnvironmentSet:
     def _environment_of(self, task: Task | Example) -> str:
         if not isinstance(self.section.path, dict):
             return self.loaded[0].name
-        column, names = self.section.column, [*(one.name for one in self.loaded), SINGLE_TURN]
+        column = self.section.column
+        names = [*(one.name for one in self.loaded), SINGLE_TURN]
         if column not in task.columns:
             raise DataError(
                 f"task {task.id} has no column '{column}' (environment.column), which names its environment: "

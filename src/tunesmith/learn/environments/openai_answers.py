@@ -74,7 +74,8 @@ def _finish_reason(reply: Reply) -> str:
 def as_response(request: Mapping[str, Any], chat: Mapping[str, Any]) -> dict[str, Any]:
     """The answer to a ``responses`` request from the answer to its chat request."""
     number = chat["id"].rpartition("-")[2]
-    choice, usage = chat["choices"][0], chat["usage"]
+    choice = chat["choices"][0]
+    usage = chat["usage"]
     status = "incomplete" if choice["finish_reason"] == "length" else "completed"
     return {
         "id": f"resp_{number}",
@@ -106,7 +107,8 @@ def as_response(request: Mapping[str, Any], chat: Mapping[str, Any]) -> dict[str
 def _output(choice: Mapping[str, Any], number: str, status: str) -> list[dict[str, Any]]:
     """The items of a response: a message, unless it is empty next to calls, and the function
     calls."""
-    message, logprobs = choice["message"], choice["logprobs"]
+    message = choice["message"]
+    logprobs = choice["logprobs"]
     calls: list[Any] = message["tool_calls"] or []
     items: list[dict[str, Any]] = []
     if message["content"] or not calls:

@@ -141,10 +141,8 @@ class EpisodeApi:
         self, prefix: str, kind: str, choices: list[dict[str, Any]], replies: list[Reply]
     ) -> dict[str, Any]:
         self._answers += 1
-        prompt, written = (
-            replies[0].prompt_tokens,
-            sum(len(reply.completion.token_ids) for reply in replies),
-        )
+        prompt = replies[0].prompt_tokens
+        written = sum(len(reply.completion.token_ids) for reply in replies)
         return {
             "id": f"{prefix}-{self._answers}",
             "object": kind,

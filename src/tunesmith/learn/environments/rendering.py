@@ -38,7 +38,8 @@ class Renderer:
     def __init__(
         self, tokenizer: Tokenizer, ends: tuple[str, ...] = (), guard: TokenGuard = NO_GUARD
     ) -> None:
-        self.tokenizer, self.guard = tokenizer, guard
+        self.tokenizer = tokenizer
+        self.guard = guard
         eos = tokenizer.eos_token_id
         ends = (*ends, "" if eos is None else str(tokenizer.decode([eos])))
         self._ends = tuple(text for text in ends if text)

@@ -130,7 +130,8 @@ def _checked(value: Any) -> ToolCall | BadCall:
     if not isinstance(value, Mapping):
         return BadCall(f"a tool call is an object {EXPECTED}")
     call = value["function"] if isinstance(value.get("function"), Mapping) else value
-    name, arguments = call.get("name"), call.get("arguments", call.get("parameters", {}))
+    name = call.get("name")
+    arguments = call.get("arguments", call.get("parameters", {}))
     if not isinstance(name, str) or not name:
         return BadCall(f"the tool call names no tool; write {EXPECTED}")
     if isinstance(arguments, str):

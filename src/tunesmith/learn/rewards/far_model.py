@@ -20,7 +20,9 @@ class RestartingFars:
     def __init__(
         self, start: Callable[[], Sequence[Far]], restarts: int, report: Callable[[str], None]
     ) -> None:
-        self._start, self._restarts, self._report = start, restarts, report
+        self._start = start
+        self._restarts = restarts
+        self._report = report
         self.fars = start()
         self._one_call = Lock()  # all processes must receive the calls in the same order
 

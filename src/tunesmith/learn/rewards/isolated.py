@@ -83,7 +83,8 @@ class IsolatedRewards:
             for name, value in arguments.items()
             if name not in ("log_extra", "log_metric")
         }
-        question, coroutine = (function.number, sent), function.asynchronous
+        question = (function.number, sent)
+        coroutine = function.asynchronous
         try:
             async with nullcontext() if coroutine else self._turns.turn(function.number, timeout):
                 answer = await self._ask(question, timeout, coroutine=coroutine)

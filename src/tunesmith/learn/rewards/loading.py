@@ -91,8 +91,10 @@ def check_rewards(section: RewardSection, base_dir: Path) -> None:
 
 
 def _check_weights(section: RewardSection) -> None:
-    weights, functions = section.weights, section.functions
-    if repeated := next((name for name, count in Counter(functions).items() if count > 1), None):
+    weights = section.weights
+    functions = section.functions
+    repeated = next((name for name, count in Counter(functions).items() if count > 1), None)
+    if repeated:
         raise ConfigError(
             f"reward.functions names '{repeated}' more than once; use reward.weights.",
             keys=("reward.functions",),
@@ -183,10 +185,8 @@ def user_reward(
     Args:
         instances: it may need ``environments``, which are in this process.
     """
-    columns, parameters = (
-        required_columns(function, reference),
-        inspect.signature(function).parameters,
-    )
+    columns = required_columns(function, reference)
+    parameters = inspect.signature(function).parameters
     if parameters.keys() >= VERL:
         return RewardFunction(
             name, reference, from_verl(function), columns - VERL, one_of=VERL_GOLD

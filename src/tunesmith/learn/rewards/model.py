@@ -55,7 +55,8 @@ class RewardModel:
                 template refuses, or a token has no row in the model's embedding.
         """
         ids = self._encoded(prompt, completion, finished)
-        if problem := without_row(self.tokenizer, ids):
+        problem = without_row(self.tokenizer, ids)
+        if problem:
             raise DataError(problem)
         return ids
 

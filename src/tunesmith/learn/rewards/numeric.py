@@ -94,7 +94,8 @@ def _number(match: re.Match[str]) -> Number | None:
         elif match["numerator"]:
             value = _CONTEXT.divide(read("numerator"), read("denominator"))
         else:
-            value, exponent = read("plain"), match["exponent"] or match["power"]
+            value = read("plain")
+            exponent = match["exponent"] or match["power"]
             if exponent:
                 value = value.scaleb(int(exponent.replace("−", "-")), _CONTEXT)
     except InvalidOperation:

@@ -34,7 +34,8 @@ from tunesmith.records.plain import plain
 from tunesmith.records.redact import redact
 from tunesmith.types import Rollout, Status
 
-ANSWER_BYTES, ANSWER_BYTES_EACH = 1 << 20, 1 << 14
+ANSWER_BYTES = 1 << 20
+ANSWER_BYTES_EACH = 1 << 14
 """Size limit of an answer: a fixed part, and a part per completion (for a number and the reason of
 a failure)."""
 
@@ -49,7 +50,8 @@ def remote_reward(entry: RemoteReward, label: str, decode: Decode) -> RewardFunc
         label: the column that is sent as OpenRLHF's ``labels``.
         decode: turns a rollout's tokens into OpenRLHF's ``query`` and ``prompts``.
     """
-    client, headers = RewardClient(entry), dict[str, str]()
+    client = RewardClient(entry)
+    headers = dict[str, str]()
     if entry.token_env is not None:
         headers["Authorization"] = f"Bearer {os.environ[entry.token_env].strip()}"
 
@@ -102,7 +104,8 @@ class _Server:
     rests_until: float = 0.0
 
     def works(self) -> None:
-        self.failures, self.rests_until = 0, 0.0
+        self.failures = 0
+        self.rests_until = 0.0
 
     def rests(self) -> None:
         """Avoid it for a while: a dead server has nothing outstanding and would otherwise attract
@@ -127,9 +130,11 @@ class RewardClient:
             data = json.dumps(body, default=str).encode()
         except (ValueError, RecursionError) as error:
             return [ItemFailure(Status.REWARD_FAILED, f"cannot be sent as JSON: {error}")] * size
-        most, started = ANSWER_BYTES + size * ANSWER_BYTES_EACH, time.monotonic()
+        most = ANSWER_BYTES + size * ANSWER_BYTES_EACH
+        started = time.monotonic()
         tried: list[str] = []
-        reason, status = "", Status.REWARD_FAILED
+        reason = ""
+        status = Status.REWARD_FAILED
         while len(tried) <= self.entry.retries:
             if tried:
                 await asyncio.sleep(pause(len(tried)))
@@ -144,7 +149,8 @@ class RewardClient:
                 return scores_of(answer, size, url)
             except BadAnswer as error:
                 server.works()
-                reason, status = str(error), Status.REWARD_FAILED
+                reason = str(error)
+                status = Status.REWARD_FAILED
                 break
             except (
                 Unavailable,

@@ -114,7 +114,8 @@ class RewardSet:
         pairs = [(r, t) for r, t in zip(rollouts, texts, strict=True) if r.status is Status.OK]
         if not pairs:
             return
-        played, texts = [r for r, _ in pairs], [t for _, t in pairs]
+        played = [r for r, _ in pairs]
+        texts = [t for _, t in pairs]
         answers = await asyncio.gather(*(self._call(f, played, texts) for f in self.functions))
         for function, (scores, notes) in zip(self.functions, answers, strict=True):
             for i, (rollout, score) in enumerate(zip(played, scores, strict=True)):
@@ -133,7 +134,8 @@ class RewardSet:
     def metrics(self, rollouts: Sequence[Rollout]) -> dict[str, float]:
         """``reward_metrics``, means of the ``log_metric`` values since the last call, and abandoned
         threads."""
-        logged, self._logged = self._logged, {}
+        logged = self._logged
+        self._logged = {}
         metrics = reward_metrics(rollouts) | {
             f"logged/{name}": mean(values) for name, values in logged.items()
         }
@@ -188,7 +190,8 @@ class RewardSet:
             for name, value in rollout.rewards.items()
             if value is not None and self.weights[name] != 0
         ]
-        if (own := rollout.reward) is not None:
+        own = rollout.reward
+        if own is not None:
             rollout.rewards[ENVIRONMENT] = own
             applied.insert(0, own)
         if not applied:

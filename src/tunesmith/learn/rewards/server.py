@@ -52,7 +52,8 @@ class RewardRequest(BaseModel):
     @model_validator(mode="after")
     def check_lengths(self) -> Self:
         columns = self.columns or {}
-        if reserved := NOT_COLUMNS & columns.keys():
+        reserved = NOT_COLUMNS & columns.keys()
+        if reserved:
             raise ValueError(f"columns: '{min(reserved)}' cannot be the name of a column")
         for name, values in {"completions": self.completions, **columns}.items():
             if len(values) != len(self.prompts):
@@ -124,7 +125,8 @@ class RewardService:
         self.requests += 1
         self.completions += len(items)
         results = await self._batcher.submit(items) if items else []
-        rewards, errors = [reward for reward, _ in results], [error for _, error in results]
+        rewards = [reward for reward, _ in results]
+        errors = [error for _, error in results]
         return web.json_response(
             {"rewards": rewards, **({"errors": errors} if any(errors) else {})}
         )

@@ -46,7 +46,8 @@ def check_reward_model(entry: ModelReward) -> None:
                 keys=("reward.models",),
             )
         # transformers writes no id2label for its default of two.
-        if (labels := len(config.get("id2label") or "ab")) != 1:
+        labels = len(config.get("id2label") or "ab")
+        if labels != 1:
             raise ConfigError(
                 f"reward.models: '{entry.path}' has {labels} labels; a reward model has one, its score.",
                 keys=("reward.models",),

@@ -44,7 +44,9 @@ class Process:
         out: bool = False,
     ) -> None:
         self.connection, theirs = Pipe()
-        end, pipe, self._shows = theirs.fileno(), subprocess.PIPE, shows
+        end = theirs.fileno()
+        pipe = subprocess.PIPE
+        self._shows = shows
         arguments = [*command, str(end), str(os.getpid()), name]
         self.popen: subprocess.Popen[bytes] = _starter.submit(
             subprocess.Popen,

@@ -27,7 +27,8 @@ PATIENCE = 120.0
 """Seconds for which a process may leave a ping unanswered before it is killed."""
 STARTING = 600.0
 """Seconds that an engine may take to load."""
-HURRIED, TOLD = 15.0, 3.0
+HURRIED = 15.0
+TOLD = 3.0
 """Once the command was asked to end: seconds instead of both, and seconds until a message names the
 process."""
 NOTICING = 5.0
@@ -64,7 +65,8 @@ class Far(ABC):
         self, name: str, lost: type[TunesmithError], patience: float | None = PATIENCE
     ) -> None:
         self.name = name
-        self._error, self._patience = lost, patience
+        self._error = lost
+        self._patience = patience
         self._numbers = count()
         self._waiting: dict[int, PendingResult] = {}
         self._lock = threading.Lock()
@@ -129,7 +131,8 @@ class Far(ABC):
 
     def _ask(self, do: str, *given: Any) -> PendingResult:
         with self._lock:
-            answer, lost = PendingResult(next(self._numbers)), self.lost
+            answer = PendingResult(next(self._numbers))
+            lost = self.lost
             if not lost:
                 self._waiting[answer.number] = answer
         if lost:
@@ -158,7 +161,8 @@ class Far(ABC):
             if self._ending is not None:
                 return
             self._ending = how
-            waiting, self._waiting = self._waiting, {}
+            waiting = self._waiting
+            self._waiting = {}
         self._kill()
         self.ended.set_result(None)  # first, so that a replacement finds its place free
         for answer in waiting.values():
@@ -203,7 +207,8 @@ def _waited(future: Future[Any], seconds: float, hurried: float) -> bool:
     while not future.done():
         now = time.monotonic()
         rest = begun + seconds - now
-        if (since := interrupts.asked_since()) is not None:
+        since = interrupts.asked_since()
+        if since is not None:
             rest = min(rest, max(begun, since) + hurried - now)
         if rest <= 0:
             return False

@@ -63,7 +63,8 @@ class Host:
     """
 
     def __init__(self, worker: Executor, target: Any = None) -> None:
-        self._worker, self._object = worker, target
+        self._worker = worker
+        self._object = target
 
     async def ask(self, do: str, *given: Any) -> Any:
         match do, given:
@@ -127,8 +128,10 @@ def serve(
         target: the object, if ``make`` is not called.
         lost: the exit code when the connection is closed without an ``exit``.
     """
-    worker, loop = OneThread(), asyncio.new_event_loop()
-    host, running = Host(worker, target), dict[int, asyncio.Task[None]]()
+    worker = OneThread()
+    loop = asyncio.new_event_loop()
+    host = Host(worker, target)
+    running = dict[int, asyncio.Task[None]]()
 
     async def answer(number: int, do: str, packed: bytes) -> None:
         try:

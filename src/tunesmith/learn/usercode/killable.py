@@ -30,7 +30,8 @@ from tunesmith.learn.usercode.calls import ANSWER_SECONDS, PerLoop, done_within
 from tunesmith.learn.usercode.child import Process, ending
 from tunesmith.learn.usercode.far import ConnectedFar
 
-STARTUP_SECONDS, ENDING_SECONDS = 60.0, 10.0
+STARTUP_SECONDS = 60.0
+ENDING_SECONDS = 10.0
 IMPORT_SECONDS = 600.0
 MEMORY_BYTES = 4 << 30
 _CHILD = Path(__file__).with_name("killable_child.py")
@@ -100,7 +101,8 @@ class ForkServer:
         self._process = Process(
             [sys.executable, "-P", _CHILD], program.file.name, shows=program.shows, out=True
         )
-        self._pipe, self.pid = self._process.connection, self._process.popen.pid
+        self._pipe = self._process.connection
+        self.pid = self._process.popen.pid
         self.last_output = self._process.said
         self._lock = threading.Lock()
         self._used = False
@@ -131,7 +133,8 @@ class ForkServer:
         if self.forks:
             return self._worker()
         with self._lock:
-            free, self._used = not self._used, True
+            free = not self._used
+            self._used = True
         return (self if free else ForkServer(self._program))._worker()
 
     def _worker(self) -> Worker:
@@ -205,7 +208,8 @@ class Worker(ConnectedFar):
 
     def __init__(self, server: ForkServer, pid: int, connection: Connection) -> None:
         super().__init__(connection, f"worker {pid}", WorkerLost, None)
-        self._server, self._number = server, pid
+        self._server = server
+        self._number = pid
         self._start()
 
     async def ask(
@@ -242,7 +246,8 @@ class Worker(ConnectedFar):
             self.cancel(result)
             if not await done_within(result, ANSWER_SECONDS):
                 self.close()  # one of its calls, perhaps not this one, blocks the event loop
-            if isinstance(lost := result.exception(), WorkerLost):
+            lost = result.exception()
+            if isinstance(lost, WorkerLost):
                 raise lost
             raise DeadlineExceeded(f"did not return within {timeout:g} s")
         except asyncio.CancelledError:
@@ -294,7 +299,8 @@ class Workers:
         """An idle worker, or a new one. Raises WorkerError."""
         with self._lock:
             while self._idle:
-                if not (worker := self._idle.pop()).lost:
+                worker = self._idle.pop()
+                if not worker.lost:
                     return worker
         return self.server().worker()
 
@@ -306,7 +312,10 @@ class Workers:
     def close(self) -> None:
         """End all workers and the fork server. A later ``take`` starts a new one."""
         with self._lock:
-            server, self._server, idle, self._idle = self._server, None, self._idle, []
+            server = self._server
+            self._server = None
+            idle = self._idle
+            self._idle = []
         for worker in idle:
             worker.close()
         if server is not None:
@@ -322,7 +331,8 @@ class KillablePool:
     """
 
     def __init__(self, program: UserProgram, deadline: float, workers: int = 1) -> None:
-        self._workers, self._deadline = Workers(program), deadline
+        self._workers = Workers(program)
+        self._deadline = deadline
         self._places = PerLoop(lambda: asyncio.Semaphore(workers))
         self.close = self._workers.close
 

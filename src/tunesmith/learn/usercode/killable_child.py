@@ -49,7 +49,8 @@ def main(pipe: int, parent: int) -> None:
         call = call(*setup["arguments"])
     sys.stdout.flush()
     # A fork would lack the program's threads, and could not use a GPU that the program holds.
-    pool, torch = _threads() > before, sys.modules.get("torch")
+    pool = _threads() > before
+    torch = sys.modules.get("torch")
     has_gpu = torch is not None and torch.cuda.is_initialized()
     forks = threading.active_count() == 1 and not has_gpu and not (pool and setup["alone"])
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # with another handler, exit codes might be lost

@@ -78,7 +78,8 @@ class CpuFlash:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of queries, keys and values, from the merged output and log-sum-exp, at least
         float32."""
-        groups, exact = query.shape[1] // key.shape[1], lse.dtype
+        groups = query.shape[1] // key.shape[1]
+        exact = lse.dtype
         go, q, o = (_by_group(t.to(exact), groups) for t in (grad, query, out))
         k, v = (_by_group(t.to(exact), 1).expand(-1, groups, -1, -1) for t in (key, value))
         within = lse.unflatten(1, (-1, groups)).permute(1, 2, 0)
@@ -99,7 +100,9 @@ class _CpuFlash(torch.autograd.Function):
         scale: float,
     ) -> Tensor:
         groups = query.shape[1] // key.shape[1]
-        q, k, v = _by_group(query, groups), _by_group(key, 1), _by_group(value, 1)
+        q = _by_group(query, groups)
+        k = _by_group(key, 1)
+        v = _by_group(value, 1)
         exact = torch.promote_types(query.dtype, torch.float32)
         out = torch.empty(query.shape, dtype=exact if full else query.dtype)
         o = _by_group(out, groups)
@@ -115,14 +118,17 @@ class _CpuFlash(torch.autograd.Function):
             merge(o[:, :, a:b], lse[:, :, a:b], part.view(*shape, -1), part_lse.view(shape))
         out = out.to(query.dtype)
         ctx.save_for_backward(query, key, value, out, lse)
-        ctx.parts, ctx.table, ctx.scale = (causal, full), table, scale
+        ctx.parts = (causal, full)
+        ctx.table = table
+        ctx.scale = scale
         return out
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         query, key, value, out, lse = cast("tuple[Tensor, ...]", ctx.saved_tensors)
         causal, full = cast("tuple[list[tuple[int, int]], list[_AncestorPart]]", ctx.parts)
-        scale, groups = cast(float, ctx.scale), query.shape[1] // key.shape[1]
+        scale = cast(float, ctx.scale)
+        groups = query.shape[1] // key.shape[1]
         if query.dtype == torch.bfloat16 and query.shape[2] % 32 == 0 and functions() is not None:
             grads = _in_tiles(cast(Tensor, ctx.table), query, key, value, out, grad_out, lse, scale)
             return None, None, None, *grads, None
@@ -130,9 +136,12 @@ class _CpuFlash(torch.autograd.Function):
         # exact).
         exact = torch.promote_types(query.dtype, torch.float32)
         go, q, o = (_by_group(t.to(exact), groups) for t in (grad_out, query, out))
-        k, v = _by_group(key.to(exact), 1), _by_group(value.to(exact), 1)
+        k = _by_group(key.to(exact), 1)
+        v = _by_group(value.to(exact), 1)
         grads = [torch.empty(t.shape, dtype=exact) for t in (query, key, value)]
-        gq, gk, gv = _by_group(grads[0], groups), _by_group(grads[1], 1), _by_group(grads[2], 1)
+        gq = _by_group(grads[0], groups)
+        gk = _by_group(grads[1], 1)
+        gv = _by_group(grads[2], 1)
         for a, b in causal:
             rows = slice(a, b)
             ks, vs = (t[:, :, rows].expand(-1, groups, -1, -1) for t in (k, v))

@@ -79,19 +79,22 @@ class RmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, offset: bool) -> Tensor:
         x = _rows(x)
-        y, scales = torch.empty(x.shape, dtype=x.dtype), torch.empty(len(x))
+        y = torch.empty(x.shape, dtype=x.dtype)
+        scales = torch.empty(len(x))
         functions().tunesmith_norm(
             *x.shape, *_operand(x), byref(NormStruct(weight.data_ptr(), eps, offset)), y.data_ptr(), scales.data_ptr(),
             torch.get_num_threads(),
         )  # fmt: skip
         ctx.save_for_backward(x, weight, scales)
-        ctx.eps, ctx.offset = eps, offset
+        ctx.eps = eps
+        ctx.offset = offset
         return y
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         x, weight, scales = cast("tuple[Tensor, Tensor, Tensor]", ctx.saved_tensors)
-        grad, grad_x = _rows(grad), torch.empty(x.shape, dtype=x.dtype)
+        grad = _rows(grad)
+        grad_x = torch.empty(x.shape, dtype=x.dtype)
         grad_weight = torch.empty(weight.shape) if ctx.needs_input_grad[1] else None
         functions().tunesmith_norm_backward(
             *x.shape, *_operand(x), *_operand(grad), byref(NormStruct(weight.data_ptr(), ctx.eps, ctx.offset)),
@@ -108,7 +111,8 @@ class TurnedHeads(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, shape: HeadShape, *weights: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        x, size = _rows(x).detach(), cos.shape[-1]
+        x = _rows(x).detach()
+        size = cos.shape[-1]
         q, k = (
             torch.empty(len(x), count, size, dtype=x.dtype)
             for count in (shape.heads, shape.kv_heads)
@@ -159,7 +163,8 @@ class Gated(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         (x,) = cast("tuple[Tensor]", ctx.saved_tensors)
-        grad, grad_x = _rows(grad), torch.empty(x.shape, dtype=x.dtype)
+        grad = _rows(grad)
+        grad_x = torch.empty(x.shape, dtype=x.dtype)
         functions().tunesmith_gate_backward(
             *grad.shape, *_operand(x), *_operand(grad), grad_x.data_ptr(), torch.get_num_threads()
         )
@@ -173,7 +178,8 @@ def _heads(
     norms = (NormStruct * len(weights))(
         *(NormStruct(w.data_ptr(), shape.eps, shape.offset) for w in weights)
     )
-    cos, sin = cos.contiguous(), sin.contiguous()
+    cos = cos.contiguous()
+    sin = sin.contiguous()
     at, step = (None, 0) if x is None else _operand(x)
     tables = (cos.data_ptr(), sin.data_ptr(), ctypes.addressof(norms) if weights else None)
     return Heads(at, *tables, len(cos), step, shape.heads, shape.kv_heads, cos.shape[-1]), (

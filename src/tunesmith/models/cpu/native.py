@@ -40,7 +40,8 @@ def library(name: str) -> ctypes.CDLL | None:
         return _without(name, f"there is no C++ compiler ({compilers()})")
     source = SOURCES / f"{name}.cpp"
     try:
-        folder, command = _folder(), shlex.split(found)
+        folder = _folder()
+        command = shlex.split(found)
         key = f"{name}-{_key(command, source)}"
         for kept in folder.glob(f"{key}-*.so") if folder else ():
             if kept.name == _name(key, kept):

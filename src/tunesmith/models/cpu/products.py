@@ -45,7 +45,9 @@ class _Precision:
     """The precision of float32 products, a process-wide setting: threads share it, and the last one
     restores it."""
 
-    lock, users, precision = Lock(), 0, ""
+    lock = Lock()
+    users = 0
+    precision = ""
 
     @classmethod
     def add(cls, users: int) -> None:
@@ -154,7 +156,10 @@ class Compiled:
     def __init__(
         self, data: ProductData, kept: Sequence[Tensor], rows: torch.dtype, result: torch.dtype
     ) -> None:
-        self.data, self._kept, self._rows, self._result = data, kept, rows, result
+        self.data = data
+        self._kept = kept
+        self._rows = rows
+        self._result = result
         self._call, self._here = functions().tunesmith_product, byref(data)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -162,7 +167,8 @@ class Compiled:
             x.to(self._rows).contiguous(),
             torch.empty(len(x), self.data.outputs, dtype=self._result),
         )
-        narrow, threads = self._result == torch.bfloat16, torch.get_num_threads()
+        narrow = self._result == torch.bfloat16
+        threads = torch.get_num_threads()
         with recorded("product"):
             self._call(len(x), self._here, x.data_ptr(), out.data_ptr(), narrow, threads)
         return out
@@ -204,7 +210,8 @@ def _in_panels(
     rows: torch.dtype,
     result: torch.dtype,
 ) -> Compiled:
-    own, panel = weight.detach().contiguous(), functions().tunesmith_panel()
+    own = weight.detach().contiguous()
+    panel = functions().tunesmith_panel()
     (outputs, inputs), whole = own.shape, -(-len(own) // panel) * panel
     packed = torch.empty(whole * inputs, dtype=own.dtype)
     places = own.data_ptr(), packed.data_ptr()
@@ -240,7 +247,8 @@ def _twice(weight: Tensor, bias: Tensor | None) -> Product:
 
 def _float32_head(weight: Tensor, bias: Tensor | None) -> Product:
     """A float32 product without rounding: operands are bfloat16 only if the rows are too."""
-    wide, wide_bias = weight.float(), None if bias is None else bias.float()
+    wide = weight.float()
+    wide_bias = None if bias is None else bias.float()
 
     def product(x: Tensor) -> Tensor:
         with bfloat16_operands(x.dtype == torch.bfloat16):

@@ -80,11 +80,10 @@ def _compiled() -> Any:
     found: Any = library("train")
     if found is None or not found.tunesmith_trains():
         return None
-    numbers, operand = c_int64, (c_void_p, c_int64)
-    rows, whole = (
-        (numbers, numbers, *operand),
-        c_void_p,
-    )  # a first operand; an operand without a stride
+    numbers = c_int64
+    operand = (c_void_p, c_int64)
+    rows = (numbers, numbers, *operand)
+    whole = c_void_p  # a first operand; an operand without a stride
     signatures: dict[str, tuple[Any, ...]] = {
         "weight_gradient": (*rows, *operand, POINTER(Sum), numbers, numbers),
         "attend_backward": (POINTER(Segments), POINTER(Attention), numbers),
@@ -105,5 +104,6 @@ def _compiled() -> Any:
     }
     for name, types in signatures.items():
         function = getattr(found, f"tunesmith_{name}")
-        function.argtypes, function.restype = types, None
+        function.argtypes = types
+        function.restype = None
     return found

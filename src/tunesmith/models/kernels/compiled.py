@@ -97,9 +97,11 @@ def before_attention(
     joint = _products(_normalized(x, norm), qkv).view(len(x), heads + 2 * kv_heads, -1)
     q, k, v = joint.split([heads, kv_heads, kv_heads], 1)
     if norms is not None:
-        q, k = _normalized(q, norms[0]), _normalized(k, norms[1])
+        q = _normalized(q, norms[0])
+        k = _normalized(k, norms[1])
     if tables is not None:
-        q, k = _rotated(q, *tables), _rotated(k, *tables)
+        q = _rotated(q, *tables)
+        k = _rotated(k, *tables)
     return q, k, v
 
 
@@ -171,7 +173,8 @@ def _joint(whole: Tensor, parts: Sequence[Tensor]) -> Tensor:
 def _of_module(module: nn.Module) -> tuple[Tensor, Tensor | None, Adapted]:
     adapted: list[tuple[Tensor, Tensor, float]] = []
     if isinstance(module, LoraLayer):
-        layer, module = cast(Any, module), module.get_base_layer()
+        layer = cast(Any, module)
+        module = module.get_base_layer()
         for name in () if layer.disable_adapters else layer.active_adapters:
             if name in layer.lora_A:
                 adapted.append(

@@ -25,7 +25,8 @@ from tunesmith.models.kernels.inductor import keep_inductors_cache
 
 BLOCK = 128
 """Tokens per block; the kernel's default."""
-LEAST_HEAD, MOST_HEAD = 16, 256
+LEAST_HEAD = 16
+MOST_HEAD = 256
 Mask = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """Whether a row sees a column: a function of batch, head, row and column."""
 
@@ -35,7 +36,8 @@ class CudaFlex:
 
     def __init__(self, segments: Sequence[Segment], device: torch.device) -> None:
         self.stops, self.positions = (t.to(device, non_blocking=True) for t in rows_of(segments))
-        self.segments, self.device = segments, device
+        self.segments = segments
+        self.device = device
         self.masks: dict[int | None, BlockMask] = {}
         self.changes: dict[float, Callable[..., Tensor]] = {}
 
@@ -93,10 +95,8 @@ def counted(query: Tensor, key: Tensor, value: Tensor, **_: Any) -> Tensor:
 class _Counted(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        out, lse = (
-            torch.empty_like(query),
-            torch.empty(query.shape[:-1], dtype=torch.float32, device=query.device),
-        )
+        out = torch.empty_like(query)
+        lse = torch.empty(query.shape[:-1], dtype=torch.float32, device=query.device)
         ctx.save_for_backward(query, key, value, out, lse)
         return out
 
@@ -126,7 +126,9 @@ def rows_of(segments: Sequence[Segment]) -> tuple[Tensor, Tensor]:
     Segments are in pre-order, so a token is seen by the rows from its own to the end of its
     segment's subtree.
     """
-    stops, positions, ends = list[Tensor](), list[Tensor](), list[int]()
+    stops = list[Tensor]()
+    positions = list[Tensor]()
+    ends = list[int]()
     for segment, stop in zip(segments, subtree_ends(segments), strict=True):
         start = ends[segment.parent] if segment.parent >= 0 else 0
         ends.append(start + segment.length)
@@ -179,6 +181,7 @@ def _in_blocks(numbers: Tensor) -> tuple[Tensor, Tensor]:
 def _listed(blocks: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
     """How many column blocks each row block has, and which: ``[1, 1, B]`` and ``[1, 1, B, B]``
     int32."""
-    counts, which = blocks.sum(1), torch.argsort(blocks.int(), stable=True, dim=1, descending=True)
+    counts = blocks.sum(1)
+    which = torch.argsort(blocks.int(), stable=True, dim=1, descending=True)
     counts, which = (t.int()[None, None].to(device, non_blocking=True) for t in (counts, which))
     return counts, which

@@ -47,7 +47,8 @@ class Projection:
     """
 
     def __init__(self, owner: nn.Module, *names: str) -> None:
-        self._owner, self._names = owner._modules, names
+        self._owner = owner._modules
+        self._names = names
         self._modules = [cast(nn.Linear, owner.get_submodule(name)) for name in names]
         self.weights = [m.weight for m in self._modules]
         self.biases = [m.bias for m in self._modules if m.bias is not None]  # pyright: ignore[reportUnnecessaryComparison]
@@ -133,8 +134,10 @@ class Layer:
     """One decoder layer of the shapes in ``LEAN_FAMILIES``."""
 
     def __init__(self, module: Any, config: Any, index: int) -> None:
-        attention, mlp = module.self_attn, module.mlp
-        self.module, self.index = module, index
+        attention = module.self_attn
+        mlp = module.mlp
+        self.module = module
+        self.index = index
         self.kind = type(module)
         joint = hasattr(attention, "qkv_proj")
         self.qkv: Projection | Product = Projection(
@@ -216,7 +219,8 @@ class LeanDecoder:
     """A decoder: embedding, layers, final norm."""
 
     def __init__(self, model: Any, modules: Iterable[nn.Module]) -> None:
-        self.model, self.config = model, model.config
+        self.model = model
+        self.config = model.config
         self.kind = type(model)
         self.layers = [Layer(module, model.config, i) for i, module in enumerate(modules)]
         self.norm = Norm(model.norm)
@@ -276,12 +280,10 @@ class LeanDecoder:
         """
         decoder = copy.copy(self)
         decoder.layers = [layer.with_products(prepare, dtype) for layer in self.layers]
-        decoder.norm, decoder.rows, decoder.compiled, decoder.operations = (
-            self.norm.of(dtype),
-            dtype,
-            None,
-            OURS,
-        )
+        decoder.norm = self.norm.of(dtype)
+        decoder.rows = dtype
+        decoder.compiled = None
+        decoder.operations = OURS
         return decoder
 
     def moved(self) -> None:

@@ -122,7 +122,8 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         x, weight = cast("tuple[Tensor, Tensor]", ctx.saved_tensors)
-        rows, needs = cast("list[int]", ctx.rows), cast("tuple[bool, ...]", ctx.needs_input_grad)
+        rows = cast("list[int]", ctx.rows)
+        needs = cast("tuple[bool, ...]", ctx.needs_input_grad)
         kept = cast("list[GradientSum] | None", ctx.kept)
         parts: list[Tensor | None] = [None] * (len(needs) - 5)
         if kept is not None:
@@ -153,7 +154,8 @@ class _Embed(torch.autograd.Function):
         ctx: Any, token_ids: Tensor, weight: Tensor, padding: int | None, kept: GradientSum
     ) -> Tensor:
         ctx.save_for_backward(token_ids)
-        ctx.padding, ctx.kept = padding, kept
+        ctx.padding = padding
+        ctx.kept = kept
         return F.embedding(token_ids, weight)
 
     @staticmethod

@@ -34,7 +34,8 @@ from tunesmith.models.kernels.lean_ops import Activation, Operations
 
 USED = ("rms_norm", "rope", "swiglu")
 """The modules of ``liger_kernel.ops`` with the kernels."""
-_AS_LLAMA, _AS_GEMMA = 0, 1
+_AS_LLAMA = 0
+_AS_GEMMA = 1
 """Liger's codes for where a norm rounds: before the weight is applied, or only at the end."""
 _MOST_NUMBERS = 2**31
 """The kernel for many short rows computes tensor offsets in 32 bits."""
@@ -83,7 +84,8 @@ LIGER = Operations(rms_norm, heads, gated)
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, offset: bool) -> Tensor:
-        mode, by_row = _AS_GEMMA if offset else _AS_LLAMA, x.numel() >= _MOST_NUMBERS
+        mode = _AS_GEMMA if offset else _AS_LLAMA
+        by_row = x.numel() >= _MOST_NUMBERS
         with torch.cuda.device_of(x):
             forward: Any = kernels("rms_norm").rms_norm_forward
             y, _, scale, *launch, _ = forward(
@@ -92,7 +94,9 @@ class _RmsNorm(torch.autograd.Function):
         # Save ``x`` itself: a contiguous copy of part of the joint queries, keys and values would
         # be kept in addition.
         ctx.save_for_backward(x, weight, scale)
-        ctx.offset, ctx.launch, ctx.by_row = float(offset), launch, by_row
+        ctx.offset = float(offset)
+        ctx.launch = launch
+        ctx.by_row = by_row
         return y
 
     @staticmethod

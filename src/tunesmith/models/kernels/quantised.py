@@ -30,7 +30,8 @@ from tunesmith.errors import ModelError, about, boundary
 Quantize = Literal["int8", "nf4"]
 Part = tuple[int, torch.dtype]
 """The number of elements and their dtype."""
-BLOCK, SECOND_BLOCK = 64, 256
+BLOCK = 64
+SECOND_BLOCK = 256
 """Weights that share a scale in 4 bits, and scales that share a second-level scale
 (arXiv:2305.14314)."""
 _ALIGNED = 16

@@ -51,11 +51,14 @@ class _Call:
         path."""
         seen: list[list[Run]] = []
         for segment, run in zip(segments, own, strict=True):
-            path, left, parent = [run], window - 1, segment.parent
+            path = [run]
+            left = window - 1
+            parent = segment.parent
             while parent >= 0 and left > 0:
                 start, stop = own[parent]
                 path.insert(0, (max(start, stop - left), stop))
-                left, parent = left - (stop - start), segments[parent].parent
+                left = left - (stop - start)
+                parent = segments[parent].parent
             seen.append(path)
         keys = _indices([run for path in seen for run in path], device)
         lengths = [(0, sum(stop - start for start, stop in path)) for path in seen]
@@ -108,7 +111,8 @@ class CudaFlash:
     """A kernel of ``ForestAttention`` for 16-bit tensors without soft caps."""
 
     def __init__(self, segments: Sequence[Segment], device: torch.device) -> None:
-        self.segments, self.device = segments, device
+        self.segments = segments
+        self.device = device
         self.own = own = [(s.start, s.start + s.length) for s in segments]
         stops = subtree_ends(segments)
         depths: list[int] = []
@@ -117,7 +121,8 @@ class CudaFlash:
         self.calls = [_Call(None, None, *_both(own, own, device), causal=True)]
         for depth in range(max(depths, default=0)):
             parents = [i for i, d in enumerate(depths) if d == depth and stops[i] > own[i][1]]
-            below, above = [(own[i][1], stops[i]) for i in parents], [own[i] for i in parents]
+            below = [(own[i][1], stops[i]) for i in parents]
+            above = [own[i] for i in parents]
             rows = _indices(below, device), _indices(above, device)
             self.calls.append(_Call(*rows, *_both(below, above, device), causal=False))
         self.windowed: dict[int, _Call] = {}
@@ -189,22 +194,27 @@ class _Varlen(torch.autograd.Function):
             part, part_lse, *_ = _forward(
                 *rows, *call.arguments, False, scale=scale, **call.options
             )
-            part, part_lse = part.float(), part_lse.transpose(0, 1)
+            part = part.float()
+            part_lse = part_lse.transpose(0, 1)
             if call.queries is None:
-                out, lse = part, part_lse.contiguous()
+                out = part
+                lse = part_lse.contiguous()
                 continue
-            both, both_lse = out[call.queries], lse[call.queries]
+            both = out[call.queries]
+            both_lse = lse[call.queries]
             merge(both, both_lse, part, part_lse)
             out[call.queries], lse[call.queries] = both, both_lse
         out = out.to(query.dtype)
         ctx.save_for_backward(query, key, value, out, lse)
-        ctx.calls, ctx.scale = calls, scale
+        ctx.calls = calls
+        ctx.scale = scale
         return out
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         query, key, value, out, lse = cast("tuple[Tensor, ...]", ctx.saved_tensors)
-        calls, scale = cast("list[_Call]", ctx.calls), cast(float, ctx.scale)
+        calls = cast("list[_Call]", ctx.calls)
+        scale = cast(float, ctx.scale)
         grads = [
             torch.zeros(t.shape, dtype=torch.float32, device=t.device) for t in (query, key, value)
         ]

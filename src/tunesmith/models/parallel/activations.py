@@ -81,12 +81,15 @@ class HostActivations:
     """Offloads the tensors that a decoder's layers save to host memory."""
 
     def __init__(self, module: PreTrainedModel, lean: LeanDecoder | None) -> None:
-        self.device, self.least, self.chunk = module.device, LEAST, CHUNK
+        self.device = module.device
+        self.least = LEAST
+        self.chunk = CHUNK
         self.copies = CopyStream(self.device)
         self.free: list[Tensor] = []
         """Unused chunks of host memory."""
         layers = decoder_layers(module)
-        self.layers, self._module = len(layers), module
+        self.layers = len(layers)
+        self._module = module
         self._pass: _Pass | None = None
         for layer in layers:
             layer.register_forward_pre_hook(lambda *_: self.next_layer())  # pyright: ignore[reportUnknownLambdaType]
@@ -130,7 +133,8 @@ class _Pass:
     """The groups of one forward pass: tensors saved before the first layer, and by each layer."""
 
     def __init__(self, home: HostActivations, weights: set[int]) -> None:
-        self._home, self._weights = home, weights
+        self._home = home
+        self._weights = weights
         self.chunks: list[Tensor] = []
         self._used = home.chunk
         """Used bytes of the last chunk."""
@@ -212,7 +216,8 @@ class _Pass:
             piece = self.chunks[-1][self._used : self._used + size]
             piece.copy_(rest[:size], non_blocking=True)
             storage.there.append(piece)
-            rest, self._used = rest[size:], self._used + size
+            rest = rest[size:]
+            self._used = self._used + size
 
     def _leave(self, group: int) -> None:
         """Free a group's memory on the device."""

@@ -90,7 +90,8 @@ def packed(sizes: Sequence[int]) -> tuple[list[tuple[int, int]], list[int]]:
     """
     sizes = [-(-size // ALIGNED) * ALIGNED for size in sizes]
     most = _power_of_two(max([*sizes, sum(sizes) // PIECES, 1]))
-    places, used = [(0, 0)] * len(sizes), list[int]()
+    places = [(0, 0)] * len(sizes)
+    used = list[int]()
     for index in sorted(range(len(sizes)), key=sizes.__getitem__, reverse=True):
         size = sizes[index]
         piece = next((number for number, end in enumerate(used) if end + size <= most), len(used))

@@ -28,7 +28,8 @@ class HostWeights:
     def __init__(
         self, tensors: Iterable[Tensor], lean: LeanDecoder | None, *, kept: bool = True
     ) -> None:
-        self._lean, self._away = lean, False
+        self._lean = lean
+        self._away = False
         # Tied weights share a storage, as do those of a joint product.
         storages = {t.untyped_storage()._cdata: t.detach() for t in tensors if t.numel()}  # pyright: ignore[reportPrivateUsage]
         self._here = [_flat(tensor) for tensor in storages.values()]

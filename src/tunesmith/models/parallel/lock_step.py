@@ -45,7 +45,9 @@ class LockStep:
     ) -> None:
         self.failure: str | None = None
         """Why a pass failed on this rank since the last ``settle``."""
-        self._module, self._sequence, self._waiting = module, sequence, waiting
+        self._module = module
+        self._sequence = sequence
+        self._waiting = waiting
         self._recorded: dict[Hashable, list[Replay]] = {}
         """Functions that reissue each collective operation, by kind of pass."""
         self._issued: list[Replay] = []
@@ -61,10 +63,12 @@ class LockStep:
         almost no memory."""
         self._issued.clear()
         if self._sequence is not None:
-            self._sequence.issued, self._sequence.waiting = self._issued, self._waiting
+            self._sequence.issued = self._issued
+            self._sequence.waiting = self._waiting
         if kind in self._recorded:
             return False
-        self._failed_before, self.failure = self.failure, None
+        self._failed_before = self.failure
+        self.failure = None
         return True
 
     def record(self, kind: Hashable) -> None:
@@ -73,7 +77,8 @@ class LockStep:
         Raises:
             DeviceMemoryError: the pass failed.
         """
-        failure, self.failure = self.failure, self._failed_before
+        failure = self.failure
+        self.failure = self._failed_before
         if failure is not None:
             self.failure = None
             raise DeviceMemoryError(failure)
@@ -98,7 +103,8 @@ class LockStep:
         Args:
             total: sums a tensor over the ranks.
         """
-        failure, self.failure = self.failure, None
+        failure = self.failure
+        self.failure = None
         if total(torch.tensor([float(failure is not None)], device=device)).item():
             forget_unsharded_gradients(self._module)
             raise DeviceMemoryError(failure or "another rank ran out of memory")
@@ -126,7 +132,8 @@ class _Recorder:
             with self.waiting():
                 return collective(output, given, async_op=async_op)
 
-        zero_output, zeros = _like(output), _like(given)
+        zero_output = _like(output)
+        zeros = _like(given)
         self.issued.append(lambda: issue(zero_output(), zeros()))
         return issue(output, given, async_op)
 

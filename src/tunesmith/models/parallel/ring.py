@@ -69,7 +69,8 @@ def stops(segments: Sequence[Segment], rank: int, source: int, size: int) -> lis
     later = int(source > rank)
     for segment, last in zip(segments, subtree_ends(segments), strict=True):
         end = segment.start + segment.length
-        key_start, stop = first(segment.start, source), first(end, rank)
+        key_start = first(segment.start, source)
+        stop = first(end, rank)
         if stop - later > key_start:
             found.append(Stop(key_start + later, stop, key_start, stop - later, causal=True))
         below = Stop(stop, first(last, rank), key_start, first(end, source), causal=False)
@@ -135,19 +136,24 @@ class _Ring(torch.autograd.Function):
                 merge(out[a:b], lse[a:b], part, part_lse)
         out = out.to(query.dtype)
         ctx.save_for_backward(query, key, value, out, lse)
-        ctx.ring, ctx.kernel, ctx.scale = ring, kernel, scale
+        ctx.ring = ring
+        ctx.kernel = kernel
+        ctx.scale = scale
         return out
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         query, key, value, out, lse = cast("tuple[Tensor, ...]", ctx.saved_tensors)
-        ring, kernel, scale = cast(Ring, ctx.ring), cast(Kernel, ctx.kernel), cast(float, ctx.scale)
+        ring = cast(Ring, ctx.ring)
+        kernel = cast(Kernel, ctx.kernel)
+        scale = cast(float, ctx.scale)
         grad_query = torch.zeros_like(query, dtype=lse.dtype)
         travelling = torch.stack([key, value], 1)
         grads = torch.zeros_like(travelling, dtype=lse.dtype)
         for n, seen in enumerate(ring.stops):
             if n:
-                travelling, grads = ring.pass_on(travelling), ring.pass_on(grads)
+                travelling = ring.pass_on(travelling)
+                grads = ring.pass_on(grads)
             k, v = travelling.unbind(1)
             for a, b, ka, kb, causal in seen:
                 given = grad_out[a:b], query[a:b], k[ka:kb], v[ka:kb], out[a:b], lse[a:b]

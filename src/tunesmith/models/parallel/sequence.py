@@ -112,7 +112,8 @@ class SequenceGroup:
     def pass_on(self, given: Tensor) -> Tensor:
         """``given [t, ...]`` goes to the next rank around a ring; the result is from the previous
         rank."""
-        ahead, behind = (self.rank + 1) % self.size, (self.rank - 1) % self.size
+        ahead = (self.rank + 1) % self.size
+        behind = (self.rank - 1) % self.size
 
         def issue(given: Tensor) -> Tensor:
             taken = torch.empty_like(given)
@@ -145,10 +146,8 @@ class SequenceGroup:
         like: Tensor,
     ) -> None:
         """Args: leading: the first sizes of a tensor ``like`` this, in the current micro-batch."""
-        zeros, rest = (
-            partial(torch.zeros, dtype=like.dtype, device=like.device),
-            like.shape[len(leading()) :],
-        )
+        zeros = partial(torch.zeros, dtype=like.dtype, device=like.device)
+        rest = like.shape[len(leading()) :]
         self.issued.append(lambda: issue(zeros((*leading(), *rest))))
 
 
@@ -156,14 +155,16 @@ class Ulysses:
     """An ``AttentionContext`` for a part's tokens; ``inner`` sees all tokens of some heads."""
 
     def __init__(self, group: SequenceGroup, inner: AttentionContext) -> None:
-        self.group, self.inner = group, inner
+        self.group = group
+        self.inner = inner
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule
     ) -> Tensor:
         """See ``AttentionContext.attend``; on ``t`` tokens. Key/value heads that ranks have to
         share are repeated."""
-        size, heads = self.group.size, key.shape[1]
+        size = self.group.size
+        heads = key.shape[1]
         copies = lcm(heads, size) // heads
         key, value = (t.unsqueeze(2).expand(-1, -1, copies, -1).flatten(1, 2) for t in (key, value))
         by_rank = [

@@ -65,7 +65,8 @@ def fill(module: nn.Module, rows: Callable[[str, int, int], Tensor], names: set[
     for name, tensor in module.state_dict().items():
         if name not in names:
             continue
-        own, first = local(tensor), first_row(tensor)
+        own = local(tensor)
+        first = first_row(tensor)
         if name in quantised:
             part = quantised[name]
             read = rows(name, 0, part.rows).to(own.device, part.dtype)
@@ -85,7 +86,8 @@ def shapes_of(module: nn.Module) -> Iterator[tuple[str, tuple[int, ...]]]:
         if isinstance(part, QuantisedLinear)
     }
     for name, tensor in module.state_dict().items():
-        if part := quantised.get(name):
+        part = quantised.get(name)
+        if part:
             yield name, (part.rows, part.in_features * part.out_features // part.rows)
         else:
             yield name, tuple(tensor.shape)
@@ -128,7 +130,8 @@ def save_weights(
 
     One file per rank is gathered at a time; then all ranks write in parallel.
     """
-    state, world = module.state_dict(), sharding.mesh.size()
+    state = module.state_dict()
+    world = sharding.mesh.size()
     parameters = dict(module.named_parameters())  # tied ones once
     buffers = [name for name, _ in module.named_buffers() if name in state]
     split = split_state_dict_into_shards_factory(

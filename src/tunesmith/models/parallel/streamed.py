@@ -58,7 +58,8 @@ class StreamedLayers:
         """Yield the layers, each with its weights on the device until the next one is requested."""
         for index, layer in enumerate(self._layers):
             yield layer._apply(self._placed)  # pyright: ignore[reportUnknownMemberType]
-            parameters, stored = [*layer.parameters()], self._stored[index]
+            parameters = [*layer.parameters()]
+            stored = self._stored[index]
             self._weights.append(
                 [(p.data, kept) for p, kept in zip(parameters, stored, strict=True)]
             )

@@ -161,7 +161,8 @@ def _bytes_to_send(config: RunConfig, model: ModelFacts) -> int:
     Ranks that shard the model divide the copy among them; a rank may keep one bucket more than
     another, and needs room for a bucket that another rank sends.
     """
-    system, senders = config.system, publishing_ranks(config)
+    system = config.system
+    senders = publishing_ranks(config)
     if not on_gpu(config) or system.weight_plane not in ("nccl", "ipc"):
         return 0
     bucket = _bucket_bytes(config, model)
@@ -196,10 +197,8 @@ def _prepared(config: RunConfig, facts: Facts) -> int:
         or model is None
     ):
         return 0
-    narrow, whole = (
-        known(config.model, "dtype") == "bfloat16",
-        model.vocab_size % 16 == model.hidden_size % 32 == 0,
-    )
+    narrow = known(config.model, "dtype") == "bfloat16"
+    whole = model.vocab_size % 16 == model.hidden_size % 32 == 0
     alike = narrow and not config.lora.on and decodes_compiled(config, facts)
     if alike and facts.hardware.tiles and whole:
         return 0  # products of tiles read the weights as they are
@@ -216,7 +215,8 @@ def planned(config: RunConfig, facts: Facts, *, least: bool = False) -> Price | 
         least: the minimum, with micro-batches and passes of one sample, and the KV cache of one
             sequence.
     """
-    model, system = facts.model, config.system
+    model = facts.model
+    system = config.system
     if model is None or model.parameters is None:
         return None
     layout = layout_of(config, facts)
@@ -251,7 +251,8 @@ def engine_kv(config: RunConfig, facts: Facts, model: ModelFacts, *, least: bool
     With ``system.vllm.memory_share`` they take what the weights leave of that share of the whole
     GPU.
     """
-    share, gpu = config.system.vllm.memory_share, gpu_of(config, facts)
+    share = config.system.vllm.memory_share
+    gpu = gpu_of(config, facts)
     if share is not None and gpu is not None:
         copy = copy_bytes(model, bytes_per_number(config), config.model.quantize)
         left = int(share * gpu.memory_total) - LIBRARIES - copy // ranks_per_engine(config)
@@ -273,10 +274,8 @@ def rewarding_bytes(config: RunConfig, facts: Facts, tokens: int) -> int:
     model = facts.model
     if model is None:
         return 0
-    device, stage = (
-        "cuda" if on_gpu(config) else "cpu",
-        3 if scoring_shards(config, "reward") > 1 else 0,
-    )
+    device = "cuda" if on_gpu(config) else "cpu"
+    stage = 3 if scoring_shards(config, "reward") > 1 else 0
     layout = Layout(
         bytes_per_number(config), device, zero_stage=stage, has_vocabulary_head=False, tokens=tokens
     )
@@ -285,7 +284,8 @@ def rewarding_bytes(config: RunConfig, facts: Facts, tokens: int) -> int:
         key: ceil(sqrt(more) * getattr(model, key))
         for key in ("hidden_size", "intermediate_size", "head_dim")
     }
-    numbers, layers = ceil(more * (model.parameters or 0)), int(model.layers * more ** (1 / 3))
+    numbers = ceil(more * (model.parameters or 0))
+    layers = int(model.layers * more ** (1 / 3))
     larger = replace(model, parameters=numbers, layers=layers, tied=True, **widths)
     return scoring_bytes(larger, layout) + (gathered_bytes(larger, layout) if stage else 0)
 
@@ -319,10 +319,8 @@ def planned_devices(
     These are the devices of trainer, engines, and roles with their own GPUs; each process on a GPU
     also needs CUDA's memory. See ``planned``.
     """
-    own, engines = (
-        planned(config, facts, least=least),
-        planned_elsewhere(config, facts, least=least),
-    )
+    own = planned(config, facts, least=least)
+    engines = planned_elsewhere(config, facts, least=least)
     if own is None:
         return []
     devices = [("trainer" if config.trains else "engine", own, trainer_memory(config, facts))]
@@ -386,7 +384,8 @@ def reward_price(config: RunConfig, facts: Facts, tokens: int) -> Price:
 def planned_roles(config: RunConfig, facts: Facts) -> dict[str, Price]:
     """Memory of the trainer's device by role; roles that do not train only hold weights; the sum is
     ``planned``."""
-    model, own = facts.model, planned(config, facts)
+    model = facts.model
+    own = planned(config, facts)
     if model is None or own is None:
         return {}
     layout = layout_of(config, facts)
@@ -471,7 +470,8 @@ def _host_unknown(config: RunConfig, facts: Facts) -> bool:
 def host_problem(config: RunConfig, needed: Price, facts: Facts) -> str | None:
     """Why offloaded data does not fit in host memory, which the ranks of a machine share; None if
     it fits."""
-    ranks, each = _ranks_on_a_machine(config, facts), _host_memory(config, facts)
+    ranks = _ranks_on_a_machine(config, facts)
+    each = _host_memory(config, facts)
     if needed.host <= each or _host_unknown(config, facts):
         return None
     return f"{format_size(needed.host * ranks)} of host memory, and {format_size(each * ranks)} are free"

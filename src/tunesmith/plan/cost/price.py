@@ -32,7 +32,8 @@ def price(model: ModelFacts, layout: Layout) -> Price:
     ``offload_parameters``, only the weights outside the layers and those of two layers
     (``parallel.streamed``).
     """
-    numbers, wide = model.parameters or 0, layout.bytes_per_number == 4
+    numbers = model.parameters or 0
+    wide = layout.bytes_per_number == 4
     copy = copy_bytes(model, layout.bytes_per_number, layout.quantize)
     beside: dict[str, Any] = {
         "kv": layout.kv_bytes,
@@ -59,11 +60,13 @@ def price(model: ModelFacts, layout: Layout) -> Price:
     adapter = 0 if layout.lora_rank is None else 4 * trained  # float32 for any type of the model
     kept = (8 if wide or layout.lora_rank is not None else 12) + (4 if layout.ema else 0)
     muon = 4 * (numbers - model.outside_layers) if layout.muon and layout.lora_rank is None else 0
-    gradients, optimizer = layout.models * 4 * trained, layout.models * (kept * trained - muon)
+    gradients = layout.models * 4 * trained
+    optimizer = layout.models * (kept * trained - muon)
     head, backward = _passing(model, layout)
     gone = away_of_layer(model, layout)
     if layout.offload:
-        gradients, optimizer = 0, 0
+        gradients = 0
+        optimizer = 0
         head += _on_the_way(model, layout, trained, 0)
         backward += _on_the_way(model, layout, trained, 3)
     return Price(
@@ -105,27 +108,28 @@ def _sharded(model: ModelFacts, layout: Layout) -> Price:
 
     Every rank holds a whole adapter.
     """
-    numbers, size = model.parameters or 0, layout.bytes_per_number
+    numbers = model.parameters or 0
+    size = layout.bytes_per_number
     outside = model.outside_layers
     layer = (numbers - outside) // model.layers
-    copy, inner = copy_bytes(model, size, layout.quantize), layer_copy(model, layout)
+    copy = copy_bytes(model, size, layout.quantize)
+    inner = layer_copy(model, layout)
     gathered = gathered_bytes(model, layout) if layout.zero_stage == 3 else copy
     rows = numbers // layout.shards
-    kept, summed, ema = (
-        rows * 4,
-        numbers if layout.zero_stage == 1 else rows,
-        4 if layout.ema else 0,
-    )
+    kept = rows * 4
+    summed = numbers if layout.zero_stage == 1 else rows
+    ema = 4 if layout.ema else 0
     moments = 8 * rows - (4 * (numbers - outside) // layout.shards if layout.muon else 0)
-    gradients, optimizer, trained = 4 * summed, moments + rows * ema, rows
+    gradients = 4 * summed
+    optimizer = moments + rows * ema
+    trained = rows
     if layout.lora_rank is not None:
         trained = adapter_numbers(model, layout.lora_rank)
-        kept, gradients, optimizer = (
-            copy // layout.shards + 4 * trained,
-            4 * trained,
-            (8 + ema) * trained,
-        )
-    activations, arriving = _activations(model, layout), inner if layout.zero_stage == 3 else 0
+        kept = copy // layout.shards + 4 * trained
+        gradients = 4 * trained
+        optimizer = (8 + ema) * trained
+    activations = _activations(model, layout)
+    arriving = inner if layout.zero_stage == 3 else 0
     head, backward = _passing(model, layout)
     if layout.lora_rank is None:
         # The head's gradient waits to be summed; a layer's is summed in float32 once its
@@ -136,10 +140,8 @@ def _sharded(model: ModelFacts, layout: Layout) -> Price:
         at_the_end = (8 if layout.zero_stage == 1 else 4 + size) * outside  # after everything else
         head = max(head, at_the_end - gathered - activations - 4 * (summed - rows))
     if layout.offload:  # stage 1 reduces its accumulated gradients after all micro-batches
-        optimizer, gradients = (
-            0,
-            gradients if layout.zero_stage == 1 and layout.lora_rank is None else 0,
-        )
+        optimizer = 0
+        gradients = gradients if layout.zero_stage == 1 and layout.lora_rank is None else 0
         backward += (
             (4 if layout.offload_parameters else 8) * layer // layout.shards
         )  # rows in transfer
@@ -164,7 +166,8 @@ def _in_host_memory(model: ModelFacts, layout: Layout, trained: int) -> int:
     """Master weights, gradients, two moments and the average, all in float32; gradients in
     transfer, each rounded up to at most twice its size; activations of all but two layers; layers'
     weights, except rows that serve as masters."""
-    state, gone = 0, away_of_layer(model, layout) * model.layers
+    state = 0
+    gone = away_of_layer(model, layout) * model.layers
     masters = gone if layout.zero_stage and layout.lora_rank is None else 0
     if layout.offload:
         shards = layout.shards if layout.lora_rank is None else 1
@@ -204,7 +207,8 @@ def sent_bytes(model: ModelFacts, layout: Layout) -> int:
 def _kept(model: ModelFacts, layout: Layout) -> list[int]:
     """Bytes that each layer saves per token, or the size of its input if the layer is
     recomputed."""
-    whole, hidden = layer_bytes(model, layout), model.hidden_size * layout.bytes_per_number
+    whole = layer_bytes(model, layout)
+    hidden = model.hidden_size * layout.bytes_per_number
     return [hidden if again else whole for again in recomputed(model.layers, layout.checkpointing)]
 
 
@@ -217,12 +221,10 @@ def layer_bytes(model: ModelFacts, layout: Layout) -> int:
     a float32 copy of each adapted module's input instead of the inputs of products. Hugging Face
     modules, on which a sharded model runs, save norms in both dtypes and the gate's activation.
     """
-    hidden, inner, queries, keys = (
-        model.hidden_size,
-        model.intermediate_size,
-        model.query_width,
-        model.key_width,
-    )
+    hidden = model.hidden_size
+    inner = model.intermediate_size
+    queries = model.query_width
+    keys = model.key_width
     size = layout.bytes_per_number
     scales = 4 * (2 + model.heads)
     adapted = layout.lora_rank is not None and size == 2
@@ -262,7 +264,8 @@ def _back_at_once(model: ModelFacts, layout: Layout) -> int:
     the last two."""
     if not layout.offload_activations:
         return 0
-    kept, whole = _kept(model, layout), layer_bytes(model, layout)
+    kept = _kept(model, layout)
+    whole = layer_bytes(model, layout)
     layers = zip(kept, [0, *kept[:-1]], recomputed(model.layers, layout.checkpointing), strict=True)
     return max(own + below + whole * again for own, below, again in layers) - sum(kept[-2:])
 
@@ -299,12 +302,10 @@ def dequantised_bytes(model: ModelFacts, layout: Layout) -> int:
 def adapter_numbers(model: ModelFacts, rank: int) -> int:
     """Parameters of an adapter on all linear modules of a Llama-shaped decoder: ``rank`` rows in
     and out of each."""
-    hidden, inner, queries, keys = (
-        model.hidden_size,
-        model.intermediate_size,
-        model.query_width,
-        model.key_width,
-    )
+    hidden = model.hidden_size
+    inner = model.intermediate_size
+    queries = model.query_width
+    keys = model.key_width
     widths = 2 * (hidden + queries) + 2 * (hidden + keys) + 3 * (hidden + inner)
     return rank * model.layers * widths
 
@@ -323,12 +324,11 @@ def head_bytes(model: ModelFacts, layout: Layout) -> int:
     A tile needs its gradient of the logits, in float32 and rounded, and two float32 tensors of the
     size of its tokens' weights; or twice its logits if the head is not trained.
     """
-    tokens, words = (
-        -(-layout.tokens // layout.sequence),
-        chunk_words(model.vocab_size, layout.device),
-    )
+    tokens = -(-layout.tokens // layout.sequence)
+    words = chunk_words(model.vocab_size, layout.device)
     tile = min(layout.chunk or chunk_rows(model.vocab_size, layout.device), max(1, tokens)) * words
-    states, forward = 4 * tokens * model.hidden_size, 2 * 4 * tile
+    states = 4 * tokens * model.hidden_size
+    forward = 2 * 4 * tile
     if layout.lora_rank is not None:
         return states + forward
     narrow = layout.bytes_per_number if layout.bytes_per_number == 2 else 0
@@ -345,7 +345,9 @@ def rounded_up(model: ModelFacts, shards: int) -> float:
     Args:
         shards: number of ranks that share the rows.
     """
-    queries, keys, inner = model.query_width, model.key_width, model.intermediate_size
+    queries = model.query_width
+    keys = model.key_width
+    inner = model.intermediate_size
     sizes = [
         max(1, 4 * model.hidden_size * width // shards)
         for width in (queries, queries, keys, keys, *[inner] * 3)
@@ -374,7 +376,8 @@ def scoring_bytes(model: ModelFacts, layout: Layout) -> int:
     This is the maximum over attention, a feed-forward block and the head. A sharded model gathers
     one layer ahead, and briefly holds the first weights that it gathers twice.
     """
-    tokens, size = -(-layout.tokens // layout.sequence), layout.bytes_per_number
+    tokens = -(-layout.tokens // layout.sequence)
+    size = layout.bytes_per_number
     needed = tokens * max(
         _attention(model, layout), _feed_forward(model, layout)
     ) + dequantised_bytes(model, layout)
@@ -393,7 +396,9 @@ def _attention(model: ModelFacts, layout: Layout) -> int:
     """Bytes per token: the layer's input, queries, keys and values, the output in float32 twice and
     rounded; usually also queries and keys before rotation, and copies for the kernel. Hugging Face
     modules, on which a sharded model runs, keep the normalised input instead."""
-    size, queries, keys = layout.bytes_per_number, model.query_width, model.key_width
+    size = layout.bytes_per_number
+    queries = model.query_width
+    keys = model.key_width
     output = (8 + size) * queries + 2 * size * model.head_dim
     if layout.zero_stage:
         return size * (3 * model.hidden_size + queries + 2 * keys) + output
@@ -404,12 +409,10 @@ def _feed_forward(model: ModelFacts, layout: Layout) -> int:
     """Bytes per token: three vectors of the hidden size, gate and up in one, the activation, and
     attention tensors that the layer's call still holds. An adapter computes up separately from the
     gate, and its own part in float32."""
-    hidden, inner, queries, keys = (
-        model.hidden_size,
-        model.intermediate_size,
-        model.query_width,
-        model.key_width,
-    )
+    hidden = model.hidden_size
+    inner = model.intermediate_size
+    queries = model.query_width
+    keys = model.key_width
     size = layout.bytes_per_number
     held = size * (4 * hidden if layout.zero_stage else 3 * hidden + 2 * queries + 3 * keys)
     held += 2 * size * model.head_dim

@@ -29,7 +29,8 @@ from tunesmith.plan.facts.run import Facts
 from tunesmith.plan.processes.devices import on_gpu
 from tunesmith.plan.processes.roles import has_critic, keeps_reference
 
-FLOPS_SHARE, BANDWIDTH_SHARE = 0.4, 0.6
+FLOPS_SHARE = 0.4
+BANDWIDTH_SHARE = 0.6
 BETWEEN_MACHINES = 50e9
 """Bytes per second of a GPU to other machines, in one direction: one 400 Gb/s adapter per GPU."""
 PER_ADAPTER = 2
@@ -68,7 +69,9 @@ def step_seconds(config: RunConfig, facts: Facts) -> dict[str, float]:
     """
     if not on_gpu(config):
         return cpu_seconds(config, facts)
-    gpu, model, longest = gpu_of(config, facts), facts.model, longest_sample(config, facts)
+    gpu = gpu_of(config, facts)
+    model = facts.model
+    longest = longest_sample(config, facts)
     kind = kind_of(gpu) if gpu else None
     if kind is None or model is None or not model.parameters or not longest or not config.trains:
         return {}
@@ -103,7 +106,8 @@ def expected_seconds(config: RunConfig, facts: Facts, samples: int, tokens: floa
     Args:
         samples: samples per step; tokens: mean tokens per sample.
     """
-    model, system = facts.model, config.system
+    model = facts.model
+    system = config.system
     if model is None or not model.parameters:
         return 1.0
     phases: dict[str, float] = {}
@@ -117,7 +121,8 @@ def expected_seconds(config: RunConfig, facts: Facts, samples: int, tokens: floa
 def compared_seconds(config: RunConfig, facts: Facts) -> float:
     """Seconds of a step, with which layouts are compared: as in the plan, or else with assumed
     rates."""
-    known_seconds, longest = step_seconds(config, facts).get("step"), longest_sample(config, facts)
+    known_seconds = step_seconds(config, facts).get("step")
+    longest = longest_sample(config, facts)
     if known_seconds or not longest or not config.trains:
         return known_seconds or 0.0
     samples = config.rollout.samples if isinstance(config, RLConfig) else config.train.batch_size
@@ -131,20 +136,20 @@ def _assumed_rates(config: RunConfig, facts: Facts, processes: int) -> Mapping[s
         gpu = gpu_of(config, facts)
         kind = kind_of(gpu) if gpu else None
         flops, bandwidth, link = (kind.flops, kind.bandwidth, kind.link) if kind else UNKNOWN_GPU
-        flops, bandwidth, layer = (
-            FLOPS_SHARE * flops,
-            BANDWIDTH_SHARE * bandwidth,
-            PASS_SECONDS["cuda"],
-        )
+        flops = FLOPS_SHARE * flops
+        bandwidth = BANDWIDTH_SHARE * bandwidth
+        layer = PASS_SECONDS["cuda"]
     else:
-        cores, threads = facts.hardware.cores, config.system.threads
+        cores = facts.hardware.cores
+        threads = config.system.threads
         used = min(threads, cores / processes)
         crowded = min(
             1.0, cores / (threads * processes)
         )  # more threads than cores wait for each other
         wide = 2.0 if bytes_per_number(config) == 2 and facts.hardware.bf16 else 1.0
         bandwidth = link = CPU_BANDWIDTH / processes
-        flops, layer = used * crowded * wide * CORE_FLOPS, PASS_SECONDS["cpu"]
+        flops = used * crowded * wide * CORE_FLOPS
+        layer = PASS_SECONDS["cpu"]
     more = {"operations of decoding": 1 / flops, "bytes read again": 1 / bandwidth, "passes": layer}
     return {**_rates(flops, bandwidth, link), **more}
 
@@ -173,7 +178,8 @@ def _seconds(does: Amounts, rates: Mapping[str, float]) -> float:
 def measurable(config: RunConfig, facts: Facts) -> bool:
     """Whether a run does what the rates were measured for: training a whole model in one process on
     a CPU."""
-    system, model = config.system, facts.model
+    system = config.system
+    model = facts.model
     if (
         on_gpu(config)
         or facts.hardware.named
@@ -197,21 +203,18 @@ def measurable(config: RunConfig, facts: Facts) -> bool:
 def cpu_seconds(config: RunConfig, facts: Facts) -> dict[str, float]:
     """``step_seconds`` on a CPU; empty if nothing was measured, or the run does something else than
     was measured."""
-    longest, number = longest_sample(config, facts), bytes_per_number(config)
+    longest = longest_sample(config, facts)
+    number = bytes_per_number(config)
     rates = read_rates(facts.hardware, number) if measurable(config, facts) and longest else None
     if rates is None or not longest or known(config.system, "threads") != facts.hardware.cores:
         return {}
-    work, rl, passes, decoupled = (
-        work_of(config, facts, longest),
-        isinstance(config, RLConfig),
-        1,
-        False,
-    )
+    work = work_of(config, facts, longest)
+    rl = isinstance(config, RLConfig)
+    passes = 1
+    decoupled = False
     if isinstance(config, RLConfig):
-        passes, decoupled = (
-            config.train.passes_per_batch,
-            bool(known(config.algorithm, "decoupled")),
-        )
+        passes = config.train.passes_per_batch
+        decoupled = bool(known(config.algorithm, "decoupled"))
     batch = known(config.train, "batch_size") or work.samples
     steps = passes * max(1, ceil(work.samples / batch))
     found = phase_seconds(work, rates)

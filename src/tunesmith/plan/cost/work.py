@@ -33,7 +33,8 @@ from tunesmith.plan.processes.weights import publishing_ranks, weights_apart
 Amounts = Mapping[str, float]
 """Units of each kind of work in a phase."""
 
-HOST_STEP, HOST_SENT = 28 / 16, 6 / 16
+HOST_STEP = 28 / 16
+HOST_SENT = 6 / 16
 """Bytes that an optimizer step on the CPU reads and writes, and bytes that pass between host and
 GPU, per byte kept on the host: of 16, gradients are read, master weights and moments read and
 written; gradients and weights pass."""
@@ -91,9 +92,11 @@ class Work:
 
 def work_of(config: RunConfig, facts: Facts, longest: int) -> Work:
     """A run's step in one process, in which every sample has ``longest`` tokens."""
-    model, system = facts.model, config.system
+    model = facts.model
+    system = config.system
     assert model is not None, "it was checked"
-    micro, number = system.max_tokens_per_microbatch, bytes_per_number(config)
+    micro = system.max_tokens_per_microbatch
+    number = bytes_per_number(config)
     if not isinstance(config, RLConfig):
         each = 2 if isinstance(config, DPOConfig | KTOConfig) else 1
         length = longest // each
@@ -107,11 +110,9 @@ def work_of(config: RunConfig, facts: Facts, longest: int) -> Work:
             micro,
             share=False,
         )
-    new, prompts, group = (
-        config.rollout.max_new_tokens,
-        config.rollout.prompts_per_step,
-        config.rollout.group_size,
-    )
+    new = config.rollout.max_new_tokens
+    prompts = config.rollout.prompts_per_step
+    group = config.rollout.group_size
     running = _running(config, facts, model, config.rollout.samples, longest)
     return Work(
         model,
@@ -128,10 +129,8 @@ def work_of(config: RunConfig, facts: Facts, longest: int) -> Work:
 
 def _running(config: RLConfig, facts: Facts, model: ModelFacts, asked: int, tokens: float) -> int:
     """How many of the completions that an engine is ``asked`` for it decodes together."""
-    system, kept = (
-        config.system,
-        tokens * model.kv_bytes_per_token(kv_bytes_per_number(config, facts)),
-    )
+    system = config.system
+    kept = tokens * model.kv_bytes_per_token(kv_bytes_per_number(config, facts))
     kv = engine_kv(config, facts, model)
     held = int(kv * ranks_per_engine(config) // kept) if kv else asked
     return max(1, min(asked, system.max_running, held))
@@ -158,7 +157,8 @@ def amounts(work: Work) -> dict[str, Amounts]:
 def _forward(work: Work) -> Amounts:
     """The work of a pass over all samples, in micro-batches; a backward pass does the same kinds of
     work."""
-    m, learned = work.model, work.samples * work.new
+    m = work.model
+    learned = work.samples * work.new
     prompts = work.prompts if work.share else work.samples
     tokens = prompts * work.prompt + learned
     pairs = prompts * work.prompt**2 / 2 + work.samples * work.new * (work.prompt + work.new / 2)
@@ -188,7 +188,8 @@ def _prefill(work: Work) -> Amounts:
 
 
 def _decode(work: Work) -> Amounts:
-    m, rows = work.model, min(work.samples, work.running)
+    m = work.model
+    rows = min(work.samples, work.running)
     steps = ceil(work.samples / rows) * work.new
     return {
         "steps": steps,
@@ -208,37 +209,34 @@ def step_work(
 ) -> dict[str, list[Amounts]]:
     """What each device does in a step of ``samples`` of ``tokens`` tokens: for each phase, all that
     it does at once."""
-    system, cost, phases, decoupled = (
-        config.system,
-        cost_of(model),
-        dict[str, list[Amounts]](),
-        False,
-    )
-    batches, again, prompt = 1, 0.0, max(0.0, tokens - config.new_tokens)
+    system = config.system
+    cost = cost_of(model)
+    phases = dict[str, list[Amounts]]()
+    decoupled = False
+    batches = 1
+    again = 0.0
+    prompt = max(0.0, tokens - config.new_tokens)
     if isinstance(config, RLConfig):
         if not system.engine_kind.served:
             phases["sampling"] = [_sampling(config, facts, model, samples, tokens)]
-        samples, decoupled = (
-            samples * config.train.passes_per_batch,
-            bool(known(config.algorithm, "decoupled")),
-        )
+        samples = samples * config.train.passes_per_batch
+        decoupled = bool(known(config.algorithm, "decoupled"))
         batches = samples // (known(config.train, "batch_size") or samples) or 1
         if system.share_prompts:
             again = samples - samples / config.rollout.group_size
     computed = samples * tokens - again * prompt
     body = samples * cost.prefix(int(tokens)) - again * cost.prefix(int(prompt))
     head = samples * cost.head * (config.new_tokens or tokens)
-    layout, ranks, trained_models = (
-        layout_of(config, facts),
-        system.trainer_ranks,
-        1 + has_critic(config),
-    )
+    layout = layout_of(config, facts)
+    ranks = system.trainer_ranks
+    trained_models = 1 + has_critic(config)
     groups = ranks / system.sequence_parallel.size
     micro = max(1, ceil(computed / batches / groups / system.max_tokens_per_microbatch))
     # The layers' weights are copied to the GPU for each micro-batch's forward pass, and again for
     # its backward pass.
     coming = batches * micro * model.layers * away_of_layer(model, layout)
-    if passes := keeps_reference(config) + has_critic(config) + decoupled:
+    passes = keeps_reference(config) + has_critic(config) + decoupled
+    if passes:
         away = layout.offload_frozen and keeps_reference(config)
         brought = copy_bytes(model, layout.bytes_per_number) if away else 0
         scoring = {"operations": passes * body / 3 / ranks, "bytes over PCIe": brought}
@@ -315,8 +313,10 @@ def _shared_sequences(config: RunConfig, model: ModelFacts) -> float:
     ring keys and values visit all other ranks, and in the backward pass their float32 gradients
     too.
     """
-    sequence, number = config.system.sequence_parallel, bytes_per_number(config)
-    others, again = sequence.size - 1, float(config.system.gradient_checkpointing)
+    sequence = config.system.sequence_parallel
+    number = bytes_per_number(config)
+    others = sequence.size - 1
+    again = float(config.system.gradient_checkpointing)
     if sequence.type == "ring":
         return model.layers * 2 * model.key_width * others * (number * (2 + again) + 4)
     widths = 2 * model.query_width + 2 * model.key_width
@@ -327,7 +327,8 @@ def _read_again(config: RunConfig, model: ModelFacts, micro: int, tokens: float)
     """Bytes of weights and gradients that a device reads and writes for an optimizer step on
     ``tokens`` tokens: once per micro-batch, those of the head once per chunk of its rows, and those
     of the optimizer at the end."""
-    system, number = config.system, bytes_per_number(config)
+    system = config.system
+    number = bytes_per_number(config)
     trained = (
         adapter_numbers(model, config.lora.rank or USUAL_RANK)
         if config.lora.on
@@ -347,10 +348,13 @@ def _exchanged(config: RunConfig, facts: Facts, model: ModelFacts, micro: int) -
     size. Weights are gathered in 16 bits, or in quantised form. Every rank has a whole adapter.
     Copies of a sharded model sum the gradients of their rows at the end.
     """
-    ranks, stage = config.system.trainer_ranks, config.system.zero_stage
+    ranks = config.system.trainer_ranks
+    stage = config.system.zero_stage
     shards = (known(config.system, "shard_size") or ranks) if stage else 1
-    summed, gathered = 4 * (model.parameters or 0), copy_bytes(model, 2, config.model.quantize)
-    among, within = 0.0, 0.0
+    summed = 4 * (model.parameters or 0)
+    gathered = copy_bytes(model, 2, config.model.quantize)
+    among = 0.0
+    within = 0.0
     if config.lora.on:
         among = 8 * adapter_numbers(model, config.lora.rank or USUAL_RANK) * (ranks - 1) / ranks
         within = (0, micro, micro, 2 * micro)[stage] * gathered
@@ -374,11 +378,14 @@ def _sampling(
     config: RLConfig, facts: Facts, model: ModelFacts, samples: int, tokens: float
 ) -> Amounts:
     """What each device of an engine does to sample its part of a step."""
-    system, ranks = config.system, ranks_per_engine(config)
-    engines, new = known(system, "engines") or 1, min(config.rollout.max_new_tokens, tokens)
+    system = config.system
+    ranks = ranks_per_engine(config)
+    engines = known(system, "engines") or 1
+    new = min(config.rollout.max_new_tokens, tokens)
     weights = copy_bytes(model, bytes_per_number(config), config.model.quantize)
     per_token = model.kv_bytes_per_token(kv_bytes_per_number(config, facts))
-    asked, prompt = ceil(samples / engines), tokens - new
+    asked = ceil(samples / engines)
+    prompt = tokens - new
     together = _running(config, facts, model, asked, tokens)
     steps = max(1.0, asked / together) * new  # a request that ends makes room for the next one
     prompts = samples / config.rollout.group_size / engines

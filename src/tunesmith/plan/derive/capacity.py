@@ -46,9 +46,12 @@ def derive_device(filling: Filling, facts: Facts) -> None:
     if machine.gpus:
         filling.fill("system.device", "cuda", f"found: {machine.gpus[0].name}")
     filling.fill("system.device", "cpu", "no GPU was found")
-    if problem := device_problem(filling.config.system.device, machine.gpus):
+    problem = device_problem(filling.config.system.device, machine.gpus)
+    if problem:
         raise ConfigError(problem, keys=("system.device",))
-    here, gpu, system = on_gpu(filling.config), gpu_of(filling.config, facts), filling.config.system
+    here = on_gpu(filling.config)
+    gpu = gpu_of(filling.config, facts)
+    system = filling.config.system
     if here and gpu is None and system.device_memory is None and system.cluster == "none":
         raise ConfigError(
             f"system.device = '{system.device}', but nvidia-smi lists no GPU here, so its memory is unknown. "
@@ -74,7 +77,8 @@ def derive_device(filling: Filling, facts: Facts) -> None:
 def derive_capacity(filling: Filling, facts: Facts) -> None:
     """Derive settings from machine and layout: threads, gradient checkpointing, micro-batch and
     sampler memory."""
-    machine, here = facts.hardware, on_gpu(filling.config)
+    machine = facts.hardware
+    here = on_gpu(filling.config)
     _derive_ranks(filling, facts)
     _derive_threads(
         filling,
@@ -95,7 +99,8 @@ def derive_capacity(filling: Filling, facts: Facts) -> None:
 def _derive_ranks(filling: Filling, facts: Facts) -> None:
     """Raise ConfigError for more trainer ranks than this machine has GPUs; put engines into
     processes."""
-    config, gpus = filling.config, len(facts.hardware.gpus)
+    config = filling.config
+    gpus = len(facts.hardware.gpus)
     ranks = facts.ranks_here or config.system.trainer_ranks
     if config.system.trainer_ranks == 1 or config.system.cluster != "none":
         return
@@ -150,7 +155,9 @@ def computing_threads(config: RunConfig) -> int:
 def _derive_checkpointing(filling: Filling, facts: Facts) -> None:
     """Checkpoint the fewest layers with which the longest sample's activations take at most half of
     the memory that the model's state leaves."""
-    config, model, key = filling.config, facts.model, "system.gradient_checkpointing"
+    config = filling.config
+    model = facts.model
+    key = "system.gradient_checkpointing"
     longest = longest_sample(config, facts)
     if model is None or longest is None:
         filling.fill(
@@ -159,10 +166,8 @@ def _derive_checkpointing(filling: Filling, facts: Facts) -> None:
             "the longest sample's size is not known" if model else "the model's size is not known",
         )
         return
-    room, layers = (
-        max(0, trainer_memory(config, facts) - reserved(config, facts, turns=True)),
-        model.layers,
-    )
+    room = max(0, trainer_memory(config, facts) - reserved(config, facts, turns=True))
+    layers = model.layers
     layout = layout_of(config, facts)
     shares = [replace(layout, checkpointing=count / layers) for count in range(layers + 1)]
     sizes = [longest * bytes_per_token(model, share) for share in shares]
@@ -182,7 +187,8 @@ def _derive_checkpointing(filling: Filling, facts: Facts) -> None:
 
 def derive_compile(filling: Filling, facts: Facts) -> None:
     """Derive ``system.compile``: on if there is something to compile and a compiler."""
-    key, compiler = "system.compile", facts.hardware.compiler
+    key = "system.compile"
+    compiler = facts.hardware.compiler
     if not compilable(filling.config, facts):
         filling.fill(key, False, "this run has nothing to compile")
     elif compiler is None:

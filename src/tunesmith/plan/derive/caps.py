@@ -27,11 +27,9 @@ from tunesmith.plan.facts.run import Facts
 from tunesmith.plan.filling import Filling
 from tunesmith.plan.processes.roles import has_critic, scores, shares_trainer_device
 
-SCORING, CRITIC, REWARD = (
-    "system.scoring_max_tokens",
-    "system.critic_max_tokens",
-    "system.reward_max_tokens",
-)
+SCORING = "system.scoring_max_tokens"
+CRITIC = "system.critic_max_tokens"
+REWARD = "system.reward_max_tokens"
 STEP = 256
 """Caps limited by memory are multiples of this."""
 
@@ -51,15 +49,18 @@ def derive_caps(filling: Filling, facts: Facts, most: int) -> None:
 def _derive_scoring(filling: Filling, facts: Facts, most: int) -> None:
     """Allow as many tokens as fit in the memory of a training micro-batch's activations and
     temporaries."""
-    config, tokens = filling.config, filling.config.system.max_tokens_per_microbatch
-    found, model = planned(config, facts), facts.model
+    config = filling.config
+    tokens = filling.config.system.max_tokens_per_microbatch
+    found = planned(config, facts)
+    model = facts.model
     if isinstance(config, DistillConfig | OfflineDistillConfig):
         filling.fill(SCORING, tokens, "as in training, where the teacher computes the same tokens")
     elif found is None or model is None or tokens >= most:
         why = "more would be no faster" if tokens >= most else "the model's size is not known"
         filling.fill(SCORING, tokens, f"as in training: {why}")
     else:
-        layout, room = layout_of(config, facts), found.activations + found.head - found.scorer
+        layout = layout_of(config, facts)
+        room = found.activations + found.head - found.scorer
         fitting = _largest(
             lambda n: scoring_bytes(model, replace(layout, tokens=n)), tokens, most, room
         )
@@ -71,22 +72,23 @@ def _derive_scoring(filling: Filling, facts: Facts, most: int) -> None:
 def _derive_critic(filling: Filling, facts: Facts, most: int) -> None:
     """Allow at least as many tokens as the policy's training: a critic has no vocabulary head and
     may have its own GPU."""
-    config, tokens = filling.config, filling.config.system.max_tokens_per_microbatch
-    found, model = planned(config, facts), facts.model
+    config = filling.config
+    tokens = filling.config.system.max_tokens_per_microbatch
+    found = planned(config, facts)
+    model = facts.model
     if found is None or model is None or tokens >= most:
         why = "more would be no faster" if tokens >= most else "the model's size is not known"
         filling.fill(CRITIC, tokens, f"as the policy's: {why}")
         return
     layout = replace(layout_of(config, facts), has_vocabulary_head=False)
-    room, where = found.activations + found.head, "of the policy's micro-batch"
+    room = found.activations + found.head
+    where = "of the policy's micro-batch"
     if not shares_trainer_device(config, "critic"):
         [(own, free)] = [
             (own, free) for name, own, free in planned_devices(config, facts) if name == "critic"
         ]
-        room, where = (
-            (free - own.training + own.activations + own.head) // 2,
-            "that are half of its GPU's free memory",
-        )
+        room = (free - own.training + own.activations + own.head) // 2
+        where = "that are half of its GPU's free memory"
 
     def needed(count: int) -> int:
         passing = price(model, replace(layout, tokens=count))

@@ -21,7 +21,9 @@ SEPARATOR = "\n\n"
 LORA_LR = 2e-4
 """The RFT performance guide's learning rate, which is for an adapter."""
 WARMUP = 50
-TOGETHER, TOGETHER_LARGE, LARGE = 64, 32, 100e6
+TOGETHER = 64
+TOGETHER_LARGE = 32
+LARGE = 100e6
 """Completions decoded together on a CPU, also for models of more than ``LARGE`` parameters.
 Measured on one core: with 16M and 40M parameters 64 are within 2% of the most tokens per second,
 with 134M 32 are 1% faster than 64."""
@@ -66,7 +68,8 @@ def _derive_together(filling: Filling, facts: Facts) -> None:
 
 
 def _derive_profile(filling: Filling, config: RFTConfig) -> None:
-    given, name = settings(config, given_only=True), config.rft.profile
+    given = settings(config, given_only=True)
+    name = config.rft.profile
     values = profile_values(name)
     if config.lora.on:
         values = values | {"train.lr": (LORA_LR, "for an adapter")}
@@ -82,7 +85,8 @@ def derive_rft_warmup(
 ) -> tuple[int, str] | None:
     """Warm-up steps and the reason, once the number of samples is known; None: keep the run
     file's."""
-    train, warmed = config.train, {"train.warmup_steps", "train.warmup_ratio"} & given.keys()
+    train = config.train
+    warmed = {"train.warmup_steps", "train.warmup_ratio"} & given.keys()
     if config.rft.profile == "conservative" or warmed or "train.schedule" in given:
         return None
     steps = steps_of_passes(draws(config, samples) or samples, samples, train.batch_size)

@@ -40,10 +40,15 @@ from tunesmith.plan.rules.checks import refused_settings
 
 Values = Mapping[str, Any]
 
-SHARDS, CHECKPOINTING = "system.shard_size", "system.gradient_checkpointing"
-REFERENCE, ACTIVATIONS = "system.offload_reference", "system.offload_activations"
-OPTIMIZER, PARAMETERS = "system.offload_optimizer", "system.offload_parameters"
-TOKENS, TURNS, KV = "system.max_tokens_per_microbatch", "system.hybrid", "system.kv_memory"
+SHARDS = "system.shard_size"
+CHECKPOINTING = "system.gradient_checkpointing"
+REFERENCE = "system.offload_reference"
+ACTIVATIONS = "system.offload_activations"
+OPTIMIZER = "system.offload_optimizer"
+PARAMETERS = "system.offload_parameters"
+TOKENS = "system.max_tokens_per_microbatch"
+TURNS = "system.hybrid"
+KV = "system.kv_memory"
 COPY = "system.weight_copy"
 IN_HOST_MEMORY = {
     REFERENCE: "the frozen models",
@@ -100,14 +105,17 @@ def derive_savings(filling: Filling, facts: Facts) -> None:
     without = with_values(
         chosen, {key: False for key in IN_HOST_MEMORY if _given(config, key) is None}
     )
-    price, other = planned(chosen, facts, least=True), planned(without, facts, least=True)
+    price = planned(chosen, facts, least=True)
+    other = planned(without, facts, least=True)
     fit = share_of(chosen, facts) <= MARGIN
-    if (shards := known(chosen.system, "shard_size")) is not None:
+    shards = known(chosen.system, "shard_size")
+    if shards is not None:
         filling.fill(SHARDS, shards, _why_shards(chosen, facts, shards))
     for key, what in IN_HOST_MEMORY.items():
         value = known(chosen.system, key.rpartition(".")[2])
         filling.fill(key, value, _why(config, key, what, value, fit, price, other))
-    if (turns := known(chosen.system, "hybrid")) is not None:
+    turns = known(chosen.system, "hybrid")
+    if turns is not None:
         short = "short for both at once" if turns else "enough for both at once"
         filling.fill(TURNS, turns, f"engine and trainer share the GPU, whose memory is {short}")
     if _copies(config) != [None]:
@@ -291,7 +299,8 @@ def _shard_sizes(config: RunConfig, facts: Facts) -> list[int | None]:
     """Numbers of ranks that may share a copy of the model: those of one machine, or all."""
     if not config.system.zero_stage or _given(config, SHARDS) is not None:
         return [None]
-    ranks, here = config.system.trainer_ranks, facts.ranks_here
+    ranks = config.system.trainer_ranks
+    here = facts.ranks_here
     if config.system.cluster != "none" and on_gpu(config):  # Ray fills one machine after another
         here = len(facts.hardware.gpus)
     return [here, ranks] if here is not None and 1 < here < ranks and ranks % here == 0 else [ranks]
@@ -300,7 +309,8 @@ def _shard_sizes(config: RunConfig, facts: Facts) -> list[int | None]:
 def _with_activations(config: RunConfig, facts: Facts) -> Iterator[Saving]:
     """The choices that fit with different numbers of recomputed layers, from the fewest to all."""
     assert facts.model is not None, "it was checked"
-    layers, most = facts.model.layers, most_tokens(config) * config.system.sequence_parallel.size
+    layers = facts.model.layers
+    most = most_tokens(config) * config.system.sequence_parallel.size
     if not any(_fits(lean, facts) for lean in _lean(config, facts)):
         return
     counts = [0]
@@ -373,13 +383,15 @@ def _why_shards(config: RunConfig, facts: Facts, size: int) -> str:
     ranks = config.system.trainer_ranks
     if size < ranks:
         return f"the ranks of one machine; the {ranks // size} machines have a copy each"
-    if len(sizes := _shard_sizes(with_values(config, {SHARDS: None}), facts)) > 1:
+    sizes = _shard_sizes(with_values(config, {SHARDS: None}), facts)
+    if len(sizes) > 1:
         return f"all ranks: the {sizes[0]} of one machine are too few for the model"
     return "all ranks share one copy of the model"
 
 
 def _why_recomputed(config: RunConfig, facts: Facts, share: float) -> str:
-    longest, model = longest_sample(config, facts), facts.model
+    longest = longest_sample(config, facts)
+    model = facts.model
     if model is None or longest is None:
         return "the longest sample's size is not known"
     layout = layout_of(config, facts)

@@ -65,7 +65,8 @@ def reserved(config: RunConfig, facts: Facts, *, turns: bool | None = None) -> i
     """Bytes that are not available for activations, keys and values while the policy trains."""
     if facts.model is None:
         return 0
-    layout, tokens = layout_of(config, facts), longest_sample(config, facts) or SHORT
+    layout = layout_of(config, facts)
+    tokens = longest_sample(config, facts) or SHORT
     turns = layout.turns if turns is None else turns
     planned = price(facts.model, replace(layout, turns=turns, tokens=tokens))
     return planned.training - -(-tokens // layout.sequence) * activation_bytes(facts.model, layout)
@@ -73,7 +74,8 @@ def reserved(config: RunConfig, facts: Facts, *, turns: bool | None = None) -> i
 
 def _kv_share(config: RunConfig, facts: Facts, budget: int) -> tuple[int, str]:
     """Bytes for the KV cache of one device's engines, and which part of the free memory that is."""
-    free, model = free_memory(config, facts), facts.model
+    free = free_memory(config, facts)
+    model = facts.model
     if engines_elsewhere(config, facts):
         # The engines' GPUs are assumed to be like the trainer's.
         engine = planned_elsewhere(config, facts)
@@ -111,7 +113,9 @@ def _derive_hybrid(filling: Filling) -> None:
 
 
 def _derive_microbatch(filling: Filling, facts: Facts, budget: int, most: int) -> None:
-    key, config, model = "system.max_tokens_per_microbatch", filling.config, facts.model
+    key = "system.max_tokens_per_microbatch"
+    config = filling.config
+    model = facts.model
     longest = longest_sample(config, facts) or 0
     if model is None:
         filling.fill(key, max(UNKNOWN_MODEL_TOKENS, longest), "the model's size is not known")
@@ -130,12 +134,15 @@ def _derive_microbatch(filling: Filling, facts: Facts, budget: int, most: int) -
     )
     fitting = max(0, room) // per_token
     if longest >= min(fitting, most):
-        tokens, reason = longest, "the longest sample has to fit"
+        tokens = longest
+        reason = "the longest sample has to fit"
     elif fitting >= most:
-        tokens, reason = most, "memory allows more, but more would be no faster"
+        tokens = most
+        reason = "memory allows more, but more would be no faster"
     else:
         tokens = fitting // 256 * 256 or fitting
-        tokens, reason = max(1, tokens, longest), part
+        tokens = max(1, tokens, longest)
+        reason = part
     filling.fill(key, tokens, f"{reason} ({format_size(per_token)} of activations per token)")
 
 
@@ -147,7 +154,8 @@ def _fitting(
     host = host_tokens(config, facts, model)
     if longest >= most:
         return longest, "the longest sample has to fit"
-    layout, kv = layout_of(config, facts), known(config.system, "kv_memory")
+    layout = layout_of(config, facts)
+    kv = known(config.system, "kv_memory")
     if (
         kv
         and config.samples
@@ -182,9 +190,12 @@ def _derive_kv_memory(filling: Filling, facts: Facts, share: int, part: str) -> 
     Args:
         share: bytes for all engines of one device together, a ``part`` of the free memory.
     """
-    key, config, model = "system.kv_memory", filling.config, facts.model
+    key = "system.kv_memory"
+    config = filling.config
+    model = facts.model
     engines = engines_together(config, len(facts.hardware.gpus))
-    longest, share = longest_sample(config, facts), max(share // engines, LEAST_KV_BYTES)
+    longest = longest_sample(config, facts)
+    share = max(share // engines, LEAST_KV_BYTES)
     if longest is None or config.system.vllm.memory_share is not None:
         return
     part = f"{part} of the free memory" + (f", shared by {engines} engines" if engines > 1 else "")
@@ -194,7 +205,8 @@ def _derive_kv_memory(filling: Filling, facts: Facts, share: int, part: str) -> 
     together, wanted = _wanted_kv(config, facts, model, engines)
     one = ceil(request_kv(config, facts, model) / ranks_per_engine(config))
     if one > share:
-        share, part = one, f"what one request of {longest} tokens takes, more than {part}"
+        share = one
+        part = f"what one request of {longest} tokens takes, more than {part}"
     if wanted <= share:
         reason = f"enough for {together} requests of {longest} tokens at once"
     else:

@@ -18,7 +18,8 @@ from tunesmith.plan.facts.instructions import cpu_flags, cpu_info
 
 _NATIVE_BF16_FLAGS = frozenset({"amx_bf16", "avx512_bf16", "avx_ne_convert", "bf16"})
 _NO_LIMIT = 2**60
-_GROUPS, _OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+_GROUPS = Path("/sys/fs/cgroup")
+_OWN_GROUPS = Path("/proc/self/cgroup")
 COMPILERS = ("g++", "clang++", "c++")
 
 
@@ -68,7 +69,8 @@ class Hardware:
 def read_hardware() -> Hardware:
     """Facts about this machine; takes milliseconds, or a tenth of a second with ``nvidia-smi``."""
     flags, (total, available) = cpu_flags(), memory()
-    gpus, visible = read_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES", "").strip()
+    gpus = read_gpus()
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").strip()
     return Hardware(
         cpu=cpu_info().get("model name", "CPU"),
         cores=_cores(),
@@ -175,7 +177,8 @@ def _parts(listing: str, whole: Mapping[str, Gpu]) -> dict[str, tuple[str, Gpu]]
     above: Gpu | None = None
     for line in listing.splitlines():
         uuid = line.rpartition("(UUID: ")[2].rstrip(")")
-        if not (part := re.match(r"\s+MIG (\S*?(\d+)gb\S*)", line)):
+        part = re.match(r"\s+MIG (\S*?(\d+)gb\S*)", line)
+        if not part:
             above = whole.get(uuid)
         elif above is not None:
             size = int(part[2]) * 10**9
@@ -208,10 +211,12 @@ def usable_cpus() -> int:
 def memory() -> tuple[int, int]:
     """(total, available) bytes: the minimum that machine, container and ``ulimit -v`` allow."""
     machine = psutil.virtual_memory()
-    total, available = machine.total, machine.available
+    total = machine.total
+    available = machine.available
     for limit, used in (*_group_memory(), _address_space()):
         if limit < _NO_LIMIT:
-            total, available = min(total, limit), min(available, max(0, limit - used))
+            total = min(total, limit)
+            available = min(available, max(0, limit - used))
     return total, available
 
 
@@ -240,7 +245,8 @@ def _group_memory() -> Iterator[tuple[int, int]]:
             ("memory.max", "memory.current", "inactive_file"),
             ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
         ):
-            if (text := _read(folder / limit)).isdigit():
+            text = _read(folder / limit)
+            if text.isdigit():
                 stat = dict(
                     line.split()[:2]
                     for line in _read(folder / "memory.stat").splitlines()

@@ -14,7 +14,8 @@ from tunesmith.errors import ConfigError, nearest, shortened
 from tunesmith.plan.facts.hardware import Gpu, Hardware, read_hardware
 
 THIS = "this"
-MOST_GPUS, MOST_NODES = 128, 4096
+MOST_GPUS = 128
+MOST_NODES = 4096
 _DRIVER = 512 * 2**20
 """GPU memory that the driver reserves before anything uses it."""
 _UNITS = {"memory": 2**20, "flops": 1e12, "bandwidth": 1e9, "link": 1e9, "host_memory": 2**30}
@@ -81,7 +82,8 @@ def machine(spec: str) -> Hardware:
             f"machine '{spec}' is empty; write it as 8xH100-80GB, 2x8xA100-80GB or {THIS}"
         )
     kind = _kind(match[3])
-    nodes, count = int((match[1] or "1")[:9]), int((match[2] or "1")[:9])
+    nodes = int((match[1] or "1")[:9])
+    count = int((match[2] or "1")[:9])
     if not (0 < count <= MOST_GPUS and 0 < nodes <= MOST_NODES):
         raise ConfigError(
             f"machine '{shortened(spec)}': {nodes} machines with {count} GPUs each; there may be 1 to {MOST_NODES} "

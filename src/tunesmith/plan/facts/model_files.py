@@ -17,7 +17,8 @@ from typing import Any
 from tunesmith.config.reading.files import ADAPTER_CONFIG
 from tunesmith.errors import ModelError, boundary
 
-ONE, INDEX = "model.safetensors", "model.safetensors.index.json"
+ONE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
 _LFS_POINTER = b"version "
 _DAMAGED = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, struct.error)
 
@@ -77,7 +78,8 @@ def weight_files(directory: Path) -> list[Path]:
     Raises:
         ModelError: the index is damaged, or there are two sets of weights.
     """
-    one, index = directory / ONE, directory / INDEX
+    one = directory / ONE
+    index = directory / INDEX
     if not index.is_file():
         return [one] if one.is_file() else []
     with boundary(ModelError, f"cannot read {index}", _DAMAGED):
@@ -113,7 +115,8 @@ def _header(path: Path) -> dict[str, Stored]:
     """The weights of a file, which starts with the header's length (8 bytes, little-endian) and the
     header (JSON)."""
     with boundary(ModelError, f"cannot read {path}", _DAMAGED), path.open("rb") as file:
-        start, size = file.read(8), path.stat().st_size
+        start = file.read(8)
+        size = path.stat().st_size
         if start == _LFS_POINTER:
             raise ValueError(
                 "it is a Git LFS pointer instead of weights; fetch them with: git lfs pull"

@@ -37,7 +37,8 @@ MAY_COST = (
 """Keys of ``[system]`` that may exclude a much faster layout."""
 NEXT = 3
 """Number of alternative layouts reported besides the one that a run gets."""
-CHECKPOINTING, OFFLOAD = "system.gradient_checkpointing", "system.offload_optimizer"
+CHECKPOINTING = "system.gradient_checkpointing"
+OFFLOAD = "system.offload_optimizer"
 ELSE: tuple[Settings, ...] = ({CHECKPOINTING: True}, {CHECKPOINTING: False}, {OFFLOAD: True})
 """Changes to try besides those of a layout's processes."""
 SHOWN = (
@@ -74,14 +75,17 @@ def next_best(config: RunConfig, resolved: Resolved[Any], facts: Facts) -> list[
     Args:
         config: the run before its settings were derived.
     """
-    if not (ours := step_seconds(resolved.config, facts).get("step")):
+    ours = step_seconds(resolved.config, facts).get("step")
+    if not ours:
         return []
     chosen = _layout(resolved.config)
-    seen, found = [chosen], list[dict[str, Any]]()
+    seen = [chosen]
+    found = list[dict[str, Any]]()
     for changes in _others(config, resolved, facts):
         with suppress(ConfigError):
             other = resolve(with_values(config, changes), facts).config
-            layout, devices = _layout(other), planned_devices(other, facts)
+            layout = _layout(other)
+            devices = planned_devices(other, facts)
             seconds = step_seconds(other, facts).get("step")
             if (
                 layout not in seen
@@ -111,7 +115,8 @@ def next_best(config: RunConfig, resolved: Resolved[Any], facts: Facts) -> list[
 def _others(config: RunConfig, resolved: Resolved[Any], facts: Facts) -> Iterator[Settings]:
     """Settings of the fastest other layouts: other processes, or another tradeoff of memory and
     time."""
-    said, there = settings(config, given_only=True), with_given_system(config, resolved.config)
+    said = settings(config, given_only=True)
+    there = with_given_system(config, resolved.config)
     unread = {
         *(() if config.system.engine_kind.spans_devices else (TENSOR,)),
         *(() if config.samples else (ENGINES,)),
@@ -169,7 +174,8 @@ def costly(config: RunConfig, resolved: Resolved[Any], facts: Facts) -> list[str
     Args:
         config: the run before its settings were derived.
     """
-    step, notes = step_seconds(resolved.config, facts).get("step"), list[str]()
+    step = step_seconds(resolved.config, facts).get("step")
+    notes = list[str]()
     for key in (key for key in MAY_COST if step and key in config.system.model_fields_set):
         said = config.system.model_dump(exclude_unset=True, exclude={key})
         other = config.model_copy(update={"system": type(config.system).model_validate(said)})
@@ -190,10 +196,8 @@ def cost(resolved: Resolved[Any], facts: Facts, price: float) -> dict[str, float
     Raises:
         ConfigError: there are no GPUs, or the duration of a step is not known.
     """
-    gpus, seconds = (
-        len(facts.hardware.gpus) * facts.hardware.nodes,
-        step_seconds(resolved.config, facts).get("step"),
-    )
+    gpus = len(facts.hardware.gpus) * facts.hardware.nodes
+    seconds = step_seconds(resolved.config, facts).get("step")
     if not gpus or not seconds:
         sized = facts.model is not None and facts.model.parameters
         lacking = (

@@ -56,13 +56,15 @@ def memory_problems(config: RunConfig, facts: Facts, given: RunConfig) -> Iterat
             cure = cure if split else _remedy(config, facts, free, given, free_of_layout)
             host = "" if place else lacking_on_the_host(_savings_open(config, given), facts)
             cure += f". The GPUs have room for it, but {host}" if host else ""
-            ranks, where = config.system.trainer_ranks, config.system.device
+            ranks = config.system.trainer_ranks
+            where = config.system.device
             where = f"{where}, on each of {ranks} devices" if ranks > 1 else where
             text = _does_not_fit(
                 config, needed, free, cure, f"the {name}'s GPU" if place else where
             )
             yield Problem(("model.path",), text, "memory")
-        if problem := host_problem(config, needed, facts):
+        problem = host_problem(config, needed, facts)
+        if problem:
             names = (
                 "offload_parameters",
                 "offload_optimizer",
@@ -130,7 +132,8 @@ def _remedy(
             )
             return f"what fits: {words} ({format_size(changed.peak)}){more}"
         peaks.append(changed.peak)
-    if shorter := _longest_that_fits(config, facts, free):
+    shorter = _longest_that_fits(config, facts, free)
+    if shorter:
         return f"what fits: samples of at most {shorter} tokens{more}"
     parameters = (facts.model and facts.model.parameters) or 0
     largest = parameters * free / min(peaks, default=1)
@@ -150,10 +153,8 @@ def layout_that_fits(given: RunConfig, config: RunConfig, facts: Facts) -> str:
     Args:
         given: the run before its settings were derived; ``config`` is the run afterwards.
     """
-    fastest, values = (
-        fastest_layout(without_layout(with_given_system(given, config)), facts) or {},
-        settings(config),
-    )
+    fastest = fastest_layout(without_layout(with_given_system(given, config)), facts) or {}
+    values = settings(config)
     words = [
         f"{key} = {toml_value(plain(value))}"
         for key, value in fastest.items()
@@ -167,7 +168,8 @@ def _more_gpus(config: RunConfig, facts: Facts) -> str | None:
     machine = facts.hardware
     if not machine.gpus or not on_gpu(config):
         return None
-    on_ray, each = config.system.cluster == "ray", len(machine.gpus)
+    on_ray = config.system.cluster == "ray"
+    each = len(machine.gpus)
     for count in (n for n in MORE_GPUS if n > each * machine.nodes):
         nodes = -(-count // each) if on_ray and each > 1 else 1
         larger = replace(machine, gpus=machine.gpus[:1] * (count // nodes), nodes=nodes)
@@ -186,7 +188,8 @@ def _changes(
 ) -> Iterator[dict[str, Any]]:
     """Changes that need less memory, the nearest first; ``layout`` is another layout that fits."""
     muon = config.train.optimizer.name == "muon"  # unavailable for adapters and on the host
-    if (memory := config.system.vllm.memory_share) is not None:
+    memory = config.system.vllm.memory_share
+    if memory is not None:
         yield from (
             {"system.vllm.memory_share": round(n / 20, 2)}
             for n in range(ceil(20 * memory) - 1, 1, -1)
@@ -221,10 +224,8 @@ def _changes(
             }
         if not config.lora.on and not muon:
             yield {"lora.rank": USUAL_RANK}
-    engine, fixed = (
-        config.system.engine_kind,
-        isinstance(config, ScoreConfig) or (config.trains and muon),
-    )
+    engine = config.system.engine_kind
+    fixed = isinstance(config, ScoreConfig) or (config.trains and muon)
     if config.model.quantize is None and not engine.third_party and not fixed:
         lora = {} if not config.trains or config.lora.on else {"lora.rank": USUAL_RANK}
         yield from ({**lora, "model.quantize": name} for name in ("int8", "nf4"))
@@ -235,10 +236,8 @@ def _changes(
 
 def _longest_that_fits(config: RunConfig, facts: Facts, free: int) -> int | None:
     """The longest sample's tokens divided by the smallest power of two with which the run fits."""
-    tokens, layout = (
-        longest_sample(config, facts),
-        replace(layout_of(config, facts), checkpointing=1),
-    )
+    tokens = longest_sample(config, facts)
+    layout = replace(layout_of(config, facts), checkpointing=1)
     if tokens is None or facts.model is None:
         return None
     while (tokens := tokens // 2) >= LEAST_TOKENS:

@@ -13,13 +13,13 @@ from tunesmith.config.section import known
 Settings = Mapping[str, Any]
 """Values by dotted key."""
 
-RANKS, STAGE, ENGINES = "system.trainer_ranks", "system.zero_stage", "system.engines"
+RANKS = "system.trainer_ranks"
+STAGE = "system.zero_stage"
+ENGINES = "system.engines"
 SEQUENCE = "system.sequence_parallel.size"
-TENSOR, PROCESS, TURNS = (
-    "system.vllm.tensor_parallel_size",
-    "system.engine_process",
-    "system.hybrid",
-)
+TENSOR = "system.vllm.tensor_parallel_size"
+PROCESS = "system.engine_process"
+TURNS = "system.hybrid"
 PLACEMENT = "system.placement"
 """The key of a ``PlacementSection``, which may be given in part."""
 ONE_PROCESS: Settings = {RANKS: 1, STAGE: 0, SEQUENCE: 1, ENGINES: 1, TENSOR: 1}
@@ -28,7 +28,8 @@ ONE_PROCESS: Settings = {RANKS: 1, STAGE: 0, SEQUENCE: 1, ENGINES: 1, TENSOR: 1}
 
 def given(config: RunConfig, key: str) -> Any:
     """The value of a setting that the run file, an override or a launcher set; else None."""
-    system, name = config.system, key.rpartition(".")[2]
+    system = config.system
+    name = key.rpartition(".")[2]
     if key == PLACEMENT:
         return None
     if key == PROCESS:

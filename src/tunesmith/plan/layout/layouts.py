@@ -96,7 +96,8 @@ def gpus_of_run(config: RunConfig, facts: Facts) -> int:
     It is 1 on a CPU, and if the model's size is unknown. Without Ray, sampling runs stay on one
     machine.
     """
-    machine, model = facts.hardware, facts.model
+    machine = facts.hardware
+    model = facts.model
     named = ":" in (known(config.system, "device") or "")
     if not on_gpu(config) or named or model is None or model.parameters is None:
         return 1
@@ -146,7 +147,8 @@ def _shapes(config: RunConfig, gpus: int, found: int) -> Iterator[Settings]:
                 yield {**trainer, **engines, TURNS: True}
         if isinstance(config, RLConfig):
             yield from _apart(config, gpus)
-    engines, tensor = given(config, ENGINES) or 1, given(config, TENSOR) or 1
+    engines = given(config, ENGINES) or 1
+    tensor = given(config, TENSOR) or 1
     if config.samples and (engines == 1 or gpus == 1 or in_process):
         each = tensor * config.system.vllm.pipeline_parallel_size
         turns = gpus == 1 and _only_in_turn(config, found - engines * each, ranks or 1)
@@ -170,11 +172,9 @@ def _only_in_turn(config: RunConfig, left: int, ranks: int) -> bool:
 def _apart(config: RunConfig, gpus: int) -> Iterator[Settings]:
     """Engines with their own GPUs: as many as the trainer's, or fewer if it needs more; with a
     given number of engines, the trainer has the remaining GPUs."""
-    wanted, engines, size = (
-        given(config, RANKS),
-        given(config, ENGINES),
-        given(config, SEQUENCE) or 1,
-    )
+    wanted = given(config, RANKS)
+    engines = given(config, ENGINES)
+    size = given(config, SEQUENCE) or 1
     for tensor in _tensor_sizes(config, gpus):
         each = tensor * config.system.vllm.pipeline_parallel_size
         halves = range(max(1, gpus // 2), gpus, max(1, gpus // 16))
@@ -186,7 +186,8 @@ def _apart(config: RunConfig, gpus: int) -> Iterator[Settings]:
 
 
 def _tensor_sizes(config: RunConfig, gpus: int) -> list[int]:
-    if wanted := given(config, TENSOR):
+    wanted = given(config, TENSOR)
+    if wanted:
         return [wanted]
     each = config.system.vllm.pipeline_parallel_size
     return (
@@ -199,7 +200,8 @@ def _tensor_sizes(config: RunConfig, gpus: int) -> list[int]:
 def _sequence_sizes(config: RunConfig, facts: Facts, ranks: int) -> list[int]:
     """Numbers of ranks that may share the tokens of a micro-batch: divisors of the attention
     heads."""
-    heads, wanted = facts.model.heads if facts.model else 1, given(config, SEQUENCE)
+    heads = facts.model.heads if facts.model else 1
+    wanted = given(config, SEQUENCE)
     alone = (
         ranks == 1 or not on_gpu(config) or config.command == "distill"
     )  # a teacher may have other heads

@@ -21,8 +21,10 @@ from tunesmith.plan.layout.search import lack
 from tunesmith.plan.processes.devices import on_gpu
 from tunesmith.plan.rules.situation import Situation
 
-CHECKPOINTING, TURNS = "system.gradient_checkpointing", "system.hybrid"
-OPTIMIZER, RUNNING = "system.offload_optimizer", "system.max_running"
+CHECKPOINTING = "system.gradient_checkpointing"
+TURNS = "system.hybrid"
+OPTIMIZER = "system.offload_optimizer"
+RUNNING = "system.max_running"
 
 
 @dataclass(frozen=True)
@@ -115,7 +117,8 @@ def derive_profile(filling: Filling, facts: Facts) -> None:
         for key, value in facts.tuned.values.items():
             if key not in given:
                 filling.set(key, value, facts.tuned.reason)
-    if (profile := config.system.profile) is None:
+    profile = config.system.profile
+    if profile is None:
         return
     s = Situation(config, facts)
     gpus = gpus_of_run(config, facts) if on_gpu(config) else 0

@@ -49,7 +49,8 @@ def ray_shapes(config: RLConfig, facts: Facts, gpus: int, tensors: list[int]) ->
     wanted = given(config, TURNS)
     if config.rollout.max_staleness or config.system.weight_plane == "nccl":
         wanted = False
-    free, found = "colocate" not in placement_of(config).model_fields_set, False
+    free = "colocate" not in placement_of(config).model_fields_set
+    found = False
     for groups in _groups(config, alone_first=bool(said)):
         placed = _with_reward_shards(config, facts, groups)
         shares = any({"actor", "rollout"} <= set(group) for group in groups)
@@ -107,7 +108,8 @@ def _numbers(config: RLConfig, groups: Groups, gpus: int, each: int) -> Iterator
     uses."""
     together = next((group for group in groups if "actor" in group), ("actor",))
     rest = gpus - _scoring(config, groups, together)
-    ranks, engines = given(config, RANKS), given(config, ENGINES)
+    ranks = given(config, RANKS)
+    engines = given(config, ENGINES)
     size = given(config, SEQUENCE) or 1
     most = (known(config.train, "batch_size") or gpus) * size
     if (
@@ -149,7 +151,8 @@ def _scoring(config: RLConfig, groups: Groups, together: tuple[Role, ...]) -> in
 def _with_reward_shards(config: RLConfig, facts: Facts, groups: Groups) -> RLConfig:
     """Shard reward models that do not fit one of their own GPUs over the fewest GPUs of a machine
     that hold them."""
-    reward, longest = placement_of(config).reward, longest_sample(config, facts) or LEAST_TOKENS
+    reward = placement_of(config).reward
+    longest = longest_sample(config, facts) or LEAST_TOKENS
     shares = (
         reward.shards
         or scoring_shards(config, "reward") > 1
@@ -181,7 +184,8 @@ def _placements(
 ) -> Iterator[PlacementSection]:
     """``system.placement`` as set, with the groups; reward models on the trainer's GPUs are on all
     of them, whole or sharded over a machine's GPUs."""
-    placement, each = placement_of(config), len(facts.hardware.gpus)
+    placement = placement_of(config)
+    each = len(facts.hardware.gpus)
     if groups and "colocate" not in placement.model_fields_set:
         config = with_values(config, {PLACEMENT: placement.model_copy(update={"colocate": groups})})
     beside = ranks > 1 and any({"actor", "reward"} <= set(group) for group in groups)

@@ -42,7 +42,8 @@ C = TypeVar("C", bound=RunConfig)
 def derive_layout(filling: Filling, facts: Facts) -> None:
     """Fill in a run's processes: those of the fastest layout that fits, or else of the one lacking
     the least memory."""
-    config, gpus = filling.config, gpus_of_run(filling.config, facts)
+    config = filling.config
+    gpus = gpus_of_run(filling.config, facts)
     layout = fastest_layout(config, facts) or _nearest_layout(config, facts)
     reasons = _reasons(with_values(config, layout), facts, gpus)
     unread = {
@@ -173,11 +174,9 @@ def _with_capacity(config: C, facts: Facts, layout: Settings) -> C | None:
 
 def _reasons(config: RunConfig, facts: Facts, gpus: int) -> dict[str, str]:
     """The reasons for a layout's values, which ``config`` has."""
-    ranks, stage, turns = (
-        config.system.trainer_ranks,
-        config.system.zero_stage,
-        known(config.system, "hybrid"),
-    )
+    ranks = config.system.trainer_ranks
+    stage = config.system.zero_stage
+    turns = known(config.system, "hybrid")
     apart = (
         isinstance(config, RLConfig) and not turns
     )  # other runs sample before they train, on the same GPUs

@@ -87,7 +87,8 @@ def _check_ranks(config: RLConfig) -> Iterator[Problem]:
     unknown device."""
     if not (known(config.system, "device") or "cuda").startswith("cuda"):
         return
-    groups, ranks = placement_of(config).colocate, known(config.system, "trainer_ranks") or 1
+    groups = placement_of(config).colocate
+    ranks = known(config.system, "trainer_ranks") or 1
     said = f"system.trainer_ranks = {ranks}"
     counts: dict[Role, tuple[int, str]] = {"actor": (ranks, said), "critic": (ranks, said)}
     for role in ("ref", "reward"):
@@ -122,10 +123,8 @@ def _check_shared(config: RLConfig) -> Iterator[Problem]:
             yield Problem(_COLOCATE, text)
         if any(not _counted(config, role) for role in group):
             continue  # derived numbers will agree
-        ranks, places = (
-            (ranks_per_engine(config) if "rollout" in group else 1),
-            _places(config, group),
-        )
+        ranks = ranks_per_engine(config) if "rollout" in group else 1
+        places = _places(config, group)
         if any(
             n % places or n > ranks * places
             for n in (_side_by_side(config, role) for role in group)
@@ -154,7 +153,8 @@ def _check_scoring(config: RLConfig) -> Iterator[Problem]:
             "each trainer rank has the reference, or its share of it; leave one of the two out",
             "unread",
         )
-    count, shards = scoring_processes(config, "reward"), scoring_shards(config, "reward")
+    count = scoring_processes(config, "reward")
+    shards = scoring_shards(config, "reward")
     if count % shards:
         yield Problem(
             ("system.placement.reward.shards", "system.placement.reward.processes"),
@@ -215,7 +215,8 @@ def bundles(config: RLConfig) -> list[Bundle]:
     Raises:
         ConfigError: ``system.placement`` names a role that the run does not have.
     """
-    placement, device = placement_of(config), config.system.device
+    placement = placement_of(config)
+    device = config.system.device
     default = float(device.startswith("cuda"))
     count = processes(config)
     within = keeps_reference(config) and not reference_apart(config)
@@ -264,10 +265,8 @@ def missing(wanted: Sequence[Bundle], machines: Sequence[Mapping[str, float]]) -
             (" with ".join(NAMES[role] for role in b.roles), (b.cpus, b.gpus)[place])
             for b in wanted
         ]
-        total, available = (
-            sum(n for _, n in needs),
-            sum(machine.get(unit, 0.0) for machine in machines),
-        )
+        total = sum(n for _, n in needs)
+        available = sum(machine.get(unit, 0.0) for machine in machines)
         largest = max((machine.get(unit, 0.0) for machine in machines), default=0.0)
         who, most = max(needs, key=lambda need: need[1])
         if total > available + _EPS:

@@ -42,7 +42,8 @@ def own_devices(config: RunConfig, visible: Sequence[str]) -> list[tuple[str, ..
     not train while they sample. A single GPU is always shared, and so is the trainer's if engines
     read its weights through CUDA IPC.
     """
-    system, ranks = config.system, ranks_per_engine(config)
+    system = config.system
+    ranks = ranks_per_engine(config)
     if not _apart_on_gpus(config) or len(visible) < 2 or system.weight_plane == "ipc":
         return None
     trainer = int(system.device.partition(":")[2] or 0)
@@ -65,11 +66,9 @@ def engines_together(config: RunConfig, gpus: int) -> int:
 
 def device_problems(config: RunConfig, gpus: int) -> Iterator[Problem]:
     """Requests that exceed the ``gpus`` visible GPUs."""
-    system, ranks, engines = (
-        config.system,
-        ranks_per_engine(config),
-        known(config.system, "engines") or 1,
-    )
+    system = config.system
+    ranks = ranks_per_engine(config)
+    engines = known(config.system, "engines") or 1
     places = own_devices(config, visible_names(None, gpus))
     if places is not None and len(places) < engines:
         each = f"{'1 GPU' if ranks == 1 else f'{ranks} GPUs'} each"

@@ -65,7 +65,8 @@ def unread_problems(
     Args:
         said: the run as its file has it, if settings of ``config`` are derived.
     """
-    said, s = said or config, Situation(config, facts)
+    said = said or config
+    s = Situation(config, facts)
     given = settings(said, given_only=True)
     for entry in UNREAD:
         if not isinstance(config, entry.kind) or not entry.when(s):
@@ -140,7 +141,8 @@ def stop_tokens(s: Situation[RunConfig]) -> Iterator[Problem]:
     if section is None or s.model is None:
         return
     rows = s.model.vocab_size
-    if wrong := [token for token in section.stop_token_ids if not 0 <= token < rows]:
+    wrong = [token for token in section.stop_token_ids if not 0 <= token < rows]
+    if wrong:
         key = f"{section.table}.stop_token_ids"
         yield Problem(
             (key,),
@@ -152,7 +154,8 @@ def stop_tokens(s: Situation[RunConfig]) -> Iterator[Problem]:
 @rule(RLConfig)
 def batch(s: Situation[RLConfig]) -> Iterator[Problem]:
     size: int | None = known(s.config.train, "batch_size")
-    samples, keys = s.config.rollout.samples, ("rollout.prompts_per_step", "rollout.group_size")
+    samples = s.config.rollout.samples
+    keys = ("rollout.prompts_per_step", "rollout.group_size")
     # Where the data has fewer prompts than were asked for, the last optimizer batch of a step is
     # short.
     lowered = s.facts is not None and s.train_size == s.config.rollout.prompts_per_step
@@ -178,7 +181,8 @@ def batch(s: Situation[RLConfig]) -> Iterator[Problem]:
 @rule(RunConfig)
 def metric(s: Situation[RunConfig]) -> Iterator[Problem]:
     """An ``eval.metric`` that the run's evaluations do not have."""
-    name, config = s.config.eval.metric, s.config
+    name = s.config.eval.metric
+    config = s.config
     if name is None or config.data.eval is None or isinstance(config, SamplingConfig):
         return
     names = [f"eval/{each}" for each in _metrics(config)]
@@ -193,7 +197,8 @@ def _metrics(config: RunConfig) -> Iterator[str]:
         supervised = ("loss", "nll", "teacher_kl") if distils else ("loss",)
         yield from supervised if isinstance(config, SFTConfig) else _PREFERENCES
         return
-    section, reward = config.eval, config.reward
+    section = config.eval
+    reward = config.reward
     yield from _ROLLOUTS
     powers = [2**n for n in range(section.samples.bit_length())]
     yield from (f"pass@{k}" for k in (section.pass_at or powers) if section.samples > 1)

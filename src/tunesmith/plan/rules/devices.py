@@ -15,9 +15,13 @@ from tunesmith.plan.rules.situation import Situation, more
 # A rule is a condition and a sentence: with an argument on each line there would be twice as many.
 # fmt: off
 
-RANKS, STAGE, DEVICE = "system.trainer_ranks", "system.zero_stage", "system.device"
-REFERENCE, ACTIVATIONS = "system.offload_reference", "system.offload_activations"
-OPTIMIZER, PARAMETERS = "system.offload_optimizer", "system.offload_parameters"
+RANKS = ("system.trainer_ranks")
+STAGE = ("system.zero_stage")
+DEVICE = ("system.device")
+REFERENCE = ("system.offload_reference")
+ACTIVATIONS = ("system.offload_activations")
+OPTIMIZER = ("system.offload_optimizer")
+PARAMETERS = ("system.offload_parameters")
 BLOCK = 16
 """Tokens per block of the local engine's KV cache."""
 MOST_THREADS_PER_CORE = 16
@@ -29,7 +33,8 @@ _COMPUTED_ON_THE_CPU = (
 
 @rule(RunConfig)
 def sharding(s: Situation[RunConfig]) -> Iterator[Problem]:
-    ranks, size = s.system.trainer_ranks, s.system.shard_size
+    ranks = (s.system.trainer_ranks)
+    size = (s.system.shard_size)
     if not s.system.zero_stage:
         return
     if ranks == 1:
@@ -51,8 +56,10 @@ def sharding(s: Situation[RunConfig]) -> Iterator[Problem]:
 
 @rule(RunConfig)
 def sequence_parallelism(s: Situation[RunConfig]) -> Iterator[Problem]:
-    section, ranks = s.config.system.sequence_parallel, s.system.trainer_ranks
-    size, kind = "system.sequence_parallel.size", "system.sequence_parallel.type"
+    section = (s.config.system.sequence_parallel)
+    ranks = (s.system.trainer_ranks)
+    size = ("system.sequence_parallel.size")
+    kind = ("system.sequence_parallel.type")
     if section.size > 1 and ranks and ranks % section.size:
         yield s.clash(size,
             f"makes groups of trainer ranks, and {s.said(RANKS)} is not a multiple of it; change "
@@ -133,7 +140,8 @@ def offloaded_reference(s: Situation[RunConfig]) -> Iterator[Problem]:
 
 @rule(RunConfig)
 def offloaded_parameters(s: Situation[RunConfig]) -> Iterator[Problem]:
-    config, one = s.config, "leave one of the two out"
+    config = (s.config)
+    one = ("leave one of the two out")
     if not s.system.offload_parameters:
         return
     if not config.lora.on and s.system.offload_optimizer is False:
@@ -187,7 +195,9 @@ def this_machine(s: Situation[RunConfig]) -> Iterator[Problem]:
 def kv_memory(s: Situation[RunConfig]) -> Iterator[Problem]:
     """The longest prompt with its completion, in blocks; the last token's keys and values are never
     read."""
-    model, kv, config = s.model, s.system.kv_memory, s.config
+    model = (s.model)
+    kv = (s.system.kv_memory)
+    config = (s.config)
     derived = s.dtype is not None and s.system.compile is not None
     samples = config.samples and not s.engine.third_party and derived
     if s.facts is None or model is None or kv is None or s.longest is None or not samples:

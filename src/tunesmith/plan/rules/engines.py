@@ -14,8 +14,11 @@ from tunesmith.types import altering
 # A rule is a condition and a sentence: with an argument on each line there would be twice as many.
 # fmt: off
 
-ENGINE, PLANE, SPECULATIVE = "system.engine", "system.weight_plane", "system.speculative"
-TURNS, CLUSTER = "system.hybrid", "system.cluster"
+ENGINE = ("system.engine")
+PLANE = ("system.weight_plane")
+SPECULATIVE = ("system.speculative")
+TURNS = ("system.hybrid")
+CLUSTER = ("system.cluster")
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
@@ -32,7 +35,8 @@ def speculation(s: Situation[RunConfig]) -> Iterator[Problem]:
 
 @rule(RunConfig)
 def servers(s: Situation[RunConfig]) -> Iterator[Problem]:
-    system, urls = s.config.system, s.config.system.engine_urls
+    system = (s.config.system)
+    urls = (s.config.system.engine_urls)
     if not s.engine.served:
         return
     if not urls:
@@ -54,10 +58,12 @@ def servers(s: Situation[RunConfig]) -> Iterator[Problem]:
 
 @rule(RunConfig)
 def sampling_that_the_engine_supports(s: Situation[RunConfig]) -> Iterator[Problem]:
-    sampling, engine = s.config.sampling_settings, s.engine
+    sampling = (s.config.sampling_settings)
+    engine = (s.engine)
     if sampling is None:
         return
-    if why := engine.unaltered_only:
+    why = (engine.unaltered_only)
+    if why:
         for name in altering(sampling):
             key = f"{sampling.table}.{name}"
             yield s.clash(key, f"does not go with {s.said(ENGINE)}: {why}; leave it out", ENGINE)
@@ -78,7 +84,8 @@ def sampling_that_the_engine_supports(s: Situation[RunConfig]) -> Iterator[Probl
 
 @rule(RunConfig)
 def weight_plane(s: Situation[RunConfig]) -> Iterator[Problem]:
-    system, plane = s.config.system, s.config.system.weight_plane
+    system = (s.config.system)
+    plane = (s.config.system.weight_plane)
     if plane == "disk" and system.engine_directory is None:
         yield s.clash(PLANE,
             "needs system.engine_directory, a directory that trainer and engines see under the "

@@ -10,7 +10,8 @@ from tunesmith.plan.rules.situation import Situation
 
 
 def notes(s: Situation[Any], *, device_derived: bool) -> Iterator[str]:
-    system, machine = s.config.system, s.machine
+    system = s.config.system
+    machine = s.machine
     on_cpu = s.system.device == "cpu"
     if on_cpu and s.dtype == "bfloat16" and machine and not machine.bf16:
         yield "this CPU does not compute bfloat16 natively; float32 would be faster"

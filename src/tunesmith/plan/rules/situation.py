@@ -226,9 +226,11 @@ class Situation(Generic[C]):
         tokens = (
             self.longest or config.data.max_prompt_tokens or 1
         )  # before the data is read, little
-        tokens, parts = tokens + config.rollout.max_new_tokens, "prompt and rollout.max_new_tokens"
+        tokens = tokens + config.rollout.max_new_tokens
+        parts = "prompt and rollout.max_new_tokens"
         if more(config.environment.max_tokens, tokens):
-            tokens, parts = config.environment.max_tokens, "environment.max_tokens"
+            tokens = config.environment.max_tokens
+            parts = "environment.max_tokens"
         return tokens, f"one rollout may take {tokens} tokens ({parts})"
 
     # Model and machine

@@ -64,9 +64,12 @@ LEAST_HEAD = 32
 """vLLM on a CPU supports attention heads of this width and, in steps of 16, wider ones."""
 ROUNDED = ("fp8_per_tensor", "fp8_per_channel", "fp8_per_block")
 """Formats to which vLLM rounds weights while it loads them."""
-TENSOR, PIPELINE = "system.vllm.tensor_parallel_size", "system.vllm.pipeline_parallel_size"
-QUANTIZATION, LENGTH = "system.vllm.quantization", "system.vllm.max_model_len"
-GRAPHS, SHARE = "system.vllm.cuda_graph_sizes", "system.vllm.memory_share"
+TENSOR = ("system.vllm.tensor_parallel_size")
+PIPELINE = ("system.vllm.pipeline_parallel_size")
+QUANTIZATION = ("system.vllm.quantization")
+LENGTH = ("system.vllm.max_model_len")
+GRAPHS = ("system.vllm.cuda_graph_sizes")
+SHARE = ("system.vllm.memory_share")
 
 
 def version_problem(installed: str) -> str | None:
@@ -100,14 +103,16 @@ def vllm(s: Situation[RunConfig]) -> Iterator[Problem]:
 def _arguments(s: Situation[RunConfig]) -> Iterator[Problem]:
     for name in s.config.system.vllm.extra or {}:
         key = f"system.vllm.extra.{name}"
-        if own := OWN_ARGUMENTS.get(name):
+        own = (OWN_ARGUMENTS.get(name))
+        if own:
             yield Problem((key, own), f"{key} is set with {own}")
         elif why := FIXED_ARGUMENTS.get(name):
             yield Problem((key,), f"{key} cannot be changed: {why}; leave it out")
 
 
 def _memory(s: Situation[RunConfig]) -> Iterator[Problem]:
-    vllm, kv = s.config.system.vllm, s.system.kv_memory
+    vllm = (s.config.system.vllm)
+    kv = (s.system.kv_memory)
     if vllm.memory_share is not None and kv is not None:
         yield Problem((SHARE, "system.kv_memory"),
             f"{SHARE} and system.kv_memory both set vLLM's memory; leave one out")
@@ -126,7 +131,8 @@ def _memory(s: Situation[RunConfig]) -> Iterator[Problem]:
 
 
 def _ranks(s: Situation[RunConfig]) -> Iterator[Problem]:
-    vllm, ranks = s.config.system.vllm, s.ranks_per_engine
+    vllm = (s.config.system.vllm)
+    ranks = (s.ranks_per_engine)
     sizes = {TENSOR: known(vllm, "tensor_parallel_size"), PIPELINE: vllm.pipeline_parallel_size}
     for key, size in sizes.items():
         if more(size, 1) and s.engines_apart is False:
@@ -147,7 +153,8 @@ def _ranks(s: Situation[RunConfig]) -> Iterator[Problem]:
         yield s.clash(TENSOR, why)
     if s.machine is None or s.config.system.cluster != "none":
         return
-    on_cpu, gpus = s.system.device == "cpu", len(s.machine.gpus)
+    on_cpu = (s.system.device == "cpu")
+    gpus = (len(s.machine.gpus))
     devices, what = (s.machine.cores, "cores") if on_cpu else (gpus, "GPUs")
     if ranks > max(1, devices) and (on_cpu or gpus < 2):  # else processes.devices
         yield Problem((TENSOR, PIPELINE),
@@ -176,7 +183,8 @@ def _quantization(s: Situation[RunConfig]) -> Iterator[Problem]:
 
 
 def _cpu(s: Situation[RunConfig]) -> Iterator[Problem]:
-    system, number = s.config.system, s.device_number
+    system = (s.config.system)
+    number = (s.device_number)
     if more(number, 0) and s.engines_apart is False:
         yield s.clash("system.device",
             ": in the trainer's process vLLM uses the first visible GPU; set system.device = "
@@ -219,7 +227,8 @@ def _lengths(s: Situation[RunConfig]) -> Iterator[Problem]:
 
 
 def _speculation(s: Situation[RunConfig]) -> Iterator[Problem]:
-    sampling, key = s.config.sampling_settings, "system.speculative"
+    sampling = (s.config.sampling_settings)
+    key = ("system.speculative")
     if sampling is None or s.config.system.speculative == "off":
         return
     usual = {"min_p": 0, "repetition_penalty": 1, "min_new_tokens": 0}
@@ -245,7 +254,8 @@ def vllm_not_installed(config: RunConfig) -> Iterator[Problem]:
             installed = version(name)
         except PackageNotFoundError:
             continue
-        if problem := version_problem(installed):
+        problem = (version_problem(installed))
+        if problem:
             yield Problem(("system.engine",), problem, "machine")
 
 
@@ -262,11 +272,14 @@ def derive_vllm(filling: Filling, facts: Facts) -> None:
     rl = isinstance(config, RLConfig)
     size = config.rollout.group_size if rl else known(config.sampling, "n") or 1
     if size > 1:
-        caching, reason = True, f"the {size} completions of a prompt share its prefill"
+        caching = (True)
+        reason = (f"the {size} completions of a prompt share its prefill")
     elif rl and config.environment.used:
-        caching, reason = True, "each turn continues the last one"
+        caching = (True)
+        reason = ("each turn continues the last one")
     else:
-        caching, reason = False, "each prompt is completed once"
+        caching = (False)
+        reason = ("each prompt is completed once")
     filling.fill("system.vllm.prefix_caching", caching, reason)
     on_cpu = config.system.device == "cpu"
     why = "on a CPU, compiling takes longer than most runs gain" if on_cpu else "CUDA graphs save kernel launches"

@@ -156,7 +156,8 @@ class Columns:
 
     def _column(self, name: str) -> Column:
         for lines, width in self._tables:
-            if pairs := [(line[name], line["step"]) for line in lines if name in line]:
+            pairs = [(line[name], line["step"]) for line in lines if name in line]
+            if pairs:
                 return Column(pairs, width or window(len(pairs)))
         return Column()
 

@@ -50,7 +50,8 @@ class LearningWatch:
         self.history.append({name: metrics[name] for name in _READ if name in metrics})
         if len(self.history) > MOST:
             del self.history[STEPS:-STEPS:2]
-        problem, before = finding(self.history, self.facts), self.reported
+        problem = finding(self.history, self.facts)
+        before = self.reported
         self.reported = problem and problem.key
         if problem is None or problem.key == before:
             return None

@@ -91,7 +91,8 @@ def read_record(path: Path) -> RunRecord:
         ConfigError: it is not a run's directory, or the run has not completed a step.
     """
     check_holds(path, ["metrics.jsonl", STATE_FILE])
-    standing, running = read_standing(path), is_running(path)
+    standing = read_standing(path)
+    running = is_running(path)
     finite = [numbers(line) for line in newest_objects(path / "metrics.jsonl", MOST_BYTES)]
     finite = [line for line in finite if "step" in line]
     evaluations = [line for line in finite if is_evaluation(line)]

@@ -122,7 +122,8 @@ def _points(values: Floats, starts: NDArray[np.int64]) -> dict[str, list[float |
     means = np.divide(sums, counts, out=np.full(len(starts), math.nan), where=counts > 0)
     if len(starts) == len(values):
         return {"mean": shown(means)}
-    lows, highs = np.fmin.reduceat(values, starts), np.fmax.reduceat(values, starts)
+    lows = np.fmin.reduceat(values, starts)
+    highs = np.fmax.reduceat(values, starts)
     return {"mean": shown(means), "low": shown(lows), "high": shown(highs)}
 
 

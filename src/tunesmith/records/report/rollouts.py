@@ -143,7 +143,9 @@ class RolloutIndex:
         Returns:
             The positions, and the position to continue from; None at the end.
         """
-        groups, found, left = self.groups(), list[int](), SEARCHED
+        groups = self.groups()
+        found = list[int]()
+        left = SEARCHED
         last = len(groups) - 1 if start is None else min(len(groups) - 1, start - self.dropped)
         for place in range(last, -1, -1):
             if len(found) == most or left < 0:
@@ -160,11 +162,14 @@ class RolloutIndex:
 
 def _add(file: _File, start: int, line: bytes) -> None:
     """Count a line in its group."""
-    stop, head = start + len(line), _head(line)
+    stop = start + len(line)
+    head = _head(line)
     if head is None:
         file.damaged += 1
         return
-    step, kind, number = head["step"], str(head.get("kind", "train")), head.get("group")
+    step = head["step"]
+    kind = str(head.get("kind", "train"))
+    number = head.get("group")
     number = number if isinstance(number, int) else 0
     reward = numbers({"reward": head.get("reward")}).get("reward")
     failed = head.get("error") is not None or head.get("status", "ok") != "ok"
@@ -239,7 +244,8 @@ def sample(index: RolloutIndex, most: int) -> list[int]:
     others = [
         (place, group) for place, group in groups if group.kind != "eval" and not group.failed
     ]
-    chosen, left = list[int](), most
+    chosen = list[int]()
+    left = most
     for number, kind in enumerate((failed, shown, others)):
         picked = list(_spread(kind, left // (3 - number)))
         left -= sum(group.stop - group.start for _, group in picked)

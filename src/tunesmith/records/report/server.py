@@ -45,7 +45,8 @@ class Watch:
             changed = [run.read_on() for run in self.runs]
             going_on = [is_running(run.path) for run in self.runs]
             if any(changed) or going_on != self._running:
-                begun, version = time.perf_counter(), self._model["version"] + 1
+                begun = time.perf_counter()
+                version = self._model["version"] + 1
                 self._running = going_on
                 self._model = {**model(self.runs), "version": version}
                 self._model["seconds"] = round(time.perf_counter() - begun, 3)

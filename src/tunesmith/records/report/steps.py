@@ -36,7 +36,8 @@ def _timeline(steps: Table, row: int) -> dict[str, Any]:
         for name, s in line.items()
         if name.startswith("seconds/") and s > 0
     }
-    starts, now = dict[str, float](), 0.0
+    starts = dict[str, float]()
+    now = 0.0
     for name in sorted(phases, key=lambda name: ORDER.index(name) if name in ORDER else len(ORDER)):
         starts[name], now = now, now + phases[name]
     lanes: dict[str, list[list[Any]]] = {}

@@ -28,7 +28,8 @@ def read_trace(path: Path) -> Json | None:
     """None if the file is half written or of another version."""
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
-        step, events = document["otherData"]["step"], document["traceEvents"]
+        step = document["otherData"]["step"]
+        events = document["traceEvents"]
         lanes = {
             event["pid"]: str(event["args"]["name"])
             for event in events
@@ -41,7 +42,8 @@ def read_trace(path: Path) -> Json | None:
             row = rows.setdefault(
                 (event["pid"], event["tid"]), {"lane": lanes.get(event["pid"], ""), "spans": []}
             )
-            start, seconds = event["ts"] / 1e6, event["dur"] / 1e6
+            start = event["ts"] / 1e6
+            seconds = event["dur"] / 1e6
             row["spans"].append(
                 [event["name"], round(start, 6), round(seconds, 6), event["args"].get("waits for")]
             )

@@ -75,7 +75,9 @@ class Background:
     """
 
     def __init__(self, name: str, sink: Sink, report: Callable[[str], None]) -> None:
-        self.name, self._sink, self._report = name, sink, report
+        self.name = name
+        self._sink = sink
+        self._report = report
         self._calls: queue.Queue[Callable[[], None] | None] = queue.Queue(WAITING)
         self._broken = False
         self._thread = threading.Thread(target=self._work, name=f"sink {name}", daemon=True)

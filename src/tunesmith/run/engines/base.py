@@ -55,7 +55,8 @@ def add_stats(total: EngineStats, more: EngineStats, *, separate: bool = False) 
     ``separate``."""
 
     def value(name: str) -> Any:
-        a, b = getattr(total, name), getattr(more, name)
+        a = getattr(total, name)
+        b = getattr(more, name)
         return max(a, b) if name in _PEAKS and not separate else a + b
 
     return EngineStats(**{f.name: value(f.name) for f in fields(EngineStats)})

@@ -70,7 +70,8 @@ def check_interpreter(config: RunConfig) -> None:
         return
     if len(answer) == 1:
         raise ConfigError(f"{named} has no vLLM; install it there (pip install 'tunesmith[vllm]')")
-    if problem := version_problem(answer[1]):
+    problem = version_problem(answer[1])
+    if problem:
         raise ConfigError(f"{named}: {problem}")
     known = " ".join(lines[1:]).split()
     if extra and known and (problem := extra_problem(extra, known, answer[1])):

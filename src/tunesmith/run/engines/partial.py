@@ -61,7 +61,8 @@ class StopStrings:
         token."""
         count = len(self._earlier)
         newest = [*self._earlier[self._context :], *token_ids[max(0, self._context - count) :]]
-        before, text = self._decode(newest[: self._settled - self._context]), self._decode(newest)
+        before = self._decode(newest[: self._settled - self._context])
+        text = self._decode(newest)
         piece = text[len(before) :]
         # A stop string within the tail was found before; a new one begins less than its length
         # before the piece.

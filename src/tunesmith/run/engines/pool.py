@@ -18,14 +18,16 @@ from tunesmith.run.engines.timed import timed
 from tunesmith.run.weights.base import Offer, Plane
 from tunesmith.types import Completion, Sampling
 
-OFFERS, PAUSE = 3, 0.5
+OFFERS = 3
+PAUSE = 0.5
 """Attempts to deliver weights, and seconds between them: a connection may break."""
 SLACK = 1.5
 """An engine that knows the prompt gets it unless it has this many times the requests of the least
 busy one ..."""
 SIBLINGS = 16
 """... plus this many, if it knows the whole prompt: the requests of a group."""
-BLOCK, REMEMBERED = 16, 1 << 16
+BLOCK = 16
+REMEMBERED = 1 << 16
 """Tokens per block of a prompt, and blocks remembered per engine."""
 
 Start = Callable[[int], Awaitable[Member]]
@@ -91,8 +93,12 @@ class EnginePool:
         report: Callable[[str], None] = print,
         timeline: Timeline | None = None,
     ) -> None:
-        self._start, self._plane, self._report, self._timeline = start, plane, report, timeline
-        self._size, self._restarts_left = size, restarts * size
+        self._start = start
+        self._plane = plane
+        self._report = report
+        self._timeline = timeline
+        self._size = size
+        self._restarts_left = restarts * size
         self._numbers = count()
         self._seats: list[_Seat] = []
         self._changed = asyncio.Event()
@@ -104,7 +110,8 @@ class EnginePool:
         self._state = "awake"
         self._departed_stats = EngineStats()
         self._running = self._peak = 0
-        self._sync_bytes, self._sync_seconds = 0, 0.0
+        self._sync_bytes = 0
+        self._sync_seconds = 0.0
         self._failure: Exception | None = None
 
     @property
@@ -242,7 +249,8 @@ class EnginePool:
 
     async def _give(self, members: Sequence[Member]) -> list[Any]:
         """Offer the published weights; a member that fails does not keep the others waiting."""
-        version, offers = self._published_version, await self._plane.offer(len(members))
+        version = self._published_version
+        offers = await self._plane.offer(len(members))
         assert version is not None, "nothing was published"
 
         async def take(member: Member, offer: Offer) -> None:
@@ -257,7 +265,9 @@ class EnginePool:
 
     async def _add(self) -> None:
         """Start one more engine, and give it the weights of the others."""
-        number, member, seat = next(self._numbers), None, None
+        number = next(self._numbers)
+        member = None
+        seat = None
         try:
             member = await self._start(number)
             async with self._publishing:

@@ -38,7 +38,9 @@ class StepThread:
         self, name: str, step: Callable[[], bool], fail: Callable[[Exception], None]
     ) -> None:
         self._thread = ThreadPoolExecutor(1, name)
-        self._step, self._fail, self._closed = step, fail, False
+        self._step = step
+        self._fail = fail
+        self._closed = False
         self._calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -81,7 +83,8 @@ class StepThread:
         completion starts at the same step in every run. A resumed run thus repeats bitwise, which
         is why this has no time limit.
         """
-        loop, done = self._loop, Event()
+        loop = self._loop
+        done = Event()
         assert loop is not None, "somebody posted"
 
         def turn(left: int) -> None:

@@ -28,10 +28,15 @@ class TimedEngine:
     """A single engine whose requests are recorded on the timeline; a pool does this itself."""
 
     def __init__(self, engine: RolloutEngine, timeline: Timeline, number: int = 0) -> None:
-        self._engine, self._timeline, self._number = engine, timeline, number
+        self._engine = engine
+        self._timeline = timeline
+        self._number = number
         timeline.enter(engine_lane(number))
-        self.interrupt, self.load_weights = engine.interrupt, engine.load_weights
-        self.sleep, self.wake, self.stats = engine.sleep, engine.wake, engine.stats
+        self.interrupt = engine.interrupt
+        self.load_weights = engine.load_weights
+        self.sleep = engine.sleep
+        self.wake = engine.wake
+        self.stats = engine.stats
 
     @property
     def version(self) -> int:

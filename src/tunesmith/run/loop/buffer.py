@@ -111,7 +111,9 @@ class Buffer:
         if len(self._batch) < self._wanted and not self._exhausted(version):
             return None
         taken = self._batch, self._rejected
-        self._batch, self._rejected, self.finished = [], [], []
+        self._batch = []
+        self._rejected = []
+        self.finished = []
         self.batches += 1
         return taken
 

@@ -28,7 +28,8 @@ class Callbacks:
 
     def __post_init__(self) -> None:
         for name in ("on_step", "on_evaluation", "on_checkpoint"):
-            if (given := getattr(self, name)) is not None and not callable(given):
+            given = getattr(self, name)
+            if given is not None and not callable(given):
                 raise ConfigError(
                     f"{name} is of type {type(given).__name__}; give a function of two arguments"
                 )

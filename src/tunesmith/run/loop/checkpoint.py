@@ -157,10 +157,12 @@ def check_same_model(checkpoint: Path, model_path: str) -> None:
 
     A model that is only known by its hub name is compared later, tensor by tensor.
     """
-    theirs, ours = checkpoint / "model" / "config.json", Path(model_path) / "config.json"
+    theirs = checkpoint / "model" / "config.json"
+    ours = Path(model_path) / "config.json"
     if not (theirs.is_file() and ours.is_file()):
         return
-    saved, current = _read_config(theirs), _read_config(ours)
+    saved = _read_config(theirs)
+    current = _read_config(ours)
     shape = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
     for key in shape:
         if saved.get(key) != current.get(key):

@@ -114,7 +114,8 @@ class Collector:
             stop: tuple[str, ...] = (),
         ) -> Completion:
             DEADLINE.set(deadline)
-            number, seed = next(calls), sampling.seed
+            number = next(calls)
+            seed = sampling.seed
             most = min(sampling.max_new_tokens, max_new_tokens or sampling.max_new_tokens)
             changed = replace(
                 sampling,

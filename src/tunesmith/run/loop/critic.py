@@ -90,8 +90,10 @@ def value_metrics(batch: Batch) -> Metrics:
 
     If all returns are equal, there is nothing to explain, and ``value_explained`` is left out.
     """
-    returns, values = batch.columns["returns"], batch.columns["old_values"]
+    returns = batch.columns["returns"]
+    values = batch.columns["old_values"]
     metrics = {"returns": float(returns.mean())}
-    if (variance := float(returns.var())) > 0:
+    variance = float(returns.var())
+    if variance > 0:
         metrics["value_explained"] = 1.0 - float((returns - values).var()) / variance
     return metrics

@@ -34,7 +34,8 @@ class Gate:
     """
 
     def __init__(self, engine: RolloutEngine, *, partial: bool) -> None:
-        self.engine, self._partial = engine, partial
+        self.engine = engine
+        self._partial = partial
         self._open = asyncio.Event()
         self._open.set()
         self._idle = asyncio.Event()
@@ -79,8 +80,10 @@ class Gate:
         """Wait while requests are held; the rollout's deadline is paused."""
         if self._open.is_set():
             return
-        deadline, now = DEADLINE.get(), asyncio.get_running_loop().time
-        due, since = deadline and deadline.when(), now()
+        deadline = DEADLINE.get()
+        now = asyncio.get_running_loop().time
+        due = deadline and deadline.when()
+        since = now()
         if deadline is not None and due is not None:
             _move(deadline, None)
         try:
@@ -111,7 +114,8 @@ def remaining(sampling: Sampling, written: int) -> Sampling:
     if not written:
         return sampling
     seed = None if sampling.seed is None else derive_seed(sampling.seed, "after", written)
-    left, least = sampling.max_new_tokens - written, max(0, sampling.min_new_tokens - written)
+    left = sampling.max_new_tokens - written
+    least = max(0, sampling.min_new_tokens - written)
     return replace(
         sampling, max_new_tokens=left, min_new_tokens=least, seed=seed, continued=written
     )

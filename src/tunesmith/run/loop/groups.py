@@ -19,7 +19,8 @@ from tunesmith.types import RolloutGroup, Task
 
 def update_trainer_state(parts: RLParts, session: Session) -> None:
     """Update what reward functions can read about the run's progress."""
-    best, config = session.best, parts.config
+    best = session.best
+    config = parts.config
     parts.rewards.state = TrainerState(
         global_step=session.step,
         max_steps=session.total_steps,
@@ -83,11 +84,9 @@ def engine_metrics(stats: EngineStats) -> Metrics:
 
 async def play(parts: RLParts, tasks: Sequence[Task], seed: int) -> list[RolloutGroup]:
     """One group per task, each with a greedy rollout if the algorithm needs one as its baseline."""
-    collect, sampling, size = (
-        parts.collector.collect,
-        parts.sampling,
-        parts.config.rollout.group_size,
-    )
+    collect = parts.collector.collect
+    sampling = parts.sampling
+    size = parts.config.rollout.group_size
     if "greedy_rollout" not in parts.config.algorithm.needs:
         return await collect(tasks, sampling, size, seed)
     greedy = replace(sampling, temperature=0.0)

@@ -22,7 +22,8 @@ from tunesmith.models.forest import forest_cost
 from tunesmith.records import interrupts
 from tunesmith.run.trainers.base import Metrics, Quantity, TrainBackend
 
-TRAINING, SCORING = "max_tokens", "scoring_max_tokens"
+TRAINING = "max_tokens"
+SCORING = "scoring_max_tokens"
 SETTINGS = {TRAINING: "max_tokens_per_microbatch", SCORING: "scoring_max_tokens"}
 """The setting of each cap."""
 SKIPPED_IN_A_ROW = 3
@@ -125,7 +126,9 @@ class Learner:
         Args:
             ends: append the quantity after the last token of each sample: ``[N + S]``.
         """
-        scores, least, started = np.zeros(0), 0.0, time.perf_counter()
+        scores = np.zeros(0)
+        least = 0.0
+        started = time.perf_counter()
         for attempt in self._attempts(batch, SCORING):
             with attempt as packing:
                 asked = packing.with_ends() if ends else packing
@@ -187,13 +190,12 @@ class Learner:
             DivergedError: it was the first, or one of several in a row.
         """
         if not taken.get("skipped_steps") and math.isfinite(loss):
-            self._learned, self._skipped = True, 0
+            self._learned = True
+            self._skipped = 0
             return
         self._skipped += 1
-        number, numbers = (
-            self.backend.optimizer_steps,
-            f"loss {loss:g}, gradient norm {taken['grad_norm']:g}",
-        )
+        number = self.backend.optimizer_steps
+        numbers = f"loss {loss:g}, gradient norm {taken['grad_norm']:g}"
         if self._learned and self._skipped < SKIPPED_IN_A_ROW:
             self.report(
                 f"optimizer step {number} was skipped, as its gradient is not finite ({numbers})"

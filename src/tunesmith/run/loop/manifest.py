@@ -76,7 +76,8 @@ def check_whole(checkpoint: Path, others: Sequence[Path]) -> None:
     Raises:
         CheckpointError: the checkpoint is damaged; the message names each damaged file.
     """
-    if not (problems := damages(checkpoint)):
+    problems = damages(checkpoint)
+    if not problems:
         return
     whole = next((c for c in others if c != checkpoint and not damages(c)), None)
     offered = (
@@ -103,7 +104,8 @@ def _damage(checkpoint: Path, name: str, entry: dict[str, Any]) -> str | None:
     file = checkpoint / name
     if not file.is_file():
         return f"{name} is not a file"
-    if (size := file.stat().st_size) != entry["bytes"]:
+    size = file.stat().st_size
+    if size != entry["bytes"]:
         return f"{name} has {size:,} bytes, and {entry['bytes']:,} were written"
     return (
         None

@@ -52,10 +52,8 @@ def judged_answers(learner: Learner, items: Sequence[Comparison]) -> Batch:
     """Answers for KTO, with the columns that ``KTOObjective`` reads. The second sample of each item
     is its mismatch."""
     both = _referenced(learner, items)
-    answers, others = (
-        both.take(np.arange(0, 2 * len(items), 2)),
-        both.take(np.arange(1, 2 * len(items), 2)),
-    )
+    answers = both.take(np.arange(0, 2 * len(items), 2))
+    others = both.take(np.arange(1, 2 * len(items), 2))
     add_kto_columns(answers, sequence_logprobs(learner, others) - others.per_sample[REFERENCE])
     return answers
 

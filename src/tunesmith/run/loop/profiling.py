@@ -43,7 +43,8 @@ class StepProfiler:
         """
         if self._running is None:
             return None
-        recorded, self._running = self._running, None
+        recorded = self._running
+        self._running = None
         recorded.stop()
         path = self._directory / f"step-{step:06d}.json.gz"
         with boundary(StorageError, f"cannot write {path}", (OSError, RuntimeError)):

@@ -70,7 +70,8 @@ class Recorder:
         self.progress.step(step, record, record["seconds"] - seconds.get("setup", 0.0))
         if profile:
             self.progress.note(f"profile of step {step}: {shown_path(profile)}")
-        if warning := self.learning.step({**record, "step": float(step)}):
+        warning = self.learning.step({**record, "step": float(step)})
+        if warning:
             self.progress.note(warning)
         return record
 

@@ -64,13 +64,11 @@ class RolloutLog:
         tokens: bool = True,
         resume_step: int | None = None,
     ) -> None:
-        self._path, self._groups, self._most, self._decode, self._render = (
-            path,
-            groups,
-            most,
-            decode,
-            render,
-        )
+        self._path = path
+        self._groups = groups
+        self._most = most
+        self._decode = decode
+        self._render = render
         self._tokens = tokens
         self._texts: dict[int, str] = {}
         for file in rotated(path):

@@ -52,11 +52,10 @@ class SyncRollouts:
         ``rollout.oversample`` tries more at once, so that fewer rounds are needed; surplus groups
         are not trained on.
         """
-        parts, config = self.parts, self.parts.config
-        wanted, counted = (
-            prompts_of(config, self.session.step, len(parts.tasks)),
-            parts.engine.stats(),
-        )
+        parts = self.parts
+        config = self.parts.config
+        wanted = prompts_of(config, self.session.step, len(parts.tasks))
+        counted = parts.engine.stats()
         update_trainer_state(parts, self.session)
         played: list[RolloutGroup] = []
         kept: list[RolloutGroup] = []
@@ -143,8 +142,10 @@ class AsyncRollouts:
         batch, rejected = taken
         self.parts.tasks.settle([group.task for group in batch])
         self._admit()
-        stats, before = self.parts.engine.stats(), self._counted
-        self._counted, played = stats, [*batch, *rejected]
+        stats = self.parts.engine.stats()
+        before = self._counted
+        self._counted = stats
+        played = [*batch, *rejected]
         metrics = step_metrics(self.parts, played, batch, stats.since(before))
         return batch, metrics | {"groups_kept": len(batch) / len(played)}
 

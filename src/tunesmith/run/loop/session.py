@@ -76,7 +76,8 @@ class Best:
     def update(self, value: float, step: int) -> None:
         """Compare with an evaluation; one that is not finite is never the best."""
         if isfinite(value) and (self.value is None or self._better(value, self.value)):
-            self.value, self.step = value, step
+            self.value = value
+            self.step = step
 
     def _better(self, a: float, b: float) -> bool:
         return a > b if self.higher_is_better else a < b
@@ -133,7 +134,8 @@ class Session:
             CheckpointError: the checkpoint is damaged, or belongs to another run.
             ModelError, StorageError: a checkpoint could not be written.
         """
-        self._parts, self._describe = parts, describe
+        self._parts = parts
+        self._describe = describe
         if self.resume_from is not None:
             with boundary(CheckpointError, f"cannot continue from {self.resume_from}", _UNREADABLE):
                 state = read_state(self.resume_from)
@@ -148,7 +150,8 @@ class Session:
                 self.note(
                     f"nothing is left to do: the run has its {self.total_steps} steps (train.steps)"
                 )
-        self._state, self._epoch = parts.state(), parts.epoch
+        self._state = parts.state()
+        self._epoch = parts.epoch
         self._saved = Saved(self.step, self.evaluated, self._epoch, self.recorder.clock.now())
         if self.running:
             self.checkpoints.rehearse(self._state, self._rehearse)
@@ -174,7 +177,9 @@ class Session:
         if groups:
             self.recorder.rollouts(self.step, groups, last=self.step == self.total_steps)
         self._pass_ended = self._parts.epoch > self._epoch
-        self._state, self._epoch, self.evaluated = self._parts.state(), self._parts.epoch, False
+        self._state = self._parts.state()
+        self._epoch = self._parts.epoch
+        self.evaluated = False
         interrupts.settle()
         self._call(self.callbacks.on_step, record)
 
@@ -210,11 +215,9 @@ class Session:
         saved = self._saved
         if not self.step or (self.step, self.evaluated) == (saved.step, saved.evaluated):
             return False
-        is_best, every, minutes = (
-            self.best.step == self.step,
-            self.checkpoint.every,
-            self.checkpoint.minutes,
-        )
+        is_best = self.best.step == self.step
+        every = self.checkpoint.every
+        minutes = self.checkpoint.minutes
         if (
             self.stopped
             or is_best

@@ -27,11 +27,9 @@ def run(parts: SupervisedParts[T], session: Session) -> None:
             with parts.learner.timed_scoring() as scored:
                 batch = parts.prepare(items)
             metrics = parts.summarise(parts.learner.update(batch, parts.objective)) | scored
-        tokens, samples, epoch = (
-            float(batch.num_tokens),
-            float(batch.num_samples),
-            float(parts.items.epoch),
-        )
+        tokens = float(batch.num_tokens)
+        samples = float(batch.num_samples)
+        epoch = float(parts.items.epoch)
         session.finish_step(metrics | {"tokens": tokens, "samples": samples, "epoch": epoch})
         _evaluate_and_save(parts, session)
     if session.checkpoints.newest() is None:

@@ -129,7 +129,8 @@ async def _answer(
             except TimeoutError:
                 watch.tick()
                 continue
-            group, place_of = one.result(), flying.pop(one)
+            group = one.result()
+            place_of = flying.pop(one)
             made = line(group)
             order.add(place_of, made, group.rollouts)
             watch.add(place_of, group, made, order.finished)
@@ -196,7 +197,9 @@ class _InOrder:
         # A short last block is judged as if it were a full one whose other rollouts are good.
         good = [Rollout(self._block[0].task)] * (BLOCK - len(self._block)) if self._whole else []
         check_failed([*good, *self._block], self.max_failed_share)
-        self._judged, self._block, self._whole = self.seen, [], True
+        self._judged = self.seen
+        self._block = []
+        self._whole = True
 
 
 def _good(rollouts: Sequence[Rollout]) -> bool:

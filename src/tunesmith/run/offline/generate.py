@@ -61,15 +61,21 @@ def run_generate(path: Path | None, overrides: Sequence[str] = ()) -> Generated:
     """``tunesmith generate``; a repeated call continues."""
     usage = Usage()
     with open_sampling(GenerateConfig, path, overrides) as (run, rewards):
-        tasks, tokenizer = run.train.items, run.tokenizer
+        tasks = run.train.items
+        tokenizer = run.tokenizer
         run.resolve(train_size=len(tasks), longest=longest_prompt(tasks))
-        config, directory, output = run.config, run.directory.path, run.config.output
+        config = run.config
+        directory = run.directory.path
+        output = run.config.output
         scoring = output.kind == "score"
         outs = [directory / "completions.jsonl", directory / "scores.jsonl"]
-        out, other = outs[scoring], outs[not scoring]
+        out = outs[scoring]
+        other = outs[not scoring]
         claim(out, identity(config, run.train.fingerprint, tokenizer))
         run.announce()
-        file, done, kept = directory / "report.json", None, Json()
+        file = directory / "report.json"
+        done = None
+        kept = Json()
         usage.add_earlier({_PART: read_json(file)["usage"]} if file.exists() else {})
         title = "lines" if scoring else "completions"
         watch = JobWatch(directory, title, len(tasks), before=count_answered(other))
@@ -99,16 +105,20 @@ def _answer(
     usage: Usage,
     watch: JobWatch,
 ) -> None:
-    config, tokenizer, output = run.config, run.tokenizer, run.config.output
+    config = run.config
+    tokenizer = run.tokenizer
+    output = run.config.output
     decode = partial(tokenizer.decode, skip_special_tokens=True)
-    flat, overwritten = config.sampling.n == 1, OVERWRITTEN.get(output.kind, ())
+    flat = config.sampling.n == 1
+    overwritten = OVERWRITTEN.get(output.kind, ())
     writer = LineWriter(decode, flat, rewards is not None, output.logprobs, overwritten)
     answer_tasks(config, tokenizer, rewards, run.train.items, writer, out, usage, watch)
 
 
 def _selected(config: GenerateConfig, run_dir: Path, out: Path) -> Generated:
     """Write the file that ``output.kind`` selects from the completions in ``out``, and count."""
-    kind, skipped = config.output.kind, Counter[str]()
+    kind = config.output.kind
+    skipped = Counter[str]()
     if kind in ("completions", "score"):
         return Generated(run_dir, out, sum(1 for _ in read_lines(out)), _counts(out))
     select = _selection(config, out)
@@ -146,7 +156,8 @@ def _counts(out: Path) -> dict[str, float]:
     counts = Counter[str]()
     rewards = 0.0
     for line in read_lines(out):
-        records, scored = records_of(line), usable(line)
+        records = records_of(line)
+        scored = usable(line)
         counts["completions"] += len(records)
         counts["failed"] += sum("error" in record for record in records)
         counts["cut off"] += sum(record.get("finish_reason") == "length" for record in records)

@@ -143,14 +143,16 @@ def _generate(
         if isinstance(model, str | Path)
         else model
     )
-    section, tokenizer = config.sampling, cast("Any", loaded.tokenizer)
+    section = config.sampling
+    tokenizer = cast("Any", loaded.tokenizer)
     if loaded is model:
         tokenizer = copy(tokenizer)
         set_defaults(tokenizer, system_prompt=None, options=config.data.chat_template_kwargs)
     encoder = PromptEncoder.of(config.data, tokenizer, prompts)
     prompt_ids = [encoder.ids(prompt) for prompt in prompts]
     for place, ids in enumerate(prompt_ids):
-        if problem := without_row(tokenizer, ids):
+        problem = without_row(tokenizer, ids)
+        if problem:
             raise UserError(f"prompts[{place}]: {problem}")
     longest = max(map(len, prompt_ids)) + section.max_new_tokens
     engine = local_engine_for(loaded, config.system, longest, len(prompts) * section.n)

@@ -65,7 +65,8 @@ class LineWriter:
         """
         own = (*FLAT, *(LOGPROBS if self.logprobs else ())) if self.flat else ("completions",)
         for task in tasks:
-            if clash := [name for name in (*own, *self.overwritten) if name in task.columns]:
+            clash = [name for name in (*own, *self.overwritten) if name in task.columns]
+            if clash:
                 raise DataError(
                     f"task {task.id}: the data has a column '{clash[0]}', which the output would write over; rename it"
                 )
@@ -131,7 +132,8 @@ def count_answered(path: Path) -> int:
         if path.exists():
             with path.open("rb") as file:
                 count += sum(line.endswith(b"\n") for line in file)
-        if (more := unfinished_file(path)).exists():
+        more = unfinished_file(path)
+        if more.exists():
             with more.open("rb") as file:
                 count += sum(line.endswith(b"\n") and b', "line": ' in line for line in file)
     return count

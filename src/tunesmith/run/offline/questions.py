@@ -37,12 +37,12 @@ class Questions:
 def first_questions(run: OpenRun[RFTConfig, Task]) -> Questions:
     """The first round's questions, after worked examples, tokenized for ``rft.sampler`` or the
     model to train."""
-    config, tokenizer, train = run.config, run.tokenizer, run.train
+    config = run.config
+    tokenizer = run.tokenizer
+    train = run.train
     if config.rft.sampler is not None:
-        data, tokenizer = (
-            limited_data(config),
-            load_tokenizer(sampling_from(config, config.rft.sampler)),
-        )
+        data = limited_data(config)
+        tokenizer = load_tokenizer(sampling_from(config, config.rft.sampler))
         train = load_tasks(data, data.train, tokenizer)
     plain = Questions(tokenizer, train.items, train.fingerprint)
     encoder = _encoder(config, plain)
@@ -63,7 +63,8 @@ def held_out_questions(run: OpenRun[RFTConfig, Task], *, trained: bool) -> Quest
     examples only, or from training. Before training they precede its questions.
     """
     assert run.held_out is not None
-    config, limit = run.config, run.config.eval.max_prompts
+    config = run.config
+    limit = run.config.eval.max_prompts
     plain = Questions(run.tokenizer, run.held_out.items[:limit], run.held_out.fingerprint)
     encoder = None if trained else _encoder(config, plain)
     return plain if encoder is None or encoder.template else _after_examples(config, plain, encoder)
@@ -79,7 +80,8 @@ def _encoder(config: RFTConfig, plain: Questions) -> PromptEncoder | None:
 
 
 def _after_examples(config: RFTConfig, plain: Questions, encoder: PromptEncoder) -> Questions:
-    file, limit = config.rft.few_shot, limited_data(config).max_prompt_tokens
+    file = config.rft.few_shot
+    limit = limited_data(config).max_prompt_tokens
     assert file is not None
     shots = read_shots(file, plain.tokenizer)
     return replace(

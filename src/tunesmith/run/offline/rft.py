@@ -108,7 +108,8 @@ def run_rft(
 
 def _begin(run: OpenRun[RFTConfig, Task], rewards: RewardSet, usage: Usage) -> _Run:
     """Resolve and announce the settings; read the run's existing results."""
-    said, run_dir = run.config, run.directory.path
+    said = run.config
+    run_dir = run.directory.path
     first = first_questions(run)
     held_out = held_out_questions(run, trained=False).tasks if run.held_out else []
     # The number of questions is not the amount of training, so it is not given as the size of the
@@ -181,7 +182,8 @@ class _Run:
 
     def count(self) -> tuple[int, int]:
         """Answered prompts, and all prompts of the run."""
-        questions, rounds = len(self.run.train.items), len(self.rounds)
+        questions = len(self.run.train.items)
+        rounds = len(self.rounds)
         held_out = len(self.run.eval_items or ()) * (rounds + self.config.eval.at_start)
         return sum(map(count_answered, self._outputs)), questions * rounds + held_out
 
@@ -191,7 +193,8 @@ class _Run:
         shown = (
             examples(self.base, newest, SHOWN) if newest and self.base.evaluation.exists() else []
         )
-        report, run_dir = self._report(), self.run.directory.path
+        report = self._report()
+        run_dir = self.run.directory.path
         usage = report["usage"][_TOTAL]
         return RFTOutcome(
             run_dir,
@@ -232,7 +235,9 @@ class _Run:
     def generate(self, number: int) -> None:
         """Sample answers with the last model, and keep correct ones. Only the first round has
         worked examples."""
-        this, config, train = self.rounds[number], self.config, self.run.train
+        this = self.rounds[number]
+        config = self.config
+        train = self.run.train
         if this.model is not None:
             return
         with self._phase("sampling", this):
@@ -299,7 +304,8 @@ class _Run:
         peaks = [
             line.get("memory/device_peak") for line in read_metrics(this.sft / "metrics.jsonl")
         ]
-        if known := [peak for peak in peaks if peak is not None]:
+        known = [peak for peak in peaks if peak is not None]
+        if known:
             metrics["memory/device_peak"] = max(known)
         self.usage.add(this.name, metrics)
         return done.checkpoint
@@ -330,7 +336,8 @@ class _Run:
 
     def _record(self, this: RftRound, metrics: dict[str, float]) -> None:
         """Write the result of a round's samples or evaluation into ``metrics.jsonl``, once."""
-        file, step = self.run.directory.path / "metrics.jsonl", self.count()[0]
+        file = self.run.directory.path / "metrics.jsonl"
+        step = self.count()[0]
         metrics["round"] = float(this.number)
         if not any(metrics.items() <= line.items() for line in newest_objects(file, 1 << 16)):
             with MetricsLog(file, resume_step=step) as log:
@@ -343,7 +350,8 @@ class _Run:
         evaluation."""
         out = this.evaluation if greedy else this.samples
         out.parent.mkdir(parents=True, exist_ok=True)
-        tokenizer, separator = questions.tokenizer, questions.separator
+        tokenizer = questions.tokenizer
+        separator = questions.separator
         source = identity(config, questions.fingerprint, tokenizer, greedy=greedy)
         if questions.shots is not None:
             source["rft.few_shot"] = [questions.shots, separator]
@@ -360,10 +368,8 @@ class _Run:
             correct = correct_answers(line, self.threshold)
             return Judged(len(correct), len(select(correct, self.config.rft.select)))
 
-        writer, stop = (
-            LineWriter(decode, flat=False, scored=True),
-            (separator,) if separator else (),
-        )
+        writer = LineWriter(decode, flat=False, scored=True)
+        stop = (separator,) if separator else ()
         watch = JobWatch(
             self.run.directory.path,
             f"{this.name} {'evaluation' if greedy else 'sampling'}: completions",
@@ -388,7 +394,8 @@ class _Run:
 
     def _training_data(self, this: RftRound) -> DataSection:
         """The kept answers; their prompts are those of the data, before the chat template."""
-        data, run = self.config.data, self.run
+        data = self.config.data
+        run = self.run
         encoder = PromptEncoder.of(data, run.tokenizer, [task.prompt for task in run.train.items])
         return DataSection(
             train=str(this.train),
@@ -406,8 +413,11 @@ class _Run:
     ) -> tuple[dict[str, Any], dict[str, str]]:
         """The settings of a round's training by dotted key, and the reasons for those that the user
         did not set."""
-        config, given, name = self.config, self.run.resolved.given, self.run.directory.path.name
-        values, reasons = settings(config), {d.key: d.reason for d in self.run.resolved.derived}
+        config = self.config
+        given = self.run.resolved.given
+        name = self.run.directory.path.name
+        values = settings(config)
+        reasons = {d.key: d.reason for d in self.run.resolved.derived}
         # Settings that depend on the machine are derived again: no sampler runs next to the
         # training.
         chosen = {
@@ -434,12 +444,14 @@ class _Run:
             kept["lora.path"] = str(start)
         elif start is not None:
             kept["model.path"] = str(start)
-        if warmup := derive_rft_warmup(config, given, samples):
+        warmup = derive_rft_warmup(config, given, samples)
+        if warmup:
             kept["train.warmup_steps"], reasons["train.warmup_steps"] = warmup
         kept |= {
             f"data.{k}": v for k, v in data.model_dump(mode="json", exclude_unset=True).items()
         }
-        if sinks := config.monitor.sinks:
+        sinks = config.monitor.sinks
+        if sinks:
             base_dir = self.run.base_dir
             kept["monitor.sinks"] = [
                 sink if sink in ADAPTERS else located(sink, base_dir) for sink in sinks

@@ -34,7 +34,8 @@ class RftRound:
     """The files of one round, or of the base model's evaluation."""
 
     def __init__(self, directory: Path) -> None:
-        self.directory, self.name = directory, directory.name
+        self.directory = directory
+        self.name = directory.name
         self.number = int(directory.name.partition("-")[2] or 0)
         """0 is the base model."""
         self.samples = directory / "samples.jsonl"

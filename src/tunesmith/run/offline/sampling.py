@@ -43,7 +43,8 @@ def open_sampling(
 ) -> Generator[tuple[OpenRun[C, Task], RewardSet | None]]:
     """Like ``open_run``; also load the rewards, if any, and read the data."""
     with handled(), open_run(kind, path, overrides, caller) as run:
-        section, run_dir = run.config.reward, run.directory.path
+        section = run.config.reward
+        run_dir = run.directory.path
         with (
             keeping(lambda: how_to_continue(run_dir)),
             closing(load_rewards(section, run.base_dir)) if section else nullcontext() as rewards,
@@ -107,10 +108,8 @@ def answer_tasks(
                 await engine.load_weights(0)
 
     watch.follow(config, tokenizer, stats, n)
-    window, share = (
-        window_of(config.system.max_running, n),
-        (config.reward or RewardSection()).max_failed_share,
-    )
+    window = window_of(config.system.max_running, n)
+    share = (config.reward or RewardSection()).max_failed_share
     answer(
         out,
         tasks,
@@ -145,7 +144,8 @@ def identity(
         data: the data's fingerprint.
         greedy: as for ``answer_tasks``.
     """
-    model, template = config.model, tokenizer.chat_template
+    model = config.model
+    template = tokenizer.chat_template
     values: dict[str, Any] = {
         "model.path": model.path,
         "model.dtype": model.dtype,

@@ -41,7 +41,8 @@ def score(
     for task in tasks:
         records = given_records(task, column)
         for ids in encode(tokenizer, [record["completion"] for record in records]):
-            if problem := without_row(tokenizer, ids):
+            problem = without_row(tokenizer, ids)
+            if problem:
                 raise DataError(f"task {task.id}: in its completion, {problem}")
     chat = (
         choose_template(
@@ -69,7 +70,8 @@ def score(
 
     if repair(out) < len(tasks):
         add_rewards(rewards, config, tokenizer, partial(print, flush=True))
-        line, share = partial(_line, column=column), config.reward.max_failed_share
+        line = partial(_line, column=column)
+        share = config.reward.max_failed_share
         watch.follow(config, tokenizer, EngineStats, 1)
         answer(
             out,

@@ -197,7 +197,8 @@ class Yield:
         return {"prompt": line["prompt"], **counts}
 
     def report(self) -> Json:
-        totals, judged = self.totals, self.totals["judged"]
+        totals = self.totals
+        judged = self.totals["judged"]
         most = max(self.samples_per_question, *self.histogram)  # another run may have more answers
         return {
             **{

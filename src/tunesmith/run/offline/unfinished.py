@@ -35,7 +35,8 @@ class Unfinished:
         for record in read_lines(self._file) if self._file.exists() else ():
             if record["place"] >= start:
                 self._kept[record["place"]].append(record)
-        self._out, self._most_bytes = JsonLines(self._file, private=True), LEAST_BYTES
+        self._out = JsonLines(self._file, private=True)
+        self._most_bytes = LEAST_BYTES
 
     def lines(self) -> Iterator[tuple[int, Json]]:
         """The finished lines by place."""
@@ -54,7 +55,8 @@ class Unfinished:
         async def generate(prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
             for record in self._kept.get(place, ()):
                 if record.get("seed") == sampling.seed and None not in record["logprobs"]:
-                    ids, logprobs = record["token_ids"], record["logprobs"]
+                    ids = record["token_ids"]
+                    logprobs = record["logprobs"]
                     return Completion(ids, logprobs, [0] * len(ids), record["finish_reason"])
             done = await complete(prompt_ids, sampling)
             sampled = {

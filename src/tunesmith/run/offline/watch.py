@@ -91,7 +91,9 @@ class JobWatch:
     ) -> None:
         """Set what the sampling is like: an engine's counters, and the number of completions per
         prompt."""
-        self.stats, self.live, self.samples = stats, config.monitor.progress, samples
+        self.stats = stats
+        self.live = config.monitor.progress
+        self.samples = samples
         self.longest = config.sampling.max_new_tokens if config.sampling_settings else 0
         self.open_rollouts = partial(open_rollouts, self.run_dir, config, tokenizer)
 
@@ -99,7 +101,8 @@ class JobWatch:
         """``finished`` lines of ``path`` are known, from earlier calls."""
         self._finished = self._at_start = finished
         self._unfinished = unfinished
-        step, metrics = self.before + finished, self.run_dir / "metrics.jsonl"
+        step = self.before + finished
+        metrics = self.run_dir / "metrics.jsonl"
         self._metrics = MetricsLog(metrics, resume_step=step)
         if self.open_rollouts:
             self._rollouts = self.open_rollouts(
@@ -116,7 +119,8 @@ class JobWatch:
                 self._count(self.judge(line))
         self._began = self._row_at = self.now()
         self._counted = self._before_it = self.stats()
-        total, known = self.prompts * self.samples, finished * self.samples
+        total = self.prompts * self.samples
+        known = finished * self.samples
         self._progress = open_progress(total, start=known, live=self.live, unit=self.title)
         self._progress.__enter__()
         self._show()
@@ -150,8 +154,10 @@ class JobWatch:
         self._kept += judged.kept
 
     def _write_row(self) -> None:
-        now, stats = self.now(), self.stats()
-        seconds, engine = max(now - self._row_at, 1e-9), stats.since(self._counted)
+        now = self.now()
+        stats = self.stats()
+        seconds = max(now - self._row_at, 1e-9)
+        engine = stats.since(self._counted)
         rollouts = [rollout for _, group in self._recent for rollout in group.rollouts]
         row = {
             **self.common,
@@ -172,10 +178,14 @@ class JobWatch:
         step = self.before + self._finished
         self._metrics.write(step, row)
         self._log_rollouts(step)
-        self._counted, self._row_at, self._recent, self._recent_right = stats, now, [], 0
+        self._counted = stats
+        self._row_at = now
+        self._recent = []
+        self._recent_right = 0
 
     def _log_rollouts(self, step: int) -> None:
-        room, chosen = LOGGED_TOKENS, list[tuple[int, RolloutGroup]]()
+        room = LOGGED_TOKENS
+        chosen = list[tuple[int, RolloutGroup]]()
         for place, group in self._recent:
             room -= sum(rollout.num_sampled for rollout in group.rollouts)
             if room > 0 or not chosen:
@@ -189,7 +199,8 @@ class JobWatch:
                 self._rollouts.write(step, [group], kind, first=place)
 
     def _show(self) -> None:
-        engine, elapsed = self.stats().since(self._before_it), self.now() - self._began
+        engine = self.stats().since(self._before_it)
+        elapsed = self.now() - self._began
         known = self._finished * self.samples + self._unfinished.completions
         shown: dict[str, float] = {"total_tokens": max(engine.sampled_tokens, sum(self._lengths))}
         if elapsed > 0 and shown["total_tokens"]:
@@ -203,7 +214,8 @@ class JobWatch:
 
     def _left(self, known: int, tokens: float, elapsed: float) -> tuple[bool, float | None]:
         """Seconds left, from tokens where they are counted; whether this is only an upper bound."""
-        todo, now_finished = self.prompts * self.samples - known, len(self._lengths)
+        todo = self.prompts * self.samples - known
+        now_finished = len(self._lengths)
         mean = fmean(self._lengths) if self._lengths else self.longest
         if tokens and mean:
             begun = max(0.0, tokens - sum(self._lengths))

@@ -101,9 +101,11 @@ class ApiCall:
         if not self._rows:
             yield
             return
-        run_dir, before = self._settings.get("run_dir"), None
+        run_dir = self._settings.get("run_dir")
+        before = None
         if run_dir is None:
-            directory, new = numbered_directory(Path("runs").absolute(), self._command), True
+            directory = numbered_directory(Path("runs").absolute(), self._command)
+            new = True
             self._settings["run_dir"] = directory
         else:
             directory = Path(run_dir).expanduser().absolute()
@@ -285,7 +287,8 @@ def _json(value: Any, depth: int = 0) -> Any:
             return [_json(item, depth + 1) for item in cast("Sequence[Any]", value)]
         case Mapping() if depth < DEEPEST:
             pairs = cast("Mapping[Any, Any]", value)
-            if others := [name for name in pairs if not isinstance(name, str)]:
+            others = [name for name in pairs if not isinstance(name, str)]
+            if others:
                 raise ValueError(f"the key {others[0]!r} is of type {type(others[0]).__name__}")
             return {_json(name): _json(item, depth + 1) for name, item in pairs.items()}
         case list() | tuple() | Mapping():

@@ -51,7 +51,8 @@ def with_launched_ranks(config: C) -> C:
     Raises:
         ConfigError: the settings ask for other processes.
     """
-    launch, system = Launch.of(), config.system
+    launch = Launch.of()
+    system = config.system
     if launch is None or isinstance(config, GenerateConfig):
         return config
     started = f"the launcher started {launch.world} processes (WORLD_SIZE)"
@@ -113,7 +114,8 @@ def check_inputs(
     check_sinks(config.monitor.sinks, base_dir)
     check_interpreter(config)
     for key, path in _model_paths(config):
-        if (directory := Path(path).expanduser()).is_dir():
+        directory = Path(path).expanduser()
+        if directory.is_dir():
             with about(key):
                 check_model(directory)
     examples = _check_data(config, hub, model)
@@ -130,7 +132,8 @@ def _model_paths(config: RunConfig) -> Iterator[tuple[str, str]]:
     """The setting and the path of every language model that the run loads with a tokenizer."""
     for key in ("model.path", "critic.path", "teacher.path", "rft.sampler", "system.draft_model"):
         section, _, name = key.partition(".")
-        if (path := getattr(getattr(config, section, None), name, None)) is not None:
+        path = getattr(getattr(config, section, None), name, None)
+        if path is not None:
             yield key, path
 
 
@@ -182,11 +185,9 @@ def facts_of_run(
             read.
         hardware: a machine other than this one.
     """
-    frozen, model, launch = (
-        frozen_parameters(config),
-        known_model_facts(config.model.path),
-        Launch.of(),
-    )
+    frozen = frozen_parameters(config)
+    model = known_model_facts(config.model.path)
+    launch = Launch.of()
     here = launch.local_world if launch else None
     machine = hardware or read_hardware()
     if hardware is None and machine.gpus and config.system.cluster == "ray":

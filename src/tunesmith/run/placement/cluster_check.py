@@ -24,7 +24,8 @@ from tunesmith.run.placement.planes import launched_address
 from tunesmith.run.processes.machines import PACKAGES, own_view
 from tunesmith.run.processes.torchrun import LaunchedProcesses, Meeting
 
-SMALL, LARGE = 8, 32 << 20
+SMALL = 8
+LARGE = 32 << 20
 """Bytes of the all-reduces that measure latency and bandwidth."""
 ROUNDS = 7
 _ENVIRONMENT = ("NCCL_", "GLOO_", "CUDA_VISIBLE_DEVICES")
@@ -99,7 +100,8 @@ class Prober(RankHost):
         connections."""
         import torch
 
-        numbers, found = torch.ones(num_bytes // 4, device=self.device), list[float]()
+        numbers = torch.ones(num_bytes // 4, device=self.device)
+        found = list[float]()
         for _ in range(ROUNDS + 1):
             start = time.perf_counter()
             self.group.sum(numbers)
@@ -193,7 +195,8 @@ def examine(met: Meeting | None, shared: Path) -> ClusterReport:
     """
     if met is None:
         return ClusterReport([own_place()], shared)
-    world, gpus = met.launch.world, read_hardware().gpus
+    world = met.launch.world
+    gpus = read_hardware().gpus
     own = visible_names(os.environ.get("CUDA_VISIBLE_DEVICES"), len(gpus))
     seen: dict[Role, list[tuple[str]]] = {"actor": [(name,) for name in own]} if own else {}
     with LaunchedProcesses(met, seen) as processes:

@@ -16,7 +16,8 @@ from tunesmith.config.schema import RLConfig, RunConfig
 from tunesmith.learn.data.prepare import Prepared
 
 WEIGHTS = ("*.safetensors", "*.bin", "*.gguf")
-BLOCKS, BLOCK = 64, 4096
+BLOCKS = 64
+BLOCK = 4096
 """Blocks, and their bytes, by which a file of weights is recognised: training changes every block
 of it."""
 _CODE = {

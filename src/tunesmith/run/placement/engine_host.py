@@ -58,7 +58,8 @@ def _local(
 
         section = LoraSection(**lora)
         attach(lm, section, path=section.path)
-    parameters, weights = lm.module.state_dict(), None
+    parameters = lm.module.state_dict()
+    weights = None
     if (
         lm.device.type == "cuda" and lora is None and quantize is None
     ):  # otherwise only some are sent again
@@ -77,7 +78,8 @@ def _local(
 
     def update() -> None:
         nonlocal arrived
-        coming, arrived = arrived, ()
+        coming = arrived
+        arrived = ()
         for name, tensor in coming:
             parameters[name].copy_(tensor)
         if lm.device.type == "cuda":  # with CUDA IPC, the trainer's copy is read until here

@@ -153,7 +153,8 @@ def make_engines(
         if not separate:  # on the trainer's device
             settings["limits"] = asdict(limits_of(config))
     start = partial(_start_engine, processes, config, settings, report)
-    size, restarts = config.system.engines, config.system.engine_restarts
+    size = config.system.engines
+    restarts = config.system.engine_restarts
     return EnginePool(start, plane, size=size, restarts=restarts, report=report, timeline=timeline)
 
 
@@ -168,14 +169,16 @@ def local_gpus(config: RunConfig) -> dict[Role, Sequence[Sequence[str]]]:
 
     if not config.system.device.startswith("cuda"):
         return {}
-    gpus, world = device_count(), config.system.trainer_ranks
+    gpus = device_count()
+    world = config.system.trainer_ranks
     raise_all([*device_problems(config, gpus)])
     visible = visible_names(os.environ.get("CUDA_VISIBLE_DEVICES"), gpus)
     found: dict[Role, Sequence[Sequence[str]]] = {}
     if world > 1:
         ranks = [(name,) for name in visible[:world]]
         found = {"actor": ranks, "critic": ranks}
-    if engines := own_devices(config, visible):
+    engines = own_devices(config, visible)
+    if engines:
         found["rollout"] = engines
     return found
 
@@ -225,7 +228,8 @@ def _local_settings(config: RunConfig) -> dict[str, Any]:
 
 
 def _vllm_settings(config: RunConfig) -> dict[str, Any]:
-    system, model = config.system, config.model
+    system = config.system
+    model = config.model
     return {
         "model": model.path,
         "dtype": model.dtype,

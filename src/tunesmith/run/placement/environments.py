@@ -83,9 +83,8 @@ def hand_instances(rewards: RewardSet, environments: EnvironmentSet) -> None:
     asking = [f for f in rewards.functions if f.instances]
     there = any(one.kind == "trl" for one in environments.loaded)
     near = environments.section.isolation == "thread"
-    if refused := next(
-        (f for f in asking if f.instances == "needed" and not (there and near)), None
-    ):
+    refused = next((f for f in asking if f.instances == "needed" and not (there and near)), None)
+    if refused:
         raise ConfigError(f"'{refused.reference}' needs '{INSTANCES}'. {INSTANCES_NEED}")
     rewards.hands_instances = environments.keeps_instances = bool(asking) and there and near
 

@@ -51,7 +51,8 @@ def event_loop() -> Generator[asyncio.Runner]:
 
 def _end_tasks(loop: asyncio.AbstractEventLoop) -> None:
     loop.set_exception_handler(_say_nothing)  # what a task raises while it ends is not news
-    ends, told = time.monotonic() + ENDING, set[asyncio.Task[Any]]()
+    ends = time.monotonic() + ENDING
+    told = set[asyncio.Task[Any]]()
     while (tasks := asyncio.all_tasks(loop)) and time.monotonic() < ends:
         for task in tasks - told:
             task.cancel()

@@ -39,7 +39,8 @@ def examine_user_code(config: RunConfig, base_dir: Path, examples: Sequence[Exam
     Raises:
         ConfigError, DataError: what the run would refuse.
     """
-    if not (references := _references(config)):
+    references = _references(config)
+    if not references:
         return None
     keys = tuple(dict.fromkeys(key for key, _ in references))
     question = pickle.dumps((sys.path, config, base_dir, list(examples)))

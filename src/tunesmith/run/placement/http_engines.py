@@ -28,7 +28,8 @@ def make_http_engine(
     timeline: Timeline | None = None,
 ) -> RolloutEngine:
     """The servers of ``system.engine_urls`` as one engine."""
-    system, served = config.system, make_served(model, config.model.path)
+    system = config.system
+    served = make_served(model, config.model.path)
     plane = weight_files(model, system.engine_directory)
     used = Counter[str]()
 
@@ -41,7 +42,8 @@ def make_http_engine(
             url, served, max_running=system.max_running, report=report, on_close=leave
         )
 
-    size, restarts = len(system.engine_urls), system.engine_restarts
+    size = len(system.engine_urls)
+    restarts = system.engine_restarts
     return EnginePool(start, plane, size=size, restarts=restarts, report=report, timeline=timeline)
 
 

@@ -67,7 +67,8 @@ class Hub:
 
     def publish(self, checkpoint: Path, *, last: bool) -> None:
         """Upload a checkpoint's model; with ``checkpoint.push = "last"``, only the last one's."""
-        section, model = self.config.checkpoint, checkpoint / "model"
+        section = self.config.checkpoint
+        model = checkpoint / "model"
         if section.push == "last" and not last:
             return
         assert section.push_to_hub is not None
@@ -89,7 +90,8 @@ def _card(config: RunConfig, run_dir: RunDir) -> str:
     """The card in the hub's format: metadata, followed by how the model was trained."""
     from huggingface_hub import ModelCard, ModelCardData
 
-    path, train = config.model.path, config.data.train
+    path = config.model.path
+    train = config.data.train
     sources = [
         one if isinstance(one, str) else one.path
         for one in (train if isinstance(train, tuple) else (train,))

@@ -27,12 +27,11 @@ def learning_facts(
     config: RunConfig, tokenizer: Any, data: Prepared[Any], held_out: Sequence[Any]
 ) -> RunFacts:
     """Facts from a resolved configuration, its training data and its evaluation items."""
-    items, counts = data.items, data.report.counts
-    train, kinds, tested = (
-        config.train,
-        {_content(item) for item in items},
-        list(map(_content, held_out)),
-    )
+    items = data.items
+    counts = data.report.counts
+    train = config.train
+    kinds = {_content(item) for item in items}
+    tested = list(map(_content, held_out))
     facts = RunFacts(
         reach=train.lr * optimizer_steps(config, len(items)),
         lr=train.lr,
@@ -49,7 +48,8 @@ def learning_facts(
     if not isinstance(config, RLConfig):
         return facts
     algorithm = config.algorithm
-    needs, by_turn = algorithm.needs, config.environment.used and algorithm.advantage.by_turn
+    needs = algorithm.needs
+    by_turn = config.environment.used and algorithm.advantage.by_turn
     shaped = bool(algorithm.overlong) or algorithm.stop_properly is not None
     return replace(
         facts,

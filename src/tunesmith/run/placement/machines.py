@@ -89,7 +89,8 @@ def _digest(file: Path) -> str:
 @contextmanager
 def written_probe(directory: Path) -> Generator[tuple[Path, str]]:
     """A file with random text, which other machines see if they share the directory."""
-    probe, text = directory.absolute() / f".shared-{secrets.token_hex(4)}", secrets.token_hex(16)
+    probe = directory.absolute() / f".shared-{secrets.token_hex(4)}"
+    text = secrets.token_hex(16)
     probe.write_text(text, encoding="utf-8")
     try:
         yield probe, text
@@ -117,7 +118,8 @@ def check_machines(ranks: Sequence[Far], model: str, run_dir: Path) -> None:
                 "to a directory that all machines share under one path",
                 keys=("run_dir",),
             )
-        if different := differences(first.files, found.files):
+        different = differences(first.files, found.files)
+        if different:
             raise ModelError(
                 f"model.path = '{model}' is not the same model everywhere: on {first.host} (rank 0) and {found.host} "
                 f"(rank {rank}) {'; '.join(different)}",

@@ -39,7 +39,8 @@ def load_tokenizer(config: RunConfig) -> Any:
     """
     from tunesmith.learn.data.chat_defaults import set_defaults
 
-    template, adapter = config.model.chat_template, config.lora.path
+    template = config.model.chat_template
+    adapter = config.lora.path
     own = adapter if adapter is not None and (adapter / "tokenizer_config.json").is_file() else None
     tokenizer = read_tokenizer(
         config, config.model.path, HERMES if template == "hermes" else template, own
@@ -104,7 +105,8 @@ def load_model(
     compiled = config.system.compile
     training_functions.allow(compiled is True)
     torch.set_num_threads(config.system.threads)
-    trust_remote_code, lora = config.model.trust_remote_code, config.lora
+    trust_remote_code = config.model.trust_remote_code
+    lora = config.lora
     if lora.on:
         from tunesmith.models import adapters
 

@@ -117,10 +117,8 @@ class OpenRun(Generic[C, T]):
 
     def announce(self) -> None:
         """Print and save the settings and the data reports, before anything heavy loads."""
-        folder, reports = (
-            self.directory.path,
-            [data.report for data in (self.train, self.held_out) if data],
-        )
+        folder = self.directory.path
+        reports = [data.report for data in (self.train, self.held_out) if data]
         for report in reports:
             print(report.summary())
         if not self.caller.brief:
@@ -157,7 +155,8 @@ class OpenRun(Generic[C, T]):
                 f"{REMEDY}.",
             ]
             raise CheckpointError("\n  ".join(lines))
-        if told := [*found.refused, *found.told]:
+        told = [*found.refused, *found.told]
+        if told:
             start = (
                 f"from step {read_state(self.checkpoint)['step']} on"
                 if self.checkpoint
@@ -224,7 +223,8 @@ def prepare_training(
         sizes: returns an item's longest sequence, and the tokens that have to share a micro-batch.
     """
     run.read(load, check)
-    if (unknown := unknown_share(run.tokenizer, run.train.items)) >= 0.5:
+    unknown = unknown_share(run.tokenizer, run.train.items)
+    if unknown >= 0.5:
         path = run.config.model.path
         print(f"warning: {unknown:.0%} of the data's tokens are unknown to the tokenizer of {path}")
     items = [*run.train.items, *(run.held_out.items if run.held_out else [])]
@@ -261,17 +261,18 @@ def limited_data(config: RunConfig) -> DataSection:
     facts = known_model_facts(config.model.path)
     context = facts and facts.context
     if isinstance(config, SamplingConfig):
-        data, key, rooms, reserved = (
-            task_data(config),
-            "max_prompt_tokens",
-            [context],
-            config.new_tokens,
-        )
+        data = task_data(config)
+        key = "max_prompt_tokens"
+        rooms = [context]
+        reserved = config.new_tokens
     else:
-        data, rooms = config.data, [context, known(config.system, "max_tokens_per_microbatch")]
-        key, reserved = "max_tokens", int(isinstance(config, ScoreConfig))
+        data = config.data
+        rooms = [context, known(config.system, "max_tokens_per_microbatch")]
+        key = "max_tokens"
+        reserved = int(isinstance(config, ScoreConfig))
         if isinstance(config, RLConfig):
-            key, reserved = "max_prompt_tokens", config.rollout.max_new_tokens
+            key = "max_prompt_tokens"
+            reserved = config.rollout.max_new_tokens
     limit = min((room for room in rooms if room is not None), default=0) - reserved
     # If no room is left for a prompt, the settings conflict; resolving the run refuses that.
     return (

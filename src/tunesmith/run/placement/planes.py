@@ -75,7 +75,9 @@ def broadcast_plane(config: RunConfig, model: Decoder, rank: int = 0) -> Broadca
     everything."""
     from tunesmith.run.weights.broadcast import BroadcastPlane
 
-    system, host, ranks = config.system, own_address(config), ranks_per_engine(config)
+    system = config.system
+    host = own_address(config)
+    ranks = ranks_per_engine(config)
     here, (tensors, room) = stays_on_gpu(config), _publication(config, model)
     senders = publishing_ranks(config) if here else 1
     room = room if senders == 1 else room // senders + largest_bytes(model)
@@ -88,10 +90,8 @@ def broadcast_plane(config: RunConfig, model: Decoder, rank: int = 0) -> Broadca
 
 def _publication(config: RunConfig, model: Decoder) -> tuple[NamedTensors, int]:
     """The weights that a run's engines get, and their bytes."""
-    merged, as_stored = (
-        config.system.adapter_sync != "adapter",
-        config.system.engine_kind.third_party,
-    )
+    merged = config.system.adapter_sync != "adapter"
+    as_stored = config.system.engine_kind.third_party
     tensors = published(
         model, merged=merged, as_stored=as_stored, in_host_memory=not stays_on_gpu(config)
     )

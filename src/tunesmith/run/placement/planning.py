@@ -28,7 +28,8 @@ from tunesmith.run.placement.checking import check_inputs, facts_of_run
 C = TypeVar("C", bound=RunConfig)
 ENGINE = "system.engine"
 
-ASSUMED_SAMPLE, ASSUMED_PROMPT = 2048, 1024
+ASSUMED_SAMPLE = 2048
+ASSUMED_PROMPT = 1024
 """Assumed tokens of the longest sample and prompt if no setting limits them, because the data is
 not read."""
 
@@ -47,7 +48,8 @@ def plan_run(
         CapacityError: the run does not fit.
     """
     elsewhere = None if on.strip().lower() == THIS else machine(on)
-    said, config = config, _with_planned_engine(config) if elsewhere and elsewhere.gpus else config
+    said = config
+    config = _with_planned_engine(config) if elsewhere and elsewhere.gpus else config
     facts, notes = _with_lengths(config, facts_of_run(config, hardware=elsewhere))
     hardware = facts.hardware
     if base_dir is not None and elsewhere is None:
@@ -55,7 +57,8 @@ def plan_run(
         notes += [note] if note else []
     if hardware.nodes > 1 and not config.samples:  # torchrun starts as many on each
         facts = replace(facts, ranks_here=len(hardware.gpus))
-        world, ranks = hardware.nodes * len(hardware.gpus), known(config.system, "trainer_ranks")
+        world = hardware.nodes * len(hardware.gpus)
+        ranks = known(config.system, "trainer_ranks")
         if ranks not in (None, world):
             raise ConfigError(
                 f"system.trainer_ranks = {ranks}, and torchrun starts {world} ranks on {hardware.nodes} machines of "
@@ -65,7 +68,8 @@ def plan_run(
     resolved = resolve(config, facts)
     if resolved.config.system.cluster == "ray" and isinstance(resolved.config, RLConfig):
         each = {"CPU": float(facts.hardware.cores), "GPU": float(len(facts.hardware.gpus))}
-        if lacking := missing(bundles(resolved.config), [each] * facts.hardware.nodes):
+        lacking = missing(bundles(resolved.config), [each] * facts.hardware.nodes)
+        if lacking:
             raise CapacityError(f"{lacking}{layout_that_fits(config, resolved.config, facts)}")
     if (
         facts.hardware.nodes > 1

@@ -55,7 +55,8 @@ class Probe:
         down."""
         self._steps += 1
         batch = asyncio.run(self._rollouts())
-        cap, cost = self.work.micro, self._backend.cost
+        cap = self.work.micro
+        cost = self._backend.cost
         with self._timed("scoring"):
             self._backend.score(Packing.of(batch, cap, cost=cost))
         batch.packings.clear()
@@ -96,7 +97,8 @@ class Probe:
         done = await asyncio.gather(
             *(engine.generate(prompt, sampling) for prompt, sampling in asked)
         )
-        whole, stats = time.perf_counter() - began, engine.stats()
+        whole = time.perf_counter() - began
+        stats = engine.stats()
         self._took("prefill", stats.prefill_seconds)
         self._took("decode", whole - stats.prefill_seconds)
         await engine.close()
@@ -128,7 +130,8 @@ def _batch(prompts: list[list[int]], done: list[Completion], group: int) -> Batc
     """Completions as the learner sees them; half of every group is correct."""
     samples: list[Sample] = []
     for i, completion in enumerate(done):
-        prompt, ids = prompts[i // group], [*completion.token_ids]
+        prompt = prompts[i // group]
+        ids = [*completion.token_ids]
         samples.append(
             Sample([*prompt, *ids], [False] * len(prompt) + [True] * len(ids), i // group)
         )

@@ -122,10 +122,8 @@ class TrainerHost(ModelHost[RunConfig]):
         """All weights, on the first rank; all ranks of a sharded model call this together."""
         from tunesmith.models.parallel.sharding import whole_weights
 
-        model, first = (
-            self.backend.model,
-            self.backend.group is None or self.backend.group.rank == 0,
-        )
+        model = self.backend.model
+        first = self.backend.group is None or self.backend.group.rank == 0
         gathers = first or (model.sharding is not None and model.sharding.first_copy)
         named = whole_weights(model.module, model.dtype) if gathers else ()
         return {name: tensor for name, tensor in named if first}
@@ -246,7 +244,8 @@ def open_processes(config: RunConfig) -> AbstractContextManager[Processes | None
             return RayCluster.open(config.system, wanted)
     if config.system.trainer_ranks == 1:
         return nullcontext()
-    gpus, met = local_gpus(config), meeting()
+    gpus = local_gpus(config)
+    met = meeting()
     return LaunchedProcesses(met, gpus) if met else LocalProcesses(gpus)
 
 
@@ -265,7 +264,8 @@ def remote_trainer(
     """
     from tunesmith.run.trainers.ranked import RankedBackend
 
-    world, publishes = config.system.trainer_ranks, isinstance(config, RLConfig) and role == "actor"
+    world = config.system.trainer_ranks
+    publishes = isinstance(config, RLConfig) and role == "actor"
     ranks = [processes.spawn(role, TrainerLostError) for _ in range(world)]
     host = partial(TrainerHost, config, make, publishes)
     with long_wait(f"starting {world} processes of the {NAMES[role]}"):
@@ -296,7 +296,8 @@ def remote_reward_model(
             _build(fars, shards)
         return fars
 
-    restarts, copies = config.system.trainer_restarts, scoring_processes(config, "reward") // shards
+    restarts = config.system.trainer_restarts
+    copies = scoring_processes(config, "reward") // shards
     return far_reward_model([RestartingFars(start, restarts, report) for _ in range(copies)])
 
 
@@ -308,9 +309,11 @@ def run_with_restarts(
     It resumes up to ``system.trainer_restarts`` times; without a checkpoint it starts over from
     where it began.
     """
-    config, checkpoint = run.config, run.checkpoint
+    config = run.config
+    checkpoint = run.checkpoint
     checkpoints = Checkpoints(run.directory.checkpoints, config.checkpoint.keep)
-    before, left = checkpoints.newest(), config.system.trainer_restarts
+    before = checkpoints.newest()
+    left = config.system.trainer_restarts
     while True:
         try:
             return attempt(checkpoint)

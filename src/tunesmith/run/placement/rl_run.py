@@ -75,8 +75,11 @@ async def make_rl_parts(
 ) -> tuple[RLParts, RolloutSource]:
     """Load the models, start the engine and resume from the session's checkpoint; ``rl.run`` closes
     the engine."""
-    config, tokenizer, train = run.config, run.tokenizer, run.train
-    dynamic_filter, rollout = config.algorithm.dynamic_filter, config.rollout
+    config = run.config
+    tokenizer = run.tokenizer
+    train = run.train
+    dynamic_filter = config.algorithm.dynamic_filter
+    rollout = config.rollout
     learner, engine = make_learner_and_engine(run, session, processes)
     async with AsyncExitStack() as on_failure:
         on_failure.push_async_callback(engine.close)
@@ -127,7 +130,8 @@ def make_learner_and_engine(
 ) -> tuple[Learner, RolloutEngine]:
     """The learner that trains the policy and the engine that samples from it, here or in other
     processes."""
-    config, tokenizer = run.config, run.tokenizer
+    config = run.config
+    tokenizer = run.tokenizer
     if processes:
         trained = remote_trainer(processes, config, make_policy)
         backend, _ = trained

@@ -51,7 +51,8 @@ def serve_reward(target: str, host: str, port: int, options: ServeOptions) -> No
     from tunesmith.learn.rewards.server import RewardService, make_app
     from tunesmith.records.http_server import is_loopback, serve
 
-    token, new_token = read_token(options.token_file), None
+    token = read_token(options.token_file)
+    new_token = None
     if token is None and not is_loopback(host):
         token = new_token = secrets.token_urlsafe(32)
     service = RewardService(rewards, options.window_ms / 1000, token)
@@ -127,7 +128,8 @@ def read_token(file: Path | None) -> str | None:
             token = file.read_text(encoding="utf-8").strip()
         source = f"--token-file {file}"
     elif (token := os.environ.get(TOKEN_ENV)) is not None:
-        token, source = token.strip(), TOKEN_ENV
+        token = token.strip()
+        source = TOKEN_ENV
     else:
         return None
     if not token or not token.isascii() or not token.isprintable() or " " in token:

@@ -85,10 +85,8 @@ def load_trained(path: Path, *, scores: bool = False, **options: Any) -> tuple[A
     kind: Any = AutoModelForSequenceClassification if scores else AutoModelForCausalLM
     if scores:
         options = {"num_labels": 1, **options}
-    model, tokenizer = (
-        kind.from_pretrained(path, **options),
-        cast(Any, AutoTokenizer).from_pretrained(path),
-    )
+    model = kind.from_pretrained(path, **options)
+    tokenizer = cast(Any, AutoTokenizer).from_pretrained(path)
     if model.can_generate() and (saved := read_generation(path)):
         model.generation_config = saved
     return model, tokenizer
@@ -106,12 +104,14 @@ def open_session(
         metric: the metric that selects the best checkpoint, unless ``eval.metric`` names another.
     """
     config: RunConfig = run.config
-    run_dir, metric = run.directory, config.eval.metric or metric
+    run_dir = run.directory
+    metric = config.eval.metric or metric
     with ExitStack() as stack:
         stack.enter_context(handled())
         facts = learning_facts(config, run.tokenizer, run.train, run.eval_items or ())
         write_facts(facts, run_dir.path)
-        step, every = read_state(checkpoint)["step"] if checkpoint else None, config.monitor.every
+        step = read_state(checkpoint)["step"] if checkpoint else None
+        every = config.monitor.every
         progress = open_progress(
             config.train.steps, start=step or 0, live=config.monitor.progress, every=every
         )
@@ -148,7 +148,8 @@ def open_session(
 
 def open_rollout_log(run: OpenRun[Any, Any], step: int | None) -> RolloutLog | None:
     """The rollout log; None in supervised training."""
-    monitor, tokenizer = run.config.monitor, run.tokenizer
+    monitor = run.config.monitor
+    tokenizer = run.tokenizer
     if not isinstance(run.config, RLConfig):
         return None
     decode = partial(tokenizer.decode, skip_special_tokens=True)

@@ -81,5 +81,6 @@ def _open(name: str, run: RunInfo, base_dir: Path) -> Sink:
 
     def ignore(*_: object) -> None: ...
 
-    show, close = getattr(sink, "show", ignore), getattr(sink, "close", ignore)
+    show = getattr(sink, "show", ignore)
+    close = getattr(sink, "close", ignore)
     return cast("Sink", SimpleNamespace(write=sink.write, show=show, close=close))

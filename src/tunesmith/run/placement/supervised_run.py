@@ -84,7 +84,8 @@ class Setup(Generic[T]):
         self, make: MakeBackend, aggregation: str = AGGREGATION, *, keep_groups: bool = False
     ) -> Learner:
         """A learner with its model loaded."""
-        run, config = self.run, self.run.config
+        run = self.run
+        config = self.run.config
         trained = make_trainer(
             self.processes, config, make, run.tokenizer, run_dir=run.directory.path
         )
@@ -110,7 +111,9 @@ class Setup(Generic[T]):
             without: name prefixes of metrics that evaluations omit.
         """
         config: RunConfig = self.run.config
-        items, data, train = held_out or self.run.eval_items, config.data, train or self.run.train
+        items = held_out or self.run.eval_items
+        data = config.data
+        train = train or self.run.train
         return SupervisedParts(
             items=train.loader(
                 config.train.batch_size,
@@ -148,12 +151,14 @@ def _distill(setup: Setup[Sample]) -> SupervisedParts[Sample]:
 
 
 def _rm(setup: Setup[Comparison]) -> SupervisedParts[Comparison]:
-    run, config = setup.run, setup.run.config
+    run = setup.run
+    config = setup.run.config
     padding = padding_token(run.tokenizer, run.train.items)
     learner = setup.learner(partial(_reward_model, padding=padding), keep_groups=True)
     objective = RewardObjective(margins=config.rm.loss == "sigmoid")
     parts = setup.parts(learner, objective, preference.pair_batch, preference.with_reward_std)
-    if (measure := parts.evaluate) is None:
+    measure = parts.evaluate
+    if measure is None:
         return parts
 
     @lru_cache(maxsize=1)
@@ -196,7 +201,8 @@ def _kto(setup: Setup[Comparison]) -> SupervisedParts[Comparison]:
     section = setup.run.config.kto
     objective = KTOObjective(section.beta, section.desirable_weight, section.undesirable_weight)
     learner = setup.learner(_language_model)
-    prepare, summarise = partial(preference.judged_answers, learner), preference.with_margin
+    prepare = partial(preference.judged_answers, learner)
+    summarise = preference.with_margin
     return _reference_parts(
         setup, learner, objective, prepare, summarise, beforehand=section.precompute_reference
     )
@@ -222,7 +228,8 @@ def _reference_parts(
     if not beforehand:
         return setup.parts(learner, objective, prepare, summarise)
     references = preference.References(learner, setup.session.resume_from)
-    train, held_out = setup.run.train, setup.run.eval_items
+    train = setup.run.train
+    held_out = setup.run.eval_items
     train = replace(train, items=references.attach("train", train.items))
     held_out = references.attach("eval", held_out) if held_out is not None else None
     parts = setup.parts(learner, objective, prepare, summarise, train=train, held_out=held_out)

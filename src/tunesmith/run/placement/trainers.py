@@ -112,7 +112,8 @@ def make_backend(
     reference: M | None = None,
     value_head: nn.Linear | None = None,
 ) -> TorchBackend[M]:
-    train, optimizer = config.train, config.train.optimizer
+    train = config.train
+    optimizer = config.train.optimizer
     offload = config.system.offload_optimizer
     muon = optimizer if isinstance(optimizer, Muon) else None
     head_lr = config.critic.lr if isinstance(config, RLConfig) and value_head is not None else None
@@ -152,7 +153,8 @@ def make_policy(config: RLConfig, tokenizer: Any) -> TorchBackend[CausalLM]:
     head = make_value_head(config, model)
     predict = policy_predict(config, head)
     if teacher and isinstance(config, SampledDistillConfig):
-        predict, reference_model = compare_with(teacher, config), None
+        predict = compare_with(teacher, config)
+        reference_model = None
     return make_backend(config, model, predict, reference_model, head)
 
 
@@ -216,7 +218,8 @@ def make_critic(
     """
     if "critic" not in config.algorithm.needs:
         return None
-    section, clip = config.critic, config.critic.value_clip or None
+    section = config.critic
+    clip = config.critic.value_clip or None
     if section.shared_trunk:
         return Critic(policy, 0, clip, section.value_coef)
     _check_tokens(config, tokenizer)
@@ -242,7 +245,8 @@ def critic_backend(config: RLConfig, tokenizer: Any) -> TorchBackend[ScoreModel]
 
 @about("critic.path")
 def _check_tokens(config: RLConfig, tokenizer: Any) -> None:
-    if (path := config.critic.path) is None:
+    path = config.critic.path
+    if path is None:
         return
     theirs = read_tokenizer(config, path)
     if theirs.get_vocab() != tokenizer.get_vocab() or not enough_rows(tokenizer, theirs):

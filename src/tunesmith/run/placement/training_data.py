@@ -35,7 +35,8 @@ from tunesmith.types import Sample, Tokenizer
 def _load_pairs(
     config: RMConfig | DPOConfig, tokenizer: Tokenizer, data: DataSection, source: Sources
 ) -> Prepared[Comparison]:
-    room, share = known(config.system, "max_tokens_per_microbatch"), config.system.share_prompts
+    room = known(config.system, "max_tokens_per_microbatch")
+    share = config.system.share_prompts
     read = partial(load_pairs, data, source, tokenizer, room=room, share=share)
     if isinstance(config, DPOConfig):
         return read()
@@ -75,7 +76,8 @@ def label_tokens(config: PRMConfig, tokenizer: Tokenizer) -> tuple[int, int]:
                 f"prm.{key} = '{text}' is {len(tokens)} tokens of this tokenizer; it has to be one"
             )
             raise ConfigError(what, keys=(f"prm.{key}",))
-        if problem := without_row(tokenizer, tokens):
+        problem = without_row(tokenizer, tokens)
+        if problem:
             raise ConfigError(f"prm.{key}: {problem}", keys=(f"prm.{key}",))
     return ids[0][0], ids[1][0]
 

@@ -108,10 +108,12 @@ def differences(ours: Mapping[str, str], theirs: Mapping[str, str]) -> list[str]
     differ."""
     found: list[str] = []
     for name in dict.fromkeys([*ours, *theirs]):
-        one, other = ours.get(name, "none"), theirs.get(name, "none")
+        one = ours.get(name, "none")
+        other = theirs.get(name, "none")
         if one == other:
             continue
-        lines, others = one.splitlines(), other.splitlines()
+        lines = one.splitlines()
+        others = other.splitlines()
         same = next(
             (n for n, pair in enumerate(zip(lines, others, strict=False)) if pair[0] != pair[1]),
             None,

@@ -15,7 +15,8 @@ from typing import Any, Literal
 import torch.distributed as dist
 
 GroupKind = Literal["gloo", "nccl"]
-_ERRORS, _NOTHING = "TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"
+_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+_NOTHING = "0"
 _one_at_a_time = Lock()
 
 
@@ -24,7 +25,8 @@ def open_store(host: str, patience: float) -> dist.TCPStore:
     it is referenced."""
     listening = socket.create_server((host, 0))
     port: int = listening.getsockname()[1]
-    limit, fd = timedelta(seconds=patience), listening.detach()
+    limit = timedelta(seconds=patience)
+    fd = listening.detach()
     return dist.TCPStore(
         host, port, None, is_master=True, timeout=limit, wait_for_workers=False, master_listen_fd=fd
     )

@@ -174,7 +174,8 @@ def _buckets(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]
     for parameter in parameters:
         if bucket and (size + parameter.nbytes > BUCKET or parameter.dtype != bucket[0].dtype):
             yield bucket
-            bucket, size = [], 0
+            bucket = []
+            size = 0
         bucket.append(parameter)
         size += parameter.nbytes
     if bucket:

@@ -49,7 +49,8 @@ class RayActor(Far):
 
     def _send(self, number: int, do: str, *given: Any) -> None:
         if do == "cancel":
-            if (call := self._calls.get(number)) is not None:
+            call = self._calls.get(number)
+            if call is not None:
                 with suppress(RayError):
                     ray.cancel(call)
             return

@@ -38,7 +38,9 @@ class RayCluster(Processes):
 
     def __init__(self, group: Any, bundles: Sequence[Bundle], *, connected: bool) -> None:
         super().__init__()
-        self._group, self._bundles, self._connected = group, bundles, connected
+        self._group = group
+        self._bundles = bundles
+        self._connected = connected
         self._numbers = count(1)
         self._dealt: dict[int, list[str]] = {}
         """The GPUs of bundles whose processes see different numbers of GPUs."""
@@ -142,8 +144,10 @@ class RayCluster(Processes):
         import ray
 
         place = next(bundle for bundle in self._bundles if role in bundle.roles)
-        cpus, gpus = place.share[0], place.gpus if place.dealt else place.share[1]
-        free, wanted = ray.available_resources(), {"CPU": cpus, "GPU": gpus}
+        cpus = place.share[0]
+        gpus = place.gpus if place.dealt else place.share[1]
+        free = ray.available_resources()
+        wanted = {"CPU": cpus, "GPU": gpus}
         if any(free.get(unit, 0.0) < n for unit, n in wanted.items()):
             raise EngineError(
                 f"no room for another {NAMES[role]}: it needs {_in_words(wanted)}; the cluster has {_in_words(free)} "
@@ -295,7 +299,8 @@ def _environment(said: Mapping[str, Any] | None) -> dict[str, Any] | None:
 
     if not said:
         return None
-    if unknown := sorted(said.keys() - RuntimeEnv.known_fields):
+    unknown = sorted(said.keys() - RuntimeEnv.known_fields)
+    if unknown:
         raise ConfigError(
             f"system.ray_runtime_env: Ray knows no '{unknown[0]}'.{nearest(unknown[0], RuntimeEnv.known_fields)}",
             keys=("system.ray_runtime_env",),
@@ -310,7 +315,8 @@ def _reserve(bundles: Sequence[Bundle]) -> Any:
     import ray
 
     machines = [node["Resources"] for node in _alive()]
-    if (problem := missing(bundles, machines)) is not None:
+    problem = missing(bundles, machines)
+    if problem is not None:
         raise ClusterError(problem)
     group = ray.util.placement_group([bundle.resources for bundle in bundles], strategy="PACK")
     if not group.wait(PLACING):

@@ -52,14 +52,16 @@ class Launch:
         """None if this process is the only one, or was not started by a launcher."""
         names = ("WORLD_SIZE", "RANK", "LOCAL_WORLD_SIZE", "LOCAL_RANK")
         said = {name: environment[name] for name in names if name in environment}
-        if wrong := [f"{name}={value}" for name, value in said.items() if not value.isdecimal()]:
+        wrong = [f"{name}={value}" for name, value in said.items() if not value.isdecimal()]
+        if wrong:
             raise ConfigError(
                 f"the environment has {wrong[0]}, and a launcher such as torchrun sets a number there"
             )
         world = int(said.get("WORLD_SIZE", "1"))
         if world <= 1 or "RANK" not in said:
             return None
-        here, rank = int(said.get("LOCAL_WORLD_SIZE", world)), int(said["RANK"])
+        here = int(said.get("LOCAL_WORLD_SIZE", world))
+        rank = int(said["RANK"])
         return cls(rank, world, here, int(said.get("LOCAL_RANK", rank)))
 
     @property
@@ -95,12 +97,14 @@ def _start_role(launch: Launch, role: Role, rendezvous: Rendezvous | None) -> No
     with socket.socket(fileno=os.dup(connection.fileno())) as same:
         if not same.recv(1, socket.MSG_PEEK):  # rank 0 has ended
             return
-    end, name = connection.fileno(), f"rank {launch.rank} of the {NAMES[role]}"
+    end = connection.fileno()
+    name = f"rank {launch.rank} of the {NAMES[role]}"
     command = [sys.executable, "-P", "-c", SERVE, str(end), str(os.getpid()), name]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     child = subprocess.Popen(command, pass_fds=[end], env=environment, stdout=subprocess.DEVNULL)
     connection.close()
-    if code := child.wait():
+    code = child.wait()
+    if code:
         os._exit(code)
 
 
@@ -192,7 +196,8 @@ class Meeting:
                 connection = watched(self._listener.accept())
                 number, offered, pid, machine, view = connection.recv()
                 self._connected[offered, number] = connection, pid, machine
-                if different := differences(own_view(), view):
+                different = differences(own_view(), view)
+                if different:
                     raise ConfigError(
                         f"the machines of this launch differ: rank 0 on {socket.gethostname()} and rank {number} on "
                         f"{machine} have {'; '.join(different)}. Make them equal"
@@ -239,7 +244,8 @@ _meeting: Meeting | None = None
 def join_launch() -> None:
     """Commands call this first. In a launch, it returns only in rank 0."""
     global _meeting
-    if launch := Launch.of():
+    launch = Launch.of()
+    if launch:
         if launch.rank:
             serve_rank(launch)
         _meeting = Meeting(launch)

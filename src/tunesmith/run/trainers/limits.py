@@ -64,7 +64,9 @@ def _best_seconds(run: Callable[[], object], wait: Callable[[], None]) -> float:
     """The fastest of at least three runs, repeated for about 0.15 seconds after a warm-up run."""
     run()
     wait()
-    best, started, tries = float("inf"), time.perf_counter(), 0
+    best = float("inf")
+    started = time.perf_counter()
+    tries = 0
     while tries < 3 or time.perf_counter() - started < 0.15:
         best = min(best, _seconds(lambda: (run(), wait())))
         tries += 1

@@ -10,7 +10,8 @@ from contextlib import contextmanager
 
 from tunesmith.errors import DeviceMemoryError, is_out_of_memory
 
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # from malloc.h
+_TRIM_THRESHOLD = -1
+_MMAP_THRESHOLD = -3  # from malloc.h
 _LARGE = 32 << 20
 
 

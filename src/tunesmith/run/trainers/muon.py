@@ -73,7 +73,8 @@ class ShardedMuon(torch.optim.Muon):
 
     def _update(self, weight: nn.Parameter, options: dict[str, Any]) -> Tensor:
         """This rank's rows of the update that is made orthogonal."""
-        grad, slot = cast(Tensor, weight.grad), self.state[weight]
+        grad = cast(Tensor, weight.grad)
+        slot = self.state[weight]
         if not slot:
             slot["momentum_buffer"] = torch.zeros_like(grad)
         momentum: Tensor = slot["momentum_buffer"]

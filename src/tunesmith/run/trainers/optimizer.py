@@ -34,14 +34,16 @@ class LossScale:
     """
 
     def __init__(self) -> None:
-        self.factor, self.steps = FIRST_SCALE, 0
+        self.factor = FIRST_SCALE
+        self.steps = 0
 
     def update(self, finite: bool) -> bool:
         """Call this after each optimizer step, taken or dropped; returns whether a retry has a
         smaller factor."""
         self.steps = self.steps + 1 if finite else 0
         if self.steps == GROWS_AFTER:
-            self.factor, self.steps = self.factor * 2, 0
+            self.factor = self.factor * 2
+            self.steps = 0
         smaller = not finite and self.factor > LEAST
         if smaller:
             self.factor /= 2
@@ -85,7 +87,8 @@ class MasterOptimizer:
         head_lr_ratio: float = 1.0,
         ema_decay: float | None = None,
     ) -> None:
-        self.settings, self._ema_decay = settings, ema_decay
+        self.settings = settings
+        self._ema_decay = ema_decay
         self._host = HostSums() if settings.offload else None
         trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
         extra = {f"value_head.{name}": p for name, p in head.named_parameters()} if head else {}
@@ -281,7 +284,8 @@ class MasterOptimizer:
             CheckpointError: it is of other weights, lacks the average that this run keeps, or is of
                 another optimizer.
         """
-        if missing := [name for name in self.average if f"ema:{name}" not in tensors]:
+        missing = [name for name in self.average if f"ema:{name}" not in tensors]
+        if missing:
             raise CheckpointError(
                 f"{place} holds no average of '{min(missing)}': the run was made without train.ema_decay. "
                 "Resume without it, or start a new run from the checkpoint's model.",

@@ -47,7 +47,9 @@ class Passes(Generic[M]):
     ) -> None:
         if model.device.type == "cpu":
             keep_freed_memory()
-        self.model, self._predict, self.group = model, predict, group
+        self.model = model
+        self._predict = predict
+        self.group = group
         self._host = (
             HostWeights.of(model.module, model.lean) if offload and model.sharding is None else None
         )
@@ -91,7 +93,8 @@ class Passes(Generic[M]):
         Raises:
             DeviceMemoryError: a micro-batch did not fit on one of the ranks in lock step.
         """
-        steps, device = self._lock_step, self.model.device
+        steps = self._lock_step
+        device = self.model.device
         if self.model.streamed is not None:
             self.model.streamed.leave()  # the weights may have changed
         for index, forest in enumerate(forests):

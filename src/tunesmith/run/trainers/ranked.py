@@ -41,7 +41,9 @@ class RankedBackend:
     def __init__(
         self, replicas: Sequence[Far], references: Sequence[Far] = (), sequence: int = 1
     ) -> None:
-        self.replicas, self.references, self.sequence = replicas, references, sequence
+        self.replicas = replicas
+        self.references = references
+        self.sequence = sequence
         self.cost: CostModel = self.first.get("backend.cost")
         self.optimizer_steps: int = self.first.get("backend.optimizer_steps")
         self._reference_is_new = False

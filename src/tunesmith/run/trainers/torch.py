@@ -33,7 +33,8 @@ from tunesmith.run.trainers.passes import Passes, Sums
 from tunesmith.run.trainers.state_files import OPTIMIZER_FILE, StateFiles, write_state
 
 MODEL_DIRECTORY = "model"
-AVERAGE_DIRECTORY, REFERENCE_DIRECTORY = "ema", "reference"
+AVERAGE_DIRECTORY = "ema"
+REFERENCE_DIRECTORY = "reference"
 HEAD_FILE = "value_head.safetensors"
 RANDOM_FILE = "random-{rank:05d}.safetensors"
 """Random state of each rank but the first, whose state is with the optimizer's."""
@@ -100,7 +101,8 @@ class TorchBackend(Generic[M]):
         Raises:
             ModelError: they do not have the same weights.
         """
-        parameters, sharding = self.optimizer.parameters.values(), self.model.sharding
+        parameters = self.optimizer.parameters.values()
+        sharding = self.model.sharding
         group.check_equal(stored(p) for p in parameters if not isinstance(p, DTensor))
         if sharding is not None and len(sharding.copies.mesh) > 1:
             group.check_equal(
@@ -133,7 +135,8 @@ class TorchBackend(Generic[M]):
         # A failed backward pass leaves partial gradients, so every call starts without any.
         self.optimizer.zero_grad()
         self.model.module.train()
-        sums, sharding = Sums(), self.model.sharding
+        sums = Sums()
+        sharding = self.model.sharding
 
         def set_gradient_sync(index: int) -> bool:
             last = index == len(packing) - 1
@@ -184,11 +187,9 @@ class TorchBackend(Generic[M]):
         self.optimizer.take_gradients()
         if self.group is None:
             return
-        masters, sharded, sharding = (
-            self.optimizer.masters,
-            self.optimizer.sharded,
-            self.model.sharding,
-        )
+        masters = self.optimizer.masters
+        sharded = self.optimizer.sharded
+        sharding = self.model.sharding
         self.group.sum_gradients(master for name, master in masters.items() if name not in sharded)
         if sharding is not None and len(sharding.copies.mesh) > 1:
             self.group.sum_gradients(
@@ -204,7 +205,8 @@ class TorchBackend(Generic[M]):
 
     def _check_finite(self, lr: float, grad_norm: float) -> None:
         """Refuse non-finite weights, which must not replace good ones in a checkpoint."""
-        if (name := self.optimizer.not_finite()) is not None:
+        name = self.optimizer.not_finite()
+        if name is not None:
             settings = self.optimizer.settings
             raise DivergedError(
                 f"after optimizer step {self.optimizer_steps + 1} the weight '{name}' is not finite (learning rate "
@@ -267,7 +269,8 @@ class TorchBackend(Generic[M]):
         If there are several sharded copies, the ranks of the first one write their parts.
         """
         directory.mkdir(parents=True, exist_ok=True)  # whichever rank arrives first
-        rank, sharding = self.group.rank if self.group else 0, self.model.sharding
+        rank = self.group.rank if self.group else 0
+        sharding = self.model.sharding
         first_copy = rank == 0 or (sharding is not None and sharding.first_copy)
         if first_copy:
             self.model.save(directory / MODEL_DIRECTORY)

@@ -120,7 +120,8 @@ class BroadcastPlane:
 
     async def withdraw(self, offers: Sequence[Offer]) -> None:
         for offer in offers:
-            if found := self._rounds.get(offer["port"]):
+            found = self._rounds.get(offer["port"])
+            if found:
                 found.withdrawn.set()
 
     async def close(self) -> None:
@@ -136,7 +137,8 @@ class BroadcastPlane:
     def _copy(self, version: int) -> None:
         before = self._kept
         ranks: dict[str, int] = {"rank": self.rank, "ranks": self.senders, "room": self.room}
-        there, into = self.device if self.on_device else "cpu", before.buffer if before else None
+        there = self.device if self.on_device else "cpu"
+        into = before.buffer if before else None
         kept = self._kept = spread(self.tensors(), self.bucket_bytes, there, into=into, **ranks)
         self._sums = (
             {number: word_sum(run) for number, run in kept.own.items()} if self.on_device else {}
@@ -186,11 +188,9 @@ def _arriving(offer: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
     tensors were right.
     """
     with joined(offer) as link:
-        runs, device, sums = (
-            [Run(**run) for run in link.header["runs"]],
-            link.header["device"],
-            list[Tensor](),
-        )
+        runs = [Run(**run) for run in link.header["runs"]]
+        device = link.header["device"]
+        sums = list[Tensor]()
         for run in runs:
             bucket = torch.empty(run.size, dtype=torch.uint8, device=device)
             link.broadcast(bucket, run.owner)

@@ -18,7 +18,8 @@ class FarPlane:
     have one, too."""
 
     def __init__(self, far: Far, *others: Far) -> None:
-        self._far, self._others = far, others
+        self._far = far
+        self._others = others
         self._folders: set[Path] = set()
 
     async def publish(self, version: int) -> None:

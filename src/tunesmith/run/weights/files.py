@@ -187,7 +187,8 @@ def _write(path: Path, version: int, tensors: Mapping[str, Tensor]) -> None:
     table: dict[str, Any] = {}
     end = 0
     for name in ordered:
-        tensor, start = tensors[name], end
+        tensor = tensors[name]
+        start = end
         end += tensor.nbytes
         kind = DTYPES[str(tensor.dtype).removeprefix("torch.")]
         table[name] = {"dtype": kind, "shape": list(tensor.shape), "data_offsets": [start, end]}

@@ -34,7 +34,8 @@ REACHING = 5.0
 """Seconds to reach a round's trainer. It was there when it made the offer; if it has died, waiting
 is useless."""
 LOOPBACK = "127.0.0.1"
-POLL, ASKING = 0.0002, 0.05
+POLL = 0.0002
+ASKING = 0.05
 """Seconds between checks whether a bucket has arrived, and between checks whether the round
 continues."""
 
@@ -76,7 +77,8 @@ class Link:
                 )
             if now - asked > ASKING:
                 asked = now
-                if why := self.stopped():
+                why = self.stopped()
+                if why:
                     raise ConnectionError(why)
         work.wait(timedelta(seconds=self.patience))  # raises any error
 
@@ -124,7 +126,8 @@ class Round:
                 self.store.set(key, f"the trainer did not send: {error}")
 
     def _lead(self) -> None:
-        if fault := self._wait("came"):
+        fault = self._wait("came")
+        if fault:
             self.store.set("go", fault)
             return
         self.store.set("go", "")
@@ -141,7 +144,8 @@ class Round:
 
     def _wait(self, what: str) -> str | None:
         """Wait until all others have reported ``what``; returns the reason if they have not."""
-        others, patience = self.offer["world"] - 1, self.offer["patience"]
+        others = self.offer["world"] - 1
+        patience = self.offer["patience"]
         deadline = time.monotonic() + patience
         while (count := self.store.add(what, 0)) < others:
             if self.withdrawn.wait(0.002):
@@ -163,7 +167,8 @@ def joined(offer: Mapping[str, Any]) -> Generator[Link]:
     Raises:
         EngineError: the round ended, or is of another version; torch.distributed failed inside.
     """
-    where, patience = place(offer), offer["patience"]
+    where = place(offer)
+    patience = offer["patience"]
     with boundary(
         EngineError, where, (RuntimeError, OSError)
     ):  # torch.distributed raises one of these
@@ -177,7 +182,8 @@ def joined(offer: Mapping[str, Any]) -> Generator[Link]:
         if header["version"] != offer["version"]:
             raise EngineError(f"{where}: the weights are of version {header['version']}")
         store.add("came", 1)
-        if fault := store.get("go").decode():
+        fault = store.get("go").decode()
+        if fault:
             raise EngineError(f"{where}: {fault}")
         rank = offer["rank"] + (dist.get_rank() if offer["ranks"] > 1 else 0)
         link = None

@@ -76,7 +76,8 @@ def spread(
         room: bytes of a new buffer, which grows if needed.
     """
     buffer = torch.zeros(room, dtype=torch.uint8, device=device) if into is None else into
-    runs, filled = list[Run](), [0] * ranks
+    runs = list[Run]()
+    filled = [0] * ranks
     places: dict[Any, tuple[weakref.ref[Tensor], Run, int]] = {}
     for name, tensor in named:
         place = _place(tensor)

@@ -123,7 +123,8 @@ class Calls(Expressions):
             )
         made = self.record(self.kind_of(callee), node, call)
         made.of = callee
-        fields, start = self.fields_of(callee), self.method_of(callee, "__init__")
+        fields = self.fields_of(callee)
+        start = self.method_of(callee, "__init__")
         if start and made.kind == callee.node.name:
             made.fields = dict(fields)
             self.enter(start, call.args, call.keywords, made)
@@ -133,7 +134,8 @@ class Calls(Expressions):
 
     def _of_container(self, holder: Any, name: str, node: ast.Call, call: Call) -> Any:
         args: Any = call.args
-        added, unsure = args[0] if args else None, self.undecided > 0
+        added = args[0] if args else None
+        unsure = self.undecided > 0
         if isinstance(holder, list) and name in ("append", "extend"):
             several = items_of(added) if name == "extend" and not unsure else None
             holder += (
@@ -172,7 +174,8 @@ class Calls(Expressions):
 
     def _of_library(self, dotted: str, node: ast.Call, call: Call) -> Any:
         last = dotted.rpartition(".")[2]
-        if loader := LOADERS.get(last) or LOADERS.get(".".join(dotted.split(".")[-2:])):
+        loader = LOADERS.get(last) or LOADERS.get(".".join(dotted.split(".")[-2:]))
+        if loader:
             loaded = loader(call)
             self.loaded += all_data(loaded) if last.startswith("load") else []
             return loaded

@@ -42,7 +42,8 @@ class Expressions:
     ``Object``, and ``loaded`` every data set, in order."""
 
     def __init__(self, file: str, options: Mapping[str, Any]) -> None:
-        self.file, self.options = file, options
+        self.file = file
+        self.options = options
         self.made: list[Object] = []
         self.loaded: list[Data] = []
         self.undecided = 0
@@ -115,7 +116,8 @@ class Expressions:
         )
         if all(same(value, first) for value in compared):
             return first
-        line, text = getattr(why, "lineno", 0), short(why) if isinstance(why, ast.expr) else name
+        line = getattr(why, "lineno", 0)
+        text = short(why) if isinstance(why, ast.expr) else name
         return Unknown(name or text, line, f"it depends on {text} (line {line})")
 
     def spread(self, arg: ast.expr, scope: Scope) -> Sequence[Any]:
@@ -162,7 +164,8 @@ class Expressions:
 
     def fields_of(self, of: Function) -> dict[str, Any]:
         """The fields of a class of the script and of its bases there, with their defaults."""
-        scope, found = of.scope.new_child(), dict[str, Any]()
+        scope = of.scope.new_child()
+        found = dict[str, Any]()
         for base in cast("ast.ClassDef", of.node).bases:
             above = self.value(base, of.scope)
             if (
@@ -280,11 +283,13 @@ class Expressions:
 
     def _comprehension(self, node: Any, scope: Scope) -> Any:
         """A comprehension over one short list of known values."""
-        first, inner = node.generators[0], scope.new_child()
+        first = node.generators[0]
+        inner = scope.new_child()
         over = self.value(first.iter, scope)
         items = items_of(over)
         short_list = items is not None and len(items) <= LONGEST and len(node.generators) == 1
-        found, sure = list[Any](), short_list
+        found = list[Any]()
+        sure = short_list
         for item in items if items is not None and short_list else [self.unknown(first.iter)]:
             self.bind(first.target, item, first.iter, inner)
             kept = [truth(self.value(test, inner)) for test in first.ifs]
@@ -308,7 +313,8 @@ class Expressions:
     def _rows(self, node: Any, over: Data, scope: Scope) -> Data:
         """``[function(row) for row in data]``, which is a map, and with a condition also a
         filter."""
-        first, made = node.generators[0], node.elt
+        first = node.generators[0]
+        made = node.elt
         called = self.value(made.func, scope) if isinstance(made, ast.Call) else None
         plain = isinstance(made, ast.Call) and [
             ast.unparse(arg) for arg in (*made.args, *made.keywords)

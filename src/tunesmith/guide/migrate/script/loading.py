@@ -40,8 +40,11 @@ _OTHER_BUILDERS = (
 
 
 def load_dataset(call: Call) -> Any:
-    path, subset, files = call.get(0, "path"), call.get(1, "name"), call.get(3, "data_files")
-    directory, split = call.get(2, "data_dir"), call.get(4, "split")
+    path = call.get(0, "path")
+    subset = call.get(1, "name")
+    files = call.get(3, "data_files")
+    directory = call.get(2, "data_dir")
+    split = call.get(4, "split")
     split = call.keywords.get("split", split)
     if not isinstance(path, str):
         return _because(call, path, "the name of the data set")
@@ -236,7 +239,8 @@ def _mapped(name: str, call: Call) -> str:
 
 
 def _train_test_split(data: Data, call: Call) -> Any:
-    test, train = call.get(0, "test_size"), call.get(1, "train_size")
+    test = call.get(0, "test_size")
+    train = call.get(1, "train_size")
     test = 0.25 if test is None and train is None else test
     first, second = _ends(train, test)
     if first is None or second is None:

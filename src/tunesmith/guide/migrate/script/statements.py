@@ -26,9 +26,11 @@ from tunesmith.guide.migrate.script.values import (
     truth,
 )
 
-_FALLS, _RAISES = object(), object()
+_FALLS = object()
+_RAISES = object()
 """A block ran to its end; or it ends the program."""
-_DEEPEST, _MOST = 12, 10_000
+_DEEPEST = 12
+_MOST = 10_000
 """Deepest call that is entered; maximum number of statements."""
 
 
@@ -159,7 +161,8 @@ class Flow(Calls):
                     )
                     self.record(f"{holder.dotted}.{name}", target, set_to)
             case ast.Subscript(value=inner, slice=key):
-                holder, name = self.value(inner, scope), self.value(key, scope)
+                holder = self.value(inner, scope)
+                name = self.value(key, scope)
                 held: Any = holder.parts if isinstance(holder, Splits) else holder
                 if isinstance(held, dict) and isinstance(name, str | int):
                     held[name] = self._sure(value, node)
@@ -186,7 +189,8 @@ class Flow(Calls):
         result = _FALLS
         for item in items:
             self.bind(node.target, item, node.iter, scope)
-            if (result := self._run(node.body, scope)) is not _FALLS:
+            result = self._run(node.body, scope)
+            if result is not _FALLS:
                 break
         self._copies //= max(len(items), 1)
         return result
@@ -194,7 +198,9 @@ class Flow(Calls):
     def _either(self, bodies: Sequence[Sequence[ast.stmt]], why: ast.AST, scope: Scope) -> Any:
         """Follow each body, of which one runs; afterwards a name has its value if all agree on
         it."""
-        before, ends, last = dict(scope.maps[0]), list[dict[str, Any]](), _RAISES
+        before = dict(scope.maps[0])
+        ends = list[dict[str, Any]]()
+        last = _RAISES
         self.undecided += 1
         for body in bodies:
             scope.maps[0].clear()

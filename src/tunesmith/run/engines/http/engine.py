@@ -100,15 +100,19 @@ class SglangEngine:
         report: Callable[[str], None] = print,
         on_close: Callable[[], None] = lambda: None,
     ) -> None:
-        self._server, self._served = SglangServer(url, patience), served
-        self._report, self._on_close = report, on_close
-        self._longest_prompt, self._longest = served.context - 1, served.context
+        self._server = SglangServer(url, patience)
+        self._served = served
+        self._report = report
+        self._on_close = on_close
+        self._longest_prompt = served.context - 1
+        self._longest = served.context
         self._places = asyncio.Semaphore(max_running)
         self._checked: asyncio.Task[None] | None = None
         """The check of the server, made once; if it fails, every request raises its error."""
         self._running: dict[asyncio.Task[None], _Request] = {}
         self._state = "awake"
-        self._counted, self._peak = Counter[str](), 0
+        self._counted = Counter[str]()
+        self._peak = 0
         self._weights = _Weights("", 0)
         self._offered: tuple[int, Offer] = 0, {}
         self._loading, self._not_loading = asyncio.Lock(), asyncio.Event()
@@ -126,7 +130,8 @@ class SglangEngine:
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
         """See ``Sampler``. Raises UserError, EngineError, EngineLostError."""
         check_sampling(sampling)
-        if altered := sampling.altered:
+        altered = sampling.altered
+        if altered:
             settings = ", ".join(f"{name} = {value:g}" for name, value in altered.items())
             raise UserError(
                 f"sampling: {settings}: {_KIND.unaltered_only}; leave out what alters the distribution"
@@ -273,7 +278,8 @@ class SglangEngine:
     async def _complete(self, request: _Request) -> None:
         if not self._weights.tag:  # the server may have the weights of another run
             await self._load_again(self._weights, "")
-        sampling, written = request.sampling, request.token_ids
+        sampling = request.sampling
+        written = request.token_ids
         # Without a seed the server would use the same one for each request.
         seed = secrets.randbits(63) if sampling.seed is None else sampling.seed % (1 << 63)
         settings: dict[str, Any] = {
@@ -293,7 +299,8 @@ class SglangEngine:
                 )
                 break
             await self._not_loading.wait()
-            sent, left = self._weights, request.max_new_tokens - len(written)
+            sent = self._weights
+            left = request.max_new_tokens - len(written)
             answer = await self._server.generate(so_far, settings | {"max_new_tokens": left})
             weights = next((w for w in (sent, self._weights) if w.tag == answer.tag), None)
             aborted = answer.finish_reason == "abort" and not request.interrupted

@@ -55,7 +55,8 @@ class SglangServer:
     """
 
     def __init__(self, url: str, patience: float = PATIENCE) -> None:
-        self.url, self._patience = url.rstrip("/"), patience
+        self.url = url.rstrip("/")
+        self._patience = patience
         self._session: aiohttp.ClientSession | None = None
         self._aborts: set[asyncio.Task[Any]] = set()
 
@@ -142,12 +143,14 @@ class SglangServer:
         """Try until it works, the server refuses, or it was unavailable for ``patience``
         seconds."""
         patience = self._patience if patience is None else patience
-        failures, since = 0, 0.0
+        failures = 0
+        since = 0.0
         while True:
             try:
                 return await attempt()
             except (Unavailable, aiohttp.ClientError, OSError) as error:
-                failures, since = failures + 1, since or time.monotonic()
+                failures = failures + 1
+                since = since or time.monotonic()
                 seconds = pause(failures)
                 if time.monotonic() + seconds - since > patience:
                     reason = str(error) or type(error).__name__
@@ -189,7 +192,8 @@ def _read(answer: Any) -> Continuation:
     meta = answer["meta_info"]
     reason = meta["finish_reason"]["type"]
     pairs = meta.get("output_token_logprobs") or []
-    token_ids, logprobs = [pair[1] for pair in pairs], [pair[0] for pair in pairs]
+    token_ids = [pair[1] for pair in pairs]
+    logprobs = [pair[0] for pair in pairs]
     written = answer["output_ids"] if reason != "abort" else answer["output_ids"][: len(token_ids)]
     if written != token_ids or reason not in ("stop", "length", "abort"):
         raise ValueError

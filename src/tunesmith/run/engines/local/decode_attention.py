@@ -73,7 +73,9 @@ def parts(ends: Sequence[int], worth: int) -> list[tuple[int, int, int]]:
     stretches: list[tuple[int, int, int]] = []
     for _, run in groupby(range(len(ends)), key=lambda row: length_class(ends[row])):
         rows = list(run)
-        start, stop, longest = rows[0], rows[-1] + 1, max(ends[row] for row in rows)
+        start = rows[0]
+        stop = rows[-1] + 1
+        longest = max(ends[row] for row in rows)
         if stretches:
             before = stretches[-1]
             together = max(longest, before[2])
@@ -108,11 +110,15 @@ class DecodeAttention:
 
     def __init__(self, memory: KVMemory, grouping: Grouping, lengths: Sequence[int]) -> None:
         layout = memory.layout
-        self._grouping, self._lengths = grouping, lengths
-        self._heads, self._dtype, self._device = layout.kv_heads, layout.dtype, layout.device
+        self._grouping = grouping
+        self._lengths = lengths
+        self._heads = layout.kv_heads
+        self._dtype = layout.dtype
+        self._device = layout.device
         worth = WORTH_A_PART.get(self._device.type, WORTH_A_PART_ELSEWHERE)
         stretches = parts([n + 1 for n in lengths], worth)
-        heads, prompts = self._heads, [length for _, length in grouping.places]
+        heads = self._heads
+        prompts = [length for _, length in grouping.places]
         self._longest_prompt = max(prompts)
         self._parts = [
             _Part(
@@ -134,7 +140,8 @@ class DecodeAttention:
         AttentionContext."""
         rows, heads, dim = query.shape
         scale, window, softcap = rule
-        plane, share = 2 * layer, heads // self._heads
+        plane = 2 * layer
+        share = heads // self._heads
         self._write(plane, key)
         self._write(plane + 1, value)
         own = (query.to(self._dtype) * scale).reshape(-1, share, dim)
@@ -174,7 +181,9 @@ class DecodeAttention:
 
     def _writer(self, bank: Bank) -> Callable[[int, Tensor], object]:
         """A function that writes the new tokens' ``[B, K, D]`` into their slots of a plane."""
-        lengths, heads, capacity = self._lengths, self._heads, bank.shape[1]
+        lengths = self._lengths
+        heads = self._heads
+        capacity = bank.shape[1]
         if max(lengths) == min(lengths):
             slots = bank.memory[:, : len(lengths), :, lengths[0]].unbind(0)
             return lambda plane, new: slots[plane].copy_(new)
@@ -206,7 +215,8 @@ class DecodeAttention:
     def _mask(self, part: _Part, window: int | None, dtype: torch.dtype) -> Tensor | None:
         """``[rows, 1, P + L]``: -inf past a row's end or outside the window; None if nothing is
         masked."""
-        lengths, prompts = part.lengths, part.prompts
+        lengths = part.lengths
+        prompts = part.prompts
         even = min(lengths) == max(lengths) and min(prompts) == max(prompts) == self._longest_prompt
         if even and (window is None or prompts[0] + lengths[0] < window):
             part.masks[window] = None
@@ -216,7 +226,8 @@ class DecodeAttention:
         )
         slot = torch.arange(self._longest_prompt, device=self._device)
         written = torch.arange(part.longest, device=self._device)
-        hidden_prompt, hidden_own = slot >= prompt, written > own
+        hidden_prompt = slot >= prompt
+        hidden_own = written > own
         if window is not None:
             hidden_prompt = hidden_prompt | (prompt + own - slot >= window)
             hidden_own = hidden_own | (own - written >= window)
@@ -241,5 +252,6 @@ def _views(bank: Bank, start: int, stop: int, length: int) -> list[Tensor]:
     """For each layer, the keys ``[rows * K, D, length]`` and then the values ``[rows * K, length,
     D]``."""
     used = bank.memory[:, start:stop, :, :length].flatten(1, 2)
-    keys, values = used[::2].transpose(2, 3).unbind(0), used[1::2].unbind(0)
+    keys = used[::2].transpose(2, 3).unbind(0)
+    values = used[1::2].unbind(0)
     return [view for pair in zip(keys, values, strict=True) for view in pair]

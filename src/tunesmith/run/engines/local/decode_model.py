@@ -70,9 +70,11 @@ class DecodeModel:
         0.03."""
         if self._head is None:
             whole = self._whole()
-            head, bias = whole.head.weight, cast("Tensor | None", whole.head.bias)
+            head = whole.head.weight
+            bias = cast("Tensor | None", whole.head.bias)
             kind = HEADS.get(head.dtype, HEADS[torch.bfloat16])[self._chosen(whole)[1]]
-            product, rows = kind.prepare(head, bias), kind.rows
+            product = kind.prepare(head, bias)
+            rows = kind.rows
             self._head = product if rows is None else lambda x: product(x.to(rows))
         return self._head(hidden)
 

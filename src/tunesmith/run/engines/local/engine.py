@@ -73,8 +73,11 @@ class LocalEngine:
         update: Callable[[], None] | None = None,
         weights: HostWeights | None = None,
     ) -> None:
-        self._model, self._kv_bytes, self._speculation = model, kv_bytes, speculation
-        self._update, self._weights = update, weights
+        self._model = model
+        self._kv_bytes = kv_bytes
+        self._speculation = speculation
+        self._update = update
+        self._weights = weights
         self._eos = frozenset(
             end_of_sequence_ids(model) if eos_token_ids is None else eos_token_ids
         )
@@ -223,7 +226,8 @@ class LocalEngine:
             id=next(self._ids),
             uniforms=Uniforms(sampling.seed),
         )
-        needed, total = self._pool.needed(prompt, request.kv_length), self._pool.total
+        needed = self._pool.needed(prompt, request.kv_length)
+        total = self._pool.total
         if needed > total:
             raise UserError(
                 f"a prompt of {prompt} tokens with up to {request.max_new_tokens} new ones needs {needed} "
@@ -258,7 +262,8 @@ class LocalEngine:
 
     def _draft(self, batch: StepBatch) -> None:
         """Draft the next tokens of a decode step's requests."""
-        speculation, rows = self._speculation, batch.requests
+        speculation = self._speculation
+        rows = batch.requests
         if speculation is not None and batch.prefill is None and len(rows) <= speculation.at_once:
             most = [speculation.most(r, self._pool.capacity, self._model.lengths) for r in rows]
             batch.drafts = self._drafter.propose(rows, most)

@@ -61,7 +61,8 @@ class KVMemory:
     """
 
     def __init__(self, layout: KVLayout, slots: int) -> None:
-        self.layout, self._slots = layout, slots
+        self.layout = layout
+        self._slots = slots
         self._width = layout.kv_heads * layout.head_dim
         self.allocate()
 
@@ -71,7 +72,8 @@ class KVMemory:
 
         On a CPU, pages are allocated on first write, so unused slots take no memory.
         """
-        dtype, device = self.layout.dtype, self.layout.device
+        dtype = self.layout.dtype
+        device = self.layout.device
         shape = self.layout.planes + 1, self._slots * self._width
         if device.type != "cpu" or sys.platform == "win32":
             self._use(torch.zeros(shape, dtype=dtype, device=device))
@@ -99,7 +101,8 @@ class KVMemory:
         rows, capacity = shape
         size = rows * capacity * self._width
         start = 0 if front else self._memory.shape[1] - size
-        heads, dim = self.layout.kv_heads, self.layout.head_dim
+        heads = self.layout.kv_heads
+        dim = self.layout.head_dim
         memory = self._memory[:-1, start : start + size].view(
             self.layout.planes, rows, heads, capacity, dim
         )

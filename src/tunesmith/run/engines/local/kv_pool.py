@@ -37,7 +37,8 @@ class KVPool:
         max_running: int = 256,
         block_size: int = 16,
     ) -> None:
-        self.block_size, self._max_running = block_size, max_running
+        self.block_size = block_size
+        self._max_running = max_running
         slot_bytes = sum(layout.slot_bytes for layout in layouts)
         self.total = kv_bytes // slot_bytes // block_size * block_size
         """Total slots; a slot holds one token."""
@@ -122,7 +123,8 @@ class KVPool:
             assert request.prompt is not None
             request.prompt.running -= 1
             request.prompt.used_at = self._clock
-            request.prompt, request.row = None, -1
+            request.prompt = None
+            request.row = -1
             request.cached = request.assistant_cached = 0
         if requests:
             self._close_gaps()
@@ -136,7 +138,9 @@ class KVPool:
     def clear(self) -> list[LocalRequest]:
         """Drop everything and free the memory, until ``allocate``; returns the requests that were
         running."""
-        running, self.running, self.prompts = self.running, [], []
+        running = self.running
+        self.running = []
+        self.prompts = []
         for memory in self.memories:
             memory.free()
         return running
@@ -182,7 +186,8 @@ class KVPool:
 
         If they do not fit, unused prompts are evicted, least recently used first.
         """
-        used, wanted = self._in_use(admitted), {r.prompt_ids for r in waiting}
+        used = self._in_use(admitted)
+        wanted = {r.prompt_ids for r in waiting}
         unused = sorted(
             (p for p in self.prompts if p not in used),
             key=lambda p: (p.token_ids in wanted, p.used_at),
@@ -288,7 +293,8 @@ def compact(items: Sequence[_Item], zone: Callable[[_Item], int | None]) -> list
     order: list[int] = []
     for z in sorted({z for z in zones if z is not None}):
         members = [i for i, of in enumerate(zones) if of == z]
-        start, stop = len(order), len(order) + len(members)
+        start = len(order)
+        stop = len(order) + len(members)
         movers = [i for i in members if not start <= i < stop]
         staying = {i for i in members if start <= i < stop}
         order.extend(i if i in staying else movers.pop() for i in range(start, stop))

@@ -25,13 +25,12 @@ class Meter:
         """
         rows = batch.requests
         if batch.prefill is None:
-            drafted, own = sum(map(len, batch.drafts)), sum(r.cached for r in rows)
+            drafted = sum(map(len, batch.drafts))
+            own = sum(r.cached for r in rows)
             shared = sum(len(p) for p in {r.prompt for r in rows} if p is not None)
-            tokens, read, pairs = (
-                len(rows) + drafted,
-                own + shared,
-                own + sum(len(r.prompt_ids) for r in rows),
-            )
+            tokens = len(rows) + drafted
+            read = own + shared
+            pairs = own + sum(len(r.prompt_ids) for r in rows)
             accepted = batch.sampled - len(rows)
             step = EngineStats(
                 decode_steps=1,
@@ -40,7 +39,8 @@ class Meter:
                 accepted_tokens=accepted,
             )
         else:
-            tokens, read = sum(map(len, batch.prefill)), 0
+            tokens = sum(map(len, batch.prefill))
+            read = 0
             pairs = sum(len(p) * (2 * p.positions[0] + len(p) + 1) // 2 for p in batch.prefill)
             step = EngineStats(prefilled_tokens=tokens, prefill_seconds=seconds)
         limits = self.limits if tokens else None

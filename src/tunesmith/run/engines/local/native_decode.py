@@ -83,12 +83,10 @@ def loaded() -> Any:
     """The compiled functions; None where they cannot be compiled."""
     found = functions()
     if found is not None:
-        step, layer, place, pointers = (
-            POINTER(StepData),
-            POINTER(LayerData),
-            c_void_p,
-            (c_void_p,) * 4,
-        )
+        step = POINTER(StepData)
+        layer = POINTER(LayerData)
+        place = c_void_p
+        pointers = (c_void_p,) * 4
         found.tunesmith_attend.argtypes = (step, layer, place, place)
         found.tunesmith_add_norm.argtypes = (step, c_int64, *pointers, c_float, place)
         found.tunesmith_gated.argtypes = (step, c_int64, place, place, c_int64)
@@ -143,18 +141,14 @@ class _Block:
         scale, window, softcap = layer.rule
         self.data = LayerData(2 * layer.index, window or 0, scale, softcap or 0)
         if self._q is not None and self._k is not None:
-            self.data.eps, self.data.q_norm, self.data.k_norm = (
-                self._q.eps,
-                self._q.address,
-                self._k.address,
-            )
+            self.data.eps = self._q.eps
+            self.data.q_norm = self._q.address
+            self.data.k_norm = self._k.address
         for name in ("before_attention", "after_attention", "before_mlp", "after_mlp"):
             norm: _Weights | None = getattr(self, name)
             setattr(self.data, name, norm and norm.address)
-        self.data.activation, self.data.norm_eps = (
-            ACTIVATIONS[layer.activation],
-            self.before_mlp.eps,
-        )
+        self.data.activation = ACTIVATIONS[layer.activation]
+        self.data.norm_eps = self.before_mlp.eps
         products = [getattr(layer, name) for name in PRODUCTS]
         self.whole = all(isinstance(product, Compiled) for product in products)
         """Whether all of the layer is compiled."""
@@ -189,7 +183,8 @@ class RowsData:
         self.places = places
         prompts = [row for row, _ in places]
         order = sorted(range(len(places)), key=lambda row: prompts[row])
-        most, starts = max(1, TOGETHER // share), [0]
+        most = max(1, TOGETHER // share)
+        starts = [0]
         for at in range(1, len(order)):
             if prompts[order[at]] != prompts[order[at - 1]] or at - starts[-1] == most:
                 starts.append(at)
@@ -202,7 +197,9 @@ class NativeDecode:
     """Runs decode steps on the rows of a memory."""
 
     def __init__(self, functions: Any, model: CausalLM, memory: KVMemory) -> None:
-        self._functions, self._model, self._memory = functions, model, memory
+        self._functions = functions
+        self._model = model
+        self._memory = memory
         self._rows: RowsData | None = None
         self.refresh()
 
@@ -216,7 +213,8 @@ class NativeDecode:
         by row."""
         if self._decoder is None or self._decoder.decoder is not lean:
             self._decoder = _Decoder(lean)
-        decoder, count = self._decoder, len(running)
+        decoder = self._decoder
+        count = len(running)
         written = [r.cached for r in running]
         positions = [len(r.prompt_ids) + n for r, n in zip(running, written, strict=True)]
         numbers = torch.tensor(
@@ -247,7 +245,8 @@ class NativeDecode:
         """As ``sampler.sample``, for rows without cuts."""
         rows, vocabulary = logits.shape
         logits = logits.contiguous()
-        tokens, logprobs = torch.empty(rows, dtype=torch.int64), torch.empty(rows)
+        tokens = torch.empty(rows, dtype=torch.int64)
+        logprobs = torch.empty(rows)
         places = (t.data_ptr() for t in (logits, temperatures, uniforms, tokens, logprobs))
         with recorded("draw"):
             self._functions.tunesmith_draw(rows, vocabulary, *places, torch.get_num_threads())
@@ -257,7 +256,9 @@ class NativeDecode:
         """Call the prepared products, and the functions between them."""
         here, lib, (count, width) = byref(step), self._functions, x.shape
         seen = torch.empty(count, step.heads * step.dim, dtype=normed.dtype)
-        x_at, normed_at, seen_at = x.data_ptr(), normed.data_ptr(), seen.data_ptr()
+        x_at = x.data_ptr()
+        normed_at = normed.data_ptr()
+        seen_at = seen.data_ptr()
         y: Tensor | None = None
         inner: _Weights | None = None
         for block, data in zip(decoder.blocks, decoder.layers, strict=True):
@@ -279,7 +280,8 @@ class NativeDecode:
             inside = both.shape[1] // 2
             active = torch.empty(count, inside, dtype=normed.dtype)
             lib.tunesmith_gated(here, inside, both.data_ptr(), active.data_ptr(), data.activation)
-            y, inner = layer.down(active), block.after_mlp
+            y = layer.down(active)
+            inner = block.after_mlp
         self._add(here, width, x_at, y, inner, decoder.norm, normed_at)
 
     def _add(
@@ -302,8 +304,12 @@ class NativeDecode:
         places = prompt_places(running)
         if self._rows is None or self._rows.places != places:
             self._rows = RowsData(places, layer.shape.heads // layer.shape.kv_heads)
-        rows, memory, narrow = self._rows, self._memory, torch.bfloat16
-        fixed, changing, size = rows.fixed.data_ptr(), numbers.data_ptr(), 8 * len(running)
+        rows = self._rows
+        memory = self._memory
+        narrow = torch.bfloat16
+        fixed = rows.fixed.data_ptr()
+        changing = numbers.data_ptr()
+        size = 8 * len(running)
         return StepData(
             len(running),
             layer.shape.heads,

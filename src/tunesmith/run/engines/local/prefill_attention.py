@@ -23,7 +23,8 @@ class PrefillAttention:
     piece."""
 
     def __init__(self, memory: KVMemory, pieces: Sequence[Piece]) -> None:
-        self._memory, self._pieces = memory, pieces
+        self._memory = memory
+        self._pieces = pieces
         self._lengths = [len(p) for p in pieces]
         self._masks: dict[tuple[int, int, int | None], Tensor] = {}
 
@@ -49,7 +50,8 @@ class PrefillAttention:
     def _context(self, piece: Piece, plane: int, new: Tensor) -> Tensor:
         """``[K, c, D]``: all keys or values up to the end of the piece, whose own are ``new``,
         ``[n, K, D]``."""
-        prompts, completions = self._memory.prompts.memory, self._memory.completions.memory
+        prompts = self._memory.prompts.memory
+        completions = self._memory.completions.memory
         if not piece.prefix:
             return (
                 new.transpose(0, 1)
@@ -63,7 +65,8 @@ class PrefillAttention:
         """``[K, G, n, D]`` queries at the end of ``[K, c, D]`` keys and values; returns ``[n, H,
         D]``."""
         scale, window, softcap = rule
-        new, context = query.shape[2], keys.shape[1]
+        new = query.shape[2]
+        context = keys.shape[1]
         keys, values = (t.unsqueeze(1).expand(-1, query.shape[1], -1, -1) for t in (keys, values))
         if softcap is not None:
             scores = torch.tanh(query @ keys.transpose(2, 3) * (scale / softcap)) * softcap

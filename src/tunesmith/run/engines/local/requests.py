@@ -131,7 +131,8 @@ def split_pieces(pieces: Sequence[Piece], max_tokens: int) -> Iterator[list[Piec
             chunk = Piece(piece.owner, piece.start + at, piece.token_ids[at : at + max_tokens])
             if len(chunk) > room:
                 yield batch
-                batch, room = [], max_tokens
+                batch = []
+                room = max_tokens
             batch.append(chunk)
             room -= len(chunk)
     if batch:

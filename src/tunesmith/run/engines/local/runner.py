@@ -59,16 +59,19 @@ def probe(model: CausalLM, *, compiled: bool) -> tuple[KVLayout, ForwardCost]:
     Raises:
         ModelError: the layers' keys and values differ in shape, or some layers have none.
     """
-    context, zero = _Probe(), torch.zeros(1, dtype=torch.int64, device=model.device)
+    context = _Probe()
+    zero = torch.zeros(1, dtype=torch.int64, device=model.device)
     model.hidden(zero, zero, context)
-    shapes, layers = set(context.shapes.values()), len(context.shapes)
+    shapes = set(context.shapes.values())
+    layers = len(context.shapes)
     if len(shapes) != 1 or set(context.shapes) != set(range(layers)):
         raise ModelError(
             "the embedded engine needs a model whose layers all keep keys and values of one shape; layers "
             f"of this {type(model.module).__name__} have (heads, key/value heads, head size) {sorted(shapes)}"
         )
     heads, kv_heads, head_dim = shapes.pop()
-    head, embedding = model.head.weight, cast(Tensor, model.module.get_input_embeddings().weight)
+    head = model.head.weight
+    embedding = cast(Tensor, model.module.get_input_embeddings().weight)
     weights = sum(p.numel() for p in model.module.parameters())
     weights -= 0 if head is embedding else embedding.numel()
     dtype = native_decode.kv_dtype(model, compiled=compiled)
@@ -99,7 +102,9 @@ class Runner:
         vocabulary: int,
     ) -> None:
         self._vocabulary = vocabulary
-        self.model, self._memory, self._max_prefill_tokens = model, memory, max_prefill_tokens
+        self.model = model
+        self._memory = memory
+        self._max_prefill_tokens = max_prefill_tokens
         self._softcap: float | None = getattr(text_config(model), "final_logit_softcapping", None)
         self._scale = logit_scale(text_config(model))
         self._decode_model = DecodeModel(model, compiled=compiled)
@@ -196,7 +201,8 @@ class Runner:
         if hidden.device.type == "cpu":
             logits = self._decode_model.logits(hidden)
         else:
-            weight, bias = self.model.head.weight, cast("Tensor | None", self.model.head.bias)
+            weight = self.model.head.weight
+            bias = cast("Tensor | None", self.model.head.bias)
             options: dict[str, Any] = (
                 {} if hidden.dtype == torch.float32 else {"out_dtype": torch.float32}
             )
@@ -220,7 +226,8 @@ class Runner:
         return model.hidden(tokens, positions, PrefillAttention(self._memory, pieces), lengths)
 
     def _group(self, running: Sequence[LocalRequest]) -> Grouping:
-        places, layout = prompt_places(running), self._memory.layout
+        places = prompt_places(running)
+        layout = self._memory.layout
         if self._grouping is None or self._grouping.places != places:
             self._grouping = Grouping(places, layout.kv_heads, layout.device)
         return self._grouping

@@ -105,7 +105,8 @@ def _seen(request: LocalRequest, drafted: Sequence[int], logits: Tensor) -> Tens
     if request.seen is None:
         request.seen = torch.zeros(logits.shape[1], dtype=torch.bool, device=logits.device)
         request.seen[torch.tensor(request.prompt_ids, device=logits.device)] = True
-    if new := request.token_ids[request.marked :]:
+    new = request.token_ids[request.marked :]
+    if new:
         request.seen[torch.tensor(new, device=logits.device)] = True
         request.marked = len(request.token_ids)
     if not drafted:

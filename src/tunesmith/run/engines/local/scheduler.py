@@ -28,8 +28,10 @@ class Scheduler:
         max_prefill_tokens: int,
         lengths: LengthRule | None = None,
     ) -> None:
-        self.pool, self._lengths = pool, lengths
-        self._max_running, self._max_prefill_tokens = max_running, max_prefill_tokens
+        self.pool = pool
+        self._lengths = lengths
+        self._max_running = max_running
+        self._max_prefill_tokens = max_prefill_tokens
         self.waiting: deque[LocalRequest] = deque()
         self.preemptions = 0
         self.reused_tokens = 0

@@ -25,7 +25,8 @@ from tunesmith.run.engines.local.runner import Runner
 
 NGRAMS = (4, 3, 2)
 """Lengths of the n-grams that are looked up, longest first."""
-MOST_ROWS, MOST_ROWS_ON_CPU = 16, 1
+MOST_ROWS = 16
+MOST_ROWS_ON_CPU = 1
 """With more requests, the cost of a pass grows with its tokens, and drafts gain nothing; on a CPU
 ``benchmarks/results/speculation-cpu.json`` has the measured gains."""
 
@@ -61,10 +62,8 @@ class Speculation:
             raise UserError(f"speculative_tokens = {self.tokens} guesses nothing: use at least 1")
         if self.assistant is None:
             return
-        problem, other = (
-            None,
-            'use a smaller model of the same family, or system.speculative = "ngram"',
-        )
+        problem = None
+        other = 'use a smaller model of the same family, or system.speculative = "ngram"'
         reads, needed = (
             lm.module.config.get_text_config().max_position_embeddings
             for lm in (self.assistant, model)
@@ -103,7 +102,8 @@ def look_up(tokens: Sequence[int], count: int) -> list[int]:
         >>> look_up([1, 2, 3, 1, 2], 3)
         [3, 1, 2]
     """
-    text, end = list(tokens), len(tokens) + count
+    text = list(tokens)
+    end = len(tokens) + count
     while len(text) < end:
         after = next(filter(None, (_newest(text, n) for n in NGRAMS)), None)
         if after is None:

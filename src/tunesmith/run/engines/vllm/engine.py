@@ -79,7 +79,8 @@ class VllmEngine:
     """
 
     def __init__(self, settings: VllmSettings, weights: NamedTensors) -> None:
-        self._weights, self._sleeps = weights, settings.sleeps
+        self._weights = weights
+        self._sleeps = settings.sleeps
         self._thread = StepThread("vllm", self._step, self._fail)
         self._vllm, context = self._thread.run(partial(start, settings))
         self._context: int = self._vllm.model_config.max_model_len
@@ -96,7 +97,8 @@ class VllmEngine:
         """Whether the weights were discarded and have not been loaded since."""
         self._whole = True
         """Whether all weights are of one version; False after a failed load."""
-        self._stats, self._peak = EngineStats(), 0
+        self._stats = EngineStats()
+        self._peak = 0
 
     @property
     def version(self) -> int:
@@ -105,10 +107,12 @@ class VllmEngine:
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
         self._check(len(prompt_ids), sampling)
         across = stop_strings(prompt_ids, sampling, self._decode) if sampling.continued else None
-        name, request = str(next(self._numbers)), _Request(across)
+        name = str(next(self._numbers))
+        request = _Request(across)
         self._requests[name] = request
         self._peak = max(self._peak, len(self._requests))
-        prompt, parameters = list(prompt_ids), _parameters(sampling)
+        prompt = list(prompt_ids)
+        parameters = _parameters(sampling)
 
         def add() -> None:
             salted = {"prompt_token_ids": prompt, "cache_salt": str(self._loads)}
@@ -143,7 +147,9 @@ class VllmEngine:
                 self._fetch(["weights"])  # the trainer may keep the KV memory for now
             self._whole = False
             self._vllm.collective_rpc(partial(_reload, weights=self._weights))
-            self._version, self._discarded, self._whole = version, False, True
+            self._version = version
+            self._discarded = False
+            self._whole = True
 
         await self._thread.call(load)
 
@@ -160,7 +166,8 @@ class VllmEngine:
                 self._away = ["weights", "kv_cache"]
 
         done = self._thread.post(give_away)
-        self._state, self._discarded = "asleep", self._discarded or level == 2
+        self._state = "asleep"
+        self._discarded = self._discarded or level == 2
         await asyncio.wrap_future(done)
 
     async def wake(self) -> None:
@@ -222,7 +229,8 @@ class VllmEngine:
             return False
         self._tally.step, started = EngineStats(), time.perf_counter()
         outputs = self._vllm.step()
-        step, seconds = self._tally.step, time.perf_counter() - started
+        step = self._tally.step
+        seconds = time.perf_counter() - started
         prefills = step.prefilled_tokens + step.reused_prompt_tokens > 0
         times = {"prefill_seconds" if prefills else "decode_seconds": seconds}
         self._stats = add_stats(self._stats, replace(step, decode_steps=1, **times))

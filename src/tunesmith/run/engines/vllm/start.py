@@ -84,10 +84,12 @@ def start(settings: VllmSettings) -> tuple[Any, int]:
             current_platform.simple_compile_backend = "eager"
         from vllm.v1.engine.llm_engine import LLMEngine  # pyright: ignore[reportMissingImports]
         from vllm.version import __version__ as version  # pyright: ignore[reportMissingImports]
-    if problem := version_problem(version):
+    problem = version_problem(version)
+    if problem:
         raise UserError(problem)
     names = [field.name for field in fields(EngineArgs)]
-    if problem := extra_problem(settings.extra or {}, names, version):
+    problem = extra_problem(settings.extra or {}, names, version)
+    if problem:
         raise UserError(problem)
     refused = f"vLLM {version} refuses system.vllm.extra"
     with boundary(UserError, refused, (TypeError, ValueError)) if settings.extra else nullcontext():
