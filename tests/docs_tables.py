@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from foreign_tables import FOREIGN
 from hardware_table import GPUS, rows
 from tunesmith.config.algorithm import AlgorithmSection
 from tunesmith.config.choice import Choice
@@ -32,7 +31,6 @@ PAGES = tuple(
         "algorithms",
         "configuration",
         "observability",
-        "coming-from",
         "hardware",
         "models",
         "troubleshooting",
@@ -95,10 +93,6 @@ def metrics(kind: str) -> str:
         for m in CATALOGUE[kind]
     ]
     return _table(("metric", "unit", "form", "meaning", "in sinks also"), rows)
-
-
-def _foreign(name: str) -> str:
-    return _table(*FOREIGN[name]())
 
 
 def hardware() -> str:
@@ -172,7 +166,6 @@ TABLES: Mapping[str, Callable[[], str]] = {
         for key in (*AlgorithmSection.families, "overlong", "dynamic_filter")
     },
     **{f"metrics_{kind}": partial(metrics, kind) for kind in CATALOGUE},
-    **{name: partial(_foreign, name) for name in FOREIGN},
 }
 
 

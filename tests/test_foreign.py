@@ -467,3 +467,16 @@ def test_the_examples_of_the_page_say_the_same_on_both_sides() -> None:
         assert len(told) > 10
         for name in told:
             assert set(find(RLConfig, name).keys) & said, name
+
+
+def test_the_tables_of_the_page_have_the_keys_that_names_lead_to() -> None:
+    rows = re.findall(
+        r"^\| (`.+?) \| (.*?) \|", (ROOT / "docs" / "coming-from.md").read_text(), re.MULTILINE
+    )
+    assert 40 < len(rows) < 80
+    for theirs, ours in rows:
+        keys = set(re.findall(r"`(.+?)`", ours))
+        assert keys <= KEYS | {"run_dir"}, theirs
+        for name in re.findall(r"`(.+?)`", theirs):
+            named = {key for meaning in meanings_of(name)[1] for key in meaning.keys}
+            assert named & keys or not (named or keys), name
