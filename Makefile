@@ -38,14 +38,14 @@ test-long: $(INSTALLED) $(VLLM_INSTALLED)
 	OMP_NUM_THREADS=1 $(RUN)/pytest -n 2 --dist loadgroup -m long
 	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -m long tests/vllm_engine
 
-# The tests that compute, as on other kinds of CPU (tests/kinds.py); KINDS=avx2 for one of them.
+# The tests that compute, as on other kinds of CPU (tests/support/kinds.py); KINDS=avx2 for one of them.
 KINDS ?=
 test-kinds: $(INSTALLED)
-	$(RUN)/python tests/kinds.py $(KINDS)
+	$(RUN)/python -m tests.support.kinds $(KINDS)
 
 # Steps on GPUs that are not there: operations, waits and memory.
 test-devices: $(INSTALLED)
-	OMP_NUM_THREADS=1 $(RUN)/pytest -n 2 tests/test_fake_device.py tests/slow/test_fake_memory.py
+	OMP_NUM_THREADS=1 $(RUN)/pytest -n 2 tests/guide/simulate/test_device.py tests/slow/guide/test_fake_memory.py
 
 # Training and sampling of a real model, whose directory TUNESMITH_REAL_MODEL names; skipped without one.
 test-real: $(INSTALLED)

@@ -9,13 +9,15 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from hypothesis import HealthCheck, settings
 
-import forks
+from tests.support import forks
 
+SLOW = Path(__file__).parent / "slow"
 gc.disable()  # until all is imported: what modules make is not garbage
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before anything imports the hub's client
 if (
@@ -32,6 +34,13 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("steady")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What is in ``tests/slow`` is slow."""
+    for item in items:
+        if SLOW in item.path.parents:
+            item.add_marker(pytest.mark.slow)
 
 
 def pytest_collection_finish() -> None:

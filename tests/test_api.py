@@ -17,9 +17,9 @@ import torch
 from datasets import Dataset, DatasetDict
 
 import tunesmith
-from tiny import save_model
-from tiny_preferences import lines_of
-from tiny_runs import rl_settings, sums, write_lines
+from tests.support.tiny import save_model
+from tests.support.tiny_preferences import lines_of
+from tests.support.tiny_runs import rl_settings, sums, write_lines
 from tunesmith.config.load import load_config
 from tunesmith.config.objects import load_object
 from tunesmith.config.schema import RLConfig

@@ -7,12 +7,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from cases import SEEDS, Rewards, our_advantages, padded, random_rewards
-from openrlhf_models import utils
 from torch import Tensor
 from verl.trainer.config import AlgoConfig
 from verl.trainer.ppo import core_algos
 
+from tests.peers.cases import SEEDS, Rewards, our_advantages, padded, random_rewards
+from tests.peers.openrlhf_models import utils
 from tunesmith.learn.algorithms.advantages import GAE, GDPO, VAPO, compute_advantages
 from tunesmith.learn.algorithms.kl import kl_values
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases import (
+from torch import Tensor
+
+from tests.peers.cases import (
     SEEDS,
     Case,
     Graded,
@@ -17,11 +19,9 @@ from cases import (
     random_case,
     section,
 )
-from openrlhf_models import loss as openrlhf
-from torch import Tensor
-from trl_trainers import grpo_loss
-from verl_losses import AGGREGATIONS, verl_loss
-
+from tests.peers.openrlhf_models import loss as openrlhf
+from tests.peers.trl_trainers import grpo_loss
+from tests.peers.verl_losses import AGGREGATIONS, verl_loss
 from tunesmith.learn.algorithms.objective import SFTObjective, prepare_columns
 
 seeds = pytest.mark.parametrize("seed", SEEDS)

@@ -9,11 +9,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from cases import SEEDS, Case, Graded, assert_same, differ, evaluate, grade, random_case
-from openrlhf_models import loss as openrlhf
 from torch import Tensor
-from trl_trainers import dpo_loss, kto_loss, reward_loss
 
+from tests.peers.cases import SEEDS, Case, Graded, assert_same, differ, evaluate, grade, random_case
+from tests.peers.openrlhf_models import loss as openrlhf
+from tests.peers.trl_trainers import dpo_loss, kto_loss, reward_loss
 from tunesmith.learn.algorithms.objective import Objective
 from tunesmith.learn.algorithms.preference import (
     AGGREGATION,

@@ -6,8 +6,19 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from agree_losses import CLIP, OPENRLHF_CLIP, VERL_CLIP, openrlhf_loss
-from cases import (
+from openrlhf.trainer.ppo_utils import kl_controller, length_penalty
+from openrlhf.trainer.ppo_utils.experience import Experience
+from torch import Tensor
+from trl.trainer import utils as trl
+from verl.trainer.ppo import core_algos
+from verl.trainer.ppo.rollout_corr_helper import (
+    compute_rollout_correction_weights,
+    compute_rollout_rejection_mask,
+)
+from verl.utils import torch_functional as verl
+
+from tests.peers.agree_losses import CLIP, OPENRLHF_CLIP, VERL_CLIP, openrlhf_loss
+from tests.peers.cases import (
     MAX_NEW_TOKENS,
     SEEDS,
     Case,
@@ -20,20 +31,9 @@ from cases import (
     random_case,
     section,
 )
-from openrlhf.trainer.ppo_utils import kl_controller, length_penalty
-from openrlhf.trainer.ppo_utils.experience import Experience
-from openrlhf_models import loss as openrlhf
-from openrlhf_models import utils
-from torch import Tensor
-from trl.trainer import utils as trl
-from verl.trainer.ppo import core_algos
-from verl.trainer.ppo.rollout_corr_helper import (
-    compute_rollout_correction_weights,
-    compute_rollout_rejection_mask,
-)
-from verl.utils import torch_functional as verl
-from verl_losses import AGGREGATIONS, actor_config, verl_loss
-
+from tests.peers.openrlhf_models import loss as openrlhf
+from tests.peers.openrlhf_models import utils
+from tests.peers.verl_losses import AGGREGATIONS, actor_config, verl_loss
 from tunesmith.learn.algorithms.corrections import Correction, correction_weights
 from tunesmith.learn.algorithms.kl import KLController, kl_loss, kl_values
 from tunesmith.learn.algorithms.objective import ValueObjective

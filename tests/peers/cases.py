@@ -3,15 +3,14 @@ we make of them."""
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from tests.support import micro
 from tunesmith.config.algorithm import AlgorithmSection
 from tunesmith.learn.algorithms.advantages import Estimator, compute_advantages
 from tunesmith.learn.algorithms.aggregation import weigh
@@ -22,13 +21,6 @@ from tunesmith.learn.algorithms.resolve import resolve_algorithm
 from tunesmith.learn.data.batch import Batch
 from tunesmith.models.forest import Predictions
 from tunesmith.types import Sample
-
-# By its path: with all of tests/ importable, a folder there would pass for the package of that
-# name.
-_spec = importlib.util.spec_from_file_location("micro", Path(__file__).parent.parent / "micro.py")
-assert _spec is not None and _spec.loader is not None
-micro = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(micro)
 
 MAX_NEW_TOKENS = 12
 SEEDS = (0, 1, 2)

@@ -1,7 +1,7 @@
 """What is compared with whom, and every deliberate difference with its reason. No peer is needed to
 read it.
 
-``docs/peers.md`` is made from this file: ``python tests/peers/comparisons.py`` writes its tables
+``docs/peers.md`` is made from this file: ``python -m tests.peers.comparisons`` writes its tables
 anew. Each entry names the test that proves it.
 """
 

@@ -9,9 +9,10 @@ from types import SimpleNamespace
 
 import torch
 from accelerate import Accelerator
-from cases import MAX_NEW_TOKENS, Case, Graded, grade
 from torch import Tensor
 from trl import DPOTrainer, GRPOConfig, GRPOTrainer, KTOTrainer, RewardTrainer
+
+from tests.peers.cases import MAX_NEW_TOKENS, Case, Graded, grade
 
 
 class _Given(GRPOTrainer):

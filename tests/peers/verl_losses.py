@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from cases import MAX_NEW_TOKENS, Case, Graded, grade
 from torch import Tensor
 from verl.trainer.ppo.core_algos import get_policy_loss_fn
 from verl.workers.config import ActorConfig
 from verl.workers.config.actor import PolicyLossConfig
+
+from tests.peers.cases import MAX_NEW_TOKENS, Case, Graded, grade
 
 AGGREGATIONS = {
     "token_mean": "token-mean",

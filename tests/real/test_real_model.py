@@ -19,8 +19,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tiny_runs import write_lines
-from training import forest_of
+from tests.support.tiny_runs import write_lines
+from tests.support.training import forest_of
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.plan.facts.instructions import highest
 from tunesmith.records.metrics import read_metrics

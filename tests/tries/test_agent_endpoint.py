@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from data_tokenizers import byte_level, template
-from episodes import load, made_task, ok, play
+from tests.support.data_tokenizers import byte_level, template
+from tests.support.episodes import load, made_task, ok, play
 
 SEED = int(os.environ.get("TRIES_SEED", "0"))
 COUNT = int(os.environ.get("TRIES_COUNT", "400"))

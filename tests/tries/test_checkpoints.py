@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from tiny import save_model
-from tiny_runs import rl_settings, same_tensors, sft_settings
+from tests.support.tiny import save_model
+from tests.support.tiny_runs import rl_settings, same_tensors, sft_settings
 from tunesmith.errors import TunesmithError
 from tunesmith.run import placement
 from tunesmith.run.loop.manifest import MANIFEST_FILE

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tiny import tokenizer
+from tests.support.tiny import tokenizer
 from tunesmith.config.schema import DataSection
 from tunesmith.errors import TunesmithError
 from tunesmith.learn.data.prepare import load_samples, load_tasks, peek

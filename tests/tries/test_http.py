@@ -27,7 +27,7 @@ from urllib.parse import urlsplit
 import pytest
 from aiohttp import web
 
-from http_servers import answering
+from tests.support.http_servers import answering
 from tunesmith.config.schema import RemoteReward
 from tunesmith.learn.rewards.remote import remote_reward
 from tunesmith.learn.rewards.reward_set import RewardSet

@@ -14,8 +14,15 @@ from typing import Any
 
 import pytest
 
-from tiny import save_model
-from tiny_runs import rl_settings, same_tensors, sft_settings, sums, untimed, write_lines
+from tests.support.tiny import save_model
+from tests.support.tiny_runs import (
+    rl_settings,
+    same_tensors,
+    sft_settings,
+    sums,
+    untimed,
+    write_lines,
+)
 from tunesmith.run.loop.checkpoint import read_state
 
 SEED = int(os.environ.get("TRIES_SEED", "0"))

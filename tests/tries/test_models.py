@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from tiny import save_model
-from tiny_runs import sft_settings
+from tests.support.tiny import save_model
+from tests.support.tiny_runs import sft_settings
 from tunesmith.config.load import load_config
 from tunesmith.config.schema import SFTConfig
 from tunesmith.errors import TunesmithError

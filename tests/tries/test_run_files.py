@@ -21,8 +21,8 @@ from typing import Any
 
 import pytest
 
-from tiny import save_model
-from tiny_runs import REWARDS, sums, write_lines
+from tests.support.tiny import save_model
+from tests.support.tiny_runs import REWARDS, sums, write_lines
 from tunesmith.config.commands import (
     DistillConfig,
     DPOConfig,

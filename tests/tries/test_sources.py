@@ -8,7 +8,7 @@ import random
 import time
 from pathlib import Path
 
-from test_migrate import (
+from tests.guide.migrate.test_migrate import (
     ACCELERATED,
     ASYNC,
     GRPO,

@@ -18,8 +18,8 @@ from typing import Any, Literal
 
 import pytest
 
-from data_tokenizers import byte_level, template
-from episodes import load, made_task, play
+from tests.support.data_tokenizers import byte_level, template
+from tests.support.episodes import load, made_task, play
 from tunesmith.config.schema import RewardSection
 from tunesmith.learn.rewards.loading import load_rewards
 from tunesmith.records.metrics import JsonLines, read_metrics

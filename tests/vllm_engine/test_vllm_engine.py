@@ -15,10 +15,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from engine_contract import FREE, PROMPT, Subject
-from pool_bench import LAST, each_check
-from test_penalties import by_transformers, requests
-from tiny import save_model
+from tests.run.engines.local.test_penalties import by_transformers, requests
+from tests.support.engine_contract import FREE, PROMPT, Subject
+from tests.support.pool_bench import LAST, each_check
+from tests.support.tiny import save_model
 from tunesmith.errors import EngineError, ModelError, UserError
 from tunesmith.run.engines.base import EngineStats
 from tunesmith.run.engines.vllm.engine import VllmEngine

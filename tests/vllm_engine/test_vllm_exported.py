@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from tiny_ends import FAMILIES, LONGEST, rigged, template_of
-from tiny_runs import sft_settings, write_lines
+from tests.support.tiny_ends import FAMILIES, LONGEST, rigged, template_of
+from tests.support.tiny_runs import sft_settings, write_lines
 from tunesmith import generate
 from tunesmith.run import placement
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from tiny import save_model
-from tiny_runs import sums, write_lines
+from tests.support.tiny import save_model
+from tests.support.tiny_runs import sums, write_lines
 from tunesmith.errors import ConfigError
 from tunesmith.run.offline.generate import run_generate
 from tunesmith.run.offline.lines import read_lines

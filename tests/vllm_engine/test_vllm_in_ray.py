@@ -8,8 +8,8 @@ from functools import partial
 
 import pytest
 
-from engine_contract import Subject
-from pool_bench import LAST, PoolBench, each_check
+from tests.support.engine_contract import Subject
+from tests.support.pool_bench import LAST, PoolBench, each_check
 from tunesmith.config.system import SystemSection
 from tunesmith.errors import EngineLostError
 from tunesmith.plan.processes.cluster import Bundle

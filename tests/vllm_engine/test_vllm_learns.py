@@ -1,4 +1,4 @@
-"""The run of ``tests/slow/test_modes.py`` with the real vLLM: it learns the same as with the local
+"""The run of ``tests/slow/run/test_modes.py`` with the real vLLM: it learns the same as with the local
 engine."""
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from long import again
-from sums import check_learned_as, learned, taught
+from tests.support.long import again
+from tests.support.sums import check_learned_as, learned, taught
 from tunesmith.run.placement.session import RunResult
 
 pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-vllm")

@@ -9,8 +9,8 @@ from functools import partial
 import pytest
 import torch
 
-from engine_contract import FREE, PROMPT, Subject
-from pool_bench import PoolBench, each_check
+from tests.support.engine_contract import FREE, PROMPT, Subject
+from tests.support.pool_bench import PoolBench, each_check
 from tunesmith.errors import EngineLostError
 from tunesmith.learn.usercode.child import ChildProcess
 from tunesmith.run.engines.far import FarEngine

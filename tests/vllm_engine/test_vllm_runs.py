@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from tiny import save_model
-from tiny_runs import rl_settings, write_lines
+from tests.support.tiny import save_model
+from tests.support.tiny_runs import rl_settings, write_lines
 from tunesmith.records.doctor.findings import diagnose
 from tunesmith.records.doctor.record import read_record
 from tunesmith.records.metrics import read_metrics

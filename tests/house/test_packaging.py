@@ -1,0 +1,23 @@
+"""What an installed package contains."""
+
+from __future__ import annotations
+
+import tomllib
+
+from tests.support.documents import ROOT
+
+PACKAGE = ROOT / "src" / "tunesmith"
+
+
+def test_the_wheel_has_every_data_file() -> None:
+    patterns = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"][
+        "package-data"
+    ]["tunesmith"]
+    linked = {PACKAGE / "docs", PACKAGE / "examples"}
+    data = [
+        path.relative_to(PACKAGE)
+        for path in PACKAGE.rglob("*")
+        if path.is_file() and path.suffix not in (".py", ".pyc") and not linked & {*path.parents}
+    ]
+    assert len(data) > 30
+    assert not [str(path) for path in data if not any(path.match(pattern) for pattern in patterns)]

@@ -1,0 +1,179 @@
+"""The policy over HTTP, as real clients speak with it."""
+
+from __future__ import annotations
+
+import json
+import socket
+from contextlib import closing, suppress
+from http.client import HTTPResponse
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.data_tokenizers import byte_level, template
+from tests.support.episodes import check_tokens, load, made_task, ok, play
+from tunesmith.learn.environments.endpoint import Endpoint
+from tunesmith.records.http_server import Limits
+from tunesmith.types import Status
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return byte_level(template("qwen2"))
+
+
+ASYNC = """
+import aiohttp, json
+
+START = [{"role": "user", "content": "Go."}]
+
+async def agent(base_url, api_key, how, **columns):
+    assert base_url.startswith("http://127.0.0.1:")
+    plain = base_url.replace("/" + api_key, "")
+    async with aiohttp.ClientSession() as http:
+        async def ask(url=base_url, key="none", **request):
+            headers = {"Authorization": f"Bearer {key}"}
+            async with http.post(url + "/chat/completions", json=request, headers=headers) as answer:
+                if request.get("stream"):
+                    return [line[6:] for line in (await answer.text()).splitlines() if line.startswith("data: ")]
+                return answer.status, await answer.json()
+        return await globals()[how](ask, http, plain, api_key, base_url)
+
+async def talks(ask, http, plain, key, base_url):
+    said = list(START)
+    for url, key in ((base_url, "none"), (plain, key)):
+        status, body = await ask(url=url, key=key, model="x", messages=said)
+        assert status == 200, body
+        message = body["choices"][0]["message"]
+        assert body["object"] == "chat.completion" and body["choices"][0]["finish_reason"] == "stop"
+        said += [message, {"role": "user", "content": [{"type": "text", "text": "More."}]}]
+    return float(len(said))
+
+async def streams(ask, http, plain, key, base_url):
+    first, last, done = await ask(messages=START, stream=True)
+    assert all(json.loads(chunk)["choices"] for chunk in (first, last)), "counts are sent where they are asked for"
+    *chunks, done = await ask(messages=[*START, *START], stream=True, stream_options={"include_usage": True})
+    first, last, usage = map(json.loads, chunks)
+    assert done == "[DONE]" and first["object"] == "chat.completion.chunk"
+    assert last["choices"][0]["finish_reason"] == "stop" and usage["usage"]["completion_tokens"] > 0
+    return float(first["choices"][0]["delta"]["content"] == "hello")
+
+async def is_refused(ask, http, plain, key, base_url):
+    await ask(messages=START)
+    wrong = [
+        await ask(url=plain, key="wrong", messages=START),
+        await ask(messages=START, n=0),
+        await ask(messages="hello"),
+        await ask(messages=START, stop=5),
+        await ask(messages=[{"role": "assistant", "content": None, "tool_calls": [{"id": "c"}]}]),
+    ]
+    async with http.post(base_url + "/chat/completions", data=b"{") as answer:
+        wrong.append((answer.status, await answer.json()))
+    for deep in (b"[" * 200_000, json.dumps({"messages": [{"role": "user", "content": chr(0xD800)}]}).encode()):
+        async with http.post(base_url + "/chat/completions", data=deep) as answer:
+            wrong.append((answer.status, await answer.json()))
+    async with http.get(base_url + "/models") as answer:
+        assert (await answer.json())["data"][0]["id"] == "policy"
+    async with http.get(base_url + "/models/policy") as answer:
+        assert (await answer.json())["id"] == "policy"
+    async with http.post(base_url + "/embeddings", json={}) as answer:
+        assert answer.status == 404 and "/v1/responses" in (await answer.json())["error"]["message"]
+    assert [status for status, _ in wrong] == [401, *[400] * 7], wrong
+    assert all(body["error"]["message"] for _, body in wrong)
+    return 1.0
+
+async def overflows(ask, http, plain, key, base_url):
+    await ask(messages=START)
+    status, body = await ask(messages=[{"role": "user", "content": "long " * 9000}])
+    return float(status == 400 and body["error"]["code"] == "context_length_exceeded")
+"""
+
+
+def test_an_agent_with_a_client_of_its_own(tokenizer: Any, tmp_path: Path) -> None:
+    environments = load(tmp_path, ASYNC, path="env.py:agent")
+    hows = {"talks": 5.0, "streams": 1.0, "is_refused": 1.0, "overflows": 1.0}
+    for how, reward in hows.items():
+        task = made_task(tokenizer, how=how)
+        (rollout,), engine = play(environments, tokenizer, [task], lambda _: "hello<|im_end|>")
+        check_tokens(ok(rollout), engine)
+        assert rollout.reward == reward and len(rollout.records) == (2 if how == "streams" else 1)
+
+
+PLAIN = """
+import json, urllib.request
+
+def agent(base_url, api_key, name, **columns):
+    said = [{"role": "user", "content": name}]
+    for _ in range(3):
+        request = urllib.request.Request(
+            base_url.replace("/" + api_key, "") + "/chat/completions",
+            json.dumps({"messages": said}).encode(),
+            {"Authorization": "Bearer " + api_key, "Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request) as answer:
+            said.append(json.load(answer)["choices"][0]["message"])
+        said.append({"role": "user", "content": "and"})
+    if name == "late":
+        keys.append((base_url, api_key))
+    return float(sum(name in m["content"] for m in said) == 4)
+
+keys = []
+"""
+
+
+def test_plain_agents_side_by_side_are_told_apart_by_their_keys(
+    tokenizer: Any, tmp_path: Path
+) -> None:
+    environments = load(tmp_path, PLAIN, path="env.py:agent")
+
+    def echo(text: str) -> str:
+        return text.split("<|im_start|>user\n")[1].split("<|im_end|>")[0] + "<|im_end|>"
+
+    tasks = [made_task(tokenizer, name=f"name {n}", identity=str(n)) for n in range(6)]
+    rollouts, _ = play(environments, tokenizer, tasks, echo, group_size=2)
+    assert len(rollouts) == 12
+    for rollout in rollouts:
+        assert ok(rollout).reward == 1.0 and len(rollout.records) == 1 and len(rollout.turns) == 3
+
+
+def test_an_episode_that_is_over_is_not_answered(tokenizer: Any, tmp_path: Path) -> None:
+    code = PLAIN.replace(
+        "    said = [", "    if keys:\n        base_url, api_key = keys.pop()\n    said = [", 1
+    )  # fmt: skip
+    environments = load(tmp_path, code, path="env.py:agent")
+    tasks = [made_task(tokenizer, name="late", identity=str(n)) for n in range(2)]
+
+    first, second = play(
+        environments, tokenizer, tasks, lambda _: "late<|im_end|>", concurrency=1
+    )[0]  # fmt: skip
+    assert ok(first).reward == 1.0
+    assert second.status is Status.ENVIRONMENT_FAILED and "401" in str(second.error)
+
+
+@pytest.mark.parametrize(
+    ("sent", "status"),
+    [
+        (b"POST /v1/responses HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 9\r\n\r\n{", 408),
+        (b"GET /v1/models HTTP/1.1\r\nHost: evil.example\r\n\r\n", 421),
+        (b"GET /v1/models HTTP/1.1\r\nHost: localhost:1\r\n\r\n", 401),
+        (b"POST /v1/responses HTT", None),
+        (b"", None),
+    ],
+)
+def test_connections_have_limits(sent: bytes, status: int | None) -> None:
+    with (
+        closing(
+            Endpoint(Limits(head_seconds=60.0 if status else 0.1, body_seconds=0.1))
+        ) as endpoint,
+        socket.create_connection(("127.0.0.1", endpoint.port), timeout=100) as connection,
+    ):
+        connection.sendall(sent)
+        if status is None:
+            with suppress(ConnectionResetError):
+                assert not connection.recv(1), "it is closed without an answer"
+            return
+        answer = HTTPResponse(connection)
+        answer.begin()
+        assert answer.status == status and answer.headers["Connection"] == "close"
+        assert json.loads(answer.read())["error"]["type"] == "invalid_request_error"

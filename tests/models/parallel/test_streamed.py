@@ -1,0 +1,402 @@
+"""Weights of layers in host memory: bitwise the same results, what is on the device, what it costs,
+what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from tests.plan.test_memory import A10G, A100, LLAMA_70B, QWEN_7B, SMALL, on, refusal, resolved
+from tests.support import training
+from tests.support.fake_runs import GIVEN, RL, TINY
+from tests.support.fake_runs import resolved as resolved_there
+from tests.support.tiny import save_model
+from tunesmith.config.schema import LoraSection, RLConfig, SFTConfig
+from tunesmith.errors import ConfigError, DeviceMemoryError
+from tunesmith.guide.simulate.device import FakeDevice
+from tunesmith.guide.simulate.dry_run import dry_run
+from tunesmith.guide.simulate.threads import FIRST
+from tunesmith.learn.algorithms.objective import SFTObjective
+from tunesmith.learn.data.micro_batches import Packing
+from tunesmith.models import adapters
+from tunesmith.models.causal_lm import CausalLM
+from tunesmith.models.cpu import training_functions
+from tunesmith.models.parallel.host_memory import stored_state
+from tunesmith.models.parallel.sharding import decoder_layers
+from tunesmith.models.parallel.streamed import StreamedLayers, stored
+from tunesmith.models.score_model import ScoreModel
+from tunesmith.plan.cost.device import Layout
+from tunesmith.plan.cost.price import PINNED, layer_copy, price
+from tunesmith.plan.cost.seconds import TO_THE_HOST, step_seconds
+from tunesmith.plan.facts.machines import machine
+from tunesmith.run.placement.planes import published
+from tunesmith.run.placement.rewards import SequenceScores
+from tunesmith.run.trainers.optimizer import AdamWSettings
+from tunesmith.run.trainers.passes import Passes
+from tunesmith.run.trainers.torch import TorchBackend
+
+LAYERS = 4
+GB = 10**9
+KEY = "system.offload_parameters"
+SMALL_GPU = on(A10G, LLAMA_70B, memory=4000 * GB, longest=64)
+EIGHT = replace(SMALL_GPU, hardware=replace(SMALL_GPU.hardware, gpus=SMALL_GPU.hardware.gpus * 8))
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(
+        tmp_path_factory.mktemp("streamed") / "model", "qwen3", num_hidden_layers=LAYERS
+    )
+
+
+@pytest.fixture(autouse=True)
+def sums_of_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: compiled functions add gradients without rounding them first."""
+    monkeypatch.setattr(training_functions, "_allowed", False)
+
+
+def backend_of(path: Path, kind: str, *, streams: bool, **options: Any) -> TorchBackend[CausalLM]:
+    """A backend on the lean decoder, on the Hugging Face modules, with an adapter, or in
+    bfloat16."""
+    torch.manual_seed(0)
+    dtype = torch.bfloat16 if kind == "bfloat16" else torch.float32
+    model = CausalLM.load(path, dtype=dtype, streams=streams)
+    if kind == "lora":
+        adapters.attach(model, LoraSection(rank=4, alpha=8.0, targets="all-linear"))
+    if kind == "hugging face":
+        model.lean = None
+    settings = AdamWSettings(0.1, max_grad_norm=0.5, offload=streams and kind != "lora")
+    return TorchBackend(model, settings, CausalLM.predict, ema_decay=0.9, **options)
+
+
+def batch(step: int = 0) -> Packing:
+    found = Packing.of(training.weighed(training.samples_of(step)), 60)
+    assert len(found) >= 2
+    return found
+
+
+def stepped(backend: TorchBackend[CausalLM], steps: int, start: int = 0) -> list[Any]:
+    found: list[Any] = []
+    for step in range(start, start + steps):
+        found.append(backend.forward_backward(batch(step), SFTObjective()))
+        found.append(backend.step(1e-2)["grad_norm"])
+        found.append(backend.score(batch(step)).tolist())
+    return found
+
+
+KINDS = {
+    "lean": (0.5, True),
+    "hugging face": (0.5, False),
+    "lora": (0, True),
+    "bfloat16": (True, False),
+}
+"""And of each the share of layers that are computed again, and whether activations go too, in the
+fast tests."""
+each_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+@pytest.mark.parametrize(
+    ("kind", "share", "activations"),
+    [
+        pytest.param(
+            kind, share, away, marks=() if (share, away) == KINDS[kind] else pytest.mark.slow
+        )
+        for kind, share, away in product(KINDS, (0, 0.5, True), (False, True))
+    ],
+)
+def test_the_same_steps_are_taken(path: Path, kind: str, share: float, activations: bool) -> None:
+    """Losses, norms of gradients, scores and weights are the same bit by bit after three steps."""
+    options: dict[str, Any] = {"gradient_checkpointing": share, "offload_activations": activations}
+    here, there = (backend_of(path, kind, streams=flag, **options) for flag in (False, True))
+    assert stepped(here, 3) == stepped(there, 3)
+    ours = here.model.module.state_dict()
+    theirs = stored_state(there.model.module)
+    assert ours.keys() == theirs.keys() and all(ours[name].equal(theirs[name]) for name in ours)
+    assert all(
+        here.optimizer.average[name].equal(average)
+        for name, average in there.optimizer.average.items()
+    )
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(k, marks=() if k == "lean" else pytest.mark.slow) for k in KINDS]
+)
+def test_a_checkpoint_continues_either_way(path: Path, tmp_path: Path, kind: str) -> None:
+    here, there = (backend_of(path, kind, streams=flag) for flag in (False, True))
+    stepped(here, 2), stepped(there, 2)
+    there.save(tmp_path)
+    expected = stepped(here, 2, 2)
+    assert stepped(there, 2, 2) == expected
+    for flag in (False, True):
+        continued = backend_of(path, kind, streams=flag)
+        continued.load(tmp_path)
+        assert stepped(continued, 2, 2) == expected
+
+
+@each_kind
+def test_engines_are_given_the_same_weights(path: Path, kind: str) -> None:
+    here, there = (backend_of(path, kind, streams=flag) for flag in (False, True))
+    stepped(here, 1), stepped(there, 1)
+    for merged in (True, False):
+        ours, theirs = (dict(published(each.model, merged=merged)()) for each in (here, there))
+        assert ours.keys() == theirs.keys() and all(ours[name].equal(theirs[name]) for name in ours)
+
+
+def test_a_score_model_scores_the_same(path: Path) -> None:
+    here, there = (ScoreModel.load(path, streams=flag) for flag in (False, True))
+    torch.nn.init.ones_(here.head.weight), torch.nn.init.ones_(there.head.weight)
+    sequences = [list(range(5, 5 + n)) for n in (3, 9, 4)]
+    scores = [
+        SequenceScores(Passes(model, ScoreModel.predict), 8)(sequences) for model in (here, there)
+    ]
+    assert scores[0] == scores[1]
+
+
+def here_now(backend: TorchBackend[CausalLM]) -> list[int]:
+    """The layers with their weights on the device."""
+    layers = decoder_layers(backend.model.module)
+    return [
+        i
+        for i, layer in enumerate(layers)
+        if any(p.untyped_storage().nbytes() for p in frozen(layer))
+    ]
+
+
+def frozen(layer: nn.Module) -> list[nn.Parameter]:
+    return [p for name, p in layer.named_parameters() if "lora" not in name]
+
+
+@pytest.mark.parametrize("kind", ["lean", "hugging face", "lora"])
+@pytest.mark.parametrize("share", [0, True])
+def test_the_layer_that_computes_and_the_next_one_are_there(
+    path: Path, kind: str, share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Up in the forward pass and down in the backward pass; the one that is first there has not
+    left."""
+    backend = backend_of(path, kind, streams=True, gradient_checkpointing=share)
+    seen: list[list[int]] = []
+    show = StreamedLayers._show  # pyright: ignore[reportPrivateUsage]
+
+    def noted(self: StreamedLayers, now: int, then: int) -> None:
+        show(self, now, then)
+        seen.append(here_now(backend))
+
+    monkeypatch.setattr(StreamedLayers, "_show", noted)
+    assert here_now(backend) == []
+    packing = batch()
+    backend.forward_backward(packing, SFTObjective())
+    assert seen == [[0, 1], [1, 2], [2, 3], [2, 3], [2, 3], [1, 2], [0, 1], [0, 1]] * len(packing)
+    assert here_now(backend) == []
+    seen.clear()
+    backend.score(packing)
+    assert seen == [[0, 1], [1, 2], [2, 3], [2, 3]] * len(packing) and here_now(backend) == []
+    for parameter in frozen(decoder_layers(backend.model.module)[0]):
+        assert stored(parameter).untyped_storage().nbytes()
+
+
+def test_a_pass_that_failed_leaves_nothing_behind(path: Path) -> None:
+    here, there = (backend_of(path, "lean", streams=flag) for flag in (False, True))
+
+    def fail(_: Any) -> None:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    handle = decoder_layers(there.model.module)[1].mlp.down_proj.weight.register_hook(fail)  # pyright: ignore
+    with pytest.raises(DeviceMemoryError):
+        there.forward_backward(batch(), SFTObjective())
+    handle.remove()
+    assert stepped(here, 1) == stepped(there, 1)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        (),
+        pytest.param(
+            ("system.gradient_checkpointing=true", "system.offload_activations=true"),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(("lora.rank=4",), marks=pytest.mark.slow),
+    ],
+)
+def test_no_host_waits_for_weights(tmp_path: Path, options: tuple[str, ...]) -> None:
+    """Beside the reads at a step's end only for gradients, as with the optimizer in host memory
+    alone."""
+    said = ("data.max_tokens=64", GIVEN[0], GIVEN[2], f"{KEY}=true", *options)
+    config, facts = resolved_there(
+        tmp_path, "sft", TINY | {"num_hidden_layers": 4}, "H100-80GB", *said
+    )
+    waits = dry_run(config, facts)[FIRST]["train"].waits
+    assert {key.split("/")[1].split(":")[0] for key in waits} <= {
+        "passes.py",
+        "optimizer.py",
+        "masters.py",
+    }
+
+
+def test_the_weights_of_layers_stay_in_host_memory_on_a_simulated_gpu() -> None:
+    module = AutoModelForCausalLM.from_config(AutoConfig.for_model(**TINY))
+    with FakeDevice():
+        StreamedLayers(module, torch.device("cuda")).take(module, None)
+        layers = [parameter for layer in decoder_layers(module) for parameter in layer.parameters()]
+        assert all(parameter.is_cuda and stored(parameter).is_cpu for parameter in layers)
+        assert all(
+            stored(parameter).is_cuda for parameter in module.get_input_embeddings().parameters()
+        )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("command", "options"),
+    [
+        ("sft", ("system.gradient_checkpointing=true",)),
+        ("sft", ("lora.rank=4", "system.shard_size=2")),
+        ("sft", ("system.offload_activations=true", "train.ema_decay=0.9")),
+        ("dpo", ("system.sequence_parallel.size=2",)),
+        ("rm", ()),
+        ("rl", ("algorithm.name=ppo", "system.engine=vllm")),
+    ],
+)
+def test_a_rank_waits_once_for_the_gradients_of_a_backward_pass(
+    tmp_path: Path, command: str, options: tuple[str, ...]
+) -> None:
+    """FSDP's waits for gradients, all when the pass is over; no copy of one; and those of the
+    optimizer there."""
+    data = (*RL, *GIVEN[:2]) if command == "rl" else ("data.max_tokens=64", GIVEN[0], GIVEN[2])
+    said = (*data, f"{KEY}=true", "system.zero_stage=3", *options)
+    config, facts = resolved_there(
+        tmp_path, command, TINY | {"num_hidden_layers": 4}, "4xH100-80GB", *said
+    )
+    train = dry_run(config, facts)[FIRST]["train"]
+    places = {(key.split("/")[1].split(":")[0], key.split()[-1]) for key in train.waits}
+    copied = {place for place, operation in places if operation == "_to_copy"}
+    assert copied <= {"lock_step.py", "passes.py", "rank_group.py", "torch.py"}
+    assert {place for place, _ in places} <= copied | {"passes.py", "optimizer.py", "masters.py"}
+    if (
+        "lora.rank=4" not in options
+    ):  # embedding and last norm, also of the critic; in blocks of 512 bytes
+        models = 1 + (command == "rl")
+        assert train.peak["weights"] == pytest.approx(models * 4 * (512 * 64 + 64) / 4, rel=0.1)
+
+
+def sampling_run(tmp_path: Path, *options: str) -> Any:
+    said = (*RL, *GIVEN[:2], f"{KEY}=true", *options)
+    return resolved_there(tmp_path, "rl", TINY | {"num_hidden_layers": 4}, "H100-80GB", *said)
+
+
+def test_a_run_that_samples_needs_a_copy_for_its_engine(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="engine_process = true"):
+        sampling_run(tmp_path)
+
+
+@pytest.mark.slow
+def test_an_engine_of_its_own_is_given_the_weights(tmp_path: Path) -> None:
+    phases = dry_run(*sampling_run(tmp_path, "system.engine_process=true", "system.hybrid=true"))[
+        FIRST
+    ]
+    assert phases["publish"].total and phases["train"].total
+
+
+def test_its_price_by_hand() -> None:
+    away, here = (
+        price(SMALL, Layout(2, offload=True, offload_parameters=flag, models=2))
+        for flag in (True, False)
+    )
+    layer = layer_copy(SMALL, Layout(2))
+    assert here.weights - away.weights == 2 * SMALL.layers * layer
+    assert (away.gathered, here.gathered) == (2 * layer, 0) and (
+        away.gradients,
+        away.optimizer,
+    ) == (0, 0)
+    assert away.host - here.host == int(PINNED * 2 * SMALL.layers * layer)
+    adapter = price(SMALL, Layout(2, lora_rank=8, offload_parameters=True))
+    assert adapter.optimizer and adapter.host == int(PINNED * SMALL.layers * layer)
+
+
+def test_the_price_of_rows_by_hand() -> None:
+    """Rows of layers are masters where they are; torch rounds their gradients up, of this model by
+    a sixth."""
+    of = partial(Layout, 2, zero_stage=3, shards=4, models=2)
+    away, here = (price(SMALL, of(offload=True, offload_parameters=flag)) for flag in (True, False))
+    rows = 4 * (layer_copy(SMALL, Layout(4)) // 4 // 4) * SMALL.layers
+    assert here.weights - away.weights == 2 * rows and here.gathered == away.gathered
+    pieces = 4 * 256 // 4 * (2 * 256 + 2 * 128 + 3 * 768)
+    rounded = 4 * 256 // 4 * (2 * 256 + 2 * 128 + 3 * 1024)
+    on_the_way = 2 * 4 * 3 * 256 * 768 // 4
+    assert away.host - here.host == pytest.approx(
+        2 * (rows * rounded / pieces - on_the_way), abs=16
+    )
+    adapter = price(SMALL, of(lora_rank=8, offload_parameters=True))
+    assert adapter.optimizer and adapter.host == pytest.approx(PINNED * 2 * rows / 2, rel=1e-5)
+
+
+def test_it_is_derived_where_the_weights_do_not_fit_and_the_host_has_room() -> None:
+    large, small = (on(A100, LLAMA_70B, memory=n * GB) for n in (4000, 300))
+    system = resolved(SFTConfig, large).system
+    assert (system.offload_parameters, system.offload_optimizer) == (True, True)
+    adapter = resolved(SFTConfig, large, "lora.rank=16").system
+    assert (adapter.offload_parameters, adapter.offload_optimizer) == (True, False)
+    fits = resolved(SFTConfig, on(A100, QWEN_7B, memory=4000 * GB)).system
+    assert (fits.offload_parameters, fits.offload_optimizer) == (False, True)
+    rows = resolved(SFTConfig, EIGHT).system
+    assert (
+        rows.trainer_ranks,
+        rows.zero_stage,
+        rows.offload_parameters,
+        rows.offload_optimizer,
+    ) == (8, 3, True, True)
+    assert resolved(SFTConfig, on(None, SMALL)).system.offload_parameters is False
+    assert f"{KEY} = true" in refusal(SFTConfig, large, f"{KEY}=false")
+    assert "of host memory" in refusal(SFTConfig, small, f"{KEY}=true")
+
+
+def test_each_micro_batch_brings_the_layers_twice() -> None:
+    there = replace(machine("A100-80GB"), memory_total=4000 * GB, memory_available=4000 * GB)
+    facts = replace(on(A100, LLAMA_70B), hardware=there, longest=64)
+    said = (
+        "train.batch_size=64",
+        "system.max_tokens_per_microbatch=1024",
+        "train.steps=1",
+        "data.max_tokens=64",
+    )
+    seconds = step_seconds(resolved(SFTConfig, facts, *said), facts)
+    brought = 4 * 2 * LLAMA_70B.layers * layer_copy(LLAMA_70B, Layout(2))
+    assert seconds["training"] == pytest.approx(brought / TO_THE_HOST, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("kind", "facts", "said", "words"),
+    [
+        (SFTConfig, on(None, SMALL), (), "GPUs"),
+        (SFTConfig, on(A100, replace(SMALL, layers=2)), (), "two layers"),
+        (
+            SFTConfig,
+            on(A100, SMALL),
+            ("system.offload_optimizer=false",),
+            "offload_optimizer = false",
+        ),
+        (SFTConfig, on(A100, SMALL), ("train.optimizer=muon",), "adamw"),
+        (SFTConfig, EIGHT, ("system.zero_stage=2",), "system.zero_stage = 3"),
+        (SFTConfig, on(A100, SMALL), ("lora.rank=8", "model.quantize=nf4"), "model.quantize"),
+        (SFTConfig, on(A100, SMALL), ("system.compile=default",), "system.compile"),
+        (
+            RLConfig,
+            on(A100, SMALL),
+            ("system.engine_process=true", "system.weight_plane=ipc"),
+            "weight_plane",
+        ),
+        (RLConfig, on(A100, SMALL), (), "engine_process = true"),
+    ],
+)
+def test_what_does_not_go_with_it_is_refused(
+    kind: Any, facts: Any, said: tuple[str, ...], words: str
+) -> None:
+    text = refusal(kind, facts, f"{KEY}=true", *said)
+    assert KEY in text and words in text

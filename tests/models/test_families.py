@@ -1,0 +1,358 @@
+"""Every family on the list gives, on a forest, what Hugging Face gives one sequence at a time."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from tests.support import tiny
+from tests.support.training import forest_of
+from tunesmith.errors import ModelError
+from tunesmith.models.attention import ATTENTION_NAME
+from tunesmith.models.causal_lm import CausalLM
+from tunesmith.models.families import KNOWN, REFUSED, check_family
+from tunesmith.models.forest import Forest
+from tunesmith.models.kernels.lean import LeanDecoder
+from tunesmith.models.loading import load_config
+from tunesmith.plan.facts.model import LEAN_FAMILIES
+from tunesmith.types import Sample
+
+WINDOW = 6  # shorter than the prompt, so that completions look back past their parent
+SPECIAL: dict[str, dict[str, Any]] = {
+    "mistral": {"sliding_window": WINDOW},
+    "mixtral": {"sliding_window": WINDOW, "num_local_experts": 4},
+    "qwen2": {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1},
+    "qwen3": {
+        "head_dim": 16,
+        "use_sliding_window": True,
+        "sliding_window": WINDOW,
+        "max_window_layers": 1,
+    },
+    "qwen2_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    "qwen3_moe": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "head_dim": 8,
+    },
+    "gemma": {"head_dim": 8},
+    "gemma2": {"head_dim": 8, "sliding_window": WINDOW, "query_pre_attn_scalar": 8},
+    "gemma3_text": {
+        "head_dim": 8,
+        "sliding_window": WINDOW,
+        "query_pre_attn_scalar": 8,
+        "num_hidden_layers": 7,
+    },
+    "vaultgemma": {"head_dim": 8, "sliding_window": WINDOW},
+    "phi3": {"sliding_window": WINDOW},
+    "smollm3": {"num_hidden_layers": 5},
+    "starcoder2": {"sliding_window": WINDOW},
+    "cohere": {"logit_scale": 0.3},
+    "cohere2": {
+        "logit_scale": 0.3,
+        "sliding_window": WINDOW,
+        "num_hidden_layers": 5,
+        "head_dim": 8,
+    },
+    "granite": {"logits_scaling": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.7},
+    "granitemoe": {"logits_scaling": 3.0, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "granitemoeshared": {
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "shared_intermediate_size": 16,
+    },
+    "olmo3": {"sliding_window": WINDOW, "num_hidden_layers": 5},
+    "exaone4": {"sliding_window": WINDOW, "num_hidden_layers": 5},
+    "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 32},
+    "glm": {"head_dim": 8},
+    "glm4": {"head_dim": 8},
+    "glm4_moe": {
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "head_dim": 8,
+    },
+    "hunyuan_v1_dense": {"head_dim": 8},
+    "minimax_m2": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8},
+    "ministral": {"sliding_window": WINDOW, "head_dim": 8},
+    "seed_oss": {"head_dim": 8},
+    "helium": {"head_dim": 8},
+    "arcee": {"head_dim": 8},
+    "cwm": {"head_dim": 8, "sliding_window": WINDOW},
+    "gpt2": {"n_inner": 64},
+}
+
+
+def samples() -> list[Sample]:
+    """Two prompts of 9 and 5 tokens, with three and two completions, and one that stands alone."""
+    generator = torch.Generator().manual_seed(1)
+
+    def draw(count: int) -> list[int]:
+        return torch.randint(5, 300, (count,), generator=generator).tolist()
+
+    made: list[Sample] = []
+    for prompt_length, lengths in ((9, (4, 11, 1)), (5, (3, 8)), (1, (7,))):
+        prompt = draw(prompt_length)
+        for length in lengths:
+            mask = [False] * prompt_length + [True] * length
+            made.append(Sample(prompt + draw(length), mask))
+    return made
+
+
+def build(model_type: str, dtype: torch.dtype = torch.float32, **overrides: Any) -> CausalLM:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(
+        model_type, **{**tiny.SMALL, **SPECIAL.get(model_type, {}), **overrides}
+    )
+    check_family(config)
+    module = AutoModelForCausalLM.from_config(
+        config, dtype=dtype, attn_implementation="eager"
+    ).eval()
+    with torch.no_grad():
+        for parameter in module.parameters():
+            # Sharper than the usual start, so that an attention mistake shows.
+            parameter.normal_(std=0.15) if parameter.dim() > 1 else parameter.add_(
+                torch.randn_like(parameter) * 0.1
+            )
+    return CausalLM(module, tiny.tokenizer())
+
+
+def one_at_a_time(model: CausalLM, batch: list[Sample], temperature: float) -> Tensor:
+    logprobs: list[Tensor] = []
+    for sample in batch:
+        tokens = torch.tensor(sample.token_ids)
+        logits = model.module(input_ids=tokens[None], use_cache=False).logits[0, :-1] / temperature
+        chosen = logits.log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
+        logprobs.append(chosen[torch.tensor(sample.loss_mask[1:])])
+    return torch.cat(logprobs)
+
+
+def gradients(model: CausalLM, logprobs: Tensor) -> dict[str, Tensor]:
+    model.module.zero_grad()
+    (logprobs * torch.linspace(-1, 2, len(logprobs), dtype=logprobs.dtype)).sum().backward()
+    return {n: p.grad.clone() for n, p in model.module.named_parameters() if p.grad is not None}
+
+
+def logprobs(model: CausalLM, forest: Forest, **options: Any) -> tuple[Tensor, Tensor | None]:
+    found = model.predict(forest, **options)
+    assert found.logprobs is not None
+    return found.logprobs, found.entropy
+
+
+def assert_same_gradients(
+    got: dict[str, Tensor], want: dict[str, Tensor], tolerance: float
+) -> None:
+    assert got.keys() == want.keys()
+    scale = max(float(g.norm()) for g in want.values())
+    for name, gradient in want.items():
+        assert (got[name] - gradient).norm() <= tolerance * max(
+            float(gradient.norm()), 1e-2 * scale
+        ), name
+
+
+@pytest.mark.parametrize("model_type", sorted(KNOWN))
+def test_forest_equals_one_sequence_at_a_time(model_type: str) -> None:
+    model = build(model_type)
+    batch = samples()
+    want = one_at_a_time(model, batch, 0.8)
+    want_gradients = gradients(model, want)
+    model.module.set_attn_implementation(ATTENTION_NAME)
+    forest = forest_of(batch)
+    assert forest.num_tokens < sum(len(s.token_ids) for s in batch)
+    for lean in dict.fromkeys((None, LeanDecoder.of(model.module.base_model))):
+        assert lean is not None or model.lean is None
+        model.lean = lean
+        got, _ = logprobs(model, forest, temperature=0.8)
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
+        assert_same_gradients(gradients(model, got), want_gradients, 1e-4)
+
+
+def exact_norms(monkeypatch: pytest.MonkeyPatch, model: CausalLM) -> None:
+    """Hugging Face takes root-mean-square norms in float32 even in a float64 model; take them in
+    float64."""
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        eps = self.variance_epsilon if hasattr(self, "variance_epsilon") else self.eps
+        weight = self.weight + 1 if "Gemma" in type(self).__name__ else self.weight
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight
+
+    for kind in {type(m) for m in model.module.modules() if type(m).__name__.endswith("RMSNorm")}:
+        monkeypatch.setattr(kind, "forward", forward)
+
+
+@pytest.mark.parametrize("model_type", LEAN_FAMILIES)
+def test_lean_equals_hugging_face_in_float64(
+    model_type: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = build(model_type, torch.float64)
+    forest = forest_of(samples())
+    model.module.set_attn_implementation(ATTENTION_NAME)
+    exact_norms(monkeypatch, model)
+    want, want_entropy = logprobs(model, forest, entropy=True)
+    want_gradients = gradients(model, want)
+    model.lean = LeanDecoder.of(model.module.base_model)
+    assert model.lean is not None
+    got, entropy = logprobs(model, forest, entropy=True)
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-10)
+    torch.testing.assert_close(entropy, want_entropy, rtol=0, atol=1e-10)
+    assert_same_gradients(gradients(model, got), want_gradients, 1e-10)
+    with torch.inference_mode():
+        again, _ = logprobs(model, forest)
+    torch.testing.assert_close(again, want, rtol=0, atol=1e-10)
+
+
+def test_lean_with_biases_and_partly_frozen() -> None:
+    model = build("llama", attention_bias=True, mlp_bias=True)
+    forest = forest_of(samples())
+    model.module.set_attn_implementation(ATTENTION_NAME)
+    frozen = [p for n, p in model.module.named_parameters() if "k_proj" in n or "layers.0" in n]
+    for parameter in frozen:
+        parameter.requires_grad_(False)
+    want = gradients(model, logprobs(model, forest)[0])
+    model.lean = LeanDecoder.of(model.module.base_model)
+    assert_same_gradients(gradients(model, logprobs(model, forest)[0]), want, 1e-5)
+
+
+def test_lean_follows_the_modules(tmp_path: Path) -> None:
+    """Optimizer steps reach the fused weights, and replaced, hooked or moved modules are called
+    themselves."""
+    model = CausalLM.load(tiny.save_model(tmp_path / "m", "llama"))
+    forest = forest_of(samples())
+    lean = model.lean
+    assert lean is not None
+
+    def check() -> None:
+        model.lean = lean
+        got = logprobs(model, forest)[0]
+        model.lean = None
+        torch.testing.assert_close(got, logprobs(model, forest)[0], rtol=0, atol=1e-5)
+
+    optimizer = torch.optim.AdamW(model.module.parameters(), lr=0.01)
+    logprobs(model, forest)[0].sum().backward()
+    optimizer.step()
+    check()
+    attention = model.module.base_model.layers[0].self_attn
+
+    class Doubled(torch.nn.Module):
+        def __init__(self, inner: torch.nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x: Tensor) -> Tensor:
+            return 2 * self.inner(x)
+
+    attention.k_proj = Doubled(attention.k_proj)
+    check()
+    attention.v_proj.register_forward_hook(lambda _m, _i, out: out + 1)
+    check()
+    model.module.base_model.layers[1].self_attn.q_proj.register_forward_pre_hook(
+        lambda _m, inputs: (2 * inputs[0],)
+    )
+    check()
+    attention.q_proj.weight = torch.nn.Parameter(torch.randn_like(attention.q_proj.weight))
+    check()
+    model.module.double()
+    model.module.float()
+    check()
+
+
+def test_saved_model_loads_and_scores_the_same(tmp_path: Path) -> None:
+    model = CausalLM.load(tiny.save_model(tmp_path / "m", "qwen3", tie_word_embeddings=True))
+    forest = forest_of(samples())
+    assert model.lean is not None
+    with torch.no_grad():
+        for parameter in model.module.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+        want, _ = logprobs(model, forest)
+        model.save(tmp_path / "saved")
+        again, _ = logprobs(CausalLM.load(tmp_path / "saved"), forest)
+        assert torch.equal(again, want)
+        plain = AutoModelForCausalLM.from_pretrained(tmp_path / "saved").eval()
+        torch.testing.assert_close(
+            one_at_a_time(CausalLM(plain, model.tokenizer), samples(), 1.0), want, rtol=0, atol=1e-5
+        )
+    assert set(plain.state_dict()) == set(model.module.state_dict())
+    size = sum(f.stat().st_size for f in (tmp_path / "saved").glob("*.safetensors"))
+    assert size < 1.1 * sum(f.stat().st_size for f in (tmp_path / "m").glob("*.safetensors"))
+
+
+def test_dropout_is_off_and_kept_in_the_configuration(tmp_path: Path) -> None:
+    path = tiny.save_model(tmp_path / "m", "gpt2", resid_pdrop=0.5, embd_pdrop=0.5, attn_pdrop=0.5)
+    model = CausalLM.load(path)
+    forest = forest_of(samples())
+    want, _ = logprobs(model, forest)
+    model.module.train()
+    assert torch.equal(logprobs(model, forest)[0], want)
+    model.save(tmp_path / "saved")
+    assert json.loads((tmp_path / "saved" / "config.json").read_text())["resid_pdrop"] == 0.5
+
+
+@pytest.mark.parametrize("model_type", sorted(REFUSED))
+def test_refused_by_name_with_a_reason(model_type: str) -> None:
+    class Config:
+        pass
+
+    config = Config()
+    config.model_type = model_type  # type: ignore[attr-defined]
+    with pytest.raises(ModelError, match=f"'{model_type}' cannot be trained here: it.*Choose"):
+        check_family(config)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "setting", "reason"),
+    [
+        ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ("gpt2", {"reorder_and_upcast_attn": True}, "reorder_and_upcast_attn"),
+        ("biogpt", {}, "has not been shown"),
+    ],
+)
+def test_refused_by_setting(model_type: str, setting: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ModelError, match=reason):
+        check_family(AutoConfig.for_model(model_type, **setting))
+
+
+@pytest.mark.parametrize(
+    ("remove", "message"),
+    [
+        ("config.json", "has no config.json"),
+        ("tokenizer*", "has no tokenizer .*save_pretrained"),
+        ("*.safetensors", "has no weights"),
+    ],
+)
+def test_a_directory_that_lacks_something(tmp_path: Path, remove: str, message: str) -> None:
+    path = tiny.save_model(tmp_path / "m")
+    for file in path.glob(remove):
+        file.unlink()
+    with pytest.raises(ModelError, match=message):
+        CausalLM.load(path)
+
+
+def test_bad_models(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="there is no model directory"):
+        CausalLM.load(tmp_path / "nothing")
+    (tmp_path / "file").touch()
+    with pytest.raises(ModelError, match="is a file"):
+        CausalLM.load(tmp_path / "file")
+    path = tiny.save_model(tmp_path / "m")
+    weights = path / "model.safetensors"
+    content = weights.read_bytes()
+    weights.write_bytes(content[: len(content) // 2])
+    with pytest.raises(ModelError, match=r"model\.safetensors"):
+        CausalLM.load(path)
+    weights.unlink()
+    torch.save({}, path / "pytorch_model.bin")
+    with pytest.raises(ModelError, match="only pickled weights, which can run code"):
+        CausalLM.load(path)
+    (path / "config.json").write_text('{"model_type": "frobnicator"}')
+    weights.write_bytes(content)
+    with pytest.raises(ModelError, match=r"cannot read the configuration.*frobnicator"):
+        load_config(path)
+    (path / "config.json").write_text('{"model_type": "mamba"}')
+    with pytest.raises(ModelError, match=r"'mamba'.*recurrent state"):
+        CausalLM.load(path)

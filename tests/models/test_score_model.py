@@ -1,0 +1,57 @@
+"""Score models: new heads start at zero, scores on a forest are those of transformers, and they
+come back from disk."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification
+
+from tests.support.tiny import save_model
+from tests.support.training import forest_of
+from tunesmith.errors import ModelError
+from tunesmith.models.score_model import ScoreModel, whole_sequence
+
+SEQUENCES = [[5, 6, 7, 8, 9], [5, 6, 7, 11], [12, 13]]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "mistral"])
+def test_scores_are_those_of_transformers(tmp_path: Path, family: str) -> None:
+    model = ScoreModel.load(save_model(tmp_path / "base", family))
+    forest = forest_of([whole_sequence(ids) for ids in SEQUENCES])
+    assert model.scores(forest).tolist() == [0.0, 0.0, 0.0]
+    torch.manual_seed(0)
+    torch.nn.init.normal_(model.head.weight)
+    model.save(tmp_path / "rm")
+    theirs = AutoModelForSequenceClassification.from_pretrained(tmp_path / "rm").eval()
+    with torch.no_grad():
+        expected = [theirs(torch.tensor([ids])).logits.item() for ids in SEQUENCES]
+    found = ScoreModel.load(tmp_path / "rm").scores(forest)
+    assert found.tolist() == pytest.approx(expected, abs=1e-5)
+    assert max(map(abs, expected)) > 0.1
+
+
+def test_a_saved_model_names_the_tokenizers_pad_token_also_where_its_id_is_0(
+    tmp_path: Path,
+) -> None:
+    """transformers looks for a sequence's last token by it; the end of an answer is not padding."""
+    model = ScoreModel.load(save_model(tmp_path / "base", pad_token_id=None))
+    torch.nn.init.normal_(model.head.weight)
+    model.save(tmp_path / "rm")
+    theirs = AutoModelForSequenceClassification.from_pretrained(tmp_path / "rm").eval()
+    assert theirs.config.pad_token_id == 0
+    with torch.no_grad():
+        found = model.scores(forest_of([whole_sequence([7, 8, 9, 2])])).item()
+        assert theirs(torch.tensor([[7, 8, 9, 2]])).logits.item() == pytest.approx(found, abs=1e-5)
+
+
+def test_a_model_with_several_labels_is_refused(tmp_path: Path) -> None:
+    path = save_model(tmp_path / "base")
+    AutoModelForSequenceClassification.from_pretrained(path, num_labels=3).save_pretrained(
+        tmp_path / "three"
+    )
+    ScoreModel.load(path).tokenizer.save_pretrained(tmp_path / "three")
+    with pytest.raises(ModelError, match="3 labels"):
+        ScoreModel.load(tmp_path / "three")

@@ -1,0 +1,173 @@
+"""The run files for clusters resolve, fit the machines that their comments name, and are laid out
+as these say."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.documents import ROOT
+from tests.support.hub_of_sizes import serve
+from tunesmith.config.load import find_kind, load_config
+from tunesmith.config.resolved import settings
+from tunesmith.config.schema import RLConfig
+from tunesmith.errors import CapacityError, ConfigError
+from tunesmith.guide.simulate.dry_run import dry_run
+from tunesmith.guide.simulate.threads import FIRST
+from tunesmith.plan.cost.memory import planned_devices
+from tunesmith.plan.filling import with_values
+from tunesmith.plan.resolve import resolve
+from tunesmith.records.toml import toml_value
+from tunesmith.run.placement.planning import plan_run
+
+FILES = sorted((ROOT / "examples" / "clusters").glob("*.toml"))
+COMMAND = re.compile(r"#   tunesmith plan (.*)")
+EXPECTED = re.compile(r"#     (.*)")
+LLAMA = {
+    "model_type": "llama",
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+}
+SIZES: dict[str, dict[str, Any]] = {
+    "meta-llama/Llama-3.2-1B-Instruct": LLAMA | {
+        "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
+        "head_dim": 64, "tie_word_embeddings": True,
+    },
+    "meta-llama/Llama-3.1-8B-Instruct": LLAMA | {
+        "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
+    },
+    "meta-llama/Llama-3.1-70B-Instruct": LLAMA | {
+        "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64,
+    },
+    "meta-llama/Llama-2-13b-hf": LLAMA | {
+        "hidden_size": 5120, "intermediate_size": 13824, "num_hidden_layers": 40, "num_attention_heads": 40,
+        "num_key_value_heads": 40, "vocab_size": 32000, "max_position_embeddings": 4096,
+    },
+    "Qwen/Qwen2.5-7B-Instruct": LLAMA | {
+        "model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
+        "num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152064, "max_position_embeddings": 32768,
+    },
+}  # fmt: skip
+SIZES["Skywork/Skywork-Reward-Llama-3.1-8B"] = SIZES["meta-llama/Llama-3.1-8B-Instruct"]
+
+
+def cases() -> list[tuple[str, list[str]]]:
+    """Each command in the comments, with the lines below it."""
+    found: list[tuple[str, list[str]]] = []
+    for file in FILES:
+        for line in file.read_text().splitlines():
+            command = COMMAND.fullmatch(line)
+            if command:
+                found.append((command[1], []))
+            elif expected := EXPECTED.fullmatch(line):
+                found[-1][1].append(expected[1])
+    return found
+
+
+@pytest.fixture(autouse=True)
+def hub_of_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hub that has the configurations of the models, and nothing else."""
+    serve(SIZES, tmp_path, monkeypatch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("command", "expected"), cases(), ids=lambda case: case if isinstance(case, str) else ""
+)
+def test_a_recipe_fits_its_machine(
+    command: str, expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    file, option, machine, *said = shlex.split(command)
+    assert option == "--on"
+    config = load_config(find_kind(Path(file), said), Path(file), said)
+    if expected == ["does not fit"]:
+        with pytest.raises(CapacityError, match=r"needs at least 1\.\d+TB .*free"):
+            plan_run(config, machine)
+        return
+    resolved, facts = plan_run(config, machine)
+    values = settings(resolved.config)
+    for line in expected:
+        key, _, value = line.partition(" = ")
+        assert toml_value(values[key]) == value, line
+    devices = planned_devices(resolved.config, facts)
+    assert devices
+    for name, planned, free in devices:
+        assert planned.peak <= free, name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "command",
+    [
+        pytest.param(
+            command, marks=[pytest.mark.long] * (" --on 2x" in command or " --on 6x" in command)
+        )
+        for command, expected in cases()
+        if "does not" not in "".join(expected)
+    ],
+)
+def test_a_recipe_takes_steps_on_its_machine(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the layout of the whole model, and two of its layers."""
+    monkeypatch.chdir(ROOT)
+    file, _, machine, *said = shlex.split(command)
+    resolved, facts = plan_run(load_config(find_kind(Path(file), said), Path(file), said), machine)
+    config = resolve(resolved.config, replace(facts, train_size=1000)).config
+    if not config.trains:
+        pytest.skip("only what trains takes steps")
+    if config.model.quantize:
+        pytest.importorskip(
+            "bitsandbytes", reason="an optional extra: pip install 'tunesmith[quantize]'"
+        )
+    config = with_values(config, {"model.path": _shallow(tmp_path, config.model.path)})
+    if isinstance(config, RLConfig):
+        judges = [
+            m.model_copy(update={"path": _shallow(tmp_path, m.path, scores=True)})
+            for m in config.reward.models
+        ]
+        config = with_values(config, {"reward.models": tuple(judges)})
+    gpus = dry_run(config, facts)
+    assert {"load", "train"} <= gpus[FIRST].keys()
+    for name, planned, free in planned_devices(config, facts):
+        assert max(phase.total for phase in gpus[name].values()) <= min(free, planned.peak), name
+
+
+def _shallow(folder: Path, name: str, *, scores: bool = False) -> str:
+    path = folder / name
+    path.mkdir(parents=True, exist_ok=True)
+    head = "ForSequenceClassification" if scores else "ForCausalLM"
+    kind = SIZES[name]["model_type"].capitalize()
+    shape = (
+        SIZES[name]
+        | {"num_hidden_layers": 2, "architectures": [kind + head]}
+        | ({"id2label": {"0": ""}} if scores else {})
+    )
+    (path / "config.json").write_text(json.dumps(shape))
+    return str(path)
+
+
+def test_ranks_that_torchrun_would_not_start_are_refused() -> None:
+    file = ROOT / "examples" / "clusters" / "sft_full.toml"
+    said = ["system.trainer_ranks=5"]
+    config = load_config(find_kind(file, said), file, said)
+    with pytest.raises(
+        ConfigError,
+        match=r"trainer_ranks = 5, and torchrun starts 16 ranks on 2 machines of 8 GPUs",
+    ):
+        plan_run(config, "2x8xA100-80GB")
+
+
+def test_every_recipe_names_a_machine() -> None:
+    assert len(FILES) >= 8
+    assert {shlex.split(command)[0] for command, _ in cases()} == {
+        str(file.relative_to(ROOT)) for file in FILES
+    }

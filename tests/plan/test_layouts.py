@@ -1,0 +1,346 @@
+"""What a run gets of a machine with several GPUs when nothing was said, and what is left as it was
+said."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.support.hardware_table import MODELS
+from tunesmith.config.commands import DistillConfig, DPOConfig, GenerateConfig, RFTConfig, RMConfig
+from tunesmith.config.load import load_config
+from tunesmith.config.resolved import Resolved, settings
+from tunesmith.config.schema import RLConfig, SFTConfig
+from tunesmith.errors import CapacityError, ConfigError
+from tunesmith.plan.cost.memory import planned_devices
+from tunesmith.plan.cost.seconds import step_seconds
+from tunesmith.plan.facts.hardware import Hardware
+from tunesmith.plan.facts.machines import machine
+from tunesmith.plan.facts.model import ModelFacts
+from tunesmith.plan.facts.run import Facts
+from tunesmith.plan.layout.layouts import layouts
+from tunesmith.plan.resolve import resolve
+
+SMALL = ModelFacts(500_000_000, 24, 896, 4864, 14, 2, 64, 151936, 32768, tied=True)
+QWEN_7B = MODELS["7B (Qwen 2.5)"]
+LLAMA_70B = MODELS["70B (Llama 3)"]
+KINDS: dict[Any, list[str]] = {
+    SFTConfig: [], RMConfig: [], DPOConfig: [], GenerateConfig: [],
+    RLConfig: ['reward.functions=["math"]'], RFTConfig: ['reward.functions=["math"]', "rft.threshold=1"],
+    DistillConfig: ["teacher.path=org/t"],
+}  # fmt: skip
+THREE = replace(QWEN_7B, parameters=3_000_000_000, layers=16)
+VLLM = ("system.engine=vllm",)
+
+
+def facts(on: str, model: ModelFacts | None, **changes: Any) -> Facts:
+    return Facts(machine(on), model, **{"train_size": 1000, "longest": 1000, **changes})
+
+
+def resolved(
+    kind: Any, on: str, model: ModelFacts | None, *said: str, **changes: Any
+) -> Resolved[Any]:
+    base = ["model.path=org/m", "data.train=org/d", *KINDS[kind]]
+    return resolve(load_config(kind, None, [*base, *said]), facts(on, model, **changes))
+
+
+def layout(*arguments: Any, **changes: Any) -> dict[str, Any]:
+    config = resolved(*arguments, **changes).config
+    values = {
+        key: settings(config).get(f"system.{key}")
+        for key in ("trainer_ranks", "zero_stage", "engines", "hybrid")
+    }
+    return values | {"tensor": settings(config).get("system.vllm.tensor_parallel_size")}
+
+
+@pytest.mark.parametrize(
+    "kind", [SFTConfig, DPOConfig, RMConfig, DistillConfig, RLConfig, RFTConfig]
+)
+def test_every_gpu_trains_with_a_whole_copy_where_it_fits(kind: Any) -> None:
+    found = resolved(kind, "8xH100", SMALL)
+    assert found.config.system.trainer_ranks == 8 and found.config.system.zero_stage in (0, 1)
+    reasons = {d.key: d.reason for d in found.derived}
+    assert (
+        "all 8 GPUs" in reasons["system.trainer_ranks"]
+        and "of 85GB" in reasons["system.zero_stage"]
+    )
+
+
+@pytest.mark.parametrize("kind", [SFTConfig, DPOConfig, RMConfig, RLConfig])
+def test_what_does_not_fit_one_is_sharded(kind: Any) -> None:
+    found = resolved(kind, "8xH100", QWEN_7B)
+    assert found.config.system.trainer_ranks == 8 and found.config.system.zero_stage > 0
+    assert not found.config.lora.on
+    for _, planned, free in planned_devices(found.config, facts("8xH100", QWEN_7B)):
+        assert planned.peak <= free
+
+
+def test_engines_and_trainer_take_turns_on_all_gpus() -> None:
+    assert layout(RLConfig, "8xH100", SMALL) == {
+        "trainer_ranks": 8, "zero_stage": 1, "engines": 8, "hybrid": True, "tensor": None,
+    }  # fmt: skip
+    config = resolved(RLConfig, "8xH100", SMALL).config
+    assert config.system.engine_process and config.system.weight_plane == "memory"
+
+
+def test_where_both_go_on_at_once_each_has_half_and_the_trainer_more_where_it_needs_more() -> None:
+    found = layout(RLConfig, "8xH100", SMALL, "rollout.max_staleness=1")
+    assert (found["trainer_ranks"], found["engines"], found["hybrid"]) == (4, 4, False)
+    thirty = replace(
+        QWEN_7B,
+        parameters=32 * 10**9,
+        layers=64,
+        hidden_size=5120,
+        intermediate_size=27648,
+        heads=40,
+    )
+    found = layout(RLConfig, "16xH200", thirty, "rollout.max_staleness=1", *VLLM)
+    config = resolved(RLConfig, "16xH200", thirty, "rollout.max_staleness=1", *VLLM).config
+    assert found["trainer_ranks"] + found["engines"] * found["tensor"] <= 16
+    assert config.system.zero_stage > 0 and config.system.hybrid is False
+
+
+def test_an_engine_is_split_only_as_far_as_needed() -> None:
+    assert layout(GenerateConfig, "8xA100-80GB", QWEN_7B, *VLLM)["tensor"] == 1
+    split = layout(GenerateConfig, "8xA100-80GB", LLAMA_70B, *VLLM)
+    assert split["tensor"] == 2 and split["engines"] == 4
+    with pytest.raises(CapacityError):
+        resolved(GenerateConfig, "8xA100-80GB", LLAMA_70B)  # the local engine is on one GPU
+
+
+def test_ranks_share_sequences_that_fit_no_rank_alone() -> None:
+    for longest, alone in ((8_000, True), (300_000, False), (800_000, False)):
+        found = resolved(
+            SFTConfig, "8xH200", replace(QWEN_7B, context=2**20), longest=longest
+        ).config.system
+        assert found.trainer_ranks == 8 and (found.sequence_parallel.size == 1) == alone
+    ring = 'system.sequence_parallel={type="ring", size=8}'
+    assert resolved(SFTConfig, "8xH200", QWEN_7B, ring).config.system.trainer_ranks == 8, (
+        "28 heads are not divided"
+    )
+    said = resolved(
+        SFTConfig, "8xH200", QWEN_7B, "system.sequence_parallel.size=4", "train.batch_size=1"
+    ).config.system
+    assert (said.trainer_ranks, said.sequence_parallel.size) == (4, 4)
+
+
+def test_what_was_said_stays() -> None:
+    for said, expected in (
+        (("system.trainer_ranks=2",), {"trainer_ranks": 2}),
+        (("system.zero_stage=3",), {"trainer_ranks": 8, "zero_stage": 3}),
+        (("system.hybrid=false",), {"hybrid": False}),
+        (("system.engines=3",), {"engines": 3}),
+        (("system.engine_process=false",), {"trainer_ranks": 1, "engines": 1}),
+        (("system.trainer_ranks=1", "system.engines=1"), {"trainer_ranks": 1, "engines": 1}),
+        (('system.weight_plane="nccl"',), {"hybrid": False}),
+        (
+            ('system.weight_plane="ipc"', "system.engine_process=true"),
+            {"trainer_ranks": 1, "engines": 1},
+        ),
+        (('system.device="cuda:3"',), {"trainer_ranks": 1, "engines": 1}),
+        (('system.device="cpu"',), {"trainer_ranks": 1, "engines": 1, "hybrid": False}),
+    ):
+        assert expected.items() <= layout(RLConfig, "8xH100", SMALL, *said).items(), said
+
+
+@pytest.mark.parametrize("kind", [SFTConfig, RLConfig, GenerateConfig])
+@pytest.mark.parametrize("model", [SMALL, QWEN_7B, None])
+def test_resolving_again_changes_nothing(kind: Any, model: ModelFacts | None) -> None:
+    once = resolved(kind, "8xH200", model)
+    assert resolve(once.config, facts("8xH200", model)).config == once.config
+
+
+@pytest.mark.parametrize("kind", [SFTConfig, RLConfig, DPOConfig])
+def test_one_device_and_a_model_of_unknown_size_are_as_before(kind: Any) -> None:
+    for on, model in (("H200", SMALL), ("8xH200", None)):
+        found = resolved(kind, on, model)
+        system = found.config.system
+        assert (system.trainer_ranks, system.zero_stage, system.engine_process) == (1, 0, False)
+        assert not {"system.trainer_ranks", "system.zero_stage", "system.engines"} & {
+            d.key for d in found.derived
+        }
+
+
+def test_gpus_of_another_kind_or_with_another_program_are_left_alone() -> None:
+    h100 = machine("H100").gpus[0]
+    l4 = machine("L4").gpus[0]
+    busy = replace(h100, memory_free=h100.memory_free // 2)
+    for gpus, ranks in (((h100, h100, l4), 2), ((h100, busy, h100), 1), ((l4, h100), 1)):
+        known = facts("2xH100", SMALL)
+        known = replace(known, hardware=replace(known.hardware, gpus=gpus))
+        config = load_config(SFTConfig, None, ["model.path=org/m", "data.train=org/d"])
+        assert resolve(config, known).config.system.trainer_ranks == ranks
+
+
+def test_what_is_learned_stays() -> None:
+    one = resolved(SFTConfig, "H200", SMALL).config
+    many = resolved(SFTConfig, "8xH200", SMALL).config
+    for key, value in settings(one).items():
+        assert key.startswith("system.") or settings(many)[key] == value
+    few = resolved(SFTConfig, "8xH200", SMALL, "train.batch_size=3").config
+    assert few.system.trainer_ranks == 3, "no rank is without a sample"
+
+
+def test_the_fastest_that_fits_is_chosen() -> None:
+    """Of all layouts that can be said, none that fits has a shorter step."""
+    chosen = resolved(RLConfig, "8xA100-80GB", THREE)
+    known = facts("8xA100-80GB", THREE)
+    best = step_seconds(chosen.config, known)["step"]
+    tried = 0
+    for each in layouts(load_config(RLConfig, None, ["model.path=org/m", "data.train=org/d", *KINDS[RLConfig],
+                                                     "system.device=cuda"]), known):  # fmt: skip
+        said = [f"{key}={str(value).lower()}" for key, value in each.items() if "vllm" not in key]
+        try:
+            other = resolved(RLConfig, "8xA100-80GB", THREE, *said).config
+        except CapacityError:
+            continue
+        if all(planned.peak <= free for _, planned, free in planned_devices(other, known)):
+            tried += 1
+            assert step_seconds(other, known)["step"] >= best
+    assert tried >= 4
+
+
+def test_more_gpus_are_offered_with_the_numbers() -> None:
+    with pytest.raises(
+        CapacityError,
+        match=r"offload_optimizer = true .*, or 2 such GPUs with system\.zero_stage = 2",
+    ):
+        resolved(SFTConfig, "A100-80GB", QWEN_7B, "system.offload_optimizer=false")
+    with pytest.raises(CapacityError, match=r"on each of 4 devices"):
+        resolved(SFTConfig, "4xA100-80GB", LLAMA_70B)
+    found = resolved(
+        SFTConfig, "8x8xH100", LLAMA_70B, "train.batch_size=64", ranks_here=8
+    ).config.system
+    assert (found.trainer_ranks, found.zero_stage) == (64, 3) and found.shard_size in (
+        8,
+        16,
+        32,
+        64,
+    )
+
+
+def test_a_separate_critic_is_sharded_also_under_a_launcher() -> None:
+    ppo = ("algorithm.name=ppo", "system.trainer_ranks=8")
+    assert resolved(RLConfig, "8xH100", QWEN_7B, *ppo, ranks_here=8).config.system.zero_stage > 0
+    assert resolved(RLConfig, "8xH100", QWEN_7B, *ppo[:1]).config.system.zero_stage > 0
+
+
+@pytest.mark.parametrize(("said", "stage"), [((), 0), (("system.zero_stage=3",), 3)])
+def test_on_a_cpu_nothing_is_sharded_or_shared_unless_it_is_said(
+    said: tuple[str, ...], stage: int
+) -> None:
+    config = load_config(
+        SFTConfig, None, ["model.path=org/m", "data.train=org/d", "system.trainer_ranks=2", *said]
+    )
+    found: set[tuple[int, int]] = set()
+    for size in range(12, 40, 2):
+        cpu = Hardware("CPU", 8, size * 10**9, size * 10**9, bf16=True)
+        with suppress(CapacityError):
+            system = resolve(config, replace(facts("H100", SMALL), hardware=cpu)).config.system
+            found.add((system.zero_stage, system.sequence_parallel.size))
+    assert found == {(stage, 1)}
+
+
+@pytest.mark.parametrize(
+    ("torch", "stage"), [("2.12.1+cu130", 0), ("2.13.0", 3), ("3.0.0a0+git1", 3)]
+)
+def test_no_stage_is_derived_that_torch_does_not_have(
+    torch: str, stage: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tunesmith.plan.layout.layouts.version", lambda _: torch)
+    here = facts("2xA100-80GB", QWEN_7B)
+    here = replace(here, hardware=replace(here.hardware, named=False))
+    config = load_config(SFTConfig, None, ["model.path=org/m", "data.train=org/d"])
+    assert resolve(config, here).config.system.zero_stage == stage
+    assert resolved(SFTConfig, "2xA100-80GB", QWEN_7B).config.system.zero_stage == 3, (
+        "another machine has its own torch"
+    )
+    said = load_config(
+        SFTConfig, None, ["model.path=org/m", "data.train=org/d", "system.zero_stage=3"]
+    )
+    assert resolve(said, here).config.system.zero_stage == 3, "loading refuses it by name"
+    one = replace(
+        here, hardware=replace(here.hardware, gpus=here.hardware.gpus[:1], memory_available=10**9)
+    )
+    with pytest.raises(CapacityError) as caught:
+        resolve(config, one)
+    assert ("zero_stage" in str(caught.value)) == (stage > 0), "nor is it offered on more GPUs"
+
+
+@pytest.mark.slow
+def test_a_student_shares_no_sequence_with_a_teacher_whose_heads_are_not_known() -> None:
+    model = replace(QWEN_7B, context=2**20)
+    assert (
+        resolved(SFTConfig, "8xH200", model, longest=300_000).config.system.sequence_parallel.size
+        > 1
+    )
+    assert (
+        resolved(SFTConfig, "8xH200", model, longest=900_000).config.system.sequence_parallel.size
+        > 1
+    )
+    with pytest.raises(CapacityError):
+        resolved(DistillConfig, "8xH200", model, longest=900_000)
+    said = resolved(DistillConfig, "8xH200", SMALL, "system.sequence_parallel.size=2").config.system
+    assert said.sequence_parallel.size == 2
+
+
+@pytest.mark.parametrize("engines", range(1, 8))
+def test_the_trainer_has_the_gpus_that_engines_leave(engines: int) -> None:
+    found = layout(
+        RLConfig, "8xH100", SMALL, "rollout.max_staleness=1", f"system.engines={engines}"
+    )
+    assert (found["engines"], found["trainer_ranks"], found["hybrid"]) == (
+        engines,
+        8 - engines,
+        False,
+    )
+
+
+def test_too_many_engines_are_refused_with_the_number_of_gpus() -> None:
+    for kind, said in ((RLConfig, "rollout.max_staleness=1"), (GenerateConfig, "system.threads=1")):
+        with pytest.raises(ConfigError) as caught:
+            resolved(kind, "8xH100", SMALL, "system.engines=9", said)
+        assert "this process sees 8" in str(caught.value) and "engine_process" not in str(
+            caught.value
+        )
+    with pytest.raises(ConfigError) as caught:
+        resolved(RLConfig, "8xH100", SMALL, *VLLM, "system.vllm.tensor_parallel_size=3")
+    assert "attention heads" in str(caught.value) and "engine_process" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("said", "least"),
+    [
+        (["system.zero_stage=3", "system.shard_size=16"], "divisor of 8"),
+        (["system.zero_stage=2", "system.shard_size=3"], "2 would be left over"),
+        (["system.sequence_parallel.size=16"], "system.trainer_ranks = 8 is not a multiple"),
+    ],
+)
+def test_sizes_that_do_not_divide_are_told_with_all_gpus(said: list[str], least: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolved(SFTConfig, "8xH100", SMALL, *said)
+    assert least in str(caught.value) and "there is 1" not in str(caught.value)
+
+
+def test_an_engine_of_several_stages_takes_as_many_gpus() -> None:
+    stages = "system.vllm.pipeline_parallel_size=2"
+    assert layout(GenerateConfig, "8xH100", QWEN_7B, *VLLM, stages)["engines"] == 4
+    found = layout(RLConfig, "8xH100", SMALL, *VLLM, stages, "rollout.max_staleness=1")
+    assert (found["trainer_ranks"], found["engines"], found["tensor"]) == (4, 2, 1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "said", "where"),
+    [
+        (RLConfig, (), "on all GPUs"),
+        (RLConfig, ("rollout.max_staleness=1",), "on the GPUs that do not train"),
+        (RFTConfig, (), "on all GPUs"),
+        (GenerateConfig, (), "on all GPUs"),
+    ],
+)
+def test_reasons_say_where_engines_are(kind: Any, said: tuple[str, ...], where: str) -> None:
+    reasons = {each.key: each.reason for each in resolved(kind, "8xH100", SMALL, *said).derived}
+    assert reasons["system.engines"] == where

@@ -1,0 +1,107 @@
+"""Each rule refuses a run with the fewest settings that it is about, and leaves the run without any
+of them alone.
+
+The runs stand in ``rules.txt``, so that one sees at a glance what is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+import pytest
+
+from tests.support.documents import SUPPORT
+from tunesmith.config import commands, schema
+from tunesmith.config.load import load_config
+from tunesmith.errors import ConfigError, Problem
+from tunesmith.plan.facts.hardware import Hardware
+from tunesmith.plan.facts.model import ModelFacts
+from tunesmith.plan.facts.run import Facts
+from tunesmith.plan.rules.checks import unread_problems
+from tunesmith.plan.rules.rule import RULES, UNREAD
+from tunesmith.plan.rules.situation import Situation, at_least, more
+
+GB = 10**9
+CPU = Hardware("a CPU", cores=4, memory_total=16 * GB, memory_available=8 * GB, bf16=True)
+USUAL = ModelFacts(
+    parameters=5_000_000, layers=6, hidden_size=256, intermediate_size=768, heads=4, kv_heads=2, head_dim=64,
+    vocab_size=4096, context=4096, family="llama",
+)  # fmt: skip
+ODD = ModelFacts(
+    parameters=5_000_000, layers=2, hidden_size=96, intermediate_size=768, heads=4, kv_heads=2, head_dim=24,
+    vocab_size=300, context=1024, switch=64, family="llama",
+)  # fmt: skip
+FACTS = {
+    "": None,
+    "usual": Facts(CPU, USUAL, train_size=1000, longest=100),
+    "odd": Facts(
+        CPU, ODD, train_size=1000, longest=100, instances_for="rewards.py:of_environments"
+    ),
+}
+LINES = [
+    line.split(" | ")
+    for line in (SUPPORT / "rules.txt").read_text(encoding="utf-8").splitlines()
+    if line and not line.startswith("#")
+]
+NEEDED = {
+    "RFTConfig": ['reward.functions=["math"]'],
+    "DistillConfig": ["teacher.path=org/t"],
+    "SampledDistillConfig": ["teacher.path=org/t", "distill.mode=sampled"],
+    "OfflineDistillConfig": ["teacher.path=org/t", "distill.mode=offline"],
+}
+
+
+def problems(rule: str, command: str, overrides: list[str], facts: str) -> Iterator[Problem]:
+    kind: Any = getattr(commands, command, None) or getattr(schema, command)
+    base = ["model.path=org/m", "data.train=org/d", *NEEDED.get(command, [])]
+    config = load_config(kind, None, [*base, *overrides], files=False)
+    if rule == "unread":
+        yield from unread_problems(config, FACTS[facts])
+    for of, judge in RULES:
+        if judge.__name__ == rule and isinstance(config, of):
+            yield from judge(Situation(config, FACTS[facts]))
+
+
+def cells(line: list[str]) -> tuple[str, str, list[str], str]:
+    return line[0], line[1], line[2].split(" "), "".join(line[4:])
+
+
+@pytest.mark.parametrize("line", LINES, ids=lambda line: f"{line[0]}: {line[2]}"[:80])
+def test_a_rule_catches_its_case_and_leaves_it_alone_without_any_of_its_settings(
+    line: list[str],
+) -> None:
+    (rule, command, overrides, facts), keys = cells(line), line[3]
+    caught = {
+        each.text
+        for each in problems(rule, command, overrides, facts)
+        if each.keys == tuple(keys.split(" "))
+    }
+    assert caught
+    for left_out in overrides:
+        fewer = [each for each in overrides if each != left_out]
+        with suppress(ConfigError):  # a setting of the one that is left out
+            assert not caught <= {each.text for each in problems(rule, command, fewer, facts)}, (
+                left_out
+            )
+
+
+def test_every_rule_has_a_case() -> None:
+    assert {line[0] for line in LINES} == {judge.__name__ for _, judge in RULES} | {"unread"}
+    whys = [each.text for line in LINES if line[0] == "unread" for each in problems(*cells(line))]
+    untried = [
+        entry
+        for entry in UNREAD
+        if not any(f"no effect {entry.why.partition('{')[0][:40]}" in why for why in whys)
+    ]
+    assert not untried
+
+
+def test_what_is_unknown_is_neither_more_nor_as_much() -> None:
+    assert more(2, 1) and not more(1, 1) and at_least(1, 1) and not at_least(1, 2)
+    assert not any(
+        of(one, other)
+        for of in (more, at_least)
+        for one, other in ((None, 1), (1, None), (None, None))
+    )

@@ -1,0 +1,569 @@
+"""The compiled decode step computes what PyTorch's operations do; where nothing can be compiled,
+those run."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import math
+import os
+import shlex
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn import functional as F
+
+from tests.support.tiny import save_model
+from tunesmith.config.commands import GenerateConfig
+from tunesmith.config.load import load_config
+from tunesmith.config.schema import SFTConfig
+from tunesmith.errors import ConfigError, EngineError
+from tunesmith.models.causal_lm import CausalLM
+from tunesmith.models.cpu import native, products, training_functions
+from tunesmith.models.cpu.native import library
+from tunesmith.plan.facts.hardware import compilers, find_compiler, read_hardware
+from tunesmith.plan.facts.model import read_model_facts
+from tunesmith.plan.facts.run import Facts
+from tunesmith.plan.resolve import resolve
+from tunesmith.records.costs import COMPILED_CALL, largest_costs
+from tunesmith.run.engines.local import native_decode
+from tunesmith.run.engines.local.engine import LocalEngine
+from tunesmith.run.engines.local.native_decode import (
+    ACTIVATIONS,
+    BankData,
+    LayerData,
+    RowsData,
+    StepData,
+)
+from tunesmith.run.engines.local.runner import probe
+from tunesmith.run.loop.profiling import StepProfiler
+from tunesmith.run.placement.models import load_model, load_tokenizer
+from tunesmith.types import Completion, Sampling
+
+needs_compiler = pytest.mark.skipif(find_compiler() is None, reason="there is no C++ compiler here")
+TYPES = st.sampled_from([torch.float32, torch.bfloat16])
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"head_dim": 10},
+    "qwen2": {"num_key_value_heads": 1},
+    "qwen3": {"head_dim": 48},
+    "mistral": {"sliding_window": 8, "head_dim": 24},
+    "phi3": {"sliding_window": 6},
+    "smollm3": {"num_hidden_layers": 4},
+    "gemma": {"head_dim": 80, "num_key_value_heads": 1},
+    "gemma2": {"head_dim": 16, "sliding_window": 8, "query_pre_attn_scalar": 16},
+    "gemma3_text": {
+        "head_dim": 18,
+        "sliding_window": 8,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+}
+
+
+def bank(
+    rows: int, heads: int, slots: int, dim: int, dtype: torch.dtype
+) -> tuple[Tensor, BankData]:
+    """Keys and values of two layers; what no row has written is NaN, which no result may have
+    seen."""
+    memory = torch.full((4, rows, heads, slots, dim), math.nan, dtype=dtype)
+    return memory, BankData(memory.data_ptr(), *memory.stride()[:3])
+
+
+def normed(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    return x if weight is None else x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight
+
+
+@st.composite
+def shapes(draw: st.DrawFn) -> dict[str, Any]:
+    prompts = draw(st.lists(st.integers(1, 70), min_size=1, max_size=3))
+    row = st.tuples(st.sampled_from(range(len(prompts))), st.integers(0, 40))
+    return {
+        "prompts": prompts,
+        "rows": draw(st.lists(row, min_size=1, max_size=12)),
+        "kv_heads": draw(st.sampled_from([1, 2, 3])),
+        "share": draw(st.sampled_from([1, 2, 3, 7, 9])),
+        "dim": 2 * draw(st.integers(1, 70)),
+        "dtypes": draw(st.tuples(TYPES, TYPES)),
+        "window": draw(st.sampled_from([0, 1, 5, 40, 1000])),
+        "softcap": draw(st.sampled_from([0.0, 2.0, 50.0])),
+        "norms": draw(st.booleans()),
+        "rotates": draw(st.booleans()),
+        "threads": draw(st.sampled_from([1, 2, 5])),
+        "layer": draw(st.sampled_from([0, 1])),
+    }
+
+
+@needs_compiler
+@given(shapes(), st.integers(0, 2**31))
+@settings(max_examples=60, deadline=None)
+def test_attention_is_that_of_each_row_alone(shape: dict[str, Any], seed: int) -> None:
+    torch.manual_seed(seed)
+    functions = native_decode.loaded()
+    rows = shape["rows"]
+    heads_kv = shape["kv_heads"]
+    share = shape["share"]
+    dim = shape["dim"]
+    heads, plane, (row_type, bank_type) = heads_kv * share, 2 * shape["layer"], shape["dtypes"]
+    prompts, of_prompts = bank(
+        len(shape["prompts"]), heads_kv, max(shape["prompts"]) + 3, dim, bank_type
+    )
+    own, of_own = bank(len(rows), heads_kv, 48, dim, bank_type)
+    for i, length in enumerate(shape["prompts"]):
+        prompts[plane : plane + 2, i, :, :length] = torch.randn(2, heads_kv, length, dim)
+    for i, (_, written) in enumerate(rows):
+        own[plane : plane + 2, i, :, :written] = torch.randn(2, heads_kv, written, dim)
+    q_norm, k_norm = (torch.rand(2, dim) + 0.5).unbind() if shape["norms"] else (None, None)
+    cos, sin = torch.randn(2, 200, dim).unbind()
+    qkv = torch.randn(len(rows), (heads + 2 * heads_kv) * dim).to(row_type)
+    layout = RowsData([(prompt, shape["prompts"][prompt]) for prompt, _ in rows], share)
+    changing = torch.tensor([[n for _, n in rows], [shape["prompts"][p] + n for p, n in rows]])
+    size = 8 * len(rows)
+    narrow = torch.bfloat16
+    step = StepData(
+        *(
+            len(rows),
+            heads,
+            heads_kv,
+            dim,
+            shape["threads"],
+            row_type == narrow,
+            bank_type == narrow,
+        ),
+        *(layout.blocks, layout.starts.data_ptr()),
+        *(layout.fixed.data_ptr() + i * size for i in range(3)),
+        *(changing.data_ptr() + i * size for i in range(2)),
+        *(of_prompts, of_own),
+    )
+    scale = dim**-0.5
+    layer = LayerData(plane, shape["window"], scale, shape["softcap"], 1e-6)
+    if q_norm is not None and k_norm is not None:
+        layer.q_norm, layer.k_norm = q_norm.data_ptr(), k_norm.data_ptr()
+    if shape["rotates"]:
+        layer.cos, layer.sin = cos.data_ptr(), sin.data_ptr()
+    out = torch.full((len(rows), heads * dim), math.nan, dtype=row_type)
+    functions.tunesmith_attend(
+        ctypes.byref(step), ctypes.byref(layer), qkv.data_ptr(), out.data_ptr()
+    )
+    for i, (prompt, written) in enumerate(rows):
+        q, k, v = qkv[i].double().view(-1, dim).split([heads, heads_kv, heads_kv])
+        q = normed(q, q_norm, 1e-6)
+        k = normed(k, k_norm, 1e-6)
+        if shape["rotates"]:
+            at = shape["prompts"][prompt] + written
+            q, k = (x * cos[at] + x.roll(dim // 2, -1) * sin[at] for x in (q, k))
+        assert torch.allclose(own[plane, i, :, written].double(), k, rtol=0.01, atol=0.02)
+        assert torch.equal(own[plane + 1, i, :, written], v.to(bank_type))
+        keys, values = (
+            torch.cat(
+                (prompts[p, prompt, :, : shape["prompts"][prompt]], own[p, i, :, : written + 1]), 1
+            ).double()
+            for p in (plane, plane + 1)
+        )
+        first = max(0, keys.shape[1] - shape["window"]) if shape["window"] else 0
+        scores = q.view(heads_kv, share, dim) @ keys[:, first:].transpose(1, 2) * scale
+        scores = (
+            torch.tanh(scores / shape["softcap"]) * shape["softcap"] if shape["softcap"] else scores
+        )
+        expected = (scores.softmax(-1) @ values[:, first:]).flatten()
+        close: dict[str, Any] = (
+            {"rtol": 1e-4, "atol": 1e-4}
+            if row_type == torch.float32
+            else {"rtol": 2**-8, "atol": 2**-7}
+        )
+        torch.testing.assert_close(out[i].double(), expected, **close)
+
+
+@needs_compiler
+@given(
+    st.integers(1, 40),
+    st.integers(1, 1100),
+    TYPES,
+    st.booleans(),
+    st.booleans(),
+    st.sampled_from(list(ACTIVATIONS)),
+)
+@settings(max_examples=40, deadline=None)
+def test_norms_and_activations(
+    rows: int, width: int, dtype: torch.dtype, adds: bool, inner: bool, kind: Any
+) -> None:
+    functions = native_decode.loaded()
+    step = StepData(rows=rows, threads=2, narrow_rows=dtype == torch.bfloat16)
+    x = torch.randn(rows, width) * 3
+    y = (torch.randn(rows, width) * 3).to(dtype)
+    weight, own = torch.rand(2, width).unbind()
+    out = torch.empty(rows, width, dtype=dtype)
+    expected = x.double()
+    if adds:
+        expected = expected + normed(y.double(), own if inner else None, 1e-5)
+    functions.tunesmith_add_norm(
+        ctypes.byref(step), width, x.data_ptr(), y.data_ptr() if adds else None,
+        own.data_ptr() if adds and inner else None, weight.data_ptr(), 1e-5, out.data_ptr(),
+    )  # fmt: skip
+    close = 1e-4 if dtype == torch.float32 else 2**-8
+    torch.testing.assert_close(x.double(), expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(out.double(), normed(expected, weight, 1e-5), rtol=close, atol=close)
+    both = (torch.randn(rows, 2 * width) * 10).to(dtype)
+    functions.tunesmith_gated(
+        ctypes.byref(step), width, both.data_ptr(), out.data_ptr(), ACTIVATIONS[kind]
+    )
+    gate, up = both.double().chunk(2, -1)
+    active = (
+        F.silu(gate)
+        if kind == "silu"
+        else F.gelu(gate, approximate="tanh" if kind == "gelu_tanh" else "none")
+    )
+    torch.testing.assert_close(out.double(), active * up, rtol=close, atol=1e-4)
+
+
+@needs_compiler
+@given(
+    st.integers(1, 300),
+    st.integers(1, 5),
+    st.sampled_from([0.0, 0.3, 1.0, 2.0]),
+    st.sampled_from([1, 3]),
+)
+@settings(max_examples=60, deadline=None)
+def test_tokens_are_drawn_by_the_inverse_of_the_distribution(
+    vocabulary: int, rows: int, temperature: float, threads: int
+) -> None:
+    logits = torch.randn(rows, vocabulary) * 4
+    uniforms = torch.rand(rows, dtype=torch.float64)
+    logits[:, 1 : vocabulary // 2 : 3] = -math.inf
+    tokens, logprobs = drawn(logits, temperature, uniforms, threads)
+    probs = (logits.double() / (temperature or 1)).softmax(-1)
+    chosen = probs.gather(1, tokens.unsqueeze(1)).squeeze(1)
+    assert (chosen > 0).all()
+    torch.testing.assert_close(logprobs.double(), chosen.log(), rtol=0, atol=1e-5)
+    if temperature == 0:
+        assert tokens.tolist() == logits.argmax(-1).tolist()
+    else:
+        after = probs.cumsum(-1).gather(1, tokens.unsqueeze(1)).squeeze(1)
+        assert ((after - chosen - 1e-6 <= uniforms) & (uniforms <= after + 1e-6)).all()
+
+
+@needs_compiler
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_row_that_is_not_finite_is_not_drawn_from(bad: float, temperature: float) -> None:
+    logits = torch.randn(3, 50)
+    logits[1, 20] = bad
+    finite = (
+        drawn(logits, temperature, torch.rand(3, dtype=torch.float64), 1)[1].isfinite().tolist()
+    )
+    assert finite == [True, False, True]
+
+
+def drawn(
+    logits: Tensor, temperature: float, uniforms: Tensor, threads: int
+) -> tuple[Tensor, Tensor]:
+    tokens = torch.empty(len(logits), dtype=torch.int64)
+    logprobs = torch.empty(len(logits))
+    temperatures = torch.full((len(logits),), temperature)
+    places = (t.data_ptr() for t in (logits, temperatures, uniforms, tokens, logprobs))
+    native_decode.loaded().tunesmith_draw(*logits.shape, *places, threads)
+    return tokens, logprobs
+
+
+def completions(model: CausalLM, requests: int = 9, **options: Any) -> list[Completion]:
+    engine = LocalEngine(model, kv_bytes=1 << 22, max_running=7, max_prefill_tokens=40, **options)
+    prompts = [[5 + (7 * i + 3 * j) % 250 for j in range(n)] for i, n in enumerate((1, 12, 33))]
+
+    async def all_of_them() -> list[Completion]:
+        samplings = [
+            Sampling(10 + 3 * i, temperature=i % 3 / 2, seed=i, ignore_eos=True)
+            for i in range(requests)
+        ]
+        return await asyncio.gather(
+            *(engine.generate(prompts[i % 3], s) for i, s in enumerate(samplings))
+        )
+
+    return asyncio.run(all_of_them())
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_samples_as_with_pytorchs_operations(
+    family: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    model = CausalLM.load(save_model(tmp_path, family, **FAMILIES[family]), dtype=torch.float32)
+    with torch.no_grad():
+        for weight in model.module.parameters():
+            weight.mul_(3 if weight.dim() > 1 else 1).add_(torch.randn_like(weight) * 0.02)
+    model.module.to(dtype)  # pyright: ignore[reportArgumentType]
+    if model.lean is not None:
+        model.lean = type(model.lean).of(model.module.base_model)
+    plain, compiled = (completions(model, compiled=flag) for flag in (False, True))
+    close = 1e-4 if dtype == torch.float32 else 0.1
+    for one, other in zip(plain, compiled, strict=True):
+        same = next(
+            (
+                i
+                for i, (a, b) in enumerate(zip(one.token_ids, other.token_ids, strict=True))
+                if a != b
+            ),
+            None,
+        )
+        assert same is None or dtype == torch.bfloat16
+        assert one.logprobs[:same] == pytest.approx(other.logprobs[:same], abs=close)
+    assert any(a.logprobs != b.logprobs for a, b in zip(plain, compiled, strict=True)), (
+        "the same path ran twice"
+    )
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("family", "dtype", "compiled", "kept"),
+    [
+        ("qwen3", torch.bfloat16, True, torch.bfloat16),
+        ("qwen3", torch.bfloat16, False, torch.float32),
+        ("qwen3", torch.float16, True, torch.float32),
+        ("qwen3", torch.float32, True, torch.float32),
+        ("gpt2", torch.bfloat16, True, torch.float32),
+    ],
+)
+def test_keys_and_values_have_the_type_that_is_read_fastest(
+    family: str, dtype: torch.dtype, compiled: bool, kept: torch.dtype, tmp_path: Path
+) -> None:
+    model = CausalLM.load(save_model(tmp_path, family), dtype=dtype)
+    layout, cost = probe(model, compiled=compiled)
+    assert layout.dtype == kept and layout.token_bytes == cost.kv_bytes
+
+
+@needs_compiler
+def test_a_trace_has_the_compiled_calls(tmp_path: Path) -> None:
+    model = CausalLM.load(save_model(tmp_path / "model"), dtype=torch.float32)
+    profiler = StepProfiler(tmp_path, [1])
+    profiler.begin(1)
+    completions(model, requests=2)
+    trace = profiler.end(1)
+    assert trace is not None
+    named = {
+        name: seconds
+        for name, seconds in largest_costs(trace, 1000)
+        if name.startswith(COMPILED_CALL)
+    }
+    assert (
+        named.keys() == {f"{COMPILED_CALL}{name}" for name in ("decode layers", "product", "draw")}
+        and min(named.values()) > 0
+    )
+
+
+@needs_compiler
+def test_weights_that_are_not_finite_are_noticed(tmp_path: Path) -> None:
+    model = CausalLM.load(save_model(tmp_path))
+    with torch.no_grad():
+        model.module.model.layers[0].self_attn.v_proj.weight[3] = math.nan
+    with pytest.raises(EngineError, match="not finite"):
+        completions(model)
+
+
+PROGRAM = 'from tunesmith.models.cpu.native import library; print(library("decode") is not None)'
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_processes_that_compile_at_once_keep_one_library(tmp_path: Path) -> None:
+    environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+    running = [
+        subprocess.Popen([sys.executable, "-c", PROGRAM], env=environment, stdout=-1, text=True)
+        for _ in "ab"
+    ]
+    assert [process.communicate(timeout=300)[0].strip() for process in running] == ["True", "True"]
+    (kept,) = (tmp_path / "cache" / "tunesmith" / "native").iterdir()
+    written = kept.stat().st_mtime_ns
+    again = subprocess.run(
+        [sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, check=True
+    )
+    assert again.stdout.strip() == "True" and kept.stat().st_mtime_ns == written
+
+
+@pytest.fixture
+def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A library that is compiled at once, for ``library.__wrapped__("small")``, and where it is
+    kept."""
+    (tmp_path / "small.cpp").write_text('extern "C" long seven() { return 7; }')
+    monkeypatch.setattr(native, "SOURCES", tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "tunesmith" / "native"
+
+
+def seven() -> int:
+    found = library.__wrapped__("small")
+    assert found is not None
+    return found.seven()
+
+
+@needs_compiler
+def test_a_damaged_library_is_compiled_anew(small: Path) -> None:
+    """To load the beginning of one ends the process with SIGBUS. A mapped file is not written to,
+    but replaced."""
+    assert seven() == 7
+    (kept,) = small.iterdir()
+    whole = kept.read_bytes()
+    other = small / "small-0123456789abcdef.so"
+    other.write_bytes(b"of another compiler")
+    for damaged in (b"", whole[:100], whole[: len(whole) // 2], whole[:-1], bytes(len(whole))):
+        (small / "new").write_bytes(damaged)
+        (small / "new").replace(kept)
+        assert seven() == 7
+        assert {file.name for file in small.iterdir()} == {kept.name, other.name}
+        assert kept.read_bytes() == whole
+    written = kept.stat().st_mtime_ns
+    assert seven() == 7 and kept.stat().st_mtime_ns == written, (
+        "what is whole is not compiled again"
+    )
+
+
+@needs_compiler
+def test_a_compiler_may_have_a_wrapper_and_arguments(
+    small: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", f"env {find_compiler()} -Wall")
+    assert seven() == 7 and len([*small.iterdir()]) == 1
+
+
+def test_the_command_of_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spaced = tmp_path / "with a space"
+    spaced.write_text("")
+    spaced.chmod(0o755)
+    for value, found in [
+        (str(spaced), [str(spaced)]),
+        (f"'{spaced}' -m64", [str(spaced), "-m64"]),
+        (f"{sys.executable} -m64 'a b'", [sys.executable, "-m64", "a b"]),
+        ("no_such_compiler -m64", None),
+        (f"'{sys.executable}", None),
+        ("  ", None),
+    ]:
+        monkeypatch.setenv("CXX", value)
+        command = find_compiler()
+        assert (command and shlex.split(command)) == found
+        assert repr(value) in compilers()
+    monkeypatch.delenv("CXX")
+    assert "g++" in compilers()
+
+
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        (None, "no C++ compiler"),
+        (
+            '#!/bin/sh\n[ "$1" = --version ] || { echo "no such option" >&2; exit 1; }\n',
+            "no such option",
+        ),
+        (
+            '#!/bin/sh\nfor i; do if [ "$o" = -o ]; then echo junk > $i; fi; o=$i; done\n',
+            "decode.so",
+        ),
+    ],
+)
+def test_without_a_library_pytorchs_operations_run(
+    script: str | None,
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    compiler = tmp_path / "compiler"
+    if script is not None:
+        compiler.write_text(script)
+        compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(native_decode, "functions", lambda: library.__wrapped__("decode"))
+    monkeypatch.setattr(products, "functions", lambda: None)
+    model = CausalLM.load(save_model(tmp_path / "model"))
+    sampled = completions(model)
+    assert said in caplog.text
+    assert sampled == completions(model, compiled=False)
+    # The plan has counted keys and values of the model's type, and PyTorch's operations read those
+    # too.
+    narrow = CausalLM.load(tmp_path / "model", dtype=torch.bfloat16)
+    assert probe(narrow, compiled=True)[0].dtype == torch.bfloat16
+    found = completions(narrow)
+    exact = completions(narrow, compiled=False)
+    first = [[c.logprobs[0] for c in side] for side in (found, exact)]
+    assert first[0] == pytest.approx(first[1], abs=0.05)
+
+
+def test_the_setting_is_derived_from_compiler_family_and_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = save_model(tmp_path / "model")
+    data = tmp_path / "data.jsonl"
+    other = save_model(tmp_path / "other", "gpt2")
+    data.write_text('{"prompt": "a"}\n')
+
+    def found(model: Path, compiler: str | None, *more: str) -> bool:
+        monkeypatch.setenv("CXX", compiler or str(tmp_path / "none"))
+        given = [
+            f"model.path={model}",
+            f"data.train={data}",
+            "system.device=cpu",
+            "sampling.max_new_tokens=8",
+            *more,
+        ]
+        config = load_config(GenerateConfig, None, given)
+        return resolve(
+            config, Facts(read_hardware(), read_model_facts(model))
+        ).config.system.compile
+
+    assert found(directory, sys.executable) and not found(
+        directory, sys.executable, "system.compile=false"
+    )
+    assert not found(directory, None) and not found(other, sys.executable)
+    for model, compiler in ((directory, None), (other, sys.executable)):
+        with pytest.raises(ConfigError, match=r"system\.compile"):
+            found(model, compiler, "system.compile=true")
+
+
+@pytest.mark.parametrize("has", ["tiles", "pairs", ""])
+def test_training_in_bfloat16_compiles_where_the_cpu_multiplies_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has: str
+) -> None:
+    directory = save_model(tmp_path / "model", "gpt2")
+    data = tmp_path / "data.jsonl"
+    data.write_text('{"prompt": "a", "completion": "b"}\n')
+    monkeypatch.setenv("CXX", sys.executable)
+    monkeypatch.setattr(training_functions, "_allowed", True)
+    hardware = replace(read_hardware(), tiles=has == "tiles", pairs=has == "pairs")
+    facts = Facts(hardware, read_model_facts(directory))
+
+    def found(*more: str) -> SFTConfig:
+        given = [
+            f"model.path={directory}",
+            f"data.train={data}",
+            "system.device=cpu",
+            "model.dtype=bfloat16",
+            *more,
+        ]
+        return resolve(load_config(SFTConfig, None, given), facts).config
+
+    assert found().system.compile == bool(has) and not found("model.dtype=float32").system.compile
+    if not has:
+        with pytest.raises(ConfigError, match=r"system\.compile"):
+            found("system.compile=true")
+    config = found("system.compile=false")
+    load_model(CausalLM, config, load_tokenizer(config))
+    assert training_functions.functions() is None
+
+
+@needs_compiler
+def test_the_library_shares_the_threads_of_torch() -> None:
+    """A second OpenMP would have a second team, and each operation would wait for sleeping
+    threads."""
+    torch.ones(1).sum()
+    assert library("decode") is not None
+    loaded = {
+        line.split()[-1]
+        for line in Path("/proc/self/maps").read_text().splitlines()
+        if "libgomp" in line
+    }
+    assert len(loaded) <= 1

@@ -1,0 +1,287 @@
+"""Several engines behind one port: who is asked, and what happens when engines die, come and go."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.support.engine_contract import CHECKS, FREE, Subject
+from tests.support.fake_engine import FakeEngine, numbers
+from tunesmith.errors import EngineError, EngineLostError
+from tunesmith.run.engines.base import EngineStats
+from tunesmith.run.engines.pool import BLOCK, EnginePool, Prefixes, blocks
+from tunesmith.run.loop.groups import engine_metrics
+from tunesmith.run.weights.base import Offer
+from tunesmith.types import Completion, Sampling
+
+CONTEXT = 64
+LONG = replace(FREE, max_new_tokens=40)
+
+
+class FakeMember:
+    """A member made of a ``FakeEngine``, which can be killed."""
+
+    def __init__(self, number: int) -> None:
+        self.name = f"fake {number}"
+        self.engine = FakeEngine(context=CONTEXT)
+        self.asked: list[tuple[int, ...]] = []
+        self.answered = 0
+        self.dead = self.closed = False
+        self.may_answer = asyncio.Event()
+        self.may_answer.set()
+        self.taken: list[Offer] = []
+        self.take_fails: list[Exception] = []
+        """Of the next times, one each."""
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
+        self._check()
+        self.asked.append(tuple(prompt_ids))
+        try:
+            done = await self.engine.generate(prompt_ids, sampling)
+        except EngineError:
+            self._check()
+            raise
+        await self.may_answer.wait()
+        self._check()
+        self.answered += 1
+        return done
+
+    async def interrupt(self) -> None:
+        self._check()
+        await self.engine.interrupt()
+
+    async def take(self, version: int, offer: Offer) -> None:
+        self._check()
+        await asyncio.sleep(0)
+        if self.take_fails:
+            raise self.take_fails.pop()
+        assert offer["version"] == version
+        self.taken.append(offer)
+        await self.engine.load_weights(version)
+
+    async def sleep(self, level: int = 1) -> None:
+        del level
+        self._check()
+        await self.engine.sleep()
+
+    async def wake(self) -> None:
+        await self.engine.wake()
+
+    def stats(self) -> EngineStats:
+        return self.engine.stats()
+
+    async def close(self) -> None:
+        self.closed = True
+        await self.engine.close()
+
+    async def kill(self) -> None:
+        self.dead = True
+        await self.engine.close()
+
+    def _check(self) -> None:
+        if self.dead:
+            raise EngineLostError(f"{self.name} is no more")
+
+
+class FakePlane:
+    def __init__(self) -> None:
+        self.version = -1
+        self.withdrawn = 0
+        self.seconds = 0.0
+
+    async def publish(self, version: int) -> None:
+        await asyncio.sleep(self.seconds)
+        self.version = version
+
+    async def offer(self, takers: int) -> list[Offer]:
+        return [{"version": self.version, "bytes": 1000} for _ in range(takers)]
+
+    async def withdraw(self, offers: Sequence[Offer]) -> None:
+        self.withdrawn += len(offers)
+
+    async def close(self) -> None: ...
+
+
+class Bench:
+    """A pool and every member that it ever had."""
+
+    def __init__(self, size: int = 2, **options: Any) -> None:
+        self.made: list[FakeMember] = []
+        self.plane, self.said = FakePlane(), list[str]()
+        self.pool = EnginePool(
+            self.start, self.plane, size=size, report=self.said.append, **options
+        )
+
+    async def start(self, number: int) -> FakeMember:
+        await asyncio.sleep(0.001)
+        self.made.append(FakeMember(number))
+        return self.made[-1]
+
+    async def ask(self, count: int, sampling: Sampling = LONG) -> list[asyncio.Task[Completion]]:
+        """As many requests, in flight on all engines."""
+        tasks = [
+            asyncio.create_task(self.pool.generate([30 + i] * 20, replace(sampling, seed=i)))
+            for i in range(count)
+        ]
+        while sum(member.engine._running for member in self.made) < count:
+            await asyncio.sleep(0)
+        return tasks
+
+
+async def alone(count: int, sampling: Sampling = LONG) -> list[list[int]]:
+    """What one engine would answer."""
+    engine = FakeEngine(context=CONTEXT)
+    return [
+        (await engine.generate([30 + i] * 20, replace(sampling, seed=i))).token_ids
+        for i in range(count)
+    ]
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda c: c.__name__.removeprefix("check_"))
+def test_contract(check: Callable[[Subject], Awaitable[None]]) -> None:
+    asyncio.run(check(Subject(Bench().pool, numbers, context=CONTEXT)))
+
+
+async def test_the_bytes_of_a_sync_and_its_speed_are_metrics(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """1,000 bytes to each of two engines, also where one has to be offered them again; none without
+    a plane."""
+    monkeypatch.setattr("tunesmith.run.engines.pool.PAUSE", 0.0)
+    bench = Bench(2)
+    await bench.pool.load_weights(1)
+    before = bench.pool.stats()
+    bench.made[1].take_fails = [EngineError("the connection broke")]
+    await bench.pool.load_weights(2)
+    stats = bench.pool.stats().since(before)
+    assert stats.sync_bytes == 2000 and stats.sync_seconds > 0
+    found = engine_metrics(replace(stats, sync_seconds=0.5))
+    assert (found["sync_bytes"], found["sync_bytes_per_second"]) == (2000.0, 4000.0)
+    assert not any(name.startswith("sync") for name in engine_metrics(EngineStats()))
+    await bench.pool.close()
+
+
+async def test_a_group_goes_to_one_engine_and_groups_are_balanced() -> None:
+    bench = Bench()
+    groups = [[10 + g] * 24 for g in range(4)]
+    await asyncio.gather(
+        *(bench.pool.generate(p, replace(FREE, seed=i)) for p in groups for i in range(8))
+    )
+    of = [{prompt[0] for prompt in member.asked} for member in bench.made]
+    assert not of[0] & of[1] and [len(prompts) for prompts in of] == [2, 2]
+    # The next turn of a conversation goes where the first was, also while others are in flight.
+    [spoke] = [member for member in bench.made if 10 in {p[0] for p in member.asked}]
+    turn = [*groups[0], *range(100, 116)]
+    before = len(spoke.asked)
+    await bench.pool.generate(turn, replace(FREE, seed=0))
+    assert len(spoke.asked) == before + 1
+
+
+async def test_one_prompt_does_not_keep_a_single_engine_busy() -> None:
+    bench = Bench()
+    await asyncio.gather(
+        *(bench.pool.generate([9] * 20, replace(FREE, seed=i)) for i in range(100))
+    )
+    fewer, more = sorted(len(member.asked) for member in bench.made)
+    assert fewer >= 30 and more <= 70
+
+
+def test_prefixes_count_whole_blocks_from_the_start() -> None:
+    prefixes = Prefixes()
+    prefixes.add(blocks(range(3 * BLOCK + 2)))
+    assert prefixes.known(blocks(range(3 * BLOCK + 9))) == 3
+    assert prefixes.known(blocks([*range(BLOCK), *range(BLOCK)])) == 1
+    assert prefixes.known(blocks(range(1, BLOCK + 1))) == 0
+    assert blocks(range(5)) != blocks(range(6)) and len(blocks(range(6))) == 1
+
+
+async def test_what_a_lost_engine_was_asked_is_answered_once_by_others() -> None:
+    bench = Bench()
+    await bench.pool.load_weights(7)
+    running = await bench.ask(10)
+    await bench.made[0].kill()
+    done = await asyncio.wait_for(asyncio.gather(*running), 60)
+    assert [c.token_ids for c in done] == await alone(10)
+    assert all(set(c.versions) == {7} for c in done)
+    assert sum(member.answered for member in bench.made) == 10
+    await bench.pool.interrupt()  # all are there again
+    assert len(bench.made) == 3 and bench.made[0].closed and bench.made[2].engine.version == 7
+    assert len(bench.said) == 1 and "fake 0 is no more: starting another" in bench.said[0]
+
+
+async def test_an_engine_lost_while_weights_are_handed_out() -> None:
+    """The others are told at once, and asked again with the new one."""
+
+    bench = Bench(size=3)
+    await bench.pool.load_weights(1)
+    await bench.made[1].kill()
+    bench.made[2].take_fails = [EngineError("another engine of this round failed")]
+    await asyncio.wait_for(bench.pool.load_weights(2), 60)
+    assert bench.plane.withdrawn >= 3
+    assert sorted(member.engine.version for member in bench.made) == [1, 2, 2, 2]
+    assert bench.pool.members == [bench.made[0], bench.made[2], bench.made[3]]
+
+
+async def test_an_engine_that_cannot_take_weights_ends_the_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("tunesmith.run.engines.pool.PAUSE", 0.01)
+    bench = Bench()
+    await bench.pool.load_weights(1)
+    bench.made[1].take_fails = [EngineError("the connection broke")] * 2
+    await bench.pool.load_weights(2)
+    assert bench.made[1].engine.version == 2
+    bench.made[1].take_fails = [EngineError("the checksum of 'x' is wrong")] * 9
+    with pytest.raises(EngineError, match="checksum of 'x'"):
+        await bench.pool.load_weights(3)
+
+
+async def test_an_engine_that_comes_while_weights_change_has_the_newest() -> None:
+    bench = Bench()
+    await bench.pool.load_weights(1)
+    running = await bench.ask(4)
+    await bench.made[0].kill()
+    bench.plane.seconds = 0.01
+    loading = asyncio.create_task(bench.pool.load_weights(2))
+    await asyncio.wait_for(asyncio.gather(*running, loading), 60)
+    assert [member.engine.version for member in bench.made[1:]] == [2, 2]
+
+
+async def test_restarts_are_counted() -> None:
+    bench = Bench(size=1, restarts=1)
+    first = await bench.ask(1)
+    await bench.made[0].kill()
+    assert len((await first[0]).token_ids) == 40
+    second = await bench.ask(1)
+    await bench.made[1].kill()
+    with pytest.raises(EngineError, match="fake 1 is no more, once too often"):
+        await second[0]
+    with pytest.raises(EngineError, match="once too often"):
+        await bench.pool.load_weights(3)
+    await bench.pool.close()
+
+
+async def test_an_engine_that_cannot_start_ends_the_run() -> None:
+    async def start(number: int) -> FakeMember:
+        raise EngineError(f"engine {number} has no room")
+
+    pool = EnginePool(start, FakePlane(), size=2)
+    with pytest.raises(EngineError, match="has no room"):
+        await pool.generate([1], FREE)
+    with pytest.raises(EngineError, match="has no room"):
+        await pool.load_weights(1)
+
+
+async def test_closing_ends_engines_that_are_still_starting() -> None:
+    bench = Bench()
+    loading = asyncio.create_task(bench.pool.load_weights(1))
+    while len(bench.made) < 2:
+        await asyncio.sleep(0)
+    await bench.pool.close()
+    assert all(member.closed for member in bench.made)
+    with pytest.raises(EngineError, match="closed"):
+        await loading

@@ -1,0 +1,118 @@
+"""Trainer and engines are compared after each sync."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support.tiny import save_model
+from tests.support.training import backend_of, learner_of
+from tunesmith.config.schema import ModelSection
+from tunesmith.errors import EngineError
+from tunesmith.models.causal_lm import CausalLM
+from tunesmith.run.engines.local.engine import LocalEngine
+from tunesmith.run.engines.pool import EnginePool
+from tunesmith.run.loop.canary import TOLERANCES, Canary
+from tunesmith.run.placement.planes import file_plane, read_offer
+from tunesmith.run.weights.base import Offer
+from tunesmith.types import Sampling
+
+PROMPT = list(range(20, 44))
+SAMPLING = Sampling(8, ignore_eos=True, seed=1)
+
+
+class Apart(LocalEngine):
+    """A member of a pool with its own weights; it never updates those in ``keeps``."""
+
+    def __init__(
+        self, name: str, path: Path, dtype: torch.dtype, keeps: Iterable[str] = ()
+    ) -> None:
+        self.name = name
+        lm = CausalLM.load(path, dtype=dtype)
+        super().__init__(lm, kv_bytes=1 << 20, max_running=4, max_prefill_tokens=64)
+        self._own: dict[str, Tensor] = lm.module.state_dict()
+        self._keeps = set(keeps)
+
+    async def take(self, version: int, offer: Offer) -> None:
+        for name, tensor in read_offer(offer):
+            if name not in self._keeps:
+                self._own[name].copy_(tensor)
+        await self.load_weights(version)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(
+        tmp_path_factory.mktemp("canary") / "model", "qwen3", tie_word_embeddings=False
+    )
+
+
+def bench(path: Path, dtype: str = "float32", *keeps: str) -> tuple[EnginePool, Canary, Any]:
+    kind = getattr(torch, dtype)
+    backend = backend_of(path, kind)
+
+    async def start(number: int) -> Apart:
+        return Apart(f"engine {number}", path, kind, keeps if number == 1 else ())
+
+    pool = EnginePool(start, file_plane(backend.model.module.state_dict().items), size=2)
+    learner = learner_of(backend)
+    return (
+        pool,
+        Canary(
+            lambda: {m.name: m for m in pool.members},
+            learner,
+            PROMPT,
+            SAMPLING,
+            TOLERANCES[dtype],
+            "by hand",
+        ),
+        backend.model,
+    )
+
+
+def change(model: CausalLM) -> None:
+    torch.manual_seed(3)
+    with torch.no_grad():
+        for parameter in model.module.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.05)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+async def test_engines_with_the_trainers_weights_pass(path: Path, dtype: str) -> None:
+    pool, canary, model = bench(path, dtype)
+    for version in range(3):
+        await pool.load_weights(version)
+        metrics = await canary.check(version)
+        assert metrics.keys() == {"canary"} and 0 <= metrics["canary"] <= canary.tolerance / 4
+        change(model)
+    await pool.close()
+
+
+async def test_a_head_that_stays_behind_is_caught(path: Path) -> None:
+    pool, canary, model = bench(path, "float32", "lm_head.weight")
+    await pool.load_weights(1)
+    await canary.check(1)
+    change(model)
+    await pool.load_weights(2)
+    with pytest.raises(
+        EngineError, match=r"version 2 .* by hand, engine 1 .* 0\.001.* system\.canary"
+    ):
+        await canary.check(2)
+    await pool.close()
+
+
+async def test_weights_that_never_came_are_caught(path: Path) -> None:
+    pool, canary, _ = bench(path)
+    await pool.load_weights(1)
+    with pytest.raises(EngineError, match=r"version 1 .* 2"):
+        await canary.check(2)
+    await pool.close()
+
+
+def test_every_number_format_has_a_tolerance() -> None:
+    assert set(TOLERANCES) == set(get_args(ModelSection.model_fields["dtype"].annotation))

@@ -1,0 +1,169 @@
+"""Two launchers on the loopback interface, as on two machines, each with a directory of its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.slow.run.test_rank_runs import same, sft_settings, wait_for_step
+from tests.support.tiny import save_model
+from tunesmith.run import placement
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+TORCHRUN = Path(sys.executable).parent / "torchrun"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("model") / "model")
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        return listening.getsockname()[1]
+
+
+class Machines:
+    """``torchrun --nnodes 2``: each launcher's working directory has the run file; the model is the
+    settings'."""
+
+    def __init__(self, folder: Path, settings: list[str], ranks: int = 1, **texts: str) -> None:
+        port = free_port()
+        self.launchers: list[subprocess.Popen[str]] = []
+        for node in range(2):
+            own = folder / f"machine-{node}"
+            own.mkdir(exist_ok=True)
+            (own / "run.toml").write_text(texts.get(f"machine_{node}", ""))
+            where = [
+                "--nnodes",
+                "2",
+                "--node-rank",
+                str(node),
+                "--nproc-per-node",
+                str(ranks),
+                "--local-addr",
+                "127.0.0.1",
+            ]
+            meeting = [
+                "--rdzv-backend",
+                "c10d",
+                "--rdzv-endpoint",
+                f"127.0.0.1:{port}",
+                "--rdzv-id",
+                folder.name,
+            ]
+            command = [
+                str(TORCHRUN),
+                *where,
+                *meeting,
+                "-m",
+                "tunesmith",
+                "sft",
+                "run.toml",
+                *settings,
+            ]
+            env = {**os.environ, "HF_HUB_OFFLINE": "1", "NO_COLOR": "1"}
+            with (own / "output.txt").open("w") as out:
+                started = subprocess.Popen(
+                    command,
+                    cwd=own,
+                    stdout=out,
+                    stderr=subprocess.STDOUT,
+                    env=env,
+                    text=True,
+                    start_new_session=True,
+                )
+            self.launchers.append(started)
+        self.folder = folder
+
+    def said(self) -> str:
+        return "".join(
+            (self.folder / f"machine-{node}" / "output.txt").read_text() for node in range(2)
+        )
+
+    def first(self) -> int:
+        """The node that rank 0 is on: which launcher comes first."""
+        return next(
+            n
+            for n in range(2)
+            if "run directory" in (self.folder / f"machine-{n}" / "output.txt").read_text()
+        )
+
+    def kill(self, node: int) -> None:
+        """A machine and all of its processes are gone."""
+        family = [psutil.Process(self.launchers[node].pid)]
+        family += family[0].children(recursive=True)
+        for process in family:
+            process.send_signal(signal.SIGKILL)
+
+    def end(self) -> list[int]:
+        return [launcher.wait(300) for launcher in self.launchers]
+
+    def close(self) -> None:
+        for node, launcher in enumerate(self.launchers):
+            if launcher.poll() is None:
+                self.kill(node)
+                launcher.wait(60)
+
+
+@pytest.fixture
+def machines(tmp_path: Path) -> Iterator[Any]:
+    if not TORCHRUN.exists():
+        pytest.skip("there is no torchrun here")
+    started: list[Machines] = []
+
+    def start(settings: list[str], **options: Any) -> Machines:
+        started.append(Machines(tmp_path, settings, **options))
+        return started[-1]
+
+    yield start
+    for each in started:
+        each.close()
+
+
+def test_two_machines_end_as_one_process(machines: Any, model: Path, tmp_path: Path) -> None:
+    alone = placement.run_sft(None, sft_settings(tmp_path, model, "alone"))
+    launched = machines(sft_settings(tmp_path, model, "launched", system__zero_stage=3), ranks=2)
+    assert launched.end() == [0, 0], launched.said()
+    assert launched.said().count("run directory") == 1, "rank 0 alone prints"
+    assert "the 2 machines have a copy each" in launched.said()
+    run = tmp_path / "launched"
+    same(alone, placement.RunResult(run, run / "checkpoints/step-000003/model", [], {}))
+
+
+def test_a_machine_that_is_lost_ends_the_run_which_resumes(
+    machines: Any, model: Path, tmp_path: Path
+) -> None:
+    changed = {"checkpoint__every": 2, "eval__every": 1000, "checkpoint__resume": "auto"}
+    long = machines(sft_settings(tmp_path, model, "run", train__steps=400, **changed))
+    wait_for_step(tmp_path / "run", 4, long.launchers[0])
+    first = long.first()
+    long.kill(1 - first)
+    assert long.launchers[first].wait(120) != 0
+    assert "rank 1 of the trainer" in long.said() and "on " in long.said()
+    again = machines(sft_settings(tmp_path, model, "run", train__steps=400, **changed))
+    assert "step-0000" in str([*(tmp_path / "run" / "checkpoints").iterdir()])
+    wait_for_step(tmp_path / "run", 8, again.launchers[0])
+    assert "from" in again.said()
+
+
+def test_machines_with_other_run_files_are_refused(
+    machines: Any, model: Path, tmp_path: Path
+) -> None:
+    texts = {f"machine_{n}": f"[train]\nseed = {n}\n" for n in range(2)}
+    found = machines(sft_settings(tmp_path, model, "run"), **texts)
+    assert all(found.end()), found.said()
+    assert (
+        "run file run.toml line 2: 'seed = 0'" in found.said()
+        or "run.toml line 2: 'seed = 1'" in found.said()
+    )
+    assert "'seed = 0'" in found.said() and "'seed = 1'" in found.said()

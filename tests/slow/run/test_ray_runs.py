@@ -1,0 +1,362 @@
+"""Whole runs on a local Ray cluster: equal to local ones, and right in spite of killed actors."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from threading import Timer
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.support.forks import popen
+from tests.support.long import again
+from tests.support.tiny import save_model
+from tests.support.tiny_rewards import save_reward_model
+from tests.support.tiny_runs import rl_settings, sums, write_lines
+from tunesmith.records.metrics import read_metrics
+from tunesmith.run import placement
+
+pytest.importorskip("ray", reason="Ray is an extra: pip install 'tunesmith[ray]'")
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]
+
+STEPS = 16
+RAY: dict[str, Any] = {"system__cluster": "ray"}
+
+
+HOLDING = """
+import time
+from pathlib import Path
+
+def share(completions, trainer_state, **columns):
+    step = trainer_state.global_step
+    Path(__file__).with_name(f"came to {step}").touch()
+    while Path(__file__).with_name(f"holds {step}").exists():
+        time.sleep(0.01)
+    return [sum(c < "N" for c in text) / max(1, len(text)) for text in completions]
+"""
+"""The reward of ``tiny_runs``; it holds the steps that a test names until the test has done what it
+wants to."""
+
+
+class Ended:
+    """A run that has ended."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def metrics(self) -> list[dict[str, Any]]:
+        return read_metrics(self.directory / "metrics.jsonl")
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        newest = max((self.directory / "checkpoints").glob("step-*"))
+        return load_file(newest / "model/model.safetensors")
+
+
+def inside(folder: Path, text: str = "", **changed: Any) -> Ended:
+    """What comes out where everything is in this process."""
+    (folder / "inside.toml").write_text(text)
+    settings = rl_settings(folder, save_model(folder / "model"), "inside", **changed)
+    return Ended(placement.run_rl(folder / "inside.toml", settings).run_dir)
+
+
+class Run(Ended):
+    """``tunesmith rl`` in a process of its own.
+
+    Args:
+        holds: steps in whose rollouts it waits for ``held``.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        name: str,
+        text: str = "",
+        environment: dict[str, str] | None = None,
+        holds: Sequence[int] = (),
+        **changed: Any,
+    ) -> None:
+        super().__init__(folder / name)
+        self.folder = folder
+        if holds:
+            (folder / "holding.py").write_text(HOLDING)
+            changed |= {"reward__functions": [f"{folder}/holding.py:share"], "reward__timeout": 600}
+        for step in holds:
+            (folder / f"holds {step}").touch()
+        model = folder / "model"
+        if not model.exists():
+            save_model(model)
+        file = folder / f"{name}.toml"
+        file.write_text(text)
+        settings = rl_settings(folder, model, name, **changed)
+        arguments = [sys.executable, "-m", "tunesmith", "rl", str(file), *settings]
+        env = {**os.environ, "HF_HUB_OFFLINE": "1", "NO_COLOR": "1", **(environment or {})}
+        self.process = popen(
+            arguments, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=env
+        )
+
+    def finish(self) -> str:
+        said, _ = self.process.communicate(timeout=600)
+        assert self.process.returncode == 0, said.decode()
+        return said.decode()
+
+    def wait_for(self, holds: Callable[[], Any]) -> None:
+        deadline = time.monotonic() + 600
+        while not holds():
+            assert self.process.poll() is None and time.monotonic() < deadline, (
+                self.process.communicate()
+            )
+            time.sleep(0.01)
+
+    @contextmanager
+    def held(self, step: int) -> Generator[None]:
+        """While the run waits in a step of ``holds``."""
+        self.wait_for((self.folder / f"came to {step}").exists)
+        yield
+        (self.folder / f"holds {step}").unlink()
+
+    def kill(self, actor: str) -> None:
+        """The first of the actors that ``ps`` shows under this name."""
+        self.wait_for(lambda: self.actors(actor))  # one may be about to take the place of another
+        killed = self.actors(actor)[0]
+        killed.send_signal(signal.SIGKILL)
+        psutil.wait_procs([killed], timeout=600)
+
+    def actors(self, name: str) -> list[psutil.Process]:
+        found: list[psutil.Process] = []
+        for child in psutil.Process(self.process.pid).children(recursive=True):
+            with suppress(psutil.Error):  # it has ended meanwhile
+                found += [child] if "".join(child.cmdline()).startswith(f"ray::{name}") else []
+        return found
+
+
+def same(a: Ended, b: Ended, names: tuple[str, ...] = ("reward", "tokens")) -> None:
+    """Up to rounding: which requests are decoded together depends on when they arrive."""
+    for name, tensor in a.weights().items():
+        torch.testing.assert_close(b.weights()[name], tensor, rtol=1e-2, atol=1e-4)
+    seen = [
+        [[line.get(name, -1) for name in ("step", *names)] for line in run.metrics()]
+        for run in (a, b)
+    ]
+    assert len(seen[0]) == len(seen[1])
+    for ours, theirs in zip(*seen, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-6)
+
+
+def test_every_role_in_an_actor_ends_as_in_one_process(tmp_path: Path) -> None:
+    """Trainer, reference, critic, reward model and two engines, with an evaluation of averaged
+    weights."""
+    held_out = write_lines(tmp_path / "held_out.jsonl", sums(5, 6))
+    save_reward_model(tmp_path / "reward_model")
+    changed: dict[str, Any] = {
+        "algorithm__name": "ppo", "algorithm__kl__coef": 0.05, "algorithm__kl__reference_every": 2, "train__steps": 4,
+        "train__lr": 1e-3, "train__ema_decay": 0.5, "eval__use_ema": True, "eval__every": 2,
+        "data__eval": str(held_out),
+        "reward__functions": None, "checkpoint__every": 2,
+    }  # fmt: skip
+    rewards = f"[[reward.models]]\npath = '{tmp_path / 'reward_model'}'\n"
+    alone = inside(tmp_path, rewards, **changed)
+    spread = Run(tmp_path, "spread", rewards, **changed, **RAY, system__engines=2)
+    assert "1 actor, 1 ref, 1 critic, 1 reward, 2 rollout" in spread.finish()
+    same(alone, spread)
+
+
+@pytest.mark.parametrize(
+    ("places", "listed"),
+    [
+        again(
+            {"colocate": [["actor", "ref", "critic"]], "reward__processes": 2},
+            "2 actor, 2 critic, 2 reward, 1 rollout",
+        ),
+        again(
+            {"ref__processes": 2, "reward__shards": 2},
+            "2 actor, 2 ref, 2 critic, 2 reward, 1 rollout",
+        ),
+        (
+            {"ref__processes": 2, "reward__processes": 2, "zero_stage": 3},
+            "2 actor, 2 ref, 2 critic, 2 reward, 1 rollout",
+        ),
+    ],
+)
+def test_scoring_in_the_trainers_ranks_or_shared_by_processes_ends_as_in_one_process(
+    places: dict[str, Any], listed: str, tmp_path: Path
+) -> None:
+    """A reference that changes and a reward model, with two ranks of trainer and critic."""
+    save_reward_model(tmp_path / "reward_model")
+    changed: dict[str, Any] = {
+        "algorithm__name": "ppo", "algorithm__kl__coef": 0.05, "algorithm__kl__reference_every": 2, "train__steps": 4,
+        "train__lr": 1e-3, "reward__functions": None, "checkpoint__every": 2,
+    }  # fmt: skip
+    rewards = f"[[reward.models]]\npath = '{tmp_path / 'reward_model'}'\n"
+    alone = inside(tmp_path, rewards, **changed)
+    stage = places.pop("zero_stage", 0)
+    said = {f"system__placement__{key}": value for key, value in places.items()} | {
+        "system__zero_stage": stage
+    }
+    spread = Run(tmp_path, "spread", rewards, **changed, **RAY, system__trainer_ranks=2, **said)
+    assert listed in spread.finish()
+    same(alone, spread)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Ended:
+    return inside(tmp_path_factory.mktemp("undisturbed"), train__steps=STEPS, train__lr=1e-3)
+
+
+def test_a_killed_engine_changes_nothing(tmp_path: Path, undisturbed: Ended) -> None:
+    run = Run(
+        tmp_path, "run", holds=(3, 12), train__steps=STEPS, train__lr=1e-3, system__engines=2, **RAY
+    )
+    for step in (3, 12):
+        with run.held(step):
+            run.kill("Engine")
+    assert run.finish().count("starting another") == 2
+    same(undisturbed, run)
+    assert all(line["rollouts"] == 16 for line in run.metrics())
+
+
+def test_a_killed_trainer_is_gone_back_from_and_every_step_counts_once(
+    tmp_path: Path, undisturbed: Ended
+) -> None:
+    """One of two ranks: once before there is a checkpoint, once after."""
+    settings = {
+        "train__steps": STEPS,
+        "train__lr": 1e-3,
+        "checkpoint__every": 8,
+        "system__trainer_ranks": 2,
+    }
+    run = Run(tmp_path, "run", holds=(3, 11), **settings, **RAY)
+    for step in (3, 11):
+        with run.held(step):
+            run.kill("Trainer")
+    said = run.finish()
+    assert (
+        "the run continues from the beginning, as there is no checkpoint yet; 2 more times" in said
+    )
+    assert "checkpoints/step-000008; 1 more times" in said
+    assert [line["step"] for line in run.metrics()] == list(range(1, STEPS + 1))
+    same(undisturbed, run)
+
+
+def test_two_ranks_of_trainer_and_critic_end_as_one_process(tmp_path: Path) -> None:
+    changed: dict[str, Any] = {
+        "algorithm__name": "ppo",
+        "train__steps": 4,
+        "train__lr": 1e-3,
+        "checkpoint__every": 2,
+    }
+    alone = inside(tmp_path, **changed)
+    spread = Run(tmp_path, "spread", **changed, **RAY, system__trainer_ranks=2)
+    assert "2 actor, 1 ref, 2 critic, 1 rollout" in spread.finish()
+    same(alone, spread, ("reward", "tokens", "loss", "grad_norm"))
+
+
+def test_the_last_death_ends_the_run_and_says_how_to_go_on(tmp_path: Path) -> None:
+    changed = {"train__steps": 8, "checkpoint__every": 2, "system__trainer_restarts": 0}
+    run = Run(tmp_path, "run", holds=(4,), **changed, **RAY)
+    with run.held(4):
+        run.kill("Trainer")
+    said, _ = run.process.communicate(timeout=600)
+    assert run.process.returncode == 1
+    assert "once too often (system.trainer_restarts)" in said.decode()
+    assert f"run_dir={run.directory} checkpoint.resume=true" in said.decode()
+
+
+@pytest.mark.long
+def test_a_killed_controller_takes_its_actors_along_and_resumes(
+    tmp_path: Path, undisturbed: Ended
+) -> None:
+    settings = {"train__steps": STEPS, "train__lr": 1e-3, "checkpoint__every": 4, **RAY}
+    run = Run(tmp_path, "run", holds=(7,), **settings)
+    with run.held(7):
+        children = psutil.Process(run.process.pid).children(recursive=True)
+        run.process.send_signal(signal.SIGKILL)
+        run.process.communicate()
+    # Ray's own agents take longer.
+    _, alive = psutil.wait_procs(
+        [p for p in children if not p.name().endswith("Agent")], timeout=600
+    )
+    assert not alive
+    again = Run(tmp_path, "run", **settings, checkpoint__resume=True)
+    again.finish()
+    same(undisturbed, again)
+
+
+MACHINES = """
+import sys
+from tunesmith.config.system import SystemSection
+from tunesmith.run.processes.ray_cluster import cluster_machines
+print(cluster_machines(SystemSection(cluster="ray", ray_address=sys.argv[1])))
+"""
+
+
+@contextmanager
+def running_cluster(folder: Path, key: dict[str, str]) -> Generator[str]:
+    """The address of a cluster that is started from outside, as ``ray start`` prints it."""
+    ray = Path(sys.executable).parent / "ray"
+    env = {**os.environ, **key, "RAY_USAGE_STATS_ENABLED": "0", "PYTHONUNBUFFERED": "1"}
+    env.pop("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", None)
+    start = [
+        str(ray),
+        "start",
+        "--head",
+        "--port=0",
+        "--num-cpus=2",
+        "--include-dashboard=false",
+        "--block",
+    ]
+    head = subprocess.Popen(
+        start, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=env, cwd=folder, text=True
+    )
+    given_up = Timer(600, head.kill)
+    given_up.start()
+    try:
+        assert head.stdout is not None
+        said = ""
+        for said in head.stdout:
+            if "ray start --address" in said:
+                break
+        given_up.cancel()
+        assert "ray start --address" in said, "ray start gave no address within 600 s"
+        yield said.split("=")[-1].strip(" '\"\n")
+    finally:
+        given_up.cancel()
+        head.terminate()
+        head.wait(300)
+
+
+@pytest.mark.long
+def test_the_same_run_on_a_cluster_that_runs_already(tmp_path: Path) -> None:
+    """As ``RAY_ADDRESS`` or ``system.ray_address`` names it, in an environment of the run's own."""
+    key = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0123456789abcdef" * 4}
+    with running_cluster(tmp_path, key) as address:
+        runtime = "[system.ray_runtime_env]\nenv_vars = {TUNESMITH_TEST = '1'}\n"
+        run = Run(tmp_path, "run", runtime, key, **RAY, system__ray_address=address)
+        run.finish()
+        assert [line["step"] for line in run.metrics()] == [1, 2, 3]
+        crowd = Run(
+            tmp_path, "crowd", "", {**key, "RAY_ADDRESS": address}, **RAY, system__engines=4
+        )
+        said, _ = crowd.process.communicate(timeout=600)
+        assert crowd.process.returncode == 2
+        assert (
+            "5 CPUs are needed (1 × trainer 1, 4 × engine 1), and the cluster has 2"
+            in said.decode()
+        )
+        asked = [sys.executable, "-c", MACHINES, address]
+        said = subprocess.run(
+            asked, env={**os.environ, **key}, capture_output=True, timeout=600, check=True
+        ).stdout
+        assert said.decode().split("\n")[-2] == "[{'CPU': 2.0, 'GPU': 0.0}]"
+        stranger = Run(tmp_path, "stranger", **RAY, system__ray_address=address)
+        said, _ = stranger.process.communicate(timeout=600)
+        assert stranger.process.returncode == 2 and "set RAY_AUTH_MODE=token" in said.decode()

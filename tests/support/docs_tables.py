@@ -1,0 +1,210 @@
+"""Tables of the documents that are made from registries: ``python -m tests.support.docs_tables`` writes
+them anew.
+
+Each stands between ``<!-- table: name -->`` and ``<!-- end -->``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from tests.support.hardware_table import GPUS, rows
+from tunesmith.config.algorithm import AlgorithmSection
+from tunesmith.config.choice import Choice
+from tunesmith.guide.explain.settings import settings_of
+from tunesmith.learn.algorithms.presets import NEEDS, PRESETS
+from tunesmith.models.families import KNOWN, REFUSED
+from tunesmith.plan.layout.profiles import SYSTEM_PROFILES, ProfileValue
+from tunesmith.records.catalogue import CATALOGUE
+from tunesmith.records.doctor.answers import ROUND, RUN
+from tunesmith.records.doctor.findings import RULES
+from tunesmith.records.doctor.rules import Rule
+
+DOCS = Path(__file__).parents[2] / "docs"
+PAGES = tuple(
+    DOCS / f"{name}.md"
+    for name in (
+        "algorithms",
+        "configuration",
+        "observability",
+        "hardware",
+        "models",
+        "troubleshooting",
+        "tune",
+    )
+)
+BLOCK = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def presets() -> str:
+    """Every preset, with what it sets."""
+    rows = [
+        (f"`{name}`", _settings(preset.settings), preset.text, _source(preset.source))
+        for name, preset in PRESETS.items()
+    ]
+    return _table(("preset", "sets", "what it is", "source"), rows)
+
+
+def choices(family: type[Choice]) -> str:
+    """The types of a family; what they ask of the loop where any asks anything."""
+    kinds: list[type[Choice]] = list(family.types.values())
+    rows = [
+        [
+            f"`{kind.name}`",
+            f"`{_cell(kind.formula)}`" if kind.formula else "",
+            kind.use,
+            _source(kind.source),
+            _settings({name: field.default for name, field in kind.model_fields.items()}),
+            *(
+                [", ".join(NEEDS[need] for need in sorted(kind.needs))]
+                if any(k.needs for k in kinds)
+                else []
+            ),
+        ]
+        for kind in kinds
+    ]
+    return _table(
+        ("name", "formula", "for", "source", "keys and defaults", "needs")[: len(rows[0])], rows
+    )
+
+
+def keys(table: str, section: str = "algorithm") -> str:
+    """Every key in a table of a section."""
+    rows = [
+        (
+            f"`{setting.key.removeprefix(f'{section}.')}`",
+            setting.kind,
+            setting.default,
+            _cell(setting.meaning),
+        )
+        for setting in settings_of(f"{section}.{table}")
+        if setting.key != f"{section}.{table}"
+    ]
+    return _table(("key", "value", "default", "meaning"), rows)
+
+
+def metrics(kind: str) -> str:
+    rows = [
+        (f"`{m.name}`", m.unit, m.form, m.meaning, ", ".join(f"`{alias}`" for alias in m.aliases))
+        for m in CATALOGUE[kind]
+    ]
+    return _table(("metric", "unit", "form", "meaning", "in sinks also"), rows)
+
+
+def hardware() -> str:
+    """What fits which GPU."""
+    return _table(("model", "training", "takes", "in host memory", *GPUS), rows())
+
+
+def families() -> str:
+    names = sorted(KNOWN)
+    rows = [[f"`{name}`" for name in names[place : place + 4]] for place in range(0, len(names), 4)]
+    return _table(("", "", "", ""), [[*row, *[""] * (4 - len(row))] for row in rows])
+
+
+def families_refused() -> str:
+    reasons: dict[str, list[str]] = {}
+    for name, reason in REFUSED.items():
+        reasons.setdefault(reason, []).append(f"`{name}`")
+    return _table(
+        ("architectures", "why"), [(", ".join(names), reason) for reason, names in reasons.items()]
+    )
+
+
+def findings(rules: Sequence[Rule[Any]]) -> str:
+    """Every finding of the doctor, with the settings that it names."""
+    cells = [
+        (
+            f"`{rule.key}`",
+            rule.severity,
+            _cell(rule.cause),
+            ", ".join(f"`{change.key}`" for change in rule.change),
+        )
+        for rule in rules
+    ]
+    return _table(("finding", "severity", "cause", "settings to change"), cells)
+
+
+def profiles() -> str:
+    """What each profile of ``[system]`` sets."""
+    rows = [
+        (
+            f"`{name}`",
+            f"`{entry.key.partition('.')[2]} = {_value(entry.value)}`",
+            entry.why,
+            _condition(entry),
+        )
+        for name, entries in SYSTEM_PROFILES.items()
+        for entry in entries
+    ]
+    return _table(("profile", "sets", "why", "where"), rows)
+
+
+def _condition(entry: ProfileValue) -> str:
+    """Where a profile sets a value, in words."""
+    return ", ".join(
+        filter(None, (entry.where, "where a sample fits with it" if entry.if_fits else ""))
+    )
+
+
+TABLES: Mapping[str, Callable[[], str]] = {
+    "profiles": profiles,
+    "doctor": partial(findings, RULES),
+    "doctor_answers": partial(findings, [*RUN, *ROUND]),
+    **{made.__name__: made for made in (presets, families, families_refused, hardware)},
+    **{
+        f"types_{key}": partial(choices, family)
+        for key, family in AlgorithmSection.families.items()
+    },
+    "muon": partial(keys, "optimizer", "train"),
+    **{
+        f"keys_{key}": partial(keys, key)
+        for key in (*AlgorithmSection.families, "overlong", "dynamic_filter")
+    },
+    **{f"metrics_{kind}": partial(metrics, kind) for kind in CATALOGUE},
+}
+
+
+def with_tables(text: str) -> str:
+    """The page with every table as the registries have it now."""
+    return BLOCK.sub(lambda found: f"{found[1]}{TABLES[found[2]]()}{found[3]}", text)
+
+
+def _settings(settings: Mapping[str, object]) -> str:
+    return ", ".join(f"`{key}` {_value(value)}" for key, value in settings.items())
+
+
+def _value(value: object) -> str:
+    match value:
+        case None:
+            return "off"
+        case dict():
+            return f"{value['type']} with " + ", ".join(
+                f"{k} {_value(v)}" for k, v in value.items() if k != "type"
+            )
+        case bool():
+            return str(value).lower()
+        case _:
+            return str(value)
+
+
+def _source(source: str) -> str:
+    return re.sub(r"arXiv:(\d{4}\.\d{5})", r"[arXiv:\1](https://arxiv.org/abs/\1)", _cell(source))
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+if __name__ == "__main__":
+    for page in PAGES:
+        page.write_text(with_tables(page.read_text(encoding="utf-8")), encoding="utf-8")
