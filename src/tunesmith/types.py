@@ -44,6 +44,8 @@ class Status(StrEnum):
     ENVIRONMENT_FAILED = "environment_failed"
     ENGINE_FAILED = "engine_failed"
     TIMED_OUT = "timed_out"
+    NOT_TRIED = "not_tried"
+    """Skipped, because the calls of its reward before it timed out."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from tunesmith.config.schema import RewardSection
 from tunesmith.errors import DataError, DeadlineExceeded
 from tunesmith.learn.rewards.loading import load_rewards
 from tunesmith.learn.rewards.reward_set import RewardSet
-from tunesmith.learn.usercode.killable import KillablePool, UserProgram, WorkerError
+from tunesmith.learn.usercode.killable import Pool, UserProgram, WorkerError
 from tunesmith.types import Rollout, Status, Task
 
 
@@ -202,7 +202,7 @@ def program(tmp_path: Path) -> Path:
 
 
 async def test_worker_hang_death_and_errors(program: Path) -> None:
-    pool = KillablePool(UserProgram(program, "work"), 1.0)
+    pool = Pool(UserProgram(program, "work"), 1.0)
     first = await pool.run("a", 1, "é\n")
     assert first[1:] == ["a", 1, "é\n"]
     assert await pool.run("modules") == []
@@ -230,14 +230,14 @@ async def test_worker_hang_death_and_errors(program: Path) -> None:
 async def test_worker_that_cannot_start_says_why(tmp_path: Path) -> None:
     file = tmp_path / "broken.py"
     file.write_text("import no_such_module_at_all\n")
-    pool = KillablePool(UserProgram(file, "work"), 1.0)
+    pool = Pool(UserProgram(file, "work"), 1.0)
     with pytest.raises(WorkerError, match="no_such_module_at_all"):
         await pool.run("a")
     pool.close()
 
 
 async def test_closing_ends_the_processes(program: Path) -> None:
-    pool = KillablePool(UserProgram(program, "work"), 5.0, workers=2)
+    pool = Pool(UserProgram(program, "work"), 5.0, workers=2)
     pids = {(await pool.run("a"))[0] for _ in range(3)}
     pool.close()
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)

@@ -35,7 +35,7 @@ from tunesmith.learn.rewards.metrics import check_failed, reward_metrics
 from tunesmith.learn.rewards.reward_set import RewardSet
 from tunesmith.learn.rewards.trainer_state import TrainerState
 from tunesmith.learn.usercode import calls as user_calls
-from tunesmith.learn.usercode.calls import NOT_TRIED, kept_default_dtype
+from tunesmith.learn.usercode.calls import kept_default_dtype
 from tunesmith.types import Completion, Message, Rollout, RolloutGroup, Status, Task
 
 
@@ -391,8 +391,8 @@ def test_after_three_overruns_waiting_calls_fail_untried_and_later_ones_are_trie
         return [*many, later]
 
     *many, later = asyncio.run(run())
-    assert {r.status for r in many} == {Status.TIMED_OUT}
-    assert sum("not tried" in str(r.error) for r in many) == 17
+    statuses = [r.status for r in many]
+    assert (statuses.count(Status.TIMED_OUT), statuses.count(Status.NOT_TRIED)) == (3, 17)
     assert len(begun) == 4
     assert later.reward == 1.0
     rewards.close()
@@ -645,10 +645,6 @@ def test_a_call_that_another_one_blocked_fails_by_a_deadline(
     )
 
 
-RAN = "did not return within 2 s"
-POINTLESS = f"{NOT_TRIED}, because the last 3 calls ran for more than 2 s"
-
-
 def failed(status: Status, error: str = "why") -> Rollout:
     made = rollout()
     made.fail(status, error)
@@ -670,10 +666,8 @@ def test_gate_stops_above_the_share_only() -> None:
 
 
 def test_gate_shows_a_rollout_that_was_tried() -> None:
-    tried, pointless = (
-        failed(Status.TIMED_OUT, f"the reward 'f' {how} (reward.timeout)")
-        for how in (RAN, POINTLESS)
-    )
+    tried = failed(Status.TIMED_OUT, "it ran")
+    pointless = failed(Status.NOT_TRIED, "it did not")
     for rollouts in ([pointless, tried, pointless], [pointless]):
         with pytest.raises(RewardError) as error:
             check_failed(rollouts, 0.0)

@@ -14,7 +14,7 @@ from tests.support.episodes import check_tokens, load, made_task, ok, play
 from tests.support.isolated_rewards import Make, loading, score
 from tunesmith.config.schema import RewardSection
 from tunesmith.learn.rewards.loading import load_rewards
-from tunesmith.learn.usercode.killable import UserProgram, Workers
+from tunesmith.learn.usercode.killable import Pool, UserProgram
 from tunesmith.types import Rollout, Status
 
 pytestmark = pytest.mark.slow
@@ -83,7 +83,7 @@ def test_a_fork_computes_without_the_threads_of_its_parent(tmp_path: Path) -> No
         "        import network\n        self.network = network\n"
         "    def __call__(self):\n        return self.network.judged(['a'], lambda *_: None)\n"
     )
-    workers = Workers(UserProgram(tmp_path / "program.py", "Program", arguments=(str(tmp_path),)))
+    workers = Pool(UserProgram(tmp_path / "program.py", "Program", arguments=(str(tmp_path),)))
     assert workers.server().forks
     assert workers.take().submit("__call__").result(300) == [1.0]
     workers.close()

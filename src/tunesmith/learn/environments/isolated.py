@@ -13,7 +13,7 @@ from tunesmith.config.schema import EnvironmentSection
 from tunesmith.errors import DeadlineExceeded, EpisodeError
 from tunesmith.learn.environments.games import Game, Loaded
 from tunesmith.learn.environments.steps import Observation, StepResult
-from tunesmith.learn.usercode.killable import Worker, WorkerError, Workers, user_program
+from tunesmith.learn.usercode.killable import Pool, Worker, WorkerError, user_program
 from tunesmith.types import Message, Task
 
 _PROGRAM = Path(__file__).with_name("environment_program.py")
@@ -68,14 +68,13 @@ class IsolatedGames:
     def __init__(self, section: EnvironmentSection, base_dir: Path) -> None:
         arguments = (section.model_dump(), str(base_dir))
         self._timeout = section.timeout
-        self._workers = Workers(
-            user_program(_PROGRAM, "EnvironmentProgram", arguments, section.memory)
-        )
+        self._pool = Pool(user_program(_PROGRAM, "EnvironmentProgram", arguments, section.memory))
+        self.close = self._pool.close
 
     @asynccontextmanager
     async def open_game(self, loaded: Loaded) -> AsyncGenerator[Game]:
         try:
-            worker = await asyncio.to_thread(self._workers.take)
+            worker = await asyncio.to_thread(self._pool.take)
         except WorkerError as error:
             raise EpisodeError(f"{loaded.reference}: {error}") from None
         methods = {tool.name: tool for tool in loaded.methods.values()}
@@ -87,10 +86,7 @@ class IsolatedGames:
         except BaseException:
             worker.close()  # its state is unknown
             raise
-        self._workers.give_back(worker)
-
-    def close(self) -> None:
-        self._workers.close()
+        self._pool.give_back(worker)
 
 
 class _NoCode:

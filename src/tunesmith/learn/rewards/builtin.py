@@ -28,7 +28,7 @@ from tunesmith.learn.rewards.function import (
     text_of,
 )
 from tunesmith.learn.rewards.numeric import equal, last_number
-from tunesmith.learn.usercode.killable import KillablePool, UserProgram, WorkerError
+from tunesmith.learn.usercode.killable import Pool, UserProgram, WorkerError
 from tunesmith.types import Rollout, Status
 
 ITEM_SECONDS = 5.0
@@ -168,7 +168,7 @@ def _comparing(
     section: RewardSection,
     judge: Judge,
     check_gold: Callable[[Any], str | None],
-    pool: KillablePool | None,
+    pool: Pool | None,
 ) -> RewardFunction:
     """A reward that compares with the answer column. Only tasks that have an answer are judged."""
 
@@ -195,9 +195,9 @@ def _comparing(
     )
 
 
-def _pool(program: str, function: str, section: RewardSection, workers: int = 1) -> KillablePool:
+def _pool(program: str, function: str, section: RewardSection, workers: int = 1) -> Pool:
     code = UserProgram(Path(__file__).with_name(program), function)
-    return KillablePool(code, min(section.timeout, ITEM_SECONDS), workers)
+    return Pool(code, min(section.timeout, ITEM_SECONDS), workers)
 
 
 async def _gather(jobs: Iterable[Awaitable[Any]]) -> list[Any]:

@@ -12,12 +12,10 @@ from typing import Any
 from tunesmith.errors import ConfigError
 from tunesmith.learn.rewards.function import ItemFailure, RewardFunction, Score
 from tunesmith.learn.usercode.calls import FarFunction, PerLoop, RaisedInCall, Turns
-from tunesmith.learn.usercode.killable import Worker, WorkerError, WorkerLost, Workers, user_program
+from tunesmith.learn.usercode.killable import Pool, Worker, WorkerError, WorkerLost, user_program
 from tunesmith.types import Status
 
 _PROGRAM = Path(__file__).with_name("user_program.py")
-ATTEMPTS = 3
-"""Attempts of a call whose worker was killed from outside."""
 ALONE = 4
 """Limit of concurrent calls with their own process."""
 
@@ -37,13 +35,12 @@ class IsolatedRewards:
         program = user_program(
             _PROGRAM, "RewardProgram", (list(references), str(base_dir)), memory, alone=True
         )
-        self._workers = Workers(program)
+        self._pool = Pool(program, workers=ALONE, reuse=False)
         self._worker: Worker | None = None
         self._turns = Turns()
-        self._alone = PerLoop(lambda: asyncio.Semaphore(ALONE))
         self._starting = PerLoop(asyncio.Lock)
         try:
-            description = self._workers.server().description
+            description = self._pool.server().description
         except WorkerError as error:
             names = ", ".join(entry for _, entry in references)
             raise ConfigError(
@@ -104,7 +101,7 @@ class IsolatedRewards:
         return scores
 
     def close(self) -> None:
-        self._workers.close()
+        self._pool.close()
         self._worker = None
 
     async def _ask(self, question: tuple[Any, ...], timeout: float, *, coroutine: bool) -> Any:
@@ -117,20 +114,9 @@ class IsolatedRewards:
             async with self._starting.here:
                 worker = self._worker
                 if worker is None or worker.lost:
-                    worker = self._worker = await asyncio.to_thread(self._workers.take)
+                    worker = self._worker = await asyncio.to_thread(self._pool.take)
             return await worker.ask(question, timeout, coroutine=coroutine, shared=coroutine)
         except WorkerLost as lost:
             if not (lost.from_outside or coroutine):
                 raise
-        async with self._alone.here:
-            attempt = 1
-            while True:
-                attempt += 1
-                worker = await asyncio.to_thread(lambda: self._workers.server().worker())
-                try:
-                    return await worker.ask(question, timeout, coroutine=coroutine)
-                except WorkerLost as lost:
-                    if not lost.from_outside or attempt == ATTEMPTS:
-                        raise
-                finally:
-                    worker.close()
+        return await self._pool.run(*question, timeout=timeout, coroutine=coroutine)

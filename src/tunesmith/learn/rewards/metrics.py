@@ -8,7 +8,6 @@ from math import nan
 from statistics import fmean, pstdev
 
 from tunesmith.errors import RewardError
-from tunesmith.learn.usercode.calls import NOT_TRIED
 from tunesmith.types import Rollout, Status
 
 
@@ -17,7 +16,7 @@ def check_failed(rollouts: Sequence[Rollout], max_share: float) -> None:
     failed = [r for r in rollouts if r.status is not Status.OK]
     if not failed or len(failed) <= max_share * len(rollouts):
         return
-    shown = next((r for r in failed if NOT_TRIED not in str(r.error)), failed[0])
+    shown = next((r for r in failed if r.status is not Status.NOT_TRIED), failed[0])
     kinds = Counter(r.status.value for r in failed)
     counts = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
     raise RewardError(

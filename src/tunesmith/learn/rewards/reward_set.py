@@ -26,7 +26,7 @@ from tunesmith.learn.rewards.function import (
 )
 from tunesmith.learn.rewards.metrics import mean, reward_metrics
 from tunesmith.learn.rewards.trainer_state import TrainerState
-from tunesmith.learn.usercode.calls import RaisedInCall, UserCalls, kept_default_dtype
+from tunesmith.learn.usercode.calls import NotTried, RaisedInCall, UserCalls, kept_default_dtype
 from tunesmith.types import Rollout, Status, Task
 
 if TYPE_CHECKING:
@@ -174,9 +174,8 @@ class RewardSet:
                 Status.REWARD_FAILED, f"raised on a call of {size} completions:\n{raised.trace}"
             )
         except DeadlineExceeded as error:
-            failure = ItemFailure(
-                Status.TIMED_OUT, f"{error} (reward.timeout, a call of {size} completions)"
-            )
+            status = Status.NOT_TRIED if isinstance(error, NotTried) else Status.TIMED_OUT
+            failure = ItemFailure(status, f"{error} (reward.timeout, a call of {size} completions)")
         except ValueError as error:
             failure = ItemFailure(Status.REWARD_FAILED, str(error))
         return [failure] * size, Notes(size)

@@ -31,8 +31,6 @@ from tunesmith.learn.usercode.host import OneThread
 
 T = TypeVar("T")
 
-NOT_TRIED = "not tried"
-"""Prefix of the error of a call that was skipped because earlier calls timed out."""
 PROGRAMS = ("user_program.py", "environment_program.py")
 """Our files that call the user's code in worker processes."""
 HUNG_AFTER = 3
@@ -40,6 +38,10 @@ HUNG_AFTER = 3
 tried."""
 ANSWER_SECONDS = 1.0
 """An event loop that takes longer to answer counts as blocked."""
+
+
+class NotTried(DeadlineExceeded):
+    """A call that was skipped, because those before it timed out."""
 
 
 def is_async(function: Callable[..., Any]) -> bool:
@@ -174,15 +176,15 @@ class Turns:
         """Wait for a turn. ``key`` identifies the function.
 
         Raises:
-            DeadlineExceeded: the function timed out ``HUNG_AFTER`` times in a row while this call
+            NotTried: the function timed out ``HUNG_AFTER`` times in a row while this call
                 waited.
         """
         before = self._overruns.get(key, 0)
         async with self._turn.here:
             overruns = self._overruns.get(key, 0)
             if overruns >= HUNG_AFTER and overruns > before:
-                raise DeadlineExceeded(
-                    f"{NOT_TRIED}, because the last {overruns} calls ran for more than {timeout:g} s"
+                raise NotTried(
+                    f"not tried, because the last {overruns} calls ran for more than {timeout:g} s"
                 )
             try:
                 yield
@@ -197,7 +199,7 @@ class UserCalls:
     time."""
 
     def __init__(self) -> None:
-        self._thread: _Thread | None = None
+        self._thread: OneThread | None = None
         self._loop: _LoopThread | None = None
         self._turns = Turns()
         self.abandoned = 0
@@ -226,8 +228,11 @@ class UserCalls:
         self, function: Callable[..., Any], kwargs: dict[str, Any], timeout: float
     ) -> object:
         async with self._turns.turn(id(function), timeout):
-            thread = self._thread = self._thread or _Thread()
-            result = thread.call(function, kwargs)
+            if self._thread is None:
+                self._thread = OneThread()
+                threading.Thread(target=self._thread.run, name="reward", daemon=True).start()
+            thread = self._thread
+            result = thread.submit(_call, function, kwargs)
             try:
                 if not await done_within(result, timeout):
                     raise DeadlineExceeded(f"did not return within {timeout:g} s")
@@ -306,21 +311,11 @@ async def done_within(future: Future[object], timeout: float) -> bool:
             waiting.exception()  # otherwise asyncio logs it as never retrieved
 
 
-class _Thread(OneThread):
-    """A daemon thread that calls functions, one after the other."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        threading.Thread(target=self.run, name="reward", daemon=True).start()
-
-    def call(self, function: Callable[..., object], kwargs: dict[str, Any]) -> Future[object]:
-        def call() -> object:
-            try:
-                return function(**kwargs)
-            except BaseException as error:
-                raise RaisedInCall(error) from None
-
-        return self.submit(call)
+def _call(function: Callable[..., object], kwargs: dict[str, Any]) -> object:
+    try:
+        return function(**kwargs)
+    except BaseException as error:
+        raise RaisedInCall(error) from None
 
 
 class _LoopThread:

@@ -18,6 +18,8 @@ import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
+from math import inf
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import send_handle
@@ -130,14 +132,11 @@ class ForkServer:
     def worker(self) -> Worker:
         """A new worker: a fork or, if the program cannot be forked, this process, or another if
         this one is used."""
-        if self.forks:
-            return self._worker()
         with self._lock:
-            free = not self._used
+            used = self._used
             self._used = True
-        return (self if free else ForkServer(self._program))._worker()
-
-    def _worker(self) -> Worker:
+        if used and not self.forks:
+            return ForkServer(self._program).worker()
         ours, theirs = Pipe()
         with self._lock, theirs:
             number = self._ask(
@@ -279,12 +278,23 @@ class Worker(ConnectedFar):
         return number, value, None if error is None else WorkerError(error)
 
 
-class Workers:
-    """Workers of one program: the idle ones, and a fork server for more, which starts on first
-    use."""
+class Pool:
+    """Workers of one program, in processes that can be killed. The fork server that makes them
+    starts on first use.
 
-    def __init__(self, program: UserProgram) -> None:
+    Args:
+        deadline: seconds for a call of ``run``, not counting the worker's start.
+        workers: most concurrent calls of ``run``.
+        reuse: whether a worker takes another call of ``run``.
+    """
+
+    def __init__(
+        self, program: UserProgram, deadline: float = inf, workers: int = 1, *, reuse: bool = True
+    ) -> None:
         self._program = program
+        self._deadline = deadline
+        self._places = PerLoop(lambda: asyncio.Semaphore(workers))
+        self._reuse = reuse
         self._lock = threading.Lock()
         self._server: ForkServer | None = None
         self._idle: list[Worker] = []
@@ -309,8 +319,41 @@ class Workers:
             if not worker.lost:
                 self._idle.append(worker)
 
+    async def run(
+        self, *arguments: Any, timeout: float | None = None, coroutine: bool = False
+    ) -> Any:
+        """The function's result, from a worker with no other call. If the worker was killed from
+        outside, the call is repeated once.
+
+        Args:
+            timeout: seconds instead of ``deadline``.
+            coroutine: as in ``Worker.ask``.
+
+        Raises:
+            DeadlineExceeded: its process was killed at the deadline.
+            WorkerError: it raised, or its process ended.
+        """
+        call = partial(self._run, arguments, timeout or self._deadline, coroutine)
+        async with self._places.here:
+            try:
+                return await call()
+            except WorkerLost as lost:
+                if not lost.from_outside:
+                    raise
+                return await call()
+
+    async def _run(self, arguments: Sequence[Any], timeout: float, coroutine: bool) -> Any:
+        worker = await asyncio.to_thread(self.take)
+        try:
+            return await worker.ask(arguments, timeout, coroutine=coroutine)
+        finally:
+            if self._reuse:
+                self.give_back(worker)
+            else:
+                worker.close()
+
     def close(self) -> None:
-        """End all workers and the fork server. A later ``take`` starts a new one."""
+        """End all idle workers and the fork server. A later ``take`` starts a new one."""
         with self._lock:
             server = self._server
             self._server = None
@@ -320,40 +363,3 @@ class Workers:
             worker.close()
         if server is not None:
             server.close()
-
-
-class KillablePool:
-    """Up to ``workers`` processes of one program, each with one call at a time; ends with
-    ``close``.
-
-    Args:
-        deadline: seconds for one call, not counting the worker's start.
-    """
-
-    def __init__(self, program: UserProgram, deadline: float, workers: int = 1) -> None:
-        self._workers = Workers(program)
-        self._deadline = deadline
-        self._places = PerLoop(lambda: asyncio.Semaphore(workers))
-        self.close = self._workers.close
-
-    async def run(self, *arguments: Any) -> Any:
-        """The function's result. A call whose process was killed from outside is repeated once.
-
-        Raises:
-            DeadlineExceeded: its process was killed at the deadline.
-            WorkerError: it raised, or its process ended.
-        """
-        async with self._places.here:
-            try:
-                return await self._run_once(arguments)
-            except WorkerLost as lost:
-                if not lost.from_outside:
-                    raise
-                return await self._run_once(arguments)
-
-    async def _run_once(self, arguments: tuple[Any, ...]) -> Any:
-        worker = await asyncio.to_thread(self._workers.take)
-        try:
-            return await worker.ask(arguments, self._deadline)
-        finally:
-            self._workers.give_back(worker)
