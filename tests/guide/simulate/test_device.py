@@ -254,7 +254,7 @@ def test_ranks_step_in_host_memory(tmp_path: Path, options: tuple[str, ...]) -> 
     config, facts = resolved(tmp_path, "sft", TINY | {"num_hidden_layers": 4}, "4xH100-80GB", *said)
     train = dry_run(config, facts)[FIRST]["train"]
     assert not train.peak.get("optimizer") and any(
-        key.startswith("run/trainers/masters.py") for key in train.waits
+        key.startswith("trainers/masters.py") for key in train.waits
     )
 
 
@@ -297,7 +297,7 @@ def test_a_wait_in_a_micro_batch_is_found(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(passes, "run", reading)
     waits = phases_of(tmp_path, "sft", STAGE(3), spec="2xH100-80GB")["train"].waits
     found = [
-        key for key in waits if key.startswith("run/trainers/passes.py") and key.endswith(" item")
+        key for key in waits if key.startswith("trainers/passes.py") and key.endswith(" item")
     ]
     assert len(found) == 1 and waits[found[0]] == MICROBATCHES
 

@@ -122,7 +122,7 @@ class FakeDevice(TorchDispatchMode):
         while frame.f_back and not _is_product(Path(frame.f_code.co_filename)):
             frame = frame.f_back
         place = Path(frame.f_code.co_filename)
-        self.waits[f"{place.relative_to(PACKAGE)}:{frame.f_lineno} {operation}"] += 1
+        self.waits[f"{place.parent.name}/{place.name}:{frame.f_lineno} {operation}"] += 1
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.prim.device.default:
